@@ -70,6 +70,7 @@ def test_rank_that_lost_its_peer_does_not_hide_the_peer_that_was_killed(sandbox)
     assert "out of memory" in root(done)
 
 
+@pytest.mark.alone  # a rank that lost a peer waits a second for the peer's own end
 def test_slow_traceback_still_wins_over_the_lost_connection(sandbox):
     # The process group is gone a second before the error reaches the launcher.
     script = sandbox.script(
@@ -87,6 +88,7 @@ def test_slow_traceback_still_wins_over_the_lost_connection(sandbox):
     assert "KeyError: 'the cause'" in done.stderr
 
 
+@pytest.mark.alone  # a rank that lost a peer waits a second for the peer's own end
 def test_collective_on_one_rank_alone_says_that_the_other_has_ended(sandbox):
     script = sandbox.script(
         "import torch\n"
