@@ -18,6 +18,9 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import pytest
 
+from drivetrain.testing.plugin import _POOL
+from left_behind import Remains
+from reserved_ports import reserved_port
 from two_at_a_time import pytest_runtest_protocol  # noqa: F401 - a hook
 
 CASES, CASES_ON_MANY, MANY = 3, 1, 4
@@ -65,6 +68,23 @@ def pytest_pycollect_makeitem(collector, name, obj):
     """Make no tests of a function or class that is marked ``exhaustive``."""
     named = collector.config.getoption("exhaustive") or "::" in "".join(collector.config.args)
     return [] if not named and is_exhaustive(getattr(obj, "pytestmark", [])) else None
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    """A port of this machine, on which a program of the test may listen and no other process."""
+    with reserved_port() as number:
+        yield number
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nothing_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail a file whose tests leave processes, listeners, shared memory or files in the tree."""
+    stash = request.config.stash
+    remains = Remains(lambda: stash[_POOL].store_port if _POOL in stash else 0)
+    yield
+    left = remains.found()
+    assert not left, f"tests of {request.path} left behind: {left}"
 
 
 @pytest.hookimpl(trylast=True)

@@ -18,7 +18,6 @@ import json
 import os
 import random
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -26,6 +25,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+sys.path.append(str(Path(__file__).parent / "shared"))  # a script does not read pytest's paths
 
 WINDOW, STEPS = 2, 3
 DISK = "DISK"
@@ -230,8 +231,6 @@ def _model(name: str) -> tuple[Any, Any]:
     import torch.nn.functional as F
 
     from drivetrain.testing.models import CASES
-
-    sys.path.append(str(Path(__file__).parent / "shared"))  # a script does not read pytest's paths
     from huggingface_models import ARCHITECTURES, VOCABULARY, logits_of, token_batch
 
     if name in CASES:
@@ -288,13 +287,12 @@ def take(only: list[str], sizes: list[int]) -> dict[str, Any]:
 
 
 def _on_ranks(size: int, chosen: list[str]) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as name, socket.socket() as free:
+    from reserved_ports import reserved_port
+
+    with tempfile.TemporaryDirectory() as name, reserved_port() as port:
         folder = Path(name)
         (folder / "disk").mkdir()
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
         (folder / "chosen.json").write_text(json.dumps(chosen))
-        free.close()
         command = [sys.executable, __file__, "rank", str(folder)]
         log = folder / "log"
         with log.open("wb") as output:

@@ -4,7 +4,6 @@ What is another promise under some configuration is a base class here: the check
 say what holds instead.
 """
 
-import time
 from importlib.metadata import entry_points
 from typing import ClassVar
 
@@ -16,7 +15,6 @@ from drivetrain.cost import ModelSpec
 from drivetrain.errors import CollectiveError, UsageError
 from drivetrain.registry import STRATEGIES
 from drivetrain.testing.conformance import StrategyConformance
-from drivetrain.testing.conformance.failures import SOON_S
 from drivetrain.testing.conformance.tcp import cut_connections
 from drivetrain.testing.conformance.twins import Twins, everyone, plain_sgd
 from drivetrain.testing.models import CASES
@@ -173,11 +171,9 @@ class Cells(StrategyConformance):
         twins.backward(0)
         twins.step()
         everyone(None)
-        started = time.monotonic()
         if accelerator.process_index < world - 1:
             with pytest.raises(CollectiveError):
                 accelerator.backward(twins.loss(1))
-        assert time.monotonic() - started < SOON_S
         cut_connections()
         accelerator.free_memory()
 

@@ -174,7 +174,7 @@ def check_slow_link(form: str, said: list[str]) -> None:
     further.end()
 
 
-@pytest.mark.ranks(2, timeout=300)
+@pytest.mark.ranks(2)
 def test_on_a_link_that_nothing_hides_every_strategy_takes_the_least_time(monkeypatch):
     hosts(monkeypatch)
     said: list[str] = []
@@ -183,7 +183,7 @@ def test_on_a_link_that_nothing_hides_every_strategy_takes_the_least_time(monkey
         check_slow_link(form, said)
 
 
-@pytest.mark.ranks(2, timeout=60)
+@pytest.mark.ranks(2)
 def test_a_matrix_that_stays_whole_goes_on_by_updates_after_the_choice(monkeypatch):
     hosts(monkeypatch)
     said: list[str] = []
@@ -201,7 +201,7 @@ def test_hosts_of_two_ranks_choose_after_the_first_steps_too(monkeypatch):
         check_slow_link(form, said)
 
 
-@pytest.mark.ranks(2, timeout=120)
+@pytest.mark.ranks(2)
 def test_ranks_with_other_times_agree_and_traffic_that_hides_stays_exact(monkeypatch):
     rank = hosts(monkeypatch)
     said: list[str] = []
@@ -221,7 +221,7 @@ def test_ranks_with_other_times_agree_and_traffic_that_hides_stays_exact(monkeyp
         training.end()
 
 
-@pytest.mark.ranks(2, timeout=60)
+@pytest.mark.ranks(2)
 def test_declared_seconds_choose_at_prepare(monkeypatch):
     hosts(monkeypatch)
     for seconds, name in ((HIDES_S, "exact"), (1e-9, "bf16")):
@@ -233,7 +233,7 @@ def test_declared_seconds_choose_at_prepare(monkeypatch):
         training.end()
 
 
-@pytest.mark.ranks(2, timeout=120)
+@pytest.mark.ranks(2)
 def test_a_resumed_run_goes_on_with_the_choice_bit_for_bit(monkeypatch, tmp_path):
     hosts(monkeypatch)
     said: list[str] = []
@@ -270,7 +270,7 @@ def test_a_resumed_run_goes_on_with_the_choice_bit_for_bit(monkeypatch, tmp_path
         resumed.end()
 
 
-@pytest.mark.ranks(2, timeout=60)
+@pytest.mark.ranks(2)
 def test_a_method_of_a_checkpoint_that_is_permitted_no_more_is_not_taken(monkeypatch, tmp_path):
     hosts(monkeypatch)
     said: list[str] = []
@@ -287,7 +287,7 @@ def test_a_method_of_a_checkpoint_that_is_permitted_no_more_is_not_taken(monkeyp
     resumed.end()
 
 
-@pytest.mark.ranks(2, timeout=60)
+@pytest.mark.ranks(2)
 def test_gradients_may_be_chosen_after_parameters(monkeypatch):
     hosts(monkeypatch)
     found = []
@@ -305,7 +305,7 @@ def test_gradients_may_be_chosen_after_parameters(monkeypatch):
     assert found[0] == found[1] != []
 
 
-@pytest.mark.ranks(2, timeout=60)
+@pytest.mark.ranks(2)
 def test_the_report_has_the_promise_of_the_chosen_methods(monkeypatch, tmp_path):
     rank = hosts(monkeypatch)
     training = Training("ddp", project_dir=tmp_path).train(EXACT_STEPS + 2)
@@ -319,7 +319,7 @@ def test_the_report_has_the_promise_of_the_chosen_methods(monkeypatch, tmp_path)
         assert "dp.far/all_to_all" in model["sent"]
 
 
-@pytest.mark.ranks(2, timeout=60)
+@pytest.mark.ranks(2)
 def test_steps_that_ranks_take_alone_do_not_count(monkeypatch):
     rank = hosts(monkeypatch)
     training = Training("ddp").train(EXACT_STEPS - 1)

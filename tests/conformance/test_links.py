@@ -135,7 +135,7 @@ def host_of_each_rank(monkeypatch: pytest.MonkeyPatch, per_host: int) -> None:
     monkeypatch.setenv("GROUP_RANK", str(int(os.environ["RANK"]) // per_host))
 
 
-@pytest.mark.ranks(2, timeout=300)
+@pytest.mark.ranks(2)
 def test_gradients_over_two_hosts(monkeypatch):
     host_of_each_rank(monkeypatch, 1)
     assert set(compressors().names) >= LIMITS.keys()
@@ -152,7 +152,7 @@ def test_gradients_over_two_hosts(monkeypatch):
         check_costs(strategy, gradients=method)
 
 
-@pytest.mark.ranks(2, timeout=300)
+@pytest.mark.ranks(2)
 def test_gradients_rounded_by_chance_over_two_hosts(monkeypatch):
     host_of_each_rank(monkeypatch, 1)
     for strategy, method, options in (
@@ -166,7 +166,7 @@ def test_gradients_rounded_by_chance_over_two_hosts(monkeypatch):
         check_costs(strategy, gradients=method, options=options)
 
 
-@pytest.mark.ranks(2, timeout=120)
+@pytest.mark.ranks(2)
 def test_the_cost_without_feedback_holds_no_errors(monkeypatch):
     host_of_each_rank(monkeypatch, 1)
     held = []
@@ -197,7 +197,7 @@ def test_every_method_under_every_strategy(monkeypatch):
             check_costs(strategy, gradients="int4", options=options)
 
 
-@pytest.mark.ranks(4, timeout=300)
+@pytest.mark.ranks(4)
 def test_gradients_over_two_hosts_with_two_ranks_each(monkeypatch):
     host_of_each_rank(monkeypatch, 2)
     pairs = [("ddp", "int8"), ("fsdp hybrid", "powersgd"), ("zero2", "int8"), ("zero3", "int4")]
@@ -208,7 +208,7 @@ def test_gradients_over_two_hosts_with_two_ranks_each(monkeypatch):
     assert all(torch.equal(value, again[name]) for name, value in found.items())
 
 
-@pytest.mark.ranks(2, timeout=300)
+@pytest.mark.ranks(2)
 def test_parameters_over_two_hosts(monkeypatch):
     host_of_each_rank(monkeypatch, 1)
     pairs = [("zero1", "int8"), ("zero2", "topk"), ("zero2", "int4"), ("zero3", "int8")]
@@ -220,7 +220,7 @@ def test_parameters_over_two_hosts(monkeypatch):
         check_costs(strategy, gradients="powersgd", parameters="powersgd")
 
 
-@pytest.mark.ranks(4, timeout=300)
+@pytest.mark.ranks(4)
 def test_parameters_over_two_hosts_with_two_ranks_each(monkeypatch):
     host_of_each_rank(monkeypatch, 2)
     pairs = [("zero2", "int8"), ("fsdp", "int8"), ("zero3", "int8")]
@@ -229,7 +229,7 @@ def test_parameters_over_two_hosts_with_two_ranks_each(monkeypatch):
         check_costs(strategy, parameters=method)
 
 
-@pytest.mark.ranks(2, timeout=120)
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("strategy", ["zero2", "zero3"])
 def test_what_a_script_reads_and_saves_of_approximate_parameters_is_exact(monkeypatch, strategy):
     host_of_each_rank(monkeypatch, 1)
@@ -252,7 +252,7 @@ def test_what_a_script_reads_and_saves_of_approximate_parameters_is_exact(monkey
     accelerator.free_memory()
 
 
-@pytest.mark.ranks(2, timeout=200)
+@pytest.mark.ranks(2)
 def test_a_checkpoint_goes_on_bit_for_bit_and_under_another_method(monkeypatch, tmp_path):
     host_of_each_rank(monkeypatch, 1)
     pairs = [("ddp", "int4"), ("ddp", "powersgd"), ("zero2", "int4"), ("fsdp hybrid", "topk")]
@@ -278,7 +278,7 @@ def test_a_checkpoint_goes_on_bit_for_bit_and_under_another_method(monkeypatch, 
             accelerator.free_memory()
 
 
-@pytest.mark.ranks(2, timeout=200)
+@pytest.mark.ranks(2)
 def test_a_checkpoint_of_draws_goes_on_bit_for_bit_and_under_another_method(monkeypatch, tmp_path):
     host_of_each_rank(monkeypatch, 1)
     for strategy, method, options in (
@@ -330,7 +330,7 @@ def link_state(accelerator: Accelerator, each: nn.Module) -> dict[tuple[str, str
     return {(s.name, s.state): s.tensor.clone() for s in shards if s.state.startswith("links.")}
 
 
-@pytest.mark.ranks(2, timeout=120)
+@pytest.mark.ranks(2)
 def test_a_nan_in_one_bias_of_one_rank_leaves_all_errors_as_they_were(monkeypatch):
     host_of_each_rank(monkeypatch, 1)
     for strategy, options in (
@@ -385,7 +385,7 @@ def one_step(accelerator: Accelerator, each: nn.Module) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in accelerator.get_state_dict(each).items()}
 
 
-@pytest.mark.ranks(2, timeout=120)
+@pytest.mark.ranks(2)
 def test_a_step_with_nan_is_skipped_everywhere_and_later_steps_do_not_miss_errors(monkeypatch):
     host_of_each_rank(monkeypatch, 1)
     pairs = [("ddp", "int4"), ("zero2", "powersgd"), ("zero3", "int4"), ("fsdp hybrid", "topk")]
@@ -435,7 +435,7 @@ def test_every_method_over_two_hosts_with_two_ranks_each(monkeypatch, method):
         check(strategy, 4, gradients=method)
 
 
-@pytest.mark.ranks(2, timeout=300)
+@pytest.mark.ranks(2)
 def test_auto_chooses_within_what_is_allowed_and_costs_count_its_bytes(monkeypatch):
     host_of_each_rank(monkeypatch, 1)
     expected = [
@@ -463,7 +463,7 @@ def test_auto_chooses_within_what_is_allowed_and_costs_count_its_bytes(monkeypat
     assert all("bf16 (rounding), for 2 of 8 parameters (8,192 numbers)" in line for line in lines)
 
 
-@pytest.mark.ranks(2, timeout=120)
+@pytest.mark.ranks(2)
 def test_auto_measures_the_link_that_nobody_has_declared(monkeypatch):
     host_of_each_rank(monkeypatch, 1)
     said: list[str] = []
@@ -477,7 +477,7 @@ def test_auto_measures_the_link_that_nobody_has_declared(monkeypatch):
     accelerator.free_memory()
 
 
-@pytest.mark.ranks(2, timeout=120)
+@pytest.mark.ranks(2)
 def test_auto_leaves_tensors_exact_for_which_a_method_does_not_pay(monkeypatch):
     host_of_each_rank(monkeypatch, 1)
     monkeypatch.setitem(globals(), "model", lopsided)

@@ -13,8 +13,6 @@ from drivetrain.errors import UsageError
 from drivetrain.notebook import debug_launcher, notebook_launcher
 from drivetrain.runtime.world import World, launched_config
 
-pytestmark = pytest.mark.alone
-
 
 def test_every_process_is_a_rank_of_one_world(tmp_path):
     secret = 3  # a closure cannot be pickled: this shows that nothing is
@@ -50,12 +48,10 @@ def test_traceback_of_the_failing_rank_is_raised_and_the_others_are_stopped():
     def train():
         if World.discover().rank == 1:
             raise ValueError("the cause")
-        time.sleep(300)
+        time.sleep(10_000)
 
-    begin = time.monotonic()
     with pytest.raises(ProcessRaisedException, match=r"(?s)Process 1 .*ValueError: the cause"):
         notebook_launcher(train, num_processes=2)
-    assert time.monotonic() - begin < 30
 
 
 def test_process_that_dies_is_reported():

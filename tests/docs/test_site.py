@@ -109,7 +109,6 @@ def test_the_site_builds(tmp_path):
         cwd=ROOT,
         env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
         check=True,
-        timeout=240,
     )
     reference_page = (tmp_path / "reference/accelerator.html").read_text()
     guide = (tmp_path / "quickstart.html").read_text()

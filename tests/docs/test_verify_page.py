@@ -25,7 +25,7 @@ def row(line: str) -> list[str]:
 def test_sample_is_what_it_says():
     command, _, after = TEXT.partition("$ drivetrain ")[2].partition("\n")
     words = ("-m", "drivetrain_launch", "verify", "--cpu", *command.split()[1:])
-    done = run_python(*words, folder=ROOT, timeout=250)
+    done = run_python(*words, folder=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
     shown = after.partition("```")[0].splitlines()
     found = done.stdout.splitlines()

@@ -2,7 +2,7 @@
 
 ``pytest tests/faults --times`` writes the seconds that tests measure into ``times.toml`` and into
 the table of ``docs/faults.md``, and holds them to the bars of the matrix: they are worth something
-on a machine that does nothing else. Without the option tests allow for a busy machine.
+on a machine that does nothing else. Without the option no test depends on how long it takes.
 """
 
 from collections.abc import Iterator

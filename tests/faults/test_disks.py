@@ -12,8 +12,6 @@ from torch import nn
 from drivetrain import Accelerator, ProjectConfiguration
 from drivetrain.errors import CheckpointError
 
-pytestmark = pytest.mark.alone
-
 
 def start(folder, limit=1):
     project = ProjectConfiguration(
@@ -37,10 +35,10 @@ def small_disk(tmp_path):
     if os.geteuid() != 0:
         pytest.skip("mounting a small file system needs root")
     mount = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(tmp_path)]
-    if subprocess.run(mount, check=False, capture_output=True, timeout=10).returncode:
+    if subprocess.run(mount, check=False, capture_output=True).returncode:
         pytest.skip("cannot mount a tmpfs here")
     yield tmp_path
-    subprocess.run(["umount", "-l", str(tmp_path)], check=True, timeout=10)
+    subprocess.run(["umount", "-l", str(tmp_path)], check=True)
 
 
 @pytest.mark.parametrize("wait", [True, False])
@@ -97,7 +95,7 @@ def test_an_error_of_the_kernel_names_the_file_and_leaves_no_draft(tmp_path):
     command = ["strace", "-f", "-qq", "-o", "/dev/null", *inject, sys.executable, "-c", SAVE]
     done = subprocess.run(
         [*command, str(tmp_path / "saved")],
-        capture_output=True, text=True, timeout=120, check=False,
+        capture_output=True, text=True, check=False,
     )  # fmt: skip
     if "PTRACE" in done.stderr or "ptrace" in done.stderr:
         pytest.skip(f"no tracing here: {done.stderr.splitlines()[0]}")

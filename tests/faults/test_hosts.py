@@ -1,14 +1,14 @@
 """Hosts that are lost, links that are cut or slow, clocks that differ, on emulated hosts."""
 
 import shutil
-import socket
 import time
 from contextlib import ExitStack, contextmanager
 
 import pytest
 
 from emulated_hosts import Hosts, why_not
-from faulty_trainings import FaultyTrainings, wait_until
+from faulty_trainings import FaultyTrainings
+from waits import wait_until
 
 pytestmark = pytest.mark.alone
 
@@ -16,8 +16,7 @@ PORT = 29500
 SECRET = {"DRIVETRAIN_SECRET": "a secret of the tests"}
 SLOW = {"step": "time.sleep(0.15)"}
 LOST_S, CUT_S = 10.0, 20.0
-"""All have ended so soon after a host was lost, or a link was cut. A busy machine gets half of
-it more: what is measured has to keep to it, see ``took``."""
+"""All have ended so soon after a host was lost, or a link was cut; see ``took``."""
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +63,7 @@ def wait_for_steps(trainings, launchers, count):
         return len(trainings.losses()) >= count
 
     try:
-        wait_until("training", reached, 60)
+        wait_until(reached, "training")
     except AssertionError:
         pytest.fail("\n".join(launcher.said() for launcher in launchers))
 
@@ -74,12 +73,11 @@ def test_a_host_that_is_gone_is_named_and_ends_the_run(trainings, hosts, took):
         wait_for_steps(trainings, launchers, 4)
         begin = time.monotonic()
         hosts[1].lose()
-        done = launchers[0].wait(60)
+        done = launchers[0].wait()
         seconds = time.monotonic() - begin
     hosts[1].mend()
     assert done.returncode == 5, done.stderr
     assert "host 1 (n2) is lost" in done.stderr
-    assert seconds < 1.5 * LOST_S
     took("F22", "all have ended", seconds, bar=LOST_S)
     assert trainings.checkpoints() == ["checkpoint_0"]
     (private,) = trainings.temporary.glob("drivetrain-*")  # of the launcher that was killed
@@ -91,7 +89,7 @@ def test_a_link_that_is_cut_ends_both_sides(trainings, hosts, took):
         wait_for_steps(trainings, launchers, 4)
         begin = time.monotonic()
         hosts[1].cut()
-        done = [launcher.wait(90) for launcher in launchers]
+        done = [launcher.wait() for launcher in launchers]
         seconds = time.monotonic() - begin
         saved = trainings.checkpoints()
     hosts[1].mend()
@@ -99,7 +97,6 @@ def test_a_link_that_is_cut_ends_both_sides(trainings, hosts, took):
     assert "host 1 (n2) is lost" in done[0].stderr
     assert "host 0 at " in done[1].stderr
     assert "is lost" in done[1].stderr
-    assert seconds < 1.5 * CUT_S
     took("F23", "both sides have ended", seconds, bar=CUT_S)
     assert saved == ["checkpoint_0"]  # neither side went on alone
 
@@ -113,7 +110,7 @@ def test_a_slow_link_that_is_cut_for_two_seconds_changes_nothing(trainings, host
             hosts[1].cut()
             time.sleep(2)
             hosts[1].mend()
-            done = [launcher.wait(60) for launcher in launchers]
+            done = [launcher.wait() for launcher in launchers]
     finally:
         for host in hosts:
             host.limit(hosts.rate)
@@ -122,13 +119,10 @@ def test_a_slow_link_that_is_cut_for_two_seconds_changes_nothing(trainings, host
 
 
 @pytest.mark.parametrize("skew", [-120, pytest.param(120, marks=pytest.mark.exhaustive)])
-def test_a_host_with_another_time_trains_like_the_others(trainings, calm, skew):
+def test_a_host_with_another_time_trains_like_the_others(trainings, calm, skew, port):
     program = f"import time\nreal = time.time\ntime.time = lambda: real() + {skew}\n"
     program += "import runpy\nrunpy.run_module('drivetrain_launch', run_name='__main__')\n"
     (trainings.folder / "skewed.py").write_text(program)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     words = ("run", "--nnodes", "2", "--rdzv-endpoint", f"127.0.0.1:{port}")
     with (
         trainings.start(*words, "--node-rank", "0", ranks=1, env=SECRET) as first,
@@ -136,6 +130,6 @@ def test_a_host_with_another_time_trains_like_the_others(trainings, calm, skew):
             *words, "--node-rank", "1", ranks=1, env=SECRET, program=("skewed.py",)
         ) as second,
     ):
-        done = [first.wait(60), second.wait(60)]
+        done = [first.wait(), second.wait()]
     assert [each.returncode for each in done] == [0, 0], done
     assert trainings.weights() == calm

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from faulty_trainings import STEPS, wait_until
+from faulty_trainings import STEPS
 from forked_programs import run_python
-
-pytestmark = pytest.mark.alone
+from waits import wait_until
 
 MEMORY = ("--set", "checkpoint.local=memory", "--set", "checkpoint.local_every=2")
 RESTARTS = (*MEMORY, "--max-restarts", "2")
@@ -123,13 +122,13 @@ def test_nothing_is_left_in_memory_after_any_end(trainings, end):
     if end == "failure":
         faults["update"] = "step == 5 and rank == 1 and 1 / 0"
     with trainings.start("run", *MEMORY, faults=faults, every=NEVER) as training:
-        wait_until("in memory", (trainings.folder / "run" / "waits").exists)
+        wait_until((trainings.folder / "run" / "waits").exists, "in memory")
         (folder,) = memory_of(trainings)
         if end != "failure":
             assert folder.stat().st_mode & 0o777 == 0o700
             assert [path.name for path in folder.glob("checkpoint_*")]
             os.kill(training.pid, signal.Signals[end])
-        ended = training.wait(30)
+        ended = training.wait()
     if end == "SIGKILL":  # nobody could; the next launcher on this host does
         assert folder.exists()
         trainings.left()

@@ -6,9 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from faulty_trainings import wait_until
-
-pytestmark = pytest.mark.alone
+from waits import wait_until
 
 GROUPS = Path("/sys/fs/cgroup/memory")
 ROOM = 400 << 20
@@ -24,7 +22,7 @@ def group():
     except OSError as error:
         pytest.skip(f"no control group of memory can be made here: {error}")
     yield path
-    wait_until("empty", lambda: not (path / "cgroup.procs").read_text(), 10)
+    wait_until(lambda: not (path / "cgroup.procs").read_text(), "empty")
     path.rmdir()
 
 

@@ -7,9 +7,8 @@ import time
 
 import pytest
 
-from faulty_trainings import ENDED_S, STEPS, FaultyTrainings, wait_until
-
-pytestmark = pytest.mark.alone
+from faulty_trainings import ENDED_S, STEPS, FaultyTrainings
+from waits import PATIENCE_S, wait_until
 
 KILL = "os.kill(os.getpid(), signal.SIGKILL)"
 
@@ -83,7 +82,6 @@ def test_all_end_soon_after_what_one_rank_does(trainings, took, row):
     seconds = since_the_fault(trainings)
     assert done.returncode == code, done.stderr
     assert said in done.stderr
-    assert seconds < 2 * ENDED_S
     took(row, "all have ended", seconds, bar=ENDED_S)
     # Before step 6 and, where the notice comes, after it: by the script, and by the notice.
     saved = ["checkpoint_1", "checkpoint_2"] if code == 75 else ["checkpoint_0"]
@@ -102,7 +100,6 @@ def test_all_end_soon_after_a_rank_that_died(trainings, took, how, name):
     if name == "SIGSEGV":
         assert "Fatal Python error: Segmentation fault" in done.stderr
         assert "run.py" in done.stderr  # the line of the script, in the stack of the thread
-    assert seconds < 2 * ENDED_S
     took("F1" if name == "SIGKILL" else "F3", "all have ended", seconds, bar=ENDED_S)
     assert trainings.checkpoints() == ["checkpoint_0"]
 
@@ -111,7 +108,7 @@ SLOW = {"step": "time.sleep(0.15)"}
 
 
 def tell_launcher(trainings, process, number, after=5):
-    wait_until("training", lambda: len(trainings.losses()) >= after, 40)
+    wait_until(lambda: len(trainings.losses()) >= after, "training")
     os.kill(process.pid, number)
 
 
@@ -128,7 +125,7 @@ def test_a_launcher_that_is_told_to_stop_saves_and_the_next_one_goes_on(
     with trainings.start(faults=SLOW, every=100) as process:
         tell_launcher(trainings, process, number)
         begin = time.monotonic()
-        done = process.wait(30)
+        done = process.wait()
         took(row, "saved and ended", time.monotonic() - begin)
     assert done.returncode == 75, done.stderr
     taken = len(trainings.losses())
@@ -142,24 +139,23 @@ def test_a_launcher_that_is_told_to_stop_saves_and_the_next_one_goes_on(
 
 WAITING_DISK = (
     "fsync = os.fsync; "
-    "os.fsync = lambda fd: (time.sleep(20 if os.path.exists('slow') else 0), fsync(fd))"
+    "os.fsync = lambda fd: (time.sleep(3600 if os.path.exists('slow') else 0), fsync(fd))"
 )
 
 
 def test_a_second_notice_ends_a_save_and_leaves_the_checkpoint_before(trainings, calm, took):
     with trainings.start(faults=SLOW | {"start": WAITING_DISK}) as process:
-        wait_until("saved", lambda: "checkpoint_0" in trainings.checkpoints(), 40)
+        wait_until(lambda: "checkpoint_0" in trainings.checkpoints(), "saved")
         (trainings.folder / "slow").touch()
         tell_launcher(trainings, process, signal.SIGTERM)
         drafts = lambda: [n for n in trainings.checkpoints() if n.startswith(".")]  # noqa: E731
-        wait_until("saving", drafts, 10)
+        wait_until(drafts, "saving")
         time.sleep(2.1)  # a notice that comes again within 2 s counts as the same
         begin = time.monotonic()
         os.kill(process.pid, signal.SIGTERM)
-        done = process.wait(30)
+        done = process.wait()
         seconds = time.monotonic() - begin
-        assert seconds < 2 * ENDED_S
-    took("F10", "all have ended", seconds, bar=ENDED_S)
+        took("F10", "all have ended", seconds, bar=ENDED_S)
     assert done.returncode == 143, done.stderr
     (trainings.folder / "slow").unlink()
     done = trainings.run(faults=SLOW | {"start": "pass"})
@@ -183,7 +179,7 @@ def test_random_kills_change_nothing(trainings, calm, kills):
         for point in points
     }
     restarts = ("--max-restarts", str(kills))
-    done = trainings.run("run", *restarts, faults=faults, every=1, timeout=400)
+    done = trainings.run("run", *restarts, faults=faults, every=1, timeout=2.5 * PATIENCE_S)
     assert done.returncode == 0, done.stderr
     found = {path.name for path in (trainings.folder / "run").glob("*-[01]-*")}
     assert found == {f"{step}-{rank}-{point}" for step, point, rank in plan}

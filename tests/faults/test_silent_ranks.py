@@ -11,23 +11,23 @@ import torch
 from torch import nn
 
 from drivetrain import Accelerator, RankMismatchError
-from faulty_trainings import ENDED_S, signal_all, wait_until
-
-pytestmark = pytest.mark.alone
+from faulty_trainings import ENDED_S, signal_all
+from waits import wait_until
 
 TIMEOUT_S = 3.0
 NAMED_S = 10.0
-"""A rank that others wait for is named so soon. A busy machine gets half of it more: what is
-measured has to keep to it, see ``took``."""
+"""A rank that others wait for is named so soon; see ``took``."""
 
-QUICK = ("--set", f"launch.timeout_s={TIMEOUT_S:g}", "--set", "launch.start_timeout_s=60")
+ENDED = f"timeout of {TIMEOUT_S:g} s: all have ended"
+
+QUICK = ("--set", f"launch.timeout_s={TIMEOUT_S:g}", "--set", "launch.start_timeout_s=600")
 SLOW = {"step": "time.sleep(0.1)"}
 PID = "open(f'pid-{rank}', 'w').write(str(os.getpid()))"
 
 
 def pid_of(trainings, rank):
     path = trainings.folder / f"pid-{rank}"
-    wait_until("training", lambda: path.exists() and len(trainings.losses()) >= 4, 40)
+    wait_until(lambda: path.exists() and len(trainings.losses()) >= 4, "training")
     return int(path.read_text())
 
 
@@ -36,13 +36,13 @@ def test_a_stopped_rank_ends_the_run_within_the_timeout(trainings, took):
         stopped = pid_of(trainings, 1)
         begin = time.monotonic()
         os.kill(stopped, signal.SIGSTOP)
-        done = process.wait(60)
+        done = process.wait()
         seconds = time.monotonic() - begin
     assert done.returncode == 5, done.stderr
     assert re.search(r"^rank 0 failed first .* exit code 5\)$", done.stderr, re.MULTILINE)
     assert "stopped with it: rank 1" in done.stderr
-    assert TIMEOUT_S - 1 < seconds < TIMEOUT_S + 2 * ENDED_S
-    took("F4", f"timeout of {TIMEOUT_S:g} s: all have ended", seconds)
+    assert seconds > TIMEOUT_S - 1
+    took("F4", ENDED, seconds, bar=TIMEOUT_S + ENDED_S)
     assert trainings.checkpoints()[0] == "checkpoint_0"
 
 
@@ -53,11 +53,10 @@ def test_a_rank_that_others_wait_for_is_named_within_ten_seconds(trainings, took
         stopped = pid_of(trainings, 1)
         begin = time.monotonic()
         os.kill(stopped, signal.SIGSTOP)
-        wait_until("named", lambda: "was stopped by a signal" in process.said(), 60)
+        wait_until(lambda: "was stopped by a signal" in process.said(), "named")
         named = time.monotonic() - begin
-        done = process.wait(60)
+        done = process.wait()
     assert done.returncode == 5, done.stderr
-    assert named < 1.5 * NAMED_S
     took("F4", "named", named, bar=NAMED_S)
 
 
@@ -74,10 +73,10 @@ def test_a_rank_that_holds_the_interpreter_ends_the_run_within_the_timeout(train
     assert re.search(r"^rank 0 failed first .* exit code 5\)$", done.stderr, re.MULTILINE)
     assert "stopped with it: rank 1" in done.stderr
     seconds = time.time() - float((trainings.folder / "fault").read_text())
-    assert seconds < TIMEOUT_S + 2 * ENDED_S
-    took("F5", f"timeout of {TIMEOUT_S:g} s: all have ended", seconds)
+    took("F5", ENDED, seconds, bar=TIMEOUT_S + ENDED_S)
 
 
+@pytest.mark.alone  # it compares the times of ranks
 def test_a_rank_that_is_held_up_is_named(trainings, took):
     """The system gives it three of ten parts of the time, as on a host with another job."""
     options = ("--set", "launch.straggler_every_s=1.2", "--set", "launch.straggler_margin=1")
@@ -100,14 +99,14 @@ def test_a_rank_that_is_held_up_is_named(trainings, took):
         begin = time.monotonic()
         thread.start()
         try:
-            wait_until("named", lambda: "slower than the others" in process.said(), 40)
+            wait_until(lambda: "slower than the others" in process.said(), "named")
             took("F6", "looking each 1.2 s: named", time.monotonic() - begin)
             said = process.said()
         finally:
             over.set()
             thread.join()
         os.kill(process.pid, signal.SIGINT)
-        assert process.wait(30).returncode == 130
+        assert process.wait().returncode == 130
     assert re.findall(r"^rank (\d) on host \S+ is slower", said, re.MULTILINE) == ["1"], said
 
 

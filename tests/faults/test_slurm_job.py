@@ -12,6 +12,7 @@ import pytest
 
 from cluster_packages import cluster, fetched, slurm_variables, slurm_words, wait_for_slurm
 from emulated_hosts import Hosts, why_not
+from waits import PATIENCE_S
 
 pytestmark = pytest.mark.alone
 
@@ -93,16 +94,16 @@ class Job:
         path = self.folder / "steps"
         return path.read_text().splitlines() if path.exists() else []
 
-    def wait_until(self, what: str, reached: Callable[[], bool], seconds: float = 60.0) -> None:
-        """Wait as long as the job takes steps or prints at least every so many seconds."""
+    def wait_until(self, what: str, reached: Callable[[], bool]) -> None:
+        """Wait as long as the job takes steps or prints now and then."""
         seen, since = self._printed(), time.monotonic()
         while not reached():
             time.sleep(0.2)
             if (now := self._printed()) != seen:
                 seen, since = now, time.monotonic()
-            if time.monotonic() - since > seconds:
+            if time.monotonic() - since > PATIENCE_S:
                 texts = [self._facts(), *seen, slurm_words(self.slurm)]
-                pytest.fail("\n".join([f"not {what}; nothing new for {seconds:g} s:", *texts]))
+                pytest.fail("\n".join([f"not {what}; nothing new for {PATIENCE_S:g} s:", *texts]))
 
     def _printed(self) -> tuple[str, ...]:
         text = self.log.read_text() if self.log.exists() else "no output"
@@ -146,7 +147,6 @@ def environment(slurm: Hosts) -> dict[str, str]:
     return slurm_variables(slurm) | {"PATH": path, "OMP_NUM_THREADS": "1"}
 
 
-@pytest.mark.timeout(500)
 def test_a_preempted_job_is_requeued_and_ends_as_if_nothing_had_happened(slurm, submitted, took):
     calm = submitted("calm")
     calm.wait_until("completed", lambda: calm.state == "COMPLETED")
@@ -164,7 +164,7 @@ def test_a_preempted_job_is_requeued_and_ends_as_if_nothing_had_happened(slurm, 
     assert len(job.steps) == STEPS
     results = [(each.folder / "weights.pt").read_bytes() for each in (calm, job)]
     assert hashlib.sha256(results[0]).digest() == hashlib.sha256(results[1]).digest()
-    job.wait_until("without processes", lambda: not left_behind(), seconds=10.0)
+    job.wait_until("without processes", lambda: not left_behind())
 
 
 def left_behind() -> list[str]:

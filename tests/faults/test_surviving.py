@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from emulated_hosts import Host, Hosts, why_not
+from waits import PATIENCE_S
 
 pytestmark = pytest.mark.alone
 
@@ -147,7 +148,7 @@ class Training:
         assert self.last()["step"] < number - 1, "the ranks may not have read the same number"
         return number
 
-    def wait(self, what: str, reached: Callable[[], bool], seconds: float = 240.0) -> None:
+    def wait(self, what: str, reached: Callable[[], bool], seconds: float = PATIENCE_S) -> None:
         end = time.monotonic() + seconds
         while not reached():
             if time.monotonic() > end:
@@ -235,7 +236,7 @@ def kill_at_random(run: Training, chance: random.Random, kinds: list[str]) -> No
         else:
             run.hosts[index].lose()
             lost[index] = time.monotonic() + chance.uniform(1.0, 12.0)
-    run.wait("at the end", lambda: keep_running(run, lost), 400.0)
+    run.wait("at the end", lambda: keep_running(run, lost), 2 * PATIENCE_S)
 
 
 MEMORY = ("--set", "checkpoint.local=memory", "--set", f"checkpoint.local_every={SAVE_EVERY}")
@@ -253,7 +254,6 @@ def in_memory(host: Host) -> list[str]:
     return text.split()
 
 
-@pytest.mark.timeout(300)
 def test_the_state_of_a_lost_host_is_in_the_memory_of_another(training):
     calm = training("calm", ("--nnodes", "2"), (24, 0, 0.0, NEVER))
     calm.wait("at the end", lambda: keep_running(calm, {}))
@@ -311,7 +311,6 @@ def test_random_kills_of_ranks_and_hosts_change_no_bit(training, kills):
     assert not [pid for host in run.hosts for pid in ranks_on(host)]
 
 
-@pytest.mark.timeout(300)
 def test_a_run_goes_on_without_a_lost_host_and_lets_it_in_again(training, took):
     options = ("--nnodes", "1:2", "--resume", "auto")
     run = training("elastic", options, (ENDLESS, 0.1, 0.0))
@@ -341,7 +340,6 @@ def test_a_run_goes_on_without_a_lost_host_and_lets_it_in_again(training, took):
         torch.testing.assert_close(run.weights()[name], values)
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("row", "loss"), [("F22", Host.lose), ("F23", Host.cut)], ids=["host", "link"]
 )

@@ -17,9 +17,9 @@ import pytest
 
 from cluster_packages import cluster, fetched, slurm_variables, wait_for_slurm
 from emulated_hosts import Hosts, why_not
+from waits import PATIENCE_S
 
-pytestmark = [pytest.mark.alone, pytest.mark.timeout(300)]
-LIMIT_S = 200.0
+pytestmark = pytest.mark.alone
 """How long a start may take where other programs have the processors."""
 
 RATE, RATE_MB_S = "400mbit", 50
@@ -141,7 +141,7 @@ def on_both(hosts, folder, command, variables=lambda index: {}):
                    env=environment(variables(index)))
         for index, host in enumerate(hosts)
     ]  # fmt: skip
-    texts = [process.communicate(timeout=LIMIT_S)[0] for process in started]
+    texts = [process.communicate(timeout=PATIENCE_S)[0] for process in started]
     return [process.returncode for process in started], texts
 
 
@@ -152,7 +152,7 @@ def test_srun(hosts, folder, expected):
     env = environment(slurm_variables(hosts)) | {"OMP_NUM_THREADS": "1"}
     words = ["srun", "-N2", "--ntasks-per-node=1", *drivetrain("launch")]
     words += ["--cpu", "--nproc-per-node", "1", "train.py"]
-    code, text = hosts[0].run(words, folder=folder, env=env, timeout=LIMIT_S)
+    code, text = hosts[0].run(words, folder=folder, env=env, timeout=PATIENCE_S)
     assert code == 0, text
     assert figures(text) == {
         "losses": expected, "hosts": 2, "local": [[0, 1], [0, 1]], "near": 0
@@ -169,7 +169,7 @@ def test_sbatch(hosts, folder, expected):
     job.write_text(f"#!/bin/sh\n#SBATCH -N2 --ntasks-per-node=1\nsrun {words}\n")
     env = environment(slurm_variables(hosts)) | {"OMP_NUM_THREADS": "1"}
     code, text = hosts[0].run(
-        ["sbatch", "--wait", "-o", "job.out", str(job)], folder=folder, env=env, timeout=LIMIT_S
+        ["sbatch", "--wait", "-o", "job.out", str(job)], folder=folder, env=env, timeout=PATIENCE_S
     )
     said = (folder / "job.out").read_text()
     assert code == 0, text + said
@@ -179,7 +179,7 @@ def test_sbatch(hosts, folder, expected):
 def test_hostfile_over_ssh(hosts, folder, expected):
     (folder / "hostfile").write_text("n1 slots=1\nn2 slots=1  # the other one\n")
     words = drivetrain("launch", "--hostfile", "hostfile", "--cpu", "train.py")
-    code, text = hosts[0].run(words, folder=folder, env=environment(), timeout=LIMIT_S)
+    code, text = hosts[0].run(words, folder=folder, env=environment(), timeout=PATIENCE_S)
     assert code == 0, text
     assert figures(text)["losses"] == expected
     assert re.search(r'^n1: \{"losses"', text, re.MULTILINE)
@@ -194,7 +194,7 @@ def test_mpirun_with_two_ranks_per_host_that_it_starts_one_by_one(hosts, folder,
     for name in ("PATH", "DRIVETRAIN_SECRET", "OMP_NUM_THREADS"):
         words += ["-x", name]
     words += ["-x", "MASTER_ADDR=n1", *drivetrain("launch"), "--cpu", "train.py"]
-    code, text = hosts[0].run(words, folder=folder, env=environment(), timeout=LIMIT_S)
+    code, text = hosts[0].run(words, folder=folder, env=environment(), timeout=PATIENCE_S)
     assert code == 0, text
     found = figures(text)
     assert found["losses"] == pytest.approx(expected, rel=1e-12)
@@ -244,7 +244,7 @@ def test_plain_ranks_and_more_than_one_on_a_machine_are_one_host(hosts, folder, 
                        env=environment(rank(index)))
         for index in range(2)
     ]  # fmt: skip
-    texts = [process.communicate(timeout=LIMIT_S)[0] for process in processes]
+    texts = [process.communicate(timeout=PATIENCE_S)[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0], texts
     found = figures("".join(texts))
     assert found["losses"] == expected
@@ -260,7 +260,7 @@ def test_strategy_that_needs_more_than_the_link_gives_is_named(hosts, folder):
         for host in hosts:
             host.limit("80mbit")
         code, text = hosts[0].run(
-            [*words, "train.py"], folder=folder, env=environment(), timeout=LIMIT_S
+            [*words, "train.py"], folder=folder, env=environment(), timeout=PATIENCE_S
         )
     finally:
         for host in hosts:
@@ -280,7 +280,7 @@ def test_strategy_that_needs_more_than_the_link_gives_is_named(hosts, folder):
 
 def test_the_command_test_fills_a_table_of_the_links(hosts, folder):
     words = drivetrain("test", "--hosts", "n1:1,n2:1", "--cpu")
-    code, text = hosts[0].run(words, folder=folder, env=environment(), timeout=LIMIT_S)
+    code, text = hosts[0].run(words, folder=folder, env=environment(), timeout=PATIENCE_S)
     assert code == 0, text
     rows = [line.split() for line in text.splitlines() if re.match(r"n1:\s+n[12]\s", line)]
     assert [row[1] for row in rows] == ["n1", "n2"], text
@@ -312,7 +312,7 @@ def refused(hosts, folder, *words: str) -> str:
         drivetrain("launch", *words, "--cpu", script.name),
         folder=folder,
         env=environment(),
-        timeout=LIMIT_S,
+        timeout=PATIENCE_S,
     )
     assert code == 2, text
     assert not (folder / "started").exists()

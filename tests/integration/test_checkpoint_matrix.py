@@ -146,7 +146,7 @@ def folder(tmp_path_factory):
 
 def every_world():
     return pytest.mark.parametrize(
-        "world", [pytest.param(n, marks=pytest.mark.ranks(n, timeout=120)) for n in WORLDS]
+        "world", [pytest.param(n, marks=pytest.mark.ranks(n)) for n in WORLDS]
     )
 
 

@@ -52,7 +52,6 @@ def test_the_group_of_ray_is_adopted_and_left_alone(tmp_path: Path):
         env=os.environ | {"PYTHONPATH": paths, "RAY_USAGE_STATS_ENABLED": "0"},
         capture_output=True,
         text=True,
-        timeout=300,
         check=False,
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr

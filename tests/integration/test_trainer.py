@@ -103,7 +103,7 @@ DEFAULT |= {("dpo", "zero2", 1), ("dpo", "tp", 1)}
 """Combinations of the default run."""
 
 
-@pytest.mark.ranks(2, timeout=120)
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     ("training", "strategy", "accumulation"),
     [
@@ -134,7 +134,7 @@ def test_losses_equal_those_of_one_process(
 
 
 @pytest.mark.exhaustive
-@pytest.mark.ranks(2, timeout=120)
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("training", ["causal"])
 @pytest.mark.parametrize("accumulation", [1])
 @pytest.mark.parametrize("after", ["ddp", "zero3", "fsdp", "tp", "pp"])
@@ -158,7 +158,6 @@ def test_a_launched_script_trains(plain, tmp_path):
         | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(trainers.__file__).parent)},
         capture_output=True,
         text=True,
-        timeout=280,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -66,7 +66,7 @@ class Sandbox:
         )
 
     def run(
-        self, *arguments: str, env: Mapping[str, str] | None = None, timeout: float = 60
+        self, *arguments: str, env: Mapping[str, str] | None = None
     ) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             self.command(*arguments),
@@ -75,7 +75,6 @@ class Sandbox:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=timeout,
             check=False,
         )
 

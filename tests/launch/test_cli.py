@@ -1,10 +1,9 @@
 """What the user types: help, options, configuration errors, the dry run, completion."""
 
+import os
 import re
-import statistics
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -14,7 +13,7 @@ from drivetrain_launch import cli
 from drivetrain_launch.commands.options import FLAGS, command_line_layer
 
 
-def test_help_does_not_import_torch_and_is_quick(sandbox):
+def test_help_imports_little_and_takes_little_of_the_processor(sandbox):
     code = (
         "import sys\n"
         "from drivetrain_launch.cli import run\n"
@@ -24,11 +23,12 @@ def test_help_does_not_import_torch_and_is_quick(sandbox):
     subprocess.run([sys.executable, "-c", code], check=True, env=sandbox.environment())
     seconds = []
     for _ in range(3):
-        begin = time.perf_counter()
+        begin = os.times()
         assert sandbox.run("--help").returncode == 0
-        seconds.append(time.perf_counter() - begin)
-    # It takes 0.08 s; the bound leaves room for a machine that does other things as well.
-    assert statistics.median(seconds) < 0.6
+        end = os.times()
+        seconds.append(end.children_user + end.children_system)
+        seconds[-1] -= begin.children_user + begin.children_system
+    assert min(seconds) < 0.6  # of the processor; it takes 0.08 s
 
 
 def test_launch_help_does_not_import_torch(sandbox):

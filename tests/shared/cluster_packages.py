@@ -20,7 +20,7 @@ PACKAGES = (
 )
 """As Debian 12 names them."""
 
-READY_S = 30.0
+READY_S = 300.0
 
 CREDENTIALS_EXPIRE_S = 10
 """Life of a job's credential. SLURM starts a requeued job one second after its end, and not before:

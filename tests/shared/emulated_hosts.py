@@ -17,7 +17,7 @@ NEEDED = ("ip", "tc", "nsenter", "unshare", "mount")
 NETWORK = "10.231.{}.{}"
 """Addresses of the hosts: one network for each set of hosts, so that two sets never meet."""
 
-FIRST_SPAWN_S = 10.0
+FIRST_SPAWN_S = 120.0
 
 
 @dataclass

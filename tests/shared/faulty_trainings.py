@@ -7,18 +7,18 @@ before the optimizer's step. ``once(name)`` is true for the first one who asks, 
 
 import os
 import signal
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import psutil
 
 from forked_programs import Started
+from waits import PATIENCE_S
 
 STEPS = 12
 
 ENDED_S = 5.0
-"""All others have ended so soon after a rank died; on a busy machine tests give twice that."""
+"""All others have ended so soon after a rank died; see ``took``."""
 
 SCRIPT = """
 import ctypes, os, re, signal, sys, time
@@ -133,7 +133,7 @@ class FaultyTrainings:
             namespaces=namespaces,
         )
 
-    def run(self, *arguments: str, timeout: float = 60, **settings):
+    def run(self, *arguments: str, timeout: float = PATIENCE_S, **settings):
         """Launch a training, and wait for its end."""
         with self.start(*arguments, **settings) as training:
             return training.wait(timeout)
@@ -172,15 +172,6 @@ class FaultyTrainings:
             return here and process.status() != psutil.STATUS_ZOMBIE
         except psutil.Error:
             return False
-
-
-def wait_until(what: str, reached: Callable[[], bool], seconds: float = 30.0) -> float:
-    """Wait for something, and return how many seconds passed."""
-    begin = time.monotonic()
-    while not reached():
-        assert time.monotonic() - begin < seconds, f"not {what} after {seconds:g} s"
-        time.sleep(0.02)
-    return time.monotonic() - begin
 
 
 def signal_all(pids: Sequence[int], number: int) -> None:

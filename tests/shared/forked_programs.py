@@ -22,6 +22,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import NoReturn
 
+from waits import PATIENCE_S
+
 ROOT = Path(__file__).parents[2]
 
 SERVER = multiprocessing.get_context("forkserver")
@@ -33,7 +35,7 @@ CPU = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
 def run_python(
-    *arguments: str, folder: Path, env: Mapping[str, str] | None = None, timeout: float = 120
+    *arguments: str, folder: Path, env: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
     """Run this interpreter in a folder, on the CPU with one thread.
 
@@ -41,10 +43,9 @@ def run_python(
         arguments: ``PROGRAM ...`` or ``-m MODULE ...``, as on the command line.
         folder: the working directory.
         env: variables beside those of this process.
-        timeout: seconds.
     """
     with Started(*arguments, folder=folder, env=env) as process:
-        return process.wait(timeout)
+        return process.wait()
 
 
 class Started:
@@ -86,7 +87,7 @@ class Started:
         """Return the error stream so far."""
         return _text(self._outputs[1]) if Path(self._outputs[1]).exists() else ""
 
-    def wait(self, timeout: float) -> subprocess.CompletedProcess[str]:
+    def wait(self, timeout: float = PATIENCE_S) -> subprocess.CompletedProcess[str]:
         """Return exit code and texts at the end of the program; kills it after the timeout."""
         self._process.join(timeout)
         if self._process.exitcode is None:
@@ -98,11 +99,11 @@ class Started:
 
 
 def launch(
-    *arguments: str, folder: Path, env: Mapping[str, str] | None = None, timeout: float = 120
+    *arguments: str, folder: Path, env: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
     """Run ``drivetrain launch`` with these arguments, as ``run_python`` does."""
     words = ("-m", "drivetrain_launch", "launch", *arguments)
-    return run_python(*words, folder=folder, env=env, timeout=timeout)
+    return run_python(*words, folder=folder, env=env)
 
 
 def _text(path: str) -> str:

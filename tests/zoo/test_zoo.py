@@ -47,7 +47,7 @@ def test_training_and_evaluation_equal_one_process(family, strategy):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("strategy", [name for name in STRATEGIES if ranks_of(name) == 2])
 @pytest.mark.parametrize("family", list(FAMILIES))
-@pytest.mark.ranks(2, timeout=120)
+@pytest.mark.ranks(2)
 def test_every_cell_ends_as_the_page_says(family, strategy):
     expected = in_one_process(FAMILIES[family], parts_of(strategy))
     outcome = run_on_rank(family, strategy, expected)

@@ -15,12 +15,12 @@ from drivetrain.runtime.world import loopback_store
 from drivetrain.testing.messages import RankOutcome, RankTest, Ready, Release
 from drivetrain.testing.worker import STACK_SIGNAL, Files, main
 
-START_TIMEOUT_S = 120.0
+START_TIMEOUT_S = 300.0
 GRACE_S = 5.0
 """How long the others may still run after a rank has failed."""
 
 _POLL_S = 0.1
-_STACK_S = 1.0
+_STACK_S = 10.0
 
 _PRELOADED = ["drivetrain.testing.body", "torch._dynamo"]
 """What rank processes have imported when they start: torch's compiler is imported by the first step

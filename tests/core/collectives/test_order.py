@@ -1,4 +1,4 @@
-"""Ranks that do different things on a ring: within a second an error that says what, no crash."""
+"""Ranks that do different things on a ring: an error that says what; no crash, no long wait."""
 
 import itertools
 import json
@@ -20,9 +20,8 @@ from drivetrain.runtime.mesh import Mesh
 from drivetrain.runtime.world import World
 from drivetrain.traffic import Page, Traffic
 
-TIMEOUT_S = 60.0
-SOON_S = 12.0
-"""Far from the timeout, also on a busy machine; an idle one takes 0.6 s."""
+TIMEOUT_S = 3600.0
+"""Far beyond a test's own limit: a rank that waits for it fails its test."""
 
 
 def open_ring(traffic: Traffic | None = None) -> Communicator:
@@ -39,10 +38,8 @@ def diverge(
     communicator = open_ring()
     communicator.all_reduce(torch.zeros(10), label="before").wait()
     last = communicator.rank == communicator.size - 1
-    start = time.perf_counter()
     with pytest.raises(CollectiveError) as caught:
         (other if last else usual)(communicator).wait()
-    assert time.perf_counter() - start < SOON_S
     with pytest.raises(CollectiveError, match="broken by an earlier failure"):
         communicator.barrier()
     communicator.close()
@@ -89,7 +86,7 @@ PAIRS = {
 
 
 @pytest.mark.parametrize("pair", list(PAIRS))
-@pytest.mark.ranks(2, timeout=60)
+@pytest.mark.ranks(2)
 def test_two_ranks_differ(pair):
     usual, other, words = PAIRS[pair]
     message = diverge(usual, other)
@@ -99,7 +96,7 @@ def test_two_ranks_differ(pair):
     assert "on axis 'dp'" in message
 
 
-@pytest.mark.ranks(2, timeout=60)
+@pytest.mark.ranks(2)
 def test_the_message_says_what_each_was_doing():
     message = diverge(gather(5000, "values of block.1"), scatter(30, "gradients of block.0"))
     me, other = (", this one", "") if dist.get_rank() == 0 else ("", ", this one")
@@ -107,7 +104,7 @@ def test_the_message_says_what_each_was_doing():
     assert f"reduce_scatter #2 of 30 float32 (gradients of block.0) on rank 1{other}" in message
 
 
-@pytest.mark.ranks(4, timeout=60)
+@pytest.mark.ranks(4)
 def test_one_of_four_differs():
     message = diverge(gather(300_000, "unit a"), gather(500_000, "unit b"))
     assert "(unit a)" in message
@@ -115,12 +112,11 @@ def test_one_of_four_differs():
     assert "they differ in elements, label" in message
 
 
-@pytest.mark.ranks(3, timeout=60)
+@pytest.mark.ranks(3)
 def test_a_rank_that_leaves_one_out_among_many():
     communicator = open_ring()
     numels = [random.Random(index).randrange(1, 50_000) for index in range(30)]
     skipped = 17 if communicator.rank == 1 else None
-    start = time.perf_counter()
     with pytest.raises(CollectiveError) as caught:
         for handle in [
             communicator.all_gather(torch.zeros(numel), label=f"unit {index}")
@@ -128,14 +124,13 @@ def test_a_rank_that_leaves_one_out_among_many():
             if index != skipped
         ]:
             handle.wait()
-    assert time.perf_counter() - start < SOON_S
     assert "#18" in str(caught.value)
     assert "(unit 17)" in str(caught.value)
     assert "(unit 18)" in str(caught.value)
     communicator.close()
 
 
-@pytest.mark.ranks(3, timeout=60)
+@pytest.mark.ranks(3)
 def test_a_rank_that_comes_late_is_told_what_is_wrong():
     communicator = open_ring()
     communicator.barrier()
@@ -147,7 +142,7 @@ def test_a_rank_that_comes_late_is_told_what_is_wrong():
     communicator.close()
 
 
-@pytest.mark.ranks(3, timeout=60)
+@pytest.mark.ranks(3)
 def test_ranks_that_agree():
     ring = open_ring()
     for numel in (1, 2, 3, 1000, 1_000_000):
@@ -170,7 +165,7 @@ def test_ranks_that_agree():
     ring.close()
 
 
-@pytest.mark.ranks(2, timeout=60)
+@pytest.mark.ranks(2)
 def test_lines_of_code_may_differ():
     communicator = open_ring()
     flat = torch.ones(10)
@@ -182,7 +177,7 @@ def test_lines_of_code_may_differ():
     communicator.close()
 
 
-@pytest.mark.ranks(2, timeout=60)
+@pytest.mark.ranks(2)
 def test_a_rank_that_is_a_step_ahead_is_told_so():
     traffic = Traffic()
     ring = open_ring(traffic)
@@ -199,14 +194,12 @@ def test_a_rank_that_is_a_step_ahead_is_told_so():
     ring.close()
 
 
-@pytest.mark.ranks(3, timeout=60)
+@pytest.mark.ranks(3)
 def test_a_broadcast_with_another_tensor():
     ring = open_ring()
-    start = time.perf_counter()
     with pytest.raises(CollectiveError, match=r"rank 2.*\(weights\)|\(weights\).*rank 2"):
         ring.broadcast(torch.zeros(10 + (ring.rank == 2)), source=0, label="weights").wait()
         ring.barrier()  # the first ranks of the chain may go on
-    assert time.perf_counter() - start < SOON_S
     ring.close()
 
 

@@ -71,17 +71,17 @@ def check_ring() -> None:
         ring.PIECE_BYTES = before
 
 
-@pytest.mark.ranks(2, timeout=60)
+@pytest.mark.ranks(2)
 def test_ring_on_two_ranks():
     check_ring()
 
 
-@pytest.mark.ranks(3, timeout=60)
+@pytest.mark.ranks(3)
 def test_ring_on_three_ranks():
     check_ring()
 
 
-@pytest.mark.ranks(4, timeout=60)
+@pytest.mark.ranks(4)
 def test_ring_on_four_ranks():
     check_ring()
 
@@ -94,12 +94,12 @@ def check_native() -> None:
     communicator.close()
 
 
-@pytest.mark.ranks(2, timeout=60)
+@pytest.mark.ranks(2)
 def test_native_on_two_ranks():
     check_native()
 
 
-@pytest.mark.ranks(3, timeout=60)
+@pytest.mark.ranks(3)
 def test_native_on_three_ranks():
     check_native()
 

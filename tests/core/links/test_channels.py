@@ -80,7 +80,7 @@ BY_CHANCE = {"rounding": "stochastic", "feedback": False}
 """Options with which nothing but a count is kept."""
 
 
-@pytest.mark.ranks(2, timeout=120)
+@pytest.mark.ranks(2)
 def test_sums_by_chance_without_feedback_are_right_on_average():
     communicator = connected("ab", links_of("int4", options=BY_CHANCE))
     channel = communicator.gradients_summed(Stretch.of(NUMEL, torch.float32, ROWS), "test")
@@ -99,7 +99,7 @@ def test_sums_by_chance_without_feedback_are_right_on_average():
     communicator.close()
 
 
-@pytest.mark.ranks(4, timeout=120)
+@pytest.mark.ranks(4)
 @pytest.mark.parametrize("hosts", ["aabb", "abcd"])
 def test_sums_over_hosts_of_several_ranks_and_over_four_hosts(hosts):
     for method in ("bf16", "int8", "int4", "onebit", "powersgd", "topk"):

@@ -88,7 +88,7 @@ def check_exact(state: dict[str, Tensor]) -> None:
         torch.testing.assert_close(state[name], value, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.ranks(4, timeout=120)
+@pytest.mark.ranks(4)
 def test_ranks_reduce_inside_of_declared_islands_and_then_between_them(tmp_path, monkeypatch):
     rank = int(os.environ["RANK"])
     monkeypatch.setenv("GROUP_RANK", str(rank // 2))
@@ -105,7 +105,7 @@ def test_ranks_reduce_inside_of_declared_islands_and_then_between_them(tmp_path,
         assert all(torch.equal(state[name], value) for name, value in by_names.items())
 
 
-@pytest.mark.ranks(4, timeout=120)
+@pytest.mark.ranks(4)
 def test_strategies_and_methods_follow_the_islands(tmp_path, monkeypatch):
     describe(tmp_path, 2, monkeypatch)
     state, sent = trained("zero2", hardware=FILE)
@@ -127,7 +127,7 @@ def test_strategies_and_methods_follow_the_islands(tmp_path, monkeypatch):
     assert set(sent) == {"dp"}, "all ranks are on one island"
 
 
-@pytest.mark.ranks(4, timeout=120)
+@pytest.mark.ranks(4)
 def test_all_ranks_refuse_islands_that_do_not_fit_or_on_which_they_disagree(tmp_path, monkeypatch):
     rank = int(os.environ["RANK"])
 

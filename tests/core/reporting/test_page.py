@@ -131,7 +131,7 @@ def test_a_browser_shows_the_page_and_sends_no_request(comparison, tmp_path):
                 f"--user-data-dir={tmp_path / 'profile'}", f"--log-net-log={log}", *options,
                 page.as_uri(),
             ],
-            capture_output=True, text=True, timeout=60, check=True,
+            capture_output=True, text=True, check=True,
         )  # fmt: skip
         events = json.loads(log.read_text(encoding="utf-8"))["events"]
         # A browser has services of its own, whose requests have no page as their initiator.

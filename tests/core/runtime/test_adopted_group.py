@@ -1,6 +1,5 @@
 """A process group that a script, or Ray Train, has made is adopted: used, and left as it was."""
 
-import socket
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -44,11 +43,9 @@ print("done", rank)
 
 
 @pytest.mark.parametrize("owner", ["script", "accelerator"])
-def test_who_has_made_the_group_destroys_it(tmp_path: Path, owner: str):
+def test_who_has_made_the_group_destroys_it(tmp_path: Path, owner: str, port: int):
     (tmp_path / "train.py").write_text(SCRIPT, encoding="utf-8")
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = str(server.getsockname()[1])
-    meeting = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    meeting = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
 
     def ended(rank: int):
         env = meeting | {"RANK": str(rank)} if owner == "accelerator" else {}

@@ -75,7 +75,7 @@ def signalled(path, *, stop: bool) -> tuple[str, int]:
             ask_to_stop(path)
         os.kill(process.pid, signal.SIGTERM)
         rest = process.stdout.read()
-        return rest, process.wait(30)
+        return rest, process.wait()
 
 
 def test_a_launcher_that_ends_a_rank_gives_no_notice(tmp_path):

@@ -43,7 +43,7 @@ def test_two_ranks_draw_one_bar_on_a_terminal(tmp_path, fault):
     command = ["-m", "drivetrain_launch", "launch", "--cpu", "--nproc-per-node", "2", "train.py"]
     wide = {**os.environ, "COLUMNS": "150"}
     child = pexpect.spawn(
-        sys.executable, command, cwd=tmp_path, encoding="utf-8", env=wide, timeout=120
+        sys.executable, command, cwd=tmp_path, encoding="utf-8", env=wide, timeout=300
     )
     child.expect(pexpect.EOF)
     shown = child.before

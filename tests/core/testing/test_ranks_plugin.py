@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
@@ -14,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from drivetrain.runtime.world import World
+from waits import wait_until
 
 pytest_plugins = ["pytester"]
 
@@ -73,7 +73,7 @@ def project(pytester, quick_ranks):
 def run(project, body, *args):
     header = "import os, signal, threading, time, warnings\nimport pytest, torch\n"
     project.makepyfile(test_case=header + "import torch.distributed as dist\n" + body)
-    return project.runpytest_subprocess(*args, timeout=150)
+    return project.runpytest_subprocess(*args, timeout=800)
 
 
 @pytest.mark.parametrize("number", [1, 2])
@@ -273,15 +273,8 @@ def test_no_rank_outlives_a_killed_run(tmp_path):
     )
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_case.py"]
     with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL) as process:
-        wait_for(Path(tmp_path, "running").exists, 60)
+        wait_until(Path(tmp_path, "running").exists)
         children = psutil.Process(process.pid).children(recursive=True)
         assert len(children) >= 2
         process.send_signal(signal.SIGKILL)
-    wait_for(lambda: not any(child.is_running() for child in children), 10)
-
-
-def wait_for(condition, seconds):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.05)
+    wait_until(lambda: not any(child.is_running() for child in children))

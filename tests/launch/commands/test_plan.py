@@ -406,7 +406,7 @@ def test_the_file_of_a_layout_trains(command, sandbox, tmp_path):
     code, _, err = command("plan", *where, "--write", "best.yaml", "train.py")
     assert code == 0, err
     assert "precision: 'no'" in (tmp_path / "best.yaml").read_text()
-    done = sandbox.run("launch", "--cpu", "--config", "best.yaml", "train.py", timeout=240)
+    done = sandbox.run("launch", "--cpu", "--config", "best.yaml", "train.py")
     assert done.returncode == 0, done.stderr
     assert "Zero2Config 2 2" in done.stdout
 

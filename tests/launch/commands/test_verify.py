@@ -102,7 +102,7 @@ def verify(sandbox):
         path = sandbox.script(script)
         env = sandbox.environment({"PYTHONPATH": str(sandbox.folder)})
         words = ("-m", "drivetrain_launch", "verify", *CPU, *options, path)
-        return run_python(*words, folder=sandbox.folder, env=env, timeout=280)
+        return run_python(*words, folder=sandbox.folder, env=env)
 
     return run
 
@@ -213,7 +213,7 @@ def test_a_script_that_trains_nothing_is_not_compared(verify, script, reason):
 
 def test_a_script_that_hangs_is_ended(sandbox):
     script = sandbox.script("import time\ntime.sleep(600)")
-    done = sandbox.run("verify", *CPU, "--limit", "6", script, timeout=280)
+    done = sandbox.run("verify", *CPU, "--limit", "6", script)
     assert done.returncode == 5
     assert done.stdout.startswith("hung: no end after 6 s")
 

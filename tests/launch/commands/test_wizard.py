@@ -176,7 +176,7 @@ class Terminal:
             ["-m", "drivetrain_launch", "config", *arguments],
             cwd=str(sandbox.folder),
             env=sandbox.environment({"TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1"}),
-            timeout=60,
+            timeout=300,
             encoding="utf-8",
             dimensions=(60, 80),
         )

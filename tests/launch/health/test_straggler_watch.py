@@ -11,8 +11,6 @@ from drivetrain_launch.health.straggler_watch import StragglerWatch
 from drivetrain_launch.health.work_files import WorkFiles, work_file
 from forked_programs import launch
 
-pytestmark = pytest.mark.alone
-
 SCRIPT = """
 import sys, time
 from pathlib import Path
@@ -100,6 +98,7 @@ def test_files_are_read_now_and_then_and_each_window_once(tmp_path, monkeypatch)
     assert WorkFiles(tmp_path, [1], 0).read() == []
 
 
+@pytest.mark.alone  # it compares the times of ranks
 def test_a_launch_names_the_slow_rank_once(tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
     options = ("--cpu", "--nproc-per-node", "2", "--set", "launch.straggler_every_s=0.4")

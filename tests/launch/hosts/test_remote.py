@@ -11,8 +11,7 @@ from drivetrain.errors import ConfigError
 from drivetrain_launch.commands.host_options import without_hosts
 from drivetrain_launch.hosts.hostfile import RemoteHost, read_hostfile, read_hosts, select
 from drivetrain_launch.hosts.remote import RemoteJob, _orders
-
-pytestmark = pytest.mark.alone
+from waits import wait_until
 
 SSH = """#!/bin/sh
 if [ "$1" = -G ]; then echo "hostname 127.0.0.1"; exit 0; fi
@@ -63,9 +62,7 @@ def test_hosts_of_a_list_run_together_and_each_line_has_its_host(sandbox, ssh):
 
 def test_a_host_that_cannot_be_reached_is_named_and_the_others_end(sandbox, ssh):
     script = sandbox.script("open('started', 'w')")
-    begin = time.monotonic()
     done = sandbox.launch("--hosts", "h1:1,off:1", script, env=ssh)
-    assert time.monotonic() - begin < 25
     assert done.returncode == 2
     assert done.stderr.startswith(
         "error: cannot start the run on off: off: ssh: connect to host off port 22: No route to "
@@ -135,15 +132,12 @@ def test_bad_hostfile_or_selection_is_one_line(command, sandbox, lines, words, m
 
 def test_one_interrupt_ends_all_hosts(sandbox, ssh):
     script = sandbox.script(
-        "import os, time\nopen('ready-' + os.environ['RANK'], 'w').close()\ntime.sleep(300)\n"
+        "import os, time\nopen('ready-' + os.environ['RANK'], 'w').close()\ntime.sleep(3600)\n"
     )
     process = sandbox.start("launch", "--strategy", "toy", "--hosts", "h1:1,h2:1", script, env=ssh)
-    end = time.monotonic() + 40
-    while not all((sandbox.folder / f"ready-{rank}").exists() for rank in range(2)):
-        assert time.monotonic() < end
-        time.sleep(0.05)
+    wait_until(lambda: all((sandbox.folder / f"ready-{rank}").exists() for rank in range(2)))
     process.send_signal(signal.SIGINT)
-    process.communicate(timeout=20)
+    process.communicate()
     assert process.returncode == 130
     assert sandbox.alive() == []
 
@@ -168,10 +162,7 @@ def started_on_two_hosts(sandbox, ssh, text, *words):
     script = sandbox.script(text)
     words = ("--strategy", "toy", "--hosts", "h1:1,h2:1", *words, script)
     process = sandbox.start("launch", *words, env=ssh)
-    end = time.monotonic() + 40
-    while not all((sandbox.folder / f"ready-{rank}").exists() for rank in range(2)):
-        assert time.monotonic() < end
-        time.sleep(0.05)
+    wait_until(lambda: all((sandbox.folder / f"ready-{rank}").exists() for rank in range(2)))
     return process
 
 
@@ -179,7 +170,7 @@ def started_on_two_hosts(sandbox, ssh, text, *words):
 def test_a_notice_reaches_the_ranks_of_all_hosts_which_save(sandbox, ssh, number):
     process = started_on_two_hosts(sandbox, ssh, SAVES)
     process.send_signal(number)
-    _, err = process.communicate(timeout=30)
+    _, err = process.communicate()
     assert process.returncode == 75, err
     for rank in range(2):  # rank 1 had its time, although rank 0 was ready two seconds before
         assert (sandbox.folder / f"saved-{rank}").read_text() == f"[{number.value}]"
@@ -192,9 +183,9 @@ def test_ranks_that_go_on_after_sigterm_end_after_the_grace(sandbox, ssh):
     process = started_on_two_hosts(sandbox, ssh, text, "--set", "launch.grace_s=1")
     begin = time.monotonic()
     process.send_signal(signal.SIGTERM)
-    _, err = process.communicate(timeout=30)
+    _, err = process.communicate()
     assert process.returncode == 143, err
-    assert 1 < time.monotonic() - begin < 15
+    assert time.monotonic() - begin > 1
     assert sandbox.alive() == []
 
 
@@ -210,20 +201,17 @@ def test_a_notice_before_the_hosts_have_their_orders_is_kept(sandbox, ssh):
     script = sandbox.script(
         "import time\n"
         "from drivetrain.runtime.notices import Notice\n"
-        "notice, end = Notice(), time.monotonic() + 20\n"
+        "notice, end = Notice(), time.monotonic() + 300\n"
         "notice.listen()\n"
         "while not notice.heard and time.monotonic() < end: time.sleep(0.01)\n"
         "print(notice.heard)\n"
     )
     process = sandbox.start("launch", "--strategy", "toy", "--hosts", "h1:1", script, env=ssh)
-    end = time.monotonic() + 40
-    while not (sandbox.folder / "asked").exists():
-        assert time.monotonic() < end
-        time.sleep(0.05)
+    wait_until((sandbox.folder / "asked").exists)
     process.send_signal(signal.SIGUSR1)
     time.sleep(0.2)
     (sandbox.folder / "go").touch()
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate()
     assert process.returncode == 0, err
     assert out == "h1: SIGUSR1\n"
 
@@ -238,7 +226,7 @@ def test_hosts_run_to_their_end_when_nobody_reads_the_output(sandbox, ssh):
     process = started_on_two_hosts(sandbox, ssh, text)
     process.stdout.close()  # as head does
     (sandbox.folder / "go").touch()
-    code = process.wait(40)
+    code = process.wait()
     assert code == 0, process.stderr.read()
     process.stderr.close()
     assert (sandbox.folder / "done-0").exists()
@@ -249,27 +237,22 @@ def test_interrupt_while_hosts_end_with_one_that_failed_ends_the_wait(sandbox, s
     text = (
         "import os, sys, time\nrank = os.environ['RANK']\nopen('ready-' + rank, 'w').close()\n"
         "while not os.path.exists('go'): time.sleep(0.05)\n"
-        "time.sleep(300)\n"
+        "time.sleep(3600)\n"
     )
-    process = started_on_two_hosts(sandbox, ssh, text)
+    process = started_on_two_hosts(sandbox, ssh, text, "--set", "launch.grace_s=3600")
     agents = [each for each in sandbox.alive() if "drivetrain_launch.hosts.agent" in each.cmdline()]
     assert len(agents) == 2
     agents[1].suspend()  # a host that takes no part
     agents[0].send_signal(signal.SIGQUIT)
-    agents[0].wait(30)
+    agents[0].wait()
     time.sleep(0.5)
-    begin = time.monotonic()
     for _ in range(2):
         process.send_signal(signal.SIGINT)
         time.sleep(0.5)
-    process.communicate(timeout=30)
-    assert time.monotonic() - begin < 10
+    process.communicate()
     assert process.returncode == 130
     agents[1].resume()  # the host sees that its connection is gone
-    end = time.monotonic() + 20
-    while sandbox.alive():
-        assert time.monotonic() < end
-        time.sleep(0.05)
+    wait_until(lambda: not sandbox.alive())
 
 
 @pytest.mark.parametrize("endpoint", [[], ["--rdzv-endpoint", "h1:29400"]])

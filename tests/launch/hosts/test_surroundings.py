@@ -1,7 +1,5 @@
 """Schedulers' variables: what is recognised, and what is refused with which way out."""
 
-import socket
-
 import pytest
 
 from drivetrain.config.document import Layer, ValueOrigin
@@ -268,9 +266,7 @@ def one_per_device(index, port):
     ("variables", "places"),
     [(one_per_host, ("0 1 0", "0 1 1")), (one_per_device, ("0 2 0", "1 2 0"))],
 )
-def test_launchers_meet_without_flags(sandbox, variables, places):
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+def test_launchers_meet_without_flags(sandbox, variables, places, port):
     script = sandbox.script(MEET)
     hosts = [
         sandbox.start(
@@ -279,7 +275,7 @@ def test_launchers_meet_without_flags(sandbox, variables, places):
         )
         for index in range(2)
     ]  # fmt: skip
-    done = [host.communicate(timeout=60) for host in hosts]
+    done = [host.communicate() for host in hosts]
     assert [host.returncode for host in hosts] == [0, 0], done
     for rank, place in enumerate(places):
         log = sandbox.folder / f"logs-{rank}" / "attempt-0" / f"rank-{rank}.stdout.log"

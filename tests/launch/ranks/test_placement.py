@@ -70,11 +70,10 @@ def test_address_is_the_one_on_the_route():
     assert interface_of("192.0.2.1") is None
 
 
-def test_busy_port_is_refused_and_a_free_one_is_not():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-        with pytest.raises(ConfigError, match=f"cannot listen on port {port}"):
-            listening_address(Endpoint("127.0.0.1", port))
+def test_busy_port_is_refused_and_a_free_one_is_not(port):
+    busy = pytest.raises(ConfigError, match=f"cannot listen on port {port}")
+    with socket.create_server(("127.0.0.1", port)), busy:
+        listening_address(Endpoint("127.0.0.1", port))
     assert listening_address(Endpoint("127.0.0.1", port)) == "127.0.0.1"
 
 

@@ -1,9 +1,5 @@
 """A scheduler signals a rank with the workers of its loader: the run saves, and says so."""
 
-import pytest
-
-pytestmark = pytest.mark.alone
-
 TRAIN = """
 import os, signal, time
 import torch
@@ -36,9 +32,7 @@ main()
 
 
 def test_workers_outlive_the_notice_and_the_run_saves(sandbox):
-    done = sandbox.run(
-        "launch", "--cpu", "--nproc-per-node", "2", sandbox.script(TRAIN), timeout=100
-    )
+    done = sandbox.run("launch", "--cpu", "--nproc-per-node", "2", sandbox.script(TRAIN))
     assert done.returncode == 75, done.stderr
     assert "exit code 75 asks to be started again" in done.stderr
     assert "Traceback" not in done.stderr

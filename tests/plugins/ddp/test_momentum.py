@@ -77,17 +77,17 @@ def check_against_one_process(monkeypatch: pytest.MonkeyPatch, ranks: int, per_h
         accelerator.free_memory()
 
 
-@pytest.mark.ranks(2, timeout=120)
+@pytest.mark.ranks(2)
 def test_with_an_exact_method_training_is_the_algorithm_in_one_process(monkeypatch):
     check_against_one_process(monkeypatch, 2, 1)
 
 
-@pytest.mark.ranks(4, timeout=120)
+@pytest.mark.ranks(4)
 def test_the_same_over_two_hosts_with_two_ranks_each(monkeypatch):
     check_against_one_process(monkeypatch, 4, 2)
 
 
-@pytest.mark.ranks(2, timeout=200)
+@pytest.mark.ranks(2)
 def test_with_signs_ranks_stay_equal_bytes_are_as_promised_and_a_checkpoint_goes_on(
     monkeypatch, tmp_path
 ):
@@ -128,7 +128,7 @@ def test_with_signs_ranks_stay_equal_bytes_are_as_promised_and_a_checkpoint_goes
         accelerator.free_memory()
 
 
-@pytest.mark.ranks(2, timeout=120)
+@pytest.mark.ranks(2)
 def test_a_checkpoint_goes_on_on_one_host_with_exact_steps(monkeypatch, tmp_path):
     spread(monkeypatch)
     accelerator = accelerator_of()
@@ -148,7 +148,7 @@ def test_a_checkpoint_goes_on_on_one_host_with_exact_steps(monkeypatch, tmp_path
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
 
 
-@pytest.mark.ranks(2, timeout=120)
+@pytest.mark.ranks(2)
 def test_what_crossed_and_what_is_kept_are_the_momenta_of_all_gradients(monkeypatch):
     spread(monkeypatch)
     accelerator = accelerator_of()
@@ -181,7 +181,7 @@ def test_what_crossed_and_what_is_kept_are_the_momenta_of_all_gradients(monkeypa
     accelerator.free_memory()
 
 
-@pytest.mark.ranks(2, timeout=120)
+@pytest.mark.ranks(2)
 def test_a_step_that_is_not_finite_leaves_momenta_and_errors_as_they_were(monkeypatch):
     spread(monkeypatch)
     found = []
@@ -200,7 +200,7 @@ def test_a_step_that_is_not_finite_leaves_momenta_and_errors_as_they_were(monkey
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
 
 
-@pytest.mark.ranks(2, timeout=120)
+@pytest.mark.ranks(2)
 def test_weights_of_losses_that_are_equal_on_all_ranks_change_nothing(monkeypatch):
     """A power of 2 takes no digit: factors before a sum and after it cancel out to the last bit."""
     spread(monkeypatch)
@@ -218,7 +218,7 @@ def test_weights_of_losses_that_are_equal_on_all_ranks_change_nothing(monkeypatc
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
 
 
-@pytest.mark.ranks(2, timeout=60)
+@pytest.mark.ranks(2)
 def test_parameters_of_another_model_step_as_ever(monkeypatch):
     spread(monkeypatch)
     accelerator = accelerator_of()
@@ -236,7 +236,7 @@ def test_parameters_of_another_model_step_as_ever(monkeypatch):
     accelerator.free_memory()
 
 
-@pytest.mark.ranks(2, timeout=60)
+@pytest.mark.ranks(2)
 def test_groups_and_parameters_that_come_later_are_checked(monkeypatch):
     spread(monkeypatch)
     accelerator = accelerator_of()
@@ -252,7 +252,7 @@ def test_groups_and_parameters_that_come_later_are_checked(monkeypatch):
     accelerator.free_memory()
 
 
-@pytest.mark.ranks(2, timeout=60)
+@pytest.mark.ranks(2)
 def test_rows_that_no_batch_uses_stay_where_they_are(monkeypatch):
     spread(monkeypatch)
     accelerator = accelerator_of()
@@ -270,7 +270,7 @@ def test_rows_that_no_batch_uses_stay_where_they_are(monkeypatch):
     accelerator.free_memory()
 
 
-@pytest.mark.ranks(2, timeout=60)
+@pytest.mark.ranks(2)
 def test_no_element_moves_further_than_adam_would_move_it(monkeypatch):
     """Of the numbers of a block some have next to no gradient, and signs send the same for all."""
     spread(monkeypatch)
@@ -289,7 +289,7 @@ def test_no_element_moves_further_than_adam_would_move_it(monkeypatch):
     accelerator.free_memory()
 
 
-@pytest.mark.ranks(2, timeout=60)
+@pytest.mark.ranks(2)
 def test_other_optimizers_closures_and_clipping_are_refused_on_every_rank(monkeypatch):
     spread(monkeypatch)
     accelerator = accelerator_of()

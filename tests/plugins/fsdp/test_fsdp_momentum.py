@@ -115,22 +115,22 @@ def check_against_one_process(
         accelerator.free_memory()
 
 
-@pytest.mark.ranks(4, timeout=120)
+@pytest.mark.ranks(4)
 def test_with_an_exact_method_two_groups_of_two_are_the_algorithm_in_one_process(monkeypatch):
     check_against_one_process(monkeypatch, 4, together=2)
 
 
-@pytest.mark.ranks(4, timeout=120)
+@pytest.mark.ranks(4)
 def test_a_window_of_micro_batches_crosses_once_as_momenta(monkeypatch):
     check_against_one_process(monkeypatch, 4, together=2, window=2)
 
 
-@pytest.mark.ranks(2, timeout=120)
+@pytest.mark.ranks(2)
 def test_groups_of_one_rank_are_the_algorithm_too(monkeypatch):
     check_against_one_process(monkeypatch, 2, together=1)
 
 
-@pytest.mark.ranks(2, timeout=60)
+@pytest.mark.ranks(2)
 def test_without_gradients_the_momenta_cross(monkeypatch):
     spread(monkeypatch)
     accelerator = accelerator_of()
@@ -155,7 +155,7 @@ def test_without_gradients_the_momenta_cross(monkeypatch):
     accelerator.free_memory()
 
 
-@pytest.mark.ranks(4, timeout=200)
+@pytest.mark.ranks(4)
 def test_with_signs_groups_stay_equal_bytes_are_as_promised_and_a_checkpoint_goes_on(
     monkeypatch, tmp_path
 ):
@@ -197,7 +197,7 @@ def test_with_signs_groups_stay_equal_bytes_are_as_promised_and_a_checkpoint_goe
         accelerator.free_memory()
 
 
-@pytest.mark.ranks(4, timeout=120)
+@pytest.mark.ranks(4)
 def test_a_step_that_is_not_finite_leaves_momenta_and_errors_as_they_were(monkeypatch):
     spread(monkeypatch, 2)
     found = []
@@ -216,7 +216,7 @@ def test_a_step_that_is_not_finite_leaves_momenta_and_errors_as_they_were(monkey
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
 
 
-@pytest.mark.ranks(2, timeout=120)
+@pytest.mark.ranks(2)
 def test_masters_of_parameters_in_bfloat16_take_the_steps(monkeypatch):
     """Gradients cross in fp32: the weights come as near to one process as bfloat16 lets them."""
     spread(monkeypatch)
@@ -234,7 +234,7 @@ def test_masters_of_parameters_in_bfloat16_take_the_steps(monkeypatch):
     accelerator.free_memory()
 
 
-@pytest.mark.ranks(2, timeout=60)
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("master", ["none", "fp32"])
 def test_a_model_in_bfloat16_is_refused_whose_momenta_would_be(monkeypatch, master):
     spread(monkeypatch)
@@ -246,7 +246,7 @@ def test_a_model_in_bfloat16_is_refused_whose_momenta_would_be(monkeypatch, mast
     accelerator.free_memory()
 
 
-@pytest.mark.ranks(2, timeout=60)
+@pytest.mark.ranks(2)
 def test_other_optimizers_closures_and_clipping_are_refused_on_every_rank(monkeypatch):
     spread(monkeypatch)
     accelerator = accelerator_of()
@@ -262,7 +262,7 @@ def test_other_optimizers_closures_and_clipping_are_refused_on_every_rank(monkey
     accelerator.free_memory()
 
 
-@pytest.mark.ranks(2, timeout=120)
+@pytest.mark.ranks(2)
 def test_a_window_that_ends_early_is_the_mean_of_its_micro_batches(monkeypatch):
     """A factor of 2 after the sum cancels out with the half of each loss, to the last bit."""
     spread(monkeypatch)
@@ -282,7 +282,7 @@ def test_a_window_that_ends_early_is_the_mean_of_its_micro_batches(monkeypatch):
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
 
 
-@pytest.mark.ranks(2, timeout=60)
+@pytest.mark.ranks(2)
 def test_one_group_over_several_hosts_is_refused(monkeypatch):
     spread(monkeypatch)
     strategy = {"name": "fsdp", "sharding": "hybrid", "shard_size": 2, "exchange": "momentum"}
@@ -292,7 +292,7 @@ def test_one_group_over_several_hosts_is_refused(monkeypatch):
         prepared(accelerator)
 
 
-@pytest.mark.ranks(2, timeout=60)
+@pytest.mark.ranks(2)
 def test_on_one_host_adam_steps_exactly(monkeypatch):
     monkeypatch.setenv("GROUP_RANK", "0")
     found = []

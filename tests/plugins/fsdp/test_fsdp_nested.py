@@ -125,7 +125,7 @@ def test_parameters_are_divided_twice():
     both.close()
 
 
-@pytest.mark.ranks(8, timeout=200)
+@pytest.mark.ranks(8)
 def test_hybrid_inside():
     """Of four data-parallel ranks pairs divide a cell's share, and replicate it once more."""
     both = Twins("blocks", {**FSDP, "sharding": "hybrid", "shard_size": 2}, tp=2)

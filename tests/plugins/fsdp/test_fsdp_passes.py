@@ -165,7 +165,7 @@ COMPILED = pytest.mark.filterwarnings("ignore")  # torch.compile's own
 @pytest.mark.parametrize("how", [compiled_blocks, compiled_in_place])
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("name", ["full", "grad"])
-@pytest.mark.ranks(2, timeout=120)
+@pytest.mark.ranks(2)
 @COMPILED
 def test_compiled_blocks(name, when, how):
     """Compiled by the user before prepare or after it: as eager, and no graph per step."""
@@ -174,7 +174,7 @@ def test_compiled_blocks(name, when, how):
 
 
 @pytest.mark.parametrize("name", ["full", "grad"])
-@pytest.mark.ranks(2, timeout=120)
+@pytest.mark.ranks(2)
 @COMPILED
 def test_compiled_as_a_whole(name):
     """Compiled before prepare: one graph, for which all units come at once."""
@@ -183,7 +183,7 @@ def test_compiled_as_a_whole(name):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.ranks(2, timeout=200)
+@pytest.mark.ranks(2)
 @COMPILED
 def test_compiled_to_machine_code(monkeypatch):
     """By torch's own compiler."""

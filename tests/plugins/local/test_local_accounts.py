@@ -89,7 +89,7 @@ class Run:
         return promised
 
 
-@pytest.mark.ranks(2, timeout=120)
+@pytest.mark.ranks(2)
 def test_bytes_of_a_round():
     streaming = Rounds(every=4, fragments=2, delay=1, keep=0.5)
     warmed = Rounds(every=3, warmup_steps=3)  # the cost is that of the steps after the warm-up
@@ -100,7 +100,7 @@ def test_bytes_of_a_round():
         run.accelerator.free_memory()
 
 
-@pytest.mark.ranks(4, timeout=120)
+@pytest.mark.ranks(4)
 @pytest.mark.parametrize("late_s", [0, 30])
 def test_bytes_between_hosts(monkeypatch, late_s):
     monkeypatch.setenv("GROUP_RANK", str(torch.distributed.get_rank() // 2))
@@ -197,7 +197,7 @@ def test_a_step_on_paper_agrees_with_the_cost(monkeypatch, method):
     run.accelerator.free_memory()
 
 
-@pytest.mark.ranks(2, timeout=180)
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("inner", ["ddp", "zero1", "zero3", "fsdp"])
 @pytest.mark.parametrize("method", ["bf16", "int8", "int4", "topk"])
 def test_methods_for_slow_links(method, inner):
@@ -217,7 +217,7 @@ def test_methods_for_slow_links(method, inner):
         run.accelerator.free_memory()
 
 
-@pytest.mark.ranks(4, timeout=120)
+@pytest.mark.ranks(4)
 @pytest.mark.parametrize("method", ["int4", "powersgd"])
 @pytest.mark.parametrize("inner", ["zero2", "fsdp"])
 def test_pieces_of_matrices_are_encoded(monkeypatch, inner, method):
@@ -242,7 +242,7 @@ class Strange(nn.Module):
         return self.out(torch.tanh(inputs @ self.places[0]))
 
 
-@pytest.mark.ranks(4, timeout=120)
+@pytest.mark.ranks(4)
 @pytest.mark.parametrize("method", ["int4", "powersgd"])
 @pytest.mark.parametrize("inner", ["ddp", "zero2", "fsdp"])
 def test_matrices_in_other_orders_of_memory(monkeypatch, inner, method):

@@ -58,7 +58,7 @@ def check_against(training, by_hand, steps):
 @pytest.mark.parametrize(
     ("ranks", "inner"),
     [
-        pytest.param(ranks, inner, marks=pytest.mark.ranks(size, timeout=240), id=name)
+        pytest.param(ranks, inner, marks=pytest.mark.ranks(size), id=name)
         for name, (size, ranks, inner) in CELLS.items()
     ],
 )
@@ -72,7 +72,7 @@ def test_two_hosts(monkeypatch, ranks, inner, rounds):
     training.close()
 
 
-@pytest.mark.ranks(4, timeout=240)
+@pytest.mark.ranks(4)
 @pytest.mark.parametrize("inner", [TP, PP], ids=["tp", "pp"])
 @pytest.mark.parametrize("rounds", [STREAMING, WARMED], ids=["streaming", "warm-up"])
 def test_windows_of_an_ordinary_loop(monkeypatch, inner, rounds):
@@ -82,7 +82,7 @@ def test_windows_of_an_ordinary_loop(monkeypatch, inner, rounds):
     training.close()
 
 
-@pytest.mark.ranks(6, timeout=240)
+@pytest.mark.ranks(6)
 @pytest.mark.parametrize("method", ["exact", "int4"])
 def test_ranks_with_the_same_parameter_get_the_same_bits(monkeypatch, method):
     """Beside parts of other sizes, over three workers, whose sums depend on the order."""
@@ -99,7 +99,7 @@ def test_ranks_with_the_same_parameter_get_the_same_bits(monkeypatch, method):
     training.close()
 
 
-@pytest.mark.ranks(4, timeout=120)
+@pytest.mark.ranks(4)
 def test_workers_have_masks_of_their_own(monkeypatch):
     emulate_hosts(monkeypatch, 2)
     training = CellTraining(TP, ONCE, model=TiedWords(dropout=0.5))
@@ -113,7 +113,7 @@ def test_workers_have_masks_of_their_own(monkeypatch):
     training.close()
 
 
-@pytest.mark.ranks(4, timeout=120)
+@pytest.mark.ranks(4)
 @pytest.mark.parametrize(
     ("inner", "edited"),
     [(TP, "blocks.0.up.weight"), (PP, "blocks.0.up.weight"), (TP, "last.bias")],
@@ -136,7 +136,7 @@ def test_edits_in_the_middle_of_a_round(monkeypatch, inner, edited):
     training.close()
 
 
-@pytest.mark.ranks(4, timeout=240)
+@pytest.mark.ranks(4)
 @pytest.mark.parametrize("inner", [TP, PP], ids=["tp", "pp"])
 @pytest.mark.parametrize("method", ["exact", "int8"])
 def test_bytes_of_a_round(monkeypatch, inner, method):
@@ -176,7 +176,7 @@ def test_refused(monkeypatch, options, message):
         accelerator.prepare(TiedWords())
 
 
-@pytest.mark.ranks(2, timeout=120)
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize(("inner", "advised"), [({"name": "ddp"}, True), (TP, False)])
 def test_one_worker_is_advised_only_what_it_can_do(monkeypatch, inner, advised):
     said = []

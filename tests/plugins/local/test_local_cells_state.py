@@ -24,7 +24,7 @@ def folder(tmp_path):
     return str(tmp_path / "checkpoint")
 
 
-@pytest.mark.ranks(4, timeout=240)
+@pytest.mark.ranks(4)
 @pytest.mark.parametrize("inner", [TP, PP], ids=["tp", "pp"])
 @pytest.mark.parametrize("rounds", [STREAMING, ONCE], ids=["streaming", "all at once"])
 @pytest.mark.parametrize("at", [5, 6])
@@ -33,7 +33,7 @@ def test_a_round_goes_on_bit_for_bit(monkeypatch, folder, inner, rounds, at):
     goes_on_bit_for_bit(folder, lambda: CellTraining(inner, rounds), at)
 
 
-@pytest.mark.ranks(8, timeout=240)
+@pytest.mark.ranks(8)
 @pytest.mark.parametrize(
     "inner", [{**TP, "data_parallel": "zero1"}, {**TP, "pp": 2}], ids=["tp, zero1", "tp, pp"]
 )
@@ -42,7 +42,7 @@ def test_a_round_of_larger_workers_goes_on_bit_for_bit(monkeypatch, folder, inne
     goes_on_bit_for_bit(folder, lambda: CellTraining(inner, STREAMING))
 
 
-@pytest.mark.ranks(4, timeout=240)
+@pytest.mark.ranks(4)
 @pytest.mark.parametrize("inner", [TP, PP], ids=["tp", "pp"])
 @pytest.mark.parametrize("method", ["int4", "powersgd"])
 def test_kept_errors_go_on_bit_for_bit(monkeypatch, folder, inner, method):
@@ -67,7 +67,7 @@ def errors_of(training):
     return dict(zip(names, sums.tolist(), strict=True))
 
 
-@pytest.mark.ranks(4, timeout=240)
+@pytest.mark.ranks(4)
 def test_errors_of_parts_are_not_those_of_whole_parameters(monkeypatch, folder):
     """Another division goes on without them, and says so; whole parameters keep theirs."""
     emulate_hosts(monkeypatch, 2)
@@ -90,7 +90,7 @@ def test_errors_of_parts_are_not_those_of_whole_parameters(monkeypatch, folder):
     whole.close()
 
 
-@pytest.mark.ranks(4, timeout=240)
+@pytest.mark.ranks(4)
 @pytest.mark.parametrize(
     ("saved", "resumed"),
     [(TP, PP), (PP, TP), (TP, DDP), (ZERO3, TP), (ZERO3, PP)],
@@ -115,7 +115,7 @@ def test_another_strategy_inside_goes_on(monkeypatch, folder, saved, resumed):
     other.close()
 
 
-@pytest.mark.ranks(4, timeout=240)
+@pytest.mark.ranks(4)
 @pytest.mark.parametrize("inner", [TP, PP], ids=["tp", "pp"])
 def test_another_number_of_workers_goes_on_from_the_mean(monkeypatch, folder, inner):
     emulate_hosts(monkeypatch, 1)
@@ -128,7 +128,7 @@ def test_another_number_of_workers_goes_on_from_the_mean(monkeypatch, folder, in
     goes_on_from_the_mean(folder, four, two)
 
 
-@pytest.mark.ranks(4, timeout=240)
+@pytest.mark.ranks(4)
 @pytest.mark.parametrize("inner", [TP, PP], ids=["tp", "pp"])
 def test_other_strategies_read_the_outer_weights(monkeypatch, folder, inner):
     emulate_hosts(monkeypatch, 2)

@@ -51,7 +51,7 @@ def check_equal(found, expected):
         torch.testing.assert_close(value, expected[name], rtol=EXACT, atol=EXACT)
 
 
-@pytest.mark.ranks(4, timeout=120)
+@pytest.mark.ranks(4)
 @pytest.mark.parametrize("inner", ["ddp", "plain", "zero1", "zero3", "fsdp"])
 def test_two_hosts_of_two_ranks(monkeypatch, inner):
     hosts(monkeypatch, 2)
@@ -72,7 +72,7 @@ def test_ranks_as_workers_with_windows_and_clipping():
     accelerator.free_memory()
 
 
-@pytest.mark.ranks(4, timeout=120)
+@pytest.mark.ranks(4)
 @pytest.mark.parametrize("inner", ["zero1", "ddp", "zero3"])
 def test_fragments_in_turn_beside_training(monkeypatch, inner):
     hosts(monkeypatch, 2)

@@ -51,7 +51,7 @@ def folder(tmp_path):
     return str(tmp_path / "checkpoint")
 
 
-@pytest.mark.ranks(2, timeout=120)
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("rounds", [STREAMING, Rounds(every=4)], ids=["streaming", "all at once"])
 @pytest.mark.parametrize("inner", ["ddp", "zero1"])
 @pytest.mark.parametrize("at", [5, 6])
@@ -59,7 +59,7 @@ def test_a_round_goes_on_bit_for_bit(folder, rounds, inner, at):
     goes_on_bit_for_bit(folder, lambda: Training(local(rounds, inner)), at)
 
 
-@pytest.mark.ranks(4, timeout=120)
+@pytest.mark.ranks(4)
 def test_divided_state_of_two_hosts(monkeypatch, folder):
     monkeypatch.setenv("GROUP_RANK", str(torch.distributed.get_rank() // 2))
     strategy = {**local(STREAMING, "zero3"), "workers": "hosts"}
@@ -74,7 +74,7 @@ def test_divided_state_of_two_hosts(monkeypatch, folder):
     resumed.close()
 
 
-@pytest.mark.ranks(4, timeout=120)
+@pytest.mark.ranks(4)
 def test_another_number_of_workers_goes_on_from_the_mean(monkeypatch, folder):
     four = Training(local(Rounds(every=4)))
 
@@ -85,7 +85,7 @@ def test_another_number_of_workers_goes_on_from_the_mean(monkeypatch, folder):
     goes_on_from_the_mean(folder, four, two)
 
 
-@pytest.mark.ranks(4, timeout=120)
+@pytest.mark.ranks(4)
 def test_an_exchange_under_way_ends_with_another_number_of_workers(monkeypatch, folder):
     rounds = Rounds(every=4, delay=3, keep=0.5)
     four = Training(local(rounds))
@@ -162,7 +162,7 @@ def errors_of(training):
     return training.accelerator.reduce(found, "sum")
 
 
-@pytest.mark.ranks(2, timeout=120)
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("method", ["int4", "topk", "powersgd"])
 def test_kept_errors_go_on_bit_for_bit(folder, method):
     links, rounds = {"gradients": method}, Rounds(every=2, fragments=2, delay=1)
@@ -181,7 +181,7 @@ def test_kept_errors_go_on_bit_for_bit(folder, method):
     resumed.close()
 
 
-@pytest.mark.ranks(4, timeout=120)
+@pytest.mark.ranks(4)
 @pytest.mark.parametrize("transposed", [False, True], ids=["rows", "columns"])
 @pytest.mark.parametrize("inner", ["ddp", "zero1", "fsdp"])
 def test_kept_errors_with_other_workers(monkeypatch, folder, inner, transposed):
@@ -204,7 +204,7 @@ def test_kept_errors_with_other_workers(monkeypatch, folder, inner, transposed):
     two.close()
 
 
-@pytest.mark.ranks(2, timeout=120)
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("inner", ["ddp", "zero1", "zero3", "fsdp"])
 def test_errors_go_on_when_another_layer_is_thawed(folder, inner):
     """A message then has other tensors, and another channel; all workers exchange the layer."""
@@ -233,7 +233,7 @@ def check_alike(training, weights):
         assert torch.equal(mean, value.double()), f"workers differ in {name}"
 
 
-@pytest.mark.ranks(2, timeout=120)
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("rounds", [STREAMING, Rounds(every=4)], ids=["streaming", "all at once"])
 @pytest.mark.parametrize("inner", ["ddp", "zero1", "zero3", "fsdp"])
 def test_a_layer_that_is_frozen_in_mid_round_is_exchanged_once_more(folder, inner, rounds):

@@ -96,14 +96,14 @@ def same_bits(trainings, steps=9):
         training.close()
 
 
-@pytest.mark.ranks(2, timeout=180)
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("rounds", ROUNDS.values(), ids=ROUNDS)
 @pytest.mark.parametrize("inner", INNERS)
 def test_stores_change_no_bit(tmp_path, inner, rounds):
     same_bits([Training(each, rounds) for each in stored(inner, tmp_path)])
 
 
-@pytest.mark.ranks(4, timeout=180)
+@pytest.mark.ranks(4)
 @pytest.mark.parametrize("inner", ["fsdp", "offload", "zero1"])
 def test_stores_of_workers_of_two_ranks(monkeypatch, tmp_path, inner):
     monkeypatch.setenv("GROUP_RANK", str(torch.distributed.get_rank() // 2))
@@ -118,7 +118,7 @@ class Skips(Blocks):
         return inputs[:, :3] * self.first.weight.sum() if torch.distributed.get_rank() else used
 
 
-@pytest.mark.ranks(2, timeout=120)
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("model", [Blocks, Skips])
 @pytest.mark.parametrize("inner", ["offload", "fsdp"])
 def test_masters_in_stores(tmp_path, inner, model):
@@ -135,7 +135,7 @@ def test_masters_in_stores(tmp_path, inner, model):
     same_bits(trainings, steps=5)
 
 
-@pytest.mark.ranks(2, timeout=120)
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("inner", ["offload", "fsdp"])
 def test_masters_go_on_bit_for_bit(tmp_path, inner):
     options = {"precision": "bf16", "dtypes": {"param": "bf16"}}
@@ -147,14 +147,14 @@ def test_masters_go_on_bit_for_bit(tmp_path, inner):
     goes_on_bit_for_bit(str(tmp_path / "checkpoint"), make)
 
 
-@pytest.mark.ranks(2, timeout=120)
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("inner", INNERS)
 def test_a_round_goes_on_bit_for_bit(tmp_path, inner):
     _, beside = stored(inner, tmp_path / "stores")
     goes_on_bit_for_bit(str(tmp_path / "checkpoint"), lambda: Training(beside, STREAMING))
 
 
-@pytest.mark.ranks(2, timeout=120)
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("back", [False, True], ids=["into stores", "out of stores"])
 def test_a_checkpoint_goes_on_with_and_without_stores(tmp_path, back):
     inners = stored("offload", tmp_path / "stores")
@@ -170,7 +170,7 @@ def test_a_checkpoint_goes_on_with_and_without_stores(tmp_path, back):
     second.close()
 
 
-@pytest.mark.ranks(2, timeout=120)
+@pytest.mark.ranks(2)
 def test_kept_errors_and_changed_weights(tmp_path):
     """Exchanges by int4 keep errors; the script sets a weight, which outer weights follow."""
     trainings = [
@@ -185,7 +185,7 @@ def test_kept_errors_and_changed_weights(tmp_path):
     same_bits(trainings, steps=4)
 
 
-@pytest.mark.ranks(2, timeout=120)
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("inner", ["zero1", "offload", "fsdp", "megatron"])
 def test_a_param_group_that_comes_later(tmp_path, inner):
     """A store steps its parameters from the first step on: outer weights are those before it."""
@@ -203,7 +203,7 @@ def test_a_param_group_that_comes_later(tmp_path, inner):
     same_bits(trainings, steps=4)
 
 
-@pytest.mark.ranks(2, timeout=120)
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("inner", ["fsdp", "zero1"])
 def test_a_gradient_that_one_worker_lacks_in_the_warm_up(tmp_path, inner):
     rounds = Rounds(every=2, warmup_steps=3)

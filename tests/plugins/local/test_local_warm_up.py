@@ -92,7 +92,7 @@ def check_alike_on_all_ranks(state):
         assert torch.equal(first, value), name
 
 
-@pytest.mark.ranks(4, timeout=240)
+@pytest.mark.ranks(4)
 @pytest.mark.parametrize("inner", ["ddp", "plain", "zero1", "zero2", "zero3", "fsdp"])
 def test_windows_and_clipping_are_those_of_data_parallelism(monkeypatch, inner):
     hosts(monkeypatch)
@@ -112,7 +112,7 @@ def test_windows_and_clipping_are_those_of_data_parallelism(monkeypatch, inner):
     exact.close()
 
 
-@pytest.mark.ranks(4, timeout=120)
+@pytest.mark.ranks(4)
 @pytest.mark.parametrize("inner", ["ddp", "zero1"])
 def test_weighted_losses(monkeypatch, inner):
     hosts(monkeypatch)
@@ -126,7 +126,7 @@ def test_weighted_losses(monkeypatch, inner):
     exact.close()
 
 
-@pytest.mark.ranks(4, timeout=120)
+@pytest.mark.ranks(4)
 def test_streaming_begins_its_rounds_after_the_warm_up(monkeypatch):
     hosts(monkeypatch)
     rounds = Rounds(every=4, fragments=2, delay=1, keep=0.5, warmup_steps=3)
@@ -185,7 +185,7 @@ def momentum(model):
     return SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.1)
 
 
-@pytest.mark.ranks(4, timeout=120)
+@pytest.mark.ranks(4)
 @pytest.mark.parametrize("inner", ["ddp", "zero1", "plain"])
 def test_gradients_that_a_host_lacks_and_buffers(monkeypatch, inner):
     hosts(monkeypatch)
@@ -202,7 +202,7 @@ def test_gradients_that_a_host_lacks_and_buffers(monkeypatch, inner):
     exact.close()
 
 
-@pytest.mark.ranks(2, timeout=120)
+@pytest.mark.ranks(2)
 def test_a_loss_of_two_models():
     """The strategy of one of them runs backward; the other one's gradients are averaged, too."""
     weights = []
@@ -250,7 +250,7 @@ def test_ranks_step_together_in_the_warm_up_and_apart_afterwards():
     warm.close()
 
 
-@pytest.mark.ranks(2, timeout=120)
+@pytest.mark.ranks(2)
 def test_methods_for_links_leave_the_warm_up_exact():
     links = {"gradients": "int4"}
     found = Training(local(ROUNDS), links=links).run(0, 4)
@@ -260,7 +260,7 @@ def test_methods_for_links_leave_the_warm_up_exact():
     exact.close()
 
 
-@pytest.mark.ranks(2, timeout=120)
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("at", [2, 4, 5])
 @pytest.mark.parametrize("inner", ["ddp", "zero1"])
 def test_checkpoints_go_on_bit_for_bit(folder, inner, at):
@@ -277,7 +277,7 @@ def test_checkpoints_go_on_bit_for_bit(folder, inner, at):
     resumed.close()
 
 
-@pytest.mark.ranks(4, timeout=120)
+@pytest.mark.ranks(4)
 @pytest.mark.parametrize("at", [2, 6])
 def test_checkpoints_with_another_number_of_workers(monkeypatch, folder, at):
     hosts(monkeypatch)
@@ -296,7 +296,7 @@ def test_checkpoints_with_another_number_of_workers(monkeypatch, folder, at):
     two.close()
 
 
-@pytest.mark.ranks(2, timeout=120)
+@pytest.mark.ranks(2)
 def test_a_checkpoint_of_the_warm_up_is_one_of_any_strategy(folder):
     warm = Training(local(ROUNDS)).run(0, 2)
     keys = {shard.state for shard in warm.strategy.shards()}
@@ -310,7 +310,7 @@ def test_a_checkpoint_of_the_warm_up_is_one_of_any_strategy(folder):
     exact.close()
 
 
-@pytest.mark.ranks(2, timeout=120)
+@pytest.mark.ranks(2)
 def test_the_last_worker_counts_the_steps_of_the_warm_up(folder):
     """A host is lost, and comes back: the workers do not warm up again."""
     two = Training(local(ROUNDS)).run(0, 3)
@@ -327,7 +327,7 @@ def test_the_last_worker_counts_the_steps_of_the_warm_up(folder):
     two.close()
 
 
-@pytest.mark.ranks(2, timeout=120)
+@pytest.mark.ranks(2)
 def test_a_longer_warm_up_does_not_stop_workers_that_have_parted(folder):
     parted = Training(local(replace(ROUNDS, warmup_steps=0))).run(0, 4)
     parted.accelerator.save_state(folder)
@@ -341,7 +341,7 @@ def test_a_longer_warm_up_does_not_stop_workers_that_have_parted(folder):
     longer.close()
 
 
-@pytest.mark.ranks(2, timeout=120)
+@pytest.mark.ranks(2)
 def test_late_workers_are_waited_for_in_the_warm_up():
     late = Training(local(ROUNDS, late_s=60.0))
     assert late.strategy.steps_with is None

@@ -89,7 +89,7 @@ def of_words(build, activations, **options):
     return losses, sent, promised, weights
 
 
-@pytest.mark.ranks(2, timeout=240)
+@pytest.mark.ranks(2)
 def test_a_pipeline_over_hosts_sends_half_and_trains_closely(monkeypatch):
     hosts(monkeypatch, 1)
     exact, rounded = (of_words(llama, name) for name in ("exact", "bf16"))
@@ -105,7 +105,7 @@ def test_a_pipeline_over_hosts_sends_half_and_trains_closely(monkeypatch):
     assert 1e-7 < apart < 2 * STEPS * 1e-2  # Adam's steps, each at most of its rate
 
 
-@pytest.mark.ranks(2, timeout=240)
+@pytest.mark.ranks(2)
 def test_a_pipeline_on_one_host_is_exact_and_says_so_once(monkeypatch):
     said = announced(monkeypatch, settings.logger)
     exact, rounded = (of_words(gpt2, name) for name in ("exact", "bf16"))
@@ -116,7 +116,7 @@ def test_a_pipeline_on_one_host_is_exact_and_says_so_once(monkeypatch):
     assert "activations bf16 (rounding); all ranks are on one host, so that nothing is" in line
 
 
-@pytest.mark.ranks(4, timeout=240)
+@pytest.mark.ranks(4)
 def test_whole_pipelines_on_each_host_are_exact_and_say_so(monkeypatch):
     hosts(monkeypatch, 2)
     said = announced(monkeypatch, stage_links.logger)
@@ -128,7 +128,7 @@ def test_whole_pipelines_on_each_host_are_exact_and_say_so(monkeypatch):
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
-@pytest.mark.ranks(4, timeout=240)
+@pytest.mark.ranks(4)
 def test_only_the_link_between_hosts_is_rounded(monkeypatch, schedule):
     hosts(monkeypatch, 2)
     options = {"pp": 4, "micro_batches": 4, "schedule": schedule}
@@ -149,7 +149,7 @@ def test_only_the_link_between_hosts_is_rounded(monkeypatch, schedule):
     assert exact[0] == pytest.approx(rounded[0], rel=2**-7)
 
 
-@pytest.mark.ranks(2, timeout=240)
+@pytest.mark.ranks(2)
 def test_tied_weights_cross_exactly(monkeypatch):
     """GPT-2's head has the embedding's weight: both stages compute with the same bits."""
     hosts(monkeypatch, 1)
@@ -189,7 +189,7 @@ class Readers(nn.Module):
         return x
 
 
-@pytest.mark.ranks(2, timeout=240)
+@pytest.mark.ranks(2)
 def test_no_gradient_stays_no_gradient_and_integers_stay_whole(monkeypatch):
     """The parameters of ``side`` have no gradient: weight decay must not touch them."""
     hosts(monkeypatch, 1)
@@ -218,7 +218,7 @@ def test_no_gradient_stays_no_gradient_and_integers_stay_whole(monkeypatch):
     assert integers == (4 * 6 * 8 if os.environ["RANK"] == "0" else 0)
 
 
-@pytest.mark.ranks(2, timeout=240)
+@pytest.mark.ranks(2)
 def test_a_model_of_two_bytes_is_not_rounded(monkeypatch):
     hosts(monkeypatch, 1)
     found = []

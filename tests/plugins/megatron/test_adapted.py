@@ -46,7 +46,7 @@ def generated(model, words):
         )
 
 
-@pytest.mark.ranks(2, timeout=180)  # it imports peft and transformers
+@pytest.mark.ranks(2)  # it imports peft and transformers
 def test_generate_of_an_adapted_model_goes_through_the_pipeline():
     words = torch.arange(1, 9).view(2, 4)
     expected = generated(adapted_llama().eval(), words)

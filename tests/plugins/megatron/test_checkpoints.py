@@ -133,7 +133,7 @@ def on(world):
 
 def each_world():
     return pytest.mark.parametrize(
-        "world", [pytest.param(n, marks=pytest.mark.ranks(n, timeout=150)) for n in (1, 2, 3, 4)]
+        "world", [pytest.param(n, marks=pytest.mark.ranks(n)) for n in (1, 2, 3, 4)]
     )
 
 

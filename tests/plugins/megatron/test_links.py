@@ -35,7 +35,7 @@ def weights(accelerator, model):
     return {name: each.clone() for name, each in accelerator.get_state_dict(model).items()}
 
 
-@pytest.mark.ranks(4, timeout=240)
+@pytest.mark.ranks(4)
 @pytest.mark.parametrize("inner", ["ddp", "zero2"])
 def test_a_data_parallel_axis_over_hosts_is_approximate_and_goes_on(monkeypatch, tmp_path, inner):
     monkeypatch.setenv("GROUP_RANK", str(int(os.environ["RANK"]) // 2))  # two hosts

@@ -7,7 +7,6 @@ test_megatron_batches, ranks that fail or die in test_megatron_failures.
 import copy
 import logging
 import os
-import time
 
 import pytest
 import torch
@@ -20,8 +19,9 @@ from drivetrain.testing.conformance.twins import everyone
 from huggingface_models import VOCABULARY, gpt2, llama, logits_of, token_batch
 
 EXACT = {"rtol": 1e-10, "atol": 1e-12}
-TIMEOUT_S = 4
-IN_VAIN_S = 2
+TIMEOUT_S = 3600.0
+"""Far beyond a test's own limit: a rank that waits for it fails its test."""
+IN_VAIN_S = 4
 """The timeout of tests that wait for it."""
 WIDTH = 8
 PENALTY = r"something else in it that wants a gradient, such as a penalty.*weight_decay"
@@ -210,11 +210,9 @@ def test_a_script_that_branches_on_a_loss():
     last = accelerator.process_index == 1
     loss = outside(model, token_batch(0, rows=4))
     match = "to go from rank 1 to rank 0" if last else r"item\(\).*after accelerator.backward"
-    started = time.monotonic()
     with pytest.raises(CollectiveError if last else UsageError, match=match):
         if loss.item() > 1:
             accelerator.backward(loss)
-    assert time.monotonic() - started < 3 * TIMEOUT_S
     everyone(None)  # the first stage stays until the last one has taken its message
     accelerator.free_memory()
 
@@ -261,7 +259,6 @@ def test_a_penalty_in_a_loss_function():
     accelerator, model = prepared(built(gpt2, 4), pp=2)
     ids = token_batch(0, rows=4)
     last = accelerator.process_index == 1
-    started = time.monotonic()
     with pytest.raises(
         UsageError if last else CollectiveError,
         match=PENALTY if last else "stage 0 for micro-batch",
@@ -269,7 +266,6 @@ def test_a_penalty_in_a_loss_function():
         accelerator.pipeline_step(
             model, ids, ids, loss_fn=lambda *given: step_loss(*given) + penalty(model)
         )
-    assert time.monotonic() - started < TIMEOUT_S / 2
     accelerator.free_memory()
 
 
@@ -512,8 +508,6 @@ def test_one_rank_that_stays_away(options, turn):
     for _ in range(3):
         accelerator.backward(inside(model, ids))
     if accelerator.process_index == turn:
-        started = time.monotonic()
         with pytest.raises(CollectiveError, match="rank"):
             accelerator.backward(inside(model, ids))
-        assert time.monotonic() - started < 3 * TIMEOUT_S
     accelerator.free_memory()

@@ -16,6 +16,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from waits import PATIENCE_S
+
 MIB = 2**20
 MARK = "OFFLOAD_TEST_MARK"
 
@@ -85,7 +87,7 @@ class Run:
     def begun(self, process):
         """Return the ranks' process ids when all of them are in the middle of training."""
         files = [self.folder / f"pid-{rank}" for rank in range(2)]
-        end = time.monotonic() + 60
+        end = time.monotonic() + PATIENCE_S
         while not all(file.exists() and file.read_text() for file in files):
             assert process.poll() is None, process.communicate()
             assert time.monotonic() < end
@@ -104,7 +106,7 @@ class Run:
             return False
 
     def check_nothing_left(self):
-        end = time.monotonic() + 15  # the kernel frees blocks a moment after the process
+        end = time.monotonic() + PATIENCE_S  # the kernel frees blocks a moment after the process
         while (self.alive() or free(self.disk) < self.room) and time.monotonic() < end:
             time.sleep(0.1)
         assert self.alive() == []
@@ -129,8 +131,8 @@ def losses(text):
     return {(int(rank), int(step)): value for rank, step, value in found}
 
 
-def ended(process, seconds=30):
-    out, err = process.communicate(timeout=seconds)
+def ended(process):
+    out, err = process.communicate()
     return process.returncode, out, err
 
 
@@ -181,7 +183,7 @@ BROKEN = """
 @pytest.mark.parametrize("call", ["pwritev", pytest.param("preadv", marks=pytest.mark.exhaustive)])
 def test_a_disk_that_fails_ends_the_run(run, call):
     process = run.start(10**6, fault=BROKEN.strip().replace("CALL", call))
-    code, _, err = ended(process, 60)
+    code, _, err = ended(process)
     assert code == 7, err
     first = re.search(r"^rank (\d) failed first", err, re.MULTILINE)
     assert first, err
@@ -213,7 +215,7 @@ def test_a_rank_that_ends_first_sends_its_last_step(run):
 def test_too_little_room_is_an_error_before_the_first_step(run):
     wide = "nn.Linear(1024, 1024), nn.Linear(1024, 256), nn.Tanh()"
     process = run.start(4, layer=f"nn.Linear(256, 1024), {wide}")
-    code, out, err = ended(process, 60)
+    code, out, err = ended(process)
     assert code == 3, err
     assert not losses(out)
     wanted = rf"PreflightError: the disk of {run.disk}: expected at least [\d.]+ MiB .*2 ranks.*, "
@@ -315,7 +317,7 @@ def test_states_pass_memory_one_by_one(tmp_path):
         pytest.skip("needs /proc to tell how much memory is taken")
     threshold = {"MALLOC_MMAP_THRESHOLD_": "1000000"}  # what is freed goes back to the system
     done = subprocess.run(
-        [sys.executable, "-c", MEMORY, str(tmp_path)], cwd=tmp_path, timeout=60, text=True,
+        [sys.executable, "-c", MEMORY, str(tmp_path)], cwd=tmp_path, text=True,
         env=os.environ | {"OMP_NUM_THREADS": "1"} | threshold, capture_output=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

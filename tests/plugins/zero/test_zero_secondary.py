@@ -20,7 +20,7 @@ MATRIX = 4 * WIDTH * WIDTH
 """Bytes of a layer: large enough that a method approximates its updates."""
 
 FORMS = [{"name": "zero3", "keep_below": 0}, {"name": "fsdp"}]
-WORLDS = [pytest.param(n, marks=pytest.mark.ranks(n, timeout=120), id=f"ranks{n}") for n in (2, 4)]
+WORLDS = [pytest.param(n, marks=pytest.mark.ranks(n), id=f"ranks{n}") for n in (2, 4)]
 each_form = pytest.mark.parametrize("form", FORMS, ids=[form["name"] for form in FORMS])
 each_world = pytest.mark.parametrize("world", WORLDS)
 
@@ -92,7 +92,7 @@ def test_only_what_is_stepped_crosses_hosts(monkeypatch, world, form):
 
 
 @each_form
-@pytest.mark.ranks(4, timeout=120)
+@pytest.mark.ranks(4)
 def test_frozen_and_thawed_layers_train_like_one_process(monkeypatch, form):
     accelerator = start(monkeypatch, form)
 
@@ -113,7 +113,7 @@ def test_frozen_and_thawed_layers_train_like_one_process(monkeypatch, form):
 
 
 @each_form
-@pytest.mark.ranks(2, timeout=120)
+@pytest.mark.ranks(2)
 def test_a_layer_that_is_frozen_again_before_its_step(monkeypatch, form):
     accelerator = start(monkeypatch, form)
 
@@ -134,7 +134,7 @@ def test_a_layer_that_is_frozen_again_before_its_step(monkeypatch, form):
 
 
 @each_form
-@pytest.mark.ranks(4, timeout=120)
+@pytest.mark.ranks(4)
 def test_changed_and_loaded_values_reach_secondary_shards(monkeypatch, tmp_path, form):
     """Edits of one rank, and a checkpoint of ranks without the option; no writes in a forward."""
     accelerator = start(monkeypatch, form, "none")

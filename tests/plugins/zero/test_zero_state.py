@@ -7,7 +7,6 @@ strategies. Here is what a sharded model shows between steps, and what may be do
 
 import copy
 import pickle
-import time
 
 import pytest
 import torch
@@ -28,7 +27,6 @@ STAGES = {
     "zero3": {"name": "zero3", **SMALL},
     "sharded": SHARDED,
 }
-SOON_S = 20.0
 
 
 def each(strategies):
@@ -56,7 +54,6 @@ def test_state_dict_by_the_user(strategy):
         twins.backward(0)
         twins.step()
         expected = twins.twin.state_dict()
-        started = time.monotonic()
         if accelerator.is_main_process:  # while updated parameters are on their way
             shown = twins.model.state_dict()
             facts = {key: (t.shape, t.dtype, t.device) for key, t in shown.items()}
@@ -71,7 +68,6 @@ def test_state_dict_by_the_user(strategy):
                         pickle.dumps(tensor)
                 elif key not in dict(twins.twin.named_buffers()):
                     torch.testing.assert_close(tensor, expected[key], rtol=1e-10, atol=1e-10)
-        assert time.monotonic() - started < SOON_S
         whole = accelerator.get_state_dict(twins.model)
         assert list(whole) == list(expected)
         for key, _ in twins.twin.named_parameters(remove_duplicate=False):

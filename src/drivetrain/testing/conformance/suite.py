@@ -23,7 +23,7 @@ class Suite:
 
     strategy: ClassVar[str | Mapping[str, Any]]
     worlds: ClassVar[Sequence[int]] = (1, 2, 3, 4)
-    timeout_s: ClassVar[float] = 600.0
+    timeout_s: ClassVar[float] = 300.0
     rounding: ClassVar[float] = 1e-6
     inner_axes: ClassVar[Collection[str]] = ()
 

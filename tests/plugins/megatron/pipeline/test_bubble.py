@@ -14,7 +14,7 @@ from drivetrain.communication import gather_object
 from drivetrain_megatron.pipeline.worker import StageWorker
 from drivetrain_megatron.tensor.weight_grad import WeightHalf
 
-pytestmark = pytest.mark.alone
+pytestmark = [pytest.mark.alone, pytest.mark.exhaustive]
 
 UNIT_S = 0.1
 """What a forward takes; a backward takes two, or one for each half."""
@@ -112,8 +112,7 @@ def step(accelerator, model):
     return max(gather_object([time.perf_counter() - started]))
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("schedule", [pytest.param("gpipe", marks=pytest.mark.exhaustive), "1f1b"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.ranks(RANKS)
 def test_whole_backwards(monkeypatch, schedule):
     promised = (MICRO_BATCHES + RANKS - 1) * 3 * UNIT_S
@@ -121,7 +120,6 @@ def test_whole_backwards(monkeypatch, schedule):
     assert kept <= (MICRO_BATCHES if schedule == "gpipe" else min(MICRO_BATCHES, RANKS - rank))
 
 
-@pytest.mark.exhaustive
 @pytest.mark.ranks(RANKS)
 def test_interleaved(monkeypatch):
     promised = (MICRO_BATCHES * 3 + (RANKS - 1) * 3 / 2) * UNIT_S

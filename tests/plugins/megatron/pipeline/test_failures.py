@@ -1,10 +1,8 @@
 """A rank that fails in a pipeline: the others end soon, and say where they were."""
 
 import os
-import socket
 import subprocess
 import sys
-import time
 
 import pytest
 import torch
@@ -15,7 +13,7 @@ from drivetrain import Accelerator
 from drivetrain.errors import CollectiveError, ConfigError, UsageError
 from huggingface_models import VOCABULARY, gpt2, logits_of, token_batch
 
-SOON_S = 20
+TIMEOUT_S = 3600.0  # far beyond a test's own limit: a rank that waits for it fails its test
 
 
 def loss_of(output, targets):
@@ -30,7 +28,7 @@ def test_an_exception_on_one_stage(place, kind):
     model = gpt2(4)
     accelerator = Accelerator(
         strategy={"name": "megatron", "pp": 4, "micro_batches": 4},
-        config={"launch": {"timeout_s": 3 * SOON_S}},
+        config={"launch": {"timeout_s": TIMEOUT_S}},
         cpu=True,
     )
     model = accelerator.prepare(model)
@@ -51,10 +49,8 @@ def test_an_exception_on_one_stage(place, kind):
 
     if odd and place == "forward":
         model.transformer.h[2].mlp.register_forward_hook(fail)
-    started = time.monotonic()
     with pytest.raises(kind if odd else CollectiveError) as caught:
         accelerator.pipeline_step(model, ids, ids, loss_fn=loss_or_fail)
-    assert time.monotonic() - started < SOON_S
     if not odd:
         assert "stage" in str(caught.value)
         assert "micro-batch" in str(caught.value)
@@ -110,11 +106,8 @@ except CollectiveError as error:
 
 
 @pytest.mark.exhaustive
-def test_a_rank_that_is_killed():
+def test_a_rank_that_is_killed(port):
     """No launcher stops the others: they end by themselves, and name what they waited for."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", KILLED],
@@ -135,7 +128,7 @@ def test_a_rank_that_is_killed():
         for rank in range(4)
     ]
     try:
-        said = [process.communicate(timeout=90)[0] for process in ranks]
+        said = [process.communicate()[0] for process in ranks]
     finally:
         for process in ranks:
             process.kill()

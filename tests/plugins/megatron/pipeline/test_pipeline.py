@@ -182,7 +182,7 @@ def test_tensor_and_pipeline_in_two_halves(name, sequence_parallel):
 
 
 @pytest.mark.parametrize("inner", ["ddp", "zero1"])
-@pytest.mark.ranks(8, timeout=200)
+@pytest.mark.ranks(8)
 def test_three_dims(inner):
     """tp 2, pp 2 and dp 2 at once, by a name in the configuration."""
     options = {"tp": 2, "pp": 2, "micro_batches": 2, "data_parallel": {"name": inner}}

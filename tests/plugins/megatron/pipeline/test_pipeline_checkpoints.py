@@ -27,7 +27,7 @@ DIVISIONS = {
         {"name": "megatron", "pp": 2, "micro_batches": 2, "data_parallel": {"name": "zero1"}},
     ),
 }
-WORLDS = [pytest.param(n, marks=pytest.mark.ranks(n, timeout=200)) for n in (1, 2, 3, 4)]
+WORLDS = [pytest.param(n, marks=pytest.mark.ranks(n)) for n in (1, 2, 3, 4)]
 
 
 def loss_of(output, targets):

@@ -205,7 +205,7 @@ def pipelined(model, **options):
     return accelerator, accelerator.prepare(model)
 
 
-@pytest.mark.ranks(2, timeout=40)
+@pytest.mark.ranks(2)
 def test_ranks_with_other_loss_functions_are_told_so():
     """Also in a later call, when each rank has decided about the function that it knows."""
     torch.manual_seed(0)

@@ -4,7 +4,6 @@ import copy
 import math
 import random
 import re
-import time
 
 import pytest
 import torch
@@ -19,8 +18,6 @@ from drivetrain_megatron.recording.phases import block_order, record
 from drivetrain_megatron.recording.proxy import StageProxy
 from drivetrain_megatron.recording.shapes import Shapes
 from drivetrain_megatron.recording.structure import Carried, Constant, Passed
-
-pytestmark = pytest.mark.alone
 
 WIDTH = 6
 
@@ -187,10 +184,10 @@ def test_a_model_on_meta_gives_the_same_recording():
 
 
 def test_nothing_is_computed():
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(4096, 4096)) for _ in range(3))).to("meta")
-    started = time.perf_counter()
-    record(model, (torch.ones(4096, 4096),), {})
-    assert time.perf_counter() - started < 2
+    wide = 2**20  # no machine has room for a weight
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(wide, wide)) for _ in range(3)))
+    record(model, (torch.ones(1, wide),), {})
 
 
 class Biased(Net):

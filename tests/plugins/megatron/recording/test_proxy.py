@@ -14,8 +14,6 @@ from torch.utils.checkpoint import checkpoint
 from drivetrain.errors import UsageError
 from drivetrain_megatron.recording.proxy import StageProxy, resolve
 
-pytestmark = pytest.mark.alone
-
 CPU = torch.device("cpu")
 
 
@@ -291,10 +289,10 @@ def test_an_operation_is_cheap():
     x, weight = proxy(64, 128), real(128, 128)
     best = float("inf")
     for _ in range(5):
-        started = time.perf_counter()
+        started = time.thread_time()
         for _ in range(100):
             F.gelu(F.linear(x, weight)) + x
-        best = min(best, (time.perf_counter() - started) / 300)
+        best = min(best, (time.thread_time() - started) / 300)
     assert best < 300e-6, f"{best * 1e6:.0f} microseconds"
 
 

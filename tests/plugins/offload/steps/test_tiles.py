@@ -215,7 +215,7 @@ def test_pieces_of_several_shards_in_one_call() -> None:
 
 @pytest.mark.parametrize("of_torch", [1, 2])
 def test_threads_share_the_pieces_of_a_call(of_torch) -> None:
-    meeting = threading.Barrier(2, timeout=20)
+    meeting = threading.Barrier(2, timeout=300)
 
     def meet(master: Tensor, gradient: Tensor, states: object) -> None:
         meeting.wait()  # breaks unless two threads come at once

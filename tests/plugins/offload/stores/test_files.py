@@ -155,7 +155,7 @@ def test_other_transfers_go_side_by_side(file, monkeypatch, kinds, places):
 
 
 def test_several_requests_are_in_flight(file, monkeypatch):
-    real, meeting = os.preadv, threading.Barrier(4, timeout=20)
+    real, meeting = os.preadv, threading.Barrier(4, timeout=300)
 
     def together(fd, views, at):
         meeting.wait()  # breaks unless four requests come at once
