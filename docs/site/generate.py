@@ -36,21 +36,22 @@ from page_numbers import Rows
 
 ROOT = Path(__file__).parents[2]
 COMMAND = "python docs/site/generate.py"
-PART = re.compile(r"(?<=<!-- generated: )(\S+)( -->\n\n)(.*?)(?=\n\n<!-- /generated -->)", re.DOTALL)
+PART = re.compile(
+    r"(?<=<!-- generated: )(\S+)( -->\n\n)(.*?)(?=\n\n<!-- /generated -->)", re.DOTALL
+)
 TERMINATED = 143
 """Exit code after SIGTERM, as shells have it: 128 + SIGTERM."""
 
 
 def main(arguments: Sequence[str]) -> int:
     """Write all files that differ, or with ``--check`` name them; return the exit code."""
-    changed = [path for path, text in generated(ROOT).items() if path.read_text() != text]
-    if arguments == ["--check"]:
-        for path in changed:
+    changed = {path: text for path, text in generated(ROOT).items() if path.read_text() != text}
+    for path, text in changed.items():
+        if "--check" in arguments:
             sys.stdout.write(f"{path.relative_to(ROOT)} differs from the code; run: {COMMAND}\n")
-        return int(bool(changed))
-    for path in changed:
-        path.write_text(generated(ROOT)[path])
-    return 0
+        else:
+            path.write_text(text)
+    return int(bool(changed) and "--check" in arguments)
 
 
 def generated(root: Path) -> dict[Path, str]:
@@ -161,7 +162,9 @@ def _text(knob: Option, empty: str = "none") -> str:
         return str(default).lower()
     if isinstance(default, float):
         return f"{default:g}"
-    return {"": '""', None: empty}.get(default, default) if default != {} else "{}"
+    if default is None:
+        return empty
+    return str(default) or '""'
 
 
 def _stores(old: Rows) -> Rows:

@@ -6,6 +6,7 @@ A table's first cells say which case a row is; the functions here fill in the ot
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -51,7 +52,8 @@ def cost(
 ) -> Cost:
     """Return the cost of equal blocks of two matrices in fp32."""
     kind = strategies().load(name)
-    found: Cost = kind.cost(kind.Config(**options), _blocks(), _run(precision, ranks, window))
+    model = ModelSpec(tuple(_blocks()))
+    found: Cost = kind.cost(kind.Config(**options), model, _run(precision, ranks, window, "cpu"))
     return found
 
 
@@ -154,12 +156,12 @@ def formula(at: Callable[[int], float], letter: str = "N") -> str:
     Raises:
         ValueError: the function is no such sum.
     """
-    shared = round(4 * (at(2) - at(4)))
-    fixed = round(at(2) - shared / 2)
-    for ranks in (2, 4, 8):
-        expected = fixed + shared / ranks
-        if not math.isclose(at(ranks), expected, rel_tol=2e-3, abs_tol=2e-3):
-            raise ValueError(f"expected {fixed} + {shared}/N bytes, found {at(ranks)} at {ranks}")
+    values = {ranks: at(ranks) for ranks in (2, 4, 8)}
+    shared = round(4 * (values[2] - values[4]))
+    fixed = round(values[2] - shared / 2)
+    for ranks, found in values.items():
+        if not math.isclose(found, fixed + shared / ranks, rel_tol=2e-3, abs_tol=2e-3):
+            raise ValueError(f"expected {fixed} + {shared}/N bytes, found {found} at {ranks}")
     return " + ".join([str(fixed)] * bool(fixed) + [f"{shared}/{letter}"] * bool(shared)) or "0"
 
 
@@ -173,7 +175,7 @@ def bytes_of_tier(
 ) -> float:
     """Return the bytes of a tier per parameter, without those that are no multiple of it."""
     left_out = ("buffers of gradients", "largest unit in use", "buffers of stores")
-    kinds = _tiers(_blocks().tensors, name, offload, precision, ranks, device).needed[tier]
+    kinds = _tiers_of_blocks(name, tuple(offload.items()), precision, ranks, device).needed[tier]
     return sum(nbytes for kind, nbytes in kinds.items() if kind not in left_out) / ELEMENTS
 
 
@@ -215,6 +217,11 @@ def _dtypes_of(name: str, section: str) -> list[str]:
     ]
 
 
+@cache
+def _tiers_of_blocks(name: str, offload: tuple[tuple[str, Any], ...], *how: Any) -> Tiers:
+    return _tiers(_blocks(), name, dict(offload), *how)
+
+
 def _tiers(
     specs: Sequence[TensorSpec],
     name: str,
@@ -247,14 +254,12 @@ def _run(precision: Precision, ranks: int, window: int = 1, device: str = "cuda"
     return Run(world=world, mesh=mesh, precision=precision, accumulation=window, traffic=Traffic())
 
 
-def _blocks() -> ModelSpec:
-    return ModelSpec(
-        tuple(
-            TensorSpec(f"layers.{i}.{name}", (SIDE, SIDE // 2), torch.float32, True)
-            for i in range(BLOCKS)
-            for name in ("weight", "other")
-        )
-    )
+def _blocks() -> list[TensorSpec]:
+    return [
+        TensorSpec(f"layers.{i}.{name}", (SIDE, SIDE // 2), torch.float32, True)
+        for i in range(BLOCKS)
+        for name in ("weight", "other")
+    ]
 
 
 def _llama_7b() -> list[TensorSpec]:
