@@ -13,15 +13,15 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any
 
 import click
 
 import page_numbers
 import pictures
+import reference
 from drivetrain import errors, registry
 from drivetrain.config import RunConfig
-from drivetrain.config.option import Option, options_of
+from drivetrain.config.option import options_of
 from drivetrain.runtime.notices import PREEMPTED
 from drivetrain.sharding.options import OffloadOptions
 from drivetrain_launch.cli import COMMANDS, INTERRUPTED, group
@@ -30,8 +30,8 @@ from drivetrain_launch.ranks.failure import KILLED, NO_PROGRESS
 from drivetrain_migration.accelerate import LAUNCH_ROWS
 from drivetrain_migration.accelerate import ROWS as ACCELERATE_ROWS
 from drivetrain_migration.deepspeed import ROWS as DEEPSPEED_ROWS
-from drivetrain_migration.launchers import DEEPSPEED_LAUNCHER_ROWS, TORCHRUN_ROWS
 from drivetrain_migration.draft import Row
+from drivetrain_migration.launchers import DEEPSPEED_LAUNCHER_ROWS, TORCHRUN_ROWS
 from page_numbers import Rows
 
 ROOT = Path(__file__).parents[2]
@@ -123,17 +123,9 @@ def _default(flag: click.Option) -> str:
 
 def _keys(_: Rows) -> Rows:
     return [
-        [f"`{key}`", f"`{_text(knob, empty='null')}`", _cell(knob.help)]
-        for key, knob in _knobs(RunConfig)
+        [f"`{key}`", f"`{reference.default_of(knob)}`", _cell(knob.help)]
+        for key, knob in reference.knobs(RunConfig)
     ]
-
-
-def _knobs(config: type, prefix: str = "") -> Iterable[tuple[str, Option]]:
-    for knob in options_of(config):
-        if knob.is_section:
-            yield from _knobs(knob.type, f"{prefix}{knob.name}.")
-        else:
-            yield prefix + knob.name, knob
 
 
 def _options(old: Rows, *configs: type) -> Rows:
@@ -145,26 +137,14 @@ def _options(old: Rows, *configs: type) -> Rows:
             knobs[knob.name] = knob
             stages.setdefault(knob.name, []).append(str(number))
     rows = [
-        [f"`{name}`", *([", ".join(stages[name])] if len(configs) > 1 else []), _text(knob)]
+        [
+            f"`{name}`",
+            *([", ".join(stages[name])] if len(configs) > 1 else []),
+            reference.default_of(knob),
+        ]
         for name, knob in knobs.items()
     ]
     return _explained(rows, [knob.help for knob in knobs.values()], old)
-
-
-def _text(knob: Option, empty: str = "none") -> str:
-    """Return the default of an option as a YAML file has it."""
-    default: Any = knob.default
-    if knob.is_section:
-        return "none"
-    if knob.is_strategy:
-        return default.name or "default strategy"
-    if isinstance(default, bool):
-        return str(default).lower()
-    if isinstance(default, float):
-        return f"{default:g}"
-    if default is None:
-        return empty
-    return str(default) or '""'
 
 
 def _stores(old: Rows) -> Rows:
@@ -172,7 +152,7 @@ def _stores(old: Rows) -> Rows:
     for name in registry.stores().names:
         config = getattr(registry.stores().load(name), "Config", None)
         for knob in options_of(config) if config else ():
-            rows.append([f"`{knob.name}`", f"`{name}`", _text(knob)])
+            rows.append([f"`{knob.name}`", f"`{name}`", reference.default_of(knob)])
             helps.append(knob.help)
     return _explained(rows, helps, old)
 

@@ -101,7 +101,7 @@ def offload_bytes(old: Rows, device: str) -> Rows:
 
 
 def llama_choices(old: Rows) -> Rows:
-    """Return what each choice takes for the shapes of Llama 2 7B on one rank, and whether it fits."""
+    """Return what each choice takes for Llama 2 7B on one rank, and whether it fits."""
     rows = []
     for choice, *_ in old:
         name, *options = re.findall(r"`([^`]+)`", choice)

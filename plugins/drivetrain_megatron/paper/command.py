@@ -103,7 +103,7 @@ class SimulatedRun:
     "--chunks",
     type=int,
     metavar="N",
-    help="Stages per rank, of interleaved only.  [default: 2 there, else 1]",
+    help="Stages per rank, of interleaved only.  [default: 2 for interleaved, else 1]",
 )
 @click.option(
     "--forward",
@@ -126,7 +126,7 @@ class SimulatedRun:
     type=float,
     metavar="TIME",
     help="Part of --backward for the gradients of weights, where backward is in halves.  "
-    "[default: half]",
+    "[default: half of --backward]",
 )
 @click.option(
     "--travel",
