@@ -145,11 +145,12 @@ def programs():
     yield "fabric", whole("fabric"), ("run/checkpoint/manifest.json",), ""
     yield "watch-a-run", whole("watch-a-run", "", WATCHED), (), "^45$"
     yield "profiling", whole("profiling"), [f"runs/mine/trace/{name}" for name in trace], ""
-    yield "reports", whole("reports"), ("runs/mine/run/report.html",), r"^0 16 .*\Z"
+    yield "reports", whole("reports"), ("runs/mine/run/report.html",), r"^0 16 .*\n?\Z"
     yield "recompute", whole("recompute", "", "accelerator.end_training()\n"), (), ""
     yield "notebook", whole("cli", NOTEBOOK), (), ""
 
 
+@pytest.mark.timeout(1800)  # twelve programs, of which some import transformers
 def test_programs_of_one_process_run(tmp_path):
     failed = []
     for name, program, files, printed in programs():
