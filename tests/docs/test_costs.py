@@ -180,7 +180,7 @@ def sent(blocks, **options):
     return found
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, timeout=280)
 def test_bytes_sent_by_megatron():
     """A boundary of stages costs an activation; the loss goes from the last rank to the first."""
     f, words = 1 / 2, ROWS * LENGTH * 4
