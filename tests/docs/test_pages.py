@@ -293,6 +293,8 @@ def test_tables_by_hand_name_all_of_a_kind():
         first = " ".join(row[0] for row in rows(page, header))
         missing += [(header, n) for n in names if n[0] != "_" and not re.search(rf"\b{n}\b", first)]
     assert missing == []
+    for page, header, names in (expected[0], expected[3], expected[7]):
+        assert {n for row in rows(page, header) for n in re.findall(r"`(\w+)", row[0])} == names
 
 
 def test_maps_of_files_name_every_file():
