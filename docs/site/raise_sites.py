@@ -7,6 +7,7 @@ import ast
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from drivetrain import errors
@@ -105,6 +106,7 @@ class RaiseSite:
         )[1]
 
 
+@cache
 def collect() -> list[RaiseSite]:
     """Return all places in the order of files and lines, each message once per class."""
     trees = {

@@ -9,11 +9,12 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import drivetrain
 from drivetrain import registry
 from drivetrain.config import RunConfig
-from drivetrain.config.option import options_of
+from drivetrain.config.option import Option, options_of
 
 ROOT = Path(__file__).parents[2]
 TOPIC = re.compile(r"^ {4}# --- (.+) ---$", re.MULTILINE)
@@ -183,16 +184,33 @@ def _table(config: type) -> list[str]:
     return ["| key | default | meaning |", "|---|---|---|", *rows, ""]
 
 
-def _rows(config: type, prefix: str = "") -> Iterator[str]:
-    for knob in options_of(config):
-        key = f"{prefix}{knob.name}"
-        if knob.is_section:
-            yield from _rows(knob.type, f"{key}.")
-            continue
-        default = knob.default.name if knob.is_strategy else knob.default
-        shown = default if default and isinstance(default, str) else json.dumps(default)
+def _rows(config: type) -> Iterator[str]:
+    for key, knob in knobs(config):
         choices = f" One of {', '.join(f'`{c}`' for c in knob.choices)}." if knob.choices else ""
-        yield f"| `{key}` | `{shown}` | {knob.help}{choices} |".replace("\n", " ")
+        yield f"| `{key}` | `{default_of(knob)}` | {knob.help}{choices} |".replace("\n", " ")
+
+
+def knobs(config: type, prefix: str = "") -> Iterator[tuple[str, Option]]:
+    """Yield the dotted key of every option of a configuration, and the option."""
+    for knob in options_of(config):
+        if knob.is_section:
+            yield from knobs(knob.type, f"{prefix}{knob.name}.")
+        else:
+            yield prefix + knob.name, knob
+
+
+def default_of(knob: Option) -> str:
+    """Return the default of an option as a YAML file has it, and a page shows it."""
+    default: Any = knob.default
+    if knob.is_section:
+        return "none"
+    if knob.is_strategy:
+        return default.name or "default strategy"
+    if isinstance(default, float):
+        return f"{default:g}"
+    if isinstance(default, bool) or default is None:
+        return json.dumps(default)
+    return str(default) or '""'
 
 
 def _paths(modules: tuple[str, ...]) -> Iterator[str]:

@@ -26,6 +26,7 @@ BILLION = 1e9
     "--mib",
     type=click.IntRange(min=1),
     default=256,
+    metavar="N",
     show_default=True,
     help="MiB that are written and read; less where less is free.",
 )
@@ -35,6 +36,7 @@ BILLION = 1e9
     type=float,
     multiple=True,
     default=(1, 4, 16),
+    metavar="N",
     show_default=True,
     help="MiB of one request to try; may be repeated.",
 )
@@ -43,6 +45,7 @@ BILLION = 1e9
     type=int,
     multiple=True,
     default=(2, 8, 16),
+    metavar="N",
     show_default=True,
     help="Requests in flight to try, of reads and of writes each; may be repeated.",
 )

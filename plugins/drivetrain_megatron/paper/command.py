@@ -95,6 +95,7 @@ class SimulatedRun:
     "name",
     type=click.Choice([*SCHEDULES, ALL], case_sensitive=False),
     default="1f1b",
+    metavar="NAME",
     show_default=True,
     help=f"Which one to draw; {ALL} compares them.",
 )
@@ -102,26 +103,38 @@ class SimulatedRun:
     "--chunks",
     type=int,
     metavar="N",
-    help="Stages per rank, of interleaved only.  [default: 2 there, else 1]",
+    help="Stages per rank, of interleaved only.  [default: 2 for interleaved, else 1]",
 )
 @click.option(
     "--forward",
     type=float,
+    metavar="TIME",
     default=1.0,
     show_default=True,
     help="Time of one micro-batch's forward on a rank.",
 )
 @click.option(
-    "--backward", type=float, default=2.0, show_default=True, help="Time of its backward."
+    "--backward",
+    type=float,
+    metavar="TIME",
+    default=2.0,
+    show_default=True,
+    help="Time of its backward.",
 )
 @click.option(
     "--weight",
     type=float,
+    metavar="TIME",
     help="Part of --backward for the gradients of weights, where backward is in halves.  "
-    "[default: half]",
+    "[default: half of --backward]",
 )
 @click.option(
-    "--travel", type=float, default=0.0, show_default=True, help="Time of a message between ranks."
+    "--travel",
+    type=float,
+    metavar="TIME",
+    default=0.0,
+    show_default=True,
+    help="Time of a message between ranks.",
 )
 @click.option(
     "--output",

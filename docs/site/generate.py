@@ -1,0 +1,238 @@
+"""The parts of README and docs that follow from the code: ``python docs/site/generate.py``.
+
+A part stands between ``<!-- generated: NAME -->`` and ``<!-- /generated -->``: a table, whose head
+is written by hand, or a block of text. Where a table explains rows, an explanation on the page
+stays as it is, and only a new row gets the help text of the code. Pictures are written, too.
+
+``--check`` writes nothing; it names the files that differ and exits with 1.
+"""
+
+import re
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import click
+
+import page_numbers
+import pictures
+import reference
+from drivetrain import errors, registry
+from drivetrain.config import RunConfig
+from drivetrain.config.option import options_of
+from drivetrain.runtime.notices import PREEMPTED
+from drivetrain.sharding.options import OffloadOptions
+from drivetrain_launch.cli import COMMANDS, INTERRUPTED, group
+from drivetrain_launch.commands.verify import DIFFERENT, INCOMPARABLE
+from drivetrain_launch.ranks.failure import KILLED, NO_PROGRESS
+from drivetrain_migration.accelerate import LAUNCH_ROWS
+from drivetrain_migration.accelerate import ROWS as ACCELERATE_ROWS
+from drivetrain_migration.deepspeed import ROWS as DEEPSPEED_ROWS
+from drivetrain_migration.draft import Row
+from drivetrain_migration.launchers import DEEPSPEED_LAUNCHER_ROWS, TORCHRUN_ROWS
+from page_numbers import Rows
+
+ROOT = Path(__file__).parents[2]
+COMMAND = "python docs/site/generate.py"
+PART = re.compile(
+    r"(?<=<!-- generated: )(\S+)( -->\n\n)(.*?)(?=\n\n<!-- /generated -->)", re.DOTALL
+)
+TERMINATED = 143
+"""Exit code after SIGTERM, as shells have it: 128 + SIGTERM."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Write all files that differ, or with ``--check`` name them; return the exit code."""
+    changed = {path: text for path, text in generated(ROOT).items() if path.read_text() != text}
+    for path, text in changed.items():
+        if "--check" in arguments:
+            sys.stdout.write(f"{path.relative_to(ROOT)} differs from the code; run: {COMMAND}\n")
+        else:
+            path.write_text(text)
+    return int(bool(changed) and "--check" in arguments)
+
+
+def generated(root: Path) -> dict[Path, str]:
+    """Return the texts of all pages and pictures as they follow from the code."""
+    pages = [root / "README.md", *sorted((root / "docs").rglob("*.md"))]
+    drawn = {root / "docs/pictures" / name: text for name, text in pictures.pictures().items()}
+    return {page: filled(page.read_text()) for page in pages} | drawn
+
+
+def filled(text: str) -> str:
+    """Return a page with its generated parts as they follow from the code."""
+    return PART.sub(lambda part: part[1] + part[2] + _part(part[1], part[3].splitlines()), text)
+
+
+def _part(name: str, lines: Sequence[str]) -> str:
+    if name in TEXTS:
+        return "\n".join([lines[0], TEXTS[name](), lines[-1]])
+    old = [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines[2:]]
+    rows = (f"| {' | '.join(row)} |" for row in TABLES[name](old))
+    return "\n".join([*lines[:2], *(re.sub(r"\|  (?=\|)", "| ", row) for row in rows)])
+
+
+def _explained(found: Iterable[Sequence[str]], helps: Iterable[str], old: Rows) -> Rows:
+    """Return rows from the code with the explanations, and in the order, of the page."""
+    explanations = {row[0]: row for row in old}
+    order = list(explanations)
+    rows = []
+    for row, text in zip(found, helps, strict=True):
+        told = explanations.get(row[0])
+        rows.append([*row, *(told[len(row) :] if told else [_cell(text)])])
+    return sorted(rows, key=lambda row: order.index(row[0]) if row[0] in order else len(order))
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+def _commands(_: Rows) -> Rows:
+    added = {name: registry.commands().summary(name) for name in ours(registry.COMMANDS)}
+    texts = COMMANDS | added
+    return [[f"`drivetrain {name}`", _cell(text)] for name, text in texts.items()]
+
+
+def _flags(old: Rows, command: str, *, with_keys: bool = False) -> Rows:
+    """Return option, YAML key where there is one, default and meaning of a command's options."""
+    found = group.get_command(click.Context(group), command)
+    rows, helps = [], []
+    for flag in found.params if found else ():
+        if isinstance(flag, click.Option):
+            help_text, _, notes = str(flag.help).partition("[default: ")
+            key = re.findall(r"\[YAML: (.*)\]", str(flag.help))
+            default = notes.partition("]")[0] or _default(flag)
+            names = " ".join([flag.opts[0], flag.metavar or ""]).strip()
+            also = "".join(f", also `{name}`" for name in flag.opts[1:])
+            keys = [f"`{key[0]}`" if key else ""] if with_keys else []
+            rows.append([_cell(f"`{names}`{also}"), *keys, default])
+            helps.append(help_text.partition("[YAML")[0])
+    return _explained(rows, helps, old)
+
+
+def _default(flag: click.Option) -> str:
+    default = flag.default
+    if isinstance(default, tuple):
+        return ", ".join(map(str, default))
+    if isinstance(default, float | int) and not isinstance(default, bool):
+        return f"{default:g}"
+    return f"`{default}`" if isinstance(default, str) else ""
+
+
+def _keys(_: Rows) -> Rows:
+    return [
+        [f"`{key}`", f"`{reference.default_of(knob)}`", _cell(knob.help)]
+        for key, knob in reference.knobs(RunConfig)
+    ]
+
+
+def _options(old: Rows, *configs: type) -> Rows:
+    """Return name, default and meaning of options; of several classes also the class's number."""
+    stages: dict[str, list[str]] = {}
+    knobs = {}
+    for number, config in enumerate(configs, 1):
+        for knob in options_of(config):
+            knobs[knob.name] = knob
+            stages.setdefault(knob.name, []).append(str(number))
+    rows = [
+        [
+            f"`{name}`",
+            *([", ".join(stages[name])] if len(configs) > 1 else []),
+            reference.default_of(knob),
+        ]
+        for name, knob in knobs.items()
+    ]
+    return _explained(rows, [knob.help for knob in knobs.values()], old)
+
+
+def _stores(old: Rows) -> Rows:
+    rows, helps = [], []
+    for name in registry.stores().names:
+        config = getattr(registry.stores().load(name), "Config", None)
+        for knob in options_of(config) if config else ():
+            rows.append([f"`{knob.name}`", f"`{name}`", reference.default_of(knob)])
+            helps.append(knob.help)
+    return _explained(rows, helps, old)
+
+
+def _names(old: Rows, plugins: registry.Registry) -> Rows:
+    """Return the name of each of our plugins of a group, and what the page says of it."""
+    names = ours(plugins.group)
+    return _explained([[f"`{name}`"] for name in names], map(plugins.summary, names), old)
+
+
+def ours(group: str) -> list[str]:
+    """Return our own names of a group of entry points, whatever else is installed."""
+    entries = entry_points(group=group)
+    return [entry.name for entry in entries if entry.dist and entry.dist.name == "drivetrain"]
+
+
+def _codes(old: Rows, *codes: object) -> Rows:
+    return _explained([[str(code)] for code in codes], ["" for _ in codes], old)
+
+
+def _imported(_: Rows, rows: Sequence[Row]) -> Rows:
+    return [[f"`{row.key}`", row.there, row.here] for row in rows]
+
+
+def _strategy(name: str) -> type:
+    found: type = registry.strategies().load(name).Config
+    return found
+
+
+ENDS = sorted(
+    {0, 1, KILLED, INCOMPARABLE, PREEMPTED, NO_PROGRESS, INTERRUPTED, TERMINATED}
+    | {
+        kind.exit_code
+        for kind in vars(errors).values()
+        if isinstance(kind, type) and issubclass(kind, errors.DrivetrainError)
+    }
+)
+VERDICTS = (0, DIFFERENT, errors.ConfigError.exit_code, errors.CollectiveError.exit_code)
+
+TABLES: dict[str, Callable[[Rows], Rows]] = {
+    "strategies": partial(_names, plugins=registry.strategies()),
+    "trackers": partial(_names, plugins=registry.trackers()),
+    "commands": _commands,
+    "keys": _keys,
+    "options-of-launch": partial(_flags, command="launch", with_keys=True),
+    "options-of-verify": partial(_flags, command="verify"),
+    "options-of-schedule": partial(_flags, command="schedule"),
+    "options-of-disk-bench": partial(_flags, command="disk-bench"),
+    "exit-codes": lambda old: _codes(old, *ENDS),
+    "exit-codes-of-launch": lambda old: _codes(old, *ENDS, "other"),
+    "exit-codes-of-verify": lambda old: _codes(old, *VERDICTS, INCOMPARABLE, "other"),
+    "options-of-ddp": lambda old: _options(old, _strategy("ddp")),
+    "options-of-zero": lambda old: _options(old, *map(_strategy, page_numbers.STAGES)),
+    "options-of-fsdp": lambda old: _options(old, _strategy("fsdp")),
+    "options-of-local": lambda old: _options(old, _strategy("local")),
+    "options-of-megatron": lambda old: _options(old, _strategy("megatron")),
+    "options-of-offload": lambda old: _options(old, _strategy("offload")),
+    "section-offload": lambda old: _options(old, OffloadOptions),
+    "options-of-stores": _stores,
+    "keys-of-accelerate": partial(_imported, rows=ACCELERATE_ROWS),
+    "options-of-accelerate-launch": partial(_imported, rows=LAUNCH_ROWS),
+    "keys-of-deepspeed": partial(_imported, rows=DEEPSPEED_ROWS),
+    "options-of-deepspeed": partial(_imported, rows=DEEPSPEED_LAUNCHER_ROWS),
+    "options-of-torchrun": partial(_imported, rows=TORCHRUN_ROWS),
+    "dtypes": page_numbers.dtypes,
+    "bytes-of-zero": page_numbers.zero_bytes,
+    "bytes-of-fsdp": page_numbers.fsdp_bytes,
+    "bytes-with-accelerator": partial(page_numbers.offload_bytes, device="cuda"),
+    "bytes-without-accelerator": partial(page_numbers.offload_bytes, device="cpu"),
+    "choices-of-llama": page_numbers.llama_choices,
+    "seconds-of-updates": page_numbers.update_seconds,
+    "schedules": page_numbers.schedules,
+}
+TEXTS: dict[str, Callable[[], str]] = {
+    "tiers-of-llama": lambda: page_numbers.llama_tiers("zero2", {"optimizer": "nvme"}).describe(),
+    "shortage-of-llama": lambda: "\n".join(
+        page_numbers.llama_tiers("zero2", {"optimizer": "cpu"}).shortages()
+    ),
+}
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,355 @@
+"""The Python blocks of README and docs run, in order, as the programs and tests that they show."""
+
+import re
+import tomllib
+
+import pytest
+
+from doc_pages import ROOT, blocks
+from forked_programs import launch, run_python
+
+QUICKSTART = """
+import torch
+from types import SimpleNamespace
+
+class Model(torch.nn.Linear):
+    def forward(self, x, y=None):
+        out = super().forward(x)
+        if y is None:
+            return out
+        return SimpleNamespace(loss=torch.nn.functional.cross_entropy(out, y))
+
+rows = [{"x": torch.randn(3), "y": torch.tensor(i % 2)} for i in range(10)]
+model = Model(3, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+loader = torch.utils.data.DataLoader(rows, batch_size=2)
+evaluation_loader = torch.utils.data.DataLoader([(r["x"], r["y"]) for r in rows], batch_size=4)
+"""
+
+README = """
+import torch
+
+loss_function = torch.nn.functional.mse_loss
+
+def build():
+    model = torch.nn.Linear(2, 1)
+    data = [(torch.ones(2), torch.ones(1)) for _ in range(8)]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    return model, optimizer, torch.utils.data.DataLoader(data, batch_size=2)
+"""
+
+NOTEBOOK = """
+import torch
+from drivetrain import Accelerator
+
+def train(rate):
+    accelerator = Accelerator()
+    assert accelerator.num_processes == 2 and rate == 0.1
+"""
+
+FAULTS = """
+import os, signal
+model, optimizer, loader = build()
+{start}
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+accelerator.preempted  # from here on it is the script that hears the notice
+
+def train_step(batch):
+    accelerator.backward(loss_function(model(batch[0]), batch[1]))
+    optimizer.step()
+    os.kill(os.getpid(), signal.SIGUSR1)
+
+try:
+{loop}
+except SystemExit as end:
+    assert end.code == 75
+"""
+
+WATCHED = """
+from pathlib import Path
+assert share == [1, 2, 3, 4, 5]
+settings, *values = Path("runs/mine/my-project.jsonl").read_text().splitlines()
+assert '"lr": 0.1' in settings
+assert all('"loss": ' in line for line in values)
+"""
+
+PLUGIN = """
+from drivetrain.config import options_of
+(knob,) = options_of(FlatConfig)
+assert knob.question and knob.default is True
+assert TestFlat.worlds == (1, 2, 3, 4)
+from drivetrain import Accelerator
+accelerator = Accelerator()
+inner = inner_of(OuterConfig(inner=NestedStrategy('zero1')), accelerator.run)
+assert type(inner) is strategies().load('zero1')
+assert type(inner_of(OuterConfig(), accelerator.run)).default
+"""
+
+
+def the_loop_of_the_readme():
+    (diff,) = blocks("README.md", "diff")
+    lines = [line[1:] for line in diff.splitlines() if line[:1] in ("+", " ")]
+    return README + "\n".join(lines) + "\nprint(loss.item())\n"
+
+
+def precision():
+    (text,) = blocks("docs/precision.md", "python")
+    return (
+        f"{README}\nmodel, optimizer, loader = build()\n"
+        f"scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)\n{text}\n"
+        "assert accelerator.scaler.get_scale() <= 2.0**12\nscheduler.get_last_lr()\n"
+    )
+
+
+def faults():
+    start, loop, *_ = blocks("docs/faults.md", "python")
+    loop = "".join(f"    {line}\n" for line in loop.splitlines())
+    return README + FAULTS.format(start=start, loop=loop)
+
+
+def trainer():
+    """The page's program before and after the change trains alike; its class stays a Trainer."""
+    program, subclass = blocks("docs/trainer.md", "python")
+    ours = "from drivetrain.integrations.transformers import Trainer"
+    before = program.replace(ours, "from transformers import Trainer").replace('"run', '"before')
+    assert before.count("integrations") == 0
+    loss = 'trainer.state.log_history[-1]["train_loss"]'
+    return (
+        f"{before}\nbefore = {loss}\n{program}\nassert abs({loss} - before) < 1e-4 * before\n"
+        f"{subclass}\nassert issubclass(Seq2SeqTrainer, type(trainer).__mro__[1])\n"
+    )
+
+
+def whole(page, before="", after=""):
+    return before + "".join(blocks(f"docs/{page}.md", "python")) + after
+
+
+def programs():
+    """Yield name, program, the files that it leaves, and a pattern of what it prints."""
+    saved = "runs/mine/checkpoints/checkpoint_{}/manifest.json"
+    accuracy = "print(accuracy.item(), sum(map(len, correct)))"
+    trace = ("profile_0.json", "trace.json.gz", "costs.txt", "costs.json")
+    run = ("run/export/model.safetensors", "run/checkpoint-8/drivetrain/manifest.json")
+    yield "README", the_loop_of_the_readme(), (), r"\d"
+    yield (
+        "quickstart",
+        whole("quickstart", QUICKSTART, accuracy),
+        (saved.format(2),),
+        r"^(0\.\d+|1\.0|0\.0) 10$",
+    )
+    yield "precision", precision(), (), ""
+    yield "faults", faults(), (saved.format(0),), ""
+    yield "large-models", whole("large-models"), (), ""
+    yield "trainer", trainer(), run, ""
+    yield "fabric", whole("fabric"), ("run/checkpoint/manifest.json",), ""
+    yield "watch-a-run", whole("watch-a-run", "", WATCHED), (), "^45$"
+    yield "profiling", whole("profiling"), [f"runs/mine/trace/{name}" for name in trace], ""
+    yield "reports", whole("reports"), ("runs/mine/run/report.html",), r"^0 16 .*\n?\Z"
+    yield "recompute", whole("recompute", "", "accelerator.end_training()\n"), (), ""
+    yield "notebook", whole("cli", NOTEBOOK), (), ""
+
+
+@pytest.mark.timeout(1800)  # twelve programs, of which some import transformers
+def test_programs_of_one_process_run(tmp_path):
+    failed = []
+    for name, program, files, printed in programs():
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "program.py").write_text(program)
+        done = run_python("program.py", folder=folder)
+        missing = [file for file in files if not (folder / file).is_file()]
+        if done.returncode or missing or not re.search(printed, done.stdout, re.MULTILINE):
+            failed.append((name, missing, done.stdout, done.stderr))
+    assert not failed, failed
+    assert 'id="own-figures"' in (tmp_path / "reports/runs/mine/run/report.html").read_text()
+
+
+# --- on two ranks ---
+
+
+def on_two_ranks(folder, program, *options):
+    """Run a program on two ranks of the CPU; return what it printed."""
+    (folder / "program.py").write_text(program)
+    done = launch("--cpu", "--nproc-per-node", "2", *options, "program.py", folder=folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return re.sub(r"^\[r0\] ", "", done.stdout + done.stderr, flags=re.MULTILINE)
+
+
+def test_programs_of_the_page_on_zero(tmp_path):
+    first, second = blocks("docs/strategies/zero.md", "python")
+    program = (
+        f"{first}\n"
+        "norm = accelerator.clip_grad_norm_([model[2].weight], float('inf'))\n"
+        f"assert torch.isclose(gradient.norm(), norm.float())\n{second}\n"
+        "assert accelerator.get_state_dict(model)['2.bias'].count_nonzero() == 0\n"
+        "accelerator.end_training()\n"
+    )
+    on_two_ranks(tmp_path, program, "--strategy", "zero3", "--set", "strategy.keep_below=0")
+
+
+def test_programs_of_the_page_on_fsdp(tmp_path):
+    units, gradient, values, adapter, tensors = blocks("docs/strategies/fsdp.md", "python")
+    programs = [
+        units,
+        gradient,
+        "norm = accelerator.clip_grad_norm_([model.head.weight], float('inf'))\n"
+        "assert torch.isclose(gradient.norm(), norm.float())\n",
+        values,
+        "assert accelerator.get_state_dict(model)['head.bias'].count_nonzero() == 0\n",
+        tensors.replace(
+            "dcp.load",
+            "before = accelerator.get_state_dict(model)\n"
+            "with accelerator.gathered(model):\n    nn.init.zeros_(model.head.weight)\ndcp.load",
+        ),
+        "after = accelerator.get_state_dict(model)\n"
+        "assert all(torch.equal(after[name], before[name]) for name in before)\n",
+        adapter,
+        "assert len(trained) == 16\naccelerator.end_training()\n",
+    ]
+    said = on_two_ranks(tmp_path, "\n".join(programs))
+    (line,) = blocks("docs/strategies/fsdp.md", "text")
+    assert line.strip() in said
+    assert (tmp_path / "adapter/model.safetensors").is_file()
+
+
+def test_programs_of_the_page_on_offload(tmp_path):
+    """The model trains, ``prepare`` prints the page's table, and no file of a store is left."""
+    program = whole("strategies/offload", "", "accelerator.end_training()\n")
+    said = on_two_ranks(tmp_path, program, "--set", "launch.threads_per_rank=1")
+    assert {path.name for path in tmp_path.iterdir()} == {"program.py", "state"}
+    losses = [float(number) for number in re.findall(r"loss (\d+\.\d+)", said)]
+    assert len(losses) == 3
+    assert losses[-1] < losses[0] / 2
+    (table,) = blocks("docs/strategies/offload.md", "text")
+    *lines, room = table.splitlines()
+    assert room.startswith("there is")
+    assert [line for line in lines if line not in said] == []
+
+
+MEGATRON = """
+assert logits.shape == (8, 7, 97)
+accelerator.print(f"evaluated {loss_function(logits, tokens).item():.4f}")
+accelerator.end_training()
+"""
+
+
+def test_programs_of_the_page_on_megatron(tmp_path):
+    """The same losses on shared ranks as alone; the page's plan is fulfilled, and is printed so."""
+    page = "docs/strategies/megatron.md"
+    pp = [
+        f"strategy.{text}" for text in ("pp=2", "schedule=zb-h1", "micro_batches=4", "trace_dir=t")
+    ]
+    pipeline = [word for text in pp for word in ("--set", text)]
+    program = whole("strategies/megatron", "", MEGATRON)
+    found = []
+    for options in (["--nproc-per-node", "1"], pipeline):
+        said = on_two_ranks(tmp_path, program, "--strategy", "megatron", *options)
+        found.append([float(x) for x in re.findall(r"(?:loss|evaluated) (\d+\.\d+)", said)])
+    assert len(found[0]) == 4
+    assert found[1] == pytest.approx(found[0], abs=2e-4)
+    traces = sorted(path.name for path in (tmp_path / "t").iterdir())
+    assert (traces[0], len(traces)) == ("pipeline-dp0-tp0-step00001.json", 3)
+    (plan,) = (text for text in blocks(page, "yaml") if "plan:" in text)
+    (tmp_path / "run.yaml").write_text(plan)
+    shown = next(
+        text for text in blocks(page, "text", "") if text.startswith("tensor parallel over")
+    )
+    example = (
+        f"import sys\nsys.path.insert(0, {str(ROOT / 'examples')!r})\n"
+        "from train_gpt import GPT\nfrom drivetrain import Accelerator\n"
+        "accelerator = Accelerator()\naccelerator.prepare(GPT(128, 4, 4, 64))\n"
+    )
+    for program, options, lines in (
+        (
+            blocks(page, "python")[0],
+            ["--config", "run.yaml"],
+            ["4 blocks blocks.0 to blocks.3: up -> down", "by words: embedding, head"],
+        ),
+        (example, ["--strategy", "megatron", "--set", "strategy.tp=2"], shown.splitlines()),
+    ):
+        said = on_two_ranks(tmp_path, f"{program}\naccelerator.end_training()\n", *options)
+        assert [line for line in lines if line not in said] == []
+
+
+# --- a plugin ---
+
+
+@pytest.fixture
+def installed(tmp_path):
+    """A folder in which the package of the page on plugins lies installed, from blocks alone."""
+    page = "docs/writing-a-plugin.md"
+    project = tomllib.loads(blocks(page, "toml")[0])["project"]
+    package = tmp_path / project["name"].replace("-", "_")
+    package.mkdir()
+    modules = [t for t in blocks(page, "python") if re.search(r"class Flat(Config)?\b", t)]
+    (package / "__init__.py").write_text("".join(modules))
+    info = tmp_path / f"{package.name}-{project['version']}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: 1.0\n"
+    )
+    (info / "entry_points.txt").write_text(
+        "".join(
+            f"[{group}]\n" + "".join(f"{name} = {target}\n" for name, target in entries.items())
+            for group, entries in project["entry-points"].items()
+        )
+    )
+    return tmp_path
+
+
+def python(folder, *arguments):
+    """Run Python in a folder whose packages it finds; return the output of a run that ends well."""
+    done = run_python(*arguments, folder=folder, env={"PYTHONPATH": str(folder)}, timeout=280)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_the_plugin_of_the_page_equals_one_process(installed):
+    """Also its test, its command and the strategy inside of another one."""
+    said = python(installed, "-m", "drivetrain_launch", "test", "--cpu", "--strategy", "flat")
+    assert said.startswith("ok: 2 ranks on cpu and one process differ by")
+    config, nested, strategy, conformance, own_test, command = blocks(
+        "docs/writing-a-plugin.md", "python"
+    )
+    whole, alone, toast = (installed / f"{name}.py" for name in ("whole", "alone", "toast"))
+    whole.write_text("\n".join([config, nested, strategy, conformance, PLUGIN]))
+    python(installed, "whole.py")
+    alone.write_text(own_test)
+    done = python(installed, "-m", "pytest", "-q", "-p", "no:cacheprovider", "alone.py")
+    assert "1 passed" in done
+    toast.write_text(f"{command}\ntoast()\n")
+    assert python(installed, "toast.py", "--slices", "3") == "3 slices\n"
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(300)
+def test_the_plugin_of_the_page_passes_the_conformance_tests(installed):
+    (conformance,) = (
+        text
+        for text in blocks("docs/writing-a-plugin.md", "python")
+        if "StrategyConformance" in text
+    )
+    (installed / "test_flat.py").write_text(conformance)
+    python(installed, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-x", "test_flat.py")
+
+
+# --- a verdict ---
+
+
+def without_sizes(line):
+    """Return the words of a line of the report, without sizes and the number of unequal ones."""
+    words = re.sub(r"\d\.\de[+-]\d\d", "", line).split()
+    return words[:-1] if words[-1:] and words[-1].isdigit() else words
+
+
+@pytest.mark.exhaustive
+def test_sample_of_verify_is_what_it_says():
+    text = (ROOT / "docs/verify.md").read_text()
+    command, _, after = text.partition("$ drivetrain ")[2].partition("\n")
+    words = ("-m", "drivetrain_launch", "verify", "--cpu", *command.split()[1:])
+    done = run_python(*words, folder=ROOT, timeout=250)
+    assert done.returncode == 0, done.stdout + done.stderr
+    shown, found = after.partition("```")[0].splitlines(), done.stdout.splitlines()
+    assert (found[0], found[-1]) == (shown[0], shown[-1])
+    assert list(map(without_sizes, found)) == list(map(without_sizes, shown))
