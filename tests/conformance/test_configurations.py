@@ -207,7 +207,6 @@ BASES = {
     "Zero3Secondary": Secondary,
     "Zero3Disk": OnDisk,
     "Tensor": Cells,
-    "TensorZero2": Cells,
 }
 
 for _name in TABLE:

@@ -8,9 +8,8 @@ import drivetrain
 from drivetrain import Accelerator, UsageError
 
 
-@pytest.mark.parametrize(
-    ("name", "way_out"),
-    [
+def test_import_of_a_name_that_is_not_here():
+    for name, way_out in (
         (
             "FullyShardedDataParallelPlugin",
             r"take Accelerator\(strategy='name'\).* --as-accelerate",
@@ -18,11 +17,9 @@ from drivetrain import Accelerator, UsageError
         ("DummyOptim", "make an optimizer of torch.optim, which any strategy takes$"),
         ("init_empty_weights", "go on with 'from accelerate import init_empty_weights'"),
         ("no_such_name", "cannot import name 'no_such_name'"),
-    ],
-)
-def test_import_of_a_name_that_is_not_here(name, way_out):
-    with pytest.raises(ImportError, match=way_out):
-        exec(f"from drivetrain import {name}", {})
+    ):
+        with pytest.raises(ImportError, match=way_out):
+            exec(f"from drivetrain import {name}", {})
 
 
 def test_names_that_nobody_has_stay_absent():
@@ -30,12 +27,14 @@ def test_names_that_nobody_has_stay_absent():
     assert importlib.import_module("drivetrain.sharding") is drivetrain.sharding
 
 
-@pytest.mark.parametrize(
-    ("argument", "way_out"),
-    [("deepspeed_plugin", "strategy='name'"), ("dynamo_backend", "torch.compile")],
-)
-def test_argument_that_is_not_here(argument, way_out):
-    with pytest.raises(UsageError, match=f"found {argument}: take .*{way_out}.* --as-accelerate"):
-        Accelerator(cpu=True, **{argument: None})
-    with pytest.raises(TypeError, match="unexpected keyword argument 'colour'"):
-        Accelerator(cpu=True, colour="red")
+def test_argument_that_is_not_here():
+    for argument, way_out in (
+        ("deepspeed_plugin", "strategy='name'"),
+        ("dynamo_backend", "torch.compile"),
+    ):
+        with pytest.raises(
+            UsageError, match=f"found {argument}: take .*{way_out}.* --as-accelerate"
+        ):
+            Accelerator(cpu=True, **{argument: None})
+        with pytest.raises(TypeError, match="unexpected keyword argument 'colour'"):
+            Accelerator(cpu=True, colour="red")

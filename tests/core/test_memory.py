@@ -32,50 +32,42 @@ def fits(limit, tried, error=OUT_OF_MEMORY[0]):
     return function
 
 
-@pytest.mark.parametrize("error", OUT_OF_MEMORY, ids=lambda error: type(error).__name__)
-def test_each_size_is_nine_tenths_of_the_last(error):
-    tried = []
-    run = find_executable_batch_size(fits(80, tried, error), starting_batch_size=128)
-    assert run("a", b=1) == (73, ("a",), {"b": 1})
-    assert tried == [128, 115, 103, 92, 82, 73]
+def test_sizes_shrink_until_one_fits():
+    for error in OUT_OF_MEMORY:
+        tried = []
+        run = find_executable_batch_size(fits(80, tried, error), starting_batch_size=128)
+        assert run("a", b=1) == (73, ("a",), {"b": 1})
+        assert tried == [128, 115, 103, 92, 82, 73]
 
-
-def test_small_sizes_shrink_too():
     tried = []
     assert find_executable_batch_size(fits(1, tried), starting_batch_size=4)()[0] == 1
     assert tried == [4, 3, 2, 1]
 
-
-def test_nothing_fits():
     with pytest.raises(RuntimeError, match="started with 3, ended at zero"):
         find_executable_batch_size(fits(0, []), starting_batch_size=3)()
 
-
-@pytest.mark.parametrize("bare", [True, False], ids=["bare", "with arguments"])
-def test_own_rule_is_honored(bare):
-    tried, sizes = [], iter([64, 10])
-    options = {"starting_batch_size": 100, "reduce_batch_size_fn": lambda: next(sizes)}
-    function = fits(10, tried)
-    run = (
-        find_executable_batch_size(function, **options)
-        if bare
-        else find_executable_batch_size(**options)(function)
-    )
-    assert run()[0] == 10
-    assert tried == [100, 64, 10]
-
-
-def test_a_rule_that_does_not_reduce_is_refused():
-    run = find_executable_batch_size(fits(1, []), 8, reduce_batch_size_fn=lambda: 8)
-    with pytest.raises(UsageError, match="less than 8, found 8"):
-        run()
-
-
-def test_other_errors_are_not_hidden():
     tried = []
     with pytest.raises(RuntimeError, match="shape"):
         find_executable_batch_size(fits(1, tried, RuntimeError("wrong shape")))()
     assert tried == [128]
+
+
+def test_own_rules_are_honored_if_they_reduce():
+    for bare in (True, False):
+        tried, sizes = [], iter([64, 10])
+        options = {"starting_batch_size": 100, "reduce_batch_size_fn": sizes.__next__}
+        function = fits(10, tried)
+        run = (
+            find_executable_batch_size(function, **options)
+            if bare
+            else find_executable_batch_size(**options)(function)
+        )
+        assert run()[0] == 10
+        assert tried == [100, 64, 10]
+
+    run = find_executable_batch_size(fits(1, []), 8, reduce_batch_size_fn=lambda: 8)
+    with pytest.raises(UsageError, match="less than 8, found 8"):
+        run()
 
 
 def test_a_call_with_the_batch_size_is_refused():

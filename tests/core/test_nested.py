@@ -2,19 +2,17 @@
 
 import types
 from collections import OrderedDict, UserDict, defaultdict, namedtuple
-from dataclasses import InitVar, dataclass, field
+from dataclasses import dataclass
 
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pack_sequence
 
 from drivetrain.errors import UsageError
 from drivetrain.nested import (
     concatenate,
     convert_to_fp32,
     find_batch_size,
-    honor_type,
     recursively_apply,
     send_to_device,
     slice_tensors,
@@ -27,18 +25,6 @@ Pair = namedtuple("Pair", ["left", "right"])
 class Frozen:
     x: Tensor
     label: str = "label"
-
-
-@dataclass
-class Fussy:
-    """Cannot be made again from its fields: it takes more, and computes one."""
-
-    x: Tensor
-    scale: InitVar[float]
-    y: Tensor = field(init=False)
-
-    def __post_init__(self, scale):
-        self.y = self.x * scale
 
 
 @dataclass
@@ -87,7 +73,7 @@ def add_one(data):
     return recursively_apply(lambda t: t + 1, data)
 
 
-def test_containers_keep_their_classes():
+def test_containers_keep_their_classes_and_what_they_carry():
     data = [(tensor(), "text"), Pair(tensor(), None), {"a": {"b": tensor()}}, Frozen(tensor())]
     result = add_one(data)
     assert [type(item) for item in result] == [tuple, Pair, dict, Frozen]
@@ -96,8 +82,6 @@ def test_containers_keep_their_classes():
     assert (result[0][1], result[1].right, result[3].label) == ("text", None, "label")
     torch.testing.assert_close(data[0][0], tensor(), msg="the argument changed")
 
-
-def test_mapping_classes_keep_what_they_carry():
     factory = defaultdict(list, {"a": tensor()})
     assert add_one(factory)["missing"] == []
     ordered = add_one(OrderedDict(b=tensor(), a=tensor()))
@@ -109,59 +93,28 @@ def test_mapping_classes_keep_what_they_carry():
     proxy = add_one(types.MappingProxyType({"a": tensor()}))
     assert isinstance(proxy, types.MappingProxyType)
 
-
-def test_model_outputs_stay_consistent():
     output = add_one(Output(tensor(), torch.tensor(1.0)))
     assert type(output) is Output
     assert output.logits is output["logits"]
     assert output.loss.item() == 2
 
-
-def test_dataclasses_that_cannot_be_made_again():
-    result = add_one(Fussy(tensor(), 2.0))
-    torch.testing.assert_close(result.x, tensor() + 1)
-    torch.testing.assert_close(result.y, tensor() * 2 + 1)
-
-
-def test_other_leaves_are_refused_when_asked():
     with pytest.raises(TypeError, match="found str"):
         recursively_apply(lambda t: t, [tensor(), "text"], error_on_other_type=True)
 
 
-def test_arguments_and_test_type_are_passed_on():
-    found = recursively_apply(
-        lambda number, by, plus=0: number * by + plus,
-        {"a": 2, "b": "text"},
-        3,
-        test_type=lambda item: isinstance(item, int),
-        plus=1,
-    )
-    assert found == {"a": 7, "b": "text"}
-
-
-def test_honor_type():
-    assert honor_type(Pair(1, 2), iter([3, 4])) == Pair(3, 4)
-    assert honor_type((1,), [2, 3]) == (2, 3)
-    assert honor_type([1], (2,)) == [2]
-
-
-def test_send_to_device_moves_everything():
+def test_send_to_device_moves_everything_but_skipped_keys():
     moved = send_to_device({"a": [tensor()], "p": Pair(tensor(), 1), "f": Frozen(tensor())}, "meta")
     assert {moved["a"][0].device.type, moved["p"].left.device.type, moved["f"].x.device.type} == {
         "meta"
     }
     assert moved["p"].right == 1
 
-
-def test_send_to_device_skips_keys():
     data = {"a": tensor(), "inner": {"b": tensor(), "a": tensor()}}
     moved = send_to_device(data, "meta", skip_keys="a")
     assert moved["a"].device.type == "cpu"
     assert moved["inner"]["a"].device.type == "cpu"
     assert moved["inner"]["b"].device.type == "meta"
 
-
-def test_objects_with_to_move_themselves():
     encoding = Encoding({"ids": tensor()})
     assert send_to_device(encoding, "meta", non_blocking=True) is encoding
     assert encoding.moves == [("meta", True)]
@@ -170,63 +123,35 @@ def test_objects_with_to_move_themselves():
     assert send_to_device(Stubborn(), "meta", non_blocking=True).device == "meta"
 
 
-def test_packed_sequences_keep_their_sizes_on_the_cpu():
-    moved = send_to_device(pack_sequence([tensor(), tensor()[:1]]), "meta")
-    assert moved.data.device.type == "meta"
-    assert moved.batch_sizes.device.type == "cpu"
-
-
-@pytest.mark.parametrize(
-    ("data", "size"),
-    [
+def test_sizes_slices_and_dtypes():
+    for data, size in (
         ({"scalar": torch.tensor(1.0), "x": tensor()}, 3),
         (["text", (None, tensor())], 3),
         (Frozen(tensor()), 3),
         (torch.tensor(0), None),
         ({"a": "text"}, None),
-    ],
-)
-def test_find_batch_size(data, size):
-    assert find_batch_size(data) == size
+    ):
+        assert find_batch_size(data) == size
 
-
-def test_slice_tensors():
     cut = slice_tensors({"x": tensor(), "loss": torch.tensor(2.0), "n": 1}, slice(1, 3))
     torch.testing.assert_close(cut["x"], tensor()[1:3])
     assert (cut["loss"].item(), cut["n"]) == (2.0, 1)
 
+    kinds = [torch.bfloat16, torch.float16, torch.float64, torch.int64]
+    found = convert_to_fp32([torch.ones(1, dtype=kind) for kind in kinds])
+    assert [t.dtype for t in found] == [torch.float32, torch.float32, torch.float64, torch.int64]
 
-def test_concatenate():
+
+def test_concatenate_joins_what_matches():
     item = {"p": Pair(tensor(), [tensor()]), "f": Frozen(tensor())}
     joined = concatenate([{"p": item["p"]}] * 2)
     assert type(joined["p"]) is Pair
     assert joined["p"].right[0].shape == (6, 2)
     assert concatenate([tensor(), tensor()], dim=1).shape == (3, 4)
 
+    for items in ([], [[tensor()], [tensor(), tensor()]], [{"a": tensor()}, {"b": tensor()}]):
+        with pytest.raises(UsageError, match="expected"):
+            concatenate(items)
 
-@pytest.mark.parametrize(
-    "items",
-    [[], [[tensor()], [tensor(), tensor()]], [{"a": tensor()}, {"b": tensor()}]],
-    ids=["nothing", "lengths", "keys"],
-)
-def test_concatenate_refuses_what_does_not_match(items):
-    with pytest.raises(UsageError, match="expected"):
-        concatenate(items)
-
-
-def test_concatenate_refuses_other_leaves():
     with pytest.raises(TypeError, match="found str"):
         concatenate([Frozen(tensor()), Frozen(tensor())])
-
-
-def test_convert_to_fp32():
-    kinds = [torch.bfloat16, torch.float16, torch.float64, torch.int64]
-    found = convert_to_fp32([torch.ones(1, dtype=kind) for kind in kinds])
-    assert [t.dtype for t in found] == [torch.float32, torch.float32, torch.float64, torch.int64]
-
-
-def test_send_to_device_compiles_whole():
-    batch = {"x": torch.ones(2), "y": (torch.zeros(1), None)}
-    moved = torch.compile(send_to_device, fullgraph=True, backend="eager")(batch, "cpu")
-    assert torch.equal(moved["x"], batch["x"])
-    assert concatenate(["text"]) == "text"

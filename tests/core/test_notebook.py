@@ -1,12 +1,11 @@
 """``notebook_launcher`` and ``debug_launcher``: a function on several processes."""
 
 import os
-import time
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
+from torch.multiprocessing import ProcessExitedException
 
 from drivetrain.config import read_file
 from drivetrain.errors import UsageError
@@ -44,32 +43,9 @@ def test_debug_launcher_computes_on_the_cpu(tmp_path, monkeypatch):
     assert [(tmp_path / str(rank)).read_text() for rank in (0, 1)] == ["cpu zero1"] * 2
 
 
-def test_traceback_of_the_failing_rank_is_raised_and_the_others_are_stopped():
-    def train():
-        if World.discover().rank == 1:
-            raise ValueError("the cause")
-        time.sleep(10_000)
-
-    with pytest.raises(ProcessRaisedException, match=r"(?s)Process 1 .*ValueError: the cause"):
-        notebook_launcher(train, num_processes=2)
-
-
 def test_process_that_dies_is_reported():
     with pytest.raises(ProcessExitedException, match="exit code 5"):
         notebook_launcher(os._exit, (5,), num_processes=1)
-
-
-def test_one_process_needs_no_process_group():
-    def train():
-        assert World.discover().size == 1
-        assert not dist.is_initialized()
-
-    notebook_launcher(train, num_processes=1)
-
-
-def test_no_processes_are_refused():
-    with pytest.raises(UsageError, match="num_processes=0"):
-        notebook_launcher(print, num_processes=0)
 
 
 def test_accelerator_that_is_in_use_is_refused(monkeypatch):

@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import TensorDataset
 
-from drivetrain import Accelerator
 from drivetrain.errors import UsageError
 from drivetrain.processes import DistributedType, PartialState, Processes
 from drivetrain.runtime.world import World
@@ -46,7 +45,7 @@ def shares(inputs, size, **options):
     return found
 
 
-def test_identity():
+def test_who_a_process_is():
     last = processes(rank=3, size=4, local_rank=0)
     assert (last.process_index, last.num_processes, last.local_process_index) == (3, 4, 0)
     assert (last.is_main_process, last.is_local_main_process) == (False, True)
@@ -56,79 +55,64 @@ def test_identity():
     assert alone.is_last_process
     assert not alone.use_distributed
 
-
-@pytest.mark.parametrize(
-    ("size", "device", "kind"),
-    [
+    for size, device, kind in (
         (1, "cuda", "NO"),
         (2, "cpu", "MULTI_CPU"),
         (2, "cuda", "MULTI_GPU"),
         (2, "xpu", "MULTI_XPU"),
         (2, "mtia", "MULTI_OTHER"),
-    ],
-)
-def test_distributed_type_is_the_hardware(size, device, kind):
-    assert processes(size=size, device=device).distributed_type is DistributedType[kind]
-    assert DistributedType[kind] == kind
+    ):
+        assert processes(size=size, device=device).distributed_type is DistributedType[kind]
+        assert DistributedType[kind] == kind
+
+    alone = processes(size=1, device="cpu")
+    for name in ("DEEPSPEED", "FSDP", "MEGATRON_LM", "XLA", "TPU"):
+        assert alone.distributed_type != DistributedType[name]
+    assert alone.deepspeed_plugin is None
+    assert alone.fsdp_plugin is None
 
 
-def test_print_on_the_main_process(capsys):
-    processes(0, 2).print("once", end="!")
-    processes(1, 2).print("twice")
-    assert capsys.readouterr().out == "once!"
-
-
-@pytest.mark.parametrize("called", [False, True])
-@pytest.mark.parametrize(
-    ("name", "arguments", "expected"),
-    [
+def test_decorators_run_in_one_place_and_want_an_index():
+    for name, arguments, expected in (
         ("on_main_process", {}, [0]),
         ("on_local_main_process", {}, [0, 2]),
         ("on_last_process", {}, [3]),
         ("on_process", {"process_index": 2}, [2]),
         ("on_local_process", {"local_process_index": 1}, [1, 3]),
-    ],
-)
-def test_decorators_run_in_one_place(name, arguments, expected, called):
-    ran = []
+    ):
+        for called in (False, True):
+            ran = []
+            for rank in range(4):
 
-    def work(value, *, plus=0):
-        """Words."""
-        ran.append(rank)
-        return value + plus
+                def work(value, *, plus=0, rank=rank, ran=ran):
+                    """Words."""
+                    ran.append(rank)
+                    return value + plus
 
-    for rank in range(4):
-        decorator = getattr(processes(rank, 4, local_rank=rank % 2), name)
-        decorated = decorator(**arguments)(work) if called else decorator(work, **arguments)
-        assert (decorated.__name__, decorated.__doc__) == ("work", "Words.")
-        assert decorated(1, plus=2) == (3 if rank in expected else None)
-    assert ran == expected
+                decorator = getattr(processes(rank, 4, local_rank=rank % 2), name)
+                decorated = decorator(**arguments)(work) if called else decorator(work, **arguments)
+                assert (decorated.__name__, decorated.__doc__) == ("work", "Words.")
+                assert decorated(1, plus=2) == (3 if rank in expected else None)
+            assert ran == expected
 
-
-def test_decorators_want_an_index():
     with pytest.raises(UsageError, match="process_index=N"):
         processes().on_process(print)
     with pytest.raises(UsageError, match="local_process_index=N"):
         processes().on_local_process()
 
 
-def test_first_processes_get_the_extras():
+def test_first_processes_get_the_extras_and_padding_repeats_the_last():
     assert shares(list(range(8)), 3) == [[0, 1, 2], [3, 4, 5], [6, 7]]
     assert shares((0, 1), 3) == [(0,), (1,), ()]
     assert shares([], 2, apply_padding=True) == [[], []]
 
-
-@pytest.mark.parametrize(
-    ("length", "expected"),
-    [
+    for length, expected in (
         (5, [[0, 1], [2, 3], [4, 4]]),
         (4, [[0, 1], [2, 3], [3, 3]]),
         (6, [[0, 1], [2, 3], [4, 5]]),
         (1, [[0], [0], [0]]),
-    ],
-)
-def test_padding_repeats_the_last_element(length, expected):
-    assert shares(list(range(length)), 3, apply_padding=True) == expected
+    ):
+        assert shares(list(range(length)), 3, apply_padding=True) == expected
 
 
 def test_split_takes_many_kinds_and_leaves_them_alone():
@@ -148,37 +132,30 @@ def test_split_takes_many_kinds_and_leaves_them_alone():
     assert shares(Selectable("abc"), 2)[1].rows == ["c"]
 
 
-@pytest.mark.parametrize(
-    ("inputs", "message"),
-    [
+def test_split_refuses_what_cannot_be_cut():
+    for inputs, message in (
         ({"a": [1, 2], "b": [1]}, "one length"),
         ({"a": [1, 2], "b": 3}, "found int"),
         ("text", "found str"),
         ({1, 2}, "found set"),
         (torch.tensor(1), "found Tensor"),
         ({}.keys(), "found dict_keys"),
-    ],
-)
-def test_split_refuses_what_cannot_be_cut(inputs, message):
-    with pytest.raises(UsageError, match=message):
-        shares(inputs, 2)
+    ):
+        with pytest.raises(UsageError, match=message):
+            shares(inputs, 2)
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("name", ["main_process_first", "local_main_process_first"])
-def test_the_first_process_goes_first(tmp_path, name):
+def test_one_is_first_and_its_exception_lets_the_others_go_on(tmp_path):
     state = PartialState(cpu=True)
     done = tmp_path / "done"
-    with getattr(state, name)():
+    with state.local_main_process_first():
         if state.is_main_process:
             time.sleep(0.3)
             done.write_text("done")
         assert done.exists()
     state.wait_for_everyone()
 
-
-@pytest.mark.ranks(2)
-def test_an_exception_in_the_first_process_lets_the_others_go_on():
     state = PartialState(cpu=True)
     entered = False
     try:
@@ -191,9 +168,6 @@ def test_an_exception_in_the_first_process_lets_the_others_go_on():
     assert entered
     state.wait_for_everyone()
 
-
-@pytest.mark.ranks(2)
-def test_partial_states_share_nothing():
     first, second = PartialState(cpu=True), PartialState(cpu=True)
     assert first.process_index == second.process_index == dist.get_rank()
     assert first.__dict__ is not second.__dict__
@@ -208,18 +182,3 @@ def test_partial_state_alone():
     with state.main_process_first(), state.local_main_process_first():
         state.wait_for_everyone()
     state.destroy_process_group()
-
-
-def test_names_that_scripts_ask_for():
-    alone = processes(size=1, device="cpu")
-    for name in ("DEEPSPEED", "FSDP", "MEGATRON_LM", "XLA", "TPU"):
-        assert alone.distributed_type != DistributedType[name]
-    assert alone.deepspeed_plugin is None
-    assert alone.fsdp_plugin is None
-
-
-def test_native_amp_is_set_to_its_own_value_alone():
-    accelerator = Accelerator(cpu=True)
-    accelerator.native_amp = False
-    with pytest.raises(UsageError, match="expected native_amp to stay False, found True"):
-        accelerator.native_amp = True

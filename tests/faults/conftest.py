@@ -1,8 +1,9 @@
 """A folder for launched trainings, in which nothing may be left, and the times of the matrix.
 
-``pytest tests/faults --times`` writes the seconds that tests measure into ``times.toml`` and into
-the table of ``docs/faults.md``, and holds them to the bars of the matrix: they are worth something
-on a machine that does nothing else. Without the option no test depends on how long it takes.
+``pytest tests/faults --exhaustive --times`` writes the seconds that tests measure into
+``times.toml`` and into the table of ``docs/faults.md``, and holds them to the bars of the matrix:
+they are worth something on a machine that does nothing else. Without ``--times`` no test depends on
+how long it takes.
 """
 
 from collections.abc import Iterator

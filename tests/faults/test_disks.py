@@ -88,6 +88,7 @@ save_checkpoint(sys.argv[1], contents, world=World())
 """
 
 
+@pytest.mark.exhaustive
 def test_an_error_of_the_kernel_names_the_file_and_leaves_no_draft(tmp_path):
     if shutil.which("strace") is None:
         pytest.skip("needs strace, which lets system calls fail")

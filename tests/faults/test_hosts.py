@@ -10,7 +10,7 @@ from emulated_hosts import Hosts, why_not
 from faulty_trainings import FaultyTrainings
 from waits import wait_until
 
-pytestmark = pytest.mark.alone
+pytestmark = [pytest.mark.alone, pytest.mark.exhaustive]
 
 PORT = 29500
 SECRET = {"DRIVETRAIN_SECRET": "a secret of the tests"}
@@ -118,7 +118,7 @@ def test_a_slow_link_that_is_cut_for_two_seconds_changes_nothing(trainings, host
     assert trainings.weights() == calm
 
 
-@pytest.mark.parametrize("skew", [-120, pytest.param(120, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("skew", [-120, 120])
 def test_a_host_with_another_time_trains_like_the_others(trainings, calm, skew, port):
     program = f"import time\nreal = time.time\ntime.time = lambda: real() + {skew}\n"
     program += "import runpy\nrunpy.run_module('drivetrain_launch', run_name='__main__')\n"

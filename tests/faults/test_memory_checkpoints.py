@@ -11,6 +11,8 @@ from faulty_trainings import STEPS
 from forked_programs import run_python
 from waits import wait_until
 
+pytestmark = pytest.mark.exhaustive
+
 MEMORY = ("--set", "checkpoint.local=memory", "--set", "checkpoint.local_every=2")
 RESTARTS = (*MEMORY, "--max-restarts", "2")
 TOLD = "rank == 0 and open(f'{name}/memory', 'a').write(os.environ['DRIVETRAIN_MEMORY'] + chr(10))"

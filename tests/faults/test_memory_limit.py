@@ -8,6 +8,8 @@ import pytest
 
 from waits import wait_until
 
+pytestmark = pytest.mark.exhaustive
+
 GROUPS = Path("/sys/fs/cgroup/memory")
 ROOM = 400 << 20
 

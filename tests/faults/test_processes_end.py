@@ -74,6 +74,7 @@ FAILURES = {
 said."""
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("row", FAILURES)
 def test_all_end_soon_after_what_one_rank_does(trainings, took, row):
     point, what, options, code, said = FAILURES[row]
@@ -88,6 +89,7 @@ def test_all_end_soon_after_what_one_rank_does(trainings, took, row):
     assert trainings.checkpoints() == saved
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("how", "name"), [(KILL, "SIGKILL"), (SEGMENTATION, "SIGSEGV")])
 def test_all_end_soon_after_a_rank_that_died(trainings, took, how, name):
     fault = f"rank == 1 and step == 4 and ({NOTE}, {how})"
@@ -112,11 +114,12 @@ def tell_launcher(trainings, process, number, after=5):
     os.kill(process.pid, number)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("row", "number"),
     [
         ("F7", signal.SIGTERM),
-        pytest.param("F9", signal.SIGUSR1, marks=pytest.mark.exhaustive),
+        ("F9", signal.SIGUSR1),
     ],
 )
 def test_a_launcher_that_is_told_to_stop_saves_and_the_next_one_goes_on(
@@ -164,7 +167,8 @@ def test_a_second_notice_ends_a_save_and_leaves_the_checkpoint_before(trainings,
     assert not [name for name in trainings.checkpoints() if name.startswith(".")]
 
 
-@pytest.mark.parametrize("kills", [2, pytest.param(20, marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kills", [2, 20])
 def test_random_kills_change_nothing(trainings, calm, kills):
     seed = int(os.environ.get("DRIVETRAIN_TEST_SEED", random.randrange(2**32)))
     print(f"seed {seed}: set DRIVETRAIN_TEST_SEED to see the same kills again")

@@ -31,6 +31,7 @@ def pid_of(trainings, rank):
     return int(path.read_text())
 
 
+@pytest.mark.exhaustive
 def test_a_stopped_rank_ends_the_run_within_the_timeout(trainings, took):
     with trainings.start("run", *QUICK, faults=SLOW | {"start": PID}, steps=400) as process:
         stopped = pid_of(trainings, 1)
@@ -67,6 +68,7 @@ HOLD = (
 )
 
 
+@pytest.mark.exhaustive
 def test_a_rank_that_holds_the_interpreter_ends_the_run_within_the_timeout(trainings, took):
     done = trainings.run("run", *QUICK, faults={"step": HOLD})
     assert done.returncode == 5, done.stderr
@@ -76,6 +78,7 @@ def test_a_rank_that_holds_the_interpreter_ends_the_run_within_the_timeout(train
     took("F5", ENDED, seconds, bar=TIMEOUT_S + ENDED_S)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.alone  # it compares the times of ranks
 def test_a_rank_that_is_held_up_is_named(trainings, took):
     """The system gives it three of ten parts of the time, as on a host with another job."""

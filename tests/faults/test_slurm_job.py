@@ -14,7 +14,7 @@ from cluster_packages import cluster, fetched, slurm_variables, slurm_words, wai
 from emulated_hosts import Hosts, why_not
 from waits import PATIENCE_S
 
-pytestmark = pytest.mark.alone
+pytestmark = [pytest.mark.alone, pytest.mark.exhaustive]
 
 STEPS, NOTICE_AFTER = 40, 8
 SCRIPT = f"""

@@ -19,8 +19,7 @@ from cluster_packages import cluster, fetched, slurm_variables, wait_for_slurm
 from emulated_hosts import Hosts, why_not
 from waits import PATIENCE_S
 
-pytestmark = pytest.mark.alone
-"""How long a start may take where other programs have the processors."""
+pytestmark = [pytest.mark.alone, pytest.mark.exhaustive]
 
 RATE, RATE_MB_S = "400mbit", 50
 PORT = 29611
@@ -163,19 +162,6 @@ def test_srun(hosts, folder, expected):
     assert 0.5 * RATE_MB_S < float(rate[1]) < 1.5 * RATE_MB_S
 
 
-def test_sbatch(hosts, folder, expected):
-    words = " ".join([*drivetrain("launch"), "--cpu", "--nproc-per-node", "1", "train.py"])
-    job = folder / "job.sbatch"
-    job.write_text(f"#!/bin/sh\n#SBATCH -N2 --ntasks-per-node=1\nsrun {words}\n")
-    env = environment(slurm_variables(hosts)) | {"OMP_NUM_THREADS": "1"}
-    code, text = hosts[0].run(
-        ["sbatch", "--wait", "-o", "job.out", str(job)], folder=folder, env=env, timeout=PATIENCE_S
-    )
-    said = (folder / "job.out").read_text()
-    assert code == 0, text + said
-    assert figures(said)["losses"] == expected
-
-
 def test_hostfile_over_ssh(hosts, folder, expected):
     (folder / "hostfile").write_text("n1 slots=1\nn2 slots=1  # the other one\n")
     words = drivetrain("launch", "--hostfile", "hostfile", "--cpu", "train.py")
@@ -202,21 +188,6 @@ def test_mpirun_with_two_ranks_per_host_that_it_starts_one_by_one(hosts, folder,
     assert (found["hosts"], found["near"]) == (2, 2)
     assert found["local"] == [[0, 2], [1, 2]] * 2
     assert "preflight" in text
-
-
-def test_variables_of_pods(hosts, folder, expected):
-    def pod(index: int) -> dict[str, str]:
-        return {
-            "PET_NNODES": "2",
-            "PET_NPROC_PER_NODE": "1",
-            "PET_NODE_RANK": str(index),
-            "PET_MASTER_ADDR": "n1",
-            "PET_MASTER_PORT": str(PORT),
-        }
-
-    codes, texts = on_both(hosts, folder, drivetrain("launch", "--cpu", "train.py"), pod)
-    assert codes == [0, 0], texts
-    assert figures(texts[0])["losses"] == expected
 
 
 def test_torchrun(hosts, folder, expected):
@@ -348,49 +319,3 @@ def test_host_without_the_package(hosts, folder, tmp_path):
     assert text.startswith("error: cannot start the run on n2: n2: ")
     assert "drivetrain_launch" in text
     assert text.count("\n") == 1
-
-
-def test_host_with_another_version(hosts, folder, tmp_path):
-    from drivetrain import __version__, _version
-
-    other = tmp_path / "_version.py"
-    other.write_text('__version__ = "0.0.1"\n')
-    with mounted(hosts[1], other, Path(_version.__file__)):
-        text = refused(hosts, folder, "--hosts", "n1:1,n2:1")
-    line = (
-        f"error: the hosts differ in drivetrain's version: '{__version__}' on host 0 (n1); '0.0.1' "
-        "on host 1 (n2); install the same versions on every host, and start the run again"
-    )
-    assert sorted(text.splitlines()) == [f"n1: {line}", f"n2: {line}"]
-
-
-def test_hosts_with_another_script(hosts, folder, tmp_path):
-    (tmp_path / "train.py").write_text("print('another one')")
-    with mounted(hosts[1], tmp_path / "train.py", folder / "train.py"):
-        codes, texts = on_both(
-            hosts, folder,
-            lambda index: drivetrain(
-                "launch", "--cpu", "--nproc-per-node", "1", "--nnodes", "2", "--node-rank",
-                str(index), "--rdzv-endpoint", f"n1:{PORT}", str(folder / "train.py")),
-        )  # fmt: skip
-    assert codes == [2, 2], texts
-    assert texts[0] == texts[1]
-    assert re.fullmatch(
-        r"error: the hosts differ in the script: '\w{12}' on host 0 \(n1\); '\w{12}' on host 1 "
-        r"\(n2\); these are digests: .*\n",
-        texts[0],
-    )
-
-
-def test_port_that_is_taken(hosts, folder):
-    words = f"import socket, time; s = socket.create_server(('', {PORT})); time.sleep(60)"
-    holder = hosts[0].start([sys.executable, "-c", words])
-    try:
-        endpoint = ("--rdzv-endpoint", f"n1:{PORT}")
-        text = refused(hosts, folder, "--hosts", "n1:1,n2:1", *endpoint)
-    finally:
-        holder.kill()
-        holder.communicate()
-    errors = [line for line in text.splitlines() if "error:" in line]
-    assert len(errors) == 1, text  # the other host may have said for whom it waits
-    assert f"cannot listen on port {PORT}" in errors[0]

@@ -33,11 +33,3 @@ def test_a_module_runs_without_the_launcher(tmp_path):
     done = run(*words, folder=SCRIPTS)
     assert done.returncode == 0, done.stderr
     assert "helper True, library accelerate.accelerator" in done.stdout
-
-
-def test_a_name_without_counterpart_says_so_when_it_is_used(tmp_path):
-    script = tmp_path / "train.py"
-    script.write_text("from accelerate import Accelerator, prepare_pippy\n\nprepare_pippy(None)\n")
-    done = run("drivetrain.compat", "train.py", folder=tmp_path)
-    assert done.returncode == 1
-    assert "accelerate's prepare_pippy has no counterpart in drivetrain; take" in done.stderr

@@ -77,6 +77,7 @@ def losses_of_one_process():
     return losses
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("name", "text", "more", "strategy"),
     [

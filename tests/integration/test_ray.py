@@ -37,6 +37,7 @@ def main():
 """
 
 
+@pytest.mark.exhaustive
 def test_the_group_of_ray_is_adopted_and_left_alone(tmp_path: Path):
     blocks = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE)
     (block,) = (block for block in blocks if "TorchTrainer" in block)

@@ -2,13 +2,15 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-import forked_programs
+from drivetrain_launch.cli import run
+from forked_programs import CPU, launch
 
 ROOT = Path(__file__).parents[2]
 PLUGIN = ROOT / "examples" / "third_party_plugin"
@@ -19,115 +21,63 @@ CHECKS = (
 )
 
 
-@pytest.fixture(scope="module")
-def installed(tmp_path_factory):
+@pytest.fixture
+def installed(tmp_path):
     """Install the example into a folder of its own, offline, and return the folder."""
-    folder = tmp_path_factory.mktemp("site")
-    source = tmp_path_factory.mktemp("source") / "plugin"
     # A copy is built: nothing may be left in the tree.
-    subprocess.run(["cp", "-r", str(PLUGIN), str(source)], check=True)
+    shutil.copytree(PLUGIN, tmp_path / "plugin")
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index"]
-    command += ["--no-build-isolation", "--target", str(folder), str(source)]
-    subprocess.run(command, check=True)
-    return folder
+    command += ["--no-build-isolation", "--target", "site", "./plugin"]
+    subprocess.run(command, cwd=tmp_path, check=True)
+    return tmp_path / "site"
 
 
-@pytest.fixture
-def python(installed, tmp_path):
-    """Run this interpreter with the plugin on its path."""
-
-    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, *arguments],
-            cwd=tmp_path,
-            env=os.environ
-            | {"PYTHONPATH": str(installed), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-
-    return run
-
-
-def test_the_plugin_takes_part_in_plans(python):
-    """Its one all-reduce hides behind nothing, so ddp is quicker; otherwise they are alike."""
-    sizes = "layers=4,hidden=1024,heads=16,seq=1024"
-    where = ("--gpt", sizes, "--batch", "16", "--hardware", "a100-80gb", "--json")
-    plan = ("-m", "drivetrain_launch", "plan", *where)
-    found = {}
-    for name in ("flat", "ddp"):
-        done = python(*plan, "--layout", f"micro_batch=2,data_parallel={name}")
-        assert done.returncode == 0, done.stderr
-        found[name] = json.loads(done.stdout)
-    assert found["flat"]["strategy"] == "flat"
-    assert found["flat"]["sent"]["dp"] == found["ddp"]["sent"]["dp"]
-    assert found["flat"]["held"] == found["ddp"]["held"]
-    assert found["flat"]["step_seconds"] > 1.01 * found["ddp"]["step_seconds"]
-    done = python(*plan, "--devices-per-host", "1")
-    assert done.returncode == 0, done.stderr
-    assert any("data_parallel=flat" in each["layout"] for each in json.loads(done.stdout))
-
-
-@pytest.fixture
-def launch(installed, tmp_path):
-    """Launch on two ranks with the plugin on the path."""
+def test_it_is_offered_and_planned_and_trains_as_another_strategy(
+    installed, tmp_path, monkeypatch, capsys
+):
     env = {"PYTHONPATH": str(installed)}
-    return lambda *words: forked_programs.launch(
-        "--nproc-per-node", "2", *words, folder=tmp_path, env=env
+    done = [
+        launch("--nproc-per-node", "2", "--strategy", name, MINIMAL, folder=tmp_path, env=env)
+        for name in ("flat", "ddp")
+    ]
+    assert [each.returncode for each in done] == [0, 0], done
+    losses = [float(line.split()[-1]) for line in done[0].stdout.splitlines()]
+    assert len(losses) == 5
+    assert losses[-1] < losses[0]
+    assert done[0].stdout == done[1].stdout
+
+    monkeypatch.syspath_prepend(str(installed))
+
+    def command(*words):
+        assert run(words) == 0
+        return capsys.readouterr().out
+
+    text = command("launch", "--help")
+    assert "flat      one all-reduce of all gradients after backward" in text
+    summed = ("--strategy", "flat", "--set", "strategy.mean=false", "--dry-run")
+    assert "--set strategy.mean=false" in command("launch", *summed)
+    # Its one all-reduce hides behind nothing, so ddp is quicker; otherwise they are alike.
+    sizes = "layers=4,hidden=1024,heads=16,seq=1024"
+    plan = ("plan", "--gpt", sizes, "--batch", "16", "--hardware", "a100-80gb", "--json")
+    flat, ddp = (
+        json.loads(command(*plan, "--layout", f"micro_batch=2,data_parallel={name}"))
+        for name in ("flat", "ddp")
     )
-
-
-def test_launch_trains_with_it_as_with_another_strategy(launch):
-    flat, ddp = (launch("--strategy", name, MINIMAL) for name in ("flat", "ddp"))
-    assert flat.returncode == ddp.returncode == 0, flat.stderr + ddp.stderr
-    assert len(flat.stdout.splitlines()) == 5
-    assert flat.stdout == ddp.stdout
-
-
-def test_help_has_its_line(python):
-    help_text = python("-m", "drivetrain_launch", "launch", "--help").stdout
-    assert "flat      one all-reduce of all gradients after backward" in help_text
-
-
-def test_its_knob_changes_the_run(launch):
-    summed = launch("--strategy", "flat", "--set", "strategy.mean=false", "--dry-run")
-    assert summed.returncode == 0, summed.stderr
-    assert "--set strategy.mean=false" in summed.stdout
-
-
-def test_it_is_in_the_list_of_an_unknown_name(launch):
-    done = launch("--strategy", "flt", MINIMAL)
-    assert done.returncode == 2
-    assert "did you mean 'flat'?" in done.stderr
-    assert "installed: auto, ddp, flat" in done.stderr
-
-
-def test_the_wizard_offers_it_and_asks_its_question(python):
-    code = (
-        "import json\n"
-        "from drivetrain.registry import strategies\n"
-        "from drivetrain_launch.wizard.questions import STRATEGY_KEY, Wizard\n"
-        "wizard = Wizard(strategies())\n"
-        "while wizard.current.key != STRATEGY_KEY:\n"
-        "    wizard.answer(wizard.current.default)\n"
-        "titles = {c.value: c.title for c in wizard.current.choices}\n"
-        "wizard.answer('flat')\n"
-        "print(json.dumps([titles, wizard.current.key, wizard.current.text]))\n"
-    )
-    done = python("-c", code)
-    assert done.returncode == 0, done.stderr
-    titles, key, text = json.loads(done.stdout)
-    assert {"ddp", "flat"} < set(titles)
-    assert "one all-reduce" in titles["flat"]
-    assert (key, text) == ("strategy.mean", "Average gradients over ranks?")
+    assert flat["strategy"] == "flat"
+    assert flat["sent"]["dp"] == ddp["sent"]["dp"]
+    assert flat["held"] == ddp["held"]
+    assert flat["step_seconds"] > 1.01 * ddp["step_seconds"]
+    found = json.loads(command(*plan, "--devices-per-host", "1"))
+    assert any("data_parallel=flat" in each["layout"] for each in found)
 
 
 @pytest.mark.exhaustive
-def test_it_passes_conformance(python):
-    done = python(
-        "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", str(ROOT / "pyproject.toml"),
-        "-k", CHECKS, str(PLUGIN / "tests"),
+def test_it_passes_conformance(installed):
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c",
+         str(ROOT / "pyproject.toml"), "-k", CHECKS, str(PLUGIN / "tests")],
+        cwd=installed.parent, env=os.environ | CPU | {"PYTHONPATH": str(installed)},
+        capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert "6 passed" in done.stdout

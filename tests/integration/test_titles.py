@@ -92,7 +92,7 @@ def alone(pairs, tmp_path_factory):
     return folder / "run"
 
 
-@pytest.mark.complete  # each strategy is another mechanism
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("strategy", list(STRATEGIES.values()), ids=list(STRATEGIES))
 @pytest.mark.ranks(2)
 def test_a_strategy_ends_as_one_process(pairs, alone, strategy):
@@ -108,6 +108,7 @@ def test_a_strategy_ends_as_one_process(pairs, alone, strategy):
     assert [rank["sent"] > 0 for rank in found["ranks"]] == [True, True]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.ranks(2)
 def test_a_run_that_was_killed_goes_on_where_it_was(pairs, alone, monkeypatch):
     """After a checkpoint of pretraining, and after one of fine-tuning; the end is the same."""
@@ -133,6 +134,7 @@ def test_a_run_that_was_killed_goes_on_where_it_was(pairs, alone, monkeypatch):
     assert found["steps"] == expected["steps"] == 4
 
 
+@pytest.mark.exhaustive
 def test_what_a_run_exports(alone):
     """The adapter on its base model, and the merged model, compute alike."""
     from peft import PeftModel
@@ -149,6 +151,7 @@ def test_what_a_run_exports(alone):
     assert (after - before).abs().max() > 0.01
 
 
+@pytest.mark.exhaustive
 def test_the_tutorial_loads_what_a_run_exports(alone, tmp_path, monkeypatch, capsys):
     page = EXAMPLE.parents[1] / "docs" / "fine-tune-and-compare.md"
     block, _ = re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)
@@ -159,6 +162,7 @@ def test_the_tutorial_loads_what_a_run_exports(alone, tmp_path, monkeypatch, cap
     assert capsys.readouterr().out.strip()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.ranks(2)
 def test_the_merged_model_has_the_scores_of_the_run(alone):
     words = ("--pairs", str(alone / "pairs.json"), "--length", "32", "--title-length", "8")
@@ -168,6 +172,7 @@ def test_the_merged_model_has_the_scores_of_the_run(alone):
     assert expected["ROUGE-1"]["value"] > 1  # the titles have words
 
 
+@pytest.mark.exhaustive
 def test_a_missing_library_names_the_extra(tmp_path):
     (tmp_path / "peft.py").write_text("raise ImportError('No module named peft')")
     env = {"PYTHONPATH": str(tmp_path)}
@@ -177,6 +182,7 @@ def test_a_missing_library_names_the_extra(tmp_path):
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("differs", "code"), [(5e-4, 0), (2e-3, 1)])
 def test_the_table_of_strategies(alone, tmp_path, monkeypatch, capsys, differs, code):
     """Complete runs are not run again; an exact strategy with another loss is an error."""
@@ -209,6 +215,7 @@ def test_the_table_needs_a_run(tmp_path, monkeypatch):
         example("strategies").strategies.main()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.ranks(1)
 def test_other_arguments_need_another_folder(pairs, alone):
     words = ("--data", str(pairs), "--output", str(alone), "--lora-rank", "3")
@@ -216,6 +223,7 @@ def test_other_arguments_need_another_folder(pairs, alone):
         experiment(example(), STRATEGIES["ddp"], *words)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.ranks(1)
 def test_models_that_do_not_fit(alone, tmp_path):
     from transformers import BertConfig, BertLMHeadModel, T5Config
@@ -348,6 +356,7 @@ def test_files_that_do_not_fit(tmp_path, name, text, message):
         data.read_split("nowhere.tsv", 1, tmp_path / "pairs.json")
 
 
+@pytest.mark.exhaustive
 def test_labels_are_those_of_titles_and_their_end(alone):
     titles = example()
     tokenizer = titles.base.load_tokenizer(alone / "base")

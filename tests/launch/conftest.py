@@ -52,7 +52,8 @@ class Sandbox:
         }
 
     def command(self, *arguments: str) -> list[str]:
-        return [sys.executable, "-m", "drivetrain_launch", *arguments]
+        # As the installed command does: modules here hide none of the standard library.
+        return [sys.executable, "-P", "-m", "drivetrain_launch", *arguments]
 
     def start(self, *arguments: str, env: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
         return subprocess.Popen(
@@ -124,3 +125,24 @@ def command(
         return code, *capsys.readouterr()
 
     return run_here
+
+
+@pytest.fixture
+def completed(
+    command: Callable[..., tuple[int, str, str]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> Callable[[str], str]:
+    """Return what the command offers bash for the last of these words."""
+
+    def offered(words: str) -> str:
+        monkeypatch.setenv("_DRIVETRAIN_COMPLETE", "bash_complete")
+        monkeypatch.setenv("COMP_WORDS", f"drivetrain {words}")
+        monkeypatch.setenv("COMP_CWORD", str(len(words.split())))
+        with pytest.raises(SystemExit):
+            command()
+        out, err = capsys.readouterr()
+        assert err == ""
+        return out
+
+    return offered

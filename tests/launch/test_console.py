@@ -41,6 +41,7 @@ if os.environ["RANK"] == "1":
 """
 
 
+@pytest.mark.exhaustive
 def test_ranks_go_on_when_nobody_reads_the_error_stream(sandbox):
     words = sandbox.command(
         "launch", "--strategy", "toy", "--nproc-per-node", "2", sandbox.script(MUCH)

@@ -47,12 +47,14 @@ class Row:
         worlds: numbers of ranks; the default run takes the first.
         main: whether it takes every check by default.
         hosts: on how many hosts the ranks believe they are.
+        without: checks that a variant leaves to the main form.
     """
 
     strategy: str | Mapping[str, Any]
     worlds: tuple[int, ...]
     main: bool = False
     hosts: int = 1
+    without: frozenset[str] = frozenset()
 
 
 TABLE: Mapping[str, Row] = {
@@ -61,7 +63,12 @@ TABLE: Mapping[str, Row] = {
     "DdpBuckets": Row({"name": "ddp", "bucket_mib": 0.001, "first_bucket_mib": 0.001}, (2,)),
     "DdpHosts": Row("ddp", (4,), hosts=2),
     "Zero1": Row("zero1", (3, 1, 2, 4), main=True),
-    "Zero1Whole": Row({"name": "zero1", "partition": "parameter", "bucket_mib": 0.001}, (2, 3)),
+    "Zero1Whole": Row(
+        {"name": "zero1", "partition": "parameter", "bucket_mib": 0.001},
+        (2, 3),
+        # No name of the script leads to gradients that another rank steps: they cannot be counted.
+        without=frozenset({"test_cost_equals_memory"}),
+    ),
     "Zero2": Row("zero2", (3, 1, 2, 4), main=True),
     "Zero2Hosts": Row({"name": "zero2", "bucket_mib": 0.001}, (4,), hosts=2),
     "Zero2Host": Row({"name": "zero2", "offload": {"optimizer": "cpu"}}, (2, 1)),
@@ -83,7 +90,6 @@ TABLE: Mapping[str, Row] = {
     "Local": Row("local", (2, 1, 3, 4), main=True),
     "Megatron": Row("megatron", (2, 1, 3, 4)),
     "Tensor": Row({"name": "megatron", "tp": 2}, (2, 4), main=True),
-    "TensorZero2": Row({"name": "megatron", "tp": 2, "data_parallel": "zero2"}, (4,)),
 }
 """By the names of test classes, without their ``Test``."""
 
@@ -95,7 +101,7 @@ def configured(name: str, base: type[StrategyConformance] = StrategyConformance)
     class Configured(base):
         strategy = row.strategy
         worlds = row.worlds
-        checks = None if row.main else OF_VARIANTS
+        checks = None if row.main else OF_VARIANTS - row.without
 
         def pytest_generate_tests(self, metafunc):
             if not metafunc.config.getoption("exhaustive"):

@@ -8,7 +8,8 @@ HEAD = "| when | then | measured | not yet |\n"
 MATRIX = Path(__file__).parents[1] / "faults/matrix.toml"
 
 _PREFACE = (
-    "# Seconds that the tests of a fault measured; `pytest tests/faults --times` writes them.\n"
+    "# Seconds that the tests of a fault measured; "
+    "`pytest tests/faults --exhaustive --times` writes them.\n"
 )
 
 Times = dict[str, dict[str, float]]

@@ -35,15 +35,6 @@ def holding(construct):
     return lambda: Holder(lambda module: construct())
 
 
-def initialised(function, *args, shape=(20, 30)):
-    def construct():
-        tensor = torch.empty(shape)
-        getattr(nn.init, function)(tensor, *args)
-        return tensor
-
-    return holding(construct)
-
-
 def tensors(model):
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
@@ -76,85 +67,27 @@ def assert_same(make):
     return model
 
 
-MODULES = {
-    "linear": lambda: nn.Linear(30, 40),
-    "embedding": lambda: nn.Embedding(10, 8, padding_idx=2),
-    "layer norm": lambda: nn.LayerNorm(5),
-    "batch norm": lambda: nn.BatchNorm2d(3),
-    "conv": lambda: nn.Conv2d(4, 8, 3),
-    "channels last": lambda: nn.Conv2d(4, 8, 3).to(memory_format=torch.channels_last),
-    "lstm": lambda: nn.LSTM(5, 6, 2, bidirectional=True),
-    "attention": lambda: nn.MultiheadAttention(8, 2),
-    "transformer": lambda: nn.Transformer(16, 2, 1, 1, 32, batch_first=True),
-    "copies": lambda: nn.ModuleList(copy.deepcopy(nn.Linear(3, 3)) for _ in range(2)),
-    "copied buffers": lambda: copy.deepcopy(nn.BatchNorm1d(4)),
-    "half": lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).bfloat16(),
-    "weight norm": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(4, 3)),
-    "spectral norm": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(4, 3)),
-    "orthogonal": lambda: nn.utils.parametrizations.orthogonal(nn.Linear(4, 4)),
-}
-
-INITIALISATIONS = {
-    "trunc_normal_": (),
-    "orthogonal_": (),
-    "eye_": (),
-    "kaiming_normal_": (),
-    "kaiming_uniform_": (),
-    "xavier_normal_": (),
-    "sparse_": (0.3,),
-    "constant_": (3.0,),
-}
+MODULES = (
+    lambda: nn.Embedding(10, 8, padding_idx=2),
+    lambda: nn.BatchNorm2d(3),
+    lambda: nn.Conv2d(4, 8, 3).to(memory_format=torch.channels_last),
+    lambda: nn.LSTM(5, 6, 2, bidirectional=True),
+    lambda: nn.Transformer(16, 2, 1, 1, 32, batch_first=True),
+    lambda: nn.ModuleList(copy.deepcopy(nn.Linear(3, 3)) for _ in range(2)),
+    lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).bfloat16(),
+    lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(4, 3)),
+    holding(lambda: nn.init.trunc_normal_(torch.empty(20, 30))),
+    holding(lambda: nn.init.orthogonal_(torch.empty(20, 30))),
+    holding(lambda: nn.init.sparse_(torch.empty(20, 30), 0.3)),
+    holding(lambda: torch.randn(15)),  # small and large normals take different paths in torch
+    holding(lambda: torch.multinomial(torch.rand(30), 10).float()),
+)
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_modules(name):
-    assert_same(MODULES[name])
+def test_modules_and_initialisations():
+    for make in MODULES:
+        assert_same(make)
 
-
-@pytest.mark.parametrize("name", INITIALISATIONS)
-def test_initialisations(name):
-    assert_same(initialised(name, *INITIALISATIONS[name]))
-    assert_same(initialised("dirac_", shape=(4, 4, 3)))
-
-
-def test_small_and_large_normals_take_different_paths_in_torch():
-    for size in (1, 15, 16, 17, 100):
-        assert_same(holding(lambda size=size: torch.randn(size)))
-
-
-def rotary(module):
-    inverse = 1.0 / (10000 ** (torch.arange(0, 64, 2).float() / 64))
-    angles = torch.outer(torch.arange(100), inverse)
-    module.register_buffer("turns", torch.polar(torch.ones_like(angles), angles))
-    module.register_buffer("inverse", inverse, persistent=False)
-    module.register_buffer("back", module.turns.conj())
-    module.register_buffer("cosine", torch.view_as_real(module.turns)[..., 0].clone())
-
-
-def test_buffers():
-    assert_same(lambda: Holder(rotary))
-    assert_same(lambda: Holder(lambda m: m.register_buffer("mask", torch.ones(5, 5).tril().bool())))
-
-
-def test_initialisation_after_construction():
-    def make():
-        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-
-        def initialise(module):
-            if isinstance(module, nn.Linear):
-                nn.init.xavier_uniform_(module.weight)
-                nn.init.zeros_(module.bias)
-
-        model.apply(initialise)
-        with torch.no_grad():
-            model[1].weight[2] = model[0].weight[1] * 2
-            model[0].weight.add_(model[1].bias)
-        return model
-
-    assert_same(make)
-
-
-def test_weights_from_other_weights():
     def make():
         model = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4), "c": nn.Linear(2, 4)})
         model["b"].weight.data.copy_(model["a"].weight)
@@ -165,16 +98,19 @@ def test_weights_from_other_weights():
 
     assert_same(make)
 
+    def various():
+        out = torch.empty(10)
+        torch.normal(0.0, 1.0, (10,), out=out)
+        listed = [torch.rand(3), torch.rand(4)]
+        torch._foreach_mul_(listed, 2.0)
+        strided = torch.randn(40, 2).t()
+        strided[0].normal_()
+        strided[:, ::2].uniform_()
+        grown = torch.empty(0).resize_(6).fill_(1)
+        like = torch.zeros(3, device=out.device).new_tensor([1, 2, 3, 4])
+        return torch.cat([out, *listed, strided.flatten(), grown, like, torch.Tensor(2).fill_(3)])
 
-def test_values_from_outside():
-    given = {"weight": torch.full((4, 4), 2.0), "bias": torch.tensor([1.0, 2, 3, 4])}
-
-    def make():
-        model = nn.Linear(4, 4)
-        model.load_state_dict(given)
-        return model
-
-    assert_same(make)
+    assert_same(holding(various))
 
 
 def test_outside_values_count_as_they_were_when_read():
@@ -197,8 +133,6 @@ def test_outside_values_count_as_they_were_when_read():
     assert_same(holding(rewritten))
     assert_same(holding(reused_memory))
 
-
-def test_outside_values_that_change_before_they_are_needed():
     outside = torch.ones(3)
     model, recording = record(holding(lambda: torch.zeros(3).copy_(outside)))
     outside.add_(1)
@@ -206,7 +140,7 @@ def test_outside_values_that_change_before_they_are_needed():
         recording.materialize([model.w])
 
 
-def test_constructors_that_read_values():
+def test_constructors_read_values_generators_and_real_tensors():
     def reading(module):
         module.rates = [rate.item() for rate in torch.linspace(0, 0.1, 4)]
         assert module.rates == torch.linspace(0, 0.1, 4).tolist()
@@ -219,14 +153,6 @@ def test_constructors_that_read_values():
 
     assert_same(lambda: Holder(reading))
 
-
-def test_draws_whose_number_depends_on_values():
-    assert_same(holding(lambda: torch.multinomial(torch.rand(30), 10).float()))
-    assert_same(holding(lambda: torch.bernoulli(torch.rand(30))))
-    assert_same(holding(lambda: torch.randn(30)[torch.randperm(30)]))
-
-
-def test_generators_that_are_given():
     def make():
         generator = torch.Generator().manual_seed(3)
         first = torch.randn(5, generator=generator)
@@ -234,37 +160,6 @@ def test_generators_that_are_given():
 
     assert_same(holding(make))
 
-
-def test_other_ways_to_make_tensors():
-    def various():
-        out = torch.empty(10)
-        torch.normal(0.0, 1.0, (10,), out=out)
-        listed = [torch.rand(3), torch.rand(4)]
-        torch._foreach_mul_(listed, 2.0)
-        strided = torch.randn(40, 2).t()
-        strided[0].normal_()
-        strided[:, ::2].uniform_()
-        grown = torch.empty(0).resize_(6).fill_(1)
-        like = torch.zeros(3, device=out.device).new_tensor([1, 2, 3, 4])
-        return torch.cat([out, *listed, strided.flatten(), grown, like, torch.Tensor(2).fill_(3)])
-
-    assert_same(holding(various))
-
-
-def test_default_dtype_is_that_of_the_construction():
-    def make():
-        torch.set_default_dtype(torch.float64)
-        try:
-            model = nn.Linear(3, 3)
-            model.register_buffer("ratio", torch.arange(3) / 2)
-        finally:
-            torch.set_default_dtype(torch.float32)
-        return model
-
-    assert_same(make)
-
-
-def test_inside_tensors_look_as_if_they_were_real():
     with ConstructionRecording().active():
         tensor = torch.ones(3)
         assert tensor.device == CPU
@@ -274,8 +169,6 @@ def test_inside_tensors_look_as_if_they_were_real():
             tensor.data_ptr()
     assert tensor.is_meta
 
-
-def test_arrays_of_values_cannot_be_written():
     numpy = pytest.importorskip("numpy")
     with ConstructionRecording().active():
         array = torch.ones(3).numpy()
@@ -301,7 +194,7 @@ def test_tied_weights_stay_one_parameter_and_hold_their_place():
     assert_same(make)
 
 
-def test_memory_that_is_shared_without_being_one_object_stays_shared():
+def test_memory_that_is_shared_stays_shared():
     def make():
         model = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 10, bias=False))
         model[1].weight = nn.Parameter(model[0].weight.data)
@@ -314,8 +207,6 @@ def test_memory_that_is_shared_without_being_one_object_stays_shared():
     assert model[1].weight.eq(5).all()
     assert model.first.eq(5).all()
 
-
-def test_memory_shared_by_pieces_of_something_else():
     def cut(module):
         whole = torch.ones(6)
         module.register_buffer("a", whole[:4])
@@ -325,8 +216,6 @@ def test_memory_shared_by_pieces_of_something_else():
     with pytest.raises(UsageError, match=r"'b' to be the same object.*clone\(\)"):
         fill(model, tensors(model), RecordedWeights([recording]), CPU)
 
-
-def test_a_piece_does_not_keep_the_whole():
     model, recording = record(
         lambda: Holder(lambda m: m.register_buffer("a", torch.randn(100).chunk(10)[3]))
     )
@@ -334,7 +223,7 @@ def test_a_piece_does_not_keep_the_whole():
     assert values.untyped_storage().nbytes() == 40
 
 
-def test_hooks_and_attributes_of_parameters_stay():
+def test_hooks_attributes_weak_references_and_views_stay():
     model, recording = record(lambda: nn.Linear(3, 2))
     seen = []
     handle = model.weight.register_hook(lambda gradient: seen.append("gradient"))
@@ -349,8 +238,6 @@ def test_hooks_and_attributes_of_parameters_stay():
     model(torch.ones(1, 3)).sum().backward()
     assert seen == ["gradient", "after", "after"]
 
-
-def test_weak_references_and_views_are_no_obstacle():
     parameter = nn.Parameter(torch.empty(3, device="meta"))
     view, reference = parameter.view(3), weakref.ref(parameter)
     with pytest.raises(UsageError, match=r"shape \(3,\) for 'w', found \(2,\)"):
@@ -362,7 +249,7 @@ def test_weak_references_and_views_are_no_obstacle():
     assert parameter.grad.eq(1).all()
 
 
-def test_plain_attributes_are_found():
+def test_plain_attributes_are_found_and_strangers_refused():
     def attributes(module):
         module.scale = torch.ones(3)
         module.table = {"a": [torch.zeros(2)]}
@@ -379,8 +266,6 @@ def test_plain_attributes_are_found():
     with pytest.raises(UsageError, match="'view' to have memory of its own"):
         stray_tensors(viewing)
 
-
-def test_strangers_are_refused():
     _, recording = record(lambda: nn.Linear(2, 2))
     stranger = torch.empty(3, device="meta")
     with pytest.raises(UsageError, match=r"shape \(3,\) on meta"):
@@ -445,11 +330,3 @@ def test_no_more_than_a_few_tensors_are_real_at_a_time():
     assert total > 250e6
     # A tensor has 16e6; truncated normals need six at a time, and 64 MiB may wait in the heap.
     assert grown < 180e6
-
-
-def test_repeating_leaves_out_what_was_overwritten():
-    model, recording = record(lambda: nn.init.ones_(nn.Linear(4, 4).weight))
-    assert [fact.split()[2] for fact in recording.facts([model])] == [
-        "aten.empty.memory_format",
-        "aten.fill_.Scalar",
-    ]

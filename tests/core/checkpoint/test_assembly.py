@@ -3,7 +3,6 @@
 from itertools import pairwise
 from math import prod
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -55,7 +54,7 @@ def partitions_of(draw, shape):
     return draw(st.permutations(parts))
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.data())
 def test_any_part_from_any_partition(data):
     shape = data.draw(shapes)
@@ -68,7 +67,7 @@ def test_any_part_from_any_partition(data):
     assert torch.equal(target, memory_of(whole, wanted))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_boxes_cover_a_part_in_the_order_of_its_memory(data):
     shape = data.draw(shapes_with_empty)
@@ -82,29 +81,13 @@ def test_boxes_cover_a_part_in_the_order_of_its_memory(data):
     assert torch.equal(joined, memory_of(whole, part))
 
 
-@pytest.mark.parametrize(
-    ("part", "inside"),
-    [
-        (Part((0, 0), (2, 3)), True),
-        (Part((1, 1), (1, 2), (0, 2)), True),
-        (Part((2, 3), (0, 0)), True),
-        (Part((0,), (2,)), False),
-        (Part((0, 0), (2,)), False),
-        (Part((1, 0), (2, 3)), False),
-        (Part((-1, 0), (1, 3)), False),
-        (Part((0, 0), (-1, 3)), False),
-        (Part((0, 0), (2, 3), (0, 7)), False),
-        (Part((1, 1), (1, 2), (0, 3)), False),
-        (Part((0, 0), (2, 3), (4, 3)), False),
-        (Part((0, 0), (2, 3), (-1, 3)), False),
-    ],
-)
-def test_fits(part, inside):
-    assert fits(part, (2, 3)) is inside
-
-
-def test_disjoint_parts_share_nothing():
-    target = torch.zeros(2)
-    source = torch.ones(2)
-    assert copy_overlap(target, Part((0,), (2,)), source, Part((2,), (2,))) == 0
-    assert target.tolist() == [0, 0]
+def test_fits():
+    inside = [Part((0, 0), (2, 3)), Part((1, 1), (1, 2), (0, 2)), Part((2, 3), (0, 0))]
+    outside = [
+        *(Part((0,), (2,)), Part((0, 0), (2,)), Part((1, 0), (2, 3))),
+        *(Part((-1, 0), (1, 3)), Part((0, 0), (-1, 3))),
+        *(Part((0, 0), (2, 3), (0, 7)), Part((1, 1), (1, 2), (0, 3))),
+        *(Part((0, 0), (2, 3), (4, 3)), Part((0, 0), (2, 3), (-1, 3))),
+    ]
+    assert all(fits(part, (2, 3)) for part in inside)
+    assert not any(fits(part, (2, 3)) for part in outside)

@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 
-from drivetrain.checkpoint import Contents, loading, open_checkpoint, save_checkpoint
+from drivetrain.checkpoint import Contents, open_checkpoint, save_checkpoint
 from drivetrain.checkpoint.manifest import Manifest
 from drivetrain.errors import CheckpointError
 from drivetrain.runtime.world import World
@@ -14,7 +14,6 @@ from drivetrain.shards import Part, Shard
 
 WORLD = World()
 WEIGHTS = "model-0-weights-00000-of-00001.safetensors"
-OTHER = "model-1-weights-00000-of-00001.safetensors"
 
 
 @pytest.fixture
@@ -33,42 +32,29 @@ def refuses(directory, message, verify="full"):
         open_checkpoint(directory, WORLD, verify=verify)
 
 
-@pytest.mark.parametrize("name", [WEIGHTS, "state.json", "manifest.json"])
-def test_flipped_bit_anywhere(directory, name):
-    path = directory / name
-    content = bytearray(path.read_bytes())
-    digest = hashlib.sha256(content).hexdigest()
-    for at in (10, len(content) // 2, len(content) - 2):
-        damaged = bytearray(content)
-        damaged[at] ^= 1
-        path.write_bytes(damaged)
-        if name == "manifest.json":
-            refuses(directory, "manifest.json")
-        else:
-            refuses(directory, f"expected sha256 {digest} of .*{name}, found [0-9a-f]{{64}}")
-    path.write_bytes(content)
+def test_flipped_bit_anywhere(directory):
+    for name in (WEIGHTS, "state.json", "manifest.json"):
+        path = directory / name
+        content = path.read_bytes()
+        digest = hashlib.sha256(content).hexdigest()
+        said = f"expected sha256 {digest} of .*{name}, found [0-9a-f]{{64}}"
+        for at in (10, len(content) // 2, len(content) - 2):
+            path.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
+            refuses(directory, "manifest.json" if name == "manifest.json" else said)
+        path.write_bytes(content)
     open_checkpoint(directory, WORLD)
 
 
-@pytest.mark.parametrize("verify", ["full", "size"])
-def test_truncated_file(directory, verify):
+def test_truncated_and_missing_file(directory):
     content = (directory / WEIGHTS).read_bytes()
     (directory / WEIGHTS).write_bytes(content[:-4])
     message = f"expected {len(content)} bytes in .*{WEIGHTS}, found {len(content) - 4}"
-    refuses(directory, message, verify)
-
-
-@pytest.mark.parametrize("verify", ["full", "size"])
-def test_missing_file(directory, verify):
+    for verify in ("full", "size"):
+        refuses(directory, message, verify)
     (directory / WEIGHTS).unlink()
-    refuses(directory, f"expected the file .*{WEIGHTS} of .* bytes, found none", verify)
-
-
-def test_swapped_files_of_one_size(directory):
-    (directory / WEIGHTS).rename(directory / "x")
-    (directory / OTHER).rename(directory / WEIGHTS)
-    (directory / "x").rename(directory / OTHER)
-    refuses(directory, "expected sha256")
+    for verify in ("full", "size"):
+        refuses(directory, f"expected the file .*{WEIGHTS} of .* bytes, found none", verify)
+    refuses(directory, "'full' or 'size', found 'none'", "none")
 
 
 def test_header_that_does_not_match_the_manifest(directory):
@@ -109,48 +95,29 @@ def part(body):
     return body["models"][0]["tensors"][0]["parts"][0]
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda body: body.update(version=2), "expected format version 1 .* found 2.*newer"),
-        (lambda body: body["files"].update({"../x": {"size": 1, "sha256": ""}}), "plain file name"),
-        (lambda body: body["files"].update({"/etc/x": {"size": 1, "sha256": ""}}), "plain file"),
-        (lambda body: body["files"].update({"..": {"size": 1, "sha256": ""}}), "plain file name"),
-        (lambda body: part(body).update(file="../../x"), "plain file name"),
-        (lambda body: part(body).update(file="unlisted"), "without listing its digest"),
-        (lambda body: body["rank_files"].update({"0": "a/b"}), "plain file name"),
-        (lambda body: part(body).update(offsets=[1]), "has a part outside"),
-        (lambda body: part(body).update(sizes=[7]), "its 8 elements exactly once, found 7"),
-        (lambda body: part(body).update(flat=[0, 1, 2]), "not a valid manifest"),
-        (lambda body: part(body).pop("offsets"), "not a valid manifest: KeyError"),
-        (lambda body: body["models"][0]["tensors"][0].update(dtype="Q4"), "unknown dtype 'Q4'"),
-        (lambda body: body.pop("files"), "not a valid manifest"),
-        (
-            lambda body: next(iter(body["files"].values())).update(size=1e999),
-            "not a valid manifest",
-        ),
-        (lambda body: body.update(models=3), "not a valid manifest"),
-    ],
-)
-def test_manifest_that_was_made_to_mislead(directory, change, message):
-    rewrite(directory, change)
-    refuses(directory, message)
-
-
-def test_a_manifest_that_promises_too_much_costs_no_memory(directory, monkeypatch):
-    def promise(body):
-        many = 10**10
-        body["models"][0]["tensors"][0]["shape"] = [many]
-        part(body).update(sizes=[many])
-
-    def empty(*sizes, **facts):
-        raise AssertionError(f"memory for {sizes}")
-
-    rewrite(directory, promise)
-    found = open_checkpoint(directory, WORLD).model(0)
-    monkeypatch.setattr(loading.torch, "empty", empty)
-    with pytest.raises(CheckpointError, match="expected 10000000000 elements .* found 8 of"):
-        found.read("w")
+def test_manifest_that_was_made_to_mislead(directory):
+    manifest = (directory / "manifest.json").read_text()
+    unsigned = {"size": 1, "sha256": ""}
+    for message, change in (
+        ("expected format version 1 .* found 2.*newer", lambda body: body.update(version=2)),
+        ("plain file name", lambda body: body["files"].update({"../x": unsigned})),
+        ("plain file name", lambda body: body["files"].update({"/etc/x": unsigned})),
+        ("plain file name", lambda body: body["files"].update({"..": unsigned})),
+        ("plain file name", lambda body: part(body).update(file="../../x")),
+        ("plain file name", lambda body: body["rank_files"].update({"0": "a/b"})),
+        ("without listing its digest", lambda body: part(body).update(file="unlisted")),
+        ("has a part outside", lambda body: part(body).update(offsets=[1])),
+        ("its 8 elements exactly once, found 7", lambda body: part(body).update(sizes=[7])),
+        ("unknown dtype 'Q4'", lambda body: body["models"][0]["tensors"][0].update(dtype="Q4")),
+        ("not a valid manifest", lambda body: part(body).update(flat=[0, 1, 2])),
+        ("not a valid manifest: KeyError", lambda body: part(body).pop("offsets")),
+        ("not a valid manifest", lambda body: body.pop("files")),
+        ("not a valid manifest", lambda body: body["files"][WEIGHTS].update(size=1e999)),
+        ("not a valid manifest", lambda body: body.update(models=3)),
+    ):
+        (directory / "manifest.json").write_text(manifest)
+        rewrite(directory, change)
+        refuses(directory, message)
 
 
 def test_a_manifest_that_does_not_tell_of_finite_weights_is_trusted(directory):

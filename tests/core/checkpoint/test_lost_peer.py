@@ -44,6 +44,7 @@ def save(rank: int, point: str, folder: Path) -> None:
     os._exit(0)  # the process group has lost a member and cannot be destroyed in order
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("point", ["files", "report"])
 def test_the_survivor_ends_with_the_code_of_a_lost_rank(tmp_path: Path, point: str):
     def code(rank: int) -> int:

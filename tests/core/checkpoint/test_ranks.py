@@ -1,6 +1,5 @@
 """Several ranks write one checkpoint, any number reads it, and they fail together."""
 
-import json
 from datetime import timedelta
 
 import pytest
@@ -10,17 +9,14 @@ import torch.distributed as dist
 from drivetrain.checkpoint import (
     Contents,
     open_checkpoint,
-    plan_export,
-    read_export,
     save_checkpoint,
     tensorfile,
-    write_export,
 )
 from drivetrain.checkpoint.agreement import together
 from drivetrain.errors import CheckpointError, CollectiveError
 from drivetrain.parts.saved_state import describe_difference
 from drivetrain.runtime.world import World
-from drivetrain.shards import Part, Shard, TensorFacts
+from drivetrain.shards import Part, Shard
 
 WHOLE = torch.arange(35, dtype=torch.float32).reshape(5, 7)
 
@@ -68,17 +64,6 @@ def check(directory, world):
         assert found.rank_state(found.world_size) is None
         assert found.state == {"epoch": 2}
         return found.world_size
-
-
-@pytest.mark.ranks(2)
-def test_two_ranks_save_and_any_number_loads(tmp_path):
-    world = World.discover(cpu=True)
-    save(tmp_path / "ck", world)
-    assert check(tmp_path / "ck", world) == 2
-    assert check(tmp_path / "ck", World()) == 2
-    found = open_checkpoint(tmp_path / "ck", World()).model(0)
-    for shard in (s for rank in range(5) for s in column_shards(World(rank=rank, size=5))):
-        assert torch.equal(found.read("w", part=shard.part), shard.tensor)
 
 
 @pytest.mark.ranks(3)
@@ -142,21 +127,14 @@ def test_existing_directory_is_told_to_both(tmp_path):
 def test_damage_that_one_rank_finds_is_told_to_both(tmp_path):
     world = World.discover(cpu=True)
     save(tmp_path / "ck", world)
-    files = sorted(json.loads((tmp_path / "ck" / "manifest.json").read_text())["files"])
-    for name in files:
-        dist.barrier()
-        content = (tmp_path / "ck" / name).read_bytes()
-        dist.barrier()
-        if world.is_main:
-            (tmp_path / "ck" / name).write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-        dist.barrier()
-        raises_the_same(
-            world, f"expected sha256 .*{name}", lambda: open_checkpoint(tmp_path / "ck", world)
-        )
-        if world.is_main:
-            (tmp_path / "ck" / name).write_bytes(content)
+    path = max((tmp_path / "ck").glob("model-1-*"))  # one rank looks at it
     dist.barrier()
-    check(tmp_path / "ck", world)
+    if world.is_main:
+        content = path.read_bytes()
+        path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    dist.barrier()
+    message = f"expected sha256 .*{path.name}"
+    raises_the_same(world, message, lambda: open_checkpoint(tmp_path / "ck", world))
 
 
 @pytest.mark.ranks(2)
@@ -215,14 +193,6 @@ def test_a_scalar_that_no_checkpoint_holds_is_refused_on_both(tmp_path):
 
 
 @pytest.mark.ranks(2)
-def test_a_path_that_is_no_text_is_shown_with_escapes(tmp_path):
-    world = World.discover(cpu=True)
-    directory = tmp_path / "a\udcff"
-    save(directory, world)
-    raises_the_same(world, r"a\\udcff already exists", lambda: save(directory, world))
-
-
-@pytest.mark.ranks(2)
 def test_a_rank_that_does_not_come_is_an_error_within_the_timeout():
     world = World.discover(cpu=True)
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=2))
@@ -231,23 +201,6 @@ def test_a_rank_that_does_not_come_is_an_error_within_the_timeout():
         with pytest.raises(CollectiveError, match=message):
             together(world, "save x", list, group)
     dist.barrier()  # rank 1 is alive, but silent, until rank 0 has given up
-
-
-@pytest.mark.ranks(2)
-def test_export_gathers_on_all_and_writes_on_one(tmp_path):
-    world = World.discover(cpu=True)
-    plan = plan_export([TensorFacts(n, (2,), torch.float32, n) for n in "ab"], 8)
-
-    def fetch(names):
-        for name in names:
-            tensor = torch.full((2,), float(world.rank))
-            dist.all_reduce(tensor)
-            yield name, tensor
-
-    write_export(tmp_path, plan, fetch, world=world)
-    found = dict(read_export(tmp_path))
-    assert found.keys() == {"a", "b"}
-    assert found["a"].tolist() == [1.0, 1.0]
 
 
 def test_differences_are_described():

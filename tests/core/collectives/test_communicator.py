@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from drivetrain.collectives import Communicator, Handle, connect, ring, sent_bytes
+from drivetrain.collectives import Communicator, connect, ring, sent_bytes
 from drivetrain.collectives.messages import ChunkMessages
 from drivetrain.collectives.native import NativeCommunicator
 from drivetrain.collectives.neighbors import Neighbors, Tag
@@ -142,19 +142,17 @@ def check(communicator: Communicator, traffic: Traffic, *, summed: list[torch.dt
     communicator.barrier()
 
 
-@pytest.mark.parametrize("piece_bytes", [64, 4096, ring.PIECE_BYTES])
-@pytest.mark.parametrize("size", WORLDS)
-def test_ring(size: int, piece_bytes: int, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(ring, "PIECE_BYTES", piece_bytes)
-    traffic = Traffic()
-    communicator = open_ring(traffic)
-    try:
+@pytest.mark.parametrize("size", WORLDS[:2])
+def test_ring(size: int, monkeypatch: pytest.MonkeyPatch):
+    for piece_bytes in (64, ring.PIECE_BYTES):
+        monkeypatch.setattr(ring, "PIECE_BYTES", piece_bytes)
+        traffic = Traffic()
+        communicator = open_ring(traffic)
         check(communicator, traffic, summed=SUMMED)
-    finally:
         communicator.close()
 
 
-@pytest.mark.parametrize("size", WORLDS)
+@pytest.mark.parametrize("size", WORLDS[:2])
 def test_native(size: int):
     traffic = Traffic()
     check(open_native(traffic), traffic, summed=SUMMED)
@@ -170,30 +168,9 @@ def test_alone():
     handle.wait()
     assert handle.done()
     assert [each.tolist() for each in parts[0]] == [[0.5] * 3, [0.5] * 2, []]
+    communicator.all_reduce(parts[0][0], scale=0.5).wait()
+    assert parts[0][0].tolist() == [0.25] * 3
     assert not traffic.entries()
-    check_wrong_parts(communicator)
-
-
-@pytest.mark.ranks(2)
-def test_many_at_once_with_others_between():
-    communicator = open_ring(Traffic())
-    rank, handles, checks = communicator.rank, [], []
-    for index in range(20):
-        weights = [[torch.full((9 + index,), float(holder == rank))] * 1 for holder in range(2)]
-        sums = [[torch.ones(5), torch.ones(index)] for _ in range(2)]
-        flat = torch.ones(31)
-        handles += [
-            communicator.gather_parts(weights),
-            communicator.all_reduce(flat),
-            communicator.reduce_parts(sums, scale=2.0),
-        ]
-        checks += [(weights[0][0], 1.0), (weights[1][0], 1.0), (flat, 2.0)]
-        checks += [(each, 4.0) for each in sums[rank]]
-    for handle in handles:
-        handle.wait()
-    for tensor, value in checks:
-        assert tensor.eq(value).all()
-    communicator.close()
 
 
 @pytest.mark.ranks(2)
@@ -208,9 +185,6 @@ def test_parameters_that_need_gradients():
         assert mine.tolist() == [2.0 * communicator.rank] * 6
         communicator.barrier()
         communicator.close()
-
-
-# --- messages ---
 
 
 def count_sends(monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -243,7 +217,7 @@ def test_few_messages_for_many_tensors(monkeypatch: pytest.MonkeyPatch):
     communicator.close()
 
 
-def test_large_tensors_are_not_copied():
+def test_large_tensors_are_not_copied_and_small_ones_are_packed():
     large, small = torch.zeros(1000), [torch.full((2,), float(i)) for i in range(3)]
     cut = ChunkMessages([small[0], large, small[1], torch.zeros(0), small[2]], piece_bytes=1024)
     assert [each.numel() for each in cut.messages] == [256, 256, 256, 232, 6]
@@ -254,24 +228,13 @@ def test_large_tensors_are_not_copied():
     cut.messages[-1].add_(1)
     cut.unpack()
     assert [each.tolist() for each in small] == [[1.0] * 2, [2.0] * 2, [3.0] * 2]
-
-
-def test_one_small_tensor_is_not_copied_either():
-    tensor = torch.zeros(3)
-    assert ChunkMessages([tensor], piece_bytes=1024).messages[0].data_ptr() == tensor.data_ptr()
-    assert ChunkMessages([torch.zeros(0)], piece_bytes=1024).messages == []
-
-
-def test_packed_messages_are_not_too_long():
-    tensors = [torch.zeros(numel % 16 + 1) for numel in range(500)]
-    cut = ChunkMessages(tensors, piece_bytes=1024)
-    lengths = [each.nbytes for each in cut.messages]
-    assert sum(lengths) == sum(each.nbytes for each in tensors)
+    one = ChunkMessages([small[0]], piece_bytes=1024)
+    assert one.messages[0].data_ptr() == small[0].data_ptr()
+    many = ChunkMessages([torch.zeros(numel % 16 + 1) for numel in range(500)], piece_bytes=1024)
+    lengths = [each.nbytes for each in many.messages]
+    assert sum(lengths) == sum(4 * (numel % 16 + 1) for numel in range(500))
     assert max(lengths) <= 1024
     assert min(lengths[:-1]) > 1024 - 64
-
-
-# --- what is sent, and what is refused ---
 
 
 def test_sent_bytes():
@@ -302,46 +265,6 @@ def test_wrong_parts_are_refused_and_nothing_is_sent():
         check_wrong_parts(communicator)
         communicator.close()
     assert not traffic.entries()
-
-
-def gather_like(*lengths: int, dtype: torch.dtype = torch.float32) -> Callable[..., Handle]:
-    def run(communicator: Communicator) -> Handle:
-        parts = [[torch.zeros(numel, dtype=dtype) for numel in lengths] for _ in range(2)]
-        return communicator.gather_parts(parts, label="unit")
-
-    return run
-
-
-DISAGREEMENTS = {
-    "lengths": (gather_like(3, 5), gather_like(5, 3), "lengths or dtypes of parts"),
-    "dtypes": (
-        gather_like(4, 4),
-        gather_like(8, 8, dtype=torch.bfloat16),
-        "lengths or dtypes of parts",
-    ),
-    "bytes": (gather_like(4), gather_like(2_000_000), "elements"),
-    "operation": (
-        gather_like(4),
-        lambda axis: axis.reduce_parts([[torch.zeros(4)]] * 2, label="unit"),
-        "operation",
-    ),
-    "one tensor": (
-        gather_like(4),
-        lambda axis: axis.all_gather(torch.zeros(32, dtype=torch.uint8), label="unit"),
-        "dtype",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", list(DISAGREEMENTS))
-@pytest.mark.ranks(2)
-def test_ranks_that_disagree_on_a_ring(case: str):
-    first, second, words = DISAGREEMENTS[case]
-    communicator = open_ring(Traffic())
-    with pytest.raises(CollectiveError, match=f"they differ in {words};") as caught:
-        (second if communicator.rank else first)(communicator).wait()
-    assert "bytes (unit)" in str(caught.value)
-    communicator.close()
 
 
 @pytest.mark.parametrize("open_one", [open_ring, open_native])

@@ -49,6 +49,7 @@ def survive(rank: int, ranks: int, folder: str) -> None:
     os._exit(0)  # the process group has lost a member and cannot be destroyed in order
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_survivors_know_before_the_timeout(ranks: int, tmp_path: Path):
     def code(rank: int) -> int:

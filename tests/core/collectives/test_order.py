@@ -1,10 +1,7 @@
 """Ranks that do different things on a ring: an error that says what; no crash, no long wait."""
 
-import itertools
 import json
-import random
 import re
-import time
 from collections.abc import Callable
 from datetime import timedelta
 
@@ -42,6 +39,7 @@ def diverge(
         (other if last else usual)(communicator).wait()
     with pytest.raises(CollectiveError, match="broken by an earlier failure"):
         communicator.barrier()
+    dist.barrier()  # nobody leaves before all have heard
     communicator.close()
     return str(caught.value)
 
@@ -85,15 +83,14 @@ PAIRS = {
 }
 
 
-@pytest.mark.parametrize("pair", list(PAIRS))
 @pytest.mark.ranks(2)
-def test_two_ranks_differ(pair):
-    usual, other, words = PAIRS[pair]
-    message = diverge(usual, other)
-    assert f"they differ in {words}; the ranks took different paths" in message
-    assert "on rank 0" in message
-    assert "on rank 1" in message
-    assert "on axis 'dp'" in message
+def test_two_ranks_differ():
+    for usual, other, words in PAIRS.values():
+        message = diverge(usual, other)
+        assert f"they differ in {words}; the ranks took different paths" in message
+        assert "on rank 0" in message
+        assert "on rank 1" in message
+        assert "on axis 'dp'" in message
 
 
 @pytest.mark.ranks(2)
@@ -110,71 +107,6 @@ def test_one_of_four_differs():
     assert "(unit a)" in message
     assert re.search(r"\(unit b\) on rank 3(, this one)? \(test_order.py:\d+\)", message)
     assert "they differ in elements, label" in message
-
-
-@pytest.mark.ranks(3)
-def test_a_rank_that_leaves_one_out_among_many():
-    communicator = open_ring()
-    numels = [random.Random(index).randrange(1, 50_000) for index in range(30)]
-    skipped = 17 if communicator.rank == 1 else None
-    with pytest.raises(CollectiveError) as caught:
-        for handle in [
-            communicator.all_gather(torch.zeros(numel), label=f"unit {index}")
-            for index, numel in enumerate(numels)
-            if index != skipped
-        ]:
-            handle.wait()
-    assert "#18" in str(caught.value)
-    assert "(unit 17)" in str(caught.value)
-    assert "(unit 18)" in str(caught.value)
-    communicator.close()
-
-
-@pytest.mark.ranks(3)
-def test_a_rank_that_comes_late_is_told_what_is_wrong():
-    communicator = open_ring()
-    communicator.barrier()
-    if communicator.rank == 1:
-        time.sleep(0.5)  # rank 0, the odd one, knows long before
-    with pytest.raises(CollectiveError) as caught:
-        communicator.all_gather(torch.zeros(50 + (communicator.rank == 0)), label="u").wait()
-    assert "they differ in elements" in str(caught.value)
-    communicator.close()
-
-
-@pytest.mark.ranks(3)
-def test_ranks_that_agree():
-    ring = open_ring()
-    for numel in (1, 2, 3, 1000, 1_000_000):
-        flat = torch.full((numel,), float(ring.rank))
-        handles = [
-            ring.all_reduce(torch.ones(numel, 1)),
-            ring.all_gather(flat, label=f"a label with umlauts äöü, far too long {'x' * 99}"),
-            ring.reduce_scatter(torch.ones(numel), scale=0.5),
-            ring.broadcast(torch.ones(numel), source=2),
-            ring.all_gather(torch.ones(8), chunks=[(0, 0), (0, 8), (8, 8)]),
-            ring.all_gather(torch.empty(0)),
-        ]
-        for handle in handles:
-            handle.wait()
-        expected = torch.empty(numel)
-        for rank, (start, stop) in enumerate(ring.chunk(numel)):
-            expected[start:stop] = rank
-        assert torch.equal(flat, expected)
-    ring.barrier()
-    ring.close()
-
-
-@pytest.mark.ranks(2)
-def test_lines_of_code_may_differ():
-    communicator = open_ring()
-    flat = torch.ones(10)
-    if communicator.rank == 0:
-        communicator.all_reduce(flat).wait()
-    else:
-        communicator.all_reduce(flat).wait()
-    assert flat.tolist() == [2.0] * 10
-    communicator.close()
 
 
 @pytest.mark.ranks(2)
@@ -217,12 +149,9 @@ def test_every_fact_of_a_header_is_in_its_checksum():
         other = header._replace(**{name: getattr(header, name) + 1})
         assert other.checksum() != header.checksum(), name
         assert header.differences(other), name
-
-
-def test_operation_and_dtype_are_in_the_plan_of_a_header():
-    def plan(operation: str, dtype: torch.dtype) -> int:
-        flat = torch.zeros(5, dtype=dtype)
-        return Header.of(Request(operation, "u"), 7, "u", flat, Page(3, 4), "dp").plan
-
-    pairs = itertools.product(("all_gather", "reduce_scatter"), (torch.float32, torch.int32))
-    assert len({plan(*pair) for pair in pairs}) == 4
+    plans = {  # hold the operation and the dtype
+        Header.of(Request(operation, "u"), 7, "u", torch.zeros(5, dtype=dtype), Page(), "dp").plan
+        for operation in ("all_gather", "reduce_scatter")
+        for dtype in (torch.float32, torch.int32)
+    }
+    assert len(plans) == 4

@@ -19,7 +19,6 @@ TIMEOUT = timedelta(seconds=30)
 LENGTHS = {
     2: [(0, 1), (1, 0), (7, 3), (0, 100), (100, 0), (16, 17), (200, 15), (5, 5)],
     3: [(0, 0, 1), (0, 9, 0), (50, 0, 0), (1, 2, 3), (0, 33, 90), (90, 33, 0), (17, 0, 64)],
-    4: [(0, 0, 0, 5), (80, 0, 0, 1), (0, 40, 0, 40), (3, 0, 70, 0), (0, 1, 20, 300)],
 }
 
 
@@ -58,50 +57,19 @@ def check_lengths(communicator: Communicator, traffic: Traffic, lengths: tuple[i
     assert half[start:stop].tolist() == [sum(range(size)) / 2] * (stop - start)
 
 
-def check_ring() -> None:
-    before, ring.PIECE_BYTES = ring.PIECE_BYTES, PIECE
-    traffic = Traffic()
-    communicator = connect(open_axis(), traffic, torch.device("cpu"), TIMEOUT)
-    try:
-        for lengths in LENGTHS[communicator.size]:
+@pytest.mark.ranks(2, 3)
+def test_chunks_of_any_lengths(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(ring, "PIECE_BYTES", PIECE)
+    axis, traffic = open_axis(), Traffic()
+    communicators = [
+        connect(axis, traffic, torch.device("cpu"), TIMEOUT),
+        NativeCommunicator(axis, traffic, TIMEOUT, axis.group),
+    ]
+    for communicator in communicators:
+        for lengths in LENGTHS[axis.size]:
             check_lengths(communicator, traffic, lengths)
         communicator.barrier()
-    finally:
         communicator.close()
-        ring.PIECE_BYTES = before
-
-
-@pytest.mark.ranks(2)
-def test_ring_on_two_ranks():
-    check_ring()
-
-
-@pytest.mark.ranks(3)
-def test_ring_on_three_ranks():
-    check_ring()
-
-
-@pytest.mark.ranks(4)
-def test_ring_on_four_ranks():
-    check_ring()
-
-
-def check_native() -> None:
-    axis, traffic = open_axis(), Traffic()
-    communicator = NativeCommunicator(axis, traffic, TIMEOUT, axis.group)
-    for lengths in LENGTHS[axis.size]:
-        check_lengths(communicator, traffic, lengths)
-    communicator.close()
-
-
-@pytest.mark.ranks(2)
-def test_native_on_two_ranks():
-    check_native()
-
-
-@pytest.mark.ranks(3)
-def test_native_on_three_ranks():
-    check_native()
 
 
 @pytest.mark.ranks(1)

@@ -27,10 +27,8 @@ def test_a_short_last_window_is_divided_as_by_accelerate(made_by, gradient):
     assert last == gradient
 
 
-def test_no_recipe_of_fp8():
+def test_what_is_not_here_names_the_way_out():
     assert ours.Accelerator(cpu=True).fp8_recipe_handler is None
 
-
-def test_an_accelerator_to_pickle_names_the_way_out():
     with pytest.raises(UsageError, match="make one in each process"):
         pickle.dumps(ours.Accelerator(cpu=True))

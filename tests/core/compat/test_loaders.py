@@ -16,21 +16,31 @@ def batches(**options):
     return [batch.tolist() for batch in ours.data_loader.prepare_data_loader(loader, **options)]
 
 
-@pytest.mark.parametrize("split", [False, True])
-@pytest.mark.parametrize("even", [False, True])
-def test_parts_are_those_of_accelerate(split, even):
-    for index in range(2):
-        options = {"split_batches": split, "even_batches": even}
-        theirs = real.prepare_data_loader(DataLoader(ROWS, batch_size=4), None, 2, index, **options)
-        found = batches(num_processes=2, process_index=index, **options)
-        assert found == [batch.tolist() for batch in theirs]
+def test_parts_are_those_of_accelerate():
+    for even in (False, True):
+        for split in (False, True):
+            for index in range(2):
+                options = {"split_batches": split, "even_batches": even}
+                theirs = real.prepare_data_loader(
+                    DataLoader(ROWS, batch_size=4), None, 2, index, **options
+                )
+                found = batches(num_processes=2, process_index=index, **options)
+                assert found == [batch.tolist() for batch in theirs]
 
-
-def test_a_loader_that_one_process_reads_has_parts_for_all():
     with pytest.raises(UsageError, match=r"expected num_processes=1 .* found 2 and 1"):
         batches(num_processes=2, process_index=1, dispatch_batches=True)
     with pytest.raises(UsageError, match="slice_fn_for_dispatch"):
         batches(slice_fn_for_dispatch=torch.chunk)
+
+    for name in ("DataLoaderDispatcher", "DataLoaderShard"):
+        with pytest.raises(UsageError, match=f"found a call of {name}; pass the DataLoader to"):
+            getattr(ours.data_loader, name)(ROWS, batch_size=4)
+
+    for state in (ours.state.AcceleratorState, ours.state.PartialState, ours.state.GradientState):
+        state._reset_state()
+    accelerator = ours.Accelerator(cpu=True)
+    accelerator.state._reset_state()
+    assert accelerator.num_processes == 1
 
 
 @pytest.mark.ranks(2)
@@ -42,27 +52,3 @@ def test_dispatched_loaders_are_dispatchers():
         loader = accelerator.prepare(DataLoader(ROWS, batch_size=4))
         assert isinstance(loader, dispatcher) is dispatched
         assert isinstance(loader, ours.data_loader.DataLoaderShard) is not dispatched
-
-
-@pytest.mark.parametrize("name", ["DataLoaderDispatcher", "DataLoaderShard"])
-def test_classes_of_prepared_loaders_are_not_called(name):
-    with pytest.raises(UsageError, match=f"found a call of {name}; pass the DataLoader to"):
-        getattr(ours.data_loader, name)(ROWS, batch_size=4)
-
-
-def test_samplers_that_are_told_of_processes_are_the_real_packages():
-    assert ours.data_loader.BatchSamplerShard is real.BatchSamplerShard
-    assert ours.data_loader.SeedableRandomSampler is real.SeedableRandomSampler
-
-
-def test_states_that_nobody_shares_can_be_reset():
-    for state in (ours.state.AcceleratorState, ours.state.PartialState, ours.state.GradientState):
-        state._reset_state()
-    accelerator = ours.Accelerator(cpu=True)
-    accelerator.state._reset_state()
-    assert accelerator.num_processes == 1
-
-
-def test_a_name_of_one_module_refuses_when_it_is_used():
-    with pytest.raises(UsageError, match="get_sampler has no counterpart"):
-        ours.data_loader.get_sampler(None)

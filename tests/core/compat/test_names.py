@@ -5,9 +5,7 @@ import inspect
 
 import accelerate as real
 import pytest
-import torch
 
-import drivetrain
 from drivetrain.compat import accelerate as ours
 from drivetrain.compat import names
 from drivetrain.errors import UsageError
@@ -78,14 +76,12 @@ def stands(name: str) -> bool:
     return not isinstance(getattr(ours, name), names.NoCounterpart)
 
 
-def test_nearly_all_uses_in_scripts_find_something():
+def test_names_arguments_and_versions_are_those_of_accelerate():
     accelerator = ours.Accelerator(cpu=True)
     found = sum(count for name, count in IMPORTED.items() if stands(name))
     found += sum(count for name, count in MEMBERS.items() if hasattr(accelerator, name))
     assert found / sum([*IMPORTED.values(), *MEMBERS.values()]) >= 0.99
 
-
-def test_arguments_stand_in_the_order_of_accelerate():
     theirs = list(inspect.signature(real.Accelerator).parameters)
     assert list(inspect.signature(ours.Accelerator).parameters)[: len(theirs)] == theirs
     for name in ("ProjectConfiguration", "DataLoaderConfiguration", "ProfileKwargs"):
@@ -93,35 +89,19 @@ def test_arguments_stand_in_the_order_of_accelerate():
         theirs = list(inspect.signature(getattr(real.utils, name)).parameters)
         assert fields[: len(theirs)] == theirs[: len(fields)], name
 
+    assert ours.utils.is_torch_version(">=", "2.0")
+    assert not ours.utils.compare_versions("torch", "<", "2.0")
+    assert ours.utils.compare_versions("1.9.0", "<", "1.10")
+    with pytest.raises(UsageError, match="expected one of"):
+        ours.utils.compare_versions("torch", "=", "2.0")
 
-def test_every_path_has_every_name():
-    for path in names.PATHS:
-        module = importlib.import_module(f"{ours.__name__}.{path}")
-        assert module.set_seed is drivetrain.set_seed
-    assert ours.utils.random.set_seed is drivetrain.set_seed
 
-
-def test_unknown_paths_and_names_say_so():
+def test_unknown_names_and_real_processes_are_refused():
     with pytest.raises(ModuleNotFoundError, match=r"accelerate.test_utils has no counterpart"):
         importlib.import_module(f"{ours.__name__}.test_utils")
     with pytest.raises(AttributeError, match="'set_seeds'; did you mean 'set_seed'"):
         ours.utils.set_seeds  # noqa: B018
 
-
-def test_names_without_processes_are_the_real_packages():
-    assert ours.init_empty_weights is real.init_empty_weights
-    assert ours.hooks.AlignDevicesHook is real.hooks.AlignDevicesHook
-    assert ours.utils.MODEL_NAME == "pytorch_model"
-
-
-def test_functions_of_the_real_package_log_without_its_processes(caplog):
-    weight = torch.ones(2)
-    state = ours.utils.clean_state_dict_for_safetensors({"one": weight, "two": weight})
-    assert list(state) == ["one"]
-    assert "Removed shared tensor" in caplog.text
-
-
-def test_known_names_that_need_the_real_processes_refuse_when_they_are_used():
     found = ours.utils.save_fsdp_model
     assert not isinstance(object(), found)
     with pytest.raises(UsageError, match="save_fsdp_model has no counterpart"):
@@ -129,11 +109,3 @@ def test_known_names_that_need_the_real_processes_refuse_when_they_are_used():
     with pytest.raises(UsageError, match="GradientState has no counterpart.*sync_gradients"):
         ours.state.GradientState.remainder  # noqa: B018
     assert not hasattr(found, "__wrapped__")
-
-
-def test_versions_are_compared():
-    assert ours.utils.is_torch_version(">=", "2.0")
-    assert not ours.utils.compare_versions("torch", "<", "2.0")
-    assert ours.utils.compare_versions("1.9.0", "<", "1.10")
-    with pytest.raises(UsageError, match="expected one of"):
-        ours.utils.compare_versions("torch", "=", "2.0")

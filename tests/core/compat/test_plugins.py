@@ -17,7 +17,7 @@ def strategy_of(*plugins):
     return translated(plugins).values["strategy"]
 
 
-def test_deepspeed():
+def test_plugins_of_engines_become_strategies():
     assert strategy_of(ours.DeepSpeedPlugin()) == {"name": "zero2"}
     assert strategy_of(ours.DeepSpeedPlugin(zero_stage=0)) == {"name": "ddp"}
     plugin = ours.DeepSpeedPlugin(zero_stage=3, offload_optimizer_device="cpu")
@@ -26,8 +26,6 @@ def test_deepspeed():
     values = translated([ours.DeepSpeedPlugin(config)]).values
     assert (values["strategy"], values["precision"]) == ({"name": "zero1"}, "bf16")
 
-
-def test_fsdp_in_all_its_spellings():
     policy = partial(transformer_auto_wrap_policy, transformer_layer_cls={torch.nn.Linear})
     plugin = ours.FullyShardedDataParallelPlugin(
         sharding_strategy=ShardingStrategy.SHARD_GRAD_OP,
@@ -46,8 +44,6 @@ def test_fsdp_in_all_its_spellings():
     numbers = [ours.FullyShardedDataParallelPlugin(1, number) for number in (1, 2)]
     assert [strategy_of(each).get("reshard_after_forward") for each in numbers] == [None, False]
 
-
-def test_layers_divided():
     expected = {"name": "megatron", "tp": 2, "data_parallel": {"name": "ddp"}}
     assert strategy_of(ours.MegatronLMPlugin(2, 1)) == expected
     assert strategy_of(ours.utils.TorchTensorParallelPlugin(2)) == expected
@@ -55,9 +51,8 @@ def test_layers_divided():
     assert strategy_of(*both) == expected | {"data_parallel": {"name": "fsdp"}}
 
 
-@pytest.mark.parametrize(
-    ("plugins", "error", "message"),
-    [
+def test_settings_without_meaning_are_one_clear_line():
+    for plugins, error, message in (
         ([ours.DeepSpeedPlugin(zero_stag=2)], ConfigError, "unknown key .*zero_stag.*zero_stage"),
         ([ours.DeepSpeedPlugin(zero_stage=7)], ConfigError, "a stage from 0 to 3, found 7"),
         (
@@ -75,12 +70,10 @@ def test_layers_divided():
             UsageError,
             r"one engine, found \['DEEPSPEED', 'FSDP'\]",
         ),
-    ],
-)
-def test_settings_without_meaning_are_one_clear_line(plugins, error, message):
-    with pytest.raises(error, match=message) as raised:
-        translated(plugins)
-    assert "\n" not in str(raised.value)
+    ):
+        with pytest.raises(error, match=message) as raised:
+            translated(plugins)
+        assert "\n" not in str(raised.value)
 
 
 def test_sizes_of_axes_have_the_answers_of_accelerate(monkeypatch):

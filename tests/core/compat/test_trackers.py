@@ -32,7 +32,17 @@ class Notes(ours.tracking.GeneralTracker):
         self.kept.append((step, values))
 
 
-def test_a_registered_class_is_found_by_its_name():
+def test_classes_have_the_names_of_accelerate_and_others_are_refused():
+    for name in ("TensorBoardTracker", "WandBTracker", "TrackioTracker", "MLflowTracker"):
+        found = getattr(ours.tracking, name)
+        assert issubclass(found, ours.tracking.GeneralTracker)
+        assert found.name == getattr(real.tracking, name).name
+
+    with pytest.raises(UsageError, match="expected a subclass of GeneralTracker"):
+        ours.tracking.register_tracker_class(dict)
+    with pytest.raises(UsageError, match="with a name"):
+        ours.tracking.register_tracker_class(ours.tracking.GeneralTracker)
+
     ours.tracking.register_tracker_class(Notes)
     accelerator = ours.Accelerator(cpu=True, log_with=["notes"])
     accelerator.init_trackers("project", {"rate": 1})
@@ -41,17 +51,3 @@ def test_a_registered_class_is_found_by_its_name():
     assert kept == ["project", {"rate": 1}, (3, {"loss": 2})]
     with pytest.warns(UserWarning, match="'notes' was registered before"):
         ours.tracking.register_tracker_class(Notes)
-
-
-def test_classes_of_the_best_known_trackers_have_the_names_of_accelerate():
-    for name in ("TensorBoardTracker", "WandBTracker", "TrackioTracker", "MLflowTracker"):
-        found = getattr(ours.tracking, name)
-        assert issubclass(found, ours.tracking.GeneralTracker)
-        assert found.name == getattr(real.tracking, name).name
-
-
-def test_other_classes_are_refused():
-    with pytest.raises(UsageError, match="expected a subclass of GeneralTracker"):
-        ours.tracking.register_tracker_class(dict)
-    with pytest.raises(UsageError, match="with a name"):
-        ours.tracking.register_tracker_class(ours.tracking.GeneralTracker)

@@ -10,22 +10,18 @@ BOMB = "\n".join(
 )
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
+def test_documents_without_end_are_refused(tmp_path):
+    path = tmp_path / "run.yaml"
+    for text, said in (
         (BOMB, "expected at most 20000 keys and values"),
         ("a: &a [*a]", "40 levels"),
         ("a: &a {b: *a}", "40 levels"),
         ("a: " + "[" * 3000 + "]" * 3000, "40 levels"),
         ("seed: " + "9" * 900_000, "a number too long"),
         ("seed: 1\0", "special characters are not allowed"),
-    ],
-    ids=["bomb", "list of itself", "mapping of itself", "deep", "digits", "nul"],
-)
-def test_documents_without_end_are_refused(tmp_path, text, said):
-    path = tmp_path / "run.yaml"
-    path.write_text(text)
-    with pytest.raises(ConfigError) as caught:
-        read_file(path)
-    assert said in str(caught.value)
-    assert len(str(caught.value)) < 500
+    ):
+        path.write_text(text)
+        with pytest.raises(ConfigError) as caught:
+            read_file(path)
+        assert said in str(caught.value)
+        assert len(str(caught.value)) < 500

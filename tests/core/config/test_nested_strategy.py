@@ -50,60 +50,49 @@ def outer(*layers):
     return resolve(*layers, find_config=find).strategy_config
 
 
-def test_nothing_said_takes_the_default_strategy(tmp_path):
-    config = outer(read(tmp_path, "strategy: outer"))
-    assert config.inside == NestedStrategy("inner", Inner())
-    assert config.plan == {}
-
-
-@pytest.mark.parametrize(
-    "layer",
-    [
-        lambda tmp_path: read(tmp_path, "strategy: {name: outer, inside: other}"),
-        lambda tmp_path: read(tmp_path, "strategy: {name: outer, inside: {name: other, depth: 5}}"),
-        lambda tmp_path: read_sets(["strategy.name=outer", "strategy.inside=other"]),
-        lambda tmp_path: code_layer({"strategy": {"name": "outer", "inside": "other"}}),
-    ],
-)
-def test_what_a_launch_hands_on(tmp_path, layer):
-    """The file for the ranks keeps what somebody chose, a strategy by its name alone, too."""
-    resolved = resolve(layer(tmp_path), find_config=find)
-    again = resolve(read(tmp_path, resolved.to_yaml(with_origins=True)), find_config=find)
-    assert again.strategy_config == resolved.strategy_config
-    assert again.strategy_config.inside.name == "other"
-
-
-@pytest.mark.parametrize("text", ["inside: other", "inside: {name: other}"])
-def test_a_name_or_a_mapping(tmp_path, text):
-    config = outer(read(tmp_path, f"strategy: {{name: outer, {text}}}"))
-    assert config.inside == NestedStrategy("other", Other())
-
-
-def test_its_options(tmp_path):
-    config = outer(read(tmp_path, "strategy: {name: outer, inside: {name: inner, stage: 2}}"))
-    assert config.inside.options == Inner(stage=2)
-
-
-def test_an_option_over_a_bare_name(tmp_path):
+def test_a_name_a_mapping_or_nothing(tmp_path):
+    for text, expected in {
+        "strategy: outer": NestedStrategy("inner", Inner()),
+        "strategy: {name: outer, inside: other}": NestedStrategy("other", Other()),
+        "strategy: {name: outer, inside: {name: other}}": NestedStrategy("other", Other()),
+        "strategy: {name: outer, inside: {name: inner, stage: 2}}": NestedStrategy(
+            "inner", Inner(stage=2)
+        ),
+    }.items():
+        config = outer(read(tmp_path, text))
+        assert (config.inside, config.plan) == (expected, {})
     below = read(tmp_path, "strategy: {name: outer, inside: other}")
     config = outer(below, read_sets(["strategy.inside.depth=7"]))
     assert config.inside == NestedStrategy("other", Other(depth=7))
 
 
-def test_limits_and_unknown_keys_are_those_of_the_inner_strategy(tmp_path):
+def test_what_a_launch_hands_on(tmp_path):
+    """The file for the ranks keeps what somebody chose, a strategy by its name alone, too."""
+    for layer in (
+        read(tmp_path, "strategy: {name: outer, inside: other}"),
+        read(tmp_path, "strategy: {name: outer, inside: {name: other, depth: 5}}"),
+        read_sets(["strategy.name=outer", "strategy.inside=other"]),
+        code_layer({"strategy": {"name": "outer", "inside": "other"}}),
+    ):
+        resolved = resolve(layer, find_config=find)
+        again = resolve(read(tmp_path, resolved.to_yaml(with_origins=True)), find_config=find)
+        assert again.strategy_config == resolved.strategy_config
+        assert again.strategy_config.inside.name == "other"
+
+
+def test_what_is_refused_inside(tmp_path):
     layer = read(tmp_path, "strategy:\n  name: outer\n  inside: {name: inner, stage: 9, stag: 1}\n")
     with pytest.raises(ConfigError) as caught:
         outer(layer)
     message = str(caught.value)
     assert "run.yaml:3: strategy.inside.stage: expected at most 3, found 9" in message
     assert "unknown key strategy.inside.stag; did you mean 'stage'?" in message
-
-
-@pytest.mark.parametrize("value", ["3", "[inner]", "{name: 3}"])
-def test_what_is_no_strategy(tmp_path, value):
-    layer = read(tmp_path, f"strategy: {{name: outer, inside: {value}}}")
-    with pytest.raises(ConfigError, match="strategy.inside: expected a name or a mapping"):
-        outer(layer)
+    for value in ("3", "[inner]", "{name: 3}"):
+        layer = read(tmp_path, f"strategy: {{name: outer, inside: {value}}}")
+        with pytest.raises(ConfigError, match="strategy.inside: expected a name or a mapping"):
+            outer(layer)
+    with pytest.raises(ConfigError, match="strategy.plan"):
+        outer(read(tmp_path, "strategy: {name: outer, plan: {a: [1]}}"))
 
 
 def test_yaml_and_back(tmp_path):
@@ -113,13 +102,3 @@ def test_yaml_and_back(tmp_path):
     assert again.strategy_config == resolved.strategy_config
     assert again.strategy_config.plan == {"blocks.*.up": "wide"}
     assert ("strategy.inside.depth", 3) in [(key, value) for key, value, _ in again.rows()]
-
-
-def test_values_of_a_mapping_are_checked(tmp_path):
-    with pytest.raises(ConfigError, match="strategy.plan"):
-        outer(read(tmp_path, "strategy: {name: outer, plan: {a: [1]}}"))
-
-
-def test_in_code(tmp_path):
-    layer = code_layer({"strategy.name": "outer", "strategy.inside": {"name": "other", "depth": 4}})
-    assert outer(layer).inside.options == Other(depth=4)

@@ -46,14 +46,6 @@ def write(tmp_path, text):
     return path
 
 
-def test_defaults():
-    resolved = resolve(find_config=find)
-    assert resolved.strategy == "mine"
-    assert resolved.strategy_config == Config()
-    assert resolved.run.precision == "no"
-    assert all(origin.kind == "default" for _, _, origin in resolved.rows())
-
-
 def test_later_layers_win_and_origins_are_kept(tmp_path):
     path = write(
         tmp_path,
@@ -138,27 +130,24 @@ def test_resolved_file_stands_for_the_command_and_hides_no_weaker_choice(tmp_pat
         resolve(read_file(path), code_layer({"accumulation": 2}), find_config=find)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("- a\n- b\n", "run.yaml:1: expected a mapping"),
-        ("just text\n", "expected a mapping"),
-        ("precision: bf16\nprecision: no\n", "run.yaml:2: precision is given twice"),
-        ("precision: [\n", "run.yaml:2: expected YAML"),
-        ("precision: !!python/object/apply:os.system ['true']\n", "line 1"),
-        ("launch: 3\n", "run.yaml:1: launch: expected a mapping"),
-        ("strategy: [a]\n", "expected a name or a mapping"),
-    ],
-)
-def test_wrong_files(tmp_path, text, message):
-    with pytest.raises(ConfigError) as caught:
-        resolve(read_file(write(tmp_path, text)), find_config=find)
-    assert message in str(caught.value)
-
-
-def test_missing_file(tmp_path):
+def test_wrong_files(tmp_path):
+    for text, message in {
+        "- a\n- b\n": "run.yaml:1: expected a mapping",
+        "just text\n": "expected a mapping",
+        "precision: bf16\nprecision: no\n": "run.yaml:2: precision is given twice",
+        "precision: [\n": "run.yaml:2: expected YAML",
+        "precision: !!python/object/apply:os.system ['true']\n": "line 1",
+        "launch: 3\n": "run.yaml:1: launch: expected a mapping",
+        "strategy: [a]\n": "expected a name or a mapping",
+    }.items():
+        with pytest.raises(ConfigError) as caught:
+            resolve(read_file(write(tmp_path, text)), find_config=find)
+        assert message in str(caught.value)
     with pytest.raises(ConfigError, match="drivetrain config"):
         read_file(tmp_path / "absent.yaml")
+    for text in ("accumulation", "=3", "a..b=1", "a b=1"):
+        with pytest.raises(ConfigError, match="KEY=VALUE"):
+            read_sets([text])
 
 
 def test_yaml_scalars_are_those_of_yaml_1_2(tmp_path):
@@ -166,15 +155,3 @@ def test_yaml_scalars_are_those_of_yaml_1_2(tmp_path):
     assert read_file(path).values == {
         "a": "no", "b": 1e-4, "c": 10, "d": "12:30", "e": True, "f": None, "g": -0.5,
     }  # fmt: skip
-
-
-@pytest.mark.parametrize("text", ["accumulation", "=3", "a..b=1", "a b=1"])
-def test_malformed_sets(text):
-    with pytest.raises(ConfigError, match="KEY=VALUE"):
-        read_sets([text])
-
-
-def test_yaml_round_trip(tmp_path):
-    resolved = resolve(read_sets(["strategy.mode=fast", "seed=3"]), find_config=find)
-    again = resolve(read_file(write(tmp_path, resolved.to_yaml())), find_config=find)
-    assert (again.run, again.strategy_config) == (resolved.run, resolved.strategy_config)

@@ -200,15 +200,6 @@ def test_sampler_that_differs_by_rank_is_refused_on_every_rank():
         list(loader)
 
 
-@pytest.mark.ranks(2)
-def test_rng_types_are_given_by_rank_0():
-    torch.manual_seed(dist.get_rank())
-    loader = prepare(DataLoader(Numbers(4)), rng_types=("torch",))
-    next(iter(loader))
-    numbers = everybody(torch.rand(3).tolist())
-    assert numbers[0] == numbers[1]
-
-
 @pytest.mark.ranks(4)
 def test_ranks_of_a_cell_get_the_same_batch():
     for dispatch in (False, True):

@@ -8,28 +8,26 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, TensorDataset
 
 from drivetrain import Accelerator
-from drivetrain.data.examples import ExampleBatches, first_rows
+from drivetrain.data.examples import first_rows
 from drivetrain.runtime import rng
-from drivetrain.runtime.world import World
 from drivetrain.testing.conformance.twins import everyone
 
 ROWS = torch.arange(12.0).view(6, 2)
 
 
 class Restless(Dataset):
-    """Draws, counts, remembers, and opens a file at its first row."""
+    """Draws, counts, and opens a file at its first row."""
 
     def __init__(self, inner=None):
         self.generator = torch.Generator().manual_seed(3)
         self.numpys = np.random.default_rng(3)
-        self.count, self.file, self.read, self.cache = 0, None, [], {}
+        self.file, self.read, self.cache = None, [], {}
         self.inner = inner
 
     def __len__(self):
         return 6
 
     def __getitem__(self, index):
-        self.count += 1
         self.file = object()
         self.read.append(index)
         self.cache[index] = True
@@ -39,14 +37,8 @@ class Restless(Dataset):
 
 
 def state_of(dataset):
-    return (
-        dataset.generator.get_state().tolist(),
-        dataset.numpys.bit_generator.state,
-        dataset.count,
-        dataset.file,
-        list(dataset.read),
-        dict(dataset.cache),
-    )
+    drawn = dataset.generator.get_state().tolist(), dataset.numpys.bit_generator.state
+    return drawn, dataset.file, list(dataset.read), dict(dataset.cache)
 
 
 def test_two_rows_through_the_collation():
@@ -58,13 +50,10 @@ def test_two_rows_through_the_collation():
     assert torch.equal(found.batch["x"], ROWS[:2] + 1)
 
 
-def test_one_row_where_two_do_not_go_together():
+def test_one_row_where_two_do_not_go_together_or_items_are_batches():
     lengths = [torch.zeros(n) for n in (3, 4, 5)]
     found = first_rows(DataLoader(lengths, 1))
     assert (found.origin, tuple(found.batch.shape)) == ("row 0 of list", (1, 3))
-
-
-def test_without_a_batch_sampler_items_are_batches():
     assert first_rows(DataLoader(ROWS, batch_size=None)).batch.tolist() == [0, 1]
     sampler = BatchSampler(range(6), 3, False)
     found = first_rows(DataLoader(ROWS, sampler=sampler, batch_size=None)).batch
@@ -97,57 +86,22 @@ class Broken(Dataset):
         raise OSError(f"no file for row {index}")
 
 
-@pytest.mark.parametrize(
-    ("dataset", "problem"),
-    [(Stream(), "an IterableDataset is not read ahead"), (Broken(), "OSError: no file for row 0")],
-)
-def test_a_dataset_without_rows_is_a_problem_and_no_error(dataset, problem):
-    found = first_rows(DataLoader(dataset, 2))
-    assert (found.batch, found.problem) == (None, problem)
-
-
-def test_the_latest_loaders_come_first():
-    loaders = [DataLoader([torch.tensor(float(n))] * 2, 2) for n in range(4)]
-    examples = ExampleBatches(World())
-    examples.add(loaders[:1])
-    examples.add(loaders[1:3])
-    examples.add(loaders[:1])
-    assert [found.batch[0].item() for found in examples.read()] == [1, 2, 0]
-    examples.forget()
-    assert examples.read() == []
-
-
-def test_an_accelerator_knows_its_loaders():
-    accelerator = Accelerator(cpu=True)
-    dataset = Restless()
-    loader = accelerator.prepare_data_loader(DataLoader(dataset, 2))
-    accelerator.prepare(torch.nn.Linear(1, 1), loader)
-    assert dataset.count == 0  # nobody has asked
-    assert accelerator.run.examples.read()[0].problem == ""
-    accelerator.free_memory()
-    assert accelerator.run.examples.read() == []
-
-
-class Different(Dataset):
-    """Rows of another size on each rank; those of rank 0 are no tensors if it says so."""
-
-    def __init__(self, unpicklable=False):
-        self.unpicklable = unpicklable
-
-    def __len__(self):
-        return 4
-
-    def __getitem__(self, index):
-        rank = torch.distributed.get_rank()
-        return (lambda: 0) if self.unpicklable else torch.full((rank + 1,), float(rank))
+def test_a_dataset_without_rows_is_a_problem_and_no_error():
+    for dataset, problem in (
+        (Stream(), "an IterableDataset is not read ahead"),
+        (Broken(), "OSError: no file for row 0"),
+    ):
+        found = first_rows(DataLoader(dataset, 2))
+        assert (found.batch, found.problem) == (None, problem)
 
 
 @pytest.mark.ranks(2)
 def test_every_rank_has_the_batches_of_rank_0():
     accelerator = Accelerator(cpu=True)
+    rank = accelerator.process_index
     loaders = [
-        DataLoader(Different(), 2),
-        DataLoader(Different(True), 2, collate_fn=lambda rows: rows),
+        DataLoader([torch.full((rank + 1,), float(rank))] * 4, 2),
+        DataLoader([lambda: 0] * 4, 2, collate_fn=lambda rows: rows),
     ]
     # Another rank may know fewer loaders.
     accelerator._preparation.show(loaders if accelerator.is_main_process else [])
@@ -155,4 +109,6 @@ def test_every_rank_has_the_batches_of_rank_0():
     assert torch.equal(good.batch, torch.zeros(2, 1))
     assert "pickle" in bad.problem
     assert len(set(everyone((good.origin, bad.origin, bad.problem)))) == 1
+    accelerator.free_memory()
+    assert accelerator.run.examples.read() == []
     accelerator.end_training()

@@ -10,110 +10,55 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Rando
 from drivetrain import Accelerator, communication
 from drivetrain.errors import UsageError
 
-SMALL = [
-    (n, bs, size, split, even, drop_last)
-    for n, bs, size, split, even, drop_last in itertools.product(
-        range(14), range(1, 5), range(1, 5), [False, True], [False, True], [False, True]
-    )
-    if not split or bs % size == 0
-]
-
 
 @pytest.fixture
 def simulate(read_all, counting):
-    def run(n, bs, size, split, even, drop_last, *, shuffle=True, **more):
-        return read_all(
-            lambda: (
-                DataLoader(counting(n), batch_size=bs, shuffle=shuffle, drop_last=drop_last)
-                if n
-                else DataLoader(counting(0), batch_size=bs, drop_last=drop_last)
-            ),
-            size,
-            split_batches=split,
-            even_batches=even,
-            **more,
-        )
+    def run(n, bs, size, split, even, drop_last, *, shuffle=True):
+        def make():
+            options = {"shuffle": shuffle and n > 0, "drop_last": drop_last}
+            return DataLoader(counting(n), batch_size=bs, **options)
+
+        return read_all(make, size, split_batches=split, even_batches=even)
 
     return run
 
 
-def test_every_sample_once_in_all_small_cases(simulate, gathered):
-    for case in SMALL:
-        n, bs, size, split, _even, drop_last = case
+def test_every_sample_once_and_the_length_in_all_small_cases(simulate, gathered):
+    sizes = (0, 1, 2, 5, 7, 8, 13), (1, 3, 4), (1, 2, 3, 4)
+    for case in itertools.product(*sizes, *[(False, True)] * 3):
+        n, bs, size, split, even, drop_last = case
+        if split and bs % size:
+            continue
         batches, loaders = simulate(*case)
-        step = bs if split else bs * size
-        kept = n // step * step if drop_last else n
-        remainders = {loader.remainder for loader in loaders}
-        assert len(remainders) == 1, case
-        samples = gathered(batches, remainders.pop())
-        assert len(samples) == kept, case
-        assert len(set(samples)) == kept, case
-        assert set(samples) <= set(range(n)), case
-
-
-def test_ranks_are_even_and_batches_full_in_all_small_cases(simulate):
-    for case in SMALL:
-        _n, bs, size, split, even, drop_last = case
-        batches, _ = simulate(*case)
+        assert [len(loader) for loader in loaders] == [len(rank) for rank in batches], case
+        (remainder,) = {loader.remainder for loader in loaders}
         per_rank = bs // size if split else bs
+        step = per_rank * size
+        kept = n // step * step if drop_last else n
+        samples = gathered(batches, remainder)
+        assert (len(samples), len(set(samples))) == (kept, kept), case
+        assert set(samples) <= set(range(n)), case
         if drop_last or (even and size > 1):
             assert len({len(rank) for rank in batches}) == 1, case
             assert all(len(batch) == per_rank for rank in batches for batch in rank), case
 
 
-def test_len_is_the_number_of_batches_in_all_small_cases(simulate):
-    for case in SMALL:
-        batches, loaders = simulate(*case)
-        assert [len(loader) for loader in loaders] == [len(rank) for rank in batches], case
-
-
-def test_end_of_dataloader_is_true_on_the_last_batch_only(prepare, counting):
-    for n, bs, size, split, even, drop_last in SMALL:
-        for rank in range(size):
-            loader = prepare(
-                DataLoader(counting(n), batch_size=bs, drop_last=drop_last),
-                rank,
-                size,
-                split_batches=split,
-                even_batches=even,
-            )
-            ends = [loader.end_of_dataloader for _ in loader]
-            assert ends == [False] * (len(ends) - 1) + [True] * bool(ends)
-
-
-def test_batches_are_given_in_turn(simulate):
-    batches, _ = simulate(8, 2, 2, False, True, False, shuffle=False)
-    assert batches == [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]
-
-
-def test_split_batches_divides_each_batch(simulate):
-    batches, loaders = simulate(8, 4, 2, True, True, False, shuffle=False)
-    assert batches == [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]
-    assert loaders[0].total_batch_size == 4
-
-
-def test_tail_goes_back_to_the_first_samples(simulate):
-    batches, loaders = simulate(5, 2, 2, False, True, False, shuffle=False)
-    assert batches == [[[0, 1], [4, 0]], [[2, 3], [1, 2]]]
-    assert loaders[1].remainder == 1
-
-
-def test_dataset_smaller_than_one_global_batch(simulate):
-    batches, loaders = simulate(2, 2, 3, False, True, False, shuffle=False)
-    assert batches == [[[0, 1]], [[0, 1]], [[0, 1]]]
-    assert loaders[2].remainder == 2
-
-
-def test_uneven_tail(simulate):
-    batches, loaders = simulate(7, 2, 2, False, False, False, shuffle=False)
-    assert batches == [[[0, 1], [4, 5]], [[2, 3], [6]]]
-    assert loaders[0].remainder == -1
-
-
-def test_one_rank_is_never_filled_up(simulate):
-    batches, loaders = simulate(5, 2, 1, False, True, False, shuffle=False)
-    assert batches == [[[0, 1], [2, 3], [4]]]
-    assert loaders[0].remainder == -1
+def test_who_gets_which_batch(simulate):
+    for case, expected, remainder in (
+        ((8, 2, 2, False, True, False), [[[0, 1], [4, 5]], [[2, 3], [6, 7]]], -1),
+        ((8, 4, 2, True, True, False), [[[0, 1], [4, 5]], [[2, 3], [6, 7]]], -1),
+        # The tail goes back to the first samples.
+        ((5, 2, 2, False, True, False), [[[0, 1], [4, 0]], [[2, 3], [1, 2]]], 1),
+        ((2, 2, 3, False, True, False), [[[0, 1]], [[0, 1]], [[0, 1]]], 2),
+        ((7, 2, 2, False, False, False), [[[0, 1], [4, 5]], [[2, 3], [6]]], -1),
+        # One rank is never filled up.
+        ((5, 2, 1, False, True, False), [[[0, 1], [2, 3], [4]]], -1),
+    ):
+        batches, loaders = simulate(*case, shuffle=False)
+        assert batches == expected
+        assert [loader.remainder for loader in loaders] == [remainder] * len(loaders)
+        _, bs, size, split, *_ = case
+        assert {loader.total_batch_size for loader in loaders} == {bs if split else bs * size}
 
 
 def test_even_batches_can_be_switched_for_a_while(prepare, counting):
@@ -125,14 +70,16 @@ def test_even_batches_can_be_switched_for_a_while(prepare, counting):
 
 
 def test_epochs_are_shuffled_differently_and_reproducibly(prepare, counting):
-    def epochs(seed):
-        loader = prepare(DataLoader(counting(20), batch_size=4, shuffle=True), seed=seed)
+    def epochs(seed, **config):
+        loader = prepare(DataLoader(counting(20), batch_size=4, shuffle=True), seed=seed, **config)
         return [torch.cat(list(loader)).tolist() for _ in range(3)]
 
+    before = torch.get_rng_state()
     first = epochs(0)
+    assert torch.equal(torch.get_rng_state(), before)
     assert first == epochs(0)
     assert first[0] != first[1] != first[2] != first[0]
-    assert epochs(7) != first
+    assert epochs(1, data_seed=5) == epochs(5) != first
 
 
 def test_unset_seed_follows_the_loaders_generator_or_torchs(prepare, counting):
@@ -159,21 +106,6 @@ def test_ranks_that_seed_differently_share_an_order():
     torch.manual_seed(0)
     first = Accelerator(cpu=True).prepare(DataLoader(range(8), batch_size=1, shuffle=True))
     assert communication.gather(torch.cat(list(first))).tolist() == batches.tolist()
-
-
-def test_data_seed_wins_over_the_runs(prepare, counting):
-    def order(seed, **config):
-        loader = prepare(DataLoader(counting(20), shuffle=True), seed=seed, **config)
-        return torch.cat(list(loader)).tolist()
-
-    assert order(1, data_seed=5) == order(5) != order(1)
-
-
-def test_an_epoch_draws_nothing_from_the_global_generator(prepare, counting):
-    loader = prepare(DataLoader(counting(8), batch_size=2, shuffle=True))
-    before = torch.get_rng_state()
-    list(loader)
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_user_generator_decides_without_seedable_sampler(prepare, counting):
@@ -209,40 +141,22 @@ class EvenFirst(Sampler):
 
 
 def test_custom_sampler_is_kept_seeded_and_told_the_epoch(prepare, counting):
-    samplers = [EvenFirst(12) for _ in range(2)]
-    epochs = []
-    for rank, sampler in enumerate(samplers):
-        torch.manual_seed(rank)  # the ranks' own state must not matter
-        loader = prepare(DataLoader(counting(12), batch_size=3, sampler=sampler), rank, 2)
-        assert loader.sampler is sampler
-        epochs.append([torch.cat(list(loader)).tolist() for _ in range(2)])
-    for first, second in zip(*epochs, strict=True):
-        assert sorted(first + second) == list(range(12))
-    assert epochs[0][0] != epochs[0][1]
-    assert samplers[0].epochs == [0, 1]
-
-
-def test_custom_sampler_with_its_own_generator(prepare, counting):
-    parts = []
-    for rank in range(2):
-        generator = torch.Generator()
-        generator.manual_seed(rank)
-        before = generator.get_state()
-        sampler = EvenFirst(12, generator)
-        loader = prepare(DataLoader(counting(12), batch_size=3, sampler=sampler), rank, 2)
-        parts.append(torch.cat(list(loader)).tolist())
-        assert torch.equal(generator.get_state(), before)
-    assert sorted(parts[0] + parts[1]) == list(range(12))
-
-
-def test_sampling_with_replacement(prepare, counting):
-    data = counting(5)
-    sampler = RandomSampler(data, replacement=True, num_samples=8)
-    parts = [
-        torch.cat(list(prepare(DataLoader(data, batch_size=2, sampler=sampler), rank, 2)))
-        for rank in range(2)
-    ]
-    assert [len(part) for part in parts] == [4, 4]
+    for own in (False, True):
+        generators = [torch.Generator().manual_seed(rank) if own else None for rank in range(2)]
+        before = [each and each.get_state() for each in generators]
+        samplers = [EvenFirst(12, each) for each in generators]
+        epochs = []
+        for rank, sampler in enumerate(samplers):
+            torch.manual_seed(rank)  # the ranks' own state must not matter
+            loader = prepare(DataLoader(counting(12), batch_size=3, sampler=sampler), rank, 2)
+            assert loader.sampler is sampler
+            epochs.append([torch.cat(list(loader)).tolist() for _ in range(2)])
+        for first, second in zip(*epochs, strict=True):
+            assert sorted(first + second) == list(range(12))
+        assert epochs[0][0] != epochs[0][1]
+        assert samplers[0].epochs == [0, 1]
+        for generator, state in zip(generators, before, strict=True):
+            assert not own or torch.equal(generator.get_state(), state)
 
 
 def test_sampling_a_part_of_the_data(prepare, counting):
@@ -270,19 +184,12 @@ class Buckets:
         return iter(self.batches)
 
 
-def test_custom_batch_sampler_is_kept(prepare, counting):
-    sampler = Buckets([[5, 1], [0, 3], [2, 4]], batch_size=2)
-    loader = prepare(DataLoader(counting(6), batch_sampler=sampler), 0, 2)
-    assert loader.batch_sampler is sampler
-    assert loader.total_batch_size == 4
-
-
-def test_custom_batches_are_given_in_turn_and_filled(read_all, counting):
+def test_custom_batches_are_given_in_turn_and_filled(prepare, read_all, counting):
     sampler = Buckets([[5, 1], [0, 3], [2]], batch_size=2)
     batches, loaders = read_all(lambda: DataLoader(counting(6), batch_sampler=sampler), 2)
     assert batches == [[[5, 1], [2, 5]], [[0, 3], [1, 0]]]
-    assert loaders[0].remainder == 1
-    assert len(loaders[0]) == 2
+    assert loaders[0].batch_sampler is sampler
+    assert (loaders[0].remainder, len(loaders[0]), loaders[0].total_batch_size) == (1, 2, 4)
 
 
 def test_custom_batches_split(read_all, counting):
@@ -324,18 +231,12 @@ def test_batch_size_none_gives_items_in_turn(prepare, counting):
     parts = [list(prepare(DataLoader(counting(5), batch_size=None), rank, 2)) for rank in range(2)]
     assert parts == [[0, 2, 4], [1, 3, 0]]
 
-
-def test_batch_sampler_as_sampler_keeps_lists_of_indices(prepare):
-    class Rows(torch.utils.data.Dataset):
-        def __len__(self):
-            return 6
-
+    class Rows(counting):
         def __getitem__(self, indices):
             return torch.tensor(indices) * 10
 
-    data = Rows()
-    sampler = BatchSampler(torch.utils.data.SequentialSampler(data), 2, False)
-    loader = prepare(DataLoader(data, sampler=sampler, batch_size=None), 0, 2)
+    sampler = BatchSampler(range(6), 2, False)  # as a sampler it keeps lists of indices
+    loader = prepare(DataLoader(Rows(6), sampler=sampler, batch_size=None), 0, 2)
     assert [batch.tolist() for batch in loader] == [[0, 10], [40, 50]]
 
 

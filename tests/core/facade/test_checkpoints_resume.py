@@ -1,4 +1,4 @@
-"""A run that was saved and loaded goes on as if nothing had happened, on other ranks too."""
+"""A run that was saved and loaded goes on as if nothing had happened; a refused load as well."""
 
 import io
 import json
@@ -60,10 +60,8 @@ def train(accelerator, parts, steps, on_step=None):
     return losses, seen
 
 
-@pytest.mark.parametrize(
-    "world", [1, pytest.param(2, marks=pytest.mark.ranks(2))], ids=["one", "two"]
-)
-def test_resume_in_mid_epoch_is_exact(tmp_path, world):
+@pytest.mark.ranks(2)
+def test_resume_in_mid_epoch_is_exact(tmp_path):
     straight = Accelerator(cpu=True)
     parts = build(straight)
 
@@ -77,7 +75,7 @@ def test_resume_in_mid_epoch_is_exact(tmp_path, world):
     resumed.load_state(tmp_path / "ckpt")
     rest, seen_again = train(resumed, fresh, 12)
     assert rest == losses[4:]
-    assert seen_again == seen[4 * 2 * world :]
+    assert seen_again == seen[4 * 2 * 2 :]
     for mine, theirs in zip(fresh[0].parameters(), parts[0].parameters(), strict=True):
         assert torch.equal(mine, theirs)
     assert fresh[2].get_last_lr() == parts[2].get_last_lr()
@@ -85,82 +83,9 @@ def test_resume_in_mid_epoch_is_exact(tmp_path, world):
     resumed.free_memory()
 
 
-@pytest.mark.ranks(2)
-def test_saved_on_two_ranks_for_one(tmp_path_of_matrix):
-    accelerator = Accelerator(cpu=True)
-    parts = build(accelerator)
-
-    def save(step):
-        if step == 3:
-            accelerator.save_state(tmp_path_of_matrix / "two")
-
-    _, seen = train(accelerator, parts, 3, save)
-    weights = {k: v.tolist() for k, v in accelerator.get_state_dict(parts[0]).items()}
-    if accelerator.is_main_process:
-        (tmp_path_of_matrix / "facts.json").write_text(json.dumps([seen, weights]))
-    accelerator.free_memory()
-
-
-@pytest.mark.parametrize(
-    "world",
-    [1, pytest.param(3, marks=pytest.mark.ranks(3)), pytest.param(4, marks=pytest.mark.ranks(4))],
-)
-def test_loaded_on_another_number_of_ranks(tmp_path_of_matrix, world):
-    if not (tmp_path_of_matrix / "two").exists():
-        pytest.skip("needs test_saved_on_two_ranks_for_one, which runs before it")
-    seen, weights = json.loads((tmp_path_of_matrix / "facts.json").read_text())
-    accelerator = Accelerator(cpu=True)
-    model, optimizer, _, loader = parts = build(accelerator)
-    accelerator.load_state(tmp_path_of_matrix / "two")
-    for name, value in accelerator.get_state_dict(model).items():
-        assert value.tolist() == weights[name], name
-    assert optimizer.param_groups[0]["lr"] != 0.1
-    rest = []
-    for (x,) in loader:
-        rest.extend(accelerator.gather_for_metrics(x[:, 0]).mul(ROWS / 3).round().int().tolist())
-    assert sorted(seen + rest) == list(range(ROWS))
-    train(accelerator, parts, 2)
-    accelerator.free_memory()
-
-
-@pytest.fixture(scope="module")
-def tmp_path_of_matrix(tmp_path_factory):
-    return tmp_path_factory.mktemp("matrix")
-
-
-def test_automatic_names_and_limit(tmp_path):
-    accelerator = Accelerator(
-        cpu=True,
-        project_config=ProjectConfiguration(
-            project_dir=tmp_path, automatic_checkpoint_naming=True, total_limit=2
-        ),
-    )
-    build(accelerator)
-    for _ in range(3):
-        accelerator.save_state()
-    names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
-    assert names == ["checkpoint_1", "checkpoint_2"]
-    again = Accelerator(cpu=True, project_config=accelerator.project_configuration)
-    build(again)
-    assert again.load_state().endswith("checkpoint_2")
-    again.save_state()
-    assert (tmp_path / "checkpoints" / "checkpoint_3").exists()
-
-
 def automatic(folder):
     project = ProjectConfiguration(project_dir=folder, automatic_checkpoint_naming=True)
     return Accelerator(cpu=True, project_config=project)
-
-
-def test_a_save_sweeps_what_a_kill_left_of_other_names(tmp_path):
-    accelerator = automatic(tmp_path)
-    build(accelerator)
-    accelerator.save_state()
-    folder = tmp_path / "checkpoints"
-    (folder / ".checkpoint_7.old-0123456789abcdef").mkdir()
-    (folder / ".checkpoint_8.tmp-0123456789abcdef").mkdir()
-    accelerator.save_state()
-    assert sorted(path.name for path in folder.iterdir()) == ["checkpoint_0", "checkpoint_1"]
 
 
 def flip_a_byte(directory):
@@ -237,67 +162,41 @@ class Counter:
         self.loads += 1
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3", "fsdp", "megatron"])
-@pytest.mark.parametrize("lacking", ["object", "scheduler", "loader", "second model", "unit"])
-def test_a_refused_load_changes_nothing(tmp_path, strategy, lacking):
-    def start(*, whole):
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+def test_a_refused_load_changes_nothing(tmp_path, strategy):
+    def start(lacking=None):
+        whole = lacking is None
         accelerator = Accelerator(cpu=True, strategy=strategy)
         torch.manual_seed(0 if whole else 1)
         first = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
         optimizer = torch.optim.Adam(first.parameters(), lr=0.1 if whole else 0.5)
         first, optimizer = accelerator.prepare(first, optimizer)
-        second = nn.Sequential(nn.Linear(2, 2 if whole or lacking != "second model" else 3))
+        second = nn.Sequential(nn.Linear(2, 3 if lacking == "second model" else 2))
         accelerator.prepare(second, torch.optim.SGD(second.parameters(), lr=0.1))
-        data = TensorDataset(torch.ones(4, 2))
-        by_batch = {"batch_sampler": [[0], [1]]} if lacking == "unit" and whole else {}
+        by_batch = {"batch_sampler": [[0], [1]]} if lacking == "unit" else {}
         counter = Counter()
-        if whole or lacking != "object":
+        if lacking != "object":
             accelerator.register_for_checkpointing(counter)
-        if whole or lacking != "scheduler":
+        if lacking != "scheduler":
             accelerator.prepare(torch.optim.lr_scheduler.StepLR(optimizer, 1))
-        if whole or lacking != "loader":
-            accelerator.prepare(DataLoader(data, **by_batch))
+        if lacking != "loader":
+            accelerator.prepare(DataLoader(TensorDataset(torch.ones(4, 2)), **by_batch))
         return accelerator, first, optimizer, counter
 
-    first, *_ = start(whole=True)
+    first, *_ = start()
     first.save_state(tmp_path / "ck")
-    second, model, optimizer, counter = start(whole=False)
-    with second.gathered(model):
-        before = weights_of(model)
-    with pytest.raises(CheckpointError):
-        second.load_state(tmp_path / "ck")
-    with second.gathered(model):
-        assert all(map(torch.equal, before, weights_of(model)))
-    assert [group["lr"] for group in optimizer.param_groups] == [0.5]
-    assert not counter.loads
     first.free_memory()
-    second.free_memory()
-
-
-def test_existing_directory_is_refused_and_kept(tmp_path):
-    accelerator = Accelerator(cpu=True)
-    parts = build(accelerator)
-    accelerator.save_state(tmp_path / "one")
-    manifest = (tmp_path / "one" / "manifest.json").read_bytes()
-    with pytest.raises(CheckpointError, match="overwrite=True"):
-        accelerator.save_state(tmp_path / "one")
-    assert (tmp_path / "one" / "manifest.json").read_bytes() == manifest
-    train(accelerator, parts, 1)
-    accelerator.save_state(tmp_path / "one", overwrite=True)
-    assert (tmp_path / "one" / "manifest.json").read_bytes() != manifest
-
-
-def test_another_model_is_refused(tmp_path):
-    accelerator = Accelerator(cpu=True)
-    build(accelerator)
-    accelerator.save_state(tmp_path / "one")
-    other = Accelerator(cpu=True)
-    other.prepare(nn.Linear(3, 9))
-    with pytest.raises(CheckpointError, match="inner.weight|differ"):
-        other.load_state(tmp_path / "one")
-
-
-def test_directory_is_needed():
+    for lacking in ("object", "scheduler", "loader", "second model", "unit"):
+        second, model, optimizer, counter = start(lacking)
+        with second.gathered(model):
+            before = weights_of(model)
+        with pytest.raises(CheckpointError):
+            second.load_state(tmp_path / "ck")
+        with second.gathered(model):
+            assert all(map(torch.equal, before, weights_of(model))), lacking
+        assert [group["lr"] for group in optimizer.param_groups] == [0.5]
+        assert not counter.loads
+        second.free_memory()
     with pytest.raises(UsageError, match="expected a directory"):
         Accelerator(cpu=True).save_state()
     with pytest.raises(UsageError, match="project_dir"):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from drivetrain import Accelerator, CheckpointError, GradScalerKwargs, NonFiniteError
+from drivetrain import Accelerator, CheckpointError, NonFiniteError
 from drivetrain import ProjectConfiguration as Project
 from drivetrain.checkpoint import is_finite
 from drivetrain.facade import exchange, finite
@@ -42,10 +42,9 @@ def weights(accelerator, model):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3", "fsdp"])
-@pytest.mark.parametrize("clip", [True, False])
+@pytest.mark.parametrize(("strategy", "clip"), [("ddp", False), ("zero3", True)])
 def test_the_loss_of_one_rank_is_named_on_every_rank(monkeypatch, strategy, clip):
-    exchange.PERIOD_S, period = 0.0, exchange.PERIOD_S
+    monkeypatch.setattr(exchange, "PERIOD_S", 0.0)
     accelerator, model, optimizer = start(strategy)
     step(accelerator, model, optimizer, ROW, clip=clip)
     before = weights(accelerator, model)
@@ -55,13 +54,12 @@ def test_the_loss_of_one_rank_is_named_on_every_rank(monkeypatch, strategy, clip
     assert "rank 1: in step 2 the loss of micro-batch 1 is nan" in message
     assert "the loss" not in message.partition("rank 1")[0].partition("found")[2]
     assert all(map(torch.equal, before, weights(accelerator, model)))
-    exchange.PERIOD_S = period
     accelerator.free_memory()
 
 
 @pytest.mark.ranks(2)
-def test_fast_steps_stop_a_little_later_and_save_nothing_before(tmp_path):
-    exchange.PERIOD_S, period = 1e9, exchange.PERIOD_S  # all steps are fast
+def test_fast_steps_stop_a_little_later_and_save_nothing_before(monkeypatch, tmp_path):
+    monkeypatch.setattr(exchange, "PERIOD_S", 1e9)  # all steps are fast
     accelerator, model, optimizer = start()
     step(accelerator, model, optimizer, ROW, clip=False)
     step(accelerator, model, optimizer, bad_on_rank_1(accelerator), clip=False)
@@ -71,14 +69,17 @@ def test_fast_steps_stop_a_little_later_and_save_nothing_before(tmp_path):
     with pytest.raises(NonFiniteError, match=r"rank 1: in step 2 the loss.*ends the run"):
         for _ in range(exchange.MOST_STEPS):
             step(accelerator, model, optimizer, ROW, clip=False)
-    exchange.PERIOD_S = period
     accelerator.free_memory()
 
 
 def test_the_first_parameter_is_named_where_the_loss_is_finite():
     accelerator, model, optimizer = start()
+    hook = model[0].weight.register_hook(lambda grad: torch.full_like(grad, 3e38))
+    step(accelerator, model, optimizer, ROW, clip=False)  # only the sum of them is too large
+    hook.remove()
+    torch.nn.init.ones_(model[0].weight)
     model[1].weight.register_hook(lambda grad: grad * math.inf)
-    with pytest.raises(NonFiniteError, match=r"rank 0: in step 1 the gradient of 1\.weight: on_n"):
+    with pytest.raises(NonFiniteError, match=r"rank 0: in step 2 the gradient of 1\.weight: on_n"):
         step(accelerator, model, optimizer, ROW)
 
 
@@ -97,35 +98,6 @@ def test_without_a_norm_gradients_are_looked_at_in_turn():
     with pytest.raises(NonFiniteError, match="in step 2 the loss of micro-batch 1 is -inf"):
         for _ in range(2):
             step(accelerator, model, optimizer, ROW, clip=False)
-
-
-def test_a_sum_of_finite_gradients_may_be_too_large():
-    accelerator, model, optimizer = start()
-    model[0].weight.register_hook(lambda grad: torch.full_like(grad, 3e38))
-    step(accelerator, model, optimizer, ROW, clip=False)
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3", "fsdp"])
-@pytest.mark.parametrize("clip", [True, False])
-def test_a_skipped_step_leaves_everything_as_it_was(strategy, clip):
-    accelerator, model, optimizer = start(strategy, "skip")
-    scheduler = accelerator.prepare(torch.optim.lr_scheduler.StepLR(optimizer.given, 1))
-    step(accelerator, model, optimizer, ROW, clip=clip)
-    before = weights(accelerator, model)
-    step(accelerator, model, optimizer, bad_on_rank_1(accelerator), clip=clip)
-    scheduler.step()
-    assert accelerator.optimizer_step_was_skipped
-    assert scheduler.last_epoch == 0
-    assert all(map(torch.equal, before, weights(accelerator, model)))
-    step(accelerator, model, optimizer, ROW, clip=clip)
-    after = weights(accelerator, model)
-    assert all(bool(each.isfinite().all()) for each in after)
-    assert not torch.equal(before[0], after[0])
-    with pytest.raises(NonFiniteError, match="10 steps in a row were skipped"):
-        for _ in range(11):
-            step(accelerator, model, optimizer, bad_on_rank_1(accelerator), clip=clip)
-    accelerator.free_memory()
 
 
 @pytest.mark.ranks(2)
@@ -169,15 +141,6 @@ def test_the_last_finite_checkpoint_is_never_pruned(tmp_path, wait, caplog):
     assert [path.name for path in kept] == ["checkpoint_0", "checkpoint_2", "checkpoint_3"]
     assert list(map(is_finite, kept)) == [True, False, False]
     assert "holds weights that are infinite or NaN" in caplog.text
-
-
-def test_an_infinite_gradient_skips_a_step_of_fp16_even_so():
-    accelerator, model, optimizer = start(
-        mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(init_scale=4.0)]
-    )
-    model[1].weight.register_hook(lambda grad: grad * math.inf)
-    step(accelerator, model, optimizer, ROW)
-    assert optimizer.step_was_skipped
 
 
 def test_of_the_checkpoints_that_a_script_named_the_newest_is_taken(tmp_path):

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from drivetrain import Accelerator, DataLoaderConfiguration, UsageError, communication
+from drivetrain import Accelerator, DataLoaderConfiguration, UsageError
 
 
 def rows(n):
@@ -29,32 +29,6 @@ def reference_grad(batches, weights=None):
     losses = [w * loss_of(model, x) for w, x in zip(weights, batches, strict=True)]
     (sum(losses) / sum(weights)).backward()
     return model.weight.grad
-
-
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.ranks(2))])
-def test_trailing_window_is_divided_by_its_real_length(ranks):
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
-    data = rows(5 * 2 * ranks)
-    model = linear()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    model, optimizer, loader = accelerator.prepare(
-        model, optimizer, DataLoader(TensorDataset(data), batch_size=2)
-    )
-    grads = []
-    for (x,) in loader:
-        with accelerator.accumulate(model):
-            accelerator.backward(loss_of(model, x))
-            if accelerator.sync_gradients:
-                grads.append(model.weight.grad.clone())
-            optimizer.step()
-            optimizer.zero_grad()
-    per_step = 2 * ranks
-    full = [data[i : i + 2] for i in range(0, 3 * per_step, 2)]
-    partial = [data[i : i + 2] for i in range(3 * per_step, 5 * per_step, 2)]
-    assert len(grads) == 2
-    torch.testing.assert_close(grads[0], reference_grad(full), rtol=1e-12, atol=1e-14)
-    torch.testing.assert_close(grads[1], reference_grad(partial), rtol=1e-12, atol=1e-14)
-    accelerator.end_training()
 
 
 @pytest.mark.ranks(2)
@@ -87,28 +61,28 @@ def test_two_losses_in_the_last_micro_batch_of_a_short_window():
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3", "fsdp"])
-@pytest.mark.parametrize("weighted", [False, True])
-def test_gradients_of_an_earlier_window_are_not_divided_again(strategy, weighted):
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, strategy=strategy)
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+def test_gradients_of_an_earlier_window_are_not_divided_again(strategy):
     data = rows(12)
-    model = linear()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    before = model.weight.detach().clone()
-    model, optimizer, loader = accelerator.prepare(
-        model, optimizer, DataLoader(TensorDataset(data), batch_size=2)
-    )
-    weights = iter([1.0, 3.0, 5.0])
-    for (x,) in loader:  # two windows, of 2 and 1 micro-batches, and one step after both
-        with accelerator.accumulate(model):
-            weight = next(weights)
-            accelerator.backward(loss_of(model, x), weight=weight if weighted else None)
-    optimizer.step()
     of = [reference_grad([data[i : i + 4]]) for i in (0, 4, 8)]  # both ranks' batches
-    expected = (of[0] + 3 * of[1]) / 4 if weighted else (of[0] + of[1]) / 2
-    found = before - accelerator.get_state_dict(model)["weight"]
-    torch.testing.assert_close(found, expected + of[2], rtol=1e-12, atol=1e-14)
-    accelerator.end_training()
+    for weighted in (False, True):
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, strategy=strategy)
+        model = linear()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        before = model.weight.detach().clone()
+        model, optimizer, loader = accelerator.prepare(
+            model, optimizer, DataLoader(TensorDataset(data), batch_size=2)
+        )
+        weights = iter([1.0, 3.0, 5.0])
+        for (x,) in loader:  # two windows, of 2 and 1 micro-batches, and one step after both
+            with accelerator.accumulate(model):
+                weight = next(weights)
+                accelerator.backward(loss_of(model, x), weight=weight if weighted else None)
+        optimizer.step()
+        expected = (of[0] + 3 * of[1]) / 4 if weighted else (of[0] + of[1]) / 2
+        found = before - accelerator.get_state_dict(model)["weight"]
+        torch.testing.assert_close(found, expected + of[2], rtol=1e-12, atol=1e-14)
+        accelerator.free_memory()
 
 
 def test_gradients_that_a_script_clears_between_micro_batches_do_not_come_back():
@@ -154,34 +128,6 @@ def test_steps_and_schedule_wait_for_the_window():
     assert rates == [1.0, 0.5, 0.5, 0.25]
 
 
-@pytest.mark.ranks(2)
-def test_scheduler_counts_samples_when_asked():
-    accelerator = Accelerator(cpu=True, config={"step_scheduler_with": "samples"})
-    model = linear()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
-    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
-    accelerator.backward(loss_of(model, rows(2)))
-    optimizer.step()
-    scheduler.step()
-    assert scheduler.get_last_lr() == [0.25]
-    accelerator.end_training()
-
-
-@pytest.mark.ranks(2)
-def test_no_communication_inside_a_window():
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-    model = accelerator.prepare(linear())
-    accelerator.traffic.clear()
-    with accelerator.accumulate(model):
-        accelerator.backward(loss_of(model, rows(2)))
-        assert accelerator.traffic.total() == 0
-    with accelerator.accumulate(model):
-        accelerator.backward(loss_of(model, rows(2)))
-    assert accelerator.traffic.total() > 0
-    accelerator.end_training()
-
-
 def test_a_schedule_of_n_steps_takes_n_steps_and_no_more():
     accelerator = Accelerator(cpu=True)
     model = linear()
@@ -199,30 +145,6 @@ def test_a_schedule_of_n_steps_takes_n_steps_and_no_more():
         assert scheduler.get_last_lr() == expected.get_last_lr()
     scheduler.step()
     assert scheduler.get_last_lr() == expected.get_last_lr()
-
-
-@pytest.mark.ranks(2)
-def test_no_sync_and_trigger_sync_in_backward():
-    accelerator = Accelerator(cpu=True)
-    rank = accelerator.process_index
-    model = accelerator.prepare(linear())
-    with accelerator.no_sync(model):
-        first = loss_of(model, rows(4)[rank : rank + 2])
-        second = loss_of(model, rows(4)[rank : rank + 2])
-        accelerator.backward(first)
-        with accelerator.trigger_sync_in_backward(model):
-            accelerator.backward(second)
-    mine = model.weight.grad
-    torch.testing.assert_close(mine, communication.reduce(mine, "mean"), rtol=1e-13, atol=0)
-    accelerator.end_training()
-
-
-def test_two_accelerators_do_not_share_their_windows():
-    one = Accelerator(cpu=True, gradient_accumulation_steps=2)
-    other = Accelerator(cpu=True, gradient_accumulation_steps=7)
-    assert (one.gradient_accumulation_steps, other.gradient_accumulation_steps) == (2, 7)
-    one.gradient_accumulation_steps = 3
-    assert other.gradient_accumulation_steps == 7
 
 
 @pytest.mark.ranks(2)

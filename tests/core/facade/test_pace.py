@@ -22,10 +22,6 @@ def of_transformers(optimizer, steps):
     return LambdaLR(optimizer, functools.partial(linear, num_training_steps=steps))
 
 
-def of_diffusers(optimizer, num_training_steps):
-    return LambdaLR(optimizer, lambda step: max(0.0, 1 - step / num_training_steps))
-
-
 def of_torch(optimizer, steps):
     return OneCycleLR(optimizer, max_lr=0.1, total_steps=steps)
 
@@ -53,35 +49,26 @@ def run(monkeypatch, schedule, length, *, steps=STEPS, **options):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("schedule", [of_transformers, of_diffusers, of_torch])
-def test_a_schedule_of_so_many_times_the_steps_as_ranks_is_said(monkeypatch, schedule):
-    said, warned = run(monkeypatch, schedule, 2 * STEPS)
-    assert said == [
-        "2 ranks x batch 3 x accumulation 1 = 6 samples per step, 4 steps per epoch; "
-        "the learning-rate schedule has 8 steps"
-    ]
-    assert len(warned) == 1
-    assert "has 8 steps, and the run took 4: 1 of 2" in warned[0]
-    assert "step_scheduler_with=samples" in warned[0]
+def test_a_schedule_of_so_many_times_the_steps_as_ranks_is_said(monkeypatch):
+    for schedule in (of_transformers, of_torch):
+        said, warned = run(monkeypatch, schedule, 2 * STEPS)
+        assert said == [
+            "2 ranks x batch 3 x accumulation 1 = 6 samples per step, 4 steps per epoch; "
+            "the learning-rate schedule has 8 steps"
+        ]
+        assert len(warned) == 1
+        assert "has 8 steps, and the run took 4: 1 of 2" in warned[0]
+        assert "step_scheduler_with=samples" in warned[0]
+    samples = {"step_scheduler_with": "samples"}
+    said, warned = run(monkeypatch, of_transformers, 2 * STEPS, config=samples)
+    assert said[0].endswith("the learning-rate schedule has 4 steps")
+    assert warned == []
 
 
 @pytest.mark.ranks(2)
 def test_a_schedule_of_the_right_length_is_no_warning(monkeypatch):
     _, warned = run(monkeypatch, of_transformers, STEPS)
     assert warned == []
-
-
-@pytest.mark.ranks(2)
-def test_a_schedule_in_samples_is_no_warning(monkeypatch):
-    said, warned = run(
-        monkeypatch, of_transformers, 2 * STEPS, config={"step_scheduler_with": "samples"}
-    )
-    assert said[0].endswith("the learning-rate schedule has 4 steps")
-    assert warned == []
-
-
-def test_one_rank_hears_nothing(monkeypatch):
-    assert run(monkeypatch, of_transformers, 2 * STEPS) == ([], [])
 
 
 def test_the_short_last_step_of_an_epoch_counts():

@@ -128,21 +128,22 @@ def test_the_scripts_own_handler_stays(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # the child only dies
-@pytest.mark.parametrize("case", ["second", "same", "child", "orphan"])
-def test_who_dies_of_a_notice(case):
-    child = os.fork()
-    if child == 0:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # no listener of an earlier test
-        notice = Notice()
-        notice.listen()
-        if case == "orphan":
-            notice._parent = -1
-        if case == "child":
-            notice._process = -1
-        kill_myself()
-        if case == "second":
-            notice._first -= 100
-        kill_myself()
-        os._exit(0 if notice.heard == "SIGTERM" else 1)
-    _, status = os.waitpid(child, 0)
-    assert os.waitstatus_to_exitcode(status) == (0 if case == "same" else -signal.SIGTERM)
+def test_who_dies_of_a_notice():
+    for case in ("second", "same", "child", "orphan"):
+        child = os.fork()
+        if child == 0:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # no listener of an earlier test
+            notice = Notice()
+            notice.listen()
+            if case == "orphan":
+                notice._parent = -1
+            if case == "child":
+                notice._process = -1
+            kill_myself()
+            if case == "second":
+                notice._first -= 100
+            kill_myself()
+            os._exit(0 if notice.heard == "SIGTERM" else 1)
+        _, status = os.waitpid(child, 0)
+        expected = 0 if case == "same" else -signal.SIGTERM
+        assert os.waitstatus_to_exitcode(status) == expected, case

@@ -1,11 +1,12 @@
 """prepare() keeps order and identity, and refuses what cannot work with a clear error."""
 
 import math
-import time
+from contextlib import nullcontext
 from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -43,35 +44,19 @@ def test_order_and_identity():
     assert accelerator.unwrap_model(model) is model
 
 
-@pytest.mark.parametrize(
-    ("places", "quantized", "refused"),
-    [
+def test_a_model_on_several_devices_is_refused():
+    for places, quantized, refused in (
         ({"": "cpu"}, False, False),
         ({"": "cpu"}, True, True),
         ({"": 0}, True, False),
         ({"0": 0, "1": 1}, False, True),
         ({"": "disk"}, False, True),
-    ],
-)
-def test_a_model_on_several_devices_is_refused(places, quantized, refused):
-    model = nn.Sequential(nn.Linear(2, 2))
-    model[0].hf_device_map, model[0].is_loaded_in_4bit = places, quantized
-    if not refused:
-        Accelerator(cpu=True).prepare(model)
-        return
-    with pytest.raises(UsageError, match=r"found hf_device_map with .*: load it without"):
-        Accelerator(cpu=True).prepare(model)
-
-
-def test_optimizer_may_come_before_its_model():
-    accelerator = Accelerator(cpu=True)
-    model = nn.Linear(2, 2)
-    optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
-    model = accelerator.prepare(model)
-    before = model.weight.detach().clone()
-    accelerator.backward(model(torch.ones(1, 2)).sum())
-    optimizer.step()
-    assert not torch.equal(model.weight, before)
+    ):
+        model = nn.Sequential(nn.Linear(2, 2))
+        model[0].hf_device_map, model[0].is_loaded_in_4bit = places, quantized
+        error = pytest.raises(UsageError, match="found hf_device_map with .*: load it without")
+        with error if refused else nullcontext():
+            Accelerator(cpu=True).prepare(model)
 
 
 def test_a_criterion_may_be_prepared_and_is_no_model(tmp_path):
@@ -82,15 +67,6 @@ def test_a_criterion_may_be_prepared_and_is_no_model(tmp_path):
     accelerator.backward(criterion(model(torch.ones(1, 2)), torch.tensor([0])))
     accelerator.save_state(tmp_path / "c")
     accelerator.load_state(tmp_path / "c")
-
-
-def test_without_a_prepared_model_gradients_are_torchs_own():
-    accelerator = Accelerator(cpu=True)
-    model = nn.Linear(2, 2, bias=False)
-    accelerator.backward(model(torch.full((1, 2), 3.0)).sum())
-    norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
-    torch.testing.assert_close(norm, torch.tensor(6.0))
-    torch.testing.assert_close(model.weight.grad, torch.full((2, 2), 0.5))
 
 
 def test_a_submodule_stands_for_its_model_in_accumulate():
@@ -114,25 +90,16 @@ def test_optimizer_over_foreign_parameters():
         accelerator.prepare(nn.Linear(2, 2), foreign)
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda model: model(torch.ones(3, 2)), "scalar loss, found shape"),
-        (lambda model: model(torch.ones(3, 2)).sum().detach(), "requires grad"),
-        (lambda model: 3.0, "found float"),
-    ],
-)
-def test_backward_of_what_is_no_loss(make, message):
+def test_backward_of_what_is_no_loss():
     accelerator = Accelerator(cpu=True)
-    model = accelerator.prepare(nn.Linear(2, 2))
-    with pytest.raises(UsageError, match=message):
-        accelerator.backward(make(model))
-
-
-@pytest.mark.ranks(2)
-def test_backward_of_several_ranks_without_a_model():
-    with pytest.raises(UsageError, match="prepared model"):
-        Accelerator(cpu=True).backward(torch.ones((), requires_grad=True))
+    output = accelerator.prepare(nn.Linear(2, 2))(torch.ones(3, 2))
+    for loss, message in (
+        (output, "scalar loss, found shape"),
+        (output.sum().detach(), "requires grad"),
+        (3.0, "found float"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            accelerator.backward(loss)
 
 
 def test_options_reach_the_run():
@@ -162,12 +129,9 @@ def test_a_trigger_is_lowered_when_it_was_seen():
     assert [accelerator.check_trigger(), accelerator.check_trigger()] == [True, False]
 
 
-def test_unknown_strategy_lists_the_installed():
+def test_unknown_strategies_and_options():
     with pytest.raises(UnknownPluginError, match="installed: .*ddp"):
         Accelerator(cpu=True, strategy="zeero")
-
-
-def test_unknown_option_of_a_strategy():
     with pytest.raises(ConfigError, match="did you mean 'bucket_mib'"):
         Accelerator(cpu=True, strategy={"name": "ddp", "bucket_mb": 3})
 
@@ -186,46 +150,18 @@ def test_wrong_arguments():
 
 
 @pytest.mark.ranks(2)
-def test_ranks_with_different_models():
-    accelerator = Accelerator(cpu=True)
-    width = 3 + accelerator.process_index
-    with pytest.raises(RankMismatchError, match=r"parameter weight \(3, 2\).*weight \(4, 2\)"):
-        accelerator.prepare(nn.Linear(2, width))
-    accelerator.end_training()
-
-
-@pytest.mark.ranks(2)
-def test_ranks_with_different_configurations():
-    import torch.distributed as dist
-
+def test_ranks_that_differ_are_refused():
+    rank = dist.get_rank()
     with pytest.raises(RankMismatchError, match="accumulation = 1.*accumulation = 2"):
-        Accelerator(cpu=True, gradient_accumulation_steps=1 + dist.get_rank())
-
-
-@pytest.mark.ranks(2)
-def test_gather_of_unequal_shapes_is_an_error_everywhere():
+        Accelerator(cpu=True, gradient_accumulation_steps=1 + rank)
     accelerator = Accelerator(cpu=True)
+    with pytest.raises(RankMismatchError, match=r"parameter weight \(3, 2\).*weight \(4, 2\)"):
+        accelerator.prepare(nn.Linear(2, 3 + rank))
     with pytest.raises(
         RankMismatchError, match=r"rank 0: float32\(1, 2\); rank 1: float32\(2, 2\)"
     ):
-        accelerator.gather(torch.ones(accelerator.process_index + 1, 2))
+        accelerator.gather(torch.ones(rank + 1, 2))
     accelerator.end_training()
-
-
-def test_two_models_with_their_own_optimizers():
-    accelerator = Accelerator(cpu=True)
-    one, other = nn.Linear(2, 2), nn.Linear(2, 2)
-    first, second = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (one, other))
-    one, other, first, second = accelerator.prepare(one, other, first, second)
-    assert accelerator.strategy_of(one) is not accelerator.strategy_of(other)
-    kept = other.weight.detach().clone()
-    accelerator.backward(one(torch.ones(1, 2)).sum())
-    first.step()
-    second.step()
-    assert torch.equal(other.weight, kept)
-    accelerator.backward(other(one(torch.ones(1, 2))).sum())
-    second.step()
-    assert not torch.equal(other.weight, kept)
 
 
 @pytest.mark.parametrize("kind", [2.0, math.inf])
@@ -251,60 +187,14 @@ def test_clipping_two_models_to_one_norm(kind):
 def test_clipping_a_part_of_a_model_leaves_the_rest():
     accelerator = Accelerator(cpu=True)
     model = accelerator.prepare(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
-    accelerator.backward(model(torch.ones(1, 4)).square().sum())
+    accelerator.backward(100 * model(torch.ones(1, 4)).square().sum())
     kept = model[1].weight.grad.clone()
+    accelerator.clip_grad_value_(model[0].parameters(), 1e-3)
+    assert float(model[0].weight.grad.abs().max()) <= 1.001e-3
     accelerator.clip_grad_norm_(model[0].parameters(), 1e-3)
     assert torch.equal(model[1].weight.grad, kept)
     norm = torch.nn.utils.get_total_norm([p.grad for p in model[0].parameters()])
     assert float(norm) <= 1.001e-3
-
-
-def test_compiled_model_keeps_its_names():
-    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
-    inner = nn.Linear(3, 3)
-    compiled = accelerator.prepare(torch.compile(inner, backend="eager"))
-    output = compiled(torch.ones(2, 3))
-    assert output.dtype is torch.float32
-    accelerator.backward(output.sum())
-    assert accelerator.unwrap_model(compiled, keep_torch_compile=False) is inner
-    assert sorted(accelerator.get_state_dict(compiled)) == ["bias", "weight"]
-
-
-def test_mixed_precision_computes_low_and_returns_fp32():
-    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
-    seen = []
-
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = nn.Linear(3, 3)
-
-        def forward(self, x):
-            y = self.inner(x)
-            seen.append(y.dtype)
-            return {"y": y}
-
-    model = accelerator.prepare(Model())
-    assert model(torch.ones(2, 3))["y"].dtype is torch.float32
-    assert seen == [torch.bfloat16]
-    original = accelerator.unwrap_model(model, keep_fp32_wrapper=False)
-    assert original(torch.ones(2, 3))["y"].dtype is torch.float32
-    assert seen == [torch.bfloat16, torch.float32]
-
-
-def test_prepare_of_a_thousand_parameters_takes_a_few_times_as_long_as_to_make_them():
-    accelerator = Accelerator(cpu=True)
-    made, prepared = [], []
-    for _ in range(5):
-        start = time.process_time()
-        model = nn.ParameterList(nn.Parameter(torch.zeros(8)) for _ in range(1000))
-        made.append(time.process_time() - start)
-        start = time.process_time()
-        accelerator.prepare(model)
-        prepared.append(time.process_time() - start)
-        accelerator.free_memory()
-    # About 2; comparing each parameter with every other makes it more than 4.
-    assert min(prepared) < 4 * min(made), (prepared, made)
 
 
 def test_options_of_ddp_are_left_out_where_a_strategy_has_none(monkeypatch):

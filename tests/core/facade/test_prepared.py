@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from drivetrain import Accelerator, GradScalerKwargs, UsageError
+from drivetrain import Accelerator, UsageError
 
 
 def linear():
@@ -50,32 +50,6 @@ def test_optimizer_after_its_model_is_saved_and_loaded(tmp_path):
     assert torch.equal(found["exp_avg"], expected["exp_avg"])
 
 
-def test_optimizer_after_its_model_is_unscaled():
-    accelerator = Accelerator(
-        cpu=True, mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(init_scale=64.0)]
-    )
-    model = accelerator.prepare(linear())
-    optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), lr=1.0))
-    expected = model.weight.detach() - rows().sum(dim=0)
-    train(accelerator, model, optimizer)
-    torch.testing.assert_close(model.weight.detach(), expected, rtol=1e-3, atol=1e-3)
-
-
-def test_one_optimizer_over_models_prepared_before_and_after_it():
-    accelerator = Accelerator(cpu=True)
-    first, second = linear(), linear()
-    optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1)
-    first = accelerator.prepare(first)
-    second, optimizer = accelerator.prepare(second, optimizer)
-    assert [len(entry.optimizers) for entry in accelerator._prepared.models] == [1, 1]
-    third, fourth = linear(), linear()
-    other = torch.optim.SGD([*third.parameters(), *fourth.parameters()], lr=0.1)
-    other = Accelerator.prepare_optimizer(accelerator, other)
-    accelerator.prepare(third)
-    accelerator.prepare(fourth)
-    assert [len(entry.optimizers) for entry in accelerator._prepared.models] == [1, 1, 1, 1]
-
-
 def test_strategy_that_must_know_an_optimizer_from_the_start_says_so(monkeypatch):
     accelerator = Accelerator(cpu=True)
     model = accelerator.prepare(linear())
@@ -99,15 +73,13 @@ def test_model_prepared_again_after_free_memory():
     accelerator.end_training()
 
 
-@pytest.mark.parametrize("precision", ["no", "bf16"])
 @pytest.mark.parametrize("copier", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))])
-def test_copy_of_a_model_is_an_ordinary_one(precision, copier):
-    accelerator = Accelerator(cpu=True, mixed_precision=precision)
+def test_copy_of_a_model_is_an_ordinary_one(copier):
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
     model = accelerator.prepare(linear())
     average = copier(accelerator.unwrap_model(model))
-    with torch.no_grad():
-        average.weight.zero_()
-        average.bias.zero_()
+    for parameter in average.parameters():
+        torch.nn.init.zeros_(parameter)
     assert average(rows()).abs().sum() == 0
     assert model(rows()).abs().sum() > 0
     average(rows()).sum().backward()

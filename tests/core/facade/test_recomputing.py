@@ -47,56 +47,6 @@ def build():
     return Net()
 
 
-def train(accelerator, model, steps=3):
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    model, optimizer = accelerator.prepare(model, optimizer)
-    torch.manual_seed(11 + accelerator.process_index)
-    losses = []
-    for _ in range(steps):
-        for _ in range(accelerator.gradient_accumulation_steps):
-            with accelerator.accumulate(model):
-                tokens = torch.randint(7, (4, ROWS))
-                loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
-                accelerator.backward(loss)
-                accelerator.clip_grad_norm_(model.parameters(), 0.5)
-                optimizer.step()
-                optimizer.zero_grad()
-                losses.append(loss.item())
-        with torch.no_grad():
-            model.eval()
-            model(torch.randint(7, (1, ROWS)))
-            model.train()
-    return losses, [p.detach().clone() for p in model.parameters()]
-
-
-def same(first, second):
-    return first[0] == second[0] and all(map(torch.equal, first[1], second[1]))
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"mode": "full", "keep": "cpu"}, {"mode": "selective"}, {"mode": "full", "every": 2}],
-)
-@pytest.mark.parametrize("precision", ["no", "bf16"])
-@pytest.mark.parametrize(
-    "size",
-    [pytest.param(1, marks=pytest.mark.ranks(1)), pytest.param(2, marks=pytest.mark.ranks(2))],
-)
-def test_training_is_bitwise_the_same(size, precision, options):
-    base = {"accumulation": 2, "precision": precision}
-    plain = Accelerator(cpu=True, config=base)
-    expected = train(plain, build())
-    plain.free_memory()
-    accelerator = Accelerator(cpu=True, config={**base, "recompute": options})
-    model = build()
-    assert same(train(accelerator, model), expected)
-    calls = 3 * 2 + 3  # training and eval forwards
-    again = [6, 0 if options.get("every") == 2 else 6, 6]
-    assert [block.calls for block in model.blocks] == [calls + more for more in again]
-    accelerator.end_training()
-    assert all("forward" not in block.__dict__ for block in model.blocks)
-
-
 @pytest.mark.ranks(1)
 def test_in_code_before_or_after_prepare_and_never_twice():
     accelerator = Accelerator(cpu=True, config={"recompute": {"mode": "full"}})

@@ -43,27 +43,24 @@ SAID = {
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3", "fsdp"])
-@pytest.mark.parametrize("kind", SAID)
-def test_ranks_that_train_otherwise_are_refused(strategy, kind):
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+def test_ranks_that_train_otherwise_are_refused(strategy):
+    for kind, said in SAID.items():
+        accelerator, model = start(strategy)
+        odd = accelerator.process_index == 1
+        if kind == "activation" and odd:
+            model[1] = nn.GELU()
+        optimizer = optimizer_of(kind, model, odd)
+        step_size = 2 if kind == "scheduler" and odd else 1
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size)
+        with pytest.raises(RankMismatchError) as caught:
+            accelerator.prepare(model, optimizer, scheduler)
+        assert said in str(caught.value)
+        accelerator.free_memory()
     accelerator, model = start(strategy)
-    odd = accelerator.process_index == 1
-    if kind == "activation" and odd:
-        model[1] = nn.GELU()
-    optimizer = optimizer_of(kind, model, odd)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2 if kind == "scheduler" and odd else 1)
-    with pytest.raises(RankMismatchError) as caught:
-        accelerator.prepare(model, optimizer, scheduler)
-    assert SAID[kind] in str(caught.value)
-    accelerator.free_memory()
-
-
-@pytest.mark.ranks(2)
-def test_an_optimizer_that_comes_later_is_compared_too():
-    accelerator, model = start("ddp")
     model = accelerator.prepare(model)
     with pytest.raises(RankMismatchError, match="disagree on an optimizer: .*lr = 0.1"):
-        accelerator.prepare(optimizer_of("lr", model, accelerator.process_index == 1))
+        accelerator.prepare(optimizer_of("lr", model, odd))  # comes later
     accelerator.free_memory()
 
 

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from drivetrain import Accelerator
 from drivetrain.collectives.stretch import ParameterRow, Stretch
 from drivetrain.config import Layer, read_sets
 from drivetrain.config.resolve import resolve
@@ -24,18 +23,20 @@ from drivetrain.strategy import find_strategy
 from drivetrain_launch.cli import run
 
 
+@pytest.fixture(autouse=True)
+def quick_encodings(monkeypatch) -> None:
+    """Say what encodings take: measured beside other work, none might pay."""
+    monkeypatch.setattr(
+        "drivetrain.links.automatic.slowest_times",
+        lambda methods, *_: dict.fromkeys(methods, EncodingTime(1e-4, 1e-9)),
+    )
+
+
 def chosen(**far: object) -> LinkMethods:
     return LinkMethods.configured(LinksConfig(far=FarConfig(**far)))
 
 
-def test_by_default_all_is_exact():
-    links = chosen()
-    assert not links.active
-    assert links.honesty is Honesty.EXACT
-    assert links.used_for == []
-
-
-def test_every_method_says_how_honest_it_is():
+def test_methods_say_how_honest_they_are():
     classes = {name: compressors().load(name).honesty for name in compressors().names}
     assert classes["bf16"] is Honesty.ROUNDING
     own = ("int8", "int4", "onebit", "powersgd", "topk")
@@ -47,6 +48,31 @@ def test_every_method_says_how_honest_it_is():
     assert both.describe() == said
     assert Honesty.ROUNDING.within(Honesty.THEORY)
     assert not Honesty.EMPIRICAL.within(Honesty.THEORY)
+
+    links = chosen(gradients="int8", activations="bf16")
+    assert links.used_for == ["gradients", "activations"]
+    assert links.honesty is Honesty.THEORY
+    rounding = chosen(activations="bf16")
+    assert rounding.active
+    assert not rounding.in_channels
+    assert rounding.honesty is Honesty.ROUNDING
+    said = "between hosts: gradients exact, parameters exact, activations "
+    assert rounding.describe() == f"{said}bf16 (rounding)"
+    assert chosen().describe(frozenset({"activations"})) == f"{said}exact"
+    assert set(rounding.facts()) ^ set(chosen().facts()) == {
+        "links.far.activations: exact", "links.far.activations: bf16"
+    }  # fmt: skip
+    assert not rounding.with_exact_activations().active
+
+    links = LinkMethods.configured(LinksConfig(far=FarConfig(gradients="auto"), allow="rounding"))
+    assert not links.active
+    assert links.honesty is Honesty.EXACT
+    said = "between hosts: gradients auto, parameters exact, rounding at most, still to be chosen"
+    assert links.describe() == said
+    kind, options = find_strategy("plain")
+    kind.check_links(options, links, Precision.of("no"))
+    with pytest.raises(ConfigError, match=r"found \['blok'\]"):
+        chosen(gradients="auto", options={"blok": 3})
 
 
 def test_wrong_choices_are_refused_with_the_right_ones():
@@ -61,15 +87,7 @@ def test_wrong_choices_are_refused_with_the_right_ones():
         chosen(gradients="int8", options={"block": "many"})
 
 
-@pytest.mark.parametrize("name", ["plain"])
-def test_a_strategy_without_channels_refuses_methods(name):
-    kind, options = find_strategy(name)
-    kind.check_links(options, chosen(), Precision.of("no"))
-    with pytest.raises(ConfigError, match=r"links.far.gradients: exact under Plain.*'int8'"):
-        kind.check_links(options, chosen(gradients="int8"), Precision.of("no"))
-
-
-def test_ddp_takes_one_compression_and_sends_no_parameters():
+def test_strategies_refuse_what_they_do_not_send():
     kind, options = find_strategy("ddp", find_strategy("ddp")[0].Config(hook="bf16"))
     with pytest.raises(ConfigError, match="found both: int8 and bf16"):
         kind.check_links(options, chosen(gradients="int8"), Precision.of("no"))
@@ -77,8 +95,6 @@ def test_ddp_takes_one_compression_and_sends_no_parameters():
     with pytest.raises(ConfigError, match="sends no parameters"):
         kind.check_links(options, chosen(parameters="int8"), Precision.of("no"))
 
-
-def test_zero3_sends_values_and_refuses_a_method_for_updates_alone():
     kind, options = find_strategy("zero3")
     with pytest.raises(ConfigError, match=r"can send values of parameters.*'powersgd'"):
         kind.check_links(options, chosen(parameters="powersgd"), Precision.of("no"))
@@ -86,8 +102,6 @@ def test_zero3_sends_values_and_refuses_a_method_for_updates_alone():
     kind, options = find_strategy("zero1")
     kind.check_links(options, chosen(parameters="powersgd"), Precision.of("no"))
 
-
-def test_feedback_refuses_a_loss_scale_and_rounding_does_not():
     kind, options = find_strategy("ddp")
     kind.check_links(options, chosen(gradients="bf16"), Precision.of("fp16"))
     with pytest.raises(ConfigError, match="found fp16"):
@@ -98,28 +112,6 @@ def test_feedback_refuses_a_loss_scale_and_rounding_does_not():
         chosen(gradients="int8", options={"feedback": False})
     wide = chosen(gradients="int4", options={"rounding": "stochastic", "block": 512})
     assert wide.describe().startswith("between hosts: gradients int4 (empirical), ")
-
-
-def test_one_host_has_nothing_to_approximate_and_says_so_once(capsys):
-    config = {"links": {"far": {"gradients": "int8"}}}
-    accelerator = Accelerator(config=config, cpu=True)
-    for _ in range(2):
-        model = torch.nn.Linear(64, 64)
-        accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    said = capsys.readouterr().err
-    assert said.count("between hosts: gradients int8 (theory), parameters exact; all ranks") == 1
-    accelerator.free_memory()
-
-
-def test_the_dry_run_shows_methods_and_bytes_and_refuses_before_ranks_start(capsys):
-    words = ["launch", "--dry-run", "--cpu", "--nproc-per-node", "1", "--nnodes", "2"]
-    words += ["--rdzv-endpoint", "h:1", "--set", "links.far.gradients=int8"]
-    assert run(words) == 0
-    said = capsys.readouterr().out
-    assert "between hosts: gradients int8 (theory), parameters exact" in said
-    assert "all_to_all over dp.far" in said
-    assert run([*words, "--strategy", "plain"]) == ConfigError.exit_code
-    assert "sends no gradients" in capsys.readouterr().err
 
 
 def test_stretches_are_cut_and_joined_in_terms_of_parameters():
@@ -141,43 +133,6 @@ def test_stretches_are_cut_and_joined_in_terms_of_parameters():
         ("a", 13, 13, 20),
         ("b", 0, 20, 41),
     ]
-
-
-def test_activations_are_exact_or_rounded_and_said_with_their_class():
-    links = chosen(gradients="int8", activations="bf16")
-    assert links.used_for == ["gradients", "activations"]
-    assert links.honesty is Honesty.THEORY
-    rounding = chosen(activations="bf16")
-    assert rounding.active
-    assert not rounding.in_channels
-    assert rounding.honesty is Honesty.ROUNDING
-    said = "between hosts: gradients exact, parameters exact, activations "
-    assert rounding.describe() == f"{said}bf16 (rounding)"
-    assert chosen().describe(frozenset({"activations"})) == f"{said}exact"
-    assert set(rounding.facts()) ^ set(chosen().facts()) == {
-        "links.far.activations: exact", "links.far.activations: bf16"
-    }  # fmt: skip
-    assert not rounding.with_exact_activations().active
-
-
-@pytest.mark.parametrize("name", ["plain", "ddp", "zero2", "fsdp", "local"])
-def test_strategies_without_stages_refuse_to_round_activations(name):
-    kind, options = find_strategy(name)
-    with pytest.raises(ConfigError, match=r"sends no activations .* found 'bf16'; leave it out"):
-        kind.check_links(options, chosen(activations="bf16"), Precision.of("no"))
-
-
-def test_the_dry_run_takes_rounded_activations_with_a_pipeline_alone(capsys):
-    words = ["launch", "--dry-run", "--cpu", "--nproc-per-node", "1", "--nnodes", "2"]
-    words += ["--rdzv-endpoint", "h:1", "--set", "links.far.activations=bf16"]
-    assert run([*words, "--strategy", "megatron", "--set", "strategy.pp=2"]) == 0
-    said = " ".join(capsys.readouterr().out.split())
-    assert "activations bf16 (rounding)" in said
-    assert "activations over pp between hosts depends on the batch" in said
-    assert run([*words, "--strategy", "ddp"]) == ConfigError.exit_code
-    assert "sends no activations" in capsys.readouterr().err
-    assert run([*words[:-1], "links.far.activations=int8"]) == ConfigError.exit_code
-    assert "links.far.activations" in capsys.readouterr().err
 
 
 def test_one_word_stands_for_gradients_and_parameters_in_a_file_and_on_the_command_line():
@@ -202,18 +157,6 @@ def test_one_word_stands_for_gradients_and_parameters_in_a_file_and_on_the_comma
     above = read_sets(["links.far.parameters=exact"])
     mixed = resolve(below, above, find_config=find).run.links.far
     assert (mixed.gradients, mixed.parameters) == ("auto", "exact")
-
-
-def test_auto_is_exact_until_it_is_chosen_and_says_so():
-    links = LinkMethods.configured(LinksConfig(far=FarConfig(gradients="auto"), allow="rounding"))
-    assert not links.active
-    assert links.honesty is Honesty.EXACT
-    said = "between hosts: gradients auto, parameters exact, rounding at most, still to be chosen"
-    assert links.describe() == said
-    kind, options = find_strategy("plain")
-    kind.check_links(options, links, Precision.of("no"))
-    with pytest.raises(ConfigError, match=r"found \['blok'\]"):
-        chosen(gradients="auto", options={"blok": 3})
 
 
 HIDES_NOTHING_S = 1e-9
@@ -256,6 +199,19 @@ def test_auto_considers_only_what_the_strategy_and_the_precision_can_take():
         assert names == ("exact", "exact")
         assert line.endswith("all exact, since no other method can be taken here")
 
+    local = find_strategy("local")[0].Config
+    _, (line,) = names_for("local", config=local(workers="ranks", outer_momentum=0.0))
+    assert "topk" in line
+    _, (line,) = names_for("local", config=local(workers="ranks"))
+    assert "topk" not in line
+    assert "powersgd" in line
+
+    assert names_for("ddp", backward_s=40.0)[0] == ("exact", "exact")
+    assert names_for("ddp", backward_s=17.0)[0] == ("bf16", "exact")
+    # Gathers of values hide behind half as long a forward.
+    assert names_for("zero3", backward_s=40.0)[0] == ("exact", "exact")
+    assert names_for("zero3", backward_s=17.0)[0] == ("exact", "bf16")
+
 
 def test_a_choice_by_known_figures_is_about_trained_tensors_and_goes_on_from_a_checkpoint():
     kind, options = find_strategy("ddp")
@@ -276,34 +232,6 @@ def test_a_choice_by_known_figures_is_about_trained_tensors_and_goes_on_from_a_c
     resumed, _ = resume_links(after, sender, saved_choice(chosen))
     first, again = (each.paying["gradients"] for each in (chosen, resumed))
     assert (again.name, again.link, again.time) == (first.name, first.link, first.time)
-
-
-def test_auto_leaves_out_methods_that_a_strategy_advises_against():
-    local = find_strategy("local")[0].Config
-    _, (line,) = names_for("local", config=local(workers="ranks", outer_momentum=0.0))
-    assert "topk" in line
-    _, (line,) = names_for("local", config=local(workers="ranks"))
-    assert "topk" not in line
-    assert "powersgd" in line
-
-
-def test_auto_hides_behind_a_declared_backward():
-    assert names_for("ddp", backward_s=40.0)[0] == ("exact", "exact")
-    assert names_for("ddp", backward_s=17.0)[0] == ("bf16", "exact")
-    # Gathers of values hide behind half as long a forward.
-    assert names_for("zero3", backward_s=40.0)[0] == ("exact", "exact")
-    assert names_for("zero3", backward_s=17.0)[0] == ("exact", "bf16")
-
-
-def test_auto_on_one_host_measures_nothing_and_says_that_nothing_is_approximate(capsys):
-    config = {"links": {"far": "auto", "allow": "theory"}}
-    accelerator = Accelerator(config=config, cpu=True)
-    model = torch.nn.Linear(64, 64)
-    accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    said = capsys.readouterr().err
-    assert "between hosts: gradients auto, parameters auto, theory at most" in said
-    assert "all ranks are on one host, so that nothing is approximate" in said
-    accelerator.free_memory()
 
 
 def test_the_dry_run_chooses_by_a_declared_rate_and_says_what_it_needs_otherwise(capsys):

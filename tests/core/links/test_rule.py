@@ -70,15 +70,13 @@ def test_nothing_approximate_is_chosen_without_permission_and_no_class_beyond_it
     assert chosen("rounding", link(), gradients()) == "bf16"
 
 
-def test_the_least_approximate_method_that_hides_is_taken():
+def test_the_least_approximate_method_that_hides_or_the_quickest_is_taken():
     assert chosen("theory", link(), gradients(1.01 * EXACT_S)) == "exact"
     assert chosen("theory", link(), gradients(0.6 * EXACT_S)) == "bf16"
     assert chosen("theory", link(), gradients(0.6 * EXACT_S), topk=NO_TIME) == "bf16"
     assert chosen("theory", link(), gradients(0.3 * EXACT_S)) == "int8"
     assert chosen("theory", link(), gradients(0.15 * EXACT_S)) == "int4"
 
-
-def test_if_nothing_hides_the_least_time_is_taken():
     assert chosen("theory", link(), gradients()) == "topk"
     slower = EncodingTime(0.02, 0.0)
     assert chosen("theory", link(), gradients(), topk=slower) == "powersgd"

@@ -36,8 +36,6 @@ def test_kinds_have_factors_and_starts_of_their_own():
     assert kinds.start(update) == pytest.approx(56e-6)
     assert kinds.price(update) == pytest.approx(2 * plain.price(update))
 
-
-def test_the_factor_of_a_kind_depends_on_the_size():
     plain = with_kernels()
     prices = with_kernels(gelu=([(1e5, 4.0), (1e7, 2.0)], 0.0), linear=([(1e6, 1.0)], 0.0))
     for nbytes, times in ((1e3, 4.0), (1e5, 4.0), (1e6, 3.0), (1e9, 2.0)):
@@ -46,8 +44,18 @@ def test_the_factor_of_a_kind_depends_on_the_size():
     several = MemoryPass(2e6, 2e6, launches=2, kind="gelu")
     assert prices.price(several) == pytest.approx(3 * plain.price(several))
 
+    prices = with_kernels(gelu=(1.0, 40.0))
+    gelu = MemoryPass(1e6, 1e6, kind="gelu")
+    seconds = prices.seconds(PaperTask("a", (gelu, gelu)))
+    assert seconds == pytest.approx(2 * (prices.price(gelu) + 40e-6))
+    ahead = HardwarePrices(load_hardware("h100"), {}, "bf16")
+    operations = (gelu,) * 3
+    device = sum(map(ahead.price, operations))
+    starts = sum(map(ahead.start, operations))
+    assert ahead.seconds(PaperTask("a", operations)) == pytest.approx(max(device, starts))
 
-def test_messages_inside_of_a_host_wait_for_a_processor():
+
+def test_messages_wait_for_processors_and_share_links():
     links = CPU.links.model_copy(update={"in_training_us": 500.0})
     waits = CPU.model_copy(update={"links": links})
     message = Collective("dp", "all_reduce", 1e6)
@@ -60,26 +68,12 @@ def test_messages_inside_of_a_host_wait_for_a_processor():
         assert halves == pytest.approx(bare.price(message))
         assert halves < plain.price(message)
 
-
-def test_lines_that_leave_a_host_share_its_link():
     message = Collective("dp", "all_reduce", 1e9)
     one, other = (
         HardwarePrices(CPU, {"dp": AxisPlace(4, 1, beside)}, "no").without_latency().price(message)
         for beside in (32, 64)
     )
     assert other == pytest.approx(2 * one)
-
-
-def test_processors_start_kernels_before_they_run_them():
-    prices = with_kernels(gelu=(1.0, 40.0))
-    gelu = MemoryPass(1e6, 1e6, kind="gelu")
-    seconds = prices.seconds(PaperTask("a", (gelu, gelu)))
-    assert seconds == pytest.approx(2 * (prices.price(gelu) + 40e-6))
-    ahead = HardwarePrices(load_hardware("h100"), {}, "bf16")
-    operations = (gelu,) * 3
-    device = sum(map(ahead.price, operations))
-    starts = sum(map(ahead.start, operations))
-    assert ahead.seconds(PaperTask("a", operations)) == pytest.approx(max(device, starts))
 
 
 def test_inputs_of_a_model_get_no_gradient():

@@ -61,16 +61,14 @@ def test_levels_follow_from_the_matrix():
     assert levels_of({(0, 1): 1.0}, 2) == [[(0, 1)]]
 
 
-def test_rounds_are_pooled_by_name():
-    """Three slow rounds of seven say more than the one quick round at their end."""
+def test_rounds_are_pooled_and_scatter_noted_by_name():
+    # Three slow rounds of seven say more than the one quick round at their end.
     clock = Clock(torch.device("cpu"))
     for milliseconds in (4, 4, 4, 1):
         seconds = clock.time("work", lambda ms=milliseconds: time.sleep(ms / 1e3)).seconds
     assert seconds > 3.9e-3
     assert timing_of([3.0, 1.0, 2.0]).seconds == 2.0
 
-
-def test_scatter_is_noted_by_name():
     times = itertools.chain([0.0] * 2, itertools.cycle([0.001, 0.004]))
     clock = Clock(torch.device("cpu"))
     clock.time("steady", lambda: time.sleep(0.005))

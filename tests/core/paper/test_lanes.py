@@ -42,35 +42,11 @@ def test_lanes_run_side_by_side_and_wait_for_what_they_need():
     assert played.seconds == 6
     assert played.peaks == [135]
 
+    tasks = [PaperTask("a", after=(1,)), PaperTask("b", MESSAGE, "dp", after=(0,))]
+    with pytest.raises(UsageError, match="'a' waits for ever"):
+        play(PaperStep(tasks, [{}]), Seconds())
 
-def test_compute_beside_a_collective_is_slower():
-    tasks = [
-        PaperTask("a"),
-        PaperTask("reduce a", MESSAGE, "dp", after=(0,)),
-        PaperTask("b"),
-    ]
-    assert play(PaperStep(tasks, [{}]), Seconds(slowdown=0.5)).seconds == 2 + 2 + 0.5
-
-
-def test_compute_is_slower_beside_each_of_many_short_collectives():
-    tasks = [PaperTask("a"), PaperTask("long", repeat=5)]
-    tasks += [PaperTask(f"reduce {at}", MESSAGE, "dp", after=(0,)) for at in range(3)]
-    played = play(PaperStep(tasks, [{}]), Seconds(slowdown=0.5))
-    # Three seconds of collectives take 4.5 beside compute, which gets three seconds done.
-    assert [each.stop for each in played.tasks[2:]] == pytest.approx([3.5, 5.0, 6.5])
-    assert played.seconds == pytest.approx(2 + 10 + 3 * 0.5)
-
-
-def test_where_nothing_is_hidden_both_take_the_sum_of_their_times():
-    tasks = [PaperTask("a")]
-    tasks += [PaperTask(f"reduce {at}", MESSAGE, "dp", after=(0,)) for at in range(6)]
-    tasks += [PaperTask("b"), PaperTask("c", MESSAGE, "pp"), PaperTask("d")]
-    played = play(PaperStep(tasks, [{}]), Seconds(slowdown=1.0))
-    assert played.seconds == pytest.approx(2 + 6 + 1 + 4)
-
-
-def test_a_bound_is_the_busiest_lane_and_the_fullest_moment():
-    """Three units, two of them alike; backward frees the last one before it reaches the others."""
+    # Three units, two of them alike; backward frees the last one before it reaches the others.
     block = UnitCost({"compute": 2.0, "dp": 1.0}, {"dp": 30.0}, held=10, kept=4, during=20)
     head = UnitCost({"compute": 1.0}, {"compute": 0.5}, held=5, kept=3, during=1)
     found = stage_bound([(block, 2), (head, 1)], micro_batches=3, in_flight=2)
@@ -79,7 +55,29 @@ def test_a_bound_is_the_busiest_lane_and_the_fullest_moment():
     assert stage_bound([(head, 1)], micro_batches=3, in_flight=1).seconds == 3.5
 
 
-def test_gradients_are_sent_by_buckets():
+def test_compute_beside_collectives_is_slower():
+    tasks = [
+        PaperTask("a"),
+        PaperTask("reduce a", MESSAGE, "dp", after=(0,)),
+        PaperTask("b"),
+    ]
+    assert play(PaperStep(tasks, [{}]), Seconds(slowdown=0.5)).seconds == 2 + 2 + 0.5
+
+    tasks = [PaperTask("a"), PaperTask("long", repeat=5)]
+    tasks += [PaperTask(f"reduce {at}", MESSAGE, "dp", after=(0,)) for at in range(3)]
+    played = play(PaperStep(tasks, [{}]), Seconds(slowdown=0.5))
+    # Three seconds of collectives take 4.5 beside compute, which gets three seconds done.
+    assert [each.stop for each in played.tasks[2:]] == pytest.approx([3.5, 5.0, 6.5])
+    assert played.seconds == pytest.approx(2 + 10 + 3 * 0.5)
+
+    tasks = [PaperTask("a")]
+    tasks += [PaperTask(f"reduce {at}", MESSAGE, "dp", after=(0,)) for at in range(6)]
+    tasks += [PaperTask("b"), PaperTask("c", MESSAGE, "pp"), PaperTask("d")]
+    played = play(PaperStep(tasks, [{}]), Seconds(slowdown=1.0))
+    assert played.seconds == pytest.approx(2 + 6 + 1 + 4)
+
+
+def test_bytes_of_data_parallelism_are_those_of_the_paper_whatever_the_buckets():
     total = sum(unit.elements for unit in UNITS) * 4
     run = PaperRun({"dp": 2}, 1, "no")
     for bucket, count in ((0, len(UNITS)), (total, 1), (10 * total, 1)):
@@ -88,16 +86,8 @@ def test_gradients_are_sent_by_buckets():
         assert len(messages) == count
         assert step.sent()[0]["dp", "all_reduce"] == total
 
-
-def test_tasks_that_wait_for_each_other_are_refused():
-    tasks = [PaperTask("a", after=(1,)), PaperTask("b", MESSAGE, "dp", after=(0,))]
-    with pytest.raises(UsageError, match="'a' waits for ever"):
-        play(PaperStep(tasks, [{}]), Seconds())
-
-
-@pytest.mark.parametrize(
-    ("sharing", "sent", "divided"),
-    [
+    # Volumes of Rajbhandari et al. 2020, section 7, gradients per micro-batch from stage 2.
+    for sharing, sent, divided in (
         (Sharing(), {"all_reduce": 2 * 2}, ()),
         (Sharing(optimizer=True), {"reduce_scatter": 2, "all_gather": 2}, ("optimizer",)),
         (
@@ -110,17 +100,16 @@ def test_tasks_that_wait_for_each_other_are_refused():
             {"reduce_scatter": 3 * 2, "all_gather": 3 * 2},
             ("optimizer", "gradients", "parameters"),
         ),
-    ],
-)
-def test_bytes_of_data_parallelism_are_those_of_the_paper(sharing, sent, divided):
-    """Volumes of Rajbhandari et al. 2020, section 7, gradients per micro-batch from stage 2."""
-    run = PaperRun({"dp": 4}, micro_batches=3, precision="fp16")
-    step = data_parallel_step(UNITS, run, sharing)
-    share = SHAPE.parameters * 3 / 4
-    assert {key[1]: nbytes / share for key, nbytes in step.sent()[0].items()} == pytest.approx(sent)
-    for kind, each in (("parameters", 2), ("gradients", 2), ("optimizer", 16)):
-        parts = 4 if kind in divided else 1
-        assert step.held[0][kind] == pytest.approx(SHAPE.parameters * each / parts)
+    ):
+        run = PaperRun({"dp": 4}, micro_batches=3, precision="fp16")
+        step = data_parallel_step(UNITS, run, sharing)
+        share = SHAPE.parameters * 3 / 4
+        assert {key[1]: nbytes / share for key, nbytes in step.sent()[0].items()} == pytest.approx(
+            sent
+        )
+        for kind, each in (("parameters", 2), ("gradients", 2), ("optimizer", 16)):
+            parts = 4 if kind in divided else 1
+            assert step.held[0][kind] == pytest.approx(SHAPE.parameters * each / parts)
 
 
 def test_units_are_gathered_again_for_backward_but_for_the_last_ones():
@@ -135,8 +124,8 @@ def test_units_are_gathered_again_for_backward_but_for_the_last_ones():
     assert gathered == pytest.approx(3 * 2 * (shape.parameters + again) * 3 / 4)
 
 
-def test_activations_of_a_layer_are_those_of_the_paper():
-    """Korthikanti et al. 2022, section 4: s b h (34 + 5 a s / h) bytes."""
+def test_activations_operations_and_parameters_are_those_of_the_papers():
+    # Korthikanti et al. 2022, section 4: s b h (34 + 5 a s / h) bytes.
     s, b, h, a = SHAPE.seq, 2, SHAPE.hidden, SHAPE.heads
     assert UNITS[1].kept == s * b * h * (34 + 5 * a * s / h)
     full = SHAPE.units(b, "full", fused=False)[1]
@@ -144,9 +133,7 @@ def test_activations_of_a_layer_are_those_of_the_paper():
     selective = SHAPE.units(b, "selective", fused=False)[1]
     assert selective.kept == s * b * h * 34
 
-
-def test_operations_of_a_layer_are_those_of_the_paper():
-    """Narayanan et al. 2021, appendix: 24 B s h^2 (1 + s / 6h) per layer and forward."""
+    # Narayanan et al. 2021, appendix: 24 B s h^2 (1 + s / 6h) per layer and forward.
     s, b, h = SHAPE.seq, 2, SHAPE.hidden
     forward = 24 * b * s * h**2 * (1 + s / (6 * h))
     assert flops_of(UNITS[1].forward) == pytest.approx(forward)
@@ -154,8 +141,6 @@ def test_operations_of_a_layer_are_those_of_the_paper():
     head = 6 * b * s * h * SHAPE.vocab
     assert SHAPE.model_flops(b) == pytest.approx(3 * SHAPE.layers * forward + head)
 
-
-def test_operations_of_gated_layers_and_few_kv_heads_are_counted_alike():
     sizes = {"layers": 3, "hidden": 64, "heads": 8, "seq": 16, "vocab": 128, "ffn": 96}
     shape = GptShape(**sizes, kv_heads=2, gated=True)
     units = shape.units(2, "none", fused=False)
@@ -163,8 +148,6 @@ def test_operations_of_gated_layers_and_few_kv_heads_are_counted_alike():
     products = 64 * (64 + 2 * 16) + 64 * 64 + 3 * 64 * 96  # three matrices of a gated layer
     assert units[1].elements == products + (64 + 2 * 16) + 2 * 96 + 6 * 64
 
-
-def test_parameters_are_counted_once():
     h, v, s = SHAPE.hidden, SHAPE.vocab, SHAPE.seq
     layer = 12 * h * h + 13 * h
     assert SHAPE.parameters == SHAPE.layers * layer + (v + s) * h + 2 * h

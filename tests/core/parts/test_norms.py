@@ -22,53 +22,47 @@ def tensors() -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, math.inf])
 def test_norm_and_clip_are_those_of_torch(norm_type: float):
+    """A small norm leaves gradients alone."""
     # torch itself refuses the largest element of an empty tensor.
     full = [tensor for tensor in tensors() if tensor.numel()]
-    parameters = [nn.Parameter(torch.zeros_like(tensor)) for tensor in full]
-    for parameter, gradient in zip(parameters, full, strict=True):
-        parameter.grad = gradient.clone()
-    mine = tensors()
-    norm = global_norm(mine, norm_type)
-    clip_(mine, norm, 0.5)
-    expected = nn.utils.clip_grad_norm_(parameters, 0.5, norm_type)
-    torch.testing.assert_close(norm, expected)
-    clipped = [piece for piece in mine if piece.numel()]
-    for piece, parameter in zip(clipped, parameters, strict=True):
-        torch.testing.assert_close(piece, parameter.grad)
+    for limit in (0.5, 1e6):
+        parameters = [nn.Parameter(torch.zeros_like(tensor)) for tensor in full]
+        for parameter, gradient in zip(parameters, full, strict=True):
+            parameter.grad = gradient.clone()
+        mine = tensors()
+        norm = global_norm(mine, norm_type)
+        clip_(mine, norm, limit)
+        expected = nn.utils.clip_grad_norm_(parameters, limit, norm_type)
+        torch.testing.assert_close(norm, expected)
+        clipped = [piece for piece in mine if piece.numel()]
+        for piece, parameter in zip(clipped, parameters, strict=True):
+            torch.testing.assert_close(piece, parameter.grad)
 
 
-def test_a_small_norm_leaves_gradients_alone():
-    mine = tensors()
-    clip_(mine, global_norm(mine), 1e6)
-    assert all(torch.equal(a, b) for a, b in zip(mine, tensors(), strict=True))
-
-
-def test_half_precision_is_summed_in_fp32_and_fp64_stays():
+def test_dtypes_of_sums_nothing_and_nan():
+    """Half precision is summed in fp32, and fp64 stays."""
     many = [torch.full((4096,), 0.25, dtype=torch.bfloat16)]
     assert global_norm(many).dtype is torch.float32
     assert global_norm(many).item() == 16.0
     mixed = [torch.ones(3, dtype=torch.float64), torch.ones(1)]
     assert global_norm(mixed).dtype is torch.float64
     assert global_norm(mixed).item() == pytest.approx(2.0, abs=1e-15)
-
-
-def test_no_piece_is_zero_and_nan_stays():
     assert global_norm([]).item() == 0
     assert global_norm([torch.tensor([math.nan, 1.0])]).isnan()
     with pytest.raises(UsageError, match="positive norm_type"):
         global_norm(tensors(), 0.0)
 
 
-@pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
 @pytest.mark.ranks(3)
-def test_pieces_over_ranks_have_the_norm_of_the_whole(norm_type: float):
+def test_pieces_over_ranks_have_the_norm_of_the_whole():
     world = World.discover(cpu=True)
     axis = Mesh.build({"dp": world.size}, world)["dp"]
     communicator = connect(axis, Traffic(), world.device, world.timeout)
     whole = torch.cat([tensor.flatten() for tensor in tensors()])
     # The last rank holds nothing.
     pieces = [whole[:11]] if world.rank == 0 else [whole[11:]] if world.rank == 1 else []
-    norm = global_norm(pieces, norm_type, over=[communicator])
-    expected = torch.linalg.vector_norm(whole.double(), norm_type)
-    torch.testing.assert_close(norm.double(), expected, rtol=1e-6, atol=0)
+    for norm_type in (1.0, 2.0, math.inf):
+        norm = global_norm(pieces, norm_type, over=[communicator])
+        expected = torch.linalg.vector_norm(whole.double(), norm_type)
+        torch.testing.assert_close(norm.double(), expected, rtol=1e-6, atol=0)
     communicator.close()

@@ -7,7 +7,7 @@ from drivetrain.errors import UsageError
 from drivetrain.parts.pool import BufferPool
 
 
-def test_buffers_are_reused_oldest_first():
+def test_buffers_are_reused_oldest_first_and_lie_apart():
     pool = BufferPool(2, 64)
     assert pool.nbytes == 0
     first = pool.take(3, torch.float32, "cpu")
@@ -20,13 +20,9 @@ def test_buffers_are_reused_oldest_first():
     assert pool.take(4, torch.bfloat16, "cpu").data_ptr() == addresses[0]
     assert pool.take(8, torch.float64, "cpu").data_ptr() == addresses[1]
     assert pool.nbytes == 128
-
-
-def test_two_buffers_do_not_overlap():
     pool = BufferPool(2, 30)
-    first, second = (pool.take(7, torch.float32, "cpu") for _ in range(2))  # 30 is not 4 x 7
-    first.fill_(1.0)
-    second.fill_(2.0)
+    first, second = (pool.take(7, torch.float32, "cpu") for _ in range(2))
+    second.fill_(first.fill_(1.0)[0] + 1.0)  # 30 is not 4 x 7: they do not overlap
     assert first.tolist() == [1.0] * 7
 
 
@@ -39,13 +35,6 @@ def test_a_full_pool_has_nothing_to_lend():
     pool.take(0, torch.float64, "cpu")
 
 
-def test_a_request_beyond_the_constant_size_is_an_error():
-    pool = BufferPool(1, 8)
-    with pytest.raises(UsageError, match="found 3 elements of torch.float32 = 12 bytes"):
-        pool.take(3, torch.float32, "cpu")
-    assert pool.nbytes == 0
-
-
 def test_only_what_is_out_can_be_given_back():
     pool = BufferPool(1, 8)
     out = pool.take(2, torch.float32, "cpu")
@@ -56,27 +45,25 @@ def test_only_what_is_out_can_be_given_back():
         pool.give_back(torch.zeros(2))
 
 
-def test_each_device_has_its_own_buffers():
+def test_each_device_has_its_own_buffers_until_the_end():
     pool = BufferPool(2, 8)
-    pool.take(1, torch.float32, "cpu")
+    out = pool.take(2, torch.float32, "cpu")
     first, second = (pool.take(1, torch.float32, "meta") for _ in range(2))
     assert first.device.type == second.device.type == "meta"
     pool.give_back(first)
     pool.give_back(second)
     assert pool.nbytes == 24
-
-
-def test_close_forgets_everything():
-    pool = BufferPool(1, 8)
-    out = pool.take(2, torch.float32, "cpu")
     pool.close()
     assert pool.nbytes == 0
     out.fill_(1.0)
     assert pool.take(2, torch.float32, "cpu").data_ptr() != out.data_ptr()
 
 
-def test_a_pool_of_nothing_is_an_error():
-    with pytest.raises(UsageError, match="found 0 of 8"):
-        BufferPool(0, 8)
-    with pytest.raises(UsageError, match="found 1 of 0"):
-        BufferPool(1, 0)
+def test_what_is_asked_for_in_vain():
+    pool = BufferPool(1, 8)
+    with pytest.raises(UsageError, match="found 3 elements of torch.float32 = 12 bytes"):
+        pool.take(3, torch.float32, "cpu")
+    assert pool.nbytes == 0
+    for count, nbytes in ((0, 8), (1, 0)):
+        with pytest.raises(UsageError, match=f"found {count} of {nbytes}"):
+            BufferPool(count, nbytes)

@@ -39,35 +39,24 @@ def test_arguments_of_any_name_pass(wrapped):
     assert list(inspect.signature(wrapped.forward).parameters) == ["inputs", "module"]
 
 
-def test_unwrapped_it_computes_as_before(wrapped):
-    assert is_wrapped(wrapped, "_doubled")
-    unwrap_forward(wrapped, "_doubled")
-    assert not is_wrapped(wrapped, "_doubled")
-    assert wrapped(torch.tensor(3.0)) == (6.0, "none")
+def test_wrappings_nest_and_the_same_key_replaces(wrapped):
+    for _ in range(2):
+        wrap_forward(wrapped, "_again", doubled)
+        assert wrapped(torch.tensor(1.0))[0] == 8.0
+    for key, expected in (("_again", 4.0), ("_doubled", 2.0)):
+        assert is_wrapped(wrapped, key)
+        unwrap_forward(wrapped, key)
+        assert not is_wrapped(wrapped, key)
+        assert wrapped(torch.tensor(1.0)) == (expected, "none")
     assert "forward" not in vars(wrapped)
 
 
-def test_wrappings_nest_and_the_same_key_replaces(wrapped):
-    wrap_forward(wrapped, "_again", doubled)
-    assert wrapped(torch.tensor(1.0))[0] == 8.0
-    wrap_forward(wrapped, "_again", doubled)
-    assert wrapped(torch.tensor(1.0))[0] == 8.0
-    unwrap_forward(wrapped, "_again")
-    assert wrapped(torch.tensor(1.0))[0] == 4.0
-
-
-def test_a_copy_computes_with_its_own_parameters(wrapped):
-    other = copy.deepcopy(wrapped)
+def test_a_copy_computes_with_its_own_parameters_and_a_pickle_as_its_class_says(wrapped):
+    other, plain = copy.deepcopy(wrapped), pickle.loads(pickle.dumps(wrapped))
     with torch.no_grad():
         other.weight.fill_(5.0)
-    assert other(torch.tensor(1.0))[0] == 10.0
-    assert wrapped(torch.tensor(1.0))[0] == 4.0
-
-
-def test_a_pickle_computes_as_its_class_says(wrapped):
-    other = pickle.loads(pickle.dumps(wrapped))
-    assert other(torch.tensor(1.0))[0] == 2.0
-    assert not is_wrapped(other, "_doubled")
+    assert [each(torch.tensor(1.0))[0] for each in (other, wrapped, plain)] == [10.0, 4.0, 2.0]
+    assert not is_wrapped(plain, "_doubled")
 
 
 def test_hooks_act_but_not_on_copies():

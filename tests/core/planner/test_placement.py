@@ -16,8 +16,6 @@ from drivetrain.planner import placement
 from drivetrain.planner.parts import leaving_hosts
 from drivetrain.planner.placement import HostPlacement
 
-GIGA = 1e9
-
 
 def pairs_of(hosts, rates, other):
     """Return measured pairs: some rates, and another for the rest."""
@@ -33,7 +31,7 @@ def chain_of(names, quick=10.0, slow=1.0):
     )
 
 
-def test_stages_of_a_pipeline_follow_the_chain_of_the_best_links():
+def test_the_best_links_carry_most():
     place = HostPlacement("abcd", (2, 2, 2, 2), {"tp": 2, "dp": 1, "pp": 4}, {}, chain_of("cadb"))
     order = "".join("abcd"[index] for index in place.best().hosts)
     assert order in ("cadb", "bdac")
@@ -41,9 +39,7 @@ def test_stages_of_a_pipeline_follow_the_chain_of_the_best_links():
     assert place.best().chain == pytest.approx(2 * 3 / 10)
     assert place.given().chain > place.best().chain
 
-
-def test_a_ring_that_talks_more_gets_the_quick_links_before_the_pipeline():
-    """Pairs a-c and b-d are quick: replicas go there, though stages then cross the slow links."""
+    # Pairs a-c and b-d are quick: replicas go there, though stages then cross the slow links.
     quick = {frozenset("ac"): 10.0, frozenset("bd"): 10.0}
     pairs = pairs_of("abcd", quick, 1.0)
     place = HostPlacement("abcd", (1, 1, 1, 1), {"dp": 2, "pp": 2}, {"dp": 5e9}, pairs)
@@ -54,17 +50,13 @@ def test_a_ring_that_talks_more_gets_the_quick_links_before_the_pipeline():
     assert best.seconds == pytest.approx(0.5)
     assert place.given().seconds == pytest.approx(5.0)
 
-
-def test_unequal_hosts_keep_their_ranks():
-    """A tp of 2 must not cross from a host of 3 ranks to a host of 1 over the slow link."""
+    # A tp of 2 must not cross from a host of 3 ranks to a host of 1 over the slow link.
     pairs = pairs_of("abc", {frozenset("ac"): 10.0}, 1.0)
     place = HostPlacement("abc", (3, 4, 1), {"tp": 2, "dp": 4}, {"tp": 1e9, "dp": 1e6}, pairs)
     best = place.best()
     assert best.hosts.index(0) + 1 == best.hosts.index(2) or best.hosts[0] == 1
     assert best.seconds < place.given().seconds
 
-
-def test_many_hosts_are_chained_and_swapped():
     names = [f"h{index:02}" for index in range(12)]
     shuffled = random.Random(3).sample(names, 12)
     place = HostPlacement(names, (1,) * 12, {"dp": 1, "pp": 12}, {}, chain_of(shuffled))
@@ -73,28 +65,35 @@ def test_many_hosts_are_chained_and_swapped():
     assert len(names) > placement.MOST_EXHAUSTIVE
 
 
-def test_an_order_that_is_no_better_stays():
+def test_an_order_stays_where_no_other_is_better():
     place = HostPlacement("abc", (1, 1, 1), {"dp": 3}, {"dp": 1e9}, pairs_of("abc", {}, 1.0))
     assert place.best().hosts == (0, 1, 2)
     ring = HostPlacement("abc", (1, 1, 1), {"dp": 3}, {"dp": 1e9}, chain_of("abc"))
     assert ring.best().seconds == ring.given().seconds == 1.0  # from c back to a
 
-
-def test_a_pair_that_was_not_measured_counts_as_the_slowest():
     pairs = pairs_of("abc", {frozenset("ab"): 10.0, frozenset("bc"): 0.0}, 2.0)
     assert [pairs.rate(*pair) for pair in ("ab", "ac", "cb")] == [10.0, 2.0, 2.0]
 
-
-def test_hosts_without_measured_links_are_named():
     with pytest.raises(ConfigError, match="measured links of every host, found none of x"):
         HostPlacement("ax", (1, 1), {"dp": 2}, {}, chain_of("abc"))
 
 
-def test_pairs_of_ranks_become_pairs_of_hosts():
+def test_ranks_become_hosts():
     rates = {(0, 1): 9e9, (0, 2): 1e9, (1, 3): 2e9, (2, 3): 9e9}
     found = host_pairs(rates, ("n1", "n1", "n2", "n2"))
     assert found == {"hosts": ["n1", "n2"], "gigabytes_per_second": [[0.0, 2.0], [2.0, 0.0]]}
     assert host_pairs({(0, 1): 9e9}, ("n1", "n1")) is None
+
+    from drivetrain_launch.forecast.host_order import ranks_of
+    from drivetrain_launch.hosts.hostfile import RemoteHost
+
+    resolved = SimpleNamespace(run=SimpleNamespace(launch=SimpleNamespace(nproc_per_node=4)))
+    assert ranks_of([RemoteHost("a", slots=2), RemoteHost("b")], resolved) == [2, 4]
+
+    places = axis_places({"tp": 4, "dp": 4}, per_host=8)  # 2 hosts, 4 lines of dp across them
+    sent = {("tp", "all_reduce"): 1000.0, ("dp", "all_reduce"): 10.0, ("bus", "read"): 5.0}
+    assert leaving_hosts(sent, places) == 4 * 10.0
+    assert leaving_hosts(sent, axis_places({"tp": 4, "dp": 2}, per_host=8)) == 0
 
 
 # --- the launcher ---
@@ -135,24 +134,9 @@ def test_a_topology_that_cannot_be_used_is_one_clear_line(tmp_path, capsys, word
     assert expected in capsys.readouterr().err
 
 
-def test_hosts_have_their_own_number_of_ranks_or_the_common_one():
-    from drivetrain_launch.forecast.host_order import ranks_of
-    from drivetrain_launch.hosts.hostfile import RemoteHost
-
-    resolved = SimpleNamespace(run=SimpleNamespace(launch=SimpleNamespace(nproc_per_node=4)))
-    assert ranks_of([RemoteHost("a", slots=2), RemoteHost("b")], resolved) == [2, 4]
-
-
 def test_a_description_without_pairs_is_refused(capsys):
     from drivetrain_launch.cli import run
 
     words = ["--dry-run", "--hosts", "a:1,b:1", "--topology", "h100"]
     assert run(["launch", "--cpu", *words]) == ConfigError.exit_code
     assert "expected rates between hosts, links.pairs, found none" in capsys.readouterr().err
-
-
-def test_bytes_that_leave_a_host_are_those_of_one_rank_of_each_line_over_hosts():
-    places = axis_places({"tp": 4, "dp": 4}, per_host=8)  # 2 hosts, 4 lines of dp across them
-    sent = {("tp", "all_reduce"): 1000.0, ("dp", "all_reduce"): 10.0, ("bus", "read"): 5.0}
-    assert leaving_hosts(sent, places) == 4 * 10.0
-    assert leaving_hosts(sent, axis_places({"tp": 4, "dp": 2}, per_host=8)) == 0

@@ -17,18 +17,20 @@ from drivetrain.profiling.window import StepWindow
 from drivetrain.ranges import STEP, is_profiled
 
 
-@pytest.mark.parametrize(
-    ("text", "skipped", "last"),
-    [("5", 2, 7), (5, 2, 7), ("10:15", 10, 15), ("0:1", 0, 1), (":3", 0, 3), (" 4:6 ", 4, 6)],
-)
-def test_steps_are_read_as_a_slice(text, skipped, last):
-    assert StepWindow.parse(text) == StepWindow(skipped, last)
+def test_steps_are_read_as_a_slice():
+    for text, skipped, last in (
+        ("5", 2, 7),
+        (5, 2, 7),
+        ("10:15", 10, 15),
+        ("0:1", 0, 1),
+        (":3", 0, 3),
+        (" 4:6 ", 4, 6),
+    ):
+        assert StepWindow.parse(text) == StepWindow(skipped, last)
 
-
-@pytest.mark.parametrize("text", ["0", "5:5", "6:5", "x", "5:", "-1", "1:2:3", "1.5"])
-def test_other_steps_are_refused(text):
-    with pytest.raises(ConfigError, match="5 profiles five steps after two that warm up"):
-        StepWindow.parse(text)
+    for text in ("0", "5:5", "6:5", "x", "5:", "-1", "1:2:3", "1.5"):
+        with pytest.raises(ConfigError, match="5 profiles five steps after two that warm up"):
+            StepWindow.parse(text)
 
 
 def run(tmp_path, profile, count=5, accumulation=1, end=True):

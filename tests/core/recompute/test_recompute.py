@@ -1,9 +1,5 @@
 """Recomputed blocks: bitwise equal gradients, what is kept, and the calls that can go wrong."""
 
-import copy
-import dataclasses
-import pickle
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -103,23 +99,44 @@ def saved_bytes(model, *args):
     return sum(kept.values())
 
 
-@pytest.mark.parametrize("mode", ["full", "selective"])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_gradients_are_bitwise_equal_with_dropout(mode, dtype):
-    mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
-    expected = train(build(dtype=dtype), inputs(dtype), mask, scale=0.5)
-    model = build(dtype=dtype)
-    attach(choose_blocks(model), mode)
-    assert same(train(model, inputs(dtype), mask, scale=0.5), expected)
-    assert [block.calls for block in model.blocks] == [2, 2, 2]
+def test_gradients_are_bitwise_equal():
+    for dtype in (torch.float64, torch.float32):
+        for mode in ("full", "selective"):
+            mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
+            expected = train(build(dtype=dtype), inputs(dtype), mask, scale=0.5)
+            model = build(dtype=dtype)
+            attach(choose_blocks(model), mode)
+            assert same(train(model, inputs(dtype), mask, scale=0.5), expected)
+            assert [block.calls for block in model.blocks] == [2, 2, 2]
 
+    for mode in ("full", "selective"):
 
-@pytest.mark.parametrize("mode", ["full", "selective"])
-def test_autocast_is_the_same_the_second_time(mode):
-    expected = train(build(dtype=torch.float32), inputs(torch.float32), autocast=torch.bfloat16)
-    model = build(dtype=torch.float32)
-    attach(choose_blocks(model), mode)
-    assert same(train(model, inputs(torch.float32), autocast=torch.bfloat16), expected)
+        def run(model):
+            torch.manual_seed(1)
+            first, second = model(inputs()), model(inputs(seed=6))
+            with torch.no_grad():
+                model(inputs(seed=7))
+            second.sum().backward()
+            (first.square().sum() + first.sum()).backward()
+            return [p.grad for p in model.parameters()]
+
+        model = build()
+        attach(choose_blocks(model), mode)
+        assert same(run(model), run(build()))
+
+    for mode in ("full", "selective"):
+
+        def run(model):
+            torch.manual_seed(1)
+            loss = model(inputs()).square().sum()
+            loss.backward(retain_graph=True)
+            loss.backward()
+            return [p.grad for p in model.parameters()]
+
+        model = build()
+        attach(choose_blocks(model), mode)
+        assert same(run(model), run(build()))
+        assert [block.calls for block in model.blocks] == [3, 3, 3]
 
 
 def test_what_each_mode_keeps():
@@ -139,117 +156,51 @@ def test_what_each_mode_keeps():
     assert per_block["none"] > 2 * per_block["selective"]
 
 
-@pytest.mark.parametrize("mode", ["full", "selective"])
-def test_nothing_happens_without_training_or_gradients(mode):
-    model = build()
-    attach(choose_blocks(model), mode)
-    with torch.no_grad():
-        model(inputs())
-    with torch.inference_mode():
-        model(inputs())
-    model.eval()
-    model(inputs()).sum().backward()
-    assert [block.calls for block in model.blocks] == [3, 3, 3]
-
-
-@pytest.mark.parametrize("mode", ["full", "selective"])
-def test_several_forwards_before_backwards_and_eval_between(mode):
-    def run(model):
-        torch.manual_seed(1)
-        first, second = model(inputs()), model(inputs(seed=6))
+def test_nothing_happens_without_training_or_gradients():
+    for mode in ("full", "selective"):
+        model = build()
+        attach(choose_blocks(model), mode)
         with torch.no_grad():
-            model(inputs(seed=7))
-        second.sum().backward()
-        (first.square().sum() + first.sum()).backward()
-        return [p.grad for p in model.parameters()]
-
-    model = build()
-    attach(choose_blocks(model), mode)
-    assert same(run(model), run(build()))
+            model(inputs())
+        with torch.inference_mode():
+            model(inputs())
+        model.eval()
+        model(inputs()).sum().backward()
+        assert [block.calls for block in model.blocks] == [3, 3, 3]
 
 
-@pytest.mark.parametrize("mode", ["full", "selective"])
-def test_a_retained_graph_recomputes_again(mode):
-    def run(model):
-        torch.manual_seed(1)
-        loss = model(inputs()).square().sum()
-        loss.backward(retain_graph=True)
-        loss.backward()
-        return [p.grad for p in model.parameters()]
+def test_frozen_parameters_and_writing_in_place():
+    for frozen in ("first", "blocks", "half"):
+        for mode in ("full", "selective"):
 
-    model = build()
-    attach(choose_blocks(model), mode)
-    assert same(run(model), run(build()))
-    assert [block.calls for block in model.blocks] == [3, 3, 3]
+            def run(recomputed, mode=mode, frozen=frozen):
+                model = build()
+                if frozen == "half":
+                    model.blocks[0].requires_grad_(False)
+                    model.blocks[1].qkv.requires_grad_(False)
+                    model.first.requires_grad_(False)
+                else:
+                    getattr(model, frozen).requires_grad_(False)
+                if recomputed:
+                    attach(choose_blocks(model), mode)
+                return train(model, inputs())
 
+            assert same(run(True), run(False))
 
-@dataclasses.dataclass
-class Found:
-    hidden: torch.Tensor
-    extra: torch.Tensor | None
+    for mode in ("full", "selective"):
 
+        def run(recomputed, mode=mode):
+            model = build(InPlace)
+            if recomputed:
+                attach(choose_blocks(model), mode)
+            torch.manual_seed(0)
+            x = model.first(inputs())
+            for block in model.blocks:
+                x = block(x).add_(1.0).sigmoid_()
+            x.sum().backward()
+            return [p.grad for p in model.blocks.parameters()]
 
-class Odd(nn.Module):
-    """Takes None, numbers, nested tensors and objects; gives a tuple, a dict or a dataclass."""
-
-    def __init__(self, kind):
-        super().__init__()
-        self.kind, self.layer = kind, nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x, nothing, pair, *, held, flag=True, name="a"):
-        assert nothing is None
-        assert name == "b"
-        y = torch.tanh(self.layer(x) * pair["a"][0] + held.hidden)
-        return {"tuple": (y, None), "dict": {"y": y}, "dataclass": Found(y, None)}[self.kind]
-
-
-@pytest.mark.parametrize("kind", ["tuple", "dict", "dataclass"])
-@pytest.mark.parametrize("mode", ["full", "selective"])
-def test_inputs_and_outputs_of_any_kind(mode, kind):
-    def run(recomputed):
-        torch.manual_seed(2)
-        block = Odd(kind).double()
-        if recomputed:
-            attach([("odd", block)], mode)
-        leaves = [inputs(seed=i).requires_grad_() for i in range(3)]
-        pair = {"a": [leaves[1], 3]}
-        out = block(leaves[0], None, pair, held=Found(leaves[2], None), name="b")
-        y = {"tuple": lambda: out[0], "dict": lambda: out["y"], "dataclass": lambda: out.hidden}
-        y[kind]().square().sum().backward()
-        return [p.grad for p in [*leaves, *block.parameters()]]
-
-    assert same(run(True), run(False))
-
-
-@pytest.mark.parametrize("mode", ["full", "selective"])
-@pytest.mark.parametrize("frozen", ["first", "blocks", "half"])
-def test_frozen_parameters(mode, frozen):
-    def run(recomputed):
-        model = build()
-        if frozen == "half":
-            model.blocks[0].requires_grad_(False)
-            model.blocks[1].qkv.requires_grad_(False)
-            model.first.requires_grad_(False)
-        else:
-            getattr(model, frozen).requires_grad_(False)
-        if recomputed:
-            attach(choose_blocks(model), mode)
-        return train(model, inputs())
-
-    assert same(run(True), run(False))
-
-
-@pytest.mark.parametrize("mode", ["full", "selective"])
-def test_tied_weights_and_a_block_that_is_called_twice(mode):
-    def run(recomputed):
-        model = build()
-        model.blocks[1].up.weight = model.blocks[0].up.weight
-        model.blocks[2] = model.blocks[0]
-        if recomputed:
-            attach(choose_blocks(model), mode)
-        return train(model, inputs())
-
-    assert same(run(True), run(False))
+        assert same(run(True), run(False))
 
 
 class InPlace(nn.Module):
@@ -263,22 +214,6 @@ class InPlace(nn.Module):
         return self.down(torch.sigmoid_(self.up(x)).mul(2).tanh_())
 
 
-@pytest.mark.parametrize("mode", ["full", "selective"])
-def test_writing_in_place(mode):
-    def run(recomputed):
-        model = build(InPlace)
-        if recomputed:
-            attach(choose_blocks(model), mode)
-        torch.manual_seed(0)
-        x = model.first(inputs())
-        for block in model.blocks:
-            x = block(x).add_(1.0).sigmoid_()
-        x.sum().backward()
-        return [p.grad for p in model.blocks.parameters()]
-
-    assert same(run(True), run(False))
-
-
 class Normalized(nn.Module):
     def __init__(self):
         super().__init__()
@@ -289,36 +224,14 @@ class Normalized(nn.Module):
         return self.layer(torch.tanh(self.each(self.norm(x))))
 
 
-@pytest.mark.parametrize("mode", ["full", "selective"])
-def test_statistics_move_once(mode):
-    model, expected = build(Normalized), build(Normalized)
-    attach(choose_blocks(model), mode)
-    for _ in range(2):
-        assert same(train(model, inputs()), train(expected, inputs()))
-        assert same(model.buffers(), expected.buffers())
-    assert model.blocks[0].norm.num_batches_tracked.item() == 2
-
-
-class Fused(nn.Module):
-    """Fused attention whose dropout draws from the generator before another dropout does."""
-
-    def __init__(self):
-        super().__init__()
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x, dropout=0.0):
-        q, k, v = self.qkv(x)[:, None].chunk(3, dim=-1)
-        x = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout)[:, 0]
-        return F.dropout(self.out(torch.tanh(x)), 0.3)
-
-
-@pytest.mark.parametrize("dropout", [0.0, 0.4])
-@pytest.mark.parametrize("mode", ["full", "selective"])
-def test_fused_attention(mode, dropout):
-    expected = train(build(Fused), inputs(), dropout=dropout)
-    model = build(Fused)
-    attach(choose_blocks(model), mode)
-    assert same(train(model, inputs(), dropout=dropout), expected)
+def test_statistics_move_once():
+    for mode in ("full", "selective"):
+        model, expected = build(Normalized), build(Normalized)
+        attach(choose_blocks(model), mode)
+        for _ in range(2):
+            assert same(train(model, inputs()), train(expected, inputs()))
+            assert same(model.buffers(), expected.buffers())
+        assert model.blocks[0].norm.num_batches_tracked.item() == 2
 
 
 def test_an_operation_that_draws_is_not_kept(monkeypatch):
@@ -342,72 +255,21 @@ class Fails(Block):
         return super().forward(x)
 
 
-@pytest.mark.parametrize("mode", ["full", "selective"])
-def test_after_an_exception_training_goes_on(mode):
-    model, expected = build(Fails), build(Fails)
-    attach(choose_blocks(model), mode)
-    model.blocks[1].fail = True
-    with pytest.raises(ZeroDivisionError, match="mine"):
-        model(inputs())
-    model.blocks[1].fail = False
-    assert same(train(model, inputs()), train(expected, inputs()))
-    loss = model(inputs()).sum()
-    model.blocks[1].fail = True
-    with pytest.raises(ZeroDivisionError, match="mine"):
-        loss.backward()
-    model.blocks[1].fail = False
-    assert same(train(model, inputs()), train(expected, inputs()))
-
-
-@pytest.mark.parametrize("mode", ["full", "selective"])
-def test_parameters_may_be_away_between_forward_and_backward(mode):
-    """As when a strategy frees gathered parameters after forward and gathers them in backward."""
-    expected = train(build(), inputs())
-    model = build()
-    attach(choose_blocks(model), mode)
-    hooks = {"before": 0, "after": 0}
-    for block in model.blocks:
-        values = {p: p.detach().clone() for p in block.parameters()}
-
-        def free(module, args, output, values=values):
-            hooks["after"] += 1
-            for p in values:
-                p.untyped_storage().resize_(0)
-            output.register_hook(lambda _: gather(values))
-
-        def gather(values):
-            with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(values)):
-                for p, value in values.items():
-                    p.untyped_storage().resize_(value.nbytes)
-                    p.copy_(value)
-
-        def count(module, args):
-            hooks["before"] += 1
-
-        block.register_forward_pre_hook(count)
-        block.register_forward_hook(free)
-    assert same(train(model, inputs()), expected)
-    assert hooks == {"before": 3, "after": 3}
-
-
-@pytest.mark.parametrize("mode", ["full", "selective"])
-def test_copies_and_pickles(mode):
-    model = build()
-    attach(choose_blocks(model), mode)
-    twin = copy.deepcopy(model)
-    with torch.no_grad():
-        twin.blocks[0].up.weight.mul_(2)
-    plain = build()
-    with torch.no_grad():
-        plain.blocks[0].up.weight.mul_(2)
-    assert same(train(twin, inputs()), train(plain, inputs()))
-    assert (twin.blocks[0].calls, model.blocks[0].calls) == (2, 0)
-    loaded = pickle.loads(pickle.dumps(model))
-    assert same(train(loaded, inputs()), train(build(), inputs()))
-    assert loaded.blocks[0].calls == 1
-    attach(choose_blocks(loaded), mode)
-    assert same(train(loaded, inputs()), train(build(), inputs()))
-    assert loaded.blocks[0].calls == 3
+def test_after_an_exception_training_goes_on():
+    for mode in ("full", "selective"):
+        model, expected = build(Fails), build(Fails)
+        attach(choose_blocks(model), mode)
+        model.blocks[1].fail = True
+        with pytest.raises(ZeroDivisionError, match="mine"):
+            model(inputs())
+        model.blocks[1].fail = False
+        assert same(train(model, inputs()), train(expected, inputs()))
+        loss = model(inputs()).sum()
+        model.blocks[1].fail = True
+        with pytest.raises(ZeroDivisionError, match="mine"):
+            loss.backward()
+        model.blocks[1].fail = False
+        assert same(train(model, inputs()), train(expected, inputs()))
 
 
 def test_restore_undoes_and_attach_replaces():
@@ -425,42 +287,6 @@ def test_restore_undoes_and_attach_replaces():
     assert [set(block.__dict__) for block in model.blocks] == before
     assert model.blocks[2].forward is own
     assert same(train(model, inputs()), train(build(), inputs()))
-
-
-def test_names_and_state_stay():
-    model = build()
-    names = list(model.state_dict())
-    attach(choose_blocks(model), "full")
-    assert list(model.state_dict()) == names
-    assert [name for name, _ in model.named_parameters()] == names
-
-
-@pytest.mark.filterwarnings("ignore")  # torch.compile's own
-def test_a_compiled_block_is_recomputed_as_a_whole():
-    def run(recomputed):
-        model = build()
-        for i in range(3):
-            model.blocks[i].drop.p = 0.0
-            model.blocks[i] = torch.compile(model.blocks[i], backend="aot_eager")
-        if recomputed:
-            blocks = choose_blocks(model)
-            assert [name for name, _ in blocks] == ["blocks.0", "blocks.1", "blocks.2"]
-            attach(blocks, "full")
-        return train(model, inputs())
-
-    assert same(run(True), run(False))
-    torch._dynamo.reset()
-
-
-@pytest.mark.filterwarnings("ignore")  # torch.compile's own
-def test_a_model_compiled_afterwards_runs_its_blocks_as_they_are():
-    expected = train(build(), inputs())
-    model = build()
-    attach(choose_blocks(model), "full")
-    got = train(torch.compile(model, backend="aot_eager"), inputs())
-    assert all(map(torch.allclose, got, expected))
-    assert [block.calls for block in model.blocks] == [2, 2, 2]
-    torch._dynamo.reset()
 
 
 def test_compiled_otherwise_is_an_error():

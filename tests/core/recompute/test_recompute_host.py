@@ -142,47 +142,22 @@ def test_the_block_before_comes_while_one_computes():
     assert sky.events == expected
 
 
-def test_gradients_are_those_without_recompute():
-    mask = (torch.arange(4.0 * ROWS).view(ROWS, 4) % 3 > 0).float()
-    sky, other = Sky(), Sky()
-    kept, plain = build(sky), build(other, kept=False)
-    for seed in (1, 2):
-        kept(batch(seed), mask).sum().backward()
-        plain(batch(seed), mask).sum().backward()
-    for mine, theirs in zip(gradients(kept), gradients(plain), strict=True):
-        assert torch.equal(mine, theirs)
-    assert sky.most["out"] <= 3  # two inputs, and the mask
-    assert sum(kind == "out" for kind, _ in sky.events) == 2 * (LAYERS + 1)  # the mask once
-
-
-def test_a_graph_that_is_kept_brings_its_inputs_twice():
-    sky = Sky()
-    model = build(sky)
-    loss = model(batch()).sum()
-    loss.backward(retain_graph=True)
-    once = [g.clone() for g in gradients(model)]
-    loss.backward()
-    for mine, first in zip(gradients(model), once, strict=True):
-        assert torch.equal(mine, first * 2)
-    assert sky.most["back"] == 1
-
-
-@pytest.mark.parametrize("order", [(0, 1, 2), (0, 2, 1), (1, 2, 0)])
-def test_several_forwards_before_their_backwards(order):
+def test_several_forwards_before_their_backwards():
     """What is brought for nothing, as for the forward before the second, is let go."""
-    sky = Sky()
-    model, plain = build(sky), build(Sky(), kept=False)
-    for one in (model, plain):
-        losses = [one(batch(seed)).sum() for seed in (1, 2, 3)]
-        for index in order:
-            losses[index].backward()
-            losses[index] = None
-    for mine, theirs in zip(gradients(model), gradients(plain), strict=True):
-        assert torch.equal(mine, theirs)
-    assert sky.most["back"] <= 2
-    assert sky.most["out"] == 2
-    gc.collect()
-    assert "back" not in sky.lost
+    for order in ((0, 1, 2), (0, 2, 1), (1, 2, 0)):
+        sky = Sky()
+        model, plain = build(sky), build(Sky(), kept=False)
+        for one in (model, plain):
+            losses = [one(batch(seed)).sum() for seed in (1, 2, 3)]
+            for index in order:
+                losses[index].backward()
+                losses[index] = None
+        for mine, theirs in zip(gradients(model), gradients(plain), strict=True):
+            assert torch.equal(mine, theirs)
+        assert sky.most["back"] <= 2
+        assert sky.most["out"] == 2
+        gc.collect()
+        assert "back" not in sky.lost
 
 
 def test_a_forward_without_backward_leaves_nothing():
@@ -208,19 +183,6 @@ def test_an_input_that_is_changed_while_it_leaves_is_an_error():
         out = block(out * 1)
     with pytest.raises(UsageError, match=r"shape \(512, 4\).*in place"):
         out.sum().backward()
-
-
-def test_an_input_that_is_changed_later_is_what_it_was():
-    sky = Sky()
-    model, x = build(sky), batch()
-    out = model.blocks[0](x)
-    for block in model.blocks[1:4]:
-        out = block(out * 1)
-    expected = (batch() * torch.ones(4)).cos()  # of the first sine
-    assert torch.isfinite(expected).all()
-    x.zero_()
-    out.sum().backward()
-    assert model.blocks[0].weight.grad.abs().sum() > 0  # zero inputs would have none
 
 
 @pytest.mark.gpu

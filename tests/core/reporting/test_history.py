@@ -40,17 +40,13 @@ def test_values_are_means_and_counts_are_sums_over_ranks(tmp_path):
     assert "slower than the others: 100 ms of work in a step against 60 ms; most" in said
     assert said.endswith("in backward, 70 ms against 30 ms")
 
-
-def test_ranks_of_one_cell_count_their_batch_once(tmp_path):
-    write_run(tmp_path, range(1, 6), facts={"mesh": {"tp": 2, "dp": 1}})
-    run = load_history(tmp_path)
+    write_run((tmp_path / "1"), range(1, 6), facts={"mesh": {"tp": 2, "dp": 1}})
+    run = load_history(tmp_path / "1")
     assert measures.middle(measures.rate_curve(run, lambda each: each.tokens)) == 640
 
-
-def test_evaluation_is_no_training_time(tmp_path):
     sections = {"forward": 0.05, "evaluation": 0.03, "checkpoint": 0.02}
-    write_run(tmp_path, range(1, 6), sections=sections, waiting={})
-    assert measures.step_seconds(load_history(tmp_path)) == pytest.approx(0.05)
+    write_run((tmp_path / "2"), range(1, 6), sections=sections, waiting={})
+    assert measures.step_seconds(load_history(tmp_path / "2")) == pytest.approx(0.05)
 
 
 def test_a_restart_goes_on_and_repeats_steps(tmp_path):
@@ -66,7 +62,7 @@ def test_a_restart_goes_on_and_repeats_steps(tmp_path):
     assert run.starts[1].resumed == "saved"
 
 
-def test_a_run_that_began_anew_hides_the_run_before(tmp_path):
+def test_starts_again_and_restarts_are_told_apart(tmp_path):
     first = write_run(tmp_path, range(1, 11))
     write_run(tmp_path, range(1, 4))
     run = load_history(tmp_path)
@@ -74,21 +70,32 @@ def test_a_run_that_began_anew_hides_the_run_before(tmp_path):
     assert any("1 earlier start" in remark for remark in run.remarks)
     assert len(load_history(first.path).main) == 10
 
-
-def test_a_start_of_the_launcher_again_is_a_restart(tmp_path):
-    write_run(tmp_path, range(1, 4), end="failed")
-    write_run(tmp_path, range(1, 6), facts={"restarts": 1})
-    run = load_history(tmp_path)
+    write_run((tmp_path / "1"), range(1, 4), end="failed")
+    write_run((tmp_path / "1"), range(1, 6), facts={"restarts": 1})
+    run = load_history(tmp_path / "1")
     assert len(run.main) == 5
     assert run.repeated == 3
     assert run.starts[0].outcome == "failed: no reason given"
 
 
-def test_an_empty_run_says_so(tmp_path):
+def test_empty_runs_missing_ranks_and_infinite_losses_say_so(tmp_path):
     write_run(tmp_path, [], end="")
     run = load_history(tmp_path)
     assert numbers(run) == {"steps": "0"}
     assert "no step has been recorded yet" in run.remarks
+
+    write_run((tmp_path / "1"), range(1, 4), ranks=1)
+    assert any("no records of rank 1" in remark for remark in load_history(tmp_path / "1").remarks)
+
+    start = write_run((tmp_path / "2"), [], ranks=0)
+    journal = Journal(start.journal(0), {"rank": 0})
+    for number, loss in enumerate((2.0, math.nan, 4.0), 1):
+        journal.add(step(number, loss=loss))
+    journal.close()
+    run = load_history(tmp_path / "2")
+    assert numbers(run)["losses not finite"] == "1"
+    smooth = measures.mean_curve(run, lambda each: each.loss)
+    assert np.isnan(smooth.values).tolist() == [False, True, False]
 
 
 def test_a_torn_run_shows_what_is_there(tmp_path):
@@ -102,23 +109,6 @@ def test_a_torn_run_shows_what_is_there(tmp_path):
     assert any("1 torn line of rank 0" in remark for remark in run.remarks)
     assert measures.promised_bytes(run) is None
     assert numbers(run)["steps"] == "4"
-
-
-def test_missing_ranks_are_named(tmp_path):
-    write_run(tmp_path, range(1, 4), ranks=1)
-    assert any("no records of rank 1" in remark for remark in load_history(tmp_path).remarks)
-
-
-def test_a_loss_that_is_not_finite_is_counted_and_left_out_of_means(tmp_path):
-    start = write_run(tmp_path, [], ranks=0)
-    journal = Journal(start.journal(0), {"rank": 0})
-    for number, loss in enumerate((2.0, math.nan, 4.0), 1):
-        journal.add(step(number, loss=loss))
-    journal.close()
-    run = load_history(tmp_path)
-    assert numbers(run)["losses not finite"] == "1"
-    smooth = measures.mean_curve(run, lambda each: each.loss)
-    assert np.isnan(smooth.values).tolist() == [False, True, False]
 
 
 def test_utilization_names_formula_and_peak(tmp_path):
@@ -150,20 +140,10 @@ def test_differences_leave_out_options_of_one_strategy(tmp_path):
     assert differences([runs[0], runs[0]]) == []
 
 
-def test_a_running_mean_lies_on_a_straight_curve():
+def test_curves_and_numbers_are_as_people_write_them():
     line = measures.Curve(np.arange(75.0), 2 * np.arange(75.0))
     assert line.smooth().values[1:-1].tolist() == pytest.approx(line.values[1:-1].tolist())
 
-
-def test_the_memory_of_a_summary_is_the_most_of_any_rank(tmp_path):
-    gib = 1 << 30
-    memory = {"resident": 2 * gib, "device": gib, "device_peak": 3 * gib}
-    write_run(tmp_path, range(1, 4), memory=memory)
-    found = numbers(load_history(tmp_path))
-    assert (found["memory"], found["device memory"]) == ("2 GiB", "3 GiB")
-
-
-def test_numbers_are_written_as_people_do():
     assert [in_short(each) for each in (9_999, 12_345, 4.5e6)] == ["9999", "12.3 k", "4.5 M"]
     assert [in_bytes(each) for each in (1023, 1536, 3 << 40)] == ["1023 B", "1.5 KiB", "3 TiB"]
     assert [in_seconds(each) for each in (2e-4, 119, 250.4, 7500)] == [
@@ -172,3 +152,11 @@ def test_numbers_are_written_as_people_do():
         "4 min 10 s",
         "2 h 05 min",
     ]
+
+
+def test_the_memory_of_a_summary_is_the_most_of_any_rank(tmp_path):
+    gib = 1 << 30
+    memory = {"resident": 2 * gib, "device": gib, "device_peak": 3 * gib}
+    write_run(tmp_path, range(1, 4), memory=memory)
+    found = numbers(load_history(tmp_path))
+    assert (found["memory"], found["device memory"]) == ("2 GiB", "3 GiB")

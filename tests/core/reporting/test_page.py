@@ -166,18 +166,6 @@ def train(folder):
     return accelerator
 
 
-@pytest.mark.ranks(2)
-def test_a_run_leaves_its_report_when_it_ends(tmp_path):
-    accelerator = train(tmp_path)
-    accelerator.report.close()
-    accelerator.free_memory()
-    page = tmp_path / "run" / "report.html"
-    if accelerator.process_index == 0:
-        text = page.read_text(encoding="utf-8")
-        assert 'id="loss"' in text
-        assert "no records of rank" not in text
-
-
 def test_without_the_extra_the_run_is_recorded_and_the_way_is_said(tmp_path, monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "jinja2", None)
     with caplog.at_level(logging.INFO):
@@ -189,6 +177,7 @@ def test_without_the_extra_the_run_is_recorded_and_the_way_is_said(tmp_path, mon
     assert len(load_history(tmp_path).main) == 3
 
 
+@pytest.mark.exhaustive
 def test_a_failed_script_leaves_a_report(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(

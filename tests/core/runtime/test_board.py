@@ -2,10 +2,9 @@
 
 import os
 import signal
-import subprocess
-import sys
 import time
 
+from drivetrain.runtime import notices
 from drivetrain.runtime.board import ROWS, SIZE, Board, ask_to_stop, read_board
 
 
@@ -53,31 +52,19 @@ def test_a_full_board_shows_the_first_orders_and_takes_new_ones_later(tmp_path):
     assert late.ranks == []
 
 
-LISTENER = """
-import sys, time
-from drivetrain.runtime.board import board
-from drivetrain.runtime.notices import Notice
-board.attach(sys.argv[1])
-notice = Notice()
-notice.listen()
-print("listening", flush=True)
-while not notice.heard:
-    time.sleep(0.01)
-print("heard", flush=True)
-"""
-
-
-def signalled(path, *, stop: bool) -> tuple[str, int]:
-    words = [sys.executable, "-c", LISTENER, str(path)]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout.readline() == "listening\n"
-        if stop:
+def test_a_launcher_that_ends_a_rank_gives_no_notice(tmp_path, monkeypatch):
+    board, path = attached(tmp_path)
+    killed = []
+    monkeypatch.setattr(notices, "board", board)
+    monkeypatch.setattr(os, "kill", lambda pid, number: killed.append((pid, number)))
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        for heard, dies in (("SIGTERM", []), ("", [(os.getpid(), signal.SIGTERM)])):
+            notice = notices.Notice()
+            notice.listen()
+            signal.raise_signal(signal.SIGTERM)
+            assert (notice.heard, killed) == (heard, dies)
+            notice.close()
             ask_to_stop(path)
-        os.kill(process.pid, signal.SIGTERM)
-        rest = process.stdout.read()
-        return rest, process.wait()
-
-
-def test_a_launcher_that_ends_a_rank_gives_no_notice(tmp_path):
-    assert signalled(tmp_path / "a", stop=False) == ("heard\n", 0)
-    assert signalled(tmp_path / "b", stop=True) == ("", -signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, before)

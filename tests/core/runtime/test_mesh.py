@@ -23,30 +23,12 @@ def summed(axis, value):
     return int(total)
 
 
-@pytest.mark.ranks(4)
-def test_neighbors_share_a_group():
-    world = World.discover(cpu=True)
-    mesh = Mesh.build({"dp": 4}, world)
-    near = mesh.start_neighbors("dp", 2, world)
-    assert near is mesh.start_neighbors("dp", 2, world), "started twice"
-    assert near.ranks == ((0, 1), (0, 1), (2, 3), (2, 3))[world.rank]
-    assert (near.size, near.rank) == (2, world.rank % 2)
-    assert summed(near, world.rank) == (1, 1, 5, 5)[world.rank]
-
-
-@pytest.mark.ranks(4)
-def test_neighbors_on_an_axis_that_is_not_the_first():
-    world = World.discover(cpu=True)
-    mesh = Mesh.build({"tp": 2, "dp": 2}, world)
-    near = mesh.start_neighbors("dp", 2, world)
-    assert near.ranks == ((0, 2), (1, 3), (0, 2), (1, 3))[world.rank]
-
-
-@pytest.mark.ranks(3)
 def test_a_number_that_does_not_divide_is_refused():
-    world = World.discover(cpu=True)
-    with pytest.raises(ConfigError, match="divides the 3 ranks"):
-        Mesh.build({"dp": 3}, world).neighbors("dp", 2)
+    mesh, _ = planned({"dp": 4}, "aaaa")
+    for size in (0, -2, 3, 8):
+        for cut in (mesh.across, mesh.neighbors):
+            with pytest.raises(ConfigError, match=f"divides the 4 ranks .*'dp', found {size}"):
+                cut("dp", size)
 
 
 @pytest.mark.ranks(4)
@@ -54,127 +36,92 @@ def test_both_groups_of_a_cut_communicate():
     world = World.discover(cpu=True)
     mesh = Mesh.build({"dp": 4}, world)
     near, far = mesh.start_neighbors("dp", 2, world), mesh.start_across("dp", 2, world)
-    assert far is mesh.start_across("dp", 2, world), "started twice"
-    assert near is mesh.start_neighbors("dp", 2, world)
+    assert near is mesh.start_neighbors("dp", 2, world), "started twice"
+    assert far is mesh.start_across("dp", 2, world)
     assert summed(near, 10**world.rank) == (11, 11, 1100, 1100)[world.rank]
     assert summed(far, 10**world.rank) == (101, 1010, 101, 1010)[world.rank]
-
-
-@pytest.mark.ranks(4)
-def test_groups_of_one_need_no_process_group():
-    world = World.discover(cpu=True)
-    mesh = Mesh.build({"dp": 4}, world)
+    # Groups of one need no process group.
     assert mesh.start_across("dp", 4, world).group is None
     assert mesh.start_neighbors("dp", 1, world).group is None
     assert summed(mesh.start_across("dp", 1, world), world.rank) == 6
-    assert summed(mesh.start_neighbors("dp", 4, world), world.rank) == 6
+    mesh = Mesh.build({"tp": 2, "dp": 2}, world)
+    assert mesh.neighbors("dp", 2).ranks == ((0, 2), (1, 3), (0, 2), (1, 3))[world.rank]
+    everyone = mesh.start_around("dp", mesh.start_neighbors("dp", 1, world), world)
+    assert summed(everyone, 10**world.rank) == (11, 11, 1100, 1100)[world.rank]
 
 
-@pytest.mark.parametrize("rank", range(8))
-def test_across_on_an_axis_that_is_not_the_first(rank):
+def test_across_on_an_axis_that_is_not_the_first():
     """tp=2 lies closest, so the dp lines are 0, 2, 4, 6 and 1, 3, 5, 7."""
-    mesh, _ = planned({"tp": 2, "dp": 4}, "aaaabbbb", rank)
-    near, far = mesh.neighbors("dp", 2), mesh.across("dp", 2)
-    tp, dp = rank % 2, rank // 2
-    assert (near.name, near.size, near.rank) == ("dp.near", 2, dp % 2)
-    assert (far.name, far.size, far.rank) == ("dp.far", 2, dp // 2)
-    assert far.ranks == (tp + 2 * (dp % 2), tp + 2 * (dp % 2) + 4)
-    assert far.hosts == ("a", "b")
-    assert far.spans_hosts
-    assert not near.spans_hosts
-    assert near.ranks[near.rank] == far.ranks[far.rank] == rank
+    for rank in range(8):
+        mesh, _ = planned({"tp": 2, "dp": 4}, "aaaabbbb", rank)
+        near, far = mesh.neighbors("dp", 2), mesh.across("dp", 2)
+        tp, dp = rank % 2, rank // 2
+        assert (near.name, near.size, near.rank) == ("dp.near", 2, dp % 2)
+        assert (far.name, far.size, far.rank) == ("dp.far", 2, dp // 2)
+        assert far.ranks == (tp + 2 * (dp % 2), tp + 2 * (dp % 2) + 4)
+        assert (far.hosts, far.spans_hosts, near.spans_hosts) == (("a", "b"), True, False)
+        assert near.ranks[near.rank] == far.ranks[far.rank] == rank
 
 
-@pytest.mark.parametrize("rank", range(12))
-def test_inside_of_a_group_the_other_axes_stay(rank):
+def test_inside_of_a_group_the_other_axes_stay():
     """tp=2 lies closest and dp=6 is cut into groups of 2: blocks of four ranks in a row."""
-    mesh, world = planned({"tp": 2, "dp": 6}, "aaaabbbbcccc", rank)
-    near = mesh.neighbors("dp", 2)
-    inside, everyone = mesh.inside("dp", near), mesh.around("dp", near, world)
-    assert list(inside) == ["tp", "dp"]
-    assert inside["tp"] is mesh["tp"]
-    assert inside["dp"].ranks == near.ranks
-    assert inside["dp"].position == mesh["dp"].rank
-    first = rank - rank % 4
-    assert everyone.ranks == (first, first + 1, first + 2, first + 3)
-    assert everyone.ranks[everyone.rank] == rank
-    assert not everyone.spans_hosts
-    assert mesh.line("dp.near.all") is everyone
-    assert inside.per_host("dp", world) == 2
-    again = inside.neighbors("dp", 1)
-    assert again.position == mesh["dp"].rank
-
-
-def test_around_a_group_of_the_only_axis():
+    for rank in range(12):
+        mesh, world = planned({"tp": 2, "dp": 6}, "aaaabbbbcccc", rank)
+        near = mesh.neighbors("dp", 2)
+        inside, everyone = mesh.inside("dp", near), mesh.around("dp", near, world)
+        assert list(inside) == ["tp", "dp"]
+        assert inside["tp"] is mesh["tp"]
+        assert (inside["dp"].ranks, inside["dp"].position) == (near.ranks, mesh["dp"].rank)
+        first = rank - rank % 4
+        assert everyone.ranks == (first, first + 1, first + 2, first + 3)
+        assert everyone.ranks[everyone.rank] == rank
+        assert not everyone.spans_hosts
+        assert mesh.line("dp.near.all") is everyone
+        assert inside.per_host("dp", world) == 2
+        assert inside.neighbors("dp", 1).position == mesh["dp"].rank
     mesh, world = planned({"dp": 4}, "aabb")
     near = mesh.neighbors("dp", 2)
     assert mesh.around("dp", near, world) is near
 
 
-@pytest.mark.ranks(4)
-def test_all_ranks_of_a_block_communicate():
-    world = World.discover(cpu=True)
-    mesh = Mesh.build({"tp": 2, "dp": 2}, world)
-    near = mesh.start_neighbors("dp", 1, world)
-    everyone = mesh.start_around("dp", near, world)
-    assert everyone is mesh.start_around("dp", near, world), "started twice"
-    assert summed(everyone, 10**world.rank) == (11, 11, 1100, 1100)[world.rank]
+def test_groups_and_lines_across_meet_in_one_rank():
+    for size in (1, 2, 3, 12):
+        seen = set()
+        for rank in range(12):
+            mesh, _ = planned({"dp": 12}, "a" * 12, rank)
+            near, far = mesh.neighbors("dp", size), mesh.across("dp", size)
+            assert (near.size, far.size) == (size, 12 // size)
+            assert set(near.ranks) & set(far.ranks) == {rank}
+            seen |= {near.ranks, far.ranks}
+        counts = Counter(rank for ranks in seen for rank in ranks)
+        assert counts == dict.fromkeys(range(12), 2), "groups overlap, or leave a rank out"
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 6, 12])
-def test_groups_and_lines_across_meet_in_one_rank(size):
-    seen = set()
-    for rank in range(12):
-        mesh, _ = planned({"dp": 12}, "a" * 12, rank)
-        near, far = mesh.neighbors("dp", size), mesh.across("dp", size)
-        assert (near.size, far.size) == (size, 12 // size)
-        assert set(near.ranks) & set(far.ranks) == {rank}
-        seen |= {near.ranks, far.ranks}
-    counts = Counter(rank for ranks in seen for rank in ranks)
-    assert counts == dict.fromkeys(range(12), 2), "groups overlap, or leave a rank out"
-
-
-@pytest.mark.parametrize("size", [0, -2, 3, 8])
-def test_across_refuses_what_does_not_divide(size):
-    mesh, _ = planned({"dp": 4}, "aaaa")
-    with pytest.raises(ConfigError, match=f"divides the 4 ranks of the axis 'dp', found {size}"):
-        mesh.across("dp", size)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "hosts", "expected"),
-    [
+def test_how_many_neighbors_share_a_host():
+    for sizes, hosts, expected in (
         ({"dp": 4}, "aaaa", 4),
-        ({"dp": 4}, "aabb", 2),
         ({"dp": 4}, "abcd", 1),
         ({"dp": 6}, "bbbaaa", 3),
-        ({"tp": 2, "dp": 4}, "aaaabbbb", 2),
         ({"tp": 2, "dp": 4, "pp": 2}, "aaaaaaaabbbbbbbb", 4),
         ({"tp": 4, "dp": 2}, "aaaabbbb", 1),
-        ({"dp": 1}, "a", 1),
-    ],
-)
-def test_how_many_neighbors_share_a_host(sizes, hosts, expected):
-    for rank in range(len(hosts)):
-        mesh, world = planned(sizes, hosts, rank)
-        assert mesh.per_host("dp", world) == expected
+    ):
+        for rank in range(len(hosts)):
+            mesh, world = planned(sizes, hosts, rank)
+            assert mesh.per_host("dp", world) == expected
 
 
-@pytest.mark.parametrize(
-    ("sizes", "hosts", "found"),
-    [
+def test_uneven_hosts_are_refused_on_all_ranks():
+    for sizes, hosts, found in (
         ({"dp": 4}, "aaab", "along ranks 0, 1, 2, 3: 3 on 'a', 1 on 'b'"),
         ({"dp": 4}, "abab", "1 on 'a', 1 on 'b', 1 on 'a', 1 on 'b'"),
         ({"dp": 6}, "aabbaa", "2 on 'a', 2 on 'b', 2 on 'a'"),
         # The line of even ranks is even, that of odd ones is not: all ranks must hear of it.
         ({"tp": 2, "dp": 4}, "aaabbbbb", "2 on 'b'; along ranks 1, 3, 5, 7: 1 on 'a', 3 on 'b'"),
         ({"tp": 2, "dp": 2}, "abac", "2 on 'a'; along ranks 1, 3: 1 on 'b', 1 on 'c'"),
-    ],
-)
-def test_uneven_hosts_are_refused_on_all_ranks(sizes, hosts, found):
-    for rank in range(len(hosts)):
-        mesh, world = planned(sizes, hosts, rank)
-        with pytest.raises(ConfigError, match="equally many ranks of the axis 'dp'") as caught:
-            mesh.per_host("dp", world)
-        assert found in str(caught.value)
-        assert "give the number of neighbors" in str(caught.value)
+    ):
+        for rank in range(len(hosts)):
+            mesh, world = planned(sizes, hosts, rank)
+            with pytest.raises(ConfigError, match="equally many ranks of the axis 'dp'") as caught:
+                mesh.per_host("dp", world)
+            assert found in str(caught.value)
+            assert "give the number of neighbors" in str(caught.value)

@@ -12,30 +12,32 @@ MATRIX, VECTOR, SCALAR = (4, 4), (4,), ()
 OTHERS = (FP64, torch.int64, torch.int8, torch.bool, torch.complex64)
 
 
-@pytest.mark.parametrize(("name", "compute"), [("no", None), ("bf16", BF16), ("fp16", FP16)])
-def test_a_name_alone_converts_no_parameter(name, compute):
-    policy = Precision.of(name)
-    assert policy.compute is compute
-    assert policy.needs_scaling is (name == "fp16")
-    for dtype in (FP32, BF16, FP16, *OTHERS):
-        assert policy.forward_dtype(dtype, MATRIX) is dtype
-        assert policy.master_dtype(dtype, MATRIX) is dtype
-        assert policy.reduce_dtype(dtype) is dtype
+def test_a_name_alone_converts_no_parameter():
+    for name, compute in (("no", None), ("bf16", BF16), ("fp16", FP16)):
+        policy = Precision.of(name)
+        assert policy.compute is compute
+        assert policy.needs_scaling is (name == "fp16")
+        for dtype in (FP32, BF16, FP16, *OTHERS):
+            assert policy.forward_dtype(dtype, MATRIX) is dtype
+            assert policy.master_dtype(dtype, MATRIX) is dtype
+            assert policy.reduce_dtype(dtype) is dtype
+            assert policy.accumulate_dtype(dtype) is (FP32 if dtype in (BF16, FP16) else dtype)
 
 
-@pytest.mark.parametrize(("name", "low"), [("bf16", BF16), ("fp16", FP16)])
-def test_param_converts_fp32_matrices_and_keeps_fp32_masters(name, low):
-    policy = Precision.of(name, param=low)
-    assert policy.forward_dtype(FP32, MATRIX) is low
-    assert policy.forward_dtype(FP32, (2, 3, 4, 5)) is low
-    assert policy.master_dtype(FP32, MATRIX) is FP32
-    assert policy.reduce_dtype(low) is low
-    for shape in (VECTOR, SCALAR):
-        assert policy.forward_dtype(FP32, shape) is FP32
-        assert policy.master_dtype(FP32, shape) is FP32
-    for dtype in (BF16, FP16, *OTHERS):
-        assert policy.forward_dtype(dtype, MATRIX) is dtype
-        assert policy.master_dtype(dtype, MATRIX) is dtype
+def test_param_converts_fp32_matrices_and_keeps_fp32_masters():
+    for name, low in (("bf16", BF16), ("fp16", FP16)):
+        policy = Precision.of(name, param=low)
+        for shape in (MATRIX, (2, 3, 4, 5), VECTOR, SCALAR):
+            assert policy.forward_dtype(FP32, shape) is (low if len(shape) > 1 else FP32)
+            assert policy.master_dtype(FP32, shape) is FP32
+        assert policy.reduce_dtype(low) is low
+        for dtype in (BF16, FP16, *OTHERS):
+            assert policy.forward_dtype(dtype, MATRIX) is dtype
+            assert policy.master_dtype(dtype, MATRIX) is dtype
+    policy = Precision.of("bf16", param=BF16, master=None)  # the low parameter is updated
+    assert policy.forward_dtype(FP32, MATRIX) is BF16
+    assert policy.master_dtype(FP32, MATRIX) is BF16
+    assert policy.master_dtype(FP32, VECTOR) is FP32
 
 
 def test_master_of_given_low_parameters_only_when_asked_for():
@@ -51,33 +53,15 @@ def test_master_of_given_low_parameters_only_when_asked_for():
             assert policy.master_dtype(dtype, MATRIX) is dtype
 
 
-def test_without_a_master_the_low_parameter_is_updated():
-    policy = Precision.of("bf16", param=BF16, master=None)
-    assert policy.forward_dtype(FP32, MATRIX) is BF16
-    assert policy.master_dtype(FP32, MATRIX) is BF16
-    assert policy.master_dtype(FP32, VECTOR) is FP32
+def test_reduce_changes_floats_up_to_fp32_alone():
+    for reduce in (BF16, FP32):
+        policy = Precision.of("bf16", reduce=reduce)
+        assert {policy.reduce_dtype(dtype) for dtype in (FP32, BF16, FP16)} == {reduce}
+        assert all(policy.reduce_dtype(dtype) is dtype for dtype in OTHERS)
 
 
-@pytest.mark.parametrize("reduce", [BF16, FP32])
-def test_reduce_changes_floats_up_to_fp32_alone(reduce):
-    policy = Precision.of("bf16", reduce=reduce)
-    for dtype in (FP32, BF16, FP16):
-        assert policy.reduce_dtype(dtype) is reduce
-    for dtype in OTHERS:
-        assert policy.reduce_dtype(dtype) is dtype
-
-
-def test_low_gradients_are_added_up_in_fp32():
-    policy = Precision.of("no")
-    assert policy.accumulate_dtype(BF16) is FP32
-    assert policy.accumulate_dtype(FP16) is FP32
-    for dtype in (FP32, *OTHERS):
-        assert policy.accumulate_dtype(dtype) is dtype
-
-
-@pytest.mark.parametrize(
-    ("name", "dtypes", "message"),
-    [
+def test_dtypes_that_do_not_fit_are_refused():
+    for name, dtypes, message in (
         ("fp8", {}, "expected a precision of no, bf16 or fp16, found 'fp8'"),
         ("no", {"param": BF16}, "param: bf16 needs precision: bf16, found precision: no; set"),
         ("bf16", {"param": FP16}, "param: fp16 needs precision: fp16, found precision: bf16"),
@@ -87,11 +71,9 @@ def test_low_gradients_are_added_up_in_fp32():
         ("bf16", {"reduce": FP64}, "expected as_given, bf16, fp16 or fp32, found float64"),
         ("bf16", {"master": BF16}, "expected auto, fp32 or none, found bf16"),
         ("fp16", {"param": FP16, "master": None}, "updates underflow; set dtypes.master: fp32"),
-    ],
-)
-def test_dtypes_that_do_not_fit_are_refused(name, dtypes, message):
-    with pytest.raises(ConfigError, match=message):
-        Precision.of(name, **dtypes)
+    ):
+        with pytest.raises(ConfigError, match=message):
+            Precision.of(name, **dtypes)
 
 
 def test_configuration_names_every_dtype():

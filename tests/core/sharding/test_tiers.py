@@ -1,6 +1,8 @@
 """What lies where when stores keep state: bytes by hand, the table, and what does not fit."""
 
+import itertools
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -26,7 +28,6 @@ from drivetrain_offload.tiers import Tiers, announce_tiers, plan_of, tiers_of
 FULL = Precision.of("no")
 LOW = Precision.of("bf16", param=torch.bfloat16)
 PARAMETERS = 1000  # of one matrix
-STATES = {"weight": 2}
 
 
 def plan(*, precision=FULL, sharded=False, ranks=2, lent=80, frozen=False, states=2):
@@ -48,91 +49,70 @@ def rounded(found):
     return {tier: dict(kinds) for tier, kinds in found.items() if kinds}
 
 
-@pytest.mark.parametrize("precision", [FULL, LOW], ids=["full", "low"])
-@pytest.mark.parametrize("sharded", [False, True])
-@pytest.mark.parametrize("lent", [0, 80])
-@pytest.mark.parametrize("frozen", [False, True])
-def test_what_stays_on_the_device_is_what_cost_says(precision, sharded, lent, frozen):
-    given = plan(precision=precision, sharded=sharded, lent=lent, frozen=frozen)
-    ours = held(given, TierChoice(device="device", optimizer="host", ratio=0.0))["device"]
+def test_what_stays_on_the_device_is_what_cost_says():
     axis = Mesh.plan({"dp": 2}, World(rank=1, size=2, hosts=("a", "a")))["dp"]
-    estimate = Estimate(given.units, precision, Lines(Route(axis), Route(axis)))
-    theirs = estimate.held(given.model, lent_buffers=1 if lent else 0)
-    steps = 0 if frozen else 4
-    assert ours["parameters"] == theirs["parameters"]
-    assert ours["masters"] == theirs["masters"]
-    assert ours["optimizer"] == theirs["optimizer"] - steps
-    gradients = theirs["gradients"] + (0 if lent else theirs["lent"])
-    assert ours["gradients"] == gradients
+    for precision, sharded, lent, frozen in itertools.product(
+        (FULL, LOW), (False, True), (0, 80), (False, True)
+    ):
+        given = plan(precision=precision, sharded=sharded, lent=lent, frozen=frozen)
+        ours = held(given, TierChoice(device="device", optimizer="host", ratio=0.0))["device"]
+        estimate = Estimate(given.units, precision, Lines(Route(axis), Route(axis)))
+        theirs = estimate.held(given.model, lent_buffers=1 if lent else 0)
+        steps = 0 if frozen else 4
+        assert ours["parameters"] == theirs["parameters"]
+        assert ours["masters"] == theirs["masters"]
+        assert ours["optimizer"] == theirs["optimizer"] - steps
+        assert ours["gradients"] == theirs["gradients"] + (0 if lent else theirs["lent"])
 
 
-def test_on_a_cpu_parameters_of_the_masters_dtype_are_stepped_where_they_are():
-    found = held(plan(), TierChoice(device="host", optimizer="disk"))
-    assert rounded(found) == {
-        "host": {"parameters": 4000, "gradients": 2000, "buffers of gradients": 80},
-        "disk": {"optimizer": 4000},
-    }
-
-
-def test_masters_of_another_dtype_lie_with_the_states():
-    found = held(plan(precision=LOW), TierChoice(device="host", optimizer="disk"))
-    assert rounded(found) == {
-        "host": {"parameters": 2000, "gradients": 1000, "buffers of gradients": 80},
-        "disk": {"optimizer": 4000, "masters": 2000},
-    }
-
-
-def test_a_share_that_is_stepped_in_memory_is_kept_once():
-    found = held(plan(precision=LOW, sharded=True), TierChoice(device="host", optimizer="host"))
-    assert rounded(found) == {
-        "host": {
-            "parameters": 2000,  # in fp32
-            "gradients": 2000,
-            "optimizer": 4000,
-            "buffers of gradients": 80,
-            "largest unit in use": 2000,  # in bf16
-        }
-    }
-
-
-def test_on_an_accelerator_the_host_has_masters_of_all():
-    found = held(plan(), TierChoice(device="device", optimizer="host"))
-    assert rounded(found) == {
-        "device": {"parameters": 4000, "buffers of gradients": 80},
-        "host": {"masters": 2000, "optimizer": 4000, "gradients": 2000},
-    }
-
-
-def test_divided_parameters_in_a_store():
-    homes = TierChoice(device="device", optimizer="disk", parameters="disk")
-    assert rounded(held(plan(precision=LOW, sharded=True), homes)) == {
-        "device": {"buffers of gradients": 80, "largest unit in use": 2000},
-        "host": {"gradients": 1000},
-        "disk": {"parameters": 1000, "masters": 2000, "optimizer": 4000},
-    }
+def test_bytes_by_hand():
+    low, shares = plan(precision=LOW), plan(precision=LOW, sharded=True)
+    lent, unit = {"buffers of gradients": 80}, {"largest unit in use": 2000}
+    whole = {"parameters": 4000, "gradients": 2000, **lent}
+    halves = {"parameters": 2000, "gradients": 1000, **lent}
+    states, masters = {"optimizer": 4000}, {"masters": 2000}
+    on_disk = TierChoice(device="host", optimizer="disk")
+    late = TierChoice(device="host", optimizer="disk", delayed=True)
+    in_memory = TierChoice(device="host", optimizer="host")
+    beside = TierChoice(device="device", optimizer="host")
+    stores = TierChoice(device="device", optimizer="disk", parameters="disk")
+    parts = {"parameters": 1000, **masters, **states}
+    for given, homes, expected in (
+        # On a CPU parameters of the masters' dtype are stepped where they are.
+        (plan(), on_disk, {"host": whole, "disk": states}),
+        (low, on_disk, {"host": halves, "disk": states | masters}),
+        (plan(), late, {"host": {**whole, "late updates": 4000}, "disk": states | masters}),
+        # A share that is stepped in memory is kept once, in fp32; a unit in use is in bf16.
+        (shares, in_memory, {"host": {**whole, "parameters": 2000, **states, **unit}}),
+        # Beside an accelerator the host has masters of all.
+        (
+            plan(),
+            beside,
+            {
+                "device": {"parameters": 4000, **lent},
+                "host": {"gradients": 2000} | masters | states,
+            },
+        ),
+        (shares, stores, {"device": lent | unit, "host": {"gradients": 1000}, "disk": parts}),
+    ):
+        assert rounded(held(given, homes)) == expected
     frozen = plan(precision=LOW, sharded=True, frozen=True)
-    assert rounded(held(frozen, homes))["disk"] == {"parameters": 1000}
-
-
-def test_parameters_that_stay_whole_are_in_no_store():
+    assert rounded(held(frozen, stores))["disk"] == {"parameters": 1000}
+    # Parameters that stay whole are in no store, nor is what lies in no unit.
     homes = TierChoice(device="device", optimizer="host", parameters="disk")
     assert held(plan(), homes)["device"]["parameters"] == 4000
     assert not held(plan(), homes)["disk"]
+    model = nn.Sequential(nn.Linear(50, 20, bias=False), nn.BatchNorm1d(20))
+    loose = replace(plan(lent=0), model=ModelSpec.of(model), units=[])
+    assert rounded(held(loose, beside)) == {"device": {"parameters": 4160, "buffers": 168}}
+    # Whole gradients are on the device too.
+    found = held(plan(lent=0), beside)
+    assert (found["device"]["gradients"], found["host"]["gradients"]) == (4000, 2000)
+    found = held(plan(lent=0), in_memory)
+    assert found["host"]["gradients"] == 4000
 
 
-def test_whole_gradients_are_on_the_device_too():
-    found = held(plan(lent=0), TierChoice(device="device", optimizer="host"))
-    assert found["device"]["gradients"] == 4000
-    assert found["host"]["gradients"] == 2000
-    assert (
-        held(plan(lent=0), TierChoice(device="host", optimizer="host"))["host"]["gradients"] == 4000
-    )
-
-
-@pytest.mark.parametrize(
-    ("ratio", "chosen"), [(0.0, 0), (0.001, 1), (0.25, 1), (0.26, 2), (0.75, 2), (1.0, 3)]
-)
-def test_a_part_of_the_state_in_whole_units(ratio, chosen):
+def test_a_part_of_the_state_in_whole_units():
     """Three units of 250, 500 and 250 parameters, in the order of backward."""
     shapes = [(25, 10), (50, 10), (25, 10)]
     model = nn.ParameterList([nn.Parameter(torch.ones(shape)) for shape in shapes])
@@ -142,39 +122,18 @@ def test_a_part_of_the_state_in_whole_units(ratio, chosen):
     given = TierPlan(
         model=ModelSpec.of(model), units=units, precision=FULL, rank=0, states=states, lent=0
     )
-    found = held(given, TierChoice(device="device", optimizer="host", ratio=ratio))
-    moved = sum([250, 500, 250][:chosen])
-    assert found["host"]["optimizer"] == 8 * moved
-    assert found["device"]["optimizer"] == 8 * (1000 - moved)
-    assert found["device"]["parameters"] == 4000
-
-
-def test_late_updates_take_memory_of_their_own():
-    found = held(plan(), TierChoice(device="host", optimizer="disk", delayed=True))
-    assert rounded(found) == {
-        "host": {
-            "parameters": 4000,
-            "gradients": 2000,
-            "late updates": 4000,
-            "buffers of gradients": 80,
-        },
-        "disk": {"optimizer": 4000, "masters": 2000},
-    }
-
-
-def test_what_lies_in_no_unit_stays_on_the_device():
-    model = nn.Sequential(nn.Linear(50, 20, bias=False), nn.BatchNorm1d(20))
-    given = plan()
-    both = TierPlan(
-        model=ModelSpec.of(model),
-        units=[],
-        precision=FULL,
-        rank=0,
-        states=given.states,
-        lent=0,
-    )
-    found = held(both, TierChoice(device="device", optimizer="host"))
-    assert rounded(found) == {"device": {"parameters": 4160, "buffers": 168}}
+    for ratio, moved in (
+        (0.0, 0),
+        (0.001, 250),
+        (0.25, 250),
+        (0.26, 750),
+        (0.75, 750),
+        (1.0, 1000),
+    ):
+        found = held(given, TierChoice(device="device", optimizer="host", ratio=ratio))
+        assert found["host"]["optimizer"] == 8 * moved, ratio
+        assert found["device"]["optimizer"] == 8 * (1000 - moved)
+        assert found["device"]["parameters"] == 4000
 
 
 # --- what optimizers keep ---
@@ -191,28 +150,24 @@ def run_of(world=None):
     )
 
 
-@pytest.mark.parametrize(
-    ("make", "states"),
-    [
+def test_states_of_optimizers():
+    for make, states in (
         (AdamW, 2),
         (lambda p: Adam(p, amsgrad=True), 3),
         (lambda p: SGD(p, lr=0.1), 0),
         (lambda p: SGD(p, lr=0.1, momentum=0.9), 1),
         (Adagrad, 1),
         (Rprop, 2),
-    ],
-    ids=["adamw", "amsgrad", "sgd", "momentum", "adagrad", "another"],
-)
-def test_states_of_optimizers(make, states):
-    model = nn.Linear(3, 2)
-    optimizer = make([model.weight])
-    found = plan_of(model, [optimizer], [], run_of(), rank=0, lent=0)
-    assert found.states == {"weight": states}  # the bias is in no optimizer
-    model(torch.ones(3)).sum().backward()
-    optimizer.step()
-    state = optimizer.state[model.weight]
-    kept = [t for t in state.values() if torch.is_tensor(t) and t.shape == model.weight.shape]
-    assert len(kept) == states
+    ):
+        model = nn.Linear(3, 2)
+        optimizer = make([model.weight])
+        found = plan_of(model, [optimizer], [], run_of(), rank=0, lent=0)
+        assert found.states == {"weight": states}  # the bias is in no optimizer
+        model(torch.ones(3)).sum().backward()
+        optimizer.step()
+        state = optimizer.state[model.weight]
+        kept = [t for t in state.values() if torch.is_tensor(t) and t.shape == model.weight.shape]
+        assert len(kept) == states
 
 
 # --- the table ---
@@ -240,11 +195,6 @@ def test_the_table():
     ]
 
 
-def test_what_fits_passes():
-    tiers(host=17 * GIB, disk=8 * GIB).check()
-    tiers().check()  # nothing known is nothing to refuse
-
-
 def test_what_does_not_fit_is_refused_with_the_numbers_and_a_way_out():
     with pytest.raises(PreflightError) as caught:
         tiers(host=17 * GIB - 1, disk=8 * GIB).check()
@@ -255,6 +205,8 @@ def test_what_does_not_fit_is_refused_with_the_numbers_and_a_way_out():
     assert "the disk" not in message
     with pytest.raises(PreflightError, match=r"the disk: expected at least 8 GiB.*offload\.path"):
         tiers(host=17 * GIB, disk=8 * GIB - 1).check()
+    tiers(host=17 * GIB, disk=8 * GIB).check()
+    tiers().check()  # nothing known is nothing to refuse
 
 
 class Store:
@@ -290,21 +242,18 @@ def announced(monkeypatch, tmp_path, *, host, disk):
     announce_tiers(given, options, STORES, run)
 
 
-def test_the_table_is_announced(monkeypatch, tmp_path, caplog):
+def test_the_table_is_announced_or_too_little_of_the_machine_refused(monkeypatch, tmp_path, caplog):
+    """The model's own 4 MB are there already; gradients, their buffer and the store's are not."""
     caplog.set_level("INFO")
     announced(monkeypatch, tmp_path, host=8_001_000, disk=8_000_000)
     assert "what lies where" in caplog.text
     assert "optimizer" in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("host", "disk", "what"),
-    [(8_000_999, 8_000_000, "host memory"), (8_001_000, 7_999_999, "the disk")],
-)
-def test_too_little_of_the_machine(monkeypatch, tmp_path, host, disk, what):
-    """The model's own 4 MB are there already; gradients, their buffer and the store's are not."""
-    with pytest.raises(PreflightError, match=f"^{what}( of .*)?: expected at least"):
-        announced(monkeypatch, tmp_path, host=host, disk=disk)
+    for host, disk, what in (
+        (8_000_999, 8_000_000, "host memory"),
+        (8_001_000, 7_999_999, "the disk"),
+    ):
+        with pytest.raises(PreflightError, match=f"^{what}( of .*)?: expected at least"):
+            announced(monkeypatch, tmp_path, host=host, disk=disk)
 
 
 @pytest.mark.ranks(2)
@@ -345,11 +294,9 @@ def test_limits_of_control_groups(tmp_path):
         memory__stat="anon 3\ninactive_file 5",
     )
     assert list(group_rooms(root, member)) == [25]
-
-
-def test_limits_of_control_groups_of_version_1(tmp_path):
-    root, member = tmp_path / "groups", tmp_path / "membership"
-    member.write_text("5:devices:/x\n4:memory:/seen/outside\n0::/\n")
+    (member := tmp_path / "first version").write_text(
+        "5:devices:/x\n4:memory:/seen/outside\n0::/\n"
+    )
     group(
         root / "memory",
         memory__limit_in_bytes=100,
@@ -357,7 +304,4 @@ def test_limits_of_control_groups_of_version_1(tmp_path):
         memory__stat="inactive_file 1\ntotal_inactive_file 30",
     )
     assert list(group_rooms(root, member)) == [10]
-
-
-def test_no_control_groups(tmp_path):
     assert list(group_rooms(tmp_path, tmp_path / "none")) == []

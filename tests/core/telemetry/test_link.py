@@ -66,25 +66,20 @@ def told(run, *, seconds, waiting, megabytes, steps=6):
     return lines
 
 
-def test_warning_has_bytes_and_seconds_and_comes_once(run):
+def test_who_is_warned_once_with_bytes_and_seconds(run):
     (line,) = told(run, seconds=1.2, waiting=0.8, megabytes=92)
     assert "a step sends 92.0 MB from each host, 0.92 s at the measured 100 MB/s, and works" in line
     assert "works for 0.4 s; accumulate more micro-batches" in line
     assert told(run, seconds=1.2, waiting=0.8, megabytes=92, steps=4) == []
 
-
-@pytest.mark.parametrize(
-    ("seconds", "waiting", "megabytes", "warned"),
-    [
+    for seconds, waiting, megabytes, warned in (
         (1.0, 0.01, 92, False),  # hidden under the work
         (1.0, 0.6, 30, False),  # waits for something else
         (1.0, 0.0, 92, True),  # a device waits: the time of the link is taken for it
         (2.0, 0.0, 92, False),
-    ],
-)
-def test_who_is_warned(run, seconds, waiting, megabytes, warned):
-    lines = told(run, seconds=seconds, waiting=waiting, megabytes=megabytes)
-    assert bool(lines) == warned
+    ):
+        lines = told(run, seconds=seconds, waiting=waiting, megabytes=megabytes)
+        assert bool(lines) == warned
 
 
 def test_link_comes_from_the_launcher(monkeypatch):

@@ -1,7 +1,6 @@
 """Tests on ranks: what passes, what a report shows, and that one test never harms the next."""
 
 import math
-import os
 import signal
 import subprocess
 import sys
@@ -9,10 +8,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-import torch
-import torch.distributed as dist
 
-from drivetrain.runtime.world import World
 from waits import wait_until
 
 pytest_plugins = ["pytester"]
@@ -22,44 +18,6 @@ INI = """
 addopts = --strict-markers --import-mode=importlib -p no:cacheprovider
 filterwarnings = error
 """
-
-
-class Value:
-    """A parameter whose class lives in the test file."""
-
-    def __init__(self, number):
-        self.number = number
-
-
-@pytest.mark.parametrize(
-    "size", [pytest.param(n, marks=pytest.mark.ranks(n), id=f"ranks{n}") for n in (1, 2, 3)]
-)
-def test_every_rank_finds_its_place(size):
-    world = World.discover()
-    assert (world.size, world.local_size, world.rank) == (size, size, int(os.environ["RANK"]))
-    assert dist.is_initialized() == (size > 1)
-    if size > 1:
-        total = torch.tensor(world.rank)
-        dist.all_reduce(total)
-        assert total.item() == size * (size - 1) // 2
-    assert torch.get_num_threads() == 1
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("value", [Value(3)])
-def test_fixtures_and_parameters_reach_the_ranks(tmp_path, value):
-    (tmp_path / str(dist.get_rank())).write_text(str(value.number))
-    dist.barrier()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]
-
-
-class TestInClass:
-    seen = 0
-
-    @pytest.mark.ranks(2)
-    def test_method_gets_a_fresh_instance(self):
-        self.seen += 1
-        assert self.seen == 1
 
 
 @pytest.fixture
@@ -223,6 +181,7 @@ def test_afterwards():
     )
 
 
+@pytest.mark.exhaustive
 def test_a_group_that_something_held_for_a_while_is_freed_in_a_later_test(project):
     """The holder is a thread's cycle, which ends behind the test: garbage that nobody walks."""
     result = run(
@@ -263,6 +222,7 @@ def test_a_wrong_mark_stops_the_run(pytester, mark):
     result.stderr.fnmatch_lines(["*test_x: expected ranks(n, timeout*"])
 
 
+@pytest.mark.exhaustive
 def test_no_rank_outlives_a_killed_run(tmp_path):
     (tmp_path / "test_case.py").write_text(
         "import pathlib, time, pytest\n"

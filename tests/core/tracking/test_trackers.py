@@ -9,7 +9,6 @@ import torch.distributed as dist
 from drivetrain.errors import ConfigError, UnknownPluginError, UsageError
 from drivetrain.registry import Registry
 from drivetrain.tracking import Tracker, Trackers
-from drivetrain.tracking.adapters import JsonlTracker
 
 
 class Memory(Tracker):
@@ -87,7 +86,7 @@ def started(log_with, *, logging_dir=None, config=None, init_kwargs=None, **plug
     return trackers
 
 
-def test_names_classes_objects_and_enums():
+def test_trackers_are_given_found_and_begun_again():
     mine = Memory("mine")
     trackers = started(["memory", Memory, Names.MEMORY, mine, Writing], logging_dir="logs",
                        memory=Memory)  # fmt: skip
@@ -95,6 +94,28 @@ def test_names_classes_objects_and_enums():
     assert trackers.active[1] is mine
     assert trackers.active[2].options == {"logging_dir": "logs"}
     assert started(None).active == []
+
+    trackers = started(
+        [Memory, Failing], config={"lr": 0.1}, init_kwargs={"memory": {"entity": "team"}}
+    )
+    trackers.log({"loss": 1.0}, 3, {"memory": {"commit": True}})
+    memory, failing = trackers.active
+    assert memory.options == {"entity": "team"}
+    assert memory.said == [{"lr": 0.1}, ({"loss": 1.0}, 3, {"commit": True})]
+    assert failing.said == [{"lr": 0.1}, ({"loss": 1.0}, 3, {})]
+
+    trackers = started([Memory])
+    (first,) = trackers.active
+    trackers.start("second")
+    (second,) = trackers.active
+    assert (first.finished, second.run_name, second.finished) == (1, "second", 0)
+
+    trackers = started([Memory])
+    (memory,) = trackers.active
+    assert trackers.get("memory") is memory
+    assert trackers.get("memory", unwrap=True) is memory.said
+    with pytest.raises(UsageError, match=r"found no 'wandb'; started: memory"):
+        trackers.get("wandb")
 
 
 def test_all_takes_what_can_be_used(caplog):
@@ -108,37 +129,18 @@ def test_all_takes_what_can_be_used(caplog):
     assert [tracker.name for tracker in trackers.active] == ["memory", "writing"]
 
 
-@pytest.mark.parametrize(
-    ("log_with", "error", "message"),
-    [
-        ("nowhere", UnknownPluginError, "installed:"),
-        ("writing", ConfigError, "pass project_dir"),
-        ("absent", ConfigError, "pip install no_such_module_anywhere"),
-        (3, UsageError, "found 3; installed: absent, writing"),
-        (dict, UsageError, "name, class or object"),
-    ],
-)
-@pytest.mark.parametrize("is_main", [True, False])
-def test_wrong_choices_fail_alike_on_every_process(log_with, error, message, is_main):
-    registry = Given(writing=Writing, absent=Absent)
-    with pytest.raises(error, match=message):
-        Trackers(log_with, logging_dir=None, is_main=is_main, registry=registry)
-
-
-def test_the_installed_names_are_listed():
-    with pytest.raises(UnknownPluginError, match=r"comet_ml, dvclive, jsonl, mlflow"):
-        Trackers("nowhere", logging_dir=None)
-
-
-def test_arguments_reach_each_tracker_by_name():
-    trackers = started(
-        [Memory, Failing], config={"lr": 0.1}, init_kwargs={"memory": {"entity": "team"}}
-    )
-    trackers.log({"loss": 1.0}, 3, {"memory": {"commit": True}})
-    memory, failing = trackers.active
-    assert memory.options == {"entity": "team"}
-    assert memory.said == [{"lr": 0.1}, ({"loss": 1.0}, 3, {"commit": True})]
-    assert failing.said == [{"lr": 0.1}, ({"loss": 1.0}, 3, {})]
+def test_wrong_choices_fail_alike_on_every_process():
+    for is_main in (True, False):
+        for log_with, error, message in (
+            ("nowhere", UnknownPluginError, "installed:"),
+            ("writing", ConfigError, "pass project_dir"),
+            ("absent", ConfigError, "pip install no_such_module_anywhere"),
+            (3, UsageError, "found 3; installed: absent, writing"),
+            (dict, UsageError, "name, class or object"),
+        ):
+            registry = Given(writing=Writing, absent=Absent)
+            with pytest.raises(error, match=message):
+                Trackers(log_with, logging_dir=None, is_main=is_main, registry=registry)
 
 
 def test_secrets_are_not_stored_and_the_log_says_so(caplog):
@@ -160,34 +162,12 @@ def test_secrets_are_not_stored_and_the_log_says_so(caplog):
     assert "hf_x" not in caplog.text
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["token", "hub_token", "hubToken", "AWS_SECRET", "access-key", "db_pwd", "auth", "sentry_dsn"],
-)
-def test_texts_by_the_name_of_a_secret_are_left_out(name):
-    assert started([Memory], config={name: "x"}).active[0].said == [{}]
-
-
-def test_addresses_with_a_password_are_left_out():
-    plain = {"url": "https://host:8080/data@2", "file": "C:/a:b@c"}
-    config = {**plain, "storage": "postgres://me:canary@host/runs"}
+def test_texts_by_the_name_of_a_secret_and_addresses_with_a_password_are_left_out():
+    secrets = ["token", "hubToken", "AWS_SECRET", "access-key", "db_pwd", "auth", "sentry_dsn"]
+    plain = {"url": "https://host:8080/data@2", "file": "C:/a:b@c", "tokenizer_name": "gpt2"}
+    plain |= {"max_tokens": 10, "eos_token": "</s>", "num_key_value_heads": 8, "use_token": True}
+    config = {**plain, **dict.fromkeys(secrets, "x"), "storage": "postgres://me:canary@host/runs"}
     assert started([Memory], config=config).active[0].said == [plain]
-
-
-def test_settings_of_language_models_are_no_secrets():
-    config = {
-        "tokenizer_name": "gpt2",
-        "max_tokens": 10,
-        "tokens_per_step": 4096,
-        "num_key_value_heads": 8,
-        "pad_token_id": 0,
-        "eos_token": "</s>",
-        "max_new_tokens": 64,
-        "key_dim": 64,
-        "monkey": "see",
-        "use_token": True,
-    }
-    assert started([Memory], config=config).active[0].said == [config]
 
 
 def test_a_failing_tracker_is_left_out_after_one_warning(caplog):
@@ -201,28 +181,6 @@ def test_a_failing_tracker_is_left_out_after_one_warning(caplog):
     assert [record.message for record in caplog.records] == [
         "the tracker 'failing' failed and is left out from here on: ConnectionError: no network"
     ]
-
-
-def test_failing_at_the_start_is_an_error():
-    with pytest.raises(TypeError):
-        started([JsonlTracker], logging_dir="logs", init_kwargs={"jsonl": {"no_such": 1}})
-
-
-def test_starting_again_finishes_the_first_run():
-    trackers = started([Memory])
-    (first,) = trackers.active
-    trackers.start("second")
-    (second,) = trackers.active
-    assert (first.finished, second.run_name, second.finished) == (1, "second", 0)
-
-
-def test_get():
-    trackers = started([Memory])
-    (memory,) = trackers.active
-    assert trackers.get("memory") is memory
-    assert trackers.get("memory", unwrap=True) is memory.said
-    with pytest.raises(UsageError, match=r"found no 'wandb'; started: memory"):
-        trackers.get("wandb")
 
 
 def test_other_processes_get_inert_objects():
@@ -250,13 +208,3 @@ def test_only_the_main_rank_writes(tmp_path):
     (path,) = tmp_path.iterdir()
     (line,) = path.read_text().splitlines()
     assert json.loads(line)["rank"] == 0
-
-
-def test_a_tracker_begins_before_its_settings_are_stored():
-    class Beginning(Memory):
-        def start(self):
-            self.said.append("start")
-
-    tracker = Beginning("mine")
-    started(tracker, config={"a": 1})
-    assert tracker.said == ["start", {"a": 1}]

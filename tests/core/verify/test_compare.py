@@ -18,13 +18,11 @@ def record(*, weight=2.0, loss=1.0, norm=3.0, steps=1, start=1.0, batches=(("a",
     return RunRecord(steps=[step] * steps, states=states, whereabouts=places)
 
 
-def test_equal_runs_are_equal():
+def test_what_differs_is_named_with_its_place_and_size():
     comparison = compare(record(), record())
     assert judge(comparison) == ("equal", ())
     assert comparison.compared == {"start": 2, "loss": 1, "gradient norm": 2, "weight": 2}
 
-
-def test_a_weight_that_differs_is_named_with_its_place_and_its_share_of_the_change():
     comparison = compare(record(weight=2.5), record(weight=2.0))
     verdict, (found,) = judge(comparison)
     assert verdict == "error"
@@ -37,17 +35,18 @@ def test_a_weight_that_differs_is_named_with_its_place_and_its_share_of_the_chan
     assert (found.absolute, found.relative, found.of_change) == (0.5, 0.25, 0.5)
     assert (found.found, found.expected) == (2.5, 2.0)
 
+    for kind, change in (("loss", {"loss": 1.5}), ("gradient norm", {"norm": 4.0})):
+        verdict, (found,) = judge(compare(record(**change), record()))
+        assert (verdict, found.kind) == ("error", kind)
+        assert found.relative == (0.5 if kind == "loss" else 0.2)  # of the norm of all, 5
 
-@pytest.mark.parametrize(
-    ("kind", "change"), [("loss", {"loss": 1.5}), ("gradient norm", {"norm": 4.0})]
-)
-def test_numbers_are_compared_too(kind, change):
-    verdict, (found,) = judge(compare(record(**change), record()))
-    assert (verdict, found.kind) == ("error", kind)
-    assert found.relative == (0.5 if kind == "loss" else 0.2)  # of the norm of all, 5
+    assert judge(compare(record(loss=math.nan), record(loss=math.nan)))[0] == "equal"
+    assert judge(compare(record(loss=math.nan), record()))[0] == "error"
+    assert judge(compare(record(weight=math.nan), record()))[0] == "error"
+    assert judge(compare(record(weight=math.nan), record(weight=math.nan)))[0] == "equal"
 
 
-def test_rounding_shrinks_in_the_repetition_and_an_error_does_not():
+def test_the_repetition_tells_rounding_from_errors():
     apart = compare(record(weight=2.0001), record())
     rounding = compare(record(weight=2.0 + 5e-7), record())
     assert judge(apart, compare(record(), record())) == ("rounding", [])
@@ -55,50 +54,35 @@ def test_rounding_shrinks_in_the_repetition_and_an_error_does_not():
     assert judge(rounding, doubles=True)[0] == "error"
     assert judge(rounding)[0] == "rounding"
 
+    rounding = compare(record(loss=1.0 + 1e-7), record())
+    assert judge(rounding, compare(record(weight=3.0), record()))[0] == "error"
 
-@pytest.mark.parametrize(
-    ("norm", "weight", "verdict"),
-    [
+
+def test_steps_along_the_rounding_of_a_gradient_go_anywhere():
+    for norm, weight, verdict in (
         (1e-15, 0.999, "rounding"),  # the step of the reference from 1.0 is to 1.001
         (1e-15, 0.990, "error"),  # further than any step of the optimizer
         (1e-3, 0.999, "error"),  # a gradient that says where to go
         (0.0, 0.999, "error"),  # no gradient, no noise
         (math.nan, 0.999, "error"),
-    ],
-)
-def test_steps_along_the_rounding_of_a_gradient_go_anywhere(norm, weight, verdict):
-    run = record(weight=weight, norm=norm)
-    reference = record(weight=1.001, norm=0.0 if norm == 0 else 1e-15)
-    assert judge(compare(record(weight=1.001), reference), compare(run, reference))[0] == verdict
-    assert judge(compare(run, reference), doubles=True)[0] == verdict
+    ):
+        run = record(weight=weight, norm=norm)
+        reference = record(weight=1.001, norm=0.0 if norm == 0 else 1e-15)
+        assert (
+            judge(compare(record(weight=1.001), reference), compare(run, reference))[0] == verdict
+        )
+        assert judge(compare(run, reference), doubles=True)[0] == verdict
 
 
-def test_an_error_that_appears_in_the_repetition_alone_counts():
-    rounding = compare(record(loss=1.0 + 1e-7), record())
-    assert judge(rounding, compare(record(weight=3.0), record()))[0] == "error"
-
-
-def test_nan_equals_nan_and_nothing_else():
-    assert judge(compare(record(loss=math.nan), record(loss=math.nan)))[0] == "equal"
-    assert judge(compare(record(loss=math.nan), record()))[0] == "error"
-    assert judge(compare(record(weight=math.nan), record()))[0] == "error"
-    assert judge(compare(record(weight=math.nan), record(weight=math.nan)))[0] == "equal"
-
-
-@pytest.mark.parametrize(
-    ("other", "problem"),
-    [
+def test_runs_that_cannot_be_compared_say_why():
+    for other, problem in (
         ({"batches": (("b",),)}, "another batch 1 on data-parallel rank 0 of step 1"),
         ({"batches": (("a",), ("c",))}, "another batch 1 on data-parallel rank 1 of step 1"),
         ({"steps": 2}, "expected 1 steps as in the reference, found 2"),
         ({"steps": 0}, "no optimizer step was recorded"),
-    ],
-)
-def test_runs_that_cannot_be_compared_say_why(other, problem):
-    assert problem in compare(record(**other), record()).problem
+    ):
+        assert problem in compare(record(**other), record()).problem
 
-
-def test_one_replica_is_compared_with_a_reference_whose_ranks_had_the_same_batches():
     both = (("a",), ("a",))
     assert compare(record(), record(batches=both)).problem == ""
 

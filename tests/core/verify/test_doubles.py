@@ -1,12 +1,9 @@
-"""Computing in fp64 and without dropout; the process-wide part in a process of its own."""
-
-import subprocess
-import sys
+"""Computing in fp64 and without dropout."""
 
 import torch
 from torch import nn
 
-from drivetrain.verify.doubles import Doubles, in_doubles, without_dropout
+from drivetrain.verify.doubles import Doubles, compute_in_doubles, in_doubles, without_dropout
 
 
 class Norm(nn.Module):
@@ -17,7 +14,7 @@ class Norm(nn.Module):
         return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True).float())).to(x.dtype)
 
 
-def test_code_that_asks_for_fp32_gets_fp64():
+def test_code_that_asks_for_fp32_gets_fp64_and_no_dropout():
     x = torch.rand(3, 5, dtype=torch.float64)
     right = x * torch.rsqrt(x.square().mean(-1, keepdim=True))
     assert not torch.allclose(Norm()(x), right, rtol=1e-12, atol=0)
@@ -26,13 +23,9 @@ def test_code_that_asks_for_fp32_gets_fp64():
         assert torch.zeros(2, dtype=torch.bfloat16).dtype is torch.float64
         assert torch.zeros(2, dtype=torch.int32).dtype is torch.int32
 
-
-def test_floating_inputs_are_cast_and_others_stay():
     x, (ids, flag) = in_doubles((torch.ones(2), [torch.ones(2, dtype=torch.int64), True]))
     assert (x.dtype, ids.dtype, flag) == (torch.float64, torch.int64, True)
 
-
-def test_every_dropout_that_a_module_keeps_is_set_to_0():
     layer = nn.TransformerEncoderLayer(4, 2, dropout=0.3)
     layer.attention_dropout, layer.drop_path, layer.dropped = 0.5, 0.1, 7
     lstm = nn.LSTM(2, 2, num_layers=2, dropout=0.4)
@@ -47,11 +40,10 @@ def test_every_dropout_that_a_module_keeps_is_set_to_0():
 
 
 def test_a_process_computes_in_fp64_from_then_on():
-    code = (
-        "import torch\n"
-        "from drivetrain.verify.doubles import compute_in_doubles\n"
-        "compute_in_doubles()\n"
-        "assert torch.nn.Linear(1, 1).weight.dtype is torch.float64\n"
-        "assert torch.ones(1, dtype=torch.float32).dtype is torch.float64\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    compute_in_doubles()
+    try:
+        assert nn.Linear(1, 1).weight.dtype is torch.float64
+        assert torch.ones(1, dtype=torch.float32).dtype is torch.float64
+    finally:
+        Doubles().__exit__(None, None, None)
+        torch.set_default_dtype(torch.float32)

@@ -60,10 +60,10 @@ def test_check_reports_every_error(command, tmp_path):
     assert "bad.yaml:4: launch.nnodes: expected at least 1, found 0" in err
 
 
-def test_without_a_terminal_the_wizard_says_what_to_do(sandbox):
-    done = sandbox.run("config")
-    assert done.returncode == 2
-    assert "drivetrain config --default --output FILE" in done.stderr
+def test_without_a_terminal_the_wizard_says_what_to_do(command):
+    code, _, err = command("config")
+    assert code == 2
+    assert "drivetrain config --default --output FILE" in err
 
 
 def test_default_in_a_resolved_file_does_not_contradict_the_script(command, tmp_path):

@@ -3,8 +3,6 @@
 import json
 import re
 import shlex
-import subprocess
-import sys
 
 import pytest
 import yaml
@@ -363,16 +361,6 @@ def test_bad_command_line_is_one_clear_line(command, folder, line, message):
     assert code == 2
     assert message in err.replace("a number", "an integer of at least 1")
     assert len(err.splitlines()) == 1
-
-
-def test_importers_need_no_torch(sandbox):
-    code = (
-        "import sys\n"
-        "from drivetrain.config.foreign import importers\n"
-        "assert len(list(importers())) >= 3\n"
-        "sys.exit('torch' in sys.modules)\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, env=sandbox.environment())
 
 
 @pytest.mark.parametrize(

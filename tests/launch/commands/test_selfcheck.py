@@ -8,13 +8,14 @@ from drivetrain_launch.commands.selfcheck import SelfcheckResult, compare
 from forked_programs import run_python
 
 
-@pytest.mark.exhaustive  # the next test runs it as well
+@pytest.mark.exhaustive
 def test_self_check_passes_on_two_ranks(sandbox):
     done = sandbox.run("test", "--strategy", "toy", "--cpu", "--nproc-per-node", "2")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("ok: 2 ranks on cpu and one process differ by ")
 
 
+@pytest.mark.exhaustive
 def test_self_check_notices_a_strategy_that_does_not_average(sandbox):
     broken = sandbox.folder / "broken"
     info = broken / "broken-1.0.dist-info"

@@ -184,6 +184,7 @@ def test_the_traceback_of_a_script_comes_first(verify):
     assert done.stdout == "failed: ValueError: no corpus\n"
 
 
+@pytest.mark.exhaustive
 def test_a_refusal_is_shown_with_its_reason(verify):
     script = SCRIPT.replace("(gradient", "(mixed_precision='bf16', gradient")
     done = verify("--set", "dtypes.param=bf16", "--set", "precision=bf16", script=script)
@@ -211,6 +212,7 @@ def test_a_script_that_trains_nothing_is_not_compared(verify, script, reason):
     assert (done.returncode, done.stdout) == (8, f"not compared: {reason}\n")
 
 
+@pytest.mark.exhaustive
 def test_a_script_that_hangs_is_ended(sandbox):
     script = sandbox.script("import time\ntime.sleep(600)")
     done = sandbox.run("verify", *CPU, "--limit", "6", script)

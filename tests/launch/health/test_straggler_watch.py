@@ -98,6 +98,7 @@ def test_files_are_read_now_and_then_and_each_window_once(tmp_path, monkeypatch)
     assert WorkFiles(tmp_path, [1], 0).read() == []
 
 
+@pytest.mark.exhaustive
 @pytest.mark.alone  # it compares the times of ranks
 def test_a_launch_names_the_slow_rank_once(tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)

@@ -262,6 +262,7 @@ def one_per_device(index, port):
     }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("variables", "places"),
     [(one_per_host, ("0 1 0", "0 1 1")), (one_per_device, ("0 2 0", "1 2 0"))],

@@ -1,6 +1,8 @@
 """Which rank failed first, what follows for all hosts, and how the user is told."""
 
+import json
 import signal
+import sys
 import time
 
 import pytest
@@ -18,7 +20,7 @@ from drivetrain_launch.ranks.failure import (
     report,
 )
 from drivetrain_launch.ranks.hangs import blamed
-from drivetrain_launch.ranks.worker import code_of, lost_peer
+from drivetrain_launch.ranks.worker import LOGS_VARIABLE, code_of, fail, lost_peer, run
 from drivetrain_launch.watching.diagnosis import Hang
 from drivetrain_launch.watching.views import OperationView, RankView
 
@@ -54,7 +56,8 @@ def test_rank_that_was_stopped_is_not_the_first():
 
 
 def test_rank_that_somebody_terminated_is_no_victim_of_another():
-    text, _ = report([failure(1, 6.5, code=-signal.SIGTERM)], [end(0)])
+    text, code = report([failure(1, 6.5, code=-signal.SIGTERM)], [end(0)])
+    assert code == 6
     assert text == "rank 1 failed first (host n1, pid 1, killed by SIGTERM)"
 
 
@@ -177,3 +180,45 @@ def test_errors_that_only_say_that_a_peer_is_gone():
 def test_exit_codes_of_scripts_are_those_of_python(capsys):
     assert [code_of(SystemExit(code)) for code in (None, 0, 3, "no data", True)] == [0, 0, 3, 1, 1]
     assert capsys.readouterr().err == "no data\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "summary", "code"),
+    [
+        ("def x(:\n", "invalid syntax", 1),
+        ("raise ValueError('the cause')", "the cause", 1),
+        ("from drivetrain.errors import CheckpointError as E; raise E('bad')", "bad", 4),
+    ],
+)
+def test_a_traceback_begins_in_the_script_and_is_printed_once(
+    tmp_path, monkeypatch, capsys, text, summary, code
+):
+    """By the launcher; the rank itself prints it where its output is kept."""
+    (tmp_path / "train.py").write_text(text)
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    for name, value in (("argv", []), ("path", [*sys.path]), ("last_value", None)):
+        monkeypatch.setattr(sys, name, value, raising=False)
+    with pytest.raises(Exception, match=summary) as caught:
+        run([str(tmp_path / "train.py")])
+    error = caught.value.with_traceback(caught.tb.tb_next)  # without the frame of this test
+    assert fail(error) == code
+    assert capsys.readouterr().err == ""
+    monkeypatch.setenv(LOGS_VARIABLE, "1")
+    fail(error)
+    said = json.loads((tmp_path / "error.json").read_text())["message"]
+    shown = said["extraInfo"]["py_callstack"]
+    assert capsys.readouterr().err == shown
+    assert summary in said["message"]
+    assert 'train.py", line 1' in shown
+    assert "runpy" not in shown
+    assert "worker.py" not in shown
+
+
+def test_a_module_runs_like_python_m(tmp_path, monkeypatch, capsys):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/run.py").write_text("import sys; print(__package__, sys.argv[1:])")
+    monkeypatch.chdir(tmp_path)
+    for name, value in (("argv", []), ("path", [*sys.path])):
+        monkeypatch.setattr(sys, name, value)
+    assert run(["-m", "mine.run", "--lr", "1"]) == 0
+    assert capsys.readouterr().out == "mine ['--lr', '1']\n"

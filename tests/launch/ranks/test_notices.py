@@ -37,6 +37,7 @@ def slow_start(sandbox):
     return {"PYTHONPATH": f"{folder}:{sandbox.environment()['PYTHONPATH']}"}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("script", [HEARS, "print('SIGUSR1 ended nobody')"])
 def test_sigusr1_waits_for_ranks_that_are_being_started(sandbox, slow_start, script):
     words = ("launch", "--strategy", "toy", "--nproc-per-node", "1", sandbox.script(script))
@@ -50,6 +51,7 @@ def test_sigusr1_waits_for_ranks_that_are_being_started(sandbox, slow_start, scr
     assert out.startswith("SIGUSR1")
 
 
+@pytest.mark.exhaustive
 def test_sigusr1_holds_for_the_attempt_after_the_one_that_failed_with_it(sandbox):
     script = sandbox.script(
         "import os, signal, time\n"
@@ -68,6 +70,7 @@ def test_sigusr1_holds_for_the_attempt_after_the_one_that_failed_with_it(sandbox
     assert "starting all ranks again" in err
 
 
+@pytest.mark.exhaustive
 def test_sigusr1_waits_while_hosts_meet(sandbox, port):
     script = sandbox.script(HEARS)
     hosts = []

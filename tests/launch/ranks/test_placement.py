@@ -104,14 +104,3 @@ def test_heap_settings_of_the_user_stay(monkeypatch, name, value):
 def test_other_tunables_are_no_heap_settings(monkeypatch):
     monkeypatch.setenv("GLIBC_TUNABLES", "glibc.pthread.rseq=0")
     assert heap_variables(LaunchConfig(), accelerators=0)
-
-
-@pytest.mark.usefixtures("heap_not_set")
-def test_ranks_get_the_variables_of_the_heap(sandbox):
-    script = sandbox.script(f"import os; print([os.environ.get(name) for name in {HEAP!r}])")
-    done = sandbox.launch("--nproc-per-node", "1", "--cpu", script)
-    assert done.stdout == "['33554432', '1099511627776', None]\n", done.stderr
-    done = sandbox.launch(
-        "--nproc-per-node", "1", "--cpu", "--set", "launch.keep_memory=false", script
-    )
-    assert done.stdout == "[None, None, None]\n", done.stderr

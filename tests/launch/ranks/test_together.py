@@ -422,6 +422,7 @@ def test_scheduler_that_ends_the_run_is_not_taken_for_a_host_that_came(port, mon
 WELL = Ending(ended=(EarlyEnd(rank=0, host="n", code=0, time=0),))
 
 
+@pytest.mark.exhaustive
 def test_a_host_that_waits_ends_as_the_run_does(sandbox, port):
     words = ("--nproc-per-node", "1", "--nnodes", "1:2", "--rdzv-endpoint", f"127.0.0.1:{port}")
     script = sandbox.script("print()")
@@ -667,6 +668,7 @@ def test_waiting_host_says_for_which(port, capsys, monkeypatch):
         second.leave("")
 
 
+@pytest.mark.exhaustive
 def test_host_that_waits_for_host_0_says_so_and_stops_at_once(sandbox, port):
     endpoint = f"127.0.0.1:{port}"
     host = sandbox.start(

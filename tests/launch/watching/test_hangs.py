@@ -90,6 +90,7 @@ def line_of(text: str) -> int:
     return next(n for n, line in enumerate(SCRIPT.splitlines(), 1) if text in line)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", ["data", "tokenized"])
 def test_a_slow_sample_is_named_and_the_run_goes_on(tmp_path, kind):
     done = launch(tmp_path, kind, "--log-dir", str(tmp_path / "logs"))
@@ -110,6 +111,7 @@ def test_a_slow_sample_is_named_and_the_run_goes_on(tmp_path, kind):
     assert "data" in [view["section"] for view in views], told
 
 
+@pytest.mark.exhaustive
 def test_a_rank_that_nobody_waits_for_is_named_and_the_run_goes_on(tmp_path):
     run = start(tmp_path, "alone", "--nproc-per-node", "1", "--on-hang", "stop")
     _, said = run.communicate()
@@ -123,7 +125,11 @@ def test_a_rank_that_nobody_waits_for_is_named_and_the_run_goes_on(tmp_path):
     ("kind", "words"),
     [
         ("stop", r"rank 1 on \S+, pid \d+, was stopped by a signal"),
-        ("lock", r"rank 1 on \S+ has been in .* for \d+ s \(train\.py:{line}\)"),
+        pytest.param(
+            "lock",
+            r"rank 1 on \S+ has been in .* for \d+ s \(train\.py:{line}\)",
+            marks=pytest.mark.exhaustive,
+        ),
     ],
 )
 def test_on_hang_stop_ends_the_run(tmp_path, kind, words):
@@ -133,6 +139,7 @@ def test_on_hang_stop_ends_the_run(tmp_path, kind, words):
     assert "rank 1 failed first" in done.stderr
 
 
+@pytest.mark.exhaustive
 def test_host_0_names_a_rank_of_another_host_with_its_line(tmp_path, port):
     hosts = [
         start(tmp_path, "data", "--nproc-per-node", "1", "--nnodes", "2",

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, Optimizer
 
@@ -21,18 +20,10 @@ from drivetrain_ddp import Ddp, DdpConfig
 
 
 class Saved:
-    """A checkpoint in memory: all ranks' shards."""
+    """A checkpoint of one rank in memory."""
 
     def __init__(self, shards: Iterator[Shard]) -> None:
-        mine = [(shard.name, shard.state, shard.tensor.clone()) for shard in shards]
-        everyone: list[Any] = [mine]
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            everyone = [None] * dist.get_world_size()
-            dist.all_gather_object(everyone, mine)
-        self.per_rank = [sum(tensor.nbytes for *_, tensor in part) for part in everyone]
-        entries = [entry for part in everyone for entry in part]
-        self.tensors = {(name, state): tensor for name, state, tensor in entries}
-        assert len(entries) == len(self.tensors), "each tensor exactly once"
+        self.tensors = {(shard.name, shard.state): shard.tensor.clone() for shard in shards}
 
     partial = False
 
@@ -84,69 +75,14 @@ def make(seed: int) -> tuple[Model, Optimizer, Optimizer]:
     return model, Adam([model.words.weight], lr=0.01), SGD(model.norm.parameters(), 0.1, 0.9)
 
 
-def train(strategy: Ddp, model: nn.Module, optimizers: list[Optimizer], steps: range) -> None:
-    for step in steps:
-        generator = torch.Generator().manual_seed(10 * step + strategy.run.world.rank)
-        tokens = torch.randint(20, (6,), generator=generator)
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        strategy.backward(nn.functional.cross_entropy(model(tokens), tokens.flip(0)))
-        for optimizer in optimizers:
-            optimizer.step()
-
-
-def check_round_trip() -> None:
-    model, *optimizers = make(seed=1)
-    strategy = start(DdpConfig(), model, *optimizers)
-    train(strategy, model, optimizers, range(3))
-    saved = Saved(strategy.shards())
-    names = {name for name, state in saved.tensors if not state}
-    assert names == {
-        "words.weight",
-        "norm.weight",
-        "norm.bias",
-        "frozen",
-        "norm.running_mean",
-        "norm.running_var",
-        "norm.num_batches_tracked",
-    }
-    states = {(name, state) for name, state in saved.tensors if state}
-    assert states == {
-        ("words.weight", "0.step"),
-        ("words.weight", "0.exp_avg"),
-        ("words.weight", "0.exp_avg_sq"),
-        ("norm.weight", "1.momentum_buffer"),
-        ("norm.bias", "1.momentum_buffer"),
-    }
-    assert max(saved.per_rank) - min(saved.per_rank) <= model.words.weight.nbytes
-    train(strategy, model, optimizers, range(3, 6))
-
-    fresh, *others = make(seed=2)
-    second = start(DdpConfig(), fresh, *others)
-    second.load(saved)
-    assert others[0].state[fresh.words.weight]["step"].dtype is torch.float32
-    train(second, fresh, others, range(3, 6))
-    for name, value in model.state_dict().items():
-        assert torch.equal(value, fresh.state_dict()[name]), name  # bit by bit
-    strategy.close()
-    second.close()
-
-
-@pytest.mark.ranks(1)
-def test_training_continues_bit_by_bit_on_one_rank():
-    check_round_trip()
-
-
-@pytest.mark.ranks(2)
-def test_training_continues_bit_by_bit_on_two_ranks():
-    check_round_trip()
-
-
 @pytest.mark.ranks(1)
 def test_what_does_not_fit_is_named_and_nothing_changes():
     model, *optimizers = make(seed=1)
     strategy = start(DdpConfig(), model, *optimizers)
-    train(strategy, model, optimizers, range(1))
+    loss = model(torch.arange(6)).square().mean()
+    strategy.backward(loss)
+    for optimizer in optimizers:
+        optimizer.step()
     saved = Saved(strategy.shards())
     before = deepcopy(model.state_dict())
     for key, value, message in [

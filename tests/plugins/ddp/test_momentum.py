@@ -15,7 +15,6 @@ from drivetrain_ddp import Ddp, DdpConfig
 from one_bit_steps import (
     LIMIT,
     STEPS,
-    TOKENS,
     WARMUP,
     Awkward,
     batch,
@@ -88,14 +87,11 @@ def test_the_same_over_two_hosts_with_two_ranks_each(monkeypatch):
 
 
 @pytest.mark.ranks(2)
-def test_with_signs_ranks_stay_equal_bytes_are_as_promised_and_a_checkpoint_goes_on(
-    monkeypatch, tmp_path
-):
+def test_with_signs_ranks_stay_equal_and_bytes_are_as_promised(monkeypatch):
     spread(monkeypatch)
     accelerator = accelerator_of(bucket_mib=25)  # whose order is the promised one
     model, optimizer = prepared(accelerator)
     train(accelerator, model, optimizer, range(WARMUP + 1))
-    accelerator.save_state(tmp_path)
     strategy = accelerator.strategy_of(model)
     promised = Ddp.cost(strategy.config, ModelSpec.of(Awkward(), states=2), strategy.run)
     before = accelerator.traffic.sent()
@@ -110,22 +106,6 @@ def test_with_signs_ranks_stay_equal_bytes_are_as_promised_and_a_checkpoint_goes
     assert apart > LIMIT, "nothing was approximate"
     assert torch.equal(expected["table.weight"][-9:], Awkward().table.weight[-9:]) is False
     accelerator.free_memory()
-    for exchange, far in (
-        ("momentum", {}),
-        ("momentum", {"gradients": "topk"}),
-        ("gradients", {}),
-        ("gradients", {"gradients": "exact"}),
-    ):
-        accelerator = accelerator_of(exchange, 25, far=far)
-        model, optimizer = prepared(accelerator)
-        accelerator.load_state(tmp_path)
-        train(accelerator, model, optimizer, range(WARMUP + 1, STEPS))
-        found = weights(model)
-        equal = all(torch.equal(found[name], expected[name]) for name in expected)
-        assert equal is (exchange == "momentum" and not far), (exchange, far)
-        assert all(value.isfinite().all() for value in found.values())
-        check_equal_ranks(accelerator, model, optimizer)
-        accelerator.free_memory()
 
 
 @pytest.mark.ranks(2)
@@ -201,24 +181,6 @@ def test_a_step_that_is_not_finite_leaves_momenta_and_errors_as_they_were(monkey
 
 
 @pytest.mark.ranks(2)
-def test_weights_of_losses_that_are_equal_on_all_ranks_change_nothing(monkeypatch):
-    """A power of 2 takes no digit: factors before a sum and after it cancel out to the last bit."""
-    spread(monkeypatch)
-    found = []
-    for weight in (None, 2.0**-10):
-        accelerator = accelerator_of()
-        model, optimizer = prepared(accelerator)
-        for step in range(STEPS):
-            tokens, branch = batch(step, accelerator.process_index)
-            accelerator.backward(model(tokens, branch=branch), weight=weight)
-            optimizer.step()
-            optimizer.zero_grad()
-        found.append(weights(model))
-        accelerator.free_memory()
-    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
-
-
-@pytest.mark.ranks(2)
 def test_parameters_of_another_model_step_as_ever(monkeypatch):
     spread(monkeypatch)
     accelerator = accelerator_of()
@@ -249,24 +211,6 @@ def test_groups_and_parameters_that_come_later_are_checked(monkeypatch):
     low = nn.Linear(64, 64).bfloat16()
     with pytest.raises(ConfigError, match="momenta and variances of fp32"):
         accelerator.prepare(low, AdamW(low.parameters()))
-    accelerator.free_memory()
-
-
-@pytest.mark.ranks(2)
-def test_rows_that_no_batch_uses_stay_where_they_are(monkeypatch):
-    spread(monkeypatch)
-    accelerator = accelerator_of()
-    table = nn.Embedding(TOKENS, 48)
-    first = table.weight.detach().clone()
-    table, optimizer = accelerator.prepare(table, Adam(table.parameters(), lr=0.01))
-    for step in range(STEPS):
-        tokens, _ = batch(step, accelerator.process_index)
-        accelerator.backward(table(tokens).square().mean())
-        optimizer.step()
-        optimizer.zero_grad()
-    unused = slice(TOKENS - 9, None)
-    torch.testing.assert_close(table.weight.detach()[unused], first[unused], rtol=0, atol=0)
-    assert not torch.equal(table.weight.detach()[: TOKENS - 9], first[: TOKENS - 9])
     accelerator.free_memory()
 
 

@@ -171,38 +171,6 @@ def test_what_is_written_is_not_hidden_by_whole_values(sharding):
 # --- torch's distributed checkpoints ---
 
 
-def saved_by_drivetrain(strategy, path):
-    """Train a step, save with torch, and return the values and the run."""
-    accelerator, model, optimizer = start(strategy, build())
-    accelerator.backward(loss_of(model))
-    optimizer.step()
-    expected = weights(accelerator, model)
-    dcp.save(dict(accelerator.dtensors(model)), storage_writer=dcp.FileSystemWriter(path))
-    everyone(None)
-    return accelerator, model, expected
-
-
-@pytest.mark.parametrize(("strategy", "world"), RUNS)
-def test_round_trip_through_torch(strategy, world, tmp_path):
-    """Saved from here; loaded into a plain model, and into another run here, which computes."""
-    accelerator, _, expected = saved_by_drivetrain(strategy, tmp_path / "saved")
-    accelerator.free_memory()
-    plain = build(seed=9)
-    state = plain.state_dict()
-    dcp.load(state, storage_reader=dcp.FileSystemReader(tmp_path / "saved"))
-    plain.load_state_dict(state)
-    for name, tensor in expected.items():
-        assert torch.equal(state[name], tensor), f"{name} on {world}"
-    accelerator, model, _ = start(strategy, build(seed=9))
-    with torch.no_grad():
-        loss_of(model)  # whole values from before must not survive
-    state = dict(accelerator.dtensors(model))
-    dcp.load(state, storage_reader=dcp.FileSystemReader(tmp_path / "saved"))
-    check_values(accelerator, model, expected)
-    torch.testing.assert_close(loss_of(model), loss_of(plain))
-    accelerator.free_memory()
-
-
 @pytest.mark.ranks(2)
 def test_exchange_with_fully_shard(tmp_path):
     """torch's own sharded model loads what is saved here, and the other way round."""
@@ -232,27 +200,15 @@ def test_exchange_with_fully_shard(tmp_path):
 # --- refusals ---
 
 
-@pytest.mark.ranks(1)
-def test_one_rank_has_no_dtensors():
-    accelerator, model, _ = start(SMALL, build())
-    with pytest.raises(UsageError, match="several ranks"):
-        accelerator.dtensors(model)
-    accelerator.free_memory()
-
-
 @pytest.mark.ranks(2)
-def test_other_strategies_have_no_rows():
-    for strategy in ("ddp", "zero1", "zero3"):
-        accelerator, model, _ = start({"name": strategy}, build())
-        with pytest.raises(UsageError, match="keeps rows of each parameter"):
+def test_strategies_without_rows_and_ranks_with_whole_tensors_are_refused():
+    rows, several = "keeps rows of each parameter", "several ranks"
+    for strategy, found in (
+        ({"name": "zero3"}, rows),
+        ({"name": "ddp"}, rows),
+        ({**HYBRID, "shard_size": 1}, several),
+    ):
+        accelerator, model, _ = start(strategy, build())
+        with pytest.raises(UsageError, match=found):
             accelerator.dtensors(model)
         accelerator.free_memory()
-
-
-@pytest.mark.ranks(2)
-def test_groups_of_one_rank_have_no_dtensors():
-    """Replicas alone: every rank has whole tensors."""
-    accelerator, model, _ = start({**HYBRID, "shard_size": 1}, build())
-    with pytest.raises(UsageError, match="several ranks"):
-        accelerator.dtensors(model)
-    accelerator.free_memory()

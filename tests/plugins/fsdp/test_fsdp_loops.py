@@ -21,6 +21,7 @@ DIVIDED = {
     "zero3": {"name": "zero3", "keep_below": 0, "own_unit_from": 1},
 }
 EACH = pytest.mark.parametrize("strategy", list(DIVIDED.values()), ids=list(DIVIDED))
+TWO = pytest.mark.parametrize("strategy", [DIVIDED["fsdp"], DIVIDED["grad"]], ids=["fsdp", "grad"])
 
 
 def layer():
@@ -117,7 +118,7 @@ def penalty(model, x, backward, rank):
     )
 
 
-@EACH
+@TWO
 @pytest.mark.ranks(2)
 def test_graphs_that_overlap(strategy):
     for body in (alternating, through_time, gradient_as_input, penalty):
@@ -211,7 +212,7 @@ def squares(model, x, backward, rank):
     backward(model(x).square().mean())
 
 
-@EACH
+@TWO
 @pytest.mark.ranks(2)
 def test_views_stay_valid_until_the_forward_ends(strategy):
     for factory in (Row, TiedRows, Placed, Recomputed):
@@ -238,24 +239,14 @@ def after_a_look(model, x, backward, rank):
     other_depth(model, x, backward, rank)
 
 
-@pytest.mark.parametrize(
-    "strategy",
-    [DIVIDED["fsdp"], {"name": "fsdp"}, DIVIDED["zero3"]],
-    ids=["fsdp", "heads in the rest", "zero3"],
-)
 @pytest.mark.ranks(2)
-def test_no_rank_waits_for_gradients_that_do_not_come(monkeypatch, strategy):
+def test_no_rank_waits_for_gradients_that_do_not_come(monkeypatch):
     """There are more units than buffers, and the first one is complete on one rank only."""
     monkeypatch.setattr(reduce, "PATIENCE_S", 0.2)
-    for body in (other_depth, after_a_dropped_forward, after_a_look):
-        torch.manual_seed(0)
-        train(strategy, Net(), body)
-
-
-@pytest.mark.ranks(2)
-def test_the_rest_of_the_model_on_one_rank_only(monkeypatch):
-    monkeypatch.setattr(reduce, "PATIENCE_S", 0.2)
-    torch.manual_seed(0)
+    for strategy in (DIVIDED["fsdp"], {"name": "fsdp"}):  # there the heads are in the rest
+        for body in (other_depth, after_a_dropped_forward, after_a_look):
+            torch.manual_seed(0)
+            train(strategy, Net(), body)
     train({"name": "fsdp"}, Heads(), lambda m, x, b, rank: b(m(x, rank).square().mean()))
 
 

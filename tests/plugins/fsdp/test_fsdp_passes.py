@@ -14,23 +14,25 @@ from torch.utils.checkpoint import checkpoint
 
 from drivetrain import Accelerator
 from drivetrain.parts.naming import clean_name
-from drivetrain.testing.conformance.twins import Twins, everyone, momentum, weights
+from drivetrain.testing.conformance.twins import Twins, weights
 from drivetrain.testing.models import Case, numbers, squared_error
 from towers import Tower
 
 BLOCKS = 4
 STRATEGIES = {
     "full": {"name": "fsdp"},
-    "kept": {"name": "fsdp", "reshard_after_forward": False},
-    "one-live": {"name": "fsdp", "live_units": 1},
     "grad": {"name": "fsdp", "sharding": "grad"},
     "layers": {"name": "fsdp", "units": "size", "unit_from": 90},
 }
-EACH = [pytest.param(s, marks=pytest.mark.ranks(2), id=name) for name, s in STRATEGIES.items()]
-HYBRID = pytest.param(
-    {"name": "fsdp", "sharding": "hybrid", "shard_size": 2}, marks=pytest.mark.ranks(4), id="hybrid"
+PASSES = pytest.mark.parametrize(
+    ("strategy", "how"),
+    [
+        (STRATEGIES["full"], "selective"),
+        (STRATEGIES["grad"], "full"),
+        (STRATEGIES["layers"], "checkpoint"),
+        (STRATEGIES["full"], "reentrant"),
+    ],
 )
-STRATEGY = pytest.mark.parametrize("strategy", [*EACH, HYBRID])
 
 
 def case(**options):
@@ -54,11 +56,12 @@ AROUND = {
     "full": ({"mode": "full"}, None),
     "selective": ({"mode": "selective"}, None),
     "checkpoint": ({}, functools.partial(checkpoint, use_reentrant=False)),
+    "reentrant": ({}, functools.partial(checkpoint, use_reentrant=True)),
 }
 
 
-@pytest.mark.parametrize("how", list(AROUND))
-@STRATEGY
+@PASSES
+@pytest.mark.ranks(2)
 def test_recompute_costs_no_gather(strategy, how):
     """As many gathers and reductions as without, equal training, and nothing is left whole."""
     sent, ran = [], []
@@ -79,28 +82,6 @@ def test_recompute_costs_no_gather(strategy, how):
         accelerator.free_memory()
     assert [ran.count(0), ran.count(1)] == [3 * BLOCKS, 2 * 3 * BLOCKS]
     assert sent[1] == sent[0]
-
-
-@pytest.mark.parametrize("how", list(AROUND))
-@STRATEGY
-def test_dropout_is_the_same_when_recomputed(strategy, how):
-    """Weights are bitwise those of a run that keeps everything; ranks drop differently."""
-    found = []
-    for options, around in (AROUND[how], ({}, None)):
-        accelerator = start(strategy, config={"recompute": options} if options else {})
-        built = case(around=around, dropout=0.4).build()
-        model, optimizer = accelerator.prepare(built, momentum(built))
-        torch.manual_seed(5 + accelerator.process_index)
-        for step in range(2):
-            accelerator.backward(squared_error(model, numbers(step, 0)))
-            optimizer.step()
-            optimizer.zero_grad()
-        found.append(weights(accelerator, model))
-        drawn = everyone(torch.rand(()).item())
-        assert len(set(drawn)) == accelerator.num_processes
-        accelerator.free_memory()
-    for name, tensor in found[0].items():
-        assert torch.equal(tensor, found[1][name]), f"{name} differs when recomputed"
 
 
 @pytest.mark.ranks(2)
@@ -162,24 +143,14 @@ def check_compiled(strategy, wrap, change, *, tolerance=1e-10):
 COMPILED = pytest.mark.filterwarnings("ignore")  # torch.compile's own
 
 
-@pytest.mark.parametrize("how", [compiled_blocks, compiled_in_place])
-@pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("name", ["full", "grad"])
 @pytest.mark.ranks(2)
 @COMPILED
-def test_compiled_blocks(name, when, how):
-    """Compiled by the user before prepare or after it: as eager, and no graph per step."""
-    before = when == "before"
-    check_compiled(STRATEGIES[name], how if before else None, None if before else how)
-
-
-@pytest.mark.parametrize("name", ["full", "grad"])
-@pytest.mark.ranks(2)
-@COMPILED
-def test_compiled_as_a_whole(name):
-    """Compiled before prepare: one graph, for which all units come at once."""
-    wrap = functools.partial(torch.compile, backend="aot_eager")
-    check_compiled(STRATEGIES[name], wrap, None)
+def test_compiled_blocks_and_models(name):
+    """By the user before prepare or after it, or as a whole: as eager, and no graph per step."""
+    check_compiled(STRATEGIES[name], compiled_blocks, None)
+    check_compiled(STRATEGIES[name], None, compiled_in_place)
+    check_compiled(STRATEGIES[name], functools.partial(torch.compile, backend="aot_eager"), None)
 
 
 @pytest.mark.exhaustive

@@ -2,10 +2,8 @@
 
 import os
 import shutil
-import stat
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
@@ -82,69 +80,77 @@ CASES = ["normal", "ties", "ties of 4 bits", "zeros", "denormal", "large", "equa
 
 
 @needs_compiler
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("options", [{}, {"block": 16}, {"block": 100}, {"block": 4097}])
-@pytest.mark.parametrize("name", ["int8", "int4"])
-def test_integers_have_the_bytes_and_numbers_of_torch(name, options, case):
-    method, torchs = both(name, **options)
-    for numel in (NUMEL, 1, 2, 15, 257):
-        values = awkward(case)[-numel:].contiguous()
-        for errors in (None, normal(numel, 7) * values.abs().mean()):
-            message, expected = (sent(each, values, errors) for each in (method, torchs))
-            assert torch.equal(message, expected)
-            for found, wanted in zip(
-                results(method, message, values), results(torchs, message, values), strict=True
-            ):
-                assert are_same(found, wanted)
+def test_integers_have_the_bytes_and_numbers_of_torch():
+    for name in ("int8", "int4"):
+        for options in ({}, {"block": 16}, {"block": 100}, {"block": 4097}):
+            for case in CASES:
+                method, torchs = both(name, **options)
+                for numel in (NUMEL, 1, 2, 15, 257):
+                    values = awkward(case)[-numel:].contiguous()
+                    for errors in (None, normal(numel, 7) * values.abs().mean()):
+                        message, expected = (
+                            sent(each, values, errors) for each in (method, torchs)
+                        )
+                        assert torch.equal(message, expected)
+                        for found, wanted in zip(
+                            results(method, message, values),
+                            results(torchs, message, values),
+                            strict=True,
+                        ):
+                            assert are_same(found, wanted)
 
 
 @needs_compiler
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("block", [16, 100, 256, 4097])
-def test_signs_are_those_of_torch_and_means_but_for_the_order_of_sums(block, case):
-    method, torchs = both("onebit", block=block)
-    for numel in (NUMEL, 1, 7, 257):
-        values = awkward(case)[-numel:].contiguous()
-        for errors in (None, normal(numel, 7) * values.abs().mean()):
-            message, expected = (sent(each, values, errors) for each in (method, torchs))
-            edge = 4 * -(-numel // block)
-            assert torch.equal(message[edge:], expected[edge:])
-            torch.testing.assert_close(
-                message[:edge].view(torch.float32), expected[:edge].view(torch.float32),
-                rtol=1e-6, atol=1e-45,
-            )  # fmt: skip
-            for found, wanted in zip(
-                results(method, message, values), results(torchs, message, values), strict=True
-            ):
-                assert are_same(found, wanted)
+def test_signs_are_those_of_torch_and_means_but_for_the_order_of_sums():
+    for block in (16, 100, 256, 4097):
+        for case in CASES:
+            method, torchs = both("onebit", block=block)
+            for numel in (NUMEL, 1, 7, 257):
+                values = awkward(case)[-numel:].contiguous()
+                for errors in (None, normal(numel, 7) * values.abs().mean()):
+                    message, expected = (sent(each, values, errors) for each in (method, torchs))
+                    edge = 4 * -(-numel // block)
+                    assert torch.equal(message[edge:], expected[edge:])
+                    torch.testing.assert_close(
+                        message[:edge].view(torch.float32), expected[:edge].view(torch.float32),
+                        rtol=1e-6, atol=1e-45,
+                    )  # fmt: skip
+                    for found, wanted in zip(
+                        results(method, message, values),
+                        results(torchs, message, values),
+                        strict=True,
+                    ):
+                        assert are_same(found, wanted)
 
 
 @needs_compiler
-@pytest.mark.parametrize("keep", [4, 64, 100, 516, 1024])
-def test_the_largest_numbers_are_those_of_torch(keep):
-    method, torchs = both("topk", keep=keep)
-    chunks = -(-NUMEL // 4096)
-    edge, last = 16 * chunks, 16 * chunks + chunks * keep * 3 // 2
-    values = normal(NUMEL)
-    values[4096:8192] *= 1e-3
-    values[100:1300] += 5.0  # many of one range
-    values[-77:] += 20.0  # so that no zero behind the last number is among the largest: keep <= 77
-    for errors in (None, normal(NUMEL, 7)):
-        message, expected = (sent(each, values, errors) for each in (method, torchs))
-        whole = slice(edge, edge + (chunks - 1) * keep * 3 // 2)
-        assert torch.equal(message[whole], expected[whole])  # the places
-        torch.testing.assert_close(
-            message[:edge].view(torch.float32), expected[:edge].view(torch.float32)
+def test_the_largest_numbers_are_those_of_torch():
+    for keep in (4, 64, 100, 516, 1024):
+        method, torchs = both("topk", keep=keep)
+        chunks = -(-NUMEL // 4096)
+        edge, last = 16 * chunks, 16 * chunks + chunks * keep * 3 // 2
+        values = normal(NUMEL)
+        values[4096:8192] *= 1e-3
+        values[100:1300] += 5.0  # many of one range
+        values[-77:] += (
+            20.0  # so that no zero behind the last number is among the largest: keep <= 77
         )
-        assert (message[last:] != expected[last:]).float().mean() < 0.01  # edges of bins
-        for found, wanted in zip(
-            results(method, message, values), results(torchs, message, values), strict=True
-        ):
-            assert are_same(found, wanted)
+        for errors in (None, normal(NUMEL, 7)):
+            message, expected = (sent(each, values, errors) for each in (method, torchs))
+            whole = slice(edge, edge + (chunks - 1) * keep * 3 // 2)
+            assert torch.equal(message[whole], expected[whole])  # the places
+            torch.testing.assert_close(
+                message[:edge].view(torch.float32), expected[:edge].view(torch.float32)
+            )
+            assert (message[last:] != expected[last:]).float().mean() < 0.01  # edges of bins
+            for found, wanted in zip(
+                results(method, message, values), results(torchs, message, values), strict=True
+            ):
+                assert are_same(found, wanted)
 
 
 @needs_compiler
-def test_of_equal_numbers_the_first_are_sent_and_zeros_come_back_as_zeros():
+def test_what_is_equal_zero_or_not_finite_comes_back_as_such():
     method, _ = both("topk")
     values = torch.zeros(2 * 4096)
     values[:4096] = 0.5
@@ -154,23 +160,20 @@ def test_of_equal_numbers_the_first_are_sent_and_zeros_come_back_as_zeros():
     assert found.nonzero().flatten().tolist() == [*range(63), 4000]
     assert not found[4096:].any()
 
-
-@needs_compiler
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("name", ["int8", "int4", "onebit", "topk"])
-def test_a_number_that_is_not_finite_comes_back_as_such_and_spoils_no_other_block(name, bad):
-    method, torchs = both(name)
-    values = normal(2 * 4096)
-    values[17] = bad
-    message = sent(method, values, None)
-    found, expected = (torch.empty_like(values) for _ in range(2))
-    method.decode(message, found)
-    torchs.decode(message, expected)
-    assert are_same(found, expected)
-    assert not found[17].isfinite()
-    assert found[4096:].isfinite().all()
-    torchs.decode(sent(torchs, values, None), expected)
-    assert torch.equal(found.isfinite(), expected.isfinite())
+    for name in ("int8", "int4", "onebit", "topk"):
+        for bad in (float("nan"), float("inf"), -float("inf")):
+            method, torchs = both(name)
+            values = normal(2 * 4096)
+            values[17] = bad
+            message = sent(method, values, None)
+            found, expected = (torch.empty_like(values) for _ in range(2))
+            method.decode(message, found)
+            torchs.decode(message, expected)
+            assert are_same(found, expected)
+            assert not found[17].isfinite()
+            assert found[4096:].isfinite().all()
+            torchs.decode(sent(torchs, values, None), expected)
+            assert torch.equal(found.isfinite(), expected.isfinite())
 
 
 @needs_compiler
@@ -187,19 +190,19 @@ def test_the_sources_compile_and_only_fp32_gets_there(tmp_path):
 
 
 @pytest.mark.parametrize("compiles", [pytest.param(True, marks=needs_compiler), False])
-@pytest.mark.parametrize(("name", "steps", "most"), [("int8", 127, 190), ("int4", 7, 10)])
-def test_a_block_of_few_denormal_steps_spoils_no_other_block(name, steps, most, compiles):
-    kind = compressors().load(name)
-    method = kind(kind.Config(compiled=compiles))
-    values = normal(512)
-    values[256:] = 0.0
-    values[256:260] = torch.tensor([most, -most, 1, -1]) * 2.0**-149
-    found = torch.empty_like(values)
-    method.decode(sent(method, values, None), found)
-    scale = values[:256].abs().max() / steps
-    assert (found[:256] - values[:256]).abs().max() <= scale / 2 * 1.001
-    assert ((found * values)[256:] >= 0).all()
-    assert (found - values)[256:].double().norm() < values[256:].double().norm()
+def test_a_block_of_few_denormal_steps_spoils_no_other_block(compiles):
+    for name, steps, most in (("int8", 127, 190), ("int4", 7, 10)):
+        kind = compressors().load(name)
+        method = kind(kind.Config(compiled=compiles))
+        values = normal(512)
+        values[256:] = 0.0
+        values[256:260] = torch.tensor([most, -most, 1, -1]) * 2.0**-149
+        found = torch.empty_like(values)
+        method.decode(sent(method, values, None), found)
+        scale = values[:256].abs().max() / steps
+        assert (found[:256] - values[:256]).abs().max() <= scale / 2 * 1.001
+        assert ((found * values)[256:] >= 0).all()
+        assert (found - values)[256:].double().norm() < values[256:].double().norm()
 
 
 @pytest.fixture
@@ -208,49 +211,6 @@ def small_source(tmp_path, monkeypatch) -> None:
     source = tmp_path / "small.c"
     source.write_text("void encode(void) {}\nvoid decode(void) {}\n", encoding="utf-8")
     monkeypatch.setattr(compiled, "SOURCES", (source,))
-
-
-@needs_compiler
-@pytest.mark.usefixtures("small_source")
-def test_a_library_is_compiled_by_those_who_begin_together_and_by_nobody_later(
-    tmp_path, monkeypatch
-):
-    runs, run = [], subprocess.run
-
-    def counted(command, **options):
-        runs.append("-o" in command)
-        return run(command, **options)
-
-    monkeypatch.setattr(subprocess, "run", counted)
-    folder, paths = tmp_path / "kernels", []
-    threads = [threading.Thread(target=lambda: paths.append(built(folder))) for _ in range(3)]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join()
-    assert len(paths) == 3
-    assert len(set(paths)) == 1
-    assert [each.name for each in folder.iterdir()] == [paths[0].name]  # and no drafts
-    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-    compiled_before = sum(runs)
-    assert built(folder) == paths[0]
-    assert sum(runs) == compiled_before > 0
-    Kernels(paths[0])
-    monkeypatch.setattr(compiled, "FLAGS", (*compiled.FLAGS, "-DOTHER"))
-    assert built(folder) != paths[0]
-
-
-@needs_compiler
-@pytest.mark.usefixtures("small_source")
-def test_a_process_that_was_killed_while_it_compiled_leaves_nothing_that_is_waited_for(tmp_path):
-    folder = tmp_path / "kernels"
-    left = folder / "tmpkilled"
-    left.mkdir(parents=True)
-    folder.chmod(0o700)
-    path = built(folder)
-    (left / path.name).write_bytes(b"half")
-    assert built(folder) == path
-    Kernels(path)
 
 
 @needs_compiler
@@ -338,6 +298,7 @@ print(float((values - torch.linspace(-1, 1, 300)).abs().max()))
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("can_compile", [pytest.param(True, marks=needs_compiler), False])
 def test_the_log_says_once_which_way_encodes(can_compile, tmp_path):
     env = dict(os.environ)

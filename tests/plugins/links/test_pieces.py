@@ -1,8 +1,5 @@
 """Encoding piece by piece: the numbers of one piece, whatever the pieces, and none left out."""
 
-from types import SimpleNamespace
-
-import pytest
 import torch
 
 from drivetrain.collectives.stretch import ParameterRow, Stretch
@@ -57,55 +54,44 @@ def sent_back(method: Codec) -> torch.Tensor:
     return found
 
 
-@pytest.mark.parametrize(("name", "options"), METHODS)
-def test_small_pieces_make_the_numbers_of_a_single_one(name, options, monkeypatch):
-    method, found = made(name, **options), []
-    for piece in (1, 4096, 3 * 4096, 10 * NUMEL):
-        monkeypatch.setattr(messages, "_PIECE", piece)
-        found.append(sent_back(method))
-    assert all(torch.equal(numbers, found[0]) for numbers in found[1:])
+def test_small_pieces_make_the_numbers_of_a_single_one(monkeypatch):
+    for name, options in METHODS:
+        method, found = made(name, **options), []
+        for piece in (1, 4096, 3 * 4096, 10 * NUMEL):
+            monkeypatch.setattr(messages, "_PIECE", piece)
+            found.append(sent_back(method))
+        assert all(torch.equal(numbers, found[0]) for numbers in found[1:])
 
 
-@pytest.mark.parametrize(("name", "options"), METHODS)
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_pieces_cover_all_matrices_and_their_bytes_side_by_side(name, options, device, monkeypatch):
-    monkeypatch.setattr(messages, "_PIECE", 4096)
-    method = made(name, **options)
-    layout = layout_of(method)
-    pieces = list(layout.pieces(torch.device(device)))
-    if device == "meta":  # a few large operations are faster
-        assert len(pieces) == 2
-    elif method.group <= 4096:
-        assert len(pieces) > 2
-    covered = [range(each.start, each.stop) for (each, _, _) in pieces]
-    assert [i for each in covered for i in each] == [*range(10995), *range(11028, NUMEL - 8)]
-    assert [each.place.start for each in pieces] == [0, *(each.place.stop for each in pieces[:-1])]
-    assert pieces[-1].place.stop == layout.numel == 10995 + 5 * 4097
-    edge = MARK_BYTES
-    for each in pieces:
-        assert 0 <= each.room.start - edge < 4
-        assert each.room.start % 4 == 0  # where fp32 may lie
-        assert each.room.stop - each.room.start == method.nbytes(each.elements.numel)
-        edge = each.room.stop
-    plain = 4 * (33 + 3)
-    assert 0 <= layout.nbytes - plain - edge < 4
-
-
-@pytest.mark.parametrize("name", ["int8", "int4", "onebit", "topk", "powersgd"])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_errors_are_of_fp32_whatever_the_default(name, dtype):
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        far = SimpleNamespace(size=2, rank=0)
-        stretch = Stretch.of(NUMEL, torch.float32, ROWS)
-        halves = [[stretch.cut(0, 11033)], [stretch.cut(11033, NUMEL)]]
-        reduction = made(name).reduction(far, halves, everywhere=True)
-        found = [kept.errors.dtype for kept in reduction.feedback()]
-    finally:
-        torch.set_default_dtype(before)
-    assert found
-    assert set(found) == {torch.float32}
+def test_pieces_cover_all_matrices_and_their_bytes_side_by_side(monkeypatch):
+    for device in ("cpu", "meta"):
+        for name, options in METHODS:
+            monkeypatch.setattr(messages, "_PIECE", 4096)
+            method = made(name, **options)
+            layout = layout_of(method)
+            pieces = list(layout.pieces(torch.device(device)))
+            if device == "meta":  # a few large operations are faster
+                assert len(pieces) == 2
+            elif method.group <= 4096:
+                assert len(pieces) > 2
+            covered = [range(each.start, each.stop) for (each, _, _) in pieces]
+            assert [i for each in covered for i in each] == [
+                *range(10995),
+                *range(11028, NUMEL - 8),
+            ]
+            assert [each.place.start for each in pieces] == [
+                0,
+                *(each.place.stop for each in pieces[:-1]),
+            ]
+            assert pieces[-1].place.stop == layout.numel == 10995 + 5 * 4097
+            edge = MARK_BYTES
+            for each in pieces:
+                assert 0 <= each.room.start - edge < 4
+                assert each.room.start % 4 == 0  # where fp32 may lie
+                assert each.room.stop - each.room.start == method.nbytes(each.elements.numel)
+                edge = each.room.stop
+            plain = 4 * (33 + 3)
+            assert 0 <= layout.nbytes - plain - edge < 4
 
 
 def test_numbers_of_two_bytes_are_not_rounded_to_others_of_two_bytes():

@@ -1,6 +1,5 @@
 """The largest numbers of each chunk: a codebook for each, and bytes as documented."""
 
-import pytest
 import torch
 
 from drivetrain_links.topk import CHUNK, TopK, TopKOptions
@@ -15,7 +14,7 @@ def sent_back(values: torch.Tensor, **options: bool) -> torch.Tensor:
     return found
 
 
-def test_a_matrix_of_small_numbers_keeps_its_scale_beside_one_of_large_numbers():
+def test_chunks_have_scales_and_bytes_of_their_own():
     generator = torch.Generator().manual_seed(5)
     values = torch.randn(3 * CHUNK + 2000, generator=generator)
     values[CHUNK : 2 * CHUNK] *= 0.01
@@ -30,33 +29,26 @@ def test_a_matrix_of_small_numbers_keeps_its_scale_beside_one_of_large_numbers()
     alone = sent_back(values[CHUNK : 2 * CHUNK].clone())
     assert torch.equal(found[CHUNK : 2 * CHUNK], alone)
 
-
-def test_a_chunk_of_zeros_comes_back_as_zeros_and_one_with_nan_spoils_no_other():
     values = torch.zeros(2 * CHUNK)
     values[17] = float("nan")
     found = sent_back(values)
     assert found[17].isnan()
     assert torch.equal(found[CHUNK:], values[CHUNK:])
 
-
-def test_numbers_whose_squares_are_infinite_have_a_codebook():
     values = torch.randn(CHUNK, generator=torch.Generator().manual_seed(5))
     for compiled in (True, False):
         found = sent_back(1e30 * values, compiled=compiled)
         torch.testing.assert_close(found / 1e30, sent_back(values, compiled=compiled))
 
-
-def test_the_bytes_are_those_of_the_documentation():
     assert TopK(TopKOptions()).nbytes(128 * CHUNK) == 4 * 128 * CHUNK / 128
     assert TopK(TopKOptions(keep=128)).nbytes(CHUNK) == 16 + 128 * 3 // 2 + 128 // 4
 
 
-@pytest.mark.parametrize("keep", [4, 64, 100, 1024])
-def test_a_search_of_some_columns_finds_the_largest_numbers_of_all(keep):
-    # Large numbers in few columns, in many columns, and beside each other.
-    sizes = torch.rand(4, CHUNK, generator=torch.Generator().manual_seed(5))
-    sizes[1, ::16] += 1
-    sizes[2, 100:1300] += 1
-    sizes[3] = torch.arange(CHUNK)
-    expected = sizes.topk(keep, dim=1).indices.sort(dim=1).values
-    assert torch.equal(TopK(TopKOptions(keep=keep))._largest(sizes), expected)
+def test_a_search_of_some_columns_finds_the_largest_numbers_of_all():
+    for keep in (4, 64, 100, 1024):
+        sizes = torch.rand(4, CHUNK, generator=torch.Generator().manual_seed(5))
+        sizes[1, ::16] += 1
+        sizes[2, 100:1300] += 1
+        sizes[3] = torch.arange(CHUNK)
+        expected = sizes.topk(keep, dim=1).indices.sort(dim=1).values
+        assert torch.equal(TopK(TopKOptions(keep=keep))._largest(sizes), expected)

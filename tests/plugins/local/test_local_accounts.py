@@ -111,21 +111,7 @@ def test_bytes_between_hosts(monkeypatch, late_s):
     run.accelerator.free_memory()
 
 
-@pytest.mark.ranks(2)
-def test_bytes_of_a_step_of_the_warm_up():
-    run = Run(Rounds(every=3, warmup_steps=3))
-    before = dict(run.accelerator.traffic.sent())
-    run.steps(1)
-    after = run.accelerator.traffic.sent()
-    spec = ModelSpec.of(model(), states=0)
-    numbers = sum(one.numel + 1 for one in spec.parameters)  # gradients, and whether there are any
-    sent = {key: after[key] - before.get(key, 0) for key in after}
-    promised = numbers * 4  # 2 (K-1)/K of 4 bytes, for two workers
-    assert sent["dp.far", "all_reduce"] == pytest.approx(promised, abs=2 * 4)
-    run.accelerator.free_memory()
-
-
-def test_the_ranks_of_a_worker_agree_on_each_fragment_of_a_round():
+def test_ranks_and_workers_agree_and_cross_links():
     near, far = (
         Axis(name=name, size=size, rank=0, ranks=tuple(range(size)), hosts=("a",) * size)
         for name, size in (("dp.near", 2), ("dp.far", 3))
@@ -134,14 +120,12 @@ def test_the_ranks_of_a_worker_agree_on_each_fragment_of_a_round():
     assert sum(sent[0].values()) == 8 * (1 + 3)
     assert sent[1] == {key: 4 * count for key, count in sent[0].items()}
 
-
-def test_workers_on_one_host_cross_links_where_each_rank_is_one():
     world = World(size=2, local_size=2, hosts=("a", "a"))
     assert Local.crosses_links(LocalOptions(workers="ranks"), world)
     assert not Local.crosses_links(LocalOptions(), world)
 
 
-def test_a_step_on_paper():
+def test_steps_on_paper():
     units = [PaperUnit("layer", (), (), ((1000, False),))]
     for precision, inner, share in (("no", "ddp", 1), ("fp16", "ddp", 1), ("bf16", "zero2", 2)):
         run = PaperRun({"dp": 4}, micro_batches=1, precision=precision, per_host=2)
@@ -159,9 +143,7 @@ def test_a_step_on_paper():
         assert step.tasks[-1].during == 2 * 4 * 1000 / share / 5
         assert step.tasks[-1].lane == "dp.far"
 
-
-def test_a_step_on_paper_of_replicas_over_several_ranks():
-    """Each stage exchanges its own parts: half of the divided layer, all of the other one."""
+    # Each stage exchanges its own parts: half of the divided layer, all of the other one.
     units = [PaperUnit("block", (), (), ((1000, True), (100, False)), repeated=True)] * 2
     for tp, pp, worker, parts in ((2, 1, 1, 2 * 600), (2, 1, 2, 2 * 600), (1, 2, 1, 1100)):
         inner = NestedStrategy("megatron", MegatronConfig(tp=tp, pp=pp))
@@ -180,7 +162,7 @@ SIDE = 4096
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("method", ["exact", "bf16", "int8", "topk", "powersgd"])
+@pytest.mark.parametrize("method", ["exact", "int8", "powersgd"])
 def test_a_step_on_paper_agrees_with_the_cost(monkeypatch, method):
     monkeypatch.setenv("GROUP_RANK", str(torch.distributed.get_rank()))
     run = Run(Rounds(every=4, fragments=2, delay=3), workers="hosts", gradients=method)
@@ -198,8 +180,7 @@ def test_a_step_on_paper_agrees_with_the_cost(monkeypatch, method):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("inner", ["ddp", "zero1", "zero3", "fsdp"])
-@pytest.mark.parametrize("method", ["bf16", "int8", "int4", "topk"])
+@pytest.mark.parametrize(("inner", "method"), [("ddp", "int8"), ("fsdp", "topk")])
 def test_methods_for_slow_links(method, inner):
     rounds = Rounds(every=3)
     exact, rounded = Run(rounds, inner), Run(rounds, inner, gradients=method)
@@ -209,8 +190,7 @@ def test_methods_for_slow_links(method, inner):
     found, expected = (r.accelerator.get_state_dict(r.model) for r in (rounded, exact))
     apart = (found["0.weight"] - expected["0.weight"]).norm()
     moved = (expected["0.weight"] - start["0.weight"]).norm()
-    limit = {"bf16": 0.01, "int8": 0.02, "int4": 0.3, "topk": 1.0}[method]
-    assert 0 < apart < limit * moved
+    assert 0 < apart < {"int8": 0.02, "topk": 1.0}[method] * moved
     assert torch.equal(found["2.bias"], expected["2.bias"]), "small vectors are exact"
     rounded.check_bytes()
     for run in (exact, rounded):
@@ -226,34 +206,3 @@ def test_pieces_of_matrices_are_encoded(monkeypatch, inner, method):
     run = Run(Rounds(every=3), inner, workers="hosts", gradients=method)
     run.check_bytes()
     run.accelerator.free_memory()
-
-
-class Strange(nn.Module):
-    """A position table with a leading dim of 1, and a matrix that lies in memory by columns."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(3)
-        self.places = nn.Parameter(torch.randn(1, WIDTH, WIDTH))
-        self.out = nn.Linear(WIDTH, 40)
-        self.out.weight = nn.Parameter(self.out.weight.detach().T.contiguous().T)
-
-    def forward(self, inputs):
-        return self.out(torch.tanh(inputs @ self.places[0]))
-
-
-@pytest.mark.ranks(4)
-@pytest.mark.parametrize("method", ["int4", "powersgd"])
-@pytest.mark.parametrize("inner", ["ddp", "zero2", "fsdp"])
-def test_matrices_in_other_orders_of_memory(monkeypatch, inner, method):
-    monkeypatch.setenv("GROUP_RANK", str(torch.distributed.get_rank() // 2))
-    run = Run(Rounds(every=3), inner, workers="hosts", model=Strange, gradients=method)
-    exact = Run(Rounds(every=3), inner, workers="hosts", model=Strange)
-    run.check_bytes()
-    exact.steps(6)
-    found, expected = (each.accelerator.get_state_dict(each.model) for each in (run, exact))
-    for name, value in Strange().state_dict().items():
-        apart, moved = (found[name] - expected[name]).norm(), (expected[name] - value).norm()
-        assert apart < 0.9 * moved, f"{name} went another way"
-    for each in (run, exact):
-        each.accelerator.free_memory()

@@ -17,11 +17,23 @@ from drivetrain_local.whole import write
 from local_workers import Blocks, fragment_of
 
 
-def test_blocks_take_turns_and_ends_are_of_the_first_and_of_the_last_fragment():
+def test_blocks_take_turns_and_workers_keep_a_share():
     model = Blocks(5)
     for count in (2, 3):
         found = fragment_of_each(model, named_parameters(model), count)
         assert found == {name: fragment_of(name, count) for name in found}
+
+    model, outer = outer_steps(every=1, keep=0.25, outer_lr=0.5, outer_momentum=0.8)
+    start = model.weight.detach().clone()
+    outer.before_step()
+    model.weight.data += 1.0
+    outer.after_step()
+    stepped = start + 0.5 * (1 + 0.8)
+    torch.testing.assert_close(model.weight.detach(), 0.25 * (start + 1.0) + 0.75 * stepped)
+
+    values, whole = torch.arange(1.0, 13.0), torch.zeros(4, 5)
+    write(Shard("weight", "", values, (4, 5), Part.range_of((4, 5), 3, 15)), whole)
+    assert whole.flatten().tolist() == [0.0] * 3 + values.tolist() + [0.0] * 5
 
 
 def messages_of(model, optimizer, gradients_summed):
@@ -50,16 +62,6 @@ def outer_steps(**options):
     return model, OuterSteps(optimizer, LocalOptions(**options), inner, workers, messages)
 
 
-def test_a_worker_keeps_a_share_of_its_own_weights():
-    model, outer = outer_steps(every=1, keep=0.25, outer_lr=0.5, outer_momentum=0.8)
-    start = model.weight.detach().clone()
-    outer.before_step()
-    model.weight.data += 1.0
-    outer.after_step()
-    stepped = start + 0.5 * (1 + 0.8)
-    torch.testing.assert_close(model.weight.detach(), 0.25 * (start + 1.0) + 0.75 * stepped)
-
-
 def test_a_longer_warm_up_comes_too_late_for_workers_that_have_parted():
     for apart in (True, False):
         _, outer = outer_steps(every=4, warmup_steps=9)
@@ -80,9 +82,3 @@ def test_a_message_of_other_tensors_has_another_channel_though_it_is_as_large():
     assert messages.channel(0, [model["one"].weight]) is first
     assert messages.channel(0, [model["two"].weight]) is not first
     assert made == [("one.weight", None), ("two.weight", first)]
-
-
-def test_a_range_of_rows_and_parts_of_rows_is_written_into_its_place():
-    values, whole = torch.arange(1.0, 13.0), torch.zeros(4, 5)
-    write(Shard("weight", "", values, (4, 5), Part.range_of((4, 5), 3, 15)), whole)
-    assert whole.flatten().tolist() == [0.0] * 3 + values.tolist() + [0.0] * 5

@@ -288,24 +288,16 @@ def test_workers_that_come_as_they_like(seed, links):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_refused():
+    for options, message in (
         ({"late_s": 1.0, "every": 4, "delay": 2}, "strategy.late_s: expected no strategy.delay"),
         ({"late_s": 1e6}, "strategy.late_s: expected less than the"),
         ({"late_s": -1.0}, "late_s"),
-    ],
-)
-def test_refused_options(options, message):
-    with pytest.raises(ConfigError, match=message):
-        accelerator = Accelerator(
-            strategy={"name": "local", "workers": "ranks", **options}, cpu=True
-        )
-        accelerator.prepare(Blocks())
-
-
-@pytest.mark.ranks(2)
-def test_refused_beside_late_workers():
+    ):
+        with pytest.raises(ConfigError, match=message):
+            Accelerator(
+                strategy={"name": "local", "workers": "ranks", **options}, cpu=True
+            ).prepare(Blocks())
     strategy = {"name": "local", "workers": "ranks", "late_s": 1.0}
     with pytest.raises(ConfigError, match="strategy.late_s: expected precision: bf16 or no"):
         Accelerator(strategy=strategy, mixed_precision="fp16", cpu=True).prepare(Blocks())

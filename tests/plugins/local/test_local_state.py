@@ -1,49 +1,14 @@
 """Checkpoints of local steps: in the middle of a round, and on other workers and strategies."""
 
-from dataclasses import asdict
-
 import pytest
 import torch
 from torch import nn
-from torch.optim import AdamW
 
-from drivetrain import Accelerator
-from local_workers import Blocks, Rounds, batch, loss_of
-from resumed_workers import check_same_bits, goes_on_bit_for_bit, goes_on_from_the_mean
+from local_trainings import Training, check_alike_on_all_ranks, hosts, local
+from local_workers import Rounds, batch
+from resumed_workers import check_same_bits, goes_on_bit_for_bit
 
 STREAMING = Rounds(every=4, fragments=2, delay=3, keep=0.5)
-
-
-def local(rounds, inner="ddp"):
-    return {"name": "local", "workers": "ranks", "inner": inner, **asdict(rounds)}
-
-
-class Training:
-    """A model under some strategy, and its steps."""
-
-    def __init__(self, strategy, links=None, model=None):
-        config = {"strategy": strategy, "links": {"far": links or {}}}
-        self.accelerator = Accelerator(config=config, cpu=True)
-        model = model or Blocks()
-        self.model, self.optimizer = self.accelerator.prepare(
-            model, AdamW(model.parameters(), lr=0.01)
-        )
-
-    def run(self, first, last):
-        for step in range(first, last):
-            loss = loss_of(self.model, batch(step, self.accelerator.process_index))
-            self.accelerator.backward(loss)
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-
-    def outer(self):
-        return self.accelerator.get_state_dict(self.model)
-
-    def own(self):
-        return {name: p.detach().clone() for name, p in self.model.named_parameters()}
-
-    def close(self):
-        self.accelerator.free_memory()
 
 
 @pytest.fixture
@@ -52,37 +17,11 @@ def folder(tmp_path):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("rounds", [STREAMING, Rounds(every=4)], ids=["streaming", "all at once"])
-@pytest.mark.parametrize("inner", ["ddp", "zero1"])
-@pytest.mark.parametrize("at", [5, 6])
+@pytest.mark.parametrize(
+    ("rounds", "inner", "at"), [(STREAMING, "zero1", 5), (Rounds(every=4), "ddp", 6)]
+)
 def test_a_round_goes_on_bit_for_bit(folder, rounds, inner, at):
     goes_on_bit_for_bit(folder, lambda: Training(local(rounds, inner)), at)
-
-
-@pytest.mark.ranks(4)
-def test_divided_state_of_two_hosts(monkeypatch, folder):
-    monkeypatch.setenv("GROUP_RANK", str(torch.distributed.get_rank() // 2))
-    strategy = {**local(STREAMING, "zero3"), "workers": "hosts"}
-    straight, resumed = Training(strategy), Training(strategy)
-    straight.run(0, 6)
-    straight.accelerator.save_state(folder)
-    straight.run(6, 11)
-    resumed.accelerator.load_state(folder)
-    resumed.run(6, 11)
-    check_same_bits(resumed.outer(), straight.outer())
-    straight.close()
-    resumed.close()
-
-
-@pytest.mark.ranks(4)
-def test_another_number_of_workers_goes_on_from_the_mean(monkeypatch, folder):
-    four = Training(local(Rounds(every=4)))
-
-    def two():
-        monkeypatch.setenv("GROUP_RANK", str(torch.distributed.get_rank() // 2))
-        return Training({**local(Rounds(every=4)), "workers": "hosts"})
-
-    goes_on_from_the_mean(folder, four, two)
 
 
 @pytest.mark.ranks(4)
@@ -92,8 +31,8 @@ def test_an_exchange_under_way_ends_with_another_number_of_workers(monkeypatch, 
     four.run(0, 5)  # the exchange after step 4 ends after step 7
     four.accelerator.save_state(folder)
     four.run(5, 7)
-    monkeypatch.setenv("GROUP_RANK", str(torch.distributed.get_rank() // 2))
-    two = Training({**local(rounds), "workers": "hosts"})
+    hosts(monkeypatch)
+    two = Training(local(rounds, workers="hosts"))
     two.accelerator.load_state(folder)
     two.run(5, 7)
     for name, value in two.outer().items():
@@ -103,8 +42,8 @@ def test_an_exchange_under_way_ends_with_another_number_of_workers(monkeypatch, 
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("rounds", [STREAMING, Rounds(every=4)], ids=["streaming", "all at once"])
-def test_one_worker_goes_on_from_the_mean_of_all(folder, rounds):
+def test_one_worker_goes_on_from_the_mean_of_all(folder):
+    rounds = STREAMING
     two = Training(local(rounds))
     two.run(0, 6)
     two.accelerator.save_state(folder)
@@ -117,7 +56,7 @@ def test_one_worker_goes_on_from_the_mean_of_all(folder, rounds):
         key: mean(two.optimizer.state[two.model.last.weight][key])
         for key in ("exp_avg", "exp_avg_sq")
     }
-    one = Training({**local(rounds), "workers": "hosts"})  # a worker of two ranks
+    one = Training(local(rounds, workers="hosts"))  # a worker of two ranks
     one.accelerator.load_state(folder)
     for name, value in one.own().items():
         torch.testing.assert_close(value, weights[name], rtol=1e-12, atol=1e-12)
@@ -166,12 +105,12 @@ def errors_of(training):
 @pytest.mark.parametrize("method", ["int4", "topk", "powersgd"])
 def test_kept_errors_go_on_bit_for_bit(folder, method):
     links, rounds = {"gradients": method}, Rounds(every=2, fragments=2, delay=1)
-    straight = Training(local(rounds), links, Wide())
+    straight = Training(local(rounds), Wide(), links=links)
     straight.run(0, 5)
     straight.accelerator.save_state(folder)
     assert errors_of(straight).abs().sum() > 0
     straight.run(5, 9)
-    resumed = Training(local(rounds), links, Wide())
+    resumed = Training(local(rounds), Wide(), links=links)
     resumed.run(20, 24)  # other errors, which the checkpoint replaces
     resumed.accelerator.load_state(folder)
     resumed.run(5, 9)
@@ -186,14 +125,14 @@ def test_kept_errors_go_on_bit_for_bit(folder, method):
 @pytest.mark.parametrize("inner", ["ddp", "zero1", "fsdp"])
 def test_kept_errors_with_other_workers(monkeypatch, folder, inner, transposed):
     links = {"gradients": "int4"}
-    four = Training(local(Rounds(every=2)), links, Wide(transposed=transposed))
+    four = Training(local(Rounds(every=2)), Wide(transposed=transposed), links=links)
     four.run(0, 5)
     four.accelerator.save_state(folder)
-    monkeypatch.setenv("GROUP_RANK", str(torch.distributed.get_rank() // 2))
+    hosts(monkeypatch)
     said = []
     monkeypatch.setattr("drivetrain_local.kept.logger.announce", said.append)
-    strategy = {**local(Rounds(every=2), inner), "workers": "hosts"}
-    two = Training(strategy, links, Wide(transposed=transposed))
+    strategy = local(Rounds(every=2), inner, workers="hosts")
+    two = Training(strategy, Wide(transposed=transposed), links=links)
     two.accelerator.load_state(folder)
     before, after = errors_of(four), errors_of(two)
     torch.testing.assert_close(after, before)
@@ -205,12 +144,12 @@ def test_kept_errors_with_other_workers(monkeypatch, folder, inner, transposed):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("inner", ["ddp", "zero1", "zero3", "fsdp"])
+@pytest.mark.parametrize("inner", ["ddp", "fsdp"])
 def test_errors_go_on_when_another_layer_is_thawed(folder, inner):
     """A message then has other tensors, and another channel; all workers exchange the layer."""
     model = Wide()
     model.first.requires_grad_(False)
-    training = Training(local(Rounds(every=2), inner), {"gradients": "int4"}, model)
+    training = Training(local(Rounds(every=2), inner), model, links={"gradients": "int4"})
     training.run(0, 5)
     before = errors_of(training)
     assert before.abs().sum() > 0
@@ -221,41 +160,35 @@ def test_errors_go_on_when_another_layer_is_thawed(folder, inner):
     assert not torch.equal(after, before)
     training.run(6, 8)
     outer = training.outer()
-    check_alike(training, outer)
+    check_alike_on_all_ranks(outer)
     assert not torch.equal(outer["first.weight"], Wide().first.weight)
     training.accelerator.save_state(folder)
     training.close()
-
-
-def check_alike(training, weights):
-    for name, value in weights.items():
-        mean = training.accelerator.reduce(value.double(), "mean")
-        assert torch.equal(mean, value.double()), f"workers differ in {name}"
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("rounds", [STREAMING, Rounds(every=4)], ids=["streaming", "all at once"])
 @pytest.mark.parametrize("inner", ["ddp", "zero1", "zero3", "fsdp"])
 def test_a_layer_that_is_frozen_in_mid_round_is_exchanged_once_more(folder, inner, rounds):
-    training = Training(local(rounds, inner), {"gradients": "int4"}, Wide())
+    training = Training(local(rounds, inner), Wide(), links={"gradients": "int4"})
     training.run(0, 7)
     training.model.first.requires_grad_(False)
     training.run(7, 9)
     training.accelerator.save_state(folder)
     training.run(9, 9 + 2 * rounds.every)
-    check_alike(training, training.outer())
+    check_alike_on_all_ranks(training.outer())
     with training.accelerator.gathered(training.model):
         first = {name: p.detach().clone() for name, p in training.model.first.named_parameters()}
-    check_alike(training, first)
+    check_alike_on_all_ranks(first)
     assert torch.equal(first["weight"], training.outer()["first.weight"])
     training.close()
-    resumed = Training(local(rounds, inner), {"gradients": "int4"}, Wide())
+    resumed = Training(local(rounds, inner), Wide(), links={"gradients": "int4"})
     resumed.model.first.requires_grad_(False)
     resumed.accelerator.load_state(folder)
-    check_alike(resumed, resumed.outer())
+    check_alike_on_all_ranks(resumed.outer())
     resumed.model.first.requires_grad_(True)
     resumed.run(9, 9 + 2 * rounds.every)
-    check_alike(resumed, resumed.outer())
+    check_alike_on_all_ranks(resumed.outer())
     assert not torch.equal(resumed.outer()["first.weight"], first["weight"]), "it trains again"
     resumed.close()
 
@@ -264,7 +197,7 @@ def test_a_layer_that_is_frozen_in_mid_round_is_exchanged_once_more(folder, inne
 def test_a_new_channel_takes_the_errors_of_the_old_one():
     model = Wide()
     model.first.requires_grad_(False)
-    training = Training(local(Rounds(every=2), "zero1"), {"gradients": "int4"}, model)
+    training = Training(local(Rounds(every=2), "zero1"), model, links={"gradients": "int4"})
     training.run(0, 5)
     before = errors_of(training)
     model.first.requires_grad_(True)

@@ -4,16 +4,9 @@ from dataclasses import asdict, replace
 
 import pytest
 import torch
-from torch.optim import LBFGS, AdamW
+from torch.optim import AdamW
 
-from drivetrain import Accelerator, ConfigError, UsageError
-from drivetrain.config import NestedStrategy
-from drivetrain.cost import ModelSpec
-from drivetrain.paper.run import PaperRun
-from drivetrain.paper.work import PaperUnit
-from drivetrain.sharding.options import OffloadOptions
-from drivetrain_local import Local, LocalOptions
-from drivetrain_zero.options import Zero2Config
+from drivetrain import Accelerator, ConfigError
 from local_workers import Blocks, Rounds, batch, loss_of
 from resumed_workers import check_same_bits, goes_on_bit_for_bit
 
@@ -119,8 +112,7 @@ class Skips(Blocks):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("model", [Blocks, Skips])
-@pytest.mark.parametrize("inner", ["offload", "fsdp"])
+@pytest.mark.parametrize(("inner", "model"), [("offload", Skips), ("fsdp", Blocks)])
 def test_masters_in_stores(tmp_path, inner, model):
     """Outer steps read and write masters, whose last digits forward never sees.
 
@@ -186,7 +178,7 @@ def test_kept_errors_and_changed_weights(tmp_path):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("inner", ["zero1", "offload", "fsdp", "megatron"])
+@pytest.mark.parametrize("inner", ["offload", "fsdp"])
 def test_a_param_group_that_comes_later(tmp_path, inner):
     """A store steps its parameters from the first step on: outer weights are those before it."""
 
@@ -213,63 +205,12 @@ def test_a_gradient_that_one_worker_lacks_in_the_warm_up(tmp_path, inner):
 LATE = {"optimizer": "cpu", "delayed": True}
 NESTED = [
     {"name": "offload", **LATE},
-    {"name": "zero2", "offload": LATE},
     {"name": "megatron", "data_parallel": {"name": "zero1", "offload": LATE}},
 ]
 
 
-@pytest.mark.parametrize("nested", NESTED, ids=[each["name"] for each in NESTED])
-def test_steps_that_come_late_are_refused(nested):
-    with pytest.raises(ConfigError, match=r"strategy\.inner: .*delayed: true.* leave delayed out"):
-        Accelerator(config={"strategy": {"name": "local", "inner": nested}}, cpu=True)
-
-
-@pytest.mark.ranks(2)
-def test_a_failed_prepare_leaves_the_optimizer_as_it_was():
-    strategy = {"name": "local", "workers": "ranks", "inner": "zero2"}
-    accelerator = Accelerator(config={"strategy": strategy}, cpu=True)
-    model = Blocks()
-    optimizer = LBFGS(model.parameters())
-    with pytest.raises(UsageError, match="LBFGS"):
-        accelerator.prepare(model, optimizer)
-    accelerator.free_memory()
-
-    def closure():
-        optimizer.zero_grad()
-        loss = loss_of(model, batch(0, 0))
-        loss.backward()
-        return loss
-
-    before = closure().item()
-    optimizer.step(closure)
-    assert closure().item() < before
-
-
-@pytest.mark.ranks(2)
-def test_bytes_beside_a_disk(tmp_path):
-    plain, beside = (Training(e, Rounds(every=3)) for e in stored("offload", tmp_path))
-    held = []
-    for training in (plain, beside):
-        strategy = training.accelerator.strategy_of(training.model)
-        spec = ModelSpec.of(Blocks(), states=2)
-        held.append(type(strategy).cost(strategy.config, spec, strategy.run).held)
-        training.close()
-    assert held[1]["outer"] == held[0]["outer"] > 0
-    assert held[1]["optimizer on disk"] > 0
-    assert "optimizer" not in held[1]
-
-
-def test_a_step_on_paper_with_stores():
-    units = [PaperUnit("layer", (), (), ((1000, False),))]
-    run = PaperRun({"dp": 4}, micro_batches=1, precision="bf16", per_host=2)
-    steps = []
-    for offload in (OffloadOptions(), OffloadOptions(optimizer="cpu", ratio=0.25)):
-        inner = NestedStrategy("zero2", Zero2Config(offload=offload))
-        steps.append(Local.step(LocalOptions(every=10, inner=inner), units, run))
-    plain, beside = steps
-    outer = 2 * 4 * 1000 / 2
-    assert plain.held[0]["outer"] == outer
-    assert beside.held[0]["outer"] == 0.75 * outer
-    assert beside.stored[0]["host"] > 0.25 * outer
-    sent = [step.sent()[0]["dp.far", "all_reduce"] for step in steps]
-    assert sent == [4 * 1000 / 2 / 10] * 2
+def test_steps_that_come_late_are_refused():
+    for nested in NESTED:
+        config = {"strategy": {"name": "local", "inner": nested}}
+        with pytest.raises(ConfigError, match=r"strategy\.inner: .*delayed: true.* leave delayed"):
+            Accelerator(config=config, cpu=True)

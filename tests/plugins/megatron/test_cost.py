@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from drivetrain import Accelerator
-from drivetrain.cost import ModelSpec, TensorSpec
+from drivetrain.cost import ModelSpec
 from drivetrain.runtime.mesh import Mesh
 from drivetrain.runtime.precision import Precision
 from drivetrain.runtime.world import World
@@ -123,8 +123,7 @@ def check_sent(name, **options):
 # --- the formulas ---
 
 
-def test_formulas_are_those_of_the_papers():
-    """8 A (t-1)/t per layer, whole or in shards, wherever ranks divide the sizes."""
+def test_formulas_are_those_of_the_papers_and_ranks_together_send_what_a_ring_sends():
     for ranks in (2, 4, 8):
         line = RanksOfAxis(ranks)
         a = Activation(rows=3, tokens=16, width=8, itemsize=2)
@@ -138,23 +137,11 @@ def test_formulas_are_those_of_the_papers():
             "all_reduce": 6 * 4 * tokens * (ranks - 1) // ranks
         }
 
-
-def test_formulas_of_a_large_layer():
-    """An 8-billion-parameter Llama in bf16 on 8 ranks: 235 MB per layer and micro-batch."""
     a = Activation(rows=1, tokens=4096, width=4096, itemsize=2)
     for sharded in (False, True):
         layer = 2 * volumes.group(a, a, RanksOfAxis(8), sharded=sharded).total()
         assert layer == 8 * 4096 * 4096 * 2 * 7 // 8 == 234_881_024
 
-
-def test_formulas_of_one_rank_are_zero():
-    a = Activation(rows=1, tokens=5, width=3, itemsize=4)
-    assert volumes.group(a, a, RanksOfAxis(1), sharded=True).total() == 0
-    assert volumes.cross_entropy(5, 4, RanksOfAxis(1)).total() == 0
-
-
-def test_ranks_together_send_what_a_ring_sends():
-    """Where sizes are indivisible some ranks send a little less; the sum is that of the formula."""
     a = Activation(rows=2, tokens=7, width=5, itemsize=1)
     for ranks in (2, 3, 4, 9):
         each = [
@@ -204,13 +191,6 @@ def test_bytes_over_four_ranks(name, sharded):
     check_sent(name, tp=4, sequence_parallel=sharded)
 
 
-@pytest.mark.parametrize("inner", ["ddp", "zero1", "zero2", "fsdp"])
-@pytest.mark.ranks(4)
-def test_bytes_over_data_parallel_ranks(inner):
-    """The data-parallel strategy's own bytes are those of the parts that ranks hold."""
-    check_sent("gpt2", tp=2, data_parallel={"name": inner})
-
-
 @pytest.mark.ranks(2)
 def test_bytes_of_a_window():
     check_sent("llama", tp=2, window=3)
@@ -230,7 +210,7 @@ def test_layers_and_few_others_are_all_there_is():
 # --- pipeline parallelism ---
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "encoder", "bert"])
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
 @pytest.mark.parametrize("inside", [False, True], ids=["loss outside", "loss inside"])
 @pytest.mark.ranks(2)
 def test_bytes_of_a_pipeline(name, inside):
@@ -320,11 +300,6 @@ def storage(tensors):
 # --- what is said when less is known ---
 
 
-def test_without_inputs_activations_are_left_out():
-    spec = ModelSpec.of(build("llama", 2))
-    assert planned("llama", ranks=2, tp=2, spec=spec).sent == {}
-
-
 def test_planning_leaves_the_model_alone():
     model = build("gpt2", 2)
     before = {name: (p, p.detach().clone()) for name, p in model.named_parameters()}
@@ -341,18 +316,3 @@ def test_models_without_values_cost_the_same():
     for options in ({"tp": 2}, {"pp": 2}):
         found = planned("llama", ranks=2, spec=spec, **options)
         assert found == planned("llama", ranks=2, **options)
-
-
-def test_sizes_alone_give_an_estimate():
-    """Matrices divided, vectors whole, half of the layers: as the dry run shows it."""
-    layers = [
-        spec
-        for i in range(8)
-        for spec in (
-            TensorSpec(f"{i}.weight", (30, 10), torch.float32, True),
-            TensorSpec(f"{i}.bias", (30,), torch.float32, True),
-        )
-    ]
-    cost = planned("", ranks=4, tp=2, pp=2, spec=ModelSpec(tuple(layers), states=2))
-    assert cost.held["parameters"] == 4 * (4 * (15 * 10 + 30))
-    assert cost.sent == {}

@@ -61,8 +61,8 @@ class Detached(nn.Linear):
         return F.linear(x, self.weight.detach(), self.bias)
 
 
-@pytest.mark.parametrize("bias", [False, True])
-def test_a_subclass_is_tried(bias):
-    assert computes_as_linear(OtherCode(3, 4, bias, device="meta"))
-    for kind in (Noisy, Scaled, Detached):
-        assert not computes_as_linear(kind(3, 4, bias))
+def test_a_subclass_is_tried():
+    for bias in (False, True):
+        assert computes_as_linear(OtherCode(3, 4, bias, device="meta"))
+        for kind in (Noisy, Scaled, Detached):
+            assert not computes_as_linear(kind(3, 4, bias))

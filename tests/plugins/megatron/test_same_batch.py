@@ -1,11 +1,7 @@
 """Ranks of a cell that get different batches hear of it at once, all of them."""
 
-import copy
-import pickle
-
 import pytest
 import torch
-from torch import nn
 
 from drivetrain import Accelerator
 from drivetrain.errors import RankMismatchError
@@ -110,54 +106,4 @@ def test_evaluation_is_not_compared():
     model.train()
     with pytest.raises(RankMismatchError):
         model(token_batch(accelerator.process_index))
-    accelerator.free_memory()
-
-
-class Takes(nn.Module):
-    """Takes whatever comes."""
-
-    def __init__(self):
-        super().__init__()
-        self.words = nn.Embedding(11, 8)
-        self.layers = nn.ModuleList(
-            nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)) for _ in range(2)
-        )
-
-    def forward(self, ids, *others, **more):
-        x = self.words(ids)
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
-@pytest.mark.ranks(2)
-def test_any_arguments_can_be_compared():
-    ids = torch.zeros(2, 3, dtype=torch.int64)
-    accelerator = Accelerator(strategy={"name": "megatron", "tp": 2}, cpu=True)
-    model = accelerator.prepare(Takes())
-    odd = [
-        torch.empty(0),
-        torch.tensor(3.0),
-        torch.ones(2, 4, dtype=torch.bfloat16).t(),
-        torch.ones(2, dtype=torch.complex64).conj(),
-        torch.eye(2).to_sparse(),
-        torch.ones(2, dtype=torch.bool),
-        {"nested": [torch.ones(1), None, "text", object()]},
-    ]
-    model(ids, *odd, flag=True)
-    other = torch.tensor([float(accelerator.process_index)])
-    with pytest.raises(
-        RankMismatchError, match=r"rank 0 has many\['x'\]\[0\]: \(1,\) torch.float32"
-    ):
-        model(ids, many={"x": [other]})
-    accelerator.free_memory()
-
-
-@pytest.mark.ranks(2)
-def test_copies_do_not_communicate():
-    accelerator, model = prepared(tp=2)
-    clone = copy.deepcopy(model)
-    assert not any("SameBatch" in type(h).__name__ for h in clone._forward_pre_hooks.values())
-    (same,) = (h for h in model._forward_pre_hooks.values() if "SameBatch" in type(h).__name__)
-    assert pickle.loads(pickle.dumps(same))(model, (), {}) is None
     accelerator.free_memory()

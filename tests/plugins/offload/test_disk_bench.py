@@ -82,16 +82,13 @@ def test_no_more_than_there_is_room_for():
     assert usable_bytes(2**30, 10_000_000) == 10_000_000 * 9 // 10 // 8192 * 8192
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "says"),
-    [
+def test_mistakes(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for arguments, code, says in (
         (("gone",), 3, "gone: expected a directory, found nothing"),
         ((".", "--mib", "1", "--request-mib", "4"), 2, "raise --mib"),
         ((".", "--threads", "0"), 2, "threads: expected 1 to 256, found 0"),
         ((".", "--request-mib", "0.3"), 2, "request_mib: expected a multiple of 4096"),
-    ],
-)
-def test_mistakes(tmp_path, monkeypatch, capsys, arguments, code, says):
-    monkeypatch.chdir(tmp_path)
-    assert run(["disk-bench", *arguments]) == code
-    assert says in capsys.readouterr().err
+    ):
+        assert run(["disk-bench", *arguments]) == code
+        assert says in capsys.readouterr().err

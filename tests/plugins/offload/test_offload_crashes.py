@@ -136,6 +136,7 @@ def ended(process):
     return process.returncode, out, err
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("whom", "number", "code"),
     [
@@ -180,7 +181,8 @@ BROKEN = """
 """
 
 
-@pytest.mark.parametrize("call", ["pwritev", pytest.param("preadv", marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("call", ["pwritev", "preadv"])
 def test_a_disk_that_fails_ends_the_run(run, call):
     process = run.start(10**6, fault=BROKEN.strip().replace("CALL", call))
     code, _, err = ended(process)
@@ -212,6 +214,7 @@ def test_a_rank_that_ends_first_sends_its_last_step(run):
 # --- a disk that is full ---
 
 
+@pytest.mark.exhaustive
 def test_too_little_room_is_an_error_before_the_first_step(run):
     wide = "nn.Linear(1024, 1024), nn.Linear(1024, 256), nn.Tanh()"
     process = run.start(4, layer=f"nn.Linear(256, 1024), {wide}")

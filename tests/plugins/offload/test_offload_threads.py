@@ -5,6 +5,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.exhaustive
+
 LET_GO = """
 import threading, time
 from drivetrain_offload.buffers import _AlignedMapping, _tensor
@@ -55,8 +57,9 @@ def test_the_youngest_pool_ends_first_so_that_a_step_is_taken_whole():
     assert (done.returncode, done.stdout, done.stderr) == (0, "stepped\n", "")
 
 
-@pytest.mark.parametrize("end", ["del pool", "pool.shutdown()", "pool.shutdown(); pool.shutdown()"])
-def test_a_pool_ends_once(end):
-    code = "from drivetrain_offload.threads import ThreadPool\npool = ThreadPool(2, 'a')\n"
-    done = ended(f"{code}pool.submit(print, 'done').result()\n{end}\n")
-    assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
+@pytest.mark.exhaustive
+def test_a_pool_ends_once():
+    for end in ("del pool", "pool.shutdown(); pool.shutdown()"):
+        code = "from drivetrain_offload.threads import ThreadPool\npool = ThreadPool(2, 'a')\n"
+        done = ended(f"{code}pool.submit(print, 'done').result()\n{end}\n")
+        assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")

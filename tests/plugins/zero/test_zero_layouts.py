@@ -1,8 +1,4 @@
-"""Where parameters lie under ZeRO: the arithmetic of units, and models that make odd ones.
-
-Units of one element or none, of several dtypes under one block, ties across units, gradients that
-come in some steps and on some ranks only: each is compared with one process.
-"""
+"""Where parameters lie under ZeRO: the arithmetic of units, late ties, gradients now and then."""
 
 import itertools
 import math
@@ -14,54 +10,13 @@ import torch.nn.functional as F
 from torch import nn
 from torch.optim import AdamW
 
-from drivetrain import Accelerator
 from drivetrain.cost import TensorSpec
 from drivetrain.runtime.precision import Precision
-from drivetrain.testing.conformance.twins import Twins, adamw, everyone, momentum, weights
-from drivetrain.testing.models import (
-    HIDDEN,
-    OUT,
-    VOCABULARY,
-    WIDTH,
-    Case,
-    cross_entropy,
-    linear,
-    numbers,
-    squared_error,
-    tokens,
-)
+from drivetrain.testing.conformance.twins import Twins, everyone
+from drivetrain.testing.models import OUT, WIDTH, Case, linear, numbers
 from drivetrain_zero.units import Sizes, cut_model
-from towers import Block
-
-SMALL = {"bucket_mib": 0.001}
-STAGES = {
-    "zero1": {"name": "zero1", **SMALL},
-    "zero2": {"name": "zero2", **SMALL},
-    "zero3": {"name": "zero3", **SMALL},
-    "sharded": {"name": "zero3", "keep_below": 0, "own_unit_from": 1},
-    "matrices": {"name": "zero2", "partition": "parameter", **SMALL},
-    "sharded-matrices": {"name": "zero3", "keep_below": 0, "partition": "parameter"},
-}
-EACH = pytest.mark.parametrize("strategy", list(STAGES.values()), ids=list(STAGES))
-WORLDS = pytest.mark.parametrize(
-    "size", [pytest.param(n, marks=pytest.mark.ranks(n), id=f"ranks{n}") for n in (1, 3)]
-)
-
-
-def start(strategy):
-    return Accelerator(strategy=strategy, cpu=True)
-
-
-def case(factory, batch=numbers, loss=squared_error):
-    return Case(name=factory.__name__, factory=factory, batch=batch, loss=loss)
-
-
-def train(twins, steps):
-    for step in steps:
-        twins.backward(step)
-        twins.step()
-    twins.check()
-
+from towers import Tower
+from zero_stages import each, start, train
 
 # --- the arithmetic ---
 
@@ -87,21 +42,22 @@ def random_sizes(generator):
     )
 
 
-@pytest.mark.parametrize("seed", range(60))
-def test_every_element_has_one_place_and_one_owner(seed):
+def test_every_element_has_one_place_and_one_owner():
     """Of any parameters, cut in any way, for any number of ranks."""
-    generator = random.Random(seed)
-    specs, sizes, size = random_specs(generator), random_sizes(generator), generator.randrange(1, 6)
-    by_name = {spec.name: spec for spec in specs}
-    units = cut_model(specs, Precision(), sizes, size)
-    assert sorted(p.name for unit in units for p in unit.places) == sorted(by_name)
-    for unit in units:
-        for flat in unit.flats:
-            members = [by_name[place.name] for place in flat.places]
-            check_flat(flat, members, size)
-            check_kind(flat, unit.sharded, members, sizes)
-    keys = [u.key for u in units if u.sharded]
-    assert len(keys) == len(set(keys)), "what is gathered together lies in two units"
+    for seed in range(60):
+        generator = random.Random(seed)
+        specs, sizes = random_specs(generator), random_sizes(generator)
+        size = generator.randrange(1, 6)
+        by_name = {spec.name: spec for spec in specs}
+        units = cut_model(specs, Precision(), sizes, size)
+        assert sorted(p.name for unit in units for p in unit.places) == sorted(by_name)
+        for unit in units:
+            for flat in unit.flats:
+                members = [by_name[place.name] for place in flat.places]
+                check_flat(flat, members, size)
+                check_kind(flat, unit.sharded, members, sizes)
+        keys = [u.key for u in units if u.sharded]
+        assert len(keys) == len(set(keys)), "what is gathered together lies in two units"
 
 
 def check_flat(flat, members, size):
@@ -143,171 +99,15 @@ def test_whole_parameters_are_spread():
     assert max(owned) - min(owned) <= 1000
 
 
-# --- odd units ---
-
-
-class Bits(nn.Module):
-    """A block of a 0-d parameter and an empty one, and one of a single row."""
-
-    def __init__(self):
-        super().__init__()
-        self.scale = nn.Parameter(torch.tensor(1.25, dtype=torch.float64))
-        self.empty = nn.Parameter(torch.empty(0, WIDTH, dtype=torch.float64))
-
-    def forward(self, x):
-        return torch.sin(x * self.scale) + (x @ self.empty.T).sum()
-
-
-class Row(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.row = nn.Parameter(torch.randn(1, WIDTH, dtype=torch.float64))
-        self.pair = nn.Parameter(torch.randn(2, dtype=torch.float64))
-
-    def forward(self, x):
-        return x * self.row + self.pair.prod()
-
-
-class Void(nn.Module):
-    """A block of nothing but an empty parameter."""
-
-    def __init__(self):
-        super().__init__()
-        self.empty = nn.Parameter(torch.empty(WIDTH, 0, dtype=torch.float64))
-
-    def forward(self, x):
-        return x + (x @ self.empty).sum()
-
-
-def tiny():
-    """Blocks with fewer elements than ranks, around a layer larger than a bucket."""
-    large = nn.Sequential(linear(WIDTH, 61), nn.Tanh(), linear(61, WIDTH))
-    return nn.Sequential(Bits(), Row(), large, Bits(), Void(), linear(WIDTH, OUT))
-
-
-class Blend(nn.Module):
-    """A block of five dtypes, one of which does not train."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH, dtype=torch.float32)
-        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=torch.float64))
-        self.filter = nn.Parameter(torch.randn(WIDTH, dtype=torch.complex128))
-        self.coarse = nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=torch.complex64))
-        self.codes = nn.Parameter(
-            torch.randint(-9, 9, (WIDTH, WIDTH), dtype=torch.int8), requires_grad=False
-        )
-
-    def forward(self, x):
-        x = x + self.norm(x.float()).double() @ self.weight
-        waves = torch.fft.fft(x) * self.filter
-        waves = waves + (waves.to(torch.complex64) @ self.coarse).to(torch.complex128)
-        return torch.tanh(torch.fft.ifft(waves).real + 0.01 * (x @ self.codes.double()))
-
-
-def blends():
-    return nn.Sequential(Blend(), Blend(), linear(WIDTH, OUT))
-
-
-def trained_by_adamw(model):
-    """Return an optimizer of what requires gradients: int8 may not be stepped."""
-    return AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
-
-
-MODELS = {"tiny": (case(tiny), momentum), "dtypes": (case(blends), trained_by_adamw)}
-
-
-@pytest.mark.parametrize("model", list(MODELS))
-@WORLDS
-@EACH
-def test_odd_units(strategy, size, model):
-    """Steps are those of one process; every parameter keeps its dtype and shape."""
-    accelerator = start(strategy)
-    twins = Twins(accelerator, *MODELS[model])
-    if model == "dtypes":
-        twins.tolerance = 1e-5  # complex64 and fp32 are part of it
-    train(twins, range(3))
-    facts = [(p.dtype, p.shape, p.requires_grad) for p in twins.model.parameters()]
-    assert facts == [(p.dtype, p.shape, p.requires_grad) for p in twins.twin.parameters()]
-    accelerator.free_memory()
-
-
-# --- ties across units ---
-
-
-class TiedAcross(nn.Module):
-    """An embedding tied to a head behind the blocks, two blocks with one matrix, a module twice."""
-
-    def __init__(self):
-        super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, HIDDEN, dtype=torch.float64)
-        self.blocks = nn.ModuleList(Block(HIDDEN, WIDTH) for _ in range(3))
-        self.blocks[2].up.weight = self.blocks[0].up.weight
-        self.blocks.append(self.blocks[1])
-        self.head = nn.Linear(HIDDEN, VOCABULARY, dtype=torch.float64)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, inputs):
-        x = self.embedding(inputs).mean(1)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-
-@WORLDS
-@EACH
-def test_ties_across_units(strategy, size, tmp_path):
-    """Gradients of all uses are added once; the tie outlives steps, saving and loading."""
-    accelerator = start(strategy)
-    twins = Twins(accelerator, case(TiedAcross, tokens, cross_entropy), adamw)
-    before = weights(accelerator, twins.model)["embedding.weight"]
-    train(twins, range(3))
-    assert tied(twins.model)
-    moved = weights(accelerator, twins.model)["embedding.weight"].sub(before).abs().amin(1)
-    assert moved.gt(0).all(), "a row of the vocabulary never moved"
-    accelerator.save_state(tmp_path / "state")
-    accelerator.free_memory()
-    accelerator = start(strategy)
-    resumed = Twins(accelerator, case(TiedAcross, tokens, cross_entropy), adamw)
-    accelerator.load_state(tmp_path / "state")
-    resumed.twin, resumed.twin_optimizer = twins.twin, twins.twin_optimizer
-    train(resumed, range(3, 5))
-    assert tied(resumed.model)
-    accelerator.free_memory()
-
-
-def tied(model):
-    blocks = model.blocks
-    return (
-        model.head.weight is model.embedding.weight
-        and blocks[2].up.weight is blocks[0].up.weight
-        and blocks[3] is blocks[1]
-    )
-
-
-class Untied(nn.Module):
-    """Two layers that one ties after ``prepare``."""
-
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(linear(WIDTH, WIDTH) for _ in range(2))
-        self.last = linear(WIDTH, OUT)
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = torch.tanh(block(x))
-        return self.last(x)
-
-
-@WORLDS
-@EACH
-def test_a_tie_made_after_prepare(strategy, size):
+@each("sharded", "zero1")
+@pytest.mark.ranks(2)
+def test_a_tie_made_after_prepare(strategy):
     """A parameter in another's place is found where it lies; the one that is gone stays still."""
     accelerator = start(strategy)
-    twins = Twins(accelerator, case(Untied))
+    twins = Twins(accelerator, Case("untied", lambda: Tower(2)))
     train(twins, range(2))
     for model in (twins.model, twins.twin):
-        model.blocks[1].weight = model.blocks[0].weight
+        model.blocks[1].up.weight = model.blocks[0].up.weight
     train(twins, range(2, 4))
     accelerator.free_memory()
 
@@ -373,15 +173,12 @@ def fragment_states(twins):
     return merged
 
 
-@pytest.mark.parametrize("use", list(USES))
-@WORLDS
-@EACH
-def test_gradients_now_and_then(strategy, size, use):
+@each("zero1", "matrices", "zero3")
+@pytest.mark.ranks(3)
+def test_gradients_now_and_then(strategy):
     """Without one on any rank nothing moves, not even by momentum or decay; else zeros count."""
-    if "own_unit_from" in strategy and use != "all ranks":
-        strategy = {**strategy, "own_unit_from": 10**6}  # one unit: all ranks need the same ones
-    accelerator = start(strategy)
-    for window in (1, 2):
+    for use, window in zip(USES, (1, 2, 1, 2), strict=True):
+        accelerator = start(strategy)
         twins = Twins(accelerator, seldom(use), decaying)
         for step in range(6):
             for part in range(window):
@@ -398,4 +195,4 @@ def test_gradients_now_and_then(strategy, size, use):
         for name, (moment, steps) in theirs.items():
             assert math.isclose(ours[name][0], moment, rel_tol=1e-9), name
             assert ours[name][1] == steps, name
-    accelerator.free_memory()
+        accelerator.free_memory()

@@ -7,12 +7,12 @@ from drivetrain import Accelerator
 from drivetrain.errors import UsageError
 from drivetrain.testing.conformance.twins import Twins, adamw, weights
 from drivetrain.testing.models import CASES
+from zero_stages import MASTERS
 
 STRATEGIES = {
     "zero1": {"name": "zero1", "bucket_mib": 0.001},
-    "zero2 whole": {"name": "zero2", "partition": "parameter"},
-    "zero3": {"name": "zero3"},
     "offload": {"name": "zero2", "offload": {"optimizer": "cpu"}},
+    "zero2 whole": {"name": "zero2", "partition": "parameter"},
 }
 each = pytest.mark.parametrize("strategy", list(STRATEGIES.values()), ids=list(STRATEGIES))
 
@@ -53,7 +53,7 @@ def test_averages_swapped_in_and_out(strategy, tmp_path):
     """Neither an evaluation nor a save writes into the memory that the script holds meanwhile."""
     accelerator, twins = start(strategy, "tied")
     averages = [[p.data.clone() for p in parameters] for parameters in both(twins)]
-    for step in range(3):
+    for step in range(2):
         train(twins, step)
         olds = []
         for parameters, average in zip(both(twins), averages, strict=True):
@@ -71,7 +71,7 @@ def test_averages_swapped_in_and_out(strategy, tmp_path):
             for parameter, data in zip(parameters, old, strict=True):
                 parameter.data = data
         twins.check()
-    accelerator.load_state(tmp_path / "swapped-2")
+    accelerator.load_state(tmp_path / "swapped-1")
     loaded = weights(accelerator, twins.model)
     _, theirs = averages
     trained = [name for name, p in twins.twin.named_parameters() if p.requires_grad]
@@ -110,12 +110,7 @@ def test_data_set_in_gathered_and_before_a_load(strategy, tmp_path):
 @pytest.mark.ranks(2)
 def test_masters_follow_data():
     """Weights in bf16 with masters in fp32: the step goes on from what was set."""
-    accelerator = Accelerator(
-        strategy=STRATEGIES["zero1"],
-        cpu=True,
-        mixed_precision="bf16",
-        config={"dtypes": {"param": "bf16"}},
-    )
+    accelerator = Accelerator(strategy=STRATEGIES["zero1"], cpu=True, **MASTERS)
     linear = torch.nn.Linear(4, 4, bias=False)
     model, optimizer = accelerator.prepare(linear, torch.optim.SGD(linear.parameters(), lr=0.0))
     accelerator.backward(model(torch.ones(2, 4)).float().sum())
@@ -125,7 +120,7 @@ def test_masters_follow_data():
     accelerator.free_memory()
 
 
-@each
+@pytest.mark.parametrize("strategy", [STRATEGIES["zero1"], {"name": "zero3"}])
 @pytest.mark.ranks(2)
 def test_data_of_another_shape_or_dtype_is_refused(strategy):
     """The step says so on every rank; the right tensor makes it go on."""

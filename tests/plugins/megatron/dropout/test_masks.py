@@ -21,49 +21,19 @@ def shares(key, shape, partition):
     return whole
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_shards_of_any_dim_are_parts_of_the_whole(shape, ranks):
-    whole = keep_mask(11, shape, 0.4)
-    assert whole.shape == shape
-    for dim, size in enumerate(shape):
-        for each in (dim, dim - len(shape)):
-            assert torch.equal(shares(11, shape, even(each, size, ranks)), whole)
+def test_shards_of_any_dim_are_parts_of_the_whole():
+    for shape, ranks in itertools.product(SHAPES, (2, 4)):
+        whole = keep_mask(11, shape, 0.4)
+        assert whole.shape == shape
+        for dim, size in enumerate(shape):
+            for each in (dim, dim - len(shape)):
+                assert torch.equal(shares(11, shape, even(each, size, ranks)), whole)
 
 
 def test_shards_of_packed_dims_and_of_units():
     whole = keep_mask(3, (5, 48), 0.4)
     assert torch.equal(shares(3, (5, 48), packed(1, (16, 16, 16), 3, unit=4)), whole)
     assert torch.equal(shares(3, (5, 48), units(-1, 48, 8, 4)), whole)
-
-
-def test_ranks_that_hold_the_same_see_the_same():
-    twice = Partition(0, 4, (((0, 2),), ((0, 2),), ((2, 4),), ((2, 4),)))
-    masks = [keep_mask(3, (2, 9), 0.5, partition=twice, rank=rank) for rank in range(4)]
-    assert torch.equal(masks[0], masks[1])
-    assert torch.equal(masks[2], masks[3])
-    assert not torch.equal(masks[0], masks[2])
-
-
-def test_empty_shards_and_scalars():
-    assert keep_mask(1, (0, 5), 0.5, partition=Partition(0, 1, (((0, 1),), ())), rank=1).shape == (
-        0,
-        5,
-    )
-    assert keep_mask(1, (5, 0), 0.5).shape == (5, 0)
-    assert keep_mask(1, (), 0.5).shape == ()
-
-
-def test_nothing_and_everything():
-    assert keep_mask(1, (9, 9), 0.0).all()
-    assert not keep_mask(1, (9, 9), 1.0).any()
-    assert keep_mask(1, (999, 99), 1 - 1e-12).sum() == 0
-
-
-def test_masks_of_less_are_parts_of_masks_of_more():
-    kept = [keep_mask(5, (300, 300), p) for p in (0.1, 0.2, 0.5)]
-    assert not (kept[1] & ~kept[0]).any()
-    assert not (kept[2] & ~kept[1]).any()
 
 
 def deviations(mask, p, dim=None):
@@ -74,17 +44,17 @@ def deviations(mask, p, dim=None):
     return (means - (1 - p)).abs() / (p * (1 - p) / count) ** 0.5
 
 
-@pytest.mark.parametrize("shape", [(64, 128, 256), (8, 12, 100, 100), (1 << 20,)], ids=str)
-@pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
-def test_means_are_those_of_a_fair_coin(shape, p):
-    for key in (0, 1, combine(1, 2)):
-        mask = keep_mask(key, shape, p)
-        assert deviations(mask, p) < 4.5
-        for dim in range(len(shape)) if len(shape) > 1 else ():
-            off = deviations(mask, p, dim)
-            assert off.max() < 5.0
-            # Neither too uneven nor too even: means of a random coin scatter.
-            assert len(off) < 50 or 0.5 < off.square().mean() < 1.6
+def test_means_are_those_of_a_fair_coin():
+    shape = 48, 64, 128
+    for p in (0.1, 0.9):
+        for key in (0, combine(1, 2)):
+            mask = keep_mask(key, shape, p)
+            assert deviations(mask, p) < 4.5
+            for dim in range(3):
+                off = deviations(mask, p, dim)
+                assert off.max() < 5.0
+                # Neither too uneven nor too even: means of a random coin scatter.
+                assert len(off) < 50 or 0.5 < off.square().mean() < 1.6
 
 
 def correlation(a, b):
@@ -95,39 +65,11 @@ def correlation(a, b):
 
 def test_neighbors_do_not_correlate():
     for p in (0.1, 0.5):
-        mask = keep_mask(combine(7), (64, 128, 256), p)
+        mask = keep_mask(combine(7), (48, 64, 128), p)
         for dim, step in itertools.product(range(3), (1, 2, 3, 8, 16, 32)):
             size = mask.shape[dim] - step
             pair = mask.narrow(dim, 0, size), mask.narrow(dim, step, size)
             assert abs(correlation(*pair)) < 5.0, (dim, step)
-
-
-@pytest.mark.parametrize("shape", [(1 << 18,), (512, 512), (40, 40, 7, 7)], ids=str)
-def test_keys_give_independent_masks(shape):
-    keys = [*range(6), *(1 << bit for bit in (31, 32, 33, 62, 63)), combine(1), combine(1, 1)]
-    masks = [keep_mask(key, shape, 0.5) for key in keys]
-    for a, b in itertools.combinations(masks, 2):
-        assert abs(correlation(a, b)) < 5.0
-
-
-def test_rows_of_one_mask_are_all_different():
-    mask = keep_mask(9, (1 << 14, 64), 0.5)
-    packed_rows = (mask.long() << torch.arange(64)).sum(1)
-    assert len(packed_rows.unique()) == len(packed_rows)
-
-
-def test_shapes_of_more_than_2_to_the_32_elements():
-    shape = (1 << 21, 1 << 12)  # 2**33
-    rows = Partition(
-        0,
-        1 << 21,
-        (((0, 64),), ((64, 1 << 20),), ((1 << 20, (1 << 20) + 64),), (((1 << 20) + 64, 1 << 21),)),
-    )
-    first = keep_mask(5, (64, 1 << 12), 0.5, partition=rows, rank=0)
-    later = keep_mask(5, (64, 1 << 12), 0.5, partition=rows, rank=2)  # 2**32 elements further on
-    assert rows.size == shape[0]
-    assert abs(correlation(first, later)) < 5.0
-    assert deviations(later, 0.5) < 4.5
 
 
 def test_a_dim_that_is_too_long_is_refused():
@@ -136,13 +78,17 @@ def test_a_dim_that_is_too_long_is_refused():
         keep_mask(1, (5,), 0.5, partition=long, rank=0)
 
 
-def test_no_generator_is_touched():
-    before = torch.get_rng_state()
-    keep_mask(1, (100, 100), 0.5)
-    assert torch.equal(torch.get_rng_state(), before)
+def test_alike_shards_edges_and_keys():
+    twice = Partition(0, 4, (((0, 2),), ((0, 2),), ((2, 4),), ((2, 4),)))
+    masks = [keep_mask(3, (2, 9), 0.5, partition=twice, rank=rank) for rank in range(4)]
+    assert torch.equal(masks[0], masks[1])
+    assert torch.equal(masks[2], masks[3])
+    assert not torch.equal(masks[0], masks[2])
 
+    assert keep_mask(1, (9, 9), 0.0).all()
+    assert not keep_mask(1, (9, 9), 1.0).any()
+    assert keep_mask(1, (999, 99), 1 - 1e-12).sum() == 0
 
-def test_numbers_and_their_order_make_keys():
     keys = {combine(*numbers) for numbers in itertools.product(range(6), repeat=3)}
     assert len(keys) == 6**3
     assert combine(0) != combine(0, 0)

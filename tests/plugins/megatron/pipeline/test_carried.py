@@ -11,7 +11,8 @@ from drivetrain import Accelerator
 from drivetrain.cost import ModelSpec
 from drivetrain.testing.conformance.twins import everyone
 
-WIDTH, ROWS, SIDE = 6, 4, 8
+WIDTH, ROWS = 6, 4
+EXACT = {"rtol": 1e-10, "atol": 1e-12}
 
 
 class Block(nn.Module):
@@ -21,35 +22,6 @@ class Block(nn.Module):
 
     def forward(self, x, told=None):
         return self.down(torch.tanh(self.up(x if told is None else x + told)))
-
-
-class OuterResidual(nn.Module):
-    """Sums outside of the blocks, and a bias that goes into every block."""
-
-    def __init__(self):
-        super().__init__()
-        self.into, self.bias = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.ones(WIDTH))
-        self.layers = nn.ModuleList(Block() for _ in range(4))
-
-    def forward(self, x):
-        x, told = self.into(x), self.bias.exp()
-        for layer in self.layers:
-            x = x + layer(x, told)
-        return x.tanh()
-
-
-class SharedLayer(nn.Module):
-    """One layer is called three times."""
-
-    def __init__(self):
-        super().__init__()
-        self.into, self.layer, self.out = nn.Linear(WIDTH, WIDTH), Block(), nn.Linear(WIDTH, 3)
-
-    def forward(self, x):
-        x = self.into(x)
-        for _ in range(3):
-            x = x + self.layer(x)
-        return self.out(x)
 
 
 class EncoderDecoder(nn.Module):
@@ -86,56 +58,26 @@ class TiedAround(nn.Module):
         return F.linear(x, self.words.weight)
 
 
-class Level(nn.Module):
-    def __init__(self, width, wider):
-        super().__init__()
-        self.norm, self.conv = nn.GroupNorm(2, width), nn.Conv2d(width, wider, 3, padding=1)
-
-    def forward(self, x):
-        return F.silu(self.conv(self.norm(x)))
-
-
-class UNet(nn.Module):
-    """The levels down leave skips for those up."""
-
-    def __init__(self):
-        super().__init__()
-        self.down = nn.ModuleList([Level(4, 4), Level(4, 8)])
-        self.middle = Level(8, 8)
-        self.up = nn.ModuleList([Level(16, 4), Level(8, 4)])
-
-    def forward(self, x):
-        skips = []
-        for level in self.down:
-            x = level(x)
-            skips.append(x)
-            x = F.avg_pool2d(x, 2)
-        x = self.middle(x)
-        for level in self.up:
-            x = level(torch.cat([F.interpolate(x, scale_factor=2.0), skips.pop()], 1))
-        return x
-
-
-def unlike():
-    return nn.Sequential(
-        nn.Linear(WIDTH, 9), nn.ReLU(inplace=True), nn.Linear(9, 7), nn.Tanh(), nn.Linear(7, 3)
-    )
-
-
 NETS = {
-    "outer-residual": (OuterResidual, (ROWS, WIDTH), "cost"),
-    "shared-layer": (SharedLayer, (ROWS, WIDTH), "cost"),
-    "cut in the encoder": (EncoderDecoder, (ROWS, WIDTH), "2,4"),
-    "cut in the decoder": (EncoderDecoder, (ROWS, WIDTH), "4,2"),
-    "tied around": (TiedAround, (ROWS, WIDTH), "2,2"),
-    "u-net": (UNet, (ROWS, 4, SIDE, SIDE), "cost"),
-    "unlike layers": (unlike, (ROWS, WIDTH), "cost"),
+    "tied around": (TiedAround, "2,2", 1),
+    "cut in the encoder": (EncoderDecoder, "2,4", 2),
 }
 
 
-def numbers(seed, shape):
+def numbers(seed):
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator, dtype=torch.float64)
+    return torch.randn(ROWS, WIDTH, generator=generator, dtype=torch.float64)
+
+
+def cut_in_two(cut="2,2", micro_batches=2):
+    strategy = {"name": "megatron", "pp": 2, "micro_batches": micro_batches, "cut": cut}
+    return Accelerator(strategy=strategy, cpu=True)
+
+
+def check_state(accelerator, model, twin):
+    state = accelerator.get_state_dict(model)
+    for key, value in twin.state_dict().items():
+        torch.testing.assert_close(state[key], value, **EXACT)
 
 
 def step(model, optimizer, x, backward):
@@ -146,40 +88,34 @@ def step(model, optimizer, x, backward):
     return loss
 
 
-@pytest.mark.complete
-@pytest.mark.parametrize(
-    ("name", "micro_batches"), [(name, 1 + i % 2) for i, name in enumerate(NETS)]
-)
+@pytest.mark.parametrize("name", NETS)
 @pytest.mark.ranks(2)
-def test_two_stages_equal_one_process(name, micro_batches):
-    make, shape, cut = NETS[name]
+def test_two_stages_equal_one_process(name):
+    make, cut, micro_batches = NETS[name]
     torch.manual_seed(0)
     model = make().double()
-    model.example_inputs = numbers(9, shape)
+    model.example_inputs = numbers(9)
     twin, whole = copy.deepcopy(model), copy.deepcopy(model)
     sgd = torch.optim.SGD(twin.parameters(), lr=0.1)
-    strategy = {"name": "megatron", "pp": 2, "micro_batches": micro_batches, "cut": cut}
-    accelerator = Accelerator(strategy=strategy, cpu=True)
+    accelerator = cut_in_two(cut, micro_batches)
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     before: dict = {}
     for seed in range(4):  # the first two compare batches
         before = accelerator.traffic.sent() if seed == 2 else before
-        x = numbers(seed, shape)
+        x = numbers(seed)
         expected = step(twin, sgd, x, torch.Tensor.backward)
         found = step(model, optimizer, x, accelerator.backward)
         torch.testing.assert_close(found.item(), expected.item(), rtol=1e-12, atol=1e-12)
     sent = accelerator.traffic.sent()
     growth = {key: (count - before.get(key, 0)) / 2 for key, count in sent.items()}
     strategy = accelerator.strategy_of(model)
-    spec = ModelSpec.of(whole, states=0, inputs=((numbers(0, shape),), {}))
+    spec = ModelSpec.of(whole, states=0, inputs=((numbers(0),), {}))
     cost = type(strategy).cost(strategy.config, spec, strategy.run)
     assert {key: count for key, count in growth.items() if count} == dict(cost.sent)
-    state = accelerator.get_state_dict(model)
-    for key, value in twin.state_dict().items():
-        torch.testing.assert_close(state[key], value, rtol=1e-11, atol=1e-12)
+    check_state(accelerator, model, twin)
     with torch.no_grad():
         found = model.eval()(x)
-        torch.testing.assert_close(found, twin.eval()(x), rtol=1e-11, atol=1e-12)
+        torch.testing.assert_close(found, twin.eval()(x), **EXACT)
     everyone(None)
     accelerator.free_memory()
 
@@ -204,21 +140,17 @@ class Uncounted(nn.Module):
 def test_parameters_that_the_loss_does_not_reach_do_not_decay(counted):
     torch.manual_seed(0)
     model = Uncounted().double()
-    model.example_inputs = numbers(9, (ROWS, WIDTH))
+    model.example_inputs = numbers(9)
     twin = copy.deepcopy(model)
     options = {"lr": 0.1, "weight_decay": 0.5}
     adamw = torch.optim.AdamW(twin.parameters(), **options)
-    accelerator = Accelerator(
-        strategy={"name": "megatron", "pp": 2, "micro_batches": 2, "cut": "2,2"}, cpu=True
-    )
+    accelerator = cut_in_two()
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), **options))
     for seed in range(3):
-        x = numbers(seed, (ROWS, WIDTH))
+        x = numbers(seed)
         step(lambda x: twin(x)[counted], adamw, x, torch.Tensor.backward)
         step(lambda x: model(x)[counted], optimizer, x, accelerator.backward)
-    state = accelerator.get_state_dict(model)
-    for key, value in twin.state_dict().items():
-        torch.testing.assert_close(state[key], value, rtol=1e-10, atol=1e-11)
+    check_state(accelerator, model, twin)
     everyone(None)
     accelerator.free_memory()
 
@@ -243,15 +175,13 @@ class TwoTowers(nn.Module):
 @pytest.mark.ranks(2)
 def test_evaluations_return_what_no_later_stage_reads():
     torch.manual_seed(0)
-    model, x = TwoTowers().double(), numbers(9, (ROWS, WIDTH))
+    model, x = TwoTowers().double(), numbers(9)
     model.example_inputs = x
     twin = copy.deepcopy(model).eval()
-    accelerator = Accelerator(
-        strategy={"name": "megatron", "pp": 2, "micro_batches": 2, "cut": "2,2"}, cpu=True
-    )
+    accelerator = cut_in_two()
     model = accelerator.prepare(model).eval()
     with torch.no_grad():
         for _ in range(3):
-            torch.testing.assert_close(model(x), twin(x), rtol=1e-11, atol=1e-12)
+            torch.testing.assert_close(model(x), twin(x), **EXACT)
     everyone(None)
     accelerator.free_memory()

@@ -12,14 +12,14 @@ from drivetrain_megatron.pipeline.schedules import (
     ActionKind,
     Schedule,
     make_schedule,
-    needs,
 )
 from drivetrain_megatron.pipeline.timeline import Span, Timeline
 
 F, B, I, W = ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.INPUT, ActionKind.WEIGHT  # noqa: E741
-RANKS, MICRO_BATCHES = range(1, 9), range(1, 17)
+RANKS, MICRO_BATCHES = range(1, 6), range(1, 11)
 UNEVEN = {F: 1.25, B: 3.5, I: 1.5, W: 2.0}
-CASES = [("gpipe", 1), ("1f1b", 1), ("zb-h1", 1), *(("interleaved", v) for v in range(1, 5))]
+DURATIONS = UNIT_DURATIONS, UNEVEN
+CASES = [("gpipe", 1), ("1f1b", 1), ("zb-h1", 1), *(("interleaved", v) for v in range(1, 4))]
 
 
 def sizes():
@@ -57,47 +57,36 @@ def check_order(schedule, timeline):
                 assert ended[Action(I, stage, micro_batch)] <= span.start
 
 
-@pytest.mark.parametrize(("name", "v"), CASES)
-@pytest.mark.parametrize("durations", [UNIT_DURATIONS, UNEVEN], ids=["units", "uneven"])
-def test_every_schedule_ends_in_an_order_that_data_allows(name, v, durations):
-    for p, m in sizes():
-        schedule = make_schedule(name, p, m, v)
-        assert len(schedule.ranks) == p
-        assert schedule.stages == p * v
-        check_order(schedule, simulate(schedule, durations, travel=0.25))
+def test_every_schedule_ends_in_an_order_that_data_allows():
+    for (name, v), durations in itertools.product(CASES, DURATIONS):
+        for p, m in sizes():
+            schedule = make_schedule(name, p, m, v)
+            assert len(schedule.ranks) == p
+            assert schedule.stages == p * v
+            check_order(schedule, simulate(schedule, durations, travel=0.25))
 
 
-def test_cases_name_every_schedule():
-    assert {name for name, _ in CASES} == set(SCHEDULES)
+def test_time_is_what_is_promised():
+    for name, durations in itertools.product(("gpipe", "1f1b"), DURATIONS):
+        for p, m in sizes():
+            expected = (m + p - 1) * (durations[F] + durations[B])
+            schedule = make_schedule(name, p, m)
+            assert simulate(schedule, durations).makespan == pytest.approx(expected)
+            assert promised(schedule, durations).value == pytest.approx(expected)
 
+    for v, durations in itertools.product((1, 2, 3), DURATIONS):
+        both = durations[F] + durations[B]
+        for p, m in sizes():
+            schedule = make_schedule("interleaved", p, m, v)
+            found = simulate(schedule, durations).makespan
+            if m % p == 0:
+                assert found == pytest.approx(m * v * both + (p - 1) * both)
+                assert promised(schedule, durations).value == pytest.approx(found)
+            else:
+                assert promised(schedule, durations) is None
+                # Never slower than the plain schedule, of stages v times as long.
+                assert found <= (m + p - 1) * v * both + 1e-9
 
-@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
-@pytest.mark.parametrize("durations", [UNIT_DURATIONS, UNEVEN], ids=["units", "uneven"])
-def test_time_without_interleaving(name, durations):
-    for p, m in sizes():
-        expected = (m + p - 1) * (durations[F] + durations[B])
-        schedule = make_schedule(name, p, m)
-        assert simulate(schedule, durations).makespan == pytest.approx(expected)
-        assert promised(schedule, durations).value == pytest.approx(expected)
-
-
-@pytest.mark.parametrize("v", range(1, 5))
-@pytest.mark.parametrize("durations", [UNIT_DURATIONS, UNEVEN], ids=["units", "uneven"])
-def test_time_of_interleaved(v, durations):
-    both = durations[F] + durations[B]
-    for p, m in sizes():
-        schedule = make_schedule("interleaved", p, m, v)
-        found = simulate(schedule, durations).makespan
-        if m % p == 0:
-            assert found == pytest.approx(m * v * both + (p - 1) * both)
-            assert promised(schedule, durations).value == pytest.approx(found)
-        else:
-            assert promised(schedule, durations) is None
-            # Never slower than the plain schedule, of stages v times as long.
-            assert found <= (m + p - 1) * v * both + 1e-9
-
-
-def test_time_of_zero_bubble():
     equal = {F: 1.0, I: 1.0, W: 1.0}
     for p, m in sizes():
         schedule = make_schedule("zb-h1", p, m)
@@ -109,21 +98,19 @@ def test_time_of_zero_bubble():
             assert promised(schedule, equal) is None
             assert found <= 3 * (m + p - 1)
     assert promised(make_schedule("zb-h1", 4, 8), UNEVEN) is None
-
-
-def test_a_schedule_made_by_hand_has_no_formula():
     assert promised(by_hand(["F0@0", "B0@0"]), UNIT_DURATIONS) is None
+    assert {name for name, _ in CASES} == set(SCHEDULES)
 
 
-@pytest.mark.parametrize(
-    ("name", "v", "idle"),
-    [("gpipe", 1, 0.273), ("1f1b", 1, 0.273), ("interleaved", 2, 0.158), ("zb-h1", 1, 0.111)],
-)
-def test_idle_share_of_four_ranks_and_eight_micro_batches(name, v, idle):
-    timeline = simulate(make_schedule(name, 4, 8, v))
-    assert round(timeline.idle, 3) == idle
-    # All ranks compute for equally long, so each waits for equally long.
-    assert [round(timeline.idle_of(rank), 3) for rank in range(4)] == [idle] * 4
+IDLE = [("gpipe", 1, 0.273), ("1f1b", 1, 0.273), ("interleaved", 2, 0.158), ("zb-h1", 1, 0.111)]
+
+
+def test_idle_share_of_four_ranks_and_eight_micro_batches():
+    for name, v, idle in IDLE:
+        timeline = simulate(make_schedule(name, 4, 8, v))
+        assert round(timeline.idle, 3) == idle
+        # All ranks compute for equally long, so each waits for equally long.
+        assert [round(timeline.idle_of(rank), 3) for rank in range(4)] == [idle] * 4
 
 
 def test_kept_micro_batches():
@@ -137,77 +124,53 @@ def test_kept_micro_batches():
             assert one.kept(rank) <= zero.kept(rank) <= min(m, p)
 
 
-@pytest.mark.parametrize("v", [2, 3, 4])
-def test_kept_micro_batches_of_interleaved(v):
-    for p, m in sizes():
-        if m % p == 0:
-            timeline = simulate(make_schedule("interleaved", p, m, v))
-            for rank in range(p):
-                ahead = (v - 1) * p + 2 * (p - rank - 1) + 1
-                assert timeline.kept(rank) == min(ahead, m * v)
-
-
 def test_messages_that_travel_cost_time_between_ranks_only():
     assert simulate(make_schedule("gpipe", 2, 1), travel=0.5).makespan == 6 + 2 * 0.5
     assert simulate(make_schedule("1f1b", 1, 5), travel=9.0).makespan == 15
     assert simulate(make_schedule("interleaved", 1, 2, 3), travel=9.0).makespan == 18
 
 
-def test_ranks_that_wait_for_each_other_are_refused():
+INCOMPLETE = [
+    ([["F0@0"], ["F0@1", "B0@1"]], "B0@0"),
+    ([["F0@0", "B0@0", "F0@1", "B0@1"], []], "rank 0"),
+    ([["F0@1", "B0@1"], ["F0@0", "B0@0"]], "F0@0"),
+    ([["F0@0", "B0@0", "B0@0"], ["F0@1", "B0@1"]], "found 3 actions"),
+    ([["F0@0", "I0@0"], ["F0@1", "I0@1"]], "B0@0"),
+    ([["F0@0", "I0@0"], ["F0@1", "I0@1", "W0@1"]], "W0@0"),
+    ([["F0@0", "B0@0"], ["F0@1", "I0@1", "W0@1"]], "B0@0"),
+    ([["F0@0", "B0@0", "F1@0"], ["F0@1", "B0@1"]], "F1@0"),
+]
+
+
+def test_schedules_that_cannot_end_are_refused():
     schedule = by_hand(
         ["F0@0", "B0@0", "F1@0", "B1@0"], ["F1@1", "B1@1", "F0@1", "B0@1"], micro_batches=2
     )
     with pytest.raises(UsageError, match=r"rank 0 at B0@0 waits for B0@1; rank 1 at F1@1 waits"):
         simulate(schedule)
 
-
-def test_a_rank_that_waits_for_itself_is_refused():
     with pytest.raises(UsageError, match="rank 0 at B0@0 waits for F0@0"):
         simulate(by_hand(["B0@0", "F0@0"]))
 
-
-@pytest.mark.parametrize(
-    ("ranks", "differs"),
-    [
-        ([["F0@0"], ["F0@1", "B0@1"]], "B0@0"),
-        ([["F0@0", "B0@0", "F0@1", "B0@1"], []], "rank 0"),
-        ([["F0@1", "B0@1"], ["F0@0", "B0@0"]], "F0@0"),
-        ([["F0@0", "B0@0", "B0@0"], ["F0@1", "B0@1"]], "found 3 actions"),
-        ([["F0@0", "I0@0"], ["F0@1", "I0@1"]], "B0@0"),
-        ([["F0@0", "I0@0"], ["F0@1", "I0@1", "W0@1"]], "W0@0"),
-        ([["F0@0", "B0@0"], ["F0@1", "I0@1", "W0@1"]], "B0@0"),
-        ([["F0@0", "B0@0", "F1@0"], ["F0@1", "B0@1"]], "F1@0"),
-    ],
-    ids=["missing", "all on one", "wrong rank", "twice", "no weights", "one rank's weights",
-         "whole and halves", "unknown micro-batch"],
-)  # fmt: skip
-def test_an_incomplete_schedule_is_refused(ranks, differs):
-    with pytest.raises(UsageError, match="expected each of") as error:
-        simulate(by_hand(*ranks))
-    assert differs in str(error.value)
+    for ranks, differs in INCOMPLETE:
+        with pytest.raises(UsageError, match="expected each of") as error:
+            simulate(by_hand(*ranks))
+        assert differs in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        (("1f1", 2, 2), "expected a schedule of .*'1f1b'.*, found '1f1'"),
-        (("1f1b", 0, 2), "found 0 ranks"),
-        (("1f1b", 2, -1), "-1 micro-batches"),
-        (("interleaved", 2, 2, 0), "0 chunks"),
-        (("gpipe", 2, 2, 2), "one chunk per rank for the schedule 'gpipe', found 2"),
-    ],
-)
-def test_numbers_that_fit_no_schedule_are_refused(arguments, text):
-    with pytest.raises(ConfigError, match=text):
-        make_schedule(*arguments)
+NO_SCHEDULES = [
+    (("1f1", 2, 2), "expected a schedule of .*'1f1b'.*, found '1f1'"),
+    (("1f1b", 0, 2), "found 0 ranks"),
+    (("1f1b", 2, -1), "-1 micro-batches"),
+    (("interleaved", 2, 2, 0), "0 chunks"),
+    (("gpipe", 2, 2, 2), "one chunk per rank for the schedule 'gpipe', found 2"),
+]
 
 
-def test_needs_are_those_of_the_neighbors():
-    assert needs(Action(F, 0, 3), 2) == []
-    assert needs(Action(F, 1, 3), 2) == [Action(F, 0, 3)]
-    assert needs(Action(I, 0, 3), 2) == [Action(F, 0, 3), Action(I, 1, 3)]
-    assert needs(Action(B, 1, 3), 2) == [Action(F, 1, 3)]
-    assert needs(Action(W, 0, 3), 2) == [Action(I, 0, 3)]
+def test_numbers_that_fit_no_schedule_are_refused():
+    for arguments, text in NO_SCHEDULES:
+        with pytest.raises(ConfigError, match=text):
+            make_schedule(*arguments)
 
 
 def test_measured_timelines_may_lack_actions_and_begin_late():

@@ -1,7 +1,6 @@
 """Unusual models in a pipeline: compiled, with parameters as arguments, or refused by trials."""
 
 import copy
-import logging
 
 import pytest
 import torch
@@ -176,27 +175,12 @@ class Logits(Words):
         return self.head(x)
 
 
-class Picky(Logits):
-    """Refuses a part of a batch."""
-
-    def forward(self, ids):
-        if ids.numel() < IDS.numel():
-            raise ValueError("no parts here")
-        return super().forward(ids)
-
-
 def mean(output, ids):
     return F.cross_entropy(output.flatten(0, 1), ids.flatten())
 
 
 def total(output, ids):
     return F.cross_entropy(output.flatten(0, 1), ids.flatten(), reduction="sum")
-
-
-def refusing(output, ids):
-    if (ids == 0).any():
-        raise ValueError("no zeros here")
-    return mean(output, ids)
 
 
 def pipelined(model, **options):
@@ -216,29 +200,6 @@ def test_ranks_with_other_loss_functions_are_told_so():
     with pytest.raises(UsageError, match="same loss function on every rank"):
         accelerator.pipeline_step(model, IDS, IDS, loss_fn=total if rank else mean)
     assert accelerator.pipeline_step(model, IDS, IDS, loss_fn=total).item() > 0
-    accelerator.free_memory()
-
-
-@pytest.mark.ranks(2)
-def test_a_trial_that_raises_says_so():
-    """The first one of parts of a batch, the second of a loss of other values."""
-    torch.manual_seed(0)
-    lines = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())
-    logger = logging.getLogger("drivetrain_megatron")
-    logger.addHandler(handler)
-    logger.setLevel("INFO")
-    accelerator, model = pipelined(Picky())
-    accelerator.pipeline_step(model, IDS, IDS, loss_fn=mean)
-    if accelerator.process_index == 0:
-        assert "Parts of a batch raised ValueError: no parts here" in "".join(lines)
-    accelerator.free_memory()
-    accelerator, model = pipelined(Logits())
-    targets = IDS.clamp(1)
-    accelerator.pipeline_step(model, IDS, targets, loss_fn=refusing)
-    if accelerator.process_index == 1:
-        assert "a trial with other values raised ValueError: no zeros here" in "".join(lines)
     accelerator.free_memory()
 
 

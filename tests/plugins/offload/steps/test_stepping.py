@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, RMSprop
 
 from drivetrain.errors import StorageError, UsageError
-from drivetrain.store import ShardSpec, ShardStep, ShardStepper, SteppingStore
+from drivetrain.store import ShardSpec, ShardStep
 from drivetrain_offload import HostStore, NvmeConfig, NvmeStore
 from drivetrain_offload.steps import pipeline
 from drivetrain_offload.stores import files
@@ -150,116 +150,24 @@ def one(store, *, numel=20_000, kept=True):
     return stepper, lambda: [ShardStep(0, group, torch.ones(numel), master)]
 
 
-@pytest.mark.parametrize(("kind", "options"), RULES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_many_steps_have_the_bits_of_torch(store, kind, options, dtype):
-    both = Both(store, kind, options, dtype=dtype)
-    left_out = [(), (1, 4), (5,), (0, 2, 3), ()]
-    for number, without in enumerate(left_out):
-        pending = both.step(without)
-        for group in both.optimizer.param_groups:  # after submit: for the next step
-            group["lr"] = group["lr"] * 0.5
-        if number == 2:
-            both.assert_same()
-    pending.wait()
-    assert pending.done()
-    both.assert_same()
-    both.stepper.close()
+def test_many_steps_have_the_bits_of_torch(store):
+    cases = [(kind, options, torch.float32) for kind, options in RULES]
+    for turn, (kind, options, dtype) in enumerate([*cases, (*ADAMW, torch.float64)]):
+        both = Both(store, kind, options, dtype=dtype, block=f"a{turn}")
+        for number, without in enumerate([(), (1, 4), (5,), (0, 2, 3)]):
+            pending = both.step(without)
+            for group in both.optimizer.param_groups:  # after submit: for the next step
+                group["lr"] = group["lr"] * 0.5
+            if number == 2:
+                both.assert_same()
+        pending.wait()
+        assert pending.done()
+        both.assert_same()
+        both.stepper.close()
 
 
-@pytest.mark.parametrize("gradient", [torch.float32, torch.float16])
-def test_gradients_of_any_dtype_in_several_threads(store, gradient):
-    torch.set_num_threads(2)
-    both = Both(store, *ADAMW)
-    torch.set_num_threads(1)
-    for _ in range(3):
-        both.step(dtype=gradient, factor=1.0)
-    both.assert_same()
-    both.stepper.close()
-
-
-def test_blocks_take_their_turns(store):
-    both = Both(store, *ADAMW)
-    other = [torch.zeros(n) for n in (7, 30_000)]
-    group = both.optimizer.param_groups[0]
-    both.stepper.adopt("b", [ShardSpec(len(m), torch.float32, False) for m in other], group)
-    plain = AdamW(copies := [torch.nn.Parameter(m.clone()) for m in other], fused=True)
-    plain.param_groups[0].update({k: v for k, v in group.items() if k != "params"})
-    pending = []
-    for copy in copies:
-        copy.grad = torch.ones_like(copy)
-    for _ in range(4):
-        steps = [ShardStep(i, group, torch.ones(len(m)), m) for i, m in enumerate(other)]
-        pending += [both.step(), both.stepper.submit("b", steps), both.step(without=[5])]
-        plain.step()
-    for step in reversed(pending):
-        step.wait()
-    both.assert_same()
-    assert all(same_bits(m, copy.detach()) for m, copy in zip(other, copies, strict=True))
-    both.stepper.close()
-
-
-def test_a_block_is_read_after_its_last_step_also_when_that_is_late(store, monkeypatch):
-    both = Both(store, *ADAMW, sizes=[900, 800])  # fits into one set of buffers
-    spec = [ShardSpec(10, torch.float32, False)]
-    both.stepper.adopt("b", spec, both.optimizer.param_groups[0])
-    tiler = both.stepper._tiler
-    real = tiler.update_all
-    monkeypatch.setattr(tiler, "update_all", lambda updates: time.sleep(0.02) or real(updates))
-    between = [ShardStep(0, both.group(0), torch.ones(10), torch.ones(10))]
-    for _ in range(3):
-        both.step()
-        both.step()
-        both.stepper.submit("b", between)
-    both.assert_same()
-    both.stepper.close()
-
-
-@pytest.mark.parametrize(("kind", "options"), RULES)
-def test_states_go_to_another_stepper_and_back_to_nothing(store, kind, options):
-    both = Both(store, kind, options)
-    without = [] if kind is SGD else [4]  # torch's SGD wants all first steps to be one
-    both.step(without)
-    both.step(without)
-    first, both.block = both.block, "c"
-    states = [dict(both.stepper.states(first, i)) for i in range(len(SIZES))]
-    assert bool(states[4]) is (4 not in without and bool(both.optimizer.state[both.plain[4]]))
-    both.adopt("c")
-    for i, given in enumerate(states):
-        shaped = {name: s.view(1, -1) if s.dim() else float(s) for name, s in given.items()}
-        both.stepper.set_states("c", i, shaped)
-        if both.kept(i):
-            both.stepper.set_master("c", i, both.stepper.master(first, i))
-    both.assert_same()
-    both.step()
-    both.assert_same()
-    for i, parameter in enumerate(both.plain):
-        nothing = {"momentum_buffer": None} if kind is SGD else {}
-        both.stepper.set_states("c", i, nothing)
-        both.optimizer.state[parameter].clear()
-        if kind is Adagrad:  # makes its states at once
-            fresh = Adagrad([parameter], **options)
-            both.optimizer.state[parameter] = fresh.state[parameter]
-        assert not list(both.stepper.states("c", i))
-    both.step()
-    both.assert_same()
-    both.stepper.close()
-
-
-def test_states_in_memory_are_the_kept_ones():
-    store = HostStore()
-    stepper, step = one(store)
-    assert isinstance(store, SteppingStore)
-    assert isinstance(stepper, ShardStepper)
-    assert store.in_memory
-    stepper.submit("a", step())
-    first, second = (dict(stepper.states("a", 0)) for _ in range(2))
-    assert first["exp_avg"].data_ptr() == second["exp_avg"].data_ptr()
-    assert stepper.master("a", 0).data_ptr() == stepper.master("a", 0).data_ptr()
-    stepper.close()
-
-
-def test_a_submission_does_not_wait_and_is_read_at_once(store, monkeypatch):
+@pytest.mark.usefixtures("interruptible")
+def test_a_submission_does_not_wait_and_a_wait_can_be_interrupted(store, monkeypatch):
     gate = threading.Event()
     stepper, step = one(store)
     tiler = stepper._tiler
@@ -267,6 +175,12 @@ def test_a_submission_does_not_wait_and_is_read_at_once(store, monkeypatch):
     monkeypatch.setattr(tiler, "update_all", lambda updates: gate.wait(20) and real(updates))
     pending = [stepper.submit("a", step()) for _ in range(3)]
     assert not any(each.done() for each in pending)
+    interrupt = (threading.main_thread().ident, signal.SIGINT)
+    timer = threading.Timer(0.05, signal.pthread_kill, interrupt)
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        pending[0].wait()
+    timer.join()
     gate.set()
     for each in pending:
         each.wait()
@@ -280,26 +194,6 @@ def interruptible():
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
-
-
-@pytest.mark.usefixtures("interruptible")
-def test_wait_can_be_interrupted(store, monkeypatch):
-    gate = threading.Event()
-    stepper, step = one(store)
-    tiler = stepper._tiler
-    real = tiler.update_all
-    monkeypatch.setattr(tiler, "update_all", lambda updates: gate.wait(20) and real(updates))
-    pending = stepper.submit("a", step())
-    interrupt = (threading.main_thread().ident, signal.SIGINT)
-    timer = threading.Timer(0.05, signal.pthread_kill, interrupt)
-    timer.start()
-    with pytest.raises(KeyboardInterrupt):
-        pending.wait()
-    timer.join()
-    gate.set()
-    pending.wait()
-    stepper.submit("a", step()).wait()
-    stepper.close()
 
 
 def test_only_the_bytes_of_states_and_masters_go_over_the_disk(on_disk, monkeypatch):
@@ -326,39 +220,58 @@ def test_only_the_bytes_of_states_and_masters_go_over_the_disk(on_disk, monkeypa
         assert moved == {"read": 3 * each * numel, "write": 3 * each * numel}
 
 
+@pytest.mark.parametrize(("kind", "options"), [RULES[1], RULES[2], RULES[4]])
+def test_states_go_to_another_stepper_and_back_to_nothing(on_disk, kind, options):
+    both = Both(on_disk, kind, options)
+    without = [] if kind is SGD else [4]  # torch's SGD wants all first steps to be one
+    both.step(without)
+    both.step(without)
+    first, both.block = both.block, "c"
+    states = [dict(both.stepper.states(first, i)) for i in range(len(SIZES))]
+    assert bool(states[4]) is (4 not in without and bool(both.optimizer.state[both.plain[4]]))
+    both.adopt("c")
+    for i, given in enumerate(states):
+        shaped = {name: s.view(1, -1) if s.dim() else float(s) for name, s in given.items()}
+        both.stepper.set_states("c", i, shaped)
+        if both.kept(i):
+            both.stepper.set_master("c", i, both.stepper.master(first, i))
+    both.step()
+    both.assert_same()
+    for i, parameter in enumerate(both.plain):
+        nothing = {"momentum_buffer": None} if kind is SGD else {}
+        both.stepper.set_states("c", i, nothing)
+        both.optimizer.state[parameter].clear()
+        if kind is Adagrad:  # makes its states at once
+            fresh = Adagrad([parameter], **options)
+            both.optimizer.state[parameter] = fresh.state[parameter]
+        assert not list(both.stepper.states("c", i))
+    both.step()
+    both.assert_same()
+    both.stepper.close()
+
+
+def test_a_block_is_read_after_its_last_step_also_when_that_is_late(store, monkeypatch):
+    both = Both(store, *ADAMW, sizes=[900, 800])  # fits into one set of buffers
+    spec = [ShardSpec(10, torch.float32, False)]
+    both.stepper.adopt("b", spec, both.optimizer.param_groups[0])
+    tiler = both.stepper._tiler
+    real = tiler.update_all
+    monkeypatch.setattr(tiler, "update_all", lambda updates: time.sleep(0.02) or real(updates))
+    between = [ShardStep(0, both.group(0), torch.ones(10), torch.ones(10))]
+    for _ in range(3):
+        both.step()
+        both.step()
+        both.stepper.submit("b", between)
+    both.assert_same()
+    both.stepper.close()
+
+
 def test_room_is_taken_before_the_first_step_and_nothing_is_written(on_disk, monkeypatch):
     monkeypatch.setattr(files.os, "pwritev", lambda *_: pytest.fail("written"))
     before = on_disk.nbytes
     stepper, _ = one(on_disk, numel=1025)
     assert on_disk.nbytes - before == 3 * 8192
     assert not list(stepper.states("a", 0))
-    stepper.close()
-
-
-def test_tiles_are_read_while_others_are_updated(on_disk, monkeypatch):
-    """Also those of the next block that waits for its turn."""
-    stepper, step = one(on_disk, numel=100, kept=False)
-    group = step()[0].group
-    stepper.adopt("b", [ShardSpec(100, torch.float32, False)], group)
-    meeting = threading.Event()
-    store_reads = []
-    real_read, real_update = on_disk.read_into, stepper._tiler.update_all
-
-    def read_into(key, *rest):
-        store_reads.append(key)
-        if "/b/" in key:
-            meeting.set()
-        return real_read(key, *rest)
-
-    def update_all(updates):
-        assert meeting.wait(20)  # the first update waits until block b is being read
-        real_update(updates)
-
-    monkeypatch.setattr(on_disk, "read_into", read_into)
-    monkeypatch.setattr(stepper._tiler, "update_all", update_all)
-    first = stepper.submit("a", step())
-    stepper.submit("b", [ShardStep(0, group, torch.ones(100), torch.ones(100))]).wait()
-    first.wait()
     stepper.close()
 
 
@@ -399,14 +312,14 @@ def test_too_little_room_is_told_when_a_block_is_adopted(on_disk):
     stepper.close()
 
 
-@pytest.mark.parametrize(("mib", "tile"), [(4, 8), (3, 6), (8, 8), (64, 8)])
-def test_tiles_are_whole_requests(tmp_path, monkeypatch, mib, tile):
+def test_tiles_are_whole_requests(tmp_path, monkeypatch):
     monkeypatch.setattr(pipeline, "TILE_BYTES", 8 * 2**20)
-    made = NvmeStore(NvmeConfig(path=str(tmp_path), request_mib=mib))
-    stepper = made.stepper(AdamW([torch.nn.Parameter(torch.zeros(1))]))
-    assert stepper._tile_bytes == tile * 2**20
-    stepper.close()
-    made.close()
+    for mib, tile in ((4, 8), (3, 6), (64, 8)):
+        made = NvmeStore(NvmeConfig(path=str(tmp_path), request_mib=mib))
+        stepper = made.stepper(AdamW([torch.nn.Parameter(torch.zeros(1))]))
+        assert stepper._tile_bytes == tile * 2**20
+        stepper.close()
+        made.close()
 
 
 def test_an_error_in_arithmetic_is_the_step_s(store):
@@ -462,6 +375,7 @@ def test_refuses_what_does_not_fit_before_anything_is_stepped(store):
 
 
 def test_close_lets_steps_end_and_ends_threads(store):
+    assert store.stepper(RMSprop([torch.nn.Parameter(torch.zeros(1))])) is None
     before = threads()
     stepper, _ = one(store, numel=100, kept=False)
     group = {**AdamW([torch.nn.Parameter(torch.zeros(1))]).param_groups[0], "lr": 0.5}
@@ -480,13 +394,6 @@ def test_close_lets_steps_end_and_ends_threads(store):
 def threads():
     names = [thread.name for thread in threading.enumerate()]
     return sum(name.startswith(("drivetrain-tiles", "drivetrain-step")) for name in names)
-
-
-def test_no_stepper_for_what_only_torch_can_do(store):
-    parameters = [torch.nn.Parameter(torch.zeros(1))]
-    assert isinstance(store, SteppingStore)
-    assert store.stepper(RMSprop(parameters)) is None
-    assert store.stepper(AdamW(parameters, foreach=True)) is None
 
 
 def test_outputs_are_asked_for_once_and_the_end_is_told(store):
@@ -524,6 +431,7 @@ def test_an_output_of_another_length_is_told(store):
     assert not told
 
 
+@pytest.mark.exhaustive
 def test_the_interpreter_ends_while_steps_are_under_way(tmp_path):
     code = (
         "import sys, torch\n"

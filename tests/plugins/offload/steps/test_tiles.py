@@ -1,5 +1,6 @@
 """The tiled update against torch.optim over the whole shard, bit by bit."""
 
+import itertools
 import threading
 from collections.abc import Iterator
 from contextlib import closing
@@ -104,96 +105,52 @@ def gradients(numel: int, dtype: torch.dtype, count: int) -> list[Tensor]:
     return [torch.randn(numel, generator=made).to(dtype) for _ in range(count)]
 
 
-@pytest.mark.parametrize(("kind", "options"), RULES + LOOPS)
-@pytest.mark.parametrize("numel", [1, 63, 1000, 10_007])
-def test_many_steps_have_the_bits_of_torch(kind, options, numel) -> None:
-    values = torch.randn(numel)
-    plain, shard = Plain(kind, options, values), Shard(kind, options, values, torch.bfloat16)
+def test_many_steps_have_the_bits_of_torch() -> None:
     # Tiles of 1024 elements: SMALLEST_TILE does not make them longer than the scratch.
     with closing(Tiler(threads=1, tile_bytes=4096)) as small:
-        for gradient in gradients(numel, torch.bfloat16, 5):
-            plain.step(gradient, FACTOR)
-            small.update_all([(shard.begin(FACTOR), shard.piece(gradient))])
-            assert_same(shard, plain)
+        for (kind, options), numel in itertools.product(RULES + LOOPS, (1, 63, 5007)):
+            values = torch.randn(numel)
+            plain = Plain(kind, options, values)
+            shard = Shard(kind, options, values, torch.bfloat16)
+            for gradient in gradients(numel, torch.bfloat16, 3):
+                plain.step(gradient, FACTOR)
+                small.update_all([(shard.begin(FACTOR), shard.piece(gradient))])
+                assert_same(shard, plain)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
-@pytest.mark.parametrize("factor", [1.0, FACTOR, torch.tensor(FACTOR, dtype=torch.float64)])
-def test_every_dtype_of_gradient(tiler, dtype, factor) -> None:
-    values, wanted = torch.randn(5003), gradients(5003, dtype, 3)
-    plain, shard = Plain(*ADAMW, values), Shard(*ADAMW, values, torch.float16)
-    for gradient in wanted:
-        before = gradient.clone()
-        plain.step(gradient, factor)
-        tiler.update_all([(shard.begin(factor), shard.piece(gradient))])
-        assert same_bits(gradient, before)
-    assert_same(shard, plain)
+def test_every_dtype_of_gradients_and_masters(tiler) -> None:
+    low, half, single, double = torch.bfloat16, torch.float16, torch.float32, torch.float64
+    for dtype, master, factor in (
+        (half, single, FACTOR),
+        (single, single, torch.tensor(FACTOR, dtype=double)),
+        (double, single, FACTOR),
+        (low, low, 0.5),  # in bf16, _foreach_mul_ and mul_ round other factors differently
+        (low, double, 1.0),
+    ):
+        values, wanted = torch.randn(5003).to(master), gradients(5003, dtype, 3)
+        plain, shard = Plain(*ADAMW, values), Shard(*ADAMW, values, half)
+        for gradient in wanted:
+            before = gradient.clone()
+            plain.step(gradient, factor)
+            tiler.update_all([(shard.begin(factor), shard.piece(gradient))])
+            assert same_bits(gradient, before)
+        assert_same(shard, plain)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_masters_that_are_not_fp32(tiler, dtype) -> None:
-    values = torch.randn(3001).to(dtype)
-    plain, shard = Plain(*ADAMW, values), Shard(*ADAMW, values, torch.bfloat16)
-    for gradient in gradients(3001, torch.bfloat16, 3):
-        plain.step(gradient, 0.5)  # in bf16, _foreach_mul_ and mul_ round other factors differently
-        tiler.update_all([(shard.begin(0.5), shard.piece(gradient))])
-    assert_same(shard, plain)
-
-
-@pytest.mark.parametrize("threads", [1, 3])
-@pytest.mark.parametrize("of_torch", [1, 2])
-def test_threads_change_no_bit(threads, of_torch) -> None:
+def test_threads_change_no_bit() -> None:
     numel = 3 * SMALLEST_TILE + 77
     values = torch.randn(numel)
-    plain, shard = Plain(*ADAMW, values), Shard(*ADAMW, values, torch.bfloat16)
-    torch.set_num_threads(of_torch)
-    with closing(Tiler(threads)) as several:
-        assert torch.get_num_threads() == of_torch
-        for gradient in gradients(numel, torch.bfloat16, 2):
-            torch.set_num_threads(1)
-            plain.step(gradient, FACTOR)
-            torch.set_num_threads(of_torch)
-            several.update_all([(shard.begin(FACTOR), shard.piece(gradient))])
-    assert_same(shard, plain)
-
-
-def test_each_thread_computes_alone_and_no_other_thread_is_changed() -> None:
-    seen: list[int] = []
-
-    def probe(master: Tensor, gradient: Tensor, states: object) -> None:
-        seen.append(torch.get_num_threads())
-
-    shard = Shard(*ADAMW, torch.zeros(2 * SMALLEST_TILE))
-    torch.set_num_threads(2)
-    with closing(Tiler(threads=2)) as two:
-        step = GroupStep(probe, frozenset(shard.states))
-        two.update_all([(step, shard.piece(shard.master.bfloat16()))])
-        later = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
-        later.start()
-        later.join()
-    assert seen == [1, 1, 2]
-    assert torch.get_num_threads() == 2
-
-
-def test_masters_may_be_parameters(tiler) -> None:
-    values, gradient = torch.randn(100), torch.randn(100)
-    plain, shard = Plain(*ADAMW, values), Shard(*ADAMW, values, torch.bfloat16)
-    plain.step(gradient)
-    parameter = torch.nn.Parameter(shard.master)
-    tiler.update_all([(shard.begin(), shard.piece(gradient)._replace(master=parameter))])
-    assert_same(shard, plain)
-    assert not shard.out.requires_grad
-
-
-def test_pieces_of_a_shard_one_by_one(tiler) -> None:
-    values = torch.randn(5000)
-    plain, shard = Plain(*ADAMW, values), Shard(*ADAMW, values, torch.bfloat16)
-    for gradient in gradients(5000, torch.bfloat16, 3):
-        plain.step(gradient)
-        step = shard.begin()
-        for where in tiles(5000, 1024):
-            tiler.update_all([(step, shard.piece(gradient).at(where))])
-    assert_same(shard, plain)
+    for threads, of_torch in ((3, 2), (3, 1)):
+        plain, shard = Plain(*ADAMW, values), Shard(*ADAMW, values, torch.bfloat16)
+        torch.set_num_threads(of_torch)
+        with closing(Tiler(threads)) as several:
+            assert torch.get_num_threads() == of_torch
+            for gradient in gradients(numel, torch.bfloat16, 2):
+                torch.set_num_threads(1)
+                plain.step(gradient, FACTOR)
+                torch.set_num_threads(of_torch)
+                several.update_all([(shard.begin(FACTOR), shard.piece(gradient))])
+        assert_same(shard, plain)
 
 
 def test_pieces_of_several_shards_in_one_call() -> None:
@@ -213,64 +170,22 @@ def test_pieces_of_several_shards_in_one_call() -> None:
         assert_same(shard, plain)
 
 
-@pytest.mark.parametrize("of_torch", [1, 2])
-def test_threads_share_the_pieces_of_a_call(of_torch) -> None:
+def test_threads_share_the_pieces_of_a_call_and_end_with_their_tiler() -> None:
     meeting = threading.Barrier(2, timeout=300)
 
     def meet(master: Tensor, gradient: Tensor, states: object) -> None:
         meeting.wait()  # breaks unless two threads come at once
 
-    shard = Shard(*ADAMW, torch.zeros(64))
-    torch.set_num_threads(of_torch)
-    with closing(Tiler(threads=2)) as two:
-        update = GroupStep(meet, frozenset(shard.states)), shard.piece(shard.master)
-        two.update_all([update] * 4)
-
-
-def test_a_call_with_one_piece_that_does_not_fit_changes_none(tiler) -> None:
-    shard = Shard(*ADAMW, torch.zeros(64))
-    step, good = shard.begin(), shard.piece(torch.ones(64))
-    with pytest.raises(UsageError, match="gradient"):
-        tiler.update_all([(step, good), (step, good._replace(gradient=torch.ones(3)))])
-    assert not shard.master.any()
-
-
-def test_a_schedule_reaches_the_next_step_not_the_one_under_way(tiler) -> None:
-    values = torch.randn(100)
-    plain, shard = Plain(*ADAMW, values), Shard(*ADAMW, values)
-    for i, gradient in enumerate(gradients(100, torch.float32, 3)):
-        plain.step(gradient)
-        step = shard.begin()
-        shard.group["lr"] = plain.optimizer.param_groups[0]["lr"] = 1e-2 / (i + 2)
-        shard.taken += 1  # as a next step that begins early would
-        tiler.update_all([(step, shard.piece(gradient))])
-        shard.taken -= 1
-    assert_same(shard, plain)
-
-
-@pytest.mark.parametrize(("kind", "options"), RULES)
-def test_resumes_from_the_state_of_torch(tiler, kind, options) -> None:
-    values, wanted = torch.randn(300), gradients(300, torch.float32, 4)
-    plain, shard = Plain(kind, options, values), Shard(kind, options, values)
-    for gradient in wanted[:2]:
-        plain.step(gradient)
-    shard.master.copy_(plain.parameter.detach())
-    shard.taken = shard.rule.taken(plain.state)
-    for name, state in shard.states.items():
-        state.copy_(plain.state[name])
-    for gradient in wanted[2:]:
-        plain.step(gradient)
-        tiler.update_all([(shard.begin(), shard.piece(gradient))])
-    assert_same(shard, plain)
-
-
-@pytest.mark.parametrize(("kind", "options"), RULES)
-def test_states_are_those_of_torch(kind, options) -> None:
-    plain = Plain(kind, options, torch.zeros(3))
-    shard = Shard(kind, options, torch.zeros(3))
-    plain.step(torch.zeros(3))
-    kept = {name for name, state in plain.state.items() if name != "step" and state is not None}
-    assert shard.states.keys() == kept
+    shard, before = Shard(*ADAMW, torch.zeros(64)), own_threads()
+    tiler = Tiler(threads=2)
+    update = GroupStep(meet, frozenset(shard.states)), shard.piece(shard.master)
+    tiler.update_all([update] * 4)
+    assert own_threads() == before + 2
+    tiler.close()
+    tiler.close()
+    assert own_threads() == before
+    with pytest.raises(UsageError, match="closed"):
+        tiler.update_all([(shard.begin(), shard.piece(torch.zeros(64)))])
 
 
 def test_only_what_the_kernels_can_do_has_a_rule() -> None:
@@ -278,16 +193,18 @@ def test_only_what_the_kernels_can_do_has_a_rule() -> None:
         pass
 
     parameters = [torch.nn.Parameter(torch.zeros(2))]
-    assert update_rule(AdamW(parameters)) is not None
-    assert update_rule(AdamW(parameters, fused=True)) is not None
-    assert update_rule(Mine(parameters)) is None
-    assert update_rule(torch.optim.RMSprop(parameters)) is None
-    assert update_rule(AdamW(parameters, capturable=True)) is None
-    assert update_rule(SGD(parameters, differentiable=True)) is None
-    assert update_rule(Adagrad(parameters, foreach=True)) is None
-    assert update_rule(Adam(parameters, fused=False)) is not None
     second = {"params": [torch.nn.Parameter(torch.zeros(2))], "foreach": True}
-    assert update_rule(SGD([{"params": parameters}, second])) is None
+    for can in (AdamW(parameters), AdamW(parameters, fused=True), Adam(parameters, fused=False)):
+        assert update_rule(can) is not None
+    for cannot in (
+        Mine(parameters),
+        torch.optim.RMSprop(parameters),
+        AdamW(parameters, capturable=True),
+        SGD(parameters, differentiable=True),
+        Adagrad(parameters, foreach=True),
+        SGD([{"params": parameters}, second]),
+    ):
+        assert update_rule(cannot) is None
 
 
 def test_ranges_cover_a_shard_once() -> None:
@@ -319,35 +236,27 @@ def test_refuses_what_does_not_fit_and_says_what(tiler) -> None:
         Tiler(threads=1, tile_bytes=4)
 
 
-def test_threads_end_with_their_tiler() -> None:
-    shard = Shard(*ADAMW, torch.zeros(128))
-    tiler = Tiler(threads=2)
-    assert own_threads() >= 2
-    before = own_threads()
-    tiler.close()
-    tiler.close()
-    assert own_threads() == before - 2
-    with pytest.raises(UsageError, match="closed"):
-        tiler.update_all([(shard.begin(), shard.piece(torch.zeros(128)))])
-
-
 def own_threads() -> int:
     return sum(thread.name.startswith("drivetrain-tiles") for thread in threading.enumerate())
 
 
 @pytest.mark.parametrize("of_torch", [1, 2])
-def test_an_error_in_a_thread_is_the_callers_and_the_next_piece_goes_on(tiler, of_torch) -> None:
+def test_errors_are_the_callers_change_nothing_and_the_next_piece_goes_on(tiler, of_torch) -> None:
     torch.set_num_threads(of_torch)
-    values = torch.randn(128)
+    values, gradient = torch.randn(128), torch.randn(128)
     shard, plain = Shard(*ADAMW, values), Plain(*ADAMW, values)
-    gradient = torch.randn(128)
 
     def broken(master: Tensor, gradient: Tensor, states: object) -> None:
         raise RuntimeError("kernel broke")
 
-    states = frozenset(shard.states)
+    good, states = shard.piece(gradient), frozenset(shard.states)
     with pytest.raises(RuntimeError, match="kernel broke"):
-        tiler.update_all([(GroupStep(broken, states), shard.piece(gradient))])
+        tiler.update_all([(GroupStep(broken, states), good)])
+    with pytest.raises(UsageError, match="gradient"):
+        tiler.update_all(
+            [(shard.begin(), good), (shard.begin(), good._replace(gradient=values[:3]))]
+        )
+    shard.taken = 0
     plain.step(gradient)
-    tiler.update_all([(shard.begin(), shard.piece(gradient))])
+    tiler.update_all([(shard.begin(), good)])
     assert_same(shard, plain)

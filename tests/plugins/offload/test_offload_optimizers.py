@@ -1,0 +1,110 @@
+"""Offloaded steps of several optimizers, and of parts of the parameters or of the state."""
+
+import time
+
+import pytest
+import torch
+from torch.optim import SGD, AdamW
+
+from drivetrain import Accelerator
+from drivetrain.errors import UsageError
+from drivetrain_offload.steps.tiles import Tiler
+from drivetrain_offload.stored import ShardInStore
+from offloaded_trainings import STRATEGIES, Free, Training, loss_of, offloads
+
+LATE = {"optimizer": "cpu", "delayed": True}
+
+
+def started(name, offload=None):
+    section = {} if offload is None else {"offload": offload}
+    accelerator = Accelerator(strategy={**STRATEGIES[name], **section}, cpu=True)
+    torch.manual_seed(5)
+    return accelerator, Free()
+
+
+def slowly(monkeypatch, owner, name, seconds):
+    real = getattr(owner, name)
+
+    def call(*args):
+        time.sleep(seconds)
+        result = real(*args)
+        time.sleep(seconds)
+        return result
+
+    monkeypatch.setattr(owner, name, call)
+
+
+@pytest.mark.parametrize("name", ["zero3", "fsdp"])
+@pytest.mark.ranks(1)
+def test_two_optimizers_step_one_unit_at_once(name, tmp_path, monkeypatch):
+    def run(offload):
+        accelerator, model = started(name, offload)
+        parameters = list(model.parameters())
+        one, two = AdamW(parameters[::2], lr=1e-2), AdamW(parameters[1::2], lr=1e-2)
+        model, one, two = accelerator.prepare(model, one, two)
+        for seed in range(3):
+            accelerator.backward(loss_of(model, seed))
+            for optimizer in (one, two):
+                optimizer.step()
+            for optimizer in (one, two):
+                optimizer.zero_grad()
+        if offload is not None:
+            with pytest.raises(UsageError, match="one optimizer for each offloaded parameter"):
+                accelerator.prepare(SGD(model.parameters(), lr=0.1))
+        weights = accelerator.get_state_dict(model)
+        accelerator.free_memory()
+        return weights
+
+    expected = run(None)
+    slowly(monkeypatch, ShardInStore, "_fetch", 0.002)
+    for offload in offloads(name, str(tmp_path)):
+        for key, value in run(offload).items():
+            assert torch.equal(value, expected[key]), key
+
+
+@pytest.mark.ranks(2)
+def test_late_updates_of_two_optimizers_that_leave_one_parameter_out():
+    """Each takes over its own; ranks go on with equal parameters, one step late."""
+    accelerator, model = started("zero1", LATE)
+    start = model.words.weight.detach().clone()
+    one, two = SGD([model.words.weight], lr=0.1), SGD(model.blocks.parameters(), lr=1)
+    model, one, two = accelerator.prepare(model, one, two)
+    for seed in range(3):
+        accelerator.backward(loss_of(model, 10 * seed + accelerator.process_index))
+        for optimizer in (one, two):
+            held = [each for group in optimizer.param_groups for each in group["params"]]
+            assert all(each.grad is not None for each in held)
+            optimizer.step()
+        for optimizer in (one, two):
+            optimizer.zero_grad()
+        words = model.words.weight.detach()
+        assert torch.equal(words, start) is (seed == 0)
+        everyone = accelerator.gather(words.reshape(1, -1))
+        assert torch.equal(everyone[0], everyone[1])
+    accelerator.free_memory()
+
+
+@pytest.mark.ranks(2)
+def test_dtensors_right_after_a_step(monkeypatch):
+    def run(**offload):
+        training = Training({**STRATEGIES["fsdp"], **offload}).steps(1)
+        shards = training.accelerator.strategy_of(training.model).dtensors()
+        found = {key: value.to_local().clone() for key, value in shards.items()}
+        training.accelerator.free_memory()
+        return found
+
+    expected = run()
+    slowly(monkeypatch, Tiler, "update_all", 0.05)
+    torch.testing.assert_close(run(offload={"optimizer": "cpu"}), expected, rtol=0, atol=0)
+
+
+@pytest.mark.ranks(1)
+def test_ratio_counts_what_is_trained():
+    accelerator, model = started("zero3", {"optimizer": "cpu", "ratio": 0.4})
+    model.blocks[1:].requires_grad_(False)
+    model, optimizer = accelerator.prepare(model, AdamW(model.blocks[0].parameters()))
+    accelerator.backward(loss_of(model, 0))
+    optimizer.step()
+    own = sum(bool(state) for state in optimizer.state.values())
+    assert 0 < own < len(optimizer.state_dict()["state"])
+    accelerator.free_memory()

@@ -1,0 +1,86 @@
+"""A model over cells of ranks, and the same in one process."""
+
+import copy
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from drivetrain import Accelerator
+from huggingface_models import logits_of
+
+EXACT = {"rtol": 1e-10, "atol": 1e-12}
+
+
+def loss_of(model: nn.Module, ids: Tensor) -> Tensor:
+    return F.cross_entropy(logits_of(model(ids)).flatten(0, 1), ids.flatten())
+
+
+class Twins:
+    """Both take the same steps; ``trained`` chooses what the optimizers hold."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        accumulation: int = 1,
+        optimizer: type[torch.optim.Optimizer] = torch.optim.SGD,
+        trained: Callable[[Iterable[Tensor]], list[Tensor]] = list,
+        **options: object,
+    ) -> None:
+        self.twin = copy.deepcopy(model)
+        self.accelerator = Accelerator(
+            strategy={"name": "megatron", **options},
+            gradient_accumulation_steps=accumulation,
+            cpu=True,
+        )
+        self.other = optimizer(trained(self.twin.parameters()), lr=0.1)
+        self.model, self.optimizer = self.accelerator.prepare(
+            model, optimizer(trained(model.parameters()), lr=0.1)
+        )
+
+    def backward(self, *batches: Tensor) -> None:
+        """Run backward of one batch for each replica."""
+        axis = self.accelerator.mesh["dp"]
+        loss = loss_of(self.model, batches[axis.rank])
+        self.accelerator.backward(loss)
+        theirs = [loss_of(self.twin, ids) for ids in batches]
+        torch.stack(theirs).mean().backward()
+        torch.testing.assert_close(loss.item(), theirs[axis.rank].item(), rtol=1e-6, atol=0)
+
+    def clip(self, most: float, p: float = 2.0, names: set[str] | None = None) -> Tensor:
+        """Clip the gradients of both by the norm of those named, and return it."""
+        mine, theirs = (
+            [v for n, v in model.named_parameters() if names is None or n in names]
+            for model in (self.model, self.twin)
+        )
+        found = self.accelerator.clip_grad_norm_(mine, most, p)
+        expected = nn.utils.clip_grad_norm_(theirs, most, p)
+        torch.testing.assert_close(found, expected, **EXACT, check_dtype=False)
+        return found
+
+    def step(self) -> None:
+        for optimizer in (self.optimizer, self.other):
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def check_gradients(self) -> None:
+        whole, rank = dict(self.twin.named_parameters()), self.accelerator.mesh["tp"].rank
+        facts = self.accelerator.strategy_of(self.model)._facts
+        for name, parameter in self.model.named_parameters():
+            expected, partition = whole[name].grad, facts[name].partition
+            expected = expected if partition is None else partition.take(expected, rank)
+            torch.testing.assert_close(
+                parameter.grad, expected, **EXACT, msg=lambda m, name=name: f"{name} {m}"
+            )
+
+    def check_weights(self) -> None:
+        found = self.accelerator.get_state_dict(self.model)
+        for name, tensor in self.twin.state_dict().items():
+            torch.testing.assert_close(
+                found[name], tensor, **EXACT, msg=lambda m, name=name: f"{name} {m}"
+            )
+
+    def close(self) -> None:
+        self.accelerator.free_memory()
