@@ -1,6 +1,7 @@
 """Channels between hosts: sums and gathers within each method's bound, what is kept back, bytes."""
 
 from collections import Counter
+from collections.abc import Mapping
 from functools import partial
 from math import prod
 
@@ -183,10 +184,11 @@ def test_bytes_are_those_of_the_route(hosts):
 def test_a_gradient_that_is_not_finite_reaches_all_ranks_and_leaves_all_errors_as_they_are():
     for method in ("int8", "powersgd", "topk", "onebit"):
         check_not_finite(method)
+    check_not_finite("int4", BY_CHANCE)
 
 
-def check_not_finite(method: str) -> None:
-    communicator = connected("abc", links_of(method))
+def check_not_finite(method: str, options: Mapping[str, object] | None = None) -> None:
+    communicator = connected("abc", links_of(method, options=options or {}))
     channel = communicator.gradients_summed(Stretch.of(NUMEL, torch.float32, ROWS), "test")
     first = gradients(0, communicator.rank)
     channel(first).wait()

@@ -66,10 +66,9 @@ def test_a_correct_strategy_passes(project):
 def test_each_mistake_is_found(project):
     project.makepyfile(test_toys=HEADER + "".join(map(suite, MISTAKES)))
     chosen = [
-        f"test_toys.py::Test{name}::{check}[{case}ranks2]"
+        f"test_toys.py::Test{name}::{check}[ranks2]"
         for name, checks in MISTAKES.items()
         for check in checks
-        for case in (["mlp-"] if check == "test_training_equals_one_process" else [""])
     ]
     result = project.runpytest_subprocess("-rA", *chosen, timeout=800)
     result.assert_outcomes(failed=len(chosen))

@@ -215,10 +215,10 @@ def test_a_traceback_begins_in_the_script_and_is_printed_once(
 
 
 def test_a_module_runs_like_python_m(tmp_path, monkeypatch, capsys):
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine/run.py").write_text("import sys; print(__package__, sys.argv[1:])")
+    (tmp_path / "run_as_module").mkdir()
+    (tmp_path / "run_as_module/run.py").write_text("import sys; print(__package__, sys.argv[1:])")
     monkeypatch.chdir(tmp_path)
     for name, value in (("argv", []), ("path", [*sys.path])):
         monkeypatch.setattr(sys, name, value)
-    assert run(["-m", "mine.run", "--lr", "1"]) == 0
-    assert capsys.readouterr().out == "mine ['--lr', '1']\n"
+    assert run(["-m", "run_as_module.run", "--lr", "1"]) == 0
+    assert capsys.readouterr().out == "run_as_module ['--lr', '1']\n"

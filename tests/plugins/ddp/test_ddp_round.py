@@ -87,6 +87,22 @@ def test_accumulating_sends_nothing_and_then_the_mean_of_the_sum():
     strategy.close()
 
 
+@pytest.mark.ranks(2)
+def test_a_loss_that_misses_the_model_on_one_rank():
+    model = mlp()
+    strategy = start(model)
+    rank = strategy.run.world.rank
+    other = torch.ones((), dtype=torch.float64, requires_grad=True)
+    for step in range(3):
+        model.zero_grad()
+        strategy.backward(other * 1 if rank else loss_of(model, batch(step, 0)))
+        alone = deepcopy(model)
+        alone.zero_grad()
+        loss_of(alone, batch(step, 0)).backward()
+        assert_grads(model, [parameter.grad / 2 for parameter in alone.parameters()])
+    strategy.close()
+
+
 class Failing(torch.autograd.Function):
     @staticmethod
     def forward(ctx, inputs: Tensor) -> Tensor:

@@ -82,6 +82,16 @@ def test_draws_come_from_seeds_and_parameters_are_rounded_to_the_nearest():
         assert found[BLOCK:].isfinite().all()
 
 
+def test_the_largest_numbers_of_blocks_never_come_back_with_the_other_sign():
+    # The quotient of such a number and its scale may be a little above the largest integer.
+    values = torch.zeros(16 * 4096)
+    values[::16] = made_up(4096).abs() + 1.0
+    values[8::16] = -values[::16]
+    for seed in range(50):
+        found = sent_back(by_chance(Int8, block=16), values, seed)
+        assert torch.allclose(found, values, rtol=0.2)
+
+
 def test_options_decide_what_is_kept_and_how_honest_a_method_is():
     nearest, kept, free = Int4(BlockOptions()), by_chance(Int4, feedback=True), by_chance(Int4)
     assert [each.keeps_feedback for each in (nearest, kept, free)] == [True, True, False]
