@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import tempfile
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -24,11 +25,8 @@ class Sandbox:
     """A folder, an environment with a mark of its own, and the processes that carry the mark."""
 
     folder: Path
+    temporary: Path
     mark: str = field(default_factory=lambda: uuid.uuid4().hex)
-
-    @property
-    def temporary(self) -> Path:
-        return self.folder / "tmp"
 
     def script(self, text: str, name: str = "train.py") -> str:
         path = self.folder / name
@@ -100,8 +98,12 @@ class Sandbox:
 @pytest.fixture
 def sandbox(tmp_path: Path) -> Iterator[Sandbox]:
     """Run commands here; afterwards no process and no temporary file of theirs may be left."""
-    box = Sandbox(tmp_path)
-    box.temporary.mkdir()
+    # Of a short path: workers of a loader open Unix sockets there, whose names have 107 bytes at most.
+    with tempfile.TemporaryDirectory(prefix="dt-") as temporary:
+        yield from _used(Sandbox(tmp_path, Path(temporary)))
+
+
+def _used(box: Sandbox) -> Iterator[Sandbox]:
     yield box
     left = box.alive()
     for process in left:
