@@ -98,7 +98,7 @@ class Sandbox:
 @pytest.fixture
 def sandbox(tmp_path: Path) -> Iterator[Sandbox]:
     """Run commands here; afterwards no process and no temporary file of theirs may be left."""
-    # Of a short path: workers of a loader open Unix sockets there, whose names have 107 bytes at most.
+    # Of a short path: a loader's workers open Unix sockets there (names of 107 bytes at most).
     with tempfile.TemporaryDirectory(prefix="dt-") as temporary:
         yield from _used(Sandbox(tmp_path, Path(temporary)))
 
