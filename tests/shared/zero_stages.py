@@ -1,9 +1,10 @@
-"""The stages of ZeRO for tests of awkward loops: strategies, steps of twins, what must be freed."""
+"""ZeRO and FSDP for tests of awkward loops: strategies, steps of twins, what must be freed."""
 
 from collections.abc import Iterable
 from typing import Any
 
 import pytest
+import torch
 
 from drivetrain import Accelerator
 from drivetrain.sharding.unit import Unit
@@ -13,6 +14,7 @@ SMALL = {"bucket_mib": 0.001}
 """Several units even in small models."""
 
 SHARDED = {"name": "zero3", "keep_below": 0}
+FSDP = {"name": "fsdp", "unit_from": 10}
 STAGES = {
     "sharded": SHARDED,
     "zero1": {"name": "zero1", **SMALL},
@@ -22,6 +24,9 @@ STAGES = {
     "matrices": {"name": "zero2", "partition": "parameter", **SMALL},
     "local": {"name": "zero2", "accumulate": "local", **SMALL},
     "sharded local": {**SHARDED, "accumulate": "local"},
+    "fsdp": FSDP,
+    "fsdp kept": {**FSDP, "reshard_after_forward": False},
+    "grad": {**FSDP, "sharding": "grad"},
 }
 
 MASTERS = {"mixed_precision": "bf16", "config": {"dtypes": {"param": "bf16"}}}
@@ -74,3 +79,26 @@ def train_reducing_once(twins: Twins, steps: Iterable[int]) -> None:
             assert calls(twins.accelerator, "reduce_scatter") - before == trained
         twins.step()
     twins.check()
+
+
+def train_window(twins: Twins, step: int, micros: int) -> None:
+    """Train both for a window of micro-batches; all divided units are freed after it."""
+    for micro in range(micros):
+        with twins.accelerator.accumulate(twins.model):
+            twins.backward(micros * step + micro)
+            twins.optimizer.step()
+            twins.optimizer.zero_grad()
+    assert_freed(twins)
+    for parameter in twins.twin.parameters():
+        if parameter.grad is not None:
+            parameter.grad /= micros
+    twins.twin_optimizer.step()
+    twins.twin_optimizer.zero_grad()
+
+
+def evaluate(twins: Twins, step: int) -> None:
+    """Compare the losses of both without gradients."""
+    twins.model.eval()
+    with torch.no_grad():
+        twins.loss(step)
+    twins.model.train()

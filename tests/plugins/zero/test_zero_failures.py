@@ -10,9 +10,9 @@ import torch
 
 from drivetrain.errors import CollectiveError
 from drivetrain.testing.conformance.twins import Twins
-from drivetrain.testing.models import Case, numbers, squared_error
+from drivetrain.testing.models import Case, numbers
 from towers import Tower
-from zero_stages import SHARDED, assert_freed, each, start
+from zero_stages import SHARDED, assert_freed, each, start, train_window
 
 WAITING = {"launch": {"timeout_s": 3600.0}}
 """Far beyond a test's own limit: a rank that waits for it fails its test."""
@@ -52,7 +52,7 @@ class Net(Tower):
         return x
 
 
-NET = Case(name="net", factory=Net, batch=numbers, loss=squared_error)
+NET = Case("net", Net)
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
@@ -63,20 +63,7 @@ def test_an_exception_on_every_rank(strategy, where):
     accelerator = start(strategy, gradient_accumulation_steps=2)
     twins = Twins(accelerator, NET)
 
-    def window_of(step):
-        for i in range(2):
-            with accelerator.accumulate(twins.model):
-                twins.backward(2 * step + i)
-                twins.optimizer.step()
-                twins.optimizer.zero_grad()
-        for parameter in twins.twin.parameters():
-            parameter.grad /= 2
-        twins.twin_optimizer.step()
-        twins.twin_optimizer.zero_grad()
-        twins.model.blocks[0].up.weight.norm()  # no forward is under way: gathered and freed
-        assert_freed(twins)
-
-    window_of(0)
+    train_window(twins, 0, 2)
     for again, error in enumerate((RuntimeError("sprung"), KeyboardInterrupt("sprung"))):
         twins.model.set = where, error
         with pytest.raises(type(error), match="sprung"):
@@ -88,25 +75,25 @@ def test_an_exception_on_every_rank(strategy, where):
         twins.optimizer.zero_grad()
         if where == "forward" and not again:  # an interrupt skips hooks: the next step frees
             assert_freed(twins)
-        window_of(1 + again)
+        train_window(twins, 1 + again, 2)
+        twins.model.blocks[0].up.weight.norm()  # no forward is under way: gathered and freed
+        assert_freed(twins)
     twins.check()
     accelerator.free_memory()
 
 
-# --- ranks that take different paths ---
-
-PATHS = {
-    "another block": ((0, 1, 2), (0, 1, 3), "blocks.2", "blocks.3"),
-    "one more block": ((0, 1), (0, 1, 2), None, "blocks.2"),
-    "another order": ((0, 1, 2), (0, 2, 1), "blocks.1", "blocks.2"),
-}
-
-
-@pytest.mark.parametrize("paths", list(PATHS))
+@pytest.mark.parametrize(
+    ("mine", "theirs", "one", "other"),
+    [
+        ((0, 1, 2), (0, 1, 3), "blocks.2", "blocks.3"),
+        ((0, 1), (0, 1, 2), None, "blocks.2"),
+        ((0, 1, 2), (0, 2, 1), "blocks.1", "blocks.2"),
+    ],
+    ids=["another block", "one more block", "another order"],
+)
 @pytest.mark.ranks(2)
-def test_divided_blocks_on_different_paths(paths):
+def test_divided_blocks_on_different_paths(mine, theirs, one, other):
     """Both ranks fail soon, with an error that says which blocks each of them wanted."""
-    mine, theirs, one, other = PATHS[paths]
     accelerator = start(SHARDED, config=WAITING)
     twins = Twins(accelerator, NET)
     twins.model.order = theirs if twins.axis.rank else mine

@@ -19,10 +19,6 @@ from towers import Block, Tower
 from zero_stages import assert_freed, calls, each, start, train_reducing_once
 
 
-def case(factory=Tower, loss=squared_error):
-    return Case(name=factory.__name__, factory=factory, batch=numbers, loss=loss)
-
-
 class Interleaved(Tower):
     def body(self, x):
         one, two, three = self.blocks
@@ -118,46 +114,28 @@ def function_in_the_loss(model, batch):
     return squared_error(model, batch) + Scaled.apply(batch.inputs, weight).square().mean()
 
 
-GRAPHS = {
-    "two forwards": case(Interleaved, two_forwards),
-    "past forward": case(loss=two_losses_of_one_forward),
-    "any kind": case(AnyKind, main_of),
-    "borrowing": case(Borrowing),
-    "in a function": case(InFunction, function_in_the_loss),
-    "hooked": case(Hooked),
-}
+GRAPHS = (
+    Case("two forwards", Interleaved, loss=two_forwards),
+    Case("past forward", Tower, loss=two_losses_of_one_forward),
+    Case("any kind", AnyKind, loss=main_of),
+    Case("borrowing", Borrowing),
+    Case("in a function", InFunction, loss=function_in_the_loss),
+    Case("hooked", Hooked),
+)
 
 
 @each("sharded", "zero1")
 @pytest.mark.ranks(2)
 def test_graphs(strategy):
     """Each as in one process; every trainable unit is reduced once per backward and freed."""
-    for name, graph in GRAPHS.items():
+    for graph in GRAPHS:
         accelerator = start(strategy)
         try:
             train_reducing_once(Twins(accelerator, graph), range(2))
         except Exception as error:
-            error.add_note(f"while training {name!r}")
+            error.add_note(f"while training {graph.name!r}")
             raise
         accelerator.free_memory()
-
-
-@each("sharded", "zero2")
-@pytest.mark.ranks(2)
-def test_backwards_in_any_order(strategy):
-    """The first loss last, a graph twice, and a part of the loss after the rest of it."""
-    accelerator = start(strategy)
-    twins = Twins(accelerator, case(Interleaved))
-    losses = [twins.loss(step) for step in range(3)]
-    for step in (2, 0, 1):
-        accelerator.backward(losses[step], retain_graph=step == 0)
-        assert_freed(twins)
-        twins.backward_twin(step)
-    accelerator.backward(losses[0])
-    twins.backward_twin(0)
-    twins.step()
-    train_reducing_once(twins, range(5, 7))
-    accelerator.free_memory()
 
 
 def slope(model, batch):
@@ -170,11 +148,23 @@ def slope(model, batch):
 
 @each("sharded", "zero2")
 @pytest.mark.ranks(2)
-def test_gradients_by_autograd(strategy):
-    """They are the rank's own, of inputs and parameters, reduce nothing, and can be trained on."""
+def test_backwards_in_any_order_and_gradients_by_autograd(strategy):
+    """The first loss last, and a graph twice.
+
+    Gradients by autograd are the rank's own, reduce nothing, and can be trained on; one that is
+    part of a graph cannot be cut and sent.
+    """
     accelerator = start(strategy)
-    twins = Twins(accelerator, case(Interleaved, slope))
-    train_reducing_once(twins, range(2))
+    twins = Twins(accelerator, Case("slope", Interleaved, loss=slope))
+    losses = [twins.loss(step) for step in range(3)]
+    for step in (2, 0, 1):
+        accelerator.backward(losses[step], retain_graph=step == 0)
+        assert_freed(twins)
+        twins.backward_twin(step)
+    accelerator.backward(losses[0])
+    twins.backward_twin(0)
+    twins.step()
+    train_reducing_once(twins, range(5, 7))
     batch = numbers(9, twins.axis.rank)
     found = []
     for model in (twins.model, twins.twin):
@@ -189,16 +179,6 @@ def test_gradients_by_autograd(strategy):
     torch.testing.assert_close(*found, rtol=1e-10, atol=1e-10)
     assert all(parameter.grad is None for parameter in twins.model.parameters())
     train_reducing_once(twins, range(2, 4))
-    accelerator.free_memory()
-
-
-@each("sharded", "zero2")
-@pytest.mark.ranks(2)
-def test_a_backward_that_makes_a_graph_is_refused(strategy):
-    """Gradients that are part of a graph cannot be cut and sent; training goes on after it."""
-    accelerator = start(strategy)
-    twins = Twins(accelerator, case())
-    train_reducing_once(twins, range(1))
     with pytest.raises(UsageError, match=r"part of a graph.*torch\.autograd\.grad"):
         accelerator.backward(twins.loss(1), create_graph=True)
     twins.model.zero_grad()

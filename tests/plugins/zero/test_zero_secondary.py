@@ -20,7 +20,6 @@ MATRIX = 4 * WIDTH * WIDTH
 
 
 FORMS = [{"name": "zero3", "keep_below": 0}, {"name": "fsdp"}]
-each_form = pytest.mark.parametrize("form", FORMS, ids=[form["name"] for form in FORMS])
 
 
 def start(monkeypatch, form, secondary="host", links=None, **run):
@@ -45,6 +44,11 @@ def train(accelerator, model, optimizer, steps):
         accelerator.backward(model(batch(step, accelerator.process_index)).square().mean())
         optimizer.step()
         optimizer.zero_grad()
+
+
+def prepared(accelerator, lr=0.1):
+    model = layers()
+    return accelerator.prepare(model, SGD(model.parameters(), lr=lr))
 
 
 def units_of(accelerator, model):
@@ -92,7 +96,7 @@ def test_only_what_is_stepped_crosses_hosts(monkeypatch, world):
 def test_changed_and_loaded_values_reach_secondary_shards(monkeypatch, tmp_path):
     """Edits of one rank, and a checkpoint of ranks without the option; no writes in a forward."""
     accelerator = start(monkeypatch, FORMS[0], "none")
-    model, optimizer = accelerator.prepare((m := layers()), SGD(m.parameters(), lr=0.1))
+    model, optimizer = prepared(accelerator)
     train(accelerator, model, optimizer, range(2))
     accelerator.save_state(tmp_path)
     saved = weights(accelerator, model)
@@ -101,7 +105,7 @@ def test_changed_and_loaded_values_reach_secondary_shards(monkeypatch, tmp_path)
     accelerator.free_memory()
 
     accelerator = start(monkeypatch, FORMS[0])
-    model, optimizer = accelerator.prepare((m := layers()), SGD(m.parameters(), lr=0.1))
+    model, optimizer = prepared(accelerator)
     train(accelerator, model, optimizer, range(7, 9))
     with accelerator.gathered(model):
         if accelerator.is_main_process:
@@ -146,12 +150,12 @@ def check_forward(accelerator, model):
         assert torch.equal(seen[layer], owned[f"{index}.weight"]), index
 
 
-@each_form
+@pytest.mark.parametrize("form", FORMS, ids=["zero3", "fsdp"])
 @pytest.mark.ranks(2)
 def test_hosts_keep_the_same_approximate_values(monkeypatch, tmp_path, form):
     """Owners have other values, and what a script reads and saves is theirs."""
     accelerator = start(monkeypatch, form, links={"gradients": "int8", "parameters": "topk"})
-    model, optimizer = accelerator.prepare((m := layers()), SGD(m.parameters(), lr=0.5))
+    model, optimizer = prepared(accelerator, 0.5)
     train(accelerator, model, optimizer, range(3))
     for unit in units_of(accelerator, model):
         unit.secondary.wait()
@@ -174,10 +178,11 @@ def test_hosts_keep_the_same_approximate_values(monkeypatch, tmp_path, form):
 
 
 @pytest.mark.ranks(2)
-def test_a_step_that_is_skipped_sends_no_updates(monkeypatch):
+def test_skipped_steps_one_host_and_dtensors(monkeypatch):
+    """No updates are sent for the first; on the second nothing changes; the third are refused."""
     far = {"gradients": "int8", "parameters": "int8"}
     accelerator = start(monkeypatch, FORMS[0], links=far, on_nonfinite="skip")
-    model, optimizer = accelerator.prepare((m := layers()), SGD(m.parameters(), lr=0.5))
+    model, optimizer = prepared(accelerator, 0.5)
     train(accelerator, model, optimizer, range(2))
     before = model(batch(9, 0)).detach()
 
@@ -192,13 +197,17 @@ def test_a_step_that_is_skipped_sends_no_updates(monkeypatch):
     assert torch.equal(model(batch(9, 0)).detach(), before)
     accelerator.free_memory()
 
+    accelerator = start(monkeypatch, FORMS[1])
+    model, _ = prepared(accelerator)
+    with pytest.raises(UsageError, match="expected secondary: none with DTensors"):
+        accelerator.dtensors(model)
+    accelerator.free_memory()
 
-@pytest.mark.ranks(2)
-def test_on_one_host_nothing_changes(monkeypatch):
+    monkeypatch.delenv("GROUP_RANK", raising=False)
     said = []
     monkeypatch.setattr(near.logger, "announce", said.append)
     accelerator = Accelerator(strategy={**FORMS[0], "secondary": "host"}, cpu=True)
-    model, optimizer = accelerator.prepare((m := layers()), SGD(m.parameters(), lr=0.1))
+    model, optimizer = prepared(accelerator)
     train(accelerator, model, optimizer, range(2))
     assert all(unit.secondary is None for unit in units_of(accelerator, model))
     assert [line for line in said if "secondary: host changes nothing" in line] == said
@@ -215,12 +224,3 @@ def test_options_that_do_not_fit():
     ):
         with pytest.raises(ConfigError, match=named):
             Accelerator(strategy={**form, "secondary": "host"}, cpu=True)
-
-
-@pytest.mark.ranks(2)
-def test_dtensors_are_refused(monkeypatch):
-    accelerator = start(monkeypatch, FORMS[1])
-    model, _ = accelerator.prepare((m := layers()), SGD(m.parameters(), lr=0.1))
-    with pytest.raises(UsageError, match="expected secondary: none with DTensors"):
-        accelerator.dtensors(model)
-    accelerator.free_memory()

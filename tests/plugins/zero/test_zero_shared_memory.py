@@ -8,18 +8,10 @@ import torch
 from torch import nn
 from torch.optim import AdamW
 
-from drivetrain import Accelerator
 from drivetrain.errors import UsageError
 from drivetrain.testing.conformance.twins import Twins, adamw
-from drivetrain.testing.models import OUT, WIDTH, Case, linear, numbers, squared_error
-
-STAGES = {
-    "zero1": {"name": "zero1", "bucket_mib": 0.001},
-    "zero2": {"name": "zero2", "bucket_mib": 0.001},
-    "zero3": {"name": "zero3", "bucket_mib": 0.001},
-    "sharded": {"name": "zero3", "keep_below": 0},
-}
-each = pytest.mark.parametrize("strategy", list(STAGES.values()), ids=list(STAGES))
+from drivetrain.testing.models import OUT, WIDTH, Case, linear
+from zero_stages import each, start, train
 
 
 class Shared(nn.Module):
@@ -73,35 +65,22 @@ class Halves(Shared):
         self.rest = nn.Parameter(both[OUT:])
 
 
-@each
-@pytest.mark.parametrize(
-    ("factory", "found"),
-    [
+@each("zero1", "zero3", "sharded")
+@pytest.mark.ranks(2)
+def test_shared_memory_is_refused(strategy):
+    """It would part without a word; frozen parameters may share theirs, and neighbors are fine."""
+    for factory, found in (
         (Shared, "'one.weight' and 'two.weight'"),
         (Crossing, "'one.weight' and 'two.weight'"),
         (Watching, "'one.weight' and 'two.weight_of_one'"),
         (Expanded, "'two.bias', which is expanded"),
-    ],
-)
-@pytest.mark.ranks(2)
-def test_shared_memory_is_refused(strategy, factory, found):
-    """It would part without a word; frozen parameters may share theirs."""
-    accelerator = Accelerator(strategy=strategy, cpu=True)
-    model = factory()
-    with pytest.raises(UsageError, match=found):
-        accelerator.prepare(model, AdamW(model.parameters()))
-    accelerator.prepare(factory().requires_grad_(False))
-    accelerator.free_memory()
-
-
-@each
-@pytest.mark.ranks(2)
-def test_neighbors_in_memory_are_fine(strategy):
-    accelerator = Accelerator(strategy=strategy, cpu=True)
-    case = Case(name="halves", factory=Halves, batch=numbers, loss=squared_error)
-    twins = Twins(accelerator, case, adamw)
-    for step in range(2):
-        twins.backward(step)
-        twins.step()
-    twins.check()
+    ):
+        accelerator = start(strategy)
+        model = factory()
+        with pytest.raises(UsageError, match=found):
+            accelerator.prepare(model, AdamW(model.parameters()))
+        accelerator.prepare(factory().requires_grad_(False))
+        accelerator.free_memory()
+    accelerator = start(strategy)
+    train(Twins(accelerator, Case("halves", Halves), adamw), range(2))
     accelerator.free_memory()
