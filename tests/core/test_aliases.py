@@ -20,9 +20,6 @@ def test_import_of_a_name_that_is_not_here():
     ):
         with pytest.raises(ImportError, match=way_out):
             exec(f"from drivetrain import {name}", {})
-
-
-def test_names_that_nobody_has_stay_absent():
     assert not hasattr(drivetrain, "no_such_name")
     assert importlib.import_module("drivetrain.sharding") is drivetrain.sharding
 

@@ -12,23 +12,17 @@ from drivetrain import log as bars
 from drivetrain.log import progress, tqdm
 
 
-@pytest.fixture
-def screen(monkeypatch):
+def shown(monkeypatch, **options):
+    """Return what a console of these options is sent from now on."""
     text = io.StringIO()
-    console = Console(file=text, force_terminal=True, width=100, color_system=None)
+    console = Console(file=text, color_system=None, **options)
     monkeypatch.setattr(bars, "_console", lambda: console)
     return text
 
 
 @pytest.fixture
-def job_log(monkeypatch):
-    console = Console(file=io.StringIO(), force_terminal=False)
-    monkeypatch.setattr(bars, "_console", lambda: console)
-
-
-@pytest.fixture
-def without_tqdm(monkeypatch):
-    monkeypatch.setattr("drivetrain.log.is_tqdm_available", lambda: False)
+def screen(monkeypatch):
+    return shown(monkeypatch, force_terminal=True, width=100)
 
 
 def test_disabled_bars_are_silent_and_markup_is_only_text(screen):
@@ -46,27 +40,23 @@ def test_disabled_bars_are_silent_and_markup_is_only_text(screen):
     assert "\x1b[?25h" in screen.getvalue(), "the cursor is back"
 
 
-@pytest.mark.usefixtures("without_tqdm")
-def test_tqdm_by_hand(screen, capsys):
+def test_tqdm_by_hand(screen, capsys, monkeypatch):
+    monkeypatch.setattr("drivetrain.log.is_tqdm_available", lambda: False)
     with tqdm(total=10, desc="by hand", leave=False) as bar:
         bar.update(4)
         bar.set_postfix(loss=0.123456, lr="1e-4")
         bar.set_description("renamed")
         bar.write("a line")
     assert (bar.n, len(bar)) == (4, 10)
-    shown = screen.getvalue()
-    assert "renamed" in shown
-    assert "loss=0.1235, lr=1e-4" in shown
-    assert "4/10" in shown
+    for text in ("renamed", "loss=0.1235, lr=1e-4", "4/10"):
+        assert text in screen.getvalue()
     assert capsys.readouterr().out == "a line\n"
     assert list(tqdm(range(2), "described", 2)) == [0, 1]
     assert "described" in screen.getvalue()
 
 
 def test_long_texts_leave_bar_count_and_rate_alone(monkeypatch):
-    text = io.StringIO()
-    console = Console(file=text, force_terminal=True, width=80, color_system=None)
-    monkeypatch.setattr(bars, "_console", lambda: console)
+    text = shown(monkeypatch, force_terminal=True, width=80)
     with progress([], total=900, desc="a long description of the training") as bar:
         bar.update(450)
         bar.set_postfix(loss=0.03226, lr=0.001, grad_norm=12.35, tokens_per_second=1234567)
@@ -77,8 +67,8 @@ def test_long_texts_leave_bar_count_and_rate_alone(monkeypatch):
     assert "tokens_per_second" not in last
 
 
-@pytest.mark.usefixtures("job_log")
 def test_a_file_gets_a_line_at_times_and_one_at_the_end(monkeypatch, capsys):
+    shown(monkeypatch, force_terminal=False)
     clock = [0.0]
     monkeypatch.setattr(bars.time, "monotonic", lambda: clock[0])
     for _ in progress(range(8), desc="epoch 0"):

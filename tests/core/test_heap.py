@@ -89,18 +89,6 @@ assert not trims, "the heap has not grown since"
 """
 
 
-@pytest.mark.exhaustive
-def test_growth_of_the_heap_is_given_back_once():
-    # A process of its own: here, holes that earlier tests left would take the blocks, and the heap
-    # would not grow.
-    run = subprocess.run(
-        [sys.executable, "-c", GROWTH], check=False, capture_output=True, text=True
-    )
-    if "without malloc_trim" in run.stderr:
-        pytest.skip(run.stderr)
-    assert run.returncode == 0, run.stderr
-
-
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("strategy", [{"name": "zero3", "keep_below": 0}, {"name": "fsdp"}])
 def test_units_that_are_freed_are_offered(strategy, monkeypatch):

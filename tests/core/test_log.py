@@ -8,29 +8,19 @@ import torch.distributed as dist
 from drivetrain.log import get_logger, rank_prefix
 
 
-class Collect(logging.Handler):
-    """Keeps records."""
-
-    def __init__(self):
-        super().__init__()
-        self.records = []
-
-    def emit(self, record):
-        self.records.append(record)
+def listen():
+    """Return a handler at the logger of the tests, and the list of records that it keeps."""
+    records, handler = [], logging.Handler()
+    handler.emit = records.append
+    logging.getLogger("drivetrain.test_log").addHandler(handler)
+    return handler, records
 
 
 @pytest.fixture
 def collected():
-    logger, handler = logging.getLogger("drivetrain.test_log"), Collect()
-    logger.addHandler(handler)
-    yield handler.records
-    logger.removeHandler(handler)
-
-
-def listen():
-    handler = Collect()
-    logging.getLogger("drivetrain.test_log").addHandler(handler)
-    return handler
+    handler, records = listen()
+    yield records
+    logging.getLogger("drivetrain.test_log").removeHandler(handler)
 
 
 def test_one_process_logs_as_usual(collected):
@@ -62,10 +52,11 @@ def test_records_name_the_line_of_the_caller_and_some_come_once(collected):
 
 @pytest.mark.ranks(3)
 def test_ranks_have_one_voice_or_all():
-    handler, logger = listen(), get_logger("drivetrain.test_log", log_level="INFO")
+    _, records = listen()
+    logger = get_logger("drivetrain.test_log", log_level="INFO")
     logger.info("main")
     logger.info("all of %d", 3, main_process_only=False)
-    own = [record.getMessage() for record in handler.records]
+    own = [record.getMessage() for record in records]
     rank = dist.get_rank()
     assert own == ["[r0] main"] * (rank == 0) + [f"[r{rank}] all of 3"]
     assert rank_prefix() == f"[r{rank}] "

@@ -35,15 +35,13 @@ def test_debug_launcher_computes_on_the_cpu(tmp_path, monkeypatch):
         text = f"{values['launch']['device']} {values.get('strategy')}"
         (folder / os.environ["RANK"]).write_text(text)
 
-    debug_launcher(train, (tmp_path,))
-    assert [(tmp_path / str(rank)).read_text() for rank in (0, 1)] == ["cpu None", "cpu None"]
     (tmp_path / "run.yaml").write_text("strategy: zero1")
     monkeypatch.setenv("DRIVETRAIN_CONFIG", str(tmp_path / "run.yaml"))
     debug_launcher(train, (tmp_path,))
     assert [(tmp_path / str(rank)).read_text() for rank in (0, 1)] == ["cpu zero1"] * 2
-
-
-def test_process_that_dies_is_reported():
+    monkeypatch.delenv("DRIVETRAIN_CONFIG")
+    debug_launcher(train, (tmp_path,), num_processes=1)
+    assert (tmp_path / "0").read_text() == "cpu None"
     with pytest.raises(ProcessExitedException, match="exit code 5"):
         notebook_launcher(os._exit, (5,), num_processes=1)
 

@@ -59,25 +59,27 @@ def test_truncated_and_missing_file(directory):
 
 def test_header_that_does_not_match_the_manifest(directory):
     content = (directory / WEIGHTS).read_bytes()
-    (directory / WEIGHTS).write_bytes(content.replace(b'"F32"', b'"I32"'))
-    found = open_checkpoint(directory, WORLD, verify="size").model(0)
-    with pytest.raises(CheckpointError, match=r"expected 8 elements of F32 .* torch.int32"):
-        found.read("w")
-    (directory / WEIGHTS).write_bytes(b"\xff" * len(content))
-    found = open_checkpoint(directory, WORLD, verify="size").model(0)
-    with pytest.raises(CheckpointError, match="not a whole safetensors file"):
-        found.read("w")
+    for changed, message in (
+        (content.replace(b'"F32"', b'"I32"'), r"expected 8 elements of F32 .* torch.int32"),
+        (b"\xff" * len(content), "not a whole safetensors file"),
+    ):
+        (directory / WEIGHTS).write_bytes(changed)
+        found = open_checkpoint(directory, WORLD, verify="size").model(0)
+        with pytest.raises(CheckpointError, match=message):
+            found.read("w")
 
 
 def test_no_checkpoint_at_all(tmp_path):
     refuses(tmp_path / "none", "there is no checkpoint .*none")
     refuses(tmp_path, "expected manifest.json in")
-    (tmp_path / "manifest.json").write_text("{")
-    refuses(tmp_path, "is not JSON")
-    (tmp_path / "manifest.json").write_text("[" * 100_000)
-    refuses(tmp_path, "is not JSON")
-    (tmp_path / "manifest.json").write_text('{"format": "other"}')
-    refuses(tmp_path, "expected the format 'drivetrain-checkpoint' .* found 'other'")
+    other = "expected the format 'drivetrain-checkpoint' .* found 'other'"
+    for text, message in (
+        ("{", "is not JSON"),
+        ("[" * 100_000, "is not JSON"),
+        ('{"format": "other"}', other),
+    ):
+        (tmp_path / "manifest.json").write_text(text)
+        refuses(tmp_path, message)
 
 
 def rewrite(directory, change):
@@ -98,50 +100,40 @@ def part(body):
 def test_manifest_that_was_made_to_mislead(directory):
     manifest = (directory / "manifest.json").read_text()
     unsigned = {"size": 1, "sha256": ""}
+    invalid, name = "not a valid manifest", "plain file name"
     for message, change in (
         ("expected format version 1 .* found 2.*newer", lambda body: body.update(version=2)),
-        ("plain file name", lambda body: body["files"].update({"../x": unsigned})),
-        ("plain file name", lambda body: body["files"].update({"/etc/x": unsigned})),
-        ("plain file name", lambda body: body["files"].update({"..": unsigned})),
-        ("plain file name", lambda body: part(body).update(file="../../x")),
-        ("plain file name", lambda body: body["rank_files"].update({"0": "a/b"})),
+        (name, lambda body: body["files"].update({"../x": unsigned})),
+        (name, lambda body: body["files"].update({"/etc/x": unsigned})),
+        (name, lambda body: body["files"].update({"..": unsigned})),
+        (name, lambda body: part(body).update(file="../../x")),
+        (name, lambda body: body["rank_files"].update({"0": "a/b"})),
         ("without listing its digest", lambda body: part(body).update(file="unlisted")),
         ("has a part outside", lambda body: part(body).update(offsets=[1])),
         ("its 8 elements exactly once, found 7", lambda body: part(body).update(sizes=[7])),
         ("unknown dtype 'Q4'", lambda body: body["models"][0]["tensors"][0].update(dtype="Q4")),
-        ("not a valid manifest", lambda body: part(body).update(flat=[0, 1, 2])),
-        ("not a valid manifest: KeyError", lambda body: part(body).pop("offsets")),
-        ("not a valid manifest", lambda body: body.pop("files")),
-        ("not a valid manifest", lambda body: body["files"][WEIGHTS].update(size=1e999)),
-        ("not a valid manifest", lambda body: body.update(models=3)),
+        (invalid, lambda body: part(body).update(flat=[0, 1, 2])),
+        (f"{invalid}: KeyError", lambda body: part(body).pop("offsets")),
+        (invalid, lambda body: body.pop("files")),
+        (invalid, lambda body: body["files"][WEIGHTS].update(size=1e999)),
+        (invalid, lambda body: body.update(models=3)),
     ):
         (directory / "manifest.json").write_text(manifest)
         rewrite(directory, change)
         refuses(directory, message)
 
 
-def test_a_manifest_that_does_not_tell_of_finite_weights_is_trusted(directory):
-    rewrite(directory, lambda body: body.pop("finite"))
-    assert Manifest.read(directory).finite
-
-
-def test_an_object_is_read_from_a_listed_file_alone(directory):
-    (directory / "planted").write_bytes(b"x")
-    with (
-        open_checkpoint(directory, WORLD) as found,
-        pytest.raises(CheckpointError, match="expected the file 'planted' among those of"),
-    ):
-        found.encoded("planted")
-
-
-def test_overlapping_parts_are_noticed_when_read(directory):
+def test_what_only_reading_finds_out(directory):
     def overlap(body):
-        one, two = dict(part(body)), dict(part(body))
-        one.update(flat=[0, 4])
-        two.update(flat=[0, 4])
-        body["models"][0]["tensors"][0]["parts"] = [one, two]
+        body.pop("finite")
+        parts = [part(body) | {"flat": [0, 4]} for _ in range(2)]
+        body["models"][0]["tensors"][0]["parts"] = parts
 
     rewrite(directory, overlap)
-    found = open_checkpoint(directory, WORLD).model(0)
-    with pytest.raises(CheckpointError, match="expected 4 elements of F32"):
-        found.read("w")
+    assert Manifest.read(directory).finite, "a manifest that does not tell is trusted"
+    (directory / "planted").write_bytes(b"x")
+    with open_checkpoint(directory, WORLD) as found:
+        with pytest.raises(CheckpointError, match="expected the file 'planted' among those of"):
+            found.encoded("planted")
+        with pytest.raises(CheckpointError, match="expected 4 elements of F32"):
+            found.model(0).read("w")

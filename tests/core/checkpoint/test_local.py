@@ -21,11 +21,10 @@ from drivetrain.shards import Part, Shard
 SIZE = 24
 
 
-def world_of_hosts(one_host=False) -> World:
+def world_of_hosts() -> World:
     """Return the world of this test, with a host for each rank."""
     world = World.discover(cpu=True)
-    names = [f"{0 if one_host else rank}@n{rank}" for rank in range(world.size)]
-    return replace(world, hosts=tuple(names[:1] * world.size if one_host else names))
+    return replace(world, hosts=tuple(f"{rank}@n{rank}" for rank in range(world.size)))
 
 
 def contents(world: World, step: int) -> Contents:
@@ -83,114 +82,97 @@ def meet(world: World) -> None:
         dist.barrier()
 
 
+def saved(root: Path, *steps: int) -> tuple[World, Run]:
+    """Return the world and the ended run of a rank that has saved these steps."""
+    world = world_of_hosts()
+    run = Run(root, world)
+    for step in steps:
+        assert run.save(step)
+    run.background.close()
+    return world, run
+
+
+def folders(run: Run) -> list[str]:
+    return sorted(path.name for path in run.folder.iterdir())
+
+
 def holds(found, step):
     return found[0] == step and torch.equal(found[1], torch.arange(float(SIZE)) + 100 * step)
 
 
 @pytest.mark.ranks(3)
 def test_each_host_has_its_own_files_those_of_another_and_the_common_ones(tmp_path):
-    world = world_of_hosts()
-    run = Run(tmp_path, world)
-    assert run.save(2)
-    names = {path.name for path in (run.folder / "checkpoint_0").iterdir()}
+    world, run = saved(tmp_path, 2, 4, 6)
+    assert folders(run) == ["checkpoint_1", "checkpoint_2"]
+    names = {path.name for path in (run.folder / "checkpoint_2").iterdir()}
     owners = {world.rank, (world.rank - 1) % 3}
     common = {"manifest.json", "state.json", "object-00000.encoded"}
     files = {f"model-0-weights-0000{r}-of-00003.safetensors" for r in owners}
     assert names == files | {f"rank-0000{r}.safetensors" for r in owners} | common
-    for step in (4, 6):
-        assert run.save(step)
-    kept = sorted(path.name for path in run.folder.iterdir())
-    assert kept == ["checkpoint_1", "checkpoint_2"]
     assert holds(run.opened(), 6)
-    run.background.close()
 
 
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("lost", [[1], [1, 2]], ids=["one", "two in a row"])
 def test_a_lost_host_gets_all_files_from_the_others(tmp_path, lost):
-    world = world_of_hosts()
-    run = Run(tmp_path, world)
-    for step in (2, 4):
-        run.save(step)
-    run.background.close()
+    world, run = saved(tmp_path, 2, 4)
     if world.rank in lost:
         shutil.rmtree(run.folder)
     if len(lost) == 1:
         assert holds(run.opened(stored=2), 4)
-        assert [path.name for path in run.folder.iterdir()] == ["checkpoint_1"]
+        assert folders(run) == ["checkpoint_1"]
         return
     assert run.opened(stored=1) is None
-    assert list(run.folder.iterdir()) == []  # useless, and in the way of the next save
+    assert folders(run) == []  # useless, and in the way of the next save
     if world.is_main:
         assert "going on from step 1, out of storage" in run.said
 
 
 @pytest.mark.ranks(2)
-def test_storage_counts_only_if_it_is_newer(tmp_path):
-    world = world_of_hosts()
-    run = Run(tmp_path, world)
-    run.save(4)
+def test_storage_counts_only_if_it_is_newer_and_one_host_has_all(tmp_path):
+    world, run = saved(tmp_path, 4)
     assert holds(run.opened(stored=4), 4)
-    assert run.opened(stored=5) is None
-    run.background.close()
-
-
-@pytest.mark.ranks(2)
-def test_one_host_that_is_left_has_all_that_two_had(tmp_path):
-    world = world_of_hosts()
-    run = Run(tmp_path, world)
-    run.save(2)
-    run.background.close()
-    meet(world)
     left = Run(tmp_path, World(hosts=(world.hosts[world.rank],)))  # each rank is a run of its own
-    assert holds(left.opened(), 2)
+    assert holds(left.opened(), 4)
+    assert run.opened(stored=5) is None
 
 
 @pytest.mark.ranks(3)
 def test_a_kill_between_two_commits_falls_back_to_the_one_before(tmp_path):
-    world = world_of_hosts()
-    run = Run(tmp_path, world)
-    for step in (2, 4):
-        run.save(step)
-    run.background.close()
+    world, run = saved(tmp_path, 2, 4)
     if world.rank != 1:  # killed before their commits
         shutil.rmtree(run.folder / "checkpoint_1")
     assert holds(run.opened(), 2)
-    again = Run(tmp_path, world)
-    again.save(4)
+    _, again = saved(tmp_path, 4)
     assert holds(again.opened(), 4)
-    again.background.close()
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("failing", ["_copy", "_spread", "_commit"])
-def test_a_save_that_fails_anywhere_leaves_nothing_anywhere(tmp_path, monkeypatch, failing):
+def test_a_save_that_fails_anywhere_leaves_nothing_anywhere(tmp_path, monkeypatch):
     world = world_of_hosts()
     run = Run(tmp_path, world)
     run.save(2)
-    real = getattr(saving.MemorySave, failing)
+    for failing in ("_copy", "_spread", "_commit"):
+        real = getattr(saving.MemorySave, failing)
 
-    def fails(save, *given):
-        if failing != "_commit" or world.is_main:
-            real(save, *given)
-        if world.rank == 1:
-            raise OSError(28, "No space left on device", "x")
+        def fails(save, *given, real=real, failing=failing):
+            if failing != "_commit" or world.is_main:
+                real(save, *given)
+            if world.rank == 1:
+                raise OSError(28, "No space left on device", "x")
 
-    monkeypatch.setattr(saving.MemorySave, failing, fails)
-    with pytest.raises(CheckpointError, match="rank 1: No space left on device"):
-        run.save(4)
-    assert [path.name for path in run.folder.iterdir()] == ["checkpoint_0"]
+        with monkeypatch.context() as patch:
+            patch.setattr(saving.MemorySave, failing, fails)
+            with pytest.raises(CheckpointError, match="rank 1: No space left on device"):
+                run.save(4)
+        assert folders(run) == ["checkpoint_0"], failing
     run.background.close()
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("both", [False, True], ids=["one", "both"])
 def test_damaged_files_come_from_the_other_host_or_the_checkpoint_is_left_out(tmp_path, both):
-    world = world_of_hosts()
-    run = Run(tmp_path, world)
-    for step in (2, 4):
-        run.save(step)
-    run.background.close()
+    world, run = saved(tmp_path, 2, 4)
     if both or world.rank == 0:
         path = run.folder / "checkpoint_1" / "model-0-weights-00001-of-00002.safetensors"
         path.write_bytes(path.read_bytes()[:-1] + b"\x01")
@@ -214,16 +196,12 @@ def damage_arrivals(monkeypatch, names):
 
 @pytest.mark.ranks(2)
 def test_damage_on_the_way_falls_back_to_the_checkpoint_before(tmp_path, monkeypatch):
-    world = world_of_hosts()
-    run = Run(tmp_path, world)
-    for step in (2, 4):
-        run.save(step)
-    run.background.close()
+    world, run = saved(tmp_path, 2, 4)
     if world.rank == 1:
         shutil.rmtree(run.folder)
         damage_arrivals(monkeypatch, {"checkpoint_1"})
     assert holds(run.opened(), 2)
-    assert [path.name for path in run.folder.iterdir()] == ["checkpoint_0"]
+    assert folders(run) == ["checkpoint_0"]
     if world.is_main:
         assert "after its way from another host" in run.said
 
@@ -232,11 +210,7 @@ def test_damage_on_the_way_falls_back_to_the_checkpoint_before(tmp_path, monkeyp
 @pytest.mark.parametrize("why", ["room", "damage"])
 @pytest.mark.parametrize("stored", [None, 1])
 def test_what_cannot_be_read_stays_where_nothing_is_in_storage(tmp_path, monkeypatch, why, stored):
-    world = world_of_hosts()
-    run = Run(tmp_path, world)
-    for step in (2, 4):
-        run.save(step)
-    run.background.close()
+    world, run = saved(tmp_path, 2, 4)
     kept = {path.name: path.read_bytes() for path in (run.folder / "checkpoint_1").iterdir()}
     if world.rank == 1:
         shutil.rmtree(run.folder)
@@ -246,62 +220,47 @@ def test_what_cannot_be_read_stays_where_nothing_is_in_storage(tmp_path, monkeyp
             damage_arrivals(monkeypatch, {"checkpoint_0", "checkpoint_1"})
     if stored is not None:
         assert run.opened(stored) is None
-        assert list(run.folder.iterdir()) == []
+        assert folders(run) == []
         return
     places = ", ".join(f"{tmp_path}/n{rank}/checkpoint_1 of n{rank}" for rank in range(2))
-    with pytest.raises(
-        CheckpointError, match=f"checkpoint_1 of step 4 .* none in storage.*{places}"
-    ):
+    expected = f"checkpoint_1 of step 4 .* none in storage.*{places}"
+    with pytest.raises(CheckpointError, match=expected):
         run.opened()
     assert memory_kept_mark(run.folder).exists()  # the launcher leaves the folder, too
     names = {path.name for path in run.folder.glob("checkpoint_*")}
-    if world.rank == 1:
-        assert names == set()
-        return
-    assert names == {"checkpoint_0", "checkpoint_1"}
-    found = {path.name: path.read_bytes() for path in (run.folder / "checkpoint_1").iterdir()}
-    assert found == kept
-    with open_checkpoint(run.folder / "checkpoint_1", World()) as reader:  # what the message says
-        assert reader.state["steps"] == [4]
+    assert names == (set() if world.rank == 1 else {"checkpoint_0", "checkpoint_1"})
+    if world.rank == 0:
+        found = {path.name: path.read_bytes() for path in (run.folder / "checkpoint_1").iterdir()}
+        assert found == kept
+        with open_checkpoint(run.folder / "checkpoint_1", World()) as reader:  # as the message says
+            assert reader.state["steps"] == [4]
 
 
 @pytest.mark.ranks(2)
-def test_a_failed_save_uses_its_number(tmp_path, monkeypatch):
-    world = world_of_hosts()
-    run = Run(tmp_path, world)
-    run.save(2)
-    with monkeypatch.context() as patch, pytest.raises(CheckpointError, match="free memory"):
-        patch.setattr(homes.MemoryHomes, "room", lambda _: 0)
-        run.save(4)
-    assert not run.memory.is_due(5)
-    run.save(6)
-    assert sorted(path.name for path in run.folder.iterdir()) == ["checkpoint_0", "checkpoint_2"]
-    run.background.close()
-
-
-@pytest.mark.ranks(2)
-def test_no_room_is_an_error_on_all_ranks_before_a_byte_is_written(tmp_path, monkeypatch):
+def test_no_room_is_an_error_on_all_ranks_before_a_byte_and_uses_a_number(tmp_path, monkeypatch):
     world = world_of_hosts()
     run = Run(tmp_path, world)
     needed = 2 * SIZE * 4  # two checkpoints, of one rank and of its neighbor
-    monkeypatch.setattr(homes.MemoryHomes, "room", lambda _: needed - 1 if world.rank else 2**30)
-    with pytest.raises(CheckpointError, match=rf"rank 1: expected {needed} bytes .* of n1"):
-        run.save(2)
-    assert list(run.folder.iterdir()) == []
+    with monkeypatch.context() as patch:
+        patch.setattr(homes.MemoryHomes, "room", lambda _: needed - 1 if world.rank else 2**30)
+        with pytest.raises(CheckpointError, match=rf"rank 1: expected {needed} bytes .* of n1"):
+            run.save(2)
+    assert folders(run) == []
+    assert not run.memory.is_due(3)
+    run.save(4)
+    assert folders(run) == ["checkpoint_1"]
     run.background.close()
 
 
 @pytest.mark.ranks(2)
 def test_weights_that_are_not_finite_are_not_kept(tmp_path):
-    world = world_of_hosts()
-    run = Run(tmp_path, world)
-    run.save(2)
+    world, run = saved(tmp_path, 2)
     begun = run.memory.begin(4)
     bad = contents(world, 4)
     if world.rank:
         bad.models[0][0].tensor[0] = float("nan")
     assert not begun.finish(begun.stage(bad, torch.clone), run.background.group())
-    assert [path.name for path in run.folder.iterdir()] == ["checkpoint_0"]
+    assert folders(run) == ["checkpoint_0"]
     assert holds(run.opened(), 2)
     run.background.close()
 
@@ -358,26 +317,23 @@ def test_files_that_are_here_make_no_room_for_those_to_come(tmp_path, monkeypatc
             coming.check_room()
 
 
-def open_files() -> int:
-    return len(list(Path("/proc/self/fd").iterdir()))
-
-
 def test_a_file_that_fails_on_arrival_is_closed(tmp_path, monkeypatch):
     def fail(*_):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(HashedFile, "write", fail)
-    failures, before = [], open_files()
+    opened = Path("/proc/self/fd")
+    failures, before = [], len(list(opened.iterdir()))
     arrival = transfers.ArrivingFile(tmp_path / "f", FileRecord(2, ""), failures)
     for chunk in (b"a", b"b"):
         arrival.add(memoryview(chunk))
     arrival.end()
     assert [error.errno for error in failures] == [28]
-    assert open_files() == before
+    assert len(list(opened.iterdir())) == before
 
 
 def test_a_checkpoint_is_due_after_the_first_step_and_then_after_each_few(tmp_path):
-    run = Run(tmp_path, replace(World(), hosts=("0@n0",)), every=5)
+    run = Run(tmp_path, one_host(), every=5)
     due = []
     for step in range(3, 17):
         if run.memory.is_due(step):

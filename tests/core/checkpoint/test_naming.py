@@ -50,18 +50,14 @@ def test_prune_removes_the_oldest_by_number(tmp_path):
 
 
 def test_remains_of_all_names_are_swept(tmp_path):
-    save(tmp_path / "checkpoint_3")
+    sweep(tmp_path / "none")
+    save(tmp_path / ".checkpoint_2.old-0123456789abcdef")
+    (tmp_path / "checkpoint_3").mkdir()
+    sweep(tmp_path)
+    assert names(tmp_path) == ["checkpoint_2", "checkpoint_3"], "the only whole one goes back"
+    assert latest(tmp_path) == tmp_path / "checkpoint_2"
     for name in (".checkpoint_0.old-0123456789abcdef", ".checkpoint_4.tmp-0123456789abcdef"):
         save(tmp_path / name)  # a kill between a rename and the deletion: all of it is there
     (tmp_path / ".mine.tmp-0123456789abcdef").mkdir()
     sweep(tmp_path)
-    assert names(tmp_path) == [".mine.tmp-0123456789abcdef", "checkpoint_3"]
-    sweep(tmp_path / "none")
-
-
-def test_the_only_whole_one_goes_back(tmp_path):
-    save(tmp_path / ".checkpoint_2.old-0123456789abcdef")
-    (tmp_path / "checkpoint_3").mkdir()
-    sweep(tmp_path)
-    assert names(tmp_path) == ["checkpoint_2", "checkpoint_3"]
-    assert latest(tmp_path) == tmp_path / "checkpoint_2"
+    assert names(tmp_path) == [".mine.tmp-0123456789abcdef", "checkpoint_2", "checkpoint_3"]

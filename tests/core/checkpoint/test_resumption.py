@@ -3,7 +3,6 @@
 import json
 import logging
 
-import pytest
 import torch
 from torch import nn
 
@@ -26,45 +25,28 @@ def save(root, number, saved: Resumption | None, accumulation=0):
     (directory / "manifest.json").touch()
 
 
-def test_ranks_share_the_micro_batches_of_a_step_anew(tmp_path):
+def test_ranks_share_the_micro_batches_of_a_step_anew(tmp_path, caplog, monkeypatch):
     first = resumption(tmp_path)
     assert first.accumulation(2, 4) == 2
     save(tmp_path, 0, first, 2)
     found = [resumption(tmp_path).accumulation(2, ranks) for ranks in (1, 2, 4, 8)]
     assert found == [8, 4, 2, 1]
-
-
-def test_a_batch_that_cannot_be_kept_is_named_and_comes_back_when_it_can(tmp_path, caplog):
-    first = resumption(tmp_path)
-    first.accumulation(2, 4)
-    save(tmp_path, 0, first, 2)
-    odd = resumption(tmp_path)
+    assert resumption(tmp_path).accumulation(3, 2) == 3  # another configuration
+    assert resumption(tmp_path, "script").accumulation(2, 1) == 2
+    assert resumption(None).accumulation(2, 1) == 2
+    with monkeypatch.context() as patch:
+        patch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+        assert resumption(tmp_path, "script").accumulation(2, 1) == 8
+    odd = resumption(tmp_path)  # cannot keep the batch, says so, and it comes back
     with caplog.at_level(logging.WARNING):
         assert odd.accumulation(2, 3) == 3
     assert "the global batch changes: 8 micro-batches per step before, 9 now" in caplog.text
     save(tmp_path, 1, odd, 3)
     assert resumption(tmp_path).accumulation(2, 1) == 8
-
-
-def test_the_newest_number_of_the_script_or_the_configuration_counts(tmp_path):
-    first = resumption(tmp_path)
-    first.accumulation(2, 4)
-    save(tmp_path, 0, first, 2)
-    assert resumption(tmp_path).accumulation(3, 2) == 3  # another configuration
-    save(tmp_path, 1, first, 5)  # the script has changed the number between two steps
+    save(tmp_path, 2, first, 5)  # the script has changed the number between two steps
     assert resumption(tmp_path).accumulation(2, 2) == 10
-    save(tmp_path, 2, None)  # of a version that did not tell
+    save(tmp_path, 3, None)  # of a version that did not tell
     assert resumption(tmp_path).accumulation(2, 2) == 10
-
-
-def test_the_accumulation_stays_without_a_request_and_without_a_restart(tmp_path, monkeypatch):
-    first = resumption(tmp_path)
-    first.accumulation(2, 4)
-    save(tmp_path, 0, first, 2)
-    assert resumption(tmp_path, "script").accumulation(2, 1) == 2
-    assert resumption(None).accumulation(2, 1) == 2
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    assert resumption(tmp_path, "script").accumulation(2, 1) == 8
 
 
 def test_the_steps_of_a_checkpoint_are_the_most_of_an_optimizer(tmp_path):
@@ -75,9 +57,8 @@ def test_the_steps_of_a_checkpoint_are_the_most_of_an_optimizer(tmp_path):
 
 def train(folder, steps=3, resume="script"):
     project = ProjectConfiguration(project_dir=folder, automatic_checkpoint_naming=True)
-    accelerator = Accelerator(
-        cpu=True, config={"launch": {"resume": resume}}, project_config=project
-    )
+    config = {"launch": {"resume": resume}, "report": False}
+    accelerator = Accelerator(cpu=True, config=config, project_config=project)
     torch.manual_seed(0)
     model = nn.Linear(2, 1)
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -89,12 +70,11 @@ def train(folder, steps=3, resume="script"):
     return accelerator, optimizer, resumed
 
 
-@pytest.mark.parametrize("wait", [True, False])
-def test_the_launcher_is_told_the_steps_of_the_newest_checkpoint(tmp_path, monkeypatch, wait):
+def test_the_launcher_is_told_the_steps_of_the_newest_checkpoint(tmp_path, monkeypatch):
     config = tmp_path / "config.yaml"
     config.write_text("{}")
     monkeypatch.setenv(CONFIG_VARIABLE, str(config))
-    for steps in (3, 6):
+    for steps, wait in ((3, True), (6, False), (9, True)):
         accelerator, *_ = train(tmp_path / "run")
         accelerator.save_state(wait=wait)
         accelerator.end_training()

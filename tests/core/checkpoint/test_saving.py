@@ -32,11 +32,10 @@ def weight():
 
 def test_everything_comes_back(tmp_path, weight):
     moments = whole("layer.weight", weight * 2, "0.exp_avg")
-    buffer = whole("steps", torch.tensor(7))
     state = {"epoch": 3, "schedulers": [{"last_lr": (0.1,), "milestones": {5: 1}}]}
     save(
         tmp_path / "ck",
-        [whole("layer.weight", weight), buffer, moments],
+        [whole("layer.weight", weight), whole("steps", torch.tensor(7)), moments],
         [whole("other", weight[0])],
         scalars=[{0: {"layer.weight": {"step": 7, "flag": None}}}, {}],
         state=state,
@@ -44,22 +43,16 @@ def test_everything_comes_back(tmp_path, weight):
     )
     with open_checkpoint(tmp_path / "ck", WORLD) as found:
         first: Reader = found.model(0)
-        assert found.models == 2
-        assert found.world_size == 1
-        assert found.state == state
-        assert set(first.keys()) == {
-            ("layer.weight", ""),
-            ("steps", ""),
-            ("layer.weight", "0.exp_avg"),
-        }
+        assert (found.models, found.world_size, found.state) == (2, 1, state)
+        keys = {("layer.weight", ""), ("steps", ""), ("layer.weight", "0.exp_avg")}
+        assert set(first.keys()) == keys
         assert first.shape("layer.weight") == (4, 6)
         assert torch.equal(first.read("layer.weight"), weight)
         assert torch.equal(first.read("layer.weight", "0.exp_avg"), weight * 2)
         assert first.read("steps").shape == ()
         assert torch.equal(found.model(1).read("other"), weight[0])
         assert first.scalars("layer.weight", 0) == {"step": 7, "flag": None}
-        assert first.scalars("layer.weight", 1) == {}
-        assert first.scalars("steps", 0) == {}
+        assert first.scalars("layer.weight", 1) == first.scalars("steps", 0) == {}
         assert found.rank_state(0)["random"].tolist() == [0, 1, 2, 3, 4]
         assert found.rank_state(1) is None
 
@@ -118,16 +111,22 @@ def test_names_that_collide_or_are_reserved(tmp_path, weight):
 def test_what_the_checkpoint_lacks(tmp_path, weight):
     save(tmp_path / "ck", [whole("layer.weight", weight)])
     found = open_checkpoint(tmp_path / "ck", WORLD)
-    with pytest.raises(CheckpointError, match=r"lacks 'layer.weigth'; nearest .*: layer.weight"):
-        found.model(0).read("layer.weigth")
-    with pytest.raises(CheckpointError, match=r"optimizer state '0.exp_avg'"):
-        found.model(0).shape("layer.weight", "0.exp_avg")
-    with pytest.raises(CheckpointError, match=r"inside its shape \(4, 6\)"):
-        found.model(0).read("layer.weight", part=Part((0, 0), (4, 7)))
-    with pytest.raises(CheckpointError, match=r"expected model 1 .* found 1 models"):
-        found.model(1)
-    with pytest.raises(CheckpointError, match=r"expected model -1"):
-        found.model(-1)
+    read = found.model(0).read
+    for call, message in (
+        (lambda: read("layer.weigth"), r"lacks 'layer.weigth'; nearest .*: layer.weight"),
+        (
+            lambda: found.model(0).shape("layer.weight", "0.exp_avg"),
+            r"optimizer state '0.exp_avg'",
+        ),
+        (
+            lambda: read("layer.weight", part=Part((0, 0), (4, 7))),
+            r"inside its shape \(4, 6\)",
+        ),
+        (lambda: found.model(1), r"expected model 1 .* found 1 models"),
+        (lambda: found.model(-1), r"expected model -1"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            call()
 
 
 def test_shards_that_make_no_tensor_are_refused(tmp_path):

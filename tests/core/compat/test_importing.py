@@ -27,11 +27,8 @@ def test_modules_outside_of_site_packages_are_the_users(folder):
     assert isinstance(finder.find_spec(MODULE, None).loader, ScriptLoader)
     for name in ("installed_for_imports", "json", "torch", "drivetrain", "sys", "no_such"):
         assert finder.find_spec(name, None) is None, name
-
-
-def test_the_package_of_a_module_that_is_run_is_the_users(folder):
-    finder = ScriptFinder(["installed_for_imports"])
-    assert isinstance(finder.find_spec("installed_for_imports", None).loader, ScriptLoader)
+    run = ScriptFinder(["installed_for_imports"])  # the package of a module that is run
+    assert isinstance(run.find_spec("installed_for_imports", None).loader, ScriptLoader)
 
 
 def test_a_module_of_the_user_imports_ours_and_others_do_not(folder, monkeypatch):
@@ -46,13 +43,10 @@ def test_a_module_of_the_user_imports_ours_and_others_do_not(folder, monkeypatch
     assert __import__(MODULE).utils is accelerate.utils
 
 
-def test_every_form_of_import(folder):
+def test_every_form_of_import():
     assert import_ours("accelerate") is ours
     assert import_ours("accelerate.utils.random") is ours
     assert import_ours("accelerate.utils", fromlist=("set_seed",)) is ours.utils
     assert import_ours("json").__name__ == "json"
-
-
-def test_tools_for_tests_stay_the_real_packages(folder):
     tools = import_ours("accelerate.test_utils.training", fromlist=("RegressionDataset",))
-    assert tools.__name__ == "accelerate.test_utils.training"
+    assert tools.__name__ == "accelerate.test_utils.training", "tools for tests stay the real ones"

@@ -32,14 +32,11 @@ def test_processes_start_again_after_a_failure_so_many_times(tmp_path):
     assert len(list(tmp_path.iterdir())) == 3
 
 
-def test_several_hosts_name_the_launcher():
-    with pytest.raises(UsageError, match="num_nodes=2; .* 'drivetrain launch'"):
-        ours.notebook_launcher(print, num_nodes=2)
-
-
 def test_no_precision_leaves_it_to_the_launch_configuration(monkeypatch):
     given = []
     start = "drivetrain.notebook.notebook_launcher"
     monkeypatch.setattr(start, lambda *args, **options: given.append((args, options)))
     ours.notebook_launcher(print, (1,), 2)
     assert given == [((print, (1,), 2), {"mixed_precision": None})]
+    with pytest.raises(UsageError, match="num_nodes=2; .* 'drivetrain launch'"):
+        ours.notebook_launcher(print, num_nodes=2)

@@ -99,24 +99,16 @@ def test_a_mesh_of_axes_has_their_joint_axes():
         assert mesh["dp"].size() == mesh["dp_cp"].size() == 2
 
 
-def test_variables_of_accelerate_without_effect_are_named(monkeypatch, caplog):
+def test_an_accelerator_takes_them_and_says_what_has_no_effect(monkeypatch, caplog):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
-    with caplog.at_level("INFO"):
-        assert ours.Accelerator(cpu=True).mixed_precision == "no"
-    assert "ACCELERATE_MIXED_PRECISION in the environment: no effect" in caplog.text
-
-
-def test_accumulation_of_a_plugin_wins_and_says_so(caplog):
-    plugin = ours.DeepSpeedPlugin(zero_stage=1, gradient_accumulation_steps=2)
-    with caplog.at_level("INFO"):
-        made = ours.Accelerator(cpu=True, gradient_accumulation_steps=4, deepspeed_plugin=plugin)
-    assert made.gradient_accumulation_steps == 2
-    assert "gradient_accumulation_steps=4 and 2 of the plugin object differ" in caplog.text
-
-
-def test_an_accelerator_takes_them():
     plugin = ours.DeepSpeedPlugin(zero_stage=1, gradient_accumulation_steps=4)
-    accelerator = ours.Accelerator(cpu=True, deepspeed_plugin={"one": plugin})
+    with caplog.at_level("INFO"):
+        accelerator = ours.Accelerator(
+            cpu=True, gradient_accumulation_steps=2, deepspeed_plugin={"one": plugin}
+        )
+    assert accelerator.mixed_precision == "no"
+    assert "ACCELERATE_MIXED_PRECISION in the environment: no effect" in caplog.text
+    assert "gradient_accumulation_steps=2 and 4 of the plugin object differ" in caplog.text
     assert accelerator.config.strategy == "zero1"
     assert accelerator.gradient_accumulation_steps == 4
     assert accelerator.state.deepspeed_plugin is plugin

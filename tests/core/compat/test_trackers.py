@@ -18,18 +18,16 @@ class Notes(ours.tracking.GeneralTracker):
 
     name = "notes"
 
-    def __init__(self, run_name):
-        self.kept = [run_name]
+    tracker = None
 
-    @property
-    def tracker(self):
-        return self.kept
+    def __init__(self, run_name):
+        self.tracker = [run_name]
 
     def store_init_configuration(self, values):
-        self.kept.append(values)
+        self.tracker.append(values)
 
     def log(self, values, step=None):
-        self.kept.append((step, values))
+        self.tracker.append((step, values))
 
 
 def test_classes_have_the_names_of_accelerate_and_others_are_refused():

@@ -97,8 +97,7 @@ def test_resume_reads_past_what_was_consumed(prepare, read_all, gathered):
 def test_resume_by_the_datasets_own_state(prepare):
     saver = prepare(DataLoader(StatefulStream(10), batch_size=2))
     batches = iter(saver)
-    next(batches)
-    next(batches)
+    assert [next(batches).tolist() for _ in range(2)] == [[0, 1], [2, 3]]
     state = saver.state_dict()
     data = StatefulStream(10)
     resumed = prepare(DataLoader(data, batch_size=2))
@@ -157,10 +156,9 @@ class ShardableStream(SizedStream):
     n_shards = 4
 
     def shard(self, num_shards, index):
-        part = Stream(0)
-        part.numbers = self.numbers[index::num_shards]
-        self.part = part
-        return part
+        self.part = Stream(0)
+        self.part.numbers = self.numbers[index::num_shards]
+        return self.part
 
 
 def test_shards_of_the_dataset_are_read_when_ranks_may_be_uneven(prepare):

@@ -125,9 +125,7 @@ class EvenFirst(Sampler):
     """Even numbers first, in a random order that follows a global or its own generator."""
 
     def __init__(self, n, generator=None):
-        self.n = n
-        self.generator = generator
-        self.epochs = []
+        self.n, self.generator, self.epochs = n, generator, []
 
     def __len__(self):
         return self.n
@@ -168,63 +166,40 @@ def test_sampling_a_part_of_the_data(prepare, counting):
     assert set(epochs[0]) != set(epochs[1])
 
 
-class Buckets:
+class Buckets(list):
     """A batch sampler of the user: fixed batches in a fixed order."""
 
-    def __init__(self, batches, batch_size=None, drop_last=False):
-        self.batches = batches
-        self.drop_last = drop_last
+
+def test_custom_batches_are_given_in_turn_and_filled_where_they_can(read_all, counting):
+    def read(batches, batch_size=None, drop_last=False, **options):
+        sampler = Buckets(batches)
+        sampler.drop_last = drop_last
         if batch_size is not None:
-            self.batch_size = batch_size
+            sampler.batch_size = batch_size
+        found, loaders = read_all(
+            lambda: DataLoader(counting(6), batch_sampler=sampler), 2, **options
+        )
+        assert loaders[0].batch_sampler is sampler
+        return found, loaders
 
-    def __len__(self):
-        return len(self.batches)
-
-    def __iter__(self):
-        return iter(self.batches)
-
-
-def test_custom_batches_are_given_in_turn_and_filled(prepare, read_all, counting):
-    sampler = Buckets([[5, 1], [0, 3], [2]], batch_size=2)
-    batches, loaders = read_all(lambda: DataLoader(counting(6), batch_sampler=sampler), 2)
-    assert batches == [[[5, 1], [2, 5]], [[0, 3], [1, 0]]]
-    assert loaders[0].batch_sampler is sampler
+    filled = [[[5, 1], [2, 5]], [[0, 3], [1, 0]]]
+    found, loaders = read([[5, 1], [0, 3], [2]], 2)
+    assert found == filled
     assert (loaders[0].remainder, len(loaders[0]), loaders[0].total_batch_size) == (1, 2, 4)
-
-
-def test_custom_batches_split(read_all, counting):
-    sampler = Buckets([[5, 1, 0, 3], [2]], batch_size=4)
-    make = lambda: DataLoader(counting(6), batch_sampler=sampler)  # noqa: E731
-    even, loaders = read_all(make, 2, split_batches=True)
-    assert even == [[[5, 1], [2, 5]], [[0, 3], [1, 0]]]
-    assert loaders[0].remainder == 1
-    uneven, _ = read_all(make, 2, split_batches=True, even_batches=False)
-    assert uneven == [[[5, 1], [2]], [[0, 3]]]
-
-
-def test_custom_batches_of_varying_size(read_all, counting):
-    sampler = Buckets([[5], [0, 3, 1], [2, 4]])
-    make = lambda: DataLoader(counting(6), batch_sampler=sampler)  # noqa: E731
-    batches, loaders = read_all(make, 2, even_batches=False)
-    assert batches == [[[5], [2, 4]], [[0, 3, 1]]]
+    found, loaders = read([[5, 1, 0, 3], [2]], 4, split_batches=True)
+    assert (found, loaders[0].remainder) == (filled, 1)
+    found, _ = read([[5, 1, 0, 3], [2]], 4, split_batches=True, even_batches=False)
+    assert found == [[[5, 1], [2]], [[0, 3]]]
+    found, loaders = read([[5], [0, 3, 1], [2, 4]], even_batches=False)
+    assert found == [[[5], [2, 4]], [[0, 3, 1]]]
     assert [len(loader) for loader in loaders] == [2, 1]
-    with pytest.raises(UsageError, match="even_batches=False"):
-        read_all(make, 2)
-
-
-def test_custom_batches_that_vary_in_the_middle_cannot_be_filled(read_all, counting):
-    sampler = Buckets([[5, 1], [0], [2, 4]], batch_size=2)
-    with pytest.raises(UsageError, match="found 1 in batch 1 of 3"):
-        read_all(lambda: DataLoader(counting(6), batch_sampler=sampler), 2)
-
-
-def test_custom_batches_drop_last(read_all, counting):
-    sampler = Buckets([[5, 1], [0, 3], [2, 4]], batch_size=2, drop_last=True)
-    make = lambda: DataLoader(counting(6), batch_sampler=sampler)  # noqa: E731
     for even in (True, False):
-        batches, loaders = read_all(make, 2, even_batches=even)
-        assert batches == [[[5, 1]], [[0, 3]]]
-        assert loaders[0].remainder == -1
+        found, loaders = read([[5, 1], [0, 3], [2, 4]], 2, drop_last=True, even_batches=even)
+        assert (found, loaders[0].remainder) == ([[[5, 1]], [[0, 3]]], -1)
+    with pytest.raises(UsageError, match="even_batches=False"):
+        read([[5], [0, 3, 1], [2, 4]])
+    with pytest.raises(UsageError, match="found 1 in batch 1 of 3"):
+        read([[5, 1], [0], [2, 4]], 2)
 
 
 def test_batch_size_none_gives_items_in_turn(prepare, counting):
@@ -240,24 +215,24 @@ def test_batch_size_none_gives_items_in_turn(prepare, counting):
     assert [batch.tolist() for batch in loader] == [[0, 10], [40, 50]]
 
 
-def test_batch_size_that_does_not_divide(prepare, counting):
-    with pytest.raises(UsageError, match="divides over 2 ranks with split_batches, found 3"):
-        prepare(DataLoader(counting(6), batch_size=3), 0, 2, split_batches=True)
-    with pytest.raises(UsageError, match="batch_size=None"):
-        prepare(DataLoader(counting(6), batch_size=None), 0, 2, split_batches=True)
-
-
 def test_loaders_that_would_be_read_wrongly_are_refused(prepare, counting):
     class Doubling(DataLoader):
         def __iter__(self):
             return (2 * batch for batch in super().__iter__())
 
-    with pytest.raises(UsageError, match="own __iter__"):
-        prepare(Doubling(counting(4)))
-    sampler = DistributedSampler(counting(4), num_replicas=2, rank=0)
-    with pytest.raises(UsageError, match="twice"):
-        prepare(DataLoader(counting(4), sampler=sampler), 0, 2)
-    with pytest.raises(UsageError, match="in_order"):
-        prepare(DataLoader(counting(4), num_workers=1, in_order=False))
-    with pytest.raises(UsageError, match="sampler with a length"):
-        prepare(DataLoader(counting(4), sampler=itertools.count()))
+    data = counting(6)
+    twice = DistributedSampler(data, num_replicas=2, rank=0)
+    for loader, message in (
+        (Doubling(data), "own __iter__"),
+        (DataLoader(data, sampler=twice), "twice"),
+        (DataLoader(data, num_workers=1, in_order=False), "in_order"),
+        (DataLoader(data, sampler=itertools.count()), "sampler with a length"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            prepare(loader, 0, 2)
+    for batch_size, message in (
+        (3, "divides over 2 ranks with split_batches, found 3"),
+        (None, "batch_size=None"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            prepare(DataLoader(data, batch_size=batch_size), 0, 2, split_batches=True)

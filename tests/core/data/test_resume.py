@@ -13,17 +13,18 @@ from drivetrain.errors import CheckpointError, UsageError
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
 
-class Batches:
+class Batches(list):
     """Batches of the user."""
 
-    def __init__(self, batches):
-        self.batches, self.batch_size = batches, len(batches[0])
+    batch_size = 3
 
-    def __len__(self):
-        return len(self.batches)
 
-    def __iter__(self):
-        return iter(self.batches)
+def begun(loader, batches=1):
+    """Return the state of a loader after some batches, and what is left of them."""
+    left = iter(loader)
+    for _ in range(batches):
+        next(left)
+    return loader.state_dict(), left
 
 
 def test_resume_from_every_position_on_every_number_of_ranks(prepare, counting, read_all, gathered):
@@ -76,13 +77,10 @@ def test_resumed_epoch_equals_the_uninterrupted_one(prepare, counting, workers):
 
 
 def test_resume_touches_no_sample_before_the_position_and_reads_none_ahead(prepare, counting):
-    saver = prepare(DataLoader(counting(40), batch_size=4))
-    batches = iter(saver)
-    for _ in range(7):
-        next(batches)
+    state, _ = begun(prepare(DataLoader(counting(40), batch_size=4)), 7)
     data = counting(40)
     resumed = prepare(DataLoader(data, batch_size=4))
-    resumed.load_state_dict(saver.state_dict())
+    resumed.load_state_dict(state)
     before = torch.get_rng_state()
     next(iter(resumed))
     assert data.read == [28, 29, 30, 31]
@@ -95,12 +93,9 @@ def test_state_of_the_users_generator_survives(prepare, counting):
         data = DataLoader(counting(20), batch_size=4, shuffle=True)
         return prepare(data, use_seedable_sampler=False)
 
-    loader = make(1)
-    batches = iter(loader)
-    next(batches)
-    state = json.loads(json.dumps(loader.state_dict()))
+    state, batches = begun(make(1))
     resumed = make(99)
-    resumed.load_state_dict(state)
+    resumed.load_state_dict(json.loads(json.dumps(state)))
     assert torch.cat(list(resumed)).tolist() == torch.cat(list(batches)).tolist()
 
 
@@ -135,9 +130,8 @@ def test_a_break_or_an_exception_moves_to_the_next_epoch(prepare, counting, reco
 def test_set_epoch_keeps_a_restored_position_of_that_epoch(prepare, counting):
     saver, loader = (prepare(DataLoader(counting(8), batch_size=2)) for _ in "12")
     saver.set_epoch(3)
-    next(iter_ := iter(saver))
-    state = saver.state_dict()
-    iter_.close()
+    state, left = begun(saver)
+    left.close()
     for epoch, batches in ((3, 3), (4, 4)):
         loader.load_state_dict(state)
         loader.set_epoch(epoch)
@@ -165,9 +159,7 @@ def test_second_iteration_ends_the_first(prepare, counting, recorder):
 
 def test_loading_a_state_inside_the_loop_ends_the_loop(prepare, counting):
     loader = prepare(DataLoader(counting(8), batch_size=2))
-    batches = iter(loader)
-    next(batches)
-    state = loader.state_dict()
+    state, batches = begun(loader)
     next(batches)
     loader.load_state_dict(state)
     with pytest.raises(UsageError):
@@ -178,9 +170,7 @@ def test_loading_a_state_inside_the_loop_ends_the_loop(prepare, counting):
 def test_skipping_is_absolute_and_for_one_epoch(prepare, counting):
     data = counting(10)
     loader = prepare(DataLoader(data, batch_size=2))
-    batches = iter(loader)
-    next(batches)
-    state = loader.state_dict()
+    state, batches = begun(loader)
     batches.close()
     loader.load_state_dict(state)
     data.read.clear()
@@ -207,14 +197,15 @@ def test_skipping_in_a_loader_that_is_not_prepared(counting):
         skip_first_batches(DataLoader(data), -1)
 
 
-def test_position_in_another_dataset_is_refused(prepare, counting):
-    saver = prepare(DataLoader(counting(8), batch_size=2))
-    batches = iter(saver)
-    next(batches)
+def test_position_in_another_dataset_or_of_another_kind_is_refused(prepare, counting):
+    state, _ = begun(prepare(DataLoader(counting(8), batch_size=2)))
     loader = prepare(DataLoader(counting(9), batch_size=2))
-    loader.load_state_dict(saver.state_dict())
+    loader.load_state_dict(state)
     with pytest.raises(CheckpointError, match=r"total=8.*total=9"):
         next(iter(loader))
+    for other, message in (({"version": 0}, "version"), ({"unit": "batches"}, "in samples")):
+        with pytest.raises(CheckpointError, match=message):
+            loader.load_state_dict(state | other)
 
 
 def test_sampler_that_cannot_be_reproduced_is_found_at_resume(prepare, counting):
@@ -228,19 +219,8 @@ def test_sampler_that_cannot_be_reproduced_is_found_at_resume(prepare, counting)
             Hidden.calls += 1
             return iter([(i + Hidden.calls) % 6 for i in range(6)])
 
-    saver = prepare(DataLoader(counting(6), sampler=Hidden()))
-    batches = iter(saver)
-    next(batches)
+    state, _ = begun(prepare(DataLoader(counting(6), sampler=Hidden())))
     loader = prepare(DataLoader(counting(6), sampler=Hidden()))
-    loader.load_state_dict(saver.state_dict())
+    loader.load_state_dict(state)
     with pytest.raises(CheckpointError, match="same dataset and sampler"):
         next(iter(loader))
-
-
-def test_state_of_another_kind_is_refused(prepare, counting):
-    loader = prepare(DataLoader(counting(6)))
-    state = loader.state_dict()
-    with pytest.raises(CheckpointError, match="version"):
-        loader.load_state_dict(state | {"version": 0})
-    with pytest.raises(CheckpointError, match="position in samples"):
-        loader.load_state_dict(state | {"unit": "batches"})

@@ -11,6 +11,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import drivetrain
 from drivetrain import (
     Accelerator,
+    AcceleratorState,
+    ConfigError,
     DataLoaderConfiguration,
     ProjectConfiguration,
     UsageError,
@@ -48,19 +50,23 @@ def test_prepared_objects_have_the_names_of_accelerate(tmp_path):
     assert isinstance(scheduler, drivetrain.AcceleratedScheduler)
     assert isinstance(loader, drivetrain.DataLoaderShard)
     assert sorted(torch.cat([x for (x,) in loader]).tolist()) == [0, 1, 2, 3]
+    state = AcceleratorState("bf16", cpu=True)
+    assert (state.num_processes, state.mixed_precision) == (1, "bf16")
+    assert AcceleratorState(cpu=True).mixed_precision == "no"
+    with pytest.raises(ConfigError, match="precision"):
+        AcceleratorState("fp7", cpu=True)
+
+
+def test_a_model_loses_its_wrapper_and_stays_compiled_unless_told():
+    model, accelerator = nn.Linear(2, 2), Accelerator(cpu=True)
+    backends = []
     compiled = torch.compile(model, backend="eager")
     assert drivetrain.extract_model_from_parallel(compiled) is compiled
     assert drivetrain.extract_model_from_parallel(compiled, keep_torch_compile=False) is model
-    wrapped = torch.compile(nn.DataParallel(model), backend="eager")
-    assert drivetrain.extract_model_from_parallel(wrapped, keep_torch_compile=False) is model
-    assert Accelerator(cpu=True).unwrap_model(wrapped, keep_torch_compile=False) is model
-
-
-def test_a_compiled_model_loses_its_wrapper_and_stays_compiled():
-    model = nn.Linear(2, 2)
-    backends = []
     wrapped = torch.compile(nn.DataParallel(model), backend=lambda g, _: backends.append(g) or g)
-    kept = Accelerator(cpu=True).unwrap_model(wrapped)
+    assert drivetrain.extract_model_from_parallel(wrapped, keep_torch_compile=False) is model
+    assert accelerator.unwrap_model(wrapped, keep_torch_compile=False) is model
+    kept = accelerator.unwrap_model(wrapped)
     assert kept._orig_mod is model
     assert isinstance(wrapped._orig_mod, nn.DataParallel)
     torch.testing.assert_close(kept(torch.ones(1, 2)), model(torch.ones(1, 2)))
@@ -80,13 +86,3 @@ def test_a_model_that_was_not_prepared_can_be_saved(tmp_path):
     with pytest.raises(UsageError, match="found Linear"):
         accelerator.get_state_dict(model[0])  # its parameters may be divided
     accelerator.end_training()
-
-
-def test_accelerator_state_knows_processes_and_precision():
-    from drivetrain import AcceleratorState, ConfigError
-
-    state = AcceleratorState("bf16", cpu=True)
-    assert (state.num_processes, state.mixed_precision) == (1, "bf16")
-    assert AcceleratorState(cpu=True).mixed_precision == "no"
-    with pytest.raises(ConfigError, match="precision"):
-        AcceleratorState("fp7", cpu=True)

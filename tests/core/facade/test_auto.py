@@ -3,6 +3,7 @@
 import logging
 import re
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -21,15 +22,18 @@ sys.path.append(str(Path(__file__).parents[3] / "examples"))
 from train_gpt import GPT, loss_of
 
 
-class Lines(logging.Handler):
-    """Keeps the lines of the log."""
-
-    def __init__(self):
-        super().__init__()
-        self.found = []
-
-    def emit(self, record):
-        self.found.append(record.getMessage())
+@contextmanager
+def said(words):
+    """Yield the lines of the log with these words."""
+    lines, handler = [], logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    handler.addFilter(lambda record: words in record.getMessage())
+    logger = logging.getLogger("drivetrain")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    yield lines
+    logger.removeHandler(handler)
+    logger.setLevel(logging.NOTSET)
 
 
 def trained(steps=3, **options):
@@ -55,30 +59,25 @@ def strategy_of(accelerator):
     return re.search(r"strategy='(\w+)'", repr(accelerator))[1]
 
 
-def small_memory(folder, gib):
-    text = hardware_text("cpu").replace("gib: 256", f"gib: {gib}")
-    path = folder / f"{gib}.yaml"
-    path.write_text(text)
+def hardware(folder, before, after):
+    """Return the path of a description of processors with another text at one place."""
+    path = folder / "mine.yaml"
+    path.write_text(hardware_text("cpu").replace(before, after))
     return str(path)
 
 
 @pytest.mark.ranks(2)
 def test_the_choice_trains_as_its_pin(tmp_path):
-    lines = Lines()
-    logging.getLogger("drivetrain").addHandler(lines)
-    logging.getLogger("drivetrain").setLevel(logging.INFO)
-    accelerator, chosen = trained(
-        strategy="auto", project_dir=tmp_path / "run", config={"report": False}
-    )
+    with said("strategy auto: ") as lines:
+        accelerator, chosen = trained(
+            strategy="auto", project_dir=tmp_path / "run", config={"report": False}
+        )
     name = strategy_of(accelerator)
     accelerator.end_training()
-    logging.getLogger("drivetrain").removeHandler(lines)
-    logging.getLogger("drivetrain").setLevel(logging.NOTSET)
     if accelerator.is_main_process:
-        lines = [line for line in lines.found if "strategy auto: " in line]
-        assert len(lines) == 1
-        assert "ms a step planned" in lines[0]
-        assert "cpu (described, unmeasured)" in lines[0]
+        (line,) = lines
+        assert "ms a step planned" in line
+        assert "cpu (described, unmeasured)" in line
     pin = tmp_path / "run" / "strategy.yaml"
     section = yaml.safe_load(pin.read_text())["strategy"]
     assert section["name"] == name != "auto"
@@ -87,28 +86,17 @@ def test_the_choice_trains_as_its_pin(tmp_path):
     assert all(torch.equal(chosen[key], pinned[key]) for key in pinned)
 
 
-def test_a_planned_run_ends_with_its_prediction_and_its_measurement():
-    lines = Lines()
-    logging.getLogger("drivetrain").addHandler(lines)
-    logging.getLogger("drivetrain").setLevel(logging.INFO)
-    try:
-        accelerator, _ = trained(strategy="auto")
-        accelerator.end_training()
-    finally:
-        logging.getLogger("drivetrain").removeHandler(lines)
-        logging.getLogger("drivetrain").setLevel(logging.NOTSET)
-    (told,) = [line for line in lines.found if " ms a step, measured " in line]
-    planned, measured = (float(each) for each in re.findall(r"([\d.]+) ms", told.replace(",", "")))
-    assert planned > 0
-    assert measured > 0
-    assert ("(-" in told) == (planned < measured)
-
-
-def test_a_planned_step_has_all_batches_of_its_window(monkeypatch):
+def test_a_planned_run_ends_with_prediction_and_measurement_of_a_whole_window(monkeypatch):
     tasks = []
     monkeypatch.setattr(auto, "Predictor", lambda task: tasks.append(task) or Predictor(task))
-    trained(steps=0, strategy="auto", gradient_accumulation_steps=3)[0].end_training()
+    with said(" ms a step, measured ") as lines:
+        trained(strategy="auto", gradient_accumulation_steps=3)[0].end_training()
     assert [task.batch for task in tasks] == [3 * 4]
+    (line,) = lines
+    planned, measured = map(float, re.findall(r"([\d.]+) ms", line.replace(",", "")))
+    assert planned > 0
+    assert measured > 0
+    assert ("(-" in line) == (planned < measured)
 
 
 @pytest.mark.ranks(2)
@@ -116,10 +104,8 @@ def test_a_small_memory_takes_more_than_replicas(tmp_path):
     """A device that lacks the room for whole states gets a layout that divides them."""
     model = nn.Sequential(*[nn.Linear(256, 256) for _ in range(4)])
     whole = 16 * sum(p.numel() for p in model.parameters())
-    accelerator = Accelerator(
-        cpu=True,
-        strategy={"name": "auto", "hardware": small_memory(tmp_path, 1.2 * whole / 2**30)},
-    )
+    path = hardware(tmp_path, "gib: 256", f"gib: {1.2 * whole / 2**30}")
+    accelerator = Accelerator(cpu=True, strategy={"name": "auto", "hardware": path})
     loader = DataLoader(TensorDataset(torch.ones(8, 256)), batch_size=2)
     accelerator.prepare(model, torch.optim.AdamW(model.parameters()), loader)
     assert strategy_of(accelerator) in ("zero2", "zero3", "fsdp")
@@ -127,23 +113,18 @@ def test_a_small_memory_takes_more_than_replicas(tmp_path):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize(
-    ("hardware", "expected"),
-    [("h1000", "did you mean h100"), ("1e-6", "no data-parallel layout fits: ")],
-)
-def test_every_rank_says_why_nothing_is_chosen(tmp_path, hardware, expected):
-    if hardware == "1e-6":
-        hardware = small_memory(tmp_path, hardware)
-    with pytest.raises(ConfigError, match=expected):
-        trained(strategy={"name": "auto", "hardware": hardware})
-
-
-@pytest.mark.ranks(2)
-def test_a_link_that_nobody_measured_is_not_guessed(tmp_path):
-    text = hardware_text("cpu").replace("between processes of a host", "NOT MEASURED: processes")
-    (tmp_path / "mine.yaml").write_text(text)
-    with pytest.raises(ConfigError, match="auto: the links inside of a host were not measured"):
-        trained(strategy={"name": "auto", "hardware": str(tmp_path / "mine.yaml")})
+def test_every_rank_says_why_nothing_is_chosen(tmp_path):
+    for given, expected in (
+        ("h1000", "did you mean h100"),
+        (("gib: 256", "gib: 1e-6"), "no data-parallel layout fits: "),
+        (
+            ("between processes of a host", "NOT MEASURED: processes"),
+            "auto: the links inside of a host were not measured",
+        ),
+    ):
+        name = given if isinstance(given, str) else hardware(tmp_path, *given)
+        with pytest.raises(ConfigError, match=expected):
+            trained(strategy={"name": "auto", "hardware": name})
 
 
 def test_descriptions_are_found_by_the_devices_title():

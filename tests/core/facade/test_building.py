@@ -52,6 +52,11 @@ def test_plain_attributes_get_values():
         assert body.offsets[0].tolist() == [0, 1, 2]
         assert head(nn.LayerNorm(3)(torch.ones(1, 3))).isfinite().all()
         accelerator.end_training()
+    accelerator = Accelerator(cpu=True)
+    with accelerator.building():
+        model = Tower()
+    model = accelerator.prepare_model(model, evaluation_mode=True)
+    assert model(torch.ones(1, 3)).isfinite().all()
 
 
 def test_state_made_by_an_optimizers_constructor():
@@ -67,14 +72,6 @@ def test_state_made_by_an_optimizers_constructor():
         other = nn.Linear(3, 3)
     with pytest.raises(UsageError, match="state sum of Adagrad"):
         accelerator.prepare(other, torch.optim.Adagrad(other.parameters()))
-
-
-def test_evaluation_mode():
-    accelerator = Accelerator(cpu=True)
-    with accelerator.building():
-        model = Tower()
-    model = accelerator.prepare_model(model, evaluation_mode=True)
-    assert model(torch.ones(1, 3)).isfinite().all()
 
 
 def test_wrong_uses():
@@ -156,25 +153,23 @@ def test_weights_of_an_export(strategy, max_shard_size, tmp_path):
 
 def test_exports_that_do_not_fit(tmp_path, caplog):
     accelerator = Accelerator(cpu=True)
+    file = tmp_path / "model.safetensors"
+    weight, bias = torch.ones(2, 2), torch.ones(2)
+
+    def built(**tensors):
+        save_file(tensors, file)
+        with accelerator.building(tmp_path):
+            return nn.Linear(2, 2)
+
     with pytest.raises(CheckpointError, match="found neither"), accelerator.building(tmp_path):
         pass
-    file = tmp_path / "model.safetensors"
-    save_file({"weight": torch.ones(2, 2)}, file)
-    with accelerator.building(file):
-        model = nn.Linear(2, 2)
     with pytest.raises(CheckpointError, match="1 are missing: bias; it holds weight"):
-        accelerator.prepare(model)
-    save_file({"weight": torch.ones(3, 2), "bias": torch.ones(2)}, file)
-    with accelerator.building(tmp_path):
-        model = nn.Linear(2, 2)
+        accelerator.prepare(built(weight=weight))
     with pytest.raises(CheckpointError, match=r"shape \(2, 2\), found \(3, 2\)"):
-        accelerator.prepare(model)
-    save_file({"weight": torch.ones(2, 2), "bias": torch.ones(2), "more": torch.ones(1)}, file)
-    with accelerator.building(tmp_path):
-        model = nn.Linear(2, 2)
-    accelerator.prepare(model)
+        accelerator.prepare(built(weight=torch.ones(3, 2), bias=bias))
+    model = accelerator.prepare(built(weight=weight, bias=bias, more=torch.ones(1)))
     assert "1 tensors that Linear has not" in caplog.text
     assert model.weight.eq(1).all()
     file.write_bytes(file.read_bytes()[:-3])
-    with pytest.raises(CheckpointError, match="not whole"), accelerator.building(tmp_path):
+    with pytest.raises(CheckpointError, match="not whole"), accelerator.building(file):
         pass

@@ -22,28 +22,22 @@ def loss_of(model, x):
     return model(x).square().sum(dim=1).mean()
 
 
-def reference_grad(batches, weights=None):
-    """The gradient of the (weighted) mean of the batches' losses, in one process."""
+def reference_grad(batches):
+    """The gradient of the mean of the batches' losses, in one process."""
     model = linear()
-    weights = weights or [1.0] * len(batches)
-    losses = [w * loss_of(model, x) for w, x in zip(weights, batches, strict=True)]
-    (sum(losses) / sum(weights)).backward()
+    (sum(loss_of(model, x) for x in batches) / len(batches)).backward()
     return model.weight.grad
 
 
 @pytest.mark.ranks(2)
 def test_weights_are_exact_over_micro_batches_and_ranks():
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-    rank = accelerator.process_index
     model = accelerator.prepare(linear())
-    sizes = [[1, 4], [3, 2]]  # rows per rank and micro-batch
-    data = rows(10)
-    batches = {(0, 0): data[:1], (0, 1): data[1:5], (1, 0): data[5:8], (1, 1): data[8:]}
-    for i in range(2):
+    parts = rows(10).split([1, 4, 3, 2])  # two micro-batches of each rank
+    for x in parts[2 * accelerator.process_index :][:2]:
         with accelerator.accumulate(model):
-            x = batches[rank, i]
-            accelerator.backward(loss_of(model, x), weight=sizes[rank][i])
-    expected = reference_grad([data])  # one batch of all rows
+            accelerator.backward(loss_of(model, x), weight=len(x))
+    expected = reference_grad([rows(10)])  # one batch of all rows
     torch.testing.assert_close(model.weight.grad, expected, rtol=1e-12, atol=1e-14)
     accelerator.end_training()
 
@@ -152,20 +146,14 @@ def test_metrics_hold_each_sample_once_also_after_a_resume():
     accelerator = Accelerator(
         cpu=True, dataloader_config=DataLoaderConfiguration(even_batches=True)
     )
-    loader = accelerator.prepare(DataLoader(TensorDataset(torch.arange(11)), batch_size=2))
-    seen = torch.cat([accelerator.gather_for_metrics(x) for (x,) in loader])
-    assert seen.tolist() == list(range(11))
-    state = None
-    for i, (_,) in enumerate(loader):
-        if i == 1:
-            state = loader.state_dict()
-            break
-    fresh = accelerator.prepare(DataLoader(TensorDataset(torch.arange(11)), batch_size=2))
-    fresh.load_state_dict(state)
-    rest = torch.cat([accelerator.gather_for_metrics(x) for (x,) in fresh])
-    assert rest.tolist() == list(range(8, 11))
-    objects = [
-        o for (x,) in loader for o in accelerator.gather_for_metrics([str(i) for i in x.tolist()])
-    ]
+    gather = accelerator.gather_for_metrics
+    loader, fresh = (
+        accelerator.prepare(DataLoader(TensorDataset(torch.arange(11)), batch_size=2)) for _ in "12"
+    )
+    states, seen = zip(*[(loader.state_dict(), gather(x)) for (x,) in loader], strict=True)
+    assert torch.cat(seen).tolist() == list(range(11))
+    fresh.load_state_dict(states[1])
+    assert torch.cat([gather(x) for (x,) in fresh]).tolist() == list(range(8, 11))
+    objects = [o for (x,) in loader for o in gather([str(i) for i in x.tolist()])]
     assert objects == [str(i) for i in range(11)]
     accelerator.end_training()

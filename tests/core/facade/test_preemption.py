@@ -14,14 +14,16 @@ from drivetrain.facade import exchange, preemption
 from drivetrain.runtime.notices import PREEMPTED, Notice
 from drivetrain.runtime.world import World
 
-STEPS = 12
+STEPS = 8
 
 
 def start(folder, strategy="ddp", naming=True):
     preemption.is_launched = lambda: True
     exchange.PERIOD_S = 0.0  # in each step
     project = ProjectConfiguration(project_dir=folder, automatic_checkpoint_naming=naming)
-    accelerator = Accelerator(cpu=True, strategy=strategy, project_config=project)
+    accelerator = Accelerator(
+        cpu=True, strategy=strategy, project_config=project, config={"report": False}
+    )
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 4), nn.Dropout(0.3), nn.Linear(4, 1))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)

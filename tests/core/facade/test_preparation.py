@@ -29,17 +29,18 @@ def test_order_and_identity():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loader = DataLoader(TensorDataset(torch.zeros(4, 2)), batch_size=2)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    things = accelerator.prepare(loader, scheduler, None, model, [1], optimizer)
-    assert things[3] is model
-    assert things[2] is None
-    assert things[4] == [1]
-    assert isinstance(things[0], DataLoader)
-    assert isinstance(things[5], torch.optim.Optimizer)
-    assert things[1].optimizers == [things[5]]
-    assert accelerator.prepare(model) is model
-    assert accelerator.prepare(things[5]) is things[5]
-    assert accelerator.prepare(optimizer) is things[5]
-    assert accelerator.prepare(things[0]) is things[0]
+    loader, scheduler, *rest, prepared = accelerator.prepare(
+        loader, scheduler, None, model, [1], optimizer
+    )
+    assert rest == [None, model, [1]]
+    assert isinstance(loader, DataLoader)
+    assert isinstance(prepared, torch.optim.Optimizer)
+    assert scheduler.optimizers == [prepared]
+    for given, expected in (
+        *((each, each) for each in (model, prepared, loader)),
+        (optimizer, prepared),
+    ):
+        assert accelerator.prepare(given) is expected
     assert len(accelerator._prepared.models) == len(accelerator._prepared.optimizers) == 1
     assert accelerator.unwrap_model(model) is model
 
@@ -83,25 +84,6 @@ def test_a_submodule_stands_for_its_model_in_accumulate():
         pass
 
 
-def test_optimizer_over_foreign_parameters():
-    accelerator = Accelerator(cpu=True)
-    foreign = torch.optim.SGD([nn.Parameter(torch.zeros(7, 3))], lr=0.1)
-    with pytest.raises(UsageError, match=r"foreign one of shape \(7, 3\) in group 0"):
-        accelerator.prepare(nn.Linear(2, 2), foreign)
-
-
-def test_backward_of_what_is_no_loss():
-    accelerator = Accelerator(cpu=True)
-    output = accelerator.prepare(nn.Linear(2, 2))(torch.ones(3, 2))
-    for loss, message in (
-        (output, "scalar loss, found shape"),
-        (output.sum().detach(), "requires grad"),
-        (3.0, "found float"),
-    ):
-        with pytest.raises(UsageError, match=message):
-            accelerator.backward(loss)
-
-
 def test_options_reach_the_run():
     accelerator = Accelerator(
         cpu=True,
@@ -129,24 +111,34 @@ def test_a_trigger_is_lowered_when_it_was_seen():
     assert [accelerator.check_trigger(), accelerator.check_trigger()] == [True, False]
 
 
-def test_unknown_strategies_and_options():
-    with pytest.raises(UnknownPluginError, match="installed: .*ddp"):
-        Accelerator(cpu=True, strategy="zeero")
-    with pytest.raises(ConfigError, match="did you mean 'bucket_mib'"):
-        Accelerator(cpu=True, strategy={"name": "ddp", "bucket_mb": 3})
-
-
 def test_wrong_arguments():
-    with pytest.raises(ConfigError, match="precision"):
-        Accelerator(cpu=True, mixed_precision="fp8")
-    with pytest.raises(UsageError, match="device_placement"):
-        Accelerator(cpu=True).prepare(nn.Linear(2, 2), device_placement=[True, False])
-    with pytest.raises(UsageError, match="state_dict"):
-        Accelerator(cpu=True).register_for_checkpointing(3)
-    with pytest.raises(UsageError, match="foreign|none"):
-        accelerator = Accelerator(cpu=True)
-        accelerator.prepare(nn.Linear(2, 2))
-        accelerator.clip_grad_norm_(nn.Linear(2, 2).parameters(), 1.0)
+    for options, error, message in (
+        ({"mixed_precision": "fp8"}, ConfigError, "precision"),
+        ({"strategy": "zeero"}, UnknownPluginError, "installed: .*ddp"),
+        ({"strategy": {"name": "ddp", "bucket_mb": 3}}, ConfigError, "did you mean 'bucket_mib'"),
+    ):
+        with pytest.raises(error, match=message):
+            Accelerator(cpu=True, **options)
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(nn.Linear(2, 2))
+    output = model(torch.ones(3, 2))
+    foreign = [nn.Parameter(torch.zeros(7, 3))]
+    for verb, arguments, message in (
+        (accelerator.prepare, [nn.Linear(2, 2)], "device_placement"),
+        (accelerator.register_for_checkpointing, [3], "state_dict"),
+        (accelerator.clip_grad_norm_, [foreign, 1.0], "foreign|none"),
+        (
+            accelerator.prepare,
+            [torch.optim.SGD(foreign)],
+            r"foreign one of shape \(7, 3\) in group 0",
+        ),
+        (accelerator.backward, [output], "scalar loss, found shape"),
+        (accelerator.backward, [output.sum().detach()], "requires grad"),
+        (accelerator.backward, [3.0], "found float"),
+    ):
+        options = {"device_placement": [True, False]} if message == "device_placement" else {}
+        with pytest.raises(UsageError, match=message):
+            verb(*arguments, **options)
 
 
 @pytest.mark.ranks(2)
@@ -164,24 +156,18 @@ def test_ranks_that_differ_are_refused():
     accelerator.end_training()
 
 
-@pytest.mark.parametrize("kind", [2.0, math.inf])
-def test_clipping_two_models_to_one_norm(kind):
-    accelerator = Accelerator(cpu=True)
-    models = [nn.Linear(4, 4).double() for _ in range(2)]
-    models = accelerator.prepare(*models)
-    x = torch.ones(1, 4, dtype=torch.float64)
-    accelerator.backward(models[1](models[0](x)).square().sum())
-    parameters = [p for model in models for p in model.parameters()]
-    grads = [p.grad.clone() for p in parameters]
-    total = accelerator.clip_grad_norm_(parameters, 0.5, kind)
-    expected = torch.nn.utils.get_total_norm(grads, kind)
-    torch.testing.assert_close(total, expected)
-    torch.testing.assert_close(
-        torch.nn.utils.get_total_norm([p.grad for p in parameters], kind),
-        torch.tensor(0.5, dtype=torch.float64),
-        rtol=1e-5,
-        atol=0,
-    )
+def test_clipping_two_models_to_one_norm():
+    for kind in (2.0, math.inf):
+        accelerator = Accelerator(cpu=True)
+        models = accelerator.prepare(*[nn.Linear(4, 4).double() for _ in range(2)])
+        x = torch.ones(1, 4, dtype=torch.float64)
+        accelerator.backward(models[1](models[0](x)).square().sum())
+        parameters = [p for model in models for p in model.parameters()]
+        expected = torch.nn.utils.get_total_norm([p.grad for p in parameters], kind)
+        total = accelerator.clip_grad_norm_(parameters, 0.5, kind)
+        torch.testing.assert_close(total, expected)
+        clipped = torch.nn.utils.get_total_norm([p.grad for p in parameters], kind)
+        assert float(clipped) == pytest.approx(0.5, rel=1e-5)
 
 
 def test_clipping_a_part_of_a_model_leaves_the_rest():

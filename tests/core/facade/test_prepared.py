@@ -74,9 +74,11 @@ def test_model_prepared_again_after_free_memory():
 
 
 @pytest.mark.parametrize("copier", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))])
-def test_copy_of_a_model_is_an_ordinary_one(copier):
+def test_copies_are_ordinary_ones(copier):
     accelerator = Accelerator(cpu=True, mixed_precision="bf16")
-    model = accelerator.prepare(linear())
+    model = linear()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    scheduler = accelerator.prepare(torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5))
     average = copier(accelerator.unwrap_model(model))
     for parameter in average.parameters():
         torch.nn.init.zeros_(parameter)
@@ -90,13 +92,6 @@ def test_copy_of_a_model_is_an_ordinary_one(copier):
     out = again(rows())
     assert torch.equal(out, out.bfloat16().float())  # computed in bf16
 
-
-@pytest.mark.parametrize("copier", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))])
-def test_copies_of_optimizer_and_scheduler(copier):
-    accelerator = Accelerator(cpu=True)
-    model = linear()
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
-    scheduler = accelerator.prepare(torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5))
     train(accelerator, model, optimizer)
     scheduler.step()
     twin, schedule = copier((optimizer, scheduler))

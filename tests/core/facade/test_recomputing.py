@@ -10,41 +10,25 @@ from torch import nn
 from drivetrain import Accelerator
 from drivetrain.errors import UsageError
 from drivetrain.runtime.mesh import Mesh
+from stacks import Residual, Stack
 
 WIDTH, ROWS = 24, 40
 
 
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.calls = 0
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-        self.drop = nn.Dropout(0.3)
+class Block(Residual):
+    """Counts its calls, draws, and takes a further argument."""
+
+    calls = 0
 
     def forward(self, x, *, bias=None):
         self.calls += 1
-        return x + self.drop(self.down(torch.tanh(self.up(x)))) + bias
-
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.tokens = nn.Embedding(7, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
-        self.head = nn.Linear(WIDTH, 7, bias=False)
-        self.head.weight = self.tokens.weight
-
-    def forward(self, tokens):
-        x = self.tokens(tokens)
-        bias = torch.ones(WIDTH)
-        for block in self.blocks:
-            x = block(x, bias=bias)
-        return self.head(x)
+        return nn.functional.dropout(super().forward(x), 0.3) + (1.0 if bias is None else bias)
 
 
 def build():
     torch.manual_seed(0)
-    return Net()
+    ends = {"first": nn.Embedding(7, WIDTH), "last": nn.Linear(WIDTH, 7, bias=False)}
+    return Stack([Block(WIDTH) for _ in range(3)], **ends, tied=True)
 
 
 @pytest.mark.ranks(1)
@@ -79,8 +63,8 @@ def test_a_copy_has_its_own_parameters():
     model = accelerator.prepare(build())
     twin = copy.deepcopy(accelerator.unwrap_model(model))
     twin(torch.zeros(1, 3, dtype=torch.long)).sum().backward()
-    assert model.head.weight.grad is None
-    assert twin.head.weight.grad is not None
+    assert model.last.weight.grad is None
+    assert twin.last.weight.grad is not None
     assert accelerator.unwrap_model(model, keep_fp32_wrapper=False) is model
     assert [block.calls for block in twin.blocks] == [2, 2, 2]
     accelerator.end_training()
@@ -95,7 +79,7 @@ def test_inputs_are_split_over_an_axis_of_replicas():
     torch.manual_seed(0)
     tokens = torch.randint(7, (20, ROWS))
     before = accelerator.traffic.sent().get(("tp", "all_gather"), 0)
-    model(tokens).square().mean().backward()
+    model(tokens, bias=torch.ones(WIDTH)).square().mean().backward()
     sent = accelerator.traffic.sent()["tp", "all_gather"] - before
     assert sent == 3 * 20 * ROWS * WIDTH * 4 / 2
     gradients = [p.grad.clone() for p in model.parameters()]
@@ -112,21 +96,18 @@ def test_inputs_are_split_over_an_axis_of_replicas():
 def test_wrong_use():
     accelerator = Accelerator(cpu=True)
     model = build()
-    with pytest.raises(UsageError, match="mode to be one of none, full, selective, found 'some'"):
-        accelerator.recompute(model, mode="some")
-    with pytest.raises(UsageError, match="keep to be one of device, cpu, found 'disk'"):
-        accelerator.recompute(model, keep="disk")
-    with pytest.raises(UsageError, match="found 'dp'; the mesh has no axis but dp"):
-        accelerator.recompute(model, partition="dp")
-    with pytest.raises(UsageError, match="found 'tp'"):
-        accelerator.recompute(model, partition="tp")
-    with pytest.raises(UsageError, match="'layers'"):
-        accelerator.recompute(model, blocks=["layers"])
-    with pytest.raises(UsageError, match="compiled Net"):
+    for options, message in (
+        ({"mode": "some"}, "mode to be one of none, full, selective, found 'some'"),
+        ({"keep": "disk"}, "keep to be one of device, cpu, found 'disk'"),
+        ({"partition": "dp"}, "found 'dp'; the mesh has no axis but dp"),
+        ({"partition": "tp"}, "found 'tp'"),
+        ({"blocks": ["layers"]}, "'layers'"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            accelerator.recompute(model, **options)
+    with pytest.raises(UsageError, match="compiled Stack"):
         accelerator.recompute(torch.compile(model, backend="eager"))
     assert all("forward" not in block.__dict__ for block in model.blocks)
-    accelerator.end_training()
     configured = Accelerator(cpu=True, config={"recompute": {"mode": "full"}})
     with pytest.raises(UsageError, match="mode='none'"):
         configured.prepare(nn.Linear(2, 2))
-    configured.end_training()

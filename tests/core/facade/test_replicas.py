@@ -20,16 +20,15 @@ def step(accelerator, model, optimizer):
 
 
 def optimizer_of(kind, model, odd):
-    parameters = list(model.parameters())
-    if kind == "class" and odd:
-        return torch.optim.SGD(parameters, lr=0.1)
-    if kind == "lr":
-        return torch.optim.AdamW(parameters, lr=0.2 if odd else 0.1)
+    parameters, rate = list(model.parameters()), 0.1
+    if not odd:
+        return torch.optim.AdamW(parameters, lr=rate)
     if kind == "missing":
-        return torch.optim.AdamW(parameters[: 2 if odd else 4], lr=0.1)
+        parameters = parameters[:2]
     if kind == "order":
-        return torch.optim.AdamW(parameters[::-1] if odd else parameters, lr=0.1)
-    return torch.optim.AdamW(parameters, lr=0.1)
+        parameters.reverse()
+    kinds = {"class": torch.optim.SGD}
+    return kinds.get(kind, torch.optim.AdamW)(parameters, lr=2 * rate if kind == "lr" else rate)
 
 
 SAID = {

@@ -21,7 +21,7 @@ def task_over(gigabytes_per_second: float) -> Task:
         update={"gigabytes_per_second": gigabytes_per_second}
     )
     links = hardware.links.model_copy(update={"between": between})
-    return Task(SHAPE, 256, hardware.model_copy(update={"links": links}), 2, 2)
+    return Task(SHAPE, 64, hardware.model_copy(update={"links": links}), 2, 2)
 
 
 SLOW = task_over(0.0125)
@@ -50,7 +50,7 @@ def test_a_quick_link_needs_no_method():
 
 
 def test_one_host_has_nothing_approximate():
-    task = Task(SHAPE, 256, SLOW.hardware, 1, 4)
+    task = Task(SHAPE, 64, SLOW.hardware, 1, 4)
     best = search(task, "bf16", Honesty.EMPIRICAL).best
     assert {each.planned.links for each in best} == {EXACT}
 

@@ -1,5 +1,6 @@
 """The page of a report: whole in one file, for runs of every kind, also in a browser."""
 
+import inspect
 import json
 import logging
 import re
@@ -13,6 +14,7 @@ from PIL import Image
 
 from drivetrain import Accelerator
 from drivetrain.reporting.charts import charts_of
+from drivetrain.reporting.drawing import Chart
 from drivetrain.reporting.history import load_history
 from drivetrain.reporting.page import write_report
 from recorded_runs import FACTS, write_run
@@ -93,6 +95,13 @@ def test_of_several_runs_the_rank_with_the_most_memory_is_drawn(tmp_path):
     assert labels == ["a, rank 1", "b, rank 1"]
 
 
+@pytest.fixture
+def no_pictures(monkeypatch):
+    """Leave out the files beside a page."""
+    monkeypatch.setattr(Chart, "save", lambda chart, folder: folder / f"{chart.name}.png")
+
+
+@pytest.mark.usefixtures("no_pictures")
 def test_texts_of_a_run_are_no_markup(tmp_path):
     write_run(tmp_path / "<b>x", range(1, 4), facts={"script": "<script>alert(1)</script>"})
     run = load_history(tmp_path / "<b>x")
@@ -101,6 +110,7 @@ def test_texts_of_a_run_are_no_markup(tmp_path):
     assert "<b>x" not in page
 
 
+@pytest.mark.usefixtures("no_pictures")
 @pytest.mark.parametrize("kind", ["empty", "torn", "one step", "no loss"])
 def test_runs_of_which_little_is_known_have_a_page(tmp_path, kind):
     steps = {"empty": [], "one step": [1]}.get(kind, range(1, 5))
@@ -180,19 +190,9 @@ def test_without_the_extra_the_run_is_recorded_and_the_way_is_said(tmp_path, mon
 @pytest.mark.exhaustive
 def test_a_failed_script_leaves_a_report(tmp_path):
     script = tmp_path / "train.py"
-    script.write_text(
-        "import torch, sys\n"
-        "from drivetrain import Accelerator\n"
-        "accelerator = Accelerator(cpu=True, project_dir=sys.argv[1])\n"
-        "model = torch.nn.Linear(2, 1)\n"
-        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
-        "model, optimizer = accelerator.prepare(model, optimizer)\n"
-        "for _ in range(3):\n"
-        "    accelerator.backward(model(torch.ones(1, 2)).sum())\n"
-        "    optimizer.step()\n"
-        "raise ValueError('a disk went away')\n",
-        encoding="utf-8",
-    )
+    imports = "import sys, torch\nfrom drivetrain import Accelerator\n"
+    end = "train(sys.argv[1])\nraise ValueError('a disk went away')\n"
+    script.write_text(f"{imports}{inspect.getsource(train)}{end}", encoding="utf-8")
     done = subprocess.run(
         [sys.executable, str(script), str(tmp_path)], capture_output=True, text=True, check=False
     )

@@ -16,6 +16,7 @@ def attached(tmp_path):
 
 
 def test_a_launcher_reads_what_a_rank_shows(tmp_path):
+    assert read_board(bytes(SIZE)) is None, "nobody has written"
     board, path = attached(tmp_path)
     line = board.open("group 7/2", [1, 3, 5])
     before = time.monotonic()
@@ -34,10 +35,6 @@ def test_a_launcher_reads_what_a_rank_shows(tmp_path):
     assert read_board(path.read_bytes()).rows[0].running == 0
     line.close()
     assert read_board(path.read_bytes()).rows == []
-
-
-def test_a_file_that_nobody_has_written_is_no_board(tmp_path):
-    assert read_board(bytes(SIZE)) is None
 
 
 def test_a_full_board_shows_the_first_orders_and_takes_new_ones_later(tmp_path):

@@ -25,6 +25,18 @@ EXACT_S = 33.6
 """Seconds of the exact gradients of the matrix between two hosts at 1 Mbit/s."""
 
 
+WORLD = World(size=2, local_size=1, hosts=("a", "b"))
+LINKS = LinksConfig(far=FarConfig(gradients="auto"), allow="rounding", mbit_per_s=1.0)
+
+
+def chosen(model, links=LINKS, world=WORLD, strategy="ddp", **options):
+    """Return a strategy's class and configuration, and the methods that are chosen for it."""
+    kind, config = find_strategy(strategy, find_strategy(strategy)[0].Config(**options))
+    sender = Sender(kind, config, Precision.of("no"))
+    tensors = ModelSpec.of(model).parameters
+    return kind, config, choose_links(LinkMethods.configured(links), sender, tensors, world)[0]
+
+
 class Events:
     """A model under ddp on two hosts whose events are made by hand, and a clock.
 
@@ -38,32 +50,23 @@ class Events:
         self.said: list[str] = []
         monkeypatch.setattr(backward.time, "perf_counter", lambda: self.now)
         monkeypatch.setattr(backward.logger, "announce", self.said.append)
-        model = torch.nn.Linear(MATRIX, MATRIX, bias=False)
-        kind, config = find_strategy("ddp")
-        links = LinksConfig(far=FarConfig(gradients="auto"), allow="rounding", mbit_per_s=1.0)
-        world = World(size=2, local_size=1, hosts=("a", "b"))
-        chosen, _ = choose_links(
-            LinkMethods.configured(links),
-            Sender(kind, config, Precision.of("no")),
-            ModelSpec.of(model).parameters,
-            world,
-        )
+        self.model = torch.nn.Linear(MATRIX, MATRIX, bias=False)
+        kind, config, links = chosen(self.model)
         self.strategy = object.__new__(kind)
         self.strategy.config = config
         self.strategy.run = Run(
-            world=world,
-            mesh=Mesh.plan({"dp": 2}, world),
+            world=WORLD,
+            mesh=Mesh.plan({"dp": 2}, WORLD),
             precision=Precision(),
             accumulation=1,
             traffic=self.traffic,
-            links=chosen,
+            links=links,
         )
-        self.model = model
-        entry = SimpleNamespace(strategy=self.strategy, model=model)
-        self.prepared = prepared = PreparedObjects(models=[entry])
+        entry = SimpleNamespace(strategy=self.strategy, model=self.model)
+        self.prepared = PreparedObjects(models=[entry])
         self.choice = LinkChoice(self.state, self.traffic)
-        self.choice.attach(prepared, None, None)
-        self.choice.before_prepare(model)
+        self.choice.attach(self.prepared, None, None)
+        self.choice.before_prepare(self.model)
         self.choice.after_prepare(entry)
 
     @property
@@ -111,15 +114,10 @@ def test_the_usual_backward_after_the_warm_up_counts(events, warm_up, counted, n
     assert events.name == name
 
 
-def test_waiting_for_other_ranks_hides_nothing(events):
-    events.steps(*[1.0] * (WARM_UP + COUNTED), waited=2 * EXACT_S)
-    assert events.name == "bf16"
-
-
-def test_of_a_window_the_last_backward_counts(events):
+def test_of_a_window_the_last_backward_counts_without_waiting_for_other_ranks(events):
     for _ in range(WARM_UP + COUNTED):
         events.backward(2 * EXACT_S)
-        events.steps(1.0)
+        events.steps(1.0, waited=2 * EXACT_S)
     assert events.name == "bf16"
 
 
@@ -159,18 +157,13 @@ def test_a_choice_of_a_checkpoint_stays(events):
 
 
 def test_only_processors_and_undeclared_seconds_wait_for_the_first_steps():
-    links = LinksConfig(far=FarConfig(gradients="auto"), allow="rounding", mbit_per_s=1.0)
-    world = World(size=2, local_size=1, hosts=("a", "b"))
-    tensors = ModelSpec.of(torch.nn.Linear(MATRIX, MATRIX)).parameters
-
-    def awaited(links: LinksConfig, world: World, strategy: str = "ddp", **options: object):
-        kind, config = find_strategy(strategy, find_strategy(strategy)[0].Config(**options))
-        sender = Sender(kind, config, Precision.of("no"))
-        return choose_links(LinkMethods.configured(links), sender, tensors, world)[0].awaited
-
-    assert awaited(links, world) == ("gradients",)
-    assert awaited(replace(links, backward_s=0.1), world) == ()
-    assert awaited(links, replace(world, hosts=("a", "a"))) == ()
-    assert awaited(replace(links, allow="theory"), world, exchange="momentum") == ()
-    assert awaited(links, world, "local") == ()
-    assert awaited(replace(links, allow="exact"), world) == ()
+    model = torch.nn.Linear(MATRIX, MATRIX)
+    for options, awaited in (
+        ({}, ("gradients",)),
+        ({"links": replace(LINKS, backward_s=0.1)}, ()),
+        ({"world": replace(WORLD, hosts=("a", "a"))}, ()),
+        ({"links": replace(LINKS, allow="theory"), "exchange": "momentum"}, ()),
+        ({"strategy": "local"}, ()),
+        ({"links": replace(LINKS, allow="exact")}, ()),
+    ):
+        assert chosen(model, **options)[2].awaited == awaited, options

@@ -15,14 +15,20 @@ LINK = 1e8
 """Bytes per second."""
 
 
+def run_of(axis, hosts):
+    """Return a run over one axis on hosts, which are named by letters, and its mesh."""
+    world = World(size=len(hosts), local_size=hosts.count("a"), hosts=tuple(hosts))
+    mesh = Mesh.plan({axis: len(hosts)}, world)
+    return Run(world=world, mesh=mesh, precision=Precision(), accumulation=1, traffic=Traffic())
+
+
 @pytest.fixture
 def run():
     """A run of two ranks on each of two hosts; its collectives go in two levels."""
-    world = World(size=4, local_size=2, hosts=("a", "a", "b", "b"))
-    mesh = Mesh.plan({"dp": 4}, world)
-    mesh.neighbors("dp", 2)
-    mesh.across("dp", 2)
-    return Run(world=world, mesh=mesh, precision=Precision(), accumulation=1, traffic=Traffic())
+    made = run_of("dp", "aabb")
+    made.mesh.neighbors("dp", 2)
+    made.mesh.across("dp", 2)
+    return made
 
 
 def test_bytes_are_those_of_a_host_and_not_of_its_inner_links(run):
@@ -37,17 +43,11 @@ def test_bytes_are_those_of_a_host_and_not_of_its_inner_links(run):
 
 def test_a_stage_inside_of_a_host_stands_for_the_last_one_of_the_host():
     """Stages 0 and 1 are on one host: stage 0 sends to stage 1 what stage 1 sends to stage 2."""
-    world = World(size=4, local_size=2, hosts=("a", "a", "b", "b"))
-    mesh = Mesh.plan({"pp": 4}, world)
-    mesh.name_links("pp")
-    run = Run(world=world, mesh=mesh, precision=Precision(), accumulation=1, traffic=Traffic())
-    assert bytes_between_hosts({("pp.near", "send"): 1000}, run) == 1000
-    alone = World(size=2, local_size=1, hosts=("a", "b"))
-    mesh = Mesh.plan({"pp": 2}, alone)
-    mesh.name_links("pp")
-    run = Run(world=alone, mesh=mesh, precision=Precision(), accumulation=1, traffic=Traffic())
-    assert bytes_between_hosts({("pp.far", "send"): 700}, run) == 700
-    assert mesh.line("pp.far").spans_hosts
+    for hosts, link in (("aabb", "pp.near"), ("ab", "pp.far")):
+        run = run_of("pp", hosts)
+        run.mesh.name_links("pp")
+        assert bytes_between_hosts({(link, "send"): 1000}, run) == 1000
+    assert run.mesh.line("pp.far").spans_hosts
 
 
 def told(run, *, seconds, waiting, megabytes, steps=6):

@@ -61,13 +61,7 @@ def test_two_ranks_draw_one_bar_on_a_terminal(tmp_path, fault):
         assert "on purpose" in shown
 
 
-@pytest.fixture
-def job_log(monkeypatch):
-    console = Console(file=io.StringIO(), force_terminal=False)
-    monkeypatch.setattr(bars, "_console", lambda: console)
-
-
-def run(iterable_of, steps=None, accumulation=1, **options):
+def run(iterable_of, accumulation=1, **options):
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulation)
     torch.manual_seed(0)
     model = torch.nn.Linear(2, 1)
@@ -82,25 +76,22 @@ def run(iterable_of, steps=None, accumulation=1, **options):
     return accelerator
 
 
-@pytest.mark.usefixtures("job_log")
-def test_a_job_log_gets_a_line_every_so_many_steps(capsys):
+def test_a_job_log_gets_a_line_every_so_many_steps(monkeypatch, capsys):
+    console = Console(file=io.StringIO(), force_terminal=False)
+    monkeypatch.setattr(bars, "_console", lambda: console)
+
+    def shown():
+        lines = capsys.readouterr().err.splitlines()
+        lines = [line for line in lines if line.startswith("epoch 0")]
+        return lines, [line.split(",")[0] for line in lines]
+
     run(lambda loader: loader, every=3, accumulation=2)
-    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("epoch 0")]
-    assert [line.split(",")[0] for line in lines] == [f"epoch 0: {n}/8" for n in (3, 6, 8)]
+    lines, counts = shown()
+    assert counts == [f"epoch 0: {n}/8" for n in (3, 6, 8)]
     assert all("loss=" in line and "samples/s" in line and "memory" in line for line in lines[1:])
-
-
-@pytest.mark.usefixtures("job_log")
-def test_without_a_length_steps_are_counted(capsys):
-    run(lambda loader: islice(loader, 4), every=2)
-    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("epoch 0")]
-    assert [line.split(",")[0] for line in lines] == ["epoch 0: 2", "epoch 0: 4"]
-
-
-@pytest.mark.usefixtures("job_log")
-def test_an_evaluation_does_not_show_the_figures_of_training(capsys):
-    accelerator = run(lambda loader: loader)
-    capsys.readouterr()
+    accelerator = run(lambda loader: islice(loader, 4), every=2)
+    assert shown()[1] == ["epoch 0: 2", "epoch 0: 4"], "without a length"
+    # An evaluation does not show the figures of the training.
     for _ in accelerator.progress([1, 2], desc="evaluation"):
         pass
     (line,) = capsys.readouterr().err.splitlines()

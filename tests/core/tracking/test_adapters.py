@@ -38,17 +38,13 @@ def Table(**options):
     return ("table", options)
 """
 
-MLFLOW = """
+MODULE = """
 calls = []
 
 def __getattr__(name):
     if name.startswith("__"):
         raise AttributeError(name)
     return lambda *args, **kwargs: calls.append((name, *args, *kwargs.items()))
-"""
-
-WRITER = """
-calls = []
 
 class SummaryWriter:
     def __init__(self, logdir, **options):
@@ -70,6 +66,8 @@ def fake(tmp_path, monkeypatch):
         monkeypatch.syspath_prepend(folder.parent)
         monkeypatch.delitem(sys.modules, name, raising=False)
 
+    here = "drivetrain.tracking.adapters.is_installed"
+    monkeypatch.setattr(here, lambda module: module == "tensorboardX")
     before = set(sys.modules)
     yield put
     for name in {"wandb", "trackio", "mlflow", "tensorboardX"} - before:
@@ -101,7 +99,7 @@ def test_wandb_and_trackio(fake, name, options):
 
 
 def test_mlflow(fake):
-    fake("mlflow", MLFLOW)
+    fake("mlflow", MODULE)
     config = {"model": {"depth": 2}, "text": "x" * 900, **{f"p{i}": i for i in range(150)}}
     values = {"loss": torch.tensor(2.0), "val": {"acc": 0.5}, "note": "warm", "many": [1, 2]}
     calls = run("mlflow", config, values, init_kwargs={"run_name": "r"})
@@ -114,10 +112,8 @@ def test_mlflow(fake):
     assert calls[-1] == ("end_run",)
 
 
-def test_tensorboard(fake, tmp_path, monkeypatch):
-    fake("tensorboardX", WRITER)
-    here = "drivetrain.tracking.adapters.is_installed"
-    monkeypatch.setattr(here, lambda module: module == "tensorboardX")
+def test_tensorboard(fake, tmp_path):
+    fake("tensorboardX", MODULE)
     values = {"loss": torch.tensor([2.0]), "text": "a", "both": {"a": 1, "b": 2}, "many": [1, 2]}
     calls = run("tensorboard", {"lr": 0.1, "betas": (0.9, 0.95)}, values,
                 init_kwargs={"flush_secs": 1}, logging_dir=str(tmp_path))  # fmt: skip
@@ -135,33 +131,22 @@ def test_tensorboard(fake, tmp_path, monkeypatch):
     ]
 
 
-def test_objects_of_scripts_begin_with_the_run(fake, tmp_path, monkeypatch):
-    fake("tensorboardX", WRITER)
+def test_objects_of_scripts_begin_with_the_run_and_take_images_and_tables(fake, tmp_path):
+    fake("tensorboardX", MODULE)
     fake("wandb", RUN)
-    here = "drivetrain.tracking.adapters.is_installed"
-    monkeypatch.setattr(here, lambda module: module == "tensorboardX")
-    board = TensorboardTracker(run_name="project", logging_dir=tmp_path)
-    trackers = Trackers([board, WandbTracker("project")], logging_dir=None)
+    board, run = TensorboardTracker(run_name="project", logging_dir=tmp_path), WandbTracker("p")
+    trackers = Trackers([board, run], logging_dir=None)
     assert not {"tensorboardX", "wandb"} & sys.modules.keys()
     trackers.start("project")
     assert board.writer is board.tracker
     assert trackers.get("wandb").run is not None
-
-
-def test_images_and_tables(fake, tmp_path, monkeypatch):
-    fake("tensorboardX", WRITER)
-    fake("wandb", RUN)
-    here = "drivetrain.tracking.adapters.is_installed"
-    monkeypatch.setattr(here, lambda module: module == "tensorboardX")
-    board, run = TensorboardTracker("project", tmp_path), WandbTracker("project")
     for tracker in (board, run):
-        tracker.start()
         tracker.log_images({"seen": [1, 2]}, step=3)
     run.log_table("rows", columns=["a"], data=[[1]], step=4)
     images = ("add_images", "seen", [1, 2], ("global_step", 3))
-    assert sys.modules["tensorboardX"].calls[1:] == [images, ("flush",)]
+    assert sys.modules["tensorboardX"].calls[-2:] == [images, ("flush",)]
     table = ("table", {"columns": ["a"], "data": [[1]], "dataframe": None})
-    assert sys.modules["wandb"].calls[1:] == [
+    assert sys.modules["wandb"].calls[-2:] == [
         ("log", {"seen": [("image", 1), ("image", 2)]}, {"step": 3}),
         ("log", {"rows": table}, {"step": 4}),
     ]

@@ -17,9 +17,7 @@ class Noting(Tracker):
     def __init__(self, run_name, **options):
         self.said = []
 
-    @property
-    def tracker(self):
-        return self.said
+    tracker = property(lambda self: self.said)
 
     def store_init_configuration(self, values):
         """Keep nothing."""
@@ -90,15 +88,6 @@ def test_where_a_script_logs_nothing_all_figures_come_at_the_end(monkeypatch):
     assert [values["run/step"] / STEPS for values, _ in one.said] == [2, 4, 5]
 
 
-def test_the_newest_figures_join_the_values_of_a_script():
-    made = Trackers([OneCounter], logging_dir=None)
-    made.start("project")
-    for number in (1, 2):
-        made.log_run({"run/step": number}, number)
-    made.log({"mine": 3}, step=0)
-    assert made.active[0].said == [({"run/step": 2, "mine": 3}, 0)]
-
-
 def test_a_tracker_that_refuses_the_figures_keeps_the_values_of_the_script(caplog):
     def log(accelerator, number):
         accelerator.log({"loss": 1.0}, step=number)
@@ -133,12 +122,16 @@ def test_rates_are_those_of_all_replicas_and_bytes_those_of_a_step():
     assert "run/gradient_norm" not in values
 
 
-def test_nothing_is_collected_before_trackers_are_started():
-    trackers = Trackers(Noting, logging_dir=None)
-    figures = RunFigures(trackers, 1)
+def test_the_newest_figures_join_the_values_of_a_script_and_none_come_before_a_start():
+    made = Trackers([OneCounter, Noting], logging_dir=None)
+    figures = RunFigures(made, 1)
     for number in range(1, STEPS):
         figures.take(StepFigures(step=number))
-    trackers.start("project")
-    (noting,) = trackers.active
+    made.start("project")
+    one, noting = made.active
     figures.take(StepFigures(step=STEPS))
     assert noting.said == []
+    for number in (1, 2):
+        made.log_run({"run/step": number}, number)
+    made.log({"mine": 3}, step=0)
+    assert one.said == [({"run/step": 2, "mine": 3}, 0)]

@@ -40,6 +40,7 @@ def __getattr__(name):
 """
 
 VALUES = {"eval_loss": torch.tensor(2.0), "lr": 0.1, "best": {"f1": 0.5}, "note": "warm"}
+FLAT = {"eval_loss": 2.0, "lr": 0.1, "best.f1": 0.5, "note": "warm"}
 
 EXPECTED = {
     "comet_ml": [
@@ -52,24 +53,20 @@ EXPECTED = {
     "aim": [
         ("Run", ("repo", "FOLDER"), ("option", 1)),
         ("Run.set", "hparams", {"depth": 2}, ("strict", False)),
-        ("Run.track", 2.0, ("name", "eval_loss"), ("step", 3)),
-        ("Run.track", 0.1, ("name", "lr"), ("step", 3)),
-        ("Run.track", 0.5, ("name", "best.f1"), ("step", 3)),
-        ("Run.track", "warm", ("name", "note"), ("step", 3)),
+        *(("Run.track", value, ("name", name), ("step", 3)) for name, value in FLAT.items()),
         ("Run.close",),
     ],
     "clearml": [
         ("Task.init", ("project_name", "project"), ("task_name", "project"), ("option", 1)),
         ("Task.init.connect_configuration", {"depth": 2}),
         ("Task.init.get_logger",),
-        (
-            "Task.init.get_logger.report_scalar",
-            *("loss", "eval", ("value", 2.0), ("iteration", 3)),
-        ),
-        ("Task.init.get_logger.report_scalar", "lr", "train", ("value", 0.1), ("iteration", 3)),
-        (
-            "Task.init.get_logger.report_scalar",
-            *("best.f1", "train", ("value", 0.5), ("iteration", 3)),
+        *(
+            ("Task.init.get_logger.report_scalar", *names, ("value", value), ("iteration", 3))
+            for names, value in (
+                (("loss", "eval"), 2.0),
+                (("lr", "train"), 0.1),
+                (("best.f1", "train"), 0.5),
+            )
         ),
         ("Task.init.get_logger.report_text", "note: warm", ("print_console", False)),
         ("Task.init.close",),
@@ -77,9 +74,7 @@ EXPECTED = {
     "dvclive": [
         ("Live", ("exp_name", "project"), ("option", 1)),
         ("Live.log_params", {"depth": 2}),
-        ("Live.log_metric", "eval_loss", 2.0),
-        ("Live.log_metric", "lr", 0.1),
-        ("Live.log_metric", "best.f1", 0.5),
+        *(("Live.log_metric", name, value) for name, value in FLAT.items() if name != "note"),
         ("Live.next_step",),
         ("Live.end",),
     ],

@@ -20,9 +20,7 @@ class Memory(Tracker):
         self.run_name, self.options = run_name, options
         self.said, self.finished = [], 0
 
-    @property
-    def tracker(self):
-        return self.said
+    tracker = property(lambda self: self.said)
 
     def store_init_configuration(self, values):
         self.said.append(values)
