@@ -216,10 +216,8 @@ def test_memory_that_is_shared_stays_shared():
     with pytest.raises(UsageError, match=r"'b' to be the same object.*clone\(\)"):
         fill(model, tensors(model), RecordedWeights([recording]), CPU)
 
-    model, recording = record(
-        lambda: Holder(lambda m: m.register_buffer("a", torch.randn(100).chunk(10)[3]))
-    )
-    values = RecordedWeights([recording]).value("a", model.a)
+    model, recording = record(holding(lambda: torch.randn(100).chunk(10)[3]))
+    values = RecordedWeights([recording]).value("w", model.w)
     assert values.untyped_storage().nbytes() == 40
 
 
@@ -257,10 +255,8 @@ def test_plain_attributes_are_found_and_strangers_refused():
         return torch.ones(4)
 
     model, _ = record(lambda: Holder(attributes))
-    assert [id(t) for t in stray_tensors(model).values()] == [
-        id(model.scale),
-        id(model.table["a"][0]),
-    ]
+    strays = model.scale, model.table["a"][0]
+    assert list(map(id, stray_tensors(model).values())) == list(map(id, strays))
     viewing, _ = record(lambda: Holder(attributes))
     viewing.view = viewing.w.data[1:]
     with pytest.raises(UsageError, match="'view' to have memory of its own"):
@@ -278,9 +274,10 @@ def test_plain_attributes_are_found_and_strangers_refused():
 
 def test_facts_tell_seeds_and_outside_values_apart():
     def facts(seed, outside):
-        model, recording = record(
-            lambda: nn.ParameterList([torch.randn(3), torch.zeros(3).copy_(outside)]), seed
-        )
+        def make():
+            return nn.ParameterList([torch.randn(3), torch.zeros(3).copy_(outside)])
+
+        model, recording = record(make, seed)
         return [list(recording.facts([tensor])) for tensor in model]
 
     one, other = facts(0, torch.ones(3)), facts(1, torch.zeros(3))
@@ -304,28 +301,18 @@ with recording.active():
 before = peak()
 with recording.active():
     model = nn.Sequential(*(nn.Linear(2000, 2000) for _ in range(16)))
-    for i, layer in enumerate(model):
-        nn.init.xavier_uniform_(layer.weight)
-        if i % 3 == 0:
-            layer.weight = nn.Parameter(torch.randn(2000, 2000) * 0.02)
-        if i % 6 == 0:
-            nn.init.trunc_normal_(layer.weight)
+    for layer in model[::6]:
+        nn.init.trunc_normal_(layer.weight)
 source = RecordedWeights([recording])
-total = 0
-for name, parameter in model.named_parameters():
-    total += source.value(name, parameter).nbytes
+total = sum(source.value(name, p).nbytes for name, p in model.named_parameters())
 print(total, peak() - before)
 """
 
 
 @pytest.mark.exhaustive
 def test_no_more_than_a_few_tensors_are_real_at_a_time():
-    done = subprocess.run(
-        [sys.executable, "-c", PEAK],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    command = [sys.executable, "-c", PEAK]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
     total, grown = map(int, done.stdout.split())
     assert total > 250e6
     # A tensor has 16e6; truncated normals need six at a time, and 64 MiB may wait in the heap.

@@ -18,44 +18,27 @@ class Raw(nn.Module):
         self.weight = nn.Parameter(torch.ones(2))
 
 
-class Empty(nn.Module):
-    pass
-
-
 def names(model):
     return [name for name, _ in repeated_blocks(model)]
 
 
 def test_lists_at_any_depth_and_nothing_inside_of_blocks():
-    model = nn.ModuleDict(
-        {
-            "encoder": nn.ModuleDict({"layers": nn.ModuleList([Block(), Block()])}),
-            "decoder": nn.Sequential(nn.Linear(2, 2), Block(), nn.Linear(2, 2), Block(), Raw()),
-        }
-    )
+    decoder = nn.Sequential(nn.Linear(2, 2), Block(), nn.Linear(2, 2), Block(), Raw())
+    layers = nn.ModuleDict({"layers": nn.ModuleList([Block(), Block()])})
+    model = nn.ModuleDict({"encoder": layers, "decoder": decoder})
     assert names(model) == ["encoder.layers.0", "encoder.layers.1", "decoder.1", "decoder.3"]
-
-
-def test_stages_of_blocks_and_lists_as_blocks():
     stages = nn.Sequential(nn.Sequential(Block(), Block()), nn.Sequential(Block(), Block()))
     assert names(stages) == ["0.0", "0.1", "1.0", "1.1"]
     pairs = nn.Sequential(*(nn.Sequential(nn.Linear(2, 2), nn.ReLU()) for _ in range(2)))
     assert names(pairs) == ["0", "1"]
 
 
-def test_single_layers_are_no_blocks():
+def test_single_layers_are_no_blocks_and_a_shared_or_compiled_block_comes_once():
     assert names(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2), nn.ReLU())) == []
     assert names(nn.ModuleList([Block(), Raw()])) == ["0.experts.0", "0.experts.1"]
     assert names(nn.ModuleList([Raw(), Raw()])) == ["0", "1"]
-    assert names(nn.ModuleList([Empty(), Empty()])) == []
-
-
-def test_a_shared_block_comes_once():
+    assert names(nn.ModuleList([nn.Module(), nn.Module()])) == []
     shared = Raw()
-    model = nn.ModuleList([shared, shared, Raw()])
-    assert names(model) == ["0", "2"]
-
-
-def test_compiled_models_and_blocks():
-    model = nn.ModuleList([Raw(), torch.compile(Raw(), backend="eager"), Empty()])
+    assert names(nn.ModuleList([shared, shared, Raw()])) == ["0", "2"]
+    model = nn.ModuleList([Raw(), torch.compile(Raw(), backend="eager"), nn.Module()])
     assert names(torch.compile(model, backend="eager")) == ["0", "1"]

@@ -9,7 +9,7 @@ from drivetrain.shards import is_dense
 CPU = torch.device("cpu")
 
 
-def plan(sizes: list[int], *, limit: int, first: int, dtypes: list[torch.dtype] | None = None):
+def plan(sizes, *, limit, first, dtypes=None):
     dtypes = dtypes or [torch.float32] * len(sizes)
     return plan_buckets(
         [(size,) for size in sizes],
@@ -20,16 +20,14 @@ def plan(sizes: list[int], *, limit: int, first: int, dtypes: list[torch.dtype] 
     )
 
 
-def members(layouts) -> list[tuple[int, ...]]:
+def members(layouts):
     return [layout.members for layout in layouts]
 
 
 def test_a_bucket_is_closed_before_it_exceeds_its_limit():
     assert members(plan([2, 2, 2, 2, 2], limit=16, first=8)) == [(0,), (1, 2), (3, 4)]
     assert members(plan([1, 1, 2, 2, 2], limit=16, first=8)) == [(0, 1), (2, 3), (4,)]
-
-
-def test_a_parameter_larger_than_the_limit_is_alone():
+    # A parameter larger than the limit is alone.
     assert members(plan([1, 100, 1, 1], limit=16, first=8)) == [(0,), (1,), (2, 3)]
 
 
@@ -50,13 +48,8 @@ def test_views_have_shape_strides_and_memory_of_the_bucket():
         nn.Parameter(torch.randn(4, 1).expand(4, 6)),
     ]
     shapes = [tuple(parameter.shape) for parameter in parameters]
-    (layout,) = plan_buckets(
-        shapes,
-        [(torch.float32, CPU)] * 5,
-        range(5),
-        bucket_bytes=1 << 20,
-        first_bytes=1 << 20,
-    )
+    limits = {"bucket_bytes": 1 << 20, "first_bytes": 1 << 20}
+    (layout,) = plan_buckets(shapes, [(torch.float32, CPU)] * 5, range(5), **limits)
     bucket = Bucket(layout, parameters, [f"p{i}" for i in range(len(parameters))])
     for parameter, view in zip(parameters, bucket.views, strict=True):
         assert view.shape == parameter.shape

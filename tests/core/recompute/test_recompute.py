@@ -1,5 +1,7 @@
 """Recomputed blocks: bitwise equal gradients, what is kept, and the calls that can go wrong."""
 
+import gc
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -7,7 +9,8 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from drivetrain.errors import UsageError
-from drivetrain.recompute import attach, choose_blocks, is_attached, restore
+from drivetrain.recompute import attach, choose_blocks, is_attached, replay, restore
+from stacks import Stack
 
 WIDTH, LENGTH, ROWS = 32, 48, 4
 
@@ -36,23 +39,13 @@ class Block(nn.Module):
         return x + self.drop(self.down(F.gelu(self.up(self.norm2(x)))))
 
 
-class Net(nn.Module):
-    def __init__(self, block=Block, layers=3):
-        super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(block() for _ in range(layers))
-        self.last = nn.Linear(WIDTH, 1)
-
-    def forward(self, x, *args, **kwargs):
-        x = self.first(x)
-        for block in self.blocks:
-            x = block(x, *args, **kwargs)
-        return self.last(x)
-
-
-def build(block=Block, dtype=torch.float64, layers=3):
+def build(block=Block, dtype=torch.float64, *, layers=3, mode=None):
     torch.manual_seed(3)
-    return Net(block, layers).to(dtype)
+    blocks = [block() for _ in range(layers)]
+    model = Stack(blocks, first=nn.Linear(WIDTH, WIDTH), last=nn.Linear(WIDTH, 1)).to(dtype)
+    if mode is not None:
+        attach(choose_blocks(model), mode)
+    return model
 
 
 def inputs(dtype=torch.float64, seed=5):
@@ -60,12 +53,11 @@ def inputs(dtype=torch.float64, seed=5):
     return torch.randn(ROWS, LENGTH, WIDTH, generator=generator, dtype=dtype)
 
 
-def train(model, *args, autocast=None, **kwargs):
+def train(model, *args, **kwargs):
     """Return loss, gradients and the next random number after one forward and backward."""
     model.zero_grad()
     torch.manual_seed(7)
-    with torch.autocast("cpu", dtype=autocast or torch.bfloat16, enabled=autocast is not None):
-        loss = model(*args, **kwargs).float().square().mean()
+    loss = model(*args, **kwargs).float().square().mean()
     after = torch.rand(())
     loss.backward()
     return [loss.detach(), after, torch.rand(()), *(p.grad for p in model.parameters())]
@@ -79,7 +71,6 @@ def same(first, second):
 
 def saved_bytes(model, *args):
     """Return the bytes of distinct storages, parameters apart, that live until backward."""
-    import gc
 
     def storages():
         gc.collect()
@@ -90,7 +81,6 @@ def saved_bytes(model, *args):
         }
 
     before = storages()
-    kept = {}
     # What autograd itself holds: packed by hooks, so that Python sees it.
     with saved_tensors_hooks(lambda t: t.detach(), lambda t: t):
         loss = model(*args).sum()
@@ -99,53 +89,45 @@ def saved_bytes(model, *args):
     return sum(kept.values())
 
 
+MODES = ("full", "selective")
+
+
+def two_forwards(model):
+    torch.manual_seed(1)
+    first, second = model(inputs()), model(inputs(seed=6))
+    with torch.no_grad():
+        model(inputs(seed=7))
+    second.sum().backward()
+    (first.square().sum() + first.sum()).backward()
+    return [p.grad for p in model.parameters()]
+
+
+def two_backwards(model):
+    torch.manual_seed(1)
+    loss = model(inputs()).square().sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    return [p.grad for p in model.parameters()]
+
+
 def test_gradients_are_bitwise_equal():
-    for dtype in (torch.float64, torch.float32):
-        for mode in ("full", "selective"):
-            mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
+    mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
+    for mode in MODES:
+        for dtype in (torch.float64, torch.float32):
             expected = train(build(dtype=dtype), inputs(dtype), mask, scale=0.5)
-            model = build(dtype=dtype)
-            attach(choose_blocks(model), mode)
+            model = build(dtype=dtype, mode=mode)
             assert same(train(model, inputs(dtype), mask, scale=0.5), expected)
             assert [block.calls for block in model.blocks] == [2, 2, 2]
-
-    for mode in ("full", "selective"):
-
-        def run(model):
-            torch.manual_seed(1)
-            first, second = model(inputs()), model(inputs(seed=6))
-            with torch.no_grad():
-                model(inputs(seed=7))
-            second.sum().backward()
-            (first.square().sum() + first.sum()).backward()
-            return [p.grad for p in model.parameters()]
-
-        model = build()
-        attach(choose_blocks(model), mode)
-        assert same(run(model), run(build()))
-
-    for mode in ("full", "selective"):
-
-        def run(model):
-            torch.manual_seed(1)
-            loss = model(inputs()).square().sum()
-            loss.backward(retain_graph=True)
-            loss.backward()
-            return [p.grad for p in model.parameters()]
-
-        model = build()
-        attach(choose_blocks(model), mode)
-        assert same(run(model), run(build()))
+        assert same(two_forwards(build(mode=mode)), two_forwards(build()))
+        model = build(mode=mode)
+        assert same(two_backwards(model), two_backwards(build()))
         assert [block.calls for block in model.blocks] == [3, 3, 3]
 
 
 def test_what_each_mode_keeps():
     x, kept = inputs(), {}
     for mode in ("none", "selective", "full"):
-        model = build(layers=6)
-        if mode != "none":
-            attach(choose_blocks(model), mode)
-        kept[mode] = saved_bytes(model, x)
+        kept[mode] = saved_bytes(build(layers=6, mode=None if mode == "none" else mode), x)
     one = x.nbytes  # rows * length * width
     per_block = {mode: (each - kept["full"]) / 6 / one for mode, each in kept.items()}
     # The input of each block and the output of the last; the rest is x's, the norms' and random
@@ -157,9 +139,8 @@ def test_what_each_mode_keeps():
 
 
 def test_nothing_happens_without_training_or_gradients():
-    for mode in ("full", "selective"):
-        model = build()
-        attach(choose_blocks(model), mode)
+    for mode in MODES:
+        model = build(mode=mode)
         with torch.no_grad():
             model(inputs())
         with torch.inference_mode():
@@ -169,38 +150,33 @@ def test_nothing_happens_without_training_or_gradients():
         assert [block.calls for block in model.blocks] == [3, 3, 3]
 
 
+def partly_frozen(mode, frozen):
+    model = build()
+    if frozen == "half":
+        for part in (model.blocks[0], model.blocks[1].qkv, model.first):
+            part.requires_grad_(False)
+    else:
+        getattr(model, frozen).requires_grad_(False)
+    if mode:
+        attach(choose_blocks(model), mode)
+    return train(model, inputs())
+
+
+def written_into(mode):
+    model = build(InPlace, mode=mode)
+    torch.manual_seed(0)
+    x = model.first(inputs())
+    for block in model.blocks:
+        x = block(x).add_(1.0).sigmoid_()
+    x.sum().backward()
+    return [p.grad for p in model.blocks.parameters()]
+
+
 def test_frozen_parameters_and_writing_in_place():
-    for frozen in ("first", "blocks", "half"):
-        for mode in ("full", "selective"):
-
-            def run(recomputed, mode=mode, frozen=frozen):
-                model = build()
-                if frozen == "half":
-                    model.blocks[0].requires_grad_(False)
-                    model.blocks[1].qkv.requires_grad_(False)
-                    model.first.requires_grad_(False)
-                else:
-                    getattr(model, frozen).requires_grad_(False)
-                if recomputed:
-                    attach(choose_blocks(model), mode)
-                return train(model, inputs())
-
-            assert same(run(True), run(False))
-
-    for mode in ("full", "selective"):
-
-        def run(recomputed, mode=mode):
-            model = build(InPlace)
-            if recomputed:
-                attach(choose_blocks(model), mode)
-            torch.manual_seed(0)
-            x = model.first(inputs())
-            for block in model.blocks:
-                x = block(x).add_(1.0).sigmoid_()
-            x.sum().backward()
-            return [p.grad for p in model.blocks.parameters()]
-
-        assert same(run(True), run(False))
+    for mode in MODES:
+        for frozen in ("first", "blocks", "half"):
+            assert same(partly_frozen(mode, frozen), partly_frozen(None, frozen)), frozen
+        assert same(written_into(mode), written_into(None))
 
 
 class InPlace(nn.Module):
@@ -225,18 +201,15 @@ class Normalized(nn.Module):
 
 
 def test_statistics_move_once():
-    for mode in ("full", "selective"):
-        model, expected = build(Normalized), build(Normalized)
-        attach(choose_blocks(model), mode)
+    for mode in MODES:
+        model, expected = build(Normalized, mode=mode), build(Normalized)
         for _ in range(2):
             assert same(train(model, inputs()), train(expected, inputs()))
             assert same(model.buffers(), expected.buffers())
         assert model.blocks[0].norm.num_batches_tracked.item() == 2
 
 
-def test_an_operation_that_draws_is_not_kept(monkeypatch):
-    from drivetrain.recompute import replay
-
+def test_an_operation_that_draws_is_not_kept():
     operation = torch.ops.aten.native_dropout.default
     assert not replay._draws_random_numbers(torch.ops.aten.mm.default, (), {})
     attention = torch.ops.aten._scaled_dot_product_flash_attention.default
@@ -256,20 +229,15 @@ class Fails(Block):
 
 
 def test_after_an_exception_training_goes_on():
-    for mode in ("full", "selective"):
-        model, expected = build(Fails), build(Fails)
-        attach(choose_blocks(model), mode)
-        model.blocks[1].fail = True
-        with pytest.raises(ZeroDivisionError, match="mine"):
-            model(inputs())
-        model.blocks[1].fail = False
-        assert same(train(model, inputs()), train(expected, inputs()))
+    for mode in MODES:
+        model, expected = build(Fails, mode=mode), build(Fails)
         loss = model(inputs()).sum()
-        model.blocks[1].fail = True
-        with pytest.raises(ZeroDivisionError, match="mine"):
-            loss.backward()
-        model.blocks[1].fail = False
-        assert same(train(model, inputs()), train(expected, inputs()))
+        for use in (lambda model=model: model(inputs()), loss.backward):
+            model.blocks[1].fail = True
+            with pytest.raises(ZeroDivisionError, match="mine"):
+                use()
+            model.blocks[1].fail = False
+            assert same(train(model, inputs()), train(expected, inputs()))
 
 
 def test_restore_undoes_and_attach_replaces():
@@ -306,15 +274,14 @@ def test_compiled_otherwise_is_an_error():
 
 def test_choice_by_name_and_distance():
     model = build(layers=5)
-    assert [name for name, _ in choose_blocks(model, every=2)] == [
-        "blocks.0",
-        "blocks.2",
-        "blocks.4",
-    ]
-    chosen = choose_blocks(model, ["blocks.[13]", "blocks.1.*", "*.4.up"])
-    assert [name for name, _ in chosen] == ["blocks.1", "blocks.3", "blocks.4.up"]
-    assert [name for name, _ in choose_blocks(model, ["blocks", "blocks.1.up"])] == ["blocks"]
-    with pytest.raises(UsageError, match=r"'layers.\*' to match a module of Net"):
+    for names, every, expected in (
+        ([], 2, ["blocks.0", "blocks.2", "blocks.4"]),
+        (["blocks.[13]", "blocks.1.*", "*.4.up"], 1, ["blocks.1", "blocks.3", "blocks.4.up"]),
+        (["blocks", "blocks.1.up"], 1, ["blocks"]),
+    ):
+        chosen = choose_blocks(model, names, every=every)
+        assert [name for name, _ in chosen] == expected
+    with pytest.raises(UsageError, match=r"'layers.\*' to match a module of Stack"):
         choose_blocks(model, ["blocks.*", "layers.*"])
     with pytest.raises(UsageError, match="to hold repeated blocks"):
         choose_blocks(model.blocks[0])

@@ -1,6 +1,7 @@
 """Inputs on their way to host memory and back: how many at once, and in which order."""
 
 import gc
+from collections import Counter
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 from drivetrain.errors import UsageError
 from drivetrain.recompute import KeptInputs, attach
 from drivetrain.recompute.inputs import SMALL_NBYTES
+from stacks import Stack
 
 LAYERS = 6
 ROWS = SMALL_NBYTES // 8  # of 4 numbers: x is moved; a scale of 4 numbers is not
@@ -20,15 +22,16 @@ class FakeFlight:
     def __init__(self, sky, kind, source, target):
         self.sky, self.kind, self.landed = sky, kind, False
         target.copy_(source)
-        sky.begin(self)
+        sky.up[kind] += 1
+        sky.most[kind] = max(sky.most[kind], sky.up[kind])
 
     def land(self):
-        self.sky.land(self)
+        self.sky.up[self.kind] -= 1
         self.landed = True
 
     def __del__(self):
         if not self.landed:
-            self.sky.land(self)
+            self.land()
             self.sky.lost.append(self.kind)
 
 
@@ -36,17 +39,8 @@ class Sky:
     """The lanes of a device that does not exist; remembers what was on its way at once."""
 
     def __init__(self):
-        self.events = []
-        self.most = {"out": 0, "back": 0}
-        self.up = {"out": 0, "back": 0}
-        self.lost = []
-
-    def begin(self, flight):
-        self.up[flight.kind] += 1
-        self.most[flight.kind] = max(self.most[flight.kind], self.up[flight.kind])
-
-    def land(self, flight):
-        self.up[flight.kind] -= 1
+        self.events, self.lost = [], []
+        self.up, self.most = Counter(), Counter()
 
     def leave(self, tensor):
         host = tensor.clone()
@@ -81,28 +75,25 @@ class Block(nn.Module):
         self.log, self.number = log, number
         self.weight = nn.Parameter(torch.ones(4))
 
-    def forward(self, x, mask=None):
+    def forward(self, x):
         self.log.append(("run", self.number))
-        x = torch.sin(x * self.weight)
-        return x if mask is None else x * mask
+        return torch.sin(x * self.weight)
 
 
-class Net(nn.Module):
-    def __init__(self, log):
-        super().__init__()
-        self.blocks = nn.ModuleList(Block(log, number) for number in range(LAYERS))
+class Numbered(Stack):
+    """The first number of a block's input is its place."""
 
-    def forward(self, x, mask=None):
+    def forward(self, x):
         for number, block in enumerate(self.blocks):
             numbered = torch.zeros_like(x)
             numbered[0, 0] = number + 1
-            x = block(x * (numbered == 0) + numbered, mask)
+            x = block(x * (numbered == 0) + numbered)
         return x
 
 
 def build(sky, *, kept=True):
     torch.manual_seed(0)
-    model = Net(sky.events)
+    model = Numbered([Block(sky.events, number) for number in range(LAYERS)])
     if kept:
         blocks = [(str(i), block) for i, block in enumerate(model.blocks)]
         attach(blocks, "full", OffDevice(sky))
@@ -114,32 +105,22 @@ def batch(seed=1):
     return torch.randn(ROWS, 4, generator=generator)
 
 
-def gradients(model):
-    return [p.grad for p in model.parameters()]
-
-
-def test_at_most_two_leave_and_two_come_at_once():
-    sky = Sky()
-    model = build(sky)
-    model(batch()).sum().backward()
-    assert sky.most == {"out": 2, "back": 1}  # the other one that came is in use
-    gc.collect()
-    assert sky.up["back"] == 0
-    assert [n for kind, n in sky.events if kind == "out"] == [1, 2, 3, 4, 5, 6]
-
-
-def test_the_block_before_comes_while_one_computes():
+def test_two_leave_at_once_and_the_block_before_comes_while_one_computes():
     sky = Sky()
     model = build(sky)
     loss = model(batch()).sum()
+    assert [n for kind, n in sky.events if kind == "out"] == [1, 2, 3, 4, 5, 6]
     sky.events.clear()
     loss.backward()
+    assert sky.most == {"out": 2, "back": 1}  # the other one that came is in use
     # The last two never left the device; each other one comes before the block after it runs.
     expected = [("run", 5)]
     for number in range(LAYERS - 3, -1, -1):
         expected += [("back", number + 1), ("run", number + 1)]
     expected += [("run", 0)]
     assert sky.events == expected
+    gc.collect()
+    assert sky.up["back"] == 0
 
 
 def test_several_forwards_before_their_backwards():
@@ -152,8 +133,8 @@ def test_several_forwards_before_their_backwards():
             for index in order:
                 losses[index].backward()
                 losses[index] = None
-        for mine, theirs in zip(gradients(model), gradients(plain), strict=True):
-            assert torch.equal(mine, theirs)
+        for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(mine.grad, theirs.grad)
         assert sky.most["back"] <= 2
         assert sky.most["out"] == 2
         gc.collect()
@@ -176,10 +157,9 @@ def test_an_input_that_is_changed_while_it_leaves_is_an_error():
     sky = Sky()
     model = build(sky)
     x = batch()
-    first, second = model.blocks[0], model.blocks[1:4]
-    out = first(x)
+    out = model.blocks[0](x)
     x.add_(1)
-    for block in second:
+    for block in model.blocks[1:4]:
         out = block(out * 1)
     with pytest.raises(UsageError, match=r"shape \(512, 4\).*in place"):
         out.sum().backward()

@@ -20,6 +20,7 @@ from drivetrain.sharding.layout import (
     is_block,
     offsets_in_bytes,
 )
+from stacks import Residual, Stack
 
 PLAIN = Precision.of("no")
 SHAPES = [(), (1,), (0,), (0, 3), (3, 0), (7,), (5, 4), (2, 3, 5), (1, 9), (64,)]
@@ -63,9 +64,7 @@ def test_every_element_is_owned_once(cut):
             assert len(place.shares) == size
         for rank in range(size):
             owned = [
-                place.offset + element
-                for place in layout.places
-                for element in range(*place.shares[rank])
+                place.offset + i for place in layout.places for i in range(*place.shares[rank])
             ]
             pieces = layout.pieces(rank)
             assert layout.owned(rank) == len(owned)
@@ -87,62 +86,24 @@ def test_rows_are_those_of_chunk():
             if not place.shape:
                 assert place.shares == ((0, 1), *[(1, 1)] * (size - 1))
                 continue
+            if not place.numel:
+                continue
             indices = torch.arange(place.shape[place.outer_dim])
-            chunks = (
-                [chunk.tolist() for chunk in torch.chunk(indices, size)] if len(indices) else []
-            )
+            chunks = [chunk.tolist() for chunk in torch.chunk(indices, size)]
             chunks += [[]] * (size - len(chunks))
-            rows = [list(range(*place.rows(rank))) for rank in range(size)]
-            if place.numel:
-                assert rows == chunks, place
-            # Rows lie one after the other in memory.
-            width = place.numel // max(place.shape[place.outer_dim], 1)
+            assert [list(range(*place.rows(rank))) for rank in range(size)] == chunks, place
+            width = place.numel // len(indices)  # rows lie one after the other in memory
             for rank in range(size):
-                if place.numel:
-                    assert place.shares[rank] == tuple(row * width for row in place.rows(rank))
+                assert place.shares[rank] == tuple(row * width for row in place.rows(rank))
 
 
-def test_whole_parameters_go_to_those_with_the_least():
+def test_whole_parameters_and_the_kinds_of_a_unit():
+    """Parameters go to those with the least; what a unit holds is the sum of its kinds."""
     loads = [5, 0, 0]
     layout = arrange_whole([spec("a", (2,)), spec("b", (4,)), spec("c", (3,))], PLAIN, loads)
     assert loads == [5, 4, 5]
     assert [layout.owned(rank) for rank in range(3)] == [0, 4, 5]
     assert [place.name for place in layout.places] == ["b", "c", "a"]
-
-
-def test_the_dim_that_is_outermost_in_memory():
-    """What a model says of its parameters is what the cut follows."""
-    kernel = torch.empty(4, 3, 2, 2).to(memory_format=torch.channels_last)
-    found = {
-        "matrix": TensorSpec.of("matrix", torch.empty(5, 4)),
-        "transposed": TensorSpec.of("transposed", torch.empty(5, 4).t()),
-        "kernel": TensorSpec.of("kernel", kernel),
-        "permuted": TensorSpec.of("permuted", torch.empty(2, 3, 5).permute(1, 2, 0)),
-        "one row": TensorSpec.of("one row", torch.empty(1, 6)),  # which would be one rank's
-        "number": TensorSpec.of("number", torch.empty(())),
-        "gap": TensorSpec.of("gap", torch.empty(6, 8)[:, ::2]),  # copied row by row
-    }
-    assert {name: one.outer_dim for name, one in found.items()} == {
-        "matrix": 0,
-        "transposed": 1,
-        "kernel": 0,
-        "permuted": 2,
-        "one row": 1,
-        "number": 0,
-        "gap": 0,
-    }
-    rows = {
-        name: [place.rows(rank) for rank in range(2)]
-        for name, one in found.items()
-        for place in arrange([one], PLAIN, 2, "rows").places
-    }
-    assert rows["transposed"] == [(0, 3), (3, 5)]
-    assert rows["permuted"] == [(0, 1), (1, 2)]
-    assert rows["one row"] == [(0, 3), (3, 6)]
-    assert rows["number"] == [(0, 1), (1, 1)]
-
-
-def test_units_add_their_kinds_up():
     masters = Precision.of("bf16", param=torch.bfloat16)
     matrix = arrange([spec("a", (3, 5))], masters, 2, "rows")
     vector = arrange([spec("b", (4,), trainable=False)], masters, 2, "rows")
@@ -155,14 +116,26 @@ def test_units_add_their_kinds_up():
     assert [unit.owned_bytes(rank) for rank in range(2)] == [2 * 10 + 8, 2 * 5 + 8]
 
 
+def test_the_dim_that_is_outermost_in_memory():
+    """What a model says of its parameters is what the cut follows."""
+    kernel = torch.empty(4, 3, 2, 2).to(memory_format=torch.channels_last)
+    for tensor, dim, rows in (
+        (torch.empty(5, 4), 0, [(0, 3), (3, 5)]),
+        (torch.empty(5, 4).t(), 1, [(0, 3), (3, 5)]),
+        (kernel, 0, [(0, 2), (2, 4)]),
+        (torch.empty(2, 3, 5).permute(1, 2, 0), 2, [(0, 1), (1, 2)]),
+        (torch.empty(1, 6), 1, [(0, 3), (3, 6)]),  # which would be one rank's
+        (torch.empty(()), 0, [(0, 1), (1, 1)]),
+        (torch.empty(6, 8)[:, ::2], 0, [(0, 3), (3, 6)]),  # copied row by row
+    ):
+        found = TensorSpec.of("p", tensor)
+        assert found.outer_dim == dim, tensor.stride()
+        (place,) = arrange([found], PLAIN, 2, "rows").places
+        assert [place.rows(rank) for rank in range(2)] == rows, tensor.stride()
+
+
 def test_names_of_blocks_and_places_in_buffers():
-    names = [
-        "blocks.3.norm.weight",
-        "h.0.attn.1.weight",
-        "0.weight",
-        "norm.weight",
-        "layer2.weight",
-    ]
+    names = ["blocks.3.norm", "h.0.attn.1", "0.weight", "norm.weight", "layer2.weight"]
     assert [block_of(name) for name in names] == ["blocks.3", "h.0", "0", None, None]
     assert [is_block(key) for key in ("blocks.3", "0", "head", ROOT)] == [True, True, False, False]
     assert offsets_in_bytes([1, 64, 65, 0]) == [0, 64, 128, 256, 256]
@@ -171,19 +144,13 @@ def test_names_of_blocks_and_places_in_buffers():
 # --- how often units are gathered ---
 
 
-class Layers(nn.Module):
-    """An embedding, blocks, a head, and what lies between them."""
-
-    def __init__(self, *, tied=False):
-        super().__init__()
-        self.token = nn.Embedding(6, 4)
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)) for _ in range(3)
-        )
-        self.norm = nn.LayerNorm(4)
-        self.head = nn.Linear(4, 6, bias=False)
-        if tied:
-            self.head.weight = self.token.weight
+def layers(*, tied=False):
+    """Return an embedding, blocks, a head, and a norm between them."""
+    blocks = [Residual(4) for _ in range(3)]
+    first, last = nn.Embedding(6, 4), nn.Linear(4, 6, bias=False)
+    model = Stack(blocks, first=first, last=last, tied=tied)
+    model.norm = nn.LayerNorm(4)
+    return model
 
 
 def units_of(model, *, whole=()):
@@ -207,42 +174,44 @@ def again(model, spared, *, names_only=False, **options):
     return {key: count for key, count in counts.items() if count}
 
 
-BLOCKS = {"blocks.0": 1, "blocks.1": 1, "blocks.2": 1}
+LATER = {"blocks.1": 1, "blocks.2": 1}
+BLOCKS = {"blocks.0": 1, **LATER}
 
 
 def test_backward_gathers_what_forward_freed():
-    """All but the units that backward begins with, and a table: its backward reads no values."""
-    model = Layers()
+    """All but the units that backward begins with, and a table: its backward reads no values.
+
+    A tied head gathers it once for its forward, and for its backward unless that is the first.
+    """
+    model = layers()
     keys = [use.key for use in usual_uses(units_of(model), model)]
-    assert keys == ["token", *BLOCKS, "head"]
-    assert again(model, 0) == {**BLOCKS, "head": 1}
+    assert keys == ["first", *BLOCKS, "last"]
+    assert again(model, 0) == {**BLOCKS, "last": 1}
     assert again(model, 1) == BLOCKS
     assert again(model, 2) == {"blocks.0": 1, "blocks.1": 1}
     assert again(model, 9) == {}
     assert again(model, 1, names_only=True) == BLOCKS
     assert again(model, 1, whole=["blocks.1"]) == {"blocks.0": 1, "blocks.2": 1}
-
-
-def test_a_tied_head_gathers_the_table_again():
-    """Once for its forward; for its backward unless backward begins with it."""
-    assert again(Layers(tied=True), 0) == {**BLOCKS, "token": 2}
-    assert again(Layers(tied=True), 1) == {**BLOCKS, "token": 1}
-    assert again(Layers(tied=True), 2) == {"blocks.0": 1, "blocks.1": 1, "token": 1}
+    assert again(layers(tied=True), 0) == {**BLOCKS, "first": 2}
+    assert again(layers(tied=True), 1) == {**BLOCKS, "first": 1}
+    assert again(layers(tied=True), 2) == {"blocks.0": 1, "blocks.1": 1, "first": 1}
 
 
 def test_what_comes_before_all_training_is_not_gathered_again():
     for names_only in (False, True):
-        model = Layers()
-        model.token.requires_grad_(False)
-        assert again(model, 0, names_only=names_only) == {**BLOCKS, "head": 1}
-        model.blocks[0].requires_grad_(False)
-        model.norm.requires_grad_(False)
-        expected = {"blocks.1": 1, "blocks.2": 1, "head": 1}
-        assert again(model, 0, names_only=names_only) == expected
-        model.blocks.requires_grad_(False)
-        assert again(model, 0, names_only=names_only) == {}, "inputs of the head need no gradients"
-        model.blocks[2].requires_grad_(True)
-        assert again(model, 0, names_only=names_only) == {"blocks.2": 1, "head": 1}
+        model = layers()
+        for part, trained, expected in (
+            (model.first, False, {**BLOCKS, "last": 1}),
+            (
+                nn.ModuleList([model.blocks[0], model.norm]),
+                False,
+                {"blocks.1": 1, "blocks.2": 1, "last": 1},
+            ),
+            (model.blocks, False, {}),  # inputs of the head need no gradients
+            (model.blocks[2], True, {"blocks.2": 1, "last": 1}),
+        ):
+            part.requires_grad_(trained)
+            assert again(model, 0, names_only=names_only) == expected
 
 
 def test_what_a_model_has_for_itself_is_used_after_its_first_layer():

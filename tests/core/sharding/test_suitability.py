@@ -31,11 +31,14 @@ MATRIX, VECTOR, NUMBER = torch.randn(5, 3), torch.randn(5), torch.tensor(1.0)
 TURNED, ONE_ROW = torch.randn(5, 3).t(), torch.randn(1, 5)
 
 
-def test_elementwise_ones_may_step_anything():
+def test_elementwise_ones_may_step_anything_and_those_of_matrices_no_rows():
     given = parameters(MATRIX, VECTOR, NUMBER, TURNED, ONE_ROW)
     for optimizer in (AdamW(given), SGD(given, lr=0.1, momentum=0.9)):
         for cut in ("flat", "rows", "whole"):
             check_suits(optimizer, cut)
+    with pytest.raises(UsageError, match="partition: parameter"):
+        check_suits(Adafactor(parameters(MATRIX)), "rows")
+    check_suits(Adafactor(parameters(MATRIX)), "whole")
 
 
 def test_one_that_needs_rows_may_step_rows_but_not_where_they_are_cut():
@@ -47,9 +50,3 @@ def test_one_that_needs_rows_may_step_rows_but_not_where_they_are_cut():
         with pytest.raises(UsageError, match="some rows of a parameter"):
             check_suits(ByRow(parameters(MATRIX, other)), "rows")
         check_suits(ByRow(parameters(MATRIX, other)), "whole")
-
-
-def test_one_that_needs_matrices_may_not_step_rows():
-    with pytest.raises(UsageError, match="partition: parameter"):
-        check_suits(Adafactor(parameters(MATRIX)), "rows")
-    check_suits(Adafactor(parameters(MATRIX)), "whole")

@@ -3,6 +3,7 @@
 import itertools
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -71,6 +72,7 @@ def test_bytes_by_hand():
     whole = {"parameters": 4000, "gradients": 2000, **lent}
     halves = {"parameters": 2000, "gradients": 1000, **lent}
     states, masters = {"optimizer": 4000}, {"masters": 2000}
+    moved = {"gradients": 2000, **masters, **states}
     on_disk = TierChoice(device="host", optimizer="disk")
     late = TierChoice(device="host", optimizer="disk", delayed=True)
     in_memory = TierChoice(device="host", optimizer="host")
@@ -85,14 +87,7 @@ def test_bytes_by_hand():
         # A share that is stepped in memory is kept once, in fp32; a unit in use is in bf16.
         (shares, in_memory, {"host": {**whole, "parameters": 2000, **states, **unit}}),
         # Beside an accelerator the host has masters of all.
-        (
-            plan(),
-            beside,
-            {
-                "device": {"parameters": 4000, **lent},
-                "host": {"gradients": 2000} | masters | states,
-            },
-        ),
+        (plan(), beside, {"device": {"parameters": 4000, **lent}, "host": moved}),
         (shares, stores, {"device": lent | unit, "host": {"gradients": 1000}, "disk": parts}),
     ):
         assert rounded(held(given, homes)) == expected
@@ -119,9 +114,7 @@ def test_a_part_of_the_state_in_whole_units():
     specs = ModelSpec.of(model).parameters
     units = [UnitLayout("", (arrange([spec], FULL, 1, "flat"),), False) for spec in specs]
     states = {spec.name: 2 for spec in specs}
-    given = TierPlan(
-        model=ModelSpec.of(model), units=units, precision=FULL, rank=0, states=states, lent=0
-    )
+    given = replace(plan(lent=0), model=ModelSpec.of(model), units=units, rank=0, states=states)
     for ratio, moved in (
         (0.0, 0),
         (0.001, 250),
@@ -139,15 +132,11 @@ def test_a_part_of_the_state_in_whole_units():
 # --- what optimizers keep ---
 
 
-def run_of(world=None):
-    world = world or World()
-    return Run(
-        world=world,
-        mesh=Mesh.plan({"dp": world.size}, world),
-        precision=FULL,
-        accumulation=1,
-        traffic=Traffic(),
-    )
+def run_of(world, mesh):
+    return Run(world=world, mesh=mesh, precision=FULL, accumulation=1, traffic=Traffic())
+
+
+ALONE = run_of(World(), Mesh.plan({"dp": 1}, World()))
 
 
 def test_states_of_optimizers():
@@ -161,7 +150,7 @@ def test_states_of_optimizers():
     ):
         model = nn.Linear(3, 2)
         optimizer = make([model.weight])
-        found = plan_of(model, [optimizer], [], run_of(), rank=0, lent=0)
+        found = plan_of(model, [optimizer], [], ALONE, rank=0, lent=0)
         assert found.states == {"weight": states}  # the bias is in no optimizer
         model(torch.ones(3)).sum().backward()
         optimizer.step()
@@ -209,14 +198,10 @@ def test_what_does_not_fit_is_refused_with_the_numbers_and_a_way_out():
     tiers().check()  # nothing known is nothing to refuse
 
 
-class Store:
-    working_bytes = 1000
-
-    def __init__(self, in_memory):
-        self.in_memory = in_memory
-
-
-STORES = {"memory": Store(True), "file": Store(False)}
+STORES = {
+    name: SimpleNamespace(working_bytes=1000, in_memory=name == "memory")
+    for name in ("memory", "file")
+}
 
 
 def test_homes():
@@ -236,10 +221,9 @@ def announced(monkeypatch, tmp_path, *, host, disk):
     model = nn.Linear(1000, 1000, bias=False)
     flat = arrange(ModelSpec.of(model).parameters, FULL, 1, "flat")
     units = [UnitLayout("", (flat,), False)]
-    run = run_of()
-    given = plan_of(model, [AdamW(model.parameters())], units, run, rank=0, lent=4_000_000)
+    given = plan_of(model, [AdamW(model.parameters())], units, ALONE, rank=0, lent=4_000_000)
     options = OffloadOptions(optimizer="file", path=str(tmp_path))
-    announce_tiers(given, options, STORES, run)
+    announce_tiers(given, options, STORES, ALONE)
 
 
 def test_the_table_is_announced_or_too_little_of_the_machine_refused(monkeypatch, tmp_path, caplog):
@@ -259,13 +243,7 @@ def test_the_table_is_announced_or_too_little_of_the_machine_refused(monkeypatch
 @pytest.mark.ranks(2)
 def test_all_ranks_refuse_what_one_of_them_has_no_room_for():
     world = World.discover(cpu=True)
-    run = Run(
-        world=world,
-        mesh=Mesh.build({"dp": 2}, world),
-        precision=FULL,
-        accumulation=1,
-        traffic=Traffic(),
-    )
+    run = run_of(world, Mesh.build({"dp": 2}, world))
     states = 10**9 if world.rank == 1 else 2  # 2 TB: more than there is
     options = OffloadOptions(optimizer="memory")
     with pytest.raises(PreflightError, match=r"host memory: expected at least .*1\.82 TiB"):
@@ -287,16 +265,10 @@ def test_limits_of_control_groups(tmp_path):
     root, member = tmp_path / "groups", tmp_path / "membership"
     member.write_text("0::/run/job\n")
     group(root / "run/job", memory__max="max", memory__current=70)
-    group(
-        root / "run",
-        memory__max=100,
-        memory__current=80,
-        memory__stat="anon 3\ninactive_file 5",
-    )
+    stat = "anon 3\ninactive_file 5"
+    group(root / "run", memory__max=100, memory__current=80, memory__stat=stat)
     assert list(group_rooms(root, member)) == [25]
-    (member := tmp_path / "first version").write_text(
-        "5:devices:/x\n4:memory:/seen/outside\n0::/\n"
-    )
+    member.write_text("5:devices:/x\n4:memory:/seen/outside\n0::/\n")  # the first version
     group(
         root / "memory",
         memory__limit_in_bytes=100,

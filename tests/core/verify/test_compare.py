@@ -26,12 +26,8 @@ def test_what_differs_is_named_with_its_place_and_size():
     comparison = compare(record(weight=2.5), record(weight=2.0))
     verdict, (found,) = judge(comparison)
     assert verdict == "error"
-    assert (found.step, found.kind, found.name, found.where) == (
-        1,
-        "weight",
-        "second",
-        "unit blocks.0",
-    )
+    place = found.step, found.kind, found.name, found.where
+    assert place == (1, "weight", "second", "unit blocks.0")
     assert (found.absolute, found.relative, found.of_change) == (0.5, 0.25, 0.5)
     assert (found.found, found.expected) == (2.5, 2.0)
 
@@ -68,9 +64,8 @@ def test_steps_along_the_rounding_of_a_gradient_go_anywhere():
     ):
         run = record(weight=weight, norm=norm)
         reference = record(weight=1.001, norm=0.0 if norm == 0 else 1e-15)
-        assert (
-            judge(compare(record(weight=1.001), reference), compare(run, reference))[0] == verdict
-        )
+        again = compare(record(weight=1.001), reference)
+        assert judge(again, compare(run, reference))[0] == verdict
         assert judge(compare(run, reference), doubles=True)[0] == verdict
 
 

@@ -30,12 +30,8 @@ def test_code_that_asks_for_fp32_gets_fp64_and_no_dropout():
     layer.attention_dropout, layer.drop_path, layer.dropped = 0.5, 0.1, 7
     lstm = nn.LSTM(2, 2, num_layers=2, dropout=0.4)
     assert without_dropout(nn.ModuleList([layer, lstm, nn.Dropout(0.0), nn.PReLU()])) == 7
-    assert (layer.dropout1.p, layer.self_attn.dropout, layer.drop_path, layer.dropped) == (
-        0,
-        0,
-        0,
-        7,
-    )
+    assert layer.dropout1.p == layer.self_attn.dropout == layer.drop_path == 0
+    assert layer.dropped == 7
     assert lstm.dropout == 0
 
 

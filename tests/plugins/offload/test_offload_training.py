@@ -4,9 +4,8 @@ import itertools
 
 import pytest
 import torch
-from torch.optim import SGD, Adagrad, AdamW, RMSprop
+from torch.optim import SGD, Adagrad, RMSprop
 
-from drivetrain import Accelerator
 from drivetrain.errors import ConfigError, PreflightError, UsageError
 from offloaded_trainings import (
     STRATEGIES,
@@ -17,23 +16,27 @@ from offloaded_trainings import (
     assert_same,
     loss_of,
     offloads,
-)
-
-MASTERS = {"mixed_precision": "bf16", "config": {"dtypes": {"param": "bf16"}}}
-
-
-def with_masters(name):
-    return {**MASTERS, "model": Net if name.startswith(("zero3", "fsdp")) else Free}
+)  # fmt: skip
+from zero_stages import MASTERS
 
 
-@pytest.mark.parametrize("name", ["zero1", "zero2 parameter", "fsdp grad"])
+def under(name, offload):
+    strategy = STRATEGIES[name]
+    return strategy if offload is None else {**strategy, "offload": offload}
+
+
+def check_each(name, path, run):
+    """Compare a run with each kind of offload with the run without."""
+    expected = run(STRATEGIES[name])
+    for offload in offloads(name, str(path)):
+        assert_same(run(under(name, offload)), expected)
+
+
+@pytest.mark.parametrize("name", ["zero2 parameter", "fsdp grad"])
 @pytest.mark.ranks(2)
 def test_bits_are_those_without(name, tmp_path):
     """In fp32 and windows; with masters see the checkpoints."""
-    expected = Training(STRATEGIES[name], window=2).steps(3, clip=0.3).close()
-    for offload in offloads(name, str(tmp_path)):
-        strategy = {**STRATEGIES[name], "offload": offload}
-        assert_same(Training(strategy, window=2).steps(3, clip=0.3).close(), expected)
+    check_each(name, tmp_path, lambda how: Training(how, window=2).steps(3, clip=0.3).close())
 
 
 OPTIMIZERS = {
@@ -63,8 +66,8 @@ def test_optimizers(tmp_path):
 def test_loops(name, tmp_path):
     """No clearing at all, clearing to zero, and gradients added after they were clipped."""
 
-    def run(offload):
-        training = Training(STRATEGIES[name] | ({"offload": offload} if offload else {}))
+    def run(strategy):
+        training = Training(strategy)
         training.steps(2, to_none=False)
         accelerator, model, optimizer = training.accelerator, training.model, training.optimizer
         for seed in range(3):  # torch adds to the gradients of the step before
@@ -81,68 +84,33 @@ def test_loops(name, tmp_path):
             training.losses.append(loss_of(model, 9).item())
         return training.close()
 
-    expected = run(None)
-    for offload in offloads(name, str(tmp_path)):
-        assert_same(run(offload), expected)
+    check_each(name, tmp_path, run)
 
 
-@pytest.mark.parametrize("name", ["zero2", "zero3", "fsdp"])
+@pytest.mark.parametrize("name", ["zero2", "fsdp"])
 @pytest.mark.ranks(2)
 def test_checkpoints_go_between_all(name, tmp_path):
     """What one of them saves, any of them loads, and goes on bit by bit."""
-    strategy, options = STRATEGIES[name], with_masters(name)
+    options = {**MASTERS, "model": Free if name == "zero2" else Net}
     kinds = [None, *offloads(name, str(tmp_path))]
-    whole = Training(strategy, **options).steps(6, clip=0.3).close()
+    whole = Training(STRATEGIES[name], **options).steps(4, clip=0.3).close()
     for number, (saved, loaded) in enumerate(itertools.pairwise([*kinds, None])):
         directory = tmp_path / f"state-{number}"
-        first = Training(under(strategy, saved), **options).steps(3, clip=0.3)
+        first = Training(under(name, saved), **options).steps(2, clip=0.3)
         first.accelerator.save_state(str(directory))
         first.accelerator.free_memory()
-        second = Training(under(strategy, loaded), **options)
+        second = Training(under(name, loaded), **options)
         second.accelerator.load_state(str(directory))
         second.losses = first.losses
-        second.steps(3, first=3, clip=0.3)
+        second.steps(2, first=2, clip=0.3)
         assert_same(second.close(), whole)
-
-
-def under(strategy, offload):
-    return strategy if offload is None else {**strategy, "offload": offload}
-
-
-@pytest.mark.exhaustive
-@pytest.mark.ranks(2)
-def test_state_dicts_of_optimizers_go_in_and_out(tmp_path):
-    for offload in offloads("zero3", str(tmp_path)):
-        strategy = under(STRATEGIES["zero3"], offload)
-        expected = Training(strategy, **MASTERS).steps(4)
-        first = Training(strategy, **MASTERS).steps(4)
-        state = first.optimizer.state_dict()
-        state = torch.utils._pytree.tree_map(
-            lambda v: v.clone() if isinstance(v, torch.Tensor) else v, state
-        )
-        first.steps(1, first=50)
-        assert_differ(first.found(), expected.found())
-        weights = expected.accelerator.get_state_dict(expected.model)
-        with first.accelerator.strategy_of(first.model).gathered(list(first.model.parameters())):
-            first.model.load_state_dict(weights)
-        first.optimizer.load_state_dict(state)
-        found, wanted = first.optimizer.state_dict(), expected.optimizer.state_dict()
-        for number, kept in wanted["state"].items():
-            for key, value in kept.items():
-                assert torch.equal(value, found["state"][number][key])
-        first.accelerator.free_memory()
-        expected.accelerator.free_memory()
-
-
-def assert_differ(one, other):
-    assert any(not torch.equal(value, other[1][name]) for name, value in one[1].items())
 
 
 @pytest.mark.ranks(2)
 def test_late_updates(tmp_path):
     """Forward reads what the step before the last one made; checkpoints have the last one, too."""
-    for offload in offloads("zero3", str(tmp_path)):
-        strategy = under(STRATEGIES["zero3"], {**offload, "ratio": 1.0, "delayed": True})
+    for offload in list(offloads("zero3", str(tmp_path)))[::2]:
+        strategy = under("zero3", {**offload, "ratio": 1.0, "delayed": True})
         training = Training(strategy, make=lambda model: SGD(model.parameters(), lr=0.1))
         torch.manual_seed(5)
         plain = Net()
@@ -180,72 +148,16 @@ def subtract(model, updates):
         model.get_parameter(name).sub_(update)
 
 
-@pytest.mark.exhaustive
-@pytest.mark.ranks(2)
-def test_thawed_later(tmp_path):
-    def run(offload):
-        training = Training(under(STRATEGIES["zero3"], offload))
-        training.steps(2)
-        frozen = training.model.frozen
-        frozen.requires_grad_(True)
-        training.optimizer.add_param_group({"params": list(frozen.parameters())})
-        training.steps(3, first=2, clip=0.3)
-        return training.close()
-
-    expected = run(None)
-    for offload in offloads("zero3", str(tmp_path)):
-        assert_same(run(offload), expected)
-
-
-@pytest.mark.ranks(2)
-def test_two_optimizers(tmp_path):
-    def run(offload):
-        accelerator = Accelerator(strategy=under(STRATEGIES["fsdp"], offload), cpu=True)
-        torch.manual_seed(5)
-        model = Net()
-        one = AdamW(model.blocks.parameters(), lr=1e-2)
-        model = accelerator.prepare(model)
-        one = accelerator.prepare(one)
-        two = accelerator.prepare(SGD([model.words.weight, model.scale], lr=0.1))
-        losses = []
-        for seed in range(4):
-            loss = loss_of(model, seed)
-            losses.append(loss.item())
-            accelerator.backward(loss)
-            one.step()
-            if seed % 2:
-                two.step()
-                two.zero_grad()
-            one.zero_grad()
-        found = losses, accelerator.get_state_dict(model), one.state_dict()["state"]
-        accelerator.free_memory()
-        return found
-
-    expected = run(None)
-    for offload in offloads("fsdp", str(tmp_path)):
-        assert_same(run(offload), expected)
-
-
 @pytest.mark.ranks(2)
 def test_fp16_scaling_and_skipped_steps(tmp_path):
-    def run(offload):
-        training = Training(
-            under(STRATEGIES["zero3"], offload),
-            mixed_precision="fp16",
-            config={"dtypes": {"param": "fp16"}},
-        )
-        training.steps(4, clip=0.3)
-        return training.close()
-
-    expected = run(None)
-    for offload in offloads("zero3", str(tmp_path)):
-        assert_same(run(offload), expected)
+    half = {"mixed_precision": "fp16", "config": {"dtypes": {"param": "fp16"}}}
+    check_each("zero3", tmp_path, lambda how: Training(how, **half).steps(4, clip=0.3).close())
 
 
 @pytest.mark.ranks(2)
 def test_what_is_refused(tmp_path):
     disk = {"optimizer": "nvme", "path": str(tmp_path)}
-    training = Training(under(STRATEGIES["zero3"], {**disk, "params": "nvme"}))
+    training = Training(under("zero3", {**disk, "params": "nvme"}))
     training.micro(0)
     with pytest.raises(UsageError, match="without a closure"):
         training.optimizer.step(lambda: 0.0)
@@ -264,4 +176,4 @@ def test_what_is_refused(tmp_path):
         ({"params": "cpu"}, ConfigError, "expected offload.optimizer"),
     ):
         with pytest.raises(error, match=text):
-            Training(under(STRATEGIES["zero3"], options))
+            Training(under("zero3", options))

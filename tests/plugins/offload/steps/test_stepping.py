@@ -34,17 +34,13 @@ ADAMW = RULES[0]
 
 
 @pytest.fixture(autouse=True)
-def one_torch_thread():
+def small_tiles_of_one_thread(monkeypatch):
     """The kernels cut a whole shard by torch's threads, at places that are not aligned."""
+    monkeypatch.setattr(pipeline, "TILE_BYTES", TILE)
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-@pytest.fixture(autouse=True)
-def many_tiles(monkeypatch):
-    monkeypatch.setattr(pipeline, "TILE_BYTES", TILE)
 
 
 @pytest.fixture(params=["cpu", "nvme"])
@@ -166,8 +162,9 @@ def test_many_steps_have_the_bits_of_torch(store):
         both.stepper.close()
 
 
-@pytest.mark.usefixtures("interruptible")
 def test_a_submission_does_not_wait_and_a_wait_can_be_interrupted(store, monkeypatch):
+    # A process that was started in the background ignores the signal, and so do its children.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     gate = threading.Event()
     stepper, step = one(store)
     tiler = stepper._tiler
@@ -181,19 +178,12 @@ def test_a_submission_does_not_wait_and_a_wait_can_be_interrupted(store, monkeyp
     with pytest.raises(KeyboardInterrupt):
         pending[0].wait()
     timer.join()
+    signal.signal(signal.SIGINT, before)
     gate.set()
     for each in pending:
         each.wait()
     assert dict(stepper.states("a", 0))["step"] == 3
     stepper.close()
-
-
-@pytest.fixture
-def interruptible():
-    """A process that was started in the background ignores the signal, and so do its children."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
 
 
 def test_only_the_bytes_of_states_and_masters_go_over_the_disk(on_disk, monkeypatch):
@@ -267,11 +257,18 @@ def test_a_block_is_read_after_its_last_step_also_when_that_is_late(store, monke
 
 
 def test_room_is_taken_before_the_first_step_and_nothing_is_written(on_disk, monkeypatch):
-    monkeypatch.setattr(files.os, "pwritev", lambda *_: pytest.fail("written"))
-    before = on_disk.nbytes
-    stepper, _ = one(on_disk, numel=1025)
-    assert on_disk.nbytes - before == 3 * 8192
-    assert not list(stepper.states("a", 0))
+    with monkeypatch.context() as patch:
+        patch.setattr(files.os, "pwritev", lambda *_: pytest.fail("written"))
+        before = on_disk.nbytes
+        stepper, step = one(on_disk, numel=1025)
+        assert on_disk.nbytes - before == 3 * 8192
+        assert not list(stepper.states("a", 0))
+    group, before = step()[0].group, on_disk.nbytes
+    with pytest.raises(StorageError, match="free bytes"):
+        stepper.adopt("b", [ShardSpec(1 << 50, torch.float32, False)], group)
+    assert on_disk.nbytes == before
+    stepper.adopt("b", [ShardSpec(1, torch.float32, False)], group)
+    stepper.submit("a", [ShardStep(0, group, torch.ones(1025), None)]).wait()
     stepper.close()
 
 
@@ -301,17 +298,6 @@ def test_a_disk_that_fails_ends_steps(on_disk, monkeypatch, call):
     stepper.close()
 
 
-def test_too_little_room_is_told_when_a_block_is_adopted(on_disk):
-    stepper, step = one(on_disk)
-    group, before = step()[0].group, on_disk.nbytes
-    with pytest.raises(StorageError, match="free bytes"):
-        stepper.adopt("b", [ShardSpec(1 << 50, torch.float32, False)], group)
-    assert on_disk.nbytes == before
-    stepper.adopt("b", [ShardSpec(1, torch.float32, False)], group)
-    stepper.submit("a", step()).wait()
-    stepper.close()
-
-
 def test_tiles_are_whole_requests(tmp_path, monkeypatch):
     monkeypatch.setattr(pipeline, "TILE_BYTES", 8 * 2**20)
     for mib, tile in ((4, 8), (3, 6), (64, 8)):
@@ -320,18 +306,6 @@ def test_tiles_are_whole_requests(tmp_path, monkeypatch):
         assert stepper._tile_bytes == tile * 2**20
         stepper.close()
         made.close()
-
-
-def test_an_error_in_arithmetic_is_the_step_s(store):
-    stepper, step = one(store)
-    sliced = ShardStep(0, step()[0].group, torch.ones(40_000)[::2], None)
-    pending = stepper.submit("a", [sliced])
-    for _ in range(2):
-        with pytest.raises(UsageError, match="gradient to be contiguous"):
-            pending.wait()
-    with pytest.raises((UsageError, StorageError), match="gradient to be contiguous"):
-        stepper.submit("a", step())
-    stepper.close()
 
 
 def test_refuses_what_does_not_fit_before_anything_is_stepped(store):
@@ -419,37 +393,40 @@ def test_outputs_are_asked_for_once_and_the_end_is_told(store):
     stepper.close()
 
 
-def test_an_output_of_another_length_is_told(store):
+def test_an_error_in_arithmetic_or_an_output_is_the_step_s(store):
     stepper, step = one(store)
-    (plain,) = step()
+    (plain,), told = step(), []
     wanted = ShardStep(0, plain.group, plain.gradient, None, lambda: torch.zeros(3))
-    told = []
     pending = stepper.submit("a", [wanted], lambda: told.append(1))
     with pytest.raises(UsageError, match="out of shard 0: expected 20,000 elements, found 3"):
         pending.wait()
     stepper.close()
     assert not told
+    stepper, step = one(store)
+    sliced = ShardStep(0, step()[0].group, torch.ones(40_000)[::2], None)
+    pending = stepper.submit("a", [sliced])
+    for _ in range(2):
+        with pytest.raises(UsageError, match="gradient to be contiguous"):
+            pending.wait()
+    with pytest.raises((UsageError, StorageError), match="gradient to be contiguous"):
+        stepper.submit("a", step())
+    stepper.close()
 
 
 @pytest.mark.exhaustive
 def test_the_interpreter_ends_while_steps_are_under_way(tmp_path):
-    code = (
-        "import sys, torch\n"
-        "from drivetrain.store import ShardSpec, ShardStep\n"
-        "from drivetrain_offload import HostStore, NvmeConfig, NvmeStore\n"
-        "n = 1 << 20\n"
-        "optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])\n"
-        "group = optimizer.param_groups[0]\n"
-        "for store in HostStore(), NvmeStore(NvmeConfig(path=sys.argv[1])):\n"
-        "    stepper = store.stepper(optimizer)\n"
-        "    stepper.adopt('a', [ShardSpec(n, torch.float32, True)], group)\n"
-        "    step = [ShardStep(0, group, torch.ones(n), None)]\n"
-        "    for _ in range(20): stepper.submit('a', step)\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)],
-        check=False,
-        capture_output=True,
-        text=True,
-    )
+    code = """
+import sys, torch
+from drivetrain.store import ShardSpec, ShardStep
+from drivetrain_offload import HostStore, NvmeConfig, NvmeStore
+n = 1 << 20
+optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
+group = optimizer.param_groups[0]
+for store in HostStore(), NvmeStore(NvmeConfig(path=sys.argv[1])):
+    stepper = store.stepper(optimizer)
+    stepper.adopt('a', [ShardSpec(n, torch.float32, True)], group)
+    for _ in range(20): stepper.submit('a', [ShardStep(0, group, torch.ones(n), None)])
+"""
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")

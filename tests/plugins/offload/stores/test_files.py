@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -48,7 +49,7 @@ def numbers(nbytes, seed=0):
     return buffer
 
 
-def test_any_length_at_aligned_offsets(file):
+def test_any_length_at_aligned_offsets_and_zeros_where_it_grows(file):
     for nbytes in (0, 1, 4095, 4096, 4097, 50_000):
         data, back = numbers(nbytes), numbers(nbytes + 9, seed=1)
         after = back[nbytes:].clone()
@@ -57,16 +58,13 @@ def test_any_length_at_aligned_offsets(file):
         file.read(ALIGNMENT, back[:nbytes]).wait()
         assert torch.equal(back[:nbytes], data)
         assert torch.equal(back[nbytes:], after)
-
-
-def test_what_is_grown_is_zeros_and_what_was_there_stays(file):
     data, back = numbers(4096), numbers(3 * 4096)
     file.write(63 * ALIGNMENT, data).wait()
     file.grow(100 * ALIGNMENT)
     file.read(63 * ALIGNMENT, back).wait()
     assert torch.equal(back[:4096], data)
     assert not back[4096:].any()
-    file.read(0, back).wait()
+    file.read(30 * ALIGNMENT, back).wait()
     assert not back.any()
 
 
@@ -93,16 +91,15 @@ def test_the_same_bytes_in_order_of_submission(file, monkeypatch):
     assert torch.equal(back[:4096], numbers(4096, seed=3))
 
 
-def blocks(start, stop, writes):
-    """Return a transfer of blocks, and the blocks themselves."""
-    return Transfer([], start * ALIGNMENT, stop * ALIGNMENT, writes=writes), set(range(start, stop))
-
-
 def test_transfers_conflict_where_they_share_bytes_that_one_changes():
     ranges = list(itertools.combinations(range(5), 2))
     for one, other, first, second in itertools.product(ranges, ranges, *[(False, True)] * 2):
-        (a, mine), (b, theirs) = blocks(*one, first), blocks(*other, second)
-        assert a.conflicts(b) is bool(mine & theirs and (first or second)), (one, other)
+        a, b = (
+            Transfer([], start * ALIGNMENT, stop * ALIGNMENT, writes=writes)
+            for (start, stop), writes in ((one, first), (other, second))
+        )
+        shared = set(range(*one)) & set(range(*other))
+        assert a.conflicts(b) is bool(shared and (first or second)), (one, other)
 
 
 def test_several_requests_are_in_flight_and_done_when_their_bytes_are_there(file, monkeypatch):
@@ -152,11 +149,8 @@ def test_a_failed_write_ends_everything(file, tmp_path, monkeypatch):
     with pytest.raises(StorageError, match="ENOSPC") as caught:
         write.wait()
     assert str(tmp_path) in str(caught.value)
-    for call in (
-        file.flush,
-        lambda: file.read(0, numbers(10)),
-        lambda: file.write(0, numbers(10)),
-    ):
+    data = numbers(10)
+    for call in (file.flush, lambda: file.read(0, data), lambda: file.write(0, data)):
         with pytest.raises(StorageError, match=r"a write failed before: .*write 8,192 bytes"):
             call()
 
@@ -182,13 +176,10 @@ def test_a_failed_read_is_its_own(file, monkeypatch):
 
 
 def test_a_failed_sync_of_the_page_cache(tmp_path, monkeypatch):
-    def fail(fd):
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
     refuse_direct(monkeypatch)
     file = DiskFile(tmp_path, request_bytes=4096, threads=1)
     file.grow(4096)
-    monkeypatch.setattr(files.os, "fdatasync", fail)
+    monkeypatch.setattr(files.os, "fdatasync", mock.Mock(side_effect=OSError(errno.EIO, "")))
     with pytest.raises(StorageError, match="EIO"):
         file.flush()
     with pytest.raises(StorageError, match="failed before"):
@@ -210,7 +201,8 @@ def test_what_is_not_aligned_is_refused(file):
         file.read(0, buffer)
 
 
-def no_tmpfile(monkeypatch):
+def test_a_name_goes_at_once_or_at_the_end_and_buffered_is_said_once(tmp_path, monkeypatch, caplog):
+    """Where a file system makes no files without a name."""
     real = os.open
 
     def opened(path, flags, *more, **named):
@@ -219,10 +211,6 @@ def no_tmpfile(monkeypatch):
         return real(path, flags, *more, **named)
 
     monkeypatch.setattr(files.os, "open", opened)
-
-
-def test_a_name_goes_at_once_and_buffered_is_said_once(tmp_path, monkeypatch, caplog):
-    no_tmpfile(monkeypatch)
     refuse_direct(monkeypatch)
     for _ in range(2):
         file = DiskFile(tmp_path, request_bytes=4096, threads=1)
@@ -232,12 +220,9 @@ def test_a_name_goes_at_once_and_buffered_is_said_once(tmp_path, monkeypatch, ca
         file.close()
     assert caplog.text.count("the file system refuses O_DIRECT") == 1
 
-
-def test_a_name_that_cannot_go_at_once_goes_at_the_end(tmp_path, monkeypatch, caplog):
     def busy(path, missing_ok=False):
         raise OSError(errno.EBUSY, "Device or resource busy")
 
-    no_tmpfile(monkeypatch)
     with monkeypatch.context() as context:
         context.setattr(files.Path, "unlink", busy)
         file = DiskFile(tmp_path, request_bytes=4096, threads=1)
@@ -290,14 +275,6 @@ def test_a_pool_hands_memory_out_again_when_no_tensor_lies_in_it():
     assert pool._spare == []
 
 
-@pytest.fixture
-def verified(tmp_path):
-    made = DiskFile(tmp_path, request_bytes=2 * ALIGNMENT, threads=4, verify=True)
-    made.grow(64 * ALIGNMENT)
-    yield made
-    made.close()
-
-
 def change(file, at, mask=1):
     """Change bits of a byte in the file, past its own descriptor."""
     with Path(f"/proc/self/fd/{file._fd}").open("r+b", buffering=0) as other:
@@ -306,25 +283,25 @@ def change(file, at, mask=1):
         os.fsync(other.fileno())
 
 
-def test_a_changed_bit_is_seen_where_it_is(verified):
+def test_a_changed_bit_is_seen_where_it_is(tmp_path):
+    """Blocks that were never written are zeros."""
+    verified = DiskFile(tmp_path, request_bytes=2 * ALIGNMENT, threads=4, verify=True)
+    verified.grow(64 * ALIGNMENT)
     data, back = numbers(50_000), aligned_empty(50_000, torch.uint8)
     verified.write(0, data).wait()
     verified.read(0, back).wait()
     assert torch.equal(back, data)
     for at in (0, 4095, 4096, 9 * 4096 + 17, 49_999):
         change(verified, at, mask=128)
-        with pytest.raises(
-            StorageError, match=rf"block at offset {at // 4096 * 4096:,} of the file"
-        ):
+        place = rf"block at offset {at // 4096 * 4096:,} of the file"
+        with pytest.raises(StorageError, match=place):
             verified.read(0, back).wait()
         verified.write(0, data).wait()  # what is written anew is right again
         verified.read(0, back).wait()
-
-
-def test_blocks_that_were_never_written_are_zeros(verified):
     back = aligned_empty(3 * 4096, torch.uint8)
     verified.grow(100 * ALIGNMENT)
     verified.read(97 * ALIGNMENT, back).wait()
     change(verified, 98 * ALIGNMENT)
     with pytest.raises(StorageError, match="as it was written, found other bytes"):
         verified.read(97 * ALIGNMENT, back).wait()
+    verified.close()

@@ -1,6 +1,7 @@
 """The store cpu: page-locked where there is an accelerator, copies that do not wait."""
 
 import gc
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -61,16 +62,13 @@ def test_pages_are_locked_once_per_tensor_and_unlocked_with_it(monkeypatch):
     assert runtime.locked == {}
 
 
-def test_pages_that_cannot_be_locked_are_said_once(monkeypatch, caplog):
+def test_pages_that_cannot_be_locked_are_said_once_and_none_where_asked(monkeypatch, caplog):
     install(monkeypatch, Runtime(code=2))
     store = HostStore()
     store.put("a", torch.ones(3))
     store.put("b", torch.ones(3))
     assert torch.equal(store.fetch("a"), torch.ones(3))
     assert caplog.text.count("could not be page-locked (out of memory)") == 1
-
-
-def test_plain_where_asked(monkeypatch):
     runtime = Runtime()
     install(monkeypatch, runtime)
     store = HostStore(HostConfig(page_locked=False))
@@ -79,15 +77,10 @@ def test_plain_where_asked(monkeypatch):
 
 
 def test_fetch_waits_for_its_own_copy_and_flush_for_all(monkeypatch):
-    waited = []
-
-    def under_way(name):
-        return SimpleNamespace(synchronize=lambda: waited.append(name))
-
-    store = HostStore()
+    waited, store = [], HostStore()
     for name in "abc":
         store.put(name, torch.ones(1))
-        store._copies[name] = under_way(name)
+        store._copies[name] = SimpleNamespace(synchronize=partial(waited.append, name))
     store.fetch("b")
     assert waited == ["b"]
     store.put("c", torch.zeros(1))

@@ -5,6 +5,7 @@ import logging
 import os
 import threading
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -58,7 +59,7 @@ def test_fetched_tensors_are_the_callers_own_and_not_older_than_what_was_written
     assert (buffer[1001:] == 5).all()
 
 
-def test_ranges_that_cannot_be(store):
+def test_ranges_and_buffers_that_cannot_be(store):
     store.put("k", filled(3000))
     for start, stop, says in (
         (1, 3000, "expected a start that is a multiple of 1024 elements of torch.float32"),
@@ -69,10 +70,6 @@ def test_ranges_that_cannot_be(store):
         with pytest.raises(UsageError, match=says):
             store.write_from("k", aligned_empty(4096), start, stop)
     assert torch.equal(store.fetch("k"), filled(3000))
-
-
-def test_buffers_that_do_not_fit(store):
-    store.put("k", filled(3000))
     for buffer in (aligned_empty(2999), aligned_empty(3000, torch.int32), aligned_empty(0)):
         with pytest.raises(UsageError, match="expected a buffer of one dim, torch.float32 and"):
             store.read_into("k", buffer)
@@ -104,32 +101,23 @@ def test_copies_on_their_way_take_bounded_memory(store, monkeypatch):
         assert torch.equal(store.fetch(str(index)), filled(2**16, seed=index))
 
 
-def test_a_put_that_fails_is_told_by_the_next_call(store, tmp_path, monkeypatch):
-    def fail(fd, views, at):
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    monkeypatch.setattr(files.os, "pwritev", fail)
-    store.put("k", filled(10))
-    with pytest.raises(StorageError, match="EIO") as caught:
-        store.fetch("k")
-    assert str(tmp_path) in str(caught.value)
-    with pytest.raises(StorageError, match="EIO"):
-        store.flush()
-    with pytest.raises(StorageError, match="EIO"):
-        store.put("k", filled(10))
-
-
-def test_more_than_there_is_room_for(store, tmp_path):
+def test_puts_that_fail_and_more_than_there_is_room_for(store, tmp_path, monkeypatch):
+    """A failure is told by the next call."""
     before = store.nbytes
     huge = torch.empty(2**50, device="meta")
-    with pytest.raises(
-        StorageError, match=rf"expected {2**52 + 4096:,} free bytes, found [\d,]+;"
-    ) as error:
+    room = rf"expected {2**52 + 4096:,} free bytes, found [\d,]+;"
+    with pytest.raises(StorageError, match=room) as error:
         store.reserve({"huge": huge, "small": torch.empty(1)})
     assert str(tmp_path) in str(error.value)
     assert store.nbytes == before
     store.put("small", torch.ones(1))
     assert torch.equal(store.fetch("small"), torch.ones(1))
+    monkeypatch.setattr(files.os, "pwritev", mock.Mock(side_effect=OSError(errno.EIO, "broken")))
+    store.put("k", filled(10))
+    for call in (lambda: store.fetch("k"), store.flush, lambda: store.put("k", filled(10))):
+        with pytest.raises(StorageError, match="EIO") as caught:
+            call()
+        assert str(tmp_path) in str(caught.value)
 
 
 def test_directories_that_cannot_be_used(tmp_path, monkeypatch):
@@ -144,33 +132,24 @@ def test_directories_that_cannot_be_used(tmp_path, monkeypatch):
     monkeypatch.setattr(directory.os, "access", lambda *_: False)
     with pytest.raises(PreflightError, match="this user can write to"):
         NvmeStore(NvmeConfig(path=str(tmp_path)))
-
-
-def test_a_file_that_cannot_be_made(tmp_path, monkeypatch):
-    def refuse(*_, **__):
-        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
-
-    monkeypatch.setattr(files.os, "open", refuse)
+    monkeypatch.undo()
+    refused = OSError(errno.EROFS, os.strerror(errno.EROFS))
+    monkeypatch.setattr(files.os, "open", mock.Mock(side_effect=refused))
     with pytest.raises(PreflightError, match="found Read-only file system"):
         NvmeStore(NvmeConfig(path=str(tmp_path)))
+    for name, value in (("request_mib", 0.3), ("threads", 0), ("staging_mib", 0.0)):
+        with pytest.raises(ConfigError, match=f"{name}: expected"):
+            NvmeConfig(path="/tmp", **{name: value})
 
 
-def test_tmpfs_is_warned_of(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(directory, "file_system", lambda _: "tmpfs")
-    with caplog.at_level(logging.WARNING):
-        NvmeStore(NvmeConfig(path=str(tmp_path))).close()
-    assert f"{tmp_path} is a tmpfs: what is kept there takes host memory" in caplog.text
-
-
-def test_file_system_types(tmp_path, monkeypatch):
+def test_file_system_types(tmp_path, monkeypatch, caplog):
+    """A tmpfs is warned of."""
     assert directory.file_system(tmp_path)
     assert directory.file_system(directory.Path("/proc")) == "proc"
     mounts = [SimpleNamespace(mountpoint=str(tmp_path), fstype=kind) for kind in ("xfs", "ext4")]
     monkeypatch.setattr(directory.psutil, "disk_partitions", lambda **_: mounts)
     assert directory.file_system(tmp_path / "inside") == "ext4"  # the later one hides the other
-
-
-def test_options_out_of_range():
-    for name, value in (("request_mib", 0.3), ("threads", 0), ("staging_mib", 0.0)):
-        with pytest.raises(ConfigError, match=f"{name}: expected"):
-            NvmeConfig(path="/tmp", **{name: value})
+    monkeypatch.setattr(directory, "file_system", lambda _: "tmpfs")
+    with caplog.at_level(logging.WARNING):
+        NvmeStore(NvmeConfig(path=str(tmp_path))).close()
+    assert f"{tmp_path} is a tmpfs: what is kept there takes host memory" in caplog.text
