@@ -18,7 +18,10 @@ def loss_of(model: nn.Module, ids: Tensor) -> Tensor:
 
 
 class Twins:
-    """Both take the same steps; ``trained`` chooses what the optimizers hold."""
+    """Both take the same steps; ``trained`` chooses what the optimizers hold.
+
+    ``loss`` makes the loss of either of what ``backward`` gets.
+    """
 
     def __init__(
         self,
@@ -27,9 +30,10 @@ class Twins:
         accumulation: int = 1,
         optimizer: type[torch.optim.Optimizer] = torch.optim.SGD,
         trained: Callable[[Iterable[Tensor]], list[Tensor]] = list,
+        loss: Callable[[nn.Module, Tensor], Tensor] = loss_of,
         **options: object,
     ) -> None:
-        self.twin = copy.deepcopy(model)
+        self.twin, self.loss = copy.deepcopy(model), loss
         self.accelerator = Accelerator(
             strategy={"name": "megatron", **options},
             gradient_accumulation_steps=accumulation,
@@ -43,11 +47,25 @@ class Twins:
     def backward(self, *batches: Tensor) -> None:
         """Run backward of one batch for each replica."""
         axis = self.accelerator.mesh["dp"]
-        loss = loss_of(self.model, batches[axis.rank])
+        loss = self.loss(self.model, batches[axis.rank])
         self.accelerator.backward(loss)
-        theirs = [loss_of(self.twin, ids) for ids in batches]
+        theirs = [self.loss(self.twin, ids) for ids in batches]
         torch.stack(theirs).mean().backward()
         torch.testing.assert_close(loss.item(), theirs[axis.rank].item(), rtol=1e-6, atol=0)
+
+    def train(self, *batches: Tensor) -> None:
+        """Take a step on each batch; compare gradients, and the weights at the end."""
+        for batch in batches:
+            self.backward(batch)
+            self.check_gradients()
+            self.step()
+        self.check_weights()
+
+    @property
+    def divided(self) -> set[str]:
+        """The names of the parameters of which this rank has a part."""
+        facts = self.accelerator.strategy_of(self.model)._facts
+        return {name for name, known in facts.items() if known.partition is not None}
 
     def clip(self, most: float, p: float = 2.0, names: set[str] | None = None) -> Tensor:
         """Clip the gradients of both by the norm of those named, and return it."""
@@ -65,21 +83,28 @@ class Twins:
             optimizer.step()
             optimizer.zero_grad()
 
-    def check_gradients(self) -> None:
+    def check_gradients(self, **tolerance: float) -> None:
         whole, rank = dict(self.twin.named_parameters()), self.accelerator.mesh["tp"].rank
         facts = self.accelerator.strategy_of(self.model)._facts
         for name, parameter in self.model.named_parameters():
             expected, partition = whole[name].grad, facts[name].partition
-            expected = expected if partition is None else partition.take(expected, rank)
+            if expected is not None and partition is not None:
+                expected = partition.take(expected, rank)
             torch.testing.assert_close(
-                parameter.grad, expected, **EXACT, msg=lambda m, name=name: f"{name} {m}"
+                parameter.grad,
+                expected,
+                **{**EXACT, **tolerance},
+                msg=lambda m, name=name: f"{name} {m}",
             )
 
-    def check_weights(self) -> None:
+    def check_weights(self, **tolerance: float) -> None:
         found = self.accelerator.get_state_dict(self.model)
         for name, tensor in self.twin.state_dict().items():
             torch.testing.assert_close(
-                found[name], tensor, **EXACT, msg=lambda m, name=name: f"{name} {m}"
+                found[name],
+                tensor,
+                **{**EXACT, **tolerance},
+                msg=lambda m, name=name: f"{name} {m}",
             )
 
     def close(self) -> None:

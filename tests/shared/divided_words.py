@@ -8,6 +8,10 @@ from torch.nn import functional as F
 
 from drivetrain import Accelerator
 from drivetrain.collectives.solo import SoloCommunicator
+from drivetrain_megatron.config import MegatronConfig
+from drivetrain_megatron.plan.model import ModelPlan, TensorParallel
+from drivetrain_megatron.plan.report import describe
+from drivetrain_megatron.recording.calls import inputs_for
 
 WORDS, WIDE = 61, 32
 
@@ -45,6 +49,21 @@ class TwoRanks(SoloCommunicator):
         self.axis = None
 
     size, rank = 2, 0
+
+
+def planned(model, ranks=2, **options) -> ModelPlan:
+    """Return how tensor-parallel ranks divide a model."""
+    return planned_and_described(model, ranks, **options)[0]
+
+
+def planned_and_described(model, ranks=2, **options) -> tuple[ModelPlan, str]:
+    """Return how ranks divide a model, and the report that says so."""
+    config, axis = MegatronConfig(tp=ranks, **options), TwoRanks()
+    axis.size = ranks
+    tensor = TensorParallel.of(config, model, axis)
+    plan = tensor.plan(model, inputs_for(config, model))
+    nbytes = {name: parameter.nbytes for name, parameter in model.named_parameters()}
+    return plan, "\n".join(describe(plan, tensor.facts(model, plan), nbytes, ranks))
 
 
 def loss_of(model, ids):

@@ -20,19 +20,12 @@ pytestmark = pytest.mark.filterwarnings(
 
 def adapted_llama():
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    ends = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=64, **sizes, **heads, **ends))
     options = {"r": 2, "target_modules": ["q_proj"], "init_lora_weights": False}
-    return get_peft_model(LlamaForCausalLM(config), LoraConfig(**options, task_type="CAUSAL_LM"))
+    return get_peft_model(model, LoraConfig(**options, task_type="CAUSAL_LM"))
 
 
 def generated(model, words):
@@ -72,18 +65,18 @@ class Whole(nn.Module):
         return self.inside(x) + 1
 
 
-@pytest.mark.parametrize("prompts", [False, True])
-def test_a_call_of_the_model_inside_is_one_of_the_whole_unless_it_has_learned_prompts(prompts):
-    model, x = Whole(prompts), torch.ones(1, 2)
-    own, whole = model.inside(x), model(x)
-    adapted = AdaptedModel(model)
-    adapted.redirect()
-    assert torch.equal(model(x), whole)
-    if prompts:
-        with pytest.raises(UsageError, match="with learned prompts the two differ"):
-            model.inside(x)
-    else:
-        assert torch.equal(model.inside(x), whole)
-    adapted.close()
-    assert torch.equal(model.inside(x), own)
-    assert torch.equal(model(x), whole)
+def test_a_call_of_the_model_inside_is_one_of_the_whole_unless_it_has_learned_prompts():
+    for prompts in (False, True):
+        model, x = Whole(prompts), torch.ones(1, 2)
+        own, whole = model.inside(x), model(x)
+        adapted = AdaptedModel(model)
+        adapted.redirect()
+        assert torch.equal(model(x), whole)
+        if prompts:
+            with pytest.raises(UsageError, match="with learned prompts the two differ"):
+                model.inside(x)
+        else:
+            assert torch.equal(model.inside(x), whole)
+        adapted.close()
+        assert torch.equal(model.inside(x), own)
+        assert torch.equal(model(x), whole)

@@ -1,59 +1,62 @@
-"""Evaluation in torch's inference mode over shares of layers and stages, and training after it."""
-
-import copy
+"""Evaluation over shares of layers and stages: before training, in between, and around a step."""
 
 import pytest
 import torch
-from torch.nn import functional as F
 
-from drivetrain import Accelerator
-from huggingface_models import ARCHITECTURES, VOCABULARY, logits_of, token_batch
+from cases import case
+from cell_twins import EXACT, Twins
+from huggingface_models import ARCHITECTURES, logits_of, token_batch
 
-EXACT = {"rtol": 1e-10, "atol": 1e-12}
-CELLS = {
-    "tp2": (2, {"tp": 2}),
-    "sequence": (2, {"tp": 2, "sequence_parallel": True}),
-    "pp2": (2, {"pp": 2}),
-    "tp2-pp2": (4, {"tp": 2, "pp": 2}),
-    "zero3": (2, {"data_parallel": {"name": "zero3"}}),
-}
+TP, PP = {"tp": 2}, {"pp": 2}
+CELLS = [
+    ("llama-gqa", TP, torch.no_grad),
+    ("gpt2", {**PP, "schedule": "zb-h1"}, torch.no_grad),
+    ("bert", {**TP, "sequence_parallel": True}, torch.inference_mode),
+    ("gpt2", PP, torch.inference_mode),
+    ("llama-gqa", {"data_parallel": {"name": "zero3"}}, torch.inference_mode),
+]
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama-gqa", "bert"])
-@pytest.mark.parametrize(
-    "options",
-    [pytest.param(o, id=n, marks=pytest.mark.ranks(ranks)) for n, (ranks, o) in CELLS.items()],
-)
-def test_inference_mode(name, options):
+@pytest.mark.ranks(2)
+def test_evaluation_in_between():
+    for name, options, mode in CELLS:
+        with case(name, options, mode):
+            check(name, options, mode)
+
+
+@pytest.mark.ranks(4)
+def test_evaluation_over_shares_of_stages():
+    check("llama-gqa", TP | PP, torch.inference_mode)
+
+
+def check(name, options, mode):
+    """With other rows; also between forward and backward, and between backward and step."""
     torch.manual_seed(0)
-    model = ARCHITECTURES[name](4)
-    twin = copy.deepcopy(model)
-    accelerator = Accelerator(strategy={"name": "megatron", **options}, cpu=True)
-    model = accelerator.prepare(model)
-    rank, size = accelerator.mesh["dp"].rank, accelerator.mesh["dp"].size
+    both = Twins(ARCHITECTURES[name](2), **options)
+    rank, replicas = both.accelerator.mesh["dp"].rank, both.accelerator.mesh["dp"].size
 
-    def evaluate(step):
-        ids = token_batch(step, rows=4)
-        model.eval()
-        with torch.inference_mode():
-            found = logits_of(model(ids))
+    def evaluate(rows):
+        ids = token_batch(99, rows=rows)
+        both.model.eval()
+        with mode():
+            found = logits_of(both.model(ids))
+            # Users go on with what they get, in the mode or behind it.
             found = found.float() if not found.is_floating_point() else found + 0
         with torch.no_grad():
-            expected = logits_of(twin.eval()(ids))
-        torch.testing.assert_close(found.clone(), expected, **EXACT)
-        model.train()
-        twin.train()
+            torch.testing.assert_close(found.clone(), logits_of(both.twin.eval()(ids)), **EXACT)
+        both.model.train()
+        both.twin.train()
 
-    evaluate(0)
-    losses = []
-    for each, at in ((model, [rank]), (twin, range(size))):
-        given = [token_batch(1 + place, rows=4) for place in at]
-        loss = sum(
-            F.cross_entropy(logits_of(each(ids)).reshape(-1, VOCABULARY), ids.reshape(-1))
-            for ids in given
-        ) / len(given)
-        losses.append(loss)
-    accelerator.backward(losses[0])
-    losses[1].backward()
-    evaluate(9)
-    accelerator.free_memory()
+    evaluate(3)
+    for step in range(2):
+        batches = [token_batch(replicas * step + place, rows=4) for place in range(replicas)]
+        loss = both.loss(both.model, batches[rank])
+        evaluate(1)
+        both.accelerator.backward(loss)
+        torch.stack([both.loss(both.twin, ids) for ids in batches]).mean().backward()
+        evaluate(5)
+        if "data_parallel" not in options:
+            both.check_gradients()
+        both.step()
+        evaluate(2)
+    both.close()

@@ -3,59 +3,59 @@
 import pytest
 import torch
 
+from cases import case
 from cell_twins import Twins
 from drivetrain.testing.conformance.twins import everyone
-from huggingface_models import ARCHITECTURES, gpt2, token_batch
+from huggingface_models import gpt2, llama, token_batch
 from word_models import PlainBlocks
 
-
-def built(kind, *args):
-    torch.manual_seed(0)
-    return kind(*args)
-
-
 CELLS = [
-    {"tp": 2, "data_parallel": {"name": "zero1"}, "sequence_parallel": True},
-    {"tp": 2, "pp": 2},
-    {"pp": 2, "data_parallel": {"name": "zero2"}},
+    ({"tp": 2, "data_parallel": {"name": "zero1"}, "sequence_parallel": True}, 2.0),
+    ({"tp": 2, "pp": 2}, float("inf")),
+    ({"pp": 2, "data_parallel": {"name": "zero2"}}, 3.0),
 ]
 
 
-@pytest.mark.complete
-@pytest.mark.parametrize(("options", "p"), list(zip(CELLS, (2.0, float("inf"), 3.0), strict=True)))
 @pytest.mark.ranks(4)
-def test_norm_of_cells(options, p):
+def test_norm_of_cells():
     """A tied weight, parts, copies and replicas: one norm, that of one process, on every rank."""
-    both = Twins(built(gpt2, 2), **options)
-    for step in range(2):
-        both.backward(*(token_batch(2 * step + i) for i in range(both.accelerator.mesh["dp"].size)))
-        norm = both.clip(0.05 if p == 2 else 0.01, p)
-        assert norm > 0.01
-        assert len(set(everyone(norm.item()))) == 1
-        both.step()
-    both.check_weights()
-    both.close()
+    for options, p in CELLS:
+        torch.manual_seed(0)
+        both = Twins(gpt2(2), **options)
+        replicas = both.accelerator.mesh["dp"].size
+        for step in range(2):
+            with case(options, step):
+                both.backward(*(token_batch(2 * step + i) for i in range(replicas)))
+                norm = both.clip(0.05 if p == 2 else 0.01, p)
+                assert norm > 0.01
+                assert len(set(everyone(norm.item()))) == 1
+                both.step()
+        both.check_weights()
+        both.close()
 
 
-@pytest.mark.parametrize("inner", ["ddp", "zero1"])
 @pytest.mark.ranks(2)
-def test_subset(inner):
+def test_subset():
     """Only what is given is counted and scaled."""
-    both = Twins(built(ARCHITECTURES["llama-mqa"]), tp=2, data_parallel={"name": inner})
-    for ending in ("k_proj.weight", "layernorm.weight"):
-        names = {n for n, _ in both.model.named_parameters() if n.endswith(ending)}
-        assert names
-        both.backward(token_batch(0))
-        both.clip(0.001, names=names)
-        both.clip(float("inf"))
-        both.step()
-    both.check_weights()
-    both.close()
+    for inner in ("ddp", "zero1"):
+        torch.manual_seed(0)
+        both = Twins(llama(kv_heads=1), tp=2, data_parallel={"name": inner})
+        for ending in ("k_proj.weight", "layernorm.weight"):
+            names = {n for n, _ in both.model.named_parameters() if n.endswith(ending)}
+            assert names
+            with case(inner, ending):
+                both.backward(token_batch(0))
+                both.clip(0.001, names=names)
+                both.clip(float("inf"))
+                both.step()
+        both.check_weights()
+        both.close()
 
 
 @pytest.mark.ranks(2)
 def test_gradients_that_are_none():
-    both = Twins(built(PlainBlocks, 3).double(), tp=2)
+    torch.manual_seed(0)
+    both = Twins(PlainBlocks(3).double(), tp=2)
     for used in (2, 1, 3):
         both.model.used = both.twin.used = used
         both.backward(token_batch(used))
@@ -76,23 +76,28 @@ FROZEN = {
 }
 
 
-@pytest.mark.parametrize("shards", [False, True], ids=["whole", "shards"])
-@pytest.mark.parametrize("frozen", FROZEN)
-@pytest.mark.parametrize("thawed", [False, True])
 @pytest.mark.ranks(2)
-def test_frozen_and_thawed_after_prepare(frozen, shards, thawed):
+def test_frozen_and_thawed_after_prepare():
     """Gradients of copies and of partial sums are summed also where a layer was frozen before."""
-    model = built(ARCHITECTURES["llama-mqa"])
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(not name.endswith(FROZEN[frozen]))
-    trained = list if thawed else lambda parameters: [p for p in parameters if p.requires_grad]
-    both = Twins(model, trained=trained, tp=2, sequence_parallel=shards)
-    for step in range(2):
-        both.backward(token_batch(step))
-        both.clip(0.3)
-        both.step()
-        if thawed:
-            both.model.requires_grad_(True)
-            both.twin.requires_grad_(True)
-    both.check_weights()
-    both.close()
+    for frozen, shards, thawed in (
+        ("weights of columns", False, False),
+        ("all but norms", True, True),
+        ("sums and copies", False, True),
+        ("sums and copies", True, False),
+    ):
+        torch.manual_seed(0)
+        model = llama(kv_heads=1)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(not name.endswith(FROZEN[frozen]))
+        trained = list if thawed else lambda parameters: [p for p in parameters if p.requires_grad]
+        both = Twins(model, trained=trained, tp=2, sequence_parallel=shards)
+        for step in range(2):
+            with case(frozen, shards, thawed, step):
+                both.backward(token_batch(step))
+                both.clip(0.3)
+                both.step()
+            if thawed:
+                both.model.requires_grad_(True)
+                both.twin.requires_grad_(True)
+        both.check_weights()
+        both.close()

@@ -7,69 +7,57 @@ from drivetrain import Accelerator
 from drivetrain.errors import RankMismatchError
 from huggingface_models import llama, token_batch
 
+IDS = token_batch(0)
 
-def prepared(**options):
+
+def prepared():
     torch.manual_seed(0)
-    accelerator = Accelerator(strategy={"name": "megatron", **options}, cpu=True)
+    accelerator = Accelerator(strategy={"name": "megatron", "tp": 2}, cpu=True)
     return accelerator, accelerator.prepare(llama())
 
 
-@pytest.mark.ranks(2)
-def test_different_tokens():
-    """The same rows in another order differ, too."""
-    accelerator, model = prepared(tp=2)
-    rank = accelerator.process_index
-    ids = token_batch(0)
-    with pytest.raises(
-        RankMismatchError,
-        match=r"ranks 0, 1,.*same batch, found that rank 0 has input_ids: \(2, 7\) torch.int64 "
-        r"with digest \w+, and rank 1 has input_ids: .*mesh\['dp'\].rank",
-    ):
-        model(input_ids=ids.flip(0) if rank else ids)
-    accelerator.free_memory()
+def refused(match, model, *args, **options):
+    with pytest.raises(RankMismatchError, match=match):
+        model(*args, **options)
 
 
 @pytest.mark.ranks(2)
 def test_what_differs_is_named():
-    accelerator, model = prepared(tp=2)
+    """The same rows in another order differ, too; an evaluation may be of what it likes."""
+    accelerator, model = prepared()
     rank = accelerator.process_index
-    ids = token_batch(0)
-    mask = torch.ones_like(ids)
+    mask = torch.ones_like(IDS)
     mask[0, rank] = 0
-    with pytest.raises(RankMismatchError, match=r"rank 0 has attention_mask: \(2, 7\)"):
-        model(ids, attention_mask=mask)
-    with pytest.raises(
-        RankMismatchError, match=r"rank 0 has argument 0: \(2, 6\).*argument 0: \(2, 7\)"
-    ):
-        model(ids[:, : 6 + rank])
+    tokens = (
+        r"ranks 0, 1,.*same batch, found that rank 0 has input_ids: \(2, 7\) torch.int64 "
+        r"with digest \w+, and rank 1 has input_ids: .*mesh\['dp'\].rank"
+    )
+    with torch.no_grad():
+        model.eval()(token_batch(rank))
+    model.train()
+    refused(tokens, model, input_ids=IDS.flip(0) if rank else IDS)
+    refused(r"rank 0 has attention_mask: \(2, 7\)", model, IDS, attention_mask=mask)
     accelerator.free_memory()
-
-
-@pytest.mark.ranks(2)
-def test_one_rank_has_more_arguments():
-    accelerator, model = prepared(tp=2)
-    ids = token_batch(0)
-    more = {"use_cache": False} if accelerator.process_index else {}
-    with pytest.raises(
-        RankMismatchError, match=r"rank 0 has nothing, and rank 1 has use_cache: False"
-    ):
-        model(ids, **more)
+    accelerator, model = prepared()
+    lengths = r"rank 0 has argument 0: \(2, 6\).*argument 0: \(2, 7\)"
+    refused(lengths, model, IDS[:, : 6 + rank])
+    more = {"use_cache": False} if rank else {}
+    refused("rank 0 has nothing, and rank 1 has use_cache: False", model, IDS, **more)
     accelerator.free_memory()
 
 
 @pytest.mark.ranks(4)
 def test_replicas_may_differ():
     """Only the ranks of one cell share a batch; those that differ are named by their ranks."""
-    accelerator, model = prepared(tp=2)
+    accelerator, model = prepared()
     cell = accelerator.mesh["dp"].rank
     for step in range(2):
         accelerator.backward(model(token_batch(10 * step + cell)).logits.sum())
     accelerator.free_memory()
-    accelerator, model = prepared(tp=2)
+    accelerator, model = prepared()
     rank = accelerator.process_index
-    with pytest.raises(
-        RankMismatchError, match=r"rank [02] has argument 0.*rank [13] has arg"
-    ) as found:
+    match = r"rank [02] has argument 0.*rank [13] has arg"
+    with pytest.raises(RankMismatchError, match=match) as found:
         model(token_batch(rank))
     assert f"ranks {2 * (rank // 2)}, {2 * (rank // 2) + 1}," in str(found.value)
     accelerator.free_memory()
@@ -77,33 +65,13 @@ def test_replicas_may_differ():
 
 @pytest.mark.ranks(2)
 def test_only_the_first_training_forwards_are_compared():
-    accelerator, model = prepared(tp=2)
-
-    def sent():
-        return sum(
-            entry.calls
-            for (axis, _), entry in accelerator.traffic.entries().items()
-            if axis == "tp"
-        )
-
+    accelerator, model = prepared()
     counts = []
     for _ in range(4):
-        before = sent()
-        model(token_batch(0))
-        counts.append(sent() - before)
+        accelerator.traffic.clear()
+        model(IDS)
+        entries = accelerator.traffic.entries().items()
+        counts.append(sum(entry.calls for (axis, _), entry in entries if axis == "tp"))
     assert counts[0] - 1 == counts[1] == counts[2] + 1  # the first shares random generators
     assert counts[2] == counts[3]
-    accelerator.free_memory()
-
-
-@pytest.mark.ranks(2)
-def test_evaluation_is_not_compared():
-    """A script may generate with what it likes, as long as ranks do it together."""
-    accelerator, model = prepared(tp=2)
-    model.eval()
-    with torch.no_grad():
-        model(token_batch(0))
-    model.train()
-    with pytest.raises(RankMismatchError):
-        model(token_batch(accelerator.process_index))
     accelerator.free_memory()

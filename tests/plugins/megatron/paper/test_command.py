@@ -30,26 +30,22 @@ def facts(out):
     return dict(line.split(maxsplit=1) for line in out.splitlines()[-4:])
 
 
+IN_ORDER, KEPT = "(m+p-1)(F+B) = 33", "4, 4, 4, 4 micro-batches"
+TIMES = "--forward 1.5 --backward 4 --travel 0.5"
 NUMBERS = [
-    ([], "33", "(m+p-1)(F+B) = 33", "27.3%", "4, 3, 2, 1 micro-batches"),
-    (["--schedule", "GPipe"], "33", "(m+p-1)(F+B) = 33", "27.3%", "8, 8, 8, 8 micro-batches"),
+    ("", "33", IN_ORDER, "27.3%", "4, 3, 2, 1 micro-batches"),
+    ("--schedule GPipe", "33", IN_ORDER, "27.3%", "8, 8, 8, 8 micro-batches"),
     (
-        ["--schedule", "interleaved", "--chunks", "2"],
+        "--schedule interleaved --chunks 2",
         "28.5",
         "(m+(p-1)/v)(F+B) = 28.5",
         "15.8%",
         "11, 9, 7, 5 micro-batches of one chunk, 1/2 of a rank's layers",
     ),
-    (["--schedule", "zb-h1"], "27", "(3m+p-1)F = 27", "11.1%", "4, 4, 4, 4 micro-batches"),
+    ("--schedule zb-h1", "27", "(3m+p-1)F = 27", "11.1%", KEPT),
+    ("--schedule zb-h1 --weight 0.5", "30", "none for these numbers", "20.0%", KEPT),
     (
-        ["--schedule", "zb-h1", "--weight", "0.5"],
-        "30",
-        "none for these numbers",
-        "20.0%",
-        "4, 4, 4, 4 micro-batches",
-    ),
-    (
-        ["--schedule", "gpipe", "--forward", "1.5", "--backward", "4", "--travel", "0.5"],
+        f"--schedule gpipe {TIMES}",
         "63.5",
         "(m+p-1)(F+B) = 60.5 without travel",
         "30.7%",
@@ -60,7 +56,7 @@ NUMBERS = [
 
 def test_numbers_of_a_schedule(schedule):
     for arguments, makespan, formula, idle, kept in NUMBERS:
-        code, out, err = schedule(*SIZES, *arguments)
+        code, out, err = schedule(*SIZES, *arguments.split())
         assert (code, err) == (0, "")
         assert facts(out) == {"makespan": makespan, "formula": formula, "idle": idle, "kept": kept}
 
@@ -68,23 +64,14 @@ def test_numbers_of_a_schedule(schedule):
 def test_all_compares_every_schedule(schedule):
     code, out, _ = schedule(*SIZES, "--schedule", "all", "--chunks", "4")
     assert code == 0
-    rows = {line.split()[0]: line.split() for line in out.splitlines()[1:]}
+    rows = {line.split()[0]: line.split(maxsplit=5)[1:] for line in out.splitlines()[1:]}
     assert list(rows) == list(SCHEDULES)
-    assert rows["gpipe"][1:5] == ["1", "33", "27.3%", "8"]
-    assert rows["1f1b"][1:5] == ["1", "33", "27.3%", "4"]
-    assert rows["interleaved"][1:] == [
-        "4",
-        "26.25",
-        "8.6%",
-        "4.75",
-        "(m+(p-1)/v)(F+B)",
-        "=",
-        "26.25",
-    ]
-    assert rows["zb-h1"][1:5] == ["1", "27", "11.1%", "4"]
-
-
-def test_interleaved_has_two_chunks_where_none_are_asked_for(schedule):
+    assert rows["gpipe"][:4] == ["1", "33", "27.3%", "8"]
+    assert rows["1f1b"][:4] == ["1", "33", "27.3%", "4"]
+    assert rows["interleaved"][:4] == ["4", "26.25", "8.6%", "4.75"]
+    assert rows["interleaved"][4].split() == ["(m+(p-1)/v)(F+B)", "=", "26.25"]
+    assert rows["zb-h1"][:4] == ["1", "27", "11.1%", "4"]
+    # Interleaved has two chunks where none are asked for.
     default, two, one = (
         schedule(*SIZES, "--schedule", "interleaved", *chunks)
         for chunks in ([], ["--chunks", "2"], ["--chunks", "1"])
@@ -140,15 +127,24 @@ def test_without_matplotlib_the_chart_is_shown_and_the_package_is_named(schedule
     assert facts(out)["makespan"] == "33"
 
 
-def test_it_needs_neither_torch_nor_matplotlib():
-    program = (
-        "import sys\n"
-        "from drivetrain_launch.cli import run\n"
-        "assert run(['schedule', '--pp', '4', '--micro-batches', '8']) == 0\n"
-        "sys.exit(str({'torch', 'matplotlib'} & set(sys.modules) or ''))\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=False
-    )
-    assert done.stderr.strip() == ""
+PROGRAM = """
+import sys
+from drivetrain_launch.cli import run
+schedule = ["schedule", "--pp", "4", "--micro-batches", "8"]
+assert run(schedule) == 0
+assert not {"torch", "matplotlib"} & set(sys.modules)
+import matplotlib
+before = matplotlib.rcParams.copy()
+for name in ("a.png", "a.svg"):
+    assert run([*schedule, "--output", name]) == 0
+assert not {"torch", "matplotlib.pyplot"} & set(sys.modules)
+assert matplotlib.rcParams.copy() == before
+"""
+
+
+def test_it_needs_neither_torch_nor_a_display_and_leaves_no_state(tmp_path):
+    command = [sys.executable, "-W", "error", "-c", PROGRAM]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr.strip()) == (0, "")
     assert "makespan  33" in done.stdout
+    assert len(list(tmp_path.iterdir())) == 2

@@ -3,9 +3,6 @@
 import io
 import json
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -92,23 +89,6 @@ def test_a_picture_in_a_folder_that_is_not_there_is_refused(tmp_path):
         save_picture(timeline(), tmp_path / "no" / "a.png")
     with pytest.raises(ConfigError, match=r"cannot write .*No such file or directory"):
         save_trace(timeline(), tmp_path / "no" / "a.json")
-
-
-def test_pictures_leave_no_state_and_need_no_display(tmp_path):
-    program = (
-        "import sys; from pathlib import Path\n"
-        "from drivetrain_megatron.paper import draw, simulate\n"
-        "from drivetrain_megatron.pipeline import schedules\n"
-        "assert 'matplotlib' not in sys.modules\n"
-        "import matplotlib\n"
-        "before = matplotlib.rcParams.copy()\n"
-        "shown = simulate.simulate(schedules.make_schedule('1f1b', 2, 2))\n"
-        "for name in ('a.png', 'a.svg'): draw.save_picture(shown, Path(name))\n"
-        "assert 'matplotlib.pyplot' not in sys.modules and 'torch' not in sys.modules\n"
-        "assert matplotlib.rcParams.copy() == before\n"
-    )
-    subprocess.run([sys.executable, "-W", "error", "-c", program], cwd=tmp_path, check=True)
-    assert len(list(Path(tmp_path).iterdir())) == 2
 
 
 def test_trace_has_one_row_per_rank_and_microseconds(tmp_path):

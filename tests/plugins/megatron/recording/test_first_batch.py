@@ -1,5 +1,7 @@
 """Example inputs from a loader of the script: how a batch becomes the arguments of a forward."""
 
+import itertools
+
 import pytest
 import torch
 from torch import nn
@@ -12,9 +14,10 @@ from drivetrain.model.first_batch import LENGTH
 from drivetrain.testing.conformance.twins import everyone
 from drivetrain_megatron.recording.calls import example_inputs
 from huggingface_models import llama
+from stacks import Residual, Stack
 
 WIDTH = 8
-X, Y = torch.zeros(2, WIDTH), torch.ones(2, dtype=torch.long)
+X, Y, SCALE = torch.zeros(2, WIDTH), torch.ones(2, dtype=torch.long), torch.tensor(2.0)
 
 
 class Takes(nn.Module):
@@ -58,12 +61,10 @@ def same(inputs, args, **kwargs):
 
 
 def test_a_dict_is_given_by_name_or_by_position():
-    scale = torch.tensor(2.0)
-    batch = {"id": 7, "x": X, "scale": scale, "labels": Y}
-    same(found(Named(only), batch), (), x=X, scale=scale, labels=Y)
+    batch = {"id": 7, "x": X, "scale": SCALE, "labels": Y}
+    same(found(Named(only), batch), (), x=X, scale=SCALE, labels=Y)
     wrong = {**batch, "labels": Y[:, None, None]}  # of another task
-    same(found(Named(only), wrong), (), x=X, scale=scale)
-
+    same(found(Named(only), wrong), (), x=X, scale=SCALE)
     same(found(Plain(only), {"image": X, "target": Y}), (X,))
     same(found(Plain(only), {"id": Y, "image": X}), (X,))
 
@@ -72,6 +73,12 @@ def test_a_tuple_is_given_as_far_as_the_forward_takes_it():
     same(found(Takes(lambda x, y: x + y[:, None]), [X, Y]), (X, Y))
     same(found(Plain(only), (X, Y)), (X,))
     same(found(Plain(only), X), (X,))
+    same(found(Named(only), ({"x": X, "scale": SCALE}, Y)), (), x=X, scale=SCALE)
+    same(found(Takes(lambda x, z: x + z), ((X, X), Y)), (X, X))
+    # It takes the dtype of the model, and a misfit is dropped.
+    same(found(Plain(only).bfloat16(), (X, Y)), (X.bfloat16(),))
+    (guess,) = example_inputs(Plain(only), [ExampleBatch("rows", {"text": "abc"})]).args
+    assert guess.shape == (2, WIDTH)
 
 
 def test_long_sequences_are_cut_where_they_have_content():
@@ -98,18 +105,7 @@ def test_sequences_stay_whole_where_the_model_needs_their_length():
     same(found(Fixed(), [ids]), (ids,))
 
 
-def test_a_pair_takes_the_dtype_of_the_model_and_a_misfit_is_dropped():
-    scale = torch.tensor(2.0)
-    same(found(Named(only), ({"x": X, "scale": scale}, Y)), (), x=X, scale=scale)
-    same(found(Takes(lambda x, z: x + z), ((X, X), Y)), (X, X))
-
-    same(found(Plain(only).bfloat16(), (X, Y)), (X.bfloat16(),))
-
-    (guess,) = example_inputs(Plain(only), [ExampleBatch("rows", {"text": "abc"})]).args
-    assert guess.shape == (2, WIDTH)
-
-
-def test_the_error_has_a_line_for_each_reason():
+def test_the_error_is_short_and_has_a_line_for_each_reason():
     def never(*args, **kwargs):
         raise KeyError("no " + "way " * 100)
 
@@ -125,11 +121,10 @@ def test_the_error_has_a_line_for_each_reason():
     with pytest.raises(UsageError, match="\nprepare the model together with its loader, or set"):
         example_inputs(Takes(never))
 
+    counted = itertools.count(1)
 
-def test_the_error_is_short():
-    def numbered(*args, count=[0]):  # noqa: B006  # counts
-        count[0] += 1
-        raise KeyError(count[0])
+    def numbered(*args):
+        raise KeyError(next(counted))
 
     batch = tuple(X for _ in range(20))
     with pytest.raises(UsageError, match="and 18 other errors") as raised:
@@ -137,25 +132,14 @@ def test_the_error_is_short():
     assert len(str(raised.value).split("\n")) == 7
 
 
-class Two(nn.Module):
+class Two(Stack):
     """Blocks that need two inputs, which nobody would guess."""
 
     def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(WIDTH, 16), nn.Tanh(), nn.Linear(16, WIDTH)) for _ in range(2)
-        )
+        super().__init__([Residual(WIDTH), Residual(WIDTH)])
 
     def forward(self, left, right):
-        x = left + right
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
-def pairs():
-    torch.manual_seed(1)
-    return TensorDataset(torch.randn(8, WIDTH), torch.randn(8, WIDTH))
+        return super().forward(left + right)
 
 
 class OneBroken(Dataset):
@@ -171,18 +155,15 @@ class OneBroken(Dataset):
 
 
 @pytest.mark.ranks(2)
-def test_every_rank_has_the_same_error():
+def test_inputs_that_one_rank_lacks_are_an_error_on_every_rank():
     accelerator = Accelerator(strategy={"name": "megatron", "pp": 2}, cpu=True)
     with pytest.raises(UsageError, match="rows 0 and 1 of OneBroken: OSError: no such") as raised:
         accelerator.prepare(Two(), DataLoader(OneBroken(), 2))
     assert len(set(everyone(str(raised.value)))) == 1
-
-
-@pytest.mark.ranks(2)
-def test_inputs_of_one_rank_alone_are_an_error_on_every_rank():
     accelerator = Accelerator(strategy={"name": "megatron", "tp": 2}, cpu=True)
     model = Two()
     if accelerator.is_main_process:
         model.example_inputs = (X, X)
+    pairs = TensorDataset(torch.ones(8, WIDTH), torch.ones(8, WIDTH))
     with pytest.raises(RankMismatchError, match=r"example_inputs alike.*\(2, 8\).*NoneType"):
-        accelerator.prepare(model, DataLoader(pairs(), 2))
+        accelerator.prepare(model, DataLoader(pairs, 2))

@@ -8,6 +8,7 @@ import torch
 import transformers
 from torch import nn
 
+from cases import case
 from drivetrain import Accelerator
 
 PP = {"pp": 2, "micro_batches": 2}
@@ -64,9 +65,7 @@ def forwards(build, **options):
     return count
 
 
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("build", [gpt2, llama])
-def test_one_block_is_computed_once_for_reference(build, monkeypatch):
+def once_for_reference(build):
     """Values and gradients that trials must reproduce come from the same run of a block.
 
     The trial of the whole model runs every block once more.
@@ -81,18 +80,26 @@ def test_one_block_is_computed_once_for_reference(build, monkeypatch):
             runs.append(torch.is_grad_enabled())
         return own(module, x, *args, **kwargs)
 
-    monkeypatch.setattr(type(blocks[0]), "forward", forward)
-    accelerator = Accelerator(strategy={"name": "megatron", "tp": 2}, cpu=True)
-    accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
-    accelerator.free_memory()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(blocks[0]), "forward", forward)
+        accelerator = Accelerator(strategy={"name": "megatron", "tp": 2}, cpu=True)
+        accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+        accelerator.free_memory()
     assert runs == [True] * (1 + len(blocks))
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("options", [{"tp": 2}, PP, {**PP, "cut": "profile"}], ids=str)
-@pytest.mark.parametrize("build", [gpt2, llama, Guessed])
-def test_one_forward_in_each_mode(build, options):
-    assert forwards(build, **options) == ([True, False] if "tp" in options else [True])
+def test_one_forward_in_each_mode_and_one_of_a_block_for_reference():
+    for build, options in (
+        (gpt2, {"tp": 2}),
+        (llama, PP),
+        (Guessed, {**PP, "cut": "profile"}),
+    ):
+        expected = [True, False] if "tp" in options else [True]
+        assert forwards(build, **options) == expected, (build, options)
+    for build in (gpt2, llama):
+        with case(build):
+            once_for_reference(build)
 
 
 @pytest.mark.ranks(4)

@@ -132,15 +132,15 @@ def snapshot(model):
     ]
 
 
-def check_the_model_and_random_numbers_stay_as_they_were(training):
+def test_the_model_and_random_numbers_stay_as_they_were():
     class Noisy(Net):
         def middle(self, x):
-            assert self.training == training
+            assert self.training
             self.seen = torch.rand(3) + random.random()
             self.norm.num_batches_tracked.add_(1)
             return super().middle(x)
 
-    model = Noisy().train(training)
+    model = Noisy()
     values, before = copy.deepcopy(model.state_dict()), snapshot(model)
     state, python = torch.get_rng_state(), random.getstate()
     record(model, (IDS,), {})
@@ -153,11 +153,6 @@ def check_the_model_and_random_numbers_stay_as_they_were(training):
             assert all(a[key] is b[key] for key in a), name
     for name, value in model.state_dict().items():
         assert torch.equal(value, values[name])
-
-
-def test_the_model_and_random_numbers_stay_as_they_were():
-    training = True
-    check_the_model_and_random_numbers_stay_as_they_were(training)
 
 
 def test_a_model_on_meta_gives_the_same_recording():
@@ -211,31 +206,16 @@ class InPlace(Net):
 ROWS = (*IDS.shape, WIDTH)
 
 
+BIAS = ("mean", 0, ())
 CROSSING = [
     (Net, [[("", 1, ROWS)], [("", 2, ROWS)], [("", 3, ROWS)]]),
-    (
-        Biased,
-        [
-            [("mean", 0, ()), ("", 1, ROWS)],
-            [("mean", 0, ()), ("", 2, ROWS)],
-            [("", 3, ROWS)],
-        ],
-    ),
+    (Biased, [[BIAS, ("", 1, ROWS)], [BIAS, ("", 2, ROWS)], [("", 3, ROWS)]]),
     (Skip, [[("", 1, ROWS)], [("", 1, ROWS), ("", 2, ROWS)], [("", 3, ROWS)]]),
-    (
-        Late,
-        [[("add", 0, ROWS), ("", k, ROWS)] for k in (1, 2, 3)],
-    ),
+    (Late, [[("add", 0, ROWS), ("", k, ROWS)] for k in (1, 2, 3)]),
     # One tensor crosses after the sum, where two would before it. After the last block two do:
     # the rest of the model begins there.
-    (
-        OuterResidual,
-        [[("add", 1, ROWS)], [("add", 2, ROWS)], [("add", 2, ROWS), ("", 3, ROWS)]],
-    ),
-    (
-        InPlace,
-        [[("add", 0, ROWS)], [("add", 0, ROWS)], [("add", 0, ROWS), ("", 3, ROWS)]],
-    ),
+    (OuterResidual, [[("add", 1, ROWS)], [("add", 2, ROWS)], [("add", 2, ROWS), ("", 3, ROWS)]]),
+    (InPlace, [[("add", 0, ROWS)], [("add", 0, ROWS)], [("add", 0, ROWS), ("", 3, ROWS)]]),
 ]
 
 
@@ -255,36 +235,25 @@ def test_tensors_that_cross_each_bound():
 
 
 def test_writing_before_a_cut_is_noted():
-    changes = [
-        sorted((place.phase, place.function) for place in each.changes)
-        for each in record(InPlace(), (IDS,), {}).crossings
-    ]
-    writes = [(1, "add_"), (2, "add_")]
-    assert changes == [writes[:1], writes, [*writes, (3, "add_")]]
+    crossings = record(InPlace(), (IDS,), {}).crossings
+    found = [sorted((place.phase, place.function) for place in each.changes) for each in crossings]
+    writes = [(1, "add_"), (2, "add_"), (3, "add_")]
+    assert found == [writes[:1], writes[:2], writes]
 
 
 def test_the_output_of_an_encoder_crosses_to_every_block_of_the_decoder():
-    model = transformers.T5ForConditionalGeneration(
-        transformers.T5Config(
-            d_model=12,
-            d_ff=20,
-            d_kv=4,
-            num_layers=3,
-            num_heads=3,
-            vocab_size=97,
-            decoder_start_token_id=0,
-            use_cache=False,
-        )
-    )
+    config = transformers.T5Config(
+        d_model=12, d_ff=20, d_kv=4, num_layers=3, num_heads=3, vocab_size=97,
+        decoder_start_token_id=0, use_cache=False,
+    )  # fmt: skip
+    model = transformers.T5ForConditionalGeneration(config)
     found = record(model, (), {"input_ids": IDS, "labels": IDS})
-    assert [block.name for block in found.blocks] == [
-        f"{side}.block.{i}" for side in ("encoder", "decoder") for i in range(3)
-    ]
+    sides = [f"{side}.block.{i}" for side in ("encoder", "decoder") for i in range(3)]
+    assert [block.name for block in found.blocks] == sides
     assert not kept_together(found)
     rows = [[meta.shape for meta in crossing.metas] for crossing in found.crossings]
-    hidden, scores = (2, 5, 12), (1, 3, 5, 5)
-    assert [shapes.count(hidden) for shapes in rows] == [1, 1, 1, 2, 2, 1]
-    assert [shapes.count(scores) for shapes in rows] == [1, 1, 1, 2, 2, 2]
+    assert [shapes.count((2, 5, 12)) for shapes in rows] == [1, 1, 1, 2, 2, 1]  # hidden states
+    assert [shapes.count((1, 3, 5, 5)) for shapes in rows] == [1, 1, 1, 2, 2, 2]  # scores
     assert balanced(found, 6).stages == 6
 
 
@@ -310,18 +279,26 @@ class Odd(Net):
         return self.layers[0](x)[0]
 
 
-REFUSED = [
-    (Missing, r"layers\.0, layers\.2 and 0 more were not"),
-    (Branch, "another pipeline stage"),
-    (Odd, r"block 'layers\.0' to return.*a object"),
-    (lambda: nn.Embedding(11, 3), "modules that can be blocks"),
-]
-
-
 def test_refused():
-    for model, message in REFUSED:
+    for model, message in (
+        (Missing(), r"layers\.0, layers\.2 and 0 more were not"),
+        (Branch(), "another pipeline stage"),
+        (Odd(), r"block 'layers\.0' to return.*a object"),
+        (nn.Embedding(11, 3), "modules that can be blocks"),
+    ):
         with pytest.raises(UsageError, match=message):
-            record(model(), (IDS,), {})
+            record(model, (IDS,), {})
+    # A block with another result than before is refused in one line.
+    found = record(Net(), (IDS,), {}).blocks[0]
+    with pytest.raises(UsageError) as error:
+        found.output.carried("layers.0", (torch.ones(1), [None, None]))
+    expected = "with a result of value, found a result of tuple (value, list of 2 values): "
+    assert expected in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def shapes_of(found, model):
+    return Shapes(found, model, BlockHooks(block_order(found, model)), torch.device("cpu"))
 
 
 def test_shapes_are_known_for_other_inputs_and_remembered():
@@ -331,9 +308,7 @@ def test_shapes_are_known_for_other_inputs_and_remembered():
     for layer in model.layers:
         compute = layer.linear.forward
         layer.linear.forward = lambda x, compute=compute: ran.append(1) or compute(x)
-    gates = BlockHooks(block_order(found, model))
-    shapes = Shapes(found, model, gates, torch.device("cpu"))
-    counts = []
+    shapes, counts = shapes_of(found, model), []
     for rows in (2, 3, 4, 5, 3):
         ran.clear()
         metas = shapes.of((torch.zeros(rows, 7, dtype=torch.long),), {}).outputs
@@ -355,27 +330,16 @@ class Limited(Layer):
 def test_shapes_that_a_block_does_not_tell_are_said_to_be_taken(caplog):
     model = nn.Sequential(*(Limited() for _ in range(3)))
     found = record(model, (torch.ones(2, WIDTH),), {})
-    gates = BlockHooks(block_order(found, model))
-    shapes = Shapes(found, model, gates, torch.device("cpu"))
-    outputs = shapes.of((torch.ones(5, WIDTH),), {}).outputs
+    outputs = shapes_of(found, model).of((torch.ones(5, WIDTH),), {}).outputs
     assert [[meta.shape for meta in block] for block in outputs] == [[(5, WIDTH)]] * 3
     assert "the shapes that block '0' returns are not known" in caplog.text
     assert "RuntimeError: two rows" in caplog.text
 
 
-def test_a_block_with_another_result_is_refused_in_one_line():
-    found = record(Net(), (IDS,), {}).blocks[0]
-    with pytest.raises(UsageError) as error:
-        found.output.carried("layers.0", (torch.ones(1), [None, None]))
-    expected = "with a result of value, found a result of tuple (value, list of 2 values): "
-    assert expected in str(error.value)
-    assert "\n" not in str(error.value)
-
-
 class Needs(nn.Module):
     """Accepts one kind of input."""
 
-    def __init__(self, layer, check=lambda x: None):
+    def __init__(self, layer, check):
         super().__init__()
         self.layer, self.check = layer, check
 
@@ -384,36 +348,30 @@ class Needs(nn.Module):
         return self.layer(x)
 
 
-def transformer():
-    layer = nn.TransformerEncoderLayer(12, 3, batch_first=True)
-    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-
-
 def three(x):
     if x.dim() != 3:
         raise ValueError("three dims")
 
 
-GUESSED = [
-    (nn.Embedding(5, 3), (2, 8), torch.long),
-    (nn.Linear(7, 3), (2, 7), torch.float32),
-    (nn.Linear(7, 3).double(), (2, 7), torch.float64),
-    (Needs(nn.Linear(7, 3), three), (2, 8, 7), torch.float32),
-    (transformer(), (2, 8, 12), torch.float32),
-    (nn.Conv2d(3, 4, 3), (2, 3, 32, 32), torch.float32),
-    (Net(), (2, 8), torch.long),
-]
+def never(x):
+    raise KeyError("labels")
 
 
 def test_guessed_inputs():
-    for model, shape, dtype in GUESSED:
+    """The model's own inputs come first."""
+    layer = nn.TransformerEncoderLayer(12, 3, batch_first=True)
+    for model, shape, dtype in (
+        (nn.Embedding(5, 3), (2, 8), torch.long),
+        (nn.Linear(7, 3), (2, 7), torch.float32),
+        (nn.Linear(7, 3).double(), (2, 7), torch.float64),
+        (Needs(nn.Linear(7, 3), three), (2, 8, 7), torch.float32),
+        (nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), (2, 8, 12), torch.float32),
+        (nn.Conv2d(3, 4, 3), (2, 3, 32, 32), torch.float32),
+        (Net(), (2, 8), torch.long),
+    ):
         (guess,) = example_inputs(model).args
         assert (guess.shape, guess.dtype) == (shape, dtype)
         model(guess)
-
-
-def test_the_models_own_inputs_come_first():
-    model = Net()
     model.dummy_inputs = {"ids": IDS}
     assert dict(example_inputs(model).kwargs) == {"ids": IDS}
     model.dummy_inputs = (IDS,)
@@ -421,12 +379,6 @@ def test_the_models_own_inputs_come_first():
     model.dummy_inputs = 3
     with pytest.raises(UsageError, match="example_inputs.*found a int"):
         example_inputs(model)
-
-
-def test_no_guess_is_accepted():
-    def never(x):
-        raise KeyError("labels")
-
     for model in (Needs(nn.Linear(7, 3), never), nn.ReLU()):
         with pytest.raises(UsageError, match=r"model\.example_inputs ="):
             example_inputs(model)

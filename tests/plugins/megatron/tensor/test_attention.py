@@ -14,22 +14,10 @@ from drivetrain_megatron.tensor.behavior import behavior_of, detach
 from drivetrain_megatron.tensor.linear import attach_column, attach_row
 from drivetrain_megatron.tensor.operators import Edges
 from drivetrain_megatron.tensor.partition import even
+from emulated_tensors import calls, close, numbers
 
 BATCH, TOKENS, HEADS, HEAD_DIM = 2, 7, 6, 4
 FEATURES = HEADS * HEAD_DIM
-
-
-def close(actual, expected):
-    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-12)
-
-
-def calls(ranks):
-    return {operation: entry.calls for (_, operation), entry in ranks.traffic.entries().items()}
-
-
-def numbers(*shape, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator, dtype=torch.float64)
 
 
 def attention(heads=HEADS, **options):
@@ -97,14 +85,12 @@ def inputs_of(batch_first, sources=TOKENS):
 
 
 def test_other_sources_and_separate_weights():
-    size = 3
-    for separate, bias in ((False, True), (True, False)):
-        options = {"kdim": FEATURES, "vdim": 5} if separate else {}
-        whole = attention(bias=bias, batch_first=True, **options)
-        x, memory, _ = inputs_of(True, sources=5)
-        value = numbers(BATCH, 5, 5, seed=2) if separate else memory
-        (found, *_) = check(whole, (x, memory, value), size)
-        assert found == {"all_reduce": 5 if separate else 4}  # one is of the weights
+    x, memory, _ = inputs_of(True, sources=5)
+    (found, *_) = check(attention(batch_first=True), (x, memory, memory), 3)
+    assert found == {"all_reduce": 4}  # one is of the weights
+    whole = attention(bias=False, batch_first=True, kdim=FEATURES, vdim=5)
+    (found, *_) = check(whole, (x, memory, numbers(BATCH, 5, 5, seed=2)), 3)
+    assert found == {"all_reduce": 5}
 
 
 CAUSAL = torch.ones(TOKENS, TOKENS, dtype=torch.bool).triu(1)
@@ -131,22 +117,17 @@ def test_masks():
             check(whole, inputs_of(need_weights), size, need_weights=need_weights, **mask)
 
 
-def test_unbatched():
-    for average in (False, True):
-        for batch_first in (False, True):  # which torch ignores here
-            whole = attention(batch_first=batch_first)
-            x = numbers(TOKENS, FEATURES)
-            check(
-                whole,
-                (x, x, x),
-                3,
-                average_attn_weights=average,
-                attn_mask=PER_HEAD[:HEADS],
-                key_padding_mask=PADDING[1].double() * -3,
-            )
-
-
-def test_fewer_heads_than_ranks():
+def test_unbatched_and_fewer_heads_than_ranks():
+    x, padding = numbers(TOKENS, FEATURES), PADDING[1].double() * -3
+    for average, batch_first in itertools.product((False, True), (False, True)):
+        check(  # torch ignores batch_first here
+            attention(batch_first=batch_first),
+            (x, x, x),
+            3,
+            average_attn_weights=average,
+            attn_mask=PER_HEAD[:HEADS],
+            key_padding_mask=padding,
+        )
     whole = attention(heads=2, batch_first=True)
     x = numbers(BATCH, TOKENS, 2 * HEAD_DIM)
     for options in ({"need_weights": False}, {"average_attn_weights": False}, {}):
@@ -160,16 +141,13 @@ def test_dropout_is_drawn_in_training_only():
 
     def body(ranks):
         module, _ = divided(whole, ranks)
-        for need_weights in (False, True):
-            close(module(x, x, x, need_weights=need_weights)[0], expected)
-            module.train()
-            dropped, weights = module(
-                x, x, x, need_weights=need_weights, average_attn_weights=False
-            )
+        for shown in (False, True):
+            close(module.eval()(x, x, x, need_weights=shown)[0], expected)
+            options = {"need_weights": shown, "average_attn_weights": False}
+            dropped, weights = module.train()(x, x, x, **options)
             assert not torch.allclose(dropped, expected)
-            if weights is not None:
+            if shown:
                 assert 0.3 < (weights == 0).double().mean() < 0.7
-            module.eval()
 
     run_emulated(2, body)
 
@@ -197,32 +175,29 @@ def divide_encoder(model, ranks):
         attach_row(layer.linear2, Edges(ranks), even(-1, 10, ranks.size))
 
 
-def check_encoders_never_bypass_it(training, options):
-    whole = encoder().train(training)
-    names = {"key_padding_mask": "src_key_padding_mask", "attn_mask": "mask"}
-    options = {names[name]: value for name, value in options.items()}
-    (x, *_) = inputs_of(True)
-    keep_padded(whole)
-    with torch.set_grad_enabled(training):
-        expected = whole(x, **options)  # in eval mode by torch's own path, from whole weights
-
-    def body(ranks):
-        model = copy.deepcopy(whole)
-        divide_encoder(model, ranks)
-        with torch.set_grad_enabled(training):
-            close(model(x, **options), expected)
-        forward = calls(ranks)
-        assert forward == {"all_reduce": 4}
-        if training:
-            model(x.clone().requires_grad_(), **options).sum().backward()
-            assert calls(ranks) == {"all_reduce": 4 + 4 + 4}
-
-    run_emulated(4, body)
-
-
 def test_encoders_never_bypass_it():
-    for training, options in ((False, {}), (False, MASKS["padding"]), (True, MASKS["bool"])):
-        check_encoders_never_bypass_it(training, options)
+    (x, *_) = inputs_of(True)
+    for training, options in (
+        (False, {}),
+        (False, {"src_key_padding_mask": PADDING}),
+        (True, {"mask": CAUSAL}),
+    ):
+        whole = encoder().train(training)
+        keep_padded(whole)
+        with torch.set_grad_enabled(training):
+            expected = whole(x, **options)  # in eval mode by torch's own path, from whole weights
+
+        def body(ranks, whole=whole, training=training, options=options, expected=expected):
+            model = copy.deepcopy(whole)
+            divide_encoder(model, ranks)
+            with torch.set_grad_enabled(training):
+                close(model(x, **options), expected)
+            assert calls(ranks) == {"all_reduce": 4}
+            if training:
+                model(x.clone().requires_grad_(), **options).sum().backward()
+                assert calls(ranks) == {"all_reduce": 4 + 4 + 4}
+
+        run_emulated(4, body)
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")

@@ -10,6 +10,7 @@ from drivetrain.errors import ConfigError, UsageError
 from drivetrain_megatron.plan.thread_ranks import run_emulated
 from drivetrain_megatron.tensor.cross_entropy import Terms, cross_entropy
 from drivetrain_megatron.tensor.partition import even, packed
+from emulated_tensors import calls
 
 SHAPES = [(5, 97), (97,), (2, 97, 3), (2, 97, 3, 2), (0, 97), (3, 2)]
 
@@ -17,10 +18,6 @@ SHAPES = [(5, 97), (97,), (2, 97, 3), (2, 97, 3, 2), (0, 97), (3, 2)]
 def close(actual, expected, **tolerance):
     tolerance = tolerance or {"rtol": 1e-10, "atol": 1e-12}
     torch.testing.assert_close(actual, expected, equal_nan=True, **tolerance)
-
-
-def calls(ranks):
-    return {operation: entry.calls for (_, operation), entry in ranks.traffic.entries().items()}
 
 
 def example(shape, scale=1.0, ignored=None):
@@ -64,16 +61,13 @@ def test_shapes_and_reductions():
 
 
 def test_smoothing_weights_and_ignored_targets():
-    for reduction in ("none", "sum", "mean"):
-        for smoothing, weighted in ((0.0, True), (0.3, False), (0.3, True), (1.0, False)):
-            weight = torch.rand(97, dtype=torch.float64) + 0.1 if weighted else None
-            for ignored, shape in itertools.product((-100, 3), ((6, 97), (2, 97, 3))):
-                options = {
-                    "reduction": reduction,
-                    "label_smoothing": smoothing,
-                    "ignore_index": ignored,
-                }
-                check(3, *example(shape, ignored=ignored), weight=weight, **options)
+    reductions = itertools.cycle(("none", "sum", "mean"))  # each kind meets all three
+    kinds = ((0.0, True), (0.3, False), (0.3, True), (1.0, False))
+    shapes = ((6, 97), (2, 97, 3))
+    for (smoothing, weighted), ignored, shape in itertools.product(kinds, (-100, 3), shapes):
+        weight = torch.rand(97, dtype=torch.float64) + 0.1 if weighted else None
+        options = {"label_smoothing": smoothing, "ignore_index": ignored, "weight": weight}
+        check(3, *example(shape, ignored=ignored), reduction=next(reductions), **options)
 
 
 def test_huge_and_masked_logits_and_no_targets():
@@ -92,8 +86,7 @@ def test_huge_and_masked_logits_and_no_targets():
 
 def test_three_small_reductions_and_one_more_for_smoothing():
     for smoothing, count in ((0.0, 3), (0.1, 4)):
-        logits, target, dim = example((10, 97))
-        ledgers = check(4, logits, target, dim, label_smoothing=smoothing)
+        ledgers = check(4, *example((10, 97)), label_smoothing=smoothing)
         for ledger in ledgers:
             (entry,) = ledger.entries().values()
             assert entry.calls == count
@@ -101,7 +94,7 @@ def test_three_small_reductions_and_one_more_for_smoothing():
         assert sum(ledger.total() for ledger in ledgers) == count * 10 * 8 * 2 * 3
 
 
-def check_statistics_are_kept_in_fp32(dtype):
+def check_statistics(dtype):
     logits, target, dim = example((6, 97), scale=3.0)
     logits = logits.to(dtype)
     partition = even(dim, 97, 3)
@@ -125,7 +118,7 @@ def check_statistics_are_kept_in_fp32(dtype):
 
 def test_statistics_are_kept_in_fp32():
     for dtype in (torch.bfloat16, torch.float16):
-        check_statistics_are_kept_in_fp32(dtype)
+        check_statistics(dtype)
 
 
 def test_bad_targets_are_refused():

@@ -11,16 +11,9 @@ from drivetrain_megatron.plan.thread_ranks import run_emulated
 from drivetrain_megatron.tensor.embedding import attach_vocabulary
 from drivetrain_megatron.tensor.operators import Edges, TokenShards, gather
 from drivetrain_megatron.tensor.partition import even, packed
+from emulated_tensors import calls, close
 
 HIDDEN, TOKENS = 6, 7
-
-
-def close(actual, expected):
-    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-12)
-
-
-def calls(ranks):
-    return {operation: entry.calls for (_, operation), entry in ranks.traffic.entries().items()}
 
 
 def example(vocabulary, padding):
@@ -43,7 +36,7 @@ def attached(module, size, ranks, tokens=None):
     return module, partition
 
 
-def check_lookups_equal_one_process(size, vocabulary, padding):
+def check_lookups(size, vocabulary, padding):
     whole, words = example(vocabulary, padding)
     expected = whole(words)
     grad = torch.randn_like(expected)
@@ -64,9 +57,8 @@ def check_lookups_equal_one_process(size, vocabulary, padding):
 
 
 def test_lookups_equal_one_process():
-    size = 4
     for vocabulary, padding in ((97, None), (97, 96), (97, 50), (3, -1)):
-        check_lookups_equal_one_process(size, vocabulary, padding)
+        check_lookups(4, vocabulary, padding)
 
 
 def test_shards_of_the_sequence():
@@ -89,14 +81,6 @@ def test_shards_of_the_sequence():
     run_emulated(4, body)
 
 
-def check_options_that_need_the_whole_weight_are_refused(options):
-    def body(ranks):
-        with pytest.raises(ConfigError, match=f"without {next(iter(options))}"):
-            attach_vocabulary(nn.Embedding(8, 4, **options), Edges(ranks), even(0, 8, 2))
-
-    run_emulated(2, body)
-
-
 def test_what_cannot_be_looked_up_or_divided_is_refused():
     whole, words = example(97, None)
 
@@ -106,16 +90,14 @@ def test_what_cannot_be_looked_up_or_divided_is_refused():
             with pytest.raises(UsageError, match=rf"words from 0 to 96, found .* {wrong}"):
                 module(torch.tensor([wrong]))
         assert module(words[:, :0]).shape == (2, 0, HIDDEN)
-
-    run_emulated(2, body)
-
-    for options in ({"max_norm": 1.0}, {"scale_grad_by_freq": True}, {"sparse": True}):
-        check_options_that_need_the_whole_weight_are_refused(options)
-
-    def body(ranks):
-        with pytest.raises(ConfigError, match="leave it out of the plan"):
-            attach_vocabulary(nn.EmbeddingBag(8, 4), Edges(ranks), even(0, 8, 2))
-        with pytest.raises(ConfigError, match="one range per rank"):
-            attach_vocabulary(nn.Embedding(8, 4), Edges(ranks), packed(0, (4, 4), 2))
+        for other, partition, match in (
+            (nn.Embedding(8, 4, max_norm=1.0), even(0, 8, 2), "without max_norm"),
+            (nn.Embedding(8, 4, scale_grad_by_freq=True), even(0, 8, 2), "without scale_grad_by"),
+            (nn.Embedding(8, 4, sparse=True), even(0, 8, 2), "without sparse"),
+            (nn.EmbeddingBag(8, 4), even(0, 8, 2), "leave it out of the plan"),
+            (nn.Embedding(8, 4), packed(0, (4, 4), 2), "one range per rank"),
+        ):
+            with pytest.raises(ConfigError, match=match):
+                attach_vocabulary(other, Edges(ranks), partition)
 
     run_emulated(2, body)

@@ -13,14 +13,11 @@ from drivetrain_megatron.plan.thread_ranks import run_emulated
 from drivetrain_megatron.tensor.behavior import behavior_of, detach
 from drivetrain_megatron.tensor.linear import attach_column, attach_row
 from drivetrain_megatron.tensor.operators import Edges, TokenShards, gather
-from drivetrain_megatron.tensor.partition import even, packed
+from drivetrain_megatron.tensor.partition import even
 from drivetrain_megatron.tensor.shared_input import enter_group
+from emulated_tensors import calls, close, numbers
 
 HIDDEN, FFN, TOKENS = 6, 10, 7
-
-
-def close(actual, expected):
-    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-12)
 
 
 def layer(kind, inputs, outputs, seed):
@@ -32,37 +29,22 @@ def layer(kind, inputs, outputs, seed):
     return made.double()
 
 
-def cut(module, partition, rank, side):
-    """Slice a layer's outputs or inputs in place; return how to slice its gradients likewise."""
-    is_conv = isinstance(module, Conv1D)
-    dim = {("out", False): 0, ("in", False): 1, ("out", True): 1, ("in", True): 0}[side, is_conv]
-    by_weight = even(dim, partition.size, partition.ranks)
-    if len(partition.ranges[0]) > 1:
-        by_weight = packed(dim, (partition.size // 2,) * 2, partition.ranks)
-    module.weight.data = by_weight.take(module.weight.data, rank)
-    takes = {"weight": lambda whole: by_weight.take(whole, rank)}
+def cut(module, partition, rank):
+    """Keep a rank's outputs of a layer; return how to cut each parameter's gradient likewise."""
+    cuts = {"weight": even(int(isinstance(module, Conv1D)), partition.size, partition.ranks)}
     if module.bias is not None:
-        by_bias = packed(0, (partition.size // 2,) * 2, partition.ranks)
-        by_bias = (
-            by_bias if len(partition.ranges[0]) > 1 else even(0, partition.size, partition.ranks)
-        )
-        if side == "out":
-            module.bias.data = by_bias.take(module.bias.data, rank)
-        takes["bias"] = (lambda w: by_bias.take(w, rank)) if side == "out" else (lambda w: w)
-    return takes
-
-
-def calls(ranks):
-    return {operation: entry.calls for (_, operation), entry in ranks.traffic.entries().items()}
+        cuts["bias"] = even(0, partition.size, partition.ranks)
+    for name, by in cuts.items():
+        parameter = module.get_parameter(name)
+        parameter.data = by.take(parameter.data, rank)
+    return cuts
 
 
 def x_of(seed=0):
-    return torch.randn(
-        2, TOKENS, HIDDEN, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
-    )
+    return numbers(2, TOKENS, HIDDEN, seed=seed)
 
 
-def check_a_group_sums_while_it_computes_gradients_of_weights(size, kind, sharded, frozen):
+def check_group(kind, sharded, frozen, size=2):
     whole = nn.ModuleList([layer(kind, HIDDEN, FFN, seed) for seed in range(3)])
     whole[1].weight.requires_grad_(not frozen)
     x = x_of().requires_grad_()
@@ -74,7 +56,7 @@ def check_a_group_sums_while_it_computes_gradients_of_weights(size, kind, sharde
     def body(ranks):
         layers = copy.deepcopy(whole)
         tokens = TokenShards() if sharded else None
-        takes = [cut(each, by_features, ranks.rank, "out") for each in layers]
+        cuts = [cut(each, by_features, ranks.rank) for each in layers]
         for each in layers:
             attach_column(each, Edges(ranks, tokens, prepared=True), by_features)
         started = []
@@ -87,27 +69,23 @@ def check_a_group_sums_while_it_computes_gradients_of_weights(size, kind, sharde
         out = layers[0](y) * layers[1](y) * layers[2](y) * layers[0](y * 2)
         out.backward(by_features.take(grad, ranks.rank))
         close(x_here.grad, by_tokens.take(x.grad, ranks.rank) if sharded else x.grad)
-        for each, reference, take in zip(layers, whole, takes, strict=True):
+        for each, reference, by in zip(layers, whole, cuts, strict=True):
             for name, parameter in each.named_parameters():
                 if parameter.requires_grad:
-                    close(parameter.grad, take[name](reference.get_parameter(name).grad))
+                    expected = reference.get_parameter(name).grad
+                    close(parameter.grad, by[name].take(expected, ranks.rank))
         assert (layers[1].weight.grad is None) == frozen
-        if size > 1:
-            expected = {"all_gather": 1, "reduce_scatter": 1} if sharded else {"all_reduce": 1}
-            assert calls(ranks) == expected
-            assert started == [expected] * (1 if frozen else 2)
+        expected = {"all_gather": 1, "reduce_scatter": 1} if sharded else {"all_reduce": 1}
+        assert calls(ranks) == expected
+        assert started == [expected] * (1 if frozen else 2)
 
     run_emulated(size, body)
 
 
 def test_a_group_sums_while_it_computes_gradients_of_weights():
-    size = 2
-    for kind, sharded, frozen in (
-        ("linear", False, False),
-        ("conv1d", True, True),
-        ("no bias", True, False),
-    ):
-        check_a_group_sums_while_it_computes_gradients_of_weights(size, kind, sharded, frozen)
+    check_group("linear", sharded=False, frozen=False)
+    check_group("conv1d", sharded=True, frozen=True)
+    check_group("no bias", sharded=True, frozen=False)
 
 
 def test_a_group_leaves_a_gradient_that_somebody_else_holds_alone():
@@ -132,7 +110,7 @@ def test_the_module_stays_the_users():
             original, text, weight = type(module), repr(module), module.weight
             seen = []
             module.register_forward_hook(lambda *_, seen=seen: seen.append(1))
-            cut(module, even(-1, FFN, 2), ranks.rank, "out")
+            cut(module, even(-1, FFN, 2), ranks.rank)
             attach_column(module, Edges(ranks), even(-1, FFN, 2))
             assert isinstance(module, original)
             assert type(module).__name__ == original.__name__
@@ -157,7 +135,7 @@ def test_copies_compute_with_the_same_ranks_and_pickles_are_ordinary():
 
     def body(ranks):
         module = copy.deepcopy(whole)
-        cut(module, by, ranks.rank, "out")
+        cut(module, by, ranks.rank)
         attach_column(module, Edges(ranks), by)
         twin = copy.deepcopy(nn.ModuleList([module]))[0]
         assert twin.weight is not module.weight
@@ -180,18 +158,12 @@ class OtherForward(nn.Linear):
         return super().forward(x) * 2
 
 
-def test_other_modules_are_refused():
+def test_other_modules_and_shards_without_a_length_are_refused():
     def body(ranks):
         for module in (nn.Conv1d(2, 2, 1), nn.Bilinear(2, 2, 2), OtherForward(2, 2)):
             for attach in (attach_column, attach_row):
                 with pytest.raises(ConfigError, match="leave it out of the plan"):
-                    attach(module, Edges(ranks), even(-1, 2, 1))
-
-    run_emulated(1, body)
-
-
-def test_a_shard_without_its_length_is_refused():
-    def body(ranks):
+                    attach(module, Edges(ranks), even(-1, 2, 2))
         module = layer("linear", HIDDEN, FFN, 1)
         attach_column(module, Edges(ranks, TokenShards()), even(-1, FFN, 2))
         with pytest.raises(UsageError, match="call the model itself"):

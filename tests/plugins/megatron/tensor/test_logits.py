@@ -9,7 +9,9 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional as F
 
-from drivetrain import Accelerator, communication
+from cases import case
+from cell_twins import Twins
+from drivetrain import communication
 from drivetrain.collectives import connect
 from drivetrain.errors import UsageError
 from drivetrain.runtime.mesh import Mesh
@@ -20,22 +22,10 @@ from drivetrain_megatron.tensor.linear import attach_column
 from drivetrain_megatron.tensor.logits import ShardedLogits
 from drivetrain_megatron.tensor.operators import Edges
 from drivetrain_megatron.tensor.partition import Partition, even, packed
+from emulated_tensors import calls, close, numbers
 from huggingface_models import llama, token_batch
 
 WORDS = 97
-
-
-def close(actual, expected):
-    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-12)
-
-
-def calls(ranks):
-    return {operation: entry.calls for (_, operation), entry in ranks.traffic.entries().items()}
-
-
-def numbers(*shape, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator, dtype=torch.float64)
 
 
 WHOLE = numbers(2, 7, WORDS)
@@ -93,8 +83,7 @@ def logits_of(ranks, whole=WHOLE, partition=None):
     return leaf, ShardedLogits.of(leaf * 1, ranks, partition), partition
 
 
-def check_stays_cut(size, name):
-    function = KEPT[name]
+def check_stays_cut(function, size):
     whole = WHOLE.clone().requires_grad_()
     expected = function(whole)
     grad = numbers(*expected.shape, seed=3)
@@ -106,9 +95,8 @@ def check_stays_cut(size, name):
         assert calls(ranks) == {}
         assert out.shape == expected.shape
         assert out.requires_grad
-        if size > 1:
-            assert isinstance(out, ShardedLogits)
-            assert torch.equal(out.gathered(), expected)
+        assert isinstance(out, ShardedLogits)
+        assert torch.equal(out.gathered(), expected)
         ranks.traffic.clear()
         torch.autograd.backward([out], [grad])
         assert calls(ranks) == {}
@@ -118,13 +106,12 @@ def check_stays_cut(size, name):
 
 
 def test_stays_cut():
-    size = 3
-    for name in KEPT:
-        check_stays_cut(size, name)
+    for name, function in KEPT.items():
+        with case(name):
+            check_stays_cut(function, 3)
 
 
-def check_gathers_for_everything_else(name):
-    function = GATHERED[name]
+def check_gathers(function):
     whole = WHOLE.clone().requires_grad_()
     expected = function(whole)
     grad = numbers(*expected.shape, seed=3)
@@ -147,8 +134,9 @@ def check_gathers_for_everything_else(name):
 
 
 def test_gathers_for_everything_else():
-    for name in GATHERED:
-        check_gathers_for_everything_else(name)
+    for name, function in GATHERED.items():
+        with case(name):
+            check_gathers(function)
 
 
 def indexed(x, index, value=-torch.inf):
@@ -183,7 +171,7 @@ WRITTEN = {
 }
 
 
-def check_without_gradients_it_is_written_to(size, guard, name):
+def check_written(guard, name, size=3):
     write = WRITTEN[name]
 
     def body(ranks):
@@ -196,14 +184,9 @@ def check_without_gradients_it_is_written_to(size, guard, name):
             above_here, view_here, other_here = base.unsqueeze(0), logits[:, -1], logits * 1
             out = write(logits)
             assert (out is None) == (expected is None)
-            for mine, theirs in (
-                (logits, whole),
-                (base, whole),
-                (above_here, above),
-                (view_here, view),
-                (other_here, other),
-            ):
-                assert isinstance(mine, ShardedLogits) == (size > 1)
+            here = (logits, base, above_here, view_here, other_here)
+            for mine, theirs in zip(here, (whole, whole, above, view, other), strict=True):
+                assert isinstance(mine, ShardedLogits)
                 close(mine, theirs)
             if name not in ("below the best", "itself"):
                 assert torch.equal(logits, whole)
@@ -214,23 +197,17 @@ def check_without_gradients_it_is_written_to(size, guard, name):
 
 def test_without_gradients_it_is_written_to():
     """What is written is seen by views that were made before, and by what it is a view of."""
-    size = 3
     for guard, name in itertools.product((torch.no_grad, torch.inference_mode), WRITTEN):
-        check_without_gradients_it_is_written_to(size, guard, name)
+        with case(guard, name):
+            check_written(guard, name)
 
 
 def test_facts_text_and_tensors_like_it_send_nothing():
     def body(ranks):
         _, logits, _ = logits_of(ranks)
-        assert (logits.shape, logits.size(-1), logits.ndim, len(logits)) == (
-            WHOLE.shape,
-            WORDS,
-            3,
-            2,
-        )
-        assert logits.dtype is torch.float64
-        assert logits.device == WHOLE.device
-        assert logits.numel() == WHOLE.numel()
+        facts = logits.shape, logits.size(-1), logits.ndim, len(logits), logits.numel()
+        assert facts == (WHOLE.shape, WORDS, 3, 2, WHOLE.numel())
+        assert (logits.dtype, logits.device) == (torch.float64, WHOLE.device)
         assert logits.requires_grad
         assert not logits.is_leaf
         assert not logits.detach().requires_grad
@@ -238,25 +215,11 @@ def test_facts_text_and_tensors_like_it_send_nothing():
             assert not (logits * 2).requires_grad
         assert "(2, 7, 97)" in repr(logits)
         assert f"{logits}" == str(logits) == repr(logits)
-        assert calls(ranks) == {}
-
-    run_emulated(2, body)
-
-    def body(ranks):
-        _, logits, _ = logits_of(ranks)
         made = [logits.new_zeros(()), logits.new_ones(2, 3), logits.new_full((2,), 7.0)]
-        for tensor in made:
-            assert type(tensor) is torch.Tensor
-            assert tensor.dtype is torch.float64
+        assert all(type(each) is torch.Tensor and each.dtype is torch.float64 for each in made)
         assert made[2].tolist() == [7.0, 7.0]
-        assert not calls(ranks)
-
-    run_emulated(2, body)
-
-    def body(ranks):
-        logits = logits_of(ranks)[1].detach()
-        in_steps(logits)
-        assert not calls(ranks)
+        in_steps(logits.detach())
+        assert calls(ranks) == {}
 
     run_emulated(2, body)
 
@@ -323,38 +286,31 @@ def sampled(model, ids, new, temperature=0.8, best=5):
 @pytest.mark.ranks(2)
 def test_sampling_equals_one_process():
     torch.manual_seed(0)
-    model = llama()
-    twin = copy.deepcopy(model).eval()
-    accelerator = Accelerator(strategy={"name": "megatron", "tp": 2}, cpu=True)
-    model = accelerator.prepare(model).eval()
+    both = Twins(llama(), tp=2)
+    model, twin = both.model.eval(), both.twin.eval()
     ids = token_batch(1, rows=3)
     with torch.inference_mode():
         assert isinstance(model(ids).logits, ShardedLogits)
         expected = sampled(twin, ids, new=8)
         assert torch.equal(sampled(model, ids, new=8), expected)
     assert len(expected[:, ids.shape[1] :].unique()) > 3
-    accelerator.free_memory()
+    both.close()
 
 
-def check_a_cut_that_the_loss_cannot_use_is_gathered(partition):
+def test_a_cut_that_the_loss_cannot_use_is_gathered():
     whole = WHOLE.clone().requires_grad_()
     expected = F.cross_entropy(whole.view(-1, WORDS), LABELS.view(-1))
     expected.backward()
 
     def body(ranks):
-        leaf, logits, _ = logits_of(ranks, partition=partition)
-        loss = F.cross_entropy(logits.view(-1, WORDS), LABELS.view(-1))
-        close(loss, expected)
-        loss.backward()
-        mine = partition.disown(partition.take(whole.grad, ranks.rank), ranks.rank)
-        close(leaf.grad, mine)
+        for cut in (packed(-1, (50, 47), 2), Partition(-1, WORDS, (((0, WORDS),),) * 2)):
+            leaf, logits, _ = logits_of(ranks, partition=cut)
+            loss = F.cross_entropy(logits.view(-1, WORDS), LABELS.view(-1))
+            close(loss, expected)
+            loss.backward()
+            close(leaf.grad, cut.disown(cut.take(whole.grad, ranks.rank), ranks.rank))
 
     run_emulated(2, body)
-
-
-def test_a_cut_that_the_loss_cannot_use_is_gathered():
-    for partition in (packed(-1, (50, 47), 2), Partition(-1, WORDS, (((0, WORDS),),) * 2)):
-        check_a_cut_that_the_loss_cannot_use_is_gathered(partition)
 
 
 @pytest.mark.ranks(2)
@@ -396,36 +352,20 @@ def test_the_node_of_a_leaf_is_found():
     run_emulated(2, body)
 
 
-def cross_entropy(model, ids):
-    return F.cross_entropy(model(ids).logits.view(-1, WORDS), ids.view(-1))
-
-
-@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("micro_batches", [3, 1])
 @pytest.mark.ranks(4)
 def test_micro_batches_of_a_pipeline_send_no_words(micro_batches):
     """The loss outside of the model is made of outputs joined along rows: nothing is gathered."""
     torch.manual_seed(0)
-    model = llama()
-    twin = copy.deepcopy(model)
-    strategy = {"name": "megatron", "tp": 2, "pp": 2, "micro_batches": micro_batches}
-    accelerator = Accelerator(strategy=strategy, cpu=True)
-    model = accelerator.prepare(model)
+    both = Twins(llama(), tp=2, pp=2, micro_batches=micro_batches)
     ids = token_batch(1, rows=5)
-    accelerator.backward(cross_entropy(model, ids))  # the first call decides how batches are cut
-    for parameter in model.parameters():
-        parameter.grad = None
-    before = accelerator.traffic.sent()
-    losses = [cross_entropy(each, ids) for each in (model, twin)]
-    accelerator.backward(losses[0])
-    losses[1].backward()
-    sent = accelerator.traffic.sent()
-    over_tp = {key[1] for key in sent if key[0] == "tp" and sent[key] != before.get(key)}
-    assert over_tp == {"all_reduce"}
-    assert losses[0].item() == pytest.approx(losses[1].item(), rel=1e-10)
-    theirs = dict(twin.named_parameters())
-    facts = accelerator.strategy_of(model)._facts
-    for name, parameter in model.named_parameters():
-        partition, grad = facts[name].partition, theirs[name].grad
-        rank = accelerator.mesh["tp"].rank
-        close(parameter.grad, grad if partition is None else partition.take(grad, rank))
-    accelerator.free_memory()
+    both.backward(ids)  # the first call decides how batches are cut
+    for each in (both.model, both.twin):
+        each.zero_grad()
+    both.accelerator.traffic.clear()
+    both.backward(ids)
+    assert {name for axis, name in both.accelerator.traffic.sent() if axis == "tp"} == {
+        "all_reduce"
+    }
+    both.check_gradients()
+    both.close()

@@ -6,24 +6,12 @@ from drivetrain.collectives import sent_elements
 from drivetrain_megatron.plan.thread_ranks import run_emulated
 from drivetrain_megatron.tensor.operators import copy, gather, reduce, reduce_scatter, scatter
 from drivetrain_megatron.tensor.partition import Partition, even, packed
+from emulated_tensors import calls, close, numbers
 
 REPLICATED = Partition(1, 6, (((0, 2), (4, 6)), ((2, 4), (4, 6)), ((2, 4),), ()))
 
 
-def numbers(*shape, seed=0, dtype=torch.float64):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
-
-
-def close(actual, expected):
-    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-12)
-
-
-def calls(ranks):
-    return {operation: entry.calls for (_, operation), entry in ranks.traffic.entries().items()}
-
-
-def check_copy_sums_gradients_and_leaves_them_alone(size):
+def test_copy_sums_gradients_and_leaves_them_alone():
     def body(ranks):
         x = numbers(2, 7).requires_grad_()
         y = copy(x, ranks)
@@ -33,16 +21,11 @@ def check_copy_sums_gradients_and_leaves_them_alone(size):
         before = grad.clone()
         (x_grad,) = torch.autograd.grad(y, x, grad)
         assert torch.equal(grad, before)  # somebody else may hold it
-        close(x_grad, sum(numbers(2, 7, seed=rank) for rank in range(size)))
-        expected = sent_elements("all_reduce", 14, size=size, rank=ranks.rank) * 8
-        assert ranks.traffic.total() == expected
+        close(x_grad, sum(numbers(2, 7, seed=rank) for rank in range(3)))
+        sent = sent_elements("all_reduce", 14, size=3, rank=ranks.rank)
+        assert ranks.traffic.total() == 8 * sent
 
-    run_emulated(size, body)
-
-
-def test_copy_sums_gradients_and_leaves_them_alone():
-    size = 3
-    check_copy_sums_gradients_and_leaves_them_alone(size)
+    run_emulated(3, body)
 
 
 PARTITIONS = [even(1, 7, 1), even(-2, 7, 2), even(1, 7, 3), even(1, 3, 4), even(-1, 97, 4)]

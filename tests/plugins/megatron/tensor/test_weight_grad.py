@@ -1,6 +1,8 @@
 """Backward in two halves: layers that are divided over ranks leave weights' gradients, too."""
 
 import copy
+import itertools
+from functools import partial
 
 import pytest
 import torch
@@ -16,9 +18,8 @@ from drivetrain_megatron.tensor.operators import Edges, TokenShards
 from drivetrain_megatron.tensor.partition import even, packed
 from drivetrain_megatron.tensor.weight_grad import WeightGradients, WeightHalf
 
-EXACT = {"rtol": 1e-10, "atol": 1e-12}
+EXACT, ROUNDED = {"rtol": 1e-10, "atol": 1e-12}, {"rtol": 0.1, "atol": 2.0}
 WIDTH, INNER, TOKENS = 6, 8, 5
-SEQUENCE = pytest.mark.parametrize("sharded", [False, True], ids=["whole", "sequence"])
 
 
 class Block(nn.Module):
@@ -45,17 +46,20 @@ def plan():
     )
 
 
-@SEQUENCE
-@pytest.mark.parametrize("frozen", [(), ("up.weight", "out.weight")])
-def test_divided_layers_leave_their_weights_gradients(sharded, frozen):
+def check(sharded=False, frozen=(), autocast=False):
     torch.manual_seed(2)
-    whole = Block().double()
+    whole = Block() if autocast else Block().double()
     for name in frozen:
         whole.get_parameter(name).requires_grad_(False)
-    x = torch.randn(2, TOKENS, WIDTH, dtype=torch.float64, requires_grad=True)
+    dtype = torch.float32 if autocast else torch.float64
+    close = partial(torch.testing.assert_close, **(ROUNDED if autocast else EXACT))
+    x = torch.randn(2, TOKENS, WIDTH, dtype=dtype, requires_grad=True)
     by_tokens = even(-2, TOKENS, 2)
+    rounded = partial(torch.autocast, "cpu", torch.bfloat16, enabled=autocast)
     for factor in (1, 2):  # two micro-batches
-        whole(x * factor).square().sum().backward()
+        with rounded():
+            out = whole(x * factor)
+        out.to(dtype).square().sum().backward()
     layers = [name for name, each in whole.named_modules() if isinstance(each, nn.Linear | Conv1D)]
 
     def body(ranks):
@@ -67,13 +71,11 @@ def test_divided_layers_leave_their_weights_gradients(sharded, frozen):
         assert len(deferring) == len(layers)
         own = (by_tokens.take(x, ranks.rank) if sharded else x).detach().requires_grad_()
         for factor in (1, 2):
-            with (tokens or TokenShards()).of(TOKENS), gradients.collecting(factor):
-                block(own * factor).square().sum().backward()
+            with (tokens or TokenShards()).of(TOKENS), gradients.collecting(factor), rounded():
+                block(own * factor).to(dtype).square().sum().backward()
         weights = [block.get_submodule(name).weight for name in layers]
         assert all(weight.grad is None for weight in weights)
-        torch.testing.assert_close(
-            own.grad, by_tokens.take(x.grad, ranks.rank) if sharded else x.grad, **EXACT
-        )
+        close(own.grad, by_tokens.take(x.grad, ranks.rank) if sharded else x.grad)
         sent = ranks.traffic.total()
         for factor in (1, 2):
             torch.autograd.backward(gradients.roots(factor))
@@ -84,7 +86,7 @@ def test_divided_layers_leave_their_weights_gradients(sharded, frozen):
                 expected = partition.take(expected, ranks.rank)
             if sharded and partition is None:  # each rank has the part of its tokens
                 ranks.all_reduce(parameter.grad).wait()
-            torch.testing.assert_close(parameter.grad, expected, **EXACT)
+            close(parameter.grad, expected)
         defer_no_more(deferring)
         assert behavior_of(block.whole) is None
         with (tokens or TokenShards()).of(TOKENS), gradients.collecting(3):
@@ -94,29 +96,10 @@ def test_divided_layers_leave_their_weights_gradients(sharded, frozen):
     run_emulated(2, body)
 
 
-def test_under_autocast():
-    torch.manual_seed(2)
-    whole = Block()
-    x = torch.randn(2, TOKENS, WIDTH, requires_grad=True)
-    with torch.autocast("cpu", torch.bfloat16):
-        whole(x).float().square().sum().backward()
-
-    def body(ranks):
-        block, gradients = copy.deepcopy(whole), WeightGradients()
-        block.zero_grad()
-        facts = divide(block, plan(), Edges(ranks))
-        defer_weights(block, gradients)
-        own = x.detach().clone().requires_grad_()
-        with torch.autocast("cpu", torch.bfloat16), gradients.collecting(0):
-            out = block(own)
-            out.float().square().sum().backward()
-        torch.autograd.backward(gradients.roots(0))
-        for name, parameter in block.named_parameters():
-            expected, partition = whole.get_parameter(name).grad, facts[name].partition
-            expected = expected if partition is None else partition.take(expected, ranks.rank)
-            torch.testing.assert_close(parameter.grad, expected, rtol=0.1, atol=0.5)
-
-    run_emulated(2, body)
+def test_divided_layers_leave_their_weights_gradients():
+    for sharded, frozen in itertools.product((False, True), ((), ("up.weight", "out.weight"))):
+        check(sharded, frozen)
+    check(autocast=True)
 
 
 def test_one_gradient_at_a_time():
