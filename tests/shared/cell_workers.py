@@ -160,15 +160,14 @@ class CellTraining:
     def run(self, first: int, last: int) -> None:
         for step in range(first, last):
             with self.accelerator.accumulate(self.model):
-                self._losses.append(self.backward(word_batch(step, self.place)))
+                ids = word_batch(step, self.place)
+                loss = self.accelerator.pipeline_step(self.model, ids, ids, loss_fn=word_loss)
+                self._losses.append(loss)
                 if self.clip is not None and self.accelerator.sync_gradients:
                     norm = self.accelerator.clip_grad_norm_(self.model.parameters(), self.clip)
                     self.norms.append(float(norm))
                 self.optimizer.step()
                 self.optimizer.zero_grad()
-
-    def backward(self, ids: Tensor) -> Tensor:
-        return self.accelerator.pipeline_step(self.model, ids, ids, loss_fn=word_loss)
 
     @property
     def losses(self) -> list[float]:
@@ -185,12 +184,3 @@ class CellTraining:
 
     def close(self) -> None:
         self.accelerator.free_memory()
-
-
-class PlainLoop(CellTraining):
-    """The script computes the loss itself, outside of the model."""
-
-    def backward(self, ids: Tensor) -> Tensor:
-        loss = word_loss(self.model(ids), ids)
-        self.accelerator.backward(loss)
-        return loss

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from drivetrain.collectives.stretch import ParameterRow
+from drivetrain.collectives.stretch import ParameterRow, Stretch
 from drivetrain.config.schema import FarConfig, LinksConfig
 from drivetrain.links.chosen import LinkMethods
 from drivetrain.links.linked import LinkedCommunicator, connect_linked
@@ -22,6 +22,7 @@ ROWS = [
     ParameterRow("table", TABLE, 0, 3533),
 ]
 NUMEL = 3533 + 64 * 41 + 3  # and three elements of no parameter
+WHOLE = Stretch.of(NUMEL, torch.float32, ROWS)
 
 
 def world_of(hosts: str) -> World:
@@ -43,6 +44,15 @@ def connected(hosts: str, links: LinkMethods, traffic: Traffic | None = None) ->
     made = connect_linked(mesh, "dp", traffic or Traffic(), world, links)
     assert isinstance(made, LinkedCommunicator)
     return made
+
+
+def stretches_of(communicator: LinkedCommunicator) -> list[list[Stretch]]:
+    """Return what each rank has of the flat tensor."""
+    return [[WHOLE.cut(*each)] for each in communicator.chunk(NUMEL)]
+
+
+def parts_of(communicator: LinkedCommunicator, flat: Tensor) -> list[list[Tensor]]:
+    return [[flat[start:stop]] for start, stop in communicator.chunk(NUMEL)]
 
 
 def gradients(step: int, rank: int) -> Tensor:

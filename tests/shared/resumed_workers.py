@@ -35,35 +35,20 @@ def check_same_bits(found: Mapping[str, Tensor], expected: Mapping[str, Tensor])
 
 
 def goes_on_bit_for_bit(
-    folder: str, make: Callable[[], WorkersTraining], at: int = 6, last: int = 11
+    folder: str, make: Callable[[], WorkersTraining], at: int = 6, last: int = 11, other: int = 1
 ) -> None:
-    """Check that a resumed run takes the steps of one that was never stopped."""
+    """Check that a resumed run takes the steps of one that was never stopped.
+
+    It has taken ``other`` steps before it loads, whose state the checkpoint replaces.
+    """
     straight, resumed = make(), make()
     straight.run(0, at)
     straight.accelerator.save_state(folder)
     straight.run(at, last)
-    resumed.run(20, 21)  # other state, which the checkpoint replaces
+    resumed.run(20, 20 + other)
     resumed.accelerator.load_state(folder)
     resumed.run(at, last)
     check_same_bits(resumed.outer(), straight.outer())
     check_same_bits(resumed.own(), straight.own())
     straight.close()
     resumed.close()
-
-
-def goes_on_from_the_mean(
-    folder: str, four: WorkersTraining, make: Callable[[], WorkersTraining]
-) -> None:
-    """Check that two workers go on from the mean of four, in a round of four steps."""
-    four.run(0, 6)
-    four.accelerator.save_state(folder)
-    mean = {name: four.accelerator.reduce(value, "mean") for name, value in four.own().items()}
-    two = make()
-    two.accelerator.load_state(folder)
-    for name, value in two.own().items():
-        torch.testing.assert_close(value, mean[name], rtol=1e-12, atol=1e-12)
-    check_same_bits(two.outer(), four.outer())
-    two.run(6, 9)  # the round goes on: its end is step 8
-    assert not torch.equal(two.outer()["last.bias"], four.outer()["last.bias"])
-    four.close()
-    two.close()

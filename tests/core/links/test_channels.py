@@ -1,7 +1,6 @@
 """Channels between hosts: sums and gathers within each method's bound, what is kept back, bytes."""
 
 from collections import Counter
-from collections.abc import Mapping
 from functools import partial
 from math import prod
 
@@ -19,13 +18,16 @@ from link_channels import (
     ROWS,
     TABLE,
     WEIGHT,
+    WHOLE,
     are_equal,
     connected,
     gathered,
     gradients,
     kept_back,
     links_of,
+    parts_of,
     state_of,
+    stretches_of,
     total,
     world_of,
 )
@@ -34,177 +36,150 @@ HALF_STEP = {"bf16": 2**-8, "int8": 0.5 / 127, "int4": 0.5 / 7}
 """The largest error of one rounding, in units of the largest number of a block (or of itself)."""
 
 
-def check_sums(
-    hosts: str, method: str, dtype: torch.dtype = torch.float32, **options: object
-) -> None:
-    communicator = connected(hosts, links_of(method, options=options))
-    channel = communicator.gradients_summed(Stretch.of(NUMEL, dtype, ROWS), "test")
-    size, levels = communicator.size, len(set(hosts))
-    far, results = torch.zeros(NUMEL), torch.zeros(NUMEL)
-    for step in range(3):
-        flat = gradients(step, communicator.rank).to(dtype)
-        channel(flat).wait()
-        assert all(torch.equal(flat, other) for other in gathered(flat))
-        exact = total(step, size)
-        assert torch.allclose(flat[3500:3533].float(), exact[3500:3533], rtol=1e-6, atol=1e-6)
-        assert torch.allclose(flat[-3:].float(), exact[-3:], rtol=1e-6, atol=1e-6)
-        far += exact
-        results += flat.float()
-        if step == 0 and method in HALF_STEP:
-            error = (2 if options else 1) * HALF_STEP[method]
-            bound = error * (1 + levels) * 1.01 * exact.abs().max() * 2
-            assert 0 < (flat - exact).abs().max() < bound
-    if method != "bf16":  # what did not come is kept for the next step, down to rounding
-        torch.testing.assert_close(results + kept_back(communicator), far, rtol=0, atol=2e-5)
-        assert kept_back(communicator)[:3500].abs().max() > 0
-    communicator.close()
-
-
 BY_CHANCE = {"rounding": "stochastic", "feedback": False}
 """Options with which nothing but a count is kept."""
 
+METHODS = ("bf16", "int8", "int4", "onebit", "powersgd", "topk")
+
+
+def alike(flat: Tensor) -> bool:
+    return all(torch.equal(flat, other) for other in gathered(flat))
+
 
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize("hosts", ["aabb", "abcd"])
-def test_sums_over_hosts_of_several_ranks_and_over_four_hosts(hosts):
-    for method in ("bf16", "int8", "int4", "onebit", "powersgd", "topk"):
-        check_sums(hosts, method)
+def test_sums_over_hosts_of_several_ranks_and_over_four_hosts():
+    for hosts, method in [*(("aabb", each) for each in METHODS), ("abcd", "int4")]:
+        communicator = connected(hosts, links_of(method))
+        channel = communicator.gradients_summed(WHOLE, "test")
+        far, results = torch.zeros(NUMEL), torch.zeros(NUMEL)
+        for step in range(3):
+            flat, exact = gradients(step, communicator.rank), total(step, 4)
+            channel(flat).wait()
+            assert alike(flat)
+            for small in (slice(3500, 3533), slice(-3, None)):
+                assert torch.allclose(flat[small], exact[small], rtol=1e-6, atol=1e-6)
+            far += exact
+            results += flat
+            if step == 0 and method in HALF_STEP:
+                levels = 1 + len(set(hosts))
+                bound = HALF_STEP[method] * levels * 1.01 * exact.abs().max() * 2
+                assert 0 < (flat - exact).abs().max() < bound, method
+        if method != "bf16":  # what did not come is kept for the next step, down to rounding
+            kept = kept_back(communicator)
+            torch.testing.assert_close(results + kept, far, rtol=0, atol=2e-5)
+            assert kept[:3500].abs().max() > 0
+        communicator.close()
 
 
 @pytest.mark.ranks(4)
 def test_parts_are_summed_and_gathered_within_the_bound_and_alike():
     communicator = connected("aabb", links_of("int8", "int8"))
-    whole = Stretch.of(NUMEL, torch.float32, ROWS)
-    bounds = communicator.chunk(NUMEL)
-    stretches = [[whole.cut(*each)] for each in bounds]
-    reduce = communicator.gradients_scattered(lambda stretches=stretches: stretches, "test")
-    gather = communicator.parameters_gathered(lambda stretches=stretches: stretches, "test")
-    start, stop = bounds[communicator.rank]
-    results, exact = torch.zeros(stop - start), torch.zeros(stop - start)
+    reduce = communicator.gradients_scattered(lambda: stretches_of(communicator), "test")
+    gather = communicator.parameters_gathered(lambda: stretches_of(communicator), "test")
+    start, stop = communicator.chunk(NUMEL)[communicator.rank]
+    results, exact = torch.zeros(NUMEL), sum(total(step, 4) for step in range(3))
     for step in range(3):
         flat = gradients(step, communicator.rank)
-        reduce([[flat[a:b]] for a, b in bounds]).wait()
-        results += flat[start:stop]
-        exact += total(step, 4)[start:stop]
-    assert (results - exact).abs().max() > 0
-    everyone = torch.zeros(NUMEL)
-    everyone[start:stop] = results
+        reduce(parts_of(communicator, flat)).wait()
+        results[start:stop] += flat[start:stop]
+    assert (results - exact)[start:stop].abs().max() > 0
+    kept = kept_back(communicator)
     torch.testing.assert_close(
-        torch.stack(gathered(everyone)).sum(0) + kept_back(communicator),
-        sum(total(step, 4) for step in range(3)),
-        rtol=0,
-        atol=2e-5,
+        torch.stack(gathered(results)).sum(0) + kept, exact, rtol=0, atol=2e-5
     )
     mine = gradients(9, 0)
     flat = torch.full_like(mine, -1)
     flat[start:stop] = mine[start:stop]
-    gather([[flat[a:b]] for a, b in bounds], None).wait()
+    gather(parts_of(communicator, flat), None).wait()
     assert 0 < (flat - mine).abs().max() < 1.01 * HALF_STEP["int8"] * mine.abs().max()
     assert torch.equal(flat[3500:3533], mine[3500:3533])
-    assert all(torch.equal(flat, other) for other in gathered(flat))
+    assert alike(flat)
     communicator.close()
 
 
 @pytest.mark.ranks(4)
 def test_updates_of_parameters_lose_nothing_for_good():
     for method in ("int8", "onebit", "powersgd", "topk", "bf16"):
-        check_updates(method)
+        communicator = connected("aabb", links_of("exact", method))
+        stretches = stretches_of(communicator)
+        update = communicator.parameters_updated(lambda each=stretches: each, "test")
+        before, after = gradients(0, 0), gradients(1, 0)
+        flat, apart = before.clone(), []
+        mine = slice(*communicator.chunk(NUMEL)[communicator.rank])
 
+        def step(flat=flat, mine=mine, after=after):
+            flat[mine].copy_(after[mine])
 
-def check_updates(method: str) -> None:
-    communicator = connected("aabb", links_of("exact", method))
-    stretches = [
-        [Stretch.of(NUMEL, torch.float32, ROWS).cut(*b)] for b in communicator.chunk(NUMEL)
-    ]
-    update = communicator.parameters_updated(lambda: stretches, "test")
-    bounds, rank = communicator.chunk(NUMEL), communicator.rank
-    before, after = gradients(0, 0), gradients(1, 0)
-    flat = before.clone()
-    mine, apart = slice(*bounds[rank]), []
-    for _ in range(3):  # the same new values: each gather sends what the one before it left out
-        update([[flat[a:b]] for a, b in bounds], lambda: flat[mine].copy_(after[mine])).wait()
-        apart.append(float((flat - after).abs().mean()))
-        assert torch.equal(flat[3500:3533], after[3500:3533])
-        assert all(torch.equal(flat, other) for other in gathered(flat))
-    assert 0 < apart[2] < apart[1] < apart[0] < float((before - after).abs().mean())
-    communicator.close()
+        for _ in range(3):  # the same new values: each gather sends what the last one left out
+            update(parts_of(communicator, flat), step).wait()
+            apart.append(float((flat - after).abs().mean()))
+            assert torch.equal(flat[3500:3533], after[3500:3533])
+            assert alike(flat)
+        start = float((before - after).abs().mean())
+        assert 0 < apart[2] < apart[1] < apart[0] < start, method
+        communicator.close()
 
 
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize("hosts", ["aabb", "abcd"])
-def test_bytes_are_those_of_the_route(hosts):
-    for method, options in (
-        *((name, {}) for name in ("bf16", "int8", "int4", "onebit", "powersgd", "topk")),
-        ("int4", {"rounding": "stochastic"}),
-        ("int4", BY_CHANCE),
+def test_bytes_are_those_of_the_route():
+    for hosts, method, options in (
+        *(("aabb", name, {}) for name in METHODS),
+        ("aabb", "int4", {"rounding": "stochastic"}),
+        ("aabb", "int4", BY_CHANCE),
+        ("abcd", "int8", {}),
+        ("abcd", "powersgd", {}),
     ):
         parameters = "exact" if method in ("onebit", "powersgd", "topk") else method
         traffic, world = Traffic(), world_of(hosts)
         links = links_of(method, parameters, options=options)
         communicator = connected(hosts, links, traffic)
         route = route_linked(Mesh.plan({"dp": 4}, world), "dp", world, links)
-        whole = Stretch.of(NUMEL, torch.float32, ROWS)
-        bounds = communicator.chunk(NUMEL)
-        stretches = [[whole.cut(*each)] for each in bounds]
-        sum_channel = communicator.gradients_summed(whole, "test")
-        reduce = communicator.gradients_scattered(lambda stretches=stretches: stretches, "test")
-        gather = communicator.parameters_gathered(lambda stretches=stretches: stretches, "test")
-        flat = torch.ones(NUMEL)
-        parts = [[flat[a:b]] for a, b in bounds]
+        stretches, flat = stretches_of(communicator), torch.ones(NUMEL)
+        parts = parts_of(communicator, flat)
+        sum_channel = communicator.gradients_summed(WHOLE, "test")
+        reduce = communicator.gradients_scattered(lambda each=stretches: each, "test")
+        gather = communicator.parameters_gathered(lambda each=stretches: each, "test")
         for start, expected in (
-            (partial(sum_channel, flat), route.gradients_summed(whole)),
+            (partial(sum_channel, flat), route.gradients_summed(WHOLE)),
             (partial(reduce, parts), route.gradients_scattered(stretches)),
             (partial(gather, parts, None), route.parameters_gathered(stretches)),
         ):
             traffic.clear()
             start().wait()
-            assert Counter(traffic.sent()) == +expected
-            far = sum(each for (axis, _), each in traffic.sent().items() if axis == "dp.far")
-            assert far > 0
-        kept = communicator.channels[:1]
-        held = sum(
-            each.nbytes
-            for channel in kept
-            for each in (
-                *(errors for _, errors, _ in channel.reduction.feedback()),
-                *(factor for _, factor in channel.reduction.factors()),
-            )
-        )
-        assert held == route.kept_back(whole)
+            assert Counter(traffic.sent()) == +expected, (hosts, method, options)
+            assert any(axis == "dp.far" for axis, _ in traffic.sent())
+        channel = communicator.channels[0]
+        errors = [errors for _, errors, _ in channel.reduction.feedback()]
+        factors = [factor for _, factor in channel.reduction.factors()]
+        held = sum(each.nbytes for each in errors + factors)
+        assert held == route.kept_back(WHOLE), (hosts, method, options)
         if options == BY_CHANCE:
-            spans = [span for channel in kept for span in channel.spans if span.is_matrix]
-            assert held == 8 * len(spans)
+            assert held == 8 * sum(span.is_matrix for span in channel.spans)
         skipping = links_of(method, parameters, undoable=True, options=options)
         route = route_linked(Mesh.plan({"dp": 4}, world), "dp", world, skipping)
-        assert route.kept_back(whole) == 2 * held
+        assert route.kept_back(WHOLE) == 2 * held
         communicator.close()
 
 
 @pytest.mark.ranks(3)
 def test_a_gradient_that_is_not_finite_reaches_all_ranks_and_leaves_all_errors_as_they_are():
-    for method in ("int8", "powersgd", "topk", "onebit"):
-        check_not_finite(method)
-    check_not_finite("int4", BY_CHANCE)
-
-
-def check_not_finite(method: str, options: Mapping[str, object] | None = None) -> None:
-    communicator = connected("abc", links_of(method, options=options or {}))
-    channel = communicator.gradients_summed(Stretch.of(NUMEL, torch.float32, ROWS), "test")
-    first = gradients(0, communicator.rank)
-    channel(first).wait()
-    before = state_of(communicator)
-    bad = gradients(1, communicator.rank)
-    if communicator.rank == 1:
-        bad[17] = float("nan")
-    elif communicator.rank == 0:
-        bad.mul_(1e30)  # beside such a gradient an error has no digits left
-    channel(bad).wait()
-    assert bad[17].isnan()
-    assert are_equal(state_of(communicator), before)
-    last = gradients(2, communicator.rank)
-    channel(last).wait()
-    assert last.isfinite().all()
-    communicator.close()
+    for method in ("int8", "powersgd", "topk", "onebit", "int4"):
+        options = BY_CHANCE if method == "int4" else {}
+        communicator = connected("abc", links_of(method, options=options))
+        channel = communicator.gradients_summed(WHOLE, "test")
+        first, bad, last = (gradients(step, communicator.rank) for step in range(3))
+        channel(first).wait()
+        before = state_of(communicator)
+        if communicator.rank == 1:
+            bad[17] = float("nan")
+        elif communicator.rank == 0:
+            bad.mul_(1e30)  # beside such a gradient an error has no digits left
+        channel(bad).wait()
+        assert bad[17].isnan()
+        assert are_equal(state_of(communicator), before), method
+        channel(last).wait()
+        assert last.isfinite().all()
+        communicator.close()
 
 
 @pytest.mark.ranks(2)
@@ -212,16 +187,18 @@ def check_not_finite(method: str, options: Mapping[str, object] | None = None) -
 def test_a_step_that_is_skipped_leaves_errors_factors_and_counts_as_they_were(method, options):
     links = links_of(method, undoable=True, warmup_steps=1, options=options)
     communicator = connected("ab", links)
-    stretch = Stretch.of(NUMEL, torch.float32, ROWS)
-    channels = [communicator.gradients_summed(stretch, name) for name in ("one", "two")]
-    for step in range(2):
+    channels = [communicator.gradients_summed(WHOLE, name) for name in ("one", "two")]
+
+    def sums(step: int) -> None:
         for channel in channels:
             channel(gradients(step, communicator.rank)).wait()
+
+    for step in range(2):
+        sums(step)
         communicator.step_decided(taken=True)
     before = state_of(communicator)
     for step in (2, 3):  # as with micro-batches that are summed each
-        for channel in channels:
-            channel(gradients(step, communicator.rank)).wait()
+        sums(step)
     assert not are_equal(state_of(communicator), before)
     for _ in range(2):  # two optimizers
         communicator.step_decided(taken=False)

@@ -15,7 +15,17 @@ from drivetrain.links.compressor import Kept
 from drivetrain.links.kept import SavedLinks, take_kept
 from drivetrain.links.linked import LinkedCommunicator
 from drivetrain.shards import Shard
-from link_channels import NUMEL, ROWS, connected, gradients, kept_back, links_of, total
+from link_channels import (
+    NUMEL,
+    WHOLE,
+    connected,
+    gradients,
+    kept_back,
+    links_of,
+    parts_of,
+    stretches_of,
+    total,
+)
 from read_tensors import InMemory
 
 
@@ -32,13 +42,11 @@ class Saved(InMemory):
 
 
 def channel_of(communicator: LinkedCommunicator, *, scattered: bool):
-    whole = Stretch.of(NUMEL, torch.float32, ROWS)
     if not scattered:
-        channel = communicator.gradients_summed(whole, "test")
+        channel = communicator.gradients_summed(WHOLE, "test")
         return lambda flat: channel(flat).wait()
-    bounds = communicator.chunk(NUMEL)
-    parts = communicator.gradients_scattered(lambda: [[whole.cut(*b)] for b in bounds], "test")
-    return lambda flat: parts([[flat[a:b]] for a, b in bounds]).wait()
+    parts = communicator.gradients_scattered(lambda: stretches_of(communicator), "test")
+    return lambda flat: parts(parts_of(communicator, flat)).wait()
 
 
 def kept_after(hosts: str, method: str, *, scattered: bool) -> Saved:

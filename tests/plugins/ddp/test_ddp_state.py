@@ -1,8 +1,6 @@
 """Saving and loading of replicated state, and what rank 0 broadcasts."""
 
-from collections.abc import Iterator, Mapping
 from copy import deepcopy
-from typing import Any
 
 import pytest
 import torch
@@ -10,35 +8,11 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, Optimizer
 
 from drivetrain.errors import CheckpointError, ConfigError
-from drivetrain.runtime.mesh import Mesh
 from drivetrain.runtime.precision import Precision
 from drivetrain.runtime.world import World
-from drivetrain.shards import Part, Shard
-from drivetrain.strategy import Run
-from drivetrain.traffic import Traffic
 from drivetrain_ddp import Ddp, DdpConfig
-
-
-class Saved:
-    """A checkpoint of one rank in memory."""
-
-    def __init__(self, shards: Iterator[Shard]) -> None:
-        self.tensors = {(shard.name, shard.state): shard.tensor.clone() for shard in shards}
-
-    partial = False
-
-    def keys(self) -> Iterator[tuple[str, str]]:
-        return iter(self.tensors)
-
-    def shape(self, name: str, state: str = "") -> tuple[int, ...]:
-        return tuple(self.tensors[name, state].shape)
-
-    def read(self, name: str, state: str = "", part: Part | None = None) -> Tensor:
-        assert part is None
-        return self.tensors[name, state]
-
-    def scalars(self, name: str, optimizer: int) -> Mapping[str, Any]:
-        return {}
+from read_tensors import InMemory
+from started_ddp import start
 
 
 class Model(nn.Module):
@@ -55,20 +29,6 @@ class Model(nn.Module):
         return self.head(self.norm(self.words(tokens)))
 
 
-def start(config: DdpConfig, model: nn.Module, *optimizers: Optimizer) -> Ddp:
-    world = World.discover(cpu=True)
-    run = Run(
-        world=world,
-        mesh=Mesh.build(Ddp.axes(config, world.size), world),
-        precision=Precision.of("no"),
-        accumulation=1,
-        traffic=Traffic(),
-    )
-    strategy = Ddp(config, run)
-    strategy.prepare(model, optimizers)
-    return strategy
-
-
 def make(seed: int) -> tuple[Model, Optimizer, Optimizer]:
     torch.manual_seed(seed)
     model = Model()
@@ -78,23 +38,21 @@ def make(seed: int) -> tuple[Model, Optimizer, Optimizer]:
 @pytest.mark.ranks(1)
 def test_what_does_not_fit_is_named_and_nothing_changes():
     model, *optimizers = make(seed=1)
-    strategy = start(DdpConfig(), model, *optimizers)
+    strategy = start(model, DdpConfig(), optimizers)
     loss = model(torch.arange(6)).square().mean()
     strategy.backward(loss)
     for optimizer in optimizers:
         optimizer.step()
-    saved = Saved(strategy.shards())
+    saved = {(s.name, s.state): s.tensor.clone() for s in strategy.shards()}
     before = deepcopy(model.state_dict())
     for key, value, message in [
         (("frozen", ""), torch.ones(5), "frozen"),
         (("extra", ""), torch.ones(5), "extra"),
         (("words.weight", "7.exp_avg"), torch.ones(5), "7.exp_avg"),
     ]:
-        wrong = deepcopy(saved)
-        wrong.tensors[key] = value
-        wrong.tensors["words.weight", ""] = torch.zeros(20, 8)
+        wrong = {**saved, ("words.weight", ""): torch.zeros(20, 8), key: value}
         with pytest.raises(CheckpointError, match=message):
-            strategy.load(wrong)
+            strategy.load(InMemory(wrong))
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[name])
     strategy.close()
@@ -104,7 +62,7 @@ def test_what_does_not_fit_is_named_and_nothing_changes():
 @pytest.mark.ranks(2)
 def test_buffers_follow_rank_zero_after_a_backward(policy: str):
     model, *optimizers = make(seed=1)
-    strategy = start(DdpConfig(buffers=policy), model, *optimizers)
+    strategy = start(model, DdpConfig(buffers=policy), optimizers)
     world, traffic = strategy.run.world, strategy.run.traffic
     with torch.no_grad():
         model.norm.running_mean.fill_(float(world.rank))
@@ -132,7 +90,7 @@ def test_prepare_makes_replicas_and_changes_no_object():
     world = World.discover(cpu=True)
     model, *optimizers = make(seed=world.rank)
     keys, first = list(model.state_dict()), model.words.weight
-    strategy = start(DdpConfig(), model, *optimizers)
+    strategy = start(model, DdpConfig(), optimizers)
     assert list(model.state_dict()) == keys
     assert model.words.weight is first
     assert model.head.weight is first
@@ -142,9 +100,6 @@ def test_prepare_makes_replicas_and_changes_no_object():
         assert torch.equal(value, expected[name])
     strategy.close()
     assert not model._forward_pre_hooks
-
-
-def test_master_copies_are_refused():
     precision = Precision(name="bf16", param=torch.bfloat16, master=torch.float32)
     with pytest.raises(ConfigError, match="master"):
         Ddp.check_options(DdpConfig(), precision)

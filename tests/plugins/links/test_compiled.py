@@ -1,13 +1,13 @@
 """Compiled codes: the bytes and numbers of operations of torch, and what there is without one."""
 
-import os
+import itertools
 import shutil
-import subprocess
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from drivetrain.links.codec import Codec
 from drivetrain.registry import compressors
@@ -29,11 +29,11 @@ def both(name: str, **options: object) -> tuple[Codec, Codec]:
     return kind(kind.Config(**options)), kind(kind.Config(compiled=False, **options))
 
 
-def normal(numel: int, seed: int = 5) -> torch.Tensor:
+def normal(numel: int, seed: int = 5) -> Tensor:
     return torch.randn(numel, generator=torch.Generator().manual_seed(seed))
 
 
-def awkward(name: str) -> torch.Tensor:
+def awkward(name: str) -> Tensor:
     """Return numbers of which some are hard to round or to scale."""
     values = normal(NUMEL)
     if name == "ties":  # halves of a scale that is a power of two: to the even integer
@@ -55,13 +55,13 @@ def awkward(name: str) -> torch.Tensor:
     return values
 
 
-def sent(method: Codec, values: torch.Tensor, errors: torch.Tensor | None) -> torch.Tensor:
+def sent(method: Codec, values: Tensor, errors: Tensor | None) -> Tensor:
     message = torch.full((method.nbytes(values.numel()),), 171, dtype=torch.uint8)
     method.encode_gradients(values, message, errors=errors)
     return message
 
 
-def results(method: Codec, message: torch.Tensor, values: torch.Tensor) -> list[torch.Tensor]:
+def results(method: Codec, message: Tensor, values: Tensor) -> list[Tensor]:
     """Return the numbers of a message: written, added, and their errors."""
     written, added, errors = torch.full_like(values, 3.0), values.clone(), normal(len(values), 9)
     method.decode(message, written)
@@ -70,7 +70,7 @@ def results(method: Codec, message: torch.Tensor, values: torch.Tensor) -> list[
     return [written, added, errors]
 
 
-def are_same(some: torch.Tensor, others: torch.Tensor) -> bool:
+def are_same(some: Tensor, others: Tensor) -> bool:
     """Whether tensors are the same bit by bit, but for the kind of a NaN."""
     bits = some.view(torch.int32) == others.view(torch.int32)
     return bool((bits | (some.isnan() & others.isnan())).all())
@@ -79,48 +79,43 @@ def are_same(some: torch.Tensor, others: torch.Tensor) -> bool:
 CASES = ["normal", "ties", "ties of 4 bits", "zeros", "denormal", "large", "equal"]
 
 
+def messages_and_results(method: Codec, torchs: Codec, values: Tensor, errors: Tensor | None):
+    """Return the messages of both; the numbers of the first are the same by both ways."""
+    message, expected = (sent(each, values, errors) for each in (method, torchs))
+    both = (results(each, message, values) for each in (method, torchs))
+    assert all(map(are_same, *both))
+    return message, expected
+
+
+def hard(numels: tuple[int, ...]) -> Iterator[tuple[str, Tensor, Tensor | None]]:
+    """Yield awkward numbers, and errors that were kept or none."""
+    for case, numel in itertools.product(CASES, numels):
+        values = awkward(case)[-numel:].contiguous()
+        for errors in (None, normal(numel, 7) * values.abs().mean()):
+            yield case, values, errors
+
+
 @needs_compiler
 def test_integers_have_the_bytes_and_numbers_of_torch():
-    for name in ("int8", "int4"):
-        for options in ({}, {"block": 16}, {"block": 100}, {"block": 4097}):
-            for case in CASES:
-                method, torchs = both(name, **options)
-                for numel in (NUMEL, 1, 2, 15, 257):
-                    values = awkward(case)[-numel:].contiguous()
-                    for errors in (None, normal(numel, 7) * values.abs().mean()):
-                        message, expected = (
-                            sent(each, values, errors) for each in (method, torchs)
-                        )
-                        assert torch.equal(message, expected)
-                        for found, wanted in zip(
-                            results(method, message, values),
-                            results(torchs, message, values),
-                            strict=True,
-                        ):
-                            assert are_same(found, wanted)
+    for name, options in itertools.product(
+        ("int8", "int4"), ({}, {"block": 16}, {"block": 100}, {"block": 4097})
+    ):
+        method, torchs = both(name, **options)
+        for case, values, errors in hard((NUMEL, 1, 2, 15, 257)):
+            message, expected = messages_and_results(method, torchs, values, errors)
+            assert torch.equal(message, expected), (name, options, case)
 
 
 @needs_compiler
 def test_signs_are_those_of_torch_and_means_but_for_the_order_of_sums():
     for block in (16, 100, 256, 4097):
-        for case in CASES:
-            method, torchs = both("onebit", block=block)
-            for numel in (NUMEL, 1, 7, 257):
-                values = awkward(case)[-numel:].contiguous()
-                for errors in (None, normal(numel, 7) * values.abs().mean()):
-                    message, expected = (sent(each, values, errors) for each in (method, torchs))
-                    edge = 4 * -(-numel // block)
-                    assert torch.equal(message[edge:], expected[edge:])
-                    torch.testing.assert_close(
-                        message[:edge].view(torch.float32), expected[:edge].view(torch.float32),
-                        rtol=1e-6, atol=1e-45,
-                    )  # fmt: skip
-                    for found, wanted in zip(
-                        results(method, message, values),
-                        results(torchs, message, values),
-                        strict=True,
-                    ):
-                        assert are_same(found, wanted)
+        method, torchs = both("onebit", block=block)
+        for case, values, errors in hard((NUMEL, 1, 7, 257)):
+            message, expected = messages_and_results(method, torchs, values, errors)
+            edge = 4 * -(-len(values) // block)
+            assert torch.equal(message[edge:], expected[edge:]), (block, case)
+            means = (each[:edge].view(torch.float32) for each in (message, expected))
+            torch.testing.assert_close(*means, rtol=1e-6, atol=1e-45)
 
 
 @needs_compiler
@@ -132,21 +127,15 @@ def test_the_largest_numbers_are_those_of_torch():
         values = normal(NUMEL)
         values[4096:8192] *= 1e-3
         values[100:1300] += 5.0  # many of one range
-        values[-77:] += (
-            20.0  # so that no zero behind the last number is among the largest: keep <= 77
-        )
+        values[-77:] += 20.0  # no zero behind the last number is among the largest: keep <= 77
         for errors in (None, normal(NUMEL, 7)):
-            message, expected = (sent(each, values, errors) for each in (method, torchs))
+            message, expected = messages_and_results(method, torchs, values, errors)
             whole = slice(edge, edge + (chunks - 1) * keep * 3 // 2)
             assert torch.equal(message[whole], expected[whole])  # the places
             torch.testing.assert_close(
                 message[:edge].view(torch.float32), expected[:edge].view(torch.float32)
             )
             assert (message[last:] != expected[last:]).float().mean() < 0.01  # edges of bins
-            for found, wanted in zip(
-                results(method, message, values), results(torchs, message, values), strict=True
-            ):
-                assert are_same(found, wanted)
 
 
 @needs_compiler
@@ -223,11 +212,27 @@ def test_a_broken_library_is_compiled_anew(tmp_path):
     assert path.stat().st_size
 
 
+@needs_compiler
+def test_the_log_says_once_which_way_encodes(monkeypatch):
+    said, (method, _) = [], both("int8")
+    monkeypatch.setattr(compiled.logger, "announce", said.append)
+    kernels.cache_clear()
+    method.get_ready(torch.device("meta"))
+    assert not said, "other devices say nothing"
+    for _ in range(2):
+        method.get_ready(torch.device("cpu"))
+    (line,) = said
+    assert f"encode with compiled kernels: {built(cache_folder() / 'kernels')}" in line
+
+
 def test_a_user_without_a_home_has_no_kernels_but_trains(monkeypatch):
+    said = []
+    monkeypatch.setattr(compiled.logger, "announce", said.append)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.delenv("HOME", raising=False)
     monkeypatch.setattr("pwd.getpwuid", lambda uid: {}[uid])
     assert kernels.__wrapped__() is None
+    assert "encode with operations of torch" in said[0]
 
 
 def without(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *compilers: str) -> Path:
@@ -279,41 +284,3 @@ def test_why_there_are_no_kernels_is_said(tmp_path, monkeypatch):
     broken.write_bytes(b"half")
     with pytest.raises(KernelError, match="cannot load .*broken.so"):
         Kernels(broken)
-
-
-ENCODES = """
-import torch
-from drivetrain.registry import compressors
-kind = compressors().load("int8")
-method = kind(kind.Config())
-method.get_ready(torch.device("meta"))
-print("other devices say nothing")
-method.get_ready(torch.device("cpu"))
-method.get_ready(torch.device("cpu"))
-message = torch.empty(method.nbytes(300), dtype=torch.uint8)
-values = torch.linspace(-1, 1, 300)
-method.encode(values, message)
-method.decode(message, values)
-print(float((values - torch.linspace(-1, 1, 300)).abs().max()))
-"""
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("can_compile", [pytest.param(True, marks=needs_compiler), False])
-def test_the_log_says_once_which_way_encodes(can_compile, tmp_path):
-    env = dict(os.environ)
-    if not can_compile:
-        env |= {"XDG_CACHE_HOME": str(tmp_path), "PATH": str(tmp_path)}
-    ended = subprocess.run(
-        [sys.executable, "-c", ENCODES], env=env, capture_output=True, text=True, check=True
-    )
-    first, error = ended.stdout.split("\n")[:2]
-    assert first == "other devices say nothing"
-    assert 0 < float(error) < 1 / 254 * 1.001
-    said = [line for line in ended.stderr.splitlines() if "encode with" in line]
-    assert len(said) == 1
-    if can_compile:
-        assert f"compiled kernels: {built(cache_folder() / 'kernels')}" in said[0]
-    else:
-        assert "operations of torch" in said[0]
-        assert "found none of the C compilers" in said[0]

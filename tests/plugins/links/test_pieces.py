@@ -1,5 +1,7 @@
 """Encoding piece by piece: the numbers of one piece, whatever the pieces, and none left out."""
 
+import itertools
+
 import torch
 
 from drivetrain.collectives.stretch import ParameterRow, Stretch
@@ -16,17 +18,13 @@ ROWS = [
 NUMEL = 11033 + 5 * 4097 + 3
 BY_CHANCE = {"rounding": "stochastic"}
 METHODS = [
-    ("bf16", {}),
-    ("int8", {}),
-    ("int4", {}),
+    *((name, {}) for name in ("bf16", "int8", "int4", "onebit", "topk")),
     ("int4", {"block": 100}),
     ("int4", {"block": 17}),
     ("int8", {"block": 65536}),
     ("int8", BY_CHANCE),
     ("int4", BY_CHANCE),
-    ("onebit", {}),
     ("onebit", {"block": 17}),
-    ("topk", {}),
     ("topk", {"keep": 4}),
 ]
 
@@ -75,14 +73,9 @@ def test_pieces_cover_all_matrices_and_their_bytes_side_by_side(monkeypatch):
             elif method.group <= 4096:
                 assert len(pieces) > 2
             covered = [range(each.start, each.stop) for (each, _, _) in pieces]
-            assert [i for each in covered for i in each] == [
-                *range(10995),
-                *range(11028, NUMEL - 8),
-            ]
-            assert [each.place.start for each in pieces] == [
-                0,
-                *(each.place.stop for each in pieces[:-1]),
-            ]
+            assert [*itertools.chain(*covered)] == [*range(10995), *range(11028, NUMEL - 8)]
+            stops = [each.place.stop for each in pieces]
+            assert [each.place.start for each in pieces] == [0, *stops[:-1]]
             assert pieces[-1].place.stop == layout.numel == 10995 + 5 * 4097
             edge = MARK_BYTES
             for each in pieces:

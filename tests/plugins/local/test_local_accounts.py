@@ -21,6 +21,7 @@ from drivetrain.testing.conformance.accounts import AccountChecks
 from drivetrain_local import Local, LocalOptions
 from drivetrain_local.cost import _agreement
 from drivetrain_megatron.config import MegatronConfig
+from local_trainings import hosts
 from local_workers import Rounds
 
 WIDTH = 64
@@ -103,7 +104,7 @@ def test_bytes_of_a_round():
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("late_s", [0, 30])
 def test_bytes_between_hosts(monkeypatch, late_s):
-    monkeypatch.setenv("GROUP_RANK", str(torch.distributed.get_rank() // 2))
+    hosts(monkeypatch)
     run = Run(Rounds(every=3), workers="hosts", late_s=late_s)
     promised = run.check_bytes()
     told = {"dp.near"} if late_s and run.accelerator.process_index % 2 == 0 else set()
@@ -202,7 +203,7 @@ def test_methods_for_slow_links(method, inner):
 @pytest.mark.parametrize("inner", ["zero2", "fsdp"])
 def test_pieces_of_matrices_are_encoded(monkeypatch, inner, method):
     """Two ranks of a worker have half of each matrix; the cost says how much a half takes."""
-    monkeypatch.setenv("GROUP_RANK", str(torch.distributed.get_rank() // 2))
+    hosts(monkeypatch)
     run = Run(Rounds(every=3), inner, workers="hosts", gradients=method)
     run.check_bytes()
     run.accelerator.free_memory()

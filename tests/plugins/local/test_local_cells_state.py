@@ -14,7 +14,7 @@ from cell_workers import (
     wide_words,
 )
 from local_workers import Rounds
-from resumed_workers import check_same_bits, goes_on_bit_for_bit, goes_on_from_the_mean
+from resumed_workers import check_same_bits, goes_on_bit_for_bit
 
 DDP, ZERO3 = {"name": "ddp"}, {"name": "zero3"}
 
@@ -24,22 +24,21 @@ def folder(tmp_path):
     return str(tmp_path / "checkpoint")
 
 
-@pytest.mark.ranks(4)
-@pytest.mark.parametrize("inner", [TP, PP], ids=["tp", "pp"])
-@pytest.mark.parametrize("rounds", [STREAMING, ONCE], ids=["streaming", "all at once"])
-@pytest.mark.parametrize("at", [5, 6])
-def test_a_round_goes_on_bit_for_bit(monkeypatch, folder, inner, rounds, at):
-    emulate_hosts(monkeypatch, 2)
-    goes_on_bit_for_bit(folder, lambda: CellTraining(inner, rounds), at)
-
-
-@pytest.mark.ranks(8)
 @pytest.mark.parametrize(
-    "inner", [{**TP, "data_parallel": "zero1"}, {**TP, "pp": 2}], ids=["tp, zero1", "tp, pp"]
+    ("inner", "rounds", "at"),
+    [
+        pytest.param(inner, rounds, at, marks=pytest.mark.ranks(ranks), id=f"{name}, {at}")
+        for ranks, name, inner, rounds, at in (
+            (4, "tp", TP, STREAMING, 6),
+            (4, "pp", PP, ONCE, 5),
+            (8, "tp, zero1", {**TP, "data_parallel": "zero1"}, STREAMING, 6),
+            (8, "tp, pp", {**TP, "pp": 2}, STREAMING, 6),
+        )
+    ],
 )
-def test_a_round_of_larger_workers_goes_on_bit_for_bit(monkeypatch, folder, inner):
-    emulate_hosts(monkeypatch, 4)
-    goes_on_bit_for_bit(folder, lambda: CellTraining(inner, STREAMING))
+def test_a_round_goes_on_bit_for_bit(monkeypatch, folder, inner, rounds, at):
+    emulate_hosts(monkeypatch, dist.get_world_size() // 2)
+    goes_on_bit_for_bit(folder, lambda: CellTraining(inner, rounds), at)
 
 
 @pytest.mark.ranks(4)
@@ -113,34 +112,3 @@ def test_another_strategy_inside_goes_on(monkeypatch, folder, saved, resumed):
     check_same_bits(one.outer(), other.outer())
     one.close()
     other.close()
-
-
-@pytest.mark.ranks(4)
-@pytest.mark.parametrize("inner", [TP, PP], ids=["tp", "pp"])
-def test_another_number_of_workers_goes_on_from_the_mean(monkeypatch, folder, inner):
-    emulate_hosts(monkeypatch, 1)
-    four = CellTraining(DDP, Rounds(every=4))
-
-    def two():
-        emulate_hosts(monkeypatch, 2)
-        return CellTraining(inner, Rounds(every=4))
-
-    goes_on_from_the_mean(folder, four, two)
-
-
-@pytest.mark.ranks(4)
-@pytest.mark.parametrize("inner", [TP, PP], ids=["tp", "pp"])
-def test_other_strategies_read_the_outer_weights(monkeypatch, folder, inner):
-    emulate_hosts(monkeypatch, 2)
-    saved, exact = CellTraining(inner, STREAMING), CellTraining({"name": "zero1"}, None)
-    saved.run(0, 6)
-    saved.accelerator.save_state(folder)
-    exact.accelerator.load_state(folder)
-    check_same_bits(exact.outer(), saved.outer())
-    exact.run(6, 7)
-    exact.accelerator.save_state(folder, overwrite=True)
-    saved.accelerator.load_state(folder)
-    check_same_bits(saved.outer(), exact.outer())
-    saved.run(7, 9)
-    exact.close()
-    saved.close()

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from drivetrain.shards import Part
 from drivetrain_local import Local
 from drivetrain_local.kept import KeptReader
 from drivetrain_local.saved import WorkerReader, optimizers_apart, saved_workers
@@ -27,6 +28,7 @@ def test_a_worker_reads_its_own_state_and_others_the_mean(worker, own, moment):
     found = {state: reader.read("weight", state).tolist() for _, state in reader.keys()}  # noqa: SIM118
     expected = {"": own, "0.exp_avg": moment, "0.outer": 1.0, "0.outer_momentum": 7.0}
     assert found == {state: [value] * 3 for state, value in expected.items()}
+    assert reader.read("weight", "", Part.range_of((3,), 1, 3)).tolist() == [own] * 2
     alone = WorkerReader(SAVED, 3, worker, outer=False)
     assert {state for _, state in alone.keys()} == {"", "0.exp_avg"}  # noqa: SIM118
 

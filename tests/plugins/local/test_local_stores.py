@@ -1,13 +1,14 @@
 """Local steps with state in stores inside of workers: the bits of the same run without stores."""
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import pytest
 import torch
 from torch.optim import AdamW
 
 from drivetrain import Accelerator, ConfigError
-from local_workers import Blocks, Rounds, batch, loss_of
+from local_trainings import Training, hosts, local
+from local_workers import Blocks, Rounds, loss_of
 from resumed_workers import check_same_bits, goes_on_bit_for_bit
 
 STREAMING = Rounds(every=4, fragments=2, delay=3, keep=0.5)
@@ -29,51 +30,32 @@ def stored(name, folder):
         "zero3": ("zero3", {"name": "zero3", "offload": {**disk, "params": "nvme"}}),
         "part": ("fsdp", {"name": "fsdp", "offload": {"optimizer": "cpu", "ratio": 0.5}}),
         "fsdp": ("fsdp", {"name": "fsdp", "offload": {**disk, "params": "nvme"}}),
-        "megatron": (
-            {"name": "megatron", "data_parallel": "zero1"},
-            {
-                "name": "megatron",
-                "data_parallel": {"name": "zero1", "offload": {"optimizer": "cpu"}},
-            },
+        "megatron": tuple(
+            {"name": "megatron", "data_parallel": each}
+            for each in ("zero1", {"name": "zero1", "offload": {"optimizer": "cpu"}})
         ),
     }[name]
 
 
-class Training:
-    """A model under ``local``, and its steps."""
+class Stored(Training):
+    """A training under some strategy inside of ``local``."""
 
-    def __init__(self, inner, rounds, workers="ranks", model=None, links=None, clip=0.5, **options):
-        strategy = {"name": "local", "inner": inner, "workers": workers, **asdict(rounds)}
-        config = {"strategy": strategy, "links": {"far": links or {}}, **options}
-        self.accelerator = Accelerator(config=config, cpu=True)
+    def __init__(self, inner, rounds, workers="ranks", model=None, *, clip=0.5, **options):
+        super().__init__(local(rounds, inner, workers), model, make=trained_adamw, **options)
         self.clip = clip
-        model = model or Blocks()
-        trained = [p for p in model.parameters() if p.requires_grad]
-        self.model, self.optimizer = self.accelerator.prepare(model, AdamW(trained, lr=0.01))
 
     def run(self, first, last):
-        for step in range(first, last):
-            inputs = batch(step, self.accelerator.process_index)
-            self.accelerator.backward(loss_of(self.model, inputs.to(self.dtype)))
-            if self.clip is not None:
-                self.accelerator.clip_grad_norm_(self.model.parameters(), self.clip)
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-
-    @property
-    def dtype(self):
-        return next(self.model.parameters()).dtype
-
-    def outer(self):
-        return self.accelerator.get_state_dict(self.model)
+        dtype = next(self.model.parameters()).dtype
+        loss = lambda model, inputs: loss_of(model, inputs.to(dtype))  # noqa: E731
+        return super().run(first, last, clip=self.clip, loss=loss)
 
     def own(self):
-        strategy = self.accelerator.strategy_of(self.model)
-        with strategy.gathered(list(self.model.parameters()), modify=False):
+        with self.strategy.gathered(list(self.model.parameters()), modify=False):
             return {name: p.detach().clone() for name, p in self.model.named_parameters()}
 
-    def close(self):
-        self.accelerator.free_memory()
+
+def trained_adamw(model):
+    return AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
 
 
 def same_bits(trainings, steps=9):
@@ -93,14 +75,14 @@ def same_bits(trainings, steps=9):
 @pytest.mark.parametrize("rounds", ROUNDS.values(), ids=ROUNDS)
 @pytest.mark.parametrize("inner", INNERS)
 def test_stores_change_no_bit(tmp_path, inner, rounds):
-    same_bits([Training(each, rounds) for each in stored(inner, tmp_path)])
+    same_bits([Stored(each, rounds) for each in stored(inner, tmp_path)])
 
 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("inner", ["fsdp", "offload", "zero1"])
 def test_stores_of_workers_of_two_ranks(monkeypatch, tmp_path, inner):
-    monkeypatch.setenv("GROUP_RANK", str(torch.distributed.get_rank() // 2))
-    same_bits([Training(each, STREAMING, "hosts") for each in stored(inner, tmp_path)], steps=7)
+    hosts(monkeypatch)
+    same_bits([Stored(each, STREAMING, "hosts") for each in stored(inner, tmp_path)], steps=7)
 
 
 class Skips(Blocks):
@@ -121,7 +103,7 @@ def test_masters_in_stores(tmp_path, inner, model):
     options = {"precision": "bf16", "dtypes": {"param": "bf16"}, "on_nonfinite": "ignore"}
     rounds = Rounds(every=2, fragments=2, delay=1)
     trainings = [
-        Training(each, rounds, model=model().float(), clip=None, **options)
+        Stored(each, rounds, model=model().float(), clip=None, **options)
         for each in stored(inner, tmp_path)
     ]
     same_bits(trainings, steps=5)
@@ -134,7 +116,7 @@ def test_masters_go_on_bit_for_bit(tmp_path, inner):
     _, beside = stored(inner, tmp_path / "stores")
 
     def make():
-        return Training(beside, STREAMING, model=Blocks().float(), **options)
+        return Stored(beside, STREAMING, model=Blocks().float(), **options)
 
     goes_on_bit_for_bit(str(tmp_path / "checkpoint"), make)
 
@@ -143,14 +125,14 @@ def test_masters_go_on_bit_for_bit(tmp_path, inner):
 @pytest.mark.parametrize("inner", INNERS)
 def test_a_round_goes_on_bit_for_bit(tmp_path, inner):
     _, beside = stored(inner, tmp_path / "stores")
-    goes_on_bit_for_bit(str(tmp_path / "checkpoint"), lambda: Training(beside, STREAMING))
+    goes_on_bit_for_bit(str(tmp_path / "checkpoint"), lambda: Stored(beside, STREAMING))
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("back", [False, True], ids=["into stores", "out of stores"])
 def test_a_checkpoint_goes_on_with_and_without_stores(tmp_path, back):
     inners = stored("offload", tmp_path / "stores")
-    first, second = (Training(each, STREAMING) for each in (inners[::-1] if back else inners))
+    first, second = (Stored(each, STREAMING) for each in (inners[::-1] if back else inners))
     first.run(0, 6)
     first.accelerator.save_state(str(tmp_path / "checkpoint"))
     second.accelerator.load_state(str(tmp_path / "checkpoint"))
@@ -166,7 +148,7 @@ def test_a_checkpoint_goes_on_with_and_without_stores(tmp_path, back):
 def test_kept_errors_and_changed_weights(tmp_path):
     """Exchanges by int4 keep errors; the script sets a weight, which outer weights follow."""
     trainings = [
-        Training(each, Rounds(every=2), model=Blocks().float(), links={"gradients": "int4"})
+        Stored(each, Rounds(every=2), model=Blocks().float(), links={"gradients": "int4"})
         for each in stored("offload", tmp_path)
     ]
     for training in trainings:
@@ -187,7 +169,7 @@ def test_a_param_group_that_comes_later(tmp_path, inner):
         model.last.requires_grad_(False)
         return model
 
-    trainings = [Training(e, Rounds(every=2), model=thawing()) for e in stored(inner, tmp_path)]
+    trainings = [Stored(e, Rounds(every=2), model=thawing()) for e in stored(inner, tmp_path)]
     for training in trainings:
         training.run(0, 3)
         training.model.last.requires_grad_(True)
@@ -199,18 +181,15 @@ def test_a_param_group_that_comes_later(tmp_path, inner):
 @pytest.mark.parametrize("inner", ["fsdp", "zero1"])
 def test_a_gradient_that_one_worker_lacks_in_the_warm_up(tmp_path, inner):
     rounds = Rounds(every=2, warmup_steps=3)
-    same_bits([Training(e, rounds, model=Skips()) for e in stored(inner, tmp_path)], steps=5)
-
-
-LATE = {"optimizer": "cpu", "delayed": True}
-NESTED = [
-    {"name": "offload", **LATE},
-    {"name": "megatron", "data_parallel": {"name": "zero1", "offload": LATE}},
-]
+    same_bits([Stored(e, rounds, model=Skips()) for e in stored(inner, tmp_path)], steps=5)
 
 
 def test_steps_that_come_late_are_refused():
-    for nested in NESTED:
+    late = {"optimizer": "cpu", "delayed": True}
+    for nested in (
+        {"name": "offload", **late},
+        {"name": "megatron", "data_parallel": {"name": "zero1", "offload": late}},
+    ):
         config = {"strategy": {"name": "local", "inner": nested}}
         with pytest.raises(ConfigError, match=r"strategy\.inner: .*delayed: true.* leave delayed"):
             Accelerator(config=config, cpu=True)

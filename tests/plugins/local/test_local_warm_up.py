@@ -13,7 +13,7 @@ from drivetrain.collectives.handles import Finished
 from drivetrain_local.warm_up import WarmUp, average_gradients
 from local_trainings import Training, adamw, check_alike_on_all_ranks, check_equal, hosts, local
 from local_workers import ByHand, Rounds, loss_of
-from resumed_workers import check_same_bits
+from resumed_workers import check_same_bits, goes_on_bit_for_bit
 
 ROUNDS = Rounds(every=3, warmup_steps=4)
 
@@ -41,19 +41,12 @@ def test_windows_and_clipping_are_those_of_data_parallelism(monkeypatch, inner):
     check_equal(warm.own(), dict(worker.named_parameters()))
     warm.close()
     exact.close()
-
-
-@pytest.mark.ranks(4)
-@pytest.mark.parametrize("inner", ["zero1", "ddp"])
-def test_weighted_losses(monkeypatch, inner):
-    hosts(monkeypatch)
-    options = {"accumulation": 2}
-    warm = Training(local(ROUNDS, inner, "hosts"), **options)
+    weighted = Training(local(ROUNDS, inner, "hosts"), **options)
     exact = Training("ddp", **options)
-    for each in (warm, exact):
+    for each in (weighted, exact):
         each.run(0, 3, micro_batches=2, weighted=True)
-    check_equal(warm.outer(), exact.outer())
-    warm.close()
+    check_equal(weighted.outer(), exact.outer())
+    weighted.close()
     exact.close()
 
 
@@ -113,17 +106,7 @@ def test_ranks_step_together_in_the_warm_up_and_apart_afterwards():
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(("inner", "at"), [("zero1", 2), ("ddp", 5)])
 def test_checkpoints_go_on_bit_for_bit(folder, inner, at):
-    straight = Training(local(ROUNDS, inner)).run(0, at)
-    straight.accelerator.save_state(folder)
-    straight.run(at, 9)
-    resumed = Training(local(ROUNDS, inner)).run(20, 26)  # other state, in a round
-    resumed.accelerator.load_state(folder)
-    assert resumed.strategy.steps_apart is (at >= 4)
-    resumed.run(at, 9)
-    check_same_bits(resumed.outer(), straight.outer())
-    check_same_bits(resumed.own(), straight.own())
-    straight.close()
-    resumed.close()
+    goes_on_bit_for_bit(folder, lambda: Training(local(ROUNDS, inner)), at, 9, other=6)
 
 
 @pytest.mark.ranks(4)
@@ -174,10 +157,6 @@ def test_late_workers_are_waited_for_in_the_warm_up():
     check_equal(late.outer(), ByHand(2, 1, ROUNDS, adamw).train(8))
     late.close()
     exact.close()
-
-
-@pytest.mark.ranks(2)
-def test_late_workers_cannot_skip_steps_and_the_first_step_says_so():
     late = Training(local(ROUNDS, late_s=60.0), on_nonfinite="skip")
     with pytest.raises(ConfigError, match="on_nonfinite: expected stop or ignore"):
         late.run(0, 1)

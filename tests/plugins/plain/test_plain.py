@@ -43,11 +43,8 @@ def test_gradients_are_means_and_buffers_those_of_rank_0():
     accelerator.end_training()
 
 
-def test_it_alone_is_the_reference():
+def test_it_alone_is_the_reference_and_refuses_other_dtypes():
     assert strategies().reference() == "plain"
-
-
-def test_it_refuses_other_dtypes():
     config = {"precision": "bf16", "dtypes": {"param": "bf16"}}
     with pytest.raises(ConfigError, match=r"plain: expected dtypes\.param"):
         Accelerator(strategy="plain", config=config, cpu=True).prepare(nn.Linear(2, 2))

@@ -1,0 +1,27 @@
+"""The strategy ``ddp`` by itself, without an accelerator around it."""
+
+from torch import nn
+
+from drivetrain.runtime.mesh import Mesh
+from drivetrain.runtime.precision import Precision
+from drivetrain.runtime.world import World
+from drivetrain.strategy import Run
+from drivetrain.traffic import Traffic
+from drivetrain_ddp import Ddp, DdpConfig
+
+SMALL = DdpConfig(bucket_mib=0.001, first_bucket_mib=0.001)
+
+
+def start(model: nn.Module, config: DdpConfig = SMALL, optimizers: tuple = ()) -> Ddp:
+    """Prepare a model and its optimizers."""
+    world = World.discover(cpu=True)
+    run = Run(
+        world=world,
+        mesh=Mesh.build(Ddp.axes(config, world.size), world),
+        precision=Precision.of("no"),
+        accumulation=1,
+        traffic=Traffic(),
+    )
+    strategy = Ddp(config, run)
+    strategy.prepare(model, optimizers)
+    return strategy
