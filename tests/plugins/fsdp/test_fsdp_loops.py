@@ -14,14 +14,9 @@ from drivetrain import Accelerator
 from drivetrain.sharding import reduce
 
 WIDTH = 8
-DIVIDED = {
-    "fsdp": {"name": "fsdp", "unit_from": 1},
-    "kept": {"name": "fsdp", "unit_from": 1, "reshard_after_forward": False},
-    "grad": {"name": "fsdp", "unit_from": 1, "sharding": "grad"},
-    "zero3": {"name": "zero3", "keep_below": 0, "own_unit_from": 1},
-}
-EACH = pytest.mark.parametrize("strategy", list(DIVIDED.values()), ids=list(DIVIDED))
-TWO = pytest.mark.parametrize("strategy", [DIVIDED["fsdp"], DIVIDED["grad"]], ids=["fsdp", "grad"])
+FSDP = {"name": "fsdp", "unit_from": 1}
+GRAD = {**FSDP, "sharding": "grad"}
+TWO = pytest.mark.parametrize("strategy", [FSDP, GRAD], ids=["full", "grad"])
 
 
 def layer():
@@ -39,40 +34,38 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """A layer, blocks, and one of several heads."""
+    """A layer, blocks, one of several heads, and maybe another one beside it."""
 
     def __init__(self):
         super().__init__()
         self.first = layer()
         self.blocks = nn.ModuleList(Block() for _ in range(5))
         self.heads = nn.ModuleList(layer() for _ in range(3))
+        self.other = layer()
 
-    def forward(self, x, head=0, both=True):
+    def forward(self, x, head=0, *, both=True, other=False):
         x = self.first(x)
         for block in self.blocks:
             x = block(x, both)
-        return self.heads[head](x)
+        return self.heads[head](x) + (self.other(x) if other else 0)
 
 
-def train(strategy, model, body, steps=2, *, before=None, by_user=False):
-    """Compare a strategy with one process; the body takes (model, inputs, backward, rank).
-
-    Before each step something may happen to the model. The user may run backward, too.
-    """
+def train(strategy, body, *, factory=Net, steps=2):
+    """Compare a strategy with one process; the body takes (model, inputs, backward, rank)."""
+    torch.manual_seed(0)
+    model = factory()
     accelerator = Accelerator(strategy=strategy, cpu=True)
     reference, ranks = copy.deepcopy(model), accelerator.num_processes
     plain = torch.optim.SGD(reference.parameters(), lr=0.1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer = accelerator.prepare(model, optimizer)
     for step in range(steps):
-        for each in (reference, model) if before else ():
-            before(each)
         generator = torch.Generator().manual_seed(step)
         batches = torch.randn(ranks, 3, WIDTH, generator=generator, dtype=torch.float64)
         for rank in range(ranks):
             body(reference, batches[rank], mean_backward(ranks), rank)
         rank = accelerator.process_index
-        body(model, batches[rank], mean_backward(1) if by_user else accelerator.backward, rank)
+        body(model, batches[rank], accelerator.backward, rank)
         for each in (optimizer, plain):
             each.step()
             each.zero_grad()
@@ -83,6 +76,10 @@ def train(strategy, model, body, steps=2, *, before=None, by_user=False):
 
 def mean_backward(ranks):
     return lambda loss, **options: (loss / ranks).backward(**options)
+
+
+def squares(model, x, backward, rank):
+    backward(model(x).square().mean())
 
 
 # --- graphs that overlap ---
@@ -113,38 +110,15 @@ def penalty(model, x, backward, rank):
     """A gradient's gradient, and two more forwards of the same model in one loss."""
     x = x.clone().requires_grad_()
     (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
-    backward(
-        model(x.detach()).square().mean() - model(2 * x.detach()).mean() + slope.square().sum()
-    )
+    more = model(x.detach()).square().mean() - model(2 * x.detach()).mean()
+    backward(more + slope.square().sum())
 
 
 @TWO
 @pytest.mark.ranks(2)
 def test_graphs_that_overlap(strategy):
     for body in (alternating, through_time, gradient_as_input, penalty):
-        torch.manual_seed(0)
-        train(strategy, Net(), body)
-
-
-# --- parameters that begin to train, and that stop ---
-
-
-def in_turns(model):
-    """Let one of two blocks begin to train, and the other one stop."""
-    for block in (model.blocks[1], model.blocks[3]):
-        block.requires_grad_(not block.a.weight.requires_grad)
-
-
-@pytest.mark.complete
-@pytest.mark.parametrize("by_user", [False, True], ids=["accelerator", "user"])
-@EACH
-@pytest.mark.ranks(2)
-def test_blocks_train_in_turns(strategy, by_user):
-    """The forward takes the change over, where the script calls ``loss.backward()`` itself."""
-    torch.manual_seed(0)
-    model = Net()
-    model.blocks[1].requires_grad_(False)
-    train(strategy, model, squares, steps=4, before=in_turns, by_user=by_user)
+        train(strategy, body)
 
 
 # --- views of parameters ---
@@ -208,16 +182,11 @@ class Recomputed(Net):
         return torch.tanh(x + self.blocks[3].b.weight[0])
 
 
-def squares(model, x, backward, rank):
-    backward(model(x).square().mean())
-
-
 @TWO
 @pytest.mark.ranks(2)
 def test_views_stay_valid_until_the_forward_ends(strategy):
     for factory in (Row, TiedRows, Placed, Recomputed):
-        torch.manual_seed(0)
-        train(strategy, factory(), squares, steps=3)
+        train(strategy, squares, factory=factory, steps=3)
 
 
 # --- gradients of some ranks only ---
@@ -239,26 +208,16 @@ def after_a_look(model, x, backward, rank):
     other_depth(model, x, backward, rank)
 
 
+def another_head(model, x, backward, rank):
+    """A second head, which lies in the rest of the model, is used on one rank."""
+    backward(model(x, other=rank == 1).square().mean())
+
+
 @pytest.mark.ranks(2)
 def test_no_rank_waits_for_gradients_that_do_not_come(monkeypatch):
     """There are more units than buffers, and the first one is complete on one rank only."""
-    monkeypatch.setattr(reduce, "PATIENCE_S", 0.2)
-    for strategy in (DIVIDED["fsdp"], {"name": "fsdp"}):  # there the heads are in the rest
-        for body in (other_depth, after_a_dropped_forward, after_a_look):
-            torch.manual_seed(0)
-            train(strategy, Net(), body)
-    train({"name": "fsdp"}, Heads(), lambda m, x, b, rank: b(m(x, rank).square().mean()))
-
-
-class Heads(nn.Module):
-    """Two heads in the rest of the model; the second is used on one rank."""
-
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(6))
-        self.one, self.two = layer(), layer()
-
-    def forward(self, x, rank):
-        for block in self.blocks:
-            x = block(x)
-        return self.one(x) + self.two(x) if rank else self.one(x)
+    monkeypatch.setattr(reduce, "PATIENCE_S", 0.05)
+    for body in (other_depth, after_a_dropped_forward, after_a_look):
+        train(FSDP, body)
+    for body in (other_depth, another_head):
+        train({"name": "fsdp"}, body)

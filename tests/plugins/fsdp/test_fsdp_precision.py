@@ -4,16 +4,15 @@ The conformance suite compares a precision with one process; here is what is pec
 to ways of sharding that keep values or gradients longer.
 """
 
-from collections import OrderedDict
-
 import pytest
 import torch
 from torch import nn
 
-from drivetrain import Accelerator
 from drivetrain.testing.conformance.low_twins import LowTwins, copies_loss, in_fp32
 from drivetrain.testing.conformance.twins import everyone
-from drivetrain.testing.models import HIDDEN, OUT, WIDTH, Case, numbers, squared_error
+from drivetrain.testing.models import HIDDEN, OUT, WIDTH, Case
+from stacks import Residual, Stack
+from zero_stages import start
 
 HYBRID_LOCAL = {"sharding": "hybrid", "shard_size": 2, "accumulate": "local"}
 LOW = torch.bfloat16
@@ -21,21 +20,11 @@ LOW = torch.bfloat16
 
 def blocks():
     """Return a model of matrices and vectors: with low parameters, two dtypes side by side."""
-    members = [
-        nn.Sequential(
-            nn.LayerNorm(WIDTH), nn.Linear(WIDTH, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, WIDTH)
-        )
-        for _ in range(2)
-    ]
-    return nn.Sequential(OrderedDict(blocks=nn.Sequential(*members), last=nn.Linear(WIDTH, OUT)))
+    members = [Residual(WIDTH, HIDDEN, norm=nn.LayerNorm) for _ in range(2)]
+    return Stack(members, last=nn.Linear(WIDTH, OUT))
 
 
-CASE = in_fp32(Case(name="blocks", factory=blocks, batch=numbers, loss=squared_error))
-
-
-def start(options, precision, **others):
-    strategy = {"name": "fsdp", **options}
-    return Accelerator(strategy=strategy, cpu=True, mixed_precision=precision, **others)
+CASE = in_fp32(Case("blocks", blocks))
 
 
 def sent(accelerator):
@@ -46,6 +35,11 @@ def sent(accelerator):
         own = [entry for (_, name), entry in entries.items() if name == operation]
         found += [sum(entry.calls for entry in own), sum(entry.bytes for entry in own)]
     return found
+
+
+def low(options, **dtypes):
+    config = {"dtypes": {"param": "bf16", **dtypes}}
+    return start({"name": "fsdp", **options}, mixed_precision="bf16", config=config)
 
 
 @pytest.mark.parametrize(
@@ -61,8 +55,7 @@ def test_two_dtypes_travel_as_one(options, reduce, sizes):
 
     Sizes are the bytes of an element of a gradient on the wire: of a matrix and of a vector.
     """
-    config = {"dtypes": {"param": "bf16", "reduce": reduce}}
-    accelerator = start(options, "bf16", config=config)
+    accelerator = low(options, reduce=reduce)
     twins = LowTwins(accelerator, CASE, copies_loss(CASE, LOW), rounding=1e-5)
     units = accelerator.strategy_of(twins.model).placement.units
     for unit in units:
@@ -87,8 +80,7 @@ def test_two_dtypes_travel_as_one(options, reduce, sizes):
 @pytest.mark.ranks(2)
 def test_without_masters():
     """The low shards themselves are updated, and saved, as in one process with such weights."""
-    config = {"dtypes": {"param": "bf16", "master": "none"}}
-    accelerator = start({}, "bf16", config=config)
+    accelerator = low({}, master="none")
     built, twin = CASE.build(), CASE.build()
     for parameter in twin.parameters():
         parameter.data = parameter.data.to(LOW) if parameter.dim() > 1 else parameter.data

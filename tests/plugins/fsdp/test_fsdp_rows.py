@@ -4,16 +4,15 @@ The conformance suite trains uneven shapes; here what each rank owns is compared
 ``torch.chunk``, blocks mix dtypes and trainable with frozen, and collectives are counted.
 """
 
-from collections import Counter
-
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import Shard
 from torch.optim import AdamW
 
-from drivetrain import Accelerator
 from drivetrain.testing.conformance.twins import Twins, adamw, everyone, weights
-from drivetrain.testing.models import OUT, WIDTH, Case, linear, numbers, squared_error
+from drivetrain.testing.models import OUT, WIDTH, Case, linear
+from zero_stages import calls, start
 
 OUTER = {"row": 1, "turned": 1, "kernel": 2}
 """The dim that is outermost in memory, where it is not the first; one row is cut along the next."""
@@ -73,14 +72,6 @@ def blends():
     return nn.Sequential(Blend(), Blend(), Blend(), linear(WIDTH, OUT).requires_grad_(False))
 
 
-def case(factory):
-    return Case(name=factory.__name__, factory=factory, batch=numbers, loss=squared_error)
-
-
-def start(**options):
-    return Accelerator(strategy={"name": "fsdp", **options}, cpu=True)
-
-
 def rows_of(value, dim, size, rank):
     """Return what ``torch.chunk`` gives a rank; nothing where there are too few chunks."""
     if not value.dim():
@@ -112,12 +103,13 @@ def check_rows(accelerator, twins):
 
 def check_dtensors(accelerator, twins):
     """The same rows, as torch's own DTensors see them."""
-    if twins.axis.size == 1:
-        return
     whole = weights(accelerator, twins.model)
     for name, shown in accelerator.dtensors(twins.model).items():
         assert shown.shape == whole[name].shape
+        assert shown.stride() == whole[name].stride()
         assert torch.equal(shown.full_tensor(), whole[name]), name
+        if (outer := OUTER.get(name.rpartition(".")[2])) is not None:
+            assert shown.placements == (Shard(outer),), name
 
 
 @pytest.mark.parametrize(
@@ -125,48 +117,20 @@ def check_dtensors(accelerator, twins):
 )
 def test_rows_are_those_of_chunk(size):
     """Before and after training, which is that of one process."""
-    accelerator = start()
-    twins = Twins(accelerator, case(shapes), adamw)
+    accelerator = start({"name": "fsdp"})
+    twins = Twins(accelerator, Case("shapes", shapes), adamw)
     check_rows(accelerator, twins)
     for step in range(3):
         twins.backward(step)
         twins.step()
     twins.check()
     check_rows(accelerator, twins)
-    check_dtensors(accelerator, twins)
+    if size > 1:
+        check_dtensors(accelerator, twins)
     for name, ours in twins.model.named_parameters():
         theirs = twins.twin.get_parameter(name)
         assert (ours.shape, ours.stride()) == (theirs.shape, theirs.stride())
     accelerator.free_memory()
-
-
-class Counted:
-    """Counts what a communicator is asked for, by the label of the operation."""
-
-    def __init__(self, ranks):
-        self.gathered, self.reduced = Counter(), Counter()
-        self.submitted = 0
-        ranks.sharing.gather_parts = self._counting(ranks.sharing, "gather_parts", self.gathered)
-        ranks.reducing.reduce_parts = self._counting(ranks.reducing, "reduce_parts", self.reduced)
-
-    def _counting(self, communicator, name, counter):
-        operation = getattr(communicator, name)
-
-        def count(parts, *, label="", **options):
-            counter[label.rpartition(" of ")[2]] += 1
-            before = communicator.submitted
-            handle = operation(parts, label=label, **options)
-            self.submitted += communicator.submitted - before
-            return handle
-
-        return count
-
-    def take(self):
-        taken = dict(self.gathered), dict(self.reduced), self.submitted
-        self.gathered.clear()
-        self.reduced.clear()
-        self.submitted = 0
-        return taken
 
 
 def trained(model):
@@ -177,27 +141,27 @@ def trained(model):
 @pytest.mark.ranks(3)
 def test_one_gather_and_one_reduction_per_unit():
     """However many dtypes a unit has, and whatever of it is frozen: one ring operation each."""
-    accelerator = start(unit_from=1, live_units=1)
-    twins = Twins(accelerator, case(blends), trained)
+    accelerator = start({"name": "fsdp", "unit_from": 1, "live_units": 1})
+    twins = Twins(accelerator, Case("blends", blends), trained)
     check_rows(accelerator, twins)
     strategy = accelerator.strategy_of(twins.model)
     assert [len(unit.flats) for unit in strategy.placement.units] == [1, 5, 5, 5]
     twins.backward(0)  # does not know yet which unit forward ends with
     twins.step()
-    counted = Counted(strategy.ranks)
-    once = {"0": 1, "1": 1, "2": 1, "3": 1}
+
+    def made():
+        return [calls(accelerator, each) for each in ("all_gather", "reduce_scatter")]
+
     for step in range(1, 4):
+        gathers, reductions = made()
         loss = twins.loss(step)
-        assert counted.take() == (once, {}, 4)
+        assert made() == [gathers + 4, reductions]
         accelerator.backward(loss)
         twins.backward_twin(step)
-        gathered, reduced, submitted = counted.take()
-        # The last one is still there, and all others come back once.
-        assert gathered == {"0": 1, "1": 1, "2": 1}
-        assert reduced == {"0": 1, "1": 1, "2": 1}, "the last one is frozen"
-        assert submitted == 6
+        # The last one is frozen, and still there; all others come back once.
+        assert made() == [gathers + 7, reductions + 3]
         twins.step()
-        assert counted.take() == ({}, {}, 0)
+        assert made() == [gathers + 7, reductions + 3]
     twins.check()
     dtypes = [p.dtype for p in twins.model.parameters()]
     assert dtypes == [p.dtype for p in twins.twin.parameters()]

@@ -10,14 +10,13 @@ from collections import Counter
 import pytest
 import torch
 
-from drivetrain import Accelerator
 from drivetrain.checkpoint import read_export
 from drivetrain.testing.conformance.twins import adamw, everyone
 from drivetrain.testing.models import CASES
+from zero_stages import start
 
 SMALL = {"name": "fsdp", "unit_from": 8}
 HYBRID = {**SMALL, "sharding": "hybrid", "shard_size": 2}
-AWKWARD = ("tied", "odd_shapes", "transposed", "adapted")
 
 
 def train(case, model, optimizer, backward=torch.Tensor.backward):
@@ -42,19 +41,18 @@ def place(whole, part):
 )
 def test_optimizers_with_a_past_and_exported_weights(strategy, tmp_path):
     """State from before ``prepare`` is cut like the parameters; names and bits are the user's."""
-    for name in AWKWARD:
+    for name in ("tied", "odd_shapes", "transposed", "adapted"):
         case = CASES[name]
         model = case.build()
         optimizer = adamw(model)
         train(case, model, optimizer)
         plain = copy.deepcopy(model)
         whole = {(key, ""): p.detach().clone() for key, p in model.named_parameters()}
-        whole |= {(key, ""): buffer.clone() for key, buffer in model.named_buffers()}
         for key, parameter in model.named_parameters():
             if parameter.numel():
                 for state, value in optimizer.state.get(parameter, {}).items():
                     whole[key, f"0.{state}"] = value.clone()
-        accelerator = Accelerator(strategy=strategy, cpu=True)
+        accelerator = start(strategy)
         model, optimizer = accelerator.prepare(model, optimizer)
         sizes = Counter()
         for shard in accelerator.strategy_of(model).shards():
@@ -69,7 +67,7 @@ def test_optimizers_with_a_past_and_exported_weights(strategy, tmp_path):
         found = accelerator.get_state_dict(model)
         torch.testing.assert_close(found, dict(plain.state_dict()), rtol=0, atol=0)
         accelerator.save_model(model, tmp_path / name / "export")
-        alone = Accelerator(strategy="ddp", cpu=True)
+        alone = start("ddp")
         alone.save_model(alone.prepare(plain), tmp_path / name / "alone")
         everyone(None)
         exports = [dict(read_export(tmp_path / name / one)) for one in ("export", "alone")]
@@ -83,7 +81,7 @@ def test_optimizer_made_after_prepare():
     """It gets rows all the same, and its state is that of one made before."""
     case, states = CASES["odd_shapes"], []
     for late in (False, True):
-        accelerator = Accelerator(strategy=SMALL, cpu=True)
+        accelerator = start(SMALL)
         built = case.build()
         if late:
             model = accelerator.prepare(built)

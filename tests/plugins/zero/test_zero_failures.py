@@ -1,85 +1,115 @@
-"""What goes wrong in a step under ZeRO: the next step works, or every rank soon fails and says why.
+"""What goes wrong in a step: the next step works, or every rank soon fails and says why.
 
 The conformance suite covers a rank that dies, tests/core/collectives the order check by itself.
-Here models with divided blocks fail in the middle of forward and backward, and ranks take different
-paths through them.
+Here models with divided blocks, under ZeRO and FSDP, fail in the middle of forward and backward,
+and ranks take different paths through them.
 """
+
+import functools
+import itertools
 
 import pytest
 import torch
 
 from drivetrain.errors import CollectiveError
+from drivetrain.sharding import reduce
+from drivetrain.sharding.gradients import UnitGradients
 from drivetrain.testing.conformance.twins import Twins
 from drivetrain.testing.models import Case, numbers
 from towers import Tower
-from zero_stages import SHARDED, assert_freed, each, start, train_window
+from zero_stages import FSDP, SHARDED, STAGES, assert_freed, each, evaluate, start, train_window
 
 WAITING = {"launch": {"timeout_s": 3600.0}}
 """Far beyond a test's own limit: a rank that waits for it fails its test."""
 
-
-class Trap(torch.autograd.Function):
-    """Passes values on, and raises where it was told to."""
-
-    @staticmethod
-    def forward(ctx, x, model):
-        ctx.model = model
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        ctx.model.spring("backward")
-        return gradient, None
+ERROR, INTERRUPT = RuntimeError("sprung"), KeyboardInterrupt("sprung")
+PLACES = (("before", ERROR), ("after", INTERRUPT), ("backward", INTERRUPT), ("gradient", ERROR))
+HYBRID = {**FSDP, "sharding": "hybrid", "shard_size": 2}
+NET = Case("net", functools.partial(Tower, 4))
 
 
-class Net(Tower):
-    """Four blocks, with a trap behind the second one; ``set`` arms it."""
+def fail(twins, where, error):
+    """Let an exception fly in the forward of a layer inside of a block, or in its backward."""
 
-    def __init__(self):
-        super().__init__(4)
-        self.set = None
+    def spring(*_):
+        raise error
 
-    def spring(self, where):
-        if self.set is not None and self.set[0] == where:
-            raise self.set[1]
-
-    def body(self, x):
-        for i in self.order:
-            x = self.blocks[i](x)
-            if i == 1:
-                self.spring("forward")
-                x = Trap.apply(x, self)
-        return x
-
-
-NET = Case("net", Net)
+    layer = twins.model.blocks[2].down
+    register = {
+        "before": layer.register_forward_pre_hook,
+        "after": layer.register_forward_hook,
+        "backward": layer.register_full_backward_hook,
+        "gradient": twins.model.blocks[1].up.weight.register_hook,
+    }
+    handle = register[where](spring)
+    with pytest.raises(type(error), match="sprung"):
+        twins.accelerator.backward(NET.loss(twins.model, numbers(99, twins.axis.rank)))
+    handle.remove()
 
 
-@pytest.mark.parametrize("where", ["forward", "backward"])
-@each("sharded", "zero1")
-@pytest.mark.ranks(2)
-def test_an_exception_on_every_rank(strategy, where):
-    """What half a step left is cleared and freed, and the next steps are right."""
+def interrupted_run(strategy):
     accelerator = start(strategy, gradient_accumulation_steps=2)
     twins = Twins(accelerator, NET)
-
     train_window(twins, 0, 2)
-    for again, error in enumerate((RuntimeError("sprung"), KeyboardInterrupt("sprung"))):
-        twins.model.set = where, error
-        with pytest.raises(type(error), match="sprung"):
-            accelerator.backward(NET.loss(twins.model, numbers(9, twins.axis.rank)))
-        twins.model.set = None
-        if again:  # one script clears the gradients, another goes on to something else
-            with torch.no_grad():
-                NET.loss(twins.model, numbers(8, 0))
-        twins.optimizer.zero_grad()
-        if where == "forward" and not again:  # an interrupt skips hooks: the next step frees
-            assert_freed(twins)
-        train_window(twins, 1 + again, 2)
-        twins.model.blocks[0].up.weight.norm()  # no forward is under way: gathered and freed
-        assert_freed(twins)
-    twins.check()
+    for step, (where, error) in enumerate(PLACES, 1):
+        with accelerator.accumulate(twins.model):
+            fail(twins, where, error)
+        twins.optimizer.optimizer.zero_grad()  # as a script does that gives the window up
+        twins.model.zero_grad()
+        accelerator.gradient_state.sync_gradients = True
+        if step % 2 == 0:
+            evaluate(twins, 7)
+            if strategy["name"] == "fsdp" and "sharding" not in strategy:  # others wait for a step
+                assert_freed(twins)
+        train_window(twins, step, 2)
+        twins.check()
     accelerator.free_memory()
+
+
+@pytest.mark.complete
+@each("sharded", "zero1", "fsdp", "fsdp kept", "grad")
+@pytest.mark.ranks(2)
+def test_an_exception_on_every_rank(strategy):
+    """What half a step left is cleared and freed, and the next steps are right."""
+    interrupted_run(strategy)
+
+
+@pytest.mark.parametrize("accumulate", ["reduce", "local"])
+@pytest.mark.ranks(4)
+def test_an_exception_on_every_replica(accumulate, monkeypatch):
+    """Also where it is not at the same time that replicas see that their reductions are over."""
+
+    def done(gradients):
+        if torch.distributed.get_rank() >= 2:
+            return False  # until backward ends
+        gradients.reduction.wait()
+        return True
+
+    monkeypatch.setattr(reduce, "PATIENCE_S", 0.05)
+    if accumulate == "reduce":
+        monkeypatch.setattr(UnitGradients, "done", property(done))
+    interrupted_run({**HYBRID, "accumulate": accumulate})
+
+
+@pytest.mark.ranks(2)
+def test_what_is_freed_at_once():
+    """After an exception in forward nothing is whole; after one in backward, or after an interrupt,
+    which skips hooks, the next use or the clearing of gradients frees the rest."""
+    for strategy in (FSDP, STAGES["grad"], {**FSDP, "accumulate": "local"}, SHARDED):
+        accelerator = start(strategy)
+        twins = Twins(accelerator, NET)
+        for where, error in itertools.product(("before", "backward"), (ERROR, INTERRUPT)):
+            fail(twins, where, error)
+            if where == "before" and error is ERROR and strategy in (FSDP, SHARDED):
+                assert_freed(twins)
+            if error is ERROR:  # one script clears the gradients, another goes on
+                twins.optimizer.zero_grad()
+            with torch.no_grad():
+                NET.loss(twins.model, numbers(3, 0))
+            twins.optimizer.zero_grad()
+            twins.optimizer.step()
+            assert_freed(twins)
+        accelerator.free_memory()
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Graphs that are no chain, under ZeRO: what is called again, shared, read from outside, or cut.
+"""Graphs that are no chain, under ZeRO: what is called again, shared, read or seen from outside.
 
 The conformance suite covers models whose parameters stay whole. Here blocks are really divided, and
 each graph is compared with one process.
@@ -10,13 +10,14 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import SGD
 
 from drivetrain.errors import UsageError
 from drivetrain.testing.conformance.twins import Twins
-from drivetrain.testing.models import WIDTH, Case, numbers, squared_error
+from drivetrain.testing.models import HIDDEN, OUT, ROWS, WIDTH, Case, linear, numbers, squared_error
 from towers import Block, Tower
-from zero_stages import assert_freed, calls, each, start, train_reducing_once
+from zero_stages import SHARDED, assert_freed, calls, each, start, train, train_reducing_once
 
 
 class Interleaved(Tower):
@@ -184,4 +185,48 @@ def test_backwards_in_any_order_and_gradients_by_autograd(strategy):
     twins.model.zero_grad()
     twins.optimizer.zero_grad()
     train_reducing_once(twins, range(2, 4))
+    accelerator.free_memory()
+
+
+class Table(nn.Module):
+    """Returns rows of its parameter: a view."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows = nn.Parameter(torch.randn(2 * ROWS, WIDTH, dtype=torch.float64))
+
+    def forward(self, count):
+        return self.rows[:count]
+
+
+class Sparse(nn.Module):
+    """Multiplies by a sparse matrix, which autograd saves, and by rows of a table."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = linear(WIDTH, HIDDEN), linear(HIDDEN, OUT)
+        self.table = Table()
+        self.edges = torch.eye(ROWS, dtype=torch.float64).to_sparse()
+
+    def forward(self, inputs):
+        hidden = torch.tanh(self.first(inputs * self.table(len(inputs))))
+        return self.last(torch.sparse.mm(self.edges, hidden))
+
+
+@pytest.mark.ranks(2)
+def test_what_modules_return_and_save():
+    """Rows of a parameter stay until the forward ends; a model may not return them."""
+    strategy = {**SHARDED, "own_unit_from": 1, "buffers": "none"}
+    accelerator = start(strategy)
+    twins = Twins(accelerator, Case("sparse", Sparse))
+    for step in range(3):
+        with torch.no_grad():
+            twins.loss(50 + step)
+        train(twins, [step])
+    accelerator.free_memory()
+    accelerator = start(strategy)
+    model, _ = accelerator.prepare(table := Table(), SGD(table.parameters(), lr=0.1))
+    for enabled in (True, False):
+        with torch.set_grad_enabled(enabled), pytest.raises(UsageError, match=r"clone\(\)"):
+            model(3)
     accelerator.free_memory()

@@ -1,24 +1,18 @@
-"""Where parameters lie under ZeRO: the arithmetic of units, late ties, gradients now and then."""
+"""Where parameters lie under ZeRO: the arithmetic of units, and ties that are made late."""
 
 import itertools
-import math
 import random
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import nn
-from torch.optim import AdamW
 
 from drivetrain.cost import TensorSpec
 from drivetrain.runtime.precision import Precision
-from drivetrain.testing.conformance.twins import Twins, everyone
-from drivetrain.testing.models import OUT, WIDTH, Case, linear, numbers
+from drivetrain.testing.conformance.twins import Twins
+from drivetrain.testing.models import Case
 from drivetrain_zero.units import Sizes, cut_model
 from towers import Tower
 from zero_stages import each, start, train
-
-# --- the arithmetic ---
 
 
 def random_specs(generator):
@@ -97,79 +91,3 @@ def test_a_tie_made_after_prepare(strategy):
         model.blocks[1].up.weight = model.blocks[0].up.weight
     train(twins, range(2, 4))
     accelerator.free_memory()
-
-
-# --- gradients that come now and then ---
-
-USES = {
-    "all ranks": lambda step, rank, layer: step % 3 == layer % 3,
-    "some ranks": lambda step, rank, layer: (step + rank) % 2 == layer % 2,
-    "rank 0": lambda step, rank, layer: rank == 0 and step % 2 == layer % 2,
-    "last rank, other order": lambda step, rank, layer: rank == layer or (step + layer) % 4 == 0,
-}
-
-
-class Seldom(nn.Module):
-    """Four layers side by side; the call says which of them run, and in which order."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(linear(WIDTH, WIDTH) for _ in range(4))
-        self.last, self.never = linear(WIDTH, OUT), linear(WIDTH, WIDTH)
-
-    def forward(self, x, chosen):
-        for index in chosen:
-            x = torch.tanh(self.layers[index](x))
-        return self.last(x)
-
-
-def seldom(use):
-    def batch(step, rank):
-        chosen = [layer for layer in range(4) if USES[use](step, rank, layer)]
-        turned = step if use == "all ranks" else step + rank
-        return numbers(step, rank), chosen[::-1] if turned % 2 else chosen
-
-    def loss(model, batch):
-        return F.mse_loss(model(batch[0].inputs, batch[1]), batch[0].targets)
-
-    return Case(name=use, factory=Seldom, batch=batch, loss=loss)
-
-
-def decaying(model):
-    return AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
-
-
-def moments(state):
-    return state["exp_avg"].abs().sum().item(), state["step"].item()
-
-
-def sums_of_moments(twins):
-    """Return sums over ranks of |moment| and the steps of every parameter, by name."""
-    names = twins.accelerator.strategy_of(twins.model).names()
-    found = {names[id(held)]: moments(state) for held, state in twins.optimizer.state.items()}
-    merged = {}
-    for name, (moment, step) in (item for one in everyone(found) for item in one.items()):
-        merged[name] = merged.get(name, (0.0, 0))[0] + moment, step
-    return merged
-
-
-@each("zero1", "matrices", "zero3")
-@pytest.mark.ranks(3)
-def test_gradients_now_and_then(strategy):
-    """Without one on any rank nothing moves, not even by momentum or decay; else zeros count."""
-    for use, window in zip(USES, (1, 2, 1, 2), strict=True):
-        accelerator = start(strategy)
-        twins = Twins(accelerator, seldom(use), decaying)
-        for step in range(6):
-            for part in range(window):
-                twins.backward(window * step + part)
-            twins.step()
-        twins.check()
-        states = twins.twin_optimizer.state
-        theirs = {n: moments(states[p]) for n, p in twins.twin.named_parameters() if p in states}
-        ours = sums_of_moments(twins)
-        assert ours.keys() == theirs.keys()
-        for name, (moment, steps) in theirs.items():
-            assert math.isclose(ours[name][0], moment, rel_tol=1e-9), name
-            assert ours[name][1] == steps, name
-        accelerator.free_memory()

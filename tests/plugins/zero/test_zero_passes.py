@@ -7,6 +7,7 @@ pass comes again.
 
 import copy
 import functools
+from collections import deque
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from drivetrain.testing.conformance.twins import Twins, momentum
 from drivetrain.testing.models import Case, numbers, squared_error
 from towers import Block, Tower
-from zero_stages import SHARDED, assert_freed, each, start, train_reducing_once
+from zero_stages import SHARDED, STAGES, assert_freed, each, start, train_reducing_once
 
 
 class CountingBlock(Block):
@@ -55,23 +56,25 @@ def reentrant(block, x):
     return checkpoint(block, x, use_reentrant=True)
 
 
-AROUND = {
-    "full": ({"mode": "full"}, None),
-    "selective": ({"mode": "selective"}, None),
-    "checkpoint": ({}, functools.partial(checkpoint, use_reentrant=False)),
-    "reentrant": ({}, reentrant),
-}
+AROUND = (
+    ("full", None),
+    ("selective", None),
+    ("", functools.partial(checkpoint, use_reentrant=False)),
+    ("", reentrant),
+)
 
 
-@pytest.mark.parametrize("how", list(AROUND))
-@each("sharded", "zero1", "kept")
+@pytest.mark.complete
+@pytest.mark.parametrize(("name", "turn"), [("sharded", 0), ("kept", 1), ("zero1", 2), ("fsdp", 3)])
 @pytest.mark.ranks(2)
-def test_recompute(strategy, how):
+def test_recompute(name, turn):
     """One reduction per unit and equal gradients, whatever is tied, frozen, or called twice."""
-    options, around = AROUND[how]
-    for kind in ("plain", "tied", "frozen", "twice"):
-        accelerator = start(strategy, config={"recompute": options} if options else {})
-        twins = Twins(accelerator, Case("net", functools.partial(net, kind, around)))
+    kinds = deque(("plain", "tied", "frozen", "twice"))
+    kinds.rotate(turn)
+    for kind, (mode, around) in zip(kinds, AROUND, strict=True):
+        config = {"recompute": {"mode": mode}} if mode else {}
+        accelerator = start(STAGES[name], config=config)
+        twins = Twins(accelerator, Case(kind, functools.partial(net, kind, around)))
         train_reducing_once(twins, range(2))
         per_pass = twins.twin.order.count(1)
         assert twins.model.blocks[1].calls == 2 * 2 * per_pass, f"{kind}: not recomputed"

@@ -12,13 +12,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.optim import AdamW
+from torch.optim import SGD, AdamW
 
 from drivetrain.errors import UsageError
 from drivetrain.testing.conformance.twins import Twins, adamw, everyone, momentum, weights
 from drivetrain.testing.models import CASES
 from stacks import Residual, Stack
-from zero_stages import SHARDED, assert_freed, calls, each, start, train, units_of
+from zero_stages import MASTERS, SHARDED, assert_freed, calls, each, start, train, units_of
 
 
 @each("sharded", "zero1")
@@ -199,3 +199,33 @@ def test_same_bits_every_time(strategy):
         assert all(torch.equal(tensor, again[name]) for name, tensor in first.items()), options
     for name, tensor in trained_bits({**strategy, "bucket_mib": 1.0}).items():
         torch.testing.assert_close(tensor, first[name], rtol=1e-4, atol=1e-6)
+
+
+@each("sharded", "zero1")
+@pytest.mark.ranks(2)
+def test_surgery_changes_what_was_changed_alone(strategy):
+    """Masters of other parameters keep their digits; twice an fp64 value is a change."""
+    accelerator = start(strategy, **MASTERS)
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model, _ = accelerator.prepare(model, adamw(model))
+    shards = accelerator.strategy_of(model).shards
+    before = {s.name: s.tensor.clone() for s in shards() if not s.state}
+    with accelerator.gathered(model), torch.no_grad():
+        model[0].bias.fill_(3.0)
+    for shard in shards():
+        if not shard.state:
+            expected = 3.0 * torch.ones(1) if shard.name == "0.bias" else before[shard.name]
+            assert shard.tensor.equal(expected.expand_as(shard.tensor)), shard.name
+    accelerator.free_memory()
+    accelerator = start(strategy)
+    model = nn.Linear(64, 64, bias=False, dtype=torch.float64)
+    model, _ = accelerator.prepare(model, SGD(model.parameters(), lr=0.1))
+    with accelerator.gathered(model):
+        kept = model.weight.detach().clone()
+        if accelerator.is_main_process:
+            with torch.no_grad():
+                model.weight.mul_(2)
+    with accelerator.gathered(model):
+        assert torch.equal(model.weight, 2 * kept)
+    accelerator.free_memory()
