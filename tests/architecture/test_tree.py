@@ -99,7 +99,6 @@ def test_a_circle_of_folders_without_one_of_files_is_found(tmp_path):
 
 def test_a_class_defined_twice_is_found(tmp_path):
     tree = write_tree(
-        tmp_path,
-        {"a.py": "class Same: ...\nclass A: ...", "b.py": "class Same: ...\ndef A(): ..."},
+        tmp_path, {"a.py": "class Same: ...\nclass A: ...", "b.py": "class Same: ...\ndef A(): ..."}
     )
     assert tree.homonyms("class") == {"Same": ["a", "b"]}

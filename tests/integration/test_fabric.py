@@ -1,9 +1,6 @@
 """A loop of Lightning Fabric trains under each strategy as it does on one process without one."""
 
-import json
-import os
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +10,7 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader
 
 from drivetrain.errors import CheckpointError, UsageError
-from trainers import BATCH, LENGTH, STEPS, WORDS, tiny_llama
+from trainers import BATCH, LENGTH, STEPS, STRATEGIES, WORDS, launched, tiny_llama
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # of Lightning, about itself
@@ -22,22 +19,7 @@ pytestmark = [
         reason="Lightning Fabric is not installed; pip install drivetrain[fabric]",
     ),
 ]
-STRATEGIES = {
-    "ddp": {"name": "ddp"},
-    "zero2": {"name": "zero2"},
-    "zero3": {"name": "zero3"},
-    "fsdp": {"name": "fsdp"},
-    "tp": {"name": "megatron", "tp": 2},
-    "pp": {"name": "megatron", "pp": 2},
-}
 HALF = STEPS // 2
-
-
-def launched(monkeypatch, folder: Path, strategy: str, **settings: object) -> None:
-    """Let this process find a launch configuration."""
-    path = folder / f"launched-{os.getpid()}.json"
-    path.write_text(json.dumps({"strategy": STRATEGIES[strategy], **settings}))
-    monkeypatch.setenv("DRIVETRAIN_CONFIG", str(path))
 
 
 def fabric_of(name: str, **options: Any) -> Any:
@@ -76,12 +58,8 @@ class Loop:
 
     @property
     def state(self) -> dict[str, Any]:
-        return {
-            "model": self.model,
-            "optimizer": self.optimizer,
-            "schedule": self.schedule,
-            "seen": self.seen,
-        }
+        names = ("model", "optimizer", "schedule", "seen")
+        return {name: getattr(self, name) for name in names}
 
     def train(self, until: int) -> list[float]:
         """Return the loss of each step, the mean over the samples of all ranks."""

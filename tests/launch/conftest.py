@@ -114,26 +114,44 @@ def _used(box: Sandbox) -> Iterator[Sandbox]:
     assert files == []
 
 
+class CommandLine:
+    """Runs a command that starts nothing inside this process."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
+        self._capsys = capsys
+
+    def __call__(self, *arguments: str) -> tuple[int, str, str]:
+        """Return the exit code, the output and the errors."""
+        code = run(arguments)
+        return code, *self._capsys.readouterr()
+
+    def output(self, *arguments: str) -> str:
+        """Return the output of a command that ends well."""
+        code, out, err = self(*arguments)
+        assert code == 0, (arguments, err)
+        return out
+
+    def error(self, *arguments: str, code: int = 2, lines: int | None = None) -> str:
+        """Return what is said of a command that is refused; it has no output."""
+        found, out, err = self(*arguments)
+        assert (found, out) == (code, ""), (arguments, err)
+        assert lines in (None, err.count("\n")), (arguments, err)
+        return err
+
+
 @pytest.fixture
 def command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Callable[..., tuple[int, str, str]]:
-    """Run a command that starts nothing inside this process: returns code, output and errors."""
+) -> CommandLine:
+    """Run a command here; it finds the distribution that is not ours."""
     monkeypatch.syspath_prepend(str(THIRD_PARTY))
     monkeypatch.chdir(tmp_path)
-
-    def run_here(*arguments: str) -> tuple[int, str, str]:
-        code = run(arguments)
-        return code, *capsys.readouterr()
-
-    return run_here
+    return CommandLine(capsys)
 
 
 @pytest.fixture
 def completed(
-    command: Callable[..., tuple[int, str, str]],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    command: CommandLine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[[str], str]:
     """Return what the command offers bash for the last of these words."""
 

@@ -11,8 +11,7 @@ from drivetrain_launch.commands.options import FLAGS, command_line_layer
 
 
 def test_launch_help_states_default_and_yaml_key_of_every_flag(command):
-    code, out, _ = command("launch", "--help")
-    assert code == 0
+    out = command.output("launch", "--help")
     text = " ".join(out.split())
     for flag in FLAGS:
         assert flag.names[0] in text
@@ -66,11 +65,10 @@ def test_flag_and_set_that_contradict_are_refused():
 
 def test_dry_run_shows_origin_mesh_and_cost_and_starts_nothing(command, tmp_path):
     (tmp_path / "run.yaml").write_text("accumulation: 4\nstrategy: {name: toy, spoons: 3}\n")
-    code, out, err = command(
+    out = command.output(
         "launch", "--config", "run.yaml", "--nproc_per_node", "3", "--mixed-precision", "bf16",
         "--dry-run", "no-such-script.py",
     )  # fmt: skip
-    assert code == 0, err
     rows = {tuple(line.split()[:2]): line for line in out.splitlines() if line.split()}
     assert rows["accumulation", "4"].endswith("run.yaml:1")
     assert rows["launch.nproc_per_node", "3"].endswith("--nproc-per-node 3")
@@ -84,9 +82,8 @@ def test_dry_run_shows_origin_mesh_and_cost_and_starts_nothing(command, tmp_path
     assert "\x1b" not in out
 
 
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
+def test_bad_input_exits_with_2_and_says_why(command, tmp_path):
+    for arguments, text in (
         (["--set", "precison=bf16", "x.py"], "did you mean 'precision'"),
         (["--nproc-per-node", "0", "x.py"], "--nproc-per-node 0: launch.nproc_per_node: expected"),
         (["--nproc-per-node", "two", "x.py"], "found 'two'"),
@@ -110,30 +107,25 @@ def test_dry_run_shows_origin_mesh_and_cost_and_starts_nothing(command, tmp_path
         (["--log-dir", "x.py", "x.py"], "launch.log_dir: expected a folder that exists or can be"),
         (["."], "cannot run the script '.': it is a folder;"),
         (["--wrong-option", "x.py"], "No such option"),
-    ],
-)
-def test_bad_input_exits_with_2_and_says_why(command, tmp_path, arguments, text):
-    (tmp_path / "x.py").write_text("")
-    (tmp_path / "bytes.yaml").write_bytes(b"\xff\xfe")
-    (tmp_path / "broken.yaml").write_text("a: [1, }")
-    (tmp_path / "list.yaml").write_text("- a\n- b\n")
-    (tmp_path / "keys.yaml").write_text("seed: 1\nlaunch:\n  nnode: 2\n")
-    code, _, err = command("launch", "--strategy", "toy", *arguments)
-    assert code == 2
-    assert text in " ".join(err.split())
+    ):
+        (tmp_path / "x.py").write_text("")
+        (tmp_path / "bytes.yaml").write_bytes(b"\xff\xfe")
+        (tmp_path / "broken.yaml").write_text("a: [1, }")
+        (tmp_path / "list.yaml").write_text("- a\n- b\n")
+        (tmp_path / "keys.yaml").write_text("seed: 1\nlaunch:\n  nnode: 2\n")
+        err = command.error("launch", "--strategy", "toy", *arguments)
+        assert text in " ".join(err.split()), arguments
 
 
 def test_unknown_command_names_the_nearest(command):
-    code, _, err = command("lunch")
-    assert code == 2
+    err = command.error("lunch")
     assert "unknown command 'lunch'; did you mean 'launch'?" in err
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_completion_scripts_name_the_command(command, shell):
-    code, out, _ = command("completion", shell)
-    assert code == 0
-    assert "_DRIVETRAIN_COMPLETE" in out
+def test_completion_scripts_name_the_command(command):
+    for shell in ("bash", "zsh", "fish"):
+        out = command.output("completion", shell)
+        assert "_DRIVETRAIN_COMPLETE" in out, shell
 
 
 def test_completion_offers_commands_and_installed_strategies(completed):
@@ -148,9 +140,8 @@ def test_completion_offers_commands_and_installed_strategies(completed):
     assert completed("config explain launch.nn") == "plain,launch.nnodes\n"
 
 
-@pytest.mark.parametrize(
-    ("flags", "assignments"),
-    [
+def test_contradiction_is_found_in_every_spelling():
+    for flags, assignments in (
         ({"strategy": "ddp"}, ["strategy=zero3"]),
         ({"strategy": "ddp"}, ["strategy.name=zero3"]),
         ({"strategy": "ddp"}, ["strategy={name: zero3}"]),
@@ -158,11 +149,11 @@ def test_completion_offers_commands_and_installed_strategies(completed):
         ({}, ["strategy.name=ddp", "strategy=zero3"]),
         ({}, ["seed=1", "seed=2"]),
         ({"nnodes": "2"}, ["launch={nnodes: 3}"]),
-    ],
-)
-def test_contradiction_is_found_in_every_spelling(flags, assignments):
-    with pytest.raises(ConfigError, match=f"{re.escape(assignments[0])}.* contradict each other"):
-        command_line_layer(flags, assignments)
+    ):
+        with pytest.raises(
+            ConfigError, match=f"{re.escape(assignments[0])}.* contradict each other"
+        ):
+            command_line_layer(flags, assignments)
 
 
 def test_options_that_agree_are_no_contradiction():
@@ -170,8 +161,8 @@ def test_options_that_agree_are_no_contradiction():
     assert layer.values == {"strategy": {"name": "zero3", "prefetch": 2}}
 
 
-@pytest.mark.parametrize("system", ["darwin", "win32"])
-def test_other_systems_are_refused_with_a_sentence(monkeypatch, system):
-    monkeypatch.setattr(cli.sys, "platform", system)
-    with pytest.raises(SystemExit, match=f"expected Linux, .* found {system}; take a Linux"):
-        cli.main()
+def test_other_systems_are_refused_with_a_sentence(monkeypatch):
+    for system in ("darwin", "win32"):
+        monkeypatch.setattr(cli.sys, "platform", system)
+        with pytest.raises(SystemExit, match=f"expected Linux, .* found {system}; take a Linux"):
+            cli.main()

@@ -1,7 +1,9 @@
 """Short runs of Trainers on tiny Llamas: of transformers and of TRL, plain or under a strategy."""
 
 import copy
+import json
 import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,15 @@ from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
 WORDS, LENGTH, STEPS, BATCH = 64, 16, 20, 8
+STRATEGIES = {name: {"name": name} for name in ("ddp", "zero2", "zero3", "fsdp")}
+STRATEGIES |= {axis: {"name": "megatron", axis: 2} for axis in ("tp", "pp")}
+
+
+def launched(monkeypatch: Any, folder: Path, strategy: str, **settings: object) -> None:
+    """Let this process find a launch configuration."""
+    path = folder / f"launched-{os.getpid()}.json"
+    path.write_text(json.dumps({"strategy": STRATEGIES[strategy], **settings}))
+    monkeypatch.setenv("DRIVETRAIN_CONFIG", str(path))
 
 
 def tiny_llama() -> LlamaForCausalLM:

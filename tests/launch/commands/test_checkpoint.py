@@ -120,8 +120,7 @@ def test_a_manifest_without_aliases_is_read(command, saved):
             del model["aliases"]
 
     resign(saved, drop)
-    code, out, _ = command("checkpoint", "inspect", str(saved), "--json")
-    assert code == 0
+    out = command.output("checkpoint", "inspect", str(saved), "--json")
     assert json.loads(out)["models"][0]["aliases"] == {}
     assert command("checkpoint", "verify", str(saved))[0] == 0
 
@@ -150,8 +149,7 @@ def test_verify_lists_all_that_is_wrong(command, saved):
     content[-1] ^= 1
     other.write_bytes(content)
     (saved / "rank-00000.safetensors").unlink()
-    code, out, err = command("checkpoint", "verify", str(saved))
-    assert (code, out) == (4, "")
+    err = command.error("checkpoint", "verify", str(saved), code=4)
     lines = err.splitlines()
     assert len(lines) == 3
     assert any("model-0-weights" in line and "bytes, found" in line for line in lines)
@@ -161,8 +159,7 @@ def test_verify_lists_all_that_is_wrong(command, saved):
 
 def test_verify_sees_a_damaged_manifest_and_a_newer_format(command, saved):
     resign(saved, lambda body: body.update(version=9))
-    code, _, err = command("checkpoint", "verify", str(saved))
-    assert code == 4
+    err = command.error("checkpoint", "verify", str(saved), code=4)
     assert "expected format version 1" in err
     (saved / "manifest.json").write_text("{")
     assert "is not JSON" in command("checkpoint", "verify", str(saved))[2]
@@ -175,8 +172,7 @@ def test_verify_sees_parts_that_overlap_and_are_of_the_wrong_kind(command, saved
         body["models"][0]["tensors"][1]["parts"][0]["key"] = "none"
 
     resign(saved, twice)
-    code, _, err = command("checkpoint", "verify", str(saved))
-    assert code == 4
+    err = command.error("checkpoint", "verify", str(saved), code=4)
     assert "'embedding.weight': expected each element in one part" in err
     assert "expected 12 elements of F32 as 'embedding.weight'" in err
     assert "expected 6 elements of BF16 as 'none', found nothing" in err
@@ -231,16 +227,14 @@ def test_export_options(command, saved, tmp_path):
 def test_names_that_were_saved_twice_are_written_once(command, tmp_path):
     shards = [whole("a", WEIGHT), whole("b", WEIGHT)]
     save_checkpoint(tmp_path / "ck", Contents(models=[shards], aliases=[{"b": "a"}]), world=World())
-    code, out, _ = command("checkpoint", "export", "ck", "--output", "out")
-    assert code == 0
+    out = command.output("checkpoint", "export", "ck", "--output", "out")
     assert "b is tied to a and written once" in out
     assert list(dict(read_export(tmp_path / "out"))) == ["a"]
 
 
 def test_export_refuses_what_it_cannot_do(command, saved, tmp_path):
     def refused(*options):
-        code, _, err = command("checkpoint", "export", str(saved), "--output", "out", *options)
-        assert code == 4
+        err = command.error("checkpoint", "export", str(saved), "--output", "out", *options, code=4)
         assert not (tmp_path / "out").exists() or files(tmp_path / "out") == []
         return err
 
@@ -275,7 +269,6 @@ def test_export_holds_one_tensor_at_a_time(command, tmp_path, monkeypatch, dtype
         return tensor
 
     monkeypatch.setattr(ModelReader, "read", counted)
-    code, *_ = command("checkpoint", "export", "ck", "--output", "out", "--dtype", dtype)
-    assert code == 0
+    command.output("checkpoint", "export", "ck", "--output", "out", "--dtype", dtype)
     assert len(most) == 6
     assert max(most) == 0  # nothing of the earlier ones when the next is read

@@ -31,16 +31,13 @@ def cluster(tmp_path):
         path.write_text(text)
         path.chmod(0o755)
 
+    paths = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+
     def run(batch, code):
         seen = tmp_path / f"seen-{code}"
         ended = subprocess.run(
             ["bash", "-u", "-c", batch],
-            env={
-                "PATH": f"{tmp_path}:{os.environ['PATH']}",
-                "SEEN": str(seen),
-                "CODE": str(code),
-                "SLURM_JOB_ID": "17",
-            },
+            env=paths | {"SEEN": str(seen), "CODE": str(code), "SLURM_JOB_ID": "17"},
             check=False,
         )
         return ended.returncode, seen.read_text().splitlines()
@@ -50,8 +47,7 @@ def cluster(tmp_path):
 
 def test_a_batch_script_requeues_a_run_that_saved(command, script, cluster):
     asked = ("--devices", "8", "--time", "1:00:00", "--sbatch=--exclusive", script, "--tag", "a b")
-    code, batch, err = command("manifest", "slurm", *HOSTS, *asked)
-    assert code == 0, err
+    batch = command.output("manifest", "slurm", *HOSTS, *asked)
     for directive in ("nodes=2", "gpus-per-node=8", "signal=USR1@120", "time=1:00:00", "exclusive"):
         assert f"#SBATCH --{directive}\n" in batch
     ended, seen = cluster(batch, 75)
@@ -67,8 +63,7 @@ def test_a_batch_script_requeues_a_run_that_saved(command, script, cluster):
 
 def test_a_batch_script_of_an_elastic_run_keeps_the_nodes_that_are_left(command, script, cluster):
     asked = ("--devices", "8", "--set", "launch.min_nnodes=1", script)
-    code, batch, err = command("manifest", "slurm", *HOSTS, *asked)
-    assert code == 0, err
+    batch = command.output("manifest", "slurm", *HOSTS, *asked)
     assert "#SBATCH --no-kill\n" in batch
     ended, seen = cluster(batch, 93)
     assert (ended, seen[1:3]) == (93, ["--no-kill", "--kill-on-bad-exit=0"])
@@ -81,9 +76,7 @@ def test_a_batch_script_of_an_elastic_run_keeps_the_nodes_that_are_left(command,
 @pytest.mark.parametrize("kind", ["trainjob", "jobset"])
 def test_kubernetes_takes_the_objects_and_knows_the_exit_codes(command, kind):
     asked = ("--image", "registry/image:1", "--kind", kind, "--devices", "8", "train.py", "--lr=1")
-    code, text, err = command("manifest", "kubernetes", *HOSTS, *asked)
-    assert code == 0, err
-    objects = list(yaml.safe_load_all(text))
+    objects = list(yaml.safe_load_all(command.output("manifest", "kubernetes", *HOSTS, *asked)))
     for each in objects:
         prefix = "JobsetV1alpha2" if each["kind"] == "JobSet" else "TrainerV1alpha1"
         # A field that the schema does not know would be lost on the way.
@@ -91,13 +84,9 @@ def test_kubernetes_takes_the_objects_and_knows_the_exit_codes(command, kind):
         assert read.to_dict() == each
     spec = objects[0]["spec"] if kind == "jobset" else objects[0]["spec"]["template"]["spec"]
     indexed = spec["replicatedJobs"][0]["template"]["spec"]
-    rules = indexed["podFailurePolicy"]["rules"]
-    assert {
-        code: rule["action"]
-        for rule in rules
-        if "onExitCodes" in rule
-        for code in rule["onExitCodes"]["values"]
-    } == {75: "Ignore"} | dict.fromkeys([2, 4, 9, 93], "FailJob")
+    exits = [rule for rule in indexed["podFailurePolicy"]["rules"] if "onExitCodes" in rule]
+    actions = {code: rule["action"] for rule in exits for code in rule["onExitCodes"]["values"]}
+    assert actions == {75: "Ignore"} | dict.fromkeys([2, 4, 9, 93], "FailJob")
     assert spec["failurePolicy"]["maxRestarts"] == 3
     assert indexed["template"]["spec"]["terminationGracePeriodSeconds"] == 120
     container = indexed["template"]["spec"]["containers"][0]
@@ -110,8 +99,7 @@ def test_kubernetes_takes_the_objects_and_knows_the_exit_codes(command, kind):
 
 def test_skypilot_gets_a_task_for_spot_hosts(command, script):
     asked = ("--accelerators", "H100:8", "--spot", "--restarts", "5", script, "a b")
-    code, text, err = command("manifest", "skypilot", *HOSTS, *asked)
-    assert code == 0, err
+    text = command.output("manifest", "skypilot", *HOSTS, *asked)
     task = yaml.safe_load(text)
     assert task["num_nodes"] == 2
     assert task["resources"] == {
@@ -137,16 +125,13 @@ def test_the_arguments_are_the_configuration(tmp_path):
     assert after.to_dict() == expected
 
 
-@pytest.mark.parametrize(
-    ("script", "name"), [("runs/My_train 2.py", "my-train-2"), ("9.py", "train"), ("a.b", "a-b")]
-)
-def test_a_job_is_named_after_its_script(script, name):
-    assert name_from(script) == name
+def test_a_job_is_named_after_its_script():
+    for script, name in (("runs/My_train 2.py", "my-train-2"), ("9.py", "train"), ("a.b", "a-b")):
+        assert name_from(script) == name, script
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
+def test_a_wrong_request_is_one_line(command, script):
+    for arguments, message in (
         (("slurm", "train.py"), "launch.nproc_per_node: auto"),
         (("slurm", "--devices", "-1", "train.py"), "--devices: expected at least 0, found -1"),
         (("slurm", "--devices", "0", "--notice", "0", "train.py"), "--notice: expected at least 1"),
@@ -156,10 +141,6 @@ def test_a_job_is_named_after_its_script(script, name):
         (("slurm", "--devices", "0", "other.py"), "cannot run the script 'other.py'"),
         (("slurm", "--devices", "0", "--output", "train.py", "train.py"), "expected a new file"),
         (("kubernetes", "--image", "i", "--devices", "1"), "expected a SCRIPT"),
-    ],
-)
-def test_a_wrong_request_is_one_line(command, script, arguments, message):
-    code, out, err = command("manifest", *arguments)
-    assert (code, out) == (2, "")
-    assert message in err
-    assert len(err.splitlines()) == 1
+    ):
+        err = command.error("manifest", *arguments, lines=1)
+        assert message in err, arguments

@@ -32,6 +32,13 @@ def wizard(command):
     return Wizard(strategies())
 
 
+def answered(wizard, strategy, *answers):
+    """Take defaults until the question about the strategy; answer it and the next ones."""
+    at(wizard, STRATEGY_KEY)
+    for each in (strategy, *answers):
+        wizard.answer(each)
+
+
 def walk(wizard):
     """Take every default; return the keys in the order in which they were asked."""
     keys = []
@@ -70,20 +77,16 @@ def test_several_hosts_are_asked_where_they_meet(wizard):
 
 
 def test_a_store_of_files_is_asked_for_its_directory(wizard):
-    at(wizard, STRATEGY_KEY)
-    wizard.answer("offload")
-    wizard.answer("nvme")
+    answered(wizard, "offload", "nvme")
     with pytest.raises(ConfigError, match=r"expected offload\.path with the store nvme"):
         wizard.read(wizard.current, "")
-    wizard.answer("/mnt/nvme")
-    assert wizard.current is None
-
-
-def test_enter_leaves_a_text_empty(wizard):
-    at(wizard, STRATEGY_KEY)
-    wizard.answer("offload")
+    wizard.back()
     wizard.answer("cpu")
     assert wizard.read(wizard.current, "") == ""
+    wizard.back()
+    wizard.answer("nvme")
+    wizard.answer("/mnt/nvme")
+    assert wizard.current is None
 
 
 def test_default_path_is_short_and_the_default_strategy_stands_first(wizard):
@@ -96,26 +99,17 @@ def test_default_path_is_short_and_the_default_strategy_stands_first(wizard):
     assert len(walk(wizard)) <= 2
 
 
-def test_answers_become_a_configuration(wizard):
-    at(wizard, STRATEGY_KEY)
-    wizard.answer("toy")
-    wizard.answer("salted")
-    wizard.answer(9)
+def test_answers_become_a_file_that_says_the_meaning_of_each_key(wizard):
+    answered(wizard, "toy", "salted", 9)
     assert wizard.current is None
-    assert list(wizard.values()) == ["strategy", "launch", *RUN_KEYS]
-    assert wizard.values()["strategy"] == {"name": "toy", "flavor": "salted", "spoons": 9}
-    assert wizard.values()["launch"]["nnodes"] == 1
-
-
-def test_file_says_the_meaning_of_each_key(wizard):
-    at(wizard, STRATEGY_KEY)
-    wizard.answer("toy")
-    walk(wizard)
-    text = wizard.text()
+    values, text = wizard.values(), wizard.text()
+    assert list(values) == ["strategy", "launch", *RUN_KEYS]
+    assert values["strategy"] == {"name": "toy", "flavor": "salted", "spoons": 9}
+    assert values["launch"]["nnodes"] == 1
     assert "name: toy  # averages each gradient by itself\n" in text
     assert "accumulation: 1  # Micro-batches per optimizer step.\n" in text
     assert max(map(len, text.splitlines())) <= 80
-    assert yaml.safe_load(text) == wizard.values()
+    assert yaml.safe_load(text) == values
 
 
 def test_hints_break_between_words(monkeypatch):
@@ -126,11 +120,13 @@ def test_hints_break_between_words(monkeypatch):
 
 
 def test_back_keeps_the_answer_as_the_default(wizard):
-    at(wizard, STRATEGY_KEY)
-    wizard.answer("toy")
-    wizard.answer("salted")
+    answered(wizard, "toy", "salted")
     wizard.back()
     assert (wizard.current.key, wizard.current.default) == ("strategy.flavor", "salted")
+    wizard.back()
+    wizard.answer(strategies().default())  # drops the options of the first one
+    chosen = {key for key in wizard.answers if key.startswith("strategy.")}
+    assert chosen == {STRATEGY_KEY}
     wizard.back()
     wizard.back()
     assert wizard.current.key == RUN_KEYS[-1]
@@ -140,27 +136,11 @@ def test_back_keeps_the_answer_as_the_default(wizard):
     assert not wizard.can_go_back
 
 
-def test_another_strategy_drops_the_options_of_the_first(wizard):
-    at(wizard, STRATEGY_KEY)
-    wizard.answer("toy")
-    wizard.answer("salted")
-    wizard.back()
-    wizard.back()
-    wizard.answer(strategies().default())
-    chosen = {key for key in wizard.answers if key.startswith("strategy.")}
-    assert chosen == {STRATEGY_KEY}
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [("0", "at least 1, found 0"), ("10", "at most 9, found 10"), ("many", "found 'many'")],
-)
-def test_typed_answers_are_held_to_the_limits(wizard, text, message):
-    at(wizard, STRATEGY_KEY)
-    wizard.answer("toy")
-    wizard.answer("plain")
-    with pytest.raises(ConfigError, match=f"^strategy.spoons: .*{message}"):
-        wizard.read(wizard.current, text)
+def test_typed_answers_are_held_to_the_limits(wizard):
+    answered(wizard, "toy", "plain")
+    for text, message in (("0", "at least 1, found 0"), ("10", "at most 9"), ("many", "'many'")):
+        with pytest.raises(ConfigError, match=f"^strategy.spoons: .*{message}"):
+            wizard.read(wizard.current, text)
     assert wizard.read(wizard.current, "7") == 7
 
 
@@ -245,10 +225,7 @@ def test_usual_strategy_is_proposed_where_it_fits(wizard):
         "Proposed: ddp, because it is the usual strategy, holds 14.9 GiB on a device, and fits in "
         "80.0 GiB with room for activations, for 1B parameters on 8 ranks."
     )
-
-
-def test_model_that_does_not_fit_whole_is_divided(wizard):
-    question = proposed(wizard, facts__memory="a100", facts__model="7B")
+    question = proposed(Wizard(strategies()), facts__memory="a100", facts__model="7B")
     assert question.default != strategies().default()
     held = float(question.help.partition("holds ")[2].partition(" GiB")[0])
     assert held < 0.75 * 80 < 7 * 14.9
@@ -305,12 +282,10 @@ def test_slow_link_asks_how_far_from_exact_training_may_be(wizard):
     wizard.answer("memory")
     assert wizard.current.key != "links.allow"
     assert "links" not in wizard.values()
-
-
-def test_slow_link_inside_of_a_host_asks_nothing_about_honesty(wizard):
-    at(wizard, NEED)
-    wizard.answer("link")
-    assert wizard.current.key != "links.allow"
+    inside = Wizard(strategies())
+    at(inside, NEED)
+    inside.answer("link")  # of one host, which asks nothing
+    assert inside.current.key != "links.allow"
 
 
 def test_slow_link_divides_inside_of_hosts_what_does_not_fit_whole(wizard):
@@ -321,13 +296,9 @@ def test_slow_link_divides_inside_of_hosts_what_does_not_fit_whole(wizard):
     assert (wizard.current.key, wizard.current.default) == ("strategy.sharding", "hybrid")
 
 
-def test_nothing_that_fits_is_said(wizard):
+def test_sizes_of_the_proposed_form_are_the_defaults_of_its_questions(wizard):
     question = proposed(wizard, facts__memory="1", facts__model="7B")
     assert "because nothing fits in 1.0 GiB with room for activations" in question.help
-
-
-def test_sizes_of_the_proposed_form_are_the_defaults_of_its_questions(wizard):
-    proposed(wizard, facts__memory="1", facts__model="7B")
     proposal = wizard._proposal()
     wizard.answer(proposal.strategy)
     asked = {}
@@ -339,9 +310,7 @@ def test_sizes_of_the_proposed_form_are_the_defaults_of_its_questions(wizard):
 
 
 def test_sizes_that_fit_one_number_of_ranks_are_refused_for_any_number(wizard):
-    at(wizard, STRATEGY_KEY)
-    wizard.answer("megatron")
-    wizard.answer(2)
+    answered(wizard, "megatron", 2)
     assert wizard.current.key == "strategy.pp"
     with pytest.raises(ConfigError, match=r"left open \(auto\).* go back and give the number"):
         wizard.answer(1)
@@ -366,26 +335,22 @@ TYPED = {
 }
 
 
-@pytest.mark.parametrize("name", offered())
-def test_every_typed_question_of_a_strategy_has_answers_to_draw(wizard, name):
-    at(wizard, STRATEGY_KEY)
-    wizard.answer(name)
-    asked = [question for question in wizard._questions() if not question.choices]
-    assert {question.key for question in asked} <= TYPED.keys()
+def test_every_typed_question_of_a_strategy_has_answers_to_draw(command):
+    for name in offered():
+        wizard = Wizard(strategies())
+        answered(wizard, name)
+        asked = [question for question in wizard._questions() if not question.choices]
+        assert {question.key for question in asked} <= TYPED.keys(), name
 
 
-@pytest.mark.parametrize("hardware", TYPED["strategy.hardware"])
-def test_auto_launches_with_the_hardware_that_the_wizard_asks_for(wizard, tmp_path, hardware):
-    at(wizard, STRATEGY_KEY)
-    wizard.answer("auto")
-    wizard.answer(wizard.read(wizard.current, hardware))
-    assert wizard.current is None
-    launches(wizard, tmp_path / "run.yaml")
-
-
-def test_auto_refuses_hardware_that_it_would_not_find(wizard, tmp_path):
-    at(wizard, STRATEGY_KEY)
-    wizard.answer("auto")
+def test_auto_launches_with_the_hardware_that_the_wizard_asks_for(command, tmp_path):
+    for hardware in TYPED["strategy.hardware"]:
+        wizard = Wizard(strategies())
+        answered(wizard, "auto")
+        wizard.answer(wizard.read(wizard.current, hardware))
+        assert wizard.current is None, hardware
+        launches(wizard, tmp_path / "run.yaml")
+    wizard.back()
     with pytest.raises(ConfigError, match=r"unknown hardware 'h201'; did you mean h200"):
         wizard.answer("h201")
     wrong = tmp_path / "measured.yaml"

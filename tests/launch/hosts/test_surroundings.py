@@ -9,54 +9,35 @@ from drivetrain_launch.hosts.surroundings import check_agreement, recognise
 from drivetrain_launch.ranks.placement import Seat
 from drivetrain_launch.ranks.secret import FILE_VARIABLE, SECRET_VARIABLE, shared_secret
 
-PET = {
-    "PET_NNODES": "2",
-    "PET_NODE_RANK": "1",
-    "PET_NPROC_PER_NODE": "4",
-    "PET_MASTER_ADDR": "job-node-0-0.job",
-    "PET_MASTER_PORT": "29500",
-}
-STEP = {
-    "SLURM_JOB_ID": "4711",
-    "SLURM_STEP_ID": "0",
-    "SLURM_STEP_NUM_NODES": "2",
-    "SLURM_STEP_NUM_TASKS": "2",
-    "SLURM_STEP_NODELIST": "n[07-08]",
-    "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
-    "SLURM_NODEID": "1",
-    "SLURM_PROCID": "1",
-    "SLURM_LOCALID": "0",
-}
-DEVICES = STEP | {
-    "SLURM_STEP_NUM_TASKS": "8",
-    "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
-    "SLURM_PROCID": "6",
-    "SLURM_LOCALID": "2",
-}
-MPI = {
-    "OMPI_COMM_WORLD_RANK": "3",
-    "OMPI_COMM_WORLD_SIZE": "4",
-    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
-    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
-    "MASTER_ADDR": "n1",
-}
-MPICH = {
-    "PMI_RANK": "1",
-    "PMI_SIZE": "4",
-    "MPI_LOCALRANKID": "1",
-    "MPI_LOCALNRANKS": "2",
-    "MASTER_ADDR": "fe80::1",
-    "MASTER_PORT": "29400",
-}
-PALS = {
-    "PALS_RANKID": "1",
-    "PMI_SIZE": "4",
-    "PALS_LOCAL_RANKID": "1",
-    "PALS_LOCAL_SIZE": "4",
-    "MASTER_ADDR": "n1",
-}
-PLAIN = {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "n1", "MASTER_PORT": "1234"}
-LOCAL = {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+
+def variables(text):
+    """Return the variables of a text of NAME=VALUE."""
+    return dict(pair.split("=", 1) for pair in text.split())
+
+
+PET = variables(
+    "PET_NNODES=2 PET_NODE_RANK=1 PET_NPROC_PER_NODE=4 PET_MASTER_ADDR=job-node-0-0.job "
+    "PET_MASTER_PORT=29500"
+)
+STEP = variables(
+    "SLURM_JOB_ID=4711 SLURM_STEP_ID=0 SLURM_STEP_NUM_NODES=2 SLURM_STEP_NUM_TASKS=2 "
+    "SLURM_STEP_NODELIST=n[07-08] SLURM_STEP_TASKS_PER_NODE=1(x2) SLURM_NODEID=1 SLURM_PROCID=1 "
+    "SLURM_LOCALID=0"
+)
+DEVICES = STEP | variables(
+    "SLURM_STEP_NUM_TASKS=8 SLURM_STEP_TASKS_PER_NODE=4(x2) SLURM_PROCID=6 SLURM_LOCALID=2"
+)
+MPI = variables(
+    "OMPI_COMM_WORLD_RANK=3 OMPI_COMM_WORLD_SIZE=4 OMPI_COMM_WORLD_LOCAL_RANK=1 "
+    "OMPI_COMM_WORLD_LOCAL_SIZE=2 MASTER_ADDR=n1"
+)
+MPICH = variables(
+    "PMI_RANK=1 PMI_SIZE=4 MPI_LOCALRANKID=1 MPI_LOCALNRANKS=2 MASTER_ADDR=fe80::1 "
+    "MASTER_PORT=29400"
+)
+PALS = variables("PALS_RANKID=1 PMI_SIZE=4 PALS_LOCAL_RANKID=1 PALS_LOCAL_SIZE=4 MASTER_ADDR=n1")
+PLAIN = variables("RANK=3 WORLD_SIZE=4 MASTER_ADDR=n1 MASTER_PORT=1234")
+LOCAL = variables("LOCAL_RANK=1 LOCAL_WORLD_SIZE=2")
 SKY = {
     "SKYPILOT_NODE_IPS": "10.0.0.4\n10.0.0.5",
     "SKYPILOT_NUM_NODES": "2",
@@ -65,9 +46,8 @@ SKY = {
 }
 
 
-@pytest.mark.parametrize(
-    ("environment", "hosts", "seat", "run"),
-    [
+def test_recognised():
+    for environment, hosts, seat, run in (
         (PET, (2, 1, "job-node-0-0.job:29500"), None, ""),
         (STEP, (2, 1, "n07:31110"), None, "4711.0"),
         (DEVICES, (8, 6, "n07:31110"), Seat(local_rank=2, local_size=4), "4711.0"),
@@ -79,44 +59,53 @@ SKY = {
         (PLAIN, (4, 3, "n1:1234"), Seat(), ""),
         (PLAIN | LOCAL, (4, 3, "n1:1234"), Seat(local_rank=1, local_size=2), ""),
         (PLAIN | STEP, (2, 1, "n07:31110"), None, "4711.0"),
-        (PET | {"PET_NODE_RANK": "", "JOB_COMPLETION_INDEX": "1"},
-         (2, 1, "job-node-0-0.job:29500"), None, ""),
-        (PET | {"PET_RDZV_ENDPOINT": "h:1", "PET_MASTER_ADDR": ""}, (2, 1, "h:1"), None, ""),
-    ],
-)  # fmt: skip
-def test_recognised(environment, hosts, seat, run):
-    found = recognise(environment)
-    values = {key.removeprefix("launch."): value for key, value, _ in found.entries}
-    assert (values["nnodes"], values["node_rank"], values["rdzv_endpoint"]) == hosts
-    assert found.seat == seat
-    assert found.run == run
-    if seat:
-        assert values["nproc_per_node"] == 1
-    names = " ".join(variables for _, _, variables in found.entries)
-    assert "=" in names
-    for variable in ("NNODES", "NODE_RANK"):
-        if environment.get(f"PET_{variable}"):
-            assert f"PET_{variable}={environment[f'PET_{variable}']}" in names
-
-
-@pytest.mark.parametrize(
-    "environment",
-    [{}, {"SLURM_JOB_ID": "1", "SLURM_NNODES": "1"}, {"PMI_SIZE": "1", "PMI_RANK": "0"},
-     {"SLURM_JOB_ID": "1", "SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_NNODES": "1",
-      "SLURM_NTASKS": "1", "SLURM_NODEID": "0", "SLURM_NODELIST": "n1"},
-     {"RANK": "0", "WORLD_SIZE": "1"}, PLAIN | {"DRIVETRAIN_CONFIG": "config.yaml"}],
-)  # fmt: skip
-def test_nothing_to_recognise(environment):
-    assert recognise(environment) is None
-
-
-@pytest.mark.parametrize(
-    ("environment", "text"),
-    [
         (
-            {"RANK": "0"},
-            "expected the variables RANK, WORLD_SIZE, found RANK alone; set WORLD_SIZE",
+            PET | {"PET_NODE_RANK": "", "JOB_COMPLETION_INDEX": "1"},
+            (2, 1, "job-node-0-0.job:29500"),
+            None,
+            "",
         ),
+        (PET | {"PET_RDZV_ENDPOINT": "h:1", "PET_MASTER_ADDR": ""}, (2, 1, "h:1"), None, ""),
+    ):
+        found = recognise(environment)
+        values = {key.removeprefix("launch."): value for key, value, _ in found.entries}
+        assert (values["nnodes"], values["node_rank"], values["rdzv_endpoint"]) == hosts, (
+            environment
+        )
+        assert found.seat == seat, environment
+        assert found.run == run, environment
+        if seat:
+            assert values["nproc_per_node"] == 1, environment
+        names = " ".join(variables for _, _, variables in found.entries)
+        assert "=" in names, environment
+        for variable in ("NNODES", "NODE_RANK"):
+            if environment.get(f"PET_{variable}"):
+                assert f"PET_{variable}={environment[f'PET_{variable}']}" in names, environment
+
+
+def test_nothing_to_recognise():
+    for environment in (
+        {},
+        {"SLURM_JOB_ID": "1", "SLURM_NNODES": "1"},
+        {"PMI_SIZE": "1", "PMI_RANK": "0"},
+        {
+            "SLURM_JOB_ID": "1",
+            "SLURM_STEP_ID": "0",
+            "SLURM_PROCID": "0",
+            "SLURM_NNODES": "1",
+            "SLURM_NTASKS": "1",
+            "SLURM_NODEID": "0",
+            "SLURM_NODELIST": "n1",
+        },
+        {"RANK": "0", "WORLD_SIZE": "1"},
+        PLAIN | {"DRIVETRAIN_CONFIG": "config.yaml"},
+    ):
+        assert recognise(environment) is None, environment
+
+
+def test_half_set_and_contradictory_variables():
+    for environment, text in (
+        ({"RANK": "0"}, "expected the variables RANK, WORLD_SIZE, found RANK alone; set"),
         (PLAIN | {"MASTER_ADDR": ""}, "set MASTER_ADDR, or give --nnodes"),
         (PLAIN | {"RANK": "4"}, "RANK=4 and WORLD_SIZE=4 contradict each other"),
         (PLAIN | {"LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "2"}, "LOCAL_RANK=2 and LOCAL_WORLD"),
@@ -136,28 +125,20 @@ def test_nothing_to_recognise(environment):
         (STEP | {"SLURM_NODEID": "2"}, "contradict each other"),
         (DEVICES | {"SLURM_STEP_TASKS_PER_NODE": "x"}, "expected the tasks of node 1"),
         (SKY | {"SKYPILOT_NUM_NODES": "3"}, "SKYPILOT_NODE_IPS with 2 addresses contradict"),
-    ],
-)
-def test_half_set_and_contradictory_variables(environment, text):
-    with pytest.raises(ConfigError, match=text) as raised:
-        recognise(environment)
-    assert "\n" not in str(raised.value)
+    ):
+        with pytest.raises(ConfigError, match=text) as raised:
+            recognise(environment)
+        assert "\n" not in str(raised.value), environment
 
 
-@pytest.mark.parametrize(
-    ("text", "names"),
-    [
+def test_lists_of_nodes():
+    for text, names in (
         ("n1", ["n1"]),
         ("n[1-3,7]", ["n1", "n2", "n3", "n7"]),
         ("gpu-[08-10]-ib,x", ["gpu-08-ib", "gpu-09-ib", "gpu-10-ib", "x"]),
         ("r[1-2]n[1-2]", ["r1n1", "r1n2", "r2n1", "r2n2"]),
-    ],
-)
-def test_lists_of_nodes(text, names):
-    assert node_names(text) == names
-
-
-def test_tasks_per_node():
+    ):
+        assert node_names(text) == names, text
     assert [tasks_on("4(x2),3", node) for node in range(3)] == [4, 4, 3]
 
 
@@ -176,9 +157,12 @@ def test_fewest_and_most_hosts_of_torchruns_variables():
     assert not [key for key, _, _ in same if key == "launch.min_nnodes"]
 
 
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
+def test_the_fewest_and_the_most_hosts_of_the_command_line(command):
+    place = ("--rdzv-endpoint", "h:1", "--nproc-per-node", "2", "--dry-run")
+    out = command.output("launch", "--nnodes", "2:4", *place, "--strategy", "toy")
+    lines = [" ".join(line.split()) for line in out.splitlines()]
+    assert {"launch.nnodes 4 --nnodes 2:4", "launch.min_nnodes 2 --nnodes 2:4"} <= set(lines)
+    for options, text in (
         (("--nnodes", "4:2"), "launch.min_nnodes: expected at most nnodes, 2, found 4"),
         (("--nnodes", "0:2"), "launch.min_nnodes: expected at least 1, found 0"),
         (("--nnodes", "x:2"), "launch.min_nnodes: expected"),
@@ -186,46 +170,29 @@ def test_fewest_and_most_hosts_of_torchruns_variables():
             ("--nnodes", "1:2", "--set", "strategy=megatron", "--set", "strategy.tp=4"),
             "launch.min_nnodes: the run could not go on with 1 hosts of 2 ranks",
         ),
-    ],
-)
-def test_numbers_of_hosts_that_cannot_be_are_refused(command, options, text):
-    place = ("--rdzv-endpoint", "h:1", "--nproc-per-node", "2", "--dry-run")
-    code, _, err = command("launch", *options, *place)
-    assert code == 2
-    assert text in " ".join(err.split()), err
-
-
-def test_the_command_line_names_the_fewest_and_the_most_hosts(command):
-    place = ("--rdzv-endpoint", "h:1", "--nproc-per-node", "2", "--dry-run", "--strategy", "toy")
-    code, out, _ = command("launch", "--nnodes", "2:4", *place)
-    assert code == 0
-    lines = [" ".join(line.split()) for line in out.splitlines()]
-    assert "launch.nnodes 4 --nnodes 2:4" in lines
-    assert "launch.min_nnodes 2 --nnodes 2:4" in lines
+    ):
+        err = command.error("launch", *options, *place)
+        assert text in " ".join(err.split()), err
 
 
 def test_dry_run_shows_what_was_recognised_and_from_which_variable(command, monkeypatch):
     for name, text in PET.items():
         monkeypatch.setenv(name, text)
-    code, out, _ = command("launch", "--strategy", "toy", "--dry-run")
-    assert code == 0
+    out = command.output("launch", "--strategy", "toy", "--dry-run")
     lines = [" ".join(line.split()) for line in out.splitlines()]
     assert "launch.nnodes 2 torchrun's variables: PET_NNODES=2" in lines
     assert "launch.nproc_per_node 4 torchrun's variables: PET_NPROC_PER_NODE=4" in lines
     assert any(line.startswith("Mesh: dp=8 (2 x 4 ranks)") for line in lines)
-    code, out, _ = command("launch", "--strategy", "toy", "--dry-run", "--standalone")
+    out = command.output("launch", "--strategy", "toy", "--dry-run", "--standalone")
     assert "PET" not in out
     monkeypatch.setenv("PET_NODE_RANK", "2")
-    code, _, err = command("launch", "--strategy", "toy", "--dry-run")
-    assert code == 2
-    assert err.count("\n") == 1
+    command.error("launch", "--strategy", "toy", "--dry-run", lines=1)
 
 
 def test_one_process_per_rank_refuses_another_number(command, monkeypatch):
     for name, text in MPI.items():
         monkeypatch.setenv(name, text)
-    code, _, err = command("launch", "--strategy", "toy", "--dry-run", "--nproc-per-node", "2")
-    assert code == 2
+    err = command.error("launch", "--strategy", "toy", "--dry-run", "--nproc-per-node", "2")
     assert "Open MPI starts one process per rank, found 2; leave the number out" in err
 
 
@@ -242,24 +209,17 @@ dist.barrier()
 
 
 def one_per_host(index, port):
-    return {
-        "PET_NNODES": "2",
-        "PET_NODE_RANK": str(index),
-        "PET_NPROC_PER_NODE": "1",
-        "PET_MASTER_ADDR": "127.0.0.1",
-        "PET_MASTER_PORT": str(port),
-    }
+    return variables(
+        f"PET_NNODES=2 PET_NODE_RANK={index} PET_NPROC_PER_NODE=1 PET_MASTER_ADDR=127.0.0.1 "
+        f"PET_MASTER_PORT={port}"
+    )
 
 
 def one_per_device(index, port):
-    return {
-        "OMPI_COMM_WORLD_RANK": str(index),
-        "OMPI_COMM_WORLD_SIZE": "2",
-        "OMPI_COMM_WORLD_LOCAL_RANK": str(index),
-        "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
+    return variables(
+        f"OMPI_COMM_WORLD_RANK={index} OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_LOCAL_RANK={index} "
+        f"OMPI_COMM_WORLD_LOCAL_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT={port}"
+    )
 
 
 @pytest.mark.exhaustive

@@ -64,14 +64,14 @@ def test_closed_probe_listens_no_longer(probes):
         probes[0].ask_time(peer)
 
 
-@pytest.mark.parametrize("count", [2, 3, 6, 7])
-def test_rounds_have_every_pair_once_and_no_host_twice(count):
-    seen = []
-    for pairs in rounds(range(count)):
-        together = [*pairs, *pairs.values()]
-        assert len(set(together)) == len(together)
-        seen += [tuple(sorted(pair)) for pair in pairs.items()]
-    assert sorted(seen) == list(combinations(range(count), 2))
+def test_rounds_have_every_pair_once_and_no_host_twice():
+    for count in (2, 3, 6, 7):
+        seen = []
+        for pairs in rounds(range(count)):
+            together = [*pairs, *pairs.values()]
+            assert len(set(together)) == len(together), count
+            seen += [tuple(sorted(pair)) for pair in pairs.items()]
+        assert sorted(seen) == list(combinations(range(count), 2)), count
 
 
 def run_check(probes, hosts, *, extent="short", broken=()):

@@ -18,19 +18,16 @@ from drivetrain_launch.ranks.placement import (
 HEAP = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES")
 
 
-@pytest.mark.parametrize(
-    ("launch", "accelerators", "ranks"),
-    [
+def test_local_ranks():
+    for launch, accelerators, ranks in (
         (LaunchConfig(), 0, 6),
         (LaunchConfig(), 4, 4),
         (LaunchConfig(device="cpu"), 4, 6),
         (LaunchConfig(nproc_per_node=3), 4, 3),
         (LaunchConfig(nproc_per_node=9), 0, 9),
         (LaunchConfig(nproc_per_node=9, device="cpu"), 4, 9),
-    ],
-)
-def test_local_ranks(launch, accelerators, ranks):
-    assert local_ranks(launch, accelerators=accelerators, cores=6) == ranks
+    ):
+        assert local_ranks(launch, accelerators=accelerators, cores=6) == ranks, launch
 
 
 def test_more_ranks_than_accelerators_are_refused():
@@ -38,10 +35,10 @@ def test_more_ranks_than_accelerators_are_refused():
         local_ranks(LaunchConfig(nproc_per_node=5), accelerators=4, cores=8)
 
 
-@pytest.mark.parametrize(("ranks", "expected"), [(1, "8"), (3, "2"), (8, "1"), (20, "1")])
-def test_threads_divide_the_cores(monkeypatch, ranks, expected):
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    assert threads(LaunchConfig(), ranks, cores=8) == expected
+def test_threads_divide_the_cores(monkeypatch):
+    for ranks, expected in ((1, "8"), (3, "2"), (8, "1"), (20, "1")):
+        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+        assert threads(LaunchConfig(), ranks, cores=8) == expected, ranks
 
 
 def test_threads_that_the_user_set_stay(monkeypatch):
@@ -50,17 +47,15 @@ def test_threads_that_the_user_set_stay(monkeypatch):
     assert threads(LaunchConfig(threads_per_rank=3), 2, cores=8) == "3"
 
 
-@pytest.mark.parametrize(
-    "text", ["host", "host:", ":80", "host:0", "host:65536", "a b:80", "::1:80"]
-)
-def test_malformed_endpoints_are_refused(text):
-    with pytest.raises(ConfigError, match="expected HOST:PORT"):
-        Endpoint.parse(text)
+def test_malformed_endpoints_are_refused():
+    for text in ("host", "host:", ":80", "host:0", "host:65536", "a b:80", "::1:80"):
+        with pytest.raises(ConfigError, match="expected HOST:PORT"):
+            Endpoint.parse(text)
 
 
-@pytest.mark.parametrize("text", ["host.example:29400", "10.0.0.1:1", "[::1]:65535"])
-def test_endpoints_read_and_write_the_same(text):
-    assert str(Endpoint.parse(text)) == text
+def test_endpoints_read_and_write_the_same():
+    for text in ("host.example:29400", "10.0.0.1:1", "[::1]:65535"):
+        assert str(Endpoint.parse(text)) == text, text
 
 
 def test_address_is_the_one_on_the_route():
@@ -91,13 +86,10 @@ def test_freed_memory_stays_on_the_cpu_only():
 
 
 @pytest.mark.usefixtures("heap_not_set")
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [(HEAP[0], "65536"), (HEAP[1], "1"), (HEAP[2], "glibc.malloc.arena_max=1")],
-)
-def test_heap_settings_of_the_user_stay(monkeypatch, name, value):
-    monkeypatch.setenv(name, value)
-    assert not heap_variables(LaunchConfig(), accelerators=0)
+def test_heap_settings_of_the_user_stay(monkeypatch):
+    for name, value in ((HEAP[0], "65536"), (HEAP[1], "1"), (HEAP[2], "glibc.malloc.arena_max=1")):
+        monkeypatch.setenv(name, value)
+        assert not heap_variables(LaunchConfig(), accelerators=0), name
 
 
 @pytest.mark.usefixtures("heap_not_set")
