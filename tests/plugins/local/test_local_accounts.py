@@ -37,7 +37,7 @@ class TestEveryStep(AccountChecks):
         "outer_lr": 1.0,
         "outer_momentum": 0.0,
     }
-    worlds = (2, 3)
+    worlds = (2,)
 
 
 def model():
