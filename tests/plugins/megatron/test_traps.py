@@ -19,7 +19,6 @@ def built(kind=gpt2, *args):
     return kind(*args)
 
 
-@pytest.mark.complete
 @pytest.mark.parametrize("options", [{"pp": 2}, {"tp": 2}], ids=["pp", "tp"])
 @pytest.mark.ranks(4)
 def test_mean_over_tokens(options):

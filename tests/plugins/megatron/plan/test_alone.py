@@ -7,20 +7,17 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from divided_words import WIDE, WORDS, TwoRanks, batch, trained
-from drivetrain import Accelerator
+from cell_twins import Twins
+from divided_words import WIDE, WORDS, batch, planned_and_described
 from drivetrain.cost import ModelSpec
-from drivetrain_megatron.config import MegatronConfig
 from drivetrain_megatron.plan import random_copy
-from drivetrain_megatron.plan.model import TensorParallel
-from drivetrain_megatron.plan.report import describe
-from drivetrain_megatron.recording.calls import inputs_for
+from stacks import Stack
 
 
 class Normed(nn.Module):
     """Norms over all features of queries and keys, as of OLMo 2; an uneven inner width."""
 
-    def __init__(self, inner):
+    def __init__(self, inner=33):
         super().__init__()
         self.q, self.k, self.v, self.o = (nn.Linear(WIDE, WIDE) for _ in range(4))
         self.q_norm, self.k_norm, self.norm = (nn.LayerNorm(WIDE) for _ in range(3))
@@ -39,63 +36,46 @@ class Normed(nn.Module):
         return x + self.down(F.gelu(self.inner_norm(self.up(x))))
 
 
-class Model(nn.Module):
-    def __init__(self, make):
-        super().__init__()
-        self.words = nn.Embedding(WORDS, WIDE)
-        self.blocks = nn.ModuleList(make() for _ in range(2))
-        self.head = nn.Linear(WIDE, WORDS)
-
-    def forward(self, ids):
-        x = self.words(ids)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
+def model_of(make):
+    return Stack(
+        [make(), make()], first=nn.Embedding(WORDS, WIDE), last=nn.Linear(WIDE, WORDS)
+    ).double()
 
 
-def built(inner=33):
+def built():
     torch.manual_seed(0)
-    return Model(lambda: Normed(inner)).double()
+    return model_of(Normed)
 
 
-def planned(model, **options):
+def of_a_block(model, **options):
     model.example_inputs = batch()
-    config = MegatronConfig(tp=2, **options)
-    tensor = TensorParallel.of(config, model, TwoRanks())
-    plan = tensor.plan(model, inputs_for(config, model))
-    nbytes = {name: p.nbytes for name, p in model.named_parameters()}
-    return plan.blocks["blocks.0"], "\n".join(describe(plan, tensor.facts(model, plan), nbytes, 2))
+    plan, text = planned_and_described(model, **options)
+    return plan.blocks["blocks.0"].plan, text
 
 
-def alone_in(derivation):
-    return {each.layer: each.by_rows for each in derivation.plan.alone}
+def test_large_layers_are_divided_by_themselves(monkeypatch):
+    """A layer of 1 percent or less of a block stays whole: it would send more than it saves.
 
-
-def test_large_layers_are_divided_by_themselves():
-    """A layer of 1 percent or less of a block stays whole: it would send more than it saves."""
-    derivation, text = planned(built())
-    assert not derivation.plan.groups
-    assert alone_in(derivation) == {
+    Thin matrices find the same.
+    """
+    expected, text = of_a_block(built())
+    assert not expected.groups
+    assert {each.layer: each.by_rows for each in expected.alone} == {
         **dict.fromkeys(("q", "k", "v", "up"), False),
         **dict.fromkeys(("o", "down"), True),
     }
     assert "2 blocks blocks.0 to blocks.1: by itself q, k, v, o, up, down" in text
     assert "stays whole: " not in text
-
-
-def test_thin_matrices_find_the_same(monkeypatch):
-    expected, _ = planned(built())
     monkeypatch.setattr(random_copy, "LARGE", 64)
     monkeypatch.setattr(random_copy, "FEATURES", 4)
-    found, _ = planned(built())
-    assert found.plan == expected.plan
+    assert of_a_block(built())[0] == expected
 
 
 class Mixed(Normed):
     """Another pair of layers, which can be divided together."""
 
     def __init__(self):
-        super().__init__(33)
+        super().__init__()
         self.wide, self.narrow = nn.Linear(WIDE, 8 * WIDE), nn.Linear(8 * WIDE, WIDE)
 
     def forward(self, x):
@@ -103,43 +83,28 @@ class Mixed(Normed):
         return x + self.narrow(self.wide(x).relu())
 
 
-def test_where_groups_are_the_larger_part_no_other_layer_is_divided():
-    derivation, text = planned(Model(Mixed).double())
-    assert [group.row for group in derivation.plan.groups] == ["narrow"]
-    assert not derivation.plan.alone
+def test_beside_groups_and_in_plans_of_users_no_layer_is_divided_by_itself():
+    plan, text = of_a_block(model_of(Mixed))
+    assert [group.row for group in plan.groups] == ["narrow"]
+    assert not plan.alone
     assert "o stays whole: " in text
-
-
-def test_shards_of_the_sequence_and_plans_of_users_know_groups_alone():
-    plan = {"*.wide": "colwise", "*.narrow": "rowwise"}
-    derivation, _ = planned(Model(Mixed).double(), plan=plan)
-    assert not derivation.plan.alone
+    plan, _ = of_a_block(model_of(Mixed), plan={"*.wide": "colwise", "*.narrow": "rowwise"})
+    assert not plan.alone
 
 
 @pytest.mark.ranks(2)
-def test_they_train_as_in_one_process():
-    divided, mine, theirs = trained(built(), {"name": "megatron", "tp": 2}, batch())
-    names = {f"blocks.{block}.{layer}.weight" for block in range(2) for layer in "qkvo"}
-    assert names <= divided
-    torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-11)
-
-
-@pytest.mark.ranks(2)
-def test_the_cost_has_what_they_send():
+def test_they_train_as_in_one_process_and_the_cost_has_what_they_send():
     model = built()
     spec = ModelSpec.of(copy.deepcopy(model), states=0, inputs=((batch(),), {}))
-    accelerator = Accelerator(strategy={"name": "megatron", "tp": 2}, cpu=True)
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    strategy = accelerator.strategy_of(model)
-    for _ in range(3):  # the first two forwards compare batches
-        before = accelerator.traffic.sent()
-        ids = batch()
-        accelerator.backward(F.cross_entropy(model(ids).flatten(0, 1), ids.flatten()))
-        optimizer.step()
-        optimizer.zero_grad()
-    after = accelerator.traffic.sent()
-    grown = {key: count - before.get(key, 0) for key, count in after.items()}
+    both = Twins(model, tp=2)
+    assert both.divided >= {f"blocks.{n}.{layer}.weight" for n in range(2) for layer in "qkvo"}
+    both.train(batch(), batch())  # the first two forwards compare batches
+    both.accelerator.traffic.clear()
+    both.backward(batch())
+    both.step()
+    sent = both.accelerator.traffic.sent()
+    strategy = both.accelerator.strategy_of(both.model)
     promised = dict(type(strategy).cost(strategy.config, spec, strategy.run).sent)
     assert promised["tp", "all_gather"]
-    assert {key: count for key, count in grown.items() if count} == promised
-    accelerator.free_memory()
+    assert {key: count for key, count in sent.items() if count} == promised
+    both.close()

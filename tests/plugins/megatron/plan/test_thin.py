@@ -4,17 +4,16 @@ import pytest
 import torch
 from torch import nn
 
-from divided_words import TwoRanks
-from drivetrain_megatron.config import MegatronConfig
+from divided_words import planned
 from drivetrain_megatron.plan import random_copy
-from drivetrain_megatron.plan.model import TensorParallel
-from drivetrain_megatron.recording.calls import inputs_for
 from huggingface_models import ARCHITECTURES
+from stacks import Stack
 
 
-def planned(model, **options):
-    config = MegatronConfig(tp=2, **options)
-    return TensorParallel.of(config, model, TwoRanks()).plan(model, inputs_for(config, model))
+def thin_from_now_on(monkeypatch):
+    """Let also small matrices be thin in trials."""
+    monkeypatch.setattr(random_copy, "LARGE", 64)
+    monkeypatch.setattr(random_copy, "FEATURES", 4)
 
 
 @pytest.mark.parametrize(("name", "sharded"), [("gpt2", False), ("llama-gqa", True)])
@@ -22,8 +21,7 @@ def test_thin_trials_find_the_plans_of_whole_ones(monkeypatch, name, sharded):
     torch.manual_seed(0)
     model = ARCHITECTURES[name]()
     expected = planned(model, sequence_parallel=sharded)
-    monkeypatch.setattr(random_copy, "LARGE", 64)
-    monkeypatch.setattr(random_copy, "FEATURES", 4)
+    thin_from_now_on(monkeypatch)
     calls = []
 
     def counted(model, rows):
@@ -52,23 +50,9 @@ class Halved(nn.Module):
         return x + (self.up(x).relu() @ self.down.weight.t() / 2) + self.down.bias
 
 
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Linear(16, 16)
-        self.blocks = nn.ModuleList(Halved() for _ in range(2))
-
-    def forward(self, x):
-        x = self.first(x)
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
 def test_a_block_that_reads_its_weights_is_tried_as_it_is(monkeypatch):
-    monkeypatch.setattr(random_copy, "LARGE", 64)
-    monkeypatch.setattr(random_copy, "FEATURES", 4)
-    plan = planned(Model())
+    thin_from_now_on(monkeypatch)
+    plan = planned(Stack([Halved(), Halved()], first=nn.Linear(16, 16)))
     assert not any(derivation.untried for derivation in plan.blocks.values())
 
 

@@ -16,35 +16,34 @@ SHORT, LONG = timedelta(seconds=0.3), timedelta(hours=1)
 def test_errors_end_all_ranks():
     reached = []
 
-    def body(ranks):
+    def fails(ranks):
         if ranks.rank == 2:
             raise ZeroDivisionError("of rank 2")
         ranks.barrier()
         reached.append(ranks.rank)
 
     with pytest.raises(ZeroDivisionError, match="of rank 2"):
-        run_emulated(4, body, LONG)
+        run_emulated(4, fails, LONG)
     assert reached == []
 
-    def body(ranks):
+    def stays_away(ranks):
         if ranks.rank:
             ranks.all_reduce(torch.zeros(3)).wait()
 
-    with pytest.raises(CollectiveError, match=r"all_reduce of 3 .* did not come within 0.3 s"):
-        run_emulated(2, body, SHORT)
+    def other_size(ranks):
+        label = f"of rank {ranks.rank}"
+        ranks.all_reduce(torch.zeros(4 + ranks.rank), label=label).wait()
 
-    def body(ranks):
-        tensor = torch.zeros(4 + ranks.rank)
-        ranks.all_reduce(tensor, label=f"of rank {ranks.rank}").wait()
-
-    with pytest.raises(CollectiveError, match=r"of 4 .*\(of rank 0\); rank 1: .* of 5"):
-        run_emulated(2, body, SHORT)
-
-    def body(ranks):
+    def other_chunks(ranks):
         ranks.all_gather(torch.zeros(4), chunks=[(0, 1), (2, 4)])
 
-    with pytest.raises(UsageError, match="one \\(start, stop\\) for each of 2 ranks"):
-        run_emulated(2, body, SHORT)
+    for body, error, match in (
+        (stays_away, CollectiveError, r"all_reduce of 3 .* did not come within 0.3 s"),
+        (other_size, CollectiveError, r"of 4 .*\(of rank 0\); rank 1: .* of 5"),
+        (other_chunks, UsageError, r"one \(start, stop\) for each of 2 ranks"),
+    ):
+        with pytest.raises(error, match=match):
+            run_emulated(2, body, SHORT)
 
 
 def test_backward_runs_in_the_thread_of_its_rank():

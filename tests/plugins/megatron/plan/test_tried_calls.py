@@ -1,14 +1,14 @@
 """Plans are tried with all that a block gets: other activations, and its call in an evaluation."""
 
-import copy
-
 import pytest
 import torch
 from torch import nn
 
-from drivetrain import Accelerator
+from cell_twins import Twins
 from drivetrain_megatron.plan.trial import run_block
 from drivetrain_megatron.recording.calls import Call
+from emulated_tensors import close
+from stacks import Stack
 
 WIDTH, INNER, LAYERS = 6, 8, 2
 
@@ -24,17 +24,13 @@ class Gated(nn.Module):
         return x + self.down(self.up(x).tanh() * gate)
 
 
-class Gates(nn.Module):
+class Gates(Stack):
     def __init__(self):
-        super().__init__()
+        super().__init__(Gated() for _ in range(LAYERS))
         self.gate = nn.Linear(WIDTH, 1)
-        self.blocks = nn.ModuleList(Gated() for _ in range(LAYERS))
 
     def forward(self, x):
-        gate = self.gate(x).sigmoid()
-        for block in self.blocks:
-            x = block(x, gate)
-        return x
+        return super().forward(x, self.gate(x).sigmoid())
 
 
 class Remembering(nn.Module):
@@ -53,17 +49,12 @@ class Remembering(nn.Module):
         return self.after(x + self.down(hidden))
 
 
-class Memories(nn.Module):
+class Memories(Stack):
     """Begins with an empty state of the whole width in evaluation, and with none in training."""
-
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(Remembering(index) for index in range(LAYERS))
 
     def forward(self, x):
         state = None if self.training else torch.zeros(len(x), INNER, LAYERS, dtype=x.dtype)
-        for block in self.blocks:
-            x = block(x, state)
+        x = super().forward(x, state)
         return x if state is None else x + state.sum()
 
 
@@ -78,23 +69,16 @@ def test_a_trial_has_the_gradients_of_all_activations():
     assert all(gradient.abs().max() > 0 for gradient in results.given)
 
 
-@pytest.mark.parametrize("make", [Gates, Memories])
 @pytest.mark.ranks(2)
-def test_equal_to_one_process(make):
-    torch.manual_seed(0)
-    model, x = make().double(), numbers()
-    model.example_inputs = (x,)
-    twin = copy.deepcopy(model)
-    lone = torch.optim.SGD(twin.parameters(), lr=0.1)
-    accelerator = Accelerator(strategy={"name": "megatron", "tp": 2}, cpu=True)
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    twin(x).square().mean().backward()
-    accelerator.backward(model(x).square().mean())
-    lone.step()
-    optimizer.step()
-    with torch.no_grad():
-        torch.testing.assert_close(model.eval()(x), twin.eval()(x), rtol=1e-10, atol=1e-12)
-    state = accelerator.get_state_dict(model)
-    for name, tensor in twin.state_dict().items():
-        torch.testing.assert_close(state[name], tensor, rtol=1e-10, atol=1e-12)
-    accelerator.free_memory()
+def test_equal_to_one_process():
+    for make in (Gates, lambda: Memories(map(Remembering, range(LAYERS)))):
+        torch.manual_seed(0)
+        model, x = make().double(), numbers()
+        model.example_inputs = (x,)
+        both = Twins(model, tp=2, loss=lambda model, x: model(x).square().mean())
+        both.backward(x)
+        both.step()
+        with torch.no_grad():
+            close(both.model.eval()(x), both.twin.eval()(x))
+        both.check_weights()
+        both.close()

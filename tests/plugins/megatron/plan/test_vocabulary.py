@@ -8,6 +8,7 @@ from torch import nn
 
 from divided_words import WIDE, WORDS, PostNorm, batch, trained
 from drivetrain.errors import ConfigError
+from stacks import Stack
 
 FEATURES = 16
 
@@ -40,19 +41,17 @@ class ScaledEmbedding(nn.Embedding):
         return super().forward(ids) * math.sqrt(self.embedding_dim)
 
 
-class Scaled(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.words = ScaledEmbedding(WORDS, WIDE)
-        self.blocks = nn.ModuleList(PostNorm(WIDE) for _ in range(2))
-        self.head = nn.Linear(WIDE, WORDS, bias=False)
-        self.head.weight = self.words.weight
+def scaled():
+    torch.manual_seed(0)
+    return Stack(
+        [PostNorm(WIDE), PostNorm(WIDE)],
+        first=ScaledEmbedding(WORDS, WIDE),
+        last=nn.Linear(WIDE, WORDS, bias=False),
+        tied=True,
+    ).double()
 
-    def forward(self, ids):
-        x = self.words(ids)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
+
+TP2 = {"name": "megatron", "tp": 2}
 
 
 @pytest.mark.ranks(2)
@@ -60,27 +59,19 @@ def test_a_projection_in_front_of_blocks_is_no_head():
     """Its gradient was that of one rank's features, with the right loss."""
     for positions in (31, WIDE):
         torch.manual_seed(0)
-        model = Factorised(positions).double()
-        divided, mine, theirs = trained(model, {"name": "megatron", "tp": 2}, batch())
+        divided, mine, theirs = trained(Factorised(positions).double(), TP2, batch())
         assert "wider.weight" not in divided
         assert {"words.weight", "head.weight"} <= divided
         torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-11)
 
 
 @pytest.mark.ranks(2)
-def test_an_embedding_of_another_class_stays_whole():
-    """The head that shares its weight, too; the blocks are divided."""
-    torch.manual_seed(0)
-    model = Scaled().double()
-    divided, mine, theirs = trained(model, {"name": "megatron", "tp": 2}, batch())
-    assert "words.weight" not in divided
+def test_an_embedding_of_another_class_stays_whole_or_is_refused():
+    """The head that shares its weight, too; a user's plan is no guess: every rank says which."""
+    divided, mine, theirs = trained(scaled(), TP2, batch())
+    assert "first.weight" not in divided
     assert "blocks.0.up.weight" in divided
     torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-11)
-
-
-@pytest.mark.ranks(2)
-def test_an_embedding_that_a_plan_names_is_divided_or_refused():
-    """A user's plan is no guess: every rank says which layer cannot be divided."""
-    plan = {"words": "vocab", "head": "vocab", "*.up": "colwise", "*.down": "rowwise"}
+    plan = {"first": "vocab", "last": "vocab", "*.up": "colwise", "*.down": "rowwise"}
     with pytest.raises(ConfigError, match="computes as nn.Embedding does"):
-        trained(Scaled().double(), {"name": "megatron", "tp": 2, "plan": plan}, batch())
+        trained(scaled(), {**TP2, "plan": plan}, batch())

@@ -14,22 +14,21 @@ from drivetrain_megatron.plan import random_copy, whole_trial
 from drivetrain_megatron.plan.model import TensorParallel
 from drivetrain_megatron.plan.whole_trial import confirmed
 from drivetrain_megatron.recording.calls import inputs_for
+from stacks import Stack
 
 
-class Words(nn.Module):
+class Words(Stack):
     """A transformer whose subclasses add something around the blocks."""
 
-    def __init__(self, blocks=2):
-        super().__init__()
-        self.words = nn.Embedding(WORDS, WIDE)
-        self.blocks = nn.ModuleList(PostNorm(WIDE) for _ in range(blocks))
-        self.head = nn.Linear(WIDE, WORDS)
+    def __init__(self, blocks=2, kind=PostNorm):
+        super().__init__(
+            [kind(WIDE) for _ in range(blocks)],
+            first=nn.Embedding(WORDS, WIDE),
+            last=nn.Linear(WIDE, WORDS),
+        )
 
     def forward(self, ids):
-        x = self.words(ids)
-        for block in self.blocks:
-            x = block(x)
-        return self.around(self.head(x))
+        return self.around(super().forward(ids))
 
     def around(self, logits):
         return logits
@@ -39,7 +38,7 @@ class Prior(Words):
     """Reads the bias of the head, of which a rank has the words of its own."""
 
     def around(self, logits):
-        return logits * self.head.bias.pow(2).mean()
+        return logits * self.last.bias.pow(2).mean()
 
 
 class Penalized(Words):
@@ -60,8 +59,7 @@ class Watched(Words):
     """Reads an activation that a block keeps; nothing is seen of this in outputs."""
 
     def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(Kept(WIDE) for _ in range(2))
+        super().__init__(kind=Kept)
         self.scale = nn.Parameter(torch.ones(()))
 
     def around(self, logits):
@@ -74,7 +72,7 @@ def planned(model, **options):
     config = MegatronConfig(tp=2, **options)
     inputs = inputs_for(config, model)
     plan = TensorParallel.of(config, model, TwoRanks()).plan(model, inputs)
-    assert plan.vocabulary == ["words", "head"]  # until the whole model is tried
+    assert plan.vocabulary == ["first", "last"]  # until the whole model is tried
     assert not any(block.is_whole for block in plan.blocks.values())
     return confirmed(model, inputs, plan, config)
 
@@ -82,28 +80,25 @@ def planned(model, **options):
 def test_words_that_other_code_reads_stay_whole():
     plan = planned(Prior().double())
     assert not plan.vocabulary
-    assert plan.note.startswith("words, head stay whole: divided by words, output 0 differs")
+    assert plan.note.startswith("first, last stay whole: divided by words, output 0 differs")
     assert not any(block.is_whole for block in plan.blocks.values())
 
 
-READERS = [(Penalized, "output 0 differs"), (Watched, "the gradient of '[a-z0-9.]+' differs")]
-
-
 def test_blocks_of_which_other_code_reads_a_share_stay_whole():
-    for kind, found in READERS:
+    for kind, found in (
+        (Penalized, "output 0 differs"),
+        (Watched, "the gradient of '[a-z0-9.]+' differs"),
+    ):
         (whole,) = planned(kind().double()).blocks.items()
         assert whole[0] == ""
         assert whole[1].is_whole
         assert re.match(f"divided over ranks, .*{found}", whole[1].untried)
 
 
-def test_a_plan_of_the_user_is_refused():
-    plan = {"*.up": "colwise", "*.down": "rowwise", "words": "vocab", "head": "vocab"}
+def test_plans_of_the_user_and_shards_of_the_sequence_are_refused():
+    plan = {"*.up": "colwise", "*.down": "rowwise", "first": "vocab", "last": "vocab"}
     with pytest.raises(ConfigError, match="with this plan output 0 differs"):
         planned(Penalized().double(), plan=plan)
-
-
-def test_shards_of_the_sequence_are_refused():
     with pytest.raises(ConfigError, match="output 0 differs.*set sequence_parallel: false"):
         planned(Penalized().double(), sequence_parallel=True)
 
@@ -153,7 +148,7 @@ def test_long_lists_are_tried_by_their_first_blocks(monkeypatch):
     weights = sum(p.numel() for p in model.parameters())
     for most, blocks in ((1 << 30, [6]), (weights * 48, [2]), (weights, [])):
         monkeypatch.setattr(whole_trial, "MOST_BYTES", most)
-        assert planned(model).vocabulary == ["words", "head"]
+        assert planned(model).vocabulary == ["first", "last"]
         assert names == blocks
         names.clear()
 
@@ -161,6 +156,6 @@ def test_long_lists_are_tried_by_their_first_blocks(monkeypatch):
 def test_thin_matrices_find_the_same(monkeypatch):
     monkeypatch.setattr(random_copy, "LARGE", 64)
     monkeypatch.setattr(random_copy, "FEATURES", 4)
-    assert planned(Words().double()).vocabulary == ["words", "head"]
+    assert planned(Words().double()).vocabulary == ["first", "last"]
     assert not planned(Prior().double()).vocabulary
     assert "" in planned(Penalized().double()).blocks
