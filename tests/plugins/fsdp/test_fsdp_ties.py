@@ -87,7 +87,7 @@ def test_live_units(recompute):
 @pytest.mark.ranks(3)
 def test_other_paths_than_last_time():
     """Units spared for backward, or gathered ahead in vain, do not add up when the order turns."""
-    for live in (1, 2, 3):
+    for live in (1, 3):
         accelerator = fsdp(live_units=live)
         twins = Twins(accelerator, gpt(), adamw)
         samples = Samples(twins)

@@ -7,8 +7,10 @@ from torch import nn
 from drivetrain import Accelerator
 
 WIDTH, LAYERS = 512, 6
-GPU = torch.cuda.is_available()
-needs_gpu = pytest.mark.skipif(not GPU, reason="needs a GPU")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
 WAYS = {
     "cpu": {"optimizer": "cpu"},
     "cpu params": {"optimizer": "cpu", "params": "cpu"},
@@ -42,8 +44,6 @@ def train(offload, *, steps=4, low=False):
     return losses, held
 
 
-@pytest.mark.gpu
-@needs_gpu
 @pytest.mark.parametrize("low", [False, True], ids=["fp32", "masters"])
 @pytest.mark.parametrize("name", [name for name in WAYS if name != "late"])
 def test_losses_are_those_with_everything_on_the_gpu(name, low, tmp_path):
@@ -55,8 +55,6 @@ def test_losses_are_those_with_everything_on_the_gpu(name, low, tmp_path):
     assert held < whole - 2 * 4 * LAYERS * WIDTH * WIDTH  # the moments are gone
 
 
-@pytest.mark.gpu
-@needs_gpu
 def test_late_updates_learn():
     losses, _ = train(WAYS["late"], steps=30)
     assert losses[-1] < losses[0] - 0.005

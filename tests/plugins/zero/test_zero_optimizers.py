@@ -87,7 +87,7 @@ def test_groups_and_schedules_after_prepare(strategy):
     accelerator.free_memory()
 
 
-@each("sharded", "zero1")
+@each("sharded", "zero1", "fsdp")
 @pytest.mark.ranks(2)
 def test_optimizers_made_at_any_time(strategy):
     """After ``prepare``, with state from before it, and two over disjoint parts of one model."""
