@@ -5,7 +5,9 @@ import json
 import os
 import subprocess
 import sys
+from functools import cache
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -26,14 +28,6 @@ from drivetrain.integrations.training_arguments import (
 from drivetrain.integrations.transformers import StrategyTraining, use_drivetrain
 
 SCRIPT = Path(__file__).parent / "scripts" / "trainer.py"
-STRATEGIES = {
-    "ddp": {"name": "ddp"},
-    "zero2": {"name": "zero2"},
-    "zero3": {"name": "zero3"},
-    "fsdp": {"name": "fsdp"},
-    "tp": {"name": "megatron", "tp": 2},
-    "pp": {"name": "megatron", "pp": 2},
-}
 ONE_BATCH = ("tp", "pp")
 """Strategies whose ranks share a batch."""
 
@@ -43,11 +37,9 @@ needs_trl = pytest.mark.skipif(
 )
 
 
-def launched(monkeypatch, folder: Path, strategy: str, **settings: object) -> int:
+def launched(monkeypatch, folder: Path, strategy: str) -> int:
     """Let this process find a launch configuration; return how many ranks have their own batch."""
-    path = folder / f"launched-{os.getpid()}.json"
-    path.write_text(json.dumps({"strategy": STRATEGIES[strategy], **settings}))
-    monkeypatch.setenv("DRIVETRAIN_CONFIG", str(path))
+    trainers.launched(monkeypatch, folder, strategy)
     monkeypatch.setenv("CI", "1")  # TRL reports no use
     monkeypatch.setenv("MASTER_PORT", "29500")  # which accelerate sets where it is missing
     return 1 if strategy in ONE_BATCH else 2
@@ -77,14 +69,11 @@ def alike(found: dict, expected: dict, first: int = 0, other_batches: bool = Fal
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory):
     """The record of a training on one process without a strategy, made once."""
-    known: dict[str, dict] = {}
 
-    def record(name: str, **options: object) -> dict:
-        key = f"{name} {options}"
-        if key not in known:
-            folder = tmp_path_factory.mktemp("plain")
-            known[key] = trainers.train(name, lambda kind: kind, folder, 1, **options)
-        return known[key]
+    @cache
+    def record(name: str, accumulation: int = 1) -> dict:
+        folder = tmp_path_factory.mktemp("plain")
+        return trainers.train(name, lambda kind: kind, folder, 1, accumulation=accumulation)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CI", "1")
@@ -93,9 +82,9 @@ def plain(tmp_path_factory):
 
 @pytest.fixture
 def expected(plain, request):
-    """The record of the training that a test's parameters name."""
-    parameters = request.node.callspec.params
-    return plain(parameters["training"], accumulation=parameters["accumulation"])
+    """The record of the training that a test's parameters name; made before ranks are there."""
+    parameters = getattr(getattr(request.node, "callspec", None), "params", {})
+    return plain(parameters.get("training", "causal"), parameters.get("accumulation", 1))
 
 
 DEFAULT = {("causal", "zero3", 2), ("causal", "pp", 1), ("causal", "fsdp", 1), ("sft", "pp", 2)}
@@ -108,21 +97,11 @@ DEFAULT |= {("dpo", "zero2", 1), ("dpo", "tp", 1)}
     ("training", "strategy", "accumulation"),
     [
         pytest.param(
-            training,
-            strategy,
-            accumulation,
-            marks=[
-                *([] if training == "causal" else [needs_trl]),
-                *(
-                    []
-                    if (training, strategy, accumulation) in DEFAULT
-                    else [pytest.mark.exhaustive]
-                ),
-            ],
+            *case,
+            marks=[needs_trl] * (case[0] != "causal")
+            + [pytest.mark.exhaustive] * (case not in DEFAULT),
         )
-        for training in trainers.TRAININGS
-        for strategy in STRATEGIES
-        for accumulation in (1, 2)
+        for case in product(trainers.TRAININGS, trainers.STRATEGIES, (1, 2))
     ],
 )
 def test_losses_equal_those_of_one_process(
@@ -135,17 +114,13 @@ def test_losses_equal_those_of_one_process(
 
 @pytest.mark.exhaustive
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("training", ["causal"])
-@pytest.mark.parametrize("accumulation", [1])
 @pytest.mark.parametrize("after", ["ddp", "zero3", "fsdp", "tp", "pp"])
-def test_a_run_goes_on_under_another_strategy(
-    training, accumulation, after, expected, tmp_path, monkeypatch
-):
+def test_a_run_goes_on_under_another_strategy(after, expected, tmp_path, monkeypatch):
     ranks = launched(monkeypatch, tmp_path, "zero2")
-    trainers.train(training, use_drivetrain, tmp_path / "before", ranks)
+    trainers.train("causal", use_drivetrain, tmp_path / "before", ranks)
     ranks = launched(monkeypatch, tmp_path, after)
     resume = str(tmp_path / "before" / "checkpoint-10")
-    found = trainers.train(training, use_drivetrain, tmp_path / "after", ranks, resume=resume)
+    found = trainers.train("causal", use_drivetrain, tmp_path / "after", ranks, resume=resume)
     alike(found, expected, first=10, other_batches=after in ONE_BATCH)
 
 
@@ -162,7 +137,7 @@ def test_a_launched_script_trains(plain, tmp_path):
     )
     assert done.returncode == 0, done.stderr
     losses = json.loads((tmp_path / "losses.json").read_text())
-    assert losses == pytest.approx(plain("causal", accumulation=1)["losses"], rel=2e-5)
+    assert losses == pytest.approx(plain("causal")["losses"], rel=2e-5)
 
 
 # --- training arguments that choose an engine ---
@@ -181,41 +156,35 @@ def usual(**changed: object) -> SimpleNamespace:
     return SimpleNamespace(**given | changed)
 
 
-def test_without_an_engine_the_launch_configuration_chooses():
-    assert engine_of(usual()) == {}
+def test_a_deepspeed_configuration_chooses_the_strategy(tmp_path):
+    for as_file in (False, True):
+        config = {
+            "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
+            "gradient_accumulation_steps": "auto",
+            "train_micro_batch_size_per_gpu": "auto",
+        }
+        path = tmp_path / "ds.json"
+        path.write_text(json.dumps(config))
+        found = engine_of(usual(deepspeed=str(path) if as_file else config))
+        assert found == {
+            "strategy": {"name": "zero3", "offload": {"optimizer": "cpu"}},
+            "config": None,
+        }, as_file
 
 
-@pytest.mark.parametrize("as_file", [False, True])
-def test_a_deepspeed_configuration_chooses_the_strategy(as_file, tmp_path):
-    config = {
-        "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
-        "gradient_accumulation_steps": "auto",
-        "train_micro_batch_size_per_gpu": "auto",
-    }
-    path = tmp_path / "ds.json"
-    path.write_text(json.dumps(config))
-    found = engine_of(usual(deepspeed=str(path) if as_file else config))
-    assert found == {"strategy": {"name": "zero3", "offload": {"optimizer": "cpu"}}, "config": None}
-
-
-def test_fsdp_arguments_choose_the_strategy(tmp_path):
+def test_fsdp_arguments_and_a_parallelism_config_choose_the_strategy(tmp_path):
     config = {"reshard_after_forward": False, "activation_checkpointing": True}
     arguments = TrainingArguments(str(tmp_path), use_cpu=True, fsdp=True, fsdp_config=config)
     found = engine_of(arguments)
     assert found["strategy"] == {"name": "fsdp", "reshard_after_forward": False}
     assert found["config"] == {"recompute": {"mode": "full"}}
-
-
-def test_a_parallelism_config_chooses_the_strategy():
     sizes = importlib.import_module("accelerate").ParallelismConfig(tp_size=2)
     assert engine_of(usual(parallelism_config=sizes))["strategy"]["tp"] == 2
+    assert engine_of(usual()) == {}  # the launch configuration chooses
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize(("training", "accumulation"), [("causal", 1)])
-def test_a_trainer_trains_with_the_engine_of_its_arguments(
-    training, accumulation, expected, tmp_path, monkeypatch
-):
+def test_a_trainer_trains_with_the_engine_of_its_arguments(expected, tmp_path, monkeypatch):
     monkeypatch.setenv("MASTER_PORT", "29500")
     monkeypatch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "false")  # the arguments set it
     seen = []
@@ -227,15 +196,14 @@ def test_a_trainer_trains_with_the_engine_of_its_arguments(
 
     changed = {"fsdp": True, "save_strategy": "no", "load_best_model_at_end": False}
     found = trainers.train(
-        training, lambda _: use_drivetrain(Seeing), tmp_path, 2, eval_strategy="no", **changed
+        "causal", lambda _: use_drivetrain(Seeing), tmp_path, 2, eval_strategy="no", **changed
     )
     assert set(seen) == {"fsdp"}
     assert found["losses"] == pytest.approx(expected["losses"], rel=2e-5)
 
 
-@pytest.mark.parametrize(
-    ("changed", "kind", "message"),
-    [
+def test_arguments_without_counterpart_are_refused_in_one_line():
+    for changed, kind, message in (
         (
             {"deepspeed": {"zero_optimization": {"stage": 3}}, "fsdp_plugin_args": {"a": 1}},
             UsageError,
@@ -247,36 +215,25 @@ def test_a_trainer_trains_with_the_engine_of_its_arguments(
             UsageError,
             "expected no ignored_modules",
         ),
-    ],
-)
-def test_arguments_without_counterpart_are_refused_in_one_line(changed, kind, message):
-    with pytest.raises(kind, match=message) as raised:
-        engine_of(usual(**changed))
-    assert "\n" not in str(raised.value)
+    ):
+        with pytest.raises(kind, match=message) as raised:
+            engine_of(usual(**changed))
+        assert "\n" not in str(raised.value), changed
 
 
 # --- training arguments, models and classes that have no meaning here ---
 
 
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
+def test_other_engines_are_refused_in_one_line():
+    for changed, message in (
         ({"torch_compile": True}, r"pass Trainer\(model=torch.compile\(model\)\)"),
         ({"n_gpu": 4}, "expected one GPU for each process, found 4"),
         ({"sync_ref_model": True}, "expected sync_ref_model=False, found True"),
-    ],
-)
-def test_other_engines_are_refused_in_one_line(changed, message):
-    with pytest.raises(UsageError, match=message):
-        refuse_other_engines(usual(**changed), torch.nn.Linear(1, 1))
-
-
-def test_a_model_that_is_divided_already_is_refused():
+    ):
+        with pytest.raises(UsageError, match=message):
+            refuse_other_engines(usual(**changed), torch.nn.Linear(1, 1))
     with pytest.raises(UsageError, match="divided over 2 ranks by from_pretrained"):
         refuse_other_engines(usual(), SimpleNamespace(tp_size=2))
-
-
-def test_a_model_that_deepspeed_has_divided_is_refused():
     model = torch.nn.Linear(1, 1)
     model.weight.ds_id = 0
     with pytest.raises(UsageError, match="deepspeed.zero.Init has divided"):
