@@ -7,7 +7,7 @@ from these declarations, so a knob is written down once.
 import dataclasses
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal
@@ -117,13 +117,15 @@ def nested_strategy(name: str = "", *, help: str) -> Any:  # noqa: A002 - as in 
     return dataclasses.field(default=NestedStrategy(name), metadata={_KEY: {"help": help}})
 
 
-def options_of(cls: type) -> Iterator[Option]:
-    """Yield the knobs that a configuration dataclass declares, in order.
+@lru_cache(maxsize=256)
+def options_of(cls: type) -> Sequence[Option]:
+    """Return the knobs that a configuration dataclass declares, in order.
 
     Raises:
         TypeError: when a field was not declared with ``option()`` or ``section()``.
     """
-    hints = _hints(cls)
+    hints = typing.get_type_hints(cls)
+    knobs = []
     for field in dataclasses.fields(cls):
         if _KEY not in field.metadata:
             raise TypeError(
@@ -132,15 +134,10 @@ def options_of(cls: type) -> Iterator[Option]:
             )
         factory = field.default_factory
         default = field.default if factory is dataclasses.MISSING else factory()
-        yield Option(
-            name=field.name, type=hints[field.name], default=default, **field.metadata[_KEY]
+        knobs.append(
+            Option(name=field.name, type=hints[field.name], default=default, **field.metadata[_KEY])
         )
-
-
-@lru_cache(maxsize=256)
-def _hints(cls: type) -> dict[str, Any]:
-    """Return the types of a class's fields, for whose names Python compiles code each time."""
-    return typing.get_type_hints(cls)
+    return tuple(knobs)
 
 
 def is_union(annotation: Any) -> bool:

@@ -93,7 +93,7 @@ class Case:
     def build(self) -> nn.Module:
         """Return the model, with the same weights on every call."""
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(17)
+            torch.default_generator.manual_seed(17)
             return self.factory()
 
 
