@@ -17,6 +17,7 @@ from zero_stages import SHARDED, start
 
 DIM = 48
 SMALL = {"bucket_mib": 0.1}
+LOCAL, KEPT = {"accumulate": "local"}, {"reshard_after_forward": False}
 
 
 class Run:
@@ -67,17 +68,9 @@ def test_nothing_grows():
 @pytest.mark.parametrize(
     ("strategy", "forms"),
     [
-        (
-            SHARDED,
-            (
-                ({}, 1, 3),
-                ({}, 2, 6),
-                ({"accumulate": "local"}, 2, 5),
-                ({"reshard_after_forward": False}, 2, 4),
-            ),
-        ),
+        (SHARDED, (({}, 1, 3), ({}, 2, 6), (LOCAL, 2, 5), (KEPT, 2, 4))),
         ({"name": "zero1"}, (({}, 1, 2), ({}, 2, 2))),
-        ({"name": "zero2"}, (({}, 1, 2), ({}, 2, 3), ({"accumulate": "local"}, 2, 2))),
+        ({"name": "zero2"}, (({}, 1, 2), ({}, 2, 3), (LOCAL, 2, 2))),
     ],
     ids=["sharded", "zero1", "zero2"],
 )
