@@ -47,10 +47,7 @@ def launched(trainings, hosts, *options, **settings):
                     *("run", "--node-rank", str(index), *words),
                     ranks=1,
                     env=SECRET,
-                    namespaces=(
-                        f"/run/netns/{host.namespace}",
-                        f"/proc/{host.holder.pid}/ns/uts",
-                    ),
+                    namespaces=(f"/run/netns/{host.namespace}", f"/proc/{host.holder.pid}/ns/uts"),
                     **settings,
                 )
             )

@@ -12,12 +12,16 @@ SCRIPT = SCRIPTS / "as_accelerate.py"
 LAUNCH = ("drivetrain_launch", "launch", "--cpu", "--nproc-per-node", "2")
 
 
-def run(*words: str | Path, folder: Path) -> subprocess.CompletedProcess[str]:
-    return run_python("-m", *map(str, words), folder=folder)
+def run(*words: str | Path, folder: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    return run_python("-m", *map(str, words), folder=folder, env=env)
 
 
-def test_a_launched_script_sees_drivetrain_and_transformers_the_real_package(tmp_path):
-    done = run(*LAUNCH, "--as-accelerate", SCRIPT, "--project", tmp_path, folder=tmp_path)
+def test_a_launched_script_sees_drivetrain_and_a_library_the_real_package(tmp_path):
+    installed = tmp_path / "site-packages"
+    installed.mkdir()
+    (installed / "library.py").write_text("from accelerate import Accelerator\n")
+    env = {"PYTHONPATH": str(installed), "LIBRARY": "library"}
+    done = run(*LAUNCH, "--as-accelerate", SCRIPT, "--project", tmp_path, folder=tmp_path, **env)
     assert done.returncode == 0, done.stderr
     rate, loss, version, seen = done.stdout.splitlines()
     # 4 windows of 2 ranks: all 8 steps of the schedule, as scripts for Accelerate count them.

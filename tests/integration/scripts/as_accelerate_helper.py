@@ -1,10 +1,12 @@
 """A module of the user's beside the script: its ``accelerate`` is the script's."""
 
+import importlib
+import os
+
 from accelerate import Accelerator
 
 
 def describe(accelerator):
-    from transformers.trainer import Accelerator as LibraryAccelerator
-
+    library = importlib.import_module(os.environ.get("LIBRARY", "transformers.trainer"))
     ours = isinstance(accelerator, Accelerator)
-    return f"helper {ours}, library {LibraryAccelerator.__module__}"
+    return f"helper {ours}, library {library.Accelerator.__module__}"

@@ -1,9 +1,6 @@
-"""Real launches that end well: arguments, environment, output, restarts, other launchers."""
+"""A launch that ends well: arguments, environment, output; and what is said of odd options."""
 
 import json
-import shutil
-import subprocess
-import sys
 
 from drivetrain import registry
 from drivetrain.config import LaunchConfig, Layer, resolve
@@ -19,20 +16,6 @@ open(f"facts-{os.environ['RANK']}.json", "w").write(json.dumps({**facts, "modes"
 shutil.copy(config, "seen.yaml")
 print("out of rank", os.environ["RANK"])
 print("err of rank", os.environ["RANK"], file=sys.stderr)
-"""
-
-REDUCE = """
-import os, time
-import torch, torch.distributed as dist
-size = int(os.environ.get("WORLD_SIZE", 1))
-if size > 1:
-    dist.init_process_group("gloo")
-value = torch.ones(4) * (int(os.environ.get("RANK", 0)) + 1)
-if size > 1:
-    dist.all_reduce(value)
-if int(os.environ.get("RANK", 0)) == 0:
-    print("sum", value.tolist())
-time.sleep(0.3)  # gloo's thread must let go of the last tensors before the interpreter ends
 """
 
 
@@ -82,18 +65,3 @@ def test_one_rank_without_settings_hears_nothing():
     resolved = resolve(Layer({}, {}), find_config=registry.strategies().find_config)
     assert without_effect(resolved, 1) == ""
     assert "joined nothing between its 2 ranks" in without_effect(resolved, 2)
-
-
-def test_same_script_runs_under_torchrun_and_python(sandbox):
-    script = sandbox.script(REDUCE)
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    for words, total in ((torchrun, 3.0), ((), 1.0)):
-        done = subprocess.run(
-            [sys.executable, *words, script],
-            cwd=sandbox.folder, env=sandbox.environment(), capture_output=True, text=True,
-            check=True,
-        )  # fmt: skip
-        assert done.stdout == f"sum {[total] * 4}\n"
-    # torchrun leaves its log folder behind; the sandbox looks for ours only.
-    for folder in sandbox.temporary.glob("torchelastic_*"):
-        shutil.rmtree(folder)

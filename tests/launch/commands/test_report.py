@@ -21,24 +21,21 @@ def test_runs_are_compared(command, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_run(tmp_path / "x" / "same", range(1, 9))
     write_run(tmp_path / "y" / "same", range(1, 9), facts={"accumulation": 4})
-    code, out, _ = command("report", "x/same", "y/same")
-    assert code == 0
+    out = command.output("report", "x/same", "y/same")
     rows = [line.split() for line in out.splitlines()]
     assert ["key", "x/same", "y/same"] in rows
     assert ["accumulation", "1", "4"] in rows
     assert "x/same" in (tmp_path / "comparison" / "report.html").read_text(encoding="utf-8")
-    code, out, _ = command("report", "--no-page", "x/same", "x/same/run")
+    out = command.output("report", "--no-page", "x/same", "x/same/run")
     assert "The configurations are the same." in out
     assert "wrote" not in out
 
 
 def test_other_folders_are_errors_in_one_line(command, tmp_path):
-    code, _, err = command("report", str(tmp_path / "none"))
-    assert code == 2
+    err = command.error("report", str(tmp_path / "none"))
     assert err == f"error: expected the folder of a run, found none at {tmp_path / 'none'}; " \
         "check the path\n"  # fmt: skip
-    code, _, err = command("report", str(tmp_path))
-    assert code == 2
+    err = command.error("report", str(tmp_path))
     assert "expected the records of a run" in err
     write_run(tmp_path, range(1, 4))
     (tmp_path / "file").write_text("", encoding="utf-8")

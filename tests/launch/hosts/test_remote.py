@@ -71,59 +71,43 @@ def test_hosts_of_a_list_run_together_and_each_line_has_its_host(sandbox, ssh):
 @pytest.mark.filterwarnings("ignore:unclosed file")  # the command ends here with its process
 def test_a_host_that_cannot_be_reached_is_named(command, sandbox, ssh, monkeypatch):
     monkeypatch.setenv("PATH", ssh["PATH"])
-    code, _, err = command("launch", "--hosts", "off:1", sandbox.script(""))
-    assert code == 2
+    err = command.error("launch", "--hosts", "off:1", sandbox.script(""), lines=1)
     assert err.startswith(
         "error: cannot start the run on off: off: ssh: connect to host off port 22: No route to "
         "host; nothing was started; expected a login by ssh without a password"
     )
     assert "try 'ssh -o BatchMode=yes off " in err
-    assert err.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
+def test_variables_that_are_malformed_or_not_set(command, sandbox):
+    for words, message in (
         (["--export", "NO_SUCH"], "--export NO_SUCH: the variable NO_SUCH is not set here; set"),
         (["--export", "a-b=1"], "--export a-b=1: expected NAME or NAME=TEXT, found 'a-b=1'"),
         (["--env-file", "none"], "--env-file: cannot read 'none'"),
         (["--env-file", "bad"], "bad:2: expected NAME or NAME=TEXT, found 'two words'"),
-    ],
-)
-def test_variables_that_are_malformed_or_not_set(command, sandbox, words, message):
-    (sandbox.folder / "bad").write_text("A=1\ntwo words\n")
-    code, _, err = command("launch", "--hosts", "a,b", *words, sandbox.script(""))
-    assert code == 2
-    assert message in err
-    assert err.count("\n") == 1
+    ):
+        (sandbox.folder / "bad").write_text("A=1\ntwo words\n")
+        err = command.error("launch", "--hosts", "a,b", *words, sandbox.script(""), lines=1)
+        assert message in err, words
 
 
-@pytest.mark.parametrize(
-    ("lines", "words", "message"),
-    [
+def test_bad_hostfile_or_selection_is_one_line(command, sandbox):
+    for lines, words, message in (
         ("n1 slots=2\nn1 slots=2\n", [], "n1 is there twice; name each host once"),
         ("n1 slot=2\n", [], ":1: expected 'HOST slots=N', found 'n1 slot=2'"),
         ("n1 slots=2\n", ["--include", "n2"], "--include: no host n2; hosts: n1"),
         ("n1 slots=2\n", ["--exclude", "n1"], "--exclude n1: no host is left; leave out fewer"),
         ("n1 slots=2\n", ["--include", "n1:5"], "device 5 of n1: expected an index below"),
         ("n1 slots=2\n", ["--include", ""], "--include: expected HOST:0,1@HOST, found ''; without"),
-        (
-            "n1 slots=2\n",
-            ["--include", "@"],
-            "--include: expected HOST:0,1@HOST, found ''; without",
-        ),
+        ("n1 slots=2\n", ["--include", "@"], "--include: expected HOST:0,1@HOST, found ''"),
         ("n1 slots=2\n", ["--include", "n1:"], "--include: expected HOST:0,1@HOST, found 'n1:'"),
         ("n1 slots=2\n", ["--exclude", ""], "--exclude: expected HOST:0,1@HOST, found ''; without"),
         ("n1 slots=2\n", ["--include", "n1:0@n1:1"], "--include: n1 is there twice; name each"),
-    ],
-)
-def test_bad_hostfile_or_selection_is_one_line(command, sandbox, lines, words, message):
-    (sandbox.folder / "hostfile").write_text(lines)
-    script = sandbox.script("")
-    code, out, err = command("launch", "--hostfile", "hostfile", *words, script)
-    assert (code, out) == (2, "")
-    assert message in err
-    assert err.count("\n") == 1
+    ):
+        (sandbox.folder / "hostfile").write_text(lines)
+        script = sandbox.script("")
+        err = command.error("launch", "--hostfile", "hostfile", *words, script, lines=1)
+        assert message in err, message
 
 
 SAVES = """
@@ -244,30 +228,31 @@ def test_interrupt_while_hosts_end_with_one_that_failed_ends_the_wait(sandbox, s
     wait_until(lambda: not sandbox.alive())
 
 
-@pytest.mark.parametrize("endpoint", [[], ["--rdzv-endpoint", "h1:29400"]])
-def test_without_ssh_the_error_names_the_way_out(command, sandbox, monkeypatch, endpoint):
-    monkeypatch.setenv("PATH", str(sandbox.folder))
-    code, _, err = command("launch", "--hosts", "h1:1,h2:1", *endpoint, sandbox.script(""))
-    assert code == 2
-    assert err.startswith("error: --hosts and --hostfile start the hosts over ssh, and")
-    assert "install an ssh client, or type the command on each host with --nnodes" in err
-    assert err.count("\n") == 1
+def test_without_ssh_the_error_names_the_way_out(command, sandbox, monkeypatch):
+    for endpoint in ([], ["--rdzv-endpoint", "h1:29400"]):
+        monkeypatch.setenv("PATH", str(sandbox.folder))
+        err = command.error(
+            "launch", "--hosts", "h1:1,h2:1", *endpoint, sandbox.script(""), lines=1
+        )
+        assert err.startswith("error: --hosts and --hostfile start the hosts over ssh, and"), (
+            endpoint
+        )
+        assert "install an ssh client, or type the command on each host with --nnodes" in err, (
+            endpoint
+        )
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
+def test_malformed_lists_of_hosts():
+    for text, message in (
         ("n1:2,n1:2", "n1 is there twice"),
         ("-oProxyCommand=touch x", "expected a host such as n1"),
         ("a;touch x:1", "expected a host such as n1"),
         ("$(touch x)", "expected a host such as n1"),
         ("n1:0", "expected a number of ranks from 1"),
         ("n1,,n2", "expected a host such as n1"),
-    ],
-)
-def test_malformed_lists_of_hosts(text, message):
-    with pytest.raises(ConfigError, match=message):
-        read_hosts(text)
+    ):
+        with pytest.raises(ConfigError, match=message):
+            read_hosts(text)
 
 
 def test_hostfile_and_selection(tmp_path):
@@ -304,9 +289,7 @@ def test_options_about_hosts_do_not_reach_the_hosts(command, sandbox):
     assert without_hosts(words) == ["--cpu", "--set", "seed=1"]
     script = sandbox.script("")
     for extra in (["--nnodes", "2"], ["--standalone"], ["--hostfile", "x"]):
-        code, _, err = command("launch", "--hosts", "a,b", *extra, script)
-        assert code == 2, err
-        assert err.count("\n") == 1
+        command.error("launch", "--hosts", "a,b", *extra, script, lines=1)
 
 
 def test_each_host_gets_its_place_its_devices_and_one_secret(monkeypatch):

@@ -2,8 +2,6 @@
 
 import platform
 
-import pytest
-
 from drivetrain_launch.preflight.software import differences, script_digest, software_facts
 
 
@@ -19,19 +17,21 @@ def test_digest_follows_the_content_of_the_script(tmp_path):
     assert script_digest(()) == script_digest((str(tmp_path / "none.py"),)) == ""
 
 
-@pytest.mark.parametrize(
-    ("name", "file"), [("one", "one.py"), ("pack", "pack/__main__.py"), ("pack.two", "pack/two.py")]
-)
-def test_digest_of_a_module_that_is_not_imported(tmp_path, monkeypatch, name, file):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "pack").mkdir()
-    (tmp_path / "pack/__init__.py").write_text("raise SystemExit")
-    assert script_digest(("-m", "no_such_module_anywhere")) == ""
-    (tmp_path / file).write_text("raise SystemExit('imported')")
-    digest = script_digest(("-m", name))
-    assert len(digest) == 12
-    (tmp_path / file).write_text("another text")
-    assert script_digest(("-m", name)) != digest
+def test_digest_of_a_module_that_is_not_imported(tmp_path, monkeypatch):
+    for name, file in (
+        ("one", "one.py"),
+        ("pack", "pack/__main__.py"),
+        ("pack.two", "pack/two.py"),
+    ):
+        monkeypatch.chdir(tmp_path)
+        (tmp_path / "pack").mkdir(exist_ok=True)
+        (tmp_path / "pack/__init__.py").write_text("raise SystemExit")
+        assert script_digest(("-m", "no_such_module_anywhere")) == "", name
+        (tmp_path / file).write_text("raise SystemExit('imported')")
+        digest = script_digest(("-m", name))
+        assert len(digest) == 12, name
+        (tmp_path / file).write_text("another text")
+        assert script_digest(("-m", name)) != digest, name
 
 
 def test_difference_names_all_hosts_with_each_value(tmp_path):

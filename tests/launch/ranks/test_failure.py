@@ -35,17 +35,14 @@ def end(rank, code=0, time=1.0):
     return EarlyEnd(rank=rank, host="n2", code=code, time=time)
 
 
-@pytest.mark.parametrize(
-    ("failures", "rank"),
-    [
+def test_first_failure():
+    for failures, rank in (
         ([failure(0, 10.0), failure(1, 9.5)], 1),
         ([failure(0, 10.0, collateral=True), failure(1, 10.5)], 1),
         ([failure(0, 10.0, collateral=True), failure(1, 100.0)], 0),
         ([failure(0, 10.0, collateral=True), failure(1, 9.0, collateral=True)], 1),
-    ],
-)
-def test_first_failure(failures, rank):
-    assert first(failures).rank == rank
+    ):
+        assert first(failures).rank == rank, failures
 
 
 def test_rank_that_was_stopped_is_not_the_first():
@@ -76,9 +73,8 @@ def test_ages_cross_hosts_instead_of_moments(monkeypatch):
     assert read.ended[0].time == pytest.approx(now - 122, abs=0.5)
 
 
-@pytest.mark.parametrize(
-    ("endings", "code", "again"),
-    [
+def test_verdict():
+    for endings, code, again in (
         ([Ending(ended=(end(0),)), Ending(ended=(end(1),))], 0, False),
         (
             [Ending(ended=(end(0, PREEMPTED),)), Ending(ended=(end(1, PREEMPTED),))],
@@ -90,14 +86,14 @@ def test_ages_cross_hosts_instead_of_moments(monkeypatch):
         ([Ending(stopped=(0,)), Ending(failures=(failure(1, 1.0, code=7),))], 7, True),
         ([Ending(stopped=(0,)), Ending(failures=(failure(1, 1.0, code=2),))], 2, False),
         ([Ending(stopped=(0,)), Ending(failures=(failure(1, 1.0, code=4),))], 4, False),
-    ],
-)
-def test_verdict(endings, code, again):
-    found = judge(dict(enumerate(endings)), 1)
-    assert (found.code, found.again) == (code, again)
-    assert not judge(dict(enumerate(endings)), 0).again
-    if code in (2, 4):
-        assert f"no restart: an error with exit code {code} would only come again" in found.text
+    ):
+        found = judge(dict(enumerate(endings)), 1)
+        assert (found.code, found.again) == (code, again), endings
+        assert not judge(dict(enumerate(endings)), 0).again, endings
+        if code in (2, 4):
+            assert (
+                f"no restart: an error with exit code {code} would only come again" in found.text
+            ), endings
 
 
 def test_a_lost_host_is_the_cause_unless_a_rank_has_one_of_its_own():
@@ -109,39 +105,38 @@ def test_a_lost_host_is_the_cause_unless_a_rank_has_one_of_its_own():
     assert judge({0: cause}, 0, lost).code == 9
 
 
-@pytest.mark.parametrize("code", [2, 4, 9, NO_PROGRESS])
-def test_errors_that_cannot_heal_use_no_restart(code):
-    verdict = judge({0: Ending(failures=(failure(0, 1.0, code=code),))}, 3)
-    assert (verdict.again, verdict.code) == (False, code)
-    assert f"exit code {code} would only come again" in verdict.text
+def test_errors_that_cannot_heal_use_no_restart():
+    for code in (2, 4, 9, NO_PROGRESS):
+        verdict = judge({0: Ending(failures=(failure(0, 1.0, code=code),))}, 3)
+        assert (verdict.again, verdict.code) == (False, code), code
+        assert f"exit code {code} would only come again" in verdict.text, code
 
 
-@pytest.mark.parametrize(
-    ("saved", "idle"),
-    [
+def test_progress_is_a_checkpoint_of_a_later_step_than_any_before():
+    for saved, idle in (
         ([-1, -1, -1], [1, 2, 3]),
         ([-1, 10, 10, 10, 10], [1, 0, 1, 2, 3]),
         ([10, 20, 20, 30], [0, 0, 1, 0]),
         ([0, 0], [0, 1]),
         ([10, 5, 10], [0, 1, 2]),  # after a return to an older checkpoint nothing newer came
         ([None, None, None, None], [0, 0, 0, 0]),  # a script without an Accelerator tells nothing
-    ],
-)
-def test_progress_is_a_checkpoint_of_a_later_step_than_any_before(saved, idle):
-    progress = IdleAttempts()
-    endings = [[Ending(saved=steps), Ending()] for steps in saved]
-    assert [progress.after(each) for each in endings] == idle
+    ):
+        progress = IdleAttempts()
+        endings = [[Ending(saved=steps), Ending()] for steps in saved]
+        assert [progress.after(each) for each in endings] == idle, saved
 
 
-@pytest.mark.parametrize("restarts_left", [0, 7])
-def test_attempts_without_progress_end_with_a_code_of_their_own(restarts_left):
-    failed = {0: Ending(failures=(failure(0, 1.0, summary="OSError: x"),))}
-    assert judge(failed, 7, idle=MOST_IDLE - 1).again
-    verdict = judge(failed, restarts_left, idle=MOST_IDLE)
-    assert (verdict.again, verdict.code) == (False, NO_PROGRESS)
-    assert "OSError: x" in verdict.text
-    assert verdict.text.endswith("3 attempts in a row have failed and saved no newer checkpoint")
-    assert judge({0: Ending(ended=(end(0),))}, 7, idle=MOST_IDLE).code == 0
+def test_attempts_without_progress_end_with_a_code_of_their_own():
+    for restarts_left in (0, 7):
+        failed = {0: Ending(failures=(failure(0, 1.0, summary="OSError: x"),))}
+        assert judge(failed, 7, idle=MOST_IDLE - 1).again, restarts_left
+        verdict = judge(failed, restarts_left, idle=MOST_IDLE)
+        assert (verdict.again, verdict.code) == (False, NO_PROGRESS), restarts_left
+        assert "OSError: x" in verdict.text, restarts_left
+        assert verdict.text.endswith(
+            "3 attempts in a row have failed and saved no newer checkpoint"
+        ), restarts_left
+        assert judge({0: Ending(ended=(end(0),))}, 7, idle=MOST_IDLE).code == 0, restarts_left
 
 
 def test_a_hang_is_the_failure_of_its_culprit_and_began_with_the_wait(monkeypatch):
@@ -182,36 +177,32 @@ def test_exit_codes_of_scripts_are_those_of_python(capsys):
     assert capsys.readouterr().err == "no data\n"
 
 
-@pytest.mark.parametrize(
-    ("text", "summary", "code"),
-    [
+def test_a_traceback_begins_in_the_script_and_is_printed_once(tmp_path, monkeypatch, capsys):
+    """By the launcher; the rank itself prints it where its output is kept."""
+    for text, summary, code in (
         ("def x(:\n", "invalid syntax", 1),
         ("raise ValueError('the cause')", "the cause", 1),
         ("from drivetrain.errors import CheckpointError as E; raise E('bad')", "bad", 4),
-    ],
-)
-def test_a_traceback_begins_in_the_script_and_is_printed_once(
-    tmp_path, monkeypatch, capsys, text, summary, code
-):
-    """By the launcher; the rank itself prints it where its output is kept."""
-    (tmp_path / "train.py").write_text(text)
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
-    for name, value in (("argv", []), ("path", [*sys.path]), ("last_value", None)):
-        monkeypatch.setattr(sys, name, value, raising=False)
-    with pytest.raises(Exception, match=summary) as caught:
-        run([str(tmp_path / "train.py")])
-    error = caught.value.with_traceback(caught.tb.tb_next)  # without the frame of this test
-    assert fail(error) == code
-    assert capsys.readouterr().err == ""
-    monkeypatch.setenv(LOGS_VARIABLE, "1")
-    fail(error)
-    said = json.loads((tmp_path / "error.json").read_text())["message"]
-    shown = said["extraInfo"]["py_callstack"]
-    assert capsys.readouterr().err == shown
-    assert summary in said["message"]
-    assert 'train.py", line 1' in shown
-    assert "runpy" not in shown
-    assert "worker.py" not in shown
+    ):
+        (tmp_path / "train.py").write_text(text)
+        monkeypatch.delenv(LOGS_VARIABLE, raising=False)
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+        for name, value in (("argv", []), ("path", [*sys.path]), ("last_value", None)):
+            monkeypatch.setattr(sys, name, value, raising=False)
+        with pytest.raises(Exception, match=summary) as caught:
+            run([str(tmp_path / "train.py")])
+        error = caught.value.with_traceback(caught.tb.tb_next)  # without the frame of this test
+        assert fail(error) == code, text
+        assert capsys.readouterr().err == "", text
+        monkeypatch.setenv(LOGS_VARIABLE, "1")
+        fail(error)
+        said = json.loads((tmp_path / "error.json").read_text())["message"]
+        shown = said["extraInfo"]["py_callstack"]
+        assert capsys.readouterr().err == shown, text
+        assert summary in said["message"], text
+        assert 'train.py", line 1' in shown, text
+        assert "runpy" not in shown, text
+        assert "worker.py" not in shown, text
 
 
 def test_a_module_runs_like_python_m(tmp_path, monkeypatch, capsys):

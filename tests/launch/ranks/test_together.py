@@ -1,7 +1,6 @@
 """Two hosts, played by two threads, or by two network namespaces of this machine."""
 
 import asyncio
-import json
 import os
 import pickle
 import re
@@ -12,7 +11,7 @@ import subprocess
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import timedelta
 
@@ -24,12 +23,7 @@ from drivetrain.runtime.notices import PREEMPTED
 from drivetrain.telemetry.work import RankTimes
 from drivetrain_launch.preflight.probe import HostProbe
 from drivetrain_launch.ranks import coordinator, member
-from drivetrain_launch.ranks.channel import (
-    Channel,
-    NotAuthenticError,
-    greet_client,
-    greet_server,
-)
+from drivetrain_launch.ranks.channel import Channel, NotAuthenticError, greet_client, greet_server
 from drivetrain_launch.ranks.failure import EarlyEnd, Ending, Failure, RunOver
 from drivetrain_launch.ranks.member import Party, SeveralHosts
 from drivetrain_launch.ranks.placement import Endpoint, listening_address
@@ -124,74 +118,6 @@ def test_two_hosts_meet_in_the_order_given_and_restart_together(sandbox):
             assert line.split()[3].rpartition(":")[0] in (own, "127.0.0.1"), lines
 
 
-HYBRID = """
-import json
-from pathlib import Path
-import torch
-from torch import nn
-from drivetrain import Accelerator, wait_for_everyone
-
-def sent_by_host():
-    lines = Path("/proc/net/dev").read_text().splitlines()[2:]
-    counts = {line.split(":")[0].strip(): int(line.split(":")[1].split()[8]) for line in lines}
-    return sum(count for name, count in counts.items() if name != "lo")
-
-accelerator = Accelerator(strategy={"name": "fsdp", "sharding": "hybrid"}, cpu=True)
-torch.manual_seed(0)
-model = nn.Sequential(*(nn.Sequential(nn.Linear(512, 512), nn.Tanh()) for _ in range(4)))
-elements = sum(parameter.numel() for parameter in model.parameters())
-model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-torch.manual_seed(accelerator.process_index)
-
-def step():
-    accelerator.backward(model(torch.randn(4, 512)).square().mean())
-    optimizer.step()
-    optimizer.zero_grad()
-
-step()
-wait_for_everyone()
-before, ledger = sent_by_host(), accelerator.traffic.sent()
-for _ in range(3):
-    step()
-wait_for_everyone()
-far = ("dp.far", "all_reduce")
-accelerator.print(json.dumps({
-    "hosts": len(set(accelerator.strategy_of(model).run.world.hosts)),
-    "elements": elements,
-    "sent": (sent_by_host() - before) / 3,
-    "far": (accelerator.traffic.sent()[far] - ledger[far]) / 3,
-}))
-"""
-
-
-@pytest.mark.exhaustive
-@pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root")
-@pytest.mark.skipif(shutil.which("ip") is None, reason="needs the command ip")
-def test_hybrid_sharding_sends_between_hosts_what_replicas_add_up(sandbox):
-    """Two hosts of two ranks: shards stay inside of a host, which the strategy finds by itself."""
-    names = [f"dth-{os.getpid()}-{host}" for host in range(2)]
-    script = sandbox.script(HYBRID)
-    with namespaces(names):
-        hosts = [
-            subprocess.Popen(
-                ["ip", "netns", "exec", name, *sandbox.command(
-                    "launch", "--cpu", "--nproc-per-node", "2", "--nnodes", "2",
-                    "--node-rank", str(index), "--rdzv-endpoint", "10.77.0.9:29512", script)],
-                cwd=sandbox.folder, env=sandbox.environment(SECRET), stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE, text=True,
-            )
-            for index, name in enumerate(names)
-        ]  # fmt: skip
-        done = [host.communicate() for host in hosts]
-    assert [host.returncode for host in hosts] == [0, 0], done
-    found = json.loads(done[0][0])
-    assert found["hosts"] == 2
-    # A rank's half of the gradients, added up over 2 replicas: 2 (R-1)/R times half of them.
-    assert found["far"] == 4 * found["elements"] / 2
-    # Two ranks of the host send that; frames and their acknowledgements are not in the formula.
-    assert 1.0 <= found["sent"] / (2 * found["far"]) < 1.1
-
-
 def party(port, index, *, count=2, secret=b"a secret of the tests", **settings):
     return SeveralHosts(
         Party(
@@ -217,6 +143,25 @@ def together(port, *indices, **settings):
     finally:
         with ThreadPoolExecutor() as pool:
             list(pool.map(lambda host: host.leave("the test is over"), hosts))
+
+
+@contextmanager
+def running(port, *indices, **settings):
+    """Launchers that have met."""
+    with together(port, *indices, **settings) as (hosts, pool):
+        list(pool.map(SeveralHosts.meet, hosts))
+        yield hosts, pool
+
+
+@contextmanager
+def joined(port, index, **settings):
+    """Another launcher, which has joined."""
+    host = party(port, index, **settings)
+    try:
+        host.join()
+        yield host
+    finally:
+        host.leave("")
 
 
 def fail(rank, code=1, **more):
@@ -256,19 +201,16 @@ def test_host_with_another_secret_does_not_join(port, capsys):
             ):
                 stranger.join()
             stranger.leave("")
-        joined = party(port, 1)
-        joined.join()
-        assert [host.meet().index for host in (hosts[0], joined)] == [0, 1]
-        joined.leave("")
+        with joined(port, 1) as other:
+            assert [host.meet().index for host in (hosts[0], other)] == [0, 1]
     said = capsys.readouterr().err
     assert said.count("a connection from 127.0.0.1 was refused: wrong secret") == 1
 
 
 def test_who_does_not_know_the_secret_reaches_neither_the_store_nor_a_pickle(port):
-    with together(port, 0, 1) as (hosts, pool):
-        list(pool.map(SeveralHosts.meet, hosts))
+    with running(port, 0, 1) as (hosts, _):
         with pytest.raises(RuntimeError):  # the store of the ranks is not behind this port
-            TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=2))
+            TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=0.5))
         with socket.create_connection(("127.0.0.1", port)) as stranger:
             stranger.sendall(b"nonce proof\n" + pickle.dumps({"kind": "store"}) + b"\n")
             received = b""
@@ -306,10 +248,8 @@ def test_changed_message_ends_the_connection():
 
 
 def test_a_lost_host_is_named_and_its_replacement_joins_the_next_attempt(port):
-    with together(port, 0, 1, max_restarts=1) as (hosts, pool):
-        list(pool.map(SeveralHosts.meet, hosts))
-        replacement = party(port, 1, max_restarts=1)
-        replacement.join()  # waits: the place is taken
+    with running(port, 0, 1, max_restarts=1) as (hosts, pool), ExitStack() as stack:
+        replacement = stack.enter_context(joined(port, 1, max_restarts=1))  # waits for the place
         hosts[1]._background.call(cut(hosts[1]))
         wait_until(hosts[0].stop_asked)
         assert hosts[1].stop_asked() or wait_until(hosts[1].stop_asked) is None
@@ -320,7 +260,6 @@ def test_a_lost_host_is_named_and_its_replacement_joins_the_next_attempt(port):
         assert "is lost: its launcher has ended, or the connection is closed" in verdict.text
         places = list(pool.map(SeveralHosts.meet, (hosts[0], replacement)))
         assert [place.attempt for place in places] == [1, 1]
-        replacement.leave("")
 
 
 def test_host_0_names_a_slow_rank_of_another_host(port, capsys):
@@ -354,8 +293,7 @@ def set_silence(monkeypatch, seconds):
 
 def test_a_silent_host_is_lost_on_both_sides(port, monkeypatch):
     set_silence(monkeypatch, PATIENCE_S)
-    with together(port, 0, 1) as (hosts, pool):
-        list(pool.map(SeveralHosts.meet, hosts))
+    with running(port, 0, 1) as (hosts, _):
         monkeypatch.setattr(Channel, "send", lambda *_, **__: None)
         assert not any(host.stop_asked() for host in hosts)
         set_silence(monkeypatch, 0.6)
@@ -374,7 +312,7 @@ def test_hosts_that_are_left_go_on_and_one_that_comes_back_joins_after_a_save(po
     monkeypatch.setattr(coordinator, "BEAT_S", 0.1)
     monkeypatch.setattr(coordinator, "SETTLE_S", 0.5)
     settings = {"count": 3, "least": 2, "max_restarts": 1}
-    with together(port, 0, 1, 2, **settings) as (hosts, pool):
+    with together(port, 0, 1, 2, **settings) as (hosts, pool), ExitStack() as stack:
         assert [p.sizes for p in pool.map(SeveralHosts.meet, hosts)] == 3 * [(1, 2, 3)]
         hosts[1]._background.call(cut(hosts[1]))
         wait_until(hosts[2].stop_asked)
@@ -387,8 +325,7 @@ def test_hosts_that_are_left_go_on_and_one_that_comes_back_joins_after_a_save(po
             (1, 0, (1, 3), 0),
             (1, 1, (1, 3), 1),
         ]
-        back = party(port, 1, **settings)
-        back.join()
+        back = stack.enter_context(joined(port, 1, **settings))
         wait_until(lambda: any(host.notice_asked() for host in left))
         assert not any(host.stop_asked() for host in left)  # the ranks may save
         verdicts = list(pool.map(SeveralHosts.conclude, left, 2 * [SAVED]))
@@ -399,7 +336,6 @@ def test_hosts_that_are_left_go_on_and_one_that_comes_back_joins_after_a_save(po
         ]
         verdicts = list(pool.map(SeveralHosts.conclude, [hosts[0], back, hosts[2]], 3 * [SAVED]))
         assert [(v.again, v.code) for v in verdicts] == 3 * [(False, PREEMPTED)]
-        back.leave("")
 
 
 def test_scheduler_that_ends_the_run_is_not_taken_for_a_host_that_came(port, monkeypatch):
@@ -408,15 +344,13 @@ def test_scheduler_that_ends_the_run_is_not_taken_for_a_host_that_came(port, mon
     monkeypatch.setattr(coordinator, "LAST_CALL_S", 0.2)
     with together(port, 0, count=2, least=1) as (hosts, _):
         assert hosts[0].meet().sizes == (1,)
-        second = party(port, 1, count=2, least=1)
-        second.join()
-        wait_until(hosts[0].notice_asked)
-        verdict = hosts[0].conclude(replace(SAVED, noticed=True))
-        assert (verdict.again, verdict.code) == (False, PREEMPTED)
-        with pytest.raises(RunOver, match="the run has ended") as caught:
-            second.meet()
-        assert caught.value.code == PREEMPTED  # requeued as the others are
-        second.leave("")
+        with joined(port, 1, count=2, least=1) as second:
+            wait_until(hosts[0].notice_asked)
+            verdict = hosts[0].conclude(replace(SAVED, noticed=True))
+            assert (verdict.again, verdict.code) == (False, PREEMPTED)
+            with pytest.raises(RunOver, match="the run has ended") as caught:
+                second.meet()
+            assert caught.value.code == PREEMPTED  # requeued as the others are
 
 
 WELL = Ending(ended=(EarlyEnd(rank=0, host="n", code=0, time=0),))
@@ -426,8 +360,7 @@ WELL = Ending(ended=(EarlyEnd(rank=0, host="n", code=0, time=0),))
 def test_a_host_that_waits_ends_as_the_run_does(sandbox, port):
     words = ("--nproc-per-node", "1", "--nnodes", "1:2", "--rdzv-endpoint", f"127.0.0.1:{port}")
     script = sandbox.script("print()")
-    with together(port, 0, 1, count=2, least=1) as (hosts, pool):
-        list(pool.map(SeveralHosts.meet, hosts))
+    with running(port, 0, 1, count=2, least=1) as (hosts, pool):
         late = sandbox.start(
             "launch", "--strategy", "toy", *words, "--node-rank", "1", script, env=SECRET
         )
@@ -455,16 +388,16 @@ async def tell(host, kind):
 
 def test_ranks_of_other_hosts_have_time_to_save_after_a_signal(port, monkeypatch):
     monkeypatch.setattr(coordinator, "BEAT_S", 0.1)
-    with together(port, 0, 1, grace_s=3) as (hosts, pool):
-        list(pool.map(SeveralHosts.meet, hosts))
+    over = threading.Event()
+    monkeypatch.setattr(coordinator, "overdue", lambda _, grace: grace == 3 and over.is_set())
+    with running(port, 0, 1, grace_s=3) as (hosts, pool):
         saved = (replace(SAVED.ended[0], time=time.time()),)
         told = Ending(ended=saved, signal=signal.SIGTERM, noticed=True)
-        begin = time.monotonic()
         first = pool.submit(hosts[1].conclude, told)
         wait_until(lambda: hosts[0]._coordinator._members[1].ending)
         assert not hosts[0].stop_asked()  # its ranks may be in the middle of the save
+        over.set()
         wait_until(hosts[0].stop_asked)
-        assert time.monotonic() - begin > 2.8
         second = hosts[0].conclude(replace(told, ended=(), stopped=(0,)))
         assert (second.again, second.code) == (False, 128 + signal.SIGTERM)
         assert first.result(PATIENCE_S) == second
@@ -486,8 +419,7 @@ def test_who_waits_for_ranks_of_another_host_says_so(port, capsys, monkeypatch):
     for module in (coordinator, member):
         monkeypatch.setattr(module, "BEAT_S", 0.1)
     monkeypatch.setattr(member, "FIRST_REMINDER_S", 0.5)
-    with together(port, 0, 1) as (hosts, pool):
-        list(pool.map(SeveralHosts.meet, hosts))
+    with running(port, 0, 1) as (hosts, pool):
         first = pool.submit(hosts[1].conclude, WELL)
         name = re.escape(socket.gethostname())
         wait_for_line(capsys, rf"waiting for the ranks of host 0 \({name}\) to end \(\d+ s\)")
@@ -501,19 +433,16 @@ def test_the_first_attempt_waits_for_more_hosts_than_the_fewest(port, monkeypatc
         met = [pool.submit(host.meet) for host in hosts]
         time.sleep(0.5)
         assert not any(each.done() for each in met)
-        third = party(port, 1, count=4, least=2)
-        third.join()
-        monkeypatch.setattr(coordinator, "LAST_CALL_S", 0.0)
-        places = [each.result(PATIENCE_S) for each in met]
-        assert [(p.index, p.sizes) for p in places] == [(0, (1, 2, 3)), (2, (1, 2, 3))]
-        assert third.meet().index == 1
-        third.leave("")
+        with joined(port, 1, count=4, least=2) as third:
+            monkeypatch.setattr(coordinator, "LAST_CALL_S", 0.0)
+            places = [each.result(PATIENCE_S) for each in met]
+            assert [(p.index, p.sizes) for p in places] == [(0, (1, 2, 3)), (2, (1, 2, 3))]
+            assert third.meet().index == 1
 
 
 def test_a_host_that_lost_host_0_for_a_while_joins_again(port, monkeypatch):
     set_silence(monkeypatch, PATIENCE_S)
-    with together(port, 0, 1, max_restarts=2) as (hosts, pool):
-        list(pool.map(SeveralHosts.meet, hosts))
+    with running(port, 0, 1, max_restarts=2) as (hosts, pool):
         for silent in (hosts[1]._channel, hosts[0]._coordinator._members[1].channel):
             silent.send = lambda *_, **__: None
         set_silence(monkeypatch, 0.6)
@@ -534,8 +463,7 @@ def test_a_host_that_lost_host_0_for_good_ends_with_the_code_of_a_lost_host(port
         for joined in hosts[0]._coordinator._members.values():
             joined.channel.writer.transport.abort()
 
-    with together(port, 0, 1, max_restarts=2) as (hosts, pool):
-        list(pool.map(SeveralHosts.meet, hosts))
+    with running(port, 0, 1, max_restarts=2) as (hosts, _):
         hosts[0]._background.call(die())
         wait_until(hosts[1].stop_asked)
         verdict = hosts[1].conclude(fail(1, 5))
@@ -545,12 +473,9 @@ def test_a_host_that_lost_host_0_for_good_ends_with_the_code_of_a_lost_host(port
 
 
 def test_hosts_that_differ_are_refused_with_both_values(port):
-    with together(port, 0):
-        other = party(port, 1, run="4711")
-        other.join()
-        with pytest.raises(ConfigError, match=r"differ in the job: found '4711' there, '' on host"):
-            other.meet()
-        other.leave("")
+    refused = pytest.raises(ConfigError, match="differ in the job: found '4711' there, '' on host")
+    with together(port, 0), joined(port, 1, run="4711") as other, refused:
+        other.meet()
 
 
 def test_every_host_ends_with_the_same_line_about_other_software(port):
@@ -570,25 +495,19 @@ def test_every_host_ends_with_the_same_line_about_other_software(port):
 
 
 def test_replacement_with_other_software_leaves_alone(port):
-    with together(port, 0, 1, software={"the script": "a"}) as (hosts, pool):
-        list(pool.map(SeveralHosts.meet, hosts))
-        other = party(port, 1, software={"the script": "b"})
-        other.join()
-        with pytest.raises(ConfigError, match="the hosts differ in the script: 'a' on host 0"):
+    with running(port, 0, 1, software={"the script": "a"}) as (hosts, _):
+        refused = pytest.raises(ConfigError, match="the hosts differ in the script: 'a' on host 0")
+        with joined(port, 1, software={"the script": "b"}) as other, refused:
             other.meet()
-        other.leave("")
         assert not any(host.stop_asked() for host in hosts)
 
 
-def test_hosts_check_their_ways_before_the_first_attempt(port, capsys):
+def test_hosts_check_their_ways_before_the_first_attempt_or_not_at_all(port, capsys):
     with together(port, 0, 1, software={"the script": "a"}) as (hosts, pool):
         places = list(pool.map(SeveralHosts.meet, hosts))
     said = capsys.readouterr().err
     assert re.match(r"preflight \(\d+\.\d s\): 2 hosts, every pair connects; between hosts ", said)
     assert places[0].link == places[1].link > 0
-
-
-def test_check_can_be_left_out(port, capsys):
     with together(port, 0, 1, check="none") as (hosts, pool):
         places = list(pool.map(SeveralHosts.meet, hosts))
     assert capsys.readouterr().err == ""
@@ -612,27 +531,21 @@ def test_a_host_that_leaves_during_the_check_is_waited_for(port, monkeypatch):
         wait_until(lambda: hosts[0]._coordinator._phase == "meeting")
         monkeypatch.undo()
         slow.set()
-        second = party(port, 1)
-        second.join()
-        assert [place.index for place in pool.map(SeveralHosts.meet, (hosts[0], second))] == [0, 1]
-        second.leave("")
+        with joined(port, 1) as second:
+            places = pool.map(SeveralHosts.meet, (hosts[0], second))
+            assert [place.index for place in places] == [0, 1]
 
 
 def test_every_host_says_that_two_have_the_same_index(port):
+    """Also one that comes after the refusal."""
+    said = "were started with --node-rank 1; give each of"
     with together(port, 0, 1, 1, count=3) as (hosts, pool):
-        for meeting in [pool.submit(host.meet) for host in hosts]:
-            with pytest.raises(ConfigError, match="were started with --node-rank 1; give each of"):
-                meeting.result(PATIENCE_S)
-
-
-def test_host_that_comes_after_the_refusal_hears_the_same_reason(port):
-    with together(port, 0, 1, 1, count=3) as (hosts, _):
         wait_until(lambda: hosts[0]._coordinator._phase == "over")
-        late = party(port, 2, count=3)
-        late.join()
-        with pytest.raises(ConfigError, match="were started with --node-rank 1; give each of"):
+        with joined(port, 2, count=3) as late, pytest.raises(ConfigError, match=said):
             late.meet()
-        late.leave("")
+        for meeting in [pool.submit(host.meet) for host in hosts]:
+            with pytest.raises(ConfigError, match=said):
+                meeting.result(PATIENCE_S)
 
 
 def test_end_of_the_run_reports_no_cancelled_connection(port, caplog):
@@ -662,10 +575,8 @@ def test_waiting_host_says_for_which(port, capsys, monkeypatch):
         place = rf"at 127\.0\.0\.1:{port} \(\d+ s\)"
         said = wait_for_line(capsys, rf"waiting for 1 of 2 hosts \(host 1\) {place}")
         assert len(said) == 1
-        second = party(port, 1)
-        second.join()
-        assert [first.result(PATIENCE_S).index, second.meet().index] == [0, 1]
-        second.leave("")
+        with joined(port, 1) as second:
+            assert [first.result(PATIENCE_S).index, second.meet().index] == [0, 1]
 
 
 @pytest.mark.exhaustive

@@ -103,11 +103,7 @@ def captioned_images(seed: int) -> Batch:
     """Return images and the words that belong to each; the loss tells them apart."""
     found = words(seed)
     found[:, -1] = WORDS - 1
-    return {
-        "input_ids": found,
-        "pixel_values": numbers(seed, 3, IMAGE, IMAGE),
-        "return_loss": True,
-    }
+    return {"input_ids": found, "pixel_values": numbers(seed, 3, IMAGE, IMAGE), "return_loss": True}
 
 
 def described_images(seed: int) -> Batch:

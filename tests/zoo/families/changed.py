@@ -66,9 +66,7 @@ def _half_frozen() -> nn.Module:
 CHANGED: dict[str, Family] = {
     "lora": plain(KIND, lambda: _adapted(target_modules=["q_proj", "v_proj"]), text),
     "lora-everywhere": plain(
-        KIND,
-        lambda: _adapted(target_modules="all-linear", modules_to_save=["lm_head"]),
-        text,
+        KIND, lambda: _adapted(target_modules="all-linear", modules_to_save=["lm_head"]), text
     ),
     "dora": plain(
         KIND, lambda: _adapted(target_modules=["q_proj", "down_proj"], use_dora=True), text

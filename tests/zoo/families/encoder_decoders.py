@@ -37,10 +37,7 @@ def _half(name: str, options: dict[str, Any], **more: Any) -> Family:
 ENCODER_DECODERS = {
     "t5": _half("T5ForConditionalGeneration", T5),
     "flan-t5": _half(
-        "T5ForConditionalGeneration",
-        T5,
-        feed_forward_proj="gated-gelu",
-        tie_word_embeddings=False,
+        "T5ForConditionalGeneration", T5, feed_forward_proj="gated-gelu", tie_word_embeddings=False
     ),
     "umt5": _half("UMT5ForConditionalGeneration", T5),
     "bart": _half("BartForConditionalGeneration", BOTH_HALVES),
