@@ -1,59 +1,32 @@
 """The choice of methods for slow links after the first steps: alike on all ranks, and for good."""
 
 import json
-import os
 import time
-from collections import Counter
-from collections.abc import Mapping
-from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.optim import SGD
+from torch import nn
 
-from drivetrain import Accelerator
 from drivetrain.collectives.facts import gather_facts
-from drivetrain.cost import ModelSpec
 from drivetrain.facade import loading
 from drivetrain.links.automatic import COUNTED, WARM_UP
-from drivetrain.links.chosen import LinkMethods
 from drivetrain.telemetry import backward
+from linked_trainings import WIDTH, Training, model_of, same, spread
 
-WIDTH, ROWS = 64, 8
 EXACT_STEPS = WARM_UP + COUNTED
-SLOWEST, SLOW, FAST = 0.01, 1.0, 1e9
-"""Mbit/s of links: exact gradients take 27 s, which no backward here hides; 0.27 s; no time."""
-HIDES_S = 0.5
+SLOWEST, SLOW, FAST = 0.01, 4.0, 1e9
+"""Mbit/s of links: exact gradients take 27 s, which no backward here hides; 0.07 s; no time."""
+HIDES_S = 0.15
 """Seconds of a backward that hides exact gradients on the slow link."""
 
 ERROR = 0.02
 """The largest difference after two steps by bf16, in units of the largest change in these."""
 
-STRATEGIES: Mapping[str, Mapping[str, object]] = {
-    "ddp": {"name": "ddp"},
-    "ddp in buckets": {"name": "ddp", "bucket_mib": 0.02, "first_bucket_mib": 0.02},
-    "zero1": {"name": "zero1"},
-    "zero2": {"name": "zero2"},
-    "zero3": {"name": "zero3", "keep_below": 0},
-    "zero3, small ones whole": {"name": "zero3"},
-    "fsdp": {"name": "fsdp"},
-    "hybrid": {"name": "fsdp", "sharding": "hybrid"},
-    "megatron": {"name": "megatron", "data_parallel": "zero2"},
-}
-BY_UPDATES = {"zero1", "zero2", "megatron"}
+BY_UPDATES = {"zero1", "zero2", "megatron zero2"}
 """Forms that send updates, which no compute hides: their method is chosen at prepare()."""
-WITH_VALUES = {"zero3", "zero3, small ones whole", "fsdp"}
+WITH_VALUES = {"zero3 divided", "zero3", "fsdp"}
 """Forms that send values of parameters, each time that these are used."""
-
-
-def model_of() -> nn.Sequential:
-    layers = [nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)]
-    return nn.Sequential(*layers)
-
-
-def one_matrix() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False))
+ALL = ("ddp", "ddp in buckets", "fsdp hybrid", *sorted(BY_UPDATES), *sorted(WITH_VALUES))
 
 
 class Late(torch.autograd.Function):
@@ -70,88 +43,42 @@ class Late(torch.autograd.Function):
         return gradient, None
 
 
-class Training:
-    """A model under a strategy, whose methods are left to drivetrain unless they are named."""
-
-    def __init__(
-        self,
-        form: str,
-        sleep_s: float = 0.0,
-        far: object = "auto",
-        project_dir: Path | None = None,
-        **links: object,
-    ) -> None:
-        links = {"far": far, "allow": "rounding", "mbit_per_s": SLOWEST, **links}
-        config = {"strategy": STRATEGIES[form], "links": links}
-        self.accelerator = Accelerator(config=config, cpu=True, project_dir=project_dir)
-        self.sleep_s = sleep_s
-        torch.manual_seed(3)
-        model = model_of()
-        self.spec = ModelSpec.of(model, states=1)
-        optimizer = SGD(model.parameters(), lr=0.5, momentum=0.9)
-        self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
-        self.step = 0
-
-    @property
-    def links(self) -> LinkMethods:
-        return self.accelerator.strategy_of(self.model).run.links
-
-    def train(self, steps: int) -> "Training":
-        for _ in range(steps):
-            generator = torch.Generator().manual_seed(
-                100 * self.step + self.accelerator.process_index
-            )
-            inputs = torch.randn(ROWS, WIDTH, generator=generator)
-            self.optimizer.zero_grad()
-            late = Late.apply(self.model(inputs), self.sleep_s)
-            self.accelerator.backward(late.square().mean())
-            self.optimizer.step()
-            self.step += 1
-        return self
-
-    def state(self) -> dict[str, Tensor]:
-        found = self.accelerator.get_state_dict(self.model)
-        return {name: value.clone() for name, value in found.items()}
-
-    def check_sent(self) -> None:
-        """Compare the bytes of two steps with the promise of the strategy as it is now."""
-        strategy = self.accelerator.strategy_of(self.model)
-        promised = type(strategy).cost(strategy.config, self.spec, strategy.run).sent
-        before = Counter(self.accelerator.traffic.sent())
-        self.train(2)
-        sent = Counter(self.accelerator.traffic.sent())
-        sent.subtract(before)
-        twice = {key: 2 * count for key, count in promised.items()}
-        assert {key: count for key, count in sent.items() if count} == twice
-
-    def end(self) -> None:
-        self.accelerator.free_memory()
+def two_matrices():
+    return model_of()[:4]
 
 
-def hosts(monkeypatch: pytest.MonkeyPatch, per_host: int = 1) -> int:
-    """Let ranks believe in hosts of so many ranks; return the rank."""
-    rank = int(os.environ["RANK"])
-    monkeypatch.setenv("GROUP_RANK", str(rank // per_host))
-    return rank
+def one_matrix():
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False))
 
 
-def check_alike(lines: list[str]) -> None:
+class Choosing(Training):
+    """Methods are left to drivetrain unless they are named; a backward may take a while."""
+
+    sleep_s = 0.0
+
+    def __init__(self, form, **options):
+        usual = {"make": two_matrices, "far": "auto", "allow": "rounding", "mbit_per_s": SLOWEST}
+        super().__init__(form, **{**usual, **options})
+
+    def loss(self, inputs):
+        return Late.apply(self.model(inputs), self.sleep_s).square().mean()
+
+
+def check_alike(lines):
     every = gather_facts(lines, list[str], doing="the lines of all ranks")
     assert all(each == lines for each in every)
 
 
-def same(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> bool:
-    return all(torch.equal(value, right[name]) for name, value in left.items())
-
-
-def check_slow_link(form: str, said: list[str]) -> None:
+def check_slow_link(form, said, make=two_matrices):
     """Check a training whose traffic no compute hides, before the choice and after it."""
     updates = {"gradients": "exact", "parameters": "bf16" if form in BY_UPDATES else "exact"}
-    named = Training(form, far=updates).train(EXACT_STEPS)
+    named = Choosing(form, make=make, far=updates).train(EXACT_STEPS)
     exact = named.state()
+    further = named.train(2).state()
     named.end()
     said.clear()
-    training = Training(form)
+    training = Choosing(form, make=make)
     awaited = ("gradients", "parameters") if form in WITH_VALUES else ("gradients",)
     assert training.links.awaited == awaited
     training.train(1)
@@ -166,52 +93,47 @@ def check_slow_link(form: str, said: list[str]) -> None:
     check_alike(said)
     approximate = training.state()
     training.end()
-    further = Training(form, far=updates).train(EXACT_STEPS + 2)
-    assert not same(approximate, further.state()), f"{form}: the methods are not in use"
-    for name, value in further.state().items():
+    assert not same(approximate, further), f"{form}: the methods are not in use"
+    for name, value in further.items():
         error = (value - approximate[name]).abs().max()
         assert error < ERROR * (value - exact[name]).abs().max(), f"{form}: {name}"
-    further.end()
+
+
+def listen(monkeypatch):
+    """Return the list of what this rank says about choices from now on."""
+    lines = []
+    monkeypatch.setattr(backward.logger, "announce", lines.append)
+    monkeypatch.setattr(loading.logger, "announce", lines.append)
+    return lines
 
 
 @pytest.mark.ranks(2)
 def test_on_a_link_that_nothing_hides_every_strategy_takes_the_least_time(monkeypatch):
-    hosts(monkeypatch)
-    said: list[str] = []
-    monkeypatch.setattr(backward.logger, "announce", said.append)
-    for form in STRATEGIES:
+    spread(monkeypatch)
+    said = listen(monkeypatch)
+    for form in ALL:
         check_slow_link(form, said)
-
-
-@pytest.mark.ranks(2)
-def test_a_matrix_that_stays_whole_goes_on_by_updates_after_the_choice(monkeypatch):
-    hosts(monkeypatch)
-    said: list[str] = []
-    monkeypatch.setattr(backward.logger, "announce", said.append)
-    monkeypatch.setitem(globals(), "model_of", one_matrix)
-    check_slow_link("zero3, small ones whole", said)
+    check_slow_link("zero3", said, one_matrix)  # which stays whole, and goes on by updates
 
 
 @pytest.mark.ranks(4, timeout=600)
 def test_hosts_of_two_ranks_choose_after_the_first_steps_too(monkeypatch):
-    hosts(monkeypatch, 2)
-    said: list[str] = []
-    monkeypatch.setattr(backward.logger, "announce", said.append)
-    for form in ("ddp in buckets", "zero3", "hybrid"):
+    spread(monkeypatch, 2)
+    said = listen(monkeypatch)
+    for form in ("ddp in buckets", "zero3 divided", "fsdp hybrid"):
         check_slow_link(form, said)
 
 
 @pytest.mark.ranks(2)
 def test_ranks_with_other_times_agree_and_traffic_that_hides_stays_exact(monkeypatch):
-    rank = hosts(monkeypatch)
-    said: list[str] = []
-    monkeypatch.setattr(backward.logger, "announce", said.append)
+    rank = spread(monkeypatch)
+    said = listen(monkeypatch)
     for form in ("ddp", "fsdp"):
         said.clear()
         # All wait for rank 1: traffic hides behind its backward, also where rank 0 has none.
-        training = Training(form, 2 * HIDES_S * rank, allow="theory", mbit_per_s=SLOW).train(
-            EXACT_STEPS
-        )
+        training = Choosing(form, allow="theory", mbit_per_s=SLOW)
+        training.sleep_s = 2 * HIDES_S * rank
+        training.train(EXACT_STEPS)
         assert training.links.names == ("exact", "exact")
         assert training.links.auto is None
         training.sleep_s = 0.0
@@ -223,29 +145,28 @@ def test_ranks_with_other_times_agree_and_traffic_that_hides_stays_exact(monkeyp
 
 @pytest.mark.ranks(2)
 def test_declared_seconds_choose_at_prepare(monkeypatch):
-    hosts(monkeypatch)
+    spread(monkeypatch)
     for seconds, name in ((HIDES_S, "exact"), (1e-9, "bf16")):
-        training = Training("ddp", backward_s=seconds, mbit_per_s=SLOW)
+        training = Choosing("ddp", backward_s=seconds, mbit_per_s=SLOW)
         assert training.links.names == (name, "exact")
         assert training.links.awaited == ()
-        training.train(1)
+        training.train()
         training.check_sent()
         training.end()
 
 
 @pytest.mark.ranks(2)
 def test_a_resumed_run_goes_on_with_the_choice_bit_for_bit(monkeypatch, tmp_path):
-    hosts(monkeypatch)
-    said: list[str] = []
-    monkeypatch.setattr(loading.logger, "announce", said.append)
+    spread(monkeypatch)
+    said = listen(monkeypatch)
     # Updates begin anew after a load, whatever their method.
     far = {"gradients": "auto"}
     for form, links in (
         ("ddp", {"allow": "theory"}),
         ("zero2", {"allow": "theory", "far": far}),
-        ("zero3", {"allow": "theory"}),
+        ("zero3 divided", {"allow": "theory"}),
     ):
-        training = Training(form, **links)
+        training = Choosing(form, **links)
         early, late = tmp_path / f"{form} early", tmp_path / f"{form} late"
         training.train(2).accelerator.save_state(early)
         training.train(EXACT_STEPS).accelerator.save_state(late)
@@ -255,7 +176,7 @@ def test_a_resumed_run_goes_on_with_the_choice_bit_for_bit(monkeypatch, tmp_path
         training.end()
         said.clear()
         # On a link as fast as this, the first steps would choose exact traffic.
-        resumed = Training(form, **{**links, "mbit_per_s": FAST})
+        resumed = Choosing(form, **{**links, "mbit_per_s": FAST})
         resumed.accelerator.load_state(late)
         assert resumed.links.names == names
         assert [line for line in said if f"gradients {names[0]}, as in the checkpoint" in line]
@@ -264,7 +185,7 @@ def test_a_resumed_run_goes_on_with_the_choice_bit_for_bit(monkeypatch, tmp_path
         assert resumed.links.names == names
         resumed.check_sent()
         resumed.end()
-        resumed = Training(form, **links)
+        resumed = Choosing(form, **links)
         resumed.accelerator.load_state(early)
         assert resumed.links.is_open("gradients"), "the checkpoint is from before the choice"
         resumed.end()
@@ -272,14 +193,13 @@ def test_a_resumed_run_goes_on_with_the_choice_bit_for_bit(monkeypatch, tmp_path
 
 @pytest.mark.ranks(2)
 def test_a_method_of_a_checkpoint_that_is_permitted_no_more_is_not_taken(monkeypatch, tmp_path):
-    hosts(monkeypatch)
-    said: list[str] = []
-    monkeypatch.setattr(loading.logger, "announce", said.append)
-    training = Training("ddp", allow="theory").train(EXACT_STEPS)
+    spread(monkeypatch)
+    said = listen(monkeypatch)
+    training = Choosing("ddp", allow="theory").train(EXACT_STEPS)
     name = training.links.name_for("gradients")
     training.accelerator.save_state(tmp_path / "theory")
     training.end()
-    resumed = Training("ddp")
+    resumed = Choosing("ddp")
     resumed.accelerator.load_state(tmp_path / "theory")
     expected = f"rounding at most: gradients not {name} as in the checkpoint, which is no candidate"
     assert any(expected in line for line in said)
@@ -289,11 +209,11 @@ def test_a_method_of_a_checkpoint_that_is_permitted_no_more_is_not_taken(monkeyp
 
 @pytest.mark.ranks(2)
 def test_gradients_may_be_chosen_after_parameters(monkeypatch):
-    hosts(monkeypatch)
+    spread(monkeypatch)
     found = []
     for apart in (False, True):
-        training = Training("zero3").train(EXACT_STEPS - 1)
-        strategy = training.accelerator.strategy_of(training.model)
+        training = Choosing("zero3 divided").train(EXACT_STEPS - 1)
+        strategy = training.strategy
         if apart:
             strategy.take_links(training.links.decided({}, ["parameters"]))
             assert training.links.names == ("auto", "exact")
@@ -307,9 +227,9 @@ def test_gradients_may_be_chosen_after_parameters(monkeypatch):
 
 @pytest.mark.ranks(2)
 def test_the_report_has_the_promise_of_the_chosen_methods(monkeypatch, tmp_path):
-    rank = hosts(monkeypatch)
-    training = Training("ddp", project_dir=tmp_path).train(EXACT_STEPS + 2)
-    strategy = training.accelerator.strategy_of(training.model)
+    rank = spread(monkeypatch)
+    training = Choosing("ddp", project_dir=tmp_path).train(EXACT_STEPS + 2)
+    strategy = training.strategy
     promised = type(strategy).cost(strategy.config, training.spec, strategy.run).sent
     training.accelerator.end_training()
     if rank == 0:
@@ -321,10 +241,10 @@ def test_the_report_has_the_promise_of_the_chosen_methods(monkeypatch, tmp_path)
 
 @pytest.mark.ranks(2)
 def test_steps_that_ranks_take_alone_do_not_count(monkeypatch):
-    rank = hosts(monkeypatch)
-    training = Training("ddp").train(EXACT_STEPS - 1)
+    rank = spread(monkeypatch)
+    training = Choosing("ddp").train(EXACT_STEPS - 1)
     with training.accelerator.join_uneven_inputs([training.model]):
         training.train(1 + 2 * rank)
     assert training.links.is_open("gradients")
-    assert training.train(1).links.name_for("gradients") == "bf16"
+    assert training.train().links.name_for("gradients") == "bf16"
     training.end()
