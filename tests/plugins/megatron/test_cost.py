@@ -128,8 +128,7 @@ SENT = [
     ("llama", {**PP, **INSIDE, "schedule": "zb-h1"}),
 ]
 SENT_OF_FOUR = [
-    ("llama-mqa", {"tp": 4}),  # heads, tokens and words are uneven here
-    ("encoder", {**SHARDS, "tp": 4}),
+    ("llama-mqa", {**SHARDS, "tp": 4}),  # heads, tokens and words are uneven here
     ("gpt2", {"pp": 4, **INSIDE, "micro_batches": 3}),
     ("gpt2", {**SHARDS, **PP, "micro_batches": 2, "inside": True}),
 ]
