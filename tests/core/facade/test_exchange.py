@@ -70,10 +70,7 @@ def test_ranks_that_step_apart_wait_for_a_slow_link_now_and_then(clock):
     one.wait_s = 0.0
     pauses = exchanges(one, 100, apart=True)
     assert pauses[-1] == 1, "the link is free again"
-
-
-def test_one_long_wait_is_soon_forgotten(clock):
-    one = Delayed(clock, 300.0)
+    one = Delayed(clock, 300.0)  # a single long wait is soon forgotten
     exchanges(one, 1, apart=True)
     one.wait_s = 0.0
     assert exchanges(one, 60, apart=True)[-1] == 1

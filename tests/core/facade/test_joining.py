@@ -14,14 +14,14 @@ from drivetrain.runtime.gradient_state import GradientState
 from drivetrain.runtime.world import World
 
 
-def run(accelerator, rows, batch_size=2):
+def run(accelerator, rows):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.9)
     data = torch.arange(rows * 3, dtype=torch.float64).view(rows, 3) / rows
     model, optimizer, scheduler, loader = accelerator.prepare(
-        model, optimizer, scheduler, DataLoader(TensorDataset(data), batch_size=batch_size)
+        model, optimizer, scheduler, DataLoader(TensorDataset(data), batch_size=2)
     )
     batches = 0
     with accelerator.join_uneven_inputs([model], even_batches=False):
@@ -50,13 +50,15 @@ def test_ranks_end_equal():
 
 
 @pytest.mark.ranks(2)
-def test_even_inputs_need_nothing():
+def test_even_inputs_need_nothing_and_an_exception_leaves_at_once():
     accelerator = Accelerator(
         cpu=True, dataloader_config=DataLoaderConfiguration(even_batches=True)
     )
-    _, _, _, batches = run(accelerator, rows=8)
+    model, _, _, batches = run(accelerator, rows=8)
     assert batches == 2
     assert accelerator.even_batches
+    with pytest.raises(KeyError), accelerator.join_uneven_inputs([model]):
+        raise KeyError("mine")
     accelerator.end_training()
 
 
@@ -66,12 +68,3 @@ def test_loaders_fill_up_batches_again_after_the_loop():
     with UnevenInputs(prepared, GradientState(1), scaler, World()).joined([], even_batches=False):
         assert not loader.even_batches
     assert loader.even_batches
-
-
-@pytest.mark.ranks(2)
-def test_an_exception_inside_leaves_at_once():
-    accelerator = Accelerator(cpu=True)
-    model = accelerator.prepare(nn.Linear(2, 2))
-    with pytest.raises(KeyError), accelerator.join_uneven_inputs([model]):
-        raise KeyError("mine")
-    accelerator.end_training()

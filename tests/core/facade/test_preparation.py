@@ -84,7 +84,7 @@ def test_a_submodule_stands_for_its_model_in_accumulate():
         pass
 
 
-def test_options_reach_the_run():
+def test_options_reach_the_run_and_a_trigger_is_lowered_when_it_was_seen():
     accelerator = Accelerator(
         cpu=True,
         gradient_accumulation_plugin=GradientAccumulationPlugin(2, sync_each_batch=True),
@@ -93,6 +93,8 @@ def test_options_reach_the_run():
     assert accelerator.gradient_accumulation_steps == 2
     assert accelerator.gradient_state.sync_each_batch
     assert accelerator.config.run.launch.timeout_s == 86_405
+    accelerator.set_trigger()
+    assert [accelerator.check_trigger(), accelerator.check_trigger()] == [True, False]
 
 
 def test_0_is_a_seed_for_data_too():
@@ -103,12 +105,6 @@ def test_0_is_a_seed_for_data_too():
         return [int(batch) for batch in loader]
 
     assert order(1, data_seed=0) == order(0) != order(1)
-
-
-def test_a_trigger_is_lowered_when_it_was_seen():
-    accelerator = Accelerator(cpu=True)
-    accelerator.set_trigger()
-    assert [accelerator.check_trigger(), accelerator.check_trigger()] == [True, False]
 
 
 def test_wrong_arguments():

@@ -86,23 +86,19 @@ def test_parameters_work_and_activations_are_the_modules_own():
         assert sum(unit.elements for unit in units) == count
         with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
             model(inputs)
-        work = sum(flops_of(paper.units(2, "none", fused=False, width=4)[i].forward)
-                   for i in range(len(units)))  # fmt: skip
+        unfused = paper.units(2, "none", fused=False, width=4)
+        work = sum(flops_of(unit.forward) for unit in unfused)
         assert work == pytest.approx(paper.model_flops(2) / 3, rel=1e-6)
         if name != "gpt":  # torch's counter leaves out the CPU's attention
             assert work == counter.get_total_flops()
 
-    for name, (make, inputs) in MODELS.items():
-        units = seen(name).units(len(inputs), "none", fused=True, width=4)
         kept = sum(unit.kept for unit in units)
         assert kept == pytest.approx(kept_by_autograd(make(), inputs), rel=0.03)
 
-    for name, (make, inputs) in MODELS.items():
         six = inputs.repeat(3, *[1] * (inputs.dim() - 1))
-        drawn = seen(name)
         again = seen_model(make(), [Candidate("six rows", (six,), {})])
-        assert list(again.looks) == list(drawn.looks)  # the rows of an example do not count
-        one, three = (drawn.units(rows, "none", fused=True) for rows in (1, 3))
+        assert list(again.looks) == list(paper.looks)  # the rows of an example do not count
+        one, three = (paper.units(rows, "none", fused=True) for rows in (1, 3))
         for small, large in zip(one, three, strict=True):
             assert flops_of(large.forward) == pytest.approx(3 * flops_of(small.forward))
             assert large.kept == pytest.approx(3 * small.kept, rel=0.05)
