@@ -303,7 +303,7 @@ class _Validation:
 
     def _check_together(self, config: Any, prefix: str) -> None:
         """Report the contradictions in a dataclass and in its sections."""
-        for knob in options_of(type(config)):
+        for knob in options_of(config.__class__):
             if knob.is_section:
                 self._check_together(getattr(config, knob.name), f"{prefix}{knob.name}.")
         check = getattr(config, "check", None)
@@ -324,7 +324,7 @@ class _Validation:
 
 def plain(config: Any) -> dict[str, Any]:
     """Return a configuration object as nested plain values, as YAML writes them."""
-    return {knob.name: _plain(getattr(config, knob.name)) for knob in options_of(type(config))}
+    return {knob.name: _plain(getattr(config, knob.name)) for knob in options_of(config.__class__)}
 
 
 def _plain(value: Any) -> Any:
