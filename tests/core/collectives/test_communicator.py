@@ -1,46 +1,23 @@
 """Collectives on parts: tensors of many sizes and dtypes at once, packed into few messages."""
 
-from collections.abc import Callable
-from datetime import timedelta
-
 import pytest
 import torch
 from torch import Tensor
 
-from drivetrain.collectives import Communicator, connect, ring, sent_bytes
+from drivetrain.collectives import Communicator, ring, sent_bytes
 from drivetrain.collectives.messages import ChunkMessages
-from drivetrain.collectives.native import NativeCommunicator
 from drivetrain.collectives.neighbors import Neighbors, Tag
 from drivetrain.errors import CollectiveError, UsageError
-from drivetrain.runtime.mesh import Axis, Mesh
-from drivetrain.runtime.world import World
 from drivetrain.traffic import Traffic
+from flat_collectives import open_native, open_ring, values
 
-CPU, TIMEOUT = torch.device("cpu"), timedelta(seconds=3600)
 FLOATS = [torch.float32, torch.bfloat16, torch.float64]
 SUMMED = [*FLOATS, torch.int8]
 MOVED = [*SUMMED, torch.bool]
 ODD = [0, 1, 3, 0, 17, 255, 1, 1001, 64, 5]
-WORLDS = [
-    pytest.param(size, marks=pytest.mark.ranks(size), id=f"{size} ranks") for size in (2, 3, 4)
-]
 
 Shapes = list[list[tuple[int, torch.dtype]]]
 """For each rank, the lengths and dtypes of its tensors."""
-
-
-def open_axis() -> Axis:
-    world = World.discover(cpu=True)
-    return Mesh.build({"dp": world.size}, world)["dp"]
-
-
-def open_ring(traffic: Traffic) -> Communicator:
-    return connect(open_axis(), traffic, CPU, TIMEOUT)
-
-
-def open_native(traffic: Traffic) -> Communicator:
-    axis = open_axis()
-    return NativeCommunicator(axis, traffic, TIMEOUT, axis.group)
 
 
 def cases(size: int, dtypes: list[torch.dtype]) -> dict[str, Shapes]:
@@ -62,18 +39,11 @@ def cases(size: int, dtypes: list[torch.dtype]) -> dict[str, Shapes]:
     }
 
 
-def values(numel: int, seed: int, dtype: torch.dtype) -> Tensor:
-    """Small integers: exact in every dtype, so sums can be compared bit by bit."""
-    return ((torch.arange(numel) * (seed + 3) + seed) % 11).to(dtype)
-
-
 def inputs(shapes: Shapes, seed: int) -> list[list[Tensor]]:
     """Slices of larger tensors, at odd places."""
     return [
         [
-            torch.cat(
-                [torch.ones(1, dtype=dtype), values(numel, seed + index + 3 * holder, dtype)]
-            )[1:]
+            values(numel + 1, seed + index + 3 * holder, dtype)[1:]
             for index, (numel, dtype) in enumerate(tensors)
         ]
         for holder, tensors in enumerate(shapes)
@@ -133,44 +103,24 @@ def check_scale(communicator: Communicator) -> None:
         assert same(parts[rank], halves)
 
 
-def check(communicator: Communicator, traffic: Traffic, *, summed: list[torch.dtype]) -> None:
+def check(communicator: Communicator, traffic: Traffic) -> None:
     for shapes in cases(communicator.size, MOVED).values():
         check_gather(communicator, traffic, shapes)
-    for shapes in cases(communicator.size, summed).values():
+    for shapes in cases(communicator.size, SUMMED).values():
         check_reduce(communicator, traffic, shapes)
     check_scale(communicator)
     communicator.barrier()
 
 
-@pytest.mark.parametrize("size", WORLDS[:2])
-def test_ring(size: int, monkeypatch: pytest.MonkeyPatch):
-    for piece_bytes in (64, ring.PIECE_BYTES):
+@pytest.mark.ranks(2, 3)
+def test_parts_of_many_lengths_and_dtypes(monkeypatch):
+    large = ring.PIECE_BYTES
+    for opened, piece_bytes in ((open_ring, 64), (open_ring, large), (open_native, 64)):
         monkeypatch.setattr(ring, "PIECE_BYTES", piece_bytes)
         traffic = Traffic()
-        communicator = open_ring(traffic)
-        check(communicator, traffic, summed=SUMMED)
+        communicator = opened(traffic)
+        check(communicator, traffic)
         communicator.close()
-
-
-@pytest.mark.parametrize("size", WORLDS[:2])
-def test_native(size: int):
-    traffic = Traffic()
-    check(open_native(traffic), traffic, summed=SUMMED)
-
-
-@pytest.mark.ranks(1)
-def test_alone():
-    traffic = Traffic()
-    communicator = open_ring(traffic)
-    parts = [[torch.ones(3), torch.ones(2, dtype=torch.bfloat16), torch.ones(0)]]
-    communicator.gather_parts(parts).wait()
-    handle = communicator.reduce_parts(parts, scale=0.5)
-    handle.wait()
-    assert handle.done()
-    assert [each.tolist() for each in parts[0]] == [[0.5] * 3, [0.5] * 2, []]
-    communicator.all_reduce(parts[0][0], scale=0.5).wait()
-    assert parts[0][0].tolist() == [0.25] * 3
-    assert not traffic.entries()
 
 
 @pytest.mark.ranks(2)
@@ -187,8 +137,9 @@ def test_parameters_that_need_gradients():
         communicator.close()
 
 
-def count_sends(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return a list that grows by the bytes of each message sent from now on."""
+@pytest.mark.ranks(3)
+def test_few_messages_for_many_tensors(monkeypatch: pytest.MonkeyPatch):
+    communicator = open_ring(Traffic())
     sent: list[int] = []
     send = Neighbors.send
 
@@ -197,13 +148,6 @@ def count_sends(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return send(self, piece, tag)
 
     monkeypatch.setattr(Neighbors, "send", counted)
-    return sent
-
-
-@pytest.mark.ranks(3)
-def test_few_messages_for_many_tensors(monkeypatch: pytest.MonkeyPatch):
-    communicator = open_ring(Traffic())
-    sent = count_sends(monkeypatch)
     large = ring.PIECE_BYTES // 4 + 10_000  # two messages of float32, the second a small one
     shapes = [[(7, torch.float32)] * 200 + [(large, torch.float32)] + [(9, torch.int8)] * 200] * 3
     nbytes = total_of(shapes)[0]
@@ -247,40 +191,30 @@ def test_sent_bytes():
         sent_bytes("broadcast", lengths, 0)
 
 
-def check_wrong_parts(communicator: Communicator) -> None:
-    size = communicator.size
-    for run in (communicator.gather_parts, communicator.reduce_parts):
-        with pytest.raises(UsageError, match=f"each of {size} ranks, found {size + 1} lists"):
-            run([[torch.zeros(2)]] * (size + 1))
-        with pytest.raises(UsageError, match=r"1-D and contiguous, found shape \(2, 2\)"):
-            run([[torch.zeros(2, 2)]] * size)
-        with pytest.raises(UsageError, match=r"strides \(2,\) among those of rank 0"):
-            run([[torch.zeros(3), torch.zeros(8)[::2]]] * size)
-
-
 @pytest.mark.ranks(2)
 def test_wrong_parts_are_refused_and_nothing_is_sent():
     traffic = Traffic()
     for communicator in (open_ring(traffic), open_native(traffic)):
-        check_wrong_parts(communicator)
+        for run in (communicator.gather_parts, communicator.reduce_parts):
+            with pytest.raises(UsageError, match="each of 2 ranks, found 3 lists"):
+                run([[torch.zeros(2)]] * 3)
+            with pytest.raises(UsageError, match=r"1-D and contiguous, found shape \(2, 2\)"):
+                run([[torch.zeros(2, 2)]] * 2)
+            with pytest.raises(UsageError, match=r"strides \(2,\) among those of rank 0"):
+                run([[torch.zeros(3), torch.zeros(8)[::2]]] * 2)
         communicator.close()
     assert not traffic.entries()
 
 
-@pytest.mark.parametrize("open_one", [open_ring, open_native])
 @pytest.mark.ranks(2)
-def test_errors_name_the_line_of_the_call(open_one: Callable[[Traffic], Communicator]):
-    communicator = open_one(Traffic())
-    parts = [[torch.ones(2, dtype=torch.int16)]] * 2  # the native one cannot sum these
-    if isinstance(communicator, NativeCommunicator):
-        with pytest.raises(
-            CollectiveError, match=r"reduce_scatter #1 \(.*test_communicator.*:\d+\)"
-        ):
-            communicator.reduce_parts(parts).wait()
-    else:
-        communicator.reduce_parts(parts).wait()
-        with pytest.raises(
-            CollectiveError, match=r"reduce_scatter #2 \(.*test_communicator.*:\d+\)"
-        ):
-            communicator.reduce_parts(parts, scale=0.5).wait()
-    communicator.close()
+def test_errors_name_the_line_of_the_call():
+    parts = [[torch.ones(2, dtype=torch.int16)]] * 2  # which the library cannot sum
+    native, own = open_native(), open_ring()
+    with pytest.raises(CollectiveError, match=r"reduce_scatter #1 \(.*test_communicator.*:\d+\)"):
+        native.reduce_parts(parts).wait()
+    with pytest.raises(CollectiveError, match=r"all_reduce #2 \(mine\) on axis 'dp'"):
+        native.all_reduce(parts[0][0], label="mine").wait()
+    own.reduce_parts(parts).wait()
+    with pytest.raises(CollectiveError, match=r"reduce_scatter #2 \(.*test_communicator.*:\d+\)"):
+        own.reduce_parts(parts, scale=0.5).wait()
+    own.close()

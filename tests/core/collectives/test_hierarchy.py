@@ -9,11 +9,11 @@ import torch.distributed as dist
 
 from drivetrain.collectives import Communicator, connect_over_hosts, ring, route_over_hosts
 from drivetrain.collectives.hierarchy import HierarchicalCommunicator
-from drivetrain.collectives.volume import chunk_bounds
 from drivetrain.errors import CollectiveError
 from drivetrain.runtime.mesh import Mesh
 from drivetrain.runtime.world import World
 from drivetrain.traffic import Traffic
+from flat_collectives import check_flat
 
 PIECE = 64  # bytes: small, so that small tensors have many pieces
 SIZES = [1, 2, 3, 4, 5, 7, 8, 9, 31, 33, 64, 129, 500]
@@ -32,47 +32,17 @@ def connected(world: World, traffic: Traffic | None = None) -> Communicator:
     return connect_over_hosts(mesh, "dp", traffic or Traffic(), world)
 
 
-def values(numel: int, rank: int) -> torch.Tensor:
-    """Small integers: exact, so sums can be compared bit by bit."""
-    return ((torch.arange(numel) * (rank + 3) + rank) % 11).float()
-
-
-def check_values(communicator: Communicator, numel: int, chunks: list[tuple[int, int]]) -> None:
-    size, rank = communicator.size, communicator.rank
-    inputs = [values(numel, other) for other in range(size)]
-    total = torch.stack(inputs).sum(0)
-    start, stop = chunks[rank]
-    summed, most, scattered, copied = (inputs[rank].clone() for _ in range(4))
-    gathered = torch.full_like(summed, -1)
-    gathered[start:stop] = inputs[0][start:stop]
-    handles = [
-        communicator.all_reduce(summed, scale=0.5),
-        communicator.all_reduce(most, reduction="max"),
-        communicator.reduce_scatter(scattered, scale=2.0, chunks=chunks),
-        communicator.all_gather(gathered, chunks=chunks),
-        communicator.broadcast(copied, source=size - 1),
-    ]
-    for handle in reversed(handles):
-        handle.wait()
-        assert handle.done()
-    assert torch.equal(summed, total / 2)
-    assert torch.equal(most, torch.stack(inputs).amax(0))
-    assert torch.equal(scattered[start:stop], 2 * total[start:stop])
-    assert torch.equal(gathered, inputs[0])
-    assert torch.equal(copied, inputs[size - 1])
-
-
 @pytest.mark.ranks(4)
-def test_values_of_two_hosts_with_two_ranks_each():
-    before, ring.PIECE_BYTES = ring.PIECE_BYTES, PIECE
+def test_values_of_two_hosts_with_two_ranks_each(monkeypatch):
+    monkeypatch.setattr(ring, "PIECE_BYTES", PIECE)
     communicator = connected(world_of("aabb"))
     assert isinstance(communicator, HierarchicalCommunicator)
     for numel in SIZES:
-        check_values(communicator, numel, chunk_bounds(numel, 4))
-        check_values(communicator, numel, [(0, 0), (0, numel), (numel, numel), (numel, numel)])
+        check_flat(communicator, numel)
+        chunks = [(0, 0), (0, numel), (numel, numel), (numel, numel)]
+        check_flat(communicator, numel, chunks=chunks)
     communicator.barrier()
     communicator.close()
-    ring.PIECE_BYTES = before
 
 
 @pytest.mark.ranks(4)

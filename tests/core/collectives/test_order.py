@@ -3,29 +3,17 @@
 import json
 import re
 from collections.abc import Callable
-from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from drivetrain.collectives import Communicator, Handle, connect
+from drivetrain.collectives import Communicator, Handle
 from drivetrain.collectives.communicator import Request
 from drivetrain.collectives.order import Header
 from drivetrain.errors import CollectiveError
-from drivetrain.runtime.mesh import Mesh
-from drivetrain.runtime.world import World
 from drivetrain.traffic import Page, Traffic
-
-TIMEOUT_S = 3600.0
-"""Far beyond a test's own limit: a rank that waits for it fails its test."""
-
-
-def open_ring(traffic: Traffic | None = None) -> Communicator:
-    world = World.discover(cpu=True)
-    axis = Mesh.build({"dp": world.size}, world)["dp"]
-    timeout = timedelta(seconds=TIMEOUT_S)
-    return connect(axis, traffic or Traffic(), torch.device("cpu"), timeout)
+from flat_collectives import open_ring
 
 
 def diverge(
@@ -52,49 +40,32 @@ def scatter(numel: int, label: str = "") -> Callable[[Communicator], Handle]:
     return lambda ring: ring.reduce_scatter(torch.zeros(numel), label=label)
 
 
-PAIRS = {
-    "another unit": (gather(5000, "unit a"), gather(5000, "unit b"), "label"),
-    "a shorter tensor": (gather(2_000_000, "u"), gather(10, "u"), "elements"),
-    "a longer tensor": (gather(10, "u"), gather(2_000_000, "u"), "elements"),
-    "another operation": (gather(100), scatter(100), "operation"),
-    "all of it": (gather(7, "unit a"), scatter(100_000, "unit b"), "operation, elements, label"),
-    "a dtype": (
-        gather(64),
-        lambda ring: ring.all_gather(torch.zeros(64, dtype=torch.float64)),
-        "dtype",
-    ),
-    "chunks": (
-        gather(100, "u"),
-        lambda ring: ring.all_gather(
-            torch.zeros(100), chunks=[(0, 100)] + [(100, 100)] * (ring.size - 1), label="u"
-        ),
-        "chunks, source or reduction",
-    ),
-    "a reduction": (
-        lambda ring: ring.all_reduce(torch.zeros(4)),
-        lambda ring: ring.all_reduce(torch.zeros(4), reduction="max"),
-        "chunks, source or reduction",
-    ),
-    "a source": (
-        lambda ring: ring.broadcast(torch.zeros(4), 0),
-        lambda ring: ring.broadcast(torch.zeros(4), 1),
-        "chunks, source or reduction",
-    ),
-}
+def of_four(operation: str, *arguments: object, **options: object):
+    return lambda ring: getattr(ring, operation)(torch.zeros(4), *arguments, **options)
+
+
+OTHER_PLAN = "chunks, source or reduction"
+PAIRS = [
+    (gather(5000, "unit a"), gather(5000, "unit b"), "label"),
+    (gather(2_000_000, "u"), gather(10, "u"), "elements"),
+    (gather(10, "u"), gather(2_000_000, "u"), "elements"),
+    (gather(100), scatter(100), "operation"),
+    (gather(7, "unit a"), scatter(100_000, "unit b"), "operation, elements, label"),
+    (gather(64), lambda ring: ring.all_gather(torch.zeros(64, dtype=torch.float64)), "dtype"),
+    (gather(100, "u"), gather(100, "u", chunks=[(0, 100), (100, 100)]), OTHER_PLAN),
+    (of_four("all_reduce"), of_four("all_reduce", reduction="max"), OTHER_PLAN),
+    (of_four("broadcast", 0), of_four("broadcast", 1), OTHER_PLAN),
+]
 
 
 @pytest.mark.ranks(2)
-def test_two_ranks_differ():
-    for usual, other, words in PAIRS.values():
+def test_two_ranks_that_differ_are_told_what_each_was_doing():
+    for usual, other, words in PAIRS:
         message = diverge(usual, other)
         assert f"they differ in {words}; the ranks took different paths" in message
         assert "on rank 0" in message
         assert "on rank 1" in message
         assert "on axis 'dp'" in message
-
-
-@pytest.mark.ranks(2)
-def test_the_message_says_what_each_was_doing():
     message = diverge(gather(5000, "values of block.1"), scatter(30, "gradients of block.0"))
     me, other = (", this one", "") if dist.get_rank() == 0 else ("", ", this one")
     assert f"all_gather #2 of 5000 float32 (values of block.1) on rank 0{me}" in message

@@ -1,118 +1,146 @@
-"""The ring collectives: every size around chunk and piece boundaries, every dtype, failures."""
+"""Collectives on flat tensors, by the ring and by the library: sizes, dtypes, chunks, failures."""
 
+import itertools
 import time
-from datetime import timedelta
+from collections import Counter
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from drivetrain.collectives import Communicator, connect, ring, sent_elements
+from drivetrain.collectives import ring, sent_elements
+from drivetrain.collectives.volume import chunk_bounds
 from drivetrain.errors import CollectiveError, UsageError
-from drivetrain.runtime.mesh import Mesh
-from drivetrain.runtime.world import World
 from drivetrain.traffic import Traffic
+from flat_collectives import check_flat, open_native, open_ring
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64]
 PIECE = 64  # bytes: small, so that small tensors have many pieces
-SIZES = [1, 2, 3, 4, 5, 7, 8, 15, 16, 17, 31, 32, 33, 47, 48, 49, 65, 129, 500]
+SIZES = [0, 1, 2, 3, 4, 5, 7, 8, 15, 16, 17, 31, 32, 33, 47, 48, 49, 65, 129, 500]
+LENGTHS = {
+    2: [(0, 1), (1, 0), (7, 3), (0, 100), (100, 0), (16, 17), (200, 15), (5, 5)],
+    3: [(0, 0, 1), (0, 9, 0), (50, 0, 0), (1, 2, 3), (0, 33, 90), (90, 33, 0), (17, 0, 64)],
+}
 
 
-def open_ring(traffic: Traffic | None = None, timeout_s: float = 600) -> Communicator:
-    world = World.discover(cpu=True)
-    axis = Mesh.build({"dp": world.size}, world)["dp"]
-    return connect(axis, traffic or Traffic(), world.device, timedelta(seconds=timeout_s))
+def bounds(lengths):
+    return list(itertools.pairwise([0, *itertools.accumulate(lengths)]))
 
 
-def values(numel: int, rank: int, dtype: torch.dtype) -> torch.Tensor:
-    """Small integers: exact in every dtype, so sums can be compared bit by bit."""
-    return ((torch.arange(numel) * (rank + 3) + rank) % 11).to(dtype)
-
-
-def check_all(communicator: Communicator, numel: int, dtype: torch.dtype) -> None:
-    size, rank = communicator.size, communicator.rank
-    inputs = [values(numel, other, dtype) for other in range(size)]
-    total = torch.stack(inputs).sum(0).to(dtype)
-    largest = torch.stack(inputs).amax(0)
-    start, stop = communicator.chunk(numel)[rank]
-    summed, most, scattered = (inputs[rank].clone() for _ in range(3))
-    gathered = torch.full_like(summed, -1)
-    gathered[start:stop] = inputs[0][start:stop]
-    copied = inputs[rank].clone()
-    handles = [
-        communicator.all_reduce(summed),
-        communicator.all_reduce(most, reduction="max"),
-        communicator.reduce_scatter(scattered),
-        communicator.all_gather(gathered),
-        communicator.broadcast(copied, source=size - 1),
-    ]
-    for handle in reversed(handles):
-        handle.wait()
-        assert handle.done()
-    assert torch.equal(summed, total)
-    assert torch.equal(most, largest)
-    assert torch.equal(scattered[start:stop], total[start:stop])
-    assert torch.equal(gathered, inputs[0])
-    assert torch.equal(copied, inputs[size - 1])
+def promised(communicator, numel, chunks, itemsize):
+    """Return the bytes of ``check_flat``."""
+    found = Counter()
+    for operation in ("all_reduce", "all_reduce", "reduce_scatter", "all_gather", "broadcast"):
+        own = chunks if operation in ("reduce_scatter", "all_gather") else None
+        place = {"size": communicator.size, "rank": communicator.rank, "chunks": own}
+        place["source"] = communicator.size - 1
+        found["dp", operation] += itemsize * sent_elements(operation, numel, **place)
+    return +found
 
 
 @pytest.mark.ranks(2, 3)
-def test_every_size(monkeypatch: pytest.MonkeyPatch):
+def test_every_size_dtype_and_division(monkeypatch):
     monkeypatch.setattr(ring, "PIECE_BYTES", PIECE)
-    communicator = open_ring()
-    for dtype in DTYPES:
-        for numel in SIZES:
-            check_all(communicator, numel, dtype)
-    communicator.close()
+    floats = [torch.float32, torch.bfloat16, torch.float16]
+    for opened, dtypes, sizes in (
+        (open_ring, [*floats, torch.int64], SIZES),
+        (open_native, [torch.float32, torch.int32], [0, 4, 7, 500]),
+    ):
+        traffic = Traffic()
+        communicator = opened(traffic)
+        cases = [(numel, dtype, None) for numel in sizes for dtype in dtypes]
+        cases += [(sum(each), torch.float32, bounds(each)) for each in LENGTHS[communicator.size]]
+        for numel, dtype, chunks in cases:
+            traffic.clear()
+            check_flat(communicator, numel, dtype, chunks)
+            sent = promised(communicator, numel, chunks, dtype.itemsize)
+            assert traffic.sent() == sent, (opened, numel, dtype, chunks)
+        communicator.barrier()
+        communicator.close()
 
 
-@pytest.mark.ranks(3)
-def test_ledger_has_the_exact_bytes():
+def test_elements_that_ranks_send():
+    lengths, size = (5, 0, 20), 3
+    for rank in range(size):
+        chosen = {"size": size, "rank": rank, "chunks": bounds(lengths)}
+        assert sent_elements("reduce_scatter", 25, **chosen) == 25 - lengths[rank]
+        assert sent_elements("all_gather", 25, **chosen) == 25 - lengths[(rank + 1) % size]
+        even = {**chosen, "chunks": chunk_bounds(25, size)}
+        found = sent_elements("all_gather", 25, size=size, rank=rank)
+        assert found == sent_elements("all_gather", 25, **even)
+    everyone = [sent_elements("all_reduce", 1001, size=size, rank=rank) for rank in range(size)]
+    assert sum(everyone) == 2 * (size - 1) * 1001, "all ranks together, whatever the rounding"
+    with pytest.raises(UsageError, match="to 26"):
+        sent_elements("all_gather", 26, size=size, chunks=bounds(lengths))
+
+
+@pytest.mark.ranks(1)
+def test_one_rank_holds_all_of_it():
     traffic = Traffic()
     communicator = open_ring(traffic)
-    size, rank = communicator.size, communicator.rank
-    flat = torch.ones(1001)
-    communicator.all_reduce(flat).wait()
-    communicator.reduce_scatter(flat).wait()
-    communicator.all_gather(flat).wait()
-    communicator.broadcast(flat, source=1).wait()
-    expected = {}
-    for operation in ("all_reduce", "reduce_scatter", "all_gather", "broadcast"):
-        sent = sent_elements(operation, 1001, size=size, rank=rank, source=1)
-        if sent:
-            expected["dp", operation] = 4 * sent
-    assert traffic.sent() == expected
-    sums = torch.tensor([4.0 * sent_elements("all_reduce", 1001, size=size, rank=rank)])
-    communicator.all_reduce(sums).wait()
-    assert sums.item() == 4 * 2 * (size - 1) * 1001  # all ranks together, whatever the rounding
-    communicator.close()
+    flat = torch.ones(4)
+    communicator.reduce_scatter(flat, scale=0.5, chunks=[(0, 4)]).wait()
+    communicator.all_gather(flat, chunks=[(0, 4)]).wait()
+    assert flat.tolist() == [0.5] * 4
+    with pytest.raises(UsageError, match="each of 1 ranks"):
+        communicator.all_gather(flat, chunks=[(0, 2), (2, 4)])
+    written = communicator.gather_parts([[flat]], first=lambda: flat.add_(1))
+    written.wait()
+    written.wait()
+    assert flat.tolist() == [1.5] * 4
+    parts = [[torch.ones(3), torch.ones(2, dtype=torch.bfloat16), torch.ones(0)]]
+    communicator.gather_parts(parts).wait()
+    handle = communicator.reduce_parts(parts, scale=0.5)
+    handle.wait()
+    assert handle.done()
+    assert [each.tolist() for each in parts[0]] == [[0.5] * 3, [0.5] * 2, []]
+    communicator.all_reduce(parts[0][0], scale=0.5).wait()
+    assert parts[0][0].tolist() == [0.25] * 3
+    assert not traffic.entries()
+
+
+WRONG = {
+    "too few": [(0, 8)],
+    "too many": [(0, 4), (4, 8), (8, 8)],
+    "late start": [(1, 4), (4, 8)],
+    "gap": [(0, 3), (4, 8)],
+    "overlap": [(0, 5), (4, 8)],
+    "backward": [(0, 9), (9, 8)],
+    "short": [(0, 4), (4, 7)],
+    "none": [],
+}
 
 
 @pytest.mark.ranks(2)
-def test_empty_is_free_and_strided_is_refused():
-    traffic = Traffic()
-    communicator = open_ring(traffic)
-    communicator.all_reduce(torch.empty(0)).wait()
-    communicator.reduce_scatter(torch.empty(0)).wait()
-    communicator.all_gather(torch.empty(0)).wait()
-    assert not traffic.entries()
-    with pytest.raises(UsageError, match="contiguous"):
-        communicator.all_reduce(torch.ones(4, 4).t())
-    with pytest.raises(UsageError, match="expected shape"):
-        communicator.reduce_scatter(torch.ones(4, 4))
-    communicator.close()
+def test_wrong_chunks_and_shapes_are_refused_and_nothing_is_sent():
+    for opened in (open_ring, open_native):
+        traffic = Traffic()
+        communicator = opened(traffic)
+        for chunks in WRONG.values():
+            with pytest.raises(UsageError, match=r"expected one \(start, stop\).*found.*leave"):
+                communicator.reduce_scatter(torch.zeros(8), chunks=chunks)
+            with pytest.raises(UsageError, match="each of 2 ranks"):
+                communicator.all_gather(torch.zeros(8), chunks=chunks)
+        with pytest.raises(UsageError, match="to 0"):
+            communicator.all_gather(torch.zeros(0), chunks=[(0, 1), (1, 1)])
+        with pytest.raises(UsageError, match="contiguous"):
+            communicator.all_reduce(torch.ones(4, 4).t())
+        with pytest.raises(UsageError, match="expected shape"):
+            communicator.reduce_scatter(torch.ones(4, 4))
+        assert not traffic.entries()
+        communicator.barrier()
+        communicator.close()
 
 
 @pytest.mark.ranks(3)
 def test_a_rank_that_does_not_answer_is_an_error_after_the_timeout():
-    communicator = open_ring(timeout_s=3)
+    communicator = open_ring(timeout_s=2)
     communicator.barrier()
     if communicator.rank != 2:
         start = time.perf_counter()
         with pytest.raises(CollectiveError) as caught:
             communicator.all_reduce(torch.zeros(100_000), label="the test").wait()
         assert time.perf_counter() - start > 0.5
-        for fact in ("all_reduce #2", "the test", "'dp'", "rank", "of 3", "timeout of 3 s"):
+        for fact in ("all_reduce #2", "the test", "'dp'", "rank", "of 3", "timeout of 2 s"):
             assert fact in str(caught.value)
         with pytest.raises(CollectiveError, match="broken by an earlier failure"):
             communicator.all_reduce(torch.zeros(1))

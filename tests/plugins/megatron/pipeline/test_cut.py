@@ -11,6 +11,7 @@ from drivetrain.errors import ConfigError, UsageError
 from drivetrain.model import look_at
 from drivetrain_megatron.pipeline.cut import balanced, listed, profile, scaled_edges
 from drivetrain_megatron.recording.phases import Dependency, Recording, record
+from stacks import Residual, Stack
 
 
 def recording(blocks, before=0, after=0, dependencies=()):
@@ -75,20 +76,16 @@ def test_lists_of_blocks_and_of_first_blocks():
     assert [cut.stage_of(phase) for phase in range(8)] == [0, 0, 0, 1, 1, 2, 2, 2]
 
 
-WRONG_LISTS = [
-    ([4, 3], "3 stages.*which has 2"),
-    ([3, 2, 1], "7 blocks in all.*sums to 6"),
-    ([3, 4, 0], "a block for each stage"),
-    ([0, 4, 4], "that grow"),
-    ([0, 4, 7], "below 7"),
-]
-
-
 def test_a_wrong_list_says_what_is_wrong_with_it():
-    for layout, message in WRONG_LISTS:
+    for layout, message in (
+        ([4, 3], "3 stages.*which has 2"),
+        ([3, 2, 1], "7 blocks in all.*sums to 6"),
+        ([3, 4, 0], "a block for each stage"),
+        ([0, 4, 4], "that grow"),
+        ([0, 4, 7], "below 7"),
+    ):
         with pytest.raises(ConfigError, match=message):
             listed(recording(7), 3, layout)
-
     for stages in (0, 4):
         with pytest.raises(ConfigError, match=rf"between 1 and 3 stages.*3 blocks, found {stages}"):
             balanced(recording(3), stages, [1.0] * 3)
@@ -96,38 +93,20 @@ def test_a_wrong_list_says_what_is_wrong_with_it():
             listed(recording(3), stages, [1] * stages)
 
 
-class Layer(nn.Module):
-    def __init__(self, hidden):
-        super().__init__()
-        self.up, self.down = nn.Linear(64, hidden), nn.Linear(hidden, 64)
-
-    def forward(self, x):
-        return x + self.down(self.up(x))
-
-
-class Uneven(nn.Module):
-    """Two small blocks, two of eight times the work, and a head."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(Layer(hidden) for hidden in (64, 64, 2048, 2048))
-        self.head = nn.Linear(64, 16)
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
+def uneven():
+    """Return two small blocks, two of 32 times the work, and a head."""
+    return Stack([Residual(64, hidden) for hidden in (64, 64, 2048, 2048)], last=nn.Linear(64, 16))
 
 
 def test_work_is_that_of_the_matrix_products():
-    found = record(Uneven(), (torch.ones(10, 64),), {})
+    found = record(uneven(), (torch.ones(10, 64),), {})
     assert found.costs() == [2 * 10 * 64 * h * 2 for h in (64, 64, 2048, 2048)]
     assert found.between == (0, 0, 0, 0, 2 * 10 * 64 * 16)
     assert balanced(found, 2).bounds == (0, 3, 4)
 
 
 def test_measured_costs():
-    model, x = Uneven(), torch.randn(256, 64)
+    model, x = uneven(), torch.randn(256, 64)
     found = record(model, (x,), {})
     state = torch.get_rng_state()
     seconds = profile(model, look_at(model, (x,), {}))
@@ -141,9 +120,7 @@ def test_measured_costs():
     assert 0 < after < seconds[2]
     assert model(x).shape == (256, 16)
 
-
-def test_nothing_is_measured_on_meta():
-    model = Uneven().to("meta")
+    model = uneven().to("meta")
     look = look_at(model, (torch.ones(10, 64),), {})
     with pytest.raises(UsageError, match="meta device"):
         profile(model, look)

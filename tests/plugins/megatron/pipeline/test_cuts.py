@@ -1,6 +1,5 @@
 """Batches and losses in a pipeline: cut where the result is the whole batch's, and only there."""
 
-import copy
 from dataclasses import dataclass
 
 import pytest
@@ -8,37 +7,19 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from drivetrain import Accelerator
 from drivetrain.errors import UsageError
 from drivetrain_megatron.pipeline.shares import Weights
+from stacks import Residual, Stack
+from staged_twins import EXACT, Twins
 
-EXACT = {"rtol": 1e-10, "atol": 1e-12}
 WORDS = 11
 
 
-class Block(nn.Module):
-    def __init__(self, width=8, norm=nn.LayerNorm):
-        super().__init__()
-        self.norm, self.up = norm(width), nn.Linear(width, width)
-
-    def forward(self, x):
-        return x + self.up(self.norm(x)).tanh()
-
-
-class Words(nn.Module):
-    """Residual blocks between an embedding and a head."""
-
-    def __init__(self, norm=nn.LayerNorm):
-        super().__init__()
-        self.words, self.head = nn.Embedding(WORDS, 8), nn.Linear(8, WORDS)
-        self.blocks = nn.ModuleList(Block(norm=norm) for _ in range(2))
-        self.double()
-
-    def forward(self, ids):
-        x = self.words(ids)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
+def words(blocks=2, norm=nn.LayerNorm, kind=Stack):
+    """Return residual blocks between an embedding and a head."""
+    torch.manual_seed(0)
+    residual = [Residual(8, norm=norm) for _ in range(blocks)]
+    return kind(residual, first=nn.Embedding(WORDS, 8), last=nn.Linear(8, WORDS)).double()
 
 
 def cross_entropy(output, y, **options):
@@ -101,51 +82,21 @@ def batches(name):
         yield ids, targets
 
 
-class Twins:
-    """A model in a pipeline, and the same in one process."""
-
-    def __init__(self, model, **options):
-        self.twin = copy.deepcopy(model)
-        self.accelerator = Accelerator(strategy={"name": "megatron", "pp": 2, **options}, cpu=True)
-        self.model = self.accelerator.prepare(model)
-
-    @property
-    def pipeline(self):
-        return self.accelerator.strategy_of(self.model)._pipeline
-
-    def check(self, loss, expected):
-        expected.backward()
-        assert loss.item() == pytest.approx(expected.item(), rel=1e-10)
-        whole = dict(self.twin.named_parameters())
-        for name, parameter in self.model.named_parameters():
-            torch.testing.assert_close(parameter.grad, whole[name].grad, **EXACT)
-        self.model.zero_grad()
-        self.twin.zero_grad()
-
-    def close(self):
-        self.accelerator.free_memory()
-
-
 @pytest.mark.parametrize("turn", range(3))
 @pytest.mark.ranks(2)
 def test_losses_that_are_handed_over(turn):
     """First a batch in which every target counts alike, so that it tells nothing of the weights."""
     for name in list(LOSSES)[turn::3]:
-        check_loss(name, SCHEDULES[turn])
-
-
-def check_loss(name, options):
-    torch.manual_seed(0)
-    model = Words()
-    if options.get("chunks"):
-        model.blocks.extend(Block().double() for _ in range(2))
-    both = Twins(model, **options)
-    loss_of, weights = LOSSES[name]
-    for ids, targets in batches(name):
-        loss = both.accelerator.pipeline_step(both.model, ids, targets, loss_fn=loss_of)
-        both.check(loss, loss_of(both.twin(ids), targets))
-    assert set(both.pipeline._losses._known.values()) == {weights}
-    both.close()
+        both = Twins(words(4 if turn == 2 else 2), **SCHEDULES[turn])
+        loss_of, weights = LOSSES[name]
+        for ids, targets in batches(name):
+            loss = both.accelerator.pipeline_step(both.model, ids, targets, loss_fn=loss_of)
+            expected = loss_of(both.twin(ids), targets)
+            expected.backward()
+            assert loss.item() == pytest.approx(expected.item(), rel=1e-10), name
+            both.check_gradients()
+        assert set(both.strategy._pipeline._losses._known.values()) == {weights}, name
+        both.close()
 
 
 class SequenceFirst(nn.Module):
@@ -171,22 +122,20 @@ def test_the_dim_of_the_batch_is_found():
     model = SequenceFirst()
     padding = torch.zeros(4, 6, dtype=torch.float64)
     padding[1, 4:] = float("-inf")
-    model.example_inputs = (batch(0).T, padding)
-    both = Twins(model)
-    both.model.eval()
-    both.twin.eval()
     ids = batch(0).T
-    found, expected = (cross_entropy(m(ids, padding), ids) for m in (both.model, both.twin))
-    both.accelerator.backward(found)
-    both.check(found, expected)
-    (division,) = both.pipeline._batches._known.values()
+    both = Twins(model, (ids, padding))
+    both.eval()
+    both.backward(*(cross_entropy(output, ids) for output in both(ids, padding)))
+    both.check_gradients()
+    known = both.strategy._pipeline._batches._known
+    (division,) = known.values()
     assert division.dims == (1, 0, None)
     before = torch.get_rng_state()
     both.model.train()
     with torch.no_grad():
         both.model(ids, padding)
     assert torch.equal(torch.get_rng_state(), before)
-    assert all(d.dims == (1, 0, None) for d in both.pipeline._batches._known.values())
+    assert all(d.dims == (1, 0, None) for d in known.values())
     both.close()
 
 
@@ -200,60 +149,51 @@ class RowNorm(nn.BatchNorm1d):
 @pytest.mark.ranks(2)
 def test_blocks_that_couple_rows_are_not_cut():
     """Nor does the trial move their running statistics; in evaluation they may be cut."""
-    torch.manual_seed(0)
-    both = Twins(Words(norm=RowNorm))
+    both = Twins(words(norm=RowNorm))
     for seed in range(2):
         ids = batch(seed)
-        loss, expected = (cross_entropy(m(ids), ids) for m in (both.model, both.twin))
-        both.accelerator.backward(loss)
-        both.check(loss, expected)
+        both.backward(*(cross_entropy(output, ids) for output in both(ids)))
+        both.check_gradients()
     buffers = dict(both.twin.named_buffers())
     rank = both.accelerator.mesh["pp"].rank
     for name, buffer in both.model.named_buffers():
         if name.startswith(f"blocks.{rank}"):
             torch.testing.assert_close(buffer, buffers[name], **EXACT)
-    assert [d.dims for d in both.pipeline._batches._known.values()] == [None]
-    both.model.eval()
-    both.twin.eval()
+    known = both.strategy._pipeline._batches._known
+    assert [d.dims for d in known.values()] == [None]
+    both.eval()
     with torch.no_grad():
-        torch.testing.assert_close(both.model(ids), both.twin(ids), **EXACT)
-    assert [d.dims for d in both.pipeline._batches._known.values()] == [None, (0, None)]
+        torch.testing.assert_close(*both(ids), **EXACT)
+    assert [d.dims for d in known.values()] == [None, (0, None)]
     both.close()
 
 
-class Deep(Words):
-    """Returns the hidden states of all blocks, and attention-like extras of hooks."""
+class Deep(Stack):
+    """Returns the hidden states of all blocks, if asked for."""
 
     def forward(self, ids, states=False):
-        x = self.words(ids)
+        x = self.first(ids)
         hidden = [x]
         for block in self.blocks:
             x = block(x)
             hidden.append(x)
-        logits = self.head(x)
+        logits = self.last(x)
         return {"logits": logits, "states": hidden} if states else {"logits": logits}
 
 
 @pytest.mark.ranks(2)
 def test_deep_supervision_is_refused_by_its_name():
     """On every rank; the pipeline then trains on."""
-    torch.manual_seed(0)
-    model = Deep()
-    model.blocks.extend(Block().double() for _ in range(2))
-    accelerator = Accelerator(
-        strategy={"name": "megatron", "pp": 2, "cut": "2,2"},
-        cpu=True,
-    )
-    model = accelerator.prepare(model)
+    both = Twins(words(4, kind=Deep), cut="2,2")
     for place in (2, 1, 2):  # the last stage receives the second block's state
-        output = model(batch(0), states=True)
+        output = both.model(batch(0), states=True)
         loss = output["logits"].mean() + output["states"][place].mean()
         if place == 2:
-            accelerator.backward(loss)
+            both.accelerator.backward(loss)
             continue
         with pytest.raises(UsageError, match="deep supervision"):
-            accelerator.backward(loss)
-    accelerator.free_memory()
+            both.accelerator.backward(loss)
+    both.close()
 
 
 @dataclass
@@ -261,7 +201,7 @@ class Plain:
     logits: torch.Tensor
 
 
-class ReturningDataclass(Words):
+class ReturningDataclass(Stack):
     def forward(self, ids):
         return Plain(super().forward(ids))
 
@@ -269,7 +209,7 @@ class ReturningDataclass(Words):
 @pytest.mark.ranks(2)
 def test_a_dataclass_is_refused_by_its_name():
     """In training and in evaluation, before anything is sent."""
-    both = Twins(ReturningDataclass())
+    both = Twins(words(kind=ReturningDataclass))
     for grad in (True, False):
         with torch.set_grad_enabled(grad), pytest.raises(UsageError, match="found a Plain"):
             both.model(batch(0))

@@ -102,11 +102,13 @@ def test_time_is_what_is_promised():
     assert {name for name, _ in CASES} == set(SCHEDULES)
 
 
-IDLE = [("gpipe", 1, 0.273), ("1f1b", 1, 0.273), ("interleaved", 2, 0.158), ("zb-h1", 1, 0.111)]
-
-
 def test_idle_share_of_four_ranks_and_eight_micro_batches():
-    for name, v, idle in IDLE:
+    for name, v, idle in (
+        ("gpipe", 1, 0.273),
+        ("1f1b", 1, 0.273),
+        ("interleaved", 2, 0.158),
+        ("zb-h1", 1, 0.111),
+    ):
         timeline = simulate(make_schedule(name, 4, 8, v))
         assert round(timeline.idle, 3) == idle
         # All ranks compute for equally long, so each waits for equally long.
@@ -158,17 +160,14 @@ def test_schedules_that_cannot_end_are_refused():
         assert differs in str(error.value)
 
 
-NO_SCHEDULES = [
-    (("1f1", 2, 2), "expected a schedule of .*'1f1b'.*, found '1f1'"),
-    (("1f1b", 0, 2), "found 0 ranks"),
-    (("1f1b", 2, -1), "-1 micro-batches"),
-    (("interleaved", 2, 2, 0), "0 chunks"),
-    (("gpipe", 2, 2, 2), "one chunk per rank for the schedule 'gpipe', found 2"),
-]
-
-
 def test_numbers_that_fit_no_schedule_are_refused():
-    for arguments, text in NO_SCHEDULES:
+    for arguments, text in (
+        (("1f1", 2, 2), "expected a schedule of .*'1f1b'.*, found '1f1'"),
+        (("1f1b", 0, 2), "found 0 ranks"),
+        (("1f1b", 2, -1), "-1 micro-batches"),
+        (("interleaved", 2, 2, 0), "0 chunks"),
+        (("gpipe", 2, 2, 2), "one chunk per rank for the schedule 'gpipe', found 2"),
+    ):
         with pytest.raises(ConfigError, match=text):
             make_schedule(*arguments)
 

@@ -3,6 +3,7 @@
 import copy
 import itertools
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import huggingface_models
+import stacks
 from drivetrain.errors import UsageError
 from drivetrain_megatron.pipeline.cut import balanced, listed
 from drivetrain_megatron.pipeline.stages import split
@@ -19,18 +21,13 @@ from drivetrain_megatron.recording.phases import record
 from drivetrain_megatron.recording.proxy import StageProxy
 
 WIDTH = 12
+NUMBERS = torch.randn(3, 5, WIDTH, generator=torch.Generator().manual_seed(0)).double()
+IDS = huggingface_models.token_batch(0, rows=3)
+LABELED = {"input_ids": IDS, "labels": IDS}
+Residual = partial(stacks.Residual, WIDTH, 16)
 
 
-class Residual(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 16), nn.Linear(16, WIDTH)
-
-    def forward(self, x):
-        return x + self.down(torch.tanh(self.up(x)))
-
-
-class Pair(Residual):
+class Pair(stacks.Residual):
     """Returns a tree: a second tensor travels, a mask is passed on, None stays."""
 
     def forward(self, state, mask):
@@ -43,7 +40,7 @@ class Pairs(nn.Module):
     def __init__(self, layers=4):
         super().__init__()
         self.first = nn.Linear(WIDTH, WIDTH)
-        self.layers = nn.ModuleList(Pair() for _ in range(layers))
+        self.layers = nn.ModuleList(Pair(WIDTH, 16) for _ in range(layers))
         self.scale = nn.Parameter(torch.ones(WIDTH))
         self.register_buffer("shift", torch.full((WIDTH,), 0.5))
 
@@ -74,28 +71,14 @@ class Between(nn.Module):
         return x
 
 
-def numbers(seed=0):
-    return torch.randn(3, 5, WIDTH, generator=torch.Generator().manual_seed(seed)).double()
+def sequential():
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), *(Residual() for _ in range(4)))
 
 
 def llama():
     model = huggingface_models.llama(4)
     model.config.use_cache = False
     return model
-
-
-IDS = huggingface_models.token_batch(0, rows=3)
-LABELED = {"input_ids": IDS, "labels": IDS}
-
-MODELS = {
-    "sequential": (
-        lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), *(Residual() for _ in range(4))),
-        (numbers(),),
-        {},
-    ),
-    "tree": (Pairs, (numbers(),), {}),
-    "between": (Between, (numbers(),), {}),
-}
 
 
 def build(factory):
@@ -120,28 +103,37 @@ def loss_of(output):
     )
 
 
-def stage_models(model, recording, cut, owners=None):
-    """Return a (copy of the model, its Split) per rank."""
-    owners = owners or [[stage] for stage in range(cut.stages)]
+def divided(model, layout, owners=None, **kwargs):
+    """Return a (copy of the model, its Split) per rank; a number of stages is cut evenly."""
+    recording = record(model, () if kwargs else (NUMBERS,), kwargs)
+    count = layout if isinstance(layout, int) else len(layout)
+    make = balanced if isinstance(layout, int) else partial(listed, layout=layout)
+    cut = make(recording, count)
     parts = []
-    for owned in owners:
+    for mine in owners or [[stage] for stage in range(count)]:
         own = copy.deepcopy(model)
-        parts.append((own, split(own, recording, cut, owned)))
+        parts.append((own, split(own, recording, cut, mine)))
     return parts
 
 
-def forward_all(parts, args, kwargs):
+def first_stage(model, **kwargs):
+    """Cut the model itself in two, and return the first stage."""
+    recording = record(model, () if kwargs else (NUMBERS,), kwargs)
+    return split(model, recording, balanced(recording, 2), [0])
+
+
+def forward_all(parts):
     """Run the stages in order; return (stage, received, output) of each."""
     stages = sorted((s for _, part in parts for s in part.stages), key=lambda s: s.index)
     received, ran = (), []
     for stage in stages:
-        expected = stage.receives(args, kwargs)
+        expected = stage.receives((NUMBERS,), {})
         assert [(tuple(t.shape), t.dtype) for t in received] == [m[:2] for m in expected]
         received = tuple(
             t.detach().clone().requires_grad_(m.requires_grad)
             for t, m in zip(received, expected, strict=True)
         )
-        result = stage.run(args, kwargs, [t.view_as(t) for t in received])
+        result = stage.run((NUMBERS,), {}, [t.view_as(t) for t in received])
         ran.append((stage, received, result))
         received = result.sent
     return ran
@@ -158,48 +150,40 @@ def backward_all(ran, loss):
         roots = [ran[position - 1][2].sent[i] for i in used]
 
 
-def gradients(parts):
-    total = {}
-    for model, _ in parts:
-        for name, parameter in model.named_parameters():
-            if parameter.grad is not None:
-                total[name] = total.get(name, 0) + parameter.grad
-    return total
-
-
-def assert_equal_to_whole(model, parts, args, kwargs):
+def assert_equal_to_whole(model, parts):
     whole = copy.deepcopy(model)
-    expected = whole(*args, **kwargs)
+    expected = whole(NUMBERS)
     loss_of(expected).backward()
-    ran = forward_all(parts, args, kwargs)
+    ran = forward_all(parts)
     found = ran[-1][2].output
     for a, b in zip(floats(found), floats(expected), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
     backward_all(ran, loss_of(found))
-    got = gradients(parts)
-    for name, parameter in whole.named_parameters():
-        if parameter.grad is not None:
-            torch.testing.assert_close(got[name], parameter.grad, rtol=1e-10, atol=1e-12)
-    assert set(got) == {n for n, p in whole.named_parameters() if p.grad is not None}
+    got = {}
+    for own, _ in parts:
+        for name, parameter in own.named_parameters():
+            if parameter.grad is not None:
+                got[name] = got.get(name, 0) + parameter.grad
+    wanted = {n: p.grad for n, p in whole.named_parameters() if p.grad is not None}
+    assert set(got) == set(wanted)
+    for name, gradient in wanted.items():
+        torch.testing.assert_close(got[name], gradient, rtol=1e-10, atol=1e-12)
     return ran
 
 
 def test_stages_equal_the_whole_model():
-    for name, stages in itertools.product(MODELS, (2, 4)):
-        factory, args, kwargs = MODELS[name]
+    for factory, stages in itertools.product((sequential, Pairs, Between), (2, 4)):
         model = build(factory)
-        recording = record(model, args, kwargs)
-        parts = stage_models(model, recording, balanced(recording, stages))
-        ran = assert_equal_to_whole(model, parts, args, kwargs)
-        for stage, _, result in ran:
+        parts = divided(model, stages)
+        for stage, _, result in assert_equal_to_whole(model, parts):
             values = floats(result.output)
             assert any(type(value) is StageProxy for value in values) == (not stage.is_last)
             assert all(value.requires_grad for value in values)
         names = [
-            n
+            name
             for own, part in parts
-            for n, _ in own.named_parameters()
-            if n not in part.stages[0].copies
+            for name, _ in own.named_parameters()
+            if name not in part.stages[0].copies
         ]
         assert sorted(names) == sorted(n for n, _ in model.named_parameters()), "each has one owner"
 
@@ -231,14 +215,6 @@ class Skip(nn.Module):
             x = layer(x + kept[1] if i == 3 else x)
             kept.append(x)
         return x
-
-
-def test_a_skip_connection_is_carried_through_the_stages_between():
-    model = build(Skip)
-    recording = record(model, (numbers(),), {})
-    for layout in ([1, 1, 1, 1], [2, 2], [3, 1]):
-        cut = listed(recording, len(layout), layout)
-        assert_equal_to_whole(model, stage_models(model, recording, cut), (numbers(),), {})
 
 
 class OuterResidual(Skip):
@@ -289,92 +265,75 @@ class Shared(Skip):
 
 
 def test_tensors_of_the_code_around_blocks_cross():
-    nets = OuterResidual, InPlaceResidual, Forgetful, Biased, Shared
-    for net, layout in itertools.product(nets, ([2, 1, 1], [1, 1, 1, 1])):
-        model = build(net)
-        recording = record(model, (numbers(),), {})
-        calls = len(recording.blocks)
-        cut = listed(recording, len(layout), [*layout[:-1], calls - sum(layout[:-1])])
-        assert_equal_to_whole(model, stage_models(model, recording, cut), (numbers(),), {})
+    for layout in ([1, 1, 1, 1], [2, 2], [3, 1]):
+        model = build(Skip)
+        assert_equal_to_whole(model, divided(model, layout))
+    for net in (OuterResidual, InPlaceResidual, Forgetful, Biased, Shared):
+        last = 5 if net is Shared else 1  # of its eight calls
+        for layout in ([2, 1, last], [1, 1, 1, last]):
+            model = build(net)
+            assert_equal_to_whole(model, divided(model, layout))
 
 
-class Sometimes(Skip):
-    """The skip connection appears after the recording."""
+class Choosy(Skip):
+    """Calls other blocks, or has a skip connection, after the recording."""
 
-    skips = False
+    order, skips = (0, 1, 2, 3), False
 
     def forward(self, x):
-        return super().forward(x) if self.skips else nn.Sequential(self.first, *self.layers)(x)
+        if self.skips:
+            return super().forward(x)
+        x = self.first(x)
+        for i in self.order:
+            x = self.layers[i](x)
+        return x
 
 
-def test_a_skip_connection_may_come_after_the_recording():
-    model = build(Sometimes)
-    recording = record(model, (numbers(),), {})
-    parts = stage_models(model, recording, listed(recording, 3, [1, 2, 1]))
+def test_skips_may_come_after_the_recording_and_other_calls_than_recorded_are_refused():
+    model = build(Choosy)
+    parts = divided(model, [1, 2, 1])
     for part in (model, *(part for part, _ in parts)):
         part.skips = True
-    assert_equal_to_whole(model, parts, (numbers(),), {})
-
-
-def test_other_calls_than_recorded_are_refused():
-    class Choosy(Skip):
-        order = (0, 1, 2, 3)
-
-        def forward(self, x):
-            for i in self.order:
-                x = self.layers[i](x)
-            return x
+    assert_equal_to_whole(model, parts)
 
     model = build(Choosy)
-    recording = record(model, (numbers(),), {})
-    stage = split(model, recording, balanced(recording, 2), [0]).stages[0]
+    stage = first_stage(model).stages[0]
     for order in ((0, 2, 1, 3), (0, 1, 2), (0, 1, 2, 3, 3)):
         model.order = order
         with pytest.raises(UsageError, match="as in the recording"):
-            stage.run((numbers(),), {})
-
-
-def check_recomputed_blocks_send_once(own):
-    class Recomputed(Skip):
-        def forward(self, x):
-            x = self.first(x)
-            for layer in self.layers:
-                x = checkpoint(layer, x, use_reentrant=not own)
-            return x
-
-    model = build(Recomputed)
-    recording = record(model, (numbers(),), {})
-    parts = stage_models(model, recording, balanced(recording, 2))
-    if own:
-        assert_equal_to_whole(model, parts, (numbers(),), {})
-    else:
-        with pytest.raises(UsageError, match="use_reentrant=False"):
-            parts[0][1].stages[0].run((numbers(),), {})
+            stage.run((NUMBERS,), {})
 
 
 def test_recomputed_blocks_send_once():
-    for own in (True, False):
-        check_recomputed_blocks_send_once(own)
+    class Recomputed(Skip):
+        reentrant = False
+
+        def forward(self, x):
+            x = self.first(x)
+            for layer in self.layers:
+                x = checkpoint(layer, x, use_reentrant=self.reentrant)
+            return x
+
+    model = build(Recomputed)
+    assert_equal_to_whole(model, divided(model, 2))
+    model = build(Recomputed)
+    model.reentrant = True
+    parts = divided(model, 2)
+    with pytest.raises(UsageError, match="use_reentrant=False"):
+        parts[0][1].stages[0].run((NUMBERS,), {})
 
 
-def test_a_cache_from_outside_is_refused():
-    model = build(llama)
-    recording = record(model, (), LABELED)
-    stage = split(model, recording, balanced(recording, 2), [0]).stages[0]
+def test_a_cache_from_outside_is_refused_and_after_close_values_are_missed_clearly():
+    stage = first_stage(build(llama), **LABELED).stages[0]
+    cache = {"past_key_values": transformers.DynamicCache(), "use_cache": True}
     with pytest.raises(UsageError, match="use_cache=False"):
-        stage.run(
-            (), {**LABELED, "past_key_values": transformers.DynamicCache(), "use_cache": True}
-        )
+        stage.run((), {**LABELED, **cache})
 
-
-def test_after_close_values_are_missed_clearly():
-    model = build(MODELS["sequential"][0])
-    recording = record(model, (numbers(),), {})
-    part = split(model, recording, balanced(recording, 2), [0])
-    part.close()
+    model = build(sequential)
+    first_stage(model).close()
     assert "forward" not in model[1].__dict__
     with pytest.raises(UsageError, match="another pipeline stage"):
-        model(numbers()).sum().item()
+        model(NUMBERS).sum().item()
 
 
 def test_chunks_of_a_rank_leave_each_others_statistics_alone():
@@ -387,10 +346,9 @@ def test_chunks_of_a_rank_leave_each_others_statistics_alone():
             return self.last(super().forward(self.first(x)))
 
     model = build(Normed)
-    recording = record(model, (numbers(),), {})
-    parts = stage_models(model, recording, balanced(recording, 4), [[0, 2], [1, 3]])
-    assert_equal_to_whole(model, parts, (numbers(),), {})
-    model(numbers())
+    parts = divided(model, 4, [[0, 2], [1, 3]])
+    assert_equal_to_whole(model, parts)
+    model(NUMBERS)
     (first, _), (last, _) = parts
     found = {**first.state_dict(), **last.state_dict()}
     for name in ("first.running_mean", "last.running_mean"):
@@ -403,10 +361,8 @@ def test_a_frozen_stage_sends_without_history():
     model = build(llama)
     for parameter in (*model.model.embed_tokens.parameters(), *model.model.layers[0].parameters()):
         parameter.requires_grad_(False)
-    recording = record(model, (), LABELED)
-    parts = stage_models(model, recording, listed(recording, 3, [1, 1, 2]))
-    assert [m.requires_grad for m in parts[1][1].stages[0].receives((), LABELED)] == [False]
-    stages = [part.stages[0] for _, part in parts]
+    stages = [part.stages[0] for _, part in divided(model, [1, 1, 2], **LABELED)]
+    assert [m.requires_grad for m in stages[1].receives((), LABELED)] == [False]
     sent = stages[0].run((), LABELED).sent
     assert not sent[0].requires_grad
     sent = stages[1].run((), LABELED, sent).sent

@@ -11,30 +11,30 @@ from drivetrain import Accelerator
 from drivetrain.errors import ConfigError
 from drivetrain.runtime.mesh import Axis, Mesh
 from drivetrain_megatron.cell import advice
+from drivetrain_megatron.pipeline.worker import StageWorker
+from stacks import Lossy, Stack
 
 MICRO_BATCHES = 3
 
 
-class Model(nn.Module):
-    def __init__(self, own_loss=True):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(4))
-        self.own_loss = own_loss
-        self.dummy_inputs = {"x": torch.ones(2, 8)}
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return {"loss": x.square().mean()} if self.own_loss else x
+def prepared(folder, kind=Lossy, accumulation=1, **options):
+    accelerator = Accelerator(
+        strategy={"name": "megatron", "pp": 2, "trace_dir": str(folder), **options},
+        gradient_accumulation_steps=accumulation,
+        cpu=True,
+    )
+    model = kind(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(4))
+    model.example_inputs = torch.ones(2, 8)
+    return accelerator, accelerator.prepare(model)
 
 
 def train(accelerator, model, steps=2, accumulation=1):
-    for _ in range(steps):
-        for _ in range(accumulation):
-            with accelerator.accumulate(model):
-                output = model(torch.ones(6, 8))
-                loss = output["loss"] if isinstance(output, dict) else output.square().mean()
-                accelerator.backward(loss)
+    for _ in range(steps * accumulation):
+        with accelerator.accumulate(model):
+            output = model(torch.ones(6, 8))
+            loss = output["loss"] if isinstance(output, dict) else output.square().mean()
+            accelerator.backward(loss)
+    accelerator.wait_for_everyone()
 
 
 def events_of(path):
@@ -43,20 +43,35 @@ def events_of(path):
 
 
 @pytest.mark.parametrize(
-    ("schedule", "chunks", "kinds"),
-    [("1f1b", 1, "FB"), ("gpipe", 1, "FB"), ("zb-h1", 1, "FIW"), ("interleaved", 2, "FB")],
+    ("schedule", "chunks", "kinds", "kept"),
+    [
+        ("1f1b", 1, "FB", (2, 1)),
+        ("gpipe", 1, "FB", (3, 3)),
+        ("zb-h1", 1, "FIW", (2, 2)),
+        ("interleaved", 2, "FB", (4, 4)),
+    ],
 )
+@pytest.mark.complete
 @pytest.mark.ranks(2)
-def test_a_trace_of_each_step(tmp_path, schedule, chunks, kinds):
-    """Every action of every rank once, ranks below each other, none overlapping on its rank."""
+def test_a_trace_of_each_step(monkeypatch, tmp_path, schedule, chunks, kinds, kept):
+    """Every action of every rank once, ranks below each other, none overlapping on its rank.
+
+    A stage keeps no more micro-batches than its schedule promises.
+    """
+    found, forward = [], StageWorker.forward
+
+    def counted(worker, micro_batch, inputs):
+        result = forward(worker, micro_batch, inputs)
+        found.append(len(worker._kept))
+        return result
+
+    monkeypatch.setattr(StageWorker, "forward", counted)
     options = {"schedule": schedule, "chunks": chunks, "micro_batches": MICRO_BATCHES}
-    accelerator = Accelerator(
-        strategy={"name": "megatron", "pp": 2, "trace_dir": str(tmp_path / "traces"), **options},
-        cpu=True,
-    )
-    model = accelerator.prepare(Model())
+    accelerator, model = prepared(tmp_path / "traces", **options)
     train(accelerator, model)
-    accelerator.wait_for_everyone()
+    assert max(found) <= kept[accelerator.process_index]
+    workers = accelerator.strategy_of(model)._pipeline.stages.workers.values()
+    assert not any(worker._kept for worker in workers)
     files = sorted((tmp_path / "traces").iterdir())
     assert [f.name for f in files] == [f"pipeline-dp0-tp0-step0000{i}.json" for i in (1, 2)]
     for path in files:
@@ -75,36 +90,23 @@ def test_a_trace_of_each_step(tmp_path, schedule, chunks, kinds):
 @pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.ranks(2)
 def test_steps_whose_loss_is_made_outside(tmp_path, accumulation):
-    accelerator = Accelerator(
-        strategy={"name": "megatron", "pp": 2, "trace_dir": str(tmp_path)},
-        gradient_accumulation_steps=accumulation,
-        cpu=True,
-    )
-    model = accelerator.prepare(Model(own_loss=False))
+    accelerator, model = prepared(tmp_path / "traces", Stack, accumulation)
     train(accelerator, model, accumulation=accumulation)
-    accelerator.wait_for_everyone()
-    counts = [len(events_of(path)) for path in sorted(tmp_path.iterdir())]
+    counts = [len(events_of(path)) for path in (tmp_path / "traces").iterdir()]
     assert counts == [2 * 2 * max(accumulation, 2)] * 2
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="trace_dir"):
+        prepared(tmp_path / "file" / "x")
     accelerator.wait_for_everyone()
     accelerator.free_memory()
 
 
-@pytest.mark.ranks(2)
-def test_a_folder_that_cannot_be_made(tmp_path):
-    (tmp_path / "file").touch()
-    accelerator = Accelerator(
-        strategy={"name": "megatron", "pp": 2, "trace_dir": str(tmp_path / "file" / "x")}, cpu=True
-    )
-    with pytest.raises(ConfigError, match="trace_dir"):
-        accelerator.prepare(Model())
-
-
-def axis(hosts):
-    return Axis(name="tp", size=len(hosts), rank=0, ranks=tuple(range(len(hosts))), hosts=hosts)
-
-
 def test_advice_on_hosts():
-    assert not advice(Mesh({"tp": axis(("a", "a"))}))
-    found = advice(Mesh({"tp": axis(("a", "a", "b", "b"))}))
+    def over(*hosts):
+        ranks = tuple(range(len(hosts)))
+        return Mesh({"tp": Axis(name="tp", size=len(hosts), rank=0, ranks=ranks, hosts=hosts)})
+
+    assert not advice(over("a", "a"))
+    found = advice(over("a", "a", "b", "b"))
     assert "2 hosts (2 on a, 2 on b)" in found
     assert "tp" in found

@@ -8,8 +8,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from divided_steps import check_two_steps
-from drivetrain import Accelerator
 from drivetrain.errors import CollectiveError, UsageError
+from staged_twins import Twins
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute")  # which compilation reads
 
@@ -119,25 +119,21 @@ def test_equal_to_one_process(make):
 @pytest.mark.ranks(2)
 def test_compiled_blocks_stay_compiled():
     """Their code is compiled code, also behind the pipeline, and a closed one gives it back."""
-    torch.manual_seed(0)
     graphs = []
 
     def backend(graph, inputs):
         graphs.append(graph)
         return graph.forward
 
-    model = Words()
-    model.example_inputs = {"ids": IDS}
-    before = []
+    model, before = Words(), []
     for block in model.blocks:
         block.compile(backend=backend)
         before.append(block._compiled_call_impl)
-    accelerator = Accelerator(strategy={"name": "megatron", "pp": 2}, cpu=True)
-    model = accelerator.prepare(model)
-    accelerator.backward(model(IDS)["loss"])
+    both = Twins(model, {"ids": IDS})
+    both.accelerator.backward(both.model(IDS)["loss"])
     assert graphs
-    mine = [block for block in model.blocks if block._compiled_call_impl is not None]
-    accelerator.free_memory()
+    mine = [b for b in both.model.blocks if b._compiled_call_impl is not None]
+    both.close()
     assert mine
     assert all(block._compiled_call_impl in before for block in mine)
 
@@ -158,10 +154,8 @@ class ClampedWords(Words):
 def test_a_forward_that_writes_into_a_parameter_is_refused_by_name():
     model = ClampedWords()
     before = copy.deepcopy(model.state_dict())
-    model.example_inputs = {"ids": IDS}
-    accelerator = Accelerator(strategy={"name": "megatron", "pp": 2}, cpu=True)
     with pytest.raises(UsageError, match=r"clamp_\(\) writes into 'blocks\.0\.up\.weight'"):
-        accelerator.prepare(model)
+        Twins(model, {"ids": IDS})
     torch.testing.assert_close(model.state_dict(), before)
 
 
@@ -183,24 +177,20 @@ def total(output, ids):
     return F.cross_entropy(output.flatten(0, 1), ids.flatten(), reduction="sum")
 
 
-def pipelined(model, **options):
-    model.example_inputs = {"ids": IDS}
-    accelerator = Accelerator(strategy={"name": "megatron", "pp": 2, **options}, cpu=True)
-    return accelerator, accelerator.prepare(model)
-
-
 @pytest.mark.ranks(2)
 def test_ranks_with_other_loss_functions_are_told_so():
     """Also in a later call, when each rank has decided about the function that it knows."""
     torch.manual_seed(0)
-    accelerator, model = pipelined(Logits())
-    rank = accelerator.mesh["pp"].rank
+    both = Twins(Logits(), {"ids": IDS})
+    accelerator, model = both.accelerator, both.model
     for _ in range(2):
         accelerator.pipeline_step(model, IDS, IDS, loss_fn=mean)
     with pytest.raises(UsageError, match="same loss function on every rank"):
-        accelerator.pipeline_step(model, IDS, IDS, loss_fn=total if rank else mean)
+        accelerator.pipeline_step(
+            model, IDS, IDS, loss_fn=total if accelerator.mesh["pp"].rank else mean
+        )
     assert accelerator.pipeline_step(model, IDS, IDS, loss_fn=total).item() > 0
-    accelerator.free_memory()
+    both.close()
 
 
 class Tied(Words):
@@ -216,39 +206,36 @@ class Tied(Words):
 def test_values_that_a_script_changes_reach_the_copies(write):
     """Swapped for an evaluation and back, as averages of weights are; else it is an error."""
     torch.manual_seed(0)
-    model = Tied()
-    twin = copy.deepcopy(model)
-    accelerator, model = pipelined(model)
+    both = Twins(Tied(), {"ids": IDS})
+    accelerator, model = both.accelerator, both.model
 
     def scale(module, factor):
         with torch.no_grad():
             for parameter in module.parameters():
                 (parameter.data if write == "data" else parameter).mul_(factor)
 
-    def evaluated(module):
+    def check_evaluation():
         with torch.no_grad():
-            return module(IDS)["loss"]
+            found, expected = both(IDS)
+        torch.testing.assert_close(found["loss"], expected["loss"])
 
     for factor in (0.5, 2.0):
-        torch.testing.assert_close(model(IDS)["loss"].shape, twin(IDS)["loss"].shape)
-        for module in (model, twin):
+        both(IDS)
+        for module in (model, both.twin):
             scale(module, factor)
-        torch.testing.assert_close(evaluated(model), evaluated(twin))
-        for module in (model, twin):
+        check_evaluation()
+        for module in (model, both.twin):
             scale(module, 1.5)
-        loss = model(IDS)["loss"]
-        accelerator.backward(loss)
-        torch.testing.assert_close(loss.detach(), twin(IDS)["loss"].detach())
-    evaluated(model)
+        both.backward(*(each["loss"] for each in both(IDS)))
+    check_evaluation()
     with accelerator.gathered(model.parameters()):
         scale(model, 0.5)
-    scale(twin, 0.5)
-    torch.testing.assert_close(evaluated(model), evaluated(twin))
+    scale(both.twin, 0.5)
+    check_evaluation()
     scale(model, 0.5)
     is_owner = accelerator.mesh["pp"].rank == 0
-    with pytest.raises(UsageError if is_owner else CollectiveError) as caught:
-        evaluated(model)
-    assert not is_owner or "'words.weight', of which other pipeline stages have copies" in str(
-        caught.value
-    )
+    with pytest.raises(UsageError if is_owner else CollectiveError) as caught, torch.no_grad():
+        model(IDS)
+    copies = "'words.weight', of which other pipeline stages have copies"
+    assert not is_owner or copies in str(caught.value)
     accelerator.free_memory()

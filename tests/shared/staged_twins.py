@@ -1,0 +1,88 @@
+"""A model that is cut into stages, beside the same model in one process."""
+
+import copy
+
+import pytest
+import torch
+
+from drivetrain import Accelerator
+from drivetrain.testing.conformance.twins import everyone
+
+EXACT = {"rtol": 1e-10, "atol": 1e-12}
+
+
+class Twins:
+    """Two models, which are called together.
+
+    Args:
+        model: gets into two stages, where ``cell`` says nothing else.
+        example: example inputs of the model.
+        make: makes an optimizer of parameters, for each of both.
+        accumulation: micro-batches of a window.
+        cell: options of ``megatron``.
+    """
+
+    def __init__(self, model, example=None, *, make=None, accumulation=1, **cell):
+        self.twin = copy.deepcopy(model)
+        if example is not None:
+            model.example_inputs = example
+        self.accelerator = Accelerator(
+            strategy={"name": "megatron", "pp": 2, **cell},
+            gradient_accumulation_steps=accumulation,
+            cpu=True,
+        )
+        self.optimizers, self._losses = [], []
+        if make is None:
+            self.model = self.accelerator.prepare(model)
+        else:
+            made = make(model.parameters())
+            self.model, mine = self.accelerator.prepare(model, made)
+            self.optimizers = [mine, make(self.twin.parameters())]
+
+    def __call__(self, *args, **kwargs):
+        return self.model(*args, **kwargs), self.twin(*args, **kwargs)
+
+    @property
+    def strategy(self):
+        return self.accelerator.strategy_of(self.model)
+
+    def eval(self):
+        self.model.eval()
+        self.twin.eval()
+
+    def backward(self, found, expected, *, rtol=1e-10):
+        """Run the backward of both losses; at the end of a window, all of its losses are equal."""
+        (expected / self.accelerator.gradient_accumulation_steps).backward()
+        self.accelerator.backward(found)
+        self._losses.append((found, expected))
+        if self.accelerator.sync_gradients:
+            for mine, whole in self._losses:
+                assert mine.item() == pytest.approx(whole.item(), rel=rtol)
+            self._losses.clear()
+
+    def check_gradients(self, **tolerance):
+        """Compare the gradients of this rank's stages, and delete them."""
+        whole = dict(self.twin.named_parameters())
+        for name, parameter in self.model.named_parameters():
+            torch.testing.assert_close(
+                parameter.grad,
+                whole[name].grad,
+                **(tolerance or EXACT),
+                msg=lambda text, name=name: f"{name}: {text}",
+            )
+        self.model.zero_grad()
+        self.twin.zero_grad()
+
+    def step(self):
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def check_state(self, **tolerance):
+        state = self.accelerator.get_state_dict(self.model)
+        for key, value in self.twin.state_dict().items():
+            torch.testing.assert_close(state[key], value, **(tolerance or EXACT))
+
+    def close(self):
+        everyone(None)
+        self.accelerator.free_memory()
