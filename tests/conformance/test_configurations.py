@@ -33,8 +33,8 @@ class Divided(StrategyConformance):
 
     def test_cost_equals_ledger(self, world):
         """The promise is a bound here: what backward needs no values of is not gathered again."""
-        for name, case in CASES.items():
-            with self.accelerator() as accelerator:
+        with self.accelerator() as accelerator:
+            for name, case in self.cases.items():
                 twins = Twins(accelerator, case, plain_sgd)
                 strategy = accelerator.strategy_of(twins.model)
                 spec = ModelSpec.of(case.build(), states=0)
@@ -52,6 +52,7 @@ class Divided(StrategyConformance):
                 gathered, bound = found.pop(self.gathered, 0), promised.pop(self.gathered, 0)
                 assert bound / 2 <= gathered <= bound, f"{name}: {gathered} bytes, bound {bound}"
                 assert {k: n for k, n in found.items() if n} == promised, name
+                accelerator.free_memory()
 
     def test_taken_off(self, world):
         """After ``free_memory`` divided values are refused; the only rank has them whole."""
@@ -150,8 +151,8 @@ class Cells(StrategyConformance):
 
     def test_cost_equals_ledger(self, world):
         """Over dp; what activations send over tp needs inputs, see the tests of the cost."""
-        for name, case in CASES.items():
-            with self.accelerator() as accelerator:
+        with self.accelerator() as accelerator:
+            for name, case in self.cases.items():
                 twins = Twins(accelerator, case, plain_sgd)
                 strategy = accelerator.strategy_of(twins.model)
                 spec = ModelSpec.of(case.build(), states=0)
@@ -163,6 +164,7 @@ class Cells(StrategyConformance):
                 grown = {key: n - before.get(key, 0) for key, n in over_dp(accelerator).items()}
                 if accelerator.is_main_process:
                     assert {key: n for key, n in grown.items() if n} == promised.sent, name
+                accelerator.free_memory()
 
     def test_one_rank_that_dies(self, world):
         """Its cell fails at once; another cell when the processes of the first one end."""

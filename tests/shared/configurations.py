@@ -5,17 +5,15 @@ of a strategy takes every check; a variant takes those that a way of dividing, s
 can break, and with ``--exhaustive`` the others, too.
 """
 
-import functools
 import os
 import tempfile
-from collections.abc import Callable, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
-from drivetrain.testing.conformance import StrategyConformance, accounts
+from drivetrain.testing.conformance import StrategyConformance
 from drivetrain.testing.models import CASES
 
 DISK = {"optimizer": "nvme", "path": tempfile.gettempdir()}
@@ -41,16 +39,8 @@ OF_VARIANTS = frozenset(
 )
 
 
-SHARING = frozenset(
-    {
-        "test_training_equals_one_process",
-        "test_clipping_by_the_global_norm",
-        "test_precision_equals_one_process",
-        "test_cost_equals_ledger",
-        "test_shards_hold_everything_once",
-    }
-)
-"""Checks that make an Accelerator for each of many models: most of their time goes into those."""
+SMALL = {name: case for name, case in CASES.items() if not case.large}
+"""The models of variants: several buckets and the largest messages are the main form's."""
 
 
 @dataclass(frozen=True)
@@ -109,23 +99,6 @@ TABLE: Mapping[str, Row] = {
 """By the names of test classes, without their ``Test``."""
 
 
-def sharing(check: Callable[..., None], row: Row) -> Callable[..., None]:
-    """Let a check train all of its models under one Accelerator for each set of options.
-
-    A variant leaves the bytes of the large model to the main form.
-    """
-
-    @functools.wraps(check)
-    def under_one(self, *args, **kwargs):
-        self.shared = {}
-        small = {name: case for name, case in CASES.items() if row.main or not case.large}
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(accounts, "CASES", small)
-            check(self, *args, **kwargs)
-
-    return under_one
-
-
 def configured(name: str, base: type[StrategyConformance] = StrategyConformance) -> type:
     """Return the test class of a row; the base overrides checks that are different there."""
     row = TABLE[name]
@@ -134,19 +107,7 @@ def configured(name: str, base: type[StrategyConformance] = StrategyConformance)
         strategy = row.strategy
         worlds = row.worlds
         checks = None if row.main else OF_VARIANTS - row.without
-        shared = None
-
-        @contextmanager
-        def accelerator(self, **options):
-            if self.shared is None:
-                with super().accelerator(**options) as made:
-                    yield made
-                return
-            key = repr(options)
-            if key not in self.shared:
-                self.shared[key] = self.make_accelerator(**options)
-            yield self.shared[key]
-            self.shared[key].free_memory()
+        cases = CASES if row.main else SMALL
 
         def pytest_generate_tests(self, metafunc):
             if not metafunc.config.getoption("exhaustive"):
@@ -162,8 +123,6 @@ def configured(name: str, base: type[StrategyConformance] = StrategyConformance)
                 patch.setenv("GROUP_RANK", str(rank * row.hosts // size))
                 return super().make_accelerator(**options)
 
-    for check in SHARING:
-        setattr(Configured, check, sharing(getattr(Configured, check), row))
     Configured.__name__ = Configured.__qualname__ = f"Test{name}"
     Configured.__doc__ = base.__doc__
     return Configured

@@ -15,7 +15,6 @@ from drivetrain.cost import Cost, ModelSpec
 from drivetrain.testing.conformance.suite import Suite
 from drivetrain.testing.conformance.tcp import is_supported, sent_bytes, sent_since
 from drivetrain.testing.conformance.twins import Twins, adamw, everyone, plain_sgd
-from drivetrain.testing.models import CASES
 
 Ledger: TypeAlias = Mapping[tuple[str, str], int]
 
@@ -32,8 +31,8 @@ class AccountChecks(Suite):
     def test_cost_equals_ledger(self, world: int) -> None:
         """Bytes sent per step, exactly, by axis and operation, for every awkward model."""
         wrong = {}
-        for name, case in CASES.items():
-            with self.accelerator() as accelerator:
+        with self.accelerator() as accelerator:
+            for name, case in self.cases.items():
                 twins = Twins(accelerator, case, plain_sgd)
                 promised = _cost(accelerator, twins.model, case.build(), states=0).sent
                 steps = 1 if case.large else 2
@@ -44,6 +43,7 @@ class AccountChecks(Suite):
                 expected = {key: count * steps for key, count in promised.items() if count}
                 if accelerator.is_main_process and found != expected:
                     wrong[name] = f"cost() promised {expected}, the ledger has {found}"
+                accelerator.free_memory()
         assert not wrong, f"bytes of all measured steps: {wrong}"
 
     def test_ledger_equals_kernel(self, world: int) -> None:

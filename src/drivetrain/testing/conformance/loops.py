@@ -9,6 +9,7 @@ from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 from torch.utils.data import DataLoader, TensorDataset
 
+from drivetrain import Accelerator
 from drivetrain.testing.conformance.accounts import reduces_each
 from drivetrain.testing.conformance.suite import Suite
 from drivetrain.testing.conformance.twins import (
@@ -57,8 +58,8 @@ class LoopChecks(Suite):
 
     def test_clipping_by_the_global_norm(self, world: int) -> None:
         """The norm is of the whole model, on every rank; the step uses clipped gradients."""
-        for case in ("mlp", "tied", "odd_shapes", "adapted"):
-            with self.accelerator() as accelerator:
+        with self.accelerator() as accelerator:
+            for case in ("mlp", "tied", "odd_shapes", "adapted"):
                 for norm_type in (2.0, float("inf")):
                     twins = Twins(accelerator, CASES[case])
                     twins.backward(0)
@@ -70,6 +71,7 @@ class LoopChecks(Suite):
                     assert len(set(everyone(norm.item()))) == 1, "ranks have different norms"
                     twins.step()
                     twins.check()
+                    accelerator.free_memory()
 
     def test_backward_more_than_once(self, world: int) -> None:
         """Two losses, one loss of two forwards, one graph twice, gradients cleared to zeros."""
@@ -200,22 +202,14 @@ class LoopChecks(Suite):
 
     def test_training_equals_one_process(self, world: int) -> None:
         """Of every awkward model: losses and weights under SGD and AdamW, and the gradients."""
-        for case in CASES.values():
-            try:
-                self._equals_one_process(case)
-            except Exception as error:
-                error.add_note(f"while training the model {case.name!r}")
-                raise
-
-    def _equals_one_process(self, case: Case) -> None:
-        """Train it by SGD, whose first step shows the gradient, and by AdamW."""
         with self.accelerator() as accelerator:
-            for make_optimizer in (momentum,) if case.large else (momentum, adamw):
-                twins = Twins(accelerator, case, make_optimizer)
-                for step in range(1 if case.large else STEPS):
-                    twins.backward(step)
-                    twins.step()
-                twins.check()
+            for case in self.cases.values():
+                try:
+                    _equals_one_process(accelerator, case)
+                except Exception as error:
+                    error.add_note(f"while training the model {case.name!r}")
+                    raise
+                accelerator.free_memory()
 
     def test_parameter_without_gradient_on_any_rank(self, world: int) -> None:
         """It stays as it is, or moves exactly as with a gradient of zeros."""
@@ -238,6 +232,16 @@ class LoopChecks(Suite):
             assert any(torch.allclose(ours, one, rtol=1e-10) for one in allowed), (
                 "a parameter that got no gradient moved, and not as with a gradient of zeros"
             )
+
+
+def _equals_one_process(accelerator: Accelerator, case: Case) -> None:
+    """Train a model by SGD, whose first step shows the gradient, and by AdamW."""
+    for make_optimizer in (momentum,) if case.large else (momentum, adamw):
+        twins = Twins(accelerator, case, make_optimizer)
+        for step in range(1 if case.large else STEPS):
+            twins.backward(step)
+            twins.step()
+        twins.check()
 
 
 def _loader(ranks: int, *, batches: int) -> DataLoader[tuple[torch.Tensor, ...]]:

@@ -47,19 +47,16 @@ class PrecisionChecks(Suite):
     @pytest.mark.parametrize("precision", list(_COMPUTE))
     def test_precision_equals_one_process(self, world: int, precision: str) -> None:
         """Three steps, with and without accumulation and clipping."""
-        for name, window, clip in (
-            ("mlp", 1, False),
-            ("mlp", 2, True),
-            ("tied", 1, True),
-            ("tied", 2, False),
-        ):
-            case = in_fp32(CASES[name])
+        for window in (1, 2):
             with self.accelerator(**_options(precision, window)) as accelerator:
-                loss = autocast_loss(case, _COMPUTE[precision])
-                twins = LowTwins(accelerator, case, loss, rounding=self.rounding)
-                for step in range(STEPS):
-                    twins.train(step, [1.0] * window, clip=clip)
-                twins.check(_TOLERANCE[precision])
+                for name, clip in (("mlp", window == 2), ("tied", window == 1)):
+                    case = in_fp32(CASES[name])
+                    loss = autocast_loss(case, _COMPUTE[precision])
+                    twins = LowTwins(accelerator, case, loss, rounding=self.rounding)
+                    for step in range(STEPS):
+                        twins.train(step, [1.0] * window, clip=clip)
+                    twins.check(_TOLERANCE[precision])
+                    accelerator.free_memory()
 
     @pytest.mark.parametrize("precision", list(_COMPUTE))
     def test_dtypes_under_a_precision(self, world: int, precision: str) -> None:

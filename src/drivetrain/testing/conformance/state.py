@@ -17,8 +17,8 @@ class StateChecks(Suite):
 
     def test_shards_hold_everything_once(self, world: int) -> None:
         """Parameters, buffers and optimizer state, each element on exactly one rank."""
-        for name in ("tied", "odd_shapes", "transposed", "batchnorm", "adapted"):
-            with self.accelerator() as accelerator:
+        with self.accelerator() as accelerator:
+            for name in ("tied", "odd_shapes", "transposed", "batchnorm", "adapted"):
                 twins = Twins(accelerator, CASES[name], adamw)
                 twins.backward(0)
                 twins.step()
@@ -38,6 +38,7 @@ class StateChecks(Suite):
                             torch.testing.assert_close(
                                 whole[key, f"0.{state}"], value, rtol=1e-9, atol=1e-12
                             )
+                accelerator.free_memory()
 
     def test_saved_run_goes_on_bit_by_bit(self, world: int, tmp_path: Path) -> None:
         """After load the next steps give the same bits as without the stop."""

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 import pytest
 
 from drivetrain import Accelerator
+from drivetrain.testing.models import CASES, Case
 
 
 class Suite:
@@ -15,6 +16,7 @@ class Suite:
     Attributes:
         strategy: the name of the strategy, or its name and options.
         worlds: the numbers of ranks it is tested on.
+        cases: the awkward models, by name, of the checks that train all of them.
         timeout_s: seconds that one check may take.
         rounding: largest relative error of a first loss in a low dtype: the order of additions, or,
             for a strategy whose ranks add parts of a sum in that dtype, its precision.
@@ -23,6 +25,7 @@ class Suite:
 
     strategy: ClassVar[str | Mapping[str, Any]]
     worlds: ClassVar[Sequence[int]] = (1, 2, 3, 4)
+    cases: ClassVar[Mapping[str, Case]] = CASES
     timeout_s: ClassVar[float] = 300.0
     rounding: ClassVar[float] = 1e-6
     inner_axes: ClassVar[Collection[str]] = ()
