@@ -17,9 +17,18 @@ from drivetrain.registry import STRATEGIES
 from drivetrain.testing.conformance import StrategyConformance
 from drivetrain.testing.conformance.tcp import cut_connections
 from drivetrain.testing.conformance.twins import Twins, everyone, plain_sgd
-from drivetrain.testing.models import CASES
+from drivetrain.testing.models import CASES, Case, cross_entropy, tokens
+from towers import Gpt, Tower
 
 STEPS, HOSTS = 2, 2
+
+IN_STAGES = {
+    "test_training_equals_one_process",
+    "test_accumulation_with_a_partial_window",
+    "test_clipping_by_the_global_norm",
+    "test_shards_hold_everything_once",
+    "test_saved_run_goes_on_bit_by_bit",
+}
 
 
 class Divided(StrategyConformance):
@@ -141,8 +150,7 @@ class OnDisk(StrategyConformance):
 class Cells(StrategyConformance):
     """The ranks of a cell get the same batches; their activations travel over ``tp``.
 
-    Some of the awkward models cannot be divided: they train whole on each rank of a cell. None has
-    repeated blocks, so none can be cut into stages.
+    Some of the awkward models cannot be divided: they train whole on each rank of a cell.
     """
 
     inner_axes: ClassVar = ("tp",)
@@ -193,6 +201,24 @@ class Cells(StrategyConformance):
             assert accelerator.traffic.total() == before
 
 
+class Stages(Cells):
+    """Models of blocks, cut into stages; the output is real on the last stage only.
+
+    What happens at the border of stages is tested in the folder of the pipeline.
+    """
+
+    inner_axes: ClassVar = ("tp", "pp")
+    cases: ClassVar = {
+        "blocks": Case("blocks", lambda: Tower(4)),
+        "tied": Case("tied", lambda: Gpt(4), tokens, cross_entropy),
+    }
+
+
+for _name in dir(StrategyConformance):
+    if _name.startswith("test") and _name not in IN_STAGES:
+        setattr(Stages, _name, None)  # pytest collects functions
+
+
 def train(twins):
     batch = twins.case.batch(0, twins.axis.rank)
     twins.accelerator.backward(twins.case.loss(twins.model, batch))
@@ -209,6 +235,8 @@ BASES = {
     "Zero3Secondary": Secondary,
     "Zero3Disk": OnDisk,
     "Tensor": Cells,
+    "Pipeline": Stages,
+    "Cell": Stages,
 }
 
 for _name in TABLE:

@@ -95,6 +95,8 @@ TABLE: Mapping[str, Row] = {
     "Local": Row("local", (2, 1, 3, 4), main=True),
     "Megatron": Row("megatron", (2, 1, 3, 4)),
     "Tensor": Row({"name": "megatron", "tp": 2}, (2, 4), main=True),
+    "Pipeline": Row({"name": "megatron", "pp": 2}, (2, 4)),
+    "Cell": Row({"name": "megatron", "tp": 2, "pp": 2}, (4,)),
 }
 """By the names of test classes, without their ``Test``."""
 
@@ -107,7 +109,7 @@ def configured(name: str, base: type[StrategyConformance] = StrategyConformance)
         strategy = row.strategy
         worlds = row.worlds
         checks = None if row.main else OF_VARIANTS - row.without
-        cases = CASES if row.main else SMALL
+        cases = base.cases if row.main or base.cases is not CASES else SMALL
 
         def pytest_generate_tests(self, metafunc):
             if not metafunc.config.getoption("exhaustive"):

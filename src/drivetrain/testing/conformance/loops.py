@@ -32,7 +32,7 @@ class LoopChecks(Suite):
     def test_accumulation_with_a_partial_window(self, world: int) -> None:
         """Windows of 3 and 2 micro-batches are two means; only who says so sends inside them."""
         with self.accelerator(gradient_accumulation_steps=WINDOW) as accelerator:
-            twins = Twins(accelerator, MLP)
+            twins = Twins(accelerator, self.models("mlp")[0])
             loader = accelerator.prepare(_loader(twins.axis.size, batches=5))
             lengths, window = [], []
             for inputs, targets in loader:
@@ -59,9 +59,9 @@ class LoopChecks(Suite):
     def test_clipping_by_the_global_norm(self, world: int) -> None:
         """The norm is of the whole model, on every rank; the step uses clipped gradients."""
         with self.accelerator() as accelerator:
-            for case in ("mlp", "tied", "odd_shapes", "adapted"):
+            for case in self.models("mlp", "tied", "odd_shapes", "adapted"):
                 for norm_type in (2.0, float("inf")):
-                    twins = Twins(accelerator, CASES[case])
+                    twins = Twins(accelerator, case)
                     twins.backward(0)
                     norm = accelerator.clip_grad_norm_(twins.model.parameters(), 0.01, norm_type)
                     filled = [p for p in twins.twin.parameters() if p.numel()]  # torch: no max of 0

@@ -9,7 +9,6 @@ from torch import Tensor
 from drivetrain.shards import Shard
 from drivetrain.testing.conformance.suite import Suite
 from drivetrain.testing.conformance.twins import Twins, adamw, everyone, weights
-from drivetrain.testing.models import CASES
 
 
 class StateChecks(Suite):
@@ -18,15 +17,15 @@ class StateChecks(Suite):
     def test_shards_hold_everything_once(self, world: int) -> None:
         """Parameters, buffers and optimizer state, each element on exactly one rank."""
         with self.accelerator() as accelerator:
-            for name in ("tied", "odd_shapes", "transposed", "batchnorm", "adapted"):
-                twins = Twins(accelerator, CASES[name], adamw)
+            for case in self.models("tied", "odd_shapes", "transposed", "batchnorm", "adapted"):
+                twins = Twins(accelerator, case, adamw)
                 twins.backward(0)
                 twins.step()
                 mine = [_sent(shard) for shard in accelerator.strategy_of(twins.model).shards()]
                 whole = _assembled([shard for shards in everyone(mine) for shard in shards])
                 parameters = weights(accelerator, twins.model)
                 for key, tensor in parameters.items():
-                    assert (key, "") in whole, f"{name}: no shard of the parameter {key}"
+                    assert (key, "") in whole, f"{case.name}: no shard of the parameter {key}"
                     torch.testing.assert_close(whole[key, ""], tensor, rtol=0.0, atol=0.0)
                 persistent = set(twins.twin.state_dict()) - {
                     key for key, _ in twins.twin.named_parameters(remove_duplicate=False)
@@ -42,8 +41,8 @@ class StateChecks(Suite):
 
     def test_saved_run_goes_on_bit_by_bit(self, world: int, tmp_path: Path) -> None:
         """After load the next steps give the same bits as without the stop."""
-        for name in ("tied", "odd_shapes", "mixed_dtypes", "batchnorm"):
-            case, folder = CASES[name], tmp_path / name
+        for case in self.models("tied", "odd_shapes", "mixed_dtypes", "batchnorm"):
+            folder = tmp_path / case.name
             results = []
             for resumed in (False, True):
                 with self.accelerator() as accelerator:
@@ -56,7 +55,9 @@ class StateChecks(Suite):
                     twins.train_alone(2, 4)
                     results.append(weights(accelerator, twins.model))
             for key, tensor in results[0].items():
-                assert torch.equal(tensor, results[1][key]), f"{name}: {key} differs after load"
+                assert torch.equal(tensor, results[1][key]), (
+                    f"{case.name}: {key} differs after load"
+                )
 
 
 def _sent(shard: Shard) -> tuple[Any, ...]:

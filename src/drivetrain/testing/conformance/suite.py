@@ -43,6 +43,10 @@ class Suite:
                 ],
             )
 
+    def models(self, *names: str) -> Sequence[Case]:
+        """Return the models of these names; if ``cases`` has none of them, all that it has."""
+        return [self.cases[name] for name in names if name in self.cases] or [*self.cases.values()]
+
     @contextmanager
     def accelerator(self, **options: Any) -> Iterator[Accelerator]:
         """Return an Accelerator with the strategy under test, taken off at the end.

@@ -79,8 +79,14 @@ class Twins:
         return loss
 
     def backward(self, step: int) -> None:
-        """Run forward and backward on both, and compare the losses."""
-        self.accelerator.backward(self.loss(step))
+        """Run forward and backward on both, and compare the losses.
+
+        Only afterwards: where a model is cut into stages, backward brings the loss to all of them.
+        """
+        batch = self.case.batch(step, self.axis.rank)
+        loss = self.case.loss(self.model, batch)
+        self.accelerator.backward(loss)
+        self._compare("the loss", loss, self.case.loss(self.twin, batch))
         self.backward_twin(step)
 
     def train_alone(self, first: int, last: int) -> None:
@@ -127,10 +133,17 @@ class Twins:
 
 
 def weights(accelerator: Accelerator, model: nn.Module) -> Mapping[str, Tensor]:
-    """Return copies of the whole parameters of a prepared model, by the user's names."""
+    """Return copies of the whole parameters of a prepared model, by the user's names.
+
+    A stage of a pipeline has some of them: the others' come from the ranks that have them.
+    """
     inner = accelerator.unwrap_model(model, keep_torch_compile=False)
     with accelerator.strategy_of(model).gathered(list(inner.parameters())):
-        return {name: p.detach().clone() for name, p in inner.named_parameters()}
+        mine = {name: p.detach().clone() for name, p in inner.named_parameters()}
+    stages = accelerator.mesh.get("pp")
+    if stages is None or stages.size == 1:
+        return mine
+    return {name: tensor for theirs in everyone(mine) for name, tensor in theirs.items()}
 
 
 def everyone(value: Any) -> list[Any]:
