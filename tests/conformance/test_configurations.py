@@ -235,6 +235,7 @@ BASES = {
     "Zero3Secondary": Secondary,
     "Zero3Disk": OnDisk,
     "Tensor": Cells,
+    "TensorZero2": Cells,
     "Pipeline": Stages,
     "Cell": Stages,
 }

@@ -95,6 +95,7 @@ TABLE: Mapping[str, Row] = {
     "Local": Row("local", (2, 1, 3, 4), main=True),
     "Megatron": Row("megatron", (2, 1, 3, 4)),
     "Tensor": Row({"name": "megatron", "tp": 2}, (2, 4), main=True),
+    "TensorZero2": Row({"name": "megatron", "tp": 2, "data_parallel": "zero2"}, (4,)),
     "Pipeline": Row({"name": "megatron", "pp": 2}, (2, 4)),
     "Cell": Row({"name": "megatron", "tp": 2, "pp": 2}, (4,)),
 }

@@ -103,10 +103,10 @@ class AccountChecks(Suite):
             )
 
 
-def reduces_each(accelerator: Accelerator, model: nn.Module) -> bool:
+def reduces_each(twins: Twins) -> bool:
     """Return whether a strategy promises to send gradients of every micro-batch of a window."""
-    strategy = accelerator.strategy_of(model)
-    spec = ModelSpec.of(accelerator.unwrap_model(model))
+    strategy = twins.accelerator.strategy_of(twins.model)
+    spec = ModelSpec.of(twins.twin)
     reduced = [
         sum(
             nbytes
