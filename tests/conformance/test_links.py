@@ -133,10 +133,12 @@ def test_parameters_over_two_hosts_with_two_ranks_each(monkeypatch):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.ranks(2, 4, timeout=900)
+@pytest.mark.parametrize(
+    "world", [pytest.param(n, marks=pytest.mark.ranks(n, timeout=900)) for n in (2, 4)]
+)
 @pytest.mark.parametrize("method", sorted(LIMITS))
-def test_every_method_under_every_strategy(monkeypatch, method):
-    per_host = torch.distributed.get_world_size() // 2
+def test_every_method_under_every_strategy(monkeypatch, method, world):
+    per_host = world // 2
     spread(monkeypatch, per_host)
     kind = compressors().load(method)
     hybrids = ["fsdp hybrid"] if per_host > 1 else []

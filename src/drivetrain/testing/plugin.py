@@ -83,9 +83,12 @@ def _ranks_of(item: pytest.Item) -> _Ranks | None:
     if mark is None:
         return None
     try:
-        ranks = _Ranks(*mark.args, **mark.kwargs)
-    except TypeError as error:
-        raise pytest.UsageError(f"{item.nodeid}: expected ranks(n, timeout=300): {error}") from None
+        (n,) = mark.args  # a second number could as well be meant as another world
+        ranks = _Ranks(n, **mark.kwargs)
+    except (TypeError, ValueError):
+        raise pytest.UsageError(
+            f"{item.nodeid}: expected ranks(n, timeout=300), found {mark.args} {mark.kwargs}"
+        ) from None
     if type(ranks.n) is not int or ranks.n < 1 or ranks.timeout <= 0:
         raise pytest.UsageError(
             f"{item.nodeid}: expected ranks(n, timeout) with n >= 1 and timeout > 0, "

@@ -63,9 +63,9 @@ def test_ranks_that_train_otherwise_are_refused(strategy):
     accelerator.free_memory()
 
 
-@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("world", [pytest.param(n, marks=pytest.mark.ranks(n)) for n in (2, 3)])
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3"])
-def test_a_flipped_bit_of_a_replica_is_found(strategy):
+def test_a_flipped_bit_of_a_replica_is_found(strategy, world):
     accelerator, model = start(strategy, check_replicas_every=2)
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1))
     for _ in range(4):

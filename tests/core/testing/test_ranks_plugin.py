@@ -214,7 +214,7 @@ def test_third():
 
 def test_a_wrong_mark_stops_the_run(pytester):
     pytester.makefile(".ini", pytest=INI)
-    for mark in ("ranks()", "ranks(0)", "ranks('2')", "ranks(2, seconds=3)"):
+    for mark in ("ranks()", "ranks(0)", "ranks('2')", "ranks(2, seconds=3)", "ranks(2, 3)"):
         pytester.makepyfile(test_case=f"import pytest\n@pytest.mark.{mark}\ndef test_x(): pass\n")
         result = pytester.runpytest_inprocess("--collect-only")
         assert result.ret == pytest.ExitCode.USAGE_ERROR, mark

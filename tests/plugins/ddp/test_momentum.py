@@ -60,11 +60,10 @@ def check_equal_ranks(accelerator: Accelerator, model: nn.Module, optimizer: Ada
             assert all(torch.equal(everyone[0], each) for each in everyone)
 
 
-@pytest.mark.ranks(2, 4)
-def test_with_an_exact_method_training_is_the_algorithm_in_one_process(monkeypatch):
+@pytest.mark.parametrize("world", [pytest.param(n, marks=pytest.mark.ranks(n)) for n in (2, 4)])
+def test_with_an_exact_method_training_is_the_algorithm_in_one_process(monkeypatch, world):
     """Over two hosts, with one rank or two ranks each."""
-    ranks = torch.distributed.get_world_size()
-    spread(monkeypatch, ranks // 2)
+    spread(monkeypatch, world // 2)
     for kind in (Adam, AdamW):
         accelerator = accelerator_of()
         model, optimizer = prepared(accelerator, kind)
@@ -72,7 +71,7 @@ def test_with_an_exact_method_training_is_the_algorithm_in_one_process(monkeypat
         with monkeypatch.context() as patch:
             lose_nothing(patch, method)
             train(accelerator, model, optimizer, range(STEPS))
-        expected = weights(reference(ranks, kind))
+        expected = weights(reference(world, kind))
         for name, value in weights(model).items():
             torch.testing.assert_close(value, expected[name], rtol=0, atol=LIMIT, msg=name)
         check_equal_ranks(accelerator, model, optimizer)
