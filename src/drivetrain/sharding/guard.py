@@ -260,7 +260,8 @@ def without_values(
     def save(tensor: Tensor) -> Any:
         dense = tensor.layout is torch.strided  # others have no storage to ask for
         unit = storages.get(tensor.untyped_storage()._cdata) if dense else None
-        kept = tensor if unit is None else tensor.detach()
+        # A node of the graph that kept its own output with the graph would never be freed.
+        kept = tensor if unit is None and pack is not None else tensor.detach()
         return unit, tensor._version, kept if pack is None else pack(kept)
 
     def restore(packed: Any) -> Tensor:

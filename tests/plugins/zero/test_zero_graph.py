@@ -5,6 +5,8 @@ each graph is compared with one process.
 """
 
 import dataclasses
+import gc
+import weakref
 from typing import NamedTuple
 
 import pytest
@@ -230,3 +232,17 @@ def test_what_modules_return_and_save():
         with torch.set_grad_enabled(enabled), pytest.raises(UsageError, match=r"clone\(\)"):
             model(3)
     accelerator.free_memory()
+
+
+@each("sharded", "zero2", "fsdp")
+@pytest.mark.ranks(2)
+def test_a_forward_whose_graph_is_dropped_is_freed(strategy):
+    """An evaluation that forgets ``no_grad``: what it saved ends with its output."""
+    accelerator = start(strategy)
+    twins = Twins(accelerator, Case("blocks", Tower))
+    twins.model(twins.case.batch(0, accelerator.process_index).inputs)
+    prepared = weakref.ref(accelerator.strategy_of(twins.model))
+    accelerator.free_memory()
+    del twins
+    gc.collect()
+    assert prepared() is None
