@@ -112,7 +112,9 @@ def check(communicator: Communicator, traffic: Traffic) -> None:
     communicator.barrier()
 
 
-@pytest.mark.parametrize("world", [pytest.param(n, marks=pytest.mark.ranks(n)) for n in (2, 3)])
+@pytest.mark.parametrize(
+    "world", [pytest.param(n, marks=pytest.mark.ranks(n, timeout=60)) for n in (2, 3)]
+)
 def test_parts_of_many_lengths_and_dtypes(monkeypatch, world):
     large = ring.PIECE_BYTES
     for opened, piece_bytes in ((open_ring, 64), (open_ring, large), (open_native, 64)):

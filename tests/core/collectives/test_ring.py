@@ -37,7 +37,9 @@ def promised(communicator, numel, chunks, itemsize):
     return +found
 
 
-@pytest.mark.parametrize("world", [pytest.param(n, marks=pytest.mark.ranks(n)) for n in (2, 3)])
+@pytest.mark.parametrize(
+    "world", [pytest.param(n, marks=pytest.mark.ranks(n, timeout=60)) for n in (2, 3)]
+)
 def test_every_size_dtype_and_division(monkeypatch, world):
     monkeypatch.setattr(ring, "PIECE_BYTES", PIECE)
     floats = [torch.float32, torch.bfloat16, torch.float16]

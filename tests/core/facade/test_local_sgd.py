@@ -1,5 +1,8 @@
 """Local SGD: ranks step alone and average; ``model.no_sync`` of a prepared model."""
 
+from contextlib import nullcontext
+from copy import deepcopy
+
 import pytest
 import torch
 from torch import nn
@@ -72,3 +75,17 @@ def test_what_cannot_average_is_refused():
             LocalSGD(accelerator, model, EVERY if divided else 0)
         LocalSGD(accelerator, model, EVERY, enabled=False)
         accelerator.free_memory()
+
+
+@pytest.mark.ranks(RANKS)
+def test_no_sync_of_a_prepared_model_keeps_gradients_local():
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(linear())
+    own = linear()
+    loss_of(own, rows(0, accelerator.process_index)).backward()
+    with model.no_sync():
+        accelerator.backward(loss_of(model, rows(0, accelerator.process_index)))
+    torch.testing.assert_close(model.weight.grad, own.weight.grad, rtol=1e-12, atol=1e-14)
+    assert isinstance(deepcopy(model).no_sync(), nullcontext)
+    accelerator.free_memory()
+    assert not hasattr(model, "no_sync")
