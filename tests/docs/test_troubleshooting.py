@@ -1,21 +1,28 @@
 """The messages of the troubleshooting page are those of the code, with class and exit code."""
 
 import re
+from collections.abc import Sequence
+from functools import cache
 
 import raise_sites
 from doc_pages import DOCS, ROOT
 from drivetrain import errors
 
 PAGE = (DOCS / "troubleshooting.md").read_text()
-SITES = raise_sites.collect()
 ROW = re.compile(r"^\| `([^`]+)` \| `(\w+)` (\d) \|", re.MULTILINE)
 ROWS = ROW.findall(PAGE)
+
+
+@cache
+def sites() -> Sequence[raise_sites.RaiseSite]:
+    """Return all places that raise, read once, and not while tests are collected."""
+    return raise_sites.collect()
 
 
 def matching(message: str) -> list[raise_sites.RaiseSite]:
     """Return the places in the code whose message has this part."""
     pattern = ".*".join(re.escape(part) for part in message.split(raise_sites.VALUE))
-    return [site for site in SITES if re.search(pattern, site.message)]
+    return [site for site in sites() if re.search(pattern, site.message)]
 
 
 def test_messages_are_in_the_code_with_class_and_exit_code():
@@ -36,7 +43,7 @@ def test_every_row_is_read_and_every_class_is_there():
 
 
 def test_all_messages_of_a_file_are_collected():
-    found = [site for site in SITES if site.file == "src/drivetrain/facade/gradients.py"]
+    found = [site for site in sites() if site.file == "src/drivetrain/facade/gradients.py"]
     assert [site.message.partition(", ")[0] for site in found] == [
         "expected the loss as a 0-d tensor",
         "expected a scalar loss",
@@ -50,7 +57,7 @@ def test_all_messages_of_a_file_are_collected():
 def test_the_page_of_all_messages_has_each_of_them():
     page = raise_sites.page()
     rows = [line for line in page.splitlines() if line.startswith("| ") and "message |" not in line]
-    assert len(rows) == len(SITES) > 300
+    assert len(rows) == len(sites()) > 300
 
 
 def test_situations_are_the_parts_of_the_page_and_their_places_exist():
