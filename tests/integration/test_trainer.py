@@ -87,6 +87,21 @@ def expected(plain, request):
     return plain(parameters.get("training", "causal"), parameters.get("accumulation", 1))
 
 
+def test_scores_are_computed_by_modules_where_ranks_share_them(monkeypatch):
+    """A head of which a rank has a part is called, not multiplied by its weight."""
+    changed = []
+    monkeypatch.setattr("drivetrain.integrations.transformers.score_by_modules", changed.append)
+
+    class Base:
+        def __init__(self, ranks):
+            self.accelerator, self.model = SimpleNamespace(cell_size=ranks), ranks
+
+    trainer = type("Trained", (StrategyTraining, Base), {})
+    for ranks in (1, 2, 4):
+        trainer(ranks)
+    assert changed == [2, 4]
+
+
 DEFAULT = {("causal", "zero3", 2), ("causal", "pp", 1), ("causal", "fsdp", 1), ("sft", "pp", 2)}
 DEFAULT |= {("dpo", "zero2", 1), ("dpo", "tp", 1)}
 """Combinations of the default run."""

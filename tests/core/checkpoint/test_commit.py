@@ -61,6 +61,17 @@ def test_missing_parents_are_made_and_links_are_followed(tmp_path):
     assert (tmp_path / "link").is_symlink()
 
 
+def test_names_are_on_disk_before_and_after_the_rename(tmp_path, monkeypatch):
+    synced = []
+    monkeypatch.setattr(
+        commit, "sync_directory", lambda path: synced.append((path, (tmp_path / "ck").exists()))
+    )
+    save(tmp_path / "ck", 1)
+    (draft, before), *_, (parent, after) = synced
+    assert (draft.parent, draft.name == "ck", before) == (tmp_path, False, False)
+    assert (parent, after) == (tmp_path, True)
+
+
 def kill(*_, **__):
     os.kill(os.getpid(), signal.SIGKILL)
 
