@@ -1,5 +1,6 @@
 """Models built inside building() get the weights of ordinary ones, on every rank or nowhere."""
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from drivetrain import Accelerator, CheckpointError, RankMismatchError, UsageError, communication
+from drivetrain.testing.models import cross_entropy, tokens
+from towers import Gpt
 
 
 @pytest.mark.ranks(2)
@@ -173,3 +176,26 @@ def test_exports_that_do_not_fit(tmp_path, caplog):
     file.write_bytes(file.read_bytes()[:-3])
     with pytest.raises(CheckpointError, match="not whole"), accelerator.building(file):
         pass
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("strategy", ["zero1", "zero3", "fsdp"])
+def test_trains_as_an_ordinary_model_does(strategy):
+    """With several units, of which one is used again after others."""
+    found = []
+    for deferred in (False, True):
+        accelerator = Accelerator(cpu=True, strategy=strategy)
+        torch.manual_seed(0)
+        with accelerator.building() if deferred else nullcontext():
+            model = Gpt(4)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        assert all(p.is_meta for p in model.parameters()) is deferred
+        model, optimizer = accelerator.prepare(model, optimizer)
+        for step in range(2):
+            batch = tokens(step, accelerator.process_index)
+            accelerator.backward(cross_entropy(model, batch))
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(accelerator.get_state_dict(model))
+        accelerator.free_memory()
+    torch.testing.assert_close(*found, rtol=0, atol=0)
