@@ -107,6 +107,20 @@ def test_bytes_of_data_parallelism_are_those_of_the_paper_whatever_the_buckets()
             assert step.held[0][kind] == pytest.approx(SHAPE.parameters * each / parts)
 
 
+def test_buffers_that_whole_gradients_pass_through_are_held():
+    """Each holds the largest block, or a bucket; there are no more of them than messages."""
+    run = PaperRun({"dp": 4}, micro_batches=1, precision="fp16")
+    block = max(unit.elements for unit in UNITS if unit.repeated)
+    messages = -(-SHAPE.parameters // block)
+    for sharing, held in (
+        (Sharing(optimizer=True, gradients=True, lent=2), 2 * block * 2),
+        (Sharing(optimizer=True, gradients=True, lent=2, bucket=2000), 2 * 2000),
+        (Sharing(optimizer=True, gradients=True, lent=99), messages * block * 2),
+        (Sharing(optimizer=True, gradients=True), 0),
+    ):
+        assert data_parallel_step(UNITS, run, sharing).held[0].get("lent", 0) == held, sharing
+
+
 def test_units_are_gathered_again_for_backward_but_for_the_last_ones():
     """The last two blocks stay from forward to backward, and so do embedding and head."""
     shape = GptShape(layers=6, hidden=64, heads=4, seq=16, vocab=128)
