@@ -54,7 +54,8 @@ def execute(job: RankTest) -> Iterator[RankOutcome]:
         return
     leaks = guard.leaks()
     kind: Kind = "failed" if leaks else "passed"
-    yield RankOutcome(job.rank, kind, "the test left something behind", "\n".join(leaks))
+    worn = len(_kept) > _MOST_KEPT
+    yield RankOutcome(job.rank, kind, "the test left something behind", "\n".join(leaks), worn=worn)
 
 
 def _outcome_of(job: RankTest) -> RankOutcome:
@@ -191,6 +192,12 @@ def join_group(job: RankTest) -> None:
 _outliving: WeakSet[dist.ProcessGroup] = WeakSet()
 """The groups that something refers to after their test, such as a thread that is about to end."""
 
+_kept: WeakSet[dist.ProcessGroup] = WeakSet()
+"""The groups that something still referred to after the next test: they live on."""
+
+_MOST_KEPT = 4
+"""How many of them a process may have before another one takes its rank."""
+
 
 def leave_groups() -> None:
     """Destroy every process group of this process and return when their connections are closed.
@@ -205,6 +212,7 @@ def leave_groups() -> None:
     dist.destroy_process_group()
     if len(_outliving):  # what referred to a group of an earlier test may have ended by now
         gc.unfreeze()
+        _kept.update(_outliving)
         _outliving.clear()
     gc.collect()  # what else refers to a group, and would close it in the middle of a later test
     gc.freeze()  # what is left lives on: collections in later tests need not walk through it

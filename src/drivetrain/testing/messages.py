@@ -64,6 +64,7 @@ class RankOutcome:
         headline: one line: the exception, the reason of a skip, how the process ended.
         details: traceback or stacks.
         when: wall clock in seconds, comparable between the processes of one machine.
+        worn: groups of earlier tests live on in the process, and their threads slow it down.
     """
 
     rank: int
@@ -71,6 +72,7 @@ class RankOutcome:
     headline: str = ""
     details: str = ""
     when: float = field(default_factory=time.time)
+    worn: bool = False
 
     @property
     def is_failure(self) -> bool:

@@ -120,22 +120,23 @@ class RankPool:
             One outcome per rank; failures come first, the dead and then the first in time first.
         """
         workers = self._ready(len(jobs))
-        intact = False
+        going_on: set[int] = set()
         try:
             outcomes = self._round(dict(zip(workers, jobs, strict=True)), timeout_s)
             if not any(outcome.is_failure for outcome in outcomes):
                 left = self._round(dict.fromkeys(workers, Release()), GRACE_S + timeout_s)
                 failed = [outcome for outcome in left if outcome.is_failure]
                 outcomes = failed or outcomes
-                intact = not failed
+                if not failed:
+                    going_on = {outcome.rank for outcome in left if not outcome.worn}
             return sorted(outcomes, key=_gravity)
         finally:
-            for worker in workers if not intact else ():
-                self._workers.remove(worker)
-                worker.stop()
-            if intact:
-                for worker in workers:
+            for worker in workers:
+                if worker.rank in going_on:
                     worker.pipe.send(Release())
+                else:
+                    self._workers.remove(worker)
+                    worker.stop()
 
     def output(self) -> Mapping[str, str]:
         """Return the output of the last test's ranks, by a title of stream and rank."""

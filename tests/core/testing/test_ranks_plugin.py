@@ -212,6 +212,25 @@ def test_third():
     result.assert_outcomes(passed=3)
 
 
+def test_another_process_takes_the_rank_of_one_where_groups_live_on(project):
+    result = run(
+        project,
+        """
+import pathlib
+import torch.distributed as dist
+
+KEPT = []
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("turn", range(8))
+def test_keeps_its_group(turn):
+    KEPT.append(dist.distributed_c10d._get_default_group())
+    assert len(KEPT) == (turn + 1 if turn < 6 else turn - 5)
+""",
+    )
+    result.assert_outcomes(passed=8)
+
+
 def test_a_wrong_mark_stops_the_run(pytester):
     pytester.makefile(".ini", pytest=INI)
     for mark in ("ranks()", "ranks(0)", "ranks('2')", "ranks(2, seconds=3)", "ranks(2, 3)"):
