@@ -136,7 +136,8 @@ class Loop:
 
     def note(self, name: str, value: Tensor | float) -> None:
         """Note a number that one process has as well."""
-        self.notes[name] = torch.as_tensor(value).detach().clone()
+        whole = torch.as_tensor(value).detach().cpu().numpy()  # also of a tensor in pieces
+        self.notes[name] = torch.from_numpy(whole.copy())
 
 
 def _seeded(number: int) -> torch.Generator:
