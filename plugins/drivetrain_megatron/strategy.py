@@ -218,6 +218,20 @@ class Megatron(CellOnPaper, DataParallelCell):
             self._pipeline.stages.outdate()
         self._inner.load(self._local(reader))
 
+    @property
+    def divides_states(self) -> bool:
+        """Whether ranks hold parts of parameters, or some of the parameters."""
+        return self._tp.size * self._pp.size > 1 or self._inner.divides_states
+
+    def states(self, index: int, names: Collection[str]) -> Iterator[Shard]:
+        """Yield this rank's share of an optimizer's state, in coordinates of the whole model."""
+        return GlobalShards(self._facts, self._tp.rank).of(self._inner.states(index, names))
+
+    def load_states(self, index: int, reader: Reader, names: Collection[str]) -> None:
+        """Take this cell's parts of an optimizer's state."""
+        self._original.check_loads(reader, self._facts)
+        self._inner.load_states(index, self._local(reader), names)
+
     def _local(self, reader: Reader) -> LocalReader:
         """Return a reader of this cell's parts."""
         names = {**named_parameters(self._model), **persistent_buffers(self._model)}

@@ -3,23 +3,23 @@
 A rank that raised alone would leave the others waiting in their next collective. So a step runs
 inside ``together``: all ranks hear how it went everywhere, and all of them raise the same error.
 
-Every function is collective over a process group of all ranks: the default group, or for a thread
-in the background a group of its own. Two threads must never speak over one group.
+Every function is collective over a process group: the default one of all ranks, one of the ranks
+that share a state, or for a thread in the background a group of its own. Two threads must never
+speak over one group.
 """
 
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias, TypeVar
 
-import torch.distributed as dist
-
+from drivetrain.collectives.digests import Ranks
 from drivetrain.collectives.facts import collect_facts, gather_facts, share_facts
 from drivetrain.errors import CheckpointError
 from drivetrain.runtime.world import World
 
 T = TypeVar("T")
 
-Group: TypeAlias = dist.ProcessGroup | None
-"""A process group of all ranks; None means the default one."""
+Group: TypeAlias = Ranks
+"""The ranks that agree; None means all, over the default process group."""
 
 _OPERATION = "the exchange of ranks about a checkpoint"
 """The name of every step here, where ranks meet: their words for it may hold different paths."""
@@ -50,19 +50,20 @@ def together(world: World, doing: str, work: Callable[[], T], group: Group = Non
     return result  # type: ignore[return-value]  # work() returned it: nothing failed
 
 
-def check_same(world: World, doing: str, facts: Mapping[str, Any]) -> None:
+def check_same(world: World, doing: str, facts: Mapping[str, Any], group: Group = None) -> None:
     """Raise on every rank when the ranks want different things.
 
     Args:
         world: all ranks.
         doing: the wish, for the message.
         facts: values that must be equal on all ranks, by their names in the message.
+        group: the ranks; None means all.
 
     Raises:
         CheckpointError: names the first fact that differs, with the values of two ranks.
     """
     told = {what: printable(str(value)) for what, value in facts.items()}
-    everyone = gather(world, told, dict[str, str], doing=doing)
+    everyone = gather(world, told, dict[str, str], group, doing=doing)
     for rank, theirs in enumerate(everyone):
         for what, value in everyone[0].items():
             if theirs.get(what) != value:

@@ -330,6 +330,23 @@ class ShardedStrategy(Accounted[ConfigT], Generic[ConfigT]):
         self.reduce.open_channels()
         take_kept(self.summing, reader, self.run.links.name_for("gradients"))
 
+    @property
+    def divides_states(self) -> bool:
+        """Return True: optimizers hold fragments, and stores may keep the state."""
+        return True
+
+    def states(self, index: int, names: Collection[str]) -> Iterator[Shard]:
+        """Yield the state of this rank's fragments."""
+        self.placement.wait_for_steps()
+        yield from self._state().states(index, names)
+
+    def load_states(self, index: int, reader: Reader, names: Collection[str]) -> None:
+        """Replace the state of this rank's fragments."""
+        for bound in self.optimizers:
+            self.optimizers.take_changes(bound.optimizer)
+        self.placement.wait_for_steps()
+        self._state().load_states(index, reader, names)
+
     def names(self) -> Mapping[int, str]:
         """Return the parameter's name of every fragment, by identity."""
         held = ((self.placement.fragment_of(slot), slot.name) for slot in self.placement)
