@@ -8,12 +8,13 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from drivetrain.collectives.digests import differing
 from drivetrain.errors import UsageError
 from drivetrain.states.exchange import GATHERED_BYTES, Holder, State, StateExchange
 from drivetrain.states.given import KERNELS, GivenGroup, GivenGroups, GivenParameter
 from drivetrain.states.views import GroupView, StateView
 
-_ALONE = "all ranks must call it, as they must accelerator.save_state(), which saves all state"
+_TOGETHER = "(every rank must do so; accelerator.save_state() on all ranks saves the state)"
 """The way out, in the words of a rank that waits."""
 
 
@@ -55,12 +56,24 @@ class WholeOptimizer:
     def add_param_group(self, group: dict[str, Any]) -> None:
         """Add a group; the next step lets strategies divide its parameters."""
         given = [group["params"]] if isinstance(group["params"], Tensor) else [*group["params"]]
-        known = {each.parameter for each in self._all}
         tensors = [each[1] if isinstance(each, tuple) else each for each in given]
+        known = {each.parameter for each in self._all}
         if any(each in known for each in tensors):
             raise UsageError(
                 "expected parameters that no group of the optimizer has, found some that one has; "
                 "leave them out of add_param_group()"
+            )
+        names = {key: name for holder in self._holders for key, name in holder.names.items()}
+        added = ", ".join(names.get(id(each), "one of no prepared model") for each in tensors)
+        everyone = differing((added,), doing=f"optimizer.add_param_group() {_TOGETHER}")
+        if everyone:
+            told = "; ".join(
+                f"rank {rank}: {each or 'none'}" for rank, (each,) in enumerate(everyone)
+            )
+            raise UsageError(
+                f"expected the same parameters in a new group on all ranks, found {told}; ranks of "
+                "a pipeline have those of their stage alone: there, give the optimizer all of its "
+                "parameters before prepare()"
             )
         self._optimizer.add_param_group(group | {"params": given})
         self._given.of(self._optimizer)
@@ -74,7 +87,7 @@ class WholeOptimizer:
 
     def walk(self) -> Iterator[tuple[Any, State]]:
         """Yield keys with whole state, a parameter at a time."""
-        operation = f"optimizer.state of all parameters ({_ALONE})"
+        operation = f"optimizer.state of all parameters {_TOGETHER}"
         for member, state in self._walk(operation, nbytes=0):
             yield member.given.parameter, state
         yield from self._others().items()
@@ -84,7 +97,7 @@ class WholeOptimizer:
         found: list[Any] = []
         for holder, members in self._by_holder():
             names = [member.name for member in members]
-            operation = f"the keys of optimizer.state ({_ALONE})"
+            operation = f"the keys of optimizer.state {_TOGETHER}"
             known = StateExchange(self._optimizer, holder).known(names, operation)
             found += [member.given.parameter for member in members if member.name in known]
         return [*found, *self._others()]
@@ -94,7 +107,7 @@ class WholeOptimizer:
         if not isinstance(key, Tensor):
             return self._optimizer.state[key]
         member = self._member(key)
-        operation = f"optimizer.state of {member.name!r} ({_ALONE})"
+        operation = f"optimizer.state of {member.name!r} {_TOGETHER}"
         return StateExchange(self._optimizer, member.holder).whole([member.name], operation)[
             member.name
         ]
@@ -102,13 +115,13 @@ class WholeOptimizer:
     def replace(self, states: Mapping[Any, State]) -> None:
         """Replace the state of some keys."""
         mine = {self._member(key): states[key] for key in states if isinstance(key, Tensor)}
-        self._replace(mine, "change optimizer.state")
+        self._replace(mine, f"change optimizer.state {_TOGETHER}")
         others = {key: states[key] for key in states if not isinstance(key, Tensor)}
         self._optimizer.state.update(others)
 
     def reset(self) -> None:
         """Let go of all state."""
-        self._replace({member: {} for member in self._members()}, "clear optimizer.state")
+        self._replace({each: {} for each in self._members()}, f"clear optimizer.state {_TOGETHER}")
         for key in self._others():
             del self._optimizer.state[key]
 
@@ -116,7 +129,7 @@ class WholeOptimizer:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state in torch's form, on the CPU of every rank."""
-        operation = f"optimizer.state_dict() ({_ALONE})"
+        operation = f"optimizer.state_dict() {_TOGETHER}"
         numbers = self._numbers()
         state: dict[Any, Any] = {
             numbers[member.given.key]: {
@@ -147,7 +160,7 @@ class WholeOptimizer:
         numbers = [number for group in groups for number in group["params"]]
         keys = {each.key: number for each, number in zip(self._all, numbers, strict=True)}
         mine = {member: states.pop(keys[member.given.key], {}) for member in self._members()}
-        self._replace(mine, f"load the state dict of {kind}")
+        self._replace(mine, f"load a state dict of {kind} {_TOGETHER}")
         for group, values in zip(self._optimizer.param_groups, groups, strict=True):
             for key in values.keys() - {"params"} - KERNELS:
                 group[key] = values[key]

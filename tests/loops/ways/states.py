@@ -109,7 +109,8 @@ def moments_are_summed_over_all_values(loop: Loop) -> None:
     _step(loop, model, optimizer, 0)
     loop.note("sum", sum(state["exp_avg_sq"].sum() for state in optimizer.state.values()))
     for index, (parameter, state) in enumerate(optimizer.state.items()):
-        loop.note(f"elements {index}", parameter.numel() == state["exp_avg"].numel())
+        loop.note(f"elements {index}", state["exp_avg"].numel())
+        loop.note(f"dims {index}", parameter.dim())
 
 
 def moments_of_a_group_are_reset(loop: Loop) -> None:
