@@ -11,6 +11,8 @@ speak over one group.
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias, TypeVar
 
+import torch.distributed as dist
+
 from drivetrain.collectives.digests import Ranks
 from drivetrain.collectives.facts import collect_facts, gather_facts, share_facts
 from drivetrain.errors import CheckpointError
@@ -18,8 +20,8 @@ from drivetrain.runtime.world import World
 
 T = TypeVar("T")
 
-Group: TypeAlias = Ranks
-"""The ranks that agree; None means all, over the default process group."""
+Group: TypeAlias = dist.ProcessGroup | None
+"""A process group of all ranks; None means the default one."""
 
 _OPERATION = "the exchange of ranks about a checkpoint"
 """The name of every step here, where ranks meet: their words for it may hold different paths."""
@@ -28,7 +30,7 @@ SHOWN = 4
 """How many different failures one message quotes."""
 
 
-def together(world: World, doing: str, work: Callable[[], T], group: Group = None) -> T:
+def together(world: World, doing: str, work: Callable[[], T], group: Ranks = None) -> T:
     """Run one step on every rank and return this rank's result when all of them succeeded.
 
     A world of one process needs no process group. ``doing`` names the step in the message, as in
@@ -50,7 +52,7 @@ def together(world: World, doing: str, work: Callable[[], T], group: Group = Non
     return result  # type: ignore[return-value]  # work() returned it: nothing failed
 
 
-def check_same(world: World, doing: str, facts: Mapping[str, Any], group: Group = None) -> None:
+def check_same(world: World, doing: str, facts: Mapping[str, Any], group: Ranks = None) -> None:
     """Raise on every rank when the ranks want different things.
 
     Args:
@@ -75,7 +77,7 @@ def check_same(world: World, doing: str, facts: Mapping[str, Any], group: Group 
 
 
 def gather(
-    world: World, value: T, kind: type[T], group: Group = None, *, doing: str = "agree"
+    world: World, value: T, kind: type[T], group: Ranks = None, *, doing: str = "agree"
 ) -> list[T]:
     """Return the values of all ranks, on all ranks; ``kind`` is their type, as of facts."""
     if world.size == 1:

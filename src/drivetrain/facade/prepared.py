@@ -30,7 +30,7 @@ from drivetrain.runtime.precision import Precision, dtype_word
 from drivetrain.runtime.world import World
 from drivetrain.states.exchange import Holder
 from drivetrain.states.given import KERNELS, GivenGroups
-from drivetrain.states.whole import WholeOptimizer
+from drivetrain.states.whole import WholeOptimizer, refuse_parts
 from drivetrain.strategy import Strategy
 
 _ORIGINAL = "_forward_before_prepare"
@@ -282,16 +282,7 @@ class PreparedObjects:
         """Remember the groups of an optimizer before a strategy may divide it."""
         if optimizer not in self.groups:
             self.groups[optimizer] = GivenGroups(optimizer)
-            optimizer.register_state_dict_pre_hook(self._refuse_part)
-            optimizer.register_load_state_dict_pre_hook(self._refuse_part)
-
-    def _refuse_part(self, optimizer: Optimizer, *_: Any) -> None:
-        if self.whole(optimizer) is not None:
-            raise UsageError(
-                f"expected the optimizer that prepare() returned, found the one given to it, a "
-                f"{type(optimizer).__name__} with this rank's part of the state; call state_dict() "
-                "and load_state_dict() of what prepare() returned"
-            )
+            refuse_parts(optimizer, self.whole)
 
     def owners_of(self, parameters: Sequence[Tensor]) -> list[PreparedModel]:
         """Return the models of these parameters.

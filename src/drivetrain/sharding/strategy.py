@@ -330,10 +330,7 @@ class ShardedStrategy(Accounted[ConfigT], Generic[ConfigT]):
         self.reduce.open_channels()
         take_kept(self.summing, reader, self.run.links.name_for("gradients"))
 
-    @property
-    def divides_states(self) -> bool:
-        """Return True: optimizers hold fragments, and stores may keep the state."""
-        return True
+    divides_states = True  # optimizers hold fragments
 
     def states(self, index: int, names: Collection[str]) -> Iterator[Shard]:
         """Yield the state of this rank's fragments."""
@@ -342,8 +339,6 @@ class ShardedStrategy(Accounted[ConfigT], Generic[ConfigT]):
 
     def load_states(self, index: int, reader: Reader, names: Collection[str]) -> None:
         """Replace the state of this rank's fragments."""
-        for bound in self.optimizers:
-            self.optimizers.take_changes(bound.optimizer)
         self.placement.wait_for_steps()
         self._state().load_states(index, reader, names)
 

@@ -3,6 +3,7 @@
 import hashlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from math import prod
 from typing import Any, NamedTuple
@@ -32,7 +33,8 @@ State = Mapping[str, Any]
 """An optimizer's state for one parameter, by key."""
 
 
-class Holder(NamedTuple):
+@dataclass(frozen=True, slots=True, eq=False)
+class Holder:
     """A prepared model that has parameters of an optimizer.
 
     Attributes:

@@ -41,8 +41,8 @@ class StateOfParameter(dict[str, Any]):
     def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise _CHANGED
 
-    __setitem__ = __delitem__ = __ior__ = _refuse  # type: ignore[assignment]
-    update = pop = popitem = clear = setdefault = _refuse  # type: ignore[assignment]
+    __setitem__ = __delitem__ = __ior__ = _refuse
+    update = pop = popitem = clear = setdefault = _refuse
 
     def __reduce__(self) -> tuple[Any, ...]:
         return dict, (dict(self),)
@@ -54,9 +54,9 @@ class ParametersOfGroup(list[nn.Parameter]):
     def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise _REGROUPED
 
-    __setitem__ = __delitem__ = __iadd__ = __imul__ = _refuse  # type: ignore[assignment]
-    append = extend = insert = remove = pop = clear = _refuse  # type: ignore[assignment]
-    sort = reverse = _refuse  # type: ignore[assignment]
+    __setitem__ = __delitem__ = __iadd__ = __imul__ = _refuse
+    append = extend = insert = remove = pop = clear = _refuse
+    sort = reverse = _refuse
 
     def __reduce__(self) -> tuple[Any, ...]:
         return list, (list(self),)
@@ -108,7 +108,7 @@ class GroupView(MutableMapping[str, Any]):
 class HasStates(Protocol):
     """Where the whole state of parameters is read and replaced."""
 
-    def walk(self) -> Iterator[tuple[Any, dict[str, Any]]]:
+    def walk(self) -> Iterator[tuple[Any, Mapping[str, Any]]]:
         """Yield keys of ``optimizer.state`` with whole state. Collective."""
 
     def known(self) -> Sequence[Any]:

@@ -1,6 +1,6 @@
 """An optimizer of divided parameters as one process has it: groups, state, state dict."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,7 +19,7 @@ _TOGETHER = "(every rank must do so; accelerator.save_state() on all ranks saves
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Member:
+class StatedParameter:
     """A parameter of the optimizer, in the model that has it."""
 
     given: GivenParameter
@@ -105,7 +105,7 @@ class WholeOptimizer:
     def read(self, key: Any) -> State:
         """Return whole state."""
         if not isinstance(key, Tensor):
-            return self._optimizer.state[key]
+            return {**self._optimizer.state[key]}
         member = self._member(key)
         operation = f"optimizer.state of {member.name!r} {_TOGETHER}"
         return StateExchange(self._optimizer, member.holder).whole([member.name], operation)[
@@ -139,9 +139,7 @@ class WholeOptimizer:
             for member, each in self._walk(operation, nbytes=GATHERED_BYTES)
         }
         groups = [
-            {key: value for key, value in group.items() if key != "params"}
-            | given.kernels
-            | {"params": [numbers[each.key] for each in given.parameters]}
+            {**group, **given.kernels, "params": [numbers[each.key] for each in given.parameters]}
             for group, given in zip(self._optimizer.param_groups, self._groups, strict=True)
         ]
         return {"state": dict(sorted(state.items())) | self._others(), "param_groups": groups}
@@ -170,7 +168,7 @@ class WholeOptimizer:
 
     # --- the members ---
 
-    def _walk(self, operation: str, nbytes: int) -> Iterator[tuple[Member, State]]:
+    def _walk(self, operation: str, nbytes: int) -> Iterator[tuple[StatedParameter, State]]:
         """Yield members that have state, gathered as many at a time as fit into some bytes."""
         for holder, members in self._by_holder():
             exchange = StateExchange(self._optimizer, holder)
@@ -178,21 +176,21 @@ class WholeOptimizer:
                 whole = exchange.whole([member.name for member in batch], operation)
                 yield from ((member, whole[member.name]) for member in batch if whole[member.name])
 
-    def _replace(self, states: Mapping[Member, State], operation: str) -> None:
+    def _replace(self, states: Mapping[StatedParameter, State], operation: str) -> None:
         for holder in self._holders:
             mine = {each.name: state for each, state in states.items() if each.holder is holder}
             if mine:
                 StateExchange(self._optimizer, holder).replace(mine, operation)
 
-    def _by_holder(self) -> Iterator[tuple[Holder, list[Member]]]:
+    def _by_holder(self) -> Iterator[tuple[Holder, list[StatedParameter]]]:
         members = self._members()
         for holder in self._holders:
             yield holder, [each for each in members if each.holder is holder]
 
-    def _members(self) -> list[Member]:
+    def _members(self) -> list[StatedParameter]:
         return [self._find(each) for each in {each.key: each for each in self._all}.values()]
 
-    def _member(self, parameter: Tensor) -> Member:
+    def _member(self, parameter: Tensor) -> StatedParameter:
         for each in self._all:
             if each.parameter is parameter:
                 return self._find(each)
@@ -208,10 +206,10 @@ class WholeOptimizer:
             member.holder.names.setdefault(id(each.parameter), member.name)
         return [each.parameter for each in group.parameters]
 
-    def _find(self, given: GivenParameter) -> Member:
+    def _find(self, given: GivenParameter) -> StatedParameter:
         for holder in self._holders:
             if given.key in holder.names:
-                return Member(given, holder)
+                return StatedParameter(given, holder)
         raise UsageError(
             "expected groups of parameters of prepared models, found one that was added to the "
             "optimizer before prepare(); use add_param_group() of what prepare() returned"
@@ -230,8 +228,23 @@ class WholeOptimizer:
         return {key: state[key] for key in state if not isinstance(key, Tensor)}
 
 
-def _batches(members: Sequence[Member], nbytes: int) -> Iterator[list[Member]]:
-    batch: list[Member] = []
+def refuse_parts(optimizer: Optimizer, whole: Callable[[Optimizer], WholeOptimizer | None]) -> None:
+    """Let a script's own optimizer refuse state dicts while ranks divide it."""
+
+    def refuse(*_: Any) -> None:
+        if whole(optimizer) is not None:
+            raise UsageError(
+                f"expected the optimizer that prepare() returned, found the one given to it, a "
+                f"{type(optimizer).__name__} with this rank's part of the state; call state_dict() "
+                "and load_state_dict() of what prepare() returned"
+            )
+
+    optimizer.register_state_dict_pre_hook(refuse)
+    optimizer.register_load_state_dict_pre_hook(refuse)
+
+
+def _batches(members: Sequence[StatedParameter], nbytes: int) -> Iterator[list[StatedParameter]]:
+    batch: list[StatedParameter] = []
     for member in members:
         if batch and sum(each.given.nbytes for each in (*batch, member)) > nbytes:
             yield batch
