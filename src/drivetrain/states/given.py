@@ -1,6 +1,6 @@
 """The groups of an optimizer as its script made them, before a strategy divides the parameters."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import ref
@@ -77,7 +77,3 @@ class GivenGroups:
         new = optimizer.param_groups[len(self._known) :]
         self._known += [GivenGroup.of(group) for group in new]
         return self._known
-
-    def parameters(self) -> Iterator[GivenParameter]:
-        """Yield the parameters of all known groups, in the order of a state dict."""
-        return (parameter for group in self._known for parameter in group.parameters)

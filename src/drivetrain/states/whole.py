@@ -45,7 +45,6 @@ class WholeOptimizer:
         self._given = given
         self._groups = given.of(optimizer)
         self._holders = holders
-        self._all = list(given.parameters())
 
     @property
     def param_groups(self) -> list[GroupView]:
@@ -167,6 +166,10 @@ class WholeOptimizer:
         self._optimizer.__setstate__(inner)
 
     # --- the members ---
+
+    @property
+    def _all(self) -> list[GivenParameter]:
+        return [parameter for group in self._groups for parameter in group.parameters]
 
     def _walk(self, operation: str, nbytes: int) -> Iterator[tuple[StatedParameter, State]]:
         """Yield members that have state, gathered as many at a time as fit into some bytes."""
