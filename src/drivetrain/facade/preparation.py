@@ -19,7 +19,6 @@ from drivetrain.facade.joining import UnevenInputs
 from drivetrain.facade.options import AutocastKwargs
 from drivetrain.facade.pace import describe_step, describe_unused_schedule
 from drivetrain.facade.prepared import (
-    KERNELS,
     PreparedModel,
     PreparedObjects,
     compute_in,
@@ -31,6 +30,7 @@ from drivetrain.facade.stepping import PreparedOptimizer, PreparedScheduler
 from drivetrain.log import get_logger
 from drivetrain.parts.naming import clean_name
 from drivetrain.parts.wrapping import UninheritedHook
+from drivetrain.states.given import KERNELS
 
 logger = get_logger(__name__)
 
@@ -109,6 +109,8 @@ class Preparation:
         self._constructions.give_values(model, mine, strategy, values)
         if placed:
             place(model, world.device)
+        for optimizer in mine:
+            self._prepared.note_groups(optimizer)
         try:
             module, bound = strategy.prepare(model, mine)
             entry = PreparedModel(module, strategy, tuple(bound), names)
@@ -149,11 +151,14 @@ class Preparation:
             if _holds(bound, entry.names) and not any(o is bound for o in entry.optimizers):
                 facts = list(_facts_of_optimizers([bound], entry.names))
                 agree(self._runs.default.world, "an optimizer", facts)
+                self._prepared.note_groups(bound)
+                groups = self._prepared.groups[bound]
                 bound = entry.strategy.bind(bound)
+                self._prepared.groups[bound] = groups
                 entry.optimizers = (*entry.optimizers, bound)
-        gradients = self._gradients
+        gradients, whole = self._gradients, self._prepared.whole
         prepared = PreparedOptimizer(
-            optimizer, bound, gradients.state, gradients.before_step, gradients.after_step
+            optimizer, bound, gradients.state, gradients.before_step, gradients.after_step, whole
         )
         self._prepared.optimizers.append(prepared)
         return prepared
@@ -259,6 +264,8 @@ class Preparation:
         pairs = list(zip(given, bound, strict=True))
         kept = [pair for pair in self._prepared.bound if pair[0] not in given]
         self._prepared.bound = kept + pairs
+        for before, after in pairs:
+            self._prepared.groups[after] = self._prepared.groups[before]
         for prepared in self._prepared.optimizers:
             for before, after in pairs:
                 if prepared.optimizer is before:

@@ -29,11 +29,12 @@ from drivetrain.parts.wrapping import (
 )
 from drivetrain.runtime.precision import Precision, dtype_word
 from drivetrain.runtime.world import World
+from drivetrain.states.exchange import Holder
+from drivetrain.states.given import KERNELS, GivenGroups
+from drivetrain.states.whole import WholeOptimizer, refuse_parts
 from drivetrain.strategy import Strategy
 
 _ORIGINAL = "_forward_before_prepare"
-KERNELS = frozenset({"foreach", "fused"})
-"""Hyperparameters that choose a kernel: no checkpoint overrules the choice of the loading run."""
 
 
 @dataclass(slots=True, eq=False)
@@ -217,6 +218,7 @@ class PreparedObjects:
         schedulers: the learning-rate schedulers as the script holds them.
         loaders: the loaders as the script holds them.
         bound: pairs of an optimizer as given and the strategy's optimizer made of it.
+        groups: those of each optimizer as the script made them.
         last_run: the model whose forward ran last with gradients; None before the first.
     """
 
@@ -225,6 +227,7 @@ class PreparedObjects:
     schedulers: list[PreparedScheduler] = field(default_factory=list)
     loaders: list[PreparedLoader] = field(default_factory=list)
     bound: list[tuple[Optimizer, Optimizer]] = field(default_factory=list)
+    groups: dict[Optimizer, GivenGroups] = field(default_factory=dict)
     last_run: PreparedModel | None = None
 
     def has(self, model: nn.Module) -> bool:
@@ -269,6 +272,23 @@ class PreparedObjects:
         """Return the models of an optimizer that a strategy handed back."""
         return [entry for entry in self.models if any(o is optimizer for o in entry.optimizers)]
 
+    def whole(self, optimizer: Optimizer) -> WholeOptimizer | None:
+        """Return the whole of an optimizer that a strategy divides; None: each rank has all."""
+        entries = self.trained_by(optimizer)
+        if not any(entry.strategy.divides_states for entry in entries):
+            return None
+        holders = [
+            Holder(entry.strategy, entry.optimizers.index(optimizer), entry.names)
+            for entry in entries
+        ]
+        return WholeOptimizer(optimizer, self.groups[optimizer], holders)
+
+    def note_groups(self, optimizer: Optimizer) -> None:
+        """Remember the groups of an optimizer before a strategy may divide it."""
+        if optimizer not in self.groups:
+            self.groups[optimizer] = GivenGroups(optimizer)
+            refuse_parts(optimizer, self.whole)
+
     def owners_of(self, parameters: Sequence[Tensor]) -> list[PreparedModel]:
         """Return the models of these parameters.
 
@@ -310,6 +330,7 @@ class PreparedObjects:
             entry.close()
         for kept in (self.models, self.optimizers, self.schedulers, self.loaders, self.bound):
             kept.clear()
+        self.groups.clear()
         self.last_run = None
 
 
