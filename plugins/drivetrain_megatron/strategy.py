@@ -162,6 +162,19 @@ class Megatron(CellOnPaper, DataParallelCell):
         else:
             self._pipeline.backward(loss, synchronize=self._synchronizing, **options)
 
+    @contextmanager
+    def uncounted(self, module: nn.Module) -> Iterator[None]:
+        """Begin no backward through the stages of a pipeline; without one, add zeros."""
+        if self._pipeline is None:
+            with super().uncounted(module):
+                yield
+            return
+        self._pipeline.counts = False
+        try:
+            yield
+        finally:
+            self._pipeline.counts = True
+
     def loss(
         self,
         model: nn.Module,

@@ -1,7 +1,8 @@
 """The loader that the training loop iterates: epochs, positions, and who is told about them."""
 
+import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from drivetrain.data.shared_random import synchronize_rng_states
 from drivetrain.data.steps import BatchSource, GlobalStep, OrderIdentity, Start
 from drivetrain.errors import CheckpointError, UsageError
 from drivetrain.nested import send_to_device
+from drivetrain.runtime import rng
 from drivetrain.runtime.gradient_state import ActiveLoader, GradientState
 
 STATE_VERSION = 1
@@ -61,6 +63,23 @@ class Delivery:
         return batch if self.delivered is None else self.delivered(batch)
 
 
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """Where a loader and all generators were before the first batch of an accumulation window.
+
+    Attributes:
+        window: its number.
+        state: of the loader, as of ``state_dict``.
+        random: of the generators.
+        at: time of the mark, on a clock of this process.
+    """
+
+    window: int
+    state: dict[str, Any]
+    random: rng.Snapshot = field(default_factory=rng.Snapshot)
+    at: float = field(default_factory=time.perf_counter)
+
+
 @dataclass(slots=True)
 class Progress:
     """The position of a loader; shared with the loaders that skip batches on its behalf.
@@ -72,6 +91,7 @@ class Progress:
         ends: whether the batch at hand is this rank's last.
         remainder: see PreparedLoader.
         running: the iteration that is under way; None between epochs.
+        mark: where it was before the first batch of the last window that it was read for.
     """
 
     seed: int
@@ -80,6 +100,7 @@ class Progress:
     ends: bool = False
     remainder: int = -1
     running: "Iteration | None" = None
+    mark: Mark | None = None
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -247,6 +268,11 @@ class PreparedLoader(DataLoader[Any]):
             "dataset": start.dataset_state,
         }
 
+    def mark_of(self, window: int) -> Mark | None:
+        """Return where the loader was before a window; None if it has read nothing for it."""
+        mark = self._progress.mark
+        return mark if mark is not None and mark.window == window else None
+
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Refuse a state that ``load_state_dict`` would refuse; nothing changes.
 
@@ -284,6 +310,7 @@ class PreparedLoader(DataLoader[Any]):
         iteration = Iteration(self, self._progress.epoch)
         self._begin(iteration)
         try:
+            self._mark()
             self._delivery.fetch(self._user)
             for step in self._source.steps(self._start()):
                 self._note(step)
@@ -293,10 +320,19 @@ class PreparedLoader(DataLoader[Any]):
                     self._check_running(iteration)
                     if self._delivery.between is not None:
                         self._delivery.between(self)
+                    self._mark()
                     self._delivery.fetch(self._user)
             self._delivery.exhaust()
         finally:
             self._finish(iteration)
+
+    def _mark(self) -> None:
+        """Remember the place before the first batch of a window, if windows are interrupted."""
+        observer = self._delivery.observer
+        if observer is not None and observer.num_steps > 1:
+            window = observer.coming_window
+            if self.mark_of(window) is None:
+                self._progress.mark = Mark(window, self.state_dict())
 
     def _begin(self, iteration: Iteration) -> None:
         progress = self._progress
@@ -344,8 +380,11 @@ class PreparedLoader(DataLoader[Any]):
             progress.start = None
             # set_epoch() inside the loop has the last word.
             progress.epoch += progress.epoch == iteration.epoch
-        if self._delivery.observer is not None:
-            self._delivery.observer.end(iteration.loader)
+        observer = self._delivery.observer
+        if observer is not None:
+            observer.end(iteration.loader)
+            if progress.mark is not None and progress.mark.window > observer.windows:
+                progress.mark = None  # read between two windows, as for an evaluation
 
 
 def _check(state: Mapping[str, Any], unit: str) -> None:

@@ -218,11 +218,11 @@ class RunCheckpoints:
     def _check_same_step(self) -> None:
         """Raise on every rank when they do not stand between the same two micro-batches."""
         window = self._gradients.state
-        within = 0 if window.sync_gradients else window.micro_batch
+        within = window.micro_batch if window.is_unfinished else 0
         if within:
-            logger.warning(
-                "save_state() inside an accumulation window: the gradients of its "
-                f"{window.window_length} micro-batches are not in the checkpoint"
+            logger.info(
+                "save_state() inside an accumulation window: a run that goes on from there begins "
+                f"the window again, with the first of its {within} micro-batches so far"
             )
         steps = [optimizer.steps for optimizer in self._prepared.optimizers]
         facts = {

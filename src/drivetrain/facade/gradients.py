@@ -7,7 +7,7 @@ multiplied by them, and the sum over micro-batches *and* ranks divides at the en
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from drivetrain.facade.observer import Observer
 from drivetrain.facade.preemption import Preemption
 from drivetrain.facade.prepared import PreparedModel, PreparedObjects
 from drivetrain.facade.settings import Runs
-from drivetrain.facade.window import EarlierGradients, WindowMean
+from drivetrain.facade.window import EarlierGradients, WindowMean, WindowStart
 from drivetrain.parts.norms import clip_
 from drivetrain.runtime.garbage import SharedCollections
 from drivetrain.runtime.gradient_state import GradientState
@@ -65,7 +65,13 @@ class WindowGradients:
         self.compare_replicas: Callable[[], None] | None = None
         self.garbage = SharedCollections(runs.config.run.collect_garbage_every)
         self._exchanges = StepExchanges(runs.default.world)
+        self._begun: WindowStart | None = None
         self._start_window(counted=False)
+
+    @property
+    def unfinished(self) -> WindowStart | None:
+        """The start of the window at hand, if its gradients wait for a step."""
+        return self._begun if self.state.is_unfinished else None
 
     @contextmanager
     def micro_batch(self, models: Sequence[nn.Module]) -> Iterator[None]:
@@ -73,15 +79,15 @@ class WindowGradients:
         state = self.state
         if state.sync_gradients:
             self._start_window(counted=True)
-        state.next_micro_batch()
-        self.step = state.micro_batch
-        if state.sync_gradients or state.sync_each_batch:
-            yield
-        else:
-            with ExitStack() as stack:
+        with ExitStack() as stack:
+            stack.enter_context(state.next_micro_batch())
+            if state.num_steps > 1 and state.micro_batch == 1:
+                self._begun = WindowStart(self._prepared, state.windows)
+            self.step = state.micro_batch
+            if not (state.sync_gradients or state.sync_each_batch):
                 for entry in self._prepared.chosen(models):
                     stack.enter_context(entry.strategy.accumulating())
-                yield
+            yield
         if state.sync_gradients:
             self.scaler.update()
 
@@ -129,9 +135,12 @@ class WindowGradients:
         self._prepared.will_scale(factor)
         self.observer.before_backward()  # times the backward, not the wait for weights above
         strategy = self._prepared.running().strategy
-        strategy.backward(scaled, **options)
+        with self._prepared.uncounted() if self._mean.counts_nothing else nullcontext():
+            strategy.backward(scaled, **options)
         strategy.publish(loss)
-        self.finite.see_loss(loss)
+        self.state.backwards += 1
+        if not self._mean.counts_nothing:
+            self.finite.see_loss(loss)
         self.observer.after_backward(loss, weight)
         if factor is not None:
             self._earlier.scale_fresh(factor)
@@ -211,6 +220,8 @@ class WindowGradients:
         entries = self._prepared.trained_by(optimizer)
         for entry in entries:
             entry.check_parameters()
+            if entry.zero_grad is not None:
+                entry.zero_grad.used = True
             self._see_gradients(entry)
         if not _told(entries, taken=self._agree_to_step(entries)):
             return False

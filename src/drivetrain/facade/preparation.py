@@ -83,7 +83,8 @@ class Preparation:
         """
         if any(entry.model is model for entry in self._prepared.models):
             return model
-        if next(model.parameters(), None) is None:  # a loss function: no strategy has work with it
+        # A loss function: no strategy has work with it. A model may return a list of parameters.
+        if next(iter(model.parameters()), None) is None:
             self._constructions.give_whole_values(model)
             if placed:
                 place(model, self._runs.default.world.device)
@@ -123,7 +124,7 @@ class Preparation:
         # Before the strategy's own hook, which may communicate.
         note = UninheritedHook(functools.partial(self._note_forward, entry))
         entry.note = module.register_forward_pre_hook(note, prepend=True)
-        entry.offer_no_sync()
+        entry.offer_methods(self._gradients.state)
         self._gradients.observer.after_prepare(entry)
         return module
 
@@ -237,6 +238,7 @@ class Preparation:
             if line := describe_unused_schedule(scheduler, ranks):
                 logger.warning(line)
         self._gradients.garbage.release()
+        self._gradients.state.forget()
         self._prepared.forget()
         self._runs.examples.forget()
 
@@ -340,8 +342,10 @@ def _facts_of_optimizers(
             for key, value in group.items():
                 if key != "params" and key not in KERNELS:
                     yield f"{where} {key} = {_plain(value)}"
+            # Those of another model are compared with that one; a strategy may have cut them.
             for parameter in group["params"]:
-                yield f"{where} {names.get(id(parameter), 'a parameter of another model')}"
+                if id(parameter) in names:
+                    yield f"{where} {names[id(parameter)]}"
 
 
 def _facts_of_scheduler(scheduler: Any) -> list[str]:

@@ -1,8 +1,8 @@
 """The objects that one Accelerator has prepared, and the state and precision of each model."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +16,7 @@ from drivetrain.checkpoint.agreement import gather
 from drivetrain.cost import TensorSpec
 from drivetrain.data import PreparedLoader
 from drivetrain.errors import CheckpointError, ConfigError, UsageError
-from drivetrain.facade.stepping import PreparedOptimizer, PreparedScheduler
+from drivetrain.facade.stepping import PreparedOptimizer, PreparedScheduler, SparingZeroGrad
 from drivetrain.nested import convert_to_fp32
 from drivetrain.parts.naming import all_names, clean_name, named_parameters
 from drivetrain.parts.torch_calls import Arguments, Function, Keywords
@@ -26,6 +26,7 @@ from drivetrain.parts.wrapping import (
     unwrap_forward,
     wrap_forward,
 )
+from drivetrain.runtime.gradient_state import GradientState
 from drivetrain.runtime.precision import Precision, dtype_word
 from drivetrain.runtime.world import World
 from drivetrain.strategy import Strategy
@@ -49,6 +50,7 @@ class PreparedModel:
         made_with: the loss scale that divided them.
         overflow: whether the gradients at hand are infinite somewhere.
         note: handle of the hook that notes which model runs.
+        zero_grad: the model's method, while it is prepared.
         known: identities of the parameters that the strategy trains.
     """
 
@@ -61,11 +63,12 @@ class PreparedModel:
     made_with: float = 1.0
     overflow: bool = False
     note: RemovableHandle | None = None
+    zero_grad: SparingZeroGrad | None = None
     known: frozenset[int] = field(init=False)
 
     def __post_init__(self) -> None:
         """Remember which parameters the model has now."""
-        self.known = frozenset(map(id, self.module.parameters()))
+        self.known = frozenset(map(id, named_parameters(self.module).values()))
 
     @property
     def module(self) -> nn.Module:
@@ -123,7 +126,7 @@ class PreparedModel:
 
     def forget_gradients(self) -> None:
         """Drop the gradients at hand, with their loss scale."""
-        self.module.zero_grad()
+        (self.zero_grad.now if self.zero_grad else self.module.zero_grad)()
         for optimizer in self.optimizers:
             optimizer.zero_grad()
         self.scale, self.unscaled, self.overflow = None, False, False
@@ -188,15 +191,18 @@ class PreparedModel:
         kinds = Counter({name: kind for each in told for name, kind in each.items()}.values())
         return ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
 
-    def offer_no_sync(self) -> None:
-        """Give the model the method of torch's DistributedDataParallel that scripts call."""
+    def offer_methods(self, window: GradientState) -> None:
+        """Give the model ``no_sync``, as of torch's wrapper, and a ``zero_grad`` for windows."""
         if not hasattr(self.model, "no_sync"):
             self.model.__dict__["no_sync"] = UninheritedContext(self.strategy.accumulating)
+        self.zero_grad = SparingZeroGrad(self.model, self.model.zero_grad, window)
+        self.model.__dict__["zero_grad"] = self.zero_grad
 
     def close(self) -> None:
         """Make the model an ordinary one again."""
         restore_forward(self.model)
-        self.model.__dict__.pop("no_sync", None)
+        for name in ("no_sync", "zero_grad"):
+            self.model.__dict__.pop(name, None)
         if self.note is not None:
             self.note.remove()
         self.strategy.close()
@@ -293,6 +299,14 @@ class PreparedObjects:
                 "model = accelerator.prepare(model)"
             )
         return self.last_run or self.models[-1]
+
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Context around the backward of a loss of weight 0: gradients stay what they are."""
+        with ExitStack() as stack:
+            for entry in self.models:
+                stack.enter_context(entry.strategy.uncounted(entry.module))
+            yield
 
     def will_scale(self, factor: float | None) -> None:
         """Tell strategies the factor of all gradients after a backward; None: there is none."""

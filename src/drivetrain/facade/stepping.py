@@ -1,9 +1,10 @@
 """The optimizer and the scheduler that the script holds: they step when a window is complete."""
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from drivetrain.runtime.gradient_state import GradientState
@@ -39,6 +40,7 @@ class PreparedOptimizer(Optimizer):
         self._before_step = before_step
         self._after_step = after_step
         self._skipped = False
+        self._used = False
         self.steps = 0
 
     @property
@@ -83,15 +85,19 @@ class PreparedOptimizer(Optimizer):
         self.optimizer.add_param_group(param_group)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients, at the end of a window only."""
-        if self._window.sync_gradients:
-            self.optimizer.zero_grad(set_to_none=set_to_none)
+        """Clear the gradients, but none of a window that no step has used."""
+        self._window.clear(partial(self._clear, set_to_none), used=self._used)
+
+    def _clear(self, set_to_none: bool) -> None:
+        self._used = False
+        self.optimizer.zero_grad(set_to_none=set_to_none)
 
     def step(self, closure: Callable[[], float] | None = None) -> Any:
         """Update the parameters, at the end of a window only."""
         if not self._window.sync_gradients:
             return None
         self.steps += 1
+        self._used = self._window.stepped = True
         self._skipped = not self._before_step(self.optimizer)
         loss = None
         if not self._skipped:
@@ -134,6 +140,44 @@ class PreparedOptimizer(Optimizer):
     def parameters(self) -> Iterable[Tensor]:
         """The parameters of all groups."""
         return (parameter for group in self.param_groups for parameter in group["params"])
+
+
+class SparingZeroGrad:
+    """Stands in for a model's ``zero_grad``: it spares gradients of a window that no step has used.
+
+    It lies in the module's ``__dict__``; copies and pickles of the model clear their own gradients.
+
+    Args:
+        module: the model.
+        clear: clears all its gradients; None: as its class does.
+        window: the accumulation window.
+
+    Attributes:
+        used: whether a step has used the gradients at hand.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        clear: Callable[[bool], None] | None = None,
+        window: GradientState | None = None,
+    ) -> None:
+        self._module = module
+        self._given = clear or partial(type(module).zero_grad, module)
+        self._window = window or GradientState(1)
+        self.used = False
+
+    def __call__(self, set_to_none: bool = True) -> None:
+        """Clear the gradients, now or when the next window begins."""
+        self._window.clear(partial(self.now, set_to_none), used=self.used)
+
+    def now(self, set_to_none: bool = True) -> None:
+        """Clear all gradients of the model."""
+        self.used = False
+        self._given(set_to_none)
+
+    def __reduce__(self) -> tuple[type["SparingZeroGrad"], tuple[nn.Module]]:
+        return SparingZeroGrad, (self._module,)
 
 
 class PreparedScheduler:

@@ -5,6 +5,7 @@ right; gradients that earlier windows left, for this window to add to, keep thei
 """
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from drivetrain import communication
 from drivetrain.errors import UsageError
 from drivetrain.facade.prepared import PreparedModel, PreparedObjects
+from drivetrain.runtime import rng
 from drivetrain.runtime.gradient_state import GradientState
 from drivetrain.runtime.mesh import Axis
 
@@ -60,6 +62,11 @@ class WindowMean:
         return loss * weight
 
     @property
+    def counts_nothing(self) -> bool:
+        """Whether the last loss has the weight 0: it may be no number."""
+        return bool(self._weights) and not self._weights[-1]
+
+    @property
     def may_scale(self) -> bool:
         """Whether ``finish`` may return a factor."""
         state = self._state
@@ -86,6 +93,32 @@ class WindowMean:
             return None
         self._finished = True
         return self._state.num_steps / length
+
+
+class WindowStart:
+    """The state that a window began with; a run that goes on from inside it begins it again.
+
+    Args:
+        prepared: the models and loaders.
+        window: number of the window; 0 for the state of now.
+    """
+
+    def __init__(self, prepared: PreparedObjects, window: int) -> None:
+        self._prepared = prepared
+        self._window = window
+        self._random = rng.Snapshot()
+        self.progress = [dict(entry.strategy.progress()) for entry in prepared.models]
+
+    def loaders(self) -> list[dict[str, Any]]:
+        """Return the states of loaders before the window's first batches."""
+        marks = [(loader, loader.mark_of(self._window)) for loader in self._prepared.loaders]
+        return [mark.state if mark else loader.state_dict() for loader, mark in marks]
+
+    def random(self) -> dict[str, Tensor]:
+        """Return the state of all generators before the window's first batch was read."""
+        marks = [loader.mark_of(self._window) for loader in self._prepared.loaders]
+        first = min((mark for mark in marks if mark), key=lambda mark: mark.at, default=None)
+        return (self._random if first is None else first.random).packed()
 
 
 class EarlierGradients:
