@@ -69,8 +69,7 @@ class Mark:
 
     Attributes:
         window: its number.
-        state: of the loader, as of ``state_dict``.
-        random: of the generators.
+        state, random: of the loader, as of ``state_dict``, and of the generators.
         at: time of the mark, on a clock of this process.
     """
 

@@ -155,9 +155,11 @@ class WindowGradients:
         if self._is_plain():
             return nn.utils.clip_grad_norm_(given, max_norm, norm_type)
         self.observer.before_update()
-        norm = self._clip_norm(self._prepared.owners_of(given), given, max_norm, norm_type)
+        entries = self._prepared.owners_of(given)
+        norm = self._clip_norm(entries, given, max_norm, norm_type)
         self.observer.clipped(norm)
-        return norm
+        wide = any(entry.norm_dtype is torch.float64 for entry in entries)
+        return norm.to(torch.float64 if wide else torch.float32)
 
     def _clip_norm(
         self, entries: list[PreparedModel], given: list[Tensor], max_norm: float, norm_type: float
@@ -177,6 +179,8 @@ class WindowGradients:
             for entry, only in zip(entries, chosen, strict=True)
         ]
         device = self._runs.default.world.device
+        if not norms:
+            return torch.zeros((), device=device)
         total: Tensor = torch.linalg.vector_norm(
             torch.stack([norm.to(device) for norm in norms]), norm_type
         )
@@ -220,8 +224,7 @@ class WindowGradients:
         entries = self._prepared.trained_by(optimizer)
         for entry in entries:
             entry.check_parameters()
-            if entry.zero_grad is not None:
-                entry.zero_grad.used = True
+            entry.used = True
             self._see_gradients(entry)
         if not _told(entries, taken=self._agree_to_step(entries)):
             return False
@@ -329,6 +332,11 @@ def _check_loss(loss: Any) -> None:
 def _subset(entry: PreparedModel, given: list[Tensor]) -> list[nn.Parameter] | None:
     """Return the model's parameters among those given; None when nothing trainable is missing."""
     wanted = {id(parameter) for parameter in given}
-    trainable = [parameter for parameter in entry.module.parameters() if parameter.requires_grad]
+    trainable = [each for _, each in entry.module.named_parameters() if each.requires_grad]
     chosen = [parameter for parameter in trainable if id(parameter) in wanted]
-    return None if len(chosen) == len(trainable) else chosen
+    if len(chosen) == len(trainable):
+        return None
+    if wanted - entry.names.keys():  # an optimizer's groups may hold something else
+        names = {name for key, name in entry.strategy.names().items() if key in wanted}
+        chosen += [each for each in trainable if entry.names.get(id(each)) in names]
+    return chosen

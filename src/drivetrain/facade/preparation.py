@@ -22,7 +22,6 @@ from drivetrain.facade.prepared import (
     KERNELS,
     PreparedModel,
     PreparedObjects,
-    compute_in,
     describe_dtypes,
 )
 from drivetrain.facade.recomputing import Recomputations
@@ -30,7 +29,7 @@ from drivetrain.facade.settings import Runs, StrategyChoice, agree
 from drivetrain.facade.stepping import PreparedOptimizer, PreparedScheduler
 from drivetrain.log import get_logger
 from drivetrain.parts.naming import clean_name
-from drivetrain.parts.wrapping import UninheritedHook
+from drivetrain.parts.wrapping import UninheritedHook, compute_in
 
 logger = get_logger(__name__)
 
@@ -114,6 +113,8 @@ class Preparation:
             module, bound = strategy.prepare(model, mine)
             entry = PreparedModel(module, strategy, tuple(bound), names)
             entry.check_dtypes(given, precision)
+            if any(spec.dtype in (torch.float64, torch.complex128) for spec in given):
+                entry.norm_dtype = torch.float64
         except BaseException:
             strategy.close()
             raise

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from drivetrain.runtime.gradient_state import GradientState
@@ -140,44 +140,6 @@ class PreparedOptimizer(Optimizer):
     def parameters(self) -> Iterable[Tensor]:
         """The parameters of all groups."""
         return (parameter for group in self.param_groups for parameter in group["params"])
-
-
-class SparingZeroGrad:
-    """Stands in for a model's ``zero_grad``: it spares gradients of a window that no step has used.
-
-    It lies in the module's ``__dict__``; copies and pickles of the model clear their own gradients.
-
-    Args:
-        module: the model.
-        clear: clears all its gradients; None: as its class does.
-        window: the accumulation window.
-
-    Attributes:
-        used: whether a step has used the gradients at hand.
-    """
-
-    def __init__(
-        self,
-        module: nn.Module,
-        clear: Callable[[bool], None] | None = None,
-        window: GradientState | None = None,
-    ) -> None:
-        self._module = module
-        self._given = clear or partial(type(module).zero_grad, module)
-        self._window = window or GradientState(1)
-        self.used = False
-
-    def __call__(self, set_to_none: bool = True) -> None:
-        """Clear the gradients, now or when the next window begins."""
-        self._window.clear(partial(self.now, set_to_none), used=self.used)
-
-    def now(self, set_to_none: bool = True) -> None:
-        """Clear all gradients of the model."""
-        self.used = False
-        self._given(set_to_none)
-
-    def __reduce__(self) -> tuple[type["SparingZeroGrad"], tuple[nn.Module]]:
-        return SparingZeroGrad, (self._module,)
 
 
 class PreparedScheduler:
