@@ -239,7 +239,7 @@ class Strategy(Readable, Verifiable, Profiled, OnPaper, OverLinks, ABC, Generic[
             module: as ``unwrap`` returns it; the graph may pass through it.
         """
         trained = [one for one in named_parameters(module).values() if one.requires_grad]
-        hooks = [parameter.register_hook(torch.zeros_like) for parameter in trained]
+        hooks = [each.register_hook(torch.zeros_like) for each in trained]  # type: ignore[no-untyped-call]
         try:
             yield
         finally:

@@ -4,13 +4,14 @@ A window's length, and its sum of weights, are known when it ends. A factor then
 right; gradients that earlier windows left, for this window to add to, keep their values.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from drivetrain import communication
+from drivetrain.data.loader import Mark
 from drivetrain.errors import UsageError
 from drivetrain.facade.prepared import PreparedModel, PreparedObjects
 from drivetrain.runtime import rng
@@ -106,7 +107,8 @@ class WindowStart:
     def __init__(self, prepared: PreparedObjects, window: int) -> None:
         self._prepared = prepared
         self._window = window
-        self._random = rng.Snapshot()
+        first = min(self._marks(), key=lambda mark: mark.at, default=None)
+        self._random = rng.Snapshot() if first is None else first.random
         self.progress = [dict(entry.strategy.progress()) for entry in prepared.models]
 
     def loaders(self) -> list[dict[str, Any]]:
@@ -116,9 +118,11 @@ class WindowStart:
 
     def random(self) -> dict[str, Tensor]:
         """Return the state of all generators before the window's first batch was read."""
-        marks = [loader.mark_of(self._window) for loader in self._prepared.loaders]
-        first = min((mark for mark in marks if mark), key=lambda mark: mark.at, default=None)
-        return (self._random if first is None else first.random).packed()
+        return self._random.packed()
+
+    def _marks(self) -> Iterator[Mark]:
+        marks = (loader.mark_of(self._window) for loader in self._prepared.loaders)
+        return (mark for mark in marks if mark is not None)
 
 
 class EarlierGradients:

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from accelerate.state import AcceleratorState
-from accelerate.utils import TorchDynamoPlugin
+from accelerate.state import AcceleratorState  # type: ignore[import-untyped]
+from accelerate.utils import TorchDynamoPlugin  # type: ignore[import-untyped]
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from drivetrain.accelerator import Accelerator
@@ -147,8 +147,8 @@ def join(args: Any, accelerator: Accelerator) -> None:
         state = type(args.distributed_state)
         state._reset_state()
         args.distributed_state = state(cpu=on_cpu)
-    AcceleratorState._reset_state()  # type: ignore[no-untyped-call]
-    AcceleratorState(  # type: ignore[no-untyped-call]
+    AcceleratorState._reset_state()
+    AcceleratorState(
         accelerator.mixed_precision,
         cpu=on_cpu,
         dynamo_plugin=TorchDynamoPlugin(),

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.rendezvous import rendezvous
 
 from drivetrain.errors import PreflightError
 from drivetrain.runtime import words
@@ -325,7 +326,7 @@ def _meeting(timeout: timedelta) -> tuple[Store, int, int]:
     would find the addresses of an earlier one, which nobody answers. So each life has keys of its
     own, and the store stays until the process ends: others may still ask it when rank 0 has left.
     """
-    store, rank, size = _lives[0] if _lives else next(dist.rendezvous("env://", timeout=timeout))
+    store, rank, size = _lives[0] if _lives else next(rendezvous("env://", timeout=timeout))
     store.set_timeout(timeout)
     _lives.append((store, rank, size))
     return PrefixStore(f"drivetrain/life/{len(_lives)}", store), rank, size
