@@ -6,7 +6,7 @@ object per prepared model, so nothing about a run is global, and it never asks w
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
@@ -21,8 +21,8 @@ from drivetrain.errors import UsageError
 from drivetrain.links.chosen import LinkMethods
 from drivetrain.links.contract import OverLinks
 from drivetrain.paper.contract import OnPaper
-from drivetrain.parts.naming import named_parameters
-from drivetrain.profiling.contract import Profiled
+from drivetrain.parts.profiled import Profiled
+from drivetrain.parts.weighing import Weighing
 from drivetrain.registry import strategies
 from drivetrain.runtime.mesh import Mesh
 from drivetrain.runtime.precision import Precision
@@ -125,7 +125,7 @@ class Verifiable:
         return {}
 
 
-class Strategy(Readable, Verifiable, Profiled, OnPaper, OverLinks, ABC, Generic[ConfigT]):
+class Strategy(Readable, Verifiable, Profiled, Weighing, OnPaper, OverLinks, ABC, Generic[ConfigT]):
     """One way of spreading a training step over the ranks of a mesh.
 
     Attributes:
@@ -227,24 +227,6 @@ class Strategy(Readable, Verifiable, Profiled, OnPaper, OverLinks, ABC, Generic[
         Inside ``accumulating()`` they stay local. Must work with a loss that does not reach this
         model on some rank. The options are those of ``Tensor.backward``, such as ``retain_graph``.
         """
-
-    @contextmanager
-    def uncounted(self, module: nn.Module) -> Iterator[None]:
-        """Context around the backward of a micro-batch that counts nothing: it adds zeros.
-
-        Its loss, and whatever its graph computes, may be no numbers. All ranks take part in the
-        backward as in any other.
-
-        Args:
-            module: as ``unwrap`` returns it; the graph may pass through it.
-        """
-        trained = [one for one in named_parameters(module).values() if one.requires_grad]
-        hooks = [each.register_hook(torch.zeros_like) for each in trained]  # type: ignore[no-untyped-call]
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
 
     def loss(
         self,

@@ -1,8 +1,7 @@
 """The loader that the training loop iterates: epochs, positions, and who is told about them."""
 
-import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -10,11 +9,11 @@ from torch.utils.data import DataLoader
 
 from drivetrain.data.dispatch import DispatchSource
 from drivetrain.data.order import forward_epoch
+from drivetrain.data.progress import Iteration, Progress
 from drivetrain.data.shared_random import synchronize_rng_states
 from drivetrain.data.steps import BatchSource, GlobalStep, OrderIdentity, Start
 from drivetrain.errors import CheckpointError, UsageError
 from drivetrain.nested import send_to_device
-from drivetrain.runtime import rng
 from drivetrain.runtime.gradient_state import ActiveLoader, GradientState
 
 STATE_VERSION = 1
@@ -63,53 +62,6 @@ class Delivery:
         return batch if self.delivered is None else self.delivered(batch)
 
 
-@dataclass(frozen=True, slots=True)
-class Mark:
-    """Where a loader and all generators were before the first batch of an accumulation window.
-
-    Attributes:
-        window: its number.
-        state, random: of the loader, as of ``state_dict``, and of the generators.
-        at: time of the mark, on a clock of this process.
-    """
-
-    window: int
-    state: dict[str, Any]
-    random: rng.Snapshot = field(default_factory=rng.Snapshot)
-    at: float = field(default_factory=time.perf_counter)
-
-
-@dataclass(slots=True)
-class Progress:
-    """The position of a loader; shared with the loaders that skip batches on its behalf.
-
-    Attributes:
-        seed: the run's seed.
-        epoch: the epoch that is being read, or that is read next.
-        start: where in that epoch to start or go on; None for its beginning.
-        ends: whether the batch at hand is this rank's last.
-        remainder: see PreparedLoader.
-        running: the iteration that is under way; None between epochs.
-        mark: where it was before the first batch of the last window that it was read for.
-    """
-
-    seed: int
-    epoch: int = 0
-    start: Start | None = None
-    ends: bool = False
-    remainder: int = -1
-    running: "Iteration | None" = None
-    mark: Mark | None = None
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class Iteration:
-    """One pass over a loader, from the first batch that is asked for to its end or ``break``."""
-
-    loader: "PreparedLoader"
-    epoch: int
-
-
 class PreparedLoader(DataLoader[Any]):
     """A rank's part of a loader, which remembers epoch, order and position.
 
@@ -123,6 +75,9 @@ class PreparedLoader(DataLoader[Any]):
         progress: how far the loader is.
         delivery: work around each epoch and batch.
         skip_batches: batches to leave out of the first epoch, counted from its beginning.
+
+    Attributes:
+        mark_of: returns where the loader was before an accumulation window, see ``Progress``.
     """
 
     def __init__(  # DataLoader's own is not called: there is no second set of its attributes
@@ -138,6 +93,7 @@ class PreparedLoader(DataLoader[Any]):
         self._progress = progress
         self._delivery = delivery
         self._skip_batches = skip_batches
+        self.mark_of = progress.mark_of
 
     def __getattr__(self, name: str) -> Any:
         if name == "_user":  # not set yet: unpickling or copying
@@ -267,11 +223,6 @@ class PreparedLoader(DataLoader[Any]):
             "dataset": start.dataset_state,
         }
 
-    def mark_of(self, window: int) -> Mark | None:
-        """Return where the loader was before a window; None if it has read nothing for it."""
-        mark = self._progress.mark
-        return mark if mark is not None and mark.window == window else None
-
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Refuse a state that ``load_state_dict`` would refuse; nothing changes.
 
@@ -309,8 +260,7 @@ class PreparedLoader(DataLoader[Any]):
         iteration = Iteration(self, self._progress.epoch)
         self._begin(iteration)
         try:
-            self._mark()
-            self._delivery.fetch(self._user)
+            self._fetch()
             for step in self._source.steps(self._start()):
                 self._note(step)
                 share = step.shares[0]
@@ -319,19 +269,14 @@ class PreparedLoader(DataLoader[Any]):
                     self._check_running(iteration)
                     if self._delivery.between is not None:
                         self._delivery.between(self)
-                    self._mark()
-                    self._delivery.fetch(self._user)
+                    self._fetch()
             self._delivery.exhaust()
         finally:
             self._finish(iteration)
 
-    def _mark(self) -> None:
-        """Remember the place before the first batch of a window, if windows are interrupted."""
-        observer = self._delivery.observer
-        if observer is not None and observer.num_steps > 1:
-            window = observer.coming_window
-            if self.mark_of(window) is None:
-                self._progress.mark = Mark(window, self.state_dict())
+    def _fetch(self) -> None:
+        self._progress.read(self.state_dict, self._delivery.observer)
+        self._delivery.fetch(self._user)
 
     def _begin(self, iteration: Iteration) -> None:
         progress = self._progress
@@ -379,11 +324,7 @@ class PreparedLoader(DataLoader[Any]):
             progress.start = None
             # set_epoch() inside the loop has the last word.
             progress.epoch += progress.epoch == iteration.epoch
-        observer = self._delivery.observer
-        if observer is not None:
-            observer.end(iteration.loader)
-            if progress.mark is not None and progress.mark.window > observer.windows:
-                progress.mark = None  # read between two windows, as for an evaluation
+        progress.end(iteration.loader, self._delivery.observer)
 
 
 def _check(state: Mapping[str, Any], unit: str) -> None:

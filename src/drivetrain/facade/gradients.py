@@ -167,32 +167,13 @@ class WindowGradients:
         """Clip the gradients of models to one norm."""
         for entry in entries:
             self._see_gradients(entry)
-        chosen = [_subset(entry, given) for entry in entries]
-        whole = [each for each, only in zip(entries, chosen, strict=True) if only is None]
-        if len(entries) == 1:
-            norm = entries[0].strategy.clip_grad_norm(max_norm, norm_type, only=chosen[0])
-            self._see_norm(whole, norm)
-            return norm
-        # Several models have one norm: it is measured for each, and clips all of them.
-        norms = [
-            entry.strategy.clip_grad_norm(float("inf"), norm_type, only=only)
-            for entry, only in zip(entries, chosen, strict=True)
-        ]
-        device = self._runs.default.world.device
-        if not norms:
-            return torch.zeros((), device=device)
-        total: Tensor = torch.linalg.vector_norm(
-            torch.stack([norm.to(device) for norm in norms]), norm_type
-        )
-        for entry, only in zip(entries, chosen, strict=True):
-            clip_(list(entry.strategy.gradients(only)), total, max_norm)
-        self._see_norm(whole, total)
-        return total
-
-    def _see_norm(self, entries: Sequence[PreparedModel], norm: Tensor) -> None:
-        """Let a norm speak for all gradients of all ranks, unless ranks step by themselves."""
-        if not any(entry.strategy.steps_apart for entry in entries):
-            self.finite.see_norm(entries, norm)
+        chosen = [(entry, _subset(entry, given)) for entry in entries]
+        norm = _clip_together(chosen, max_norm, norm_type, self._runs.default.world.device)
+        # It speaks for all gradients of all ranks, unless ranks step by themselves.
+        whole = [entry for entry, only in chosen if only is None]
+        if not any(entry.strategy.steps_apart for entry in whole):
+            self.finite.see_norm(whole, norm)
+        return norm
 
     def clip_value(self, parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:
         """Clamp gradient elements to [-clip_value, clip_value]."""
@@ -305,6 +286,29 @@ class WindowGradients:
             list(entry.strategy.gradients()), entry.scale, ranks=world.size, device=world.device
         )
         entry.made_with, entry.scale, entry.unscaled = entry.scale, 1.0, True
+
+
+def _clip_together(
+    chosen: Sequence[tuple[PreparedModel, list[nn.Parameter] | None]],
+    max_norm: float,
+    norm_type: float,
+    device: torch.device,
+) -> Tensor:
+    """Clip parameters of models, or all of them, to one norm; return the norm before."""
+    if len(chosen) == 1:
+        ((entry, only),) = chosen
+        return entry.strategy.clip_grad_norm(max_norm, norm_type, only=only)
+    # Several models have one norm: it is measured for each, and clips all of them.
+    norms = [
+        entry.strategy.clip_grad_norm(float("inf"), norm_type, only=only).to(device)
+        for entry, only in chosen
+    ]
+    if not norms:
+        return torch.zeros((), device=device)
+    total: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    for entry, only in chosen:
+        clip_(list(entry.strategy.gradients(only)), total, max_norm)
+    return total
 
 
 def _told(entries: Sequence[PreparedModel], *, taken: bool) -> bool:
