@@ -19,6 +19,7 @@ from drivetrain.data import PreparedLoader
 from drivetrain.errors import CheckpointError, ConfigError, UsageError
 from drivetrain.facade.stepping import PreparedOptimizer, PreparedScheduler
 from drivetrain.parts.naming import all_names, clean_name, named_parameters, uncompiled
+from drivetrain.parts.user_hooks import UserHooks
 from drivetrain.parts.whole_copies import saving_methods
 from drivetrain.parts.wrapping import UninheritedContext, UninheritedMethod, restore_forward
 from drivetrain.runtime.gradient_state import GradientState
@@ -48,6 +49,7 @@ class PreparedModel:
         norm_dtype: of the norm of its gradients, as torch has it, whatever a strategy sums in.
         methods: those that the model has in place of its class's, while it is prepared.
         known: identities of the parameters that the strategy trains.
+        hooks: those that the script has put on parameters.
     """
 
     model: nn.Module
@@ -63,10 +65,13 @@ class PreparedModel:
     norm_dtype: torch.dtype = torch.float32
     methods: list[UninheritedMethod] = field(default_factory=list)
     known: frozenset[int] = field(init=False)
+    hooks: UserHooks = field(init=False)
 
     def __post_init__(self) -> None:
         """Remember which parameters the model has now."""
-        self.known = frozenset(map(id, named_parameters(self.module).values()))
+        parameters = list(named_parameters(self.module).values())
+        self.known = frozenset(map(id, parameters))
+        self.hooks = UserHooks(parameters)
 
     @property
     def module(self) -> nn.Module:
