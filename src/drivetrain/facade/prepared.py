@@ -321,11 +321,20 @@ class PreparedObjects:
         return self.last_run or self.models[-1]
 
     @contextmanager
-    def uncounted(self) -> Iterator[None]:
-        """Context around the backward of a loss of weight 0: gradients stay what they are."""
+    def in_backward(self, *, ranks: int, counts: bool, averages: bool) -> Iterator[None]:
+        """Context of a backward, in which hooks of the script wait for averaged gradients.
+
+        Args:
+            ranks: how many there are: in one process hooks run as ever.
+            counts: False leaves all gradients what they are: the loss has the weight 0.
+            averages: whether the backward ends with averaged gradients.
+        """
         with ExitStack() as stack:
             for entry in self.models:
-                stack.enter_context(entry.strategy.uncounted(entry.module))
+                if ranks > 1 and (hooked := entry.hooks.found()):
+                    stack.enter_context(entry.hooks.aside(hooked, averages=averages))
+                if not counts:
+                    stack.enter_context(entry.strategy.uncounted(entry.module))
             yield
 
     def will_scale(self, factor: float | None) -> None:
