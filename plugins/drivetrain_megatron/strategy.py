@@ -36,7 +36,6 @@ from drivetrain_megatron.dropout.draws import AlikeDraws
 from drivetrain_megatron.global_shards import GlobalShards, StatesOfCell
 from drivetrain_megatron.paper.layouts import CellOnPaper
 from drivetrain_megatron.pipeline.build import PipelineBuilder
-from drivetrain_megatron.pipeline.levels import PipelinedModel
 from drivetrain_megatron.plan.model import TensorParallel
 from drivetrain_megatron.plan.report import describe
 from drivetrain_megatron.planning import Planner
@@ -75,7 +74,6 @@ class Megatron(CellOnPaper, StatesOfCell):
         self._source: SharedSource | None = None
         self._handles: list[RemovableHandle] = []
         self._builder = PipelineBuilder(config, run, self._pp, self._tp) if config.pp > 1 else None
-        self._pipeline: PipelinedModel | None = None
         self._synchronizing = True
         if unwise := advice(run.mesh):
             logger.announce(unwise)
