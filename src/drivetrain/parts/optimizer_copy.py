@@ -10,8 +10,8 @@ import functools
 import gc
 import weakref
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterator, Sequence
-from types import CellType, FunctionType, MethodType
+from collections.abc import Iterator, Mapping, Sequence
+from types import CellType, FunctionType, GeneratorType, MethodType
 from typing import Any
 
 import torch
@@ -32,17 +32,26 @@ class NotCopiedError(Exception):
     """An optimizer cannot be copied: a step of the copy would step the script's own."""
 
 
-def copied(optimizer: Optimizer, groups: Sequence[Sequence[nn.Parameter]]) -> Any:
+def copied(
+    optimizer: Optimizer,
+    groups: Sequence[Sequence[nn.Parameter]],
+    others: Mapping[nn.Parameter, nn.Parameter],
+) -> Any:
     """Return an optimizer with the same attributes and options, other parameters, and no state.
 
     Args:
         optimizer: of any class, perhaps around others.
         groups: the parameters of each of its groups.
+        others: what it holds in the place of parameters outside of these groups, as in a list of
+            its own; by default parameters without values and gradients.
 
     Raises:
-        NotCopiedError: it holds another optimizer in an object that cannot be copied.
+        NotCopiedError: it holds another optimizer in an object that cannot be copied, or one that
+            changes whenever somebody asks.
     """
     copies = _Copies()
+    for parameter, other in others.items():
+        copies.take(parameter, other)
     for group, parameters in zip(optimizer.param_groups, groups, strict=True):
         rest = {key: value for key, value in group.items() if key != "params"}
         copies.take(group, {**copies.of(rest), "params": list(parameters)})
@@ -136,6 +145,8 @@ class _Copies:
                 yield name, value
 
     def _by_its_class(self, value: Any) -> Any:
+        if isinstance(value, GeneratorType):
+            raise NotCopiedError("a generator cannot be copied")
         inside = [value()] if isinstance(value, weakref.ref) else gc.get_referents(value)
         inside += list(vars(value).values()) if hasattr(value, "__dict__") else []
         if any(isinstance(each, Optimizer) for each in inside):

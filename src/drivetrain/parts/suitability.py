@@ -34,13 +34,15 @@ _RATE = 0.1
 _MAGNITUDES = (1e-3, 1.0, 1e3)
 """Of gradients, one after the other: averages soon forget those that were smaller."""
 
-_STEPS = 6
+_STEPS = 4
 """With gradients of each magnitude."""
 
 _LONGEST = {"flat": 256, "rows": 256, "whole": 64}
 """Elements of a dim at most. A rule for whole matrices takes longer than one for elements."""
 
-_ELEMENTS = 1 << 16
+_ELEMENTS = (1 << 15) - 1
+"""Of a tensor at most: torch computes more on several threads, which may wait for a processor."""
+
 _SHAPES = 6
 """Different shapes of a group's tensors at most."""
 
@@ -60,7 +62,9 @@ class Misfit(NamedTuple):
     needs_matrices: bool = False
 
 
-_OTHER_VALUES = "needs all parameters at once"
+_OTHER_VALUES = (
+    "needs all parameters at once, or some beside its param_groups, or draws random numbers"
+)
 
 
 def misfit(
@@ -92,36 +96,43 @@ class _Trial:
     """The steps of one process, and those of two ranks, each with its parts."""
 
     def __init__(self, optimizer: Optimizer, cut: Cut, shape_of: ShapeOf) -> None:
-        groups = _tensors(optimizer, _LONGEST[cut], shape_of)
+        groups, places = _tensors(optimizer, _LONGEST[cut], shape_of)
         self._tensors = [tensor for group in groups for tensor in group]
         self._groups = groups
         self._cut = cut
-        self._whole = _Copy(optimizer, [[(t, t.start) for t in group] for group in groups])
+        self._whole = _Copy(optimizer, [[(t, t.start) for t in group] for group in groups], places)
         self._ranks = []
         for rank in (0, 1):
             parts = [[(t, t.parts(t.start, cut)[rank]) for t in group] for group in groups]
-            self._ranks.append(_Copy(optimizer, parts))
+            # Ranks put their parts into groups: what else the optimizer holds has no gradients.
+            self._ranks.append(_Copy(optimizer, parts, {}))
 
     def difference(self) -> str:
         """Return how steps of parts differ from steps of the whole; empty if they do not."""
         moved: set[_Tensor] = set()
         for phase, magnitude in enumerate(_MAGNITUDES):
             before = {tensor: self._whole.value(tensor).clone() for tensor in self._tensors}
-            for step in range(phase * _STEPS, (phase + 1) * _STEPS):
-                if told := self._step(step, magnitude):
+            for step in range(_STEPS):
+                if told := self._step(phase * _STEPS + step, magnitude):
                     return told
-            for tensor, old in before.items():
-                new = self._whole.value(tensor)
-                change = float((new - old).abs().max())
-                if change:
-                    moved.add(tensor)
-                allowed = _OF_CHANGE * change + _OF_VALUES * float(new.abs().max())
-                for rank, part in zip(self._ranks, tensor.parts(new, self._cut), strict=True):
-                    if part is not None and not _near(rank.value(tensor), part, allowed):
-                        return _OTHER_VALUES
+                if step in (0, _STEPS - 1) and not self._agrees(before, moved):
+                    return _OTHER_VALUES
         if any(group and moved.isdisjoint(group) for group in self._groups):
             return "left the tensors of a trial as they were, so that nothing is proved"
         return ""
+
+    def _agrees(self, before: Mapping["_Tensor", Tensor], moved: set["_Tensor"]) -> bool:
+        """Compare the parts with the whole, and add the tensors that moved."""
+        for tensor, old in before.items():
+            new = self._whole.value(tensor)
+            change = float((new - old).abs().max())
+            if change:
+                moved.add(tensor)
+            allowed = _OF_CHANGE * change + _OF_VALUES * float(new.abs().max())
+            for rank, part in zip(self._ranks, tensor.parts(new, self._cut), strict=True):
+                if part is not None and not _near(rank.value(tensor), part, allowed):
+                    return False
+        return True
 
     def _step(self, step: int, magnitude: float) -> str:
         """Take a step; return how it failed."""
@@ -144,7 +155,10 @@ class _Copy:
     """A copy of an optimizer, and the parameters that it steps."""
 
     def __init__(
-        self, optimizer: Optimizer, groups: Sequence[Sequence[tuple["_Tensor", Tensor | None]]]
+        self,
+        optimizer: Optimizer,
+        groups: Sequence[Sequence[tuple["_Tensor", Tensor | None]]],
+        places: Mapping[nn.Parameter, "_Tensor"],
     ) -> None:
         self._held = {
             tensor: nn.Parameter(part.clone())
@@ -153,7 +167,8 @@ class _Copy:
             if part is not None
         }
         held = [[self._held[t] for t, part in group if part is not None] for group in groups]
-        self._optimizer = copied(optimizer, held)
+        others = {parameter: self._held[tensor] for parameter, tensor in places.items()}
+        self._optimizer = copied(optimizer, held, others)
         for group in self._optimizer.param_groups:
             if "lr" in group:
                 group["lr"] = _RATE  # a warm-up may start at zero, which hides every difference
@@ -217,36 +232,46 @@ class _Tensor:
 
     def parts(self, values: Tensor, cut: Cut) -> tuple[Tensor | None, Tensor | None]:
         """Return the parts of two ranks, as views of values like this tensor; None: it has none."""
-        if cut == "whole" or (cut == "rows" and not values.dim()):
-            return (values, None) if self.number % 2 == 0 else (None, values)
+        dim = outer_dim(self.start)
         if cut == "flat":
             values, dim = values.permute(self.order).reshape(-1), 0
-        else:
-            dim = outer_dim(self.start)
+        if self.number == 0:  # of some parameters a rank has nothing
+            return values, None
+        if cut == "whole" or not values.dim():
+            return (values, None) if self.number % 2 == 0 else (None, values)
         size = values.shape[dim]
         edge = size - size * 3 // 5
         first, second = values.narrow(dim, 0, edge), values.narrow(dim, edge, size - edge)
         return first, second if size > edge else None
 
 
-def _tensors(optimizer: Optimizer, longest: int, shape_of: ShapeOf) -> list[list[_Tensor]]:
-    """Return the tensors of each group: only the first one of equal options has some."""
-    kinds: dict[Any, int] = {}
-    shapes: list[dict[Any, torch.device]] = [{} for _ in optimizer.param_groups]
+def _tensors(
+    optimizer: Optimizer, longest: int, shape_of: ShapeOf
+) -> tuple[list[list[_Tensor]], dict[nn.Parameter, _Tensor]]:
+    """Return the tensors of each group: only the first one of equal options has some.
+
+    Beside them is the tensor in the place of each parameter.
+    """
+    first: dict[Any, int] = {}
+    kinds: list[dict[Any, torch.device]] = [{} for _ in optimizer.param_groups]
+    known: list[tuple[nn.Parameter, int, Any]] = []
     for index, group in enumerate(optimizer.param_groups):
-        mine = shapes[kinds.setdefault(_options(group), index)]
+        place = first.setdefault(_options(group), index)
         for parameter in group["params"]:
             shape = shape_of(parameter)
             if math.prod(shape):
                 device = torch.device("cpu") if parameter.is_meta else parameter.device
-                mine.setdefault((_small(shape, longest), _order(parameter)), device)
-    return [
-        [
-            _Tensor.of(*kind, device, number)
-            for number, (kind, device) in enumerate(_chosen(sorted(each.items(), key=_size)))
-        ]
-        for each in shapes
-    ]
+                for small in _smaller(shape, longest):
+                    kind = small, _order(parameter)
+                    kinds[place].setdefault(kind, device)
+                known.append((parameter, place, kind))
+    groups, made = [], {}
+    for place, found in enumerate(kinds):
+        some = _chosen(sorted(found.items(), key=lambda pair: (math.prod(pair[0][0]), pair[0])))
+        groups.append([_Tensor.of(k[0], k[1], d, number) for number, (k, d) in enumerate(some)])
+        for (kind, _), tensor in zip(some, groups[-1], strict=True):
+            made[place, kind] = tensor
+    return groups, {p: made.get((place, k), groups[place][-1]) for p, place, k in known}
 
 
 def _options(group: Mapping[str, Any]) -> Any:
@@ -260,11 +285,18 @@ def _options(group: Mapping[str, Any]) -> Any:
     )
 
 
-def _small(shape: Sequence[int], longest: int) -> tuple[int, ...]:
+def _smaller(shape: Sequence[int], longest: int) -> Iterator[tuple[int, ...]]:
+    """Yield a shape of few elements; of a large matrix, one of many rows, and a square one."""
     sizes = [min(size, longest) for size in shape]
-    while math.prod(sizes) > _ELEMENTS:
-        sizes[sizes.index(max(sizes))] //= 2
-    return tuple(sizes)
+    if math.prod(sizes) <= _ELEMENTS:
+        yield tuple(sizes)
+        return
+    for kept in (1, 0):
+        even = list(sizes)
+        while math.prod(even) > _ELEMENTS:
+            largest = max(even[kept:])
+            even[even.index(largest, kept)] = largest * 15 // 16
+        yield tuple(even)
 
 
 def _order(parameter: nn.Parameter) -> tuple[int, ...]:
@@ -272,20 +304,15 @@ def _order(parameter: nn.Parameter) -> tuple[int, ...]:
     dims = range(parameter.dim())
     if parameter.is_contiguous() or not is_dense(parameter):
         return tuple(dims)
-    return tuple(sorted(dims, key=lambda dim: -parameter.stride(dim)))
-
-
-def _size(pair: tuple[Any, torch.device]) -> tuple[int, Any]:
-    return math.prod(pair[0][0]), pair[0]
+    strides = parameter.stride()
+    return tuple(sorted(dims, key=lambda dim: -strides[dim]))
 
 
 def _chosen(found: Sequence[Any]) -> Sequence[Any]:
-    """Return some of all sizes, and two at least: several tensors may depend on each other."""
-    if len(found) == 1:
-        return [*found, *found]
-    if len(found) <= _SHAPES:
-        return found
-    return [found[round(i * (len(found) - 1) / (_SHAPES - 1))] for i in range(_SHAPES)]
+    """Return some of all sizes, the smallest twice: tensors may depend on each other."""
+    if len(found) > _SHAPES:
+        found = [found[round(i * (len(found) - 1) / (_SHAPES - 1))] for i in range(_SHAPES)]
+    return [*found[:1], *found]
 
 
 def _near(found: Tensor, expected: Tensor, allowed: float) -> bool:
@@ -296,7 +323,7 @@ def _near(found: Tensor, expected: Tensor, allowed: float) -> bool:
 @contextmanager
 def _without_global_hooks() -> Iterator[None]:
     """Context in which the hooks on steps of all optimizers do not see those of copies."""
-    hooks = (
+    hooks: tuple[dict[int, Any], ...] = (
         of_torch._global_optimizer_pre_hooks,
         of_torch._global_optimizer_post_hooks,
     )

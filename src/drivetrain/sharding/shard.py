@@ -29,13 +29,11 @@ class ShardHome(ABC):
         separate: whether they are kept besides the values of the flat tensor.
         in_store: whether a store keeps them.
         at_hand: whether ``fill`` need not wait for anything.
-        untouched: whether it is besides the values, and was the same when it was last written.
     """
 
     separate: ClassVar[bool] = True
     in_store: ClassVar[bool] = False
     at_hand: ClassVar[bool] = True
-    untouched: bool = False
 
     def __init__(self, numel: int, dtype: torch.dtype, own: Sequence[Tensor]) -> None:
         self.numel = numel
@@ -43,6 +41,11 @@ class ShardHome(ABC):
         self.tensor: Tensor | None = None
         self._own = list(own)
         self._lengths = [part.numel() for part in own]
+
+    @property
+    def untouched(self) -> bool:
+        """Whether it is besides the values, and was the same when it was last written."""
+        return False
 
     @abstractmethod
     def fill(self, places: Sequence[Tensor] | None = None) -> None:
@@ -179,7 +182,7 @@ class ShardInMemory(ShardHome):
 
     @property
     def untouched(self) -> bool:
-        """Whether nobody has written into it since it was the same as the values."""
+        """Whether it was the same as the values when it was last written."""
         return self._version == self.tensor._version
 
     def read(self, slot: ParameterSlot) -> Tensor:
