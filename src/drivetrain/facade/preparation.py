@@ -30,6 +30,7 @@ from drivetrain.facade.settings import Runs, StrategyChoice, agree
 from drivetrain.facade.stepping import PreparedOptimizer, PreparedScheduler
 from drivetrain.log import get_logger
 from drivetrain.parts.naming import clean_name
+from drivetrain.parts.own_batch import check_forward_writes
 from drivetrain.parts.wrapping import UninheritedHook
 
 logger = get_logger(__name__)
@@ -89,6 +90,7 @@ class Preparation:
                 place(model, self._runs.default.world.device)
             return model
         _check_undispatched(model)
+        check_forward_writes(model, self._runs.default.mesh["dp"].size)
         choice = self._runs.chosen(model, self._gradients.observer.choice(choice))
         self._recomputations.before_prepare(model, choice)
         self._gradients.observer.before_prepare(model)

@@ -49,6 +49,7 @@ class PreparedModel:
         made_with: the loss scale that divided them.
         overflow: whether the gradients at hand are infinite somewhere.
         note: handle of the hook that notes which model runs.
+        compared: whether the ranks' values were compared before their first gradients.
         known: identities of the parameters that the strategy trains.
     """
 
@@ -61,6 +62,7 @@ class PreparedModel:
     made_with: float = 1.0
     overflow: bool = False
     note: RemovableHandle | None = None
+    compared: bool = False
     known: frozenset[int] = field(init=False)
 
     def __post_init__(self) -> None:

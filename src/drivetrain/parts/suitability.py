@@ -212,14 +212,13 @@ class _Tensor:
         numel = math.prod(shape)
         ramp = torch.arange(numel, dtype=torch.float32, device=device)
         sizes = (0.2 + ramp / numel) * (1 + number % 3)
+        ramp += 1 + number  # no number is zero
         back = [order.index(dim) for dim in range(len(shape))]
 
         def shaped(values: Tensor) -> Tensor:
             return values.view([shape[dim] for dim in order]).permute(back)
 
-        start, first, second = (
-            shaped(torch.sin(ramp * pace + number) * sizes) for pace in (0.7, 1.3, 1.9)
-        )
+        start, first, second = (shaped(torch.sin(ramp * pace) * sizes) for pace in (0.7, 1.3, 1.9))
         return cls(start, number, order, (first, second))
 
     def gradient(self, step: int, magnitude: float) -> Tensor:
