@@ -11,7 +11,15 @@ import gc
 import weakref
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
-from types import CellType, FunctionType, GeneratorType, MethodType
+from types import (
+    BuiltinMethodType,
+    CellType,
+    FunctionType,
+    GeneratorType,
+    MethodType,
+    MethodWrapperType,
+    ModuleType,
+)
 from typing import Any
 
 import torch
@@ -19,6 +27,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 _SIMPLE = (int, float, complex, str, bool, bytes, type(None), torch.dtype, torch.device, type)
+
+_CALLED = (MethodType, FunctionType, functools.partial, BuiltinMethodType, MethodWrapperType)
 
 _PROTOCOL = ("__deepcopy__", "__reduce__", "__reduce_ex__", "__getstate__", "__del__")
 """What a class defines that knows by itself how its objects are copied, or ends something."""
@@ -87,7 +97,7 @@ class _Copies:
         if isinstance(value, tuple | set | frozenset):
             items = list(map(self.of, value))
             return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-        if isinstance(value, MethodType | FunctionType | functools.partial):
+        if isinstance(value, _CALLED):
             return self._function(value)
         if isinstance(value, Optimizer | nn.Module) or not _copies_itself(type(value)):
             return self._object(value)
@@ -105,6 +115,8 @@ class _Copies:
     def _function(self, value: Any) -> Any:
         if isinstance(value, MethodType):
             return MethodType(value.__func__, self.of(value.__self__))
+        if isinstance(value, BuiltinMethodType | MethodWrapperType):  # such as append of a list
+            return getattr(self.of(value.__self__), value.__name__) if _is_bound(value) else value
         if isinstance(value, functools.partial):
             args, keywords = map(self.of, value.args), self.of(value.keywords)
             return functools.partial(self.of(value.func), *args, **keywords)
@@ -157,6 +169,11 @@ class _Copies:
             return copy.deepcopy(value, self._made)
         except Exception:  # anything: of a lock, a file, a group of processes
             return value
+
+
+def _is_bound(value: Any) -> bool:
+    """Whether a function of another language belongs to an object, and not to a module."""
+    return value.__self__ is not None and not isinstance(value.__self__, ModuleType | type)
 
 
 def _copies_itself(kind: type) -> bool:

@@ -1,4 +1,4 @@
-"""The experiment whether an optimizer may step a rank's parts: what it touches, and leaves alone."""
+"""The experiment whether an optimizer may step a rank's parts: what it finds, and leaves alone."""
 
 import random
 import threading
@@ -197,21 +197,18 @@ def matrices(parameters):
 
 def test_elementwise_optimizers_fit_every_cut(parameters):
     made = [
-        *(
-            kind(parameters)
-            for kind in (Adadelta, Adagrad, Adam, Adamax, ASGD, NAdam, RAdam, Rprop)
-        ),
+        *(kind(parameters) for kind in (Adadelta, Adagrad, Adam, Adamax, ASGD, NAdam)),
+        *(kind(parameters) for kind in (RAdam, Rprop, Lion, Counts, Assigns)),
         AdamW(parameters, amsgrad=True, maximize=True, fused=True),
         AdamW(parameters, foreach=True, capturable=True),
         SGD(parameters, lr=0.1, momentum=0.9, dampening=0.1, weight_decay=0.1, fused=True),
         SGD(parameters, lr=torch.tensor(0.0), momentum=0.9, nesterov=True, maximize=True),
         RMSprop(parameters, centered=True, momentum=0.9),
         AdamW([{"params": [p], "lr": 0.1 * i} for i, p in enumerate(parameters)]),
-        *(kind(parameters) for kind in (Lion, Counts, Assigns)),
         Around(Adam(parameters)),
     ]
     lr_scheduler.LambdaLR(made[0], lambda step: 0.0)
-    wrong = [(type(o).__name__, cut) for o in made for cut in CUTS if misfit(o, cut)]
+    wrong = [(type(o).__name__, cut) for o in made for cut in ("flat", "rows") if misfit(o, cut)]
     assert not wrong
 
 
@@ -233,10 +230,10 @@ def test_rules_that_need_more_than_a_rank_has_are_found(parameters):
     of_all = [
         *(kind(parameters) for kind in (ClipsAll, ClipsOwnList, Draws)),
         StepsBy(parameters, lambda inner: inner.step),
-        StepsBy(parameters, lambda inner: lambda: inner.step()),
+        StepsBy(parameters, lambda inner: lambda: inner.step(None)),
     ]
     for optimizer in of_all:
-        for cut in CUTS:
+        for cut in ("flat", "whole"):
             assert "all parameters at once" in misfit(optimizer, cut).why, type(optimizer)
     reasons = {
         "TypeError.*closure": LBFGS(parameters),
