@@ -4,7 +4,7 @@ A unit holds parameters in the order of their memory. For a contiguous parameter
 a range of the flattened parameter; for any other (channels_last, transposed) it is a few boxes.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from math import prod
 from typing import Any
 
@@ -16,7 +16,7 @@ from drivetrain.parts.naming import named_parameters, persistent_buffers
 from drivetrain.parts.saved_state import check_fits, state_keys, weights_in
 from drivetrain.sharding.home import BoundOptimizer, Held, Home
 from drivetrain.sharding.placement import Placement, Ranks
-from drivetrain.sharding.shard import followed
+from drivetrain.sharding.shard import FlatTensor, followed
 from drivetrain.sharding.slot import ParameterSlot
 from drivetrain.shards import Part, Reader, Shard, boxes
 
@@ -58,10 +58,12 @@ class ShardedState:
                 yield Shard(name, "", tensor.detach(), shape, Part.whole(shape))
         if not self._ranks.original:
             return
-        replaced = {slot for unit in self._placement.units for slot in unit.replaced()}
+        units = self._placement.units
+        replaced = {slot for unit in units for slot in unit.replaced()}
+        ahead = {flat for unit in units for flat in unit.flats if unit.is_ahead(flat)}
         for name, slot in self._slots.items():
             if slot.owned_numel:
-                held = _owned_data(slot) if slot in replaced else self._master(slot)
+                held = _owned_data(slot) if slot in replaced else self._master(slot, ahead)
                 yield from _shards(name, "", slot, held)
             elif not slot.numel and self._ranks.first:
                 empty = torch.empty(slot.shape, dtype=slot.master, device="cpu")
@@ -114,16 +116,17 @@ class ShardedState:
         }
         return {**rest, **persistent_buffers(self._model)}
 
-    def _master(self, slot: ParameterSlot) -> Held:
+    def _master(self, slot: ParameterSlot, ahead: Collection[FlatTensor]) -> Held:
         """Return a master, with what the script has written into the parameter beside it.
 
         The master itself stays: an average may be swapped out again before the next step.
         """
-        unit, flat = self._placement.unit_of(slot), self._placement.flat_of(slot)
+        flat = self._placement.flat_of(slot)
         held = self._home.master(flat, slot)
-        own = flat.values[slot.own].detach().to(held.values.device)
-        if unit.is_ahead(flat) and not torch.equal(held.values.to(own.dtype), own):
-            return Held(followed(held.values, own), fresh=True)
+        if flat in ahead:
+            own = flat.values[slot.own].detach().to(held.values.device)
+            if not torch.equal(held.values.to(own.dtype), own):
+                return Held(followed(held.values, own), fresh=True)
         return held
 
     def _optimizer_shards(
