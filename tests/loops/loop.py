@@ -168,7 +168,10 @@ def run_on_rank(way: Way, strategy: Mapping[str, Any]) -> Outcome:
     """Take a way under one strategy on this rank, and compare with one process."""
     with in_doubles():
         expected, found = Loop(None), Loop(strategy)
-        way(expected)
+        try:
+            way(expected)
+        except Exception as error:
+            return Outcome(CRASHED, f"in one process: {type(error).__name__}: {error}")
         try:
             with _ended(found):
                 way(found)

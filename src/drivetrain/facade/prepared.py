@@ -20,6 +20,7 @@ from drivetrain.facade.stepping import PreparedOptimizer, PreparedScheduler
 from drivetrain.nested import convert_to_fp32
 from drivetrain.parts.naming import all_names, clean_name, named_parameters
 from drivetrain.parts.torch_calls import Arguments, Function, Keywords
+from drivetrain.parts.user_hooks import UserHooks
 from drivetrain.parts.wrapping import (
     UninheritedContext,
     is_wrapped,
@@ -51,6 +52,7 @@ class PreparedModel:
         note: handle of the hook that notes which model runs.
         compared: whether the ranks' values were compared before their first gradients.
         known: identities of the parameters that the strategy trains.
+        hooks: those that the script has put on parameters.
     """
 
     model: nn.Module
@@ -64,10 +66,13 @@ class PreparedModel:
     note: RemovableHandle | None = None
     compared: bool = False
     known: frozenset[int] = field(init=False)
+    hooks: UserHooks = field(init=False)
 
     def __post_init__(self) -> None:
         """Remember which parameters the model has now."""
-        self.known = frozenset(map(id, self.module.parameters()))
+        parameters = list(self.module.parameters())
+        self.known = frozenset(map(id, parameters))
+        self.hooks = UserHooks(parameters)
 
     @property
     def module(self) -> nn.Module:
