@@ -28,6 +28,7 @@ from drivetrain.facade.settings import Runs, StrategyChoice, agree
 from drivetrain.facade.stepping import PreparedOptimizer, PreparedScheduler
 from drivetrain.log import get_logger
 from drivetrain.parts.naming import clean_name
+from drivetrain.parts.own_batch import check_forward_writes
 from drivetrain.parts.wrapping import UninheritedHook, compute_in
 from drivetrain.states.given import KERNELS
 
@@ -89,6 +90,7 @@ class Preparation:
                 place(model, self._runs.default.world.device)
             return model
         _check_undispatched(model)
+        check_forward_writes(model, self._runs.default.mesh["dp"].size)
         choice = self._runs.chosen(model, self._gradients.observer.choice(choice))
         self._recomputations.before_prepare(model, choice)
         self._gradients.observer.before_prepare(model)
@@ -109,8 +111,7 @@ class Preparation:
         self._constructions.give_values(model, mine, strategy, values)
         if placed:
             place(model, world.device)
-        for optimizer in mine:
-            self._prepared.note_groups(optimizer)
+        self._prepared.note_groups(mine)
         try:
             module, bound = strategy.prepare(model, mine)
             entry = PreparedModel(module, strategy, tuple(bound), names)
@@ -152,7 +153,7 @@ class Preparation:
             if _holds(bound, entry.names) and not any(o is bound for o in entry.optimizers):
                 facts = list(_facts_of_optimizers([bound], entry.names))
                 agree(self._runs.default.world, "an optimizer", facts)
-                self._prepared.note_groups(bound)
+                self._prepared.note_groups([bound])
                 groups = self._prepared.groups[bound]
                 bound = entry.strategy.bind(bound)
                 self._prepared.groups[bound] = groups

@@ -48,6 +48,7 @@ class PreparedModel:
         used: whether a step has used the gradients at hand.
         norm_dtype: of the norm of its gradients, as torch has it, whatever a strategy sums in.
         methods: those that the model has in place of its class's, while it is prepared.
+        compared: whether the ranks' values were compared before their first gradients.
         known: identities of the parameters that the strategy trains.
         hooks: those that the script has put on parameters.
     """
@@ -64,6 +65,7 @@ class PreparedModel:
     used: bool = False
     norm_dtype: torch.dtype = torch.float32
     methods: list[UninheritedMethod] = field(default_factory=list)
+    compared: bool = False
     known: frozenset[int] = field(init=False)
     hooks: UserHooks = field(init=False)
 
@@ -299,11 +301,12 @@ class PreparedObjects:
         ]
         return WholeOptimizer(optimizer, self.groups[optimizer], holders)
 
-    def note_groups(self, optimizer: Optimizer) -> None:
-        """Remember the groups of an optimizer before a strategy may divide it."""
-        if optimizer not in self.groups:
-            self.groups[optimizer] = GivenGroups(optimizer)
-            refuse_parts(optimizer, self.whole)
+    def note_groups(self, optimizers: Iterable[Optimizer]) -> None:
+        """Remember the groups of optimizers before a strategy may divide them."""
+        for optimizer in optimizers:
+            if optimizer not in self.groups:
+                self.groups[optimizer] = GivenGroups(optimizer)
+                refuse_parts(optimizer, self.whole)
 
     def owners_of(self, parameters: Sequence[Tensor]) -> list[PreparedModel]:
         """Return the models of these parameters, or of what optimizers hold in their place.
