@@ -205,7 +205,9 @@ class TensorParallel:
                 trained = parameter.requires_grad
                 parameter.requires_grad_()  # a hook waits for the day when a frozen one is trained
                 hooked: Any = parameter
-                self._handles.append(hooked.register_hook(_if_given(summed)))
+                handle = hooked.register_hook(_if_given(summed))
+                hooked._backward_hooks.move_to_end(handle.id, last=False)
+                self._handles.append(handle)
                 parameter.requires_grad_(trained)
 
     def close(self) -> None:

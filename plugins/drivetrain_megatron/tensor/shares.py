@@ -1,0 +1,430 @@
+"""Outside of the model's computing, a parameter of which a rank has a share stands for the whole.
+
+Layers, backward and optimizers compute with the share, which the parameter's object has for values.
+Everybody else finds the whole: its shape; its values, which the ranks gather together; hooks that
+see whole gradients; and each rank takes its share of what is written. Only the class of the
+parameter changes between the two, as for parameters whose values are away
+(``drivetrain.parts.guard``), which a strategy inside of the cell may have at the same time.
+"""
+
+import copy
+import functools
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NoReturn, TypeAlias, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+from torch._compile import _disable_dynamo
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.hooks import RemovableHandle
+
+from drivetrain.collectives import Communicator
+from drivetrain.errors import UsageError
+from drivetrain.parts.rounds import in_backward
+from drivetrain.parts.torch_calls import Arguments, Function, Keywords, asks_facts, writes_first
+from drivetrain.parts.wrapping import UninheritedHook
+from drivetrain_megatron.tensor.behavior import Own, attach, behavior_of, computing
+from drivetrain_megatron.tensor.operators import gather, gathered, scatter
+from drivetrain_megatron.tensor.partition import Partition
+from drivetrain_megatron.tensor.whole import WholeCopy, WholeTensor
+
+GradientHook: TypeAlias = Callable[[Tensor], Tensor | None]
+MethodT = TypeVar("MethodT", bound=Callable[..., Any])
+
+_TOUCHING = ("zero_grad", "train", "eval")
+"""Methods of optimizers that look at each parameter, or write into it, beside their steps."""
+
+
+class Share:
+    """A rank's share of one parameter, of the model or of a copy.
+
+    Args:
+        name: of the parameter.
+        parameter: has the share.
+        partition: what each rank has.
+        shape: of the whole.
+        model: the shares of the model.
+        copied: whether the parameter is a copy's, and so changes by itself.
+
+    Attributes:
+        parameter: as given.
+        beneath: the class of the parameter as the strategy inside of the cell knows it.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        parameter: nn.Parameter,
+        partition: Partition,
+        shape: tuple[int, ...],
+        model: "Shares",
+        *,
+        copied: bool = False,
+    ) -> None:
+        self.parameter = parameter
+        self.beneath: type = type(parameter)
+        self._name = name
+        self._partition = partition
+        self._shape = shape
+        self._model = model
+        self._copied = copied
+        self._shown: Callable[[], WholeCopy | None] = lambda: None
+        known: Any = parameter
+        known._share = self
+
+    def cover(self) -> None:
+        """Let the parameter stand for the whole."""
+        if type(self.parameter) is not ShareParameter:
+            self.beneath = type(self.parameter)
+            self.parameter.__class__ = ShareParameter
+
+    def outline(self) -> Tensor:
+        """Return a tensor with the facts of the whole, without values."""
+        return torch.empty(self._shape, dtype=self.parameter.dtype, device="meta")
+
+    def tracked(self) -> Tensor:
+        """Return the whole values, whose gradients reach the shares. Collective."""
+        ranks = self._ranks()
+        with bare([self.parameter]):
+            return gather(self.parameter, ranks, self._partition)
+
+    def whole(self) -> WholeTensor:
+        """Return the whole values outside of autograd. Collective."""
+        ranks, label = self._ranks(), f"values of {self._name!r}"
+        with torch.no_grad(), bare([self.parameter]):
+            values = gathered(self.parameter, ranks, self._partition, label=label)
+        known = self._shown()
+        if known is None:
+            known = WholeCopy(self._name, values, self._put, self._moment)
+            self._shown = weakref.ref(known)
+        else:  # as in memory: what was read before sees the same
+            known.refresh(values)
+        return known.shown()
+
+    def replace(self, whole: Tensor) -> None:
+        """Give the parameter other memory, for its share of whole values.
+
+        Raises:
+            UsageError: they have another shape.
+        """
+        if tuple(whole.shape) != self._shape:
+            raise UsageError(
+                f"expected values of shape {self._shape} for {self._name!r}, found "
+                f"{tuple(whole.shape)}; give whole values: each rank takes its part of them"
+            )
+        share = self._partition.take(whole.detach(), self._model.ranks.rank)
+        known, self._shown = self._shown(), lambda: None
+        if known is not None:
+            known.cut()
+        with bare([self.parameter]):
+            self.parameter.data = share
+
+    def hook(self, seeing: GradientHook) -> Callable[[Tensor | None], Tensor | None]:
+        """Return a hook of the share that lets a script's hook see the whole gradient."""
+        ranks, partition = self._model.ranks, self._partition
+
+        def shared(gradient: Tensor | None) -> Tensor | None:
+            if gradient is None:  # a pipeline computes it later
+                return None
+            whole = gather(gradient, ranks, partition)
+            found = seeing(whole)
+            return scatter(whole if found is None else found, ranks, partition)
+
+        return shared
+
+    def hook_later(self, seeing: GradientHook) -> RemovableHandle:
+        """Register a script's hook of the whole gradient."""
+        with bare([self.parameter]):
+            return self.parameter.register_hook(self.hook(seeing))  # type: ignore[no-untyped-call,no-any-return]
+
+    def wrap_hooks(self) -> None:
+        """Let the hooks that a script has registered see the whole gradient."""
+        hooks: Any = self.parameter._backward_hooks
+        for number, seeing in (hooks or {}).items():
+            hooks[number] = self.hook(seeing)
+
+    def refuse_hook(self, *_: Any) -> NoReturn:
+        """Refuse a hook behind the accumulation of the gradient."""
+        refuse_accumulated(self._name)
+
+    def copy(self, memo: dict[int, Any]) -> nn.Parameter:
+        """Return a copy that stands for the whole, too."""
+        with bare([self.parameter]):
+            new: nn.Parameter = copy.deepcopy(self.parameter, memo)
+        Share(self._name, new, self._partition, self._shape, self._model, copied=True).cover()
+        return new
+
+    def _ranks(self) -> Communicator:
+        if self._model.closed:
+            raise UsageError(
+                f"expected a parameter with values, found {self._name!r}, of which each rank has a "
+                "share since its strategy was taken off, as by free_memory(); "
+                "take accelerator.get_state_dict(model) or save_model() before"
+            )
+        return self._model.ranks
+
+    def _put(self, whole: Tensor) -> None:
+        share = self._partition.take(whole, self._model.ranks.rank)
+        with torch.no_grad(), bare([self.parameter]):
+            self.parameter.copy_(share)
+
+    def _moment(self) -> tuple[int, int]:
+        with bare([self.parameter]):
+            return self.parameter._version, 0 if self._copied else self._model.steps
+
+
+class ShareParameter(nn.Parameter):
+    """A parameter that stands for the whole, while its memory has a rank's share."""
+
+    _share: Share
+
+    @classmethod
+    @_disable_dynamo
+    def __torch_function__(
+        cls, func: Function, types: Any, args: Arguments = (), kwargs: Keywords | None = None
+    ) -> Any:
+        """Run a function on shares where the model computes, and on the whole elsewhere."""
+        kwargs = kwargs or {}
+        covered = [leaf for leaf in tree_leaves((args, kwargs)) if type(leaf) is cls]
+        if computing.depth or in_backward():
+            with bare(covered):
+                return func(*args, **kwargs)
+        if func in _SPECIAL and type(args[0]) is cls:
+            return _SPECIAL[func](args[0]._share, *args[1:], **kwargs)
+        if func in _OF_SHAPE:
+            return _replaced(func, args, kwargs, {p: p._share.outline() for p in covered})
+        if asks_facts(func) or func is Tensor.data_ptr:  # whose memory it is tells ties
+            with bare(covered):
+                return func(*args, **kwargs)
+        return _on_whole(func, args, kwargs, covered)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self.unbind(0))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        return memo[id(self)] if id(self) in memo else self._share.copy(memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        whole = nn.Parameter(self._share.whole().plain(), self.requires_grad)
+        return whole.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"Parameter(divided over ranks, shape {tuple(self.shape)}, {self.dtype})"
+
+    def __format__(self, spec: str) -> str:
+        return object.__format__(self, spec)  # as repr: one rank may print by itself
+
+
+class Shares:
+    """The parameters of one model of which ranks have shares.
+
+    Args:
+        ranks: the axis ``tp``.
+
+    Attributes:
+        ranks: as given.
+        steps: changes of values by optimizers and loads so far.
+        closed: whether nobody can gather values any more.
+    """
+
+    def __init__(self, ranks: Communicator) -> None:
+        self.ranks = ranks
+        self.steps = 0
+        self.closed = False
+        self._all: list[Share] = []
+        self._depth = 0
+        self._forwards = 0
+        self._handles: list[RemovableHandle] = []
+        self._taken: list[tuple[dict[str, Any], str, Any]] = []
+
+    def add(
+        self, name: str, parameter: nn.Parameter, partition: Partition, shape: tuple[int, ...]
+    ) -> None:
+        """Know one more parameter, and let hooks that a script has registered see the whole."""
+        share = Share(name, parameter, partition, shape, self)
+        share.wrap_hooks()
+        self._all.append(share)
+
+    def cover(self, model: nn.Module, optimizers: Iterable[Optimizer]) -> None:
+        """Let the parameters stand for the whole wherever the model does not compute."""
+        if not self._all:
+            return
+        mine = {share.parameter for share in self._all}
+        for module in model.modules():
+            owns = any(p is not None and p in mine for p in module._parameters.values())
+            if owns and behavior_of(module) is None:
+                attach(module, Own())  # its forward computes with the share, however it is called
+        begin, end = UninheritedHook(self._begin_forward), UninheritedHook(self._end_forward)
+        self._handles.append(model.register_forward_pre_hook(begin, prepend=True))
+        self._handles.append(model.register_forward_hook(end, always_call=True))
+        for optimizer in optimizers:
+            self.follow(optimizer)
+        for share in self._all:
+            share.cover()
+
+    def follow(self, optimizer: Optimizer) -> None:
+        """Let one more optimizer step shares."""
+        if not self._all:
+            return
+        self._handles.append(optimizer.register_step_pre_hook(self._before_step))
+        self._handles.append(optimizer.register_step_post_hook(self._after_step))
+        for name in _TOUCHING:
+            given = getattr(optimizer, name, None)
+            if callable(given):  # in __dict__, which copies and pickles of optimizers leave out
+                self._taken.append((optimizer.__dict__, name, optimizer.__dict__.get(name)))
+                optimizer.__dict__[name] = self._opened(given)
+
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        """Context in which parameters are shares."""
+        self._enter()
+        try:
+            yield
+        finally:
+            self._leave()
+
+    @contextmanager
+    def without(self, parameters: Collection[nn.Parameter]) -> Iterator[None]:
+        """Context, inside of ``open``, in which these parameters alone are as they are."""
+        known, chosen = self._all, set(parameters)
+        self._all = [share for share in known if share.parameter not in chosen]
+        self._leave()
+        try:
+            yield
+        finally:
+            self._enter()
+            self._all = known
+
+    def close(self) -> None:
+        """Take hooks off; parameters go on to show facts of the whole, and refuse their values."""
+        for handle in self._handles:
+            handle.remove()
+        for members, name, before in reversed(self._taken):
+            members.pop(name, None)
+            if before is not None:
+                members[name] = before
+        self._handles, self._taken = [], []
+        self.closed = True
+
+    def _enter(self) -> None:
+        computing.depth += 1
+        self._depth += 1
+        if self._depth == 1:
+            for share in self._all:
+                share.parameter.__class__ = share.beneath
+
+    def _leave(self) -> None:
+        computing.depth -= 1
+        self._depth -= 1
+        if self._depth == 0:
+            for share in self._all:
+                share.cover()
+
+    def _begin_forward(self, *_: Any) -> None:
+        self._forwards += 1
+        self._enter()
+
+    def _end_forward(self, *_: Any) -> None:
+        if self._forwards:  # not if a hook before the first of these raised
+            self._forwards -= 1
+            self._leave()
+
+    def _before_step(self, *_: Any) -> None:
+        self._enter()
+
+    def _after_step(self, *_: Any) -> None:
+        self.steps += 1
+        self._leave()
+
+    def _opened(self, given: Callable[..., Any]) -> Callable[..., Any]:
+        def opened(*args: Any, **kwargs: Any) -> Any:
+            with self.open():
+                return given(*args, **kwargs)
+
+        return opened
+
+
+def on_shares(method: MethodT) -> MethodT:
+    """Let a method of a strategy, which has ``_shares``, find shares in the parameters."""
+
+    @functools.wraps(method)
+    def opened(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with self._shares.open():
+            return method(self, *args, **kwargs)
+
+    return cast(MethodT, opened)
+
+
+@contextmanager
+def bare(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Context in which some parameters that stand for the whole are shares."""
+    covered: list[Any] = [p for p in dict.fromkeys(parameters) if type(p) is ShareParameter]
+    for parameter in covered:
+        parameter.__class__ = parameter._share.beneath
+    try:
+        yield
+    finally:
+        for parameter in covered:
+            parameter._share.cover()
+
+
+def refuse_accumulated(name: str) -> NoReturn:
+    """Refuse a hook that is called when a gradient has been accumulated.
+
+    Raises:
+        UsageError: names the parameter, and the way out.
+    """
+    raise UsageError(
+        f"expected no hook behind the accumulated gradient of {name!r}, of which each rank has a "
+        "share, found one, which would see this rank's share: take register_hook, which sees the "
+        "whole gradient, change gradients after backward, or set tp: 1"
+    )
+
+
+def _on_whole(
+    func: Function, args: Arguments, kwargs: Keywords, covered: Iterable[nn.Parameter]
+) -> Any:
+    """Run a function on whole values, and let shares follow what it writes."""
+    first = [*args, *kwargs.values()][:1] if writes_first(func) else kwargs.get("out")
+    written = {id(leaf) for leaf in tree_leaves(first)}
+    recorded = torch.is_grad_enabled() and func not in _DETACHED
+    stand_ins: dict[Any, Tensor] = {}
+    for parameter in dict.fromkeys(covered):
+        known: Share = parameter._share  # type: ignore[attr-defined]
+        tracked = recorded and parameter.requires_grad
+        if tracked and id(parameter) not in written:
+            stand_ins[parameter] = known.tracked()
+        else:  # a leaf, into which autograd lets nobody write
+            stand_ins[parameter] = known.whole().requires_grad_(tracked)
+    result = _replaced(func, args, kwargs, stand_ins)
+    back = {id(stand_in): parameter for parameter, stand_in in stand_ins.items()}
+    return tree_map(lambda leaf: back.get(id(leaf), leaf), result)
+
+
+def _replaced(
+    func: Function, args: Arguments, kwargs: Keywords, stand_ins: Mapping[Any, Tensor]
+) -> Any:
+    args, kwargs = tree_map(
+        lambda leaf: stand_ins[leaf] if type(leaf) is ShareParameter else leaf, (args, kwargs)
+    )
+    return func(*args, **kwargs)
+
+
+_SPECIAL: Mapping[Function, Callable[..., Any]] = {
+    Tensor.register_hook: Share.hook_later,
+    Tensor.register_post_accumulate_grad_hook: Share.refuse_hook,
+    Tensor.data.__set__: Share.replace,  # type: ignore[attr-defined]
+}
+
+_DETACHED = (Tensor.detach, Tensor.data.__get__)  # type: ignore[attr-defined]
+
+_OF_SHAPE: frozenset[Function] = frozenset(
+    {
+        *(Tensor.size, Tensor.numel, Tensor.nelement, Tensor.stride, Tensor.is_same_size),
+        *(Tensor.__len__, Tensor.dim_order),
+        *(Tensor.shape.__get__, Tensor.nbytes.__get__),  # type: ignore[attr-defined]
+    }
+)
