@@ -24,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from drivetrain.collectives import Communicator
 from drivetrain.errors import UsageError
 from drivetrain.parts.rounds import in_backward
-from drivetrain.parts.torch_calls import Arguments, Function, Keywords, asks_facts, writes_first
+from drivetrain.parts.torch_calls import FACTS, Arguments, Function, Keywords, writes_first
 from drivetrain.parts.wrapping import UninheritedHook
 from drivetrain_megatron.tensor.behavior import Own, attach, behavior_of, computing
 from drivetrain_megatron.tensor.operators import gather, gathered, scatter
@@ -188,6 +188,9 @@ class ShareParameter(nn.Parameter):
     ) -> Any:
         """Run a function on shares where the model computes, and on the whole elsewhere."""
         kwargs = kwargs or {}
+        if func in _OF_THE_OBJECT:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
         covered = [leaf for leaf in tree_leaves((args, kwargs)) if type(leaf) is cls]
         if computing.depth or in_backward():
             with bare(covered):
@@ -196,9 +199,6 @@ class ShareParameter(nn.Parameter):
             return _SPECIAL[func](args[0]._share, *args[1:], **kwargs)
         if func in _OF_SHAPE:
             return _replaced(func, args, kwargs, {p: p._share.outline() for p in covered})
-        if asks_facts(func) or func is Tensor.data_ptr:  # whose memory it is tells ties
-            with bare(covered):
-                return func(*args, **kwargs)
         return _on_whole(func, args, kwargs, covered)
 
     def __iter__(self) -> Iterator[Tensor]:
@@ -320,8 +320,10 @@ class Shares:
         computing.depth -= 1
         self._depth -= 1
         if self._depth == 0:
-            for share in self._all:
-                share.cover()
+            for share in self._all:  # twice in each forward, backward and step: no calls
+                parameter = share.parameter
+                if (kind := type(parameter)) is not ShareParameter:
+                    share.beneath, parameter.__class__ = kind, ShareParameter
 
     def _begin_forward(self, *_: Any) -> None:
         self._forwards += 1
@@ -419,8 +421,6 @@ _SPECIAL: Mapping[Function, Callable[..., Any]] = {
     Tensor.data.__set__: Share.replace,  # type: ignore[attr-defined]
 }
 
-_DETACHED = (Tensor.detach, Tensor.data.__get__)  # type: ignore[attr-defined]
-
 _OF_SHAPE: frozenset[Function] = frozenset(
     {
         *(Tensor.size, Tensor.numel, Tensor.nelement, Tensor.stride, Tensor.is_same_size),
@@ -428,3 +428,8 @@ _OF_SHAPE: frozenset[Function] = frozenset(
         *(Tensor.shape.__get__, Tensor.nbytes.__get__),  # type: ignore[attr-defined]
     }
 )
+
+_OF_THE_OBJECT = (FACTS | {Tensor.data_ptr}) - _SPECIAL.keys() - _OF_SHAPE
+"""Functions that ask for the same facts of share and whole; whose memory it is tells ties."""
+
+_DETACHED = (Tensor.detach, Tensor.data.__get__)  # type: ignore[attr-defined]
