@@ -30,8 +30,8 @@ from drivetrain.runtime.world import World
 from drivetrain.shards import HeldPart, HeldTensors
 from drivetrain.strategy import Run, Strategy, find_strategy
 from drivetrain_megatron.config import MegatronConfig
+from drivetrain_megatron.shares.parameters import Shares, on_shares
 from drivetrain_megatron.tensor.partition import Partition
-from drivetrain_megatron.tensor.shares import Shares, on_shares
 
 
 def data_parallel(config: MegatronConfig) -> tuple[type[Strategy[Any]], Any]:

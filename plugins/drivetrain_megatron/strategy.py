@@ -40,6 +40,8 @@ from drivetrain_megatron.pipeline.levels import PipelinedModel
 from drivetrain_megatron.plan.model import TensorParallel
 from drivetrain_megatron.plan.report import describe
 from drivetrain_megatron.planning import Planner
+from drivetrain_megatron.shares.parameters import Shares, on_shares
+from drivetrain_megatron.shares.share import refuse_accumulated
 from drivetrain_megatron.state import (
     Original,
     SharedSource,
@@ -47,7 +49,6 @@ from drivetrain_megatron.state import (
     joined,
     refusing_forwards,
 )
-from drivetrain_megatron.tensor.shares import Shares, on_shares, refuse_accumulated
 
 logger = get_logger(__name__)
 

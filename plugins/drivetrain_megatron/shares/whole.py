@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -100,8 +100,8 @@ class WholeTensor(Tensor):
         cls, func: Function, types: Sequence[type], args: Arguments = (), kwargs: Any = None
     ) -> Any:
         """Run a function; let shares follow what it writes, and its views be such tensors."""
-        if any(not issubclass(kind, cls) for kind in types):
-            return NotImplemented  # a parameter of which this rank has a share: it decides
+        if any(issubclass(kind, nn.Parameter) for kind in types):
+            return NotImplemented  # one of which this rank has a share: it brings its values first
         kwargs = kwargs or {}
         copies = {leaf._copy for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls)}
         if not asks_facts(func):

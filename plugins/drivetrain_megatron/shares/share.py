@@ -8,34 +8,51 @@ parameter changes between the two, as for parameters whose values are away
 """
 
 import copy
-import functools
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NoReturn, TypeAlias, TypeVar, cast
+from typing import Any, NoReturn, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
-from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.hooks import RemovableHandle
 
 from drivetrain.collectives import Communicator
 from drivetrain.errors import UsageError
+from drivetrain.parts.divided_gradient import DividedGradient
 from drivetrain.parts.rounds import in_backward
 from drivetrain.parts.torch_calls import FACTS, Arguments, Function, Keywords, writes_first
-from drivetrain.parts.wrapping import UninheritedHook
-from drivetrain_megatron.tensor.behavior import Own, attach, behavior_of, computing
+from drivetrain_megatron.shares.gradient import SharePlace
+from drivetrain_megatron.shares.whole import WholeCopy, WholeTensor
+from drivetrain_megatron.tensor.behavior import computing
 from drivetrain_megatron.tensor.operators import gather, gathered, scatter
 from drivetrain_megatron.tensor.partition import Partition
-from drivetrain_megatron.tensor.whole import WholeCopy, WholeTensor
 
 GradientHook: TypeAlias = Callable[[Tensor], Tensor | None]
-MethodT = TypeVar("MethodT", bound=Callable[..., Any])
+_GRADIENT: Any = Tensor.grad
+_DATA: Any = Tensor.data
 
-_TOUCHING = ("zero_grad", "train", "eval")
-"""Methods of optimizers that look at each parameter, or write into it, beside their steps."""
+
+class SharesOfModel(Protocol):
+    """The shares of all parameters of a model, as one of them sees the others.
+
+    Attributes:
+        ranks: the axis ``tp``.
+        steps: changes of values by optimizers and loads so far.
+        closed: whether nobody can gather values any more.
+    """
+
+    ranks: Communicator
+    steps: int
+    closed: bool
+
+    def norm(self, share: "Share", norm_type: float) -> Tensor:
+        """Return the norm of a whole gradient. Collective, once for all gradients."""
+
+    def forget_norms(self) -> None:
+        """Forget norms: gradients have changed."""
 
 
 class Share:
@@ -52,6 +69,7 @@ class Share:
     Attributes:
         parameter: as given.
         beneath: the class of the parameter as the strategy inside of the cell knows it.
+        place: of the gradient.
     """
 
     def __init__(
@@ -60,7 +78,7 @@ class Share:
         parameter: nn.Parameter,
         partition: Partition,
         shape: tuple[int, ...],
-        model: "Shares",
+        model: SharesOfModel,
         *,
         copied: bool = False,
     ) -> None:
@@ -72,6 +90,15 @@ class Share:
         self._model = model
         self._copied = copied
         self._shown: Callable[[], WholeCopy | None] = lambda: None
+        self._gradient: DividedGradient | None = None
+        self.place = SharePlace(
+            name,
+            model.ranks,
+            partition,
+            self._held_gradient,
+            lambda norm_type: model.norm(self, norm_type),
+            model.forget_norms,
+        )
         known: Any = parameter
         known._share = self
 
@@ -110,17 +137,54 @@ class Share:
         Raises:
             UsageError: they have another shape.
         """
-        if tuple(whole.shape) != self._shape:
-            raise UsageError(
-                f"expected values of shape {self._shape} for {self._name!r}, found "
-                f"{tuple(whole.shape)}; give whole values: each rank takes its part of them"
-            )
-        share = self._partition.take(whole.detach(), self._model.ranks.rank)
+        self._check_whole(whole)
+        share = self.place.cut(whole.detach())
         known, self._shown = self._shown(), lambda: None
         if known is not None:
             known.cut()
         with bare([self.parameter]):
             self.parameter.data = share
+
+    def gradient(self) -> DividedGradient | None:
+        """Return the whole gradient; None if there is none."""
+        if self._held_gradient() is None:
+            return None
+        if self._gradient is None:
+            like = self.parameter.new_empty(self._shape)  # for its facts: no memory is touched
+            self._gradient = DividedGradient(like, self.place)
+        return self._gradient
+
+    def assign_gradient(self, given: Tensor | None) -> None:
+        """Let the parameter have a share of another gradient, or none.
+
+        Raises:
+            UsageError: it has another shape.
+        """
+        if given is self._gradient and given is not None:
+            return
+        share = None
+        if given is not None:
+            self._check_whole(given)
+            if isinstance(given, DividedGradient):
+                share = (
+                    given.piece() if given.place is self.place else self.place.cut(given.whole())
+                )
+            else:
+                share = self.place.cut(given)
+        with bare([self.parameter]):
+            self.parameter.grad = share
+        self._model.forget_norms()
+
+    def _held_gradient(self) -> Tensor | None:
+        with bare([self.parameter]):
+            return self.parameter.grad
+
+    def _check_whole(self, given: Tensor) -> None:
+        if tuple(given.shape) != self._shape:
+            raise UsageError(
+                f"expected a tensor of shape {self._shape} for {self._name!r}, found "
+                f"{tuple(given.shape)}; give a whole one: each rank takes its part of it"
+            )
 
     def hook(self, seeing: GradientHook) -> Callable[[Tensor | None], Tensor | None]:
         """Return a hook of the share that lets a script's hook see the whole gradient."""
@@ -167,7 +231,7 @@ class Share:
         return self._model.ranks
 
     def _put(self, whole: Tensor) -> None:
-        share = self._partition.take(whole, self._model.ranks.rank)
+        share = self.place.cut(whole)
         with torch.no_grad(), bare([self.parameter]):
             self.parameter.copy_(share)
 
@@ -216,148 +280,6 @@ class ShareParameter(nn.Parameter):
 
     def __format__(self, spec: str) -> str:
         return object.__format__(self, spec)  # as repr: one rank may print by itself
-
-
-class Shares:
-    """The parameters of one model of which ranks have shares.
-
-    Args:
-        ranks: the axis ``tp``.
-
-    Attributes:
-        ranks: as given.
-        steps: changes of values by optimizers and loads so far.
-        closed: whether nobody can gather values any more.
-    """
-
-    def __init__(self, ranks: Communicator) -> None:
-        self.ranks = ranks
-        self.steps = 0
-        self.closed = False
-        self._all: list[Share] = []
-        self._depth = 0
-        self._forwards = 0
-        self._handles: list[RemovableHandle] = []
-        self._taken: list[tuple[dict[str, Any], str, Any]] = []
-
-    def add(
-        self, name: str, parameter: nn.Parameter, partition: Partition, shape: tuple[int, ...]
-    ) -> None:
-        """Know one more parameter, and let hooks that a script has registered see the whole."""
-        share = Share(name, parameter, partition, shape, self)
-        share.wrap_hooks()
-        self._all.append(share)
-
-    def cover(self, model: nn.Module, optimizers: Iterable[Optimizer]) -> None:
-        """Let the parameters stand for the whole wherever the model does not compute."""
-        if not self._all:
-            return
-        mine = {share.parameter for share in self._all}
-        for module in model.modules():
-            owns = any(p is not None and p in mine for p in module._parameters.values())
-            if owns and behavior_of(module) is None:
-                attach(module, Own())  # its forward computes with the share, however it is called
-        begin, end = UninheritedHook(self._begin_forward), UninheritedHook(self._end_forward)
-        self._handles.append(model.register_forward_pre_hook(begin, prepend=True))
-        self._handles.append(model.register_forward_hook(end, always_call=True))
-        for optimizer in optimizers:
-            self.follow(optimizer)
-        for share in self._all:
-            share.cover()
-
-    def follow(self, optimizer: Optimizer) -> None:
-        """Let one more optimizer step shares."""
-        if not self._all:
-            return
-        self._handles.append(optimizer.register_step_pre_hook(self._before_step))
-        self._handles.append(optimizer.register_step_post_hook(self._after_step))
-        for name in _TOUCHING:
-            given = getattr(optimizer, name, None)
-            if callable(given):  # in __dict__, which copies and pickles of optimizers leave out
-                self._taken.append((optimizer.__dict__, name, optimizer.__dict__.get(name)))
-                optimizer.__dict__[name] = self._opened(given)
-
-    @contextmanager
-    def open(self) -> Iterator[None]:
-        """Context in which parameters are shares."""
-        self._enter()
-        try:
-            yield
-        finally:
-            self._leave()
-
-    @contextmanager
-    def without(self, parameters: Collection[nn.Parameter]) -> Iterator[None]:
-        """Context, inside of ``open``, in which these parameters alone are as they are."""
-        known, chosen = self._all, set(parameters)
-        self._all = [share for share in known if share.parameter not in chosen]
-        self._leave()
-        try:
-            yield
-        finally:
-            self._enter()
-            self._all = known
-
-    def close(self) -> None:
-        """Take hooks off; parameters go on to show facts of the whole, and refuse their values."""
-        for handle in self._handles:
-            handle.remove()
-        for members, name, before in reversed(self._taken):
-            members.pop(name, None)
-            if before is not None:
-                members[name] = before
-        self._handles, self._taken = [], []
-        self.closed = True
-
-    def _enter(self) -> None:
-        computing.depth += 1
-        self._depth += 1
-        if self._depth == 1:
-            for share in self._all:
-                share.parameter.__class__ = share.beneath
-
-    def _leave(self) -> None:
-        computing.depth -= 1
-        self._depth -= 1
-        if self._depth == 0:
-            for share in self._all:  # twice in each forward, backward and step: no calls
-                parameter = share.parameter
-                if (kind := type(parameter)) is not ShareParameter:
-                    share.beneath, parameter.__class__ = kind, ShareParameter
-
-    def _begin_forward(self, *_: Any) -> None:
-        self._forwards += 1
-        self._enter()
-
-    def _end_forward(self, *_: Any) -> None:
-        if self._forwards:  # not if a hook before the first of these raised
-            self._forwards -= 1
-            self._leave()
-
-    def _before_step(self, *_: Any) -> None:
-        self._enter()
-
-    def _after_step(self, *_: Any) -> None:
-        self.steps += 1
-        self._leave()
-
-    def _opened(self, given: Callable[..., Any]) -> Callable[..., Any]:
-        def opened(*args: Any, **kwargs: Any) -> Any:
-            with self.open():
-                return given(*args, **kwargs)
-
-        return opened
-
-
-def on_shares(method: MethodT) -> MethodT:
-    """Let a method of a strategy, which has ``_shares``, find shares in the parameters."""
-
-    @functools.wraps(method)
-    def opened(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with self._shares.open():
-            return method(self, *args, **kwargs)
-
-    return cast(MethodT, opened)
 
 
 @contextmanager
@@ -418,7 +340,10 @@ def _replaced(
 _SPECIAL: Mapping[Function, Callable[..., Any]] = {
     Tensor.register_hook: Share.hook_later,
     Tensor.register_post_accumulate_grad_hook: Share.refuse_hook,
-    Tensor.data.__set__: Share.replace,  # type: ignore[attr-defined]
+    _DATA.__set__: Share.replace,
+    _GRADIENT.__get__: lambda share, *_: share.gradient(),
+    _GRADIENT.__set__: Share.assign_gradient,
+    _GRADIENT.__delete__: lambda share: share.assign_gradient(None),
 }
 
 _OF_SHAPE: frozenset[Function] = frozenset(
@@ -432,4 +357,4 @@ _OF_SHAPE: frozenset[Function] = frozenset(
 _OF_THE_OBJECT = (FACTS | {Tensor.data_ptr}) - _SPECIAL.keys() - _OF_SHAPE
 """Functions that ask for the same facts of share and whole; whose memory it is tells ties."""
 
-_DETACHED = (Tensor.detach, Tensor.data.__get__)  # type: ignore[attr-defined]
+_DETACHED = (Tensor.detach, _DATA.__get__)
