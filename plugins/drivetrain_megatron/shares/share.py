@@ -9,7 +9,7 @@ parameter changes between the two, as for parameters whose values are away
 
 import copy
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn, Protocol, TypeAlias
 
@@ -145,6 +145,10 @@ class Share:
         with bare([self.parameter]):
             self.parameter.data = share
 
+    def whole_of(self, gradient: Tensor) -> Tensor:
+        """Return the whole of which ranks have shares. Collective."""
+        return gather(gradient, self._ranks(), self._partition)
+
     def gradient(self) -> DividedGradient | None:
         """Return the whole gradient; None if there is none."""
         if self._held_gradient() is None:
@@ -259,6 +263,8 @@ class ShareParameter(nn.Parameter):
         if computing.depth or in_backward():
             with bare(covered):
                 return func(*args, **kwargs)
+        if func is torch.autograd.grad:
+            return _gradients_of_whole(args, kwargs, covered)
         if func in _SPECIAL and type(args[0]) is cls:
             return _SPECIAL[func](args[0]._share, *args[1:], **kwargs)
         if func in _OF_SHAPE:
@@ -326,6 +332,22 @@ def _on_whole(
     result = _replaced(func, args, kwargs, stand_ins)
     back = {id(stand_in): parameter for parameter, stand_in in stand_ins.items()}
     return tree_map(lambda leaf: back.get(id(leaf), leaf), result)
+
+
+def _gradients_of_whole(
+    args: Arguments, kwargs: Keywords, covered: Iterable[nn.Parameter]
+) -> tuple[Tensor | None, ...]:
+    """Return what ``torch.autograd.grad`` does, with whole gradients. Collective."""
+    with bare(covered):
+        found: Sequence[Tensor | None] = torch.autograd.grad(*args, **kwargs)
+    asked = [*args[1:2], kwargs.get("inputs")][0]
+    inputs = [asked] if isinstance(asked, Tensor) else asked
+    return tuple(
+        gradient
+        if gradient is None or type(one) is not ShareParameter
+        else one._share.whole_of(gradient)
+        for one, gradient in zip(inputs, found, strict=True)
+    )
 
 
 def _replaced(

@@ -192,7 +192,8 @@ def check_held(run):
     held = run.cost.held
     assert storage(parameters) == held["parameters"]
     assert storage(states) == pytest.approx(held["optimizer"], abs=8 * len(states))
-    gradients = [*run.strategy.gradients(), *(p.grad for p in parameters)]
+    with run.strategy._shares.open():
+        gradients = [*run.strategy.gradients(), *(p.grad for p in parameters)]
     assert storage(gradients) <= held["gradients"] + 64
     assert storage([*parameters, *kept]) >= held["parameters"]
     run.close()
