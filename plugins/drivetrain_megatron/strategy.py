@@ -49,6 +49,7 @@ from drivetrain_megatron.state import (
     joined,
     refusing_forwards,
 )
+from drivetrain_megatron.tensor.partition import alike
 
 logger = get_logger(__name__)
 
@@ -327,9 +328,11 @@ class Megatron(CellOnPaper, DataParallelCell):
 
     def _know_shares(self, model: nn.Module) -> None:
         for name, parameter in named_parameters(model).items():
-            facts = self._facts[name]
-            if facts.partition is not None:
-                self._shares.add(name, parameter, facts.partition, facts.shape)
+            facts, partition = self._facts[name], self._facts[name].partition
+            if facts.partial and parameter.numel():  # all of it, and a part of the gradient
+                partition = alike(facts.shape[0], self._tp.size) if facts.shape else None
+            if partition is not None:
+                self._shares.add(name, parameter, partition, facts.shape)
 
     def _chosen(self, only: Collection[nn.Parameter] | None) -> Iterable[nn.Parameter]:
         return named_parameters(self._model).values() if only is None else only

@@ -11,6 +11,7 @@ from torch.utils.hooks import RemovableHandle
 
 from drivetrain.collectives import Communicator
 from drivetrain.parts.norms import norms_of_each
+from drivetrain.parts.rounds import after_backward, in_backward
 from drivetrain.parts.wrapping import UninheritedHook
 from drivetrain_megatron.shares.share import Share, ShareParameter
 from drivetrain_megatron.tensor.behavior import Own, attach, behavior_of, computing
@@ -41,6 +42,7 @@ class Shares:
         self._all: list[Share] = []
         self._depth = 0
         self._forwards = 0
+        self._backward = False
         self._handles: list[RemovableHandle] = []
         self._taken: list[tuple[dict[str, Any], str, Any]] = []
         self._norms: dict[float, dict[Share, Tensor]] = {}
@@ -128,16 +130,36 @@ class Shares:
         """Forget norms: gradients have changed."""
         self._norms.clear()
 
+    def open_until_backward_ends(self) -> None:
+        """Let parameters be shares: a backward runs that no strategy has begun."""
+        if not self._backward:
+            self._backward = True
+            self._uncover()
+            after_backward(self._end_backward)
+
+    def _end_backward(self) -> None:
+        if self._backward:
+            self._backward = False
+            self._cover()
+
     def _enter(self) -> None:
         computing.depth += 1
+        if self._backward and not in_backward():
+            self._end_backward()  # an exception has cut it short
+        self._uncover()
+
+    def _leave(self) -> None:
+        computing.depth -= 1
+        self._cover()
+
+    def _uncover(self) -> None:
         self._depth += 1
         if self._depth == 1:
             self._norms.clear()
             for share in self._all:
                 share.parameter.__class__ = share.beneath
 
-    def _leave(self) -> None:
-        computing.depth -= 1
+    def _cover(self) -> None:
         self._depth -= 1
         if self._depth == 0:
             for share in self._all:  # twice in each forward, backward and step: no calls

@@ -10,7 +10,7 @@ parameter changes between the two, as for parameters whose values are away
 import copy
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NoReturn, Protocol, TypeAlias
 
 import torch
@@ -48,6 +48,12 @@ class SharesOfModel(Protocol):
     steps: int
     closed: bool
 
+    def open(self) -> AbstractContextManager[None]:
+        """Context in which parameters are shares: the strategy inside may bring several."""
+
+    def open_until_backward_ends(self) -> None:
+        """Let parameters be shares: a backward runs that no strategy has begun."""
+
     def norm(self, share: "Share", norm_type: float) -> Tensor:
         """Return the norm of a whole gradient. Collective, once for all gradients."""
 
@@ -68,6 +74,7 @@ class Share:
 
     Attributes:
         parameter: as given.
+        model: as given.
         beneath: the class of the parameter as the strategy inside of the cell knows it.
         place: of the gradient.
     """
@@ -87,7 +94,7 @@ class Share:
         self._name = name
         self._partition = partition
         self._shape = shape
-        self._model = model
+        self.model = model
         self._copied = copied
         self._shown: Callable[[], WholeCopy | None] = lambda: None
         self._gradient: DividedGradient | None = None
@@ -115,13 +122,13 @@ class Share:
     def tracked(self) -> Tensor:
         """Return the whole values, whose gradients reach the shares. Collective."""
         ranks = self._ranks()
-        with bare([self.parameter]):
+        with self._bare():
             return gather(self.parameter, ranks, self._partition)
 
     def whole(self) -> WholeTensor:
         """Return the whole values outside of autograd. Collective."""
         ranks, label = self._ranks(), f"values of {self._name!r}"
-        with torch.no_grad(), bare([self.parameter]):
+        with torch.no_grad(), self._bare():
             values = gathered(self.parameter, ranks, self._partition, label=label)
         known = self._shown()
         if known is None:
@@ -142,7 +149,7 @@ class Share:
         known, self._shown = self._shown(), lambda: None
         if known is not None:
             known.cut()
-        with bare([self.parameter]):
+        with self._bare():
             self.parameter.data = share
 
     def whole_of(self, gradient: Tensor) -> Tensor:
@@ -177,7 +184,7 @@ class Share:
                 share = self.place.cut(given)
         with bare([self.parameter]):
             self.parameter.grad = share
-        self._model.forget_norms()
+        self.model.forget_norms()
 
     def _held_gradient(self) -> Tensor | None:
         with bare([self.parameter]):
@@ -192,7 +199,7 @@ class Share:
 
     def hook(self, seeing: GradientHook) -> Callable[[Tensor | None], Tensor | None]:
         """Return a hook of the share that lets a script's hook see the whole gradient."""
-        ranks, partition = self._model.ranks, self._partition
+        ranks, partition = self.model.ranks, self._partition
 
         def shared(gradient: Tensor | None) -> Tensor | None:
             if gradient is None:  # a pipeline computes it later
@@ -220,28 +227,34 @@ class Share:
 
     def copy(self, memo: dict[int, Any]) -> nn.Parameter:
         """Return a copy that stands for the whole, too."""
-        with bare([self.parameter]):
+        with self._bare():
             new: nn.Parameter = copy.deepcopy(self.parameter, memo)
-        Share(self._name, new, self._partition, self._shape, self._model, copied=True).cover()
+        Share(self._name, new, self._partition, self._shape, self.model, copied=True).cover()
         return new
 
     def _ranks(self) -> Communicator:
-        if self._model.closed:
+        if self.model.closed:
             raise UsageError(
                 f"expected a parameter with values, found {self._name!r}, of which each rank has a "
                 "share since its strategy was taken off, as by free_memory(); "
                 "take accelerator.get_state_dict(model) or save_model() before"
             )
-        return self._model.ranks
+        return self.model.ranks
+
+    @contextmanager
+    def _bare(self) -> Iterator[None]:
+        """Context in which the parameter is the share; a copy's is none of the model's."""
+        with self.model.open(), bare([self.parameter]):
+            yield
 
     def _put(self, whole: Tensor) -> None:
         share = self.place.cut(whole)
-        with torch.no_grad(), bare([self.parameter]):
+        with torch.no_grad(), self._bare():
             self.parameter.copy_(share)
 
     def _moment(self) -> tuple[int, int]:
         with bare([self.parameter]):
-            return self.parameter._version, 0 if self._copied else self._model.steps
+            return self.parameter._version, 0 if self._copied else self.model.steps
 
 
 class ShareParameter(nn.Parameter):
@@ -261,6 +274,8 @@ class ShareParameter(nn.Parameter):
                 return func(*args, **kwargs)
         covered = [leaf for leaf in tree_leaves((args, kwargs)) if type(leaf) is cls]
         if computing.depth or in_backward():
+            if not computing.depth:
+                covered[0]._share.model.open_until_backward_ends()
             with bare(covered):
                 return func(*args, **kwargs)
         if func is torch.autograd.grad:
