@@ -104,14 +104,16 @@ class WholeTensor(Tensor):
             return NotImplemented  # one of which this rank has a share: it brings its values first
         kwargs = kwargs or {}
         copies = {leaf._copy for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls)}
-        if not asks_facts(func):
-            for one in copies:
-                one.check()
+        if asks_facts(func):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        for one in copies:
+            one.check()
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
-            for one in _written(func, args, kwargs):
-                one.written()
-            return tree_map(lambda leaf: _viewed(leaf, copies), result)
+        for one in _written(func, args, kwargs):
+            one.written()
+        return tree_map(lambda leaf: _viewed(leaf, copies), result)
 
     def __iter__(self) -> Iterator[Tensor]:
         return iter(self.unbind(0))
