@@ -36,7 +36,6 @@ from drivetrain_megatron.dropout.draws import AlikeDraws
 from drivetrain_megatron.global_shards import GlobalShards, StatesOfCell
 from drivetrain_megatron.paper.layouts import CellOnPaper
 from drivetrain_megatron.pipeline.build import PipelineBuilder
-from drivetrain_megatron.pipeline.levels import PipelinedModel
 from drivetrain_megatron.plan.model import TensorParallel
 from drivetrain_megatron.plan.report import describe
 from drivetrain_megatron.planning import Planner
@@ -75,7 +74,6 @@ class Megatron(CellOnPaper, StatesOfCell):
         self._source: SharedSource | None = None
         self._handles: list[RemovableHandle] = []
         self._builder = PipelineBuilder(config, run, self._pp, self._tp) if config.pp > 1 else None
-        self._pipeline: PipelinedModel | None = None
         self._synchronizing = True
         if unwise := advice(run.mesh):
             logger.announce(unwise)
@@ -128,6 +126,8 @@ class Megatron(CellOnPaper, StatesOfCell):
             for line in describe(plan, self._facts, before, self._tp.size):
                 logger.announce(line)
             self._original.cut_states(optimizers, self._facts, self._tp.rank)
+        for optimizer in optimizers:  # stages will have some of their parameters
+            self._original.check_steps_parts(optimizer, self._facts, self.config.pp)
         self._dropout.attach(model, counting=self._builder is None)
         self._draws.attach(model)
         if self._builder is not None:
@@ -149,7 +149,7 @@ class Megatron(CellOnPaper, StatesOfCell):
 
     def bind(self, optimizer: Optimizer) -> Optimizer:
         """Let the data-parallel strategy take one more optimizer."""
-        self._original.check_steps_parts(optimizer, self._facts)
+        self._original.check_steps_parts(optimizer, self._facts, self.config.pp)
         self._original.add(optimizer)
         if self._builder is not None:
             self._builder.follow(optimizer)

@@ -14,7 +14,7 @@ from drivetrain.errors import UsageError
 from drivetrain.log import get_logger
 from drivetrain.sharding.home import BoundOptimizer
 from drivetrain.sharding.options import OffloadOptions
-from drivetrain.sharding.shard import FlatTensor, make_placeholder
+from drivetrain.sharding.shard import FlatTensor, followed, make_placeholder
 from drivetrain.sharding.slot import ParameterSlot
 from drivetrain.sharding.unit import Unit
 from drivetrain.store import ShardSpec, ShardStepper, SteppingStore
@@ -84,7 +84,7 @@ class OffloadedParameter:
         """
         master = self.read_master()
         own = self.flat.values[self.slot.own].detach().to(master.device)
-        self.set_master(torch.where(master.to(own.dtype) == own, master, own.to(master.dtype)))
+        self.set_master(followed(master, own))
 
 
 class OffloadedParameters:

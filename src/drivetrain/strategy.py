@@ -21,8 +21,9 @@ from drivetrain.errors import UsageError
 from drivetrain.links.chosen import LinkMethods
 from drivetrain.links.contract import OverLinks
 from drivetrain.paper.contract import OnPaper
-from drivetrain.parts.blocks import model_units
+from drivetrain.parts.profiled import Profiled
 from drivetrain.parts.saved_state import KeepsState
+from drivetrain.parts.weighing import Weighing
 from drivetrain.registry import strategies
 from drivetrain.runtime.mesh import Mesh
 from drivetrain.runtime.precision import Precision
@@ -125,25 +126,16 @@ class Verifiable:
         return {}
 
 
-class Profiled:
-    """The part of the contract for profiles and for the comparison of ranks."""
-
-    @classmethod
-    def stages(cls, config: Any) -> Sequence[str]:
-        """Return the axes whose ranks compute other parts of the model: by default none."""
-        return ()
-
-    def units(self, module: nn.Module) -> Mapping[str, nn.Module]:
-        """Return the modules of this rank's computation in their order, by name.
-
-        Args:
-            module: as ``unwrap`` returns it.
-        """
-        return model_units(module)
-
-
 class Strategy(
-    Readable, KeepsState, Verifiable, Profiled, OnPaper, OverLinks, ABC, Generic[ConfigT]
+    Readable,
+    KeepsState,
+    Verifiable,
+    Profiled,
+    Weighing,
+    OnPaper,
+    OverLinks,
+    ABC,
+    Generic[ConfigT],
 ):
     """One way of spreading a training step over the ranks of a mesh.
 

@@ -2,6 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -59,6 +60,7 @@ class PreparedOptimizer(Optimizer):
         self._after_step = after_step
         self._whole_of = whole
         self._skipped = False
+        self._used = False
         self.steps = 0
 
     @property
@@ -117,15 +119,19 @@ class PreparedOptimizer(Optimizer):
         (self._whole or self.optimizer).add_param_group(param_group)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients, at the end of a window only."""
-        if self._window.sync_gradients:
-            self.optimizer.zero_grad(set_to_none=set_to_none)
+        """Clear the gradients, but none of a window that no step has used."""
+        self._window.clear(partial(self._clear, set_to_none), used=self._used)
+
+    def _clear(self, set_to_none: bool) -> None:
+        self._used = False
+        self.optimizer.zero_grad(set_to_none=set_to_none)
 
     def step(self, closure: Callable[[], float] | None = None) -> Any:
         """Update the parameters, at the end of a window only."""
         if not self._window.sync_gradients:
             return None
         self.steps += 1
+        self._used = self._window.stepped = True
         self._skipped = not self._before_step(self.optimizer)
         loss = None if self._skipped else self._step(*(() if closure is None else (closure,)))
         self._after_step()

@@ -16,6 +16,7 @@ from drivetrain.parts.naming import named_parameters, persistent_buffers
 from drivetrain.parts.saved_state import ReplicatedState, check_fits, state_keys, weights_in
 from drivetrain.sharding.home import BoundOptimizer, Held, Home
 from drivetrain.sharding.placement import Placement, Ranks
+from drivetrain.sharding.shard import FlatTensor, followed
 from drivetrain.sharding.slot import ParameterSlot
 from drivetrain.shards import Part, Reader, Shard, boxes
 
@@ -60,13 +61,12 @@ class ShardedState:
                 yield from self._beside.states(index, self._whole().keys())
         if not self._ranks.original:
             return
-        replaced = {slot for unit in self._placement.units for slot in unit.replaced()}
+        units = self._placement.units
+        replaced = {slot for unit in units for slot in unit.replaced()}
+        ahead = {flat for unit in units for flat in unit.flats if unit.is_ahead(flat)}
         for name, slot in self._slots.items():
             if slot.owned_numel:
-                if slot in replaced:
-                    held = _owned_data(slot)
-                else:
-                    held = self._home.master(self._placement.flat_of(slot), slot)
+                held = _owned_data(slot) if slot in replaced else self._master(slot, ahead)
                 yield from _shards(name, "", slot, held)
             elif not slot.numel and self._ranks.first:
                 empty = torch.empty(slot.shape, dtype=slot.master, device="cpu")
@@ -145,6 +145,19 @@ class ShardedState:
             if name not in self._slots
         }
         return {**rest, **persistent_buffers(self._model)}
+
+    def _master(self, slot: ParameterSlot, ahead: Collection[FlatTensor]) -> Held:
+        """Return a master, with what the script has written into the parameter beside it.
+
+        The master itself stays: an average may be swapped out again before the next step.
+        """
+        flat = self._placement.flat_of(slot)
+        held = self._home.master(flat, slot)
+        if flat in ahead:
+            own = flat.values[slot.own].detach().to(held.values.device)
+            if not torch.equal(held.values.to(own.dtype), own):
+                return Held(followed(held.values, own), fresh=True)
+        return held
 
     def _optimizer_shards(
         self, index: int, bound: BoundOptimizer, slot: ParameterSlot

@@ -320,7 +320,7 @@ class ShardedStrategy(Accounted[ConfigT], Generic[ConfigT]):
 
     def load(self, reader: Reader) -> None:
         """Load this rank's ranges; those of the others arrive when they are needed."""
-        self.placement.take_replaced()
+        self.placement.take_changes()
         self.gather.values_changed()
         self.placement.wait_for_values()
         self.home.drop_late()
