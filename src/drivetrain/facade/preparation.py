@@ -99,11 +99,15 @@ class Preparation:
         names = _names_of(model)
         earlier = [prepared.optimizer for prepared in self._prepared.optimizers]
         mine = [o for o in [*optimizers, *earlier] if _holds(o, names)]
-        links = self._runs.default.links.facts()
         agree(
             world,
             f"the model {type(model).__name__}",
-            [*links, *_facts(model), *values.facts, *_facts_of_optimizers(mine, names)],
+            [
+                *self._runs.default.links.facts(),
+                *_facts(model),
+                *values.facts,
+                *_facts_of_optimizers(mine, names),
+            ],
         )
         values.check()
         given = ModelSpec.of(model).parameters
@@ -154,9 +158,8 @@ class Preparation:
                 facts = list(_facts_of_optimizers([bound], entry.names))
                 agree(self._runs.default.world, "an optimizer", facts)
                 self._prepared.note_groups([bound])
-                groups = self._prepared.groups[bound]
-                bound = entry.strategy.bind(bound)
-                self._prepared.groups[bound] = groups
+                given, bound = bound, entry.strategy.bind(bound)
+                self._prepared.groups[bound] = self._prepared.groups[given]
                 entry.optimizers = (*entry.optimizers, bound)
         gradients, whole = self._gradients, self._prepared.whole
         prepared = PreparedOptimizer(
