@@ -27,7 +27,7 @@ class CopyInstead(Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle the values, as an ordinary tensor."""
-        return self.detach().clone().__reduce_ex__(protocol)
+        return self.detach().clone().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     @classmethod
     @_disable_dynamo
