@@ -97,7 +97,7 @@ class Preparation:
         values = self._constructions.values_of(model)
         world, precision = self._runs.default.world, self._runs.default.precision
         names = _names_of(model)
-        earlier = [prepared.optimizer for prepared in self._prepared.optimizers]
+        earlier = (prepared.optimizer for prepared in self._prepared.optimizers)
         mine = [o for o in [*optimizers, *earlier] if _holds(o, names)]
         agree(
             world,
