@@ -102,12 +102,7 @@ class Preparation:
         agree(
             world,
             f"the model {type(model).__name__}",
-            [
-                *self._runs.default.links.facts(),
-                *_facts(model),
-                *values.facts,
-                *_facts_of_optimizers(mine, names),
-            ],
+            [*_facts(model, self._runs), *values.facts, *_facts_of_optimizers(mine, names)],
         )
         values.check()
         given = ModelSpec.of(model).parameters
@@ -327,10 +322,11 @@ def _check_undispatched(model: nn.Module) -> None:
             )
 
 
-def _facts(model: nn.Module) -> list[str]:
-    """Return a line per parameter, buffer and module: name, shape, dtype, whether it trains."""
+def _facts(model: nn.Module, runs: Runs) -> list[str]:
+    """Return a line per link, parameter, buffer and module, which ranks must have alike."""
     return (
-        [
+        list(runs.default.links.facts())
+        + [
             f"module {name or 'itself'} of class {type(module).__name__}"
             for name, module in model.named_modules()
         ]
