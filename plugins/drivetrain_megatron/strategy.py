@@ -281,7 +281,7 @@ class Megatron(CellOnPaper, StatesOfCell):
         self, parameters: Iterable[nn.Parameter], *, modify: bool = True
     ) -> Iterator[None]:
         """Context in which these parameters are whole, as in the user's model, on every rank."""
-        chosen = list(parameters)
+        chosen = [each for each in parameters if not each.is_meta]  # not those of other stages
         partitions = {p: self._facts[self._original.names[p]].partition for p in chosen}
         with (
             self._shares.open(),
