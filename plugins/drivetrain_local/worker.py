@@ -160,6 +160,10 @@ class Worker(Strategy[LocalOptions]):
         """Scale the worker's gradients to a norm of at most max_norm; each worker has its own."""
         return self._inner.clip_grad_norm(max_norm, norm_type, only=only)
 
+    def uncounted(self, module: nn.Module) -> AbstractContextManager[None]:
+        """Context around a backward of the worker that counts nothing."""
+        return self._inner.uncounted(module)
+
     def running(self) -> AbstractContextManager[None]:
         """Context in which a strategy around this one runs the model's forward."""
         return self._inner.running()
