@@ -22,12 +22,13 @@ from drivetrain.links.chosen import LinkMethods
 from drivetrain.links.contract import OverLinks
 from drivetrain.paper.contract import OnPaper
 from drivetrain.parts.profiled import Profiled
+from drivetrain.parts.saved_state import KeepsState
 from drivetrain.parts.weighing import Weighing
 from drivetrain.registry import strategies
 from drivetrain.runtime.mesh import Mesh
 from drivetrain.runtime.precision import Precision
 from drivetrain.runtime.world import World
-from drivetrain.shards import Readable, Reader, Shard
+from drivetrain.shards import Readable
 from drivetrain.traffic import Traffic
 
 ConfigT = TypeVar("ConfigT")
@@ -125,7 +126,17 @@ class Verifiable:
         return {}
 
 
-class Strategy(Readable, Verifiable, Profiled, Weighing, OnPaper, OverLinks, ABC, Generic[ConfigT]):
+class Strategy(
+    Readable,
+    KeepsState,
+    Verifiable,
+    Profiled,
+    Weighing,
+    OnPaper,
+    OverLinks,
+    ABC,
+    Generic[ConfigT],
+):
     """One way of spreading a training step over the ranks of a mesh.
 
     Attributes:
@@ -297,21 +308,6 @@ class Strategy(Readable, Verifiable, Profiled, Weighing, OnPaper, OverLinks, ABC
 
         Returns:
             The norm before clipping, 0-d, the same on all ranks.
-        """
-
-    @abstractmethod
-    def shards(self) -> Iterator[Shard]:
-        """Yield parameters, persistent buffers and optimizer state held by this rank.
-
-        Together the ranks yield each element exactly once.
-        """
-
-    @abstractmethod
-    def load(self, reader: Reader) -> None:
-        """Load the state that ``shards`` yields, from a checkpoint of any strategy and world size.
-
-        Raises:
-            CheckpointError: names or shapes differ; the message lists the first differences.
         """
 
     @classmethod

@@ -43,6 +43,7 @@ class WindowGradients:
         observer: is told of each event.
         finite: looks at losses and gradients.
         compare_replicas: called after each step, if the run asks for it.
+        compare_first: called before each synchronised backward, where there are several ranks.
         garbage: Python's collections, after the same steps on all ranks.
     """
 
@@ -63,6 +64,7 @@ class WindowGradients:
         self._runs = runs
         self.finite = FiniteCheck(prepared, runs, scaler)
         self.compare_replicas: Callable[[], None] | None = None
+        self.compare_first: Callable[[], None] | None = None
         self.garbage = SharedCollections(runs.config.run.collect_garbage_every)
         self._exchanges = StepExchanges(runs.default.world)
         self._begun: WindowStart | None = None
@@ -134,6 +136,8 @@ class WindowGradients:
         factor = self._mean.finish(run.mesh["dp"], run.world.device) if synced else None
         self._prepared.will_scale(factor)
         self.observer.before_backward()  # times the backward, not the wait for weights above
+        if synced and self.compare_first is not None and not self.state.uneven:
+            self.compare_first()
         strategy = self._prepared.running().strategy
         counts, ranks = not self._mean.counts_nothing, self._runs.default.world.size
         with self._prepared.in_backward(ranks=ranks, counts=counts, averages=synced):

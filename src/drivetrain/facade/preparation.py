@@ -19,7 +19,6 @@ from drivetrain.facade.joining import UnevenInputs
 from drivetrain.facade.options import AutocastKwargs
 from drivetrain.facade.pace import describe_step, describe_unused_schedule
 from drivetrain.facade.prepared import (
-    KERNELS,
     PreparedModel,
     PreparedObjects,
     describe_dtypes,
@@ -29,7 +28,9 @@ from drivetrain.facade.settings import Runs, StrategyChoice, agree
 from drivetrain.facade.stepping import PreparedOptimizer, PreparedScheduler
 from drivetrain.log import get_logger
 from drivetrain.parts.naming import clean_name
+from drivetrain.parts.own_batch import check_forward_writes
 from drivetrain.parts.wrapping import UninheritedHook, compute_in
+from drivetrain.states.given import KERNELS
 
 logger = get_logger(__name__)
 
@@ -89,19 +90,24 @@ class Preparation:
                 place(model, self._runs.default.world.device)
             return model
         _check_undispatched(model)
+        check_forward_writes(model, self._runs.default.mesh["dp"].size)
         choice = self._runs.chosen(model, self._gradients.observer.choice(choice))
         self._recomputations.before_prepare(model, choice)
         self._gradients.observer.before_prepare(model)
         values = self._constructions.values_of(model)
         world, precision = self._runs.default.world, self._runs.default.precision
         names = _names_of(model)
-        earlier = [prepared.optimizer for prepared in self._prepared.optimizers]
+        earlier = (prepared.optimizer for prepared in self._prepared.optimizers)
         mine = [o for o in [*optimizers, *earlier] if _holds(o, names)]
-        links = self._runs.default.links.facts()
         agree(
             world,
             f"the model {type(model).__name__}",
-            [*links, *_facts(model), *values.facts, *_facts_of_optimizers(mine, names)],
+            [
+                *self._runs.default.links.facts(),
+                *_facts(model),
+                *values.facts,
+                *_facts_of_optimizers(mine, names),
+            ],
         )
         values.check()
         given = ModelSpec.of(model).parameters
@@ -109,12 +115,12 @@ class Preparation:
         self._constructions.give_values(model, mine, strategy, values)
         if placed:
             place(model, world.device)
+        self._prepared.note_groups(mine)
         try:
             module, bound = strategy.prepare(model, mine)
             entry = PreparedModel(module, strategy, tuple(bound), names)
             entry.check_dtypes(given, precision)
-            if any(spec.dtype in (torch.float64, torch.complex128) for spec in given):
-                entry.norm_dtype = torch.float64
+            entry.norm_dtype = _norm_dtype(given)
         except BaseException:
             strategy.close()
             raise
@@ -151,11 +157,14 @@ class Preparation:
             if _holds(bound, entry.names) and not any(o is bound for o in entry.optimizers):
                 facts = list(_facts_of_optimizers([bound], entry.names))
                 agree(self._runs.default.world, "an optimizer", facts)
+                self._prepared.note_groups([bound])
+                groups = self._prepared.groups[bound]
                 bound = entry.strategy.bind(bound)
+                self._prepared.groups[bound] = groups
                 entry.optimizers = (*entry.optimizers, bound)
-        gradients = self._gradients
+        gradients, whole = self._gradients, self._prepared.whole
         prepared = PreparedOptimizer(
-            optimizer, bound, gradients.state, gradients.before_step, gradients.after_step
+            optimizer, bound, gradients.state, gradients.before_step, gradients.after_step, whole
         )
         self._prepared.optimizers.append(prepared)
         return prepared
@@ -262,6 +271,8 @@ class Preparation:
         pairs = list(zip(given, bound, strict=True))
         kept = [pair for pair in self._prepared.bound if pair[0] not in given]
         self._prepared.bound = kept + pairs
+        for before, after in pairs:
+            self._prepared.groups[after] = self._prepared.groups[before]
         for prepared in self._prepared.optimizers:
             for before, after in pairs:
                 if prepared.optimizer is before:
@@ -365,6 +376,12 @@ def _plain(value: Any) -> str:
     if value is None or isinstance(value, bool | int | float | str):
         return repr(value)
     return f"a {type(value).__name__}"
+
+
+def _norm_dtype(given: Sequence[TensorSpec]) -> torch.dtype:
+    """Return the dtype in which torch would give the norm of all gradients."""
+    wide = any(spec.dtype in (torch.float64, torch.complex128) for spec in given)
+    return torch.float64 if wide else torch.float32
 
 
 def _names_of(model: nn.Module) -> dict[int, str]:

@@ -25,10 +25,10 @@ from drivetrain.parts.wrapping import UninheritedContext, UninheritedMethod, res
 from drivetrain.runtime.gradient_state import GradientState
 from drivetrain.runtime.precision import Precision, dtype_word
 from drivetrain.runtime.world import World
+from drivetrain.states.exchange import Holder
+from drivetrain.states.given import KERNELS, GivenGroups
+from drivetrain.states.whole import WholeOptimizer, refuse_parts
 from drivetrain.strategy import Strategy
-
-KERNELS = frozenset({"foreach", "fused"})
-"""Hyperparameters that choose a kernel: no checkpoint overrules the choice of the loading run."""
 
 
 @dataclass(slots=True, eq=False)
@@ -48,6 +48,7 @@ class PreparedModel:
         used: whether a step has used the gradients at hand.
         norm_dtype: of the norm of its gradients, as torch has it, whatever a strategy sums in.
         methods: those that the model has in place of its class's, while it is prepared.
+        compared: whether the ranks' values were compared before their first gradients.
         known: identities of the parameters that the strategy trains.
         hooks: those that the script has put on parameters.
     """
@@ -64,6 +65,7 @@ class PreparedModel:
     used: bool = False
     norm_dtype: torch.dtype = torch.float32
     methods: list[UninheritedMethod] = field(default_factory=list)
+    compared: bool = False
     known: frozenset[int] = field(init=False)
     hooks: UserHooks = field(init=False)
 
@@ -234,6 +236,7 @@ class PreparedObjects:
         schedulers: the learning-rate schedulers as the script holds them.
         loaders: the loaders as the script holds them.
         bound: pairs of an optimizer as given and the strategy's optimizer made of it.
+        groups: those of each optimizer as the script made them.
         last_run: the model whose forward ran last with gradients; None before the first.
     """
 
@@ -242,6 +245,7 @@ class PreparedObjects:
     schedulers: list[PreparedScheduler] = field(default_factory=list)
     loaders: list[PreparedLoader] = field(default_factory=list)
     bound: list[tuple[Optimizer, Optimizer]] = field(default_factory=list)
+    groups: dict[Optimizer, GivenGroups] = field(default_factory=dict)
     last_run: PreparedModel | None = None
 
     def has(self, model: nn.Module) -> bool:
@@ -285,6 +289,24 @@ class PreparedObjects:
     def trained_by(self, optimizer: Optimizer) -> list[PreparedModel]:
         """Return the models of an optimizer that a strategy handed back."""
         return [entry for entry in self.models if any(o is optimizer for o in entry.optimizers)]
+
+    def whole(self, optimizer: Optimizer) -> WholeOptimizer | None:
+        """Return the whole of an optimizer that a strategy divides; None: each rank has all."""
+        entries = self.trained_by(optimizer)
+        if not any(entry.strategy.divides_states for entry in entries):
+            return None
+        holders = [
+            Holder(entry.strategy, entry.optimizers.index(optimizer), entry.names)
+            for entry in entries
+        ]
+        return WholeOptimizer(optimizer, self.groups[optimizer], holders)
+
+    def note_groups(self, optimizers: Iterable[Optimizer]) -> None:
+        """Remember the groups of optimizers before a strategy may divide them."""
+        for optimizer in optimizers:
+            if optimizer not in self.groups:
+                self.groups[optimizer] = GivenGroups(optimizer)
+                refuse_parts(optimizer, self.whole)
 
     def owners_of(self, parameters: Sequence[Tensor]) -> list[PreparedModel]:
         """Return the models of these parameters, or of what optimizers hold in their place.
@@ -348,6 +370,7 @@ class PreparedObjects:
             entry.close()
         for kept in (self.models, self.optimizers, self.schedulers, self.loaders, self.bound):
             kept.clear()
+        self.groups.clear()
         self.last_run = None
 
 
