@@ -17,12 +17,8 @@ from drivetrain.facade.building import Constructions, place
 from drivetrain.facade.gradients import WindowGradients
 from drivetrain.facade.joining import UnevenInputs
 from drivetrain.facade.options import AutocastKwargs
-from drivetrain.facade.pace import describe_step, describe_unused_schedule
-from drivetrain.facade.prepared import (
-    PreparedModel,
-    PreparedObjects,
-    describe_dtypes,
-)
+from drivetrain.facade.pace import describe_dtypes, describe_step, describe_unused_schedule
+from drivetrain.facade.prepared import PreparedModel, PreparedObjects
 from drivetrain.facade.recomputing import Recomputations
 from drivetrain.facade.settings import Runs, StrategyChoice, agree
 from drivetrain.facade.stepping import PreparedOptimizer, PreparedScheduler
@@ -102,7 +98,7 @@ class Preparation:
         agree(
             world,
             f"the model {type(model).__name__}",
-            [*_facts(model, self._runs), *values.facts, *_facts_of_optimizers(mine, names)],
+            [*self._runs.default.links.facts(), *values.facts, *_facts(model, mine, names)],
         )
         values.check()
         given = ModelSpec.of(model).parameters
@@ -322,11 +318,15 @@ def _check_undispatched(model: nn.Module) -> None:
             )
 
 
-def _facts(model: nn.Module, runs: Runs) -> list[str]:
-    """Return a line per link, parameter, buffer and module, which ranks must have alike."""
+def _facts(
+    model: nn.Module, optimizers: Sequence[Optimizer], names: Mapping[int, str]
+) -> list[str]:
+    """Return lines about each parameter, buffer and module, and about optimizers.
+
+    A parameter has a name, a shape, a dtype, and trains or does not.
+    """
     return (
-        list(runs.default.links.facts())
-        + [
+        [
             f"module {name or 'itself'} of class {type(module).__name__}"
             for name, module in model.named_modules()
         ]
@@ -335,6 +335,7 @@ def _facts(model: nn.Module, runs: Runs) -> list[str]:
             for name, p in model.named_parameters()
         ]
         + [f"buffer {name} {tuple(b.shape)} {b.dtype}" for name, b in model.named_buffers()]
+        + [*_facts_of_optimizers(optimizers, names)]
     )
 
 
