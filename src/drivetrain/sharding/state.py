@@ -4,7 +4,7 @@ A unit holds parameters in the order of their memory. For a contiguous parameter
 a range of the flattened parameter; for any other (channels_last, transposed) it is a few boxes.
 """
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from math import prod
 from typing import Any
 
@@ -16,7 +16,7 @@ from drivetrain.parts.naming import named_parameters, persistent_buffers
 from drivetrain.parts.saved_state import check_fits, state_keys, weights_in
 from drivetrain.sharding.home import BoundOptimizer, Held, Home
 from drivetrain.sharding.placement import Placement, Ranks
-from drivetrain.sharding.shard import FlatTensor, followed
+from drivetrain.sharding.shard import followed
 from drivetrain.sharding.slot import ParameterSlot
 from drivetrain.shards import Part, Reader, Shard, boxes
 
@@ -63,7 +63,7 @@ class ShardedState:
         ahead = {flat for unit in units for flat in unit.flats if unit.is_ahead(flat)}
         for name, slot in self._slots.items():
             if slot.owned_numel:
-                held = _owned_data(slot) if slot in replaced else self._master(slot, ahead)
+                held = self._weight(slot, replaced, ahead)
                 yield from _shards(name, "", slot, held)
             elif not slot.numel and self._ranks.first:
                 empty = torch.empty(slot.shape, dtype=slot.master, device="cpu")
@@ -116,18 +116,18 @@ class ShardedState:
         }
         return {**rest, **persistent_buffers(self._model)}
 
-    def _master(self, slot: ParameterSlot, ahead: Collection[FlatTensor]) -> Held:
-        """Return a master, with what the script has written into the parameter beside it.
-
-        The master itself stays: an average may be swapped out again before the next step.
-        """
+    def _weight(
+        self,
+        slot: ParameterSlot,
+        replaced: Collection[ParameterSlot],
+        ahead: Collection[FlatTensor],
+    ) -> Held:
+        """Return this rank's share of a parameter, with what the script wrote beside a master."""
         flat = self._placement.flat_of(slot)
         held = self._home.master(flat, slot)
-        if flat in ahead:
-            own = flat.values[slot.own].detach().to(held.values.device)
-            if not torch.equal(held.values.to(own.dtype), own):
-                return Held(followed(held.values, own), fresh=True)
-        return held
+        if slot in replaced:
+            return _followed(held, _owned_data(slot))
+        return _followed(held, flat.values[slot.own]) if flat in ahead else held
 
     def _optimizer_shards(
         self, index: int, bound: BoundOptimizer, slot: ParameterSlot
@@ -148,10 +148,20 @@ class ShardedState:
             self._home.set_master(self._placement.flat_of(slot), slot, values)
 
 
-def _owned_data(slot: ParameterSlot) -> Held:
+def _owned_data(slot: ParameterSlot) -> Tensor:
     """Return this rank's share of the data that the script set on a parameter."""
-    data = slot.parameter.detach()
-    return Held(slot.in_memory_order(data)[slice(*slot.owned)].to(slot.master))
+    return slot.in_memory_order(slot.parameter.detach())[slice(*slot.owned)]
+
+
+def _followed(held: Held, own: Tensor) -> Held:
+    """Return a master with what the script wrote into the parameter's values beside it.
+
+    The master itself stays: an average may be swapped out again before the next step.
+    """
+    own = own.detach().to(held.values.device)
+    if torch.equal(held.values.to(own.dtype), own):
+        return held
+    return Held(followed(held.values, own), fresh=True)
 
 
 def _check_state(reader: Reader, slot: ParameterSlot, index: int, key: str) -> None:
