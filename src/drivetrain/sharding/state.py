@@ -4,7 +4,7 @@ A unit holds parameters in the order of their memory. For a contiguous parameter
 a range of the flattened parameter; for any other (channels_last, transposed) it is a few boxes.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from math import prod
 from typing import Any
 
@@ -16,7 +16,7 @@ from drivetrain.parts.naming import named_parameters, persistent_buffers
 from drivetrain.parts.saved_state import check_fits, state_keys, weights_in
 from drivetrain.sharding.home import BoundOptimizer, Held, Home
 from drivetrain.sharding.placement import Placement, Ranks
-from drivetrain.sharding.shard import followed
+from drivetrain.sharding.shard import FlatTensor, followed
 from drivetrain.sharding.slot import ParameterSlot
 from drivetrain.shards import Part, Reader, Shard, boxes
 
