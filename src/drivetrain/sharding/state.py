@@ -18,6 +18,7 @@ from drivetrain.sharding.home import BoundOptimizer, Held, Home
 from drivetrain.sharding.placement import Placement, Ranks
 from drivetrain.sharding.shard import FlatTensor, followed
 from drivetrain.sharding.slot import ParameterSlot
+from drivetrain.sharding.unit import is_ahead
 from drivetrain.shards import Part, Reader, Shard, boxes
 
 _SCALARS = frozenset({"step", "mu_product", "mu", "eta"})
@@ -60,7 +61,7 @@ class ShardedState:
             return
         units = self._placement.units
         replaced = {slot for unit in units for slot in unit.replaced()}
-        ahead = {flat for unit in units for flat in unit.flats if unit.is_ahead(flat)}
+        ahead = {flat for unit in units for flat in unit.flats if is_ahead(unit, flat)}
         for name, slot in self._slots.items():
             if slot.owned_numel:
                 held = self._weight(slot, replaced, ahead)
