@@ -15,6 +15,7 @@ from drivetrain.errors import UsageError
 from drivetrain.log import get_logger
 from drivetrain.model.look import Look
 from drivetrain.parts.blocks import NamedModule
+from drivetrain.parts.naming import named_parameters
 from drivetrain.parts.wrapping import unwrap_forward, wrap_forward
 from drivetrain.strategy import Run, Strategy
 from drivetrain_megatron.adapted import AdaptedModel
@@ -115,11 +116,13 @@ class PipelineBuilder:
             if cut.stage_of(min(use.phases, default=0)) % self._axis.size != rank
         )
         self._adapted = AdaptedModel(model)
+        whole = named_parameters(model).values()
         self._split = split(model, recording, cut, owned, self._run.world.device)
         self._shared = SharedParameters(model, self._split.ties, owned, self._axis.size, self._link)
-        here = {id(parameter) for parameter in model.parameters()}
+        here = {id(parameter) for parameter in named_parameters(model).values()}
+        elsewhere = {id(parameter) for parameter in whole} - here
         for optimizer in optimizers:
-            _keep(optimizer, here)
+            _take_out(optimizer, elsewhere)
         self._optimizers = tuple(optimizers)
         for stage, line in stage_report(recording, cut, self._axis.size).items():
             logger.announce(f"stage {stage}: {line}")
@@ -217,11 +220,11 @@ def _around_blocks(recording: Recording, model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if id(module) not in inside]
 
 
-def _keep(optimizer: Optimizer, here: set[int]) -> None:
-    """Leave an optimizer the parameters of this rank."""
+def _take_out(optimizer: Optimizer, elsewhere: set[int]) -> None:
+    """Take parameters of other ranks out of an optimizer; those of other models stay."""
     for group in optimizer.param_groups:
-        group["params"] = [p for p in group["params"] if id(p) in here]
-    for parameter in [p for p in optimizer.state if id(p) not in here]:
+        group["params"] = [p for p in group["params"] if id(p) not in elsewhere]
+    for parameter in [p for p in optimizer.state if id(p) in elsewhere]:
         del optimizer.state[parameter]
 
 

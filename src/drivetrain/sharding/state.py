@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from drivetrain.errors import CheckpointError
 from drivetrain.parts.naming import named_parameters, persistent_buffers
-from drivetrain.parts.saved_state import check_fits, state_keys, weights_in
+from drivetrain.parts.saved_state import ReplicatedState, check_fits, state_keys, weights_in
 from drivetrain.sharding.home import BoundOptimizer, Held, Home
 from drivetrain.sharding.placement import Placement, Ranks
 from drivetrain.sharding.shard import FlatTensor, followed
@@ -48,6 +48,7 @@ class ShardedState:
         self._placement = placement
         self._slots = {slot.name: slot for slot in placement}
         self._optimizers = list(optimizers)
+        self._beside = ReplicatedState(model, [bound.optimizer for bound in self._optimizers])
         self._home = home
         self._ranks = ranks
 
@@ -57,6 +58,8 @@ class ShardedState:
             for name, tensor in self._whole().items():
                 shape = tuple(tensor.shape)
                 yield Shard(name, "", tensor.detach(), shape, Part.whole(shape))
+            for index in range(len(self._optimizers)):
+                yield from self._beside.states(index, self._whole().keys())
         if not self._ranks.original:
             return
         units = self._placement.units
@@ -70,7 +73,19 @@ class ShardedState:
                 empty = torch.empty(slot.shape, dtype=slot.master, device="cpu")
                 yield Shard(name, "", empty, slot.shape, Part.whole(slot.shape))
         for index, bound in enumerate(self._optimizers):
-            for slot in bound.held:
+            yield from self._fragments_states(index, [slot.name for slot in bound.held])
+
+    def states(self, index: int, names: Collection[str]) -> Iterator[Shard]:
+        """Yield this rank's share of an optimizer's state for some parameters."""
+        if self._ranks.first:
+            yield from self._beside.states(index, names)
+        if self._ranks.original:
+            yield from self._fragments_states(index, names)
+
+    def _fragments_states(self, index: int, names: Iterable[str]) -> Iterator[Shard]:
+        bound = self._optimizers[index]
+        for slot in (bound.slots[name] for name in names if name in bound.slots):
+            if slot in bound.held:
                 yield from self._optimizer_shards(index, bound, slot)
 
     def check(self, reader: Reader) -> None:
@@ -78,7 +93,7 @@ class ShardedState:
         expected = {(name, ""): tuple(t.shape) for name, t in self._whole().items()}
         expected |= {(name, ""): slot.shape for name, slot in self._slots.items()}
         held = {(i, name) for i, bound in enumerate(self._optimizers) for name in bound.slots}
-        check_fits(reader, expected, held)
+        check_fits(reader, expected, held | self._beside.held())
         keys = state_keys(reader)
         for index, bound in enumerate(self._optimizers):
             for name, slot in bound.slots.items():
@@ -92,21 +107,36 @@ class ShardedState:
             CheckpointError: names or shapes differ; nothing was changed.
         """
         self.check(reader)
-        keys = state_keys(reader)
         with torch.no_grad():
             for name, tensor in weights_in(reader, self._whole()).items():
                 tensor.copy_(reader.read(name))
             for slot in weights_in(reader, self._slots).values():
                 self._load_master(reader, slot)
-            for index, bound in enumerate(self._optimizers):
-                for name, slot in bound.slots.items():
-                    if keys.get((name, index)):  # schedule-free optimizers change frozen ones, too
-                        self._placement.flat_of(slot).trained = True
-                for slot in bound.held:
-                    states: dict[str, Any] = dict(reader.scalars(slot.name, index))
-                    for key in keys.get((slot.name, index), []):
-                        states[key] = _read_state(reader, f"{index}.{key}", key, slot)
-                    self._home.set_states(bound, slot, states)
+        for index, bound in enumerate(self._optimizers):
+            self._load_states(index, reader, {*bound.slots, *self._whole()})
+
+    def load_states(self, index: int, reader: Reader, names: Collection[str]) -> None:
+        """Load this rank's share of an optimizer's state for some parameters.
+
+        Raises:
+            CheckpointError: shapes differ; nothing was changed.
+        """
+        self.check(reader)
+        self._load_states(index, reader, names)
+
+    @torch.no_grad()
+    def _load_states(self, index: int, reader: Reader, names: Collection[str]) -> None:
+        bound, keys = self._optimizers[index], state_keys(reader)
+        self._beside.load_states(index, reader, names)
+        for slot in (bound.slots[name] for name in names if name in bound.slots):
+            found = keys.get((slot.name, index), [])
+            if found:  # schedule-free optimizers change frozen ones, too
+                self._placement.flat_of(slot).trained = True
+            if slot in bound.held:
+                states: dict[str, Any] = dict(reader.scalars(slot.name, index))
+                for key in found:
+                    states[key] = _read_state(reader, f"{index}.{key}", key, slot)
+                self._home.set_states(bound, slot, states)
 
     def _whole(self) -> dict[str, Tensor]:
         """Return the tensors of every rank: buffers, and parameters outside of units."""
