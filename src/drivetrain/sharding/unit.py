@@ -87,10 +87,9 @@ class Unit:
         with torch.no_grad():
             for flat in flats:
                 flat.adopt(values)
+        self.versions = [parameter._version for parameter in self.parameters]
         if layout.sharded:
             self.free()  # before the next unit gets memory
-        else:
-            self.versions = [parameter._version for parameter in self.parameters]
 
     @property
     def live(self) -> bool:
