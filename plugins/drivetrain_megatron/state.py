@@ -19,8 +19,8 @@ from drivetrain.errors import CheckpointError, UsageError
 from drivetrain.parts.naming import named_parameters, persistent_buffers
 from drivetrain.parts.replicate import replicate
 from drivetrain.parts.saved_state import LINKS, check_fits
-from drivetrain.parts.suitability import misfit
 from drivetrain.shards import Reader, TensorFacts, state_tensors
+from drivetrain.suitability.experiment import misfit
 from drivetrain_megatron.cell import ParameterFacts
 from drivetrain_megatron.tensor.operators import gathered
 from drivetrain_megatron.tensor.partition import Partition

@@ -28,9 +28,9 @@ from drivetrain.facade.settings import Runs, StrategyChoice, agree
 from drivetrain.facade.stepping import PreparedOptimizer, PreparedScheduler
 from drivetrain.log import get_logger
 from drivetrain.parts.naming import clean_name
-from drivetrain.parts.own_batch import check_forward_writes
 from drivetrain.parts.wrapping import UninheritedHook, compute_in
 from drivetrain.states.given import KERNELS
+from drivetrain.suitability.own_batch import check_forward_writes
 
 logger = get_logger(__name__)
 
