@@ -101,12 +101,7 @@ class Preparation:
         agree(
             world,
             f"the model {type(model).__name__}",
-            [
-                *self._runs.default.links.facts(),
-                *_facts(model),
-                *values.facts,
-                *_facts_of_optimizers(mine, names),
-            ],
+            [*_facts(model, self._runs), *values.facts, *_facts_of_optimizers(mine, names)],
         )
         values.check()
         given = ModelSpec.of(model).parameters
@@ -157,9 +152,8 @@ class Preparation:
                 facts = list(_facts_of_optimizers([bound], entry.names))
                 agree(self._runs.default.world, "an optimizer", facts)
                 self._prepared.note_groups([bound])
-                groups = self._prepared.groups[bound]
-                bound = entry.strategy.bind(bound)
-                self._prepared.groups[bound] = groups
+                given, bound = bound, entry.strategy.bind(bound)
+                self._prepared.groups[bound] = self._prepared.groups[given]
                 entry.optimizers = (*entry.optimizers, bound)
         gradients, whole = self._gradients, self._prepared.whole
         prepared = PreparedOptimizer(
@@ -331,10 +325,11 @@ def _check_layers(model: nn.Module, ranks: int) -> None:
             )
 
 
-def _facts(model: nn.Module) -> list[str]:
-    """Return a line per parameter, buffer and module: name, shape, dtype, whether it trains."""
+def _facts(model: nn.Module, runs: Runs) -> list[str]:
+    """Return a line per link, parameter, buffer and module, which ranks must have alike."""
     return (
-        [
+        list(runs.default.links.facts())
+        + [
             f"module {name or 'itself'} of class {type(module).__name__}"
             for name, module in model.named_modules()
         ]
