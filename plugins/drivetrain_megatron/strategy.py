@@ -129,8 +129,7 @@ class Megatron(CellOnPaper, StatesOfCell):
             for line in describe(plan, self._facts, before, self._tp.size):
                 logger.announce(line)
             self._original.cut_states(optimizers, self._facts, self._tp.rank)
-        for optimizer in optimizers:  # stages will have some of their parameters
-            self._original.check_steps_parts(optimizer, self._facts, self.config.pp)
+        self._original.check_steps_parts(optimizers, self._facts, self.config.pp)
         self._dropout.attach(model, counting=self._builder is None)
         self._draws.attach(model)
         if self._builder is not None:
@@ -155,7 +154,7 @@ class Megatron(CellOnPaper, StatesOfCell):
     @on_shares
     def bind(self, optimizer: Optimizer) -> Optimizer:
         """Let the data-parallel strategy take one more optimizer."""
-        self._original.check_steps_parts(optimizer, self._facts, self.config.pp)
+        self._original.check_steps_parts([optimizer], self._facts, self.config.pp)
         self._original.add(optimizer)
         if self._builder is not None:
             self._builder.follow(optimizer)

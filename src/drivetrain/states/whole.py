@@ -245,6 +245,7 @@ def refuse_parts(optimizer: Optimizer, whole: Callable[[Optimizer], WholeOptimiz
                 "and load_state_dict() of what prepare() returned"
             )
 
+    Optimizer.__setstate__(optimizer, {})  # a wrapper without torch's own __init__ lacks its hooks
     optimizer.register_state_dict_pre_hook(refuse)
     optimizer.register_load_state_dict_pre_hook(refuse)
 
