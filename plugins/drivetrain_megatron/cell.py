@@ -23,6 +23,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 from drivetrain.collectives import Communicator
 from drivetrain.errors import ConfigError, RankMismatchError
 from drivetrain.links.chosen import LinkMethods
+from drivetrain.parts.guard import Elsewhere
 from drivetrain.parts.wrapping import UninheritedHook
 from drivetrain.runtime.mesh import Mesh
 from drivetrain.runtime.precision import Precision
@@ -142,7 +143,8 @@ class DataParallelCell(Strategy[MegatronConfig]):
 
     def gradients(self, only: Collection[nn.Parameter] | None = None) -> Iterator[Tensor]:
         """Yield the pieces of gradient that this rank's optimizers read."""
-        return self._inner.gradients(only)
+        here = None if only is None else [p for p in only if not isinstance(p, Elsewhere)]
+        return self._inner.gradients(here)
 
     def will_scale(self, factor: float) -> None:
         """Tell the strategy inside."""
@@ -244,7 +246,7 @@ class SameBatch(UninheritedHook):
         return bool(self._cell)
 
     def _check(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Compare the first forwards: in training their arguments too, else only the mode.
+        """Compare the mode and the arguments of the first forwards, in training and in evaluation.
 
         Raises:
             RankMismatchError: ranks of the cell got different ones; on each of them.
@@ -254,7 +256,7 @@ class SameBatch(UninheritedHook):
         trains = module.training and torch.is_grad_enabled()
         if self._left[trains]:
             self._left[trains] -= 1
-            self._compare([*_mode(module), *(_described(args, kwargs) if trains else [])])
+            self._compare([*_mode(module), *_described(args, kwargs)])
 
     def _compare(self, lines: Sequence[str]) -> None:
         digest = hashlib.sha256("\n".join(lines).encode()).digest()

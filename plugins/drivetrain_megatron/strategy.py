@@ -18,6 +18,7 @@ from drivetrain.cost import Cost, ModelSpec
 from drivetrain.log import get_logger
 from drivetrain.model import PLANNING, untouched
 from drivetrain.parts.blocks import repeated_blocks
+from drivetrain.parts.guard import Elsewhere
 from drivetrain.parts.naming import named_parameters, persistent_buffers, uncompiled
 from drivetrain.parts.norms import clip_, combine_norms
 from drivetrain.shards import (
@@ -46,6 +47,7 @@ from drivetrain_megatron.state import (
     WholeState,
     joined,
     refusing_forwards,
+    shows_whole,
 )
 
 logger = get_logger(__name__)
@@ -132,6 +134,7 @@ class Megatron(CellOnPaper, DataParallelCell):
         self._draws.attach(model)
         if self._builder is not None:
             self._builder.split(model, optimizers)
+            self._whole.copies = self._builder.copied_buffers
         if self._tensor is not None:
             self._tensor.surround()
         self._dropout.follow(blocks if self._builder is None else self._builder.blocks)
@@ -141,6 +144,7 @@ class Megatron(CellOnPaper, DataParallelCell):
             self._tensor.sum_partial(model, self._facts)
         if self._builder is not None:
             self._pipeline = self._builder.start(model, self._inner, self._dropout)
+            shows_whole(uncompiled(model), self)
         same = SameBatch((self._tp, self._pp), self.run.world)
         if same.matters:
             first = model.register_forward_pre_hook(same, prepend=True, with_kwargs=True)
@@ -261,7 +265,7 @@ class Megatron(CellOnPaper, DataParallelCell):
         places = self._whole.places(module)
         state = state_tensors(module)
         mine = {name: state[name] for name in names if places[name].rank == self._pp.rank}
-        with self.gathered(parameters_among(mine.values()), modify=False):
+        with self._whole_here(parameters_among(mine.values()), modify=False):
             yield {name: self._whole.broadcast(places[name], mine.get(name)) for name in names}
 
     @contextmanager
@@ -270,6 +274,15 @@ class Megatron(CellOnPaper, DataParallelCell):
     ) -> Iterator[None]:
         """Context in which these parameters are whole, as in the user's model, on every rank."""
         chosen = list(parameters)
+        stand_ins = None if self._builder is None else self._builder.stand_ins
+        others = nullcontext() if stand_ins is None else stand_ins.whole(chosen, modify=modify)
+        here = [p for p in chosen if not isinstance(p, Elsewhere)]
+        with self._whole_here(here, modify=modify), others:
+            yield
+
+    @contextmanager
+    def _whole_here(self, chosen: Sequence[nn.Parameter], *, modify: bool) -> Iterator[None]:
+        """Context in which parameters of this rank's stages are whole."""
         partitions = {p: self._facts[self._original.names[p]].partition for p in chosen}
         with (
             self._inner.gathered(chosen, modify=modify),
@@ -303,4 +316,5 @@ class Megatron(CellOnPaper, DataParallelCell):
         self._source = None
 
     def _chosen(self, only: Collection[nn.Parameter] | None) -> Iterable[nn.Parameter]:
-        return named_parameters(self._model).values() if only is None else only
+        chosen = named_parameters(self._model).values() if only is None else only
+        return [p for p in chosen if not isinstance(p, Elsewhere)]

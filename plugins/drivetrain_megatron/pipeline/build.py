@@ -1,10 +1,10 @@
 """Makes the pipeline of a model: cuts it, leaves each rank its stages, and takes over its calls."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
@@ -15,6 +15,8 @@ from drivetrain.errors import UsageError
 from drivetrain.log import get_logger
 from drivetrain.model.look import Look
 from drivetrain.parts.blocks import NamedModule
+from drivetrain.parts.guard import Elsewhere
+from drivetrain.parts.naming import clean_name
 from drivetrain.parts.wrapping import unwrap_forward, wrap_forward
 from drivetrain.strategy import Run, Strategy
 from drivetrain_megatron.adapted import AdaptedModel
@@ -28,6 +30,7 @@ from drivetrain_megatron.pipeline.levels import PipelinedModel
 from drivetrain_megatron.pipeline.local import LocalStages, StageParts
 from drivetrain_megatron.pipeline.other_stages import SharedParameters
 from drivetrain_megatron.pipeline.stages import Split, split
+from drivetrain_megatron.pipeline.stand_ins import StandIns
 from drivetrain_megatron.pipeline.timing import StepTrace
 from drivetrain_megatron.pipeline.transfer import Link
 from drivetrain_megatron.recording.calls import ExampleInputs
@@ -49,6 +52,7 @@ class PipelineBuilder:
 
     Attributes:
         blocks: the modules between whose calls stages begin, whichever rank they are on.
+        stand_ins: the parameters of other stages, after ``split``.
         copied_buffers: names of the buffers here that count on an earlier rank of the pipeline.
     """
 
@@ -75,6 +79,7 @@ class PipelineBuilder:
         self._handles: list[RemovableHandle] = []
         self._pipeline: PipelinedModel | None = None
         self.copied_buffers: frozenset[str] = frozenset()
+        self.stand_ins: StandIns | None = None
 
     def plan(self, model: nn.Module, inputs: ExampleInputs) -> None:
         """Record the whole model and find where the stages may begin.
@@ -114,12 +119,19 @@ class PipelineBuilder:
             for name in use.names
             if cut.stage_of(min(use.phases, default=0)) % self._axis.size != rank
         )
+        homes = {
+            clean_name(name): cut.stage_of(min(use.phases, default=0)) % self._axis.size
+            for name, use in recording.parameters.items()
+        }
+        device = self._run.world.device
+        self.stand_ins = StandIns(model, homes, self._axis, device)
         self._adapted = AdaptedModel(model)
-        self._split = split(model, recording, cut, owned, self._run.world.device)
+        self._split = split(model, recording, cut, owned, device)
         self._shared = SharedParameters(model, self._split.ties, owned, self._axis.size, self._link)
         here = {id(parameter) for parameter in model.parameters()}
         for optimizer in optimizers:
             _keep(optimizer, here)
+        self.stand_ins.free()
         self._optimizers = tuple(optimizers)
         for stage, line in stage_report(recording, cut, self._axis.size).items():
             logger.announce(f"stage {stage}: {line}")
@@ -149,15 +161,19 @@ class PipelineBuilder:
             self.follow(optimizer)
 
         def call(module: nn.Module, compute: Any, args: Any, kwargs: Any) -> Any:
-            return pipeline.call(args, kwargs)
+            # A copy, of all parameters, computes by itself.
+            return pipeline.call(args, kwargs) if module is model else compute(*args, **kwargs)
 
         wrap_forward(model, _ORIGINAL, call)
         if self._adapted is not None:
             self._adapted.redirect()
+        if self.stand_ins is not None:
+            self.stand_ins.put()
         return pipeline
 
     def follow(self, optimizer: Optimizer) -> None:
-        """Let copies of shared parameters be made anew after each step of an optimizer."""
+        """Let an optimizer step this rank's parameters, and copies of shared ones follow."""
+        _keep(optimizer, {id(p) for p in _parameters_of(optimizer) if not isinstance(p, Elsewhere)})
         # A forward between backward and step refreshes copies, but of values before the step.
         outdate = self._pipeline.stages.outdate if self._pipeline is not None else None
         if outdate is not None:
@@ -215,6 +231,10 @@ def _around_blocks(recording: Recording, model: nn.Module) -> list[nn.Module]:
     blocks = [block for _, block in block_order(recording, model)]
     inside = {id(module) for block in blocks for module in block.modules()}
     return [module for module in model.modules() if id(module) not in inside]
+
+
+def _parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
+    return (p for group in optimizer.param_groups for p in group["params"])
 
 
 def _keep(optimizer: Optimizer, here: set[int]) -> None:

@@ -47,21 +47,18 @@ class Evaluation:
         outline = stages.outline(whole)
         leaves, tree = tree_flatten(outline)
         sources = self._sources.get(kind)
-        workers = stages.run_forwards(batches, division.kept if dims is None else None)
+        workers = stages.run_forwards(
+            batches, division.kept if dims is None or len(batches) == 1 else None
+        )
         asked = workers.keys() if sources is None else {stages.count - 1, *sources}
         passed = [output for worker in workers.values() for output in worker.outputs.values()]
-        if dims is None:
-            outputs = {
-                index: self._finished(worker, whole, division)
-                for index, worker in sorted(workers.items())
-                if index in asked
-            }
-        else:
-            outputs = {
-                index: joined_outputs(worker.outputs, dims, _as_it_is)
-                for index, worker in workers.items()
-                if worker.stage.is_last
-            }
+        outputs = {
+            index: joined_outputs(worker.outputs, dims or (), _as_it_is)
+            if worker.kept is None
+            else self._finished(worker, whole, division)
+            for index, worker in sorted(workers.items())
+            if worker.stage.is_last or (index in asked and worker.kept is not None)
+        }
         if sources is None:
             self._check_trees([*passed, *outputs.values()], tree)
             sources = self._sources[kind] = self._found(leaves, outputs)

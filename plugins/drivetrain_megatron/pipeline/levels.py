@@ -35,6 +35,7 @@ from drivetrain_megatron.pipeline.loss import (
     behind_inputs,
     handed_out,
     loss_in,
+    mark_beside,
     mark_elsewhere,
     origins_of,
     refuse_options,
@@ -166,33 +167,31 @@ class PipelinedModel:
         self.stages.refresh()
         if not torch.is_grad_enabled():
             call = self._divided(args, kwargs)
-            dims = self._losses.outputs(call.kind, call.whole, call.division)
+            dims = self._outputs(call)
             return self._evaluation.run(call.kind, call.parts, call.whole, call.division, dims)
         self._begin()
         if self.shares_outputs:
             self._announce("L1", "all forwards, then all backwards; every stage gets the output")
             call = self._divided(args, kwargs)
-            dims = self._losses.outputs(call.kind, call.whole, call.division)
-            return self._forward_all(call, dims, shared=True).output
+            return self._forward_all(call, self._outputs(call), shared=True).output
         if self._windowed:
             self._announce("L1b", "1F1B over the accumulation window")
             first = self.stages.dropout.take(1)
             (batch,) = cut_batch(args, kwargs, 1)
             return self._window.call(replace(batch, number=first))
         call = self._divided(args, kwargs)
-        with torch.enable_grad():
-            outline = self.stages.outline(call.parts[0])
+        outline = self.stages.outline(call.whole) if len(call.parts) > 1 else None
         loss = find_loss(outline)
         if loss is None:
             self._announce("L1", "all forwards, then all backwards")
-            dims = self._losses.outputs(call.kind, call.whole, call.division)
-            return self._forward_all(call, dims).output
+            return self._forward_all(call, self._outputs(call)).output
         weights = self._weights(call, loss_in)
         self._announce("L2", f"the model makes its loss: {self._order(weights)}")
         if weights is Weights.NONE:
             return self._forward_all(call).output
         promised = PromisedLoss(self.stages, call.parts, loss.dtype, weights)
         self._pending[promised.origin] = promised
+        mark_beside(outline)
         return tree_map(lambda x: promised.loss if x is loss else x, outline)
 
     def loss(
@@ -236,8 +235,9 @@ class PipelinedModel:
                 raised = f" Parts of a batch raised {division.failure}." if division.failure else ""
                 self._say(
                     "these calls are not cut into micro-batches: for no dim of the inputs do the "
-                    "blocks give for parts of a batch what they give for the whole (BatchNorm in "
-                    f"training does not, for one).{raised} Stages wait for each other"
+                    "blocks give, and leave in buffers, for parts of a batch what they do for the "
+                    f"whole (BatchNorm in training does not, for one).{raised} Stages wait for "
+                    "each other"
                 )
             count = 1
         batches = cut_batch(args, kwargs, count, targets, division.dims)
@@ -262,6 +262,12 @@ class PipelinedModel:
                 "batch, after the forwards of all micro-batches"
             )
         return found
+
+    def _outputs(self, call: "_Call") -> Dims | None:
+        """Return how outputs of micro-batches are joined; None where they are not."""
+        if len(call.parts) == 1:
+            return ()
+        return self._losses.outputs(call.kind, call.whole, call.division)
 
     def _order(self, weights: Weights) -> str:
         return "all forwards first" if weights is Weights.NONE else self._config.schedule

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from drivetrain.collectives import Communicator
 from drivetrain.errors import UsageError
+from drivetrain.model import LeftBehind
 from drivetrain.ranges import STAGE, named_range
 from drivetrain.strategy import Strategy
 from drivetrain_megatron.dropout.chain import Dropout
@@ -138,6 +139,7 @@ class LocalStages:
     Attributes:
         workers: by index of the stage.
         count: how many stages there are on all ranks.
+        left: what a forward changes outside of blocks, so that it does so once in each call.
         replicas_decide: whether the ranks of other replicas take part in decisions.
         spans: when the actions of this step ran.
     """
@@ -156,6 +158,7 @@ class LocalStages:
         self._shared, self._weights = parts.shared, parts.weights
         self.ranks, self.rank = parts.axis.size, parts.axis.rank
         self.count = parts.axis.size * len(split.stages)
+        self.left = LeftBehind(split.model)
         self.workers = {stage.index: self._worker(stage) for stage in split.stages}
         self._interpreter = Interpreter(self.workers, self.count, parts.link)
         self._stale, self._trained = False, True
@@ -194,7 +197,7 @@ class LocalStages:
     def outline(self, batch: MicroBatch) -> Any:
         """Return the model's output as proxies, without computing any block."""
         stage = next(iter(self.workers.values())).stage
-        with self.dropout.forward(batch.number), self.inner.running():
+        with self.left.undone(), self.dropout.forward(batch.number), self.inner.running():
             return stage.run_ambient(batch.args, batch.kwargs)
 
     def dtype(self, batch: MicroBatch) -> torch.dtype:
@@ -209,7 +212,8 @@ class LocalStages:
         Raises:
             UsageError: as in ``Stage.run``; other stages are told that this one fails.
         """
-        with self.telling(), self.dropout.forward(batch.number), self.inner.running():
+        contexts = self.telling(), self.left.undone(), self.dropout.forward(batch.number)
+        with contexts[0], contexts[1], contexts[2], self.inner.running():
             return stage.finish(batch.args, batch.kwargs, given)
 
     @contextmanager
@@ -228,7 +232,9 @@ class LocalStages:
         """Run blocks without backward, by workers of their own; return these, by their stage."""
         workers = {index: self._worker(worker.stage) for index, worker in self.workers.items()}
         for worker in workers.values():
-            worker.batches, worker.kept = dict(enumerate(batches)), kept
+            # One batch alone has its whole output on the last stage.
+            goes_on = worker.stage.is_last and len(batches) == 1
+            worker.batches, worker.kept = dict(enumerate(batches)), None if goes_on else kept
         self._interpreter.run(self.forwards(range(len(batches))), workers)
         return workers
 
@@ -311,6 +317,8 @@ class LocalStages:
             worker.clear()
 
     def _worker(self, stage: Stage) -> StageWorker:
+        is_first_here = stage.index == self.rank
+        left = nullcontext if is_first_here else self.left.undone
         return StageWorker(
-            stage, self.inner, self._shared, self._weights, self.dropout, self.device
+            stage, self.inner, self._shared, self._weights, self.dropout, self.device, left
         )

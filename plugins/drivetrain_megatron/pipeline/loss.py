@@ -40,6 +40,10 @@ _ELSEWHERE = "a tensor of an earlier stage"
 """Stands among the origins of a proxy for a part of the output that the last stage lacks."""
 
 
+_BESIDE = "a tensor beside the model's loss"
+"""Stands among the origins of a proxy for what comes with a loss that is promised."""
+
+
 class LossOrigin:
     """One call of the model, known by its identity."""
 
@@ -90,6 +94,13 @@ def mark_elsewhere(output: Any, blocks: range) -> None:
     for leaf in tree_leaves(output):
         if isinstance(leaf, StageProxy) and leaf.requires_grad and not leaf.blocks <= {*blocks}:
             leaf.origins = frozenset({_ELSEWHERE})
+
+
+def mark_beside(output: Any) -> None:
+    """Let the proxies of an output know that they stand beside a loss that is promised."""
+    for leaf in tree_leaves(output):
+        if isinstance(leaf, StageProxy) and leaf.requires_grad:
+            leaf.origins = frozenset({_BESIDE})
 
 
 def behind_inputs(output: Any, batch: MicroBatch) -> Any:
@@ -148,6 +159,14 @@ def origins_of(loss: Tensor) -> frozenset[LossOrigin]:
             "output of an earlier block, too (deep supervision, hidden states): its gradient "
             "would begin on another stage. Let the blocks pass this tensor on with their output, "
             "or use no pipeline (pp: 1)"
+        )
+    if _BESIDE in found:
+        raise UsageError(
+            "expected the loss that the model returned, or a multiple of it, found a loss made of "
+            "a tensor that it returned beside (logits, hidden states): with micro-batches the "
+            "forward runs inside of accelerator.backward(loss). Let the model return no loss in "
+            "such calls (models of Hugging Face: leave labels out) and make all of it outside, "
+            "make it in a function for accelerator.pipeline_step(), or set micro_batches: 1"
         )
     if not found - {OTHER}:
         raise UsageError(

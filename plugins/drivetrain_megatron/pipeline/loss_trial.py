@@ -260,9 +260,12 @@ class _Trial:
                 return None
             dim = None
             if isinstance(whole, Tensor):
-                dim = joined_dim(tuple(whole.shape), [tuple(part.shape) for part in parts])
-                alike = [join(parts, dim)] if dim is not None else parts
-                if not all(is_same(each, whole) for each in alike):
+                try:
+                    dim = joined_dim(tuple(whole.shape), [tuple(part.shape) for part in parts])
+                except ValueError:
+                    return None
+                # Without rows it may be a mean or a count, which are equal here by chance.
+                if dim is None or not is_same(join(parts, dim), whole):
                     return None
             dims.append(dim)
         return tuple(dims)

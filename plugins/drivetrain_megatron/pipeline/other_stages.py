@@ -21,6 +21,7 @@ from drivetrain.errors import UsageError
 from drivetrain.strategy import Strategy
 from drivetrain_megatron.marks import absent_like, is_absent
 from drivetrain_megatron.pipeline.cut import StageCut
+from drivetrain_megatron.pipeline.stand_ins import ParameterProxy
 from drivetrain_megatron.pipeline.transfer import Direction, Link, Message, Meta
 from drivetrain_megatron.recording.phases import Recording, Use
 from drivetrain_megatron.recording.proxy import StageProxy
@@ -103,7 +104,9 @@ def place_of(model: nn.Module, full_name: str, device: torch.device) -> ProxyPla
     """Return where a proxy can stand for a parameter or buffer."""
     prefix, _, name = full_name.rpartition(".")
     module = model.get_submodule(prefix)
-    return ProxyPlace(module, name, StageProxy.of(getattr(module, name), device))
+    value = getattr(module, name)
+    kind = ParameterProxy if isinstance(value, nn.Parameter | ParameterProxy) else StageProxy
+    return ProxyPlace(module, name, kind.of(value, device))
 
 
 def take_away(places: Iterable[ProxyPlace]) -> None:
@@ -240,11 +243,12 @@ def _glimpse(parameter: Tensor) -> Tensor:
 
 
 def _take_out(model: nn.Module, parameter: nn.Parameter) -> Tensor:
-    """Make a parameter an ordinary attribute: forward finds it, ``parameters()`` does not."""
+    """Put a copy in its memory into ordinary attributes: forward finds it, no list has it."""
+    copied = nn.Parameter(parameter.detach(), parameter.requires_grad)
     for module in model.modules():
         names: Mapping[str, nn.Parameter | None] = dict(module._parameters)
         for name, found in names.items():
             if found is parameter:
                 del module._parameters[name]
-                module.__dict__[name] = parameter
-    return parameter
+                module.__dict__[name] = copied
+    return copied

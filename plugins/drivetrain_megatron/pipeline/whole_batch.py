@@ -44,13 +44,18 @@ def joined_blocks(made: Made, division: Division, leaf_of: LeafOf) -> dict[int, 
 
 
 def joined_outputs(outputs: Mapping[int, Any], dims: Dims, leaf_of: LeafOf) -> Any:
-    """Return the output of the whole batch, made of those of micro-batches by number."""
+    """Return the output of the whole batch, made of those of micro-batches by number.
+
+    A single micro-batch needs no dims.
+    """
     flat = {number: tree_leaves(output) for number, output in outputs.items()}
+    firsts = next(iter(flat.values()))
+    along = dims if len(flat) > 1 else (None,) * len(firsts)
     found = [
         join([leaf_of(number, leaves[place]) for number, leaves in flat.items()], dim)
         if isinstance(first, Tensor)
         else first
-        for place, (first, dim) in enumerate(zip(next(iter(flat.values())), dims, strict=True))
+        for place, (first, dim) in enumerate(zip(firsts, along, strict=True))
     ]
     return tree_unflatten(found, tree_structure(next(iter(outputs.values()))))
 

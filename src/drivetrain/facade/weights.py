@@ -1,7 +1,7 @@
 """A model's whole weights, however a strategy divides them: in place, as a state dict, as files."""
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Protocol
@@ -14,13 +14,11 @@ from drivetrain.errors import RankMismatchError, UsageError
 from drivetrain.facade.prepared import PreparedObjects
 from drivetrain.facade.settings import Runs
 from drivetrain.parts.naming import uncompiled
-from drivetrain.shards import Readable, TensorFacts
+from drivetrain.parts.whole_state import in_batches, whole_state_dict
+from drivetrain.shards import Readable
 
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integers by their size in bytes."""
-
-GATHERED_BYTES = 32 * 2**20
-"""Parameters are gathered together while they fit into this: small ones share a collective."""
 
 
 class TellsOfSteps(Protocol):
@@ -90,13 +88,7 @@ class WholeWeights:
     def state_dict(self, model: nn.Module) -> dict[str, Tensor]:
         """Return the whole model's state on every rank's CPU, by the user's names. Collective."""
         module, owner = self._readable(model)
-        facts = owner.state_facts(module)
-        copies: dict[Hashable, Tensor] = {}
-        for batch in _batches({one.identity: one for one in facts}.values()):
-            with owner.whole_state(module, [one.name for one in batch]) as state:
-                for one in batch:
-                    copies[one.identity] = state[one.name].to("cpu", copy=True)
-        return {one.name: copies[one.identity] for one in facts}
+        return whole_state_dict(owner, module)
 
     def save(
         self,
@@ -123,7 +115,7 @@ class WholeWeights:
         plan = checkpoint.plan_export(facts.values(), max_shard_size)
 
         def fetch(names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
-            for batch in _batches(facts[name] for name in names):
+            for batch in in_batches(facts[name] for name in names):
                 wanted = [one.name for one in batch]
                 with owner.whole_state(module, wanted) as state:
                     for name in wanted:
@@ -147,7 +139,7 @@ class WholeWeights:
             module = uncompiled(entry.module)
             facts = {one.identity: one for one in entry.strategy.state_facts(module)}
             names, sums = [], []
-            for batch in _batches(one for one in facts.values() if one.trainable):
+            for batch in in_batches(one for one in facts.values() if one.trainable):
                 wanted = [one.name for one in batch]
                 with entry.strategy.whole_state(module, wanted) as state:
                     sums += [_sum_of_words(state[name]) for name in wanted]
@@ -194,17 +186,3 @@ def _check_equal(names: Sequence[str], everyone: Sequence[Sequence[int]], step: 
             f"{name!r}: {who}; ranks updated them differently (an optimizer of another kind, code "
             "that depends on the rank), or memory of a rank is faulty: load a checkpoint"
         )
-
-
-def _batches(facts: Iterable[TensorFacts]) -> Iterator[list[TensorFacts]]:
-    """Yield tensors in order, as many at a time as fit into ``GATHERED_BYTES``."""
-    batch: list[TensorFacts] = []
-    filled = 0
-    for one in facts:
-        if batch and filled + one.nbytes > GATHERED_BYTES:
-            yield batch
-            batch, filled = [], 0
-        batch.append(one)
-        filled += one.nbytes
-    if batch:
-        yield batch

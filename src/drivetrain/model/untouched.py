@@ -1,4 +1,4 @@
-"""Lets code run on a model that must leave no trace: looks, trials, plans.
+"""Lets code run on a model that must leave no trace: looks, trials, plans, passes run besides.
 
 A forward may write into buffers (running statistics, the vectors of spectral normalisation), fill
 caches, set attributes and draw random numbers; a parametrized weight does so as soon as somebody
@@ -10,7 +10,7 @@ import random
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +46,71 @@ def untouched(model: nn.Module, seed: int | None = None) -> Iterator[None]:
         for owner, before in saved:
             owner.clear()
             owner.update(before)
+
+
+Left: TypeAlias = dict[tuple[int, str], tuple[dict[str, Any], Any]]
+"""Values by the dict that holds them and their name, each with this dict."""
+
+
+class LeftBehind:
+    """The buffers, and the numbers among attributes, that forwards of a model change.
+
+    Passes that are run besides leave nothing of what was noted once: one forward counts once.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._modules = list(model.modules())
+        self._places: dict[tuple[int, str], dict[str, Any]] = {}
+
+    def state(self) -> Left:
+        """Return copies of all buffers and numbers."""
+        found: Left = {}
+        for module in self._modules:
+            buffers, own = module._buffers, vars(module)
+            found |= {(id(buffers), n): (buffers, _value(b)) for n, b in buffers.items()}
+            found |= {(id(own), n): (own, v) for n, v in own.items() if type(v) in (int, float)}
+        return found
+
+    @contextmanager
+    def noting(self) -> Iterator[None]:
+        """Context of a forward, which may change what it changes in every call."""
+        before = self.state()
+        yield
+        after = self.state()
+        for place, (owner, value) in after.items():
+            if place not in before or not _is_equal(before[place][1], value):
+                self._places[place] = owner
+
+    @contextmanager
+    def undone(self) -> Iterator[None]:
+        """Context of a pass that leaves what was noted as it is."""
+        held = [(owner, name, owner.get(name)) for (_, name), owner in self._places.items()]
+        before = [(owner, name, value, _value(value)) for owner, name, value in held]
+        try:
+            yield
+        finally:
+            for owner, name, value, copied in before:
+                if isinstance(value, Tensor):
+                    with torch.no_grad():
+                        value.copy_(copied)
+                owner[name] = value
+
+
+def is_left_equal(one: Left, other: Left) -> bool:
+    """Whether forwards have left the same, to the bit."""
+    return one.keys() == other.keys() and all(
+        _is_equal(value, other[place][1]) for place, (_, value) in one.items()
+    )
+
+
+def _value(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+def _is_equal(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.dtype is other.dtype and torch.equal(one, other)
+    return type(one) is type(other) and bool(one == other)
 
 
 def _contents(module: nn.Module) -> list[tuple[dict[str, Any], dict[str, Any]]]:
