@@ -201,7 +201,7 @@ class Megatron(CellOnPaper, DataParallelCell):
         counted = [p for p in self._chosen(only) if self._facts[names[p]].saves(self._tp.rank)]
         mine = self._inner.clip_grad_norm(float("inf"), norm_type, only=counted)
         norm = combine_norms(mine, norm_type, (self._tp, self._pp))
-        clip_(list(self._inner.gradients(only)), norm, max_norm)
+        clip_(list(self.gradients(only)), norm, max_norm)
         return norm
 
     def shards(self) -> Iterator[Shard]:

@@ -29,6 +29,7 @@ from drivetrain_megatron.recording.proxy import (
     OWN_BACKWARD,
     StageProxy,
     resolve,
+    same_value,
     slope_of,
 )
 
@@ -168,7 +169,7 @@ def origins_of(loss: Tensor) -> frozenset[LossOrigin]:
             "such calls (models of Hugging Face: leave labels out) and make all of it outside, "
             "make it in a function for accelerator.pipeline_step(), or set micro_batches: 1"
         )
-    if not found - {OTHER}:
+    if not found - {OTHER} and not (OTHER in found and isinstance(loss, StageProxy)):
         raise UsageError(
             "expected a loss made of a tensor that the model returned, found none in it: call the "
             "model with gradients enabled, make the loss of its output, and let it return tensors "
@@ -250,13 +251,15 @@ class PromisedLoss:
         self._made_outside = loss_of is not None
         self._autocast = _autocast(stages.device)
         self.loss: StageProxy = StageProxy.like((), dtype, stages.device, requires_grad=True)
+        # The script may change its own in place.
+        self._promised = same_value(self.loss)
         self.origin = LossOrigin()
         self.origin.mark(self.loss)
 
     def backward(self, loss: Tensor, synchronize: bool, schedule: str) -> None:
         """Run the whole schedule; the loss, or a multiple, then has its value."""
         stages = self._stages
-        factor = _factor(loss, self.loss)
+        factor = _factor(loss, self._promised)
         shares = shares_of(self._weights, self._batches, self._outline)
         plan = make_schedule(schedule, stages.ranks, len(self._batches), len(stages.workers))
         actions = plan.ranks[stages.rank]
@@ -277,7 +280,7 @@ class PromisedLoss:
                 if share:  # the loss of others may be no number
                     total += stages.last.losses[index] * share
         stages.broadcast(total, "value of the loss")
-        resolve(self.loss, total)
+        resolve(self._promised, total)
 
     def _made(self, loss_of: LossOf, output: Any, targets: Any) -> Tensor:
         """Make the loss of the model's output; whatever else goes in must want no gradient."""

@@ -116,7 +116,7 @@ def slope(of: LazyValue, by: LazyValue) -> Tensor:
 def _at(of: LazyValue, by: LazyValue, point: Tensor) -> Any:
     """Return a value with another one assumed; None if it does not follow from known ones."""
     if of is by:
-        return point
+        return point.clone()  # a function may write into it
     if of._function is None:
         return of._value
 
@@ -285,6 +285,13 @@ def slope_of(proxy: StageProxy, by: StageProxy) -> Tensor:
             "on another pipeline stage; take its mean() or sum() in the model"
         )
     return slope(proxy._later, by._later)
+
+
+def same_value(proxy: StageProxy) -> StageProxy:
+    """Return another proxy of the value that a proxy is to get."""
+    other = StageProxy(proxy.facts)
+    other._later = proxy._later
+    return other
 
 
 def resolve(proxy: StageProxy, value: Tensor) -> None:
