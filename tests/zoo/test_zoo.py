@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 import zoo_page
+from cells import EQUAL, REFUSED
 from families import FAMILIES
-from zoo_cell import EQUAL, REFUSED, STRATEGIES, parts_of, ranks_of, run_on_rank
+from zoo_cell import STRATEGIES, parts_of, ranks_of, run_on_rank
 from zoo_training import in_one_process
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"

@@ -1,10 +1,10 @@
 """A cell of the zoo: one family under one strategy, held against one process."""
 
 import traceback
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
+from cells import CRASHED, DIFFERENT, EQUAL, REFUSED, Outcome
 from drivetrain.errors import CollectiveError, ConfigError, UsageError
 from drivetrain.verify import Difference, RunRecord, compare
 from families import FAMILIES
@@ -31,27 +31,11 @@ ON_FOUR_RANKS = (
 )  # fmt: skip
 """The families that are trained on four ranks, which takes longer."""
 
-EQUAL, REFUSED, DIFFERENT, CRASHED, HUNG = "equal", "refused", "different", "crashed", "hung"
 OTHER_PATH = "the ranks took different paths"
 """What the check of the order of operations says of control flow that depends on a rank's data."""
 
 RELATIVE, ABSOLUTE = 1e-8, 1e-9
 """Two orders above the rounding of fp64 in the trainings of the zoo."""
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """How a cell ended.
-
-    Attributes:
-        kind: equal; refused, with an error that says why; or one of three failures.
-        text: the reason, the first difference, or the end of the traceback.
-        divided: the share of the parameters' bytes that no rank holds whole.
-    """
-
-    kind: str
-    text: str = ""
-    divided: float = 0.0
 
 
 def ranks_of(strategy: str) -> int:
@@ -102,17 +86,3 @@ def differences(found: RunRecord, expected: RunRecord) -> str:
 def _in_words(each: Difference) -> str:
     named = f"{each.kind} {each.name}".strip()
     return f"{named} of step {each.step} is {each.found:.9g}, in one process {each.expected:.9g}"
-
-
-def joined(outcomes: Sequence[Outcome | None]) -> Outcome:
-    """Return the outcome of a cell from those of its ranks; None is a rank without an answer."""
-    kinds = {outcome.kind if outcome else HUNG for outcome in outcomes}
-    known = [outcome for outcome in outcomes if outcome]
-    if len(kinds) == 1 and known:
-        return known[0]
-    for kind in (CRASHED, DIFFERENT, REFUSED):
-        for rank, outcome in enumerate(outcomes):
-            if outcome and outcome.kind == kind:
-                found = CRASHED if kind == REFUSED else kind
-                return Outcome(found, f"on rank {rank} of {len(outcomes)} {kind}: {outcome.text}")
-    return Outcome(HUNG, "no answer within the time limit")

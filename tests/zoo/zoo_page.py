@@ -2,13 +2,10 @@
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
+from cells import Line, Place, cell_on_page, cells_of_page, refusals_on_page, sums_on_page
 from families import FAMILIES
-from zoo_cell import DIFFERENT, EQUAL, REFUSED, STRATEGIES, ranks_of
-
-Line = Mapping[str, Any]
-Results = Mapping[tuple[str, str], Line]
+from zoo_cell import STRATEGIES, ranks_of
 
 INTRODUCTION = """# Models
 
@@ -27,10 +24,8 @@ the table shows which share of the bytes of the model's blocks is divided over t
 model without linear layers has nothing to divide.
 """
 
-EMPTY = ""
 
-
-def write(results: Results, path: Path) -> None:
+def write(results: Mapping[Place, Line], path: Path) -> None:
     """Write the page.
 
     Args:
@@ -40,11 +35,12 @@ def write(results: Results, path: Path) -> None:
     path.write_text("\n".join(page(results)) + "\n", encoding="utf-8")
 
 
-def page(results: Results) -> Iterator[str]:
+def page(results: Mapping[Place, Line]) -> Iterator[str]:
     """Yield the lines of the page."""
     yield INTRODUCTION.format(families=len(FAMILIES))
     reasons: dict[str, int] = {}
-    yield from _sums(results)
+    ranks = {strategy: ranks_of(strategy) for strategy in STRATEGIES}
+    yield from sums_on_page(results, list(FAMILIES), ranks)
     kinds = dict.fromkeys(family.kind for family in FAMILIES.values())
     for kind in kinds:
         yield f"\n## {kind[0].upper()}{kind[1:]}\n"
@@ -54,38 +50,16 @@ def page(results: Results) -> Iterator[str]:
             if family.kind == kind:
                 cells = (_cell(results.get((name, s)), reasons) for s in STRATEGIES)
                 yield f"| {name} | {' | '.join(cells)} |"
-    yield "\n## Refusals\n"
-    for reason, number in reasons.items():
-        yield f"{number}. `{reason.replace('`', chr(39))}`"
-
-
-def _sums(results: Results) -> Iterator[str]:
-    yield "| strategy | ranks | equal | refused | wrong, crashed or hung |"
-    yield "|---|---|---|---|---|"
-    for strategy in STRATEGIES:
-        lines = (results.get((family, strategy)) for family in FAMILIES)
-        kinds = [line["kind"] for line in lines if line]
-        equal, refused = kinds.count(EQUAL), kinds.count(REFUSED)
-        failed = len(kinds) - equal - refused
-        yield f"| `{strategy}` | {ranks_of(strategy)} | {equal} | {refused} | {failed} |"
+    yield from refusals_on_page(reasons)
 
 
 def _cell(line: Line | None, reasons: dict[str, int]) -> str:
-    if line is None:
-        return EMPTY
-    if line["kind"] == REFUSED:
-        text = " ".join(line["text"].split())
-        return f"[{reasons.setdefault(text, len(reasons) + 1)}]"
-    if line["kind"] != EQUAL:
-        return "**wrong**" if line["kind"] == DIFFERENT else f"**{line['kind']}**"
-    return f"= {line['divided']:.0%}" if line["strategy"] == "tp2" else "="
+    text = cell_on_page(line, reasons)
+    if line is None or text != "=" or line["strategy"] != "tp2":
+        return text
+    return f"= {line['divided']:.0%}"
 
 
 def read(path: Path) -> dict[tuple[str, str], str]:
     """Return the text of every cell of a page, by family and strategy."""
-    found = {}
-    for line in path.read_text(encoding="utf-8").splitlines():
-        family, *cells = [text.strip() for text in line.strip("|").split("|")]
-        if line.startswith("|") and family in FAMILIES:
-            found.update({(family, s): text for s, text in zip(STRATEGIES, cells, strict=True)})
-    return found
+    return cells_of_page(path, list(FAMILIES), list(STRATEGIES))

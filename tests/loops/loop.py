@@ -1,0 +1,195 @@
+"""What a way of a loop is given: the same lines run on ranks and, in plain torch, in one process.
+
+A *way* is a small function that touches gradients, states, weights or loaders as scripts do. It
+notes what must be equal: losses, norms, and at its end the weights. A refusal with a reason is the
+other right end.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import SGD, Optimizer
+
+from cells import CRASHED, DIFFERENT, EQUAL, REFUSED, Outcome
+from drivetrain import Accelerator
+from drivetrain.errors import DrivetrainError
+
+Way = Callable[["Loop"], None]
+
+WORDS, WIDTH, LENGTH, ROWS = 32, 8, 4, 8
+
+RELATIVE, ABSOLUTE = 1e-8, 1e-9
+"""Two orders above the rounding of fp64 in a few steps."""
+
+
+class WayBlock(nn.Module):
+    """Two layers and a way around them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 16), nn.Linear(16, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(x).tanh())
+
+
+class Words(nn.Module):
+    """A table of words, blocks and a head: tensor and pipeline parallelism can divide it."""
+
+    def __init__(self, blocks: int = 2) -> None:
+        super().__init__()
+        self.emb = nn.Embedding(WORDS, WIDTH)
+        self.blocks = nn.ModuleList(WayBlock() for _ in range(blocks))
+        self.head = nn.Linear(WIDTH, WORDS)
+        self.example_inputs = {"t": torch.arange(2 * LENGTH).view(2, LENGTH)}
+
+    def forward(self, t: Tensor) -> Tensor:
+        x = self.emb(t)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Loop:
+    """A training that is the script's, under a strategy or in one process.
+
+    Args:
+        strategy: name and options; None: plain torch in one process.
+
+    Attributes:
+        accelerator: None in one process.
+        notes: what is compared, by name.
+    """
+
+    def __init__(self, strategy: Mapping[str, Any] | None) -> None:
+        self.strategy = strategy
+        self.accelerator: Accelerator | None = None
+        self.notes: dict[str, Tensor] = {}
+
+    def begin(self, **options: Any) -> None:
+        """Make the Accelerator with options; a way that needs none need not call this."""
+        if self.strategy is not None:
+            self.accelerator = Accelerator(strategy=dict(self.strategy), cpu=True, **options)
+
+    @property
+    def alone(self) -> bool:
+        """Whether this is one process."""
+        return self.strategy is None
+
+    def prepare(self, *objects: Any) -> Any:
+        """Return the objects as a script goes on with them."""
+        if self.alone:
+            return objects[0] if len(objects) == 1 else objects
+        if self.accelerator is None:
+            self.begin()
+        return self.accelerator.prepare(*objects)
+
+    def model(self, blocks: int = 2) -> Words:
+        """Return a model, always with the same values."""
+        torch.manual_seed(0)
+        return Words(blocks)
+
+    def ready(
+        self, make: Callable[[nn.Module], Optimizer] = lambda m: SGD(m.parameters(), lr=0.5)
+    ) -> tuple[nn.Module, Optimizer]:
+        """Return a prepared model and its optimizer."""
+        model = self.model()
+        return self.prepare(model, make(model))
+
+    def batch(self, number: int, rows: int = ROWS) -> Tensor:
+        """Return the rows of a batch that this data-parallel rank trains: all in one process."""
+        words = torch.randint(0, WORDS, (rows, LENGTH), generator=_seeded(number))
+        return self.part(words)
+
+    def part(self, whole: Tensor) -> Tensor:
+        """Return the rows of a batch that this data-parallel rank trains: all in one process."""
+        if self.alone:
+            return whole
+        axis = self.accelerator.mesh["dp"]
+        return whole.chunk(axis.size)[axis.position]
+
+    def loss(self, model: nn.Module, batch: Tensor) -> Tensor:
+        """Return the loss of a batch."""
+        return F.cross_entropy(model(batch).flatten(0, 1), batch.flatten())
+
+    def backward(self, loss: Tensor, **options: Any) -> None:
+        """Run backward as the script does."""
+        if self.alone:
+            loss.backward(**options)
+        else:
+            self.accelerator.backward(loss, **options)
+
+    def accumulate(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Return the context of a micro-batch."""
+        return nullcontext() if self.alone else self.accelerator.accumulate(model)
+
+    def weights(self, *models: nn.Module) -> None:
+        """Note all weights and buffers of models."""
+        for index, model in enumerate(models):
+            whole = model.state_dict() if self.alone else self.accelerator.get_state_dict(model)
+            for name, tensor in whole.items():
+                self.note(f"{name} of model {index}", tensor)
+
+    def note(self, name: str, value: Tensor | float) -> None:
+        """Note a number that one process has as well."""
+        whole = torch.as_tensor(value).detach().cpu().numpy()  # also of a tensor in pieces
+        self.notes[name] = torch.from_numpy(whole.copy())
+
+
+def _seeded(number: int) -> torch.Generator:
+    return torch.Generator().manual_seed(number)
+
+
+@contextmanager
+def _ended(loop: Loop) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        if loop.accelerator is not None:
+            loop.accelerator.free_memory()
+
+
+@contextmanager
+def in_doubles() -> Iterator[None]:
+    """Let models and batches be made in fp64."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def run_on_rank(way: Way, strategy: Mapping[str, Any]) -> Outcome:
+    """Take a way under one strategy on this rank, and compare with one process."""
+    with in_doubles():
+        expected, found = Loop(None), Loop(strategy)
+        way(expected)
+        try:
+            with _ended(found):
+                way(found)
+        except DrivetrainError as error:
+            return Outcome(REFUSED, f"{type(error).__name__}: {error}")
+        except Exception as error:
+            return Outcome(CRASHED, f"{type(error).__name__}: {error}")
+    text = "; ".join(differences(found.notes, expected.notes))
+    return Outcome(DIFFERENT, text) if text else Outcome(EQUAL)
+
+
+def differences(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> Sequence[str]:
+    """Return in words what is not equal."""
+    if found.keys() != expected.keys():
+        return [f"found notes {sorted(found)}, in one process {sorted(expected)}"]
+    return [
+        f"{name} is {found[name].flatten()[:3].tolist()}, in one process "
+        f"{value.flatten()[:3].tolist()}"
+        for name, value in expected.items()
+        if found[name].shape != value.shape
+        or not torch.allclose(
+            found[name].double(), value.double(), RELATIVE, ABSOLUTE, equal_nan=True
+        )
+    ]

@@ -1,0 +1,49 @@
+"""Loops: ways in which scripts touch what a strategy divides, equal to one process or refused.
+
+Every way is taken under each strategy, by default a share of the ways; with ``--exhaustive`` all.
+The page ``docs/loops.md`` says which are refused, and with which words.
+"""
+
+from pathlib import Path
+
+import pytest
+
+import loops_page
+from cells import EQUAL, REFUSED
+from loop import run_on_rank
+from loops_table import STRATEGIES, all_ways
+
+PAGE = Path(__file__).parents[2] / "docs" / "loops.md"
+
+
+def ends_as_the_page_says(names, strategy):
+    shown = loops_page.read(PAGE)
+    found = {name: run_on_rank(all_ways()[name], STRATEGIES[strategy]) for name in names}
+    wrong = {
+        name: outcome
+        for name, outcome in found.items()
+        if outcome.kind != (REFUSED if shown[name, strategy].startswith("[") else EQUAL)
+    }
+    assert not wrong
+
+
+@pytest.mark.complete
+@pytest.mark.parametrize("strategy", list(STRATEGIES))
+@pytest.mark.ranks(2)
+def test_ways_end_as_the_page_says(strategy):
+    """Every third way, another third for the next strategy."""
+    first = list(STRATEGIES).index(strategy) % 3
+    ends_as_the_page_says(list(all_ways())[first::3], strategy)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("strategy", list(STRATEGIES))
+@pytest.mark.ranks(2)
+def test_every_way_ends_as_the_page_says(strategy):
+    ends_as_the_page_says(list(all_ways()), strategy)
+
+
+def test_the_page_shows_every_cell_and_no_failure():
+    shown = loops_page.read(PAGE)
+    assert shown.keys() == {(way, strategy) for way in all_ways() for strategy in STRATEGIES}
+    assert all(text == "=" or text.startswith("[") for text in shown.values())
