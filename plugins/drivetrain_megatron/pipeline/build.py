@@ -169,6 +169,7 @@ class PipelineBuilder:
             self._adapted.redirect()
         if self.stand_ins is not None:
             self.stand_ins.put()
+            self._shared.hide(self.stand_ins.has_gradients, self._run.world.device)
         return pipeline
 
     def follow(self, optimizer: Optimizer) -> None:

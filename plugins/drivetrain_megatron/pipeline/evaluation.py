@@ -71,9 +71,9 @@ class Evaluation:
         return tree_unflatten(found, tree)
 
     def _finished(self, worker: StageWorker, whole: MicroBatch, division: Division) -> Any:
-        return self._stages.finish(
-            worker.stage, whole, joined_blocks(worker.made, division, _as_it_is)
-        )
+        given = joined_blocks(worker.made, division, _as_it_is)
+        again = len(worker.made) == 1
+        return self._stages.finish(worker.stage, whole, given, again=again)
 
     def _check_trees(self, outputs: Iterable[Any], expected: TreeSpec) -> None:
         """Check that blocks contribute to the output by their results alone."""
@@ -98,8 +98,10 @@ class Evaluation:
             missing = leaves[found.index(-1)]
             raise UsageError(
                 f"expected an output whose tensors follow from blocks of one pipeline stage, found "
-                f"one of shape {tuple(missing.shape)} that follows from several: return the parts "
-                "and put them together outside of the model"
+                f"one of shape {tuple(missing.shape)} that follows from several, or from a "
+                "parameter that the model's first forward did not use and that lies on another "
+                "stage: return the parts and put them together outside of the model, or use no "
+                "pipeline (pp: 1)"
             )
         return found
 

@@ -164,6 +164,10 @@ class PipelinedModel:
 
     def call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Carry out a call of the model; return its output, or proxies."""
+        with self.stages.shared.computing():
+            return self._call(args, kwargs)
+
+    def _call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         self.stages.refresh()
         if not torch.is_grad_enabled():
             call = self._divided(args, kwargs)
@@ -202,6 +206,12 @@ class PipelinedModel:
         The loss function gets (output, targets) of a micro-batch; where the loss of the batch does
         not follow from those of micro-batches, of the whole batch.
         """
+        with self.stages.shared.computing():
+            return self._loss(args, kwargs, targets, loss_fn)
+
+    def _loss(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], targets: Any, loss_fn: LossOf
+    ) -> Tensor:
         self.stages.refresh()
         self._begin()
         call = self._divided(args, kwargs, targets)
@@ -313,7 +323,7 @@ class PipelinedModel:
                 "forward has one backward under pipeline parallelism"
             )
         origins = origins_of(loss)
-        with running(origins):
+        with running(origins), self.stages.shared.computing():
             if origins <= self._pending.keys():
                 self._run(origins, loss, synchronize)
             elif self._windowed:

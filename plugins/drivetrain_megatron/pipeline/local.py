@@ -140,6 +140,7 @@ class LocalStages:
         workers: by index of the stage.
         count: how many stages there are on all ranks.
         left: what a forward changes outside of blocks, so that it does so once in each call.
+        shared: the parameters that stages share.
         replicas_decide: whether the ranks of other replicas take part in decisions.
         spans: when the actions of this step ran.
     """
@@ -155,10 +156,10 @@ class LocalStages:
         self.replicas_decide = inner.forward_is_collective and parts.replicas.size > 1
         together = (*parts.cell, parts.replicas) if self.replicas_decide else parts.cell
         self._together = [axis for axis in together if axis.size > 1]
-        self._shared, self._weights = parts.shared, parts.weights
+        self.shared, self._weights = parts.shared, parts.weights
         self.ranks, self.rank = parts.axis.size, parts.axis.rank
         self.count = parts.axis.size * len(split.stages)
-        self.left = LeftBehind(split.model)
+        self.left = LeftBehind(split.model, split.inside)
         self.workers = {stage.index: self._worker(stage) for stage in split.stages}
         self._interpreter = Interpreter(self.workers, self.count, parts.link)
         self._stale, self._trained = False, True
@@ -206,14 +207,27 @@ class LocalStages:
         dtypes = {meta.dtype for meta in stage.ends(batch.args, batch.kwargs)}
         return torch.float64 if torch.float64 in dtypes else torch.float32
 
-    def finish(self, stage: Stage, batch: MicroBatch, given: Mapping[int, Sequence[Tensor]]) -> Any:
+    def finish(
+        self,
+        stage: Stage,
+        batch: MicroBatch,
+        given: Mapping[int, Sequence[Tensor]],
+        *,
+        again: bool = False,
+    ) -> Any:
         """Return the model's output for a whole batch whose blocks gave these tensors.
+
+        Args:
+            stage: this one.
+            batch: whole.
+            given: by block.
+            again: whether an earlier pass of the whole batch has left all behind.
 
         Raises:
             UsageError: as in ``Stage.run``; other stages are told that this one fails.
         """
-        contexts = self.telling(), self.left.undone(), self.dropout.forward(batch.number)
-        with contexts[0], contexts[1], contexts[2], self.inner.running():
+        left = self.left.undone(everything=again)
+        with self.telling(), left, self.dropout.forward(batch.number), self.inner.running():
             return stage.finish(batch.args, batch.kwargs, given)
 
     @contextmanager
@@ -297,10 +311,10 @@ class LocalStages:
         """
         trains = torch.is_grad_enabled()
         if self._stale or trains != self._trained:
-            self._shared.refresh(self.inner)
+            self.shared.refresh(self.inner)
         elif not self.inner.forward_is_collective:  # else parameters lie in shards
             with self.telling():
-                self._shared.check_unchanged()
+                self.shared.check_unchanged()
         self._stale, self._trained = False, trains
 
     def outdate(self) -> None:
@@ -320,5 +334,5 @@ class LocalStages:
         is_first_here = stage.index == self.rank
         left = nullcontext if is_first_here else self.left.undone
         return StageWorker(
-            stage, self.inner, self._shared, self._weights, self.dropout, self.device, left
+            stage, self.inner, self.shared, self._weights, self.dropout, self.device, left
         )

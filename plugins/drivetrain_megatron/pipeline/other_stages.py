@@ -8,7 +8,7 @@ drift apart.
 """
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +21,7 @@ from drivetrain.errors import UsageError
 from drivetrain.strategy import Strategy
 from drivetrain_megatron.marks import absent_like, is_absent
 from drivetrain_megatron.pipeline.cut import StageCut
-from drivetrain_megatron.pipeline.stand_ins import ParameterProxy
+from drivetrain_megatron.pipeline.stand_ins import ParameterProxy, SharedCopy
 from drivetrain_megatron.pipeline.transfer import Direction, Link, Message, Meta
 from drivetrain_megatron.recording.phases import Recording, Use
 from drivetrain_megatron.recording.proxy import StageProxy
@@ -168,6 +168,26 @@ class SharedParameters:
                     self._lent.append((number, tie, names[tie.name], elsewhere))
             elif copy := next((stage for stage in elsewhere if stage % ranks == rank), None):
                 self._copies.append((number, tie, _take_out(model, names[tie.name]), copy))
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Context in which copies have their values and gradients; nobody else gets at them."""
+        copies = [copy for _, _, copy, _ in self._copies if type(copy) is SharedCopy]
+        for copy in copies:
+            copy.__class__ = nn.Parameter
+        try:
+            yield
+        finally:
+            for copy in copies:
+                copy.__class__ = SharedCopy
+
+    def hide(self, has_gradient: Callable[[], bool], device: torch.device) -> None:
+        """Let copies be seen in ``computing`` alone from now on."""
+        for _, _, copy, _ in self._copies:
+            proxy = ParameterProxy.of(copy, device)
+            proxy.has_gradient = has_gradient
+            hidden: Any = copy
+            hidden.__class__, hidden._proxy = SharedCopy, proxy
 
     def materialize(self, source: WeightSource, device: torch.device) -> None:
         """Give copies their values, where the model was built without any."""

@@ -230,13 +230,14 @@ class Split:
 
     Attributes:
         model: the module that was cut.
+        inside: identities of the modules inside of blocks.
         stages: in the order of their indices.
         ties: the parameters that several stages use, of all stages.
     """
 
     def __init__(self, parts: ModelParts, stages: tuple[Stage, ...], tied: tuple[Tie, ...]) -> None:
         self._parts = parts
-        self.model = parts.model
+        self.model, self.inside = parts.model, parts.inside
         self.stages = stages
         self.ties = tied
 

@@ -19,7 +19,7 @@ from drivetrain.collectives import Communicator
 from drivetrain.errors import UsageError
 from drivetrain.parts.guard import Elsewhere, StandIn, guard
 from drivetrain.parts.naming import clean_name
-from drivetrain.parts.torch_calls import Arguments, Function, Keywords
+from drivetrain.parts.torch_calls import Arguments, Function, Keywords, asks_facts
 from drivetrain_megatron.recording.proxy import StageProxy
 
 _COPIES = (nn.Parameter.__deepcopy__, nn.Parameter.__reduce_ex__)
@@ -122,6 +122,39 @@ class _StageParameter(StandIn):
         return super().requires_grad_(requires_grad)
 
 
+class SharedCopy(nn.Parameter):
+    """A copy of a parameter that another stage owns, outside of the pipeline's work.
+
+    Its values may be those of before a step, and its gradient is a part: a proxy is used for it.
+    """
+
+    _proxy: ParameterProxy
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Function, types: Any, args: Arguments = (), kwargs: Keywords | None = None
+    ) -> Any:
+        """Answer questions about facts; put the proxy in the place of values."""
+        kwargs = kwargs or {}
+        if asks_facts(func):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        return func(*tree_map(_unshared, tuple(args)), **tree_map(_unshared, dict(kwargs)))
+
+    @property
+    def grad(self) -> Tensor | None:  # type: ignore[override]
+        """As of the proxy."""
+        return self._proxy.grad
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        """Leave the gradient to the owner."""
+
+
+def _unshared(leaf: Any) -> Any:
+    return leaf._proxy if type(leaf) is SharedCopy else leaf
+
+
 def _proxy(leaf: Any) -> Any:
     guarding = getattr(leaf, "_guard", None) if isinstance(leaf, StandIn) else None
     return guarding.proxy if isinstance(guarding, _OtherStage) else leaf
@@ -176,7 +209,7 @@ class StandIns:
                 for name, parameter in found.items():
                     shown = module.__dict__.get(name)
                     if parameter in self._guards and type(shown) is ParameterProxy:
-                        shown.has_gradient = self._has_gradients
+                        shown.has_gradient = self.has_gradients
 
     @contextmanager
     def whole(self, parameters: Sequence[nn.Parameter], *, modify: bool) -> Iterator[None]:
@@ -222,7 +255,7 @@ class StandIns:
 
     def _stand_in(self, parameter: nn.Parameter, rank: int) -> _OtherStage:
         proxy = ParameterProxy.of(parameter, self._device)
-        proxy.has_gradient = self._has_gradients
+        proxy.has_gradient = self.has_gradients
         parameter.grad = None
         self._empty(parameter)
         made = _OtherStage(proxy, self._names[parameter], rank)
@@ -234,7 +267,7 @@ class StandIns:
         nothing = torch.zeros((), dtype=parameter.dtype, device=self._device)
         become(parameter, nothing.expand(parameter.shape), self._names[parameter])
 
-    def _has_gradients(self) -> bool:
+    def has_gradients(self) -> bool:
         """Whether backward has run: then parameters of this stage have gradients, too."""
         trained = [p for p in self._here if p.requires_grad]
         return not trained or any(p.grad is not None for p in trained)

@@ -8,7 +8,7 @@ reads the attribute. So modules get copies of all these, and their own back.
 import copy
 import random
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
@@ -56,20 +56,22 @@ class LeftBehind:
     """The buffers, and the numbers among attributes, that forwards of a model change.
 
     Passes that are run besides leave nothing of what was noted once: one forward counts once.
+
+    Args:
+        model: the model.
+        inside: identities of modules that passes besides do not call.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, inside: Collection[int] = ()) -> None:
         self._modules = list(model.modules())
+        self._outside = [module for module in self._modules if id(module) not in inside]
         self._places: dict[tuple[int, str], dict[str, Any]] = {}
 
     def state(self) -> Left:
         """Return copies of all buffers and numbers."""
-        found: Left = {}
-        for module in self._modules:
-            buffers, own = module._buffers, vars(module)
-            found |= {(id(buffers), n): (buffers, _value(b)) for n, b in buffers.items()}
-            found |= {(id(own), n): (own, v) for n, v in own.items() if type(v) in (int, float)}
-        return found
+        return {
+            (id(owner), name): (owner, _value(value)) for owner, name, value in _held(self._modules)
+        }
 
     @contextmanager
     def noting(self) -> Iterator[None]:
@@ -82,9 +84,10 @@ class LeftBehind:
                 self._places[place] = owner
 
     @contextmanager
-    def undone(self) -> Iterator[None]:
-        """Context of a pass that leaves what was noted as it is."""
-        held = [(owner, name, owner.get(name)) for (_, name), owner in self._places.items()]
+    def undone(self, *, everything: bool = False) -> Iterator[None]:
+        """Context of a pass that leaves what was noted as it is, or everything outside."""
+        known = [(owner, name, owner.get(name)) for (_, name), owner in self._places.items()]
+        held = list(_held(self._outside)) if everything else known
         before = [(owner, name, value, _value(value)) for owner, name, value in held]
         try:
             yield
@@ -101,6 +104,15 @@ def is_left_equal(one: Left, other: Left) -> bool:
     return one.keys() == other.keys() and all(
         _is_equal(value, other[place][1]) for place, (_, value) in one.items()
     )
+
+
+def _held(modules: Iterable[nn.Module]) -> Iterator[tuple[dict[str, Any], str, Any]]:
+    """Yield the buffers and numbers of modules, each with the dict that holds it and its name."""
+    for module in modules:
+        buffers, own = module._buffers, vars(module)
+        yield from ((buffers, name, buffer) for name, buffer in buffers.items())
+        numbers = [(name, value) for name, value in own.items() if type(value) in (int, float)]
+        yield from ((own, name, value) for name, value in numbers)
 
 
 def _value(value: Any) -> Any:
