@@ -194,7 +194,7 @@ def refusing_forwards(model: nn.Module) -> Iterator[None]:
             "first, and use accelerator.inference(model) for evaluation and generation"
         )
 
-    handle = model.register_forward_pre_hook(refuse, prepend=True)
+    handle = model.register_forward_pre_hook(UninheritedHook(refuse), prepend=True)
     try:
         yield
     finally:

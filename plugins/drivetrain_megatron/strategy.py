@@ -275,10 +275,13 @@ class Megatron(CellOnPaper, DataParallelCell):
         """Context in which these parameters are whole, as in the user's model, on every rank."""
         chosen = list(parameters)
         stand_ins = None if self._builder is None else self._builder.stand_ins
-        others = nullcontext() if stand_ins is None else stand_ins.whole(chosen, modify=modify)
         here = [p for p in chosen if not isinstance(p, Elsewhere)]
-        with self._whole_here(here, modify=modify), others:
-            yield
+        with self._whole_here(here, modify=modify):
+            if stand_ins is None:
+                yield
+                return
+            with stand_ins.whole(chosen, modify=modify), refusing_forwards(self._model):
+                yield
 
     @contextmanager
     def _whole_here(self, chosen: Sequence[nn.Parameter], *, modify: bool) -> Iterator[None]:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from drivetrain import Accelerator
+from drivetrain.parts.naming import named_parameters
 from huggingface_models import logits_of
 
 EXACT = {"rtol": 1e-10, "atol": 1e-12}
@@ -86,7 +87,7 @@ class Twins:
     def check_gradients(self, **tolerance: float) -> None:
         whole, rank = dict(self.twin.named_parameters()), self.accelerator.mesh["tp"].rank
         facts = self.accelerator.strategy_of(self.model)._facts
-        for name, parameter in self.model.named_parameters():
+        for name, parameter in named_parameters(self.model).items():
             expected, partition = whole[name].grad, facts[name].partition
             if expected is not None and partition is not None:
                 expected = partition.take(expected, rank)
