@@ -133,7 +133,7 @@ class Megatron(CellOnPaper, DataParallelCell):
         self._dropout.attach(model, counting=self._builder is None)
         self._draws.attach(model)
         if self._builder is not None:
-            self._builder.split(model, optimizers)
+            self._builder.split(model, optimizers, self._original.shapes)
             self._whole.copies = self._builder.copied_buffers
         if self._tensor is not None:
             self._tensor.surround()

@@ -103,8 +103,16 @@ class PipelineBuilder:
         bounds = share_facts(list(cut.bounds), list[int], doing="the choice of stages")
         self._planned = recording, StageCut(tuple(bounds))
 
-    def split(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        """Reduce the model to this rank's stages, and the optimizers to their parameters."""
+    def split(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        shapes: Mapping[str, Sequence[int]],
+    ) -> None:
+        """Reduce the model to this rank's stages, and the optimizers to their parameters.
+
+        Shapes are those of the user's whole parameters, by name.
+        """
         if self._planned is None:
             raise RuntimeError("plan() comes before split()")
         recording, cut = self._planned
@@ -124,7 +132,7 @@ class PipelineBuilder:
             for name, use in recording.parameters.items()
         }
         device = self._run.world.device
-        self.stand_ins = StandIns(model, homes, self._axis, device)
+        self.stand_ins = StandIns(model, shapes, homes, self._axis, device)
         self._adapted = AdaptedModel(model)
         self._split = split(model, recording, cut, owned, device)
         self._shared = SharedParameters(model, self._split.ties, owned, self._axis.size, self._link)

@@ -164,7 +164,8 @@ class StandIns:
     """The parameters of one model that other stages of a pipeline own.
 
     Args:
-        model: whole.
+        model: before it is cut.
+        shapes: of the whole parameters, by name: ranks may share what is in the model.
         homes: rank of the pipeline that owns a parameter, by its first name.
         axis: of the pipeline.
         device: where the model computes.
@@ -173,6 +174,7 @@ class StandIns:
     def __init__(
         self,
         model: nn.Module,
+        shapes: Mapping[str, Sequence[int]],
         homes: Mapping[str, int],
         axis: Communicator,
         device: torch.device,
@@ -183,7 +185,7 @@ class StandIns:
             if clean_name(name) in homes
         }
         self._names = {p: clean_name(name) for name, p in model.named_parameters()}
-        self._axis, self._device = axis, device
+        self._axis, self._device, self._shapes = axis, device, shapes
         self._model = model
         self._before = [(module, dict(module._parameters)) for module in model.modules()]
         self._guards: dict[nn.Parameter, _OtherStage] = {}
@@ -254,18 +256,23 @@ class StandIns:
             parameter.data.copy_(values)
 
     def _stand_in(self, parameter: nn.Parameter, rank: int) -> _OtherStage:
-        proxy = ParameterProxy.of(parameter, self._device)
-        proxy.has_gradient = self.has_gradients
         parameter.grad = None
         self._empty(parameter)
+        proxy = ParameterProxy.like(
+            parameter.shape, parameter.dtype, self._device, parameter.requires_grad
+        )
+        proxy.has_gradient = self.has_gradients
         made = _OtherStage(proxy, self._names[parameter], rank)
         guard(parameter, made, _StageParameter)
         return made
 
     def _empty(self, parameter: nn.Parameter) -> None:
-        """Leave a parameter its shape, and memory for one element."""
+        """Leave a parameter the shape of the whole, and memory for one element."""
+        name = self._names[parameter]
         nothing = torch.zeros((), dtype=parameter.dtype, device=self._device)
-        become(parameter, nothing.expand(parameter.shape), self._names[parameter])
+        if parameter.is_meta:
+            become(parameter, nothing.expand(parameter.shape), name)
+        parameter.data = nothing.expand(tuple(self._shapes[name]))
 
     def has_gradients(self) -> bool:
         """Whether backward has run: then parameters of this stage have gradients, too."""

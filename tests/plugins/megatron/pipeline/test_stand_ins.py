@@ -59,7 +59,7 @@ def test_what_names_of_other_stages_say():
         refused(elsewhere, parameter.sum().item)
     refused(elsewhere, nn.utils.clip_grad_norm_, list(model.parameters()), 1.0)
     for use in (copy.deepcopy, lambda m: torch.save(m, io.BytesIO())):
-        refused(r"stage \d has; copy it before .* gathered\(model\).*get_state_dict", use, model)
+        refused(r"stage \d has; copy it before .*gathered\(model\).*get_state_dict", use, model)
     for parameter in (*model.parameters(), *twin.parameters()):
         parameter.grad.mul_(2.0)  # on every stage: also on that which has it
     both.step()
