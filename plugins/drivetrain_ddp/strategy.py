@@ -180,6 +180,10 @@ class Ddp(Strategy[DdpConfig]):
         """Compare names and shapes."""
         self._state.check(reader)
 
+    def load_states(self, index: int, reader: Reader, names: Collection[str]) -> None:
+        """Replace the state of an optimizer on every rank."""
+        self._state.load_states(index, reader, names)
+
     def load(self, reader: Reader) -> None:
         """Load everything on every rank, in place."""
         self._state.load(reader)

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain.building import WeightSource
+from drivetrain.collectives.digests import Ranks
 from drivetrain.errors import ConfigError
 from drivetrain.links.chosen import LinkMethods
 from drivetrain.runtime.mesh import Axis
 from drivetrain.runtime.precision import Precision
 from drivetrain.runtime.world import World
-from drivetrain.shards import HeldTensors, TensorFacts
+from drivetrain.shards import HeldTensors, Reader, Shard, TensorFacts
 from drivetrain.strategy import Form, Run, Strategy
 from drivetrain_local.options import AXIS, LocalOptions
 
@@ -110,6 +111,24 @@ class Worker(Strategy[LocalOptions]):
     def draws_masks(self) -> bool:
         """Whether dropout has masks of the inner strategy's own."""
         return self._inner.draws_masks
+
+    @property
+    def divides_states(self) -> bool:
+        """Whether the ranks of a worker divide the state of its optimizers."""
+        return self._inner.divides_states
+
+    @property
+    def states_among(self) -> Ranks:
+        """The ranks of the worker: each worker's optimizers have a state of their own."""
+        return self._near
+
+    def states(self, index: int, names: Collection[str]) -> Iterator[Shard]:
+        """Yield this rank's share of the state of the worker's optimizer."""
+        return self._inner.states(index, names)
+
+    def load_states(self, index: int, reader: Reader, names: Collection[str]) -> None:
+        """Replace the state of the worker's optimizer; outer weights stay."""
+        self._inner.load_states(index, reader, names)
 
     def materialize(self, model: nn.Module, source: WeightSource) -> None:
         """Let the strategy inside give the model its values, the same for every worker."""

@@ -31,6 +31,7 @@ from drivetrain.runtime.world import World
 from drivetrain.shards import HeldPart, HeldTensors
 from drivetrain.strategy import Run, Strategy, find_strategy
 from drivetrain_megatron.config import MegatronConfig
+from drivetrain_megatron.pipeline.levels import PipelinedModel
 from drivetrain_megatron.tensor.partition import Partition
 
 
@@ -79,6 +80,7 @@ class DataParallelCell(Strategy[MegatronConfig]):
         super().__init__(config, run)
         kind, options = data_parallel(config)
         self._inner: Strategy[Any] = kind(options, run)
+        self._pipeline: PipelinedModel | None = None
 
     @classmethod
     def check_options(cls, config: MegatronConfig, precision: Precision) -> None:
@@ -119,6 +121,19 @@ class DataParallelCell(Strategy[MegatronConfig]):
         """Ask the data-parallel strategy; a pipeline mixes forwards and backwards."""
         kind, options = data_parallel(config)
         return config.pp == 1 and kind.changes_links(options)
+
+    @contextmanager
+    def uncounted(self, module: nn.Module) -> Iterator[None]:
+        """Begin no backward through the stages of a pipeline; without one, add zeros."""
+        if self._pipeline is None:
+            with super().uncounted(module):
+                yield
+            return
+        self._pipeline.counts = False
+        try:
+            yield
+        finally:
+            self._pipeline.counts = True
 
     def take_links(self, links: LinkMethods) -> None:
         """Let the data-parallel strategy go on with methods that were chosen between two steps."""

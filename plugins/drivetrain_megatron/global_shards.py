@@ -6,18 +6,20 @@ strategy saves into global coordinates, and ``LocalReader`` cuts parts to be loa
 tensors: a checkpoint does not show how the ranks shared the model.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from math import prod
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from drivetrain.collectives import Communicator
 from drivetrain.errors import CheckpointError
+from drivetrain.parts.naming import named_parameters, persistent_buffers
 from drivetrain.parts.saved_state import LINKS, OWN_MARK
 from drivetrain.shards import Part, Reader, Shard, boxes
-from drivetrain_megatron.cell import ParameterFacts
+from drivetrain_megatron.cell import DataParallelCell, ParameterFacts
 from drivetrain_megatron.tensor.partition import Partition
 
 
@@ -147,6 +149,32 @@ class LocalReader:
     def _divided(self, name: str, shape: tuple[int, ...]) -> ParameterFacts | None:
         facts = self._facts.get(name)
         return facts if facts is not None and facts.partition and shape == facts.shape else None
+
+
+class StatesOfCell(DataParallelCell):
+    """The methods of a cell about optimizers' state, of which each rank has its part."""
+
+    _pp: Communicator
+    _model: nn.Module
+
+    @property
+    def divides_states(self) -> bool:
+        """Whether ranks hold parts of parameters, or some of the parameters."""
+        return self._tp.size * self._pp.size > 1 or self._inner.divides_states
+
+    def states(self, index: int, names: Collection[str]) -> Iterator[Shard]:
+        """Yield this rank's share of an optimizer's state, in coordinates of the whole model."""
+        return GlobalShards(self._facts, self._tp.rank).of(self._inner.states(index, names))
+
+    def load_states(self, index: int, reader: Reader, names: Collection[str]) -> None:
+        """Take this cell's parts of an optimizer's state."""
+        self.check_load(reader)
+        self._inner.load_states(index, self._local(reader), names)
+
+    def _local(self, reader: Reader) -> LocalReader:
+        """Return a reader of this cell's parts."""
+        names = {**named_parameters(self._model), **persistent_buffers(self._model)}
+        return LocalReader(reader, self._facts, names, self._tp.rank)
 
 
 def _mark(facts: ParameterFacts, rank: int) -> str:

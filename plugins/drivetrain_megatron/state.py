@@ -20,8 +20,8 @@ from drivetrain.parts.guard import Elsewhere
 from drivetrain.parts.naming import named_parameters, persistent_buffers
 from drivetrain.parts.replicate import replicate
 from drivetrain.parts.saved_state import LINKS, check_fits
-from drivetrain.parts.suitability import steps_each_alone, steps_pieces
-from drivetrain.parts.whole_state import whole_state_dict
+from drivetrain.parts.suitability import misfit
+from drivetrain.parts.whole_copies import copied_state
 from drivetrain.parts.wrapping import UninheritedHook
 from drivetrain.shards import Readable, Reader, TensorFacts, state_tensors
 from drivetrain_megatron.cell import ParameterFacts
@@ -54,28 +54,50 @@ class Original:
         self._held |= {(self._optimizers, name) for name in self._held_by(optimizer)}
         self._optimizers += 1
 
-    def check_steps_parts(self, optimizer: Optimizer, facts: Mapping[str, ParameterFacts]) -> None:
-        """Refuse an optimizer whose step of a parameter needs more of it than a rank has.
+    def check_steps_parts(
+        self, optimizer: Optimizer, facts: Mapping[str, ParameterFacts], stages: int
+    ) -> None:
+        """Refuse an optimizer whose step needs more than a rank has.
+
+        Args:
+            optimizer: left as it is.
+            facts: of the parameters that it holds.
+            stages: of the pipeline.
 
         Raises:
-            UsageError: it holds parameters of which ranks have parts, and is not element-wise.
+            UsageError: it is not element-wise, and holds parameters of which ranks have parts; or
+                it needs all parameters at once, of which stages have some.
         """
-        divided = [n for n in self._held_by(optimizer) if facts[n].partition is not None]
-        if divided and not (steps_each_alone(optimizer) and steps_pieces(optimizer)):
+        held = self._held_by(optimizer)
+        divided = [name for name in held if facts[name].partition is not None]
+        if not held or not (divided or stages > 1):
+            return
+
+        def shape_of(parameter: nn.Parameter) -> tuple[int, ...]:
+            return facts[self.names[parameter]].shape
+
+        found = misfit(optimizer, "flat" if divided else "whole", shape_of)
+        if found is None:
+            return
+        name = type(optimizer).__name__
+        if divided:
             raise UsageError(
                 "expected an element-wise optimizer under tensor parallelism, such as AdamW, "
-                f"found {type(optimizer).__name__}, whose step needs whole matrices or all "
-                f"parameters at once, and holds {divided[0]!r}, of which each rank has a part; "
-                "take another optimizer, or set tp: 1"
+                f"found {name}, whose step {found.why}, and holds {divided[0]!r}, of which each "
+                "rank has a part; take another optimizer, or set tp: 1"
             )
+        raise UsageError(
+            "expected an optimizer that steps each parameter by itself in a pipeline, found "
+            f"{name}, whose step {found.why}, and each stage has some parameters; take another "
+            "optimizer, or set pp: 1"
+        )
 
     def cut_states(
         self, optimizers: Iterable[Optimizer], facts: Mapping[str, ParameterFacts], rank: int
     ) -> None:
-        """Cut the existing state of optimizers that may step parts; refuse the others."""
+        """Cut the existing state of optimizers."""
         by_parameter = {parameter: facts[name] for parameter, name in self.names.items()}
         for optimizer in optimizers:
-            self.check_steps_parts(optimizer, facts)
             cut_states(optimizer, by_parameter, rank)
 
     def check_loads(self, reader: Reader, facts: Mapping[str, ParameterFacts]) -> None:
@@ -211,7 +233,7 @@ def shows_whole(module: nn.Module, owner: Readable) -> None:
         own = [value for name, value in state.items() if name.startswith(prefix)]
         if any(isinstance(value, nn.Parameter) for value in own):
             return
-        for name, value in whole_state_dict(owner, module).items():
+        for name, value in copied_state(module, owner).items():
             state.pop(prefix + name, None)
             state[prefix + name] = value
 

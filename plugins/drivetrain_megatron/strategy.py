@@ -19,7 +19,7 @@ from drivetrain.log import get_logger
 from drivetrain.model import PLANNING, untouched
 from drivetrain.parts.blocks import repeated_blocks
 from drivetrain.parts.guard import Elsewhere
-from drivetrain.parts.naming import named_parameters, persistent_buffers, uncompiled
+from drivetrain.parts.naming import named_parameters, uncompiled
 from drivetrain.parts.norms import clip_, combine_norms
 from drivetrain.shards import (
     Reader,
@@ -29,15 +29,14 @@ from drivetrain.shards import (
     state_tensors,
 )
 from drivetrain.strategy import Prepared, Run
-from drivetrain_megatron.cell import DataParallelCell, ParameterFacts, SameBatch, advice
+from drivetrain_megatron.cell import ParameterFacts, SameBatch, advice
 from drivetrain_megatron.config import MegatronConfig
 from drivetrain_megatron.cost import estimate
 from drivetrain_megatron.dropout.chain import Dropout, MaskSource
 from drivetrain_megatron.dropout.draws import AlikeDraws
-from drivetrain_megatron.global_shards import GlobalShards, LocalReader
+from drivetrain_megatron.global_shards import GlobalShards, StatesOfCell
 from drivetrain_megatron.paper.layouts import CellOnPaper
 from drivetrain_megatron.pipeline.build import PipelineBuilder
-from drivetrain_megatron.pipeline.levels import PipelinedModel
 from drivetrain_megatron.plan.model import TensorParallel
 from drivetrain_megatron.plan.report import describe
 from drivetrain_megatron.planning import Planner
@@ -53,7 +52,7 @@ from drivetrain_megatron.state import (
 logger = get_logger(__name__)
 
 
-class Megatron(CellOnPaper, DataParallelCell):
+class Megatron(CellOnPaper, StatesOfCell):
     """Tensor and pipeline parallelism, over data parallelism.
 
     ``prepare`` returns the very model it was given: its layers compute in parts.
@@ -77,7 +76,6 @@ class Megatron(CellOnPaper, DataParallelCell):
         self._source: SharedSource | None = None
         self._handles: list[RemovableHandle] = []
         self._builder = PipelineBuilder(config, run, self._pp, self._tp) if config.pp > 1 else None
-        self._pipeline: PipelinedModel | None = None
         self._synchronizing = True
         if unwise := advice(run.mesh):
             logger.announce(unwise)
@@ -130,6 +128,8 @@ class Megatron(CellOnPaper, DataParallelCell):
             for line in describe(plan, self._facts, before, self._tp.size):
                 logger.announce(line)
             self._original.cut_states(optimizers, self._facts, self._tp.rank)
+        for optimizer in optimizers:  # stages will have some of their parameters
+            self._original.check_steps_parts(optimizer, self._facts, self.config.pp)
         self._dropout.attach(model, counting=self._builder is None)
         self._draws.attach(model)
         if self._builder is not None:
@@ -153,7 +153,7 @@ class Megatron(CellOnPaper, DataParallelCell):
 
     def bind(self, optimizer: Optimizer) -> Optimizer:
         """Let the data-parallel strategy take one more optimizer."""
-        self._original.check_steps_parts(optimizer, self._facts)
+        self._original.check_steps_parts(optimizer, self._facts, self.config.pp)
         self._original.add(optimizer)
         if self._builder is not None:
             self._builder.follow(optimizer)
@@ -221,11 +221,6 @@ class Megatron(CellOnPaper, DataParallelCell):
         if self._pipeline is not None:
             self._pipeline.stages.outdate()
         self._inner.load(self._local(reader))
-
-    def _local(self, reader: Reader) -> LocalReader:
-        """Return a reader of this cell's parts."""
-        names = {**named_parameters(self._model), **persistent_buffers(self._model)}
-        return LocalReader(reader, self._facts, names, self._tp.rank)
 
     @classmethod
     def cost(cls, config: MegatronConfig, model: ModelSpec, run: Run) -> Cost:

@@ -9,13 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from drivetrain.errors import UsageError
 from drivetrain.log import get_logger
 from drivetrain.sharding.home import BoundOptimizer
 from drivetrain.sharding.options import OffloadOptions
-from drivetrain.sharding.shard import FlatTensor, make_placeholder
+from drivetrain.sharding.shard import FlatTensor, followed, make_placeholder
 from drivetrain.sharding.slot import ParameterSlot
 from drivetrain.sharding.unit import Unit
 from drivetrain.store import ShardSpec, ShardStepper, SteppingStore
@@ -85,7 +84,7 @@ class OffloadedParameter:
         """
         master = self.read_master()
         own = self.flat.values[self.slot.own].detach().to(master.device)
-        self.set_master(torch.where(master.to(own.dtype) == own, master, own.to(master.dtype)))
+        self.set_master(followed(master, own))
 
 
 class OffloadedParameters:
@@ -132,9 +131,7 @@ class OffloadedParameters:
         if stepper is None:
             self._leave(bound.optimizer, new)
             return
-        if bound not in self.steppers:
-            self.steppers[bound] = stepper
-            bound.handles += StoredState(bound, self.parameters).connect()
+        self.steppers.setdefault(bound, stepper)
         _wait_for_steps({self._places[slot][0] for slot in new})
         number = len(self.steppers)
         groups = bound.optimizer.param_groups
@@ -294,59 +291,3 @@ class PendingValues:
             with torch.inference_mode(False):
                 self._buffers[flat] = torch.empty(flat.owned, dtype=flat.shard.dtype, device="cpu")
         return self._buffers[flat][one.slot.local]
-
-
-class StoredState:
-    """The part of an optimizer's state that stores keep, in place of its own ``state``.
-
-    ``state_dict`` and ``load_state_dict`` of the optimizer reach it through hooks.
-
-    Args:
-        bound: the optimizer.
-        offloaded: the parameters that stores step, of all optimizers; more may come.
-    """
-
-    def __init__(
-        self, bound: BoundOptimizer, offloaded: Mapping[ParameterSlot, OffloadedParameter]
-    ) -> None:
-        self._bound = bound
-        self._offloaded = offloaded
-
-    def connect(self) -> list[RemovableHandle]:
-        """Register the hooks, and return their handles."""
-        optimizer = self._bound.optimizer
-        return [
-            optimizer.register_state_dict_pre_hook(self._show),
-            optimizer.register_state_dict_post_hook(self._hide),
-            optimizer.register_load_state_dict_pre_hook(self._divert),
-        ]
-
-    def _kept(self) -> Iterator[tuple[Tensor, OffloadedParameter]]:
-        for fragment, slot in self._bound.fragments.items():
-            if slot in self._offloaded:
-                yield fragment, self._offloaded[slot]
-
-    def _show(self, optimizer: Optimizer) -> None:
-        for fragment, kept in self._kept():
-            if states := dict(kept.states()):
-                optimizer.state[fragment] = states
-
-    def _hide(self, optimizer: Optimizer, state_dict: Any) -> None:
-        for fragment, _ in self._kept():
-            optimizer.state.pop(fragment, None)
-
-    def _divert(self, optimizer: Optimizer, state_dict: Any) -> dict[str, Any]:
-        """Give stores their states: torch would cast them to the dtype of the placeholder."""
-        rest = dict(state_dict["state"])
-        numbers = _numbers(optimizer, state_dict)
-        for fragment, kept in self._kept():
-            if fragment in numbers:  # otherwise torch is about to refuse it
-                kept.set_states(rest.pop(numbers[fragment], {}))
-        return {**state_dict, "state": rest}
-
-
-def _numbers(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[Tensor, int]:
-    """Return the numbers of an optimizer's parameters in a saved state; none if these differ."""
-    held = [one for group in optimizer.param_groups for one in group["params"]]
-    saved = [number for group in state_dict["param_groups"] for number in group["params"]]
-    return dict(zip(held, saved, strict=True)) if len(held) == len(saved) else {}

@@ -556,6 +556,7 @@ class Accelerator(AnswersArguments, StaysInProcess, Processes):
 
         Inside, optimizer and scheduler do nothing and gradients stay local until the window is
         complete: after ``gradient_accumulation_steps`` micro-batches or at the end of the loader.
+        ``zero_grad()``, wherever it stands, clears only gradients that a step has used.
 
         Args:
             models: the models that accumulate; none means all that were prepared.
@@ -616,7 +617,8 @@ class Accelerator(AnswersArguments, StaysInProcess, Processes):
         Args:
             loss: 0-d, the mean over this rank's micro-batch.
             weight: how much this micro-batch counts among all micro-batches of the window and all
-                ranks, for example its number of tokens; None for all alike.
+                ranks, for example its number of tokens; None for all alike. With 0 the loss may be
+                NaN, and adds nothing.
             options: those of ``Tensor.backward``, for example ``retain_graph=True``.
 
         Raises:
@@ -667,7 +669,8 @@ class Accelerator(AnswersArguments, StaysInProcess, Processes):
         """Scale the gradients of a model to a global norm of at most max_norm.
 
         Args:
-            parameters: ``model.parameters()``, or the model's parameters in any order.
+            parameters: ``model.parameters()``, or some of them in any order, or what an optimizer's
+                groups hold; the norm of nothing is 0.
             max_norm: the largest norm allowed.
             norm_type: 2.0 for Euclid, ``float("inf")`` for the largest element.
 
@@ -749,7 +752,10 @@ class Accelerator(AnswersArguments, StaysInProcess, Processes):
         return self._gathering.pad(tensor, dim, pad_index, pad_first)
 
     def metric_mean(self, value: float | Tensor, count: int) -> float:
-        """Return the mean over all data-parallel ranks of a rank's mean over ``count`` samples."""
+        """Return the mean over all data-parallel ranks of a rank's mean over ``count`` samples.
+
+        With count 0 the value may be NaN, and adds nothing; a mean over nothing at all is NaN.
+        """
         return self._gathering.mean(value, count)
 
     def set_trigger(self) -> None:
@@ -863,7 +869,9 @@ class Accelerator(AnswersArguments, StaysInProcess, Processes):
         """Save everything that an exact resume needs. Collective.
 
         Models, optimizers, schedulers, loss scale, loader positions, random number generators of
-        every rank, and registered objects go into one directory, complete or not at all.
+        every rank, and registered objects go into one directory, complete or not at all. Inside of
+        an accumulation window, loaders and random numbers are those of the window's start, where a
+        resumed run goes on.
 
         Args:
             output_dir: the directory; None with automatic naming means the next

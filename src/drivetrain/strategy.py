@@ -21,12 +21,14 @@ from drivetrain.errors import UsageError
 from drivetrain.links.chosen import LinkMethods
 from drivetrain.links.contract import OverLinks
 from drivetrain.paper.contract import OnPaper
-from drivetrain.parts.blocks import model_units
+from drivetrain.parts.profiled import Profiled
+from drivetrain.parts.saved_state import KeepsState
+from drivetrain.parts.weighing import Weighing
 from drivetrain.registry import strategies
 from drivetrain.runtime.mesh import Mesh
 from drivetrain.runtime.precision import Precision
 from drivetrain.runtime.world import World
-from drivetrain.shards import Readable, Reader, Shard
+from drivetrain.shards import Readable
 from drivetrain.traffic import Traffic
 
 ConfigT = TypeVar("ConfigT")
@@ -124,24 +126,17 @@ class Verifiable:
         return {}
 
 
-class Profiled:
-    """The part of the contract for profiles and for the comparison of ranks."""
-
-    @classmethod
-    def stages(cls, config: Any) -> Sequence[str]:
-        """Return the axes whose ranks compute other parts of the model: by default none."""
-        return ()
-
-    def units(self, module: nn.Module) -> Mapping[str, nn.Module]:
-        """Return the modules of this rank's computation in their order, by name.
-
-        Args:
-            module: as ``unwrap`` returns it.
-        """
-        return model_units(module)
-
-
-class Strategy(Readable, Verifiable, Profiled, OnPaper, OverLinks, ABC, Generic[ConfigT]):
+class Strategy(
+    Readable,
+    KeepsState,
+    Verifiable,
+    Profiled,
+    Weighing,
+    OnPaper,
+    OverLinks,
+    ABC,
+    Generic[ConfigT],
+):
     """One way of spreading a training step over the ranks of a mesh.
 
     Attributes:
@@ -313,21 +308,6 @@ class Strategy(Readable, Verifiable, Profiled, OnPaper, OverLinks, ABC, Generic[
 
         Returns:
             The norm before clipping, 0-d, the same on all ranks.
-        """
-
-    @abstractmethod
-    def shards(self) -> Iterator[Shard]:
-        """Yield parameters, persistent buffers and optimizer state held by this rank.
-
-        Together the ranks yield each element exactly once.
-        """
-
-    @abstractmethod
-    def load(self, reader: Reader) -> None:
-        """Load the state that ``shards`` yields, from a checkpoint of any strategy and world size.
-
-        Raises:
-            CheckpointError: names or shapes differ; the message lists the first differences.
         """
 
     @classmethod

@@ -31,6 +31,22 @@ def test_a_launched_script_sees_drivetrain_and_a_library_the_real_package(tmp_pa
     assert seen == "helper True, library accelerate.accelerator"
 
 
+def test_an_installed_package_that_is_named_sees_drivetrain(tmp_path):
+    installed = tmp_path / "site-packages"
+    installed.mkdir()
+    (installed / "library.py").write_text("from accelerate import Accelerator\n")
+    (tmp_path / "train.py").write_text(
+        "import sys, library\nprint(library.Accelerator.__module__, *sys.argv)\n"
+    )
+    words = (*LAUNCH[:-1], "1", "--as-accelerate=other,library", "train.py", "--as-accelerate", "x")
+    done = run(*words, folder=tmp_path, PYTHONPATH=str(installed))
+    assert done.stdout == "drivetrain.compat.accelerator train.py --as-accelerate x\n", done.stderr
+    words = (*LAUNCH, "--as_accelerate", "train.py")
+    done = run(*words, folder=tmp_path, PYTHONPATH=str(installed))
+    assert done.stdout.startswith("accelerate.accelerator train.py"), done.stderr
+    assert "--as-accelerate=PACKAGE" in done.stderr
+
+
 @pytest.mark.exhaustive
 def test_a_module_runs_without_the_launcher(tmp_path):
     words = ("drivetrain.compat", "-m", "as_accelerate", "--project", tmp_path)

@@ -95,6 +95,7 @@ def test_scores_are_computed_by_modules_where_ranks_share_them(monkeypatch):
     class Base:
         def __init__(self, ranks):
             self.accelerator, self.model = SimpleNamespace(cell_size=ranks), ranks
+            self.save_model = print
 
     trainer = type("Trained", (StrategyTraining, Base), {})
     for ranks in (1, 2, 4):
@@ -215,6 +216,29 @@ def test_a_trainer_trains_with_the_engine_of_its_arguments(expected, tmp_path, m
     )
     assert set(seen) == {"fsdp"}
     assert found["losses"] == pytest.approx(expected["losses"], rel=2e-5)
+
+
+@pytest.mark.ranks(2)
+def test_a_trainer_that_saves_on_rank_0_alone_and_asks_accelerates_state(
+    expected, tmp_path, monkeypatch
+):
+    """As transformers up to 5.8, and trl's GRPO."""
+    ranks = launched(monkeypatch, tmp_path, "fsdp")
+
+    class Older(transformers.Trainer):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            state = importlib.import_module("accelerate.state").AcceleratorState()
+            assert (state.num_processes, state.mixed_precision) == (2, "no")
+
+        def save_model(self, output_dir=None, _internal_call=False):
+            if self.args.should_save:
+                self._save(output_dir)
+
+    changed = {"save_strategy": "no", "load_best_model_at_end": False, "eval_strategy": "no"}
+    found = trainers.train("causal", lambda _: use_drivetrain(Older), tmp_path, ranks, **changed)
+    names = ("losses", "weights") if "weights" in found else ("losses",)
+    alike({name: found[name] for name in names}, {name: expected[name] for name in names})
 
 
 def test_arguments_without_counterpart_are_refused_in_one_line():

@@ -5,8 +5,10 @@ notes what must be equal: losses, norms, and at its end the weights. A refusal w
 other right end.
 """
 
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +17,7 @@ from torch.nn import functional as F
 from torch.optim import SGD, Optimizer
 
 from cells import CRASHED, DIFFERENT, EQUAL, REFUSED, Outcome
-from drivetrain import Accelerator
+from drivetrain import Accelerator, broadcast_object_list
 from drivetrain.errors import DrivetrainError
 
 Way = Callable[["Loop"], None]
@@ -134,6 +136,10 @@ class Loop:
             for name, tensor in whole.items():
                 self.note(f"{name} of model {index}", tensor)
 
+    def folder(self) -> Path:
+        """Return an empty folder that all ranks see."""
+        return Path(broadcast_object_list([tempfile.mkdtemp()])[0])
+
     def note(self, name: str, value: Tensor | float) -> None:
         """Note a number that one process has as well."""
         whole = torch.as_tensor(value).detach().cpu().numpy()  # also of a tensor in pieces
@@ -168,7 +174,10 @@ def run_on_rank(way: Way, strategy: Mapping[str, Any]) -> Outcome:
     """Take a way under one strategy on this rank, and compare with one process."""
     with in_doubles():
         expected, found = Loop(None), Loop(strategy)
-        way(expected)
+        try:
+            way(expected)
+        except Exception as error:
+            return Outcome(CRASHED, f"in one process: {type(error).__name__}: {error}")
         try:
             with _ended(found):
                 way(found)

@@ -13,6 +13,8 @@ KINDS = {
     "start": "first weights",
     "loss": "losses",
     "gradient norm": "gradient norms",
+    "stepped gradient": "stepped gradients",
+    "optimizer state": "optimizer states",
     "weight": "weights",
     "note": "notes",
 }

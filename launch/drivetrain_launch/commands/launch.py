@@ -44,7 +44,7 @@ from drivetrain_launch.ranks.placement import (
 )
 from drivetrain_launch.ranks.private_folder import memory_folder, temporary_folder
 from drivetrain_launch.ranks.signals import Signals, Stopped
-from drivetrain_launch.ranks.worker import AS_ACCELERATE
+from drivetrain_launch.ranks.worker import AS_ACCELERATE, as_accelerate_words
 from drivetrain_launch.watching.flight import VARIABLES
 
 LAUNCHERS_OWN = tuple(
@@ -81,8 +81,10 @@ LAUNCHERS_OWN = tuple(
     "--as-accelerate",
     cls=GroupedOption,
     group="Script",
-    is_flag=True,
-    help="The script's 'import accelerate' finds drivetrain; libraries keep the real one.",
+    may_lack_value=True,
+    metavar="[=PACKAGE,...]",
+    help="The script's 'import accelerate' finds drivetrain, and so does that of the packages; "
+    "other libraries keep the real one.",
 )
 @click.option(
     "--standalone",
@@ -119,7 +121,7 @@ def command(
     config: str | None,
     assignments: tuple[str, ...],
     module: bool,
-    as_accelerate: bool,
+    as_accelerate: str | None,
     standalone: bool,
     dry_run: bool,
     script: tuple[str, ...],
@@ -159,8 +161,7 @@ def command(
     if listed:
         settings = resolved.run.launch
         return run_hosts(remote_job("launch", listed, flags, launch=settings, script=script))
-    words = (AS_ACCELERATE, *arguments) if as_accelerate else arguments
-    return launch(resolved, words, surroundings)
+    return launch(resolved, (*as_accelerate_words(as_accelerate), *arguments), surroundings)
 
 
 def _ordered(listed: list[RemoteHost], resolved: Resolved, topology: str) -> list[RemoteHost]:
@@ -326,12 +327,16 @@ def _run(
         ),
         signals,
     )
-    if not code and not reader_mark(path).exists() and (text := without_effect(resolved, ranks)):
+    if (
+        not code
+        and not reader_mark(path).exists()
+        and (text := without_effect(resolved, ranks, arguments))
+    ):
         click.echo(text, err=True)
     return code
 
 
-def without_effect(resolved: Resolved, ranks: int) -> str:
+def without_effect(resolved: Resolved, ranks: int, arguments: tuple[str, ...] = ()) -> str:
     """Return the notice of a run without an Accelerator; "" without settings or other ranks."""
     chosen = [
         f"{key} = {value}"
@@ -342,7 +347,9 @@ def without_effect(resolved: Resolved, ranks: int) -> str:
     lost += [f"drivetrain joined nothing between its {ranks} ranks"] if ranks > 1 else []
     if not lost:
         return ""
+    taken = any(word.startswith(AS_ACCELERATE) for word in arguments[:1])
+    package = f"; for an installed package that makes one, {AS_ACCELERATE}=PACKAGE" if taken else ""
     return (
         f"drivetrain: the script made no Accelerator, so {' and '.join(lost)}; make an "
-        "Accelerator() and prepare() the model with it"
+        f"Accelerator() and prepare() the model with it{package}"
     )

@@ -4,7 +4,7 @@ Help text and default come from the ``option()`` declarations. The command line 
 configuration, whose origins quote the user's words.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,11 +87,19 @@ TORCHRUN_RANKS = {
 
 
 class GroupedOption(click.Option):
-    """An option that is shown under a heading."""
+    """An option that is shown under a heading.
 
-    def __init__(self, *args: Any, group: str = "Other", **kwargs: Any) -> None:
+    Args:
+        group: the heading.
+        may_lack_value: whether the value may be left out, and stands behind ``=`` alone.
+    """
+
+    def __init__(
+        self, *args: Any, group: str = "Other", may_lack_value: bool = False, **kwargs: Any
+    ) -> None:
         super().__init__(*args, **kwargs)
         self.group = group
+        self.may_lack_value = may_lack_value
 
 
 class GroupedCommand(click.Command):
@@ -106,7 +114,7 @@ class GroupedCommand(click.Command):
         given = list(args)
         ctx.meta[GIVEN_WORDS] = given
         try:
-            return super().parse_args(ctx, args)
+            return super().parse_args(ctx, self._with_values(args))
         except click.NoSuchOption as error:
             hint = counterpart(error.option_name)
             if not hint:
@@ -115,6 +123,22 @@ class GroupedCommand(click.Command):
             word = next((w for w in given if w.partition("=")[0].replace("-", "_") == plain), plain)
             option = word.partition("=")[0]
             raise click.UsageError(f"no option {option}; {hint}", ctx) from error
+
+    def _with_values(self, args: Sequence[str]) -> list[str]:
+        """Give an option without its optional value an empty one, which click would need."""
+        options = {name: each for each in self.params for name in each.opts}
+        words = list(args)
+        place = 0
+        while place < len(words) and words[place].startswith("-"):
+            name, equals, _ = words[place].replace("_", "-").partition("=")
+            option = options.get(name)
+            if isinstance(option, click.Option) and not (equals or option.is_flag):
+                if getattr(option, "may_lack_value", False):
+                    words[place] += "="
+                else:
+                    place += 1  # its value
+            place += 1
+        return words
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write one section of help for each heading."""

@@ -22,7 +22,7 @@ from drivetrain_launch.commands.options import (
     source_options,
 )
 from drivetrain_launch.ranks.placement import accelerators, cores, local_ranks, threads
-from drivetrain_launch.ranks.worker import AS_ACCELERATE
+from drivetrain_launch.ranks.worker import as_accelerate_words
 
 ALL = "all"
 """In the place of a strategy's name: every installed one."""
@@ -111,8 +111,10 @@ INCOMPARABLE = 8
     "--as-accelerate",
     cls=GroupedOption,
     group="Script",
-    is_flag=True,
-    help="The script's 'import accelerate' finds drivetrain, in every run.",
+    may_lack_value=True,
+    metavar="[=PACKAGE,...]",
+    help="The script's 'import accelerate', and that of the packages, finds drivetrain, in every "
+    "run.",
 )
 @click.argument(
     "script",
@@ -126,7 +128,7 @@ def command(
     assignments: tuple[str, ...],
     as_json: bool,
     module: bool,
-    as_accelerate: bool,
+    as_accelerate: str | None,
     script: tuple[str, ...],
     **flags: Any,
 ) -> int:
@@ -153,7 +155,7 @@ def command(
     with _folder(flags["keep"]) as folder:
         job = Job(
             resolved=resolved,
-            arguments=(AS_ACCELERATE, *arguments) if as_accelerate else arguments,
+            arguments=(*as_accelerate_words(as_accelerate), *arguments),
             steps=flags["steps"],
             limit_s=flags["limit"],
             folder=folder,

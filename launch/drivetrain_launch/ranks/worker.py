@@ -1,6 +1,6 @@
 """One rank: runs the user's script as ``__main__`` and reports how it ended.
 
-The agent starts ``python -m drivetrain_launch.ranks.worker PARENT [--as-accelerate]
+The agent starts ``python -m drivetrain_launch.ranks.worker PARENT [--as-accelerate[=PACKAGE,...]]
 (SCRIPT | -m MODULE) [ARGS]``.
 This module imports nothing heavy, and not torch: a script without torch must not load torch.
 """
@@ -52,6 +52,13 @@ LOGS_VARIABLE = "DRIVETRAIN_KEEPS_LOGS"
 
 AS_ACCELERATE = "--as-accelerate"
 """First argument of a rank whose script sees drivetrain where it imports ``accelerate``."""
+
+
+def as_accelerate_words(packages: str | None) -> tuple[str, ...]:
+    """Return the first argument of a rank: with names of packages, without any, or none at all."""
+    if packages is None:
+        return ()
+    return (f"{AS_ACCELERATE}={packages}" if packages else AS_ACCELERATE,)
 
 
 def main() -> None:
@@ -116,8 +123,9 @@ def run(arguments: list[str]) -> int:
 
     Behind ``--as-accelerate`` the script's ``import accelerate`` finds drivetrain.
     """
-    if arguments[0] == AS_ACCELERATE:
-        importing.run_script(arguments[1:])
+    option, _, packages = arguments[0].partition("=")
+    if option == AS_ACCELERATE:
+        importing.run_script(arguments[1:], [name for name in packages.split(",") if name])
     elif arguments[0] == "-m":
         sys.argv = arguments[1:]
         sys.path.insert(0, str(Path.cwd()))

@@ -1,10 +1,10 @@
 """Makes the pipeline of a model: cuts it, leaves each rank its stages, and takes over its calls."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
@@ -16,7 +16,7 @@ from drivetrain.log import get_logger
 from drivetrain.model.look import Look
 from drivetrain.parts.blocks import NamedModule
 from drivetrain.parts.guard import Elsewhere
-from drivetrain.parts.naming import clean_name
+from drivetrain.parts.naming import clean_name, named_parameters
 from drivetrain.parts.wrapping import unwrap_forward, wrap_forward
 from drivetrain.strategy import Run, Strategy
 from drivetrain_megatron.adapted import AdaptedModel
@@ -134,11 +134,13 @@ class PipelineBuilder:
         device = self._run.world.device
         self.stand_ins = StandIns(model, shapes, homes, self._axis, device)
         self._adapted = AdaptedModel(model)
+        whole = named_parameters(model).values()
         self._split = split(model, recording, cut, owned, device)
         self._shared = SharedParameters(model, self._split.ties, owned, self._axis.size, self._link)
-        here = {id(parameter) for parameter in model.parameters()}
+        here = {id(parameter) for parameter in named_parameters(model).values()}
+        elsewhere = {id(parameter) for parameter in whole} - here
         for optimizer in optimizers:
-            _keep(optimizer, here)
+            _take_out(optimizer, elsewhere)
         self.stand_ins.free()
         self._optimizers = tuple(optimizers)
         for stage, line in stage_report(recording, cut, self._axis.size).items():
@@ -182,7 +184,8 @@ class PipelineBuilder:
 
     def follow(self, optimizer: Optimizer) -> None:
         """Let an optimizer step this rank's parameters, and copies of shared ones follow."""
-        _keep(optimizer, {id(p) for p in _parameters_of(optimizer) if not isinstance(p, Elsewhere)})
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        _take_out(optimizer, {id(p) for p in held if isinstance(p, Elsewhere)})
         # A forward between backward and step refreshes copies, but of values before the step.
         outdate = self._pipeline.stages.outdate if self._pipeline is not None else None
         if outdate is not None:
@@ -242,15 +245,11 @@ def _around_blocks(recording: Recording, model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if id(module) not in inside]
 
 
-def _parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
-    return (p for group in optimizer.param_groups for p in group["params"])
-
-
-def _keep(optimizer: Optimizer, here: set[int]) -> None:
-    """Leave an optimizer the parameters of this rank."""
+def _take_out(optimizer: Optimizer, elsewhere: set[int]) -> None:
+    """Take parameters of other ranks out of an optimizer; those of other models stay."""
     for group in optimizer.param_groups:
-        group["params"] = [p for p in group["params"] if id(p) in here]
-    for parameter in [p for p in optimizer.state if id(p) not in here]:
+        group["params"] = [p for p in group["params"] if id(p) not in elsewhere]
+    for parameter in [p for p in optimizer.state if id(p) in elsewhere]:
         del optimizer.state[parameter]
 
 

@@ -134,6 +134,7 @@ class PipelinedModel:
         shares_outputs: whether outputs of training get their values on every stage at once, which
             takes all forwards before the first backward.
         units: the blocks of this rank's stages, by name.
+        counts: whether the loss of a backward counts; one that does not may be no number.
     """
 
     def __init__(
@@ -158,6 +159,7 @@ class PipelinedModel:
         self._said: set[str] = set()
         self._level = ""
         self.shares_outputs = False
+        self.counts = True
         self.units: Mapping[str, nn.Module] = {}
 
     # --- forward ---
@@ -323,6 +325,8 @@ class PipelinedModel:
                 "forward has one backward under pipeline parallelism"
             )
         origins = origins_of(loss)
+        if not self.counts and not isinstance(loss, StageProxy):
+            loss = torch.zeros_like(loss, requires_grad=True)  # reaches nothing
         with running(origins), self.stages.shared.computing():
             if origins <= self._pending.keys():
                 self._run(origins, loss, synchronize)
@@ -343,7 +347,7 @@ class PipelinedModel:
         whole = [call for call in calls if isinstance(call, WholeBatch)]
         promised = [call for call in calls if isinstance(call, PromisedLoss)]
         if len(promised) == len(calls) == 1:
-            promised[0].backward(loss, synchronize, self._config.schedule)
+            promised[0].backward(loss, synchronize, self._config.schedule, counts=self.counts)
         elif len(whole) == len(calls):
             whole[0].begin(loss)
             for call in whole:

@@ -256,8 +256,13 @@ class PromisedLoss:
         self.origin = LossOrigin()
         self.origin.mark(self.loss)
 
-    def backward(self, loss: Tensor, synchronize: bool, schedule: str) -> None:
-        """Run the whole schedule; the loss, or a multiple, then has its value."""
+    def backward(
+        self, loss: Tensor, synchronize: bool, schedule: str, *, counts: bool = True
+    ) -> None:
+        """Run the whole schedule; the loss, or a multiple, then has its value.
+
+        Where the loss does not count, backward begins nowhere.
+        """
         stages = self._stages
         factor = _factor(loss, self._promised)
         shares = shares_of(self._weights, self._batches, self._outline)
@@ -266,7 +271,8 @@ class PromisedLoss:
         for worker in stages.workers.values():
             worker.batches = dict(enumerate(self._batches))
             worker.loss_of = self._loss_of
-            worker.seeds = {i: factor * share for i, share in enumerate(shares) if share}
+            counted = shares if counts else ()
+            worker.seeds = {i: factor * share for i, share in enumerate(counted) if share}
         stages.mark_final(actions if synchronize else ())
         try:
             with _casting(self._autocast), torch.enable_grad():

@@ -333,5 +333,5 @@ def _outer_of(parts: ModelParts, stage: int) -> dict[str, list[ProxyPlace]]:
 
 
 def _device(model: nn.Module) -> torch.device:
-    first = next(model.parameters(), None)
+    first = next(iter(model.parameters()), None)
     return torch.device("cpu") if first is None else first.device

@@ -3,8 +3,9 @@
 A rank that raised alone would leave the others waiting in their next collective. So a step runs
 inside ``together``: all ranks hear how it went everywhere, and all of them raise the same error.
 
-Every function is collective over a process group of all ranks: the default group, or for a thread
-in the background a group of its own. Two threads must never speak over one group.
+Every function is collective over a process group: the default one of all ranks, one of the ranks
+that share a state, or for a thread in the background a group of its own. Two threads must never
+speak over one group.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,6 +13,7 @@ from typing import Any, TypeAlias, TypeVar
 
 import torch.distributed as dist
 
+from drivetrain.collectives.digests import Ranks
 from drivetrain.collectives.facts import collect_facts, gather_facts, share_facts
 from drivetrain.errors import CheckpointError
 from drivetrain.runtime.world import World
@@ -28,7 +30,7 @@ SHOWN = 4
 """How many different failures one message quotes."""
 
 
-def together(world: World, doing: str, work: Callable[[], T], group: Group = None) -> T:
+def together(world: World, doing: str, work: Callable[[], T], group: Ranks = None) -> T:
     """Run one step on every rank and return this rank's result when all of them succeeded.
 
     A world of one process needs no process group. ``doing`` names the step in the message, as in
@@ -50,19 +52,20 @@ def together(world: World, doing: str, work: Callable[[], T], group: Group = Non
     return result  # type: ignore[return-value]  # work() returned it: nothing failed
 
 
-def check_same(world: World, doing: str, facts: Mapping[str, Any]) -> None:
+def check_same(world: World, doing: str, facts: Mapping[str, Any], group: Ranks = None) -> None:
     """Raise on every rank when the ranks want different things.
 
     Args:
         world: all ranks.
         doing: the wish, for the message.
         facts: values that must be equal on all ranks, by their names in the message.
+        group: the ranks; None means all.
 
     Raises:
         CheckpointError: names the first fact that differs, with the values of two ranks.
     """
     told = {what: printable(str(value)) for what, value in facts.items()}
-    everyone = gather(world, told, dict[str, str], doing=doing)
+    everyone = gather(world, told, dict[str, str], group, doing=doing)
     for rank, theirs in enumerate(everyone):
         for what, value in everyone[0].items():
             if theirs.get(what) != value:
@@ -74,7 +77,7 @@ def check_same(world: World, doing: str, facts: Mapping[str, Any]) -> None:
 
 
 def gather(
-    world: World, value: T, kind: type[T], group: Group = None, *, doing: str = "agree"
+    world: World, value: T, kind: type[T], group: Ranks = None, *, doing: str = "agree"
 ) -> list[T]:
     """Return the values of all ranks, on all ranks; ``kind`` is their type, as of facts."""
     if world.size == 1:

@@ -3,8 +3,8 @@
 Libraries such as transformers and peft read much of the real package, so it stays as it is. A
 module of the user gets builtins of its own, whose ``__import__`` takes ``accelerate`` for ours. The
 user's modules are the script, and modules that were not installed: those outside of Python's own
-folders and of site-packages. Under ``-m`` the package of the module is the user's, too, wherever it
-lies.
+folders and of site-packages. Packages that ``--as-accelerate=PACKAGE`` names, and under ``-m`` the
+package of the module, are the user's, too, wherever they lie.
 
 Nothing here imports torch. A change of Python's ``builtins`` while the script runs does not reach
 the user's modules.
@@ -94,21 +94,22 @@ def script_builtins() -> dict[str, Any]:
     return {**vars(builtins), "__import__": import_ours}
 
 
-def run_script(arguments: Sequence[str]) -> None:
+def run_script(arguments: Sequence[str], packages: Sequence[str] = ()) -> None:
     """Run ``SCRIPT ARGS`` or ``-m MODULE ARGS`` as Python does, with our ``accelerate``.
 
     Args:
         arguments: of the command line; they become ``sys.argv``.
+        packages: top packages that are the user's wherever they lie.
     """
     own = {"__builtins__": script_builtins()}
     if arguments[0] == "-m":
         name = arguments[1]
-        sys.meta_path.insert(0, ScriptFinder([name.partition(".")[0]]))
+        sys.meta_path.insert(0, ScriptFinder([name.partition(".")[0], *packages]))
         sys.argv = list(arguments[1:])
         sys.path.insert(0, str(Path.cwd()))
         runpy.run_module(name, init_globals=own, run_name="__main__", alter_sys=True)
         return
-    sys.meta_path.insert(0, ScriptFinder())
+    sys.meta_path.insert(0, ScriptFinder(packages))
     sys.argv = list(arguments)
     sys.path.insert(0, str(Path(arguments[0]).resolve().parent))
     runpy.run_path(arguments[0], init_globals=own, run_name="__main__")

@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader
 
 from drivetrain.data.dispatch import DispatchSource
 from drivetrain.data.order import forward_epoch
+from drivetrain.data.progress import Iteration, Progress
 from drivetrain.data.shared_random import synchronize_rng_states
 from drivetrain.data.steps import BatchSource, GlobalStep, OrderIdentity, Start
 from drivetrain.errors import CheckpointError, UsageError
@@ -61,35 +62,6 @@ class Delivery:
         return batch if self.delivered is None else self.delivered(batch)
 
 
-@dataclass(slots=True)
-class Progress:
-    """The position of a loader; shared with the loaders that skip batches on its behalf.
-
-    Attributes:
-        seed: the run's seed.
-        epoch: the epoch that is being read, or that is read next.
-        start: where in that epoch to start or go on; None for its beginning.
-        ends: whether the batch at hand is this rank's last.
-        remainder: see PreparedLoader.
-        running: the iteration that is under way; None between epochs.
-    """
-
-    seed: int
-    epoch: int = 0
-    start: Start | None = None
-    ends: bool = False
-    remainder: int = -1
-    running: "Iteration | None" = None
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class Iteration:
-    """One pass over a loader, from the first batch that is asked for to its end or ``break``."""
-
-    loader: "PreparedLoader"
-    epoch: int
-
-
 class PreparedLoader(DataLoader[Any]):
     """A rank's part of a loader, which remembers epoch, order and position.
 
@@ -103,6 +75,9 @@ class PreparedLoader(DataLoader[Any]):
         progress: how far the loader is.
         delivery: work around each epoch and batch.
         skip_batches: batches to leave out of the first epoch, counted from its beginning.
+
+    Attributes:
+        mark_of: returns where the loader was before an accumulation window, see ``Progress``.
     """
 
     def __init__(  # DataLoader's own is not called: there is no second set of its attributes
@@ -118,6 +93,7 @@ class PreparedLoader(DataLoader[Any]):
         self._progress = progress
         self._delivery = delivery
         self._skip_batches = skip_batches
+        self.mark_of = progress.mark_of
 
     def __getattr__(self, name: str) -> Any:
         if name == "_user":  # not set yet: unpickling or copying
@@ -284,7 +260,7 @@ class PreparedLoader(DataLoader[Any]):
         iteration = Iteration(self, self._progress.epoch)
         self._begin(iteration)
         try:
-            self._delivery.fetch(self._user)
+            self._fetch()
             for step in self._source.steps(self._start()):
                 self._note(step)
                 share = step.shares[0]
@@ -293,10 +269,14 @@ class PreparedLoader(DataLoader[Any]):
                     self._check_running(iteration)
                     if self._delivery.between is not None:
                         self._delivery.between(self)
-                    self._delivery.fetch(self._user)
+                    self._fetch()
             self._delivery.exhaust()
         finally:
             self._finish(iteration)
+
+    def _fetch(self) -> None:
+        self._progress.read(self.state_dict, self._delivery.observer)
+        self._delivery.fetch(self._user)
 
     def _begin(self, iteration: Iteration) -> None:
         progress = self._progress
@@ -344,8 +324,7 @@ class PreparedLoader(DataLoader[Any]):
             progress.start = None
             # set_epoch() inside the loop has the last word.
             progress.epoch += progress.epoch == iteration.epoch
-        if self._delivery.observer is not None:
-            self._delivery.observer.end(iteration.loader)
+        progress.end(iteration.loader, self._delivery.observer)
 
 
 def _check(state: Mapping[str, Any], unit: str) -> None:

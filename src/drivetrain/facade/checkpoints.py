@@ -23,6 +23,7 @@ from drivetrain.facade.options import ProjectConfiguration
 from drivetrain.facade.prepared import PreparedModel, PreparedObjects
 from drivetrain.facade.settings import Runs
 from drivetrain.log import get_logger
+from drivetrain.parts.naming import persistent_buffers
 
 logger = get_logger(__name__)
 
@@ -218,18 +219,31 @@ class RunCheckpoints:
     def _check_same_step(self) -> None:
         """Raise on every rank when they do not stand between the same two micro-batches."""
         window = self._gradients.state
-        within = 0 if window.sync_gradients else window.micro_batch
+        within = window.micro_batch if window.is_unfinished else 0
         if within:
-            logger.warning(
-                "save_state() inside an accumulation window: the gradients of its "
-                f"{window.window_length} micro-batches are not in the checkpoint"
-            )
+            self._tell_of_window(within)
         steps = [optimizer.steps for optimizer in self._prepared.optimizers]
         facts = {
             "the steps that the optimizers have taken": steps,
             "the micro-batches of the accumulation window": within,
         }
         check_same(self._world, "save a checkpoint", facts)
+
+    def _tell_of_window(self, within: int) -> None:
+        """Say what a run will do that goes on from inside an accumulation window."""
+        tensors = (persistent_buffers(entry.module).items() for entry in self._prepared.models)
+        written = (name for each in tensors for name, one in each if one.is_floating_point())
+        text = (
+            "save_state() inside an accumulation window: a run that goes on from there begins the "
+            f"window again, with the first of its {within} micro-batches so far"
+        )
+        if buffer := next(written, ""):
+            logger.warning(
+                f"{text}; buffers that a forward writes (perhaps {buffer!r}) are saved as they are "
+                "now, and are written again then: save after a step"
+            )
+        else:
+            logger.info(text)
 
     def _entries_to_save(self, draft: Path) -> dict[int, bool]:
         """Let hooks write into the draft, and take out weights: from one list or from both.

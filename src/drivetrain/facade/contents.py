@@ -7,8 +7,8 @@ from drivetrain import checkpoint
 from drivetrain.facade.gradients import WindowGradients
 from drivetrain.facade.loading import Registered
 from drivetrain.facade.prepared import PreparedModel, PreparedObjects
+from drivetrain.facade.window import WindowStart
 from drivetrain.links.resumed import saved_choice
-from drivetrain.runtime import rng
 from drivetrain.runtime.world import World
 from drivetrain.shards import Shard
 
@@ -46,6 +46,8 @@ class RunContents:
             iteration: number of the newest checkpoint in storage, this one included.
         """
         entries = [self._prepared.models[i] for i in saved]
+        # A window under way begins again in a run that goes on from here.
+        begun = self._gradients.unfinished or WindowStart(self._prepared, 0)
         encoded = {
             _file_name(i): registered.encoded()
             for i, registered in enumerate(self._registered)
@@ -59,12 +61,14 @@ class RunContents:
             aliases=[entry.aliases() for entry in entries],
             state=self._state(entries)
             | {
+                "progress": [begun.progress[i] for i in saved],
+                "loaders": begun.loaders(),
                 "iteration": iteration,
                 "without_weights": {
                     place: i for place, (i, whole) in enumerate(saved.items()) if not whole
                 },
             },
-            rank_state=rng.capture(),
+            rank_state=begun.random(),
             encoded=encoded,
             parameters=[frozenset(entry.names.values()) for entry in entries],
         )
@@ -74,10 +78,8 @@ class RunContents:
             "step": self._gradients.step,
             **self._resumption.facts(self._gradients.state.num_steps),
             "groups": [entry.param_groups() for entry in entries],
-            "progress": [dict(entry.strategy.progress()) for entry in entries],
             "links": [saved_choice(entry.strategy.run.links) for entry in entries],
             "schedulers": [scheduler.state_dict() for scheduler in self._prepared.schedulers],
-            "loaders": [loader.state_dict() for loader in self._prepared.loaders],
             "scaler": self._gradients.scaler.state_dict(),
             "steps": [optimizer.steps for optimizer in self._prepared.optimizers],
             "objects": [

@@ -65,8 +65,9 @@ class Gathering:
 
     def mean(self, value: float | Tensor, count: int) -> float:
         """Return the mean over all data-parallel ranks of a rank's mean over ``count`` samples."""
+        counted = float(value) * count if count else 0.0  # the mean of nothing may be no number
         total = torch.tensor(
-            [float(value) * count, float(count)],
+            [counted, float(count)],
             dtype=torch.float64,
             device=self._runs.default.world.device,
         )

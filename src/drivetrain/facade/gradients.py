@@ -21,7 +21,7 @@ from drivetrain.facade.observer import Observer
 from drivetrain.facade.preemption import Preemption
 from drivetrain.facade.prepared import PreparedModel, PreparedObjects
 from drivetrain.facade.settings import Runs
-from drivetrain.facade.window import EarlierGradients, WindowMean
+from drivetrain.facade.window import EarlierGradients, WindowMean, WindowStart
 from drivetrain.parts.norms import clip_
 from drivetrain.runtime.garbage import SharedCollections
 from drivetrain.runtime.gradient_state import GradientState
@@ -43,6 +43,7 @@ class WindowGradients:
         observer: is told of each event.
         finite: looks at losses and gradients.
         compare_replicas: called after each step, if the run asks for it.
+        compare_first: called before each synchronised backward, where there are several ranks.
         garbage: Python's collections, after the same steps on all ranks.
     """
 
@@ -63,9 +64,16 @@ class WindowGradients:
         self._runs = runs
         self.finite = FiniteCheck(prepared, runs, scaler)
         self.compare_replicas: Callable[[], None] | None = None
+        self.compare_first: Callable[[], None] | None = None
         self.garbage = SharedCollections(runs.config.run.collect_garbage_every)
         self._exchanges = StepExchanges(runs.default.world)
+        self._begun: WindowStart | None = None
         self._start_window(counted=False)
+
+    @property
+    def unfinished(self) -> WindowStart | None:
+        """The start of the window at hand, if its gradients wait for a step."""
+        return self._begun if self.state.is_unfinished else None
 
     @contextmanager
     def micro_batch(self, models: Sequence[nn.Module]) -> Iterator[None]:
@@ -73,15 +81,15 @@ class WindowGradients:
         state = self.state
         if state.sync_gradients:
             self._start_window(counted=True)
-        state.next_micro_batch()
-        self.step = state.micro_batch
-        if state.sync_gradients or state.sync_each_batch:
-            yield
-        else:
-            with ExitStack() as stack:
+        with ExitStack() as stack:
+            stack.enter_context(state.next_micro_batch())
+            if state.num_steps > 1 and state.micro_batch == 1:
+                self._begun = WindowStart(self._prepared, state.windows)
+            self.step = state.micro_batch
+            if not (state.sync_gradients or state.sync_each_batch):
                 for entry in self._prepared.chosen(models):
                     stack.enter_context(entry.strategy.accumulating())
-                yield
+            yield
         if state.sync_gradients:
             self.scaler.update()
 
@@ -128,10 +136,16 @@ class WindowGradients:
         factor = self._mean.finish(run.mesh["dp"], run.world.device) if synced else None
         self._prepared.will_scale(factor)
         self.observer.before_backward()  # times the backward, not the wait for weights above
+        if synced and self.compare_first is not None and not self.state.uneven:
+            self.compare_first()
         strategy = self._prepared.running().strategy
-        strategy.backward(scaled, **options)
+        counts, ranks = not self._mean.counts_nothing, self._runs.default.world.size
+        with self._prepared.in_backward(ranks=ranks, counts=counts, averages=synced):
+            strategy.backward(scaled, **options)
         strategy.publish(loss)
-        self.finite.see_loss(loss)
+        self.state.backwards += 1
+        if counts:
+            self.finite.see_loss(loss)
         self.observer.after_backward(loss, weight)
         if factor is not None:
             self._earlier.scale_fresh(factor)
@@ -146,9 +160,11 @@ class WindowGradients:
         if self._is_plain():
             return nn.utils.clip_grad_norm_(given, max_norm, norm_type)
         self.observer.before_update()
-        norm = self._clip_norm(self._prepared.owners_of(given), given, max_norm, norm_type)
+        entries = self._prepared.owners_of(given)
+        norm = self._clip_norm(entries, given, max_norm, norm_type)
         self.observer.clipped(norm)
-        return norm
+        wide = any(entry.norm_dtype is torch.float64 for entry in entries)
+        return norm.to(torch.float64 if wide else torch.float32)
 
     def _clip_norm(
         self, entries: list[PreparedModel], given: list[Tensor], max_norm: float, norm_type: float
@@ -156,30 +172,13 @@ class WindowGradients:
         """Clip the gradients of models to one norm."""
         for entry in entries:
             self._see_gradients(entry)
-        chosen = [_subset(entry, given) for entry in entries]
-        whole = [each for each, only in zip(entries, chosen, strict=True) if only is None]
-        if len(entries) == 1:
-            norm = entries[0].strategy.clip_grad_norm(max_norm, norm_type, only=chosen[0])
-            self._see_norm(whole, norm)
-            return norm
-        # Several models have one norm: it is measured for each, and clips all of them.
-        norms = [
-            entry.strategy.clip_grad_norm(float("inf"), norm_type, only=only)
-            for entry, only in zip(entries, chosen, strict=True)
-        ]
-        device = self._runs.default.world.device
-        total: Tensor = torch.linalg.vector_norm(
-            torch.stack([norm.to(device) for norm in norms]), norm_type
-        )
-        for entry, only in zip(entries, chosen, strict=True):
-            clip_(list(entry.strategy.gradients(only)), total, max_norm)
-        self._see_norm(whole, total)
-        return total
-
-    def _see_norm(self, entries: Sequence[PreparedModel], norm: Tensor) -> None:
-        """Let a norm speak for all gradients of all ranks, unless ranks step by themselves."""
-        if not any(entry.strategy.steps_apart for entry in entries):
-            self.finite.see_norm(entries, norm)
+        chosen = [(entry, _subset(entry, given)) for entry in entries]
+        norm = _clip_together(chosen, max_norm, norm_type, self._runs.default.world.device)
+        # It speaks for all gradients of all ranks, unless ranks step by themselves.
+        whole = [entry for entry, only in chosen if only is None]
+        if not any(entry.strategy.steps_apart for entry in whole):
+            self.finite.see_norm(whole, norm)
+        return norm
 
     def clip_value(self, parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:
         """Clamp gradient elements to [-clip_value, clip_value]."""
@@ -211,6 +210,7 @@ class WindowGradients:
         entries = self._prepared.trained_by(optimizer)
         for entry in entries:
             entry.check_parameters()
+            entry.used = True
             self._see_gradients(entry)
         if not _told(entries, taken=self._agree_to_step(entries)):
             return False
@@ -293,6 +293,29 @@ class WindowGradients:
         entry.made_with, entry.scale, entry.unscaled = entry.scale, 1.0, True
 
 
+def _clip_together(
+    chosen: Sequence[tuple[PreparedModel, list[nn.Parameter] | None]],
+    max_norm: float,
+    norm_type: float,
+    device: torch.device,
+) -> Tensor:
+    """Clip parameters of models, or all of them, to one norm; return the norm before."""
+    if len(chosen) == 1:
+        ((entry, only),) = chosen
+        return entry.strategy.clip_grad_norm(max_norm, norm_type, only=only)
+    # Several models have one norm: it is measured for each, and clips all of them.
+    norms = [
+        entry.strategy.clip_grad_norm(float("inf"), norm_type, only=only).to(device)
+        for entry, only in chosen
+    ]
+    if not norms:
+        return torch.zeros((), device=device)
+    total: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    for entry, only in chosen:
+        clip_(list(entry.strategy.gradients(only)), total, max_norm)
+    return total
+
+
 def _told(entries: Sequence[PreparedModel], *, taken: bool) -> bool:
     """Tell the strategies of models whether their step is taken; return the same."""
     for entry in entries:
@@ -318,6 +341,11 @@ def _check_loss(loss: Any) -> None:
 def _subset(entry: PreparedModel, given: list[Tensor]) -> list[nn.Parameter] | None:
     """Return the model's parameters among those given; None when nothing trainable is missing."""
     wanted = {id(parameter) for parameter in given}
-    trainable = [parameter for parameter in entry.module.parameters() if parameter.requires_grad]
+    trainable = [each for _, each in entry.module.named_parameters() if each.requires_grad]
     chosen = [parameter for parameter in trainable if id(parameter) in wanted]
-    return None if len(chosen) == len(trainable) else chosen
+    if len(chosen) == len(trainable):
+        return None
+    if wanted - entry.names.keys():  # an optimizer's groups may hold something else
+        names = {name for key, name in entry.strategy.names().items() if key in wanted}
+        chosen += [each for each in trainable if entry.names.get(id(each)) in names]
+    return chosen

@@ -276,7 +276,7 @@ class StateLoading:
         self._gradients.scaler.load_state_dict(state["scaler"])
         self._gradients.finite.forget()
         self._gradients.step = state["step"]
-        self._gradients.state.sync_gradients = True
+        self._gradients.state.forget()
         for entry in self._prepared.models:
             entry.forget_gradients()
         for entry, progress in zip(loaded, state.get("progress", ()), strict=False):

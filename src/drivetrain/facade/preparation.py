@@ -19,10 +19,8 @@ from drivetrain.facade.joining import UnevenInputs
 from drivetrain.facade.options import AutocastKwargs
 from drivetrain.facade.pace import describe_step, describe_unused_schedule
 from drivetrain.facade.prepared import (
-    KERNELS,
     PreparedModel,
     PreparedObjects,
-    compute_in,
     describe_dtypes,
 )
 from drivetrain.facade.recomputing import Recomputations
@@ -30,7 +28,9 @@ from drivetrain.facade.settings import Runs, StrategyChoice, agree
 from drivetrain.facade.stepping import PreparedOptimizer, PreparedScheduler
 from drivetrain.log import get_logger
 from drivetrain.parts.naming import clean_name
-from drivetrain.parts.wrapping import UninheritedHook
+from drivetrain.parts.own_batch import check_forward_writes
+from drivetrain.parts.wrapping import UninheritedHook, compute_in
+from drivetrain.states.given import KERNELS
 
 logger = get_logger(__name__)
 
@@ -83,12 +83,14 @@ class Preparation:
         """
         if any(entry.model is model for entry in self._prepared.models):
             return model
-        if next(model.parameters(), None) is None:  # a loss function: no strategy has work with it
+        # A loss function: no strategy has work with it. A model may return a list of parameters.
+        if next(iter(model.parameters()), None) is None:
             self._constructions.give_whole_values(model)
             if placed:
                 place(model, self._runs.default.world.device)
             return model
         _check_undispatched(model)
+        check_forward_writes(model, self._runs.default.mesh["dp"].size)
         choice = self._runs.chosen(model, self._gradients.observer.choice(choice))
         self._recomputations.before_prepare(model, choice)
         self._gradients.observer.before_prepare(model)
@@ -109,10 +111,12 @@ class Preparation:
         self._constructions.give_values(model, mine, strategy, values)
         if placed:
             place(model, world.device)
+        self._prepared.note_groups(mine)
         try:
             module, bound = strategy.prepare(model, mine)
             entry = PreparedModel(module, strategy, tuple(bound), names)
             entry.check_dtypes(given, precision)
+            entry.norm_dtype = _norm_dtype(given)
         except BaseException:
             strategy.close()
             raise
@@ -123,7 +127,7 @@ class Preparation:
         # Before the strategy's own hook, which may communicate.
         note = UninheritedHook(functools.partial(self._note_forward, entry))
         entry.note = module.register_forward_pre_hook(note, prepend=True)
-        entry.offer_no_sync()
+        entry.offer_methods(self._gradients.state)
         self._gradients.observer.after_prepare(entry)
         return module
 
@@ -149,11 +153,14 @@ class Preparation:
             if _holds(bound, entry.names) and not any(o is bound for o in entry.optimizers):
                 facts = list(_facts_of_optimizers([bound], entry.names))
                 agree(self._runs.default.world, "an optimizer", facts)
+                self._prepared.note_groups([bound])
+                groups = self._prepared.groups[bound]
                 bound = entry.strategy.bind(bound)
+                self._prepared.groups[bound] = groups
                 entry.optimizers = (*entry.optimizers, bound)
-        gradients = self._gradients
+        gradients, whole = self._gradients, self._prepared.whole
         prepared = PreparedOptimizer(
-            optimizer, bound, gradients.state, gradients.before_step, gradients.after_step
+            optimizer, bound, gradients.state, gradients.before_step, gradients.after_step, whole
         )
         self._prepared.optimizers.append(prepared)
         return prepared
@@ -237,6 +244,7 @@ class Preparation:
             if line := describe_unused_schedule(scheduler, ranks):
                 logger.warning(line)
         self._gradients.garbage.release()
+        self._gradients.state.forget()
         self._prepared.forget()
         self._runs.examples.forget()
 
@@ -259,6 +267,8 @@ class Preparation:
         pairs = list(zip(given, bound, strict=True))
         kept = [pair for pair in self._prepared.bound if pair[0] not in given]
         self._prepared.bound = kept + pairs
+        for before, after in pairs:
+            self._prepared.groups[after] = self._prepared.groups[before]
         for prepared in self._prepared.optimizers:
             for before, after in pairs:
                 if prepared.optimizer is before:
@@ -340,8 +350,10 @@ def _facts_of_optimizers(
             for key, value in group.items():
                 if key != "params" and key not in KERNELS:
                     yield f"{where} {key} = {_plain(value)}"
+            # Those of another model are compared with that one; a strategy may have cut them.
             for parameter in group["params"]:
-                yield f"{where} {names.get(id(parameter), 'a parameter of another model')}"
+                if id(parameter) in names:
+                    yield f"{where} {names[id(parameter)]}"
 
 
 def _facts_of_scheduler(scheduler: Any) -> list[str]:
@@ -360,6 +372,12 @@ def _plain(value: Any) -> str:
     if value is None or isinstance(value, bool | int | float | str):
         return repr(value)
     return f"a {type(value).__name__}"
+
+
+def _norm_dtype(given: Sequence[TensorSpec]) -> torch.dtype:
+    """Return the dtype in which torch would give the norm of all gradients."""
+    wide = any(spec.dtype in (torch.float64, torch.complex128) for spec in given)
+    return torch.float64 if wide else torch.float32
 
 
 def _names_of(model: nn.Module) -> dict[int, str]:

@@ -1,9 +1,10 @@
 """The objects that one Accelerator has prepared, and the state and precision of each model."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,22 +18,17 @@ from drivetrain.cost import TensorSpec
 from drivetrain.data import PreparedLoader
 from drivetrain.errors import CheckpointError, ConfigError, UsageError
 from drivetrain.facade.stepping import PreparedOptimizer, PreparedScheduler
-from drivetrain.nested import convert_to_fp32
-from drivetrain.parts.naming import all_names, clean_name, named_parameters
-from drivetrain.parts.torch_calls import Arguments, Function, Keywords
-from drivetrain.parts.wrapping import (
-    UninheritedContext,
-    is_wrapped,
-    unwrap_forward,
-    wrap_forward,
-)
+from drivetrain.parts.naming import all_names, clean_name, named_parameters, uncompiled
+from drivetrain.parts.user_hooks import UserHooks
+from drivetrain.parts.whole_copies import saving_methods
+from drivetrain.parts.wrapping import UninheritedContext, UninheritedMethod, restore_forward
+from drivetrain.runtime.gradient_state import GradientState
 from drivetrain.runtime.precision import Precision, dtype_word
 from drivetrain.runtime.world import World
+from drivetrain.states.exchange import Holder
+from drivetrain.states.given import KERNELS, GivenGroups
+from drivetrain.states.whole import WholeOptimizer, refuse_parts
 from drivetrain.strategy import Strategy
-
-_ORIGINAL = "_forward_before_prepare"
-KERNELS = frozenset({"foreach", "fused"})
-"""Hyperparameters that choose a kernel: no checkpoint overrules the choice of the loading run."""
 
 
 @dataclass(slots=True, eq=False)
@@ -49,7 +45,12 @@ class PreparedModel:
         made_with: the loss scale that divided them.
         overflow: whether the gradients at hand are infinite somewhere.
         note: handle of the hook that notes which model runs.
+        used: whether a step has used the gradients at hand.
+        norm_dtype: of the norm of its gradients, as torch has it, whatever a strategy sums in.
+        methods: those that the model has in place of its class's, while it is prepared.
+        compared: whether the ranks' values were compared before their first gradients.
         known: identities of the parameters that the strategy trains.
+        hooks: those that the script has put on parameters.
     """
 
     model: nn.Module
@@ -61,11 +62,18 @@ class PreparedModel:
     made_with: float = 1.0
     overflow: bool = False
     note: RemovableHandle | None = None
+    used: bool = False
+    norm_dtype: torch.dtype = torch.float32
+    methods: list[UninheritedMethod] = field(default_factory=list)
+    compared: bool = False
     known: frozenset[int] = field(init=False)
+    hooks: UserHooks = field(init=False)
 
     def __post_init__(self) -> None:
         """Remember which parameters the model has now."""
-        self.known = frozenset(map(id, self.module.parameters()))
+        parameters = list(named_parameters(self.module).values())
+        self.known = frozenset(map(id, parameters))
+        self.hooks = UserHooks(parameters)
 
     @property
     def module(self) -> nn.Module:
@@ -123,6 +131,7 @@ class PreparedModel:
 
     def forget_gradients(self) -> None:
         """Drop the gradients at hand, with their loss scale."""
+        self.used = True  # or a window that no step has used would be spared
         self.module.zero_grad()
         for optimizer in self.optimizers:
             optimizer.zero_grad()
@@ -188,15 +197,30 @@ class PreparedModel:
         kinds = Counter({name: kind for each in told for name, kind in each.items()}.values())
         return ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
 
-    def offer_no_sync(self) -> None:
-        """Give the model the method of torch's DistributedDataParallel that scripts call."""
+    def offer_methods(self, window: GradientState) -> None:
+        """Give the model methods: ``no_sync`` of torch's wrapper, and some of its own anew."""
         if not hasattr(self.model, "no_sync"):
             self.model.__dict__["no_sync"] = UninheritedContext(self.strategy.accumulating)
+        given = self.model.zero_grad
+
+        def clear(set_to_none: bool) -> None:
+            self.used = False
+            given(set_to_none)
+
+        def zero_grad(set_to_none: bool = True) -> None:
+            window.clear(partial(clear, set_to_none), used=self.used)
+
+        self.methods.append(UninheritedMethod(self.model, "zero_grad", zero_grad))
+        self.methods += saving_methods(uncompiled(self.module), self.strategy)
+        for method in self.methods:
+            method.put()
 
     def close(self) -> None:
         """Make the model an ordinary one again."""
         restore_forward(self.model)
         self.model.__dict__.pop("no_sync", None)
+        for method in self.methods:
+            method.take_off()
         if self.note is not None:
             self.note.remove()
         self.strategy.close()
@@ -212,6 +236,7 @@ class PreparedObjects:
         schedulers: the learning-rate schedulers as the script holds them.
         loaders: the loaders as the script holds them.
         bound: pairs of an optimizer as given and the strategy's optimizer made of it.
+        groups: those of each optimizer as the script made them.
         last_run: the model whose forward ran last with gradients; None before the first.
     """
 
@@ -220,6 +245,7 @@ class PreparedObjects:
     schedulers: list[PreparedScheduler] = field(default_factory=list)
     loaders: list[PreparedLoader] = field(default_factory=list)
     bound: list[tuple[Optimizer, Optimizer]] = field(default_factory=list)
+    groups: dict[Optimizer, GivenGroups] = field(default_factory=dict)
     last_run: PreparedModel | None = None
 
     def has(self, model: nn.Module) -> bool:
@@ -264,22 +290,44 @@ class PreparedObjects:
         """Return the models of an optimizer that a strategy handed back."""
         return [entry for entry in self.models if any(o is optimizer for o in entry.optimizers)]
 
+    def whole(self, optimizer: Optimizer) -> WholeOptimizer | None:
+        """Return the whole of an optimizer that a strategy divides; None: each rank has all."""
+        entries = self.trained_by(optimizer)
+        if not any(entry.strategy.divides_states for entry in entries):
+            return None
+        holders = [
+            Holder(entry.strategy, entry.optimizers.index(optimizer), entry.names)
+            for entry in entries
+        ]
+        return WholeOptimizer(optimizer, self.groups[optimizer], holders)
+
+    def note_groups(self, optimizers: Iterable[Optimizer]) -> None:
+        """Remember the groups of optimizers before a strategy may divide them."""
+        for optimizer in optimizers:
+            if optimizer not in self.groups:
+                self.groups[optimizer] = GivenGroups(optimizer)
+                refuse_parts(optimizer, self.whole)
+
     def owners_of(self, parameters: Sequence[Tensor]) -> list[PreparedModel]:
-        """Return the models of these parameters.
+        """Return the models of these parameters, or of what optimizers hold in their place.
+
+        All models, where other ranks may have parameters of other models among theirs: in groups of
+        optimizers, and of a part of a model, a rank may have none.
 
         Raises:
             UsageError: a parameter belongs to no prepared model.
         """
         wanted = {id(parameter) for parameter in parameters}
         owners = [entry for entry in self.models if wanted & entry.names.keys()]
-        known: set[int] = set().union(*(entry.names.keys() for entry in owners))
-        if not owners or wanted - known:
+        others = wanted.difference(*(entry.names.keys() for entry in owners))
+        foreign = others and others.difference(*(entry.strategy.names() for entry in self.models))
+        if foreign:
             raise UsageError(
-                f"expected parameters of prepared models, found {len(wanted - known)} of "
-                f"{len(wanted)} that belong to none; pass model.parameters() of what prepare() "
-                "returned"
+                f"expected parameters of prepared models, found {len(foreign)} of {len(wanted)} "
+                "that belong to none; pass model.parameters() of what prepare() returned"
             )
-        return owners
+        parts = any(entry.strategy.stages(entry.strategy.config) for entry in self.models)
+        return list(self.models) if others or parts or not wanted else owners
 
     def running(self) -> PreparedModel:
         """Return the model whose forward ran last: backward is a matter of its strategy.
@@ -294,6 +342,23 @@ class PreparedObjects:
             )
         return self.last_run or self.models[-1]
 
+    @contextmanager
+    def in_backward(self, *, ranks: int, counts: bool, averages: bool) -> Iterator[None]:
+        """Context of a backward, in which hooks of the script wait for averaged gradients.
+
+        Args:
+            ranks: how many there are: in one process hooks run as ever.
+            counts: False leaves all gradients what they are: the loss has the weight 0.
+            averages: whether the backward ends with averaged gradients.
+        """
+        with ExitStack() as stack:
+            for entry in self.models:
+                if ranks > 1 and (hooked := entry.hooks.found()):
+                    stack.enter_context(entry.hooks.aside(hooked, averages=averages))
+                if not counts:
+                    stack.enter_context(entry.strategy.uncounted(entry.module))
+            yield
+
     def will_scale(self, factor: float | None) -> None:
         """Tell strategies the factor of all gradients after a backward; None: there is none."""
         for entry in self.models:
@@ -305,6 +370,7 @@ class PreparedObjects:
             entry.close()
         for kept in (self.models, self.optimizers, self.schedulers, self.loaders, self.bound):
             kept.clear()
+        self.groups.clear()
         self.last_run = None
 
 
@@ -315,28 +381,6 @@ def check_count(subject: str, expected: int, found: int) -> None:
             f"expected a checkpoint with {expected} {subject}, found {found}; prepare and register "
             "the same objects in the same order as the run that saved it"
         )
-
-
-def compute_in(model: nn.Module, context: Callable[[], AbstractContextManager[object]]) -> None:
-    """Run the model's forward inside a context; floating point outputs become fp32.
-
-    A deep copy of the model computes in the same context, with its own parameters; a pickled model
-    computes as its class says. ``restore_forward`` undoes the change.
-    """
-    if is_wrapped(model, _ORIGINAL):
-        return
-
-    def in_context(module: nn.Module, compute: Function, args: Arguments, kwargs: Keywords) -> Any:
-        with context():
-            outputs = compute(*args, **kwargs)
-        return convert_to_fp32(outputs)
-
-    wrap_forward(model, _ORIGINAL, in_context)
-
-
-def restore_forward(model: nn.Module) -> None:
-    """Give a model back the forward it had before ``compute_in``."""
-    unwrap_forward(model, _ORIGINAL)
 
 
 def describe_dtypes(

@@ -1,5 +1,6 @@
 """A model's whole weights, however a strategy divides them: in place, as a state dict, as files."""
 
+import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -10,11 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain import checkpoint, communication
+from drivetrain.collectives.facts import gather_facts
 from drivetrain.errors import RankMismatchError, UsageError
-from drivetrain.facade.prepared import PreparedObjects
+from drivetrain.facade.prepared import PreparedModel, PreparedObjects
 from drivetrain.facade.settings import Runs
-from drivetrain.parts.naming import uncompiled
-from drivetrain.parts.whole_state import in_batches, whole_state_dict
+from drivetrain.parts.guard import is_guarded
+from drivetrain.parts.naming import named_parameters, uncompiled
+from drivetrain.parts.whole_copies import batched, copied_state
 from drivetrain.shards import Readable
 
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -25,6 +28,7 @@ class TellsOfSteps(Protocol):
     """Calls a function after each optimizer step of all ranks."""
 
     compare_replicas: Callable[[], None] | None
+    compare_first: Callable[[], None] | None
 
 
 class WholeWeights:
@@ -43,6 +47,8 @@ class WholeWeights:
         self._compared = 0
         if self._every and self._world.size > 1:
             gradients.compare_replicas = self._compare_when_due
+        if self._world.size > 1:
+            gradients.compare_first = self.compare_first
 
     @contextmanager
     def gathered(
@@ -87,8 +93,7 @@ class WholeWeights:
 
     def state_dict(self, model: nn.Module) -> dict[str, Tensor]:
         """Return the whole model's state on every rank's CPU, by the user's names. Collective."""
-        module, owner = self._readable(model)
-        return whole_state_dict(owner, module)
+        return copied_state(*self._readable(model))
 
     def save(
         self,
@@ -115,7 +120,7 @@ class WholeWeights:
         plan = checkpoint.plan_export(facts.values(), max_shard_size)
 
         def fetch(names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
-            for batch in in_batches(facts[name] for name in names):
+            for batch in batched(facts[name] for name in names):
                 wanted = [one.name for one in batch]
                 with owner.whole_state(module, wanted) as state:
                     for name in wanted:
@@ -139,7 +144,7 @@ class WholeWeights:
             module = uncompiled(entry.module)
             facts = {one.identity: one for one in entry.strategy.state_facts(module)}
             names, sums = [], []
-            for batch in in_batches(one for one in facts.values() if one.trainable):
+            for batch in batched(one for one in facts.values() if one.trainable):
                 wanted = [one.name for one in batch]
                 with entry.strategy.whole_state(module, wanted) as state:
                     sums += [_sum_of_words(state[name]) for name in wanted]
@@ -147,6 +152,44 @@ class WholeWeights:
             if sums:
                 everyone = communication.gather(torch.stack(sums).unsqueeze(0)).tolist()
                 _check_equal(names, everyone, step)
+
+    def compare_first(self) -> None:
+        """Compare what ranks hold alike, before the first gradients of a model cross. Collective.
+
+        Since ``prepare`` made them equal, forwards may have written into parameters, or the script.
+
+        Raises:
+            RankMismatchError: on every rank: names the first parameter that differs.
+        """
+        for entry in self._prepared.models:
+            if not entry.compared and not entry.strategy.steps_apart:
+                entry.compared = True
+                self._check_alike(entry)
+
+    def _check_alike(self, entry: PreparedModel) -> None:
+        line = entry.strategy.run.mesh["dp"].ranks
+        mine = {
+            name: int(_sum_of_words(parameter))
+            for name, parameter in named_parameters(entry.module).items()
+            if not is_guarded(parameter) and parameter.layout is torch.strided  # here, and whole
+        }
+        doing = "the comparison of parameters before the first gradients"
+        facts = [line[0], int(hashlib.sha256(repr(mine).encode()).hexdigest()[:12], 16)]
+        sums = {tuple(each) for each in gather_facts(facts, list[int], doing=doing)}
+        if len(sums) == len({first for first, _ in sums}):
+            return
+        lines: dict[int, dict[str, int]] = {}
+        everyone = gather_facts((line[0], mine), tuple[int, dict[str, int]], doing=doing)
+        for rank, (first, theirs) in enumerate(everyone):
+            known = lines.setdefault(first, theirs)
+            for name in (name for name in known if known[name] != theirs.get(name)):
+                raise RankMismatchError(
+                    f"expected equal parameters on all ranks before the first gradients, found "
+                    f"other values of {name!r} on ranks {first} and {rank}: a forward, or the "
+                    "script, has written what is of one rank alone, such as means of its batch. "
+                    "Write the same on all ranks, the accelerator.reduce() of it for example, or "
+                    "let a buffer hold it, which follows that of rank 0"
+                )
 
     def _readable(self, model: nn.Module) -> tuple[nn.Module, Readable]:
         """Return the user's uncompiled module, and who reads whole tensors of it.

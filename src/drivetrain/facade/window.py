@@ -4,14 +4,17 @@ A window's length, and its sum of weights, are known when it ends. A factor then
 right; gradients that earlier windows left, for this window to add to, keep their values.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from drivetrain import communication
+from drivetrain.data.progress import Mark
 from drivetrain.errors import UsageError
 from drivetrain.facade.prepared import PreparedModel, PreparedObjects
+from drivetrain.runtime import rng
 from drivetrain.runtime.gradient_state import GradientState
 from drivetrain.runtime.mesh import Axis
 
@@ -60,6 +63,11 @@ class WindowMean:
         return loss * weight
 
     @property
+    def counts_nothing(self) -> bool:
+        """Whether the last loss has the weight 0: it may be no number."""
+        return bool(self._weights) and not self._weights[-1]
+
+    @property
     def may_scale(self) -> bool:
         """Whether ``finish`` may return a factor."""
         state = self._state
@@ -86,6 +94,35 @@ class WindowMean:
             return None
         self._finished = True
         return self._state.num_steps / length
+
+
+class WindowStart:
+    """The state that a window began with; a run that goes on from inside it begins it again.
+
+    Args:
+        prepared: the models and loaders.
+        window: number of the window; 0 for the state of now.
+    """
+
+    def __init__(self, prepared: PreparedObjects, window: int) -> None:
+        self._prepared = prepared
+        self._window = window
+        first = min(self._marks(), key=lambda mark: mark.at, default=None)
+        self._random = rng.Snapshot() if first is None else first.random
+        self.progress = [dict(entry.strategy.progress()) for entry in prepared.models]
+
+    def loaders(self) -> list[dict[str, Any]]:
+        """Return the states of loaders before the window's first batches."""
+        marks = [(loader, loader.mark_of(self._window)) for loader in self._prepared.loaders]
+        return [mark.state if mark else loader.state_dict() for loader, mark in marks]
+
+    def random(self) -> dict[str, Tensor]:
+        """Return the state of all generators before the window's first batch was read."""
+        return self._random.packed()
+
+    def _marks(self) -> Iterator[Mark]:
+        marks = (loader.mark_of(self._window) for loader in self._prepared.loaders)
+        return (mark for mark in marks if mark is not None)
 
 
 class EarlierGradients:

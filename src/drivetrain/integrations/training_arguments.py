@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from accelerate.state import AcceleratorState  # type: ignore[import-untyped]
+from accelerate.utils import TorchDynamoPlugin  # type: ignore[import-untyped]
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from drivetrain.accelerator import Accelerator
@@ -136,8 +138,19 @@ def accumulation_of(args: Any, configured: int) -> tuple[int, dict[str, Any]]:
 
 
 def join(args: Any, accelerator: Accelerator) -> None:
-    """Tell the training arguments about the other ranks, which they missed on the CPU."""
+    """Tell the training arguments about the other ranks, which they missed on the CPU.
+
+    The state of Accelerate's own Accelerator is made, too: trainers and libraries ask it.
+    """
+    on_cpu = accelerator.device.type == "cpu"
     if args.distributed_state.num_processes != accelerator.num_processes:
         state = type(args.distributed_state)
         state._reset_state()
-        args.distributed_state = state(cpu=accelerator.device.type == "cpu")
+        args.distributed_state = state(cpu=on_cpu)
+    AcceleratorState._reset_state()
+    AcceleratorState(
+        accelerator.mixed_precision,
+        cpu=on_cpu,
+        dynamo_plugin=TorchDynamoPlugin(),
+        _from_accelerator=True,
+    )

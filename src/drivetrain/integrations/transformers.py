@@ -4,7 +4,8 @@ The Trainer talks to an Accelerator of Hugging Face; here it gets one of ours. A
 beside the Trainer's own files, the folder ``drivetrain`` with the sharded state of an exact resume.
 """
 
-from collections.abc import Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import MappingProxyType
@@ -94,9 +95,12 @@ class StrategyTraining:
     accelerator: TrainerAccelerator
     model: nn.Module
     lr_scheduler: Any
+    save_model: Callable[..., None]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._whole: Mapping[str, torch.Tensor] | None = None
+        self.save_model = self._gathering(self.save_model)
         if self.accelerator.cell_size > 1:
             score_by_modules(self.model)
 
@@ -149,9 +153,25 @@ class StrategyTraining:
 
     # --- saving and loading ---
 
+    def _gathering(self, save_model: Callable[..., None]) -> Callable[..., None]:
+        """Return a ``save_model`` that gathers first: it may go on with rank 0 alone."""
+
+        @functools.wraps(save_model)
+        def gathered(*args: Any, **kwargs: Any) -> None:
+            self._whole = self._whole_state()
+            try:
+                save_model(*args, **kwargs)
+            finally:
+                self._whole = None
+
+        return gathered
+
+    def _whole_state(self) -> Mapping[str, torch.Tensor] | None:
+        return self.accelerator.get_state_dict(self.model) if self.accelerator._models else None
+
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        if state_dict is None and self.accelerator._models:
-            state_dict = self.accelerator.get_state_dict(self.model)
+        if state_dict is None:
+            state_dict = self._whole_state() if self._whole is None else self._whole
         super()._save(output_dir, state_dict)  # type: ignore[misc]
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:

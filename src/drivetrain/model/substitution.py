@@ -99,7 +99,7 @@ def _substitute(
 
 
 def _device(model: nn.Module) -> torch.device:
-    first = next(model.parameters(), None)
+    first = next(iter(model.parameters()), None)
     return _real(first.device) if first is not None else torch.device("cpu")
 
 

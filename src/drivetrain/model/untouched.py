@@ -7,8 +7,8 @@ reads the attribute. So modules get copies of all these, and their own back.
 
 import copy
 import random
-from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
@@ -44,8 +44,7 @@ def untouched(model: nn.Module, seed: int | None = None) -> Iterator[None]:
     finally:
         rng.restore(state)
         for owner, before in saved:
-            owner.clear()
-            owner.update(before)
+            _restore(owner, before)
 
 
 Left: TypeAlias = dict[tuple[int, str], tuple[dict[str, Any], Any]]
@@ -129,6 +128,16 @@ def _contents(module: nn.Module) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     """Return the dicts of a module, such as attributes, buffers and hooks, with their contents."""
     inside = [value for value in vars(module).values() if isinstance(value, dict)]
     return [(owner, dict(owner)) for owner in (vars(module), *inside)]
+
+
+def _restore(owner: dict[Any, Any], before: Mapping[Any, Any]) -> None:
+    """Give a dict its contents back, past methods of its class that refuse changes."""
+    if [*owner] == [*before] and all(owner[key] is value for key, value in before.items()):
+        return
+    kind = OrderedDict if isinstance(owner, OrderedDict) else dict
+    kind.clear(owner)
+    for key, value in before.items():
+        kind.__setitem__(owner, key, value)
 
 
 def _put_copies(modules: Sequence[nn.Module]) -> None:

@@ -59,7 +59,7 @@ def _parts(module: nn.Module, prefix: str, blocks: set[int]) -> Iterator[NamedMo
         opened = opened or isinstance(child, _NEVER_CALLED)
         if id(child) not in blocks and opened:
             yield from _parts(child, f"{prefix}{name}.", blocks)
-        elif next(child.parameters(), None) is not None:
+        elif next(iter(child.parameters()), None) is not None:
             yield prefix + name, child
     if not prefix and next(module.children(), None) is None:
         yield type(module).__name__, module
@@ -88,7 +88,7 @@ def _kind(module: nn.Module) -> type[nn.Module]:
 
 
 def _is_block(module: nn.Module) -> bool:
-    if isinstance(module, _NEVER_CALLED) or next(module.parameters(), None) is None:
+    if isinstance(module, _NEVER_CALLED) or next(iter(module.parameters()), None) is None:
         return False
     whole = next(module.children(), None) is not None
     return whole or not type(module).__module__.startswith("torch.nn.")

@@ -235,7 +235,7 @@ def _answer(first: DividedGradient, func: Any, args: Arguments, kwargs: Keywords
     if func in _NORMS and (found := _norm(first, *args[1:], **kwargs)) is not None:
         return found
     by_elements = packet in _ELEMENTWISE or torch.Tag.pointwise in func.tags
-    if by_elements and _alike(first, args, kwargs):
+    if by_elements and "out" not in kwargs and _alike(first, args, kwargs):
         return _by_pieces(first, func, args, kwargs)
     return _by_wholes(func, args, kwargs)
 

@@ -1,13 +1,15 @@
 """Saved training state: of replicated models, and optimizer state of sharded models too."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from drivetrain.errors import CheckpointError
+from drivetrain.collectives.digests import Ranks
+from drivetrain.errors import CheckpointError, UsageError
 from drivetrain.parts.naming import named_parameters, persistent_buffers
 from drivetrain.shards import Part, Reader, Shard, label
 
@@ -136,6 +138,63 @@ def allocate_state(
     return torch.empty_like(values, device=parameter.device)
 
 
+class KeepsState(ABC):
+    """The part of a strategy's contract for state: what ranks save and load, and whose it is."""
+
+    @abstractmethod
+    def shards(self) -> Iterator[Shard]:
+        """Yield parameters, persistent buffers and optimizer state held by this rank.
+
+        Together the ranks yield each element exactly once.
+        """
+
+    @abstractmethod
+    def load(self, reader: Reader) -> None:
+        """Load the state that ``shards`` yields, from a checkpoint of any strategy and world size.
+
+        Raises:
+            CheckpointError: names or shapes differ; the message lists the first differences.
+        """
+
+    @property
+    def divides_states(self) -> bool:
+        """Whether optimizers hold less than all state here, or not by the user's parameters."""
+        return False
+
+    @property
+    def states_among(self) -> Ranks:
+        """The ranks that have all of an optimizer's state together; None means all ranks."""
+        return None
+
+    def states(self, index: int, names: Collection[str]) -> Iterator[Shard]:
+        """Yield this rank's share of an optimizer's state tensors, as ``shards`` does.
+
+        Args:
+            index: of the optimizer, in the order of ``prepare``.
+            names: of the parameters whose state is wanted.
+        """
+        for shard in self.shards():
+            of_optimizer = shard.name in names and _is_of_optimizer(shard.state)
+            if of_optimizer and _index(shard.state) == index:
+                yield shard
+
+    def load_states(self, index: int, reader: Reader, names: Collection[str]) -> None:
+        """Replace an optimizer's state for some parameters, and nothing else. No communication.
+
+        Args:
+            index: of the optimizer, in the order of ``prepare``.
+            reader: has the whole state; none for a parameter means as before the first step.
+            names: of the parameters.
+
+        Raises:
+            CheckpointError: the state does not fit; nothing was changed.
+        """
+        raise UsageError(
+            f"{type(self).__name__} cannot take the state of an optimizer alone; save_state() and "
+            "load_state() take all of a run"
+        )
+
+
 class ReplicatedState:
     """Parameters, persistent buffers and optimizer state that every rank holds whole.
 
@@ -185,6 +244,27 @@ class ReplicatedState:
             for index, name, parameter in self._optimized():
                 self._load_state(reader, keys.get((name, index), []), index, name, parameter)
 
+    @torch.no_grad()
+    def load_states(self, index: int, reader: Reader, names: Collection[str]) -> None:
+        """Replace an optimizer's state for some parameters."""
+        keys = state_keys(reader)
+        for number, name, parameter in self._optimized():
+            if number == index and name in names:
+                self._load_state(reader, keys.get((name, index), []), index, name, parameter)
+
+    def states(self, index: int, names: Collection[str]) -> Iterator[Shard]:
+        """Yield an optimizer's state tensors for some parameters, whole."""
+        for number, name, parameter in self._optimized():
+            if number == index and name in names:
+                for key, value in self._optimizers[index].state.get(parameter, {}).items():
+                    if isinstance(value, Tensor):
+                        shape = tuple(value.shape)
+                        yield Shard(name, f"{index}.{key}", value, shape, Part.whole(shape))
+
+    def held(self) -> set[tuple[int, str]]:
+        """Return the index of the optimizer and the name of each optimized parameter."""
+        return {(index, name) for index, name, _ in self._optimized()}
+
     def tensors(self) -> list[Tensor]:
         """Return all tensors of the state, in the same order on every rank."""
         return [tensor for _, _, tensor in self._tensors()]
@@ -216,7 +296,7 @@ class ReplicatedState:
         expected = {
             (name, ""): tuple(tensor.shape) for name, tensor in self._model_tensors().items()
         }
-        check_fits(reader, expected, {(index, name) for index, name, _ in self._optimized()})
+        check_fits(reader, expected, self.held())
 
     def _load_state(
         self,

@@ -1,113 +1,336 @@
-"""Whether an optimizer may step pieces of a parameter: asked of itself, by experiment.
+"""Whether an optimizer may step a rank's part of the parameters: asked of itself, by experiment.
 
-An element-wise optimizer gives the same result for a matrix and for its pieces. Optimizers that
-look at whole matrices (Muon, Shampoo, Adafactor, LAMB) do not, and optimizers that look at all
-parameters at once (LBFGS) do not even for whole matrices. So a copy of the optimizer steps small
-tensors both ways, and the results are compared. No list of names has to be kept.
+A copy of the optimizer steps small tensors as one process would, and two copies step them as two
+ranks would, each its parts. Element-wise optimizers give the same values. Optimizers that look at
+whole matrices (Muon, Shampoo, Adafactor, LAMB) do not, and optimizers that look at all parameters
+at once (LBFGS, a clip of their own) do not even where each tensor is whole on one rank. No list of
+names has to be kept.
+
+An experiment proves what it touches. So each group of other options has tensors, shaped like its
+parameters; gradients are small, usual and large; and rules of every few steps have their turn.
 """
 
-from collections import OrderedDict, defaultdict
-from collections.abc import Sequence
-from typing import Any
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim import optimizer as of_torch
 
-from drivetrain.cost import TensorSpec
+from drivetrain.parts.optimizer_copy import NotCopiedError, copied
+from drivetrain.runtime import rng
+from drivetrain.shards import is_dense, outer_dim
 
-_SHAPE = (6, 4)
-_CUT = 10
-_ROWS = 2
-_STEPS = 3
+Cut: TypeAlias = Literal["flat", "rows", "whole"]
+"""Ranks have ranges of flattened parameters, some rows of each, or some whole parameters."""
+
+ShapeOf: TypeAlias = Callable[[nn.Parameter], tuple[int, ...]]
+
 _RATE = 0.1
+_MAGNITUDES = (1e-3, 1.0, 1e3)
+"""Of gradients, one after the other: averages soon forget those that were smaller."""
+
+_STEPS = 4
+"""With gradients of each magnitude."""
+
+_LONGEST = {"flat": 256, "rows": 256, "whole": 64}
+"""Elements of a dim at most. A rule for whole matrices takes longer than one for elements."""
+
+_ELEMENTS = (1 << 15) - 1
+"""Of a tensor at most: torch computes more on several threads, which may wait for a processor."""
+
+_SHAPES = 6
+"""Different shapes of a group's tensors at most."""
+
+_OF_CHANGE, _OF_VALUES = 1e-4, 4e-6
+"""The difference that rounding may make: loops over a part begin and end elsewhere."""
 
 
-def steps_each_alone(optimizer: Optimizer) -> bool:
-    """Return whether a step needs neither several parameters at once nor a closure."""
-    return _agrees(optimizer, [[0], [1]])
+class Misfit(NamedTuple):
+    """Why an optimizer cannot step parts of the parameters.
 
-
-def steps_pieces(optimizer: Optimizer) -> bool:
-    """Return whether stepping ranges of a flattened matrix is stepping the matrix."""
-    flat = _matrix(0).flatten()
-    return _steps_as_whole(optimizer, [flat[:_CUT], flat[_CUT:]], _matrix(0))
-
-
-def steps_rows(optimizer: Optimizer) -> bool:
-    """Return whether stepping slices of its parameters is stepping the parameters.
-
-    The slices are along the dim that is outermost in memory: rows of a matrix, and where the
-    optimizer has such parameters, ranges of a vector, and columns of a transposed matrix or of a
-    single row.
+    Attributes:
+        why: goes on after "whose step".
+        needs_matrices: whether it can step some parameters, if each of them is whole.
     """
-    held = [TensorSpec.of("", p) for group in optimizer.param_groups for p in group["params"]]
-    matrix = _matrix(0)
-    cuts = [(matrix, 0)]
-    if any(len(spec.shape) == 1 for spec in held):
-        cuts.append((matrix.flatten(), 0))
-    if any(spec.outer_dim for spec in held):
-        cuts.append((matrix, 1))
-    return all(
-        _steps_as_whole(optimizer, torch.split(whole, _ROWS, dim), whole, dim)
-        for whole, dim in cuts
+
+    why: str
+    needs_matrices: bool = False
+
+
+_OTHER_VALUES = (
+    "needs all parameters at once, or some beside its param_groups, or draws random numbers"
+)
+
+
+def misfit(
+    optimizer: Optimizer, cut: Cut, shape_of: ShapeOf = lambda parameter: tuple(parameter.shape)
+) -> Misfit | None:
+    """Return why an optimizer's steps of parts are not the step of one process; None if they are.
+
+    Args:
+        optimizer: left as it is, to the bit; so are all generators.
+        cut: the parts of ranks.
+        shape_of: gives the whole shape of a parameter, of which a rank may have a part by now.
+    """
+    generators = rng.capture()
+    try:
+        with _without_global_hooks():
+            why = _Trial(optimizer, cut, shape_of).difference()
+            if why == _OTHER_VALUES and cut != "whole":
+                why = _Trial(optimizer, "whole", shape_of).difference()
+                if not why:
+                    return Misfit("needs whole matrices", needs_matrices=True)
+    except NotCopiedError as error:
+        why = f"cannot be tried on a copy ({error})"
+    finally:
+        rng.restore(generators)
+    return Misfit(why) if why else None
+
+
+class _Trial:
+    """The steps of one process, and those of two ranks, each with its parts."""
+
+    def __init__(self, optimizer: Optimizer, cut: Cut, shape_of: ShapeOf) -> None:
+        groups, places = _tensors(optimizer, _LONGEST[cut], shape_of)
+        self._tensors = [tensor for group in groups for tensor in group]
+        self._groups = groups
+        self._cut = cut
+        self._whole = _Copy(optimizer, [[(t, t.start) for t in group] for group in groups], places)
+        self._ranks = []
+        for rank in (0, 1):
+            parts = [[(t, t.parts(t.start, cut)[rank]) for t in group] for group in groups]
+            # Ranks put their parts into groups: what else the optimizer holds has no gradients.
+            self._ranks.append(_Copy(optimizer, parts, {}))
+
+    def difference(self) -> str:
+        """Return how steps of parts differ from steps of the whole; empty if they do not."""
+        moved: set[_Tensor] = set()
+        for phase, magnitude in enumerate(_MAGNITUDES):
+            before = {tensor: self._whole.value(tensor).clone() for tensor in self._tensors}
+            for step in range(_STEPS):
+                if told := self._step(phase * _STEPS + step, magnitude):
+                    return told
+                if step in (0, _STEPS - 1) and not self._agrees(before, moved):
+                    return _OTHER_VALUES
+        if any(group and moved.isdisjoint(group) for group in self._groups):
+            return "left the tensors of a trial as they were, so that nothing is proved"
+        return ""
+
+    def _agrees(self, before: Mapping["_Tensor", Tensor], moved: set["_Tensor"]) -> bool:
+        """Compare the parts with the whole, and add the tensors that moved."""
+        for tensor, old in before.items():
+            new = self._whole.value(tensor)
+            change = float((new - old).abs().max())
+            if change:
+                moved.add(tensor)
+            allowed = _OF_CHANGE * change + _OF_VALUES * float(new.abs().max())
+            for rank, part in zip(self._ranks, tensor.parts(new, self._cut), strict=True):
+                if part is not None and not _near(rank.value(tensor), part, allowed):
+                    return False
+        return True
+
+    def _step(self, step: int, magnitude: float) -> str:
+        """Take a step; return how it failed."""
+        grads = {tensor: tensor.gradient(step, magnitude) for tensor in self._tensors}
+        cuts = {tensor: tensor.parts(grad.clone(), self._cut) for tensor, grad in grads.items()}
+        try:
+            self._whole.step(grads)
+        except Exception as error:  # whatever a script's optimizer raises
+            told = f"{type(error).__name__}: {error}"
+            return f"needs a closure, or fails in a trial on small tensors ({told})"
+        try:
+            for rank, copy in enumerate(self._ranks):
+                copy.step({tensor: parts[rank] for tensor, parts in cuts.items()})
+        except Exception:
+            return _OTHER_VALUES
+        return ""
+
+
+class _Copy:
+    """A copy of an optimizer, and the parameters that it steps."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        groups: Sequence[Sequence[tuple["_Tensor", Tensor | None]]],
+        places: Mapping[nn.Parameter, "_Tensor"],
+    ) -> None:
+        self._held = {
+            tensor: nn.Parameter(part.clone())
+            for group in groups
+            for tensor, part in group
+            if part is not None
+        }
+        held = [[self._held[t] for t, part in group if part is not None] for group in groups]
+        others = {parameter: self._held[tensor] for parameter, tensor in places.items()}
+        self._optimizer = copied(optimizer, held, others)
+        for group in self._optimizer.param_groups:
+            if "lr" in group:
+                group["lr"] = _RATE  # a warm-up may start at zero, which hides every difference
+            if group.get("capturable") and all(one.is_cpu for one in group["params"]):
+                group["capturable"] = False  # a kernel for other devices, where the model will be
+        if callable(getattr(self._optimizer, "train", None)):
+            self._optimizer.train()  # a schedule-free one steps in training mode only
+
+    def step(self, grads: Mapping["_Tensor", Tensor | None]) -> None:
+        """Take a step with gradients of the tensors that are held."""
+        for tensor, parameter in self._held.items():
+            parameter.grad = grads[tensor]
+        self._optimizer.step()
+
+    def value(self, tensor: "_Tensor") -> Tensor:
+        """Return what has become of a tensor, or of the part that is held of it."""
+        return self._held[tensor].detach()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Tensor:
+    """A small tensor in the place of parameters.
+
+    Attributes:
+        start: its first values.
+        number: among those of its group.
+        order: of its dims in memory, the outermost first.
+        waves: two gradients, of which all others are sums.
+    """
+
+    start: Tensor
+    number: int
+    order: tuple[int, ...]
+    waves: tuple[Tensor, Tensor]
+
+    @classmethod
+    def of(
+        cls, shape: Sequence[int], order: tuple[int, ...], device: torch.device, number: int
+    ) -> "_Tensor":
+        """Make one whose parts differ in size of values and gradients."""
+        numel = math.prod(shape)
+        ramp = torch.arange(numel, dtype=torch.float32, device=device)
+        sizes = (0.2 + ramp / numel) * (1 + number % 3)
+        ramp += 1 + number  # no number is zero
+        back = [order.index(dim) for dim in range(len(shape))]
+
+        def shaped(values: Tensor) -> Tensor:
+            return values.view([shape[dim] for dim in order]).permute(back)
+
+        start, first, second = (shaped(torch.sin(ramp * pace) * sizes) for pace in (0.7, 1.3, 1.9))
+        return cls(start, number, order, (first, second))
+
+    def gradient(self, step: int, magnitude: float) -> Tensor:
+        """Return the gradient of a step."""
+        first, second = self.waves
+        turn = 0.9 * step + 0.4
+        return torch.add(
+            first * (magnitude * math.cos(turn)), second, alpha=magnitude * math.sin(turn)
+        )
+
+    def parts(self, values: Tensor, cut: Cut) -> tuple[Tensor | None, Tensor | None]:
+        """Return the parts of two ranks, as views of values like this tensor; None: it has none."""
+        dim = outer_dim(self.start)
+        if cut == "flat":
+            values, dim = values.permute(self.order).reshape(-1), 0
+        if self.number == 0:  # of some parameters a rank has nothing
+            return values, None
+        if cut == "whole" or not values.dim():
+            return (values, None) if self.number % 2 == 0 else (None, values)
+        size = values.shape[dim]
+        edge = size - size * 3 // 5
+        first, second = values.narrow(dim, 0, edge), values.narrow(dim, edge, size - edge)
+        return first, second if size > edge else None
+
+
+def _tensors(
+    optimizer: Optimizer, longest: int, shape_of: ShapeOf
+) -> tuple[list[list[_Tensor]], dict[nn.Parameter, _Tensor]]:
+    """Return the tensors of each group: only the first one of equal options has some.
+
+    Beside them is the tensor in the place of each parameter.
+    """
+    first: dict[Any, int] = {}
+    kinds: list[dict[Any, torch.device]] = [{} for _ in optimizer.param_groups]
+    known: list[tuple[nn.Parameter, int, Any]] = []
+    for index, group in enumerate(optimizer.param_groups):
+        place = first.setdefault(_options(group), index)
+        for parameter in group["params"]:
+            shape = shape_of(parameter)
+            if math.prod(shape):
+                device = torch.device("cpu") if parameter.is_meta else parameter.device
+                for small in _smaller(shape, longest):
+                    kind = small, _order(parameter)
+                    kinds[place].setdefault(kind, device)
+                known.append((parameter, place, kind))
+    groups, made = [], {}
+    for place, found in enumerate(kinds):
+        some = _chosen(sorted(found.items(), key=lambda pair: (math.prod(pair[0][0]), pair[0])))
+        groups.append([_Tensor.of(k[0], k[1], d, number) for number, (k, d) in enumerate(some)])
+        for (kind, _), tensor in zip(some, groups[-1], strict=True):
+            made[place, kind] = tensor
+    return groups, {p: made.get((place, k), groups[place][-1]) for p, place, k in known}
+
+
+def _options(group: Mapping[str, Any]) -> Any:
+    """Return what tells groups of other rules apart; rates and names do not."""
+    return tuple(
+        sorted(
+            (str(key), repr(value))
+            for key, value in group.items()
+            if key not in ("params", "param_names") and not str(key).endswith("lr")
+        )
     )
 
 
-def _steps_as_whole(
-    optimizer: Optimizer, parts: Sequence[Tensor], whole: Tensor, dim: int = 0
-) -> bool:
-    expected, pieces = _train(optimizer, [whole]), _train(optimizer, parts)
-    if expected is None or pieces is None:
-        return False
-    stepped = torch.cat(pieces, dim).view(whole.shape)
-    return torch.allclose(expected[0], stepped, rtol=1e-5)
+def _smaller(shape: Sequence[int], longest: int) -> Iterator[tuple[int, ...]]:
+    """Yield a shape of few elements; of a large matrix, one of many rows, and a square one."""
+    sizes = [min(size, longest) for size in shape]
+    if math.prod(sizes) <= _ELEMENTS:
+        yield tuple(sizes)
+        return
+    for kept in (1, 0):
+        even = list(sizes)
+        while math.prod(even) > _ELEMENTS:
+            largest = max(even[kept:])
+            even[even.index(largest, kept)] = largest * 15 // 16
+        yield tuple(even)
 
 
-def _agrees(optimizer: Optimizer, parts: Sequence[Sequence[int]]) -> bool:
-    """Return whether stepping parameters in turn is stepping them together."""
-    together = _train(optimizer, [_matrix(0), _matrix(1)])
-    apart = [_train(optimizer, [_matrix(index) for index in part]) for part in parts]
-    if together is None or any(result is None for result in apart):
-        return False
-    flat = [tensor for result in apart for tensor in result or ()]
-    return all(torch.allclose(a, b, rtol=1e-5) for a, b in zip(together, flat, strict=True))
+def _order(parameter: nn.Parameter) -> tuple[int, ...]:
+    """Return the dims in the order of memory, the outermost first."""
+    dims = range(parameter.dim())
+    if parameter.is_contiguous() or not is_dense(parameter):
+        return tuple(dims)
+    strides = parameter.stride()
+    return tuple(sorted(dims, key=lambda dim: -strides[dim]))
 
 
-def _train(optimizer: Optimizer, values: Sequence[Tensor]) -> list[Tensor] | None:
-    """Step a copy of the optimizer over these values; None when it cannot."""
-    parameters = [nn.Parameter(value.clone()) for value in values]
-    probe: Any = _copy(optimizer, parameters)
-    if callable(getattr(probe, "train", None)):  # a schedule-free one steps in training mode only
-        probe.train()
+def _chosen(found: Sequence[Any]) -> Sequence[Any]:
+    """Return some of all sizes, the smallest twice: tensors may depend on each other."""
+    if len(found) > _SHAPES:
+        found = [found[round(i * (len(found) - 1) / (_SHAPES - 1))] for i in range(_SHAPES)]
+    return [*found[:1], *found]
+
+
+def _near(found: Tensor, expected: Tensor, allowed: float) -> bool:
+    same = found.shape == expected.shape
+    return same and bool(((found - expected).abs() <= allowed).all())
+
+
+@contextmanager
+def _without_global_hooks() -> Iterator[None]:
+    """Context in which the hooks on steps of all optimizers do not see those of copies."""
+    hooks: tuple[dict[int, Any], ...] = (
+        of_torch._global_optimizer_pre_hooks,
+        of_torch._global_optimizer_post_hooks,
+    )
+    before = [dict(each) for each in hooks]
+    for each in hooks:
+        each.clear()
     try:
-        for step in range(_STEPS):
-            for parameter in parameters:
-                parameter.grad = torch.cos(parameter.detach() * 3.0 + step)
-            probe.step()
-    except (RuntimeError, ValueError, TypeError, IndexError, AssertionError):
-        return None
-    return [parameter.detach() for parameter in parameters]
-
-
-def _copy(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> Optimizer:
-    """Return an optimizer with the same attributes and options, other parameters, and no state."""
-    probe = object.__new__(type(optimizer))
-    probe.__dict__.update(optimizer.__dict__)
-    for name in ("step", "train", "eval"):  # put there later, they act on the original
-        probe.__dict__.pop(name, None)
-    group = dict(optimizer.param_groups[0]) if optimizer.param_groups else {}
-    if "lr" in group:
-        group["lr"] = _RATE  # a warm-up may start at zero, which hides every difference
-    probe.param_groups = [{**group, "params": list(parameters)}]
-    probe.state = defaultdict(dict)
-    probe._optimizer_step_pre_hooks = OrderedDict()
-    probe._optimizer_step_post_hooks = OrderedDict()
-    return probe
-
-
-def _matrix(index: int) -> Tensor:
-    """Return a small matrix whose rows and columns differ in size."""
-    rows, columns = _SHAPE
-    ramp = torch.arange(rows * columns, dtype=torch.float32, device="cpu").view(_SHAPE)
-    return torch.sin(ramp * (0.7 + index)) * (1.0 + 10.0 * index)
+        yield
+    finally:
+        for each, kept in zip(hooks, before, strict=True):
+            each.update(kept)

@@ -9,7 +9,10 @@ from typing import Any, Protocol
 
 from torch import nn
 
+from drivetrain.nested import convert_to_fp32
 from drivetrain.parts.torch_calls import Arguments, Function, Keywords
+
+_ORIGINAL = "_forward_before_prepare"
 
 
 class AroundForward(Protocol):
@@ -77,6 +80,28 @@ def _with_module(method: Callable[..., Any]) -> inspect.Signature:
     return signature.replace(parameters=[module, *signature.parameters.values()])
 
 
+def compute_in(model: nn.Module, context: Callable[[], AbstractContextManager[object]]) -> None:
+    """Run the model's forward inside a context; floating point outputs become fp32.
+
+    A deep copy of the model computes in the same context, with its own parameters; a pickled model
+    computes as its class says. ``restore_forward`` undoes the change.
+    """
+    if is_wrapped(model, _ORIGINAL):
+        return
+
+    def in_context(module: nn.Module, compute: Function, args: Arguments, kwargs: Keywords) -> Any:
+        with context():
+            outputs = compute(*args, **kwargs)
+        return convert_to_fp32(outputs)
+
+    wrap_forward(model, _ORIGINAL, in_context)
+
+
+def restore_forward(model: nn.Module) -> None:
+    """Give a model back the forward it had before ``compute_in``."""
+    unwrap_forward(model, _ORIGINAL)
+
+
 class UninheritedHook:
     """A hook on a module, of any signature, that copies and pickles of the module do not inherit.
 
@@ -115,3 +140,35 @@ class UninheritedContext:
 
     def __reduce__(self) -> tuple[type["UninheritedContext"], tuple[()]]:
         return UninheritedContext, ()
+
+
+class UninheritedMethod:
+    """A method of one module in the place of its class's; copies and pickles have their class's.
+
+    Args:
+        module: the module.
+        name: of the method.
+        action: called with the method's arguments; None for the class's method, as in a copy.
+    """
+
+    def __init__(
+        self, module: nn.Module, name: str, action: Callable[..., Any] | None = None
+    ) -> None:
+        self._module, self._name = module, name
+        self._action = action
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the method."""
+        action = self._action or MethodType(getattr(type(self._module), self._name), self._module)
+        return action(*args, **kwargs)
+
+    def put(self) -> None:
+        """Let the module have it, until ``take_off``."""
+        self._module.__dict__[self._name] = self
+
+    def take_off(self) -> None:
+        """Let the module have its class's method again."""
+        self._module.__dict__.pop(self._name, None)
+
+    def __reduce__(self) -> tuple[type["UninheritedMethod"], tuple[nn.Module, str]]:
+        return UninheritedMethod, (self._module, self._name)

@@ -41,6 +41,26 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
         torch.use_deterministic_algorithms(True)
 
 
+class Snapshot:
+    """The state of every generator now; ``packed`` may come later, or never, and costs far more."""
+
+    def __init__(self) -> None:
+        numpy, accelerator = sys.modules.get("numpy"), _accelerator()
+        self._python = random.getstate()
+        self._torch = torch.get_rng_state()
+        self._numpy = None if numpy is None else numpy.random.get_state(legacy=False)
+        self._accelerator = None if accelerator is None else accelerator.get_rng_state()
+
+    def packed(self) -> dict[str, Tensor]:
+        """Return the state as CPU tensors, as ``capture`` does."""
+        state = {"python": _packed_python(self._python), "torch": self._torch}
+        if self._numpy is not None:
+            state["numpy"] = _packed_numpy(self._numpy)
+        if self._accelerator is not None:
+            state["accelerator"] = self._accelerator
+        return state
+
+
 def capture() -> dict[str, Tensor]:
     """Return the state of every generator as CPU tensors of uint8 or int64.
 
@@ -50,14 +70,7 @@ def capture() -> dict[str, Tensor]:
     Raises:
         UsageError: NumPy's global generator is not its default one.
     """
-    state = {"python": _capture_python(), "torch": torch.get_rng_state()}
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        state["numpy"] = _capture_numpy(numpy)
-    accelerator = _accelerator()
-    if accelerator is not None:
-        state["accelerator"] = accelerator.get_rng_state()
-    return state
+    return Snapshot().packed()
 
 
 def restore(state: Mapping[str, Tensor]) -> tuple[str, ...]:
@@ -110,9 +123,9 @@ def _accelerator() -> Any:
     return None if current is None else torch.get_device_module(current)
 
 
-def _capture_python() -> Tensor:
+def _packed_python(state: tuple[Any, ...]) -> Tensor:
     """Pack as (628,) int64: version, 625 words, whether a Gaussian is kept, its bits."""
-    version, words, gauss = random.getstate()
+    version, words, gauss = state
     return torch.tensor([version, *words, gauss is not None, _bits(gauss or 0.0)], device="cpu")
 
 
@@ -126,9 +139,8 @@ def _restore_python(state: Tensor) -> None:
     random.setstate((version, tuple(words), _float(bits) if has_gauss else None))
 
 
-def _capture_numpy(numpy: Any) -> Tensor:
+def _packed_numpy(state: Any) -> Tensor:
     """Pack as (627,) int64: 624 words, position, whether a Gaussian is kept, its bits."""
-    state = numpy.random.get_state(legacy=False)
     if state["bit_generator"] != "MT19937":
         raise UsageError(
             "expected NumPy's default global generator MT19937, found "

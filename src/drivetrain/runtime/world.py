@@ -14,7 +14,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.rendezvous import rendezvous
 
 from drivetrain.errors import PreflightError
 from drivetrain.runtime import words
@@ -296,8 +297,14 @@ def set_timeout(timeout: timedelta) -> None:
 def _join(device: torch.device, backend: str | None, timeout: timedelta) -> None:
     chosen = backend or dist.get_default_backend_for_device(device)
     try:
+        store, rank, size = _meeting(timeout)
         dist.init_process_group(
-            chosen, timeout=timeout, device_id=None if device.type == "cpu" else device
+            chosen,
+            store=store,
+            rank=rank,
+            world_size=size,
+            timeout=timeout,
+            device_id=None if device.type == "cpu" else device,
         )
     except (RuntimeError, ValueError) as error:
         address = f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
@@ -306,6 +313,23 @@ def _join(device: torch.device, backend: str | None, timeout: timedelta) -> None
             "rank was started and that the address and port are free and reachable"
         ) from error
     atexit.register(time.sleep, LAST_WORK_S)
+
+
+_lives: list[tuple[Store, int, int]] = []
+"""Of each time that this process has joined the others: the store where all met, rank and size."""
+
+
+def _meeting(timeout: timedelta) -> tuple[Store, int, int]:
+    """Return the store for this life of the process group, with this rank and the number of ranks.
+
+    The store outlives a group: a launcher has it, or whatever holds the group. There a later group
+    would find the addresses of an earlier one, which nobody answers. So each life has keys of its
+    own, and the store stays until the process ends: others may still ask it when rank 0 has left.
+    """
+    store, rank, size = _lives[0] if _lives else next(rendezvous("env://", timeout=timeout))
+    store.set_timeout(timeout)
+    _lives.append((store, rank, size))
+    return PrefixStore(f"drivetrain/life/{len(_lives)}", store), rank, size
 
 
 def _hosts(size: int, device: torch.device) -> tuple[str, ...]:

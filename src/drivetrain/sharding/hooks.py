@@ -76,6 +76,9 @@ class StepHooks:
             self._handles.append(model.register_forward_pre_hook(wait))
         model.__dict__["zero_grad"] = ZeroGrad(model, step)
         if gather.units:
+            held = UnitHook(lambda *_: gather.check_held())  # torch would wrap the guards' errors
+            loads = model.register_load_state_dict_pre_hook(held)  # type: ignore[no-untyped-call]
+            self._handles.append(loads)
             self._watch_modules(gather)
 
     def watch_gradients(self, units: Sequence[UnitGradients]) -> None:

@@ -4,7 +4,7 @@ Group dictionaries stay the same objects, so schedulers and weight decay go on w
 an optimizer already has is cut like the parameter it belongs to.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from drivetrain.errors import UsageError
-from drivetrain.parts.suitability import steps_each_alone, steps_pieces, steps_rows
+from drivetrain.parts.suitability import misfit
 from drivetrain.sharding.home import BoundOptimizer, Home
 from drivetrain.sharding.hooks import StepEvents
 from drivetrain.sharding.layout import CutStyle
@@ -26,11 +26,11 @@ _FUSED = (SGD, Adam, AdamW, Adagrad)
 _EXACT = (torch.float32, torch.float64)
 """Dtypes in which it rounds alike; in others it computes in fp32, where torch's loops do not."""
 
-_STEPS: Mapping[CutStyle, tuple[str, Callable[[Optimizer], bool], str]] = {
-    "flat": ("ranges of flattened parameters", steps_pieces, "set partition: parameter"),
-    "rows": ("some rows of a parameter", steps_rows, "take a strategy with partition: parameter"),
+_PIECES: Mapping[CutStyle, tuple[str, str]] = {
+    "flat": ("ranges of flattened parameters", "set partition: parameter"),
+    "rows": ("some rows of a parameter", "take a strategy with partition: parameter"),
 }
-"""The parts of a parameter that ranks own, who may step them, and the way out for others."""
+"""The parts of a parameter that ranks own, and the way out for who cannot step them."""
 
 
 def check_suits(optimizer: Optimizer, cut: CutStyle) -> None:
@@ -43,20 +43,20 @@ def check_suits(optimizer: Optimizer, cut: CutStyle) -> None:
     Raises:
         UsageError: says what the optimizer needs.
     """
-    name = type(optimizer).__name__
-    if not steps_each_alone(optimizer):
-        raise UsageError(
-            f"expected an optimizer that steps each parameter by itself, found {name}, whose step "
-            "needs all parameters at once or a closure; use a strategy that replicates parameters"
-        )
-    if cut == "whole":
+    found = misfit(optimizer, cut)
+    if found is None:
         return
-    pieces, steps, way_out = _STEPS[cut]
-    if not steps(optimizer):
+    name = type(optimizer).__name__
+    if found.needs_matrices:
+        pieces, way_out = _PIECES[cut]
         raise UsageError(
             f"expected an element-wise optimizer, since ranks own {pieces}, found {name}, whose "
-            f"step needs whole matrices; {way_out}"
+            f"step {found.why}; {way_out}"
         )
+    raise UsageError(
+        f"expected an optimizer that steps each parameter by itself, found {name}, whose step "
+        f"{found.why}; use a strategy that replicates parameters"
+    )
 
 
 _SWITCHES = ("train", "eval")
@@ -97,7 +97,7 @@ class Fragments(HeldTensors):
     def take_changes(self, optimizer: Optimizer) -> bool:
         """Bind added parameters, and take over replaced memory: a store's step may begin."""
         self._adopt_strays(self._bound[optimizer])
-        self._placement.take_replaced()
+        self._placement.take_changes()
         return True
 
     def dtype(self, tensor: nn.Parameter) -> torch.dtype:
@@ -183,6 +183,7 @@ class Fragments(HeldTensors):
 
         def switch() -> None:
             self._placement.wait_for_values()  # the last step's values are still being sent
+            self._placement.take_changes()
             given()
             self._step.after_step(bound)
 

@@ -259,15 +259,19 @@ class Placement:
 
     # --- all units together ---
 
-    def take_replaced(self) -> None:
-        """Take over tensors that the script set as the data of parameters since the last step.
+    def take_changes(self) -> None:
+        """Let masters follow what the script wrote into whole parameters since the last step.
 
-        Copied here, and no earlier: an average that is swapped in for an evaluation, and out again,
-        must not be written into the memory that the script holds meanwhile (``old = p.data``).
+        Tensors that it set as their data are copied here, and no earlier: an average that is
+        swapped in for an evaluation, and out again, must not be written into the memory that the
+        script holds meanwhile (``old = p.data``).
         """
         for unit in self.units:
-            if unit.resident and (replaced := unit.replaced()):
+            if not unit.resident:
+                continue
+            if replaced := unit.replaced():
                 unit.take_data(replaced)
+            if unit.take_written(stores=self._home.active) or replaced:
                 self._home.values_changed(unit)
 
     def units_of(self, parameters: Iterable[nn.Parameter]) -> list[Unit]:

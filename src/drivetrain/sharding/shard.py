@@ -42,6 +42,11 @@ class ShardHome(ABC):
         self._own = list(own)
         self._lengths = [part.numel() for part in own]
 
+    @property
+    def untouched(self) -> bool:
+        """Whether it is besides the values, and was the same when it was last written."""
+        return False
+
     @abstractmethod
     def fill(self, places: Sequence[Tensor] | None = None) -> None:
         """Copy everything into its places among the values, which have memory now.
@@ -88,9 +93,20 @@ class ShardHome(ABC):
     def _pieces(self, values: Tensor) -> list[Tensor]:
         return list(torch.split(values, self._lengths))
 
+    @torch.no_grad()
     def _taken_back(self, values: Tensor) -> None:
         for own, piece in zip(self._own, self._pieces(values), strict=True):
-            piece.copy_(torch.where(piece.to(own.dtype) == own, piece, own))
+            # A device would have to be waited for; and on the CPU most passes end here.
+            if not own.is_cpu or not torch.equal(piece.to(own.dtype), own):
+                piece.copy_(followed(piece, own))
+
+
+def followed(master: Tensor, own: Tensor) -> Tensor:
+    """Return a master with the values of forward where these are not its own, rounded.
+
+    Elements that nobody changed keep the digits that the dtype of forward has no room for.
+    """
+    return torch.where(master.to(own.dtype) == own, master, own.to(master.dtype))
 
 
 class ShardInPlace(ShardHome):
@@ -145,16 +161,29 @@ class ShardInMemory(ShardHome):
         super().__init__(numel, dtype, own)
         self.tensor = torch.empty(numel, dtype=dtype, device=device)
         self._parts = self._pieces(self.tensor)
+        self._version = -1  # of the tensor when the values were the same; it is also fragments'
 
     def fill(self, places: Sequence[Tensor] | None = None) -> None:
         """Copy, with a cast where dtypes differ."""
         if self._own:
             with torch.no_grad():
                 torch._foreach_copy_(self._own if places is None else list(places), self._parts)
+        if places is None:
+            self.flush()
+
+    def flush(self) -> None:
+        """Remember that shard and values are the same."""
+        self._version = self.tensor._version
 
     def take(self) -> None:
         """Copy the changed values back."""
         self._taken_back(self.tensor)
+        self.flush()
+
+    @property
+    def untouched(self) -> bool:
+        """Whether it was the same as the values when it was last written."""
+        return self._version == self.tensor._version
 
     def read(self, slot: ParameterSlot) -> Tensor:
         """Return a view."""

@@ -135,6 +135,7 @@ class ShownGradients:
     def norm(self, slot: ParameterSlot, norm_type: float) -> Tensor:
         """Return the norm of a whole gradient; those of all are measured together. Collective."""
         if norm_type not in self._norms:
+            self._check_averaged(slot)
             self.follow()
             pieces = [self._piece_or_none(each) for each in self._units]
             norms = norms_of_each(pieces, norm_type, over=self._sharing(), device=self._device)
@@ -153,14 +154,9 @@ class ShownGradients:
         Raises:
             UsageError: it waits to be averaged, or a store's step has taken it.
         """
+        self._check_averaged(slot)
         unit = self._units[slot]
         flat = unit.of[slot]
-        if flat.waits(slot):
-            raise UsageError(
-                f"expected the gradient of {slot.name!r} after the last micro-batch of an "
-                "accumulation window, found it in mid-window, where ranks have not averaged it; "
-                "read and change gradients where accelerator.sync_gradients is true"
-            )
         if not slot.owned_numel:
             return torch.empty(0, dtype=slot.master, device=self._device)
         self._settles.settle(unit)
@@ -172,6 +168,14 @@ class ShownGradients:
                 "the step has taken it; read it between backward() and step()"
             )
         return fragment.grad
+
+    def _check_averaged(self, slot: ParameterSlot) -> None:
+        if self._units[slot].of[slot].waits(slot):
+            raise UsageError(
+                f"expected the gradient of {slot.name!r} after the last micro-batch of an "
+                "accumulation window, found it in mid-window, where ranks have not averaged it; "
+                "read and change gradients where accelerator.sync_gradients is true"
+            )
 
     def whole(self, slot: ParameterSlot, piece: Tensor) -> Tensor:
         """Return a tensor whose pieces lie on ranks. Collective."""

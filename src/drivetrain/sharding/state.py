@@ -4,7 +4,7 @@ A unit holds parameters in the order of their memory. For a contiguous parameter
 a range of the flattened parameter; for any other (channels_last, transposed) it is a few boxes.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from math import prod
 from typing import Any
 
@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 from drivetrain.errors import CheckpointError
 from drivetrain.parts.naming import named_parameters, persistent_buffers
-from drivetrain.parts.saved_state import check_fits, state_keys, weights_in
+from drivetrain.parts.saved_state import ReplicatedState, check_fits, state_keys, weights_in
 from drivetrain.sharding.home import BoundOptimizer, Held, Home
 from drivetrain.sharding.placement import Placement, Ranks
+from drivetrain.sharding.shard import FlatTensor, followed
 from drivetrain.sharding.slot import ParameterSlot
 from drivetrain.shards import Part, Reader, Shard, boxes
 
@@ -46,6 +47,7 @@ class ShardedState:
         self._placement = placement
         self._slots = {slot.name: slot for slot in placement}
         self._optimizers = list(optimizers)
+        self._beside = ReplicatedState(model, [bound.optimizer for bound in self._optimizers])
         self._home = home
         self._ranks = ranks
 
@@ -55,21 +57,34 @@ class ShardedState:
             for name, tensor in self._whole().items():
                 shape = tuple(tensor.shape)
                 yield Shard(name, "", tensor.detach(), shape, Part.whole(shape))
+            for index in range(len(self._optimizers)):
+                yield from self._beside.states(index, self._whole().keys())
         if not self._ranks.original:
             return
-        replaced = {slot for unit in self._placement.units for slot in unit.replaced()}
+        units = self._placement.units
+        replaced = {slot for unit in units for slot in unit.replaced()}
+        ahead = {flat for unit in units for flat in unit.flats if unit.is_ahead(flat)}
         for name, slot in self._slots.items():
             if slot.owned_numel:
-                if slot in replaced:
-                    held = _owned_data(slot)
-                else:
-                    held = self._home.master(self._placement.flat_of(slot), slot)
+                held = _owned_data(slot) if slot in replaced else self._master(slot, ahead)
                 yield from _shards(name, "", slot, held)
             elif not slot.numel and self._ranks.first:
                 empty = torch.empty(slot.shape, dtype=slot.master, device="cpu")
                 yield Shard(name, "", empty, slot.shape, Part.whole(slot.shape))
         for index, bound in enumerate(self._optimizers):
-            for slot in bound.held:
+            yield from self._fragments_states(index, [slot.name for slot in bound.held])
+
+    def states(self, index: int, names: Collection[str]) -> Iterator[Shard]:
+        """Yield this rank's share of an optimizer's state for some parameters."""
+        if self._ranks.first:
+            yield from self._beside.states(index, names)
+        if self._ranks.original:
+            yield from self._fragments_states(index, names)
+
+    def _fragments_states(self, index: int, names: Iterable[str]) -> Iterator[Shard]:
+        bound = self._optimizers[index]
+        for slot in (bound.slots[name] for name in names if name in bound.slots):
+            if slot in bound.held:
                 yield from self._optimizer_shards(index, bound, slot)
 
     def check(self, reader: Reader) -> None:
@@ -77,7 +92,7 @@ class ShardedState:
         expected = {(name, ""): tuple(t.shape) for name, t in self._whole().items()}
         expected |= {(name, ""): slot.shape for name, slot in self._slots.items()}
         held = {(i, name) for i, bound in enumerate(self._optimizers) for name in bound.slots}
-        check_fits(reader, expected, held)
+        check_fits(reader, expected, held | self._beside.held())
         keys = state_keys(reader)
         for index, bound in enumerate(self._optimizers):
             for name, slot in bound.slots.items():
@@ -91,21 +106,36 @@ class ShardedState:
             CheckpointError: names or shapes differ; nothing was changed.
         """
         self.check(reader)
-        keys = state_keys(reader)
         with torch.no_grad():
             for name, tensor in weights_in(reader, self._whole()).items():
                 tensor.copy_(reader.read(name))
             for slot in weights_in(reader, self._slots).values():
                 self._load_master(reader, slot)
-            for index, bound in enumerate(self._optimizers):
-                for name, slot in bound.slots.items():
-                    if keys.get((name, index)):  # schedule-free optimizers change frozen ones, too
-                        self._placement.flat_of(slot).trained = True
-                for slot in bound.held:
-                    states: dict[str, Any] = dict(reader.scalars(slot.name, index))
-                    for key in keys.get((slot.name, index), []):
-                        states[key] = _read_state(reader, f"{index}.{key}", key, slot)
-                    self._home.set_states(bound, slot, states)
+        for index, bound in enumerate(self._optimizers):
+            self._load_states(index, reader, {*bound.slots, *self._whole()})
+
+    def load_states(self, index: int, reader: Reader, names: Collection[str]) -> None:
+        """Load this rank's share of an optimizer's state for some parameters.
+
+        Raises:
+            CheckpointError: shapes differ; nothing was changed.
+        """
+        self.check(reader)
+        self._load_states(index, reader, names)
+
+    @torch.no_grad()
+    def _load_states(self, index: int, reader: Reader, names: Collection[str]) -> None:
+        bound, keys = self._optimizers[index], state_keys(reader)
+        self._beside.load_states(index, reader, names)
+        for slot in (bound.slots[name] for name in names if name in bound.slots):
+            found = keys.get((slot.name, index), [])
+            if found:  # schedule-free optimizers change frozen ones, too
+                self._placement.flat_of(slot).trained = True
+            if slot in bound.held:
+                states: dict[str, Any] = dict(reader.scalars(slot.name, index))
+                for key in found:
+                    states[key] = _read_state(reader, f"{index}.{key}", key, slot)
+                self._home.set_states(bound, slot, states)
 
     def _whole(self) -> dict[str, Tensor]:
         """Return the tensors of every rank: buffers, and parameters outside of units."""
@@ -115,6 +145,19 @@ class ShardedState:
             if name not in self._slots
         }
         return {**rest, **persistent_buffers(self._model)}
+
+    def _master(self, slot: ParameterSlot, ahead: Collection[FlatTensor]) -> Held:
+        """Return a master, with what the script has written into the parameter beside it.
+
+        The master itself stays: an average may be swapped out again before the next step.
+        """
+        flat = self._placement.flat_of(slot)
+        held = self._home.master(flat, slot)
+        if flat in ahead:
+            own = flat.values[slot.own].detach().to(held.values.device)
+            if not torch.equal(held.values.to(own.dtype), own):
+                return Held(followed(held.values, own), fresh=True)
+        return held
 
     def _optimizer_shards(
         self, index: int, bound: BoundOptimizer, slot: ParameterSlot

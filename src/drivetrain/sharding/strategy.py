@@ -311,7 +311,6 @@ class ShardedStrategy(Accounted[ConfigT], Generic[ConfigT]):
 
     def shards(self) -> Iterator[Shard]:
         """Yield this rank's range of every parameter and of its optimizer state."""
-        self.placement.wait_for_steps()
         yield from self._state().shards()
         yield from kept_by(self.summing)
 
@@ -321,16 +320,25 @@ class ShardedStrategy(Accounted[ConfigT], Generic[ConfigT]):
 
     def load(self, reader: Reader) -> None:
         """Load this rank's ranges; those of the others arrive when they are needed."""
-        self.placement.take_replaced()
+        self.placement.take_changes()
         self.gather.values_changed()
         self.placement.wait_for_values()
-        self.placement.wait_for_steps()
         self.home.drop_late()
         self._state().load(reader)
         self.placement.send_around(self.placement.units, exact=True)
         self.placement.wait_for_values()
         self.reduce.open_channels()
         take_kept(self.summing, reader, self.run.links.name_for("gradients"))
+
+    divides_states = True  # optimizers hold fragments
+
+    def states(self, index: int, names: Collection[str]) -> Iterator[Shard]:
+        """Yield the state of this rank's fragments."""
+        yield from self._state().states(index, names)
+
+    def load_states(self, index: int, reader: Reader, names: Collection[str]) -> None:
+        """Replace the state of this rank's fragments."""
+        self._state().load_states(index, reader, names)
 
     def names(self) -> Mapping[int, str]:
         """Return the parameter's name of every fragment, by identity."""
@@ -343,6 +351,7 @@ class ShardedStrategy(Accounted[ConfigT], Generic[ConfigT]):
         return self.optimizers
 
     def _state(self) -> ShardedState:
+        self.placement.wait_for_steps()
         return ShardedState(self.model, self.placement, self.optimizers, self.home, self.ranks)
 
     @contextmanager

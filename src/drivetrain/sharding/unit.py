@@ -88,6 +88,8 @@ class Unit:
                 flat.adopt(values)
         if layout.sharded:
             self.free()  # before the next unit gets memory
+        else:
+            self._versions = [parameter._version for parameter in self.parameters]
 
     @property
     def live(self) -> bool:
@@ -232,6 +234,36 @@ class Unit:
             return False
         before, self._versions = self._versions, [p._version for p in self.parameters]
         return before != self._versions
+
+    def is_ahead(self, flat: FlatTensor) -> bool:
+        """Whether values may be the script's, while masters beside them are not.
+
+        Writes through ``parameter.data`` leave no trace: values and masters are to be compared.
+        """
+        if not (self.resident and self.whole) or self.approximate:
+            return False
+        return flat.shard.untouched or self._versions != [p._version for p in self.parameters]
+
+    def take_written(self, *, stores: bool) -> bool:
+        """Let shards follow what the script has written into parameters that stay whole.
+
+        Args:
+            stores: whether a store may keep masters.
+
+        Returns:
+            Whether there were writes that left a trace.
+        """
+        copies = [flat for flat in self.flats if flat.shard.separate]
+        if not copies and not stores:
+            return False
+        for flat in copies:
+            if self.is_ahead(flat):
+                flat.shard.take()
+        before, written = self._versions or (), self.changed()
+        if self.approximate and written:  # there, what nobody wrote differs from its owner's
+            pairs = zip(self.slots, before, strict=True)
+            self.take_data([slot for slot, old in pairs if slot.parameter._version != old])
+        return written
 
     def replaced(self) -> list[ParameterSlot]:
         """Return the parameters of a whole unit that the script gave other memory (``p.data =``).

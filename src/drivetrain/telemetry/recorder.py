@@ -7,7 +7,7 @@ the step that it follows.
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -246,7 +246,6 @@ class StepRecorder(Observer):
         figures, late, weights = self._late.popleft()
         numbers = late.read()
         losses = [numbers[_LOSS.format(i)] for i in range(len(weights))]
-        whole = sum(weights)
         own = {
             name.removeprefix(_OWN): value
             for name, value in numbers.items()
@@ -257,7 +256,7 @@ class StepRecorder(Observer):
         }
         self._deliver(
             StepFigures(
-                loss=sum(map(float.__mul__, losses, weights)) / whole if whole else None,
+                loss=_mean(losses, weights) if any(weights) else None,
                 grad_norm=numbers.get(_NORM),
                 lr=numbers.get(_LR),
                 own=own,
@@ -276,6 +275,12 @@ class StepRecorder(Observer):
                     "device_peak": torch.accelerator.max_memory_allocated(self._device),
                 }
         return self._memory
+
+
+def _mean(losses: Sequence[float], weights: Sequence[float]) -> float:
+    """Return the weighted mean; what counts nothing may be no number."""
+    counted = [loss * weight for loss, weight in zip(losses, weights, strict=True) if weight]
+    return sum(counted) / sum(weights)
 
 
 def _resident() -> int:

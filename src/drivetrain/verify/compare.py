@@ -11,7 +11,9 @@ from torch import Tensor
 
 from drivetrain.verify.record import RunRecord
 
-Kind = Literal["start", "loss", "gradient norm", "weight", "note"]
+Kind = Literal[
+    "start", "loss", "gradient norm", "stepped gradient", "optimizer state", "weight", "note"
+]
 Verdict = Literal["equal", "rounding", "error"]
 
 SHRINKS = 1e-5
@@ -23,7 +25,15 @@ DOUBLE_ROUNDING = 1e-12
 SINGLE_ROUNDING = 1e-6
 """The same in fp32, where fp64 cannot be had."""
 
-LOOSE = {"start": 1e-6, "loss": 1e-2, "gradient norm": 5e-2, "weight": 1e-2, "note": 1e-2}
+LOOSE: Mapping[Kind, float] = {
+    "start": 1e-6,
+    "loss": 1e-2,
+    "gradient norm": 5e-2,
+    "stepped gradient": 5e-2,
+    "optimizer state": 5e-2,
+    "weight": 1e-2,
+    "note": 1e-2,
+}
 """Largest relative difference by kind that counts as rounding where fp64 cannot be had."""
 
 
@@ -40,7 +50,7 @@ class Difference:
     Attributes:
         step: optimizer step, from 1; 0 for the state before the first.
         kind: of the number.
-        name: of the parameter, buffer or note; "" for a loss.
+        name: of the parameter, buffer or note, of state with its key; "" for a loss.
         found: the number in the run; of a tensor the element that differs most.
         expected: the same in the reference.
         absolute: distance of the two.
@@ -201,10 +211,15 @@ def _step(run: RunRecord, reference: RunRecord, number: int) -> Iterator[Differe
     if number:
         mine, theirs = run.steps[number - 1], reference.steps[number - 1]
         yield from _losses(number, mine.losses, theirs.losses)
-        yield from _norms(number, mine.norms, theirs.norms, run.whereabouts)
+        places = run.whereabouts
+        yield from _norms(number, "gradient norm", mine.norms, theirs.norms, places)
+        yield from _norms(number, "stepped gradient", mine.stepped, theirs.stepped, places)
+        for state in dict.fromkeys(name.partition(" of ")[0] for name in theirs.moments):
+            own = {k: v for k, v in theirs.moments.items() if k.startswith(f"{state} of ")}
+            yield from _norms(number, "optimizer state", mine.moments, own, places)
         for name, value in theirs.notes.items():
-            found = mine.notes.get(name, math.nan)
-            yield _number(number, "note", name, found, value, abs(value), "")
+            note = mine.notes.get(name, math.nan)
+            yield _number(number, "note", name, note, value, abs(value), "")
     before = reference.states[number - 1] if number else {}
     for name, expected in reference.states[number].items():
         where = run.whereabouts.get(name, "")
@@ -221,13 +236,17 @@ def _losses(
 
 
 def _norms(
-    number: int, mine: Mapping[str, float], theirs: Mapping[str, float], places: Mapping[str, str]
+    number: int,
+    kind: Kind,
+    mine: Mapping[str, float],
+    theirs: Mapping[str, float],
+    places: Mapping[str, str],
 ) -> Iterator[Difference]:
     """Yield the norms in the order of backward: the first difference is nearest the cause."""
     scale = math.hypot(*theirs.values())
     for name in reversed(list(theirs)):
         found, where = mine.get(name, math.nan), places.get(name, "")
-        yield _number(number, "gradient norm", name, found, theirs[name], scale, where)
+        yield _number(number, kind, name, found, theirs[name], scale, where)
 
 
 def _number(

@@ -27,12 +27,16 @@ class StepRecord:
         losses: what backward got since the step before, for each data-parallel rank in order.
         batches: digests of what the models got since the step before, likewise.
         norms: of the gradient of each trained parameter, before clipping, by name.
+        stepped: likewise, as the optimizer stepped with them: after what the script did to them.
+        moments: norms of the optimizers' state after the step, by key and name.
         notes: numbers that the script added, by name.
     """
 
     losses: tuple[tuple[float, ...], ...] = ()
     batches: tuple[tuple[str, ...], ...] = ()
     norms: Mapping[str, float] = field(default_factory=dict)
+    stepped: Mapping[str, float] = field(default_factory=dict)
+    moments: Mapping[str, float] = field(default_factory=dict)
     notes: Mapping[str, float] = field(default_factory=dict)
 
 

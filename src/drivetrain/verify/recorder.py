@@ -2,6 +2,8 @@
 
 import hashlib
 import math
+import re
+from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +27,9 @@ from drivetrain.verify.doubles import compute_in_doubles, in_doubles, without_dr
 from drivetrain.verify.record import RunRecord, SavedTensors, StepRecord, state_file
 from drivetrain.verify.request import RecordRequest
 
+_STATE = re.compile(r"\d+\.")
+"""Of an optimizer, and not of a link: ``INDEX.KEY``."""
+
 
 class RecordingEnded(SystemExit):
     """Ends the script, without an error, after the last step that was asked for."""
@@ -47,8 +52,8 @@ class Recorder(Observer):
         self._losses: list[Tensor] = []
         self._batches: list[str] = []
         self._norms: dict[str, float] = {}
+        self._stepped: dict[str, float] = {}
         self._notes: dict[str, float] = {}
-        self._measured: set[int] = set()
 
     # --- before the first step ---
 
@@ -107,19 +112,23 @@ class Recorder(Observer):
         self._losses.append(loss)  # a pipeline publishes its value with the last of the window
 
     def gradients(self, entry: PreparedModel) -> None:
-        """Measure the gradient of each trained parameter, once in a step."""
-        if self._is_over or id(entry) in self._measured:
+        """Measure the gradient of each trained parameter: before it is clipped, and for the step.
+
+        The script may have changed it before either.
+        """
+        if self._is_over:
             return
         if not self.record.states:
             self._keep_state()
             self._note_whereabouts()
-        self._measured.add(id(entry))
         scale = 1.0 if entry.scale is None or entry.unscaled else entry.scale
         mine = named_parameters(entry.module)
         for name in _trained(entry):
             held = mine.get(clean_name(name))
             norm = entry.strategy.clip_grad_norm(math.inf, only=() if held is None else (held,))
-            self._norms[self._qualified(entry, name)] = float(norm) / scale
+            qualified = self._qualified(entry, name)
+            self._stepped[qualified] = float(norm) / scale
+            self._norms.setdefault(qualified, self._stepped[qualified])
 
     def note(self, name: str, value: float | Tensor) -> None:
         """Add a number of the script's own to the step that comes next, alike on every rank."""
@@ -137,11 +146,13 @@ class Recorder(Observer):
                     losses=self._by_replica([float(loss.detach()) for loss in self._losses]),
                     batches=self._by_replica(self._batches),
                     norms=self._norms,
+                    stepped=self._stepped,
+                    moments=self._moments(),
                     notes=self._notes,
                 )
             )
-            self._losses, self._batches, self._norms, self._notes = [], [], {}, {}
-            self._measured.clear()
+            self._losses, self._batches = [], []
+            self._norms, self._stepped, self._notes = {}, {}, {}
             self._keep_state()
             self._write()
             self._by_replica(())  # no rank leaves before the record is there
@@ -164,6 +175,21 @@ class Recorder(Observer):
         everyone = gather_facts(mine, tuple[int, list[float | str]], doing="the record of a step")
         first = dict(reversed(everyone))
         return tuple(tuple(first[index]) for index in sorted(first))
+
+    def _moments(self) -> dict[str, float]:
+        """Return the norms of the optimizers' state, of whatever parts ranks hold it in."""
+        squares: dict[str, float] = {}
+        for entry in self._prepared.models:
+            for shard in entry.strategy.shards():
+                if _STATE.match(shard.state):
+                    name = f"{shard.state} of {self._qualified(entry, shard.name)}"
+                    square = float(shard.tensor.double().square().sum())
+                    squares[name] = squares.get(name, 0.0) + square
+        everyone = gather_facts(squares, dict[str, float], doing="the record of a step")
+        total: Counter[str] = Counter()
+        for each in everyone:
+            total.update(each)
+        return {name: math.sqrt(square) for name, square in sorted(total.items())}
 
     def _keep_state(self) -> None:
         state = {

@@ -229,3 +229,40 @@ def test_a_save_hook_that_fails_leaves_nothing(tmp_path):
     accelerator.save_state(tmp_path / "one")  # an empty directory is no obstacle
     accelerator.load_state(tmp_path / "one")
     accelerator.free_memory()
+
+
+@pytest.mark.parametrize("steps", [1, 6, 11])  # in the first window, in a later one, at its last
+def test_a_window_under_way_begins_again_in_a_resumed_run(steps, tmp_path):
+    """Shuffled rows of two loaders, dropout, evaluations between windows."""
+    rows = torch.arange(52.0).reshape(26, 2)
+
+    def build():
+        set_seed(5)
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4, config={"report": False})
+        model = nn.Sequential(nn.Linear(2, 4), nn.Dropout(0.5), nn.Linear(4, 1))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        loaders = [DataLoader(part, batch_size=1, shuffle=True) for part in (rows[:13], rows[13:])]
+        seen = DataLoader(rows, batch_size=9, shuffle=True)
+        return accelerator, accelerator.prepare(model, optimizer, *loaders, seen)
+
+    def train(accelerator, parts, stop=None):
+        model, optimizer, one, two, seen = parts
+        for _ in range(one.epoch, 2):
+            for number, (a, b) in enumerate(zip(one, two, strict=True)):
+                with accelerator.accumulate(model):
+                    optimizer.zero_grad()
+                    accelerator.backward(model(a + b).square().mean() / 1000)
+                    optimizer.step()
+                if number == stop:
+                    accelerator.save_state(tmp_path / "checkpoint")
+                if accelerator.sync_gradients and number < 8:
+                    model.eval()
+                    accelerator.log({"seen": float(sum(model(x).sum() for x in seen))})
+                    torch.rand(1)
+                    model.train()
+        return weights_of(model)
+
+    whole = train(*build(), stop=steps)
+    accelerator, parts = build()
+    accelerator.load_state(tmp_path / "checkpoint")
+    assert all(map(torch.equal, train(accelerator, parts), whole))

@@ -19,7 +19,7 @@ def net():
     return Stack(blocks, first=nn.Embedding(10, 4), last=nn.Linear(4, 10, bias=False), tied=True)
 
 
-def recorded(strategy, damage=None, *, same=False, seed=1, evaluate=True):
+def recorded(strategy, damage=None, late=None, *, same=False, seed=1, evaluate=True):
     """Train for some steps with accumulation and clipping, in fp64, and return the record."""
     accelerator = Accelerator(strategy=strategy, cpu=True, gradient_accumulation_steps=2)
     recorder = Recorder(RecordRequest(steps=STEPS))
@@ -42,6 +42,8 @@ def recorded(strategy, damage=None, *, same=False, seed=1, evaluate=True):
             if damage:
                 damage(model)
             accelerator.clip_grad_norm_(model.parameters(), 0.5)
+            if late and accelerator.sync_gradients:
+                late(model, optimizer)
             optimizer.step()
             optimizer.zero_grad()
             if evaluate and accelerator.sync_gradients:
@@ -75,6 +77,9 @@ def test_data_parallel_runs_equal_the_reference(strategy):
     assert len(run.steps) == STEPS == comparison.steps
     assert comparison.compared["loss"] == STEPS * 2 * 2  # micro-batches, ranks
     assert comparison.compared["gradient norm"] == STEPS * len(list(net().parameters()))
+    parameters = len(list(net().parameters()))
+    assert comparison.compared["stepped gradient"] == STEPS * parameters
+    assert comparison.compared["optimizer state"] == STEPS * parameters * 3
     assert comparison.compared["note"]
     assert judge(comparison, doubles=True)[0] != "error", comparison.differences
 
@@ -105,6 +110,20 @@ def test_a_gradient_that_is_a_little_too_large_is_named():
     assert verdict == "error"
     assert (first.step, first.kind, first.name) == (1, "gradient norm", "blocks.1.up.weight")
     assert 0 < first.relative < 1e-6 < 2 * first.absolute / first.expected
+
+    def later(model, optimizer):
+        model.blocks[1].up.weight.grad.mul_(1 + 1e-6)
+
+    first = judge(compare(recorded("ddp", late=later), reference), doubles=True)[1][0]
+    assert (first.step, first.kind, first.name) == (1, "stepped gradient", "blocks.1.up.weight")
+
+    def decayed(model, optimizer):
+        for state in optimizer.state.values():
+            state["exp_avg_sq"].mul_(1 + 1e-6)
+
+    first = judge(compare(recorded("ddp", late=decayed), reference), doubles=True)[1][0]
+    assert (first.step, first.kind) == (2, "optimizer state")
+    assert first.name.startswith("0.exp_avg_sq of ")
 
     comparison = compare(recorded("ddp", seed=2), reference)
     assert comparison.problem.startswith(

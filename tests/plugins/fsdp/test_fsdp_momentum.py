@@ -75,9 +75,10 @@ def whole(accelerator, model):
 def check_equal_groups(accelerator, model, optimizer):
     """Ranks with the same rows have the same bits of them, and of their states."""
     replicas = accelerator.strategy_of(model).ranks.replicas
-    held = [each for group in optimizer.param_groups for each in group["params"]]
+    inner = optimizer.optimizer
+    held = [each for group in inner.param_groups for each in group["params"]]
     for fragment in held:
-        for value in (fragment.detach(), *optimizer.state.get(fragment, {}).values()):
+        for value in (fragment.detach(), *inner.state.get(fragment, {}).values()):
             highest, lowest = value.clone(), -value
             replicas.all_reduce(highest, reduction="max", label="values of all groups").wait()
             replicas.all_reduce(lowest, reduction="max", label="values of all groups").wait()

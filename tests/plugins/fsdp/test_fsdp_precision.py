@@ -96,7 +96,8 @@ def test_without_masters():
         for each in (optimizer, other):
             each.step()
             each.zero_grad()
-    held = [p.dtype for group in optimizer.param_groups for p in group["params"]]
+    groups = optimizer.optimizer.param_groups
+    held = [p.dtype for group in groups for p in group["params"]]
     assert set(held) == {LOW, torch.float32}
     found = accelerator.get_state_dict(model)
     for name, tensor in twin.state_dict().items():

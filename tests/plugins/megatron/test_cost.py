@@ -187,7 +187,7 @@ def test_bytes_held():
 
 def check_held(run):
     run.step(0, zero_grad=False)
-    states = [v for state in run.optimizer.state.values() for v in state.values()]
+    states = [v for state in run.optimizer.optimizer.state.values() for v in state.values()]
     parameters = list(held_parameters(run.model))
     kept = [s.tensor for s in run.strategy.shards() if not s.state]
     held = run.cost.held

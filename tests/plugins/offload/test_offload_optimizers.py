@@ -76,7 +76,8 @@ def test_late_updates_of_two_optimizers_that_leave_one_parameter_out():
     for seed in range(3):
         accelerator.backward(loss_of(model, 10 * seed + accelerator.process_index))
         for optimizer in (one, two):
-            held = [each for group in optimizer.param_groups for each in group["params"]]
+            groups = optimizer.optimizer.param_groups
+            held = [each for group in groups for each in group["params"]]
             assert all(each.grad is not None for each in held)
             optimizer.step()
         for optimizer in (one, two):
@@ -109,6 +110,6 @@ def test_ratio_counts_what_is_trained():
     model, optimizer = accelerator.prepare(model, AdamW(model.blocks[0].parameters()))
     accelerator.backward(loss_of(model, 0))
     optimizer.step()
-    own = sum(bool(state) for state in optimizer.state.values())
+    own = sum(bool(state) for state in optimizer.optimizer.state.values())
     assert 0 < own < len(optimizer.state_dict()["state"])
     accelerator.free_memory()

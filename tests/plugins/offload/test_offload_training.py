@@ -163,7 +163,7 @@ def test_what_is_refused(tmp_path):
     training.micro(0)
     with pytest.raises(UsageError, match="without a closure"):
         training.optimizer.step(lambda: 0.0)
-    held = training.optimizer.param_groups[0]["params"][0]
+    held = training.optimizer.optimizer.param_groups[0]["params"][0]
     with pytest.raises(UsageError, match="a store keeps them"):
         held.norm()
     assert "values elsewhere" in repr(held)

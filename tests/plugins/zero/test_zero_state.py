@@ -33,7 +33,6 @@ def test_state_dict_by_the_user(strategy):
         expected = twins.twin.state_dict()
         trained = dict(twins.twin.named_parameters(remove_duplicate=False))
         if accelerator.is_main_process:  # while updated parameters are on their way
-            assert twins.optimizer.state_dict()["param_groups"]
             shown = twins.model.state_dict()
             facts = {key: (t.shape, t.dtype, t.device) for key, t in shown.items()}
             assert facts == {key: (t.shape, t.dtype, t.device) for key, t in expected.items()}

@@ -76,14 +76,13 @@ class AccountChecks(Suite):
             live = _live_bytes() - before
             strategy = accelerator.strategy_of(model)
             promised = dict(_cost(accelerator, model, _layers(), states=2).held)
-            states = [
-                value
-                for optimizer in accelerator._prepared.optimizers
-                for state in optimizer.state_dict()["state"].values()  # from stores, too
-                for value in state.values()
-            ]
             inner = accelerator.unwrap_model(model)
-            groups = [group for o in accelerator._prepared.optimizers for group in o.param_groups]
+            (optimizer,) = accelerator._prepared.model(model).optimizers
+            states = [value for state in optimizer.state.values() for value in state.values()]
+            if not states:  # a store has them
+                names = [name for name, _ in inner.named_parameters()]
+                states = [shard.tensor for shard in strategy.states(0, names)]
+            groups = optimizer.param_groups
             stepped = [parameter for group in groups for parameter in group["params"]]
             found = {
                 "parameters": _bytes([*held_parameters(inner), *stepped]),
