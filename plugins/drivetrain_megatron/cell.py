@@ -11,7 +11,7 @@ and one pass over the batch. Only ranks that differ exchange more.
 import ctypes
 import hashlib
 import itertools
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +24,7 @@ from drivetrain.collectives import Communicator
 from drivetrain.errors import ConfigError, RankMismatchError
 from drivetrain.links.chosen import LinkMethods
 from drivetrain.parts.guard import Elsewhere
+from drivetrain.parts.naming import named_parameters
 from drivetrain.parts.wrapping import UninheritedHook
 from drivetrain.runtime.mesh import Mesh
 from drivetrain.runtime.precision import Precision
@@ -73,6 +74,7 @@ def advice(mesh: Mesh) -> str:
 class DataParallelCell(Strategy[MegatronConfig]):
     """The methods of a cell that its data-parallel strategy carries out."""
 
+    _model: nn.Module
     _tp: Communicator
     _facts: "dict[str, ParameterFacts]"
 
@@ -141,6 +143,11 @@ class DataParallelCell(Strategy[MegatronConfig]):
         self._inner.take_links(links)
 
     @property
+    def draws_masks(self) -> bool:
+        """True: masks count elements, and do not depend on a generator."""
+        return True
+
+    @property
     def _is_one_rank(self) -> bool:
         """Whether a cell has one rank, so that the strategy inside does everything."""
         return self.config.tp * self.config.pp == 1
@@ -203,6 +210,10 @@ class DataParallelCell(Strategy[MegatronConfig]):
     def unwrap(self, model: nn.Module) -> nn.Module:
         """Return the user's own module."""
         return self._inner.unwrap(model)
+
+    def _chosen(self, only: Collection[nn.Parameter] | None) -> Iterable[nn.Parameter]:
+        chosen = named_parameters(self._model).values() if only is None else only
+        return [p for p in chosen if not isinstance(p, Elsewhere)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,11 +90,6 @@ class Megatron(CellOnPaper, StatesOfCell):
         """Return all ranks on the axis tp, and all on the axis pp."""
         return ({"tp": world_size}, {"pp": world_size})
 
-    @property
-    def draws_masks(self) -> bool:
-        """True: masks count elements, and do not depend on a generator."""
-        return True
-
     def whereabouts(self, module: nn.Module) -> Mapping[str, str]:
         """Return the pipeline stage of each tensor, and whether the ranks of tp divide it."""
         return self._whole.described(module, self._facts)
@@ -269,14 +264,10 @@ class Megatron(CellOnPaper, StatesOfCell):
     ) -> Iterator[None]:
         """Context in which these parameters are whole, as in the user's model, on every rank."""
         chosen = list(parameters)
-        stand_ins = None if self._builder is None else self._builder.stand_ins
         here = [p for p in chosen if not isinstance(p, Elsewhere)]
-        with self._whole_here(here, modify=modify):
-            if stand_ins is None:
-                yield
-                return
-            with stand_ins.whole(chosen, modify=modify), refusing_forwards(self._model):
-                yield
+        stages = nullcontext() if self._builder is None else self._builder.whole(chosen, modify)
+        with self._whole_here(here, modify=modify), stages:
+            yield
 
     @contextmanager
     def _whole_here(self, chosen: Sequence[nn.Parameter], *, modify: bool) -> Iterator[None]:
@@ -312,7 +303,3 @@ class Megatron(CellOnPaper, StatesOfCell):
         if self._builder is not None:
             self._builder.materialize(self._source)
         self._source = None
-
-    def _chosen(self, only: Collection[nn.Parameter] | None) -> Iterable[nn.Parameter]:
-        chosen = named_parameters(self._model).values() if only is None else only
-        return [p for p in chosen if not isinstance(p, Elsewhere)]

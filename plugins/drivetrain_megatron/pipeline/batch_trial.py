@@ -20,8 +20,16 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves
 
 from drivetrain.errors import CollectiveError, UsageError
 from drivetrain.model import is_left_equal, untouched
-from drivetrain_megatron.pipeline.batches import MicroBatch, cut_at, first_rows, rows_of
-from drivetrain_megatron.pipeline.joining import Dims, is_same, join, joined_dim
+from drivetrain_megatron.pipeline.batches import (
+    Dims,
+    MicroBatch,
+    cut_at,
+    first_rows,
+    is_same,
+    join,
+    joined_dim,
+    rows_of,
+)
 from drivetrain_megatron.pipeline.local import LocalStages
 from drivetrain_megatron.pipeline.stages import Stage
 from drivetrain_megatron.recording.proxy import StageProxy
@@ -94,6 +102,11 @@ def random_tensors(
         else torch.zeros(shape, dtype=dtype, device=device)
         for shape, dtype in metas
     ]
+
+
+def precise(dtype: torch.dtype) -> torch.dtype:
+    """Return a dtype in which equal numbers show: fp32 for halves."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 def _random(shape: tuple[int, ...]) -> Tensor:

@@ -9,8 +9,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 
 from drivetrain.errors import UsageError
 from drivetrain_megatron.pipeline.batch_trial import Division
-from drivetrain_megatron.pipeline.batches import MicroBatch
-from drivetrain_megatron.pipeline.joining import Dims
+from drivetrain_megatron.pipeline.batches import Dims, MicroBatch
 from drivetrain_megatron.pipeline.local import LocalStages
 from drivetrain_megatron.pipeline.whole_batch import joined_blocks, joined_outputs
 from drivetrain_megatron.pipeline.worker import StageWorker

@@ -25,9 +25,8 @@ from drivetrain.errors import UsageError
 from drivetrain.log import get_logger
 from drivetrain_megatron.config import MegatronConfig
 from drivetrain_megatron.pipeline.batch_trial import BatchTrial, Division
-from drivetrain_megatron.pipeline.batches import MicroBatch, cut_batch
+from drivetrain_megatron.pipeline.batches import Dims, MicroBatch, cut_batch
 from drivetrain_megatron.pipeline.evaluation import Evaluation
-from drivetrain_megatron.pipeline.joining import Dims
 from drivetrain_megatron.pipeline.local import LocalStages
 from drivetrain_megatron.pipeline.loss import (
     LossOrigin,
@@ -42,6 +41,7 @@ from drivetrain_megatron.pipeline.loss import (
     running,
 )
 from drivetrain_megatron.pipeline.loss_trial import LossTrial
+from drivetrain_megatron.pipeline.other_stages import with_copies
 from drivetrain_megatron.pipeline.schedules import Action, ActionKind
 from drivetrain_megatron.pipeline.shares import Weights
 from drivetrain_megatron.pipeline.timing import StepTrace
@@ -164,12 +164,9 @@ class PipelinedModel:
 
     # --- forward ---
 
+    @with_copies
     def call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Carry out a call of the model; return its output, or proxies."""
-        with self.stages.shared.computing():
-            return self._call(args, kwargs)
-
-    def _call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         self.stages.refresh()
         if not torch.is_grad_enabled():
             call = self._divided(args, kwargs)
@@ -200,6 +197,7 @@ class PipelinedModel:
         mark_beside(outline)
         return tree_map(lambda x: promised.loss if x is loss else x, outline)
 
+    @with_copies
     def loss(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], targets: Any, loss_fn: LossOf
     ) -> Tensor:
@@ -208,12 +206,6 @@ class PipelinedModel:
         The loss function gets (output, targets) of a micro-batch; where the loss of the batch does
         not follow from those of micro-batches, of the whole batch.
         """
-        with self.stages.shared.computing():
-            return self._loss(args, kwargs, targets, loss_fn)
-
-    def _loss(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any], targets: Any, loss_fn: LossOf
-    ) -> Tensor:
         self.stages.refresh()
         self._begin()
         call = self._divided(args, kwargs, targets)
@@ -247,9 +239,8 @@ class PipelinedModel:
                 raised = f" Parts of a batch raised {division.failure}." if division.failure else ""
                 self._say(
                     "these calls are not cut into micro-batches: for no dim of the inputs do the "
-                    "blocks give, and leave in buffers, for parts of a batch what they do for the "
-                    f"whole (BatchNorm in training does not, for one).{raised} Stages wait for "
-                    "each other"
+                    "blocks give, and leave in buffers, for parts what they do for the whole "
+                    f"(BatchNorm in training does not).{raised} Stages wait for each other"
                 )
             count = 1
         batches = cut_batch(args, kwargs, count, targets, division.dims)
@@ -277,9 +268,8 @@ class PipelinedModel:
 
     def _outputs(self, call: "_Call") -> Dims | None:
         """Return how outputs of micro-batches are joined; None where they are not."""
-        if len(call.parts) == 1:
-            return ()
-        return self._losses.outputs(call.kind, call.whole, call.division)
+        one = len(call.parts) == 1
+        return () if one else self._losses.outputs(call.kind, call.whole, call.division)
 
     def _order(self, weights: Weights) -> str:
         return "all forwards first" if weights is Weights.NONE else self._config.schedule
@@ -309,6 +299,7 @@ class PipelinedModel:
 
     # --- backward ---
 
+    @with_copies
     def backward(self, loss: Tensor, *, synchronize: bool, **options: Any) -> None:
         """Run the backward of calls on all stages, for a loss made of their outputs.
 
@@ -327,7 +318,7 @@ class PipelinedModel:
         origins = origins_of(loss)
         if not self.counts and not isinstance(loss, StageProxy):
             loss = torch.zeros_like(loss, requires_grad=True)  # reaches nothing
-        with running(origins), self.stages.shared.computing():
+        with running(origins):
             if origins <= self._pending.keys():
                 self._run(origins, loss, synchronize)
             elif self._windowed:

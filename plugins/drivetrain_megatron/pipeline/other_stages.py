@@ -7,11 +7,12 @@ forward the owner's new values go to the copies. So nothing is counted twice, an
 drift apart.
 """
 
+import functools
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,9 @@ from drivetrain_megatron.pipeline.stand_ins import ParameterProxy, SharedCopy
 from drivetrain_megatron.pipeline.transfer import Direction, Link, Message, Meta
 from drivetrain_megatron.recording.phases import Recording, Use
 from drivetrain_megatron.recording.proxy import StageProxy
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _HOOKS = (
     "_forward_hooks",
@@ -254,6 +258,17 @@ class SharedParameters:
                     "in the forward before, found other values: change it inside of 'with "
                     "accelerator.gathered(model.parameters()):', so that the copies follow"
                 )
+
+
+def with_copies(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
+    """Let a method of a pipeline, which has ``stages``, compute with copies."""
+
+    @functools.wraps(method)
+    def inside(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        with self.stages.shared.computing():
+            return method(self, *args, **kwargs)
+
+    return inside
 
 
 def _glimpse(parameter: Tensor) -> Tensor:

@@ -14,8 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_structure, tree_unflatten
 
 from drivetrain_megatron.pipeline.batch_trial import Division
-from drivetrain_megatron.pipeline.batches import MicroBatch
-from drivetrain_megatron.pipeline.joining import Dims, join
+from drivetrain_megatron.pipeline.batches import Dims, MicroBatch, join
 from drivetrain_megatron.pipeline.local import LocalStages
 from drivetrain_megatron.pipeline.loss import LossOrigin, behind_inputs, mark_elsewhere
 from drivetrain_megatron.pipeline.worker import LossOf, StageWorker
