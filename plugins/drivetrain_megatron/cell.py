@@ -33,6 +33,7 @@ from drivetrain.shards import HeldPart, HeldTensors
 from drivetrain.strategy import Run, Strategy, find_strategy
 from drivetrain_megatron.config import MegatronConfig
 from drivetrain_megatron.pipeline.levels import PipelinedModel
+from drivetrain_megatron.shares.parameters import Shares, on_shares
 from drivetrain_megatron.tensor.partition import Partition
 
 
@@ -77,6 +78,7 @@ class DataParallelCell(Strategy[MegatronConfig]):
     _model: nn.Module
     _tp: Communicator
     _facts: "dict[str, ParameterFacts]"
+    _shares: Shares
 
     def __init__(self, config: MegatronConfig, run: Run) -> None:
         super().__init__(config, run)
@@ -166,12 +168,14 @@ class DataParallelCell(Strategy[MegatronConfig]):
     def gradients(self, only: Collection[nn.Parameter] | None = None) -> Iterator[Tensor]:
         """Yield the pieces of gradient that this rank's optimizers read."""
         here = None if only is None else [p for p in only if not isinstance(p, Elsewhere)]
-        return self._inner.gradients(here)
+        with self._shares.open():
+            return iter(list(self._inner.gradients(here)))
 
     def will_scale(self, factor: float) -> None:
         """Tell the strategy inside."""
         self._inner.will_scale(factor)
 
+    @on_shares
     def scale_gradients(self, factor: float) -> None:
         """Multiply all gradients at hand."""
         self._inner.scale_gradients(factor)
@@ -180,12 +184,14 @@ class DataParallelCell(Strategy[MegatronConfig]):
         """Let the data-parallel strategy keep the errors of its sums, or go back."""
         self._inner.step_decided(taken=taken)
 
+    @on_shares
     def stand_in(self, *, synchronize: bool) -> None:
         """Take part in one step of the other data-parallel ranks; a cell of several cannot."""
         if not self._is_one_rank:
             super().stand_in(synchronize=synchronize)
         self._inner.stand_in(synchronize=synchronize)
 
+    @on_shares
     def catch_up(self, source: int) -> None:
         """Take over the training state of one rank."""
         self._inner.catch_up(source)

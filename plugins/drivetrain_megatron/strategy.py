@@ -40,6 +40,8 @@ from drivetrain_megatron.pipeline.build import PipelineBuilder
 from drivetrain_megatron.plan.model import TensorParallel
 from drivetrain_megatron.plan.report import describe
 from drivetrain_megatron.planning import Planner
+from drivetrain_megatron.shares.parameters import Shares, on_shares
+from drivetrain_megatron.shares.share import refuse_accumulated
 from drivetrain_megatron.state import (
     Original,
     SharedSource,
@@ -48,6 +50,7 @@ from drivetrain_megatron.state import (
     refusing_forwards,
     shows_whole,
 )
+from drivetrain_megatron.tensor.partition import alike
 
 logger = get_logger(__name__)
 
@@ -69,6 +72,7 @@ class Megatron(CellOnPaper, StatesOfCell):
             for name in ("tp", "pp")
         )
         self._tensor: TensorParallel | None = None
+        self._shares = Shares(self._tp)
         self._facts: dict[str, ParameterFacts] = {}
         source = MaskSource(config.dropout_seed, run.mesh["dp"].position)
         self._dropout = Dropout(source, self._tp)
@@ -117,6 +121,7 @@ class Megatron(CellOnPaper, StatesOfCell):
             planner = Planner(self.run, self.config, self._dropout, self._builder, self._tp)
             self._tensor, plan = planner.plan(model)
         if self._tensor is not None and plan is not None:
+            _check_hooks(model, self._tensor.facts(model, plan))
             before = {name: p.nbytes for name, p in named_parameters(model).items()}
             self._dropout.layouts = plan.layouts
             self._facts = self._tensor.divide(model, plan)
@@ -135,6 +140,7 @@ class Megatron(CellOnPaper, StatesOfCell):
         self._dropout.follow(blocks if self._builder is None else self._builder.blocks)
         self._give_values(model)
         prepared = self._inner.prepare(model, optimizers)
+        self._know_shares(model)
         if self._tensor is not None:
             self._tensor.sum_partial(model, self._facts)
         if self._builder is not None:
@@ -144,16 +150,21 @@ class Megatron(CellOnPaper, StatesOfCell):
         if same.matters:
             first = model.register_forward_pre_hook(same, prepend=True, with_kwargs=True)
             self._handles.append(first)
+        self._shares.cover(model, prepared.optimizers)
         return prepared
 
+    @on_shares
     def bind(self, optimizer: Optimizer) -> Optimizer:
         """Let the data-parallel strategy take one more optimizer."""
         self._original.check_steps_parts(optimizer, self._facts, self.config.pp)
         self._original.add(optimizer)
         if self._builder is not None:
             self._builder.follow(optimizer)
-        return self._inner.bind(optimizer)
+        bound = self._inner.bind(optimizer)
+        self._shares.follow(bound)
+        return bound
 
+    @on_shares
     def backward(self, loss: Tensor, **options: Any) -> None:
         """Run backward; unless accumulating, return with gradients averaged over dp."""
         if self._pipeline is None:
@@ -161,6 +172,7 @@ class Megatron(CellOnPaper, StatesOfCell):
         else:
             self._pipeline.backward(loss, synchronize=self._synchronizing, **options)
 
+    @on_shares
     def loss(
         self,
         model: nn.Module,
@@ -184,6 +196,7 @@ class Megatron(CellOnPaper, StatesOfCell):
         if self._pipeline is not None:
             self._pipeline.shares_outputs = True
 
+    @on_shares
     def clip_grad_norm(
         self,
         max_norm: float,
@@ -201,21 +214,26 @@ class Megatron(CellOnPaper, StatesOfCell):
 
     def shards(self) -> Iterator[Shard]:
         """Yield the shards that this rank saves, in coordinates of the whole model."""
-        saved = GlobalShards(self._facts, self._tp.rank).of(self._inner.shards())
         copies = self._builder.copied_buffers if self._builder is not None else ()
-        return (shard for shard in saved if shard.name not in copies)
+        with self._shares.open():
+            for shard in GlobalShards(self._facts, self._tp.rank).of(self._inner.shards()):
+                if shard.name not in copies:
+                    yield shard
 
+    @on_shares
     def check_load(self, reader: Reader) -> None:
         """Compare names and shapes of the whole model, and those of this cell's parts."""
         self._original.check_loads(reader, self._facts)
         self._inner.check_load(self._local(reader))
 
+    @on_shares
     def load(self, reader: Reader) -> None:
         """Load this cell's parts of a checkpoint of the whole model."""
         self._original.check_loads(reader, self._facts)
         if self._pipeline is not None:
             self._pipeline.stages.outdate()
         self._inner.load(self._local(reader))
+        self._shares.steps += 1
 
     @classmethod
     def cost(cls, config: MegatronConfig, model: ModelSpec, run: Run) -> Cost:
@@ -255,7 +273,8 @@ class Megatron(CellOnPaper, StatesOfCell):
         places = self._whole.places(module)
         state = state_tensors(module)
         mine = {name: state[name] for name in names if places[name].rank == self._pp.rank}
-        with self._whole_here(parameters_among(mine.values()), modify=False):
+        parameters = parameters_among(mine.values())
+        with self._shares.open(), self._whole_here(parameters, modify=False):
             yield {name: self._whole.broadcast(places[name], mine.get(name)) for name in names}
 
     @contextmanager
@@ -274,16 +293,21 @@ class Megatron(CellOnPaper, StatesOfCell):
         """Context in which parameters of this rank's stages are whole."""
         partitions = {p: self._facts[self._original.names[p]].partition for p in chosen}
         with (
+            self._shares.open(),
             self._inner.gathered(chosen, modify=modify),
             joined(self._tp, partitions, modify=modify),
             refusing_forwards(self._model) if any(partitions.values()) else nullcontext(),
+            self._shares.without(chosen),
         ):
             yield
-        if modify and self._pipeline is not None:
-            self._pipeline.stages.outdate()
+        if modify:
+            self._shares.steps += 1
+            if self._pipeline is not None:
+                self._pipeline.stages.outdate()
 
     def close(self) -> None:
         """Take hooks off and end threads; layers stay divided."""
+        self._shares.close()
         for handle in self._handles:
             handle.remove()
         for each in (self._tensor, self._draws, self._dropout):
@@ -303,3 +327,19 @@ class Megatron(CellOnPaper, StatesOfCell):
         if self._builder is not None:
             self._builder.materialize(self._source)
         self._source = None
+
+    def _know_shares(self, model: nn.Module) -> None:
+        for name, parameter in named_parameters(model).items():
+            facts, partition = self._facts[name], self._facts[name].partition
+            if facts.partial and parameter.numel():  # all of it, and a part of the gradient
+                partition = alike(facts.shape[0], self._tp.size) if facts.shape else None
+            if partition is not None:
+                self._shares.add(name, parameter, partition, facts.shape)
+
+
+def _check_hooks(model: nn.Module, facts: Mapping[str, ParameterFacts]) -> None:
+    """Refuse hooks that would see a rank's share of a gradient, or of a sum of gradients."""
+    for name, parameter in named_parameters(model).items():
+        divided = facts[name].partition is not None or facts[name].partial
+        if divided and getattr(parameter, "_post_accumulate_grad_hooks", None):
+            refuse_accumulated(name)

@@ -17,6 +17,10 @@ STRATEGIES: Mapping[str, Mapping[str, Any]] = {
     "zero3": {"name": "zero3", "keep_below": 0},
     "fsdp": {"name": "fsdp"},
     "offload": {"name": "offload", "optimizer": "cpu"},
+    "local": {
+        **{"name": "local", "every": 1, "outer_lr": 1.0, "outer_momentum": 0.0},  # a mean, no more
+        "inner": {"name": "zero2"},
+    },
     "tp2": {**MEGATRON, "tp": 2},
     "pp2": {**MEGATRON, "pp": 2},
 }

@@ -205,7 +205,11 @@ class TensorParallel:
                 trained = parameter.requires_grad
                 parameter.requires_grad_()  # a hook waits for the day when a frozen one is trained
                 hooked: Any = parameter
+                earlier = dict(hooked._backward_hooks or {})
                 self._handles.append(hooked.register_hook(_if_given(summed)))
+                for number, hook in earlier.items():  # a script's: behind the sum
+                    del hooked._backward_hooks[number]
+                    hooked._backward_hooks[number] = hook
                 parameter.requires_grad_(trained)
 
     def close(self) -> None:

@@ -8,6 +8,7 @@ cannot see into.
 
 import copy
 import functools
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -22,11 +23,27 @@ from drivetrain.parts.naming import uncompiled
 _KEY = "_drivetrain_tensor_parallel"
 
 
+class Computing(threading.local):
+    """Context of a thread in which parameters are shares, those of any copy of a model too."""
+
+    depth = 0
+
+    def __enter__(self) -> None:
+        self.depth += 1
+
+    def __exit__(self, *_: Any) -> None:
+        self.depth -= 1
+
+
+computing = Computing()
+
+
 class Behavior(ABC):
     """The forward of a module on ranks that share its work.
 
     A copy of the module (an average of weights, say) shares the behavior: it is made on every rank
-    and computes with the same ranks. A pickle is an ordinary module with this rank's share.
+    and computes with the same ranks. There are no pickles: code around the module may count with
+    sizes of this rank's share.
     """
 
     @abstractmethod
@@ -59,7 +76,8 @@ class Parallel:
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Compute by the behavior."""
-        return self.__dict__[_KEY].forward(self, *args, **kwargs)
+        with computing:
+            return self.__dict__[_KEY].forward(self, *args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         new = memo[id(self)] = self.__copy__()
@@ -73,8 +91,11 @@ class Parallel:
         return new
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        state = {key: value for key, value in self.__dict__.items() if key != _KEY}
-        return object.__new__, (self._drivetrain_original,), state
+        raise UsageError(
+            f"expected a module to pickle that is whole, found {self._drivetrain_original.__name__}"
+            ", which ranks share: save state_dict() on every rank, or "
+            "accelerator.get_state_dict(model), and build the module anew"
+        )
 
 
 def attach(module: nn.Module, behavior: Behavior, **members: Any) -> None:

@@ -125,7 +125,12 @@ def start_scattered_sum(
 
 
 def gathered(
-    share: Tensor, ranks: Communicator, partition: Partition, *, add: bool = False
+    share: Tensor,
+    ranks: Communicator,
+    partition: Partition,
+    *,
+    add: bool = False,
+    label: str = "",
 ) -> Tensor:
     """Return the whole tensor, contiguous.
 
@@ -135,7 +140,7 @@ def gathered(
     buffer = share.new_empty((sum(partition.local_sizes), *first.shape[1:]))
     start, stop = partition.bounds[ranks.rank]
     buffer[start:stop].copy_(first)
-    ranks.all_gather(buffer.view(-1), chunks=_chunks(buffer, partition)).wait()
+    ranks.all_gather(buffer.view(-1), chunks=_chunks(buffer, partition), label=label).wait()
     if partition.is_plain:
         return unviewed(buffer.movedim(0, partition.dim).contiguous())
     whole = share.new_zeros(

@@ -178,6 +178,11 @@ def even(dim: int, size: int, ranks: int) -> Partition:
     return units(dim, size, 1, ranks)
 
 
+def alike(size: int, ranks: int) -> Partition:
+    """Return the cut of dim 0 of which every rank holds all."""
+    return Partition(0, size, (((0, size),),) * ranks)
+
+
 def units(dim: int, size: int, unit: int, ranks: int) -> Partition:
     """Return the cut of a dim at multiples of a unit, such as a head's features.
 

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
 from drivetrain.collectives import Communicator
+from drivetrain_megatron.tensor.behavior import computing
 from drivetrain_megatron.tensor.operators import copy, reduce
 from drivetrain_megatron.tensor.partition import Partition
 
@@ -61,8 +62,9 @@ class PaddedBias:
 
     def begin(self, module: nn.Module, args: Any) -> None:
         """Be a forward pre-hook."""
-        share = getattr(module, self._name)
-        module.__dict__[self._name] = F.pad(share, (self._before, self._after))
+        with computing:  # before the module's own forward
+            share = getattr(module, self._name)
+            module.__dict__[self._name] = F.pad(share, (self._before, self._after))
 
     def end(self, module: nn.Module, args: Any, output: Any) -> None:
         """Be a forward hook, also after an error."""

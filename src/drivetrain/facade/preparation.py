@@ -97,13 +97,17 @@ class Preparation:
         values = self._constructions.values_of(model)
         world, precision = self._runs.default.world, self._runs.default.precision
         names = _names_of(model)
-        earlier = [prepared.optimizer for prepared in self._prepared.optimizers]
+        earlier = (prepared.optimizer for prepared in self._prepared.optimizers)
         mine = [o for o in [*optimizers, *earlier] if _holds(o, names)]
-        links = self._runs.default.links.facts()
         agree(
             world,
             f"the model {type(model).__name__}",
-            [*links, *_facts(model), *values.facts, *_facts_of_optimizers(mine, names)],
+            [
+                *self._runs.default.links.facts(),
+                *_facts(model),
+                *values.facts,
+                *_facts_of_optimizers(mine, names),
+            ],
         )
         values.check()
         given = ModelSpec.of(model).parameters

@@ -68,7 +68,7 @@ BLANK = frozenset({torch.zeros, torch.empty, torch.zeros_like, Tensor.new_zeros}
 LOOKUPS = _named(_LOOKUPS)
 """Functions that read of their largest argument only the elements that they return."""
 
-_FACTS: frozenset[Function] = frozenset(
+FACTS: frozenset[Function] = frozenset(
     {
         *QUESTIONS,
         *(getattr(Tensor, each).__get__ for each in _ATTRIBUTES.split() if hasattr(Tensor, each)),
@@ -76,12 +76,13 @@ _FACTS: frozenset[Function] = frozenset(
         Tensor.requires_grad.__set__,  # type: ignore[attr-defined]
     }
 )
-"""By function rather than by name, because every use of an absent parameter asks."""
+"""Functions that need no values; by function rather than by name: every use of an absent parameter
+asks."""
 
 
 def asks_facts(function: Function) -> bool:
     """Return whether a function needs no values: shape, dtype, device, hooks, the gradient."""
-    return function in _FACTS
+    return function in FACTS
 
 
 def name_of(function: Function) -> str:

@@ -1,0 +1,204 @@
+"""Parameters: scripts count, read, write, hook and copy them between steps."""
+
+import copy
+import io
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from loop import Loop
+
+
+def _train(loop: Loop, after: Callable[[int, nn.Module], None]) -> None:
+    """Take three steps, with something after each."""
+    model, optimizer = loop.ready()
+    for step in range(3):
+        loop.backward(loop.loss(model, loop.batch(step)))
+        optimizer.step()
+        optimizer.zero_grad()
+        after(step, model)
+    loop.weights(model)
+
+
+def _hooked(loop: Loop, hook: Callable[[Tensor], Tensor | None], *, early: bool) -> None:
+    """Train with a hook on all weights, registered before or after ``prepare``."""
+    model = loop.model()
+    first = list(model.parameters())
+    if early:
+        for parameter in first:
+            parameter.register_hook(hook)
+    model, optimizer = loop.prepare(model, SGD(first, lr=0.5))
+    if not early:
+        for parameter in model.parameters():
+            parameter.register_hook(hook)
+    for step in range(2):
+        loop.backward(loop.loss(model, loop.batch(step)))
+        optimizer.step()
+        optimizer.zero_grad()
+    loop.weights(model)
+
+
+# --- facts ---
+
+
+def elements_and_shapes_counted(loop: Loop) -> None:
+    model, _ = loop.ready()
+    loop.note("all", sum(p.numel() for p in model.parameters()))
+    loop.note("trained", sum(p.nelement() for p in model.parameters() if p.requires_grad))
+    for name, parameter in model.named_parameters():
+        loop.note(name, torch.tensor([*parameter.shape, *parameter.size(), parameter.dim()]))
+
+
+# --- hooks ---
+
+
+def a_hook_from_before_keeps_old_words(loop: Loop) -> None:
+    def keep(gradient: Tensor) -> Tensor:
+        kept = gradient.clone()
+        kept[: len(kept) // 2] = 0
+        return kept
+
+    _hooked(loop, keep, early=True)
+
+
+def a_hook_from_after_writes_in_place(loop: Loop) -> None:
+    def write(gradient: Tensor) -> None:
+        gradient[-1] = 0
+
+    _hooked(loop, write, early=False)
+
+
+def a_hook_weighs_each_element(loop: Loop) -> None:
+    _hooked(loop, lambda g: g * torch.linspace(0, 2, g.numel()).view(g.shape), early=True)
+
+
+# --- reading ---
+
+
+def read_in_each_way(loop: Loop) -> None:
+    def after(step: int, model: nn.Module) -> None:
+        for name, parameter in model.named_parameters():
+            loop.note(f"{name} norm {step}", parameter.norm())
+            loop.note(f"{name} data {step}", parameter.data.abs().max())
+            loop.note(f"{name} numpy {step}", parameter.detach().cpu().numpy().sum())
+            loop.note(f"{name} row {step}", parameter[0].detach())
+
+    _train(loop, after)
+
+
+def a_penalty_in_the_loss(loop: Loop) -> None:
+    model, optimizer = loop.ready()
+    for step in range(2):
+        loss = loop.loss(model, loop.batch(step))
+        loss = loss + 0.1 * sum(p.pow(2).sum() for p in model.parameters())
+        loop.note(f"penalty {step}", sum(p.pow(2).sum() for p in model.parameters()))
+        loop.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    loop.weights(model)
+
+
+def an_average_from_before_follows_detached(loop: Loop) -> None:
+    model = loop.model()
+    average = copy.deepcopy(model)
+    model, optimizer = loop.prepare(model, SGD(model.parameters(), lr=0.5))
+    for step in range(3):
+        loop.backward(loop.loss(model, loop.batch(step)))
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            for mean, parameter in zip(average.parameters(), model.parameters(), strict=True):
+                mean.lerp_(parameter.detach(), 0.3)
+    for name, tensor in average.state_dict().items():
+        loop.note(name, tensor)
+
+
+def a_vector_of_all_parameters(loop: Loop) -> None:
+    model, _ = loop.ready()
+    vector = nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+    loop.note("vector", vector)
+    nn.utils.vector_to_parameters(vector * 0.5, model.parameters())
+    loop.weights(model)
+
+
+# --- state dicts ---
+
+
+def a_state_dict_written_and_read(loop: Loop) -> None:
+    def after(step: int, model: nn.Module) -> None:
+        file = io.BytesIO()
+        torch.save(model.state_dict(), file)
+        file.seek(0)
+        for name, tensor in torch.load(file, weights_only=True).items():
+            loop.note(f"{name} {step}", tensor)
+
+    _train(loop, after)
+
+
+def a_state_dict_kept_and_loaded_again(loop: Loop) -> None:
+    kept = {}
+
+    def after(step: int, model: nn.Module) -> None:
+        if step == 0:
+            kept.update(copy.deepcopy(model.state_dict()))
+        if step == 1:
+            model.load_state_dict(kept)
+
+    _train(loop, after)
+
+
+# --- writing ---
+
+
+def weights_clamped_after_each_step(loop: Loop) -> None:
+    def after(step: int, model: nn.Module) -> None:
+        for parameter in model.parameters():
+            parameter.data.clamp_(-0.5, 0.5)
+
+    _train(loop, after)
+
+
+def rows_written_and_drawn_anew(loop: Loop) -> None:
+    def after(step: int, model: nn.Module) -> None:
+        model.emb.weight.data[3] = 0.25
+        with torch.no_grad():
+            model.blocks[0].up.weight[2:9].mul_(0.5)
+            nn.init.constant_(model.head.bias, 0.1 * step)
+            model.head.weight.copy_(torch.linspace(-1, 1, 256).view(32, 8))
+
+    _train(loop, after)
+
+
+def averages_swapped_in_by_data(loop: Loop) -> None:
+    """As an EMA lends its weights for an evaluation, and takes them back."""
+
+    def after(step: int, model: nn.Module) -> None:
+        kept = [p.data for p in model.parameters()]
+        for parameter in model.parameters():
+            parameter.data = torch.full(tuple(parameter.shape), 0.01)
+        with torch.no_grad():
+            loop.note(f"lent {step}", model(loop.batch(step))[0])
+        for parameter, values in zip(model.parameters(), kept, strict=True):
+            parameter.data = values
+
+    _train(loop, after)
+
+
+# --- copies ---
+
+
+def a_copy_is_averaged_and_evaluated(loop: Loop) -> None:
+    model, optimizer = loop.ready()
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.7))
+    for step in range(3):
+        loop.backward(loop.loss(model, loop.batch(step)))
+        optimizer.step()
+        optimizer.zero_grad()
+        average.update_parameters(model)
+    with torch.no_grad():
+        loop.note("outputs", average(loop.batch(9))[0])
+    for name, tensor in average.module.state_dict().items():
+        loop.note(name, tensor)
