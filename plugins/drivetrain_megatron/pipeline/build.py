@@ -1,7 +1,7 @@
 """Makes the pipeline of a model: cuts it, leaves each rank its stages, and takes over its calls."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,6 @@ from drivetrain_megatron.pipeline.transfer import Link
 from drivetrain_megatron.recording.calls import ExampleInputs
 from drivetrain_megatron.recording.phases import Recording, block_order, recording_of
 from drivetrain_megatron.stage_links import announce_idle_rounding
-from drivetrain_megatron.state import refusing_forwards
 from drivetrain_megatron.tensor.behavior import Uncompiled
 from drivetrain_megatron.tensor.linear import defer_no_more, defer_weights
 from drivetrain_megatron.tensor.weight_grad import WeightGradients
@@ -135,7 +134,6 @@ class PipelineBuilder:
         }
         device = self._run.world.device
         self.stand_ins = StandIns(model, shapes, homes, self._axis, device)
-        self._model = model
         self._adapted = AdaptedModel(model)
         whole = named_parameters(model).values()
         self._split = split(model, recording, cut, owned, device)
@@ -195,16 +193,16 @@ class PipelineBuilder:
             hook = optimizer.register_step_post_hook(lambda *_: outdate())
             self._handles.append(hook)
 
-    @contextmanager
-    def whole(self, parameters: Sequence[nn.Parameter], modify: bool) -> Iterator[None]:
-        """Context in which parameters of all stages are whole on each, and nobody calls the model.
+    def whole(
+        self, parameters: Sequence[nn.Parameter], modify: bool
+    ) -> AbstractContextManager[None]:
+        """Return the context in which parameters of all stages are whole on each.
 
         Those of this rank's stages are whole already.
         """
         if self.stand_ins is None:
             raise RuntimeError("split() comes before whole()")
-        with self.stand_ins.whole(parameters, modify=modify), refusing_forwards(self._model):
-            yield
+        return self.stand_ins.whole(parameters, modify=modify)
 
     def _trace(self) -> StepTrace | None:
         """Return the writer of traces, if asked for; other pipelines have traces of their own."""
