@@ -20,7 +20,7 @@ from drivetrain.paper.run import PaperRun
 from drivetrain.paper.step import PaperStep
 from drivetrain.paper.work import PaperUnit
 from drivetrain.parts.buckets import MIB
-from drivetrain.parts.naming import named_parameters
+from drivetrain.parts.naming import held_parameters, named_parameters
 from drivetrain.parts.norms import clip_, global_norm
 from drivetrain.parts.replicate import ForwardHook, replicate
 from drivetrain.parts.rounds import Rounds
@@ -149,7 +149,7 @@ class Ddp(Strategy[DdpConfig]):
     def gradients(self, only: Collection[nn.Parameter] | None = None) -> Iterator[Tensor]:
         """Yield the gradients of all parameters, without None."""
         self._rounds.finish()
-        for parameter in self._model.parameters() if only is None else only:
+        for parameter in held_parameters(self._model) if only is None else only:
             if parameter.grad is not None:
                 yield parameter.grad
 

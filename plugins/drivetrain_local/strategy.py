@@ -19,7 +19,7 @@ from drivetrain.log import get_logger
 from drivetrain.paper.run import PaperRun
 from drivetrain.paper.step import PaperStep
 from drivetrain.paper.work import PaperUnit
-from drivetrain.parts.naming import named_parameters
+from drivetrain.parts.naming import clean_name, named_parameters
 from drivetrain.parts.replicate import replicate
 from drivetrain.shards import HeldPart, Reader, Shard
 from drivetrain.strategy import Prepared, Run
@@ -222,7 +222,7 @@ class Local(Stepping):
     ) -> Iterator[None]:
         """Keep the worker's own parameters whole; rank 0's changes become every worker's."""
         chosen = list(parameters)
-        known = {id(p) for p in named_parameters(self._model).values()}
+        known = {id(p) for p in self._model.parameters()}
         if any(id(p) not in known for p in chosen):
             raise UsageError(
                 "expected parameters of the prepared model, found some that it does not have on "
@@ -242,7 +242,7 @@ class Local(Stepping):
         self, parameters: Sequence[nn.Parameter], before: Sequence[Tensor]
     ) -> frozenset[str]:
         """Send the first worker's changes around; return the names of changed parameters."""
-        names = {id(p): name for name, p in named_parameters(self._model).items()}
+        names = {id(p): clean_name(name) for name, p in self._model.named_parameters()}
         pairs = zip(parameters, before, strict=True)
         mine = {names[id(p)] for p, old in pairs if not torch.equal(p, old)}
         # About the whole model: ranks may hold other parameters.

@@ -11,7 +11,7 @@ and one pass over the batch. Only ranks that differ exchange more.
 import ctypes
 import hashlib
 import itertools
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +23,8 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 from drivetrain.collectives import Communicator
 from drivetrain.errors import ConfigError, RankMismatchError
 from drivetrain.links.chosen import LinkMethods
+from drivetrain.parts.guard import Elsewhere
+from drivetrain.parts.naming import named_parameters
 from drivetrain.parts.wrapping import UninheritedHook
 from drivetrain.runtime.mesh import Mesh
 from drivetrain.runtime.precision import Precision
@@ -73,6 +75,7 @@ def advice(mesh: Mesh) -> str:
 class DataParallelCell(Strategy[MegatronConfig]):
     """The methods of a cell that its data-parallel strategy carries out."""
 
+    _model: nn.Module
     _tp: Communicator
     _facts: "dict[str, ParameterFacts]"
     _shares: Shares
@@ -142,6 +145,11 @@ class DataParallelCell(Strategy[MegatronConfig]):
         self._inner.take_links(links)
 
     @property
+    def draws_masks(self) -> bool:
+        """True: masks count elements, and do not depend on a generator."""
+        return True
+
+    @property
     def _is_one_rank(self) -> bool:
         """Whether a cell has one rank, so that the strategy inside does everything."""
         return self.config.tp * self.config.pp == 1
@@ -159,8 +167,9 @@ class DataParallelCell(Strategy[MegatronConfig]):
 
     def gradients(self, only: Collection[nn.Parameter] | None = None) -> Iterator[Tensor]:
         """Yield the pieces of gradient that this rank's optimizers read."""
+        here = None if only is None else [p for p in only if not isinstance(p, Elsewhere)]
         with self._shares.open():
-            return iter(list(self._inner.gradients(only)))
+            return iter(list(self._inner.gradients(here)))
 
     def will_scale(self, factor: float) -> None:
         """Tell the strategy inside."""
@@ -207,6 +216,10 @@ class DataParallelCell(Strategy[MegatronConfig]):
     def unwrap(self, model: nn.Module) -> nn.Module:
         """Return the user's own module."""
         return self._inner.unwrap(model)
+
+    def _chosen(self, only: Collection[nn.Parameter] | None) -> Iterable[nn.Parameter]:
+        chosen = named_parameters(self._model).values() if only is None else only
+        return [p for p in chosen if not isinstance(p, Elsewhere)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,7 +278,7 @@ class SameBatch(UninheritedHook):
         return bool(self._cell)
 
     def _check(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Compare the first forwards: in training their arguments too, else only the mode.
+        """Compare the mode and the arguments of the first forwards, in training and in evaluation.
 
         Raises:
             RankMismatchError: ranks of the cell got different ones; on each of them.
@@ -275,7 +288,7 @@ class SameBatch(UninheritedHook):
         trains = module.training and torch.is_grad_enabled()
         if self._left[trains]:
             self._left[trains] -= 1
-            self._compare([*_mode(module), *(_described(args, kwargs) if trains else [])])
+            self._compare([*_mode(module), *_described(args, kwargs)])
 
     def _compare(self, lines: Sequence[str]) -> None:
         digest = hashlib.sha256("\n".join(lines).encode()).digest()

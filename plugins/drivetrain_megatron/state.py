@@ -4,7 +4,7 @@
 another rank's part is found too. Shards of a checkpoint are put together in ``global_shards.py``.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,10 +16,13 @@ from torch.optim import Optimizer
 from drivetrain.building import Ranges, WeightSource, meta_tensors
 from drivetrain.collectives import Communicator
 from drivetrain.errors import CheckpointError, UsageError
+from drivetrain.parts.guard import Elsewhere
 from drivetrain.parts.naming import named_parameters, persistent_buffers
 from drivetrain.parts.replicate import replicate
 from drivetrain.parts.saved_state import LINKS, check_fits
-from drivetrain.shards import Reader, TensorFacts, state_tensors
+from drivetrain.parts.wrapping import UninheritedHook
+from drivetrain.shards import Readable, Reader, TensorFacts, state_tensors
+from drivetrain.states.copies import copied_state
 from drivetrain.suitability.experiment import misfit
 from drivetrain_megatron.cell import ParameterFacts
 from drivetrain_megatron.tensor.operators import gathered
@@ -217,11 +220,28 @@ def refusing_forwards(model: nn.Module) -> Iterator[None]:
             "first, and use accelerator.inference(model) for evaluation and generation"
         )
 
-    handle = model.register_forward_pre_hook(refuse, prepend=True)
+    handle = model.register_forward_pre_hook(UninheritedHook(refuse), prepend=True)
     try:
         yield
     finally:
         handle.remove()
+
+
+def shows_whole(module: nn.Module, owner: Readable) -> None:
+    """Let ``state_dict()`` of a module be whole, on the CPU: a collective of the cell's ranks.
+
+    With ``keep_vars=True`` it has the parameters themselves.
+    """
+
+    def fill(_: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        own = [value for name, value in state.items() if name.startswith(prefix)]
+        if any(isinstance(value, nn.Parameter) for value in own):
+            return
+        for name, value in copied_state(module, owner).items():
+            state.pop(prefix + name, None)
+            state[prefix + name] = value
+
+    module.register_state_dict_post_hook(UninheritedHook(fill))  # type: ignore[no-untyped-call]
 
 
 _DTYPES = sorted(
@@ -239,10 +259,15 @@ class TensorHome:
 
 
 class WholeState:
-    """The state dict of the whole model, of which each pipeline stage holds some tensors."""
+    """The state dict of the whole model, of which each pipeline stage holds some tensors.
+
+    Attributes:
+        copies: names of the tensors here that count on another stage.
+    """
 
     def __init__(self, model: nn.Module, axis: Communicator, device: torch.device) -> None:
         self._axis, self._device = axis, device
+        self.copies: Collection[str] = ()
         first: dict[int, str] = {}
         self._whole = {
             name: replace(TensorFacts.of(name, t), identity=first.setdefault(id(t), name))
@@ -255,7 +280,8 @@ class WholeState:
         shape = (self._axis.size, len(self._whole), 2)
         table = torch.zeros(shape, dtype=torch.int64, device=self._device)
         table[self._axis.rank] = torch.tensor(
-            [_row(state.get(name)) for name in self._whole], dtype=torch.int64
+            [_row(None if n in self.copies else state.get(n)) for n in self._whole],
+            dtype=torch.int64,
         ).reshape(shape[1:])
         self._axis.all_reduce(table, label="what stages hold").wait()
         rows = table.transpose(0, 1).tolist()
@@ -290,6 +316,6 @@ class WholeState:
 
 
 def _row(tensor: Tensor | None) -> tuple[int, int]:
-    if tensor is None:
+    if tensor is None or isinstance(tensor, Elsewhere):
         return _ABSENT, 0
     return _DTYPES.index(tensor.dtype), int(tensor.requires_grad)

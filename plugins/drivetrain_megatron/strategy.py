@@ -18,6 +18,7 @@ from drivetrain.cost import Cost, ModelSpec
 from drivetrain.log import get_logger
 from drivetrain.model import PLANNING, untouched
 from drivetrain.parts.blocks import repeated_blocks
+from drivetrain.parts.guard import Elsewhere
 from drivetrain.parts.naming import named_parameters, uncompiled
 from drivetrain.parts.norms import clip_, combine_norms
 from drivetrain.shards import (
@@ -46,6 +47,7 @@ from drivetrain_megatron.state import (
     WholeState,
     joined,
     refusing_forwards,
+    shows_whole,
 )
 from drivetrain_megatron.tensor.partition import alike
 
@@ -91,11 +93,6 @@ class Megatron(CellOnPaper, StatesOfCell):
         """Return all ranks on the axis tp, and all on the axis pp."""
         return ({"tp": world_size}, {"pp": world_size})
 
-    @property
-    def draws_masks(self) -> bool:
-        """True: masks count elements, and do not depend on a generator."""
-        return True
-
     def whereabouts(self, module: nn.Module) -> Mapping[str, str]:
         """Return the pipeline stage of each tensor, and whether the ranks of tp divide it."""
         return self._whole.described(module, self._facts)
@@ -133,7 +130,8 @@ class Megatron(CellOnPaper, StatesOfCell):
         self._dropout.attach(model, counting=self._builder is None)
         self._draws.attach(model)
         if self._builder is not None:
-            self._builder.split(model, optimizers)
+            self._builder.split(model, optimizers, self._original.shapes)
+            self._whole.copies = self._builder.copied_buffers
         if self._tensor is not None:
             self._tensor.surround()
         self._dropout.follow(blocks if self._builder is None else self._builder.blocks)
@@ -144,6 +142,7 @@ class Megatron(CellOnPaper, StatesOfCell):
             self._tensor.sum_partial(model, self._facts)
         if self._builder is not None:
             self._pipeline = self._builder.start(model, self._inner, self._dropout)
+            shows_whole(uncompiled(model), self)
         same = SameBatch((self._tp, self._pp), self.run.world)
         if same.matters:
             first = model.register_forward_pre_hook(same, prepend=True, with_kwargs=True)
@@ -207,7 +206,7 @@ class Megatron(CellOnPaper, StatesOfCell):
         counted = [p for p in self._chosen(only) if self._facts[names[p]].saves(self._tp.rank)]
         mine = self._inner.clip_grad_norm(float("inf"), norm_type, only=counted)
         norm = combine_norms(mine, norm_type, (self._tp, self._pp))
-        clip_(list(self._inner.gradients(only)), norm, max_norm)
+        clip_(list(self.gradients(only)), norm, max_norm)
         return norm
 
     def shards(self) -> Iterator[Shard]:
@@ -272,7 +271,7 @@ class Megatron(CellOnPaper, StatesOfCell):
         state = state_tensors(module)
         mine = {name: state[name] for name in names if places[name].rank == self._pp.rank}
         parameters = parameters_among(mine.values())
-        with self._shares.open(), self.gathered(parameters, modify=False):
+        with self._shares.open(), self._whole_here(parameters, modify=False):
             yield {name: self._whole.broadcast(places[name], mine.get(name)) for name in names}
 
     @contextmanager
@@ -280,13 +279,23 @@ class Megatron(CellOnPaper, StatesOfCell):
         self, parameters: Iterable[nn.Parameter], *, modify: bool = True
     ) -> Iterator[None]:
         """Context in which these parameters are whole, as in the user's model, on every rank."""
-        chosen = [each for each in parameters if not each.is_meta]  # not those of other stages
+        chosen = list(parameters)
+        here = [p for p in chosen if not isinstance(p, Elsewhere)]
+        stages = nullcontext() if self._builder is None else self._builder.whole(chosen, modify)
+        with self._whole_here(here, modify=modify), stages:
+            yield
+
+    @contextmanager
+    def _whole_here(self, chosen: Sequence[nn.Parameter], *, modify: bool) -> Iterator[None]:
+        """Context in which parameters of this rank's stages are whole."""
         partitions = {p: self._facts[self._original.names[p]].partition for p in chosen}
         with (
             self._shares.open(),
             self._inner.gathered(chosen, modify=modify),
             joined(self._tp, partitions, modify=modify),
-            refusing_forwards(self._model) if any(partitions.values()) else nullcontext(),
+            refusing_forwards(self._model)
+            if self._builder or any(partitions.values())
+            else nullcontext(),
             self._shares.without(chosen),
         ):
             yield
@@ -325,6 +334,3 @@ class Megatron(CellOnPaper, StatesOfCell):
                 partition = alike(facts.shape[0], self._tp.size) if facts.shape else None
             if partition is not None:
                 self._shares.add(name, parameter, partition, facts.shape)
-
-    def _chosen(self, only: Collection[nn.Parameter] | None) -> Iterable[nn.Parameter]:
-        return named_parameters(self._model).values() if only is None else only

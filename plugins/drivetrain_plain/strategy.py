@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from drivetrain.collectives import connect, sent_elements
 from drivetrain.cost import Cost, ModelSpec
+from drivetrain.parts.naming import held_parameters
 from drivetrain.parts.norms import clip_, global_norm
 from drivetrain.parts.replicate import replicate
 from drivetrain.parts.rounds import on_gradient
@@ -79,7 +80,7 @@ class Plain(Strategy[PlainConfig]):
     def gradients(self, only: Collection[nn.Parameter] | None = None) -> Iterator[Tensor]:
         """Yield the gradients of all parameters, without None."""
         self._average()
-        chosen = self._model.parameters() if only is None else only
+        chosen = held_parameters(self._model) if only is None else only
         return (p.grad for p in chosen if p.grad is not None)
 
     def clip_grad_norm(
@@ -161,7 +162,7 @@ class Plain(Strategy[PlainConfig]):
         if not self._pending or self._ranks.size == 1:
             return
         self._pending = False
-        for parameter in self._model.parameters():
+        for parameter in held_parameters(self._model):
             if parameter.requires_grad:
                 parameter.grad = self._mean(parameter)
         replicate(self._model.buffers(), self._ranks, "buffers after backward")

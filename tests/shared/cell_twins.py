@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from drivetrain import Accelerator
+from drivetrain.parts.naming import named_parameters
 from huggingface_models import logits_of
 
 EXACT = {"rtol": 1e-10, "atol": 1e-12}
@@ -85,7 +86,7 @@ class Twins:
 
     def check_gradients(self, **tolerance: float) -> None:
         whole = dict(self.twin.named_parameters())
-        for name, parameter in self.model.named_parameters():
+        for name, parameter in named_parameters(self.model).items():
             torch.testing.assert_close(
                 parameter.grad,
                 whole[name].grad,

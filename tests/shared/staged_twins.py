@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from drivetrain import Accelerator
+from drivetrain.parts.naming import named_parameters
 from drivetrain.testing.conformance.twins import everyone
 
 EXACT = {"rtol": 1e-10, "atol": 1e-12}
@@ -63,7 +64,7 @@ class Twins:
     def check_gradients(self, **tolerance):
         """Compare the gradients of this rank's stages, and delete them."""
         whole = dict(self.twin.named_parameters())
-        for name, parameter in self.model.named_parameters():
+        for name, parameter in named_parameters(self.model).items():
             torch.testing.assert_close(
                 parameter.grad,
                 whole[name].grad,

@@ -19,9 +19,17 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves
 
 from drivetrain.errors import CollectiveError, UsageError
-from drivetrain.model import untouched
-from drivetrain_megatron.pipeline.batches import MicroBatch, cut_at, first_rows, rows_of
-from drivetrain_megatron.pipeline.joining import Dims, is_same, join, joined_dim
+from drivetrain.model import is_left_equal, untouched
+from drivetrain_megatron.pipeline.batches import (
+    Dims,
+    MicroBatch,
+    cut_at,
+    first_rows,
+    is_same,
+    join,
+    joined_dim,
+    rows_of,
+)
 from drivetrain_megatron.pipeline.local import LocalStages
 from drivetrain_megatron.pipeline.stages import Stage
 from drivetrain_megatron.recording.proxy import StageProxy
@@ -94,6 +102,11 @@ def random_tensors(
         else torch.zeros(shape, dtype=dtype, device=device)
         for shape, dtype in metas
     ]
+
+
+def precise(dtype: torch.dtype) -> torch.dtype:
+    """Return a dtype in which equal numbers show: fp32 for halves."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 def _random(shape: tuple[int, ...]) -> Tensor:
@@ -236,7 +249,8 @@ class BatchTrial:
         cuts: bool,
     ) -> Division:
         rows = first_rows(leaves)
-        outline = self._stages.outline(MicroBatch(tuple(args), kwargs, rows, targets))
+        with self._stages.left.noting():
+            outline = self._stages.outline(MicroBatch(tuple(args), kwargs, rows, targets))
         _check_seen(outline)
         proxies = [x for x in tree_leaves(outline) if isinstance(x, StageProxy)]
         self._check_alike(tree_flatten(outline)[1], proxies)
@@ -302,17 +316,21 @@ class BatchTrial:
         joins: Sequence[Dims],
         kept: frozenset[int],
     ) -> bool:
-        """Whether the blocks of a stage give the same for the whole and for its parts."""
+        """Whether the blocks of a stage give the same for the whole and for its parts.
+
+        Whatever the whole leaves behind, such as statistics and counts, parts must not change.
+        """
+        left = self._stages.left
         before = stage.receives(whole.args, whole.kwargs)
         received = random_tensors([meta[:2] for meta in before], self._stages.device)
         along = joins[stage.blocks.start - 1][: len(before)] if before else ()
         sizes = [stage.receives(part.args, part.kwargs) for part in parts]
         shares = cut_tensors(received, along, sizes)
-        expected = self._run(stage, whole, received, kept)
+        expected, changed = self._run(stage, whole, received, kept), left.state()
         found = [
             self._run(stage, part, share, kept) for part, share in zip(parts, shares, strict=True)
         ]
-        return all(
+        return is_left_equal(changed, left.state()) and all(
             is_same(join([part[block][place] for part in found], dim), tensor)
             for block, tensors in expected.items()
             for place, (tensor, dim) in enumerate(zip(tensors, joins[block], strict=False))

@@ -1,6 +1,7 @@
 """Makes the pipeline of a model: cuts it, leaves each rank its stages, and takes over its calls."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ from drivetrain.errors import UsageError
 from drivetrain.log import get_logger
 from drivetrain.model.look import Look
 from drivetrain.parts.blocks import NamedModule
-from drivetrain.parts.naming import named_parameters
+from drivetrain.parts.guard import Elsewhere
+from drivetrain.parts.naming import clean_name, named_parameters
 from drivetrain.parts.wrapping import unwrap_forward, wrap_forward
 from drivetrain.strategy import Run, Strategy
 from drivetrain_megatron.adapted import AdaptedModel
@@ -29,6 +31,7 @@ from drivetrain_megatron.pipeline.levels import PipelinedModel
 from drivetrain_megatron.pipeline.local import LocalStages, StageParts
 from drivetrain_megatron.pipeline.other_stages import SharedParameters
 from drivetrain_megatron.pipeline.stages import Split, split
+from drivetrain_megatron.pipeline.stand_ins import StandIns
 from drivetrain_megatron.pipeline.timing import StepTrace
 from drivetrain_megatron.pipeline.transfer import Link
 from drivetrain_megatron.recording.calls import ExampleInputs
@@ -50,6 +53,7 @@ class PipelineBuilder:
 
     Attributes:
         blocks: the modules between whose calls stages begin, whichever rank they are on.
+        stand_ins: the parameters of other stages, after ``split``.
         copied_buffers: names of the buffers here that count on an earlier rank of the pipeline.
     """
 
@@ -76,6 +80,7 @@ class PipelineBuilder:
         self._handles: list[RemovableHandle] = []
         self._pipeline: PipelinedModel | None = None
         self.copied_buffers: frozenset[str] = frozenset()
+        self.stand_ins: StandIns | None = None
 
     def plan(self, model: nn.Module, inputs: ExampleInputs) -> None:
         """Record the whole model and find where the stages may begin.
@@ -99,8 +104,16 @@ class PipelineBuilder:
         bounds = share_facts(list(cut.bounds), list[int], doing="the choice of stages")
         self._planned = recording, StageCut(tuple(bounds))
 
-    def split(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        """Reduce the model to this rank's stages, and the optimizers to their parameters."""
+    def split(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        shapes: Mapping[str, Sequence[int]],
+    ) -> None:
+        """Reduce the model to this rank's stages, and the optimizers to their parameters.
+
+        Shapes are those of the user's whole parameters, by name.
+        """
         if self._planned is None:
             raise RuntimeError("plan() comes before split()")
         recording, cut = self._planned
@@ -115,14 +128,21 @@ class PipelineBuilder:
             for name in use.names
             if cut.stage_of(min(use.phases, default=0)) % self._axis.size != rank
         )
+        homes = {
+            clean_name(name): cut.stage_of(min(use.phases, default=0)) % self._axis.size
+            for name, use in recording.parameters.items()
+        }
+        device = self._run.world.device
+        self.stand_ins = StandIns(model, shapes, homes, self._axis, device)
         self._adapted = AdaptedModel(model)
         whole = named_parameters(model).values()
-        self._split = split(model, recording, cut, owned, self._run.world.device)
+        self._split = split(model, recording, cut, owned, device)
         self._shared = SharedParameters(model, self._split.ties, owned, self._axis.size, self._link)
         here = {id(parameter) for parameter in named_parameters(model).values()}
         elsewhere = {id(parameter) for parameter in whole} - here
         for optimizer in optimizers:
             _take_out(optimizer, elsewhere)
+        self.stand_ins.free()
         self._optimizers = tuple(optimizers)
         for stage, line in stage_report(recording, cut, self._axis.size).items():
             logger.announce(f"stage {stage}: {line}")
@@ -152,20 +172,37 @@ class PipelineBuilder:
             self.follow(optimizer)
 
         def call(module: nn.Module, compute: Any, args: Any, kwargs: Any) -> Any:
-            return pipeline.call(args, kwargs)
+            # A copy, of all parameters, computes by itself.
+            return pipeline.call(args, kwargs) if module is model else compute(*args, **kwargs)
 
         wrap_forward(model, _ORIGINAL, call)
         if self._adapted is not None:
             self._adapted.redirect()
+        if self.stand_ins is not None:
+            self.stand_ins.put()
+            self._shared.hide(self.stand_ins.has_gradients, self._run.world.device)
         return pipeline
 
     def follow(self, optimizer: Optimizer) -> None:
-        """Let copies of shared parameters be made anew after each step of an optimizer."""
+        """Let an optimizer step this rank's parameters, and copies of shared ones follow."""
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        _take_out(optimizer, {id(p) for p in held if isinstance(p, Elsewhere)})
         # A forward between backward and step refreshes copies, but of values before the step.
         outdate = self._pipeline.stages.outdate if self._pipeline is not None else None
         if outdate is not None:
             hook = optimizer.register_step_post_hook(lambda *_: outdate())
             self._handles.append(hook)
+
+    def whole(
+        self, parameters: Sequence[nn.Parameter], modify: bool
+    ) -> AbstractContextManager[None]:
+        """Return the context in which parameters of all stages are whole on each.
+
+        Those of this rank's stages are whole already.
+        """
+        if self.stand_ins is None:
+            raise RuntimeError("split() comes before whole()")
+        return self.stand_ins.whole(parameters, modify=modify)
 
     def _trace(self) -> StepTrace | None:
         """Return the writer of traces, if asked for; other pipelines have traces of their own."""

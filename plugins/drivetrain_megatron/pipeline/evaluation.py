@@ -9,8 +9,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 
 from drivetrain.errors import UsageError
 from drivetrain_megatron.pipeline.batch_trial import Division
-from drivetrain_megatron.pipeline.batches import MicroBatch
-from drivetrain_megatron.pipeline.joining import Dims
+from drivetrain_megatron.pipeline.batches import Dims, MicroBatch
 from drivetrain_megatron.pipeline.local import LocalStages
 from drivetrain_megatron.pipeline.whole_batch import joined_blocks, joined_outputs
 from drivetrain_megatron.pipeline.worker import StageWorker
@@ -47,21 +46,18 @@ class Evaluation:
         outline = stages.outline(whole)
         leaves, tree = tree_flatten(outline)
         sources = self._sources.get(kind)
-        workers = stages.run_forwards(batches, division.kept if dims is None else None)
+        workers = stages.run_forwards(
+            batches, division.kept if dims is None or len(batches) == 1 else None
+        )
         asked = workers.keys() if sources is None else {stages.count - 1, *sources}
         passed = [output for worker in workers.values() for output in worker.outputs.values()]
-        if dims is None:
-            outputs = {
-                index: self._finished(worker, whole, division)
-                for index, worker in sorted(workers.items())
-                if index in asked
-            }
-        else:
-            outputs = {
-                index: joined_outputs(worker.outputs, dims, _as_it_is)
-                for index, worker in workers.items()
-                if worker.stage.is_last
-            }
+        outputs = {
+            index: joined_outputs(worker.outputs, dims or (), _as_it_is)
+            if worker.kept is None
+            else self._finished(worker, whole, division)
+            for index, worker in sorted(workers.items())
+            if worker.stage.is_last or (index in asked and worker.kept is not None)
+        }
         if sources is None:
             self._check_trees([*passed, *outputs.values()], tree)
             sources = self._sources[kind] = self._found(leaves, outputs)
@@ -74,9 +70,9 @@ class Evaluation:
         return tree_unflatten(found, tree)
 
     def _finished(self, worker: StageWorker, whole: MicroBatch, division: Division) -> Any:
-        return self._stages.finish(
-            worker.stage, whole, joined_blocks(worker.made, division, _as_it_is)
-        )
+        given = joined_blocks(worker.made, division, _as_it_is)
+        again = len(worker.made) == 1
+        return self._stages.finish(worker.stage, whole, given, again=again)
 
     def _check_trees(self, outputs: Iterable[Any], expected: TreeSpec) -> None:
         """Check that blocks contribute to the output by their results alone."""
@@ -101,8 +97,10 @@ class Evaluation:
             missing = leaves[found.index(-1)]
             raise UsageError(
                 f"expected an output whose tensors follow from blocks of one pipeline stage, found "
-                f"one of shape {tuple(missing.shape)} that follows from several: return the parts "
-                "and put them together outside of the model"
+                f"one of shape {tuple(missing.shape)} that follows from several, or from a "
+                "parameter that the model's first forward did not use and that lies on another "
+                "stage: return the parts and put them together outside of the model, or use no "
+                "pipeline (pp: 1)"
             )
         return found
 

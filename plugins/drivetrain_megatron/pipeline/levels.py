@@ -25,9 +25,8 @@ from drivetrain.errors import UsageError
 from drivetrain.log import get_logger
 from drivetrain_megatron.config import MegatronConfig
 from drivetrain_megatron.pipeline.batch_trial import BatchTrial, Division
-from drivetrain_megatron.pipeline.batches import MicroBatch, cut_batch
+from drivetrain_megatron.pipeline.batches import Dims, MicroBatch, cut_batch
 from drivetrain_megatron.pipeline.evaluation import Evaluation
-from drivetrain_megatron.pipeline.joining import Dims
 from drivetrain_megatron.pipeline.local import LocalStages
 from drivetrain_megatron.pipeline.loss import (
     LossOrigin,
@@ -35,12 +34,14 @@ from drivetrain_megatron.pipeline.loss import (
     behind_inputs,
     handed_out,
     loss_in,
+    mark_beside,
     mark_elsewhere,
     origins_of,
     refuse_options,
     running,
 )
 from drivetrain_megatron.pipeline.loss_trial import LossTrial
+from drivetrain_megatron.pipeline.other_stages import with_copies
 from drivetrain_megatron.pipeline.schedules import Action, ActionKind
 from drivetrain_megatron.pipeline.shares import Weights
 from drivetrain_megatron.pipeline.timing import StepTrace
@@ -163,40 +164,40 @@ class PipelinedModel:
 
     # --- forward ---
 
+    @with_copies
     def call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Carry out a call of the model; return its output, or proxies."""
         self.stages.refresh()
         if not torch.is_grad_enabled():
             call = self._divided(args, kwargs)
-            dims = self._losses.outputs(call.kind, call.whole, call.division)
+            dims = self._outputs(call)
             return self._evaluation.run(call.kind, call.parts, call.whole, call.division, dims)
         self._begin()
         if self.shares_outputs:
             self._announce("L1", "all forwards, then all backwards; every stage gets the output")
             call = self._divided(args, kwargs)
-            dims = self._losses.outputs(call.kind, call.whole, call.division)
-            return self._forward_all(call, dims, shared=True).output
+            return self._forward_all(call, self._outputs(call), shared=True).output
         if self._windowed:
             self._announce("L1b", "1F1B over the accumulation window")
             first = self.stages.dropout.take(1)
             (batch,) = cut_batch(args, kwargs, 1)
             return self._window.call(replace(batch, number=first))
         call = self._divided(args, kwargs)
-        with torch.enable_grad():
-            outline = self.stages.outline(call.parts[0])
+        outline = self.stages.outline(call.whole) if len(call.parts) > 1 else None
         loss = find_loss(outline)
         if loss is None:
             self._announce("L1", "all forwards, then all backwards")
-            dims = self._losses.outputs(call.kind, call.whole, call.division)
-            return self._forward_all(call, dims).output
+            return self._forward_all(call, self._outputs(call)).output
         weights = self._weights(call, loss_in)
         self._announce("L2", f"the model makes its loss: {self._order(weights)}")
         if weights is Weights.NONE:
             return self._forward_all(call).output
         promised = PromisedLoss(self.stages, call.parts, loss.dtype, weights)
         self._pending[promised.origin] = promised
+        mark_beside(outline)
         return tree_map(lambda x: promised.loss if x is loss else x, outline)
 
+    @with_copies
     def loss(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], targets: Any, loss_fn: LossOf
     ) -> Tensor:
@@ -238,8 +239,8 @@ class PipelinedModel:
                 raised = f" Parts of a batch raised {division.failure}." if division.failure else ""
                 self._say(
                     "these calls are not cut into micro-batches: for no dim of the inputs do the "
-                    "blocks give for parts of a batch what they give for the whole (BatchNorm in "
-                    f"training does not, for one).{raised} Stages wait for each other"
+                    "blocks give, and leave in buffers, for parts what they do for the whole "
+                    f"(BatchNorm in training does not).{raised} Stages wait for each other"
                 )
             count = 1
         batches = cut_batch(args, kwargs, count, targets, division.dims)
@@ -264,6 +265,11 @@ class PipelinedModel:
                 "batch, after the forwards of all micro-batches"
             )
         return found
+
+    def _outputs(self, call: "_Call") -> Dims | None:
+        """Return how outputs of micro-batches are joined; None where they are not."""
+        one = len(call.parts) == 1
+        return () if one else self._losses.outputs(call.kind, call.whole, call.division)
 
     def _order(self, weights: Weights) -> str:
         return "all forwards first" if weights is Weights.NONE else self._config.schedule
@@ -293,6 +299,7 @@ class PipelinedModel:
 
     # --- backward ---
 
+    @with_copies
     def backward(self, loss: Tensor, *, synchronize: bool, **options: Any) -> None:
         """Run the backward of calls on all stages, for a loss made of their outputs.
 

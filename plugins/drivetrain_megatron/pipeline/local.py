@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from drivetrain.collectives import Communicator
 from drivetrain.errors import UsageError
+from drivetrain.model import LeftBehind
 from drivetrain.ranges import STAGE, named_range
 from drivetrain.strategy import Strategy
 from drivetrain_megatron.dropout.chain import Dropout
@@ -138,6 +139,8 @@ class LocalStages:
     Attributes:
         workers: by index of the stage.
         count: how many stages there are on all ranks.
+        left: what a forward changes outside of blocks, so that it does so once in each call.
+        shared: the parameters that stages share.
         replicas_decide: whether the ranks of other replicas take part in decisions.
         spans: when the actions of this step ran.
     """
@@ -153,9 +156,10 @@ class LocalStages:
         self.replicas_decide = inner.forward_is_collective and parts.replicas.size > 1
         together = (*parts.cell, parts.replicas) if self.replicas_decide else parts.cell
         self._together = [axis for axis in together if axis.size > 1]
-        self._shared, self._weights = parts.shared, parts.weights
+        self.shared, self._weights = parts.shared, parts.weights
         self.ranks, self.rank = parts.axis.size, parts.axis.rank
         self.count = parts.axis.size * len(split.stages)
+        self.left = LeftBehind(split.model, split.inside)
         self.workers = {stage.index: self._worker(stage) for stage in split.stages}
         self._interpreter = Interpreter(self.workers, self.count, parts.link)
         self._stale, self._trained = False, True
@@ -194,7 +198,7 @@ class LocalStages:
     def outline(self, batch: MicroBatch) -> Any:
         """Return the model's output as proxies, without computing any block."""
         stage = next(iter(self.workers.values())).stage
-        with self.dropout.forward(batch.number), self.inner.running():
+        with self.left.undone(), self.dropout.forward(batch.number), self.inner.running():
             return stage.run_ambient(batch.args, batch.kwargs)
 
     def dtype(self, batch: MicroBatch) -> torch.dtype:
@@ -203,13 +207,27 @@ class LocalStages:
         dtypes = {meta.dtype for meta in stage.ends(batch.args, batch.kwargs)}
         return torch.float64 if torch.float64 in dtypes else torch.float32
 
-    def finish(self, stage: Stage, batch: MicroBatch, given: Mapping[int, Sequence[Tensor]]) -> Any:
+    def finish(
+        self,
+        stage: Stage,
+        batch: MicroBatch,
+        given: Mapping[int, Sequence[Tensor]],
+        *,
+        again: bool = False,
+    ) -> Any:
         """Return the model's output for a whole batch whose blocks gave these tensors.
+
+        Args:
+            stage: this one.
+            batch: whole.
+            given: by block.
+            again: whether an earlier pass of the whole batch has left all behind.
 
         Raises:
             UsageError: as in ``Stage.run``; other stages are told that this one fails.
         """
-        with self.telling(), self.dropout.forward(batch.number), self.inner.running():
+        left = self.left.undone(everything=again)
+        with self.telling(), left, self.dropout.forward(batch.number), self.inner.running():
             return stage.finish(batch.args, batch.kwargs, given)
 
     @contextmanager
@@ -228,7 +246,9 @@ class LocalStages:
         """Run blocks without backward, by workers of their own; return these, by their stage."""
         workers = {index: self._worker(worker.stage) for index, worker in self.workers.items()}
         for worker in workers.values():
-            worker.batches, worker.kept = dict(enumerate(batches)), kept
+            # One batch alone has its whole output on the last stage.
+            goes_on = worker.stage.is_last and len(batches) == 1
+            worker.batches, worker.kept = dict(enumerate(batches)), None if goes_on else kept
         self._interpreter.run(self.forwards(range(len(batches))), workers)
         return workers
 
@@ -291,10 +311,10 @@ class LocalStages:
         """
         trains = torch.is_grad_enabled()
         if self._stale or trains != self._trained:
-            self._shared.refresh(self.inner)
+            self.shared.refresh(self.inner)
         elif not self.inner.forward_is_collective:  # else parameters lie in shards
             with self.telling():
-                self._shared.check_unchanged()
+                self.shared.check_unchanged()
         self._stale, self._trained = False, trains
 
     def outdate(self) -> None:
@@ -311,6 +331,8 @@ class LocalStages:
             worker.clear()
 
     def _worker(self, stage: Stage) -> StageWorker:
+        is_first_here = stage.index == self.rank
+        left = nullcontext if is_first_here else self.left.undone
         return StageWorker(
-            stage, self.inner, self._shared, self._weights, self.dropout, self.device
+            stage, self.inner, self.shared, self._weights, self.dropout, self.device, left
         )

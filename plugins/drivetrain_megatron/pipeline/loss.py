@@ -29,6 +29,7 @@ from drivetrain_megatron.recording.proxy import (
     OWN_BACKWARD,
     StageProxy,
     resolve,
+    same_value,
     slope_of,
 )
 
@@ -38,6 +39,10 @@ _KEY = "drivetrain_megatron.call"
 
 _ELSEWHERE = "a tensor of an earlier stage"
 """Stands among the origins of a proxy for a part of the output that the last stage lacks."""
+
+
+_BESIDE = "a tensor beside the model's loss"
+"""Stands among the origins of a proxy for what comes with a loss that is promised."""
 
 
 class LossOrigin:
@@ -90,6 +95,13 @@ def mark_elsewhere(output: Any, blocks: range) -> None:
     for leaf in tree_leaves(output):
         if isinstance(leaf, StageProxy) and leaf.requires_grad and not leaf.blocks <= {*blocks}:
             leaf.origins = frozenset({_ELSEWHERE})
+
+
+def mark_beside(output: Any) -> None:
+    """Let the proxies of an output know that they stand beside a loss that is promised."""
+    for leaf in tree_leaves(output):
+        if isinstance(leaf, StageProxy) and leaf.requires_grad:
+            leaf.origins = frozenset({_BESIDE})
 
 
 def behind_inputs(output: Any, batch: MicroBatch) -> Any:
@@ -149,7 +161,15 @@ def origins_of(loss: Tensor) -> frozenset[LossOrigin]:
             "would begin on another stage. Let the blocks pass this tensor on with their output, "
             "or use no pipeline (pp: 1)"
         )
-    if not found - {OTHER}:
+    if _BESIDE in found:
+        raise UsageError(
+            "expected the loss that the model returned, or a multiple of it, found a loss made of "
+            "a tensor that it returned beside (logits, hidden states): with micro-batches the "
+            "forward runs inside of accelerator.backward(loss). Let the model return no loss in "
+            "such calls (models of Hugging Face: leave labels out) and make all of it outside, "
+            "make it in a function for accelerator.pipeline_step(), or set micro_batches: 1"
+        )
+    if not found - {OTHER} and not (OTHER in found and isinstance(loss, StageProxy)):
         raise UsageError(
             "expected a loss made of a tensor that the model returned, found none in it: call the "
             "model with gradients enabled, make the loss of its output, and let it return tensors "
@@ -231,6 +251,8 @@ class PromisedLoss:
         self._made_outside = loss_of is not None
         self._autocast = _autocast(stages.device)
         self.loss: StageProxy = StageProxy.like((), dtype, stages.device, requires_grad=True)
+        # The script may change its own in place.
+        self._promised = same_value(self.loss)
         self.origin = LossOrigin()
         self.origin.mark(self.loss)
 
@@ -242,7 +264,7 @@ class PromisedLoss:
         Where the loss does not count, backward begins nowhere.
         """
         stages = self._stages
-        factor = _factor(loss, self.loss)
+        factor = _factor(loss, self._promised)
         shares = shares_of(self._weights, self._batches, self._outline)
         plan = make_schedule(schedule, stages.ranks, len(self._batches), len(stages.workers))
         actions = plan.ranks[stages.rank]
@@ -264,7 +286,7 @@ class PromisedLoss:
                 if share:  # the loss of others may be no number
                     total += stages.last.losses[index] * share
         stages.broadcast(total, "value of the loss")
-        resolve(self.loss, total)
+        resolve(self._promised, total)
 
     def _made(self, loss_of: LossOf, output: Any, targets: Any) -> Tensor:
         """Make the loss of the model's output; whatever else goes in must want no gradient."""

@@ -26,11 +26,18 @@ from drivetrain.parts.wrapping import UninheritedHook
 from drivetrain_megatron.pipeline.batch_trial import (
     Division,
     cut_tensors,
+    precise,
     random_tensors,
     trial_parts,
 )
-from drivetrain_megatron.pipeline.batches import MicroBatch
-from drivetrain_megatron.pipeline.joining import Dims, is_same, join, joined_dim, tolerance
+from drivetrain_megatron.pipeline.batches import (
+    Dims,
+    MicroBatch,
+    is_same,
+    join,
+    joined_dim,
+    tolerance,
+)
 from drivetrain_megatron.pipeline.local import LocalStages
 from drivetrain_megatron.pipeline.other_stages import ProxyPlace, hidden
 from drivetrain_megatron.pipeline.shares import TargetCounter, Weights, has_negative
@@ -42,7 +49,6 @@ from drivetrain_megatron.recording.proxy import StageProxy
 logger = get_logger(__name__)
 
 _Given = Mapping[int, Sequence[Tensor]]
-
 _Answer = TypeVar("_Answer")
 
 
@@ -117,12 +123,12 @@ class LossTrial:
             self._dims[kind] = None if failed else found
         return self._dims[kind]
 
-    def _tried(self, division: Division, ask: Callable[["_Trial"], _Answer]) -> _Answer | None:
+    def _tried(self, division: Division, ask: Callable[["_LastStage"], _Answer]) -> _Answer | None:
         """Return the answer of a trial on the last stage; None if the model refuses the values."""
         last = self._stages.last
         if last is None:
             return None
-        trial = _Trial(self._stages, last.stage, division)
+        trial = _LastStage(self._stages, last.stage, division)
         try:
             with untouched(self._model):
                 _take_hooks(self._model)
@@ -222,7 +228,7 @@ class _Observer(TargetCounter):
         return result
 
 
-class _Trial:
+class _LastStage:
     """One trial on the last stage."""
 
     def __init__(self, stages: LocalStages, stage: Stage, division: Division) -> None:
@@ -261,8 +267,8 @@ class _Trial:
             dim = None
             if isinstance(whole, Tensor):
                 dim = joined_dim(tuple(whole.shape), [tuple(part.shape) for part in parts])
-                alike = [join(parts, dim)] if dim is not None else parts
-                if not all(is_same(each, whole) for each in alike):
+                # Without rows it may be a mean or a count, which are equal here by chance.
+                if dim is None or not is_same(join(parts, dim), whole):
                     return None
             dims.append(dim)
         return tuple(dims)
@@ -282,7 +288,7 @@ class _Trial:
         metas = [self._stage.given(part.args, part.kwargs) for part in (whole, *parts)]
         given = {
             block: random_tensors(
-                [(shape, _precise(dtype)) for shape, dtype, _ in metas[0][block]],
+                [(shape, precise(dtype)) for shape, dtype, _ in metas[0][block]],
                 self._stages.device,
             )
             for block in sorted(self._division.kept)
@@ -363,14 +369,9 @@ def _holds(
     return moved
 
 
-def _precise(dtype: torch.dtype) -> torch.dtype:
-    """Return a dtype in which equal numbers show: fp32 for halves."""
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
-
-
 def _random_parameter(like: Tensor, device: torch.device) -> Tensor:
     """Return random numbers for a parameter, of a size at which outputs are about 1."""
-    (found,) = random_tensors([(tuple(like.shape), _precise(like.dtype))], device)
+    (found,) = random_tensors([(tuple(like.shape), precise(like.dtype))], device)
     return found / max(like.shape[-1], 1) ** 0.5 if like.dim() > 1 else 1.0 + 0.1 * found
 
 

@@ -7,11 +7,12 @@ forward the owner's new values go to the copies. So nothing is counted twice, an
 drift apart.
 """
 
+import functools
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,9 +22,12 @@ from drivetrain.errors import UsageError
 from drivetrain.strategy import Strategy
 from drivetrain_megatron.marks import absent_like, is_absent
 from drivetrain_megatron.pipeline.cut import StageCut
+from drivetrain_megatron.pipeline.stand_ins import ParameterProxy, SharedCopy
 from drivetrain_megatron.pipeline.transfer import Direction, Link, Message, Meta
 from drivetrain_megatron.recording.phases import Recording, Use
 from drivetrain_megatron.recording.proxy import StageProxy
+
+MethodT = TypeVar("MethodT", bound=Callable[..., Any])
 
 _HOOKS = (
     "_forward_hooks",
@@ -103,7 +107,9 @@ def place_of(model: nn.Module, full_name: str, device: torch.device) -> ProxyPla
     """Return where a proxy can stand for a parameter or buffer."""
     prefix, _, name = full_name.rpartition(".")
     module = model.get_submodule(prefix)
-    return ProxyPlace(module, name, StageProxy.of(getattr(module, name), device))
+    value = getattr(module, name)
+    kind = ParameterProxy if isinstance(value, nn.Parameter | ParameterProxy) else StageProxy
+    return ProxyPlace(module, name, kind.of(value, device))
 
 
 def take_away(places: Iterable[ProxyPlace]) -> None:
@@ -165,6 +171,26 @@ class SharedParameters:
                     self._lent.append((number, tie, names[tie.name], elsewhere))
             elif copy := next((stage for stage in elsewhere if stage % ranks == rank), None):
                 self._copies.append((number, tie, _take_out(model, names[tie.name]), copy))
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Context in which copies have their values and gradients; nobody else gets at them."""
+        copies: list[Any] = [c for _, _, c, _ in self._copies if type(c) is SharedCopy]
+        for copy in copies:
+            copy.__class__ = nn.Parameter
+        try:
+            yield
+        finally:
+            for copy in copies:
+                copy.__class__ = SharedCopy
+
+    def hide(self, has_gradient: Callable[[], bool], device: torch.device) -> None:
+        """Let copies be seen in ``computing`` alone from now on."""
+        for _, _, copy, _ in self._copies:
+            proxy = ParameterProxy.of(copy, device)
+            proxy.has_gradient = has_gradient
+            hidden: Any = copy
+            hidden.__class__, hidden._proxy = SharedCopy, proxy
 
     def materialize(self, source: WeightSource, device: torch.device) -> None:
         """Give copies their values, where the model was built without any."""
@@ -233,6 +259,17 @@ class SharedParameters:
                 )
 
 
+def with_copies(method: MethodT) -> MethodT:
+    """Let a method of a pipeline, which has ``stages``, compute with copies."""
+
+    @functools.wraps(method)
+    def inside(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with self.stages.shared.computing():
+            return method(self, *args, **kwargs)
+
+    return cast(MethodT, inside)
+
+
 def _glimpse(parameter: Tensor) -> Tensor:
     """Return some elements of a parameter, from all over it."""
     flat = parameter.detach().flatten()
@@ -240,11 +277,12 @@ def _glimpse(parameter: Tensor) -> Tensor:
 
 
 def _take_out(model: nn.Module, parameter: nn.Parameter) -> Tensor:
-    """Make a parameter an ordinary attribute: forward finds it, ``parameters()`` does not."""
+    """Put a copy in its memory into ordinary attributes: forward finds it, no list has it."""
+    copied = nn.Parameter(parameter.detach(), parameter.requires_grad)
     for module in model.modules():
         names: Mapping[str, nn.Parameter | None] = dict(module._parameters)
         for name, found in names.items():
             if found is parameter:
                 del module._parameters[name]
-                module.__dict__[name] = parameter
-    return parameter
+                module.__dict__[name] = copied
+    return copied

@@ -229,12 +229,15 @@ class Split:
     """The stages that one rank holds of a model; made by ``split``.
 
     Attributes:
+        model: the module that was cut.
+        inside: identities of the modules inside of blocks.
         stages: in the order of their indices.
         ties: the parameters that several stages use, of all stages.
     """
 
     def __init__(self, parts: ModelParts, stages: tuple[Stage, ...], tied: tuple[Tie, ...]) -> None:
         self._parts = parts
+        self.model, self.inside = parts.model, parts.inside
         self.stages = stages
         self.ties = tied
 

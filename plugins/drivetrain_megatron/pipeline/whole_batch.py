@@ -14,8 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_structure, tree_unflatten
 
 from drivetrain_megatron.pipeline.batch_trial import Division
-from drivetrain_megatron.pipeline.batches import MicroBatch
-from drivetrain_megatron.pipeline.joining import Dims, join
+from drivetrain_megatron.pipeline.batches import Dims, MicroBatch, join
 from drivetrain_megatron.pipeline.local import LocalStages
 from drivetrain_megatron.pipeline.loss import LossOrigin, behind_inputs, mark_elsewhere
 from drivetrain_megatron.pipeline.worker import LossOf, StageWorker
@@ -44,13 +43,18 @@ def joined_blocks(made: Made, division: Division, leaf_of: LeafOf) -> dict[int, 
 
 
 def joined_outputs(outputs: Mapping[int, Any], dims: Dims, leaf_of: LeafOf) -> Any:
-    """Return the output of the whole batch, made of those of micro-batches by number."""
+    """Return the output of the whole batch, made of those of micro-batches by number.
+
+    A single micro-batch needs no dims.
+    """
     flat = {number: tree_leaves(output) for number, output in outputs.items()}
+    firsts = next(iter(flat.values()))
+    along = dims if len(flat) > 1 else (None,) * len(firsts)
     found = [
         join([leaf_of(number, leaves[place]) for number, leaves in flat.items()], dim)
         if isinstance(first, Tensor)
         else first
-        for place, (first, dim) in enumerate(zip(next(iter(flat.values())), dims, strict=True))
+        for place, (first, dim) in enumerate(zip(firsts, along, strict=True))
     ]
     return tree_unflatten(found, tree_structure(next(iter(outputs.values()))))
 

@@ -1,7 +1,7 @@
 """One stage at work: forward and backward of micro-batches, and the tensors kept between."""
 
 from collections.abc import Callable, Collection, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import compress
 from typing import Any
@@ -38,6 +38,9 @@ class _InFlight:
 class StageWorker:
     """A stage during one step.
 
+    Each forward runs in a context ``besides``, where an earlier stage of the rank has run the code
+    around blocks, too.
+
     Attributes:
         outputs: of the model, by micro-batch: real on the last stage only.
         kept: indices of blocks whose tensors are kept in ``made``, by micro-batch and block: the
@@ -55,8 +58,10 @@ class StageWorker:
         weights: WeightGradients,
         dropout: Dropout,
         device: torch.device,
+        besides: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self.stage = stage
+        self._besides = besides
         self._inner = inner
         self._shared = shared
         self._weights = weights
@@ -102,7 +107,7 @@ class StageWorker:
         )
         # A view, so that what the block changes in place is not the leaf itself.
         views = tuple(t.view_as(t) if t.requires_grad else t for t in received)
-        with self._dropout.forward(batch.number), self._inner.running():
+        with self._besides(), self._dropout.forward(batch.number), self._inner.running():
             found = self.stage.run(batch.args, batch.kwargs, views, self.kept)
         self.outputs[micro_batch], roots = found.output, found.sent
         if self.kept is not None:

@@ -334,6 +334,9 @@ class _Replay:
             for name in self._buffer_used:
                 if clean_name(name).startswith(inside):
                     self._buffer_used[name].add(phase)
+        used = {first: min(phases) for first, phases in self._used.items() if phases}
+        for first, phases in self._used.items():
+            phases.update(() if phases else _phases_near(first, used))
         parameters = {
             prefix + first: Use(tuple(prefix + name for name in aliases[first]), frozenset(phases))
             for first, phases in self._used.items()
@@ -363,6 +366,19 @@ class _Replay:
     def _meta_of(self, number: int) -> TensorMeta:
         facts, requires_grad, _ = self._look.tensors[number]
         return TensorMeta(tuple(facts.shape), facts.dtype, requires_grad)
+
+
+def _phases_near(name: str, used: Mapping[str, int]) -> set[int]:
+    """Return the first phase of the closest module around a parameter that no code used.
+
+    Another call may use it in the place of one beside it: the head of which peft trains a copy.
+    """
+    while "." in name:
+        name = name.rpartition(".")[0]
+        near = [phase for other, phase in used.items() if other.startswith(name + ".")]
+        if near:
+            return {min(near)}
+    return set()
 
 
 def _check_calls(calls: Sequence[BlockCall]) -> None:

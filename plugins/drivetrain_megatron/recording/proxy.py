@@ -116,7 +116,7 @@ def slope(of: LazyValue, by: LazyValue) -> Tensor:
 def _at(of: LazyValue, by: LazyValue, point: Tensor) -> Any:
     """Return a value with another one assumed; None if it does not follow from known ones."""
     if of is by:
-        return point
+        return point.clone()  # a function may write into it
     if of._function is None:
         return of._value
 
@@ -218,7 +218,9 @@ class StageProxy(ValuelessTensor):
             "stage: its shape and dtype are known here, its numbers are not. Return the loss from "
             "the model, or call .item() after accelerator.backward(loss), in an accumulation "
             "window after the last one; for choices that depend on values, compute them inside of "
-            "the model's blocks",
+            "the model's blocks. What a model returns beside its loss has values under "
+            "torch.no_grad(); parameters of other stages have them inside of 'with "
+            "accelerator.gathered(model):' and in accelerator.get_state_dict(model)",
             use,
         )
 
@@ -229,7 +231,8 @@ class StageProxy(ValuelessTensor):
             f"expected values for {name}() to write, found a tensor whose values exist on another "
             f"pipeline stage, and a real tensor of shape {tuple(target.shape)} as the target: make "
             "a new tensor instead (torch.where, torch.cat, a + b), or do this inside of one of the "
-            "model's blocks",
+            "model's blocks; with parameters, inside of 'with accelerator.gathered(model):' on "
+            "every rank",
             target,
         )
 
@@ -282,6 +285,13 @@ def slope_of(proxy: StageProxy, by: StageProxy) -> Tensor:
             "on another pipeline stage; take its mean() or sum() in the model"
         )
     return slope(proxy._later, by._later)
+
+
+def same_value(proxy: StageProxy) -> StageProxy:
+    """Return another proxy of the value that a proxy is to get."""
+    other = StageProxy(proxy.facts)
+    other._later = proxy._later
+    return other
 
 
 def resolve(proxy: StageProxy, value: Tensor) -> None:

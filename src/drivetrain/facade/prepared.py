@@ -71,9 +71,9 @@ class PreparedModel:
 
     def __post_init__(self) -> None:
         """Remember which parameters the model has now."""
-        parameters = list(named_parameters(self.module).values())
-        self.known = frozenset(map(id, parameters))
-        self.hooks = UserHooks(parameters)
+        # Also those that other ranks hold, whose gradients are none of this rank's.
+        self.known = frozenset(id(parameter) for _, parameter in self.module.named_parameters())
+        self.hooks = UserHooks(list(named_parameters(self.module).values()))
 
     @property
     def module(self) -> nn.Module:

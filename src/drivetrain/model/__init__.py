@@ -18,12 +18,13 @@ run.
 from drivetrain.model.look import BlockCall, Look, ModelOperation, ModuleCall, SeenTensor, TensorRef
 from drivetrain.model.recorder import look_at
 from drivetrain.model.results import ValuesNeededError
-from drivetrain.model.untouched import PLANNING, untouched
+from drivetrain.model.untouched import PLANNING, LeftBehind, is_left_equal, untouched
 from drivetrain.model.valueless import ValuelessTensor
 
 __all__ = [
     "PLANNING",
     "BlockCall",
+    "LeftBehind",
     "Look",
     "ModelOperation",
     "ModuleCall",
@@ -31,6 +32,7 @@ __all__ = [
     "TensorRef",
     "ValuelessTensor",
     "ValuesNeededError",
+    "is_left_equal",
     "look_at",
     "untouched",
 ]

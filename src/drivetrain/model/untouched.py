@@ -1,4 +1,4 @@
-"""Lets code run on a model that must leave no trace: looks, trials, plans.
+"""Lets code run on a model that must leave no trace: looks, trials, plans, passes run besides.
 
 A forward may write into buffers (running statistics, the vectors of spectral normalisation), fill
 caches, set attributes and draw random numbers; a parametrized weight does so as soon as somebody
@@ -8,9 +8,9 @@ reads the attribute. So modules get copies of all these, and their own back.
 import copy
 import random
 from collections import OrderedDict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -45,6 +45,83 @@ def untouched(model: nn.Module, seed: int | None = None) -> Iterator[None]:
         rng.restore(state)
         for owner, before in saved:
             _restore(owner, before)
+
+
+Left: TypeAlias = dict[tuple[int, str], tuple[dict[str, Any], Any]]
+"""Values by the dict that holds them and their name, each with this dict."""
+
+
+class LeftBehind:
+    """The buffers, and the numbers among attributes, that forwards of a model change.
+
+    Passes that are run besides leave nothing of what was noted once: one forward counts once.
+
+    Args:
+        model: the model.
+        inside: identities of modules that passes besides do not call.
+    """
+
+    def __init__(self, model: nn.Module, inside: Collection[int] = ()) -> None:
+        self._modules = list(model.modules())
+        self._outside = [module for module in self._modules if id(module) not in inside]
+        self._places: dict[tuple[int, str], dict[str, Any]] = {}
+
+    def state(self) -> Left:
+        """Return copies of all buffers and numbers."""
+        return {
+            (id(owner), name): (owner, _value(value)) for owner, name, value in _held(self._modules)
+        }
+
+    @contextmanager
+    def noting(self) -> Iterator[None]:
+        """Context of a forward, which may change what it changes in every call."""
+        before = self.state()
+        yield
+        after = self.state()
+        for place, (owner, value) in after.items():
+            if place not in before or not _is_equal(before[place][1], value):
+                self._places[place] = owner
+
+    @contextmanager
+    def undone(self, *, everything: bool = False) -> Iterator[None]:
+        """Context of a pass that leaves what was noted as it is, or everything outside."""
+        known = [(owner, name, owner.get(name)) for (_, name), owner in self._places.items()]
+        held = list(_held(self._outside)) if everything else known
+        before = [(owner, name, value, _value(value)) for owner, name, value in held]
+        try:
+            yield
+        finally:
+            for owner, name, value, copied in before:
+                if isinstance(value, Tensor):
+                    with torch.no_grad():
+                        value.copy_(copied)
+                owner[name] = value
+
+
+def is_left_equal(one: Left, other: Left) -> bool:
+    """Whether forwards have left the same, to the bit."""
+    return one.keys() == other.keys() and all(
+        _is_equal(value, other[place][1]) for place, (_, value) in one.items()
+    )
+
+
+def _held(modules: Iterable[nn.Module]) -> Iterator[tuple[dict[str, Any], str, Any]]:
+    """Yield the buffers and numbers of modules, each with the dict that holds it and its name."""
+    for module in modules:
+        buffers, own = module._buffers, vars(module)
+        yield from ((buffers, name, buffer) for name, buffer in buffers.items())
+        numbers = [(name, value) for name, value in own.items() if type(value) in (int, float)]
+        yield from ((own, name, value) for name, value in numbers)
+
+
+def _value(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+def _is_equal(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.dtype is other.dtype and torch.equal(one, other)
+    return type(one) is type(other) and bool(one == other)
 
 
 def _contents(module: nn.Module) -> list[tuple[dict[str, Any], dict[str, Any]]]:

@@ -57,6 +57,21 @@ class GuardedParameter(nn.Parameter):
         return str(self._guard.run(nn.Parameter.__format__, (self, spec), {}))
 
 
+class Elsewhere(nn.Parameter):
+    """A parameter that other ranks hold: this one has the user's object, and a copy of values.
+
+    Strategies here do not know it (``naming.named_parameters``); copies and pickles are ordinary.
+    """
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        copied = nn.Parameter(self.data.clone(), self.requires_grad)
+        return memo.setdefault(id(self), copied)  # type: ignore[no-any-return]
+
+
+class StandIn(GuardedParameter, Elsewhere):
+    """The same without values: its guard decides about every use."""
+
+
 def is_guarded(value: object) -> bool:
     """Return whether a parameter's values are away."""
     return issubclass(type(value), GuardedParameter)
@@ -73,9 +88,9 @@ def writes(function: Function, args: Arguments, kwargs: Keywords) -> bool:
     return any(is_guarded(leaf) for leaf in tree_leaves(first))
 
 
-def guard(parameter: Tensor, by: Guard) -> None:
+def guard(parameter: Tensor, by: Guard, kind: type[GuardedParameter] = GuardedParameter) -> None:
     """Let a guard decide about every use of a parameter's values."""
-    parameter.__class__ = GuardedParameter
+    parameter.__class__ = kind
     parameter._guard = by  # type: ignore[attr-defined]
 
 

@@ -4,6 +4,8 @@ from collections.abc import Iterator
 
 from torch import Tensor, nn
 
+from drivetrain.parts.guard import Elsewhere
+
 _COMPILED = "_orig_mod."
 """The prefix that ``torch.compile`` puts before the names of a wrapped module."""
 
@@ -14,8 +16,17 @@ def clean_name(name: str) -> str:
 
 
 def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the distinct parameters in registration order; tied ones under their first name."""
-    return {clean_name(name): parameter for name, parameter in model.named_parameters()}
+    """Return the distinct parameters in registration order; tied ones under their first name.
+
+    Those that other ranks hold are left out.
+    """
+    named = model.named_parameters()
+    return {clean_name(name): p for name, p in named if not isinstance(p, Elsewhere)}
+
+
+def held_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
+    """Yield the distinct parameters but those that other ranks hold."""
+    return (p for p in model.parameters() if not isinstance(p, Elsewhere))
 
 
 def all_names(model: nn.Module) -> dict[str, list[str]]:

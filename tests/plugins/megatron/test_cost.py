@@ -8,6 +8,7 @@ import torch
 from cases import case
 from drivetrain import Accelerator
 from drivetrain.cost import ModelSpec
+from drivetrain.parts.naming import held_parameters
 from drivetrain.runtime.mesh import Mesh
 from drivetrain.runtime.precision import Precision
 from drivetrain.runtime.world import World
@@ -187,7 +188,7 @@ def test_bytes_held():
 def check_held(run):
     run.step(0, zero_grad=False)
     states = [v for state in run.optimizer.optimizer.state.values() for v in state.values()]
-    parameters = list(run.model.parameters())
+    parameters = list(held_parameters(run.model))
     kept = [s.tensor for s in run.strategy.shards() if not s.state]
     held = run.cost.held
     assert storage(parameters) == held["parameters"]

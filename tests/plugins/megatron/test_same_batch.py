@@ -23,7 +23,7 @@ def refused(match, model, *args, **options):
 
 @pytest.mark.ranks(2)
 def test_what_differs_is_named():
-    """The same rows in another order differ, too; an evaluation may be of what it likes."""
+    """The same rows in another order differ, too, also in an evaluation."""
     accelerator, model = prepared()
     rank = accelerator.process_index
     mask = torch.ones_like(IDS)
@@ -33,7 +33,7 @@ def test_what_differs_is_named():
         r"with digest \w+, and rank 1 has input_ids: .*mesh\['dp'\].rank"
     )
     with torch.no_grad():
-        model.eval()(token_batch(rank))
+        refused(r"rank 0 has argument 0: \(2, 7\)", model.eval(), token_batch(rank))
     model.train()
     refused(tokens, model, input_ids=IDS.flip(0) if rank else IDS)
     refused(r"rank 0 has attention_mask: \(2, 7\)", model, IDS, attention_mask=mask)

@@ -10,6 +10,7 @@ from cases import case
 from cell_twins import EXACT
 from drivetrain import Accelerator, UsageError
 from drivetrain.checkpoint import ExportedWeights, open_checkpoint, read_export
+from drivetrain.parts.naming import held_parameters
 from huggingface_models import ARCHITECTURES, VOCABULARY, logits_of, token_batch
 from stacks import Stack
 
@@ -162,7 +163,7 @@ def test_each_rank_reads_its_share_alone_and_changes_reach_copies(tmp_path, monk
     with accelerator.building(weights=tmp_path):
         model = build("llama")
     model, _ = prepared(accelerator, model)
-    held = [p.untyped_storage().nbytes() // p.itemsize for p in model.parameters()]
+    held = [p.untyped_storage().nbytes() // p.itemsize for p in held_parameters(model)]
     assert sum(read) == sum(held)
     accelerator.free_memory()
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from drivetrain import Accelerator
 from drivetrain.cost import Cost, ModelSpec
+from drivetrain.parts.naming import held_parameters
 from drivetrain.testing.conformance.suite import Suite
 from drivetrain.testing.conformance.tcp import is_supported, sent_bytes, sent_since
 from drivetrain.testing.conformance.twins import Twins, adamw, everyone, plain_sgd
@@ -84,8 +85,10 @@ class AccountChecks(Suite):
             groups = optimizer.param_groups
             stepped = [parameter for group in groups for parameter in group["params"]]
             found = {
-                "parameters": _bytes([*inner.parameters(), *stepped]),
-                "gradients": _bytes([*strategy.gradients(), *(p.grad for p in inner.parameters())]),
+                "parameters": _bytes([*held_parameters(inner), *stepped]),
+                "gradients": _bytes(
+                    [*strategy.gradients(), *(p.grad for p in held_parameters(inner))]
+                ),
                 "optimizer": _bytes(states),
                 "buffers": _bytes(inner.buffers()),
             }
