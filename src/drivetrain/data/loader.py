@@ -1,21 +1,24 @@
 """The loader that the training loop iterates: epochs, positions, and who is told about them."""
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
 
-from drivetrain.data.dispatch import DispatchSource
 from drivetrain.data.order import forward_epoch
+from drivetrain.data.rows import Rows
 from drivetrain.data.shared_random import synchronize_rng_states
-from drivetrain.data.steps import BatchSource, GlobalStep, OrderIdentity, Start
+from drivetrain.data.steps import BatchSource, OrderIdentity, RankBatch, Start
 from drivetrain.errors import CheckpointError, UsageError
 from drivetrain.nested import send_to_device
-from drivetrain.runtime.gradient_state import ActiveLoader, GradientState
+from drivetrain.runtime.gradient_state import ActivePass, GradientState
 
 STATE_VERSION = 1
+
+BESIDE = 2**40
+"""Between the seeds of passes that are under way together; those of epochs are neighbours."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,6 +30,7 @@ class Delivery:
         device: where batches go; None leaves them where they are.
         non_blocking: copy asynchronously.
         observer: the accumulation window, which ends with a loader's epoch.
+        alone: whether no other rank reads, or nobody tells what ranks do together.
         rng_types: generators that rank 0 gives to all ranks when an epoch starts.
         fetching: is told the user's loader before each batch is read.
         exhausted: is told when there was none.
@@ -38,11 +42,12 @@ class Delivery:
     device: torch.device | None = None
     non_blocking: bool = False
     observer: GradientState | None = None
+    alone: bool = True
     rng_types: tuple[str, ...] = ()
     fetching: Callable[[DataLoader[Any]], None] | None = None
     exhausted: Callable[[], None] | None = None
     delivered: Callable[[Any], Any] | None = None
-    between: Callable[[ActiveLoader], None] | None = None
+    between: Callable[[ActivePass], None] | None = None
 
     def fetch(self, loader: DataLoader[Any]) -> None:
         """Tell that a batch is about to be read."""
@@ -68,34 +73,87 @@ class Progress:
     Attributes:
         seed: the run's seed.
         epoch: the epoch that is being read, or that is read next.
-        start: where in that epoch to start or go on; None for its beginning.
-        ends: whether the batch at hand is this rank's last.
-        remainder: see PreparedLoader.
-        running: the iteration that is under way; None between epochs.
+        start: where in that epoch the next pass starts; None for its beginning.
+        passes: those under way.
+        leader: the one of them whose position is that of the loader.
+        latest: the pass that leads, or was the last to lead.
+        turn: the pass that delivered last.
+        left: the pass that was left before all ranks had used a batch of it.
     """
 
     seed: int
     epoch: int = 0
     start: Start | None = None
-    ends: bool = False
-    remainder: int = -1
-    running: "Iteration | None" = None
+    passes: list["Pass"] = field(default_factory=list)
+    leader: "Pass | None" = None
+    latest: "Pass | None" = None
+    turn: "Pass | None" = None
+    left: "Pass | None" = None
+
+    def lead(self, one: "Pass") -> None:
+        """Let the position of a pass be that of the loader."""
+        self.leader = self.latest = one
+        self.left = None
+
+    def move_on(self, one: "Pass") -> None:
+        """Go to the epoch after a pass, unless set_epoch() has chosen one."""
+        self.start = self.left = None
+        self.epoch += self.epoch == one.epoch
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class Iteration:
-    """One pass over a loader, from the first batch that is asked for to its end or ``break``."""
+@dataclass(eq=False, slots=True)
+class Pass:
+    """One pass over a loader, from the first batch that is asked for to its end or ``break``.
+
+    Attributes:
+        loader: the prepared loader.
+        progress: of the loader.
+        epoch: that it reads.
+        start: where the next step starts.
+        ends: whether the batch at hand is this rank's last.
+        remainder: see PreparedLoader.
+        rows: of the batch at hand; None where no batch repeats samples.
+        total: the rows of all batches so far.
+        evaluates: whether a model has run without gradients on its batches.
+        used: whether all ranks together have used a batch.
+        stopped: whether load_state_dict() has ended it.
+    """
 
     loader: "PreparedLoader"
+    progress: Progress
     epoch: int
+    start: Start
+    ends: bool = False
+    remainder: int = -1
+    rows: Rows | None = None
+    total: Rows = Rows(0, 0)
+    evaluates: bool = False
+    used: bool = False
+    stopped: bool = False
+
+    @property
+    def end_of_dataloader(self) -> bool:
+        """Whether the batch at hand is this rank's last of the epoch."""
+        return self.ends
+
+    def use(self) -> None:
+        """Note that all ranks together have used a batch, so that all have begun this pass."""
+        self.used = True
+        if self.progress.left is self:
+            self.progress.move_on(self)
 
 
 class PreparedLoader(DataLoader[Any]):
     """A rank's part of a loader, which remembers epoch, order and position.
 
     It has the attributes of the user's loader (dataset, batch_size, collate_fn, ...), which cannot
-    be changed through it. Each iteration reads one epoch; the next iteration reads the next epoch,
-    also after a ``break``. A new iteration ends an older iteration that is under way.
+    be changed through it. Each iteration is a pass of its own over one epoch; the next one reads
+    the next epoch, also after a ``break``.
+
+    A pass that begins while another one is under way is beside it: it has an order of its own, and
+    position and epoch remain those of the first. So rank 0 alone may look at a batch, then or
+    between two passes: a pass that is left before all ranks together have used a batch of it, by
+    ``backward()`` or ``gather_for_metrics()``, changes nothing.
 
     Args:
         loader: the user's loader.
@@ -138,10 +196,11 @@ class PreparedLoader(DataLoader[Any]):
         Raises:
             TypeError: the dataset has no length.
         """
-        return self._source.division.steps(len(self._source), self._delivery.rank)
+        progress = self._progress
+        return self._source.batches(self._delivery.rank, progress.seed, progress.epoch)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch names a private class
-        return self._run()
+        return self._run()  # begins when the first batch is asked for
 
     @property
     def epoch(self) -> int:
@@ -151,7 +210,8 @@ class PreparedLoader(DataLoader[Any]):
     @property
     def end_of_dataloader(self) -> bool:
         """Whether the batch at hand is this rank's last of the epoch."""
-        return self._progress.ends
+        latest = self._progress.latest
+        return latest is not None and latest.ends
 
     @property
     def remainder(self) -> int:
@@ -159,7 +219,8 @@ class PreparedLoader(DataLoader[Any]):
 
         Known from the first batch of an epoch on; with an iterable dataset, at its last batch.
         """
-        return self._progress.remainder
+        latest = self._progress.latest
+        return -1 if latest is None else latest.remainder
 
     @property
     def total_batch_size(self) -> int:
@@ -184,7 +245,7 @@ class PreparedLoader(DataLoader[Any]):
     @property
     def is_dispatched(self) -> bool:
         """Whether rank 0 alone reads, and sends to the others."""
-        return isinstance(self._source, DispatchSource)
+        return self._source.is_dispatched
 
     @property
     def even_batches(self) -> bool:
@@ -199,12 +260,13 @@ class PreparedLoader(DataLoader[Any]):
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next iteration; a restored position in it is kept.
 
-        The user's samplers and dataset are told at once, or when the iteration under way has ended.
+        The user's samplers and dataset are told at once, or when the pass under way has ended.
         """
-        if epoch != self._progress.epoch:
-            self._progress.start = None
-        self._progress.epoch = epoch
-        if self._progress.running is None:
+        progress = self._progress
+        if epoch != progress.epoch:
+            progress.start = None
+        progress.epoch, progress.left = epoch, None
+        if progress.leader is None:
             forward_epoch(self._user, epoch)
             forward_epoch(self._user.dataset, epoch)
 
@@ -224,12 +286,12 @@ class PreparedLoader(DataLoader[Any]):
         epoch. Keep the state of rank 0: without ``even_batches`` another rank may end earlier, and
         with ``dispatch_batches`` rank 0 alone has the own state of an iterable dataset.
         """
-        progress = self._progress
-        start = progress.start
+        progress, leader = self._progress, self._progress.leader
+        start = progress.start if leader is None else leader.start
         epoch = progress.epoch
-        if progress.running is not None and progress.ends:
+        if leader is not None and (leader.ends or not leader.start.position):
             start = None
-            epoch += epoch == progress.running.epoch
+            epoch += leader.ends and epoch == leader.epoch
         state: dict[str, Any] = {
             "version": STATE_VERSION,
             "unit": self._source.division.unit,
@@ -258,14 +320,17 @@ class PreparedLoader(DataLoader[Any]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where a state was taken, with any number of ranks.
 
-        An iteration that is under way ends without a trace.
+        Passes that are under way end without a trace.
 
         Raises:
             CheckpointError: the state is of another version, or counts in other units.
         """
         self.check_state(state)
         progress = self._progress
-        self._finish(progress.running, advance=False)
+        for one in progress.passes:
+            one.stopped = True
+            self._tell_end(one, finished=False)
+        progress.passes, progress.leader, progress.left = [], None, None
         progress.seed = state["seed"]
         progress.epoch = state["epoch"]
         progress.start = None
@@ -280,34 +345,42 @@ class PreparedLoader(DataLoader[Any]):
 
     def _run(self) -> Iterator[Any]:
         """Read one epoch, or the rest of one."""
-        self._finish(self._progress.running)
-        iteration = Iteration(self, self._progress.epoch)
-        self._begin(iteration)
+        one, finished = self._begin(), False
         try:
             self._delivery.fetch(self._user)
-            for step in self._source.steps(self._start()):
-                self._note(step)
+            for step in self._source.steps(one.start):
                 share = step.shares[0]
+                one.start, one.remainder = step.start, step.remainder
                 if share is not None:
-                    yield self._delivery.deliver(share.batch)
-                    self._check_running(iteration)
+                    yield self._deliver(one, share)
+                    if one.stopped:
+                        raise UsageError(
+                            "expected a new iteration after load_state_dict(), found that one goes "
+                            "on which was under way then; leave its loop, and iterate again"
+                        )
                     if self._delivery.between is not None:
-                        self._delivery.between(self)
+                        self._delivery.between(one)
                     self._delivery.fetch(self._user)
             self._delivery.exhaust()
+            finished = True
         finally:
-            self._finish(iteration)
+            self._end(one, finished=finished)
 
-    def _begin(self, iteration: Iteration) -> None:
+    def _begin(self) -> Pass:
         progress = self._progress
-        progress.running = iteration
-        progress.ends, progress.remainder = False, -1
-        synchronize_rng_states(self._delivery.rng_types, self._user.generator)
-        if self._delivery.observer is not None:
-            self._delivery.observer.begin(self)
+        if leader := progress.leader:
+            seed = (leader.start.seed + len(progress.passes) * BESIDE) % 2**63
+            start = Start(epoch=progress.epoch, seed=seed, aside=True)
+            one = Pass(self, progress, progress.epoch, start)
+        else:
+            synchronize_rng_states(self._delivery.rng_types, self._user.generator)
+            one = Pass(self, progress, progress.epoch, self._start())
+            progress.lead(one)
+        progress.passes.append(one)
+        return one
 
     def _start(self) -> Start:
-        """Return the start of this iteration, and use up the skipped batches."""
+        """Return the start of the next pass, and use up the skipped batches."""
         progress = self._progress
         start = progress.start
         if start is None:
@@ -317,35 +390,41 @@ class PreparedLoader(DataLoader[Any]):
             position = self._skip_batches * self._source.division.stride
             start = replace(start, position=position, dataset_state=None)
             self._skip_batches = None
-        progress.start = start
         return start
 
-    def _note(self, step: GlobalStep) -> None:
+    def _deliver(self, one: Pass, share: RankBatch) -> Any:
+        """Return a batch as the script gets it."""
         progress = self._progress
-        share = step.shares[0]
-        progress.start = step.start
-        progress.remainder = step.remainder
-        progress.ends = progress.ends or (share is not None and share.last)
-
-    def _check_running(self, iteration: Iteration) -> None:
-        if self._progress.running is not iteration:
-            raise UsageError(
-                "expected one iteration of a loader at a time, found that this one was ended by a "
-                "later iter() or load_state_dict() of the same loader; iterate over two loaders"
-            )
-
-    def _finish(self, iteration: Iteration | None, *, advance: bool = True) -> None:
-        """End an iteration, unless that happened already, and move to the next epoch."""
-        progress = self._progress
-        if iteration is None or progress.running is not iteration:
-            return
-        progress.running = None
-        if advance:
-            progress.start = None
-            # set_epoch() inside the loop has the last word.
-            progress.epoch += progress.epoch == iteration.epoch
+        if one.used and progress.turn is one:  # goes on, while the one that leads stands still
+            progress.lead(one)
+        progress.turn = one
+        one.ends, one.rows = share.last, share.rows
+        if share.rows is not None:
+            one.total = Rows(*map(sum, zip(one.total, share.rows, strict=True)))
+        batch = self._delivery.deliver(share.batch)
         if self._delivery.observer is not None:
-            self._delivery.observer.end(iteration.loader)
+            self._delivery.observer.deliver(one, batch)
+        return batch
+
+    def _end(self, one: Pass, *, finished: bool) -> None:
+        """End a pass, unless that happened already, and move to the next epoch."""
+        progress = self._progress
+        if one.stopped:
+            return
+        progress.passes.remove(one)
+        if finished and progress.leader is not None and progress.turn is one:
+            progress.lead(one)
+        if progress.leader is one:
+            progress.leader = None
+            if finished or one.used or self._delivery.alone:
+                progress.move_on(one)
+            else:
+                progress.left = one
+        self._tell_end(one, finished=finished)
+
+    def _tell_end(self, one: Pass, *, finished: bool) -> None:
+        if self._delivery.observer is not None:
+            self._delivery.observer.end(one, finished=finished)
 
 
 def _check(state: Mapping[str, Any], unit: str) -> None:
