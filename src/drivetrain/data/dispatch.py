@@ -10,7 +10,7 @@ from torch import Tensor
 
 from drivetrain.collectives.digests import meet_everyone
 from drivetrain.data.division import OrderDivision
-from drivetrain.data.steps import BatchSource, GlobalStep, RankBatch, Start
+from drivetrain.data.steps import BatchSource, GlobalStep, Start
 from drivetrain.errors import CollectiveError
 from drivetrain.nested import recursively_apply
 from drivetrain.runtime.world import World
@@ -166,7 +166,7 @@ class DispatchSource:
         shares = list(step.shares)
         mine = shares[self._share]
         if mine is not None:
-            shares[self._share] = RankBatch(_unpack(mine.batch, payload), mine.last)
+            shares[self._share] = mine._replace(batch=_unpack(mine.batch, payload))
         return replace(step, shares=tuple(shares))
 
     def _broadcast_header(self, header: _Header | None) -> _Header:
@@ -196,7 +196,7 @@ def _packed(step: GlobalStep | None) -> tuple[_Header, Tensor]:
         return _Header(None), block.payload()
     shares = tuple(
         share
-        and RankBatch(recursively_apply(block.put, share.batch, test_type=_is_plain), share.last)
+        and share._replace(batch=recursively_apply(block.put, share.batch, test_type=_is_plain))
         for share in step.shares
     )
     start = replace(step.start, dataset_state=None)  # rank 0 keeps it

@@ -107,9 +107,10 @@ class IterableSource:
 
         There are fewer where the stream ends, or fails: the failure is the next pass's.
         """
-        self._prepare(start, self._dataset)
         before = self._dataset.state_dict() if self._keeps_state else None
-        stream = self._samples(self._reader)
+        if self.begun is None:
+            self._prepare(start, self._dataset)
+        stream = self._samples(self._reader) if self.begun is None else self.begun
         found: list[Any] = []
         try:
             found += islice(stream, count)

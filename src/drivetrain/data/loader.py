@@ -17,7 +17,7 @@ from drivetrain.runtime.gradient_state import ActivePass, GradientState
 
 STATE_VERSION = 1
 
-BESIDE = 2**40
+BESIDE = 2_654_435_761
 """Between the seeds of passes that are under way together; those of epochs are neighbours."""
 
 

@@ -32,8 +32,8 @@ from drivetrain.runtime.world import World
 
 logger = get_logger(__name__)
 
-SAMPLES = 32
-"""So many first samples of each rank are compared."""
+SAMPLES, MORE = 32, 256
+"""So many first samples of each rank are compared; where they differ, so many in all."""
 
 SEED = 20150501
 """Of the generators, where a stream is read once more: any would do."""
@@ -147,15 +147,17 @@ class StreamSource:
 
     def _look(self, start: Start) -> _Kind:
         """Compare the first samples of all ranks. Collective."""
-        mine = [fingerprint_of(sample) for sample in self._own.first(start, SAMPLES)]
-        held = differing((json.dumps(mine),), doing="the comparison of a stream's first samples")
-        if not held:
+        if self._world.size == 1:
             return _Kind.SAME
-        found = [json.loads(text) for text, *_ in held]
-        if max(map(len, found)) < SAMPLES and len({tuple(sorted(each)) for each in found}) == 1:
+        doing = "the comparison of a stream's first samples"
+        if not differing((json.dumps(_marks(self._own.first(start, SAMPLES))),), doing=doing):
+            return _Kind.SAME
+        mine = _marks(self._own.first(start, MORE))
+        found = gather_facts(mine, list[int], doing=doing, operation="first samples")
+        if _are_shuffled(found):
             return _Kind.SHUFFLED
         # Is it for random numbers alone? Then ranks read alike once these are seeded alike.
-        once, twice = ([fingerprint_of(s) for s in self._own.again(SEED, SAMPLES)] for _ in "12")
+        once, twice = (_marks(self._own.again(SEED, SAMPLES)) for _ in "12")
         doing = "the second comparison of a stream's first samples"
         if not differing((json.dumps(once),), doing=doing):
             return _Kind.SHUFFLED
@@ -175,6 +177,21 @@ def _can_shard(loader: DataLoader[Any], size: int) -> bool:
     dataset: Any = loader.dataset
     count = getattr(dataset, "num_shards", getattr(dataset, "n_shards", 0))
     return size > 1 and callable(getattr(dataset, "shard", None)) and count >= size
+
+
+def _are_shuffled(found: Sequence[Sequence[int]]) -> bool:
+    """Whether ranks have samples in common, at other places, or all of them."""
+    if max(map(len, found)) < MORE and len({tuple(sorted(each)) for each in found}) == 1:
+        return True
+    if any(len(set(each)) < len(each) for each in found):
+        return False  # samples occur several times: that two ranks have one means nothing
+    places = [{mark: place for place, mark in enumerate(each)} for each in found]
+    first = places[0]
+    return any(first.get(mark, at) != at for each in places[1:] for mark, at in each.items())
+
+
+def _marks(samples: Sequence[Any]) -> list[int]:
+    return [fingerprint_of(sample) for sample in samples]
 
 
 def fingerprint_of(sample: Any) -> int:
