@@ -1,14 +1,14 @@
 """The loader that the training loop iterates: epochs, positions, and who is told about them."""
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
 
 from drivetrain.data.order import forward_epoch
-from drivetrain.data.rows import Rows
+from drivetrain.data.passes import Pass, Progress
 from drivetrain.data.shared_random import synchronize_rng_states
 from drivetrain.data.steps import BatchSource, OrderIdentity, RankBatch, Start
 from drivetrain.errors import CheckpointError, UsageError
@@ -16,9 +16,6 @@ from drivetrain.nested import send_to_device
 from drivetrain.runtime.gradient_state import ActivePass, GradientState
 
 STATE_VERSION = 1
-
-BESIDE = 2_654_435_761
-"""Between the seeds of passes that are under way together; those of epochs are neighbours."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,83 +61,6 @@ class Delivery:
         if self.device is not None:
             batch = send_to_device(batch, self.device, non_blocking=self.non_blocking)
         return batch if self.delivered is None else self.delivered(batch)
-
-
-@dataclass(slots=True)
-class Progress:
-    """The position of a loader; shared with the loaders that skip batches on its behalf.
-
-    Attributes:
-        seed: the run's seed.
-        epoch: the epoch that is being read, or that is read next.
-        start: where in that epoch the next pass starts; None for its beginning.
-        passes: those under way.
-        leader: the one of them whose position is that of the loader.
-        latest: the pass that leads, or was the last to lead.
-        turn: the pass that delivered last.
-        left: the pass that was left before all ranks had used a batch of it.
-    """
-
-    seed: int
-    epoch: int = 0
-    start: Start | None = None
-    passes: list["Pass"] = field(default_factory=list)
-    leader: "Pass | None" = None
-    latest: "Pass | None" = None
-    turn: "Pass | None" = None
-    left: "Pass | None" = None
-
-    def lead(self, one: "Pass") -> None:
-        """Let the position of a pass be that of the loader."""
-        self.leader = self.latest = one
-        self.left = None
-
-    def move_on(self, one: "Pass") -> None:
-        """Go to the epoch after a pass, unless set_epoch() has chosen one."""
-        self.start = self.left = None
-        self.epoch += self.epoch == one.epoch
-
-
-@dataclass(eq=False, slots=True)
-class Pass:
-    """One pass over a loader, from the first batch that is asked for to its end or ``break``.
-
-    Attributes:
-        loader: the prepared loader.
-        progress: of the loader.
-        epoch: that it reads.
-        start: where the next step starts.
-        ends: whether the batch at hand is this rank's last.
-        remainder: see PreparedLoader.
-        rows: of the batch at hand; None where no batch repeats samples.
-        total: the rows of all batches so far.
-        evaluates: whether a model has run without gradients on its batches.
-        used: whether all ranks together have used a batch.
-        stopped: whether load_state_dict() has ended it.
-    """
-
-    loader: "PreparedLoader"
-    progress: Progress
-    epoch: int
-    start: Start
-    ends: bool = False
-    remainder: int = -1
-    rows: Rows | None = None
-    total: Rows = Rows(0, 0)
-    evaluates: bool = False
-    used: bool = False
-    stopped: bool = False
-
-    @property
-    def end_of_dataloader(self) -> bool:
-        """Whether the batch at hand is this rank's last of the epoch."""
-        return self.ends
-
-    def use(self) -> None:
-        """Note that all ranks together have used a batch, so that all have begun this pass."""
-        self.used = True
-        if self.progress.left is self:
-            self.progress.move_on(self)
 
 
 class PreparedLoader(DataLoader[Any]):
@@ -327,10 +247,8 @@ class PreparedLoader(DataLoader[Any]):
         """
         self.check_state(state)
         progress = self._progress
-        for one in progress.passes:
-            one.stopped = True
+        for one in progress.stop():
             self._tell_end(one, finished=False)
-        progress.passes, progress.leader, progress.left = [], None, None
         progress.seed = state["seed"]
         progress.epoch = state["epoch"]
         progress.start = None
@@ -364,14 +282,14 @@ class PreparedLoader(DataLoader[Any]):
             self._delivery.exhaust()
             finished = True
         finally:
-            self._end(one, finished=finished)
+            if not one.stopped:
+                self._progress.end(one, finished=finished, alone=self._delivery.alone)
+                self._tell_end(one, finished=finished)
 
     def _begin(self) -> Pass:
         progress = self._progress
         if leader := progress.leader:
-            seed = (leader.start.seed + len(progress.passes) * BESIDE) % 2**63
-            start = Start(epoch=progress.epoch, seed=seed, aside=True)
-            one = Pass(self, progress, progress.epoch, start)
+            one = Pass(self, progress, progress.epoch, progress.beside(leader))
         else:
             synchronize_rng_states(self._delivery.rng_types, self._user.generator)
             one = Pass(self, progress, progress.epoch, self._start())
@@ -389,38 +307,17 @@ class PreparedLoader(DataLoader[Any]):
         if self._skip_batches is not None:
             position = self._skip_batches * self._source.division.stride
             start = replace(start, position=position, dataset_state=None)
-            self._skip_batches = None
+            progress.start, self._skip_batches = start, None
         return start
 
     def _deliver(self, one: Pass, share: RankBatch) -> Any:
         """Return a batch as the script gets it."""
-        progress = self._progress
-        if one.used and progress.turn is one:  # goes on, while the one that leads stands still
-            progress.lead(one)
-        progress.turn = one
-        one.ends, one.rows = share.last, share.rows
-        if share.rows is not None:
-            one.total = Rows(*map(sum, zip(one.total, share.rows, strict=True)))
+        self._progress.deliver(one)
+        one.note(share)
         batch = self._delivery.deliver(share.batch)
         if self._delivery.observer is not None:
             self._delivery.observer.deliver(one, batch)
         return batch
-
-    def _end(self, one: Pass, *, finished: bool) -> None:
-        """End a pass, unless that happened already, and move to the next epoch."""
-        progress = self._progress
-        if one.stopped:
-            return
-        progress.passes.remove(one)
-        if finished and progress.leader is not None and progress.turn is one:
-            progress.lead(one)
-        if progress.leader is one:
-            progress.leader = None
-            if finished or one.used or self._delivery.alone:
-                progress.move_on(one)
-            else:
-                progress.left = one
-        self._tell_end(one, finished=finished)
 
     def _tell_end(self, one: Pass, *, finished: bool) -> None:
         if self._delivery.observer is not None:

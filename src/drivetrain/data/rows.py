@@ -45,6 +45,8 @@ class Rows(NamedTuple):
         if not isinstance(data, list | tuple) and not data.shape:
             return data.reshape(1)[:0] if not self.real else data
         count = len(data)
+        if count == 1 != self.whole:  # one value of this rank
+            return data if self.real else data[:0]
         if count % self.whole and self.real:
             raise UsageError(
                 f"expected as many rows as the batch at hand has, {self.whole}, or a multiple, "

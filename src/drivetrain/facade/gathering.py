@@ -10,9 +10,12 @@ from drivetrain import communication
 from drivetrain.data.rows import Rows, count_rows
 from drivetrain.errors import UsageError
 from drivetrain.facade.settings import Runs
+from drivetrain.log import get_logger
 from drivetrain.nested import is_tensor, recursively_apply
 from drivetrain.runtime.gradient_state import ActivePass, GradientState
 from drivetrain.runtime.mesh import Axis
+
+logger = get_logger(__name__)
 
 
 class Gathering:
@@ -79,15 +82,31 @@ class Gathering:
         state, count = self._state, count_rows(data, otherwise=0)
         rows: Rows | None = state.rows_of(data) if is_tensor(data) else None
         done = state.finished if rows is None else None
-        if done is not None and done.rows is not None and _divides(done.total, count):
+        if done is not None and (done.trains or done.rows is None):
+            done = None
+        if done is not None and _divides(done.total, count):
             return done.total
         if rows is None and state.at_hand is not None:
             rows = state.at_hand.rows
         if rows is not None and _divides(rows, count):
-            state.use()
-        if rows is None and done is not None:
-            _check_told(done, count)
+            state.use(trains=False)
+        if rows is None and done is not None and _divides(done.rows, count):
+            self._check_told(done, count)
         return rows
+
+    def _check_told(self, done: ActivePass, count: int) -> None:
+        """Refuse, or tell of, what may be made of the last batch of a loop, or of another one."""
+        if done.remainder < 0:
+            return
+        what = (
+            f"expected gather_for_metrics() inside of the loop over the loader, found it after the "
+            f"loop, with {count} rows: the last batches only repeat samples in some of their rows, "
+            "and nothing tells whether these belong to them; call it in the loop, or once for the "
+            "rows of all batches, or take gather()"
+        )
+        if done.first is not done.rows and self._state.holds(done.first):
+            raise UsageError(what)
+        logger.warning(what)
 
     def reduce(self, tensor: Any, reduction: str, scale: float) -> Any:
         """Combine tensors of all data-parallel ranks element by element."""
@@ -134,19 +153,6 @@ class Gathering:
 def _divides(rows: Rows, count: int) -> bool:
     """Whether there are so many values for each row."""
     return rows.whole > 0 and count > 0 and count % rows.whole == 0
-
-
-def _check_told(done: ActivePass, count: int) -> None:
-    """Refuse what may have been made of the last batch of a loop, or of another one."""
-    rows = done.rows
-    if rows is None or rows.real == rows.whole or not _divides(rows, count):
-        return
-    raise UsageError(
-        f"expected gather_for_metrics() inside of the loop over the loader, found it after the "
-        f"loop, with {count} rows: {rows.whole - rows.real} rows of its last batch only repeat "
-        "samples, and nothing tells whether yours belong to it; call it in the loop, or once for "
-        "the rows of all batches, or take gather()"
-    )
 
 
 def _all_tensors(data: Any) -> bool:

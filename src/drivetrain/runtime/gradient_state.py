@@ -16,12 +16,16 @@ class ActivePass(Protocol):
 
     Attributes:
         evaluates: whether a model has run without gradients on its batches.
+        trains: whether a backward has followed on one of them.
         rows: of the batch; None where no batch repeats samples.
-        total: the rows of all its batches so far.
+        first: of its first batch.
+        total: of all its batches so far.
     """
 
     evaluates: bool
+    trains: bool
     rows: Any
+    first: Any
     total: Any
 
     @property
@@ -36,8 +40,8 @@ class ActivePass(Protocol):
     def remainder(self) -> int:
         """Samples of the last global batch that are no repetitions; -1 when none repeats."""
 
-    def use(self) -> None:
-        """Note that all ranks together have used the batch at hand."""
+    def use(self, *, trains: bool) -> None:
+        """Note that all ranks together have used the batch, to train or otherwise."""
 
 
 class GradientState:
@@ -86,11 +90,15 @@ class GradientState:
                 passes[:] = [*(each for each in passes if each is not one), one]
         self.at_hand, self.finished = one, None
         if one.rows is not None:
-            recursively_apply(lambda tensor: self._known.update({tensor: one.rows}), batch)
+            recursively_apply(lambda tensor: self._known.__setitem__(tensor, one.rows), batch)
 
     def rows_of(self, tensor: Any) -> Any:
         """Return the rows of the batch that a tensor was delivered in, None for other tensors."""
         return self._known.get(tensor)
+
+    def holds(self, rows: Any) -> bool:
+        """Whether the script holds tensors of the batch with these rows."""
+        return any(each is rows for each in self._known.values())
 
     def end(self, one: ActivePass, *, finished: bool) -> None:
         """Note that a pass came to its end, or was left."""
@@ -102,11 +110,11 @@ class GradientState:
         if finished:
             self.finished = one
 
-    def use(self) -> None:
-        """Note that all ranks together have used what is at hand."""
+    def use(self, *, trains: bool) -> None:
+        """Note that all ranks together have used what is at hand, to train or otherwise."""
         self._used = True
         for one in self._fresh:
-            one.use()
+            one.use(trains=trains)
 
     def evaluate(self) -> None:
         """Note that a model runs without gradients: among several passes, on the last batch."""
