@@ -4,9 +4,11 @@ What counts is the batch at hand: that of the pass over a loader which delivered
 stay open, as an evaluation's ``iter(loader)``, do not hide it.
 """
 
+import weakref
+from functools import partial
 from typing import Any, Protocol
 
-from torch.utils.weak import WeakTensorKeyDictionary
+from torch import Tensor
 
 from drivetrain.nested import recursively_apply
 
@@ -78,7 +80,8 @@ class GradientState:
         self._open: list[ActivePass] = []  # the one that delivered last is the last
         self._fresh: list[ActivePass] = []  # delivered since the micro-batch before this one
         self._used = False
-        self._known = WeakTensorKeyDictionary()
+        self._trained: ActivePass | None = None
+        self._known: dict[int, tuple[weakref.ref[Tensor], Any]] = {}
 
     def deliver(self, one: ActivePass, batch: Any) -> None:
         """Note that a pass delivers a batch."""
@@ -90,15 +93,20 @@ class GradientState:
                 passes[:] = [*(each for each in passes if each is not one), one]
         self.at_hand, self.finished = one, None
         if one.rows is not None:
-            recursively_apply(lambda tensor: self._known.__setitem__(tensor, one.rows), batch)
+            recursively_apply(self._know, batch, one.rows)
 
-    def rows_of(self, tensor: Any) -> Any:
+    def _know(self, tensor: Tensor, rows: Any) -> None:
+        key = id(tensor)
+        self._known[key] = (weakref.ref(tensor, partial(self._known.pop, key)), rows)
+
+    def rows_of(self, tensor: Tensor) -> Any:
         """Return the rows of the batch that a tensor was delivered in, None for other tensors."""
-        return self._known.get(tensor)
+        known, rows = self._known.get(id(tensor), (None, None))
+        return rows if known is not None and known() is tensor else None
 
     def holds(self, rows: Any) -> bool:
         """Whether the script holds tensors of the batch with these rows."""
-        return any(each is rows for each in self._known.values())
+        return any(each is rows for _, each in self._known.values())
 
     def end(self, one: ActivePass, *, finished: bool) -> None:
         """Note that a pass came to its end, or was left."""
@@ -124,6 +132,7 @@ class GradientState:
     def forget(self) -> None:
         """Let go of passes that are over."""
         self.at_hand, self.finished, self._fresh = self.active_pass, None, []
+        self._trained = None
 
     @property
     def active_pass(self) -> ActivePass | None:
@@ -152,7 +161,10 @@ class GradientState:
     @property
     def trained_pass(self) -> ActivePass | None:
         """The pass that the training loop makes, the first one under ``zip``."""
-        return next(iter(self._counted()), None)
+        passes = self._counted()
+        if self._trained not in passes:
+            self._trained = next(iter(passes), None)
+        return self._trained
 
     def _counted(self) -> list[ActivePass]:
         passes = [each for each in self._fresh if each in self._open] or self._open[-1:]
