@@ -43,6 +43,7 @@ class BucketSlot:
         round: the round in which its gradient last came.
         place: index of the view in the bucket.
         view: the range of the bucket that holds its gradient, in the parameter's shape.
+        address: where this range begins in memory.
         bucket: the bucket of the view.
     """
 
@@ -52,6 +53,7 @@ class BucketSlot:
     round: int = 0
     place: int = 0
     view: Tensor = field(init=False)
+    address: int = field(init=False)
     bucket: "_BucketRound" = field(init=False)
 
     def adopt(self, grad: Tensor | None, scale: float = 1.0) -> None:
@@ -182,6 +184,7 @@ class BucketReducer:
             self._buckets.append(state)
             for place, (slot, view) in enumerate(zip(slots, bucket.views, strict=True)):
                 slot.bucket, slot.place, slot.view = state, place, view
+                slot.address = view.data_ptr()
 
     # --- during backward ---
 
@@ -217,6 +220,18 @@ class BucketReducer:
             state.pending = len(state.slots)
             state.missing.clear()
             state.finish = None
+            for slot in state.slots:
+                if slot.view.data_ptr() != slot.address:
+                    self._bring_back(slot)
+
+    def _bring_back(self, slot: BucketSlot) -> None:
+        """Put a gradient into its bucket again after ``p.grad.data = tensor``."""
+        given, parameter = slot.view, slot.parameter
+        place = slot.bucket.bucket.views
+        slot.view = place[slot.place] = slot.bucket.bucket.view(slot.place)
+        if parameter.grad is given:
+            slot.view.copy_(given)
+            parameter.grad = slot.view
 
     def _count_down(self, slot: BucketSlot) -> None:
         if slot.round == self.rounds.count:

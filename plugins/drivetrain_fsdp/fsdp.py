@@ -208,6 +208,7 @@ class Fsdp(GroupsOfRanks):
     def before_step(self, bound: BoundOptimizer) -> None:
         """Submit the step of state that a store keeps; the optimizer itself steps the rest."""
         self.rounds.finish()
+        self.reduce.shown.follow(bound.slots.values())
         self.home.submit(bound)
 
     def after_step(self, bound: BoundOptimizer) -> None:

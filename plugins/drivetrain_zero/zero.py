@@ -164,6 +164,7 @@ class Zero(ShardedStrategy[ConfigT], Generic[ConfigT]):
     def before_step(self, bound: BoundOptimizer) -> None:
         """Submit the step of state that a store keeps; the optimizer itself steps the rest."""
         self.rounds.finish()
+        self.reduce.shown.follow(bound.slots.values())
         self.placement.take_replaced()
         self.home.submit(bound)
 

@@ -136,7 +136,8 @@ class Loop:
 
     def note(self, name: str, value: Tensor | float) -> None:
         """Note a number that one process has as well."""
-        self.notes[name] = torch.as_tensor(value).detach().clone()
+        whole = torch.as_tensor(value).detach().cpu().numpy()  # also of a tensor in pieces
+        self.notes[name] = torch.from_numpy(whole.copy())
 
 
 def _seeded(number: int) -> torch.Generator:
@@ -167,7 +168,10 @@ def run_on_rank(way: Way, strategy: Mapping[str, Any]) -> Outcome:
     """Take a way under one strategy on this rank, and compare with one process."""
     with in_doubles():
         expected, found = Loop(None), Loop(strategy)
-        way(expected)
+        try:
+            way(expected)
+        except Exception as error:
+            return Outcome(CRASHED, f"in one process: {type(error).__name__}: {error}")
         try:
             with _ended(found):
                 way(found)

@@ -130,12 +130,22 @@ class WindowGradients:
         self._prepared.will_scale(factor)
         self.observer.before_backward()  # times the backward, not the wait for weights above
         strategy = self._prepared.running().strategy
-        strategy.backward(scaled, **options)
+        with self._hooks_aside(averages=synced):
+            strategy.backward(scaled, **options)
         strategy.publish(loss)
         self.finite.see_loss(loss)
         self.observer.after_backward(loss, weight)
         if factor is not None:
             self._earlier.scale_fresh(factor)
+
+    @contextmanager
+    def _hooks_aside(self, *, averages: bool) -> Iterator[None]:
+        """Context of a backward whose gradients the script's hooks get as one process has them."""
+        with ExitStack() as stack:
+            for entry in self._prepared.models if self._runs.default.world.size > 1 else ():
+                if hooked := entry.hooks.found():
+                    stack.enter_context(entry.hooks.aside(hooked, averages=averages))
+            yield
 
     def clip_norm(
         self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float

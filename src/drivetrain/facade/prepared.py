@@ -20,6 +20,7 @@ from drivetrain.facade.stepping import PreparedOptimizer, PreparedScheduler
 from drivetrain.nested import convert_to_fp32
 from drivetrain.parts.naming import all_names, clean_name, named_parameters
 from drivetrain.parts.torch_calls import Arguments, Function, Keywords
+from drivetrain.parts.user_hooks import UserHooks
 from drivetrain.parts.wrapping import (
     UninheritedContext,
     is_wrapped,
@@ -50,6 +51,7 @@ class PreparedModel:
         overflow: whether the gradients at hand are infinite somewhere.
         note: handle of the hook that notes which model runs.
         known: identities of the parameters that the strategy trains.
+        hooks: those that the script has put on parameters.
     """
 
     model: nn.Module
@@ -62,10 +64,13 @@ class PreparedModel:
     overflow: bool = False
     note: RemovableHandle | None = None
     known: frozenset[int] = field(init=False)
+    hooks: UserHooks = field(init=False)
 
     def __post_init__(self) -> None:
         """Remember which parameters the model has now."""
-        self.known = frozenset(map(id, self.module.parameters()))
+        parameters = list(self.module.parameters())
+        self.known = frozenset(map(id, parameters))
+        self.hooks = UserHooks(parameters)
 
     @property
     def module(self) -> nn.Module:

@@ -125,12 +125,20 @@ class Bucket:
         self.names = names
         self.parameters = tuple(parameters)
         self.flat = torch.zeros(layout.numel, dtype=layout.dtype, device=parameters[0].device)
-        self.views: list[Tensor] = []
-        offset = 0
-        for parameter in parameters:
-            self.views.append(view_like(self.flat, offset, parameter))
-            offset += parameter.numel()
-        self.flags = self.flat[offset:]
+        sizes = [parameter.numel() for parameter in parameters]
+        self._starts = list(itertools.accumulate(sizes, initial=0))
+        self.views = [self.view(place) for place in range(len(self.parameters))]
+        self.flags = self.flat[self._starts[-1] :]
+
+    def view(self, place: int) -> Tensor:
+        """Return the place of a parameter's gradient.
+
+        To autograd it is no view of another tensor: scripts call ``detach_()`` on gradients.
+        """
+        view = view_like(self.flat, self._starts[place], self.parameters[place])
+        return self.flat.new_empty(0).set_(
+            view.untyped_storage(), view.storage_offset(), view.shape, view.stride()
+        )
 
 
 def view_like(flat: Tensor, offset: int, tensor: Tensor) -> Tensor:

@@ -50,6 +50,33 @@ def global_norm(
     return combine_norms(total, norm_type, over)
 
 
+def norms_of_each(
+    pieces: Sequence[Tensor | None],
+    norm_type: float,
+    *,
+    over: Sequence[Communicator],
+    device: torch.device,
+) -> Tensor:
+    """Return the p-norm of each of several tensors whose pieces lie on ranks.
+
+    Args:
+        pieces: this rank's piece of each tensor; None: it has none.
+        norm_type: p, positive; ``inf`` for the largest absolute value.
+        over: axes over which distinct pieces lie: one all-reduce each.
+        device: where the result lies.
+
+    Returns:
+        1-D, fp64 (fp32 on a device without fp64), the same on every rank of the axes.
+    """
+    wide = torch.float32 if device.type == "mps" else torch.float64
+    norms = torch.zeros(len(pieces), dtype=wide, device=device)
+    places = [i for i, piece in enumerate(pieces) if piece is not None and piece.numel()]
+    if places:
+        found = _norms([piece for piece in pieces if piece is not None], norm_type)
+        norms[torch.tensor(places, device=device)] = torch.stack(found).to(norms)
+    return combine_norms(norms, norm_type, over) if over else norms
+
+
 def clip_(pieces: Sequence[Tensor], norm: Tensor, max_norm: float) -> None:
     """Scale tensors in place so that their norm, which is given, becomes at most max_norm.
 

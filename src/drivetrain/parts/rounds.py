@@ -8,12 +8,16 @@ belongs to the round around it.
 
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Variable
 from torch.autograd.function import BackwardCFunction
 from torch.utils.hooks import RemovableHandle
+
+_OF_STRATEGY = "of_strategy"
+"""The attribute of a strategy's hooks."""
 
 _current_task: Callable[[], int] = torch._C._current_graph_task_id
 
@@ -95,9 +99,15 @@ def after_backward(action: Callable[[], None]) -> None:
 
 
 def on_gradient(parameter: Tensor, hook: Callable[[Tensor], None]) -> RemovableHandle:
-    """Call a hook when a parameter's gradient has been accumulated."""
+    """Call a strategy's hook when a parameter's gradient has been accumulated."""
+    vars(getattr(hook, "__func__", hook))[_OF_STRATEGY] = True
     handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
     return handle
+
+
+def is_of_strategy(hook: Callable[..., Any]) -> bool:
+    """Return whether a hook is one of ``on_gradient``, and none of the script."""
+    return hasattr(hook, _OF_STRATEGY)
 
 
 def _inside_backward() -> bool:

@@ -80,7 +80,6 @@ class FlatGradients:
         else:
             torch.mul(grad, scale, out=slot.view(self._there()))  # one pass over memory
             self.filled.add(slot)
-        slot.parameter.grad = None
 
     def scale(self, factor: float) -> None:
         """Multiply gradients that were received."""
@@ -114,6 +113,15 @@ class FlatGradients:
         for slot in having:
             self._follow(slot)
             self.hand_out(slot)
+
+    def waits(self, slot: ParameterSlot) -> bool:
+        """Return whether gradients of a parameter wait here to be averaged."""
+        return slot in self.filled or self._replica_sum is not None
+
+    def has(self, slot: ParameterSlot) -> bool:
+        """Return whether a parameter has a gradient here, averaged or not."""
+        fragment = self.flat.fragments.get(slot)
+        return self.waits(slot) or (fragment is not None and fragment.grad is not None)
 
     # --- reducing ---
 
@@ -215,6 +223,21 @@ class FlatGradients:
         if self.flat.masters_left and fragment.dtype is not piece.dtype:
             make_placeholder(slot, fragment, piece.dtype)
         fragment.grad = piece if piece.dtype is fragment.dtype else piece.to(fragment.dtype)
+
+    def assign(self, slot: ParameterSlot, values: Tensor) -> None:
+        """Let a parameter have a gradient that the script has made.
+
+        Args:
+            slot: the parameter's.
+            values: this rank's piece, in fragment shape.
+        """
+        if not slot.owned_numel:
+            return
+        if self._kept is None:
+            flat = self.flat
+            self._kept = torch.zeros(flat.owned, dtype=self._total, device=flat.gradient_device)
+        slot.piece(self._kept).copy_(values)
+        self.hand_out(slot)
 
     def _follow(self, slot: ParameterSlot) -> None:
         """Take over changes of a handed out gradient without a share in the kept memory.
@@ -386,13 +409,20 @@ class UnitGradients:
 
     # --- handing out ---
 
-    def deliver(self, present: Iterator[int]) -> None:
+    def deliver(self, present: Iterator[int]) -> list[ParameterSlot]:
         """Give fragments their gradients, where some rank had one for the awaited parameter.
 
         Args:
             present: goes on with a number per awaited parameter, 0 where no rank had a gradient.
+
+        Returns:
+            The parameters that have a gradient, and had none on this rank.
         """
+        elsewhere = []
         for slot, some in zip(self.awaited, present, strict=False):
             if some:
                 self.of[slot].hand_out(slot)
+                if slot not in self.came:
+                    elsewhere.append(slot)
         self.present.clear()
+        return elsewhere

@@ -150,7 +150,6 @@ class Fragments(HeldTensors):
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         bound = self._bound[optimizer]
         self._adopt_strays(bound)
-        _check_gradients(bound)
         if any((*args[1:], *kwargs.values())) and self._home.steps(bound):
             raise UsageError(
                 "expected step() without a closure, found one: a store takes the steps of an "
@@ -218,28 +217,15 @@ class Fragments(HeldTensors):
             bound.fragments[fragment] = slot
             bound.held[slot] = fragment
             if state is not None:
-                cut = {key: _cut(value, slot, fragment) for key, value in state.items()}
+                cut = {key: _cut(value, slot) for key, value in state.items()}
                 bound.optimizer.state[fragment] = cut
         return fragment
 
 
-def _check_gradients(bound: BoundOptimizer) -> None:
-    # Every step comes here, and a guarded parameter answers slowly.
-    with torch._C.DisableTorchFunctionSubclass():
-        given = [name for name, slot in bound.slots.items() if slot.parameter.grad is not None]
-    if given:
-        raise UsageError(
-            f"expected gradients that backward made, found one that was set on {given[0]!r} and "
-            "that no rank would step with; change a gradient by a hook of the parameter, or "
-            "in place after backward, through accelerator.strategy_of(model).gradients()"
-        )
-
-
-def _cut(value: Any, slot: ParameterSlot, fragment: nn.Parameter) -> Any:
+def _cut(value: Any, slot: ParameterSlot) -> Any:
     if not isinstance(value, Tensor) or value.shape != slot.shape or not slot.shape:
         return value
-    owned = slot.in_memory_order(value)[slice(*slot.owned)].clone()
-    return owned.as_strided(fragment.shape, fragment.stride())
+    return slot.cut(value)
 
 
 def _leaves_choice(group: Mapping[str, Any]) -> bool:

@@ -275,14 +275,16 @@ class Placement:
         wanted = {self._units[self.slots[one]] for one in parameters if one in self.slots}
         return [unit for unit in self.units if unit in wanted]
 
+    def slots_of(self, parameters: Iterable[nn.Parameter]) -> list[ParameterSlot]:
+        """Return the slots of those parameters that lie in units."""
+        return [self.slots[p] for p in parameters if p in self.slots]
+
     def gradients(
         self, only: Collection[nn.Parameter] | None = None
     ) -> dict[ParameterSlot, Tensor]:
         """Return the gradients of this rank's fragments, of some parameters or of all."""
-        slots = self.slots
-        chosen = slots.values() if only is None else [slots[p] for p in only if p in slots]
         found = {}
-        for slot in chosen:
+        for slot in self.slots.values() if only is None else self.slots_of(only):
             fragment = self.fragment_of(slot)
             if fragment is not None and fragment.grad is not None:
                 found[slot] = fragment.grad

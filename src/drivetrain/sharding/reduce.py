@@ -36,6 +36,7 @@ from drivetrain.parts.rounds import Rounds
 from drivetrain.sharding.gradients import FlatGradients, UnitGradients
 from drivetrain.sharding.home import Home
 from drivetrain.sharding.placement import Placement, Ranks
+from drivetrain.sharding.shown_gradients import ShownGradients
 from drivetrain.sharding.slot import ParameterSlot
 from drivetrain.sharding.unit import Unit
 from drivetrain.strategy import Run
@@ -63,6 +64,7 @@ class Reduce:
         synchronizing: whether backward sends gradients; otherwise they stay in the buffers.
         replicating: whether replicas then add theirs up, and gradients are handed out.
         units: the gradients of each unit, in the order in which units are sent.
+        shown: what stands at the parameters' ``grad``.
         buffers: those that gradients pass through, if they do not stay.
     """
 
@@ -90,6 +92,7 @@ class Reduce:
             UnitGradients, precision=run.precision, ranks=ranks, adam=adam, stays=stays
         )
         self._device = run.world.device
+        self.shown = ShownGradients(ranks, self, self._device)
         self._active: list[UnitGradients] = []
         self._sent = 0
         self._replicates = True
@@ -98,7 +101,9 @@ class Reduce:
 
     def watch(self, units: Sequence[Unit]) -> None:
         """Reduce the gradients of more units, after those of the others."""
-        self.units += map(self._watch, units)
+        for unit in map(self._watch, units):
+            self.units.append(unit)
+            self.shown.watch(unit)
 
     def open_channels(self) -> None:
         """Make the channels of all units: a checkpoint is about to be loaded into them."""
@@ -108,6 +113,7 @@ class Reduce:
     def close(self) -> None:
         """Give up a round that was cut short, and the buffers."""
         self._rounds.give_up()
+        self.shown.clear(self.shown.of)
         self.buffers.close()
 
     # --- during backward ---
@@ -116,12 +122,20 @@ class Reduce:
         """Begin a round: count down from all parameters of every unit."""
         self._active = [unit for unit in self.units if unit.begin()]
         self._sent = 0
+        self.shown.changed()
         # For the whole round: one cut short may end where the script synchronises again.
         self._replicates = self.replicating
 
     def receive(self, unit: UnitGradients, slot: ParameterSlot) -> None:
         """Move a parameter's fresh gradient into its unit's buffer; send nothing."""
-        grad = slot.parameter.grad
+        shown = self.shown.of[slot]
+        with torch._C.DisableTorchFunctionSubclass():  # a guarded parameter answers slowly
+            grad = slot.parameter.grad
+            if grad is shown:
+                grad = shown.take_arrived()
+            else:  # the script has cleared what was there, or there was nothing
+                self.shown.arrives(slot)
+                slot.parameter.grad = shown
         if grad is not None:
             if not unit.opened:
                 self._open(unit)
@@ -162,7 +176,8 @@ class Reduce:
         if flags is not None:
             present = iter(flags.tolist())
             for unit in self._active:
-                unit.deliver(present)
+                for slot in unit.deliver(present):
+                    self.shown.show(slot)
 
     def _came_again(self, unit: UnitGradients, slot: ParameterSlot) -> None:
         """A gradient grew after it was complete: fine unless it was sent already."""
@@ -174,7 +189,7 @@ class Reduce:
             )
 
     def _open(self, unit: UnitGradients) -> None:
-        self._make_way(unit)
+        self.settle(unit)
         nbytes = unit.buffer_nbytes()
         unit.open(self._lend(nbytes) if self.buffers.in_flight else None)
 
@@ -230,12 +245,14 @@ class Reduce:
     def read(self, only: Collection[nn.Parameter] | None = None) -> Iterator[Tensor]:
         """Yield this rank's gradients, of some parameters or of all, to be read and changed."""
         found = self._complete(only)
+        self.shown.changed()
         self._to_sum_dtype([s for s in found if self._placement.flat_of(s).masters_left])
         yield from self._placement.gradients(only).values()
 
     def scale(self, factor: float) -> None:
         """Multiply this rank's gradients, also in buffers."""
         self._multiply(self._home.scale(self._complete(None), factor), factor)
+        self.shown.changed()
         for unit in self.units:
             for flat in () if unit.reduction else unit.flats:
                 flat.scale(factor)
@@ -254,6 +271,7 @@ class Reduce:
         over = [self._ranks.sharing] if self._ranks.sharing.size > 1 else []  # replicas have equals
         gradients = list(found.values())
         norm = global_norm(gradients, norm_type, over=over, device=self._device)
+        self.shown.changed()
         if not self._home.active:
             clip_(gradients, norm, max_norm)
         elif found:
@@ -269,6 +287,7 @@ class Reduce:
             set_to_none: whether they are dropped; otherwise zeros are written.
         """
         slots = None if only is None else set(only)
+        self.shown.changed()
         for unit in self.units:
             lent = unit.forget(set(unit.unit.slots) if slots is None else slots)
             if lent is not None:
@@ -284,13 +303,14 @@ class Reduce:
 
     def _complete(self, only: Collection[nn.Parameter] | None) -> dict[ParameterSlot, Tensor]:
         """Return gradients that nobody changes any more, and that wait for no factor."""
+        self.shown.follow(only if only is None else self._placement.slots_of(only))
         wanted = {self._placement.unit_of(slot) for slot in self._placement.gradients(only)}
         for unit in self.units:
             if unit.unit in wanted:
-                self._make_way(unit)
+                self.settle(unit)
         return self._placement.gradients(only)
 
-    def _make_way(self, unit: UnitGradients) -> None:
+    def settle(self, unit: UnitGradients) -> None:
         """Make a unit's gradients ready for a change."""
         unit.unit.wait_for_step()  # a step under way reads them
         late = self._home.due(unit.unit.slots)

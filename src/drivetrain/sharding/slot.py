@@ -115,6 +115,16 @@ class ParameterSlot:
         """
         return _ordered(values, self.strides)
 
+    def cut(self, whole: Tensor) -> Tensor:
+        """Return this rank's part of a parameter-shaped tensor, a copy in fragment shape.
+
+        A rank that owns nothing gets no elements.
+        """
+        if not self.owned_numel:
+            return whole.new_empty(0)
+        owned = self.in_memory_order(whole)[slice(*self.owned)].clone()
+        return owned.as_strided(self.fragment_shape, self.fragment_strides)
+
     def fragment_in_order(self, values: Tensor) -> Tensor:
         """Return a fragment-shaped tensor's elements in the parameter's order of memory, 1-D."""
         if self.contiguous:

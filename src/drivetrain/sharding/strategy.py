@@ -302,6 +302,8 @@ class ShardedStrategy(Accounted[ConfigT], Generic[ConfigT]):
         self.rounds.finish()  # what an exception cut short must not come after this
         slots = None if bound is None else bound.slots.values()
         self.reduce.forget(slots, set_to_none=set_to_none)
+        if slots is not None and set_to_none:
+            self.reduce.shown.clear(slots)
         if bound is None:
             self.placement.clear_gradients(set_to_none=set_to_none)
 

@@ -1,39 +1,460 @@
-"""Gradients between backward and step: cleared, kept from a step, assigned, edited, measured."""
+"""Gradients: between backward and step scripts clear, keep, assign, edit and measure them."""
 
-from torch import nn
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW
 
 from loop import Loop
 
 
-def gradients_are_cleared_by_none(loop: Loop) -> None:
-    """As nanoGPT and many scripts clear."""
-    model, optimizer = loop.ready()
+def _train(
+    loop: Loop,
+    between: Callable[[int, nn.Module], None],
+    *,
+    clear: Callable[[nn.Module], None] | None = None,
+    make: Callable[[nn.Module], torch.optim.Optimizer] = lambda m: SGD(m.parameters(), lr=0.5),
+) -> None:
+    """Take three steps, with something between backward and step."""
+    model, optimizer = loop.ready(make)
     for step in range(3):
         loop.backward(loop.loss(model, loop.batch(step)))
+        between(step, model)
         optimizer.step()
-        for parameter in model.parameters():
-            parameter.grad = None
+        if clear is None:
+            optimizer.zero_grad()
+        else:
+            clear(model)
     loop.weights(model)
 
 
-def a_layer_is_kept_from_a_step_by_none(loop: Loop) -> None:
-    """As SwAV keeps its prototypes."""
-    model, optimizer = loop.ready()
+def _edited(loop: Loop, edit: Callable[[Tensor], object]) -> None:
+    def between(step: int, model: nn.Module) -> None:
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                edit(parameter.grad)
+
+    _train(loop, between)
+
+
+def _replaced(loop: Loop, make: Callable[[nn.Parameter], Tensor | None]) -> None:
+    def between(step: int, model: nn.Module) -> None:
+        for parameter in model.parameters():
+            parameter.grad = make(parameter)
+
+    _train(loop, between)
+
+
+def _nothing(step: int, model: nn.Module) -> None:
+    return
+
+
+# --- clearing ---
+
+
+def cleared_by_none(loop: Loop) -> None:
+    def clear(model: nn.Module) -> None:
+        for parameter in model.parameters():
+            parameter.grad = None
+
+    _train(loop, _nothing, clear=clear)
+
+
+def cleared_by_none_before_backward_with_momentum(loop: Loop) -> None:
+    model, optimizer = loop.ready(lambda m: SGD(m.parameters(), lr=0.5, momentum=0.9))
     for step in range(3):
+        for parameter in model.parameters():
+            parameter.grad = None
         loop.backward(loop.loss(model, loop.batch(step)))
+        optimizer.step()
+    loop.weights(model)
+
+
+def cleared_by_zero(loop: Loop) -> None:
+    def clear(model: nn.Module) -> None:
+        for parameter in model.parameters():
+            parameter.grad.detach_()
+            parameter.grad.zero_()
+
+    _train(loop, _nothing, clear=clear)
+
+
+def cleared_by_data_zero(loop: Loop) -> None:
+    def clear(model: nn.Module) -> None:
+        for parameter in model.parameters():
+            parameter.grad.data.zero_()
+
+    _train(loop, _nothing, clear=clear)
+
+
+def cleared_by_the_model_to_zeros(loop: Loop) -> None:
+    _train(loop, _nothing, clear=lambda model: model.zero_grad(set_to_none=False))
+
+
+def not_cleared_at_all(loop: Loop) -> None:
+    _train(loop, _nothing, clear=lambda model: None)
+
+
+def a_layer_kept_from_a_step_by_none(loop: Loop) -> None:
+    def between(step: int, model: nn.Module) -> None:
         if step < 2:
             for parameter in model.head.parameters():
                 parameter.grad = None
-        optimizer.step()
-        optimizer.zero_grad()
-    loop.weights(model)
+
+    _train(loop, between, make=lambda m: AdamW(m.parameters(), lr=0.02))
 
 
-def torch_clips_by_norm(loop: Loop) -> None:
+def one_layer_cleared_and_the_others_added_up(loop: Loop) -> None:
+    def clear(model: nn.Module) -> None:
+        model.head.weight.grad = None
+
+    _train(loop, _nothing, clear=clear)
+
+
+def a_second_backward_adds(loop: Loop) -> None:
     model, optimizer = loop.ready()
     for step in range(3):
         loop.backward(loop.loss(model, loop.batch(step)))
-        loop.note(f"norm {step}", nn.utils.clip_grad_norm_(model.parameters(), 0.1))
+        loop.backward(loop.loss(model, loop.batch(step + 7)) * 0.5)
         optimizer.step()
         optimizer.zero_grad()
     loop.weights(model)
+
+
+def cleared_in_mid_window(loop: Loop) -> None:
+    """The first micro-batch of each window is thrown away."""
+    loop.begin(gradient_accumulation_steps=2)
+    model, optimizer = loop.ready()
+    for number in range(4):
+        with loop.accumulate(model):
+            loss = loop.loss(model, loop.batch(number))
+            loop.backward(loss / 2 if loop.alone else loss)
+            if number % 2 == 0:
+                for parameter in model.parameters():
+                    parameter.grad = None
+            if not loop.alone or number % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+    loop.weights(model)
+
+
+# --- presence ---
+
+
+def counted_where_none(loop: Loop) -> None:
+    model = loop.model()
+    model.unused = nn.Linear(8, 8)
+    model, optimizer = loop.prepare(model, SGD(model.parameters(), lr=0.5))
+    for step in range(2):
+        loop.note(f"before {step}", sum(p.grad is not None for p in model.parameters()))
+        loop.backward(loop.loss(model, loop.batch(step)))
+        loop.note(f"after {step}", sum(p.grad is not None for p in model.parameters()))
+        optimizer.step()
+        optimizer.zero_grad()
+    loop.weights(model)
+
+
+def facts_of_a_gradient(loop: Loop) -> None:
+    def between(step: int, model: nn.Module) -> None:
+        for name, parameter in model.named_parameters():
+            grad = parameter.grad
+            assert grad.shape == parameter.shape
+            assert grad.dtype == parameter.dtype
+            assert grad.device == parameter.device
+            assert not grad.requires_grad
+            loop.note(f"{name} {step}", grad.numel() + grad.dim())
+
+    _train(loop, between)
+
+
+# --- assigning ---
+
+
+def whole_tensors_assigned(loop: Loop) -> None:
+    _replaced(loop, lambda p: torch.linspace(-1, 1, p.numel()).view(p.shape))
+
+
+def whole_tensors_assigned_without_a_backward(loop: Loop) -> None:
+    """As evolution strategies do."""
+    model, optimizer = loop.ready(lambda m: AdamW(m.parameters(), lr=0.02))
+    for step in range(3):
+        for parameter in model.parameters():
+            parameter.grad = torch.linspace(-1, step, parameter.numel()).view(parameter.shape)
+        optimizer.step()
+        optimizer.zero_grad()
+    loop.weights(model)
+
+
+def replaced_by_a_product(loop: Loop) -> None:
+    _replaced(loop, lambda p: p.grad * 0.5)
+
+
+def replaced_by_a_clone(loop: Loop) -> None:
+    _replaced(loop, lambda p: p.grad.clone().detach())
+
+
+def replaced_by_its_sign(loop: Loop) -> None:
+    _replaced(loop, lambda p: torch.sign(p.grad))
+
+
+def swapped_between_two_backwards(loop: Loop) -> None:
+    """As gradient surgery of several tasks does: kept, cleared, and put together again."""
+    model, optimizer = loop.ready()
+    for step in range(2):
+        kept = []
+        for task in range(2):
+            loop.backward(loop.loss(model, loop.batch(step + 5 * task)))
+            kept.append([p.grad.clone() for p in model.parameters()])
+            optimizer.zero_grad()
+        for parameter, one, two in zip(model.parameters(), *kept, strict=True):
+            parameter.grad = one + 0.5 * two
+        optimizer.step()
+        optimizer.zero_grad()
+    loop.weights(model)
+
+
+# --- editing ---
+
+
+def scaled(loop: Loop) -> None:
+    _edited(loop, lambda g: g.mul_(0.3))
+
+
+def scaled_by_an_operator(loop: Loop) -> None:
+    def between(step: int, model: nn.Module) -> None:
+        for parameter in model.parameters():
+            parameter.grad /= 3
+
+    _train(loop, between)
+
+
+def scaled_through_data(loop: Loop) -> None:
+    _edited(loop, lambda g: g.data.mul_(torch.tensor(0.3)))
+
+
+def clamped(loop: Loop) -> None:
+    _edited(loop, lambda g: g.clamp_(-0.01, 0.01))
+
+
+def cleaned_of_nan(loop: Loop) -> None:
+    _edited(loop, lambda g: torch.nan_to_num_(g, nan=0.0))
+
+
+def masked(loop: Loop) -> None:
+    _edited(loop, lambda g: g.masked_fill_(torch.arange(g.numel()).view(g.shape) % 3 == 0, 0.0))
+
+
+def multiplied_by_a_mask_of_rows(loop: Loop) -> None:
+    def between(step: int, model: nn.Module) -> None:
+        model.emb.weight.grad.mul_((torch.arange(32) >= 16).to(torch.float64)[:, None])
+
+    _train(loop, between)
+
+
+def rows_written_by_index(loop: Loop) -> None:
+    """As new words of a table are trained alone."""
+
+    def between(step: int, model: nn.Module) -> None:
+        model.emb.weight.grad[:16] = 0
+        model.head.weight.grad[3, 2:5] = torch.tensor([1.0, 2.0, 3.0])
+
+    _train(loop, between)
+
+
+def rows_written_by_a_view(loop: Loop) -> None:
+    def between(step: int, model: nn.Module) -> None:
+        model.emb.weight.grad[:16].zero_()
+
+    _train(loop, between)
+
+
+def weights_added_as_decay(loop: Loop) -> None:
+    def between(step: int, model: nn.Module) -> None:
+        for parameter in model.parameters():
+            parameter.grad.add_(parameter.detach(), alpha=0.1)
+
+    _train(loop, between)
+
+
+def weights_added_to_all_at_once(loop: Loop) -> None:
+    def between(step: int, model: nn.Module) -> None:
+        torch._foreach_mul_([p.grad for p in model.parameters()], 0.5)
+        torch._foreach_add_([p.grad for p in model.parameters()], 0.01)
+
+    _train(loop, between)
+
+
+def noise_drawn_in_place(loop: Loop) -> None:
+    def between(step: int, model: nn.Module) -> None:
+        torch.manual_seed(step)
+        for parameter in model.parameters():
+            parameter.grad.add_(torch.randn_like(parameter.grad), alpha=0.01)
+
+    _train(loop, between)
+
+
+def noise_drawn_from_one_seed(loop: Loop) -> None:
+    def between(step: int, model: nn.Module) -> None:
+        generator = torch.Generator().manual_seed(step)
+        for parameter in model.parameters():
+            parameter.grad.add_(torch.randn(parameter.shape, generator=generator), alpha=0.01)
+
+    _train(loop, between)
+
+
+# --- measuring ---
+
+
+def clipped_by_torch(loop: Loop) -> None:
+    def between(step: int, model: nn.Module) -> None:
+        loop.note(f"norm {step}", nn.utils.clip_grad_norm_(model.parameters(), 0.1))
+
+    _train(loop, between)
+
+
+def clipped_by_torch_to_the_largest(loop: Loop) -> None:
+    def between(step: int, model: nn.Module) -> None:
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.01, norm_type=float("inf"))
+        loop.note(f"norm {step}", norm)
+
+    _train(loop, between)
+
+
+def clipped_by_torch_in_two_groups(loop: Loop) -> None:
+    def between(step: int, model: nn.Module) -> None:
+        for index, part in enumerate((model.blocks, model.head)):
+            loop.note(f"norm {step} {index}", nn.utils.clip_grad_norm_(part.parameters(), 0.05))
+
+    _train(loop, between)
+
+
+def clipped_by_value_by_torch(loop: Loop) -> None:
+    _train(loop, lambda step, model: nn.utils.clip_grad_value_(model.parameters(), 0.01))
+
+
+def measured_by_torch(loop: Loop) -> None:
+    def between(step: int, model: nn.Module) -> None:
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        loop.note(f"norm {step}", nn.utils.get_total_norm(gradients))
+        loop.note(f"norms {step}", torch.stack(torch._foreach_norm(gradients)))
+
+    _train(loop, between)
+
+
+def norm_written_by_hand(loop: Loop) -> None:
+    """As many scripts write it, in each of the ways."""
+
+    def between(step: int, model: nn.Module) -> None:
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        ways = {
+            "items": sum(g.data.norm(2).item() ** 2 for g in gradients) ** 0.5,
+            "pow": sum(g.detach().pow(2).sum() for g in gradients).sqrt(),
+            "abs": sum(g.abs().sum() for g in gradients),
+            "max": max(g.abs().max() for g in gradients),
+            "vector": torch.cat([g.flatten() for g in gradients]).norm(),
+            "mean": torch.stack([g.mean() for g in gradients]),
+        }
+        for name, value in ways.items():
+            loop.note(f"{name} {step}", value)
+
+    _train(loop, between)
+
+
+def looked_at_for_nan(loop: Loop) -> None:
+    def between(step: int, model: nn.Module) -> None:
+        fine = all(torch.isfinite(p.grad).all() for p in model.parameters())
+        loop.note(f"fine {step}", fine)
+        loop.note(f"nan {step}", sum(int(p.grad.isnan().sum()) for p in model.parameters()))
+
+    _train(loop, between)
+
+
+def read_as_numbers(loop: Loop) -> None:
+    def between(step: int, model: nn.Module) -> None:
+        loop.note(f"numpy {step}", torch.from_numpy(model.head.bias.grad.numpy().copy()))
+        loop.note(f"list {step}", torch.tensor(model.head.bias.grad.tolist()))
+        loop.note(f"cpu {step}", model.emb.weight.grad.cpu().float().double())
+        loop.note(f"row {step}", model.emb.weight.grad[5])
+
+    _train(loop, between)
+
+
+def compared_between_tasks(loop: Loop) -> None:
+    """As PCGrad looks at the angle between two gradients."""
+    model, optimizer = loop.ready()
+    for step in range(2):
+        kept = []
+        for task in range(2):
+            loop.backward(loop.loss(model, loop.batch(step + 5 * task)))
+            kept.append(torch.cat([p.grad.reshape(-1) for p in model.parameters()]))
+            optimizer.zero_grad()
+        loop.note(f"angle {step}", torch.dot(*kept))
+        both, first = kept[0] + kept[1], 0
+        for parameter in model.parameters():
+            parameter.grad = both[first : first + parameter.numel()].view(parameter.shape)
+            first += parameter.numel()
+        optimizer.step()
+        optimizer.zero_grad()
+    loop.weights(model)
+
+
+# --- used for other things ---
+
+
+def a_sharpness_aware_step(loop: Loop) -> None:
+    """SAM by hand: up along the gradient, backward again, and back."""
+    model, optimizer = loop.ready()
+    for step in range(2):
+        loop.backward(loop.loss(model, loop.batch(step)))
+        norm = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
+        moves = [p.grad * (0.05 / (norm + 1e-12)) for p in model.parameters()]
+        with torch.no_grad():
+            for parameter, move in zip(model.parameters(), moves, strict=True):
+                parameter.add_(move)
+        optimizer.zero_grad()
+        loop.backward(loop.loss(model, loop.batch(step)))
+        with torch.no_grad():
+            for parameter, move in zip(model.parameters(), moves, strict=True):
+                parameter.sub_(move)
+        optimizer.step()
+        optimizer.zero_grad()
+    loop.weights(model)
+
+
+def an_adversarial_move_of_weights(loop: Loop) -> None:
+    """AWP: weights move along the gradient's sign, and are put back."""
+    model, optimizer = loop.ready()
+    for step in range(2):
+        loop.backward(loop.loss(model, loop.batch(step)))
+        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+        for parameter in model.parameters():
+            parameter.data.add_(0.01 * parameter.grad.sign())
+        loop.backward(loop.loss(model, loop.batch(step)))
+        for name, parameter in model.named_parameters():
+            parameter.data.copy_(before[name])
+        optimizer.step()
+        optimizer.zero_grad()
+    loop.weights(model)
+
+
+def gradients_kept_from_the_first_step(loop: Loop) -> None:
+    """A reference to ``p.grad`` across steps, as a memory of gradients keeps."""
+    model, optimizer = loop.ready()
+    memory: list[Tensor] = []
+    for step in range(3):
+        loop.backward(loop.loss(model, loop.batch(step)))
+        memory = memory or [p.grad.clone() for p in model.parameters()]
+        for parameter, kept in zip(model.parameters(), memory, strict=True):
+            parameter.grad.lerp_(kept, 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    loop.weights(model)
+
+
+def set_through_data(loop: Loop) -> None:
+    def between(step: int, model: nn.Module) -> None:
+        for parameter in model.parameters():
+            parameter.grad.data = parameter.grad.data.clamp(-0.01, 0.01)
+
+    _train(loop, between)

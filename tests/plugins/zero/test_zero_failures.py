@@ -23,7 +23,7 @@ WAITING = {"launch": {"timeout_s": 3600.0}}
 """Far beyond a test's own limit: a rank that waits for it fails its test."""
 
 ERROR, INTERRUPT = RuntimeError("sprung"), KeyboardInterrupt("sprung")
-PLACES = (("before", ERROR), ("after", INTERRUPT), ("backward", INTERRUPT), ("gradient", ERROR))
+PLACES = (("before", ERROR), ("after", INTERRUPT), ("backward", INTERRUPT), ("earlier", ERROR))
 HYBRID = {**FSDP, "sharding": "hybrid", "shard_size": 2}
 NET = Case("net", functools.partial(Tower, 4))
 
@@ -39,7 +39,7 @@ def fail(twins, where, error):
         "before": layer.register_forward_pre_hook,
         "after": layer.register_forward_hook,
         "backward": layer.register_full_backward_hook,
-        "gradient": twins.model.blocks[1].up.weight.register_hook,
+        "earlier": twins.model.blocks[1].up.register_full_backward_pre_hook,
     }
     handle = register[where](spring)
     with pytest.raises(type(error), match="sprung"):

@@ -1,0 +1,142 @@
+"""Hooks: on parameters, registered before and after prepare, that change, record and step."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+
+from loop import Loop
+
+
+def _train(loop: Loop, model: nn.Module, optimizer: Optimizer) -> None:
+    for step in range(3):
+        loop.backward(loop.loss(model, loop.batch(step)))
+        optimizer.step()
+        optimizer.zero_grad()
+    loop.weights(model)
+
+
+def _hooked(loop: Loop, hook: Callable[[Tensor], Any], *, before: bool) -> None:
+    """Take three steps with a hook on every parameter."""
+    model = loop.model()
+    if before:
+        for parameter in model.parameters():
+            parameter.register_hook(hook)
+    model, optimizer = loop.prepare(model, SGD(model.parameters(), lr=0.5))
+    if not before:
+        for parameter in model.parameters():
+            parameter.register_hook(hook)
+    _train(loop, model, optimizer)
+
+
+def a_hook_of_before_clamps(loop: Loop) -> None:
+    _hooked(loop, lambda g: g.clamp(-0.01, 0.01), before=True)
+
+
+def a_hook_of_after_clamps(loop: Loop) -> None:
+    _hooked(loop, lambda g: g.clamp(-0.01, 0.01), before=False)
+
+
+def a_hook_scales(loop: Loop) -> None:
+    _hooked(loop, lambda g: g * 0.5, before=True)
+
+
+def a_hook_clips_its_own_norm(loop: Loop) -> None:
+    _hooked(loop, lambda g: g / (1 + g.norm()), before=True)
+
+
+def a_hook_records_norms(loop: Loop) -> None:
+    norms: list[Tensor] = []
+    _hooked(loop, lambda g: norms.append(g.norm().clone()), before=True)
+    loop.note("norms", torch.stack(norms).sort().values)
+
+
+def a_hook_keeps_old_words(loop: Loop) -> None:
+    """New words are trained alone: rows of the old ones get no gradient."""
+
+    def keep_old(g: Tensor) -> Tensor:
+        g = g.clone()
+        g[:16] = 0
+        return g
+
+    model = loop.model()
+    model.emb.weight.register_hook(keep_old)
+    _train(loop, *loop.prepare(model, SGD(model.parameters(), lr=0.5)))
+
+
+def a_hook_is_removed_after_a_step(loop: Loop) -> None:
+    model, optimizer = loop.ready()
+    handle = model.head.weight.register_hook(lambda g: g * 0)
+    for step in range(3):
+        loop.backward(loop.loss(model, loop.batch(step)))
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 1:
+            handle.remove()
+    loop.weights(model)
+
+
+def a_hook_in_windows(loop: Loop) -> None:
+    """It gets the gradient of the window, as one batch as large would give it."""
+    loop.begin(gradient_accumulation_steps=2)
+    model, optimizer = loop.ready()
+    model.head.weight.register_hook(lambda g: g.clamp(-0.01, 0.01))
+    for step in range(2):
+        parts = [loop.batch(2 * step), loop.batch(2 * step + 1)]
+        if loop.alone:
+            loop.backward(sum(loop.loss(model, part) for part in parts) / 2)
+            optimizer.step()
+            optimizer.zero_grad()
+            continue
+        for part in parts:
+            with loop.accumulate(model):
+                loop.backward(loop.loss(model, part))
+                optimizer.step()
+                optimizer.zero_grad()
+    loop.weights(model)
+
+
+def a_hook_and_two_backwards(loop: Loop) -> None:
+    model, optimizer = loop.ready()
+    model.head.weight.register_hook(lambda g: g.clamp(-0.01, 0.01))
+    for step in range(2):
+        loop.backward(loop.loss(model, loop.batch(step)))
+        loop.backward(loop.loss(model, loop.batch(step + 7)))
+        optimizer.step()
+        optimizer.zero_grad()
+    loop.weights(model)
+
+
+def a_hook_after_accumulation_scales(loop: Loop) -> None:
+
+    def halve(parameter: nn.Parameter) -> None:
+        parameter.grad.mul_(0.5)
+
+    def clamp(parameter: nn.Parameter) -> None:
+        parameter.grad.clamp_(-0.01, 0.01)
+
+    model = loop.model()
+    model.emb.weight.register_post_accumulate_grad_hook(halve)
+    model, optimizer = loop.prepare(model, SGD(model.parameters(), lr=0.5))
+    model.head.weight.register_post_accumulate_grad_hook(clamp)
+    _train(loop, model, optimizer)
+
+
+def an_optimizer_in_backward(loop: Loop) -> None:
+    """Each parameter is stepped by a hook as soon as its gradient is there."""
+    model = loop.model()
+    rates = {id(p): 0.1 * (i + 1) for i, p in enumerate(model.parameters())}
+    model, _ = loop.prepare(model, SGD(model.parameters(), lr=0.5))
+
+    def step(parameter: nn.Parameter) -> None:
+        with torch.no_grad():
+            parameter.sub_(parameter.grad * rates[id(parameter)])
+        parameter.grad = None
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(step)
+    for number in range(3):
+        loop.backward(loop.loss(model, loop.batch(number)))
+    loop.weights(model)
