@@ -116,7 +116,7 @@ class StreamSource:
 
     def _choose(self, start: Start) -> None:
         kind, name, division = self._look(start), type(self._user.dataset).__name__, self.division
-        if kind is _Kind.PARTS or (kind is _Kind.UNKNOWN and not self._dispatches):
+        if kind is _Kind.PARTS:
             logger.announce(
                 f"the samples of {name} differ between ranks: each rank reads its own part, which "
                 "is not divided again"
@@ -124,10 +124,11 @@ class StreamSource:
             self._source = self._part(self._user.dataset, self._own.begun)
         elif kind is _Kind.UNKNOWN:
             raise UsageError(
-                f"expected the same first samples of {name} on all ranks, found others, and "
-                "nothing tells whether ranks read parts, or all samples in an order of their own; "
-                "set dispatch_batches=True to deal out what rank 0 reads, or "
-                "dispatch_batches=False if each rank reads a part of its own"
+                f"expected the same first samples of {name} on all ranks, or others on each rank, "
+                "as the same code gives them again, found neither: nothing tells whether ranks "
+                "read parts, or all samples in an order of their own; set dispatch_batches=True to "
+                "deal out what rank 0 reads, or False if each rank reads a part of its own; ranks "
+                "that share a batch must read alike"
             )
         elif kind is _Kind.SHUFFLED and not self._dispatches:
             raise UsageError(
@@ -162,7 +163,8 @@ class StreamSource:
         if not differing((json.dumps(once),), doing=doing):
             return _Kind.SHUFFLED
         steady = all(gather_facts(once == twice, bool, doing=doing))
-        return _Kind.PARTS if steady and self._are_parts(found) else _Kind.UNKNOWN
+        sure = steady or not self._dispatches  # a script that lets each rank read knows
+        return _Kind.PARTS if sure and self._are_parts(found) else _Kind.UNKNOWN
 
     def _are_parts(self, found: Sequence[Sequence[int]]) -> bool:
         """Whether ranks of one index read alike, and others read others. Collective."""
