@@ -4,7 +4,6 @@ Ranks divide the batches of one process, so that a step is the same on both.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import cycle
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ def _words(rows: int, seed: int = 0) -> Tensor:
 
 
 class _Training:
-    """A training with windows of three batches and one more loader, for evaluation."""
+    """A training with windows of three batches, and one more loader."""
 
     def __init__(self, loop: Loop, others: int = 16) -> None:
         divided = DataLoaderConfiguration(split_batches=True)
@@ -42,11 +41,6 @@ class _Training:
                 self.optimizer.step()
                 self.optimizer.zero_grad()
 
-    def evaluate(self, batch: Tensor) -> None:
-        """Run the model without gradients."""
-        with torch.no_grad():
-            self.model(batch)
-
     def looks(self) -> bool:
         """Whether this process takes looks at batches by itself."""
         return self.loop.alone or self.loop.accelerator.is_main_process
@@ -55,44 +49,11 @@ class _Training:
         self.loop.weights(self.model)
 
 
-def an_evaluation_iterator_stays_open(loop: Loop) -> None:
-    training = _Training(loop, others=80)
-    batches = iter(training.other)
-    for batch in training.train:
-        training.evaluate(next(batches))
-        training.step(batch)
-    training.ends()
-
-
-def an_evaluation_goes_round_inside_of_windows(loop: Loop) -> None:
-    training = _Training(loop)
-    rounds = _endless(training.other)
-    for _ in range(2):
-        for batch in training.train:
-            training.step(batch)
-            training.evaluate(next(rounds))
-    training.ends()
-
-
 def a_loader_is_zipped_with_a_longer_one(loop: Loop) -> None:
     training = _Training(loop, others=80)
     for _ in range(2):
         for batch, _ in zip(training.train, training.other, strict=False):
             training.step(batch)
-    training.ends()
-
-
-def an_evaluation_fails_and_is_held_by_its_traceback(loop: Loop) -> None:
-    training = _Training(loop)
-    held = []
-    for batch in training.train:
-        try:
-            for other in training.other:
-                training.evaluate(other)
-                raise ValueError
-        except ValueError as error:
-            held.append(error)
-        training.step(batch)
     training.ends()
 
 
@@ -181,11 +142,6 @@ def a_stream_has_another_order_on_each_rank(loop: Loop) -> None:
 
 def _place(loop: Loop) -> tuple[int, int]:
     return loop.accelerator.process_index, loop.accelerator.num_processes
-
-
-def _endless(loader: Iterable[Any]) -> Iterator[Any]:
-    for each in cycle([loader]):
-        yield from each
 
 
 def _sum_of_metrics(
