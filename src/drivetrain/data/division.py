@@ -124,8 +124,7 @@ class SampleDivision(OrderDivision):
 
     @override
     def real(self, order: Sequence[Any], position: int, rank: int) -> int:
-        begin = position + rank * self.batch_size
-        return max(0, min(self.batch_size, len(order) - begin))
+        return max(0, min(self.batch_size, len(order) - position - rank * self.batch_size))
 
     @override
     def remainder(self, order: Sequence[Any], position: int) -> int:
