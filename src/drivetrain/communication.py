@@ -88,7 +88,7 @@ def gather_rows(tensor: Any, operation: str, refusal: str = "", *, group: Ranks 
         gathered = _gather_one(_padded(leaf, 0, longest, 0, False), group)
         if min(mine) == longest:
             return gathered
-        parts = gathered.split(longest)
+        parts = gathered.unflatten(0, (-1, longest)).unbind()
         return torch.cat([part[:size] for part, size in zip(parts, mine, strict=True)])
 
     rows = recursively_apply(counted, tensor)

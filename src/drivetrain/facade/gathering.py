@@ -85,7 +85,8 @@ class Gathering:
         if done is not None and (done.trains or done.rows is None):
             done = None
         if done is not None and _divides(done.total, count):
-            return done.total
+            total: Rows = done.total
+            return total
         if rows is None and state.at_hand is not None:
             rows = state.at_hand.rows
         if rows is not None and _divides(rows, count):

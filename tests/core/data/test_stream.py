@@ -21,9 +21,9 @@ class Stream(IterableDataset):
         return iter(self.samples())
 
 
-def parts(n, first=()):
+def parts(n, first=(), place=None):
     """Return samples of this rank, and of its worker."""
-    rank, size = dist.get_rank(), dist.get_world_size()
+    rank, size = place or (dist.get_rank(), dist.get_world_size())
     if (worker := get_worker_info()) is not None:
         rank, size = rank * worker.num_workers + worker.id, size * worker.num_workers
     return [*first, *range(rank, n, size)]
@@ -53,8 +53,9 @@ def test_a_stream_that_divides_itself_is_not_divided_again():
     assert gathered(lambda: parts(23), epochs=2) == sorted(whole * 2)
     assert gathered(lambda: parts(23), dispatch_batches=False) == whole
     assert gathered(lambda: parts(400)) == list(range(400))
-    assert gathered(partial(parts, 23), workers=2) == whole, "divided over workers, too"
     size = dist.get_world_size()
+    among_workers = partial(parts, 23, place=(dist.get_rank(), size))
+    assert gathered(among_workers, workers=2) == whole
     assert gathered(lambda: parts(23, first=[99, 98])) == [*whole, *[98] * size, *[99] * size]
     assert gathered(lambda: [str(i) for i in parts(23)]) == whole
     assert gathered(lambda: [{"x": str(i), "y": torch.zeros(2)} for i in parts(23)]) == whole

@@ -170,6 +170,7 @@ def test_other_passes_do_not_hide_the_end_of_a_window():
                     look()
         assert optimizer.steps == 8, (between, before)
         torch.testing.assert_close(model.weight, expected_of(rows, 2))
+        accelerator.free_memory()
 
 
 @pytest.mark.ranks(2)
@@ -197,6 +198,8 @@ def test_a_look_of_rank_0_alone_changes_nothing():
             next(iter(loader))
         assert loader.state_dict() == alone.state_dict()
     assert loader.epoch == 3
+    held.clear()
+    accelerator.free_memory()
 
 
 @pytest.mark.ranks(2)
@@ -212,3 +215,4 @@ def test_draws_by_next_iter_are_of_one_order_after_the_other():
     draws += [tuple(accelerator.gather_for_metrics(next(iter(loader))).tolist()) for _ in "1234"]
     assert len(set(draws)) == 8
     assert loader.epoch == 8
+    accelerator.free_memory()
