@@ -15,7 +15,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from drivetrain.collectives.digests import Ranks, device_of, group_of, meet_everyone, size_of
+from drivetrain.collectives.digests import (
+    Ranks,
+    counts_of_everyone,
+    device_of,
+    group_of,
+    meet_everyone,
+    size_of,
+)
 from drivetrain.collectives.meeting import named
 from drivetrain.errors import UsageError
 from drivetrain.nested import describe, recursively_apply
@@ -52,6 +59,44 @@ def gather(tensor: Any, *, group: Ranks = None) -> Any:
     """
     _check_alike("gather", tensor, group)
     return recursively_apply(lambda leaf: _gather_one(leaf, group), tensor)
+
+
+def gather_rows(tensor: Any, operation: str, refusal: str = "", *, group: Ranks = None) -> Any:
+    """Concatenate tensors along dim 0 of which ranks have different numbers of rows.
+
+    Args:
+        tensor: tensors, nested or not, alike on all ranks but for dim 0; a 0-d one is one row.
+        operation: its name, for messages.
+        refusal: why this rank cannot take part; every rank raises it.
+        group: the ranks, as a process group or a line of the mesh; None means all.
+
+    Raises:
+        CollectiveError: a rank does not come; the message says which, and what it did last.
+        RankMismatchError: structure, other dims or dtypes differ; on every rank.
+        UsageError: a rank cannot take part.
+        TypeError: leaves that are no tensors.
+    """
+    counts: list[int] = []
+
+    def counted(leaf: Tensor) -> Tensor:
+        counts.append(leaf.shape[0] if leaf.dim() else 1)
+        return leaf if leaf.dim() else leaf.reshape(1)
+
+    def gather_one(leaf: Tensor) -> Tensor:
+        mine = next(sizes)
+        longest = max(mine)
+        gathered = _gather_one(_padded(leaf, 0, longest, 0, False), group)
+        if min(mine) == longest:
+            return gathered
+        parts = gathered.unflatten(0, (-1, longest)).unbind()  # type: ignore[no-untyped-call]
+        return torch.cat([part[:size] for part, size in zip(parts, mine, strict=True)])
+
+    rows = recursively_apply(counted, tensor)
+    shown = describe(rows, lambda t: f"{t.dtype}{tuple(t.shape[1:])}").replace("torch.", "")
+    held = counts_of_everyone(operation, shown, counts, refusal, group)
+    recursively_apply(lambda leaf: leaf, tensor, error_on_other_type=True)
+    sizes = iter(list(zip(*held, strict=True)))
+    return recursively_apply(gather_one, rows)
 
 
 def gather_object(object: Any, *, group: Ranks = None) -> list[Any]:  # noqa: A002 (Accelerate's)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from drivetrain.collectives.meeting import WAY_OUT, meet, named
-from drivetrain.errors import CollectiveError, RankMismatchError
+from drivetrain.errors import CollectiveError, RankMismatchError, UsageError
 from drivetrain.runtime.mesh import Axis
 from drivetrain.runtime.script import script_line
 from drivetrain.runtime.texts import gather_texts
@@ -44,6 +44,33 @@ def meet_everyone(operation: str, group: Ranks = None, *, doing: str = "", data:
     held = differing((operation, data), group, doing=doing or operation, notes=(script_line(),))
     if held:
         _refuse(operation, held)
+
+
+def counts_of_everyone(
+    operation: str, data: str, counts: Sequence[int], refusal: str, group: Ranks
+) -> Sequence[Sequence[int]]:
+    """Return the counts of all ranks, which have come to the same operation. Collective.
+
+    Args:
+        operation: the operation, the same text on all ranks.
+        data: structure, shapes and dtypes, equal on all ranks.
+        counts: may differ between ranks.
+        refusal: why this rank cannot take part.
+        group: the ranks, as a process group or a line of the mesh; None means all.
+
+    Raises:
+        CollectiveError: a rank does not come, or came to another operation.
+        RankMismatchError: the data differ.
+        UsageError: a rank cannot take part.
+    """
+    facts = (operation, data, json.dumps(counts), refusal)
+    held = differing(facts, group, doing=operation, notes=(script_line(),))
+    if len({tuple(each[:2]) for each in held}) > 1:
+        _refuse(operation, [(*each[:2], each[-1]) for each in held])
+    held = held or [facts] * size_of(group)
+    if found := next((each[3] for each in held if each[3]), ""):
+        raise UsageError(found)
+    return [json.loads(each[2]) for each in held]
 
 
 def differing(

@@ -2,7 +2,10 @@
 
 - ``division``: the index arithmetic
 - ``order``: the order of an epoch
+- ``rows``: which rows of a batch only repeat samples
 - ``map_source``, ``iterable_source``, ``dispatch``: read batches
+- ``stream``: chooses how a stream is read
+- ``passes``: which pass over a loader has its position
 - ``loader``: iterated by the training loop
 - ``prepare``: puts all of these together
 """

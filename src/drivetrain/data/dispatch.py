@@ -8,8 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from drivetrain.collectives.digests import meet_everyone
 from drivetrain.data.division import OrderDivision
-from drivetrain.data.steps import BatchSource, GlobalStep, RankBatch, Start
+from drivetrain.data.steps import BatchSource, GlobalStep, Start
 from drivetrain.errors import CollectiveError
 from drivetrain.nested import recursively_apply
 from drivetrain.runtime.world import World
@@ -68,7 +69,12 @@ class DispatchSource:
         world: the ranks, all of which must iterate together.
         share: index of this rank's share; ranks of one model-parallel cell have the same.
         on_device: leave received batches on the device of the group, instead of the CPU.
+
+    Attributes:
+        is_dispatched: True.
     """
+
+    is_dispatched = True
 
     def __init__(self, source: BatchSource, world: World, share: int, *, on_device: bool) -> None:
         self._source = source
@@ -92,38 +98,51 @@ class DispatchSource:
         """Return the seed of an epoch's order; only rank 0's counts."""
         return self._source.draw_seed(seed, epoch) if self._world.is_main else seed + epoch
 
+    def batches(self, rank: int, seed: int, epoch: int) -> int:
+        """Return the batches of a rank in a full epoch."""
+        return self._source.batches(rank, seed, epoch)
+
     def steps(self, start: Start) -> Iterator[GlobalStep]:
         """Read and send on rank 0, receive elsewhere; one rank's share per step.
 
         Raises:
-            CollectiveError: on the other ranks, when reading failed on rank 0.
+            CollectiveError: on the other ranks, when reading failed on rank 0; on all, when ranks
+                do not read together.
         """
-        steps = self._send(start) if self._world.is_main else self._receive()
+        steps = self._send(start) if self._world.is_main else self._receive(start)
         for step in steps:
             yield replace(step, shares=(step.shares[self._share],))
 
     def _send(self, start: Start) -> Iterator[GlobalStep]:
         steps = self._source.steps(start)
-        final = False
+        final, here = False, start
         while not final:
+            failed: Exception | None = None
             try:
                 step = next(steps, None)
                 header, payload = _packed(step)
+            except Exception as error:  # reading or collating failed: the others wait for a header
+                failed, header = error, _failure(error)
+            self._meet(start, here)
+            try:
                 self._broadcast_header(header)
-            except Exception as error:
-                # Reading, collating or pickling failed: the others wait for a header.
-                self._broadcast_header(_Header(None, failure=f"{type(error).__name__}: {error}"))
-                raise
+            except Exception as error:  # pickling failed
+                failed = error
+                self._broadcast_header(_failure(error))
+            if failed is not None:
+                raise failed
             if len(payload):
                 dist.broadcast(payload.to(self._device), src=0)
             final = step is None or step.final
             if step is not None:
+                here = step.start
                 yield step
         next(steps, None)  # lets the source see its end
 
-    def _receive(self) -> Iterator[GlobalStep]:
-        final = False
+    def _receive(self, start: Start) -> Iterator[GlobalStep]:
+        final, here = False, start
         while not final:
+            self._meet(start, here)
             header = self._broadcast_header(None)
             if header.failure:
                 raise CollectiveError(
@@ -135,14 +154,19 @@ class DispatchSource:
             payload = torch.empty(header.nbytes, dtype=torch.uint8, device=self._device)
             if header.nbytes:
                 dist.broadcast(payload, src=0)
-            final = header.step.final
+            final, here = header.step.final, header.step.start
             yield self._unpacked(header.step, payload if self._on_device else payload.cpu())
+
+    def _meet(self, start: Start, here: Start) -> None:
+        """Let no rank take a batch of another pass, which one rank alone has begun."""
+        beside = ", beside another pass" if start.aside else ""
+        meet_everyone(f"reading of batch {here.position} of epoch {here.epoch}{beside} by rank 0")
 
     def _unpacked(self, step: GlobalStep, payload: Tensor) -> GlobalStep:
         shares = list(step.shares)
         mine = shares[self._share]
         if mine is not None:
-            shares[self._share] = RankBatch(_unpack(mine.batch, payload), mine.last)
+            shares[self._share] = mine._replace(batch=_unpack(mine.batch, payload))
         return replace(step, shares=tuple(shares))
 
     def _broadcast_header(self, header: _Header | None) -> _Header:
@@ -154,6 +178,10 @@ class DispatchSource:
     @property
     def _device(self) -> torch.device:
         return torch.device("cpu") if "gloo" in self._world.backend else self._world.device
+
+
+def _failure(error: Exception) -> _Header:
+    return _Header(None, failure=f"{type(error).__name__}: {error}")
 
 
 def _is_plain(value: Any) -> bool:
@@ -168,7 +196,7 @@ def _packed(step: GlobalStep | None) -> tuple[_Header, Tensor]:
         return _Header(None), block.payload()
     shares = tuple(
         share
-        and RankBatch(recursively_apply(block.put, share.batch, test_type=_is_plain), share.last)
+        and share._replace(batch=recursively_apply(block.put, share.batch, test_type=_is_plain))
         for share in step.shares
     )
     start = replace(step.start, dataset_state=None)  # rank 0 keeps it

@@ -48,6 +48,11 @@ class OrderDivision(ABC):
     def steps(self, total: int, rank: int) -> int:
         """Return the batches of a rank in an epoch of ``total`` positions."""
 
+    @property
+    def may_lack_shares(self) -> bool:
+        """Whether the last step may have no batch for some ranks, as the order alone can tell."""
+        return False
+
     @abstractmethod
     def has(self, order: Sequence[Any], position: int, rank: int) -> bool:
         """Whether the global step at a position holds a batch for a rank."""
@@ -59,6 +64,10 @@ class OrderDivision(ABC):
         Raises:
             UsageError: a batch has a size that cannot be divided or filled.
         """
+
+    @abstractmethod
+    def real(self, order: Sequence[Any], position: int, rank: int) -> int:
+        """Return how many samples of a rank's share are no repetitions."""
 
     @abstractmethod
     def remainder(self, order: Sequence[Any], position: int) -> int:
@@ -114,6 +123,10 @@ class SampleDivision(OrderDivision):
         return [order[index % len(order)] for index in range(begin, end)]
 
     @override
+    def real(self, order: Sequence[Any], position: int, rank: int) -> int:
+        return max(0, min(self.batch_size, len(order) - position - rank * self.batch_size))
+
+    @override
     def remainder(self, order: Sequence[Any], position: int) -> int:
         real = len(order) - position
         return real if self.even and not self.drop_last and real < self.stride else -1
@@ -124,8 +137,8 @@ class BatchDivision(OrderDivision):
     """Divides an order of batches that the user's own batch sampler made.
 
     Attributes:
-        batch_size: samples of each batch but the last, which ``even`` and ``split`` need; None when
-            batches vary.
+        batch_size: samples of each batch but the last, which ``split`` needs; None when batches
+            vary: then ``even`` repeats whole batches.
         split: divide every batch over the ranks, instead of giving whole batches in turn.
     """
 
@@ -143,6 +156,11 @@ class BatchDivision(OrderDivision):
     @override
     def total_batch_size(self) -> int | None:
         return None if self.batch_size is None else self.batch_size * self.stride
+
+    @property
+    @override
+    def may_lack_shares(self) -> bool:
+        return self.split and not self.even
 
     @override
     def steps(self, total: int, rank: int) -> int:
@@ -166,6 +184,8 @@ class BatchDivision(OrderDivision):
     def share(self, order: Sequence[Any], position: int, rank: int) -> list[Any]:
         if not self.split and not self.even:
             return list(order[position + rank]) if position + rank < len(order) else []
+        if self._repeats_batches:
+            return list(order[(position + rank) % len(order)])
         samples = list(chain.from_iterable(self._batches(order, position)))
         if self.even:
             samples = filled(samples, chain.from_iterable(order), self._full_size * self.stride)
@@ -173,18 +193,34 @@ class BatchDivision(OrderDivision):
         return samples[rank * width : (rank + 1) * width]
 
     @override
+    def real(self, order: Sequence[Any], position: int, rank: int) -> int:
+        if not self.even:
+            return len(self.share(order, position, rank))
+        if self._repeats_batches:
+            return len(order[position + rank]) if position + rank < len(order) else 0
+        width = self._full_size * self.stride // self.size
+        held = sum(len(batch) for batch in self._batches(order, position))
+        return max(0, min(width, held - rank * width))
+
+    @override
     def remainder(self, order: Sequence[Any], position: int) -> int:
         if not self.even or (self.drop_last and position + self.stride > len(order)):
             return -1
         real = sum(len(batch) for batch in self._batches(order, position))
+        if self._repeats_batches:
+            return real if position + self.stride > len(order) else -1
         return real if real < self._full_size * self.stride else -1
+
+    @property
+    def _repeats_batches(self) -> bool:
+        return self.even and self.batch_size is None
 
     @property
     def _full_size(self) -> int:
         if self.batch_size is None:
             raise UsageError(
                 "expected a batch sampler with a batch_size, found none; give it that attribute or "
-                "set even_batches=False"
+                "set split_batches=False"
             )
         return self.batch_size
 
@@ -201,7 +237,7 @@ class BatchDivision(OrderDivision):
 
     def _batches(self, order: Sequence[Any], position: int) -> Sequence[Sequence[Any]]:
         batches = order[position : position + self.stride]
-        if self.even:
+        if self.even and not self._repeats_batches:
             for index, batch in enumerate(batches, start=position):
                 is_last = index == len(order) - 1
                 if len(batch) > self._full_size or (len(batch) < self._full_size and not is_last):

@@ -4,20 +4,15 @@ The first rows of a prepared loader are read as the loader would read them. Nobo
 sampler is not asked, and generators, counters and lists of the dataset are afterwards as they were.
 """
 
-import copy
 import pickle
-import random
-from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
-from types import MethodType
 from typing import Any
 
-import torch
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from drivetrain import communication
+from drivetrain.data.samples import collated, without_trace
 from drivetrain.nested import send_to_device
 from drivetrain.runtime import rng
 from drivetrain.runtime.world import World
@@ -94,22 +89,11 @@ def first_rows(loader: DataLoader[Any]) -> ExampleBatch:
     for rows in ([0, 1], [0]):
         origin = f"row{'s' * (len(rows) > 1)} {' and '.join(map(str, rows))} of {kind}"
         try:
-            with rng.fork(SEED), _without_trace(dataset, loader.collate_fn):
-                return ExampleBatch(origin, send_to_device(_collated(loader, rows), "cpu"))
+            with rng.fork(SEED), without_trace(dataset, loader.collate_fn):
+                return ExampleBatch(origin, send_to_device(collated(loader, rows), "cpu"))
         except Exception as error:  # whatever the user's code raises
             problem = problem or f"{type(error).__name__}: {error}"
     return ExampleBatch(f"rows 0 and 1 of {kind}", problem=problem)
-
-
-def _collated(loader: DataLoader[Any], rows: list[int]) -> Any:
-    """Return rows as the loader makes a batch of them, with batch_size=None one item alone."""
-    dataset: Any = loader.dataset
-    if loader.batch_sampler is None:
-        takes_lists = isinstance(loader.sampler, BatchSampler)
-        return loader.collate_fn(dataset[rows if takes_lists else rows[0]])
-    at_once = getattr(dataset, "__getitems__", None)
-    found = [dataset[row] for row in rows] if at_once is None else at_once(rows)
-    return loader.collate_fn(found)
 
 
 def _able_to_travel(example: ExampleBatch) -> ExampleBatch:
@@ -119,46 +103,3 @@ def _able_to_travel(example: ExampleBatch) -> ExampleBatch:
     except Exception as error:
         return ExampleBatch(example.origin, problem=f"{type(error).__name__}: {error}")
     return example
-
-
-@contextmanager
-def _without_trace(*objects: Any) -> Iterator[None]:
-    """Context after which attributes of datasets and collations have their former values.
-
-    A file that the dataset opens at its first row would else be open in all worker processes.
-    """
-    saved = [(vars(member), dict(vars(member))) for member in _members(objects)]
-    try:
-        for attributes, before in saved:
-            attributes.update({name: _copied(value) for name, value in before.items()})
-        yield
-    finally:
-        for attributes, before in saved:
-            attributes.clear()
-            attributes.update(before)
-
-
-def _members(objects: Sequence[Any]) -> Iterator[Any]:
-    """Yield objects with attributes, and the datasets inside of datasets."""
-    waiting, seen = [*objects], set[int]()
-    while waiting:
-        member = waiting.pop()
-        if isinstance(member, MethodType):
-            member = member.__self__
-        if id(member) in seen or isinstance(member, type) or not hasattr(member, "__dict__"):
-            continue
-        seen.add(id(member))
-        yield member
-        for value in vars(member).values():
-            parts = value if isinstance(value, list | tuple) else [value]
-            if parts and isinstance(parts[0], Dataset):  # not millions of samples
-                waiting += parts
-
-
-def _copied(value: Any) -> Any:
-    """Return a copy of a list, a dict or a generator, and other values themselves."""
-    if type(value) in (list, dict, set, deque):
-        return copy.copy(value)
-    own = isinstance(value, torch.Generator | random.Random)
-    numpys = type(value).__module__.startswith("numpy.random")
-    return copy.deepcopy(value) if own or numpys else value

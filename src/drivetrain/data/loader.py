@@ -7,14 +7,13 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from drivetrain.data.dispatch import DispatchSource
 from drivetrain.data.order import forward_epoch
-from drivetrain.data.progress import Iteration, Progress
+from drivetrain.data.passes import Pass, Progress
 from drivetrain.data.shared_random import synchronize_rng_states
-from drivetrain.data.steps import BatchSource, GlobalStep, OrderIdentity, Start
+from drivetrain.data.steps import BatchSource, OrderIdentity, RankBatch, Start
 from drivetrain.errors import CheckpointError, UsageError
 from drivetrain.nested import send_to_device
-from drivetrain.runtime.gradient_state import ActiveLoader, GradientState
+from drivetrain.runtime.gradient_state import ActivePass, GradientState
 
 STATE_VERSION = 1
 
@@ -28,6 +27,7 @@ class Delivery:
         device: where batches go; None leaves them where they are.
         non_blocking: copy asynchronously.
         observer: the accumulation window, which ends with a loader's epoch.
+        alone: whether no other rank reads, or nobody tells what ranks do together.
         rng_types: generators that rank 0 gives to all ranks when an epoch starts.
         fetching: is told the user's loader before each batch is read.
         exhausted: is told when there was none.
@@ -39,11 +39,12 @@ class Delivery:
     device: torch.device | None = None
     non_blocking: bool = False
     observer: GradientState | None = None
+    alone: bool = True
     rng_types: tuple[str, ...] = ()
     fetching: Callable[[DataLoader[Any]], None] | None = None
     exhausted: Callable[[], None] | None = None
     delivered: Callable[[Any], Any] | None = None
-    between: Callable[[ActiveLoader], None] | None = None
+    between: Callable[[ActivePass], None] | None = None
 
     def fetch(self, loader: DataLoader[Any]) -> None:
         """Tell that a batch is about to be read."""
@@ -66,8 +67,13 @@ class PreparedLoader(DataLoader[Any]):
     """A rank's part of a loader, which remembers epoch, order and position.
 
     It has the attributes of the user's loader (dataset, batch_size, collate_fn, ...), which cannot
-    be changed through it. Each iteration reads one epoch; the next iteration reads the next epoch,
-    also after a ``break``. A new iteration ends an older iteration that is under way.
+    be changed through it. Each iteration is a pass of its own over one epoch; the next one reads
+    the next epoch, also after a ``break``.
+
+    A pass that begins while another one is under way is beside it: it has an order of its own, and
+    position and epoch remain those of the first. So rank 0 alone may look at a batch, then or
+    between two passes: a pass that is left before all ranks together have used a batch of it, by
+    ``backward()`` or ``gather_for_metrics()``, changes nothing.
 
     Args:
         loader: the user's loader.
@@ -75,9 +81,6 @@ class PreparedLoader(DataLoader[Any]):
         progress: how far the loader is.
         delivery: work around each epoch and batch.
         skip_batches: batches to leave out of the first epoch, counted from its beginning.
-
-    Attributes:
-        mark_of: returns where the loader was before an accumulation window, see ``Progress``.
     """
 
     def __init__(  # DataLoader's own is not called: there is no second set of its attributes
@@ -91,9 +94,9 @@ class PreparedLoader(DataLoader[Any]):
         self._user = loader
         self._source = source
         self._progress = progress
+        self.mark_of = progress.marks.of
         self._delivery = delivery
         self._skip_batches = skip_batches
-        self.mark_of = progress.mark_of
 
     def __getattr__(self, name: str) -> Any:
         if name == "_user":  # not set yet: unpickling or copying
@@ -114,10 +117,11 @@ class PreparedLoader(DataLoader[Any]):
         Raises:
             TypeError: the dataset has no length.
         """
-        return self._source.division.steps(len(self._source), self._delivery.rank)
+        progress = self._progress
+        return self._source.batches(self._delivery.rank, progress.seed, progress.epoch)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch names a private class
-        return self._run()
+        return self._run()  # begins when the first batch is asked for
 
     @property
     def epoch(self) -> int:
@@ -127,7 +131,8 @@ class PreparedLoader(DataLoader[Any]):
     @property
     def end_of_dataloader(self) -> bool:
         """Whether the batch at hand is this rank's last of the epoch."""
-        return self._progress.ends
+        latest = self._progress.latest
+        return latest is not None and latest.ends
 
     @property
     def remainder(self) -> int:
@@ -135,7 +140,8 @@ class PreparedLoader(DataLoader[Any]):
 
         Known from the first batch of an epoch on; with an iterable dataset, at its last batch.
         """
-        return self._progress.remainder
+        latest = self._progress.latest
+        return -1 if latest is None else latest.remainder
 
     @property
     def total_batch_size(self) -> int:
@@ -160,7 +166,7 @@ class PreparedLoader(DataLoader[Any]):
     @property
     def is_dispatched(self) -> bool:
         """Whether rank 0 alone reads, and sends to the others."""
-        return isinstance(self._source, DispatchSource)
+        return self._source.is_dispatched
 
     @property
     def even_batches(self) -> bool:
@@ -175,12 +181,13 @@ class PreparedLoader(DataLoader[Any]):
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next iteration; a restored position in it is kept.
 
-        The user's samplers and dataset are told at once, or when the iteration under way has ended.
+        The user's samplers and dataset are told at once, or when the pass under way has ended.
         """
-        if epoch != self._progress.epoch:
-            self._progress.start = None
-        self._progress.epoch = epoch
-        if self._progress.running is None:
+        progress = self._progress
+        if epoch != progress.epoch:
+            progress.start = None
+        progress.epoch, progress.left = epoch, None
+        if progress.leader is None:
             forward_epoch(self._user, epoch)
             forward_epoch(self._user.dataset, epoch)
 
@@ -200,12 +207,12 @@ class PreparedLoader(DataLoader[Any]):
         epoch. Keep the state of rank 0: without ``even_batches`` another rank may end earlier, and
         with ``dispatch_batches`` rank 0 alone has the own state of an iterable dataset.
         """
-        progress = self._progress
-        start = progress.start
+        progress, leader = self._progress, self._progress.leader
+        start = progress.start if leader is None else leader.start
         epoch = progress.epoch
-        if progress.running is not None and progress.ends:
+        if leader is not None and (leader.ends or not leader.start.position):
             start = None
-            epoch += epoch == progress.running.epoch
+            epoch += leader.ends and epoch == leader.epoch
         state: dict[str, Any] = {
             "version": STATE_VERSION,
             "unit": self._source.division.unit,
@@ -234,14 +241,15 @@ class PreparedLoader(DataLoader[Any]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where a state was taken, with any number of ranks.
 
-        An iteration that is under way ends without a trace.
+        Passes that are under way end without a trace.
 
         Raises:
             CheckpointError: the state is of another version, or counts in other units.
         """
         self.check_state(state)
         progress = self._progress
-        self._finish(progress.running, advance=False)
+        for one in progress.stop():
+            self._tell_end(one, finished=False)
         progress.seed = state["seed"]
         progress.epoch = state["epoch"]
         progress.start = None
@@ -256,38 +264,46 @@ class PreparedLoader(DataLoader[Any]):
 
     def _run(self) -> Iterator[Any]:
         """Read one epoch, or the rest of one."""
-        self._finish(self._progress.running)
-        iteration = Iteration(self, self._progress.epoch)
-        self._begin(iteration)
+        one, finished = self._begin(), False
         try:
             self._fetch()
-            for step in self._source.steps(self._start()):
-                self._note(step)
+            for step in self._source.steps(one.start):
                 share = step.shares[0]
+                one.start, one.remainder = step.start, step.remainder
                 if share is not None:
-                    yield self._delivery.deliver(share.batch)
-                    self._check_running(iteration)
+                    yield self._deliver(one, share)
+                    if one.stopped:
+                        raise UsageError(
+                            "expected a new iteration after load_state_dict(), found that one goes "
+                            "on which was under way then; leave its loop, and iterate again"
+                        )
                     if self._delivery.between is not None:
-                        self._delivery.between(self)
+                        self._delivery.between(one)
                     self._fetch()
             self._delivery.exhaust()
+            finished = True
         finally:
-            self._finish(iteration)
+            if not one.stopped:
+                self._progress.end(one, finished=finished, alone=self._delivery.alone)
+                self._tell_end(one, finished=finished)
 
     def _fetch(self) -> None:
-        self._progress.read(self.state_dict, self._delivery.observer)
+        self._progress.marks.read(self.state_dict, self._delivery.observer)
         self._delivery.fetch(self._user)
 
-    def _begin(self, iteration: Iteration) -> None:
+    def _begin(self) -> Pass:
         progress = self._progress
-        progress.running = iteration
-        progress.ends, progress.remainder = False, -1
-        synchronize_rng_states(self._delivery.rng_types, self._user.generator)
-        if self._delivery.observer is not None:
-            self._delivery.observer.begin(self)
+        if leader := progress.leader:
+            one = Pass(self, progress, progress.epoch, progress.beside(leader))
+        else:
+            synchronize_rng_states(self._delivery.rng_types, self._user.generator)
+            one = Pass(self, progress, progress.epoch, self._start())
+            progress.lead(one)
+        progress.passes.append(one)
+        return one
 
     def _start(self) -> Start:
-        """Return the start of this iteration, and use up the skipped batches."""
+        """Return the start of the next pass, and use up the skipped batches."""
         progress = self._progress
         start = progress.start
         if start is None:
@@ -296,35 +312,22 @@ class PreparedLoader(DataLoader[Any]):
         if self._skip_batches is not None:
             position = self._skip_batches * self._source.division.stride
             start = replace(start, position=position, dataset_state=None)
-            self._skip_batches = None
-        progress.start = start
+            progress.start, self._skip_batches = start, None
         return start
 
-    def _note(self, step: GlobalStep) -> None:
-        progress = self._progress
-        share = step.shares[0]
-        progress.start = step.start
-        progress.remainder = step.remainder
-        progress.ends = progress.ends or (share is not None and share.last)
+    def _deliver(self, one: Pass, share: RankBatch) -> Any:
+        """Return a batch as the script gets it."""
+        self._progress.deliver(one)
+        one.note(share)
+        batch = self._delivery.deliver(share.batch)
+        if self._delivery.observer is not None:
+            self._delivery.observer.deliver(one, batch)
+        return batch
 
-    def _check_running(self, iteration: Iteration) -> None:
-        if self._progress.running is not iteration:
-            raise UsageError(
-                "expected one iteration of a loader at a time, found that this one was ended by a "
-                "later iter() or load_state_dict() of the same loader; iterate over two loaders"
-            )
-
-    def _finish(self, iteration: Iteration | None, *, advance: bool = True) -> None:
-        """End an iteration, unless that happened already, and move to the next epoch."""
-        progress = self._progress
-        if iteration is None or progress.running is not iteration:
-            return
-        progress.running = None
-        if advance:
-            progress.start = None
-            # set_epoch() inside the loop has the last word.
-            progress.epoch += progress.epoch == iteration.epoch
-        progress.end(iteration.loader, self._delivery.observer)
+    def _tell_end(self, one: Pass, *, finished: bool) -> None:
+        if self._delivery.observer is not None:
+            self._delivery.observer.end(one, finished=finished)
+            self._progress.marks.end(self._delivery.observer)
 
 
 def _check(state: Mapping[str, Any], unit: str) -> None:

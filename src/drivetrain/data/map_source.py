@@ -1,6 +1,7 @@
 """Reads a map-style dataset: the indices of every batch are known before a sample is touched."""
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,8 +11,11 @@ from drivetrain import communication
 from drivetrain.collectives.facts import gather_facts
 from drivetrain.data.division import OrderDivision
 from drivetrain.data.order import EpochOrder, fingerprint, forward_epoch
+from drivetrain.data.rows import RowCount
+from drivetrain.data.samples import collated, without_trace
 from drivetrain.data.steps import GlobalStep, OrderIdentity, RankBatch, Start, reader_of
 from drivetrain.errors import CheckpointError, RankMismatchError
+from drivetrain.runtime import rng
 from drivetrain.runtime.world import World
 
 
@@ -35,7 +39,13 @@ class MapSource:
         ranks: which ranks to read for.
         seedable: take an epoch's seed from the run's seed; False: from the user's generators.
         world: the ranks that must agree on the order.
+
+    Attributes:
+        division: how the order is divided.
+        is_dispatched: False: every rank reads for itself.
     """
+
+    is_dispatched = False
 
     def __init__(
         self,
@@ -55,17 +65,28 @@ class MapSource:
         self._user = loader
         self._plan = _Plan()
         self._generator = torch.Generator()
-        batched = loader.batch_sampler is not None
-        self._takes_lists = batched or isinstance(loader.sampler, BatchSampler)
-        self._reader = reader_of(
-            loader,
-            loader.dataset,
-            self._generator,
-            **({"batch_sampler": self._plan} if batched else _unbatched(self._plan)),
-        )
+        self._batched = loader.batch_sampler is not None
+        self._takes_lists = self._batched or isinstance(loader.sampler, BatchSampler)
+        self._reader = self._make_reader()
+
+    def _make_reader(self, **changes: Any) -> DataLoader[Any]:
+        plan = {"batch_sampler": self._plan} if self._batched else _unbatched(self._plan)
+        return reader_of(self._user, self._user.dataset, self._generator, **plan, **changes)
 
     def __len__(self) -> int:
         return len(self._order)
+
+    def batches(self, rank: int, seed: int, epoch: int) -> int:
+        """Return the batches of a rank in a full epoch.
+
+        Where the last batch may be too short for all ranks, the epoch's order tells.
+        """
+        division, total = self.division, len(self._order)
+        most = division.steps(total, rank)
+        if not (division.may_lack_shares and most):
+            return most
+        order = self._order.draw(seed + epoch, epoch)
+        return most - (not division.has(order, total - division.stride, rank))
 
     def draw_seed(self, seed: int, epoch: int) -> int:
         """Return the seed of an epoch's order; collective when the user's generators decide."""
@@ -81,21 +102,30 @@ class MapSource:
             RankMismatchError: ranks disagree on the order.
         """
         division = self.division
-        forward_epoch(self._user.dataset, start.epoch)
+        if not start.aside:
+            forward_epoch(self._user.dataset, start.epoch)
         order = self._order.draw(start.seed, start.epoch)
         identity = self._identify(order, start)
         stride, position = division.stride, start.position
         last = position + max(0, len(order) - position - 1) // stride * stride
         remainder = division.remainder(order, last) if position < len(order) else -1
         batches = self._read(order, division, start)
+        counts = {rank: RowCount() for rank in self._ranks}
+
+        def share(rank: int) -> RankBatch | None:
+            if not division.has(order, position, rank):
+                return None
+            batch, rows = next(batches), None
+            if division.even:
+                indices = division.share(order, position, rank)
+                again = partial(self._again, indices, start.seed)
+                real = division.real(order, position, rank)
+                rows = counts[rank].of(batch, len(indices), real, again)
+            return RankBatch(batch, not division.has(order, following, rank), rows)
+
         while self._readers(order, division, position):
             following = min(position + stride, len(order))
-            shares = tuple(
-                RankBatch(next(batches), last=not division.has(order, following, rank))
-                if division.has(order, position, rank)
-                else None
-                for rank in self._ranks
-            )
+            shares = tuple(map(share, self._ranks))
             position = following
             yield GlobalStep(
                 shares=shares,
@@ -107,6 +137,11 @@ class MapSource:
             )
         next(batches, None)  # lets the workers see the end of the epoch
 
+    def _again(self, indices: list[Any], seed: int, samples: int) -> Any:
+        """Return the first samples of a batch as a batch, leaving no trace."""
+        with rng.fork(seed), without_trace(self._user.dataset, self._user.collate_fn):
+            return collated(self._user, indices[:samples])
+
     def _readers(self, order: Sequence[Any], division: OrderDivision, position: int) -> list[int]:
         """Return the ranks that get a batch of the step at a position."""
         return [rank for rank in self._ranks if division.has(order, position, rank)]
@@ -115,7 +150,8 @@ class MapSource:
         mark = None
         if not self._order.is_known:
             mark = fingerprint(order)
-            check_same_order(mark, self._world)
+            if not start.aside:
+                check_same_order(mark, self._world)
         identity = OrderIdentity(len(order), mark)
         if start.identity is not None and start.identity != identity:
             raise CheckpointError(
@@ -133,7 +169,8 @@ class MapSource:
         self._generator.manual_seed(
             hash((start.seed, start.position, self._ranks[0])) & ((1 << 63) - 1)
         )
-        return iter(self._reader)
+        apart = start.aside and self._reader.persistent_workers
+        return iter(self._make_reader(persistent_workers=False) if apart else self._reader)
 
     def _indices(
         self, order: Sequence[Any], division: OrderDivision, position: int

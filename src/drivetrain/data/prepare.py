@@ -13,10 +13,11 @@ from drivetrain.data.iterable_source import IterableSource
 from drivetrain.data.loader import Delivery, PreparedLoader
 from drivetrain.data.map_source import MapSource, seed_of_main
 from drivetrain.data.order import EpochOrder, generators
-from drivetrain.data.progress import Progress
+from drivetrain.data.passes import Progress
 from drivetrain.data.steps import BatchSource
+from drivetrain.data.stream import StreamSource
 from drivetrain.errors import UsageError
-from drivetrain.runtime.gradient_state import ActiveLoader, GradientState
+from drivetrain.runtime.gradient_state import ActivePass, GradientState
 from drivetrain.runtime.mesh import Axis
 from drivetrain.runtime.world import World
 
@@ -37,7 +38,7 @@ def prepare_data_loader(  # noqa: PLR0913  one call site, keyword-only
     fetching: Callable[[DataLoader[Any]], None] | None = None,
     exhausted: Callable[[], None] | None = None,
     delivered: Callable[[Any], Any] | None = None,
-    between: Callable[[ActiveLoader], None] | None = None,
+    between: Callable[[ActivePass], None] | None = None,
 ) -> PreparedLoader:
     """Divide a loader over the data-parallel axis.
 
@@ -49,7 +50,7 @@ def prepare_data_loader(  # noqa: PLR0913  one call site, keyword-only
         seed: of the shuffle order, unless the configuration has a data_seed; None takes the seed of
             rank 0's generator: the loader's own, or torch's. Collective then.
         device: where batches go; None leaves them where they are.
-        observer: is told when epochs start and end.
+        observer: is told of batches, and when passes end.
         rng_types: generators that rank 0 gives to all ranks when an epoch starts.
         fetching: is told the loader before each batch is read.
         exhausted: is told when there was none.
@@ -67,6 +68,7 @@ def prepare_data_loader(  # noqa: PLR0913  one call site, keyword-only
         device=device,
         non_blocking=config.non_blocking,
         observer=observer,
+        alone=observer is None or world.size == 1,
         rng_types=tuple(rng_types),
         fetching=fetching,
         exhausted=exhausted,
@@ -143,16 +145,15 @@ def _source(
     config: DataConfig,
     device: torch.device | None,
 ) -> BatchSource:
-    is_stream = isinstance(loader.dataset, IterableDataset)
-    dispatched = is_stream if config.dispatch_batches is None else config.dispatch_batches
-    dispatched = dispatched and world.size > 1
+    dispatched = bool(config.dispatch_batches) and world.size > 1
     ranks = tuple(range(axis.size)) if dispatched else (axis.rank,)
+    on_device = device is not None
     source: BatchSource
-    if is_stream:
-        sharded = not dispatched and not config.even_batches and _can_shard(loader, axis.size)
-        source = IterableSource(
-            loader, _sample_division(loader, axis, config), ranks=ranks, sharded=sharded
-        )
+    if isinstance(loader.dataset, IterableDataset):
+        cut = _sample_division(loader, axis, config)
+        if max(axis.size, world.size) > 1 and not dispatched:
+            return StreamSource(loader, cut, axis, world, config, on_device=on_device)
+        source = IterableSource(loader, cut, ranks=ranks)
     else:
         order, division = _order(loader, axis, config)
         source = MapSource(
@@ -164,7 +165,7 @@ def _source(
             world=World() if dispatched else world,  # rank 0 reads alone, with nobody to agree with
         )
     if dispatched:
-        return DispatchSource(source, world, axis.rank, on_device=device is not None)
+        return DispatchSource(source, world, axis.rank, on_device=on_device)
     return source
 
 
@@ -207,11 +208,10 @@ def _batches(sampler: Any, axis: Axis, config: DataConfig) -> BatchDivision:
     batch_size: Any = getattr(sampler, "batch_size", None)
     split = config.split_batches and axis.size > 1
     even = config.even_batches and axis.size > 1
-    if batch_size is None and (split or even):
+    if split and batch_size is None:
         raise UsageError(
             f"expected the batch sampler {type(sampler).__name__} to have a batch_size, found "
-            "none; give it that attribute, or set even_batches=False and split_batches=False for "
-            "batches of varying size"
+            "none; give it that attribute, or set split_batches=False for batches of varying size"
         )
     if split:
         _check_divides(batch_size, axis.size)
@@ -230,10 +230,3 @@ def _check_divides(batch_size: int, size: int) -> None:
             f"expected a batch size that divides over {size} ranks with split_batches, found "
             f"{batch_size}; use a multiple of {size} or set split_batches=False"
         )
-
-
-def _can_shard(loader: DataLoader[Any], size: int) -> bool:
-    """Whether the dataset can give each rank a shard of its own."""
-    dataset: Any = loader.dataset
-    count = getattr(dataset, "num_shards", getattr(dataset, "n_shards", 0))
-    return size > 1 and callable(getattr(dataset, "shard", None)) and count >= size

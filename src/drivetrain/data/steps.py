@@ -8,6 +8,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from drivetrain.data.division import OrderDivision
+from drivetrain.data.rows import Rows
 from drivetrain.data.workers import outliving_notices
 from drivetrain.runtime.world import is_launched
 
@@ -36,6 +37,8 @@ class Start:
         position: samples or batches of the order that are consumed already.
         identity: the order that the position was counted in; None for the start of an epoch.
         dataset_state: of the dataset itself at this position; None for a dataset without state.
+        aside: whether another pass of the same loader is under way, which must notice nothing; this
+            one may be of one rank alone.
     """
 
     epoch: int
@@ -43,13 +46,21 @@ class Start:
     position: int = 0
     identity: OrderIdentity | None = None
     dataset_state: Any = None
+    aside: bool = False
 
 
 class RankBatch(NamedTuple):
-    """A rank's batch of a global step, and whether the rank has no more batch in the epoch."""
+    """A rank's batch of a global step.
+
+    Attributes:
+        batch: as the collate function made it.
+        last: whether the rank has no more batch in the epoch.
+        rows: those that repeat samples; None where no batch of the epoch repeats any.
+    """
 
     batch: Any
     last: bool
+    rows: Rows | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,9 +81,17 @@ class GlobalStep:
 
 
 class BatchSource(Protocol):
-    """Reads the batches of some ranks, step by step."""
+    """Reads the batches of some ranks, step by step.
+
+    Attributes:
+        division: how the order is divided.
+    """
 
     division: OrderDivision
+
+    @property
+    def is_dispatched(self) -> bool:
+        """Whether rank 0 alone reads, and sends to the others."""
 
     def draw_seed(self, seed: int, epoch: int) -> int:
         """Return the seed of the order of an epoch, the same on every rank."""
@@ -82,6 +101,9 @@ class BatchSource(Protocol):
 
     def __len__(self) -> int:
         """Return the positions of a full epoch."""
+
+    def batches(self, rank: int, seed: int, epoch: int) -> int:
+        """Return the batches of a rank in a full epoch."""
 
 
 def reader_of(

@@ -7,11 +7,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from drivetrain import communication
+from drivetrain.data.rows import Rows, count_rows
 from drivetrain.errors import UsageError
 from drivetrain.facade.settings import Runs
-from drivetrain.nested import find_batch_size, is_tensor, recursively_apply, slice_tensors
-from drivetrain.runtime.gradient_state import GradientState
+from drivetrain.log import get_logger
+from drivetrain.nested import is_tensor, recursively_apply
+from drivetrain.runtime.gradient_state import ActivePass, GradientState
 from drivetrain.runtime.mesh import Axis
+
+logger = get_logger(__name__)
 
 
 class Gathering:
@@ -19,7 +23,7 @@ class Gathering:
 
     Args:
         runs: of the Accelerator; the default run has the axis.
-        state: knows the samples of the last batch that repeat others.
+        state: knows the batch at hand.
     """
 
     def __init__(self, runs: Runs, state: GradientState) -> None:
@@ -38,19 +42,72 @@ class Gathering:
         return communication.gather(tensor, group=self._axis)
 
     def gather_for_metrics(self, data: Any, as_objects: bool) -> Any:
-        """Gather tensors or objects, and drop the samples that only repeat others."""
+        """Gather tensors or objects, without what was made of samples that only repeat others."""
         self._refuse_after_end("gather_for_metrics")
-        if as_objects or not _all_tensors(data):
-            gathered: Any = communication.gather_object(data, group=self._axis)
-        else:
-            gathered = communication.gather(data, group=self._axis)
-        keep = self._state.remainder if self._state.end_of_dataloader else -1
-        if keep < 0:
-            return gathered
-        if isinstance(gathered, list) and not _all_tensors(gathered):
-            return gathered[:keep]
-        batch = find_batch_size(gathered)
-        return slice_tensors(gathered, slice(0, keep)) if batch and batch > keep else gathered
+        objects = as_objects or not _all_tensors(data)
+        mine, refusal = self._without_repetitions(data, objects=objects)
+        if not objects:
+            return communication.gather_rows(mine, "gather_for_metrics", refusal, group=self._axis)
+        held = communication.gather_object([(mine, refusal)], group=self._axis)
+        if found := next((text for _, text in held if text), ""):
+            raise UsageError(found)
+        return [item for theirs, _ in held for item in theirs]
+
+    def _without_repetitions(self, data: Any, *, objects: bool) -> tuple[Any, str]:
+        """Return what is no repetition, or why that cannot be told; of objects, a list."""
+        try:
+            if not objects:
+                return recursively_apply(self._kept, data), ""
+            kept = self._kept(data, objects=True)
+        except UsageError as error:
+            return data, str(error)
+        if isinstance(kept, list | tuple):
+            return list(kept), ""
+        rows = self._rows_of(data)
+        return [kept] if rows is None or rows.real or not rows.whole else [], ""
+
+    def _kept(self, data: Any, *, objects: bool = False) -> Any:
+        rows = self._rows_of(data)
+        return data if rows is None else rows.kept(data, objects=objects)
+
+    def _rows_of(self, data: Any) -> Rows | None:
+        """Return the rows of the batch, or of all batches, that a value was made of.
+
+        A tensor of a batch tells by itself. Otherwise it is the batch at hand, or after a loop all
+        of its batches; None where no sample was repeated.
+
+        Raises:
+            UsageError: it may be any batch of a loop that is over.
+        """
+        state, count = self._state, count_rows(data, otherwise=0)
+        rows: Rows | None = state.rows_of(data) if is_tensor(data) else None
+        done = state.finished if rows is None else None
+        if done is not None and (done.trains or done.rows is None):
+            done = None
+        if done is not None and _divides(done.total, count):
+            total: Rows = done.total
+            return total
+        if rows is None and state.at_hand is not None:
+            rows = state.at_hand.rows
+        if rows is not None and _divides(rows, count):
+            state.use(trains=False)
+        if rows is None and done is not None and _divides(done.rows, count):
+            self._check_told(done, count)
+        return rows
+
+    def _check_told(self, done: ActivePass, count: int) -> None:
+        """Refuse, or tell of, what may be made of the last batch of a loop, or of another one."""
+        if done.remainder < 0:
+            return
+        what = (
+            f"expected gather_for_metrics() inside of the loop over the loader, found it after the "
+            f"loop, with {count} rows: the last batches only repeat samples in some of their rows, "
+            "and nothing tells whether these belong to them; call it in the loop, or once for the "
+            "rows of all batches, or take gather()"
+        )
+        if done.first is not done.rows and self._state.holds(done.first):
+            raise UsageError(what)
+        logger.warning(what)
 
     def reduce(self, tensor: Any, reduction: str, scale: float) -> Any:
         """Combine tensors of all data-parallel ranks element by element."""
@@ -93,6 +150,11 @@ class Gathering:
                 f"expected {operation}() before end_training(), found it after: this rank has left "
                 "the process group"
             )
+
+
+def _divides(rows: Rows, count: int) -> bool:
+    """Whether there are so many values for each row."""
+    return rows.whole > 0 and count > 0 and count % rows.whole == 0
 
 
 def _all_tensors(data: Any) -> bool:

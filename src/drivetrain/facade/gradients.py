@@ -121,6 +121,7 @@ class WindowGradients:
     ) -> None:
         """Run backward; at the end of a window the gradients are synchronised and exact means."""
         _check_loss(loss)
+        self.state.use(trains=True)
         if self.state.micro_batch == 0:
             self._start_window(counted=False)
         scaled = self.scaler.scale(self._mean.divide(loss, weight))

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from drivetrain.facade.options import ProjectConfiguration
 from drivetrain.log import get_logger
-from drivetrain.runtime.gradient_state import ActiveLoader, GradientState
+from drivetrain.runtime.gradient_state import ActivePass, GradientState
 from drivetrain.runtime.notices import PREEMPTED, Notice
 from drivetrain.runtime.world import World, is_launched
 
@@ -20,7 +20,7 @@ class Preemption:
 
     Args:
         world: this process among all processes.
-        state: whether a window is complete, and which loader is being read.
+        state: whether a window is complete, and which pass is under way.
         save: method that saves the run under an automatic name, and returns the directory; its
             object is not kept alive.
 
@@ -36,7 +36,7 @@ class Preemption:
         self._save = weakref.WeakMethod(save)  # loaders hold this object, and finalizers hold them
         self._notice = Notice()
         self._by_script = False
-        self._trained: ActiveLoader | None = None
+        self._trained: ActivePass | None = None
 
     @property
     def heard(self) -> bool:
@@ -65,18 +65,18 @@ class Preemption:
         self._between_steps = weakref.WeakMethod(method)
 
     def after_step(self) -> None:
-        """Note which loader the training loop reads."""
-        self._trained = self._state.active_dataloader
+        """Note which pass over a loader the training loop makes."""
+        self._trained = self._state.trained_pass
 
-    def between_batches(self, loader: ActiveLoader) -> None:
+    def between_batches(self, one: ActivePass) -> None:
         """Take a turn between two steps, and end the run here after a notice.
 
-        The loader of the training loop is asked for a batch.
+        A pass is asked for a batch; that of the training loop counts.
 
         Raises:
             SystemExit: with the code of a saved run, on every rank.
         """
-        complete = self._state.sync_gradients and loader is self._trained
+        complete = self._state.sync_gradients and one is self._trained
         if not complete or self._state.uneven:
             return
         between_steps = self._between_steps() if self._between_steps is not None else None

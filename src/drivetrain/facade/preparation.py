@@ -239,6 +239,7 @@ class Preparation:
         self._gradients.garbage.release()
         self._gradients.state.forget()
         self._prepared.forget()
+        self._gradients.state.forget()
         self._runs.examples.forget()
 
     def refuse_foreign_parameters(self, optimizers: Sequence[Optimizer]) -> None:
@@ -272,6 +273,8 @@ class Preparation:
             self._prepared.last_run = entry
             self._gradients.observer.before_forward(entry)
             self._uneven.announce(entry, module.training)
+        else:
+            self._gradients.state.evaluate()
 
     def _compute_in_precision(self, model: nn.Module) -> None:
         run = self._runs.default

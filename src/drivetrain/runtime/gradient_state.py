@@ -1,12 +1,40 @@
-"""Where training stands between two optimizer steps: the accumulation window and its loader."""
+"""Where training stands between two optimizer steps: the accumulation window and its loader.
 
+What counts is the batch at hand: that of the pass over a loader which delivered last. Passes that
+stay open, as an evaluation's ``iter(loader)``, do not hide it.
+"""
+
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from functools import partial
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from drivetrain.nested import recursively_apply
 
 
-class ActiveLoader(Protocol):
-    """Facts about the active loader, for the accumulation window."""
+class ActivePass(Protocol):
+    """One pass over a loader, with the batch that it delivered last.
+
+    Attributes:
+        evaluates: whether a model has run without gradients on its batches.
+        trains: whether a backward has followed on one of them.
+        rows: of the batch; None where no batch repeats samples.
+        first: of its first batch.
+        total: of all its batches so far.
+    """
+
+    evaluates: bool
+    trains: bool
+    rows: Any
+    first: Any
+    total: Any
+
+    @property
+    def loader(self) -> Any:
+        """The prepared loader."""
 
     @property
     def end_of_dataloader(self) -> bool:
@@ -15,6 +43,9 @@ class ActiveLoader(Protocol):
     @property
     def remainder(self) -> int:
         """Samples of the last global batch that are no repetitions; -1 when none repeats."""
+
+    def use(self, *, trains: bool) -> None:
+        """Note that all ranks together have used the batch, to train or otherwise."""
 
 
 class GradientState:
@@ -35,6 +66,8 @@ class GradientState:
         windows: how many windows ``accumulate()`` has begun.
         backwards: how many backwards the window at hand has had.
         stepped: whether an optimizer has stepped, or left out a step, at its end.
+        at_hand: the pass that delivered the batch at hand; it may have been left since.
+        finished: the pass that came to its end after the last batch was delivered.
     """
 
     def __init__(
@@ -52,35 +85,100 @@ class GradientState:
         self.stepped = False
         self._inside = False
         self._clear_later: list[Callable[[], None]] = []
-        self._loaders: list[ActiveLoader] = []
+        self.at_hand: ActivePass | None = None
+        self.finished: ActivePass | None = None
+        self._open: list[ActivePass] = []  # the one that delivered last is the last
+        self._fresh: list[ActivePass] = []  # delivered since the micro-batch before this one
+        self._used = False
+        self._trained: ActivePass | None = None
+        self._known: dict[int, tuple[weakref.ref[Tensor], Any]] = {}
 
-    def begin(self, loader: ActiveLoader) -> None:
-        """Note the start of a loader's epoch; until its end, the loader is the active loader."""
-        self._loaders.append(loader)
+    def deliver(self, one: ActivePass, batch: Any) -> None:
+        """Note that a pass delivers a batch."""
+        if self._used:
+            self._fresh.clear()
+            self._used = False
+        for passes in (self._open, self._fresh):
+            if not passes or passes[-1] is not one:
+                passes[:] = [*(each for each in passes if each is not one), one]
+        self.at_hand, self.finished = one, None
+        if one.rows is not None:
+            recursively_apply(self._know, batch, one.rows)
 
-    def end(self, loader: ActiveLoader) -> None:
-        """Note that a loader's epoch ended or was left."""
-        self._loaders = [active for active in self._loaders if active is not loader]
+    def _know(self, tensor: Tensor, rows: Any) -> None:
+        key = id(tensor)
+        self._known[key] = (weakref.ref(tensor, partial(self._known.pop, key)), rows)
+
+    def rows_of(self, tensor: Tensor) -> Any:
+        """Return the rows of the batch that a tensor was delivered in, None for other tensors."""
+        known, rows = self._known.get(id(tensor), (None, None))
+        return rows if known is not None and known() is tensor else None
+
+    def holds(self, rows: Any) -> bool:
+        """Whether the script holds tensors of the batch with these rows."""
+        return any(each is rows for _, each in self._known.values())
+
+    def end(self, one: ActivePass, *, finished: bool) -> None:
+        """Note that a pass came to its end, or was left."""
+        self._open = [each for each in self._open if each is not one]
+        if finished or self._open:  # else its last batch stays at hand
+            self._fresh = [each for each in self._fresh if each is not one]
+            if self.at_hand is one:
+                self.at_hand = self.active_pass
+        if finished:
+            self.finished = one
+
+    def use(self, *, trains: bool) -> None:
+        """Note that all ranks together have used what is at hand, to train or otherwise."""
+        self._used = True
+        for one in self._fresh:
+            one.use(trains=trains)
+
+    def evaluate(self) -> None:
+        """Note that a model runs without gradients: among several passes, on the last batch."""
+        if len(self._open) > 1:
+            self._open[-1].evaluates = True
 
     @property
-    def active_dataloader(self) -> ActiveLoader | None:
-        """The innermost loader that is being read."""
-        return self._loaders[-1] if self._loaders else None
+    def active_pass(self) -> ActivePass | None:
+        """The pass under way that delivered last."""
+        return self._open[-1] if self._open else None
+
+    @property
+    def active_dataloader(self) -> Any:
+        """The loader of that pass."""
+        return None if self.active_pass is None else self.active_pass.loader
 
     @property
     def in_dataloader(self) -> bool:
         """Whether a prepared loader is being read."""
-        return bool(self._loaders)
+        return bool(self._open)
 
     @property
     def end_of_dataloader(self) -> bool:
-        """Whether the batch at hand is the last of its loader's epoch."""
-        return self.active_dataloader is not None and self.active_dataloader.end_of_dataloader
+        """Whether the batch at hand is the last of its loader's epoch.
+
+        Where several loaders have delivered for one micro-batch, as under ``zip``, the first one to
+        end decides; those that only evaluate do not count beside others.
+        """
+        return any(each.end_of_dataloader for each in self._counted())
+
+    @property
+    def trained_pass(self) -> ActivePass | None:
+        """The pass that the training loop makes, the first one under ``zip``."""
+        passes = self._counted()
+        if self._trained not in passes:
+            self._trained = next(iter(passes), None)
+        return self._trained
+
+    def _counted(self) -> list[ActivePass]:
+        passes = [each for each in self._fresh if each in self._open] or self._open[-1:]
+        return [each for each in passes if not each.evaluates] or passes
 
     @property
     def remainder(self) -> int:
         """Real samples of the last global batch when it repeats others, else -1."""
-        return self.active_dataloader.remainder if self.active_dataloader is not None else -1
+        return -1 if self.active_pass is None else self.active_pass.remainder
 
     @property
     def window_length(self) -> int:
@@ -105,6 +203,7 @@ class GradientState:
         if self.sync_gradients:
             self._begin_window()
         self.micro_batch += 1
+        self._used = True
         ends_loader = self.sync_with_dataloader and self.end_of_dataloader
         self.sync_gradients = ends_loader or self.micro_batch >= self.num_steps
         around, self._inside = self._inside, True
@@ -137,6 +236,8 @@ class GradientState:
             self._clear_later.append(clear)
 
     def forget(self) -> None:
-        """Let a new window begin: the gradients at hand are gone."""
+        """Let a new window begin, and let go of passes that are over: the gradients are gone."""
         self.sync_gradients = True
         self._clear_later = []
+        self.at_hand, self.finished, self._fresh = self.active_pass, None, []
+        self._trained = None

@@ -28,21 +28,25 @@ class CountingDataset(Dataset):
 
 
 class Recorder:
-    """An observer that writes down what it is told; windows have one micro-batch."""
+    """An observer that knows the loaders of the passes under way; windows have one micro-batch."""
 
     num_steps = 1
+    windows = 0
 
     def __init__(self):
-        self.events = []
-        self.stack = []
+        self.passes = []
 
-    def begin(self, loader):
-        self.events.append(("begin", loader))
-        self.stack.append(loader)
+    @property
+    def stack(self):
+        return [each.loader for each in self.passes]
 
-    def end(self, loader):
-        self.events.append(("end", loader))
-        self.stack.remove(loader)
+    def deliver(self, one, batch):
+        if one not in self.passes:
+            self.passes.append(one)
+
+    def end(self, one, *, finished):
+        if one in self.passes:
+            self.passes.remove(one)
 
 
 @pytest.fixture

@@ -85,6 +85,10 @@ def test_dispatch_gives_what_each_rank_would_read():
 def test_only_rank_0_reads_and_streams_are_dispatched_unless_told():
     data = Stream(8)
     loader = prepare(DataLoader(data, batch_size=2))
+    assert lists(loader) == [[[0, 1], [4, 5]], [[2, 3], [6, 7]]][dist.get_rank()]
+    assert everybody(data.read) == [8, 8], "all compare first samples, once"
+    data.read = 0
+    loader.set_epoch(0)
     ends = []
     for _ in loader:
         ends.append(loader.end_of_dataloader)

@@ -196,8 +196,13 @@ def test_custom_batches_are_given_in_turn_and_filled_where_they_can(read_all, co
     for even in (True, False):
         found, loaders = read([[5, 1], [0, 3], [2, 4]], 2, drop_last=True, even_batches=even)
         assert (found, loaders[0].remainder) == ([[[5, 1]], [[0, 3]]], -1)
-    with pytest.raises(UsageError, match="even_batches=False"):
-        read([[5], [0, 3, 1], [2, 4]])
+    found, loaders = read([[5], [0, 3, 1], [2, 4]])
+    assert (found, loaders[0].remainder) == ([[[5], [2, 4]], [[0, 3, 1], [5]]], 2)
+    assert [len(loader) for loader in loaders] == [2, 2]
+    found, loaders = read([[5, 1, 0, 3], [2]], 4, split_batches=True, even_batches=False)
+    assert [len(loader) for loader in loaders] == [2, 1], "the last batch is too short for rank 1"
+    with pytest.raises(UsageError, match="split_batches=False"):
+        read([[5], [0, 3, 1], [2, 4]], split_batches=True)
     with pytest.raises(UsageError, match="found 1 in batch 1 of 3"):
         read([[5, 1], [0], [2, 4]], 2)
 

@@ -142,19 +142,23 @@ def test_set_epoch_keeps_a_restored_position_of_that_epoch(prepare, counting):
     assert len(list(loader)) == 4
 
 
-def test_second_iteration_ends_the_first(prepare, counting, recorder):
-    loader = prepare(DataLoader(counting(8), batch_size=2), observer=recorder)
+def test_a_second_iteration_is_a_pass_of_its_own(prepare, counting, recorder):
+    user = DataLoader(counting(8), batch_size=2, shuffle=True)
+    loader, other = (prepare(user, observer=recorder) for _ in "12")
+    whole = torch.cat(list(other)).tolist()
     first = iter(loader)
-    next(first)
-    second = iter(loader)
-    next(second)
-    assert loader.epoch == 1
-    assert recorder.stack == [loader]
-    with pytest.raises(UsageError, match="one iteration"):
-        next(first)
-    assert len(list(second)) == 3
-    assert recorder.stack == []
-    assert loader.epoch == 2
+    seen = [next(first)]
+    state = loader.state_dict()
+    beside = torch.cat(list(loader)).tolist()
+    assert sorted(beside) == list(range(8))
+    assert beside != whole
+    assert (loader.state_dict()["position"], loader.epoch) == (0, 1), "it read while first stood"
+    seen += list(first)
+    assert torch.cat(seen).tolist() == whole
+    assert (recorder.stack, loader.epoch) == ([], 1)
+    loader.load_state_dict(state)
+    pairs = list(zip(loader, loader, strict=False))  # the second one begins at the beginning
+    assert torch.cat([batch for batch, _ in pairs]).tolist() == whole[2:]
 
 
 def test_loading_a_state_inside_the_loop_ends_the_loop(prepare, counting):
@@ -162,7 +166,7 @@ def test_loading_a_state_inside_the_loop_ends_the_loop(prepare, counting):
     state, batches = begun(loader)
     next(batches)
     loader.load_state_dict(state)
-    with pytest.raises(UsageError):
+    with pytest.raises(UsageError, match="a new iteration after load_state_dict"):
         next(batches)
     assert [batch.tolist() for batch in loader] == [[2, 3], [4, 5], [6, 7]]
 

@@ -109,7 +109,7 @@ def test_the_loader_of_an_evaluation_ends_nothing():
             return "a directory"
 
     saving, training = Saving(), object()
-    state = SimpleNamespace(sync_gradients=True, uneven=False, active_dataloader=training)
+    state = SimpleNamespace(sync_gradients=True, uneven=False, trained_pass=training)
     told = preemption.Preemption(World(size=2), state, saving.save)
     told.after_step()
     told.told = True
