@@ -2,6 +2,7 @@
 
 import copy
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -66,10 +67,12 @@ def test_whole_weights_are_saved(name, kind, tmp_path):
         return
     copied = copy.deepcopy(saving)  # of zero1, which has all values at hand
     nn.init.zeros_(copied.body.bias)
-    copied.save_pretrained(tmp_path, is_main_process=accelerator.is_main_process)
-    assert not torch.load(tmp_path / "weights")["body.bias"].any()
-    saving.save_pretrained(tmp_path, state_dict=copied.state_dict())
-    assert not torch.load(tmp_path / "weights")["body.bias"].any()
+    given = partial(saving.save_pretrained, state_dict=copied.state_dict())
+    for save in (copied.save_pretrained, given):
+        accelerator.wait_for_everyone()
+        save(tmp_path, is_main_process=accelerator.is_main_process)
+        accelerator.wait_for_everyone()
+        assert not torch.load(tmp_path / "weights")["body.bias"].any()
 
 
 @pytest.mark.ranks(2)
