@@ -296,8 +296,8 @@ class PreparedObjects:
         if not any(entry.strategy.divides_states for entry in entries):
             return None
         holders = [
-            Holder(entry.strategy, entry.optimizers.index(optimizer), entry.names)
-            for entry in entries
+            Holder(each.strategy, each.optimizers.index(optimizer), each.names, each.known)
+            for each in entries
         ]
         return WholeOptimizer(optimizer, self.groups[optimizer], holders)
 
