@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -178,6 +178,12 @@ class Worker(Strategy[LocalOptions]):
     ) -> Tensor:
         """Scale the worker's gradients to a norm of at most max_norm; each worker has its own."""
         return self._inner.clip_grad_norm(max_norm, norm_type, only=only)
+
+    @contextmanager
+    def uncounted(self, module: nn.Module) -> Iterator[None]:
+        """Context around a backward of the worker that counts nothing."""
+        with self._inner.uncounted(module):
+            yield
 
     def running(self) -> AbstractContextManager[None]:
         """Context in which a strategy around this one runs the model's forward."""

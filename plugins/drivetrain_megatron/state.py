@@ -4,12 +4,13 @@
 another rank's part is found too. Shards of a checkpoint are put together in ``global_shards.py``.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from drivetrain.parts.whole_copies import copied_state
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -20,10 +21,9 @@ from drivetrain.parts.guard import Elsewhere
 from drivetrain.parts.naming import named_parameters, persistent_buffers
 from drivetrain.parts.replicate import replicate
 from drivetrain.parts.saved_state import LINKS, check_fits
-from drivetrain.parts.suitability import misfit
-from drivetrain.parts.whole_copies import copied_state
 from drivetrain.parts.wrapping import UninheritedHook
 from drivetrain.shards import Readable, Reader, TensorFacts, state_tensors
+from drivetrain.suitability.experiment import misfit
 from drivetrain_megatron.cell import ParameterFacts
 from drivetrain_megatron.tensor.operators import gathered
 from drivetrain_megatron.tensor.partition import Partition
@@ -55,24 +55,28 @@ class Original:
         self._optimizers += 1
 
     def check_steps_parts(
-        self, optimizer: Optimizer, facts: Mapping[str, ParameterFacts], stages: int
+        self, optimizers: Iterable[Optimizer], facts: Mapping[str, ParameterFacts], stages: int
     ) -> None:
-        """Refuse an optimizer whose step needs more than a rank has.
+        """Refuse optimizers whose step needs more than a rank has, or will have.
 
         Args:
-            optimizer: left as it is.
-            facts: of the parameters that it holds.
+            optimizers: left as they are.
+            facts: of the parameters that they hold.
             stages: of the pipeline.
 
         Raises:
-            UsageError: it is not element-wise, and holds parameters of which ranks have parts; or
+            UsageError: one is not element-wise, and holds parameters of which ranks have parts; or
                 it needs all parameters at once, of which stages have some.
         """
-        held = self._held_by(optimizer)
-        divided = [name for name in held if facts[name].partition is not None]
-        if not held or not (divided or stages > 1):
-            return
+        for optimizer in optimizers:
+            held = self._held_by(optimizer)
+            divided = [name for name in held if facts[name].partition is not None]
+            if held and (divided or stages > 1):
+                self._check_steps(optimizer, divided, facts)
 
+    def _check_steps(
+        self, optimizer: Optimizer, divided: Sequence[str], facts: Mapping[str, ParameterFacts]
+    ) -> None:
         def shape_of(parameter: nn.Parameter) -> tuple[int, ...]:
             return facts[self.names[parameter]].shape
 

@@ -41,7 +41,6 @@ from drivetrain_megatron.plan.model import TensorParallel
 from drivetrain_megatron.plan.report import describe
 from drivetrain_megatron.planning import Planner
 from drivetrain_megatron.shares.parameters import Shares, on_shares
-from drivetrain_megatron.shares.share import refuse_accumulated
 from drivetrain_megatron.state import (
     Original,
     SharedSource,
@@ -121,15 +120,13 @@ class Megatron(CellOnPaper, StatesOfCell):
             planner = Planner(self.run, self.config, self._dropout, self._builder, self._tp)
             self._tensor, plan = planner.plan(model)
         if self._tensor is not None and plan is not None:
-            _check_hooks(model, self._tensor.facts(model, plan))
             before = {name: p.nbytes for name, p in named_parameters(model).items()}
             self._dropout.layouts = plan.layouts
             self._facts = self._tensor.divide(model, plan)
             for line in describe(plan, self._facts, before, self._tp.size):
                 logger.announce(line)
             self._original.cut_states(optimizers, self._facts, self._tp.rank)
-        for optimizer in optimizers:  # stages will have some of their parameters
-            self._original.check_steps_parts(optimizer, self._facts, self.config.pp)
+        self._original.check_steps_parts(optimizers, self._facts, self.config.pp)
         self._dropout.attach(model, counting=self._builder is None)
         self._draws.attach(model)
         if self._builder is not None:
@@ -156,7 +153,7 @@ class Megatron(CellOnPaper, StatesOfCell):
     @on_shares
     def bind(self, optimizer: Optimizer) -> Optimizer:
         """Let the data-parallel strategy take one more optimizer."""
-        self._original.check_steps_parts(optimizer, self._facts, self.config.pp)
+        self._original.check_steps_parts([optimizer], self._facts, self.config.pp)
         self._original.add(optimizer)
         if self._builder is not None:
             self._builder.follow(optimizer)
@@ -283,7 +280,7 @@ class Megatron(CellOnPaper, StatesOfCell):
     ) -> Iterator[None]:
         """Context in which these parameters are whole, as in the user's model, on every rank."""
         chosen = list(parameters)
-        here = [p for p in chosen if not isinstance(p, Elsewhere)]
+        here = [p for p in chosen if not isinstance(p, Elsewhere) and not p.is_meta]
         stages = nullcontext() if self._builder is None else self._builder.whole(chosen, modify)
         with self._whole_here(here, modify=modify), stages:
             yield
@@ -292,6 +289,7 @@ class Megatron(CellOnPaper, StatesOfCell):
     def _whole_here(self, chosen: Sequence[nn.Parameter], *, modify: bool) -> Iterator[None]:
         """Context in which parameters of this rank's stages are whole."""
         partitions = {p: self._facts[self._original.names[p]].partition for p in chosen}
+        divided = self._builder is not None or any(partitions.values())
         with (
             self._shares.open(),
             self._inner.gathered(chosen, modify=modify),
@@ -337,11 +335,3 @@ class Megatron(CellOnPaper, StatesOfCell):
                 partition = alike(facts.shape[0], self._tp.size) if facts.shape else None
             if partition is not None:
                 self._shares.add(name, parameter, partition, facts.shape)
-
-
-def _check_hooks(model: nn.Module, facts: Mapping[str, ParameterFacts]) -> None:
-    """Refuse hooks that would see a rank's share of a gradient, or of a sum of gradients."""
-    for name, parameter in named_parameters(model).items():
-        divided = facts[name].partition is not None or facts[name].partial
-        if divided and getattr(parameter, "_post_accumulate_grad_hooks", None):
-            refuse_accumulated(name)

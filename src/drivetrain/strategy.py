@@ -20,8 +20,8 @@ from drivetrain.data.examples import ExampleBatches
 from drivetrain.errors import UsageError
 from drivetrain.links.chosen import LinkMethods
 from drivetrain.links.contract import OverLinks
+from drivetrain.model.profiled import Profiled
 from drivetrain.paper.contract import OnPaper
-from drivetrain.parts.profiled import Profiled
 from drivetrain.parts.saved_state import KeepsState
 from drivetrain.parts.weighing import Weighing
 from drivetrain.registry import strategies

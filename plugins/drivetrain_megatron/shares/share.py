@@ -11,7 +11,7 @@ import copy
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, NoReturn, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -204,6 +204,8 @@ class Share:
         def shared(gradient: Tensor | None) -> Tensor | None:
             if gradient is None:  # a pipeline computes it later
                 return None
+            if not in_backward():  # it has the averaged gradient, which is whole
+                return seeing(gradient)
             whole = gather(gradient, ranks, partition)
             found = seeing(whole)
             return scatter(whole if found is None else found, ranks, partition)
@@ -215,15 +217,32 @@ class Share:
         with bare([self.parameter]):
             return self.parameter.register_hook(self.hook(seeing))  # type: ignore[no-untyped-call,no-any-return]
 
+    def hook_after_later(self, seeing: Callable[[Any], None]) -> RemovableHandle:
+        """Register a script's hook behind the accumulation of the gradient."""
+        with bare([self.parameter]):
+            return self.parameter.register_post_accumulate_grad_hook(self.after(seeing))  # type: ignore[no-untyped-call,no-any-return]
+
+    def after(self, seeing: Callable[[Any], None]) -> Callable[[Any], None]:
+        """Return a hook that lets a script's see the averaged gradient, and no share."""
+
+        def averaged(parameter: nn.Parameter) -> None:
+            if in_backward():
+                raise UsageError(
+                    f"expected no hook behind the accumulated gradient of {self._name!r} in "
+                    "loss.backward(), where each rank has a share of the gradient, found one; call "
+                    "accelerator.backward(loss), which runs it with the averaged gradient"
+                )
+            seeing(parameter)
+
+        return averaged
+
     def wrap_hooks(self) -> None:
         """Let the hooks that a script has registered see the whole gradient."""
-        hooks: Any = self.parameter._backward_hooks
-        for number, seeing in (hooks or {}).items():
-            hooks[number] = self.hook(seeing)
-
-    def refuse_hook(self, *_: Any) -> NoReturn:
-        """Refuse a hook behind the accumulation of the gradient."""
-        refuse_accumulated(self._name)
+        before: Any = self.parameter._backward_hooks
+        after: Any = self.parameter._post_accumulate_grad_hooks
+        for hooks, wrap in ((before, self.hook), (after, self.after)):
+            for number, seeing in (hooks or {}).items():
+                hooks[number] = wrap(seeing)
 
     def copy(self, memo: dict[int, Any]) -> nn.Parameter:
         """Return a copy that stands for the whole, too."""
@@ -316,19 +335,6 @@ def bare(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
             parameter._share.cover()
 
 
-def refuse_accumulated(name: str) -> NoReturn:
-    """Refuse a hook that is called when a gradient has been accumulated.
-
-    Raises:
-        UsageError: names the parameter, and the way out.
-    """
-    raise UsageError(
-        f"expected no hook behind the accumulated gradient of {name!r}, of which each rank has a "
-        "share, found one, which would see this rank's share: take register_hook, which sees the "
-        "whole gradient, change gradients after backward, or set tp: 1"
-    )
-
-
 def _on_whole(
     func: Function, args: Arguments, kwargs: Keywords, covered: Iterable[nn.Parameter]
 ) -> Any:
@@ -376,7 +382,7 @@ def _replaced(
 
 _SPECIAL: Mapping[Function, Callable[..., Any]] = {
     Tensor.register_hook: Share.hook_later,
-    Tensor.register_post_accumulate_grad_hook: Share.refuse_hook,
+    Tensor.register_post_accumulate_grad_hook: Share.hook_after_later,
     _DATA.__set__: Share.replace,
     _GRADIENT.__get__: lambda share, *_: share.gradient(),
     _GRADIENT.__set__: Share.assign_gradient,

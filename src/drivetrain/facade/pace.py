@@ -1,17 +1,23 @@
-"""The pace of a run in the user's words: samples per step, steps per epoch, the schedule's length.
+"""A run in the user's words: dtypes, samples per step, steps per epoch, the schedule's length.
 
 Accelerate steps a schedule once per rank, so scripts multiply its length by the number of ranks.
 Here such a schedule is too long; two lines, at the start and at the end of a run, let users see it.
 """
 
 import functools
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
+import torch
+from torch import nn
+
+from drivetrain.cost import TensorSpec
 from drivetrain.data import PreparedLoader
 from drivetrain.errors import UsageError
 from drivetrain.facade.stepping import PreparedScheduler
+from drivetrain.runtime.precision import Precision, dtype_word
 
 _STEPS = "num_training_steps"
 """Name of the length in the schedules of transformers and of diffusers."""
@@ -75,3 +81,37 @@ def _given(function: Any) -> dict[str, Any]:
     cells = getattr(function, "__closure__", None) or ()
     names = function.__code__.co_freevars if cells else ()
     return {name: cell.cell_contents for name, cell in zip(names, cells, strict=True)}
+
+
+def describe_dtypes(
+    model: nn.Module, given: Sequence[TensorSpec], precision: Precision, *, autocast: bool
+) -> str:
+    """Return one line with the dtypes of a model, and how many parameters have each.
+
+    ``given`` are the parameters before ``prepare``; ``autocast`` tells whether forward computes in
+    the policy's dtype.
+    """
+    elements: Counter[torch.dtype] = Counter()
+    tensors: Counter[torch.dtype] = Counter()
+    for spec in given:
+        dtype = precision.forward_dtype(spec.dtype, spec.shape)
+        elements[dtype] += spec.numel
+        tensors[dtype] += 1
+    order = [dtype for dtype, _ in elements.most_common()]
+    param = " and ".join(
+        f"{dtype_word(dtype)} ({elements[dtype]:,} in {tensors[dtype]:,})" for dtype in order
+    )
+    compute = [precision.compute] if autocast and precision.compute else order
+    trained = [spec for spec in given if spec.trainable]
+    reduce = (
+        precision.reduce_dtype(precision.forward_dtype(spec.dtype, spec.shape)) for spec in trained
+    )
+    master = (precision.master_dtype(spec.dtype, spec.shape) for spec in trained)
+    return (
+        f"precision of {type(model).__name__}: param {param}, compute {_words(compute)}, "
+        f"reduce {_words(reduce)}, master {_words(master)}"
+    )
+
+
+def _words(dtypes: Iterable[torch.dtype]) -> str:
+    return " and ".join(dict.fromkeys(map(dtype_word, dtypes))) or "none"

@@ -17,20 +17,16 @@ from drivetrain.facade.building import Constructions, place
 from drivetrain.facade.gradients import WindowGradients
 from drivetrain.facade.joining import UnevenInputs
 from drivetrain.facade.options import AutocastKwargs
-from drivetrain.facade.pace import describe_step, describe_unused_schedule
-from drivetrain.facade.prepared import (
-    PreparedModel,
-    PreparedObjects,
-    describe_dtypes,
-)
+from drivetrain.facade.pace import describe_dtypes, describe_step, describe_unused_schedule
+from drivetrain.facade.prepared import PreparedModel, PreparedObjects
 from drivetrain.facade.recomputing import Recomputations
 from drivetrain.facade.settings import Runs, StrategyChoice, agree
 from drivetrain.facade.stepping import PreparedOptimizer, PreparedScheduler
 from drivetrain.log import get_logger
 from drivetrain.parts.naming import clean_name
-from drivetrain.parts.own_batch import check_forward_writes
 from drivetrain.parts.wrapping import UninheritedHook, compute_in
 from drivetrain.states.given import KERNELS
+from drivetrain.suitability.own_batch import check_forward_writes
 
 logger = get_logger(__name__)
 
@@ -89,8 +85,7 @@ class Preparation:
             if placed:
                 place(model, self._runs.default.world.device)
             return model
-        _check_undispatched(model)
-        check_forward_writes(model, self._runs.default.mesh["dp"].size)
+        _check_layers(model, self._runs.default.mesh["dp"].size)
         choice = self._runs.chosen(model, self._gradients.observer.choice(choice))
         self._recomputations.before_prepare(model, choice)
         self._gradients.observer.before_prepare(model)
@@ -102,12 +97,7 @@ class Preparation:
         agree(
             world,
             f"the model {type(model).__name__}",
-            [
-                *self._runs.default.links.facts(),
-                *_facts(model),
-                *values.facts,
-                *_facts_of_optimizers(mine, names),
-            ],
+            [*self._runs.default.links.facts(), *values.facts, *_facts(model, mine, names)],
         )
         values.check()
         given = ModelSpec.of(model).parameters
@@ -158,9 +148,8 @@ class Preparation:
                 facts = list(_facts_of_optimizers([bound], entry.names))
                 agree(self._runs.default.world, "an optimizer", facts)
                 self._prepared.note_groups([bound])
-                groups = self._prepared.groups[bound]
-                bound = entry.strategy.bind(bound)
-                self._prepared.groups[bound] = groups
+                given, bound = bound, entry.strategy.bind(bound)
+                self._prepared.groups[bound] = self._prepared.groups[given]
                 entry.optimizers = (*entry.optimizers, bound)
         gradients, whole = self._gradients, self._prepared.whole
         prepared = PreparedOptimizer(
@@ -314,8 +303,12 @@ def is_scheduler(item: Any) -> bool:
     )
 
 
-def _check_undispatched(model: nn.Module) -> None:
-    """Refuse a model whose weights transformers or Accelerate has put on several devices."""
+def _check_layers(model: nn.Module, ranks: int) -> None:
+    """Refuse layers that ranks would step apart, and weights that lie on several devices already.
+
+    Transformers or Accelerate may have put them there.
+    """
+    check_forward_writes(model, ranks)
     for module in model.modules():
         spread = getattr(module, "hf_device_map", None) or {}
         devices = {str(device) for device in spread.values()}
@@ -328,8 +321,13 @@ def _check_undispatched(model: nn.Module) -> None:
             )
 
 
-def _facts(model: nn.Module) -> list[str]:
-    """Return a line per parameter, buffer and module: name, shape, dtype, whether it trains."""
+def _facts(
+    model: nn.Module, optimizers: Sequence[Optimizer], names: Mapping[int, str]
+) -> list[str]:
+    """Return lines about each parameter, buffer and module, and about optimizers.
+
+    A parameter has a name, a shape, a dtype, and trains or does not.
+    """
     return (
         [
             f"module {name or 'itself'} of class {type(module).__name__}"
@@ -340,6 +338,7 @@ def _facts(model: nn.Module) -> list[str]:
             for name, p in model.named_parameters()
         ]
         + [f"buffer {name} {tuple(b.shape)} {b.dtype}" for name, b in model.named_buffers()]
+        + [*_facts_of_optimizers(optimizers, names)]
     )
 
 

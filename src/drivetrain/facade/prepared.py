@@ -20,11 +20,11 @@ from drivetrain.errors import CheckpointError, ConfigError, UsageError
 from drivetrain.facade.stepping import PreparedOptimizer, PreparedScheduler
 from drivetrain.parts.naming import all_names, clean_name, named_parameters, uncompiled
 from drivetrain.parts.user_hooks import UserHooks
-from drivetrain.parts.whole_copies import saving_methods
 from drivetrain.parts.wrapping import UninheritedContext, UninheritedMethod, restore_forward
 from drivetrain.runtime.gradient_state import GradientState
 from drivetrain.runtime.precision import Precision, dtype_word
 from drivetrain.runtime.world import World
+from drivetrain.states.copies import saving_methods
 from drivetrain.states.exchange import Holder
 from drivetrain.states.given import KERNELS, GivenGroups
 from drivetrain.states.whole import WholeOptimizer, refuse_parts
@@ -296,8 +296,8 @@ class PreparedObjects:
         if not any(entry.strategy.divides_states for entry in entries):
             return None
         holders = [
-            Holder(entry.strategy, entry.optimizers.index(optimizer), entry.names)
-            for entry in entries
+            Holder(each.strategy, each.optimizers.index(optimizer), each.names, each.known)
+            for each in entries
         ]
         return WholeOptimizer(optimizer, self.groups[optimizer], holders)
 
@@ -381,37 +381,3 @@ def check_count(subject: str, expected: int, found: int) -> None:
             f"expected a checkpoint with {expected} {subject}, found {found}; prepare and register "
             "the same objects in the same order as the run that saved it"
         )
-
-
-def describe_dtypes(
-    model: nn.Module, given: Sequence[TensorSpec], precision: Precision, *, autocast: bool
-) -> str:
-    """Return one line with the dtypes of a model, and how many parameters have each.
-
-    ``given`` are the parameters before ``prepare``; ``autocast`` tells whether forward computes in
-    the policy's dtype.
-    """
-    elements: Counter[torch.dtype] = Counter()
-    tensors: Counter[torch.dtype] = Counter()
-    for spec in given:
-        dtype = precision.forward_dtype(spec.dtype, spec.shape)
-        elements[dtype] += spec.numel
-        tensors[dtype] += 1
-    order = [dtype for dtype, _ in elements.most_common()]
-    param = " and ".join(
-        f"{dtype_word(dtype)} ({elements[dtype]:,} in {tensors[dtype]:,})" for dtype in order
-    )
-    compute = [precision.compute] if autocast and precision.compute else order
-    trained = [spec for spec in given if spec.trainable]
-    reduce = (
-        precision.reduce_dtype(precision.forward_dtype(spec.dtype, spec.shape)) for spec in trained
-    )
-    master = (precision.master_dtype(spec.dtype, spec.shape) for spec in trained)
-    return (
-        f"precision of {type(model).__name__}: param {param}, compute {_words(compute)}, "
-        f"reduce {_words(reduce)}, master {_words(master)}"
-    )
-
-
-def _words(dtypes: Iterable[torch.dtype]) -> str:
-    return " and ".join(dict.fromkeys(map(dtype_word, dtypes))) or "none"

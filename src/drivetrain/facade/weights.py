@@ -17,8 +17,8 @@ from drivetrain.facade.prepared import PreparedModel, PreparedObjects
 from drivetrain.facade.settings import Runs
 from drivetrain.parts.guard import is_guarded
 from drivetrain.parts.naming import named_parameters, uncompiled
-from drivetrain.parts.whole_copies import batched, copied_state
 from drivetrain.shards import Readable
+from drivetrain.states.copies import batched, copied_state
 
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integers by their size in bytes."""

@@ -20,6 +20,15 @@ class CopyInstead(Tensor):
 
     _refusal: UsageError
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        """Return a tensor that the script may change."""
+        memo[id(self)] = own = self.detach().clone()
+        return own
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle the values, as an ordinary tensor."""
+        return self.detach().clone().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
     @classmethod
     @_disable_dynamo
     def __torch_function__(

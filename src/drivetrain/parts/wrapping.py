@@ -156,6 +156,7 @@ class UninheritedMethod:
     ) -> None:
         self._module, self._name = module, name
         self._action = action
+        self._before: Callable[..., Any] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the method."""
@@ -164,11 +165,14 @@ class UninheritedMethod:
 
     def put(self) -> None:
         """Let the module have it, until ``take_off``."""
+        self._before = self._module.__dict__.get(self._name)
         self._module.__dict__[self._name] = self
 
     def take_off(self) -> None:
-        """Let the module have its class's method again."""
+        """Let the module have the method from before."""
         self._module.__dict__.pop(self._name, None)
+        if self._before is not None:
+            self._module.__dict__[self._name] = self._before
 
     def __reduce__(self) -> tuple[type["UninheritedMethod"], tuple[nn.Module, str]]:
         return UninheritedMethod, (self._module, self._name)

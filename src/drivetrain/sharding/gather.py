@@ -238,16 +238,6 @@ class Gather:
                 unit.holds -= 1
                 self.release(unit)
 
-    def check_held(self) -> None:
-        """Refuse writes into all parameters, unless the script has gathered them.
-
-        Raises:
-            UsageError: a unit is divided.
-        """
-        for unit in self.units:
-            if not unit.holds:
-                raise refusal(unit, unit.parameters[0])
-
     def close(self) -> None:
         """Leave units divided; the only rank has those in memory whole."""
         self.leave()  # an interrupt may have cut a forward short

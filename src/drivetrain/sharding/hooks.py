@@ -20,6 +20,7 @@ from drivetrain.parts.rounds import on_gradient
 from drivetrain.parts.wrapping import UninheritedHook
 from drivetrain.sharding.gather import Gather
 from drivetrain.sharding.gradients import UnitGradients
+from drivetrain.sharding.guard import refusal
 from drivetrain.sharding.home import BoundOptimizer
 from drivetrain.sharding.layout import ROOT
 from drivetrain.sharding.slot import ParameterSlot
@@ -76,7 +77,7 @@ class StepHooks:
             self._handles.append(model.register_forward_pre_hook(wait))
         model.__dict__["zero_grad"] = ZeroGrad(model, step)
         if gather.units:
-            held = UnitHook(lambda *_: gather.check_held())  # torch would wrap the guards' errors
+            held = UnitHook(lambda *_: _check_held(gather.units))  # torch wraps guards' errors
             loads = model.register_load_state_dict_pre_hook(held)  # type: ignore[no-untyped-call]
             self._handles.append(loads)
             self._watch_modules(gather)
@@ -132,6 +133,17 @@ class StepHooks:
 def is_compiled(model: nn.Module) -> bool:
     """Return whether a model is the result of ``torch.compile``."""
     return isinstance(getattr(model, "_orig_mod", None), nn.Module)
+
+
+def _check_held(units: Sequence[Unit]) -> None:
+    """Refuse writes into all parameters, unless the script has gathered them.
+
+    Raises:
+        UsageError: a unit is divided.
+    """
+    for unit in units:
+        if not unit.holds:
+            raise refusal(unit, unit.parameters[0])
 
 
 class UnitHook(UninheritedHook):

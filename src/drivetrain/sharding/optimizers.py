@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from drivetrain.errors import UsageError
-from drivetrain.parts.suitability import misfit
 from drivetrain.sharding.home import BoundOptimizer, Home
 from drivetrain.sharding.hooks import StepEvents
 from drivetrain.sharding.layout import CutStyle
 from drivetrain.sharding.placement import Placement
 from drivetrain.sharding.slot import ParameterSlot
 from drivetrain.shards import HeldTensors, ParameterPiece
+from drivetrain.suitability.experiment import misfit
 
 _FUSED = (SGD, Adam, AdamW, Adagrad)
 """Optimizers whose fused kernel does the same arithmetic in one pass over memory."""

@@ -22,7 +22,7 @@ from drivetrain.sharding.near import SecondaryRanks, SecondaryShard, connect_sec
 from drivetrain.sharding.options import ShardedConfig
 from drivetrain.sharding.shard import FlatTensor
 from drivetrain.sharding.slot import ParameterSlot
-from drivetrain.sharding.unit import Unit
+from drivetrain.sharding.unit import Unit, take_written
 from drivetrain.strategy import Run
 
 CutModel: TypeAlias = Callable[[Sequence[TensorSpec], Sequence[Hashable]], Sequence[UnitLayout]]
@@ -271,7 +271,7 @@ class Placement:
                 continue
             if replaced := unit.replaced():
                 unit.take_data(replaced)
-            if unit.take_written(stores=self._home.active) or replaced:
+            if take_written(unit, stores=self._home.active) or replaced:
                 self._home.values_changed(unit)
 
     def units_of(self, parameters: Iterable[nn.Parameter]) -> list[Unit]:

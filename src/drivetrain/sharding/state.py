@@ -18,6 +18,7 @@ from drivetrain.sharding.home import BoundOptimizer, Held, Home
 from drivetrain.sharding.placement import Placement, Ranks
 from drivetrain.sharding.shard import FlatTensor, followed
 from drivetrain.sharding.slot import ParameterSlot
+from drivetrain.sharding.unit import is_ahead
 from drivetrain.shards import Part, Reader, Shard, boxes
 
 _SCALARS = frozenset({"step", "mu_product", "mu", "eta"})
@@ -63,10 +64,10 @@ class ShardedState:
             return
         units = self._placement.units
         replaced = {slot for unit in units for slot in unit.replaced()}
-        ahead = {flat for unit in units for flat in unit.flats if unit.is_ahead(flat)}
+        ahead = {flat for unit in units for flat in unit.flats if is_ahead(unit, flat)}
         for name, slot in self._slots.items():
             if slot.owned_numel:
-                held = _owned_data(slot) if slot in replaced else self._master(slot, ahead)
+                held = self._weight(slot, replaced, ahead)
                 yield from _shards(name, "", slot, held)
             elif not slot.numel and self._ranks.first:
                 empty = torch.empty(slot.shape, dtype=slot.master, device="cpu")
@@ -146,18 +147,18 @@ class ShardedState:
         }
         return {**rest, **persistent_buffers(self._model)}
 
-    def _master(self, slot: ParameterSlot, ahead: Collection[FlatTensor]) -> Held:
-        """Return a master, with what the script has written into the parameter beside it.
-
-        The master itself stays: an average may be swapped out again before the next step.
-        """
+    def _weight(
+        self,
+        slot: ParameterSlot,
+        replaced: Collection[ParameterSlot],
+        ahead: Collection[FlatTensor],
+    ) -> Held:
+        """Return this rank's share of a parameter, with what the script wrote beside a master."""
         flat = self._placement.flat_of(slot)
         held = self._home.master(flat, slot)
-        if flat in ahead:
-            own = flat.values[slot.own].detach().to(held.values.device)
-            if not torch.equal(held.values.to(own.dtype), own):
-                return Held(followed(held.values, own), fresh=True)
-        return held
+        if slot in replaced:
+            return _followed(held, _owned_data(slot))
+        return _followed(held, flat.values[slot.own]) if flat in ahead else held
 
     def _optimizer_shards(
         self, index: int, bound: BoundOptimizer, slot: ParameterSlot
@@ -178,10 +179,20 @@ class ShardedState:
             self._home.set_master(self._placement.flat_of(slot), slot, values)
 
 
-def _owned_data(slot: ParameterSlot) -> Held:
+def _owned_data(slot: ParameterSlot) -> Tensor:
     """Return this rank's share of the data that the script set on a parameter."""
-    data = slot.parameter.detach()
-    return Held(slot.in_memory_order(data)[slice(*slot.owned)].to(slot.master))
+    return slot.in_memory_order(slot.parameter.detach())[slice(*slot.owned)]
+
+
+def _followed(held: Held, own: Tensor) -> Held:
+    """Return a master with what the script wrote into the parameter's values beside it.
+
+    The master itself stays: an average may be swapped out again before the next step.
+    """
+    own = own.detach().to(held.values.device)
+    if torch.equal(held.values.to(own.dtype), own):
+        return held
+    return Held(followed(held.values, own), fresh=True)
 
 
 def _check_state(reader: Reader, slot: ParameterSlot, index: int, key: str) -> None:

@@ -52,6 +52,7 @@ class Unit:
         near: a copy of a part of the values, from which few neighbors can restore them.
         secondary: a part that is kept for good, from which the ranks of this host can.
         storages: the identities of the values' storages, which last as long as the unit.
+        versions: of the parameters when ``changed`` was last asked; None before their values came.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class Unit:
         self.secondary: SecondaryShard | None = None
         self.absent: Guard = self
         self._guarded_by: Guard | None = None
-        self._versions: list[int] | None = None
+        self.versions: list[int] | None = None
         self.storages = {flat.untyped_storage()._cdata for flat in self.values}
         self._channel: GatherChannel | None = None
         self._memory = [(flat.values.untyped_storage(), flat.layout.nbytes) for flat in flats]
@@ -86,10 +87,9 @@ class Unit:
         with torch.no_grad():
             for flat in flats:
                 flat.adopt(values)
+        self.versions = [parameter._version for parameter in self.parameters]
         if layout.sharded:
             self.free()  # before the next unit gets memory
-        else:
-            self._versions = [parameter._version for parameter in self.parameters]
 
     @property
     def live(self) -> bool:
@@ -222,48 +222,18 @@ class Unit:
         self._guarded_by = None
         for parameter in self.parameters:
             unguard(parameter)
-        if self._versions is None:
-            self._versions = [parameter._version for parameter in self.parameters]
+        if self.versions is None:
+            self.versions = [parameter._version for parameter in self.parameters]
 
     def changed(self) -> bool:
         """Whether the script has written into parameters since their values came, or since asked.
 
         What the library writes goes to the flat tensors, and changes no version of a parameter.
         """
-        if self._versions is None:
+        if self.versions is None:
             return False
-        before, self._versions = self._versions, [p._version for p in self.parameters]
-        return before != self._versions
-
-    def is_ahead(self, flat: FlatTensor) -> bool:
-        """Whether values may be the script's, while masters beside them are not.
-
-        Writes through ``parameter.data`` leave no trace: values and masters are to be compared.
-        """
-        if not (self.resident and self.whole) or self.approximate:
-            return False
-        return flat.shard.untouched or self._versions != [p._version for p in self.parameters]
-
-    def take_written(self, *, stores: bool) -> bool:
-        """Let shards follow what the script has written into parameters that stay whole.
-
-        Args:
-            stores: whether a store may keep masters.
-
-        Returns:
-            Whether there were writes that left a trace.
-        """
-        copies = [flat for flat in self.flats if flat.shard.separate]
-        if not copies and not stores:
-            return False
-        for flat in copies:
-            if self.is_ahead(flat):
-                flat.shard.take()
-        before, written = self._versions or (), self.changed()
-        if self.approximate and written:  # there, what nobody wrote differs from its owner's
-            pairs = zip(self.slots, before, strict=True)
-            self.take_data([slot for slot, old in pairs if slot.parameter._version != old])
-        return written
+        before, self.versions = self.versions, [p._version for p in self.parameters]
+        return before != self.versions
 
     def replaced(self) -> list[ParameterSlot]:
         """Return the parameters of a whole unit that the script gave other memory (``p.data =``).
@@ -304,7 +274,7 @@ class Unit:
                 self.arrival.wait()
             self.arrival = None
         self.guard()
-        self._versions = None
+        self.versions = None
         for memory, _ in self._memory:
             offer(memory)
             memory.resize_(0)
@@ -322,7 +292,7 @@ class Unit:
         for parameter in self.parameters:  # on every rank, for what autograd has saved
             torch.autograd.graph.increment_version(parameter)
         self.keep_changes()
-        self._versions = [parameter._version for parameter in self.parameters]
+        self.versions = [parameter._version for parameter in self.parameters]
 
     def keep_changes(self) -> None:
         """Let this rank's shards follow the values, without a rounding where none changed."""
@@ -351,3 +321,39 @@ def why_only_read(unit: Unit, *, delayed: bool) -> str:
     if delayed:
         return "whose latest update is held back; take offload.delayed: false"
     return ""
+
+
+# --- writes between steps, into parameters that stay whole ---
+
+
+def is_ahead(unit: Unit, flat: FlatTensor) -> bool:
+    """Return whether values may be the script's, while masters beside them are not.
+
+    Writes through ``parameter.data`` leave no trace: values and masters are to be compared.
+    """
+    if not (unit.resident and unit.whole) or unit.approximate:
+        return False
+    return flat.shard.untouched or unit.versions != [p._version for p in unit.parameters]
+
+
+def take_written(unit: Unit, *, stores: bool) -> bool:
+    """Let shards follow what the script has written into parameters.
+
+    Args:
+        unit: of the parameters.
+        stores: whether a store may keep masters.
+
+    Returns:
+        Whether there were writes that left a trace.
+    """
+    copies = [flat for flat in unit.flats if flat.shard.separate]
+    if not copies and not stores:
+        return False
+    for flat in copies:
+        if is_ahead(unit, flat):
+            flat.shard.take()
+    before, written = unit.versions or (), unit.changed()
+    if unit.approximate and written:  # there, what nobody wrote differs from its owner's
+        pairs = zip(unit.slots, before, strict=True)
+        unit.take_data([slot for slot, old in pairs if slot.parameter._version != old])
+    return written

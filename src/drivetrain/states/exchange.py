@@ -2,7 +2,7 @@
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -41,11 +41,13 @@ class Holder:
         strategy: of the model.
         index: of the optimizer among those of the model.
         names: of the model's parameters, by identity.
+        known: identities of those that this rank's model has.
     """
 
     strategy: Strategy[Any]
     index: int
     names: dict[int, str]
+    known: Collection[int]
 
 
 class StateFacts(NamedTuple):

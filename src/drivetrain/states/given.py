@@ -2,11 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 from weakref import ref
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 KERNELS = frozenset({"foreach", "fused"})
@@ -14,7 +15,7 @@ KERNELS = frozenset({"foreach", "fused"})
 
 
 class GivenParameter:
-    """A parameter of the script, which a rank of a pipeline forgets if it is another stage's.
+    """A parameter of the script, which a rank of a pipeline lets go of if it is another stage's.
 
     Args:
         parameter: whole.
@@ -29,17 +30,23 @@ class GivenParameter:
         self.nbytes = parameter.nbytes
         self._reference = ref(parameter)
         self._facts = parameter.shape, parameter.dtype, parameter.requires_grad
-        self._stand_in: nn.Parameter | None = None
+
+    def is_same(self, tensor: Tensor) -> bool:
+        """Whether a tensor is the script's own object, or the one in its place."""
+        return tensor is self._reference() or tensor is self.__dict__.get("stand_in")
 
     @property
     def parameter(self) -> nn.Parameter:
-        """The script's own object; on ranks that have let go of it, one of its shape on meta."""
-        found = self._reference() if self._stand_in is None else self._stand_in
-        if found is None:
-            shape, dtype, trainable = self._facts
-            values = torch.empty(shape, dtype=dtype, device="meta")
-            found = self._stand_in = nn.Parameter(values, requires_grad=trainable)
-        return found
+        """The script's own object."""
+        found = self._reference()
+        return self.stand_in if found is None else found
+
+    @cached_property
+    def stand_in(self) -> nn.Parameter:
+        """A parameter of the same shape without values, for ranks that have none."""
+        shape, dtype, trainable = self._facts
+        values = torch.empty(shape, dtype=dtype, device="meta")
+        return nn.Parameter(values, requires_grad=trainable)
 
 
 @dataclass(frozen=True, slots=True)

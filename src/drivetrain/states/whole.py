@@ -30,6 +30,14 @@ class StatedParameter:
         """The parameter's name in its model."""
         return self.holder.names[self.given.key]
 
+    @property
+    def parameter(self) -> nn.Parameter:
+        """The script's own, or where this rank's model lacks it, one without values."""
+        if self.given.key in self.holder.known:
+            return self.given.parameter
+        self.holder.names.setdefault(id(self.given.stand_in), self.name)
+        return self.given.stand_in
+
 
 class WholeOptimizer:
     """The whole state of an optimizer whose parameters ranks divide. Every method is collective.
@@ -56,8 +64,7 @@ class WholeOptimizer:
         """Add a group; the next step lets strategies divide its parameters."""
         given = [group["params"]] if isinstance(group["params"], Tensor) else [*group["params"]]
         tensors = [each[1] if isinstance(each, tuple) else each for each in given]
-        known = {each.parameter for each in self._all}
-        if any(each in known for each in tensors):
+        if any(known.is_same(each) for known in self._all for each in tensors):
             raise UsageError(
                 "expected parameters that no group of the optimizer has, found some that one has; "
                 "leave them out of add_param_group()"
@@ -88,7 +95,7 @@ class WholeOptimizer:
         """Yield keys with whole state, a parameter at a time."""
         operation = f"optimizer.state of all parameters {_TOGETHER}"
         for member, state in self._walk(operation, nbytes=0):
-            yield member.given.parameter, state
+            yield member.parameter, state
         yield from self._others().items()
 
     def known(self) -> Sequence[Any]:
@@ -98,7 +105,7 @@ class WholeOptimizer:
             names = [member.name for member in members]
             operation = f"the keys of optimizer.state {_TOGETHER}"
             known = StateExchange(self._optimizer, holder).known(names, operation)
-            found += [member.given.parameter for member in members if member.name in known]
+            found += [member.parameter for member in members if member.name in known]
         return [*found, *self._others()]
 
     def read(self, key: Any) -> State:
@@ -195,7 +202,7 @@ class WholeOptimizer:
 
     def _member(self, parameter: Tensor) -> StatedParameter:
         for each in self._all:
-            if each.parameter is parameter:
+            if each.is_same(parameter):
                 return self._find(each)
         raise UsageError(
             f"expected a parameter of the optimizer, found another tensor of shape "
@@ -203,11 +210,7 @@ class WholeOptimizer:
         )
 
     def _parameters(self, group: GivenGroup) -> list[nn.Parameter]:
-        """Return the parameters of a group; the models learn the names of stand-ins."""
-        for each in group.parameters:
-            member = self._find(each)
-            member.holder.names.setdefault(id(each.parameter), member.name)
-        return [each.parameter for each in group.parameters]
+        return [self._find(each).parameter for each in group.parameters]
 
     def _find(self, given: GivenParameter) -> StatedParameter:
         for holder in self._holders:
@@ -242,6 +245,7 @@ def refuse_parts(optimizer: Optimizer, whole: Callable[[Optimizer], WholeOptimiz
                 "and load_state_dict() of what prepare() returned"
             )
 
+    Optimizer.__setstate__(optimizer, {})  # a wrapper without torch's own __init__ lacks its hooks
     optimizer.register_state_dict_pre_hook(refuse)
     optimizer.register_load_state_dict_pre_hook(refuse)
 

@@ -28,7 +28,9 @@ class CountingDataset(Dataset):
 
 
 class Recorder:
-    """An observer that writes down what it is told."""
+    """An observer that writes down what it is told; windows have one micro-batch."""
+
+    num_steps = 1
 
     def __init__(self):
         self.events = []

@@ -61,11 +61,6 @@ def weights_clamped_through_data(loop: Loop) -> None:
     _written(loop, _each(lambda p: p.data.clamp_(-BOUND, BOUND)))
 
 
-def weights_of_a_state_dict_loaded(loop: Loop) -> None:
-    start = {name: value.clone() for name, value in loop.model().state_dict().items()}
-    _written(loop, lambda model: model.load_state_dict(start))
-
-
 def a_head_made_anew(loop: Loop) -> None:
     _written(loop, lambda model: nn.init.constant_(model.head.weight, 0.25))
 

@@ -69,7 +69,7 @@ def test_load_state_dict_by_the_user(strategy):
     given = {key: 0.9 * value for key, value in twins.case.build().state_dict().items()}
     if strategy == SHARDED:
         if accelerator.is_main_process:  # at once, and without the other rank
-            with pytest.raises(RuntimeError, match=r"accelerator\.gathered"):
+            with pytest.raises(UsageError, match=r"accelerator\.gathered"):
                 twins.model.load_state_dict(given)
             for write in (
                 lambda: setattr(weight, "data", given["body.weight"]),

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim import optimizer as of_torch
 
-from drivetrain.parts.optimizer_copy import NotCopiedError, copied
 from drivetrain.runtime import rng
 from drivetrain.shards import is_dense, outer_dim
+from drivetrain.suitability.optimizer_copy import NotCopiedError, copied
 
 Cut: TypeAlias = Literal["flat", "rows", "whole"]
 """Ranks have ranges of flattened parameters, some rows of each, or some whole parameters."""
@@ -80,9 +80,9 @@ def misfit(
     generators = rng.capture()
     try:
         with _without_global_hooks():
-            why = _Trial(optimizer, cut, shape_of).difference()
+            why = _PartsTrial(optimizer, cut, shape_of).difference()
             if why == _OTHER_VALUES and cut != "whole":
-                why = _Trial(optimizer, "whole", shape_of).difference()
+                why = _PartsTrial(optimizer, "whole", shape_of).difference()
                 if not why:
                     return Misfit("needs whole matrices", needs_matrices=True)
     except NotCopiedError as error:
@@ -92,7 +92,7 @@ def misfit(
     return Misfit(why) if why else None
 
 
-class _Trial:
+class _PartsTrial:
     """The steps of one process, and those of two ranks, each with its parts."""
 
     def __init__(self, optimizer: Optimizer, cut: Cut, shape_of: ShapeOf) -> None:

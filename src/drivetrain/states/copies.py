@@ -4,6 +4,7 @@ The ``save_pretrained`` of transformers, diffusers and peft asks the model for i
 where a strategy may have a rank's part alone, or nothing. A prepared model gives it whole tensors.
 """
 
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -74,17 +75,36 @@ def _save(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Let a module save itself, with whole tensors in its state dict. Collective."""
+    """Let a module save itself, with whole tensors in all its state dicts. Collective."""
     if kwargs.get(STATE) is not None or STATE in part.__dict__:  # given, or within another's save
         return given(*args, **kwargs)
     whole = read()
-
-    def state_dict(*_: Any, prefix: str = "", **__: Any) -> dict[str, Tensor]:
-        return {prefix + name: tensor for name, tensor in whole.items()}
-
-    shown = UninheritedMethod(part, STATE, state_dict)
-    shown.put()
+    shown = [
+        UninheritedMethod(
+            module, STATE, partial(_shown, whole, clean_name(f"{name}.") if name else "")
+        )
+        for name, module in part.named_modules()
+    ]
     try:
+        for method in shown:
+            method.put()
         return given(*args, **kwargs)
     finally:
-        shown.take_off()
+        for method in shown:
+            method.take_off()
+
+
+def _shown(
+    whole: Mapping[str, Tensor],
+    below: str,
+    destination: dict[str, Tensor] | None = None,
+    prefix: str = "",
+    keep_vars: bool = False,
+) -> dict[str, Tensor]:
+    """Return what ``Module.state_dict`` would, of the module whose names begin with ``below``."""
+    del keep_vars  # they are copies
+    found: dict[str, Tensor] = OrderedDict() if destination is None else destination
+    for name, tensor in whole.items():
+        if name.startswith(below):
+            found[prefix + name.removeprefix(below)] = tensor
+    return found

@@ -27,7 +27,7 @@ from torch.optim import (
 )
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from drivetrain.parts.suitability import misfit
+from drivetrain.suitability.experiment import misfit
 
 CUTS = ("flat", "rows", "whole")
 

@@ -1,0 +1,1 @@
+"""Whether the optimizers and layers of a script fit what ranks do with them."""
