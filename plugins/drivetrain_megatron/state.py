@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from drivetrain.parts.whole_copies import copied_state
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -23,6 +22,7 @@ from drivetrain.parts.replicate import replicate
 from drivetrain.parts.saved_state import LINKS, check_fits
 from drivetrain.parts.wrapping import UninheritedHook
 from drivetrain.shards import Readable, Reader, TensorFacts, state_tensors
+from drivetrain.states.copies import copied_state
 from drivetrain.suitability.experiment import misfit
 from drivetrain_megatron.cell import ParameterFacts
 from drivetrain_megatron.tensor.operators import gathered

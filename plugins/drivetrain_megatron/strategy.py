@@ -294,9 +294,7 @@ class Megatron(CellOnPaper, StatesOfCell):
             self._shares.open(),
             self._inner.gathered(chosen, modify=modify),
             joined(self._tp, partitions, modify=modify),
-            refusing_forwards(self._model)
-            if self._builder or any(partitions.values())
-            else nullcontext(),
+            refusing_forwards(self._model) if divided else nullcontext(),
             self._shares.without(chosen),
         ):
             yield
