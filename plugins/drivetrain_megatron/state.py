@@ -241,7 +241,7 @@ def shows_whole(module: nn.Module, owner: Readable) -> None:
             state.pop(prefix + name, None)
             state[prefix + name] = value
 
-    module.register_state_dict_post_hook(UninheritedHook(fill))
+    module.register_state_dict_post_hook(UninheritedHook(fill))  # type: ignore[no-untyped-call]
 
 
 _DTYPES = sorted(

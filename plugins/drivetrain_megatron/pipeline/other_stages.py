@@ -29,6 +29,7 @@ from drivetrain_megatron.recording.proxy import StageProxy
 
 P = ParamSpec("P")
 R = TypeVar("R")
+HasStagesT = TypeVar("HasStagesT")
 
 _HOOKS = (
     "_forward_hooks",
@@ -176,7 +177,7 @@ class SharedParameters:
     @contextmanager
     def computing(self) -> Iterator[None]:
         """Context in which copies have their values and gradients; nobody else gets at them."""
-        copies = [copy for _, _, copy, _ in self._copies if type(copy) is SharedCopy]
+        copies: list[Any] = [copy for _, _, copy, _ in self._copies if type(copy) is SharedCopy]
         for copy in copies:
             copy.__class__ = nn.Parameter
         try:
@@ -260,13 +261,16 @@ class SharedParameters:
                 )
 
 
-def with_copies(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
+def with_copies(
+    method: Callable[Concatenate[HasStagesT, P], R],
+) -> Callable[Concatenate[HasStagesT, P], R]:
     """Let a method of a pipeline, which has ``stages``, compute with copies."""
 
     @functools.wraps(method)
-    def inside(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        with self.stages.shared.computing():
-            return method(self, *args, **kwargs)
+    def inside(pipeline: HasStagesT, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        stages: Any = pipeline
+        with stages.stages.shared.computing():
+            return method(pipeline, *args, **kwargs)
 
     return inside
 

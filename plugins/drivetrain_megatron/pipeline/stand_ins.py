@@ -45,7 +45,7 @@ class ParameterProxy(StageProxy):
     has_gradient: Callable[[], bool] | None = None
 
     @property
-    def grad(self) -> Tensor | None:  # type: ignore[override]
+    def grad(self) -> Tensor | None:
         """The gradient, without values; None without one."""
         if not self.requires_grad or self.has_gradient is None or not self.has_gradient():
             return None
@@ -110,7 +110,7 @@ class _StageParameter(StandIn):
     _guard: _OtherStage
 
     @property
-    def grad(self) -> Tensor | None:  # type: ignore[override]
+    def grad(self) -> Tensor | None:
         return self._guard.proxy.grad
 
     @grad.setter
@@ -142,7 +142,7 @@ class SharedCopy(nn.Parameter):
         return func(*tree_map(_unshared, tuple(args)), **tree_map(_unshared, dict(kwargs)))
 
     @property
-    def grad(self) -> Tensor | None:  # type: ignore[override]
+    def grad(self) -> Tensor | None:
         """As of the proxy."""
         return self._proxy.grad
 
