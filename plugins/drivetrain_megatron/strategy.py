@@ -280,7 +280,7 @@ class Megatron(CellOnPaper, StatesOfCell):
     ) -> Iterator[None]:
         """Context in which these parameters are whole, as in the user's model, on every rank."""
         chosen = list(parameters)
-        here = [p for p in chosen if not isinstance(p, Elsewhere)]
+        here = [p for p in chosen if not isinstance(p, Elsewhere) and not p.is_meta]
         stages = nullcontext() if self._builder is None else self._builder.whole(chosen, modify)
         with self._whole_here(here, modify=modify), stages:
             yield
@@ -289,13 +289,12 @@ class Megatron(CellOnPaper, StatesOfCell):
     def _whole_here(self, chosen: Sequence[nn.Parameter], *, modify: bool) -> Iterator[None]:
         """Context in which parameters of this rank's stages are whole."""
         partitions = {p: self._facts[self._original.names[p]].partition for p in chosen}
+        divided = self._builder is not None or any(partitions.values())
         with (
             self._shares.open(),
             self._inner.gathered(chosen, modify=modify),
             joined(self._tp, partitions, modify=modify),
-            refusing_forwards(self._model)
-            if self._builder or any(partitions.values())
-            else nullcontext(),
+            refusing_forwards(self._model) if divided else nullcontext(),
             self._shares.without(chosen),
         ):
             yield

@@ -300,7 +300,7 @@ class PipelinedModel:
     # --- backward ---
 
     @with_copies
-    def backward(self, loss: Tensor, *, synchronize: bool, **options: Any) -> None:
+    def backward(self, /, loss: Tensor, *, synchronize: bool, **options: Any) -> None:
         """Run the backward of calls on all stages, for a loss made of their outputs.
 
         To synchronize averages gradients over data-parallel ranks now.

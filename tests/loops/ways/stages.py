@@ -1,14 +1,12 @@
 """Models: what a call returns, what it leaves in buffers, and what stands under a model's names."""
 
 import copy
-from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD
-from torch.optim.swa_utils import AveragedModel
 
 from loop import LENGTH, WIDTH, WORDS, Loop, WayBlock, Words
 
@@ -87,10 +85,6 @@ def _made(kind: type[nn.Module], block: type[nn.Module] = WayBlock) -> nn.Module
     model = kind()
     model.blocks = nn.ModuleList(block() for _ in range(2))
     return model
-
-
-def _whole(loop: Loop, model: nn.Module) -> Any:
-    return nullcontext() if loop.alone else loop.accelerator.gathered(model)
 
 
 def _step(loop: Loop, optimizer: Any, loss: Tensor) -> None:
@@ -244,20 +238,6 @@ def moving_average_by_pairs(loop: Loop) -> None:
                 mean.lerp_(parameter.detach(), 0.1)
     for name, value in average.state_dict().items():
         loop.note(name, value)
-
-
-def averaged_model_of_whole_parameters(loop: Loop) -> None:
-    model, optimizer = loop.ready()
-    with _whole(loop, model):
-        average = AveragedModel(model)
-    for step in range(2):
-        _step(loop, optimizer, loop.loss(model, loop.batch(step)))
-        with _whole(loop, model):
-            average.update_parameters(model)
-    for name, value in average.state_dict().items():
-        loop.note(name, value)
-    with torch.no_grad():
-        loop.note("average", average(torch.arange(LENGTH).view(1, LENGTH)))
 
 
 def adapters_are_switched_off(loop: Loop) -> None:
