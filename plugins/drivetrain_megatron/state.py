@@ -71,7 +71,8 @@ class Original:
             return
 
         def shape_of(parameter: nn.Parameter) -> tuple[int, ...]:
-            return facts[self.names[parameter]].shape
+            name = self.names.get(parameter)  # None: of another model
+            return tuple(parameter.shape) if name is None else facts[name].shape
 
         found = misfit(optimizer, "flat" if divided else "whole", shape_of)
         if found is None:

@@ -40,7 +40,6 @@ from drivetrain_megatron.plan.model import TensorParallel
 from drivetrain_megatron.plan.report import describe
 from drivetrain_megatron.planning import Planner
 from drivetrain_megatron.shares.parameters import Shares, on_shares
-from drivetrain_megatron.shares.share import refuse_accumulated
 from drivetrain_megatron.state import (
     Original,
     SharedSource,
@@ -124,7 +123,6 @@ class Megatron(CellOnPaper, StatesOfCell):
             planner = Planner(self.run, self.config, self._dropout, self._builder, self._tp)
             self._tensor, plan = planner.plan(model)
         if self._tensor is not None and plan is not None:
-            _check_hooks(model, self._tensor.facts(model, plan))
             before = {name: p.nbytes for name, p in named_parameters(model).items()}
             self._dropout.layouts = plan.layouts
             self._facts = self._tensor.divide(model, plan)
@@ -331,11 +329,3 @@ class Megatron(CellOnPaper, StatesOfCell):
 
     def _chosen(self, only: Collection[nn.Parameter] | None) -> Iterable[nn.Parameter]:
         return named_parameters(self._model).values() if only is None else only
-
-
-def _check_hooks(model: nn.Module, facts: Mapping[str, ParameterFacts]) -> None:
-    """Refuse hooks that would see a rank's share of a gradient, or of a sum of gradients."""
-    for name, parameter in named_parameters(model).items():
-        divided = facts[name].partition is not None or facts[name].partial
-        if divided and getattr(parameter, "_post_accumulate_grad_hooks", None):
-            refuse_accumulated(name)

@@ -11,7 +11,7 @@ import copy
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, NoReturn, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from drivetrain.collectives import Communicator
 from drivetrain.errors import UsageError
 from drivetrain.parts.divided_gradient import DividedGradient
-from drivetrain.parts.rounds import in_backward
+from drivetrain.parts.rounds import in_backward, is_of_strategy
 from drivetrain.parts.torch_calls import FACTS, Arguments, Function, Keywords, writes_first
 from drivetrain_megatron.shares.gradient import SharePlace
 from drivetrain_megatron.shares.whole import WholeCopy, WholeTensor
@@ -204,6 +204,8 @@ class Share:
         def shared(gradient: Tensor | None) -> Tensor | None:
             if gradient is None:  # a pipeline computes it later
                 return None
+            if not in_backward():  # it is averaged, and whole
+                return seeing(gradient)
             whole = gather(gradient, ranks, partition)
             found = seeing(whole)
             return scatter(whole if found is None else found, ranks, partition)
@@ -217,13 +219,33 @@ class Share:
 
     def wrap_hooks(self) -> None:
         """Let the hooks that a script has registered see the whole gradient."""
-        hooks: Any = self.parameter._backward_hooks
-        for number, seeing in (hooks or {}).items():
-            hooks[number] = self.hook(seeing)
+        known: Any = self.parameter
+        for hooks, wrapped in (
+            (known._backward_hooks, self.hook),
+            (known._post_accumulate_grad_hooks, self.hook_behind),
+        ):
+            for number, seeing in (hooks or {}).items():
+                if not is_of_strategy(seeing):
+                    hooks[number] = wrapped(seeing)
 
-    def refuse_hook(self, *_: Any) -> NoReturn:
-        """Refuse a hook behind the accumulation of the gradient."""
-        refuse_accumulated(self._name)
+    def hook_behind(self, seeing: Callable[[nn.Parameter], None]) -> Callable[[nn.Parameter], None]:
+        """Return a hook behind the accumulation that a script's hook runs in when it may."""
+
+        def behind(parameter: nn.Parameter) -> None:
+            if in_backward():
+                raise UsageError(
+                    f"expected accelerator.backward(loss), found loss.backward(), in which a hook "
+                    f"behind the accumulated gradient of {self._name!r} would see this rank's "
+                    "share; call accelerator.backward(loss), or take register_hook"
+                )
+            seeing(parameter)
+
+        return behind
+
+    def hook_behind_later(self, seeing: Callable[[nn.Parameter], None]) -> RemovableHandle:
+        """Register a script's hook behind the accumulation."""
+        with bare([self.parameter]):
+            return self.parameter.register_post_accumulate_grad_hook(self.hook_behind(seeing))  # type: ignore[no-untyped-call,no-any-return]
 
     def copy(self, memo: dict[int, Any]) -> nn.Parameter:
         """Return a copy that stands for the whole, too."""
@@ -316,19 +338,6 @@ def bare(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
             parameter._share.cover()
 
 
-def refuse_accumulated(name: str) -> NoReturn:
-    """Refuse a hook that is called when a gradient has been accumulated.
-
-    Raises:
-        UsageError: names the parameter, and the way out.
-    """
-    raise UsageError(
-        f"expected no hook behind the accumulated gradient of {name!r}, of which each rank has a "
-        "share, found one, which would see this rank's share: take register_hook, which sees the "
-        "whole gradient, change gradients after backward, or set tp: 1"
-    )
-
-
 def _on_whole(
     func: Function, args: Arguments, kwargs: Keywords, covered: Iterable[nn.Parameter]
 ) -> Any:
@@ -376,7 +385,7 @@ def _replaced(
 
 _SPECIAL: Mapping[Function, Callable[..., Any]] = {
     Tensor.register_hook: Share.hook_later,
-    Tensor.register_post_accumulate_grad_hook: Share.refuse_hook,
+    Tensor.register_post_accumulate_grad_hook: Share.hook_behind_later,
     _DATA.__set__: Share.replace,
     _GRADIENT.__get__: lambda share, *_: share.gradient(),
     _GRADIENT.__set__: Share.assign_gradient,
