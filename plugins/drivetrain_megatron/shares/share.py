@@ -11,7 +11,7 @@ import copy
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -25,12 +25,12 @@ from drivetrain.parts.divided_gradient import DividedGradient
 from drivetrain.parts.rounds import in_backward, is_of_strategy
 from drivetrain.parts.torch_calls import FACTS, Arguments, Function, Keywords, writes_first
 from drivetrain_megatron.shares.gradient import SharePlace
+from drivetrain_megatron.shares.hooks import GradientHook, seen_behind, seen_whole
 from drivetrain_megatron.shares.whole import WholeCopy, WholeTensor
 from drivetrain_megatron.tensor.behavior import computing
-from drivetrain_megatron.tensor.operators import gather, gathered, scatter
+from drivetrain_megatron.tensor.operators import gather, gathered
 from drivetrain_megatron.tensor.partition import Partition
 
-GradientHook: TypeAlias = Callable[[Tensor], Tensor | None]
 _GRADIENT: Any = Tensor.grad
 _DATA: Any = Tensor.data
 
@@ -199,18 +199,7 @@ class Share:
 
     def hook(self, seeing: GradientHook) -> Callable[[Tensor | None], Tensor | None]:
         """Return a hook of the share that lets a script's hook see the whole gradient."""
-        ranks, partition = self.model.ranks, self._partition
-
-        def shared(gradient: Tensor | None) -> Tensor | None:
-            if gradient is None:  # a pipeline computes it later
-                return None
-            if not in_backward():  # it is averaged, and whole
-                return seeing(gradient)
-            whole = gather(gradient, ranks, partition)
-            found = seeing(whole)
-            return scatter(whole if found is None else found, ranks, partition)
-
-        return shared
+        return seen_whole(seeing, self.model.ranks, self._partition)
 
     def hook_later(self, seeing: GradientHook) -> RemovableHandle:
         """Register a script's hook of the whole gradient."""
@@ -230,17 +219,7 @@ class Share:
 
     def hook_behind(self, seeing: Callable[[nn.Parameter], None]) -> Callable[[nn.Parameter], None]:
         """Return a hook behind the accumulation that a script's hook runs in when it may."""
-
-        def behind(parameter: nn.Parameter) -> None:
-            if in_backward():
-                raise UsageError(
-                    f"expected accelerator.backward(loss), found loss.backward(), in which a hook "
-                    f"behind the accumulated gradient of {self._name!r} would see this rank's "
-                    "share; call accelerator.backward(loss), or take register_hook"
-                )
-            seeing(parameter)
-
-        return behind
+        return seen_behind(seeing, self._name)
 
     def hook_behind_later(self, seeing: Callable[[nn.Parameter], None]) -> RemovableHandle:
         """Register a script's hook behind the accumulation."""

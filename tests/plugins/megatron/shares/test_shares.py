@@ -31,6 +31,7 @@ def same(found, expected):
         torch.testing.assert_close(found[name], tensor, msg=lambda m, name=name: f"{name} {m}")
 
 
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing")
 @pytest.mark.ranks(2)
 def test_adapters_are_whole_and_merged(tmp_path):
     config = LoraConfig(r=4, target_modules=["q_proj", "o_proj"], init_lora_weights=False)
@@ -44,6 +45,8 @@ def test_adapters_are_whole_and_merged(tmp_path):
     ids = token_batch(1)
     with torch.no_grad():
         torch.testing.assert_close(model(ids).logits, one(ids).logits)
+    for each in (model, one):
+        each.unmerge_adapter()
     merged, expected = model.merge_and_unload(), one.merge_and_unload()
     merged.save_pretrained(tmp_path, is_main_process=accelerator.is_main_process)
     accelerator.wait_for_everyone()
@@ -93,3 +96,4 @@ def test_one_rank_alone_is_told():
             model.state_dict()
         else:
             accelerator.wait_for_everyone()
+    accelerator.free_memory()
