@@ -34,7 +34,7 @@ from drivetrain.strategy import Run, Strategy, find_strategy
 from drivetrain_megatron.config import MegatronConfig
 from drivetrain_megatron.pipeline.levels import PipelinedModel
 from drivetrain_megatron.shares.parameters import Shares, on_shares
-from drivetrain_megatron.tensor.partition import Partition
+from drivetrain_megatron.tensor.partition import Partition, alike
 
 
 def data_parallel(config: MegatronConfig) -> tuple[type[Strategy[Any]], Any]:
@@ -212,6 +212,14 @@ class DataParallelCell(Strategy[MegatronConfig]):
         """Return this tensor-parallel rank's part of each divided parameter."""
         parts = {name: facts.part(self._tp.rank) for name, facts in self._facts.items()}
         return {name: part for name, part in parts.items() if part is not None}
+
+    def _know_shares(self, model: nn.Module) -> None:
+        for name, parameter in named_parameters(model).items():
+            facts, partition = self._facts[name], self._facts[name].partition
+            if facts.partial and parameter.numel():  # all of it, and a part of the gradient
+                partition = alike(facts.shape[0], self._tp.size) if facts.shape else None
+            if partition is not None:
+                self._shares.add(name, parameter, partition, facts.shape)
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         """Return the user's own module."""

@@ -20,6 +20,8 @@ from drivetrain.parts.naming import named_parameters, persistent_buffers
 from drivetrain.parts.saved_state import LINKS, OWN_MARK
 from drivetrain.shards import Part, Reader, Shard, boxes
 from drivetrain_megatron.cell import DataParallelCell, ParameterFacts
+from drivetrain_megatron.shares.parameters import on_shares
+from drivetrain_megatron.state import Original
 from drivetrain_megatron.tensor.partition import Partition
 
 
@@ -156,11 +158,27 @@ class StatesOfCell(DataParallelCell):
 
     _pp: Communicator
     _model: nn.Module
+    _original: Original
 
     @property
     def divides_states(self) -> bool:
         """Whether ranks hold parts of parameters, or some of the parameters."""
         return self._tp.size * self._pp.size > 1 or self._inner.divides_states
+
+    @on_shares
+    def check_load(self, reader: Reader) -> None:
+        """Compare names and shapes of the whole model, and those of this cell's parts."""
+        self._original.check_loads(reader, self._facts)
+        self._inner.check_load(self._local(reader))
+
+    @on_shares
+    def load(self, reader: Reader) -> None:
+        """Load this cell's parts of a checkpoint of the whole model."""
+        self._original.check_loads(reader, self._facts)
+        if self._pipeline is not None:
+            self._pipeline.stages.outdate()
+        self._inner.load(self._local(reader))
+        self._shares.steps += 1
 
     def states(self, index: int, names: Collection[str]) -> Iterator[Shard]:
         """Yield this rank's share of an optimizer's state, in coordinates of the whole model."""

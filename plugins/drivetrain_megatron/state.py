@@ -78,7 +78,8 @@ class Original:
         self, optimizer: Optimizer, divided: Sequence[str], facts: Mapping[str, ParameterFacts]
     ) -> None:
         def shape_of(parameter: nn.Parameter) -> tuple[int, ...]:
-            return facts[self.names[parameter]].shape
+            name = self.names.get(parameter)  # None: of another model
+            return tuple(parameter.shape) if name is None else facts[name].shape
 
         found = misfit(optimizer, "flat" if divided else "whole", shape_of)
         if found is None:

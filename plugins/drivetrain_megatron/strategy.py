@@ -22,7 +22,6 @@ from drivetrain.parts.guard import Elsewhere
 from drivetrain.parts.naming import named_parameters, uncompiled
 from drivetrain.parts.norms import clip_, combine_norms
 from drivetrain.shards import (
-    Reader,
     Shard,
     TensorFacts,
     parameters_among,
@@ -49,7 +48,6 @@ from drivetrain_megatron.state import (
     refusing_forwards,
     shows_whole,
 )
-from drivetrain_megatron.tensor.partition import alike
 
 logger = get_logger(__name__)
 
@@ -217,21 +215,6 @@ class Megatron(CellOnPaper, StatesOfCell):
                 if shard.name not in copies:
                     yield shard
 
-    @on_shares
-    def check_load(self, reader: Reader) -> None:
-        """Compare names and shapes of the whole model, and those of this cell's parts."""
-        self._original.check_loads(reader, self._facts)
-        self._inner.check_load(self._local(reader))
-
-    @on_shares
-    def load(self, reader: Reader) -> None:
-        """Load this cell's parts of a checkpoint of the whole model."""
-        self._original.check_loads(reader, self._facts)
-        if self._pipeline is not None:
-            self._pipeline.stages.outdate()
-        self._inner.load(self._local(reader))
-        self._shares.steps += 1
-
     @classmethod
     def cost(cls, config: MegatronConfig, model: ModelSpec, run: Run) -> Cost:
         """Return bytes held and sent by this rank; ``cost`` says which of these are exact."""
@@ -298,10 +281,9 @@ class Megatron(CellOnPaper, StatesOfCell):
             self._shares.without(chosen),
         ):
             yield
-        if modify:
-            self._shares.steps += 1
-            if self._pipeline is not None:
-                self._pipeline.stages.outdate()
+        self._shares.steps += modify
+        if modify and self._pipeline is not None:
+            self._pipeline.stages.outdate()
 
     def close(self) -> None:
         """Take hooks off and end threads; layers stay divided."""
@@ -325,11 +307,3 @@ class Megatron(CellOnPaper, StatesOfCell):
         if self._builder is not None:
             self._builder.materialize(self._source)
         self._source = None
-
-    def _know_shares(self, model: nn.Module) -> None:
-        for name, parameter in named_parameters(model).items():
-            facts, partition = self._facts[name], self._facts[name].partition
-            if facts.partial and parameter.numel():  # all of it, and a part of the gradient
-                partition = alike(facts.shape[0], self._tp.size) if facts.shape else None
-            if partition is not None:
-                self._shares.add(name, parameter, partition, facts.shape)

@@ -17,6 +17,7 @@ from drivetrain.errors import ConfigError, UsageError
 from drivetrain.model.look import Look
 from drivetrain.parts.blocks import NamedModule
 from drivetrain.parts.naming import named_parameters, uncompiled
+from drivetrain.parts.rounds import mark_of_strategy
 from drivetrain_megatron.cell import ParameterFacts
 from drivetrain_megatron.config import MegatronConfig
 from drivetrain_megatron.dropout.dropouts import DropoutLayout, Layouts, Site, open_attentions
@@ -206,7 +207,9 @@ class TensorParallel:
                 parameter.requires_grad_()  # a hook waits for the day when a frozen one is trained
                 hooked: Any = parameter
                 earlier = dict(hooked._backward_hooks or {})
-                self._handles.append(hooked.register_hook(_if_given(summed)))
+                sum_up = _if_given(summed)
+                mark_of_strategy(sum_up)
+                self._handles.append(hooked.register_hook(sum_up))
                 for number, hook in earlier.items():  # a script's: behind the sum
                     del hooked._backward_hooks[number]
                     hooked._backward_hooks[number] = hook

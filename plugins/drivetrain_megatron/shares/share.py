@@ -11,7 +11,7 @@ import copy
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -22,15 +22,15 @@ from torch.utils.hooks import RemovableHandle
 from drivetrain.collectives import Communicator
 from drivetrain.errors import UsageError
 from drivetrain.parts.divided_gradient import DividedGradient
-from drivetrain.parts.rounds import in_backward
+from drivetrain.parts.rounds import in_backward, is_of_strategy
 from drivetrain.parts.torch_calls import FACTS, Arguments, Function, Keywords, writes_first
 from drivetrain_megatron.shares.gradient import SharePlace
+from drivetrain_megatron.shares.hooks import GradientHook, seen_behind, seen_whole
 from drivetrain_megatron.shares.whole import WholeCopy, WholeTensor
 from drivetrain_megatron.tensor.behavior import computing
-from drivetrain_megatron.tensor.operators import gather, gathered, scatter
+from drivetrain_megatron.tensor.operators import gather, gathered
 from drivetrain_megatron.tensor.partition import Partition
 
-GradientHook: TypeAlias = Callable[[Tensor], Tensor | None]
 _GRADIENT: Any = Tensor.grad
 _DATA: Any = Tensor.data
 
@@ -199,50 +199,32 @@ class Share:
 
     def hook(self, seeing: GradientHook) -> Callable[[Tensor | None], Tensor | None]:
         """Return a hook of the share that lets a script's hook see the whole gradient."""
-        ranks, partition = self.model.ranks, self._partition
-
-        def shared(gradient: Tensor | None) -> Tensor | None:
-            if gradient is None:  # a pipeline computes it later
-                return None
-            if not in_backward():  # it has the averaged gradient, which is whole
-                return seeing(gradient)
-            whole = gather(gradient, ranks, partition)
-            found = seeing(whole)
-            return scatter(whole if found is None else found, ranks, partition)
-
-        return shared
+        return seen_whole(seeing, self.model.ranks, self._partition)
 
     def hook_later(self, seeing: GradientHook) -> RemovableHandle:
         """Register a script's hook of the whole gradient."""
         with bare([self.parameter]):
             return self.parameter.register_hook(self.hook(seeing))  # type: ignore[no-untyped-call,no-any-return]
 
-    def hook_after_later(self, seeing: Callable[[Any], None]) -> RemovableHandle:
-        """Register a script's hook behind the accumulation of the gradient."""
-        with bare([self.parameter]):
-            return self.parameter.register_post_accumulate_grad_hook(self.after(seeing))  # type: ignore[no-untyped-call,no-any-return]
-
-    def after(self, seeing: Callable[[Any], None]) -> Callable[[Any], None]:
-        """Return a hook that lets a script's see the averaged gradient, and no share."""
-
-        def averaged(parameter: nn.Parameter) -> None:
-            if in_backward():
-                raise UsageError(
-                    f"expected no hook behind the accumulated gradient of {self._name!r} in "
-                    "loss.backward(), where each rank has a share of the gradient, found one; call "
-                    "accelerator.backward(loss), which runs it with the averaged gradient"
-                )
-            seeing(parameter)
-
-        return averaged
-
     def wrap_hooks(self) -> None:
         """Let the hooks that a script has registered see the whole gradient."""
-        before: Any = self.parameter._backward_hooks
-        after: Any = self.parameter._post_accumulate_grad_hooks
-        for hooks, wrap in ((before, self.hook), (after, self.after)):
+        known: Any = self.parameter
+        for hooks, wrapped in (
+            (known._backward_hooks, self.hook),
+            (known._post_accumulate_grad_hooks, self.hook_behind),
+        ):
             for number, seeing in (hooks or {}).items():
-                hooks[number] = wrap(seeing)
+                if not is_of_strategy(seeing):
+                    hooks[number] = wrapped(seeing)
+
+    def hook_behind(self, seeing: Callable[[nn.Parameter], None]) -> Callable[[nn.Parameter], None]:
+        """Return a hook behind the accumulation that a script's hook runs in when it may."""
+        return seen_behind(seeing, self._name)
+
+    def hook_behind_later(self, seeing: Callable[[nn.Parameter], None]) -> RemovableHandle:
+        """Register a script's hook behind the accumulation."""
+        with bare([self.parameter]):
+            return self.parameter.register_post_accumulate_grad_hook(self.hook_behind(seeing))  # type: ignore[no-untyped-call,no-any-return]
 
     def copy(self, memo: dict[int, Any]) -> nn.Parameter:
         """Return a copy that stands for the whole, too."""
@@ -382,7 +364,7 @@ def _replaced(
 
 _SPECIAL: Mapping[Function, Callable[..., Any]] = {
     Tensor.register_hook: Share.hook_later,
-    Tensor.register_post_accumulate_grad_hook: Share.hook_after_later,
+    Tensor.register_post_accumulate_grad_hook: Share.hook_behind_later,
     _DATA.__set__: Share.replace,
     _GRADIENT.__get__: lambda share, *_: share.gradient(),
     _GRADIENT.__set__: Share.assign_gradient,

@@ -98,15 +98,20 @@ def after_backward(action: Callable[[], None]) -> None:
     Variable._execution_engine.queue_callback(action)
 
 
+def mark_of_strategy(hook: Callable[..., Any]) -> None:
+    """Let a hook on a parameter be a strategy's: it runs within backward, as autograd calls it."""
+    vars(getattr(hook, "__func__", hook))[_OF_STRATEGY] = True
+
+
 def on_gradient(parameter: Tensor, hook: Callable[[Tensor], None]) -> RemovableHandle:
     """Call a strategy's hook when a parameter's gradient has been accumulated."""
-    vars(getattr(hook, "__func__", hook))[_OF_STRATEGY] = True
+    mark_of_strategy(hook)
     handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
     return handle
 
 
 def is_of_strategy(hook: Callable[..., Any]) -> bool:
-    """Return whether a hook is one of ``on_gradient``, and none of the script."""
+    """Return whether a hook is a strategy's, and none of the script."""
     return hasattr(hook, _OF_STRATEGY)
 
 

@@ -35,7 +35,8 @@ class UserHooks:
             return [
                 parameter
                 for parameter in self._parameters
-                if parameter._backward_hooks or _after(parameter)
+                if _of_script(parameter._backward_hooks)
+                or _of_script(parameter._post_accumulate_grad_hooks)
             ]
 
     @contextmanager
@@ -77,21 +78,20 @@ class UserHooks:
                 hook(parameter)
 
 
-def _after(parameter: nn.Parameter) -> Hooks:
-    """Return the script's hooks for accumulated gradients."""
-    hooks = parameter._post_accumulate_grad_hooks or {}
-    return {key: hook for key, hook in hooks.items() if not is_of_strategy(hook)}
+def _of_script(hooks: Hooks | None) -> Hooks:
+    """Return the script's hooks among those of a parameter."""
+    return {key: hook for key, hook in (hooks or {}).items() if not is_of_strategy(hook)}
 
 
 def _take(parameter: nn.Parameter) -> tuple[Hooks, Hooks]:
     """Take the script's hooks off, and return them."""
-    before = parameter._backward_hooks
-    taken = dict(before or {}), _after(parameter)
-    if before:
-        before.clear()  # the very dict, which the handles of the hooks know
-    for key in taken[1]:
-        del parameter._post_accumulate_grad_hooks[key]
-    return taken
+    # The very dicts, which the handles of the hooks know.
+    lists: Any = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
+    before, after = (_of_script(hooks) for hooks in lists)
+    for hooks, taken in zip(lists, (before, after), strict=True):
+        for key in taken:
+            del hooks[key]
+    return before, after
 
 
 def _put_back(parameter: nn.Parameter, before: Hooks, after: Hooks) -> None:

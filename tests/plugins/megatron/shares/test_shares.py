@@ -1,0 +1,95 @@
+"""What stands under the name of a divided parameter; the ways of scripts are in ``tests/loops``."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+
+from drivetrain import Accelerator
+from drivetrain.errors import CollectiveError, UsageError
+from huggingface_models import ARCHITECTURES, token_batch
+
+
+def build(name):
+    torch.manual_seed(0)
+    return ARCHITECTURES[name](2)
+
+
+def prepared(model, **options):
+    accelerator = Accelerator(strategy={"name": "megatron", "tp": 2, **options}, cpu=True)
+    model.example_inputs = {"input_ids": token_batch(0)}
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return accelerator, *accelerator.prepare(model, torch.optim.SGD(trained, lr=0.1))
+
+
+def same(found, expected):
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, msg=lambda m, name=name: f"{name} {m}")
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing")
+@pytest.mark.ranks(2)
+def test_adapters_are_whole_and_merged():
+    config = LoraConfig(r=4, target_modules=["q_proj", "o_proj"], init_lora_weights=False)
+    model = get_peft_model(build("llama-gqa"), config)
+    one = copy.deepcopy(model)
+    accelerator, model, _ = prepared(model)
+    same(get_peft_model_state_dict(model), get_peft_model_state_dict(one))
+    for each in (model, one):
+        each.merge_adapter()
+    same(model.state_dict(), one.state_dict())
+    ids = token_batch(1)
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids).logits, one(ids).logits)
+    for each in (model, one):
+        each.unmerge_adapter()
+    merged, expected = model.merge_and_unload(), one.merge_and_unload()
+    same(merged.state_dict(), expected.state_dict())
+    accelerator.free_memory()
+
+
+@pytest.mark.ranks(2)
+def test_copies_pickles_and_values_after_the_end():
+    one = build("gpt2").eval()
+    accelerator, model, _ = prepared(build("gpt2").eval())
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        torch.testing.assert_close(twin(token_batch(0)).logits, one(token_batch(0)).logits)
+    same(twin.state_dict(), one.state_dict())
+    with pytest.raises(UsageError, match="save state_dict"):
+        pickle.dumps(model)
+    accelerator.free_memory()
+    weight = model.transformer.wte.weight
+    assert weight.shape == one.transformer.wte.weight.shape
+    with pytest.raises(UsageError, match="before"):
+        weight.norm()
+
+
+@pytest.mark.ranks(2)
+def test_a_penalty_counts_parameters_once_under_sequence_parallelism():
+    one, model = build("llama-gqa"), build("llama-gqa")
+    accelerator, model, optimizer = prepared(model, sequence_parallel=True)
+    lone = torch.optim.SGD(one.parameters(), lr=0.1)
+    ids = token_batch(0)
+    for each, backward in ((model, accelerator.backward), (one, lambda loss: loss.backward())):
+        loss = each(ids, labels=ids).loss
+        backward(loss + 0.1 * sum(p.pow(2).sum() for p in each.parameters()))
+    for each in (optimizer, lone):
+        each.step()
+    for name, tensor in one.state_dict().items():
+        torch.testing.assert_close(model.state_dict()[name], tensor, rtol=1e-4, atol=1e-6)
+    accelerator.free_memory()
+
+
+@pytest.mark.ranks(2)
+def test_one_rank_alone_is_told():
+    accelerator, model, _ = prepared(build("gpt2"))
+    with pytest.raises(CollectiveError):
+        if accelerator.is_main_process:
+            model.state_dict()
+        else:
+            accelerator.wait_for_everyone()
+    accelerator.free_memory()
