@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map
 
 from drivetrain.building import become
 from drivetrain.collectives import Communicator
+from drivetrain.collectives.facts import gather_facts
 from drivetrain.errors import UsageError
 from drivetrain.parts.guard import Elsewhere, StandIn, guard
 from drivetrain.parts.naming import clean_name
@@ -40,20 +41,32 @@ class ParameterProxy(StageProxy):
 
     Attributes:
         has_gradient: whether its stage has made a gradient for it, as far as this one knows.
+        in_window: whether an accumulation window is under way, whose gradients come at its end.
     """
 
     has_gradient: Callable[[], bool] | None = None
+    in_window: Callable[[], bool] | None = None
 
     @property
     def grad(self) -> Tensor | None:
         """The gradient, without values; None without one."""
         if not self.requires_grad or self.has_gradient is None or not self.has_gradient():
             return None
-        return StageProxy.like(self.facts.shape, self.facts.dtype, self.facts.device)
+        return ParameterProxy.like(self.facts.shape, self.facts.dtype, self.facts.device)
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
-        """Leave the gradient to its stage, where the script does the same."""
+        """Leave the gradient to its stage, where the script does the same.
+
+        Raises:
+            UsageError: the window goes on, and nobody has its gradients yet.
+        """
+        if self.in_window is not None and self.in_window():
+            raise UsageError(
+                "expected gradients to be cleared or set after the last micro-batch of an "
+                "accumulation window, found that in mid-window: in a pipeline they come with the "
+                "last one; leave the micro-batch out of the loss, or take another strategy"
+            )
 
     @classmethod
     def __torch_function__(
@@ -115,7 +128,7 @@ class _StageParameter(StandIn):
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
-        return
+        self._guard.proxy.grad = value
 
     def requires_grad_(self, requires_grad: bool = True) -> Tensor:
         self._guard.proxy.requires_grad_(requires_grad)
@@ -149,6 +162,7 @@ class SharedCopy(nn.Parameter):
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
         """Leave the gradient to the owner."""
+        self._proxy.grad = value
 
 
 def _unshared(leaf: Any) -> Any:
@@ -169,6 +183,9 @@ class StandIns:
         homes: rank of the pipeline that owns a parameter, by its first name.
         axis: of the pipeline.
         device: where the model computes.
+
+    Attributes:
+        in_window: whether an accumulation window is under way, whose gradients come at its end.
     """
 
     def __init__(
@@ -190,6 +207,15 @@ class StandIns:
         self._before = [(module, dict(module._parameters)) for module in model.modules()]
         self._guards: dict[nn.Parameter, _OtherStage] = {}
         self._here: list[nn.Parameter] = []
+        self._without: frozenset[str] | None = None
+        self.in_window: Callable[[], bool] = lambda: False
+
+    def learn(self) -> None:
+        """Tell other stages once, after a backward, which parameters here got no gradient."""
+        if self._without is None:
+            mine = [self._names[p] for p in self._here if p.requires_grad and p.grad is None]
+            told = gather_facts(mine, list[str], doing="the first gradients of a pipeline")
+            self._without = frozenset(name for each in told for name in each)
 
     def free(self) -> None:
         """Let go of the values of what other stages own, after the model was cut."""
@@ -211,7 +237,7 @@ class StandIns:
                 for name, parameter in found.items():
                     shown = module.__dict__.get(name)
                     if parameter in self._guards and type(shown) is ParameterProxy:
-                        shown.has_gradient = self.has_gradients
+                        self._connect(shown, parameter)
 
     @contextmanager
     def whole(self, parameters: Sequence[nn.Parameter], *, modify: bool) -> Iterator[None]:
@@ -261,7 +287,7 @@ class StandIns:
         proxy = ParameterProxy.like(
             parameter.shape, parameter.dtype, self._device, parameter.requires_grad
         )
-        proxy.has_gradient = self.has_gradients
+        self._connect(proxy, parameter)
         made = _OtherStage(proxy, self._names[parameter], rank)
         guard(parameter, made, _StageParameter)
         return made
@@ -273,6 +299,14 @@ class StandIns:
         if parameter.is_meta:
             become(parameter, nothing.expand(parameter.shape), name)
         parameter.data = nothing.expand(tuple(self._shapes[name]))
+
+    def _connect(self, proxy: ParameterProxy, parameter: nn.Parameter) -> None:
+        name = self._names[parameter]
+        proxy.in_window = self._is_in_window
+        proxy.has_gradient = lambda: self.has_gradients() and name not in (self._without or ())
+
+    def _is_in_window(self) -> bool:
+        return self.in_window()  # the strategy sets it later
 
     def has_gradients(self) -> bool:
         """Whether backward has run: then parameters of this stage have gradients, too."""

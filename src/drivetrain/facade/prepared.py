@@ -73,7 +73,7 @@ class PreparedModel:
         """Remember which parameters the model has now."""
         # Also those that other ranks hold, whose gradients are none of this rank's.
         self.known = frozenset(id(parameter) for _, parameter in self.module.named_parameters())
-        self.hooks = UserHooks(list(named_parameters(self.module).values()))
+        self.hooks = UserHooks(list(self.module.parameters()))
 
     @property
     def module(self) -> nn.Module:

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from drivetrain.collectives.digests import differing
 from drivetrain.errors import UsageError
+from drivetrain.parts.guard import Elsewhere
 from drivetrain.states.exchange import GATHERED_BYTES, Holder, State, StateExchange
 from drivetrain.states.given import KERNELS, GivenGroup, GivenGroups, GivenParameter
 from drivetrain.states.views import GroupView, StateView
@@ -77,12 +78,12 @@ class WholeOptimizer:
                 f"rank {rank}: {each or 'none'}" for rank, (each,) in enumerate(everyone)
             )
             raise UsageError(
-                f"expected the same parameters in a new group on all ranks, found {told}; ranks of "
-                "a pipeline have those of their stage alone: there, give the optimizer all of its "
-                "parameters before prepare()"
+                f"expected the same parameters in a new group on all ranks, found {told}"
             )
         self._optimizer.add_param_group(group | {"params": given})
         self._given.of(self._optimizer)
+        held = self._optimizer.param_groups[-1]
+        held["params"] = [each for each in held["params"] if not isinstance(each, Elsewhere)]
 
     @property
     def state(self) -> StateView:
