@@ -1,4 +1,4 @@
-"""The size budgets: a file holds one idea, and is short enough to be read."""
+"""The size budgets: a file holds one idea, of whatever length that idea needs, within reason."""
 
 import ast
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ SOURCES = sorted(
     for folder in ("src", "plugins", "launch", "examples")
     for path in (ROOT / folder).rglob("*.py")
 )
-FILE_LINES, CLASS_LINES, FUNCTION_LINES = 400, 250, 60
+FILE_LINES, CLASS_LINES, FUNCTION_LINES = 1000, 400, 60
 FACADE = ROOT / "src" / "drivetrain" / "accelerator.py"
 """Holds every public verb: of its docstrings and signatures, a manual, no line counts as code."""
 
