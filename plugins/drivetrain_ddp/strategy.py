@@ -102,7 +102,9 @@ class Ddp(Strategy[DdpConfig]):
         """Make the ranks' parameters and buffers equal to rank 0's and hook into backward."""
         self._model = model
         self._state = ReplicatedState(model, ())
-        replicate([*model.parameters(), *model.buffers()], self._communicator, "replicate model")
+        replicate(
+            [*held_parameters(model), *model.buffers()], self._communicator, "replicate model"
+        )
         parameters = [] if self._alone else list(named_parameters(model).items())
         self._rounds = Rounds(self._before_gradients, self._after_backward)
         self._reducer = BucketReducer(

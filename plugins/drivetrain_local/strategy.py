@@ -19,7 +19,7 @@ from drivetrain.log import get_logger
 from drivetrain.paper.run import PaperRun
 from drivetrain.paper.step import PaperStep
 from drivetrain.paper.work import PaperUnit
-from drivetrain.parts.naming import clean_name, named_parameters
+from drivetrain.parts.naming import clean_name, held_parameters, named_parameters
 from drivetrain.parts.replicate import replicate
 from drivetrain.shards import HeldPart, Reader, Shard
 from drivetrain.strategy import Prepared, Run
@@ -83,7 +83,7 @@ class Local(Stepping):
         self._model = model
         if self._alone:
             return self._counted(self._inner.prepare(model, optimizers))
-        tensors = [*model.parameters(), *model.buffers()]
+        tensors = [*held_parameters(model), *model.buffers()]
         replicate([t for t in tensors if not t.is_meta], self._workers, "replicate model")
         # The model is whole for the last time: the strategy inside may leave a rank parts of it.
         parameters = named_parameters(model)
@@ -222,7 +222,7 @@ class Local(Stepping):
     ) -> Iterator[None]:
         """Keep the worker's own parameters whole; rank 0's changes become every worker's."""
         chosen = list(parameters)
-        known = {id(p) for p in self._model.parameters()}
+        known = {id(p) for _, p in self._model.named_parameters()}
         if any(id(p) not in known for p in chosen):
             raise UsageError(
                 "expected parameters of the prepared model, found some that it does not have on "

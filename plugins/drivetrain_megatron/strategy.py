@@ -19,8 +19,9 @@ from drivetrain.log import get_logger
 from drivetrain.model import PLANNING, untouched
 from drivetrain.parts.blocks import repeated_blocks
 from drivetrain.parts.guard import Elsewhere
-from drivetrain.parts.naming import named_parameters, uncompiled
+from drivetrain.parts.naming import held_parameters, named_parameters, uncompiled
 from drivetrain.parts.norms import clip_, combine_norms
+from drivetrain.parts.replicate import replicate
 from drivetrain.shards import (
     Shard,
     TensorFacts,
@@ -112,6 +113,7 @@ class Megatron(CellOnPaper, StatesOfCell):
             name: ParameterFacts(tuple(parameter.shape))
             for name, parameter in named_parameters(model).items()
         }
+        self._replicate(model)
         blocks = repeated_blocks(model)
         # The model is whole for the last time: a pipeline is planned before layers are divided.
         with untouched(model, PLANNING):
@@ -151,6 +153,12 @@ class Megatron(CellOnPaper, StatesOfCell):
         return prepared
 
     @on_shares
+    def _replicate(self, model: nn.Module) -> None:
+        """Give the ranks of a cell the values of the first: each may have drawn its own."""
+        tensors = [*held_parameters(model), *model.buffers()]
+        for ranks in (self._tp, self._pp):
+            replicate([t for t in tensors if not t.is_meta], ranks, "replicate model")
+
     def bind(self, optimizer: Optimizer) -> Optimizer:
         """Let the data-parallel strategy take one more optimizer."""
         self._original.check_steps_parts([optimizer], self._facts, self.config.pp)

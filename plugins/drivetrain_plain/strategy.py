@@ -60,8 +60,10 @@ class Plain(Strategy[PlainConfig]):
         """Make parameters and buffers equal to rank 0's."""
         self._model = model
         self._state = ReplicatedState(model, ())
-        replicate([*model.parameters(), *model.buffers()], self._ranks, "replicate model")
-        self._handles += [on_gradient(p, self._note) for p in model.parameters() if p.requires_grad]
+        replicate([*held_parameters(model), *model.buffers()], self._ranks, "replicate model")
+        self._handles += [
+            on_gradient(p, self._note) for p in held_parameters(model) if p.requires_grad
+        ]
         return Prepared(model, tuple(map(self.bind, optimizers)))
 
     def bind(self, optimizer: Optimizer) -> Optimizer:

@@ -219,7 +219,7 @@ class StandIns:
 
     def free(self) -> None:
         """Let go of the values of what other stages own, after the model was cut."""
-        here = {id(p) for p in self._model.parameters()}
+        here = {id(p) for _, p in self._model.named_parameters()}
         self._here = [p for p in self._homes if id(p) in here]
         for parameter, rank in self._homes.items():
             if id(parameter) not in here:

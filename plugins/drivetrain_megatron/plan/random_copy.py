@@ -57,7 +57,7 @@ def random_copy(
     layers = [] if rows is None else _thin_layers(model, rows)
     shapes = _shapes(model, layers)
     known: dict[int, Any] = {}
-    for parameter in model.parameters():
+    for _, parameter in model.named_parameters():
         # Also what is frozen now: it may be trained later.
         values = _values(parameter, shapes[id(parameter)], generator)
         known[id(parameter)] = nn.Parameter(values, _floats(parameter))
@@ -93,7 +93,7 @@ def randn(shape: Sequence[int], generator: torch.Generator) -> Tensor:
 
 
 def _shapes(model: nn.Module, layers: Iterable[_Thin]) -> dict[int, Sequence[int]]:
-    shapes: dict[int, Sequence[int]] = {id(p): tuple(p.shape) for p in model.parameters()}
+    shapes: dict[int, Sequence[int]] = {id(p): tuple(p.shape) for _, p in model.named_parameters()}
     for layer in layers:
         for name, dim in layer.parameters.items():
             parameter = model.get_parameter(f"{layer.module}.{name}".strip("."))

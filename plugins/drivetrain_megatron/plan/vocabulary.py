@@ -44,7 +44,7 @@ def find_vocabulary(
     outer = [
         (name, module)
         for name, module in model.named_modules()
-        if not f"{name}.".startswith(inside) and next(module.parameters(False), None) is not None
+        if not f"{name}.".startswith(inside) and any(True for _ in module.parameters(False))
     ]
     embeddings = [(name, m) for name, m in outer if isinstance(m, nn.Embedding)]
     heads = [

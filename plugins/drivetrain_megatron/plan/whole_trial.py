@@ -313,7 +313,7 @@ def _outline(model: nn.Module, missing: Collection[str]) -> nn.Module:
     """Return a copy without values, uncompiled, that lacks these blocks."""
     known: dict[int, Any] = {
         id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.is_floating_point())
-        for p in model.parameters()
+        for _, p in model.named_parameters()
     }
     outline = copy.deepcopy(model, known)
     for module in outline.modules():

@@ -73,7 +73,7 @@ class PreparedModel:
         """Remember which parameters the model has now."""
         # Also those that other ranks hold, whose gradients are none of this rank's.
         self.known = frozenset(id(parameter) for _, parameter in self.module.named_parameters())
-        self.hooks = UserHooks(list(self.module.parameters()))
+        self.hooks = UserHooks([each for _, each in self.module.named_parameters()])
 
     @property
     def module(self) -> nn.Module:

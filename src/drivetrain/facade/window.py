@@ -146,7 +146,7 @@ class EarlierGradients:
                 KeptGradient(entry, parameter)
                 for entry in self._prepared.models
                 if _is_any(entry.strategy.gradients())
-                for parameter in entry.module.parameters()
+                for _, parameter in entry.module.named_parameters()
             ]
         self._kept = [kept for kept in self._kept if _is_any(kept.pieces())]
 

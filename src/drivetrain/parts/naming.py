@@ -25,8 +25,11 @@ def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def held_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
-    """Yield the distinct parameters but those that other ranks hold."""
-    return (p for p in model.parameters() if not isinstance(p, Elsewhere))
+    """Yield the distinct parameters but those that other ranks hold.
+
+    Also those that a model leaves out of ``parameters()``, as one that is trained beside it.
+    """
+    yield from named_parameters(model).values()
 
 
 def all_names(model: nn.Module) -> dict[str, list[str]]:

@@ -12,7 +12,7 @@ from drivetrain.building import WeightSource, fill, meta_tensors
 from drivetrain.collectives import Communicator, connect
 from drivetrain.cost import TensorSpec
 from drivetrain.links.linked import connect_linked, connect_replicas
-from drivetrain.parts.naming import named_parameters
+from drivetrain.parts.naming import held_parameters, named_parameters
 from drivetrain.parts.overlap import check_apart
 from drivetrain.parts.replicate import replicate
 from drivetrain.runtime.mesh import Axis
@@ -199,7 +199,7 @@ class Placement:
             UsageError: parameters share memory, and their copies in units would not.
         """
         check_apart({**named_parameters(model), **dict(model.named_buffers())})
-        ordinary = [parameter for parameter in model.parameters() if not parameter.is_meta]
+        ordinary = [parameter for parameter in held_parameters(model) if not parameter.is_meta]
         replicate([*ordinary, *model.buffers()], self._ranks.everyone, "replicate model")
         self._outside = named_parameters(model)
         units = self.follow()

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
-from loop import Loop
+from loop import WORDS, Loop, Words
 
 
 class Temperature(nn.Module):
@@ -138,3 +138,35 @@ def one_of_two_models_is_clipped(loop: Loop) -> None:
             optimizer.step()
             optimizer.zero_grad()
     loop.weights(one, two)
+
+
+class _Judged(Words):
+    """A model that leaves the part which judges it out of its parameters, in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.judge = nn.Linear(WORDS, 1)
+
+    def parameters(self, recurse: bool = True) -> list[nn.Parameter]:
+        return [each for name, each in self.named_parameters() if not name.startswith("judge")]
+
+    def forward(self, t: Tensor) -> Tensor:
+        logits = super().forward(t)
+        return logits * self.judge(logits).sigmoid()
+
+
+def a_part_is_left_out_of_parameters(loop: Loop) -> None:
+    """Ranks begin with other values of it, of which rank 0's count."""
+    torch.manual_seed(0)
+    model = _Judged()
+    loop.begin()
+    if not loop.alone and not loop.accelerator.is_main_process:
+        nn.init.zeros_(model.judge.weight)
+    optimizers = SGD(model.parameters(), lr=0.5), SGD(model.judge.parameters(), lr=0.1)
+    model, *optimizers = loop.prepare(model, *optimizers)
+    for step in range(3):
+        loop.backward(loop.loss(model, loop.batch(step)))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    loop.weights(model)

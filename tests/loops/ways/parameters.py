@@ -202,3 +202,18 @@ def a_copy_is_averaged_and_evaluated(loop: Loop) -> None:
         loop.note("outputs", average(torch.arange(8).view(2, 4))[0])
     for name, tensor in average.module.state_dict().items():
         loop.note(name, tensor)
+
+
+def ranks_draw_other_first_values(loop: Loop) -> None:
+    """As a script without a seed; those of rank 0 count."""
+    loop.begin()
+    model = loop.model()
+    if not loop.alone and not loop.accelerator.is_main_process:
+        for parameter in model.parameters():
+            nn.init.uniform_(parameter)
+    model, optimizer = loop.prepare(model, SGD(model.parameters(), lr=0.5))
+    for step in range(2):
+        loop.backward(loop.loss(model, loop.batch(step)))
+        optimizer.step()
+        optimizer.zero_grad()
+    loop.weights(model)
