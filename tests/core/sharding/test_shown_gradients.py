@@ -53,6 +53,7 @@ def test_it_has_no_memory_is_made_once_and_says_what_it_is():
         assert grad.data is grad
         assert repr(grad) == f"{grad}"
         assert "of 0.weight, shape (16, 8)" in repr(grad)
+        assert not grad.untyped_storage().nbytes()
         with pytest.raises(UsageError, match="memory"):
             grad.data_ptr()
         with pytest.raises(UsageError, match="out"):
