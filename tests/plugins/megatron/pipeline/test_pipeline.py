@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from drivetrain.parts.naming import named_parameters
 from drivetrain.testing.conformance.twins import everyone
 from huggingface_models import ARCHITECTURES, VOCABULARY, logits_of, token_batch
 from staged_twins import EXACT, Twins
@@ -164,7 +165,7 @@ def test_ignored_labels():
     labels[3] = -100  # a micro-batch without any target
     both.backward(*(each.loss for each in both(input_ids=ids, labels=labels)), rtol=1e-5)
     whole = dict(both.twin.named_parameters())
-    for key, parameter in both.model.named_parameters():
+    for key, parameter in named_parameters(both.model).items():
         torch.testing.assert_close(parameter.grad, whole[key].grad, rtol=1e-4, atol=1e-8)
     both.close()
 
