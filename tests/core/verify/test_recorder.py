@@ -57,6 +57,7 @@ def test_gradients_are_measured_in_every_step():
     names = set(record.steps[0].norms)
     assert "first.weight" in names
     assert [set(step.norms) for step in record.steps] == [names] * STEPS
+    assert len({step.norms["first.weight"] for step in record.steps}) == STEPS
 
 
 def test_a_digest_knows_shapes_and_dtypes():
