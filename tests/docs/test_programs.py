@@ -177,11 +177,11 @@ def on_two_ranks(folder, program, *options):
 
 
 def test_programs_of_the_page_on_zero(tmp_path):
-    first, second = blocks("docs/strategies/zero.md", "python")
+    first, states, second = blocks("docs/strategies/zero.md", "python")
     program = (
         f"{first}\n"
         "norm = accelerator.clip_grad_norm_([model[2].weight], float('inf'))\n"
-        f"assert torch.isclose(gradient.norm(), norm.float())\n{second}\n"
+        f"assert torch.isclose(gradient.norm(), norm.float())\n{states}\n{second}\n"
         "assert accelerator.get_state_dict(model)['2.bias'].count_nonzero() == 0\n"
         "accelerator.end_training()\n"
     )
