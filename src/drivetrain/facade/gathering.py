@@ -99,15 +99,15 @@ class Gathering:
         """Refuse, or tell of, what may be made of the last batch of a loop, or of another one."""
         if done.remainder < 0:
             return
-        what = (
+        refused = UsageError(
             f"expected gather_for_metrics() inside of the loop over the loader, found it after the "
             f"loop, with {count} rows: the last batches only repeat samples in some of their rows, "
             "and nothing tells whether these belong to them; call it in the loop, or once for the "
             "rows of all batches, or take gather()"
         )
         if done.first is not done.rows and self._state.holds(done.first):
-            raise UsageError(what)
-        logger.warning(what)
+            raise refused
+        logger.warning(str(refused))
 
     def reduce(self, tensor: Any, reduction: str, scale: float) -> Any:
         """Combine tensors of all data-parallel ranks element by element."""
