@@ -17,6 +17,7 @@ from cell_workers import (
 )
 from drivetrain import Accelerator, ConfigError
 from drivetrain.cost import ModelSpec
+from drivetrain.parts.naming import held_parameters
 from local_workers import Rounds
 
 EXACT = 1e-11
@@ -102,8 +103,8 @@ def test_bytes_of_a_round(monkeypatch, inner, method):
     far = {key: count for key, count in sent.items() if key[0] == "dp.far" and count}
     if training.accelerator.is_main_process:
         assert far == {key: count for key, count in cost.sent.items() if key[0] == "dp.far"}
-    outer = [p for p in training.model.parameters() if p.requires_grad]
-    assert cost.held["outer"] >= 2 * sum(p.nbytes for p in outer)
+    outer = [p for p in held_parameters(training.model) if p.requires_grad]
+    assert cost.held["outer"] >= 2 * sum(p.untyped_storage().nbytes() for p in outer)
     training.close()
 
 
