@@ -263,6 +263,8 @@ class WindowGradients:
     def _start_window(self, *, counted: bool) -> None:
         self._mean = WindowMean(self.state, counted=counted)
         self._earlier = EarlierGradients(self._prepared)
+        for entry in self._prepared.models:
+            entry.hooks.forget()
         self.finite.start_window()
 
     def _see_gradients(self, entry: PreparedModel) -> None:

@@ -55,12 +55,22 @@ class UserHooks:
         taken = [_take(parameter) for parameter in hooked]
         try:
             yield
+        except BaseException:
+            for parameter in hooked:
+                if parameter.grad is None:
+                    parameter.grad = self._earlier[parameter]
+            self.forget()
+            raise
         finally:
             for parameter, (before, after) in zip(hooked, taken, strict=True):
                 _put_back(parameter, before, after)
         if averages:
             for parameter, (before, after) in zip(hooked, taken, strict=True):
                 self._run(parameter, before, after)
+
+    def forget(self) -> None:
+        """Forget gradients of before a window that was given up: the next one begins."""
+        self._earlier.clear()
 
     def _run(self, parameter: nn.Parameter, before: Hooks, after: Hooks) -> None:
         earlier, gradient = self._earlier.pop(parameter), parameter.grad
