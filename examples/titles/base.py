@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from data import Split, windows
+from loop import Course, Parts, cosine, optimizer_steps
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.utils.data import DataLoader
 from transformers import (
@@ -19,7 +20,6 @@ from transformers import (
 
 from drivetrain import Accelerator, set_seed
 from drivetrain.errors import UsageError
-from loop import Course, Parts, cosine, optimizer_steps
 
 HEAD_WIDTH = 32
 PAD, END = "<pad>", "</s>"

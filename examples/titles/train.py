@@ -25,10 +25,9 @@ try:
     from base import load_model, load_tokenizer, pretrained
     from data import SOURCES, Examples, Split, prompt_batch, read_split, training_batch
     from evaluate import Score, generated, held_out_loss, judged
+    from loop import Course, Parts, cosine, optimizer_steps
     from peft import LoraConfig, PeftModel
     from transformers.utils.logging import disable_progress_bar
-
-    from loop import Course, Parts, cosine, optimizer_steps
 except ImportError as missing:
     sys.exit(f"{missing}; this example needs: pip install -c constraints.txt '.[titles]'")
 from torch.utils.data import DataLoader

@@ -6,7 +6,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from loop import Way
+from way_kit import Way
 
 MEGATRON = {"name": "megatron"}
 

@@ -45,8 +45,8 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def _on_rank(place: cells.Place) -> cells.Outcome:
-    from loop import run_on_rank
     from loops_table import STRATEGIES, all_ways
+    from way_kit import run_on_rank
 
     return run_on_rank(all_ways()[place[0]], STRATEGIES[place[1]])
 

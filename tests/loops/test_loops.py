@@ -10,8 +10,8 @@ import pytest
 
 import loops_page
 from cells import EQUAL, REFUSED
-from loop import run_on_rank
 from loops_table import STRATEGIES, all_ways
+from way_kit import run_on_rank
 
 PAGE = Path(__file__).parents[2] / "docs" / "loops.md"
 

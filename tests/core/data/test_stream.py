@@ -37,7 +37,9 @@ def shuffled(n, generator):
 
 def gathered(samples, epochs=1, value=int, workers=0, **config):
     accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(**config))
-    loader = accelerator.prepare(DataLoader(Stream(samples), batch_size=2, num_workers=workers))
+    # Forked workers need no name under which this module could be imported.
+    how = {"num_workers": workers, "multiprocessing_context": "fork"} if workers else {}
+    loader = accelerator.prepare(DataLoader(Stream(samples), batch_size=2, **how))
     found = []
     for _ in range(epochs):
         for batch in loader:

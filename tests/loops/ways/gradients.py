@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 
-from loop import Loop
+from way_kit import Loop
 
 
 def _train(

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
-from loop import WORDS, Loop, Words
+from way_kit import WORDS, Loop, Words
 
 
 class Temperature(nn.Module):

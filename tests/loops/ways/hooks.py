@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-from loop import Loop
+from way_kit import Loop
 
 
 def _train(loop: Loop, model: nn.Module, optimizer: Optimizer) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from drivetrain import DataLoaderConfiguration
-from loop import LENGTH, WORDS, Loop
+from way_kit import LENGTH, WORDS, Loop
 
 
 def _words(rows: int, seed: int = 0) -> Tensor:

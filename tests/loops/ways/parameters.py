@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from loop import Loop
+from way_kit import Loop
 
 
 def _train(loop: Loop, after: Callable[[int, nn.Module], None]) -> None:

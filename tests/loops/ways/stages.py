@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD
 
-from loop import LENGTH, WIDTH, WORDS, Loop, WayBlock, Words
+from way_kit import LENGTH, WIDTH, WORDS, Loop, WayBlock, Words
 
 
 class _Returning(Words):

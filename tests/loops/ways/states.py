@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, AdamW, Optimizer
 
-from loop import Loop
+from way_kit import Loop
 
 
 def _groups(model: nn.Module) -> list[dict[str, Any]]:

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 from torch.utils.data import DataLoader
 
-from loop import LENGTH, ROWS, WORDS, Loop
+from way_kit import LENGTH, ROWS, WORDS, Loop
 
 STEPS = 4
 """Micro-batches of a window."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-from loop import Loop
+from way_kit import Loop
 
 MASTERS = {"mixed_precision": "bf16", "config": {"dtypes": {"param": "bf16"}}}
 BOUND = 0.0625
