@@ -101,10 +101,9 @@ class Ddp(Strategy[DdpConfig]):
     def prepare(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> Prepared:
         """Make the ranks' parameters and buffers equal to rank 0's and hook into backward."""
         self._model = model
+        self._held = tuple(held_parameters(model))
         self._state = ReplicatedState(model, ())
-        replicate(
-            [*held_parameters(model), *model.buffers()], self._communicator, "replicate model"
-        )
+        replicate([*self._held, *model.buffers()], self._communicator, "replicate model")
         parameters = [] if self._alone else list(named_parameters(model).items())
         self._rounds = Rounds(self._before_gradients, self._after_backward)
         self._reducer = BucketReducer(
@@ -151,7 +150,7 @@ class Ddp(Strategy[DdpConfig]):
     def gradients(self, only: Collection[nn.Parameter] | None = None) -> Iterator[Tensor]:
         """Yield the gradients of all parameters, without None."""
         self._rounds.finish()
-        for parameter in held_parameters(self._model) if only is None else only:
+        for parameter in self._held if only is None else only:
             if parameter.grad is not None:
                 yield parameter.grad
 

@@ -344,7 +344,8 @@ def _check_loss(loss: Any) -> None:
 def _subset(entry: PreparedModel, given: list[Tensor]) -> list[nn.Parameter] | None:
     """Return the model's parameters among those given; None when nothing trainable is missing."""
     wanted = {id(parameter) for parameter in given}
-    trainable = [each for _, each in entry.module.named_parameters() if each.requires_grad]
+    with torch._C.DisableTorchFunctionSubclass():  # a guarded parameter answers slowly
+        trainable = [each for each in entry.parameters if each.requires_grad]
     chosen = [parameter for parameter in trainable if id(parameter) in wanted]
     if len(chosen) == len(trainable):
         return None

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -49,7 +49,8 @@ class PreparedModel:
         norm_dtype: of the norm of its gradients, as torch has it, whatever a strategy sums in.
         methods: those that the model has in place of its class's, while it is prepared.
         compared: whether the ranks' values were compared before their first gradients.
-        known: identities of the parameters that the strategy trains.
+        parameters: those of the module, tied ones once.
+        known: their identities.
         hooks: those that the script has put on parameters.
     """
 
@@ -66,14 +67,16 @@ class PreparedModel:
     norm_dtype: torch.dtype = torch.float32
     methods: list[UninheritedMethod] = field(default_factory=list)
     compared: bool = False
+    parameters: tuple[nn.Parameter, ...] = field(init=False)
     known: frozenset[int] = field(init=False)
     hooks: UserHooks = field(init=False)
 
     def __post_init__(self) -> None:
         """Remember which parameters the model has now."""
         # Also those that other ranks hold, whose gradients are none of this rank's.
-        self.known = frozenset(id(parameter) for _, parameter in self.module.named_parameters())
-        self.hooks = UserHooks([each for _, each in self.module.named_parameters()])
+        self.parameters = tuple(each for _, each in self.module.named_parameters())
+        self.known = frozenset(map(id, self.parameters))
+        self.hooks = UserHooks(self.parameters)
 
     @property
     def module(self) -> nn.Module:
@@ -83,17 +86,25 @@ class PreparedModel:
     def check_parameters(self) -> None:
         """Refuse parameters that came after ``prepare``: nobody would average their gradients."""
         # Every step comes here: by identity, since the known ones may be slow to ask anything.
-        for prefix, module in self.strategy.unwrap(self.model).named_modules():
-            for name, parameter in module._parameters.items():
-                if parameter is None or id(parameter) in self.known or not parameter.requires_grad:
-                    continue
-                raise UsageError(
-                    "expected the parameters that the model had in prepare(), found another one, "
-                    f"{(f'{prefix}.{name}' if prefix else name)!r}; change the model before "
-                    "prepare(), write new values into the old parameter inside 'with "
-                    "accelerator.gathered(model):', or set requires_grad=False on what is not "
-                    "trained"
-                )
+        modules, known, seen = [self.module], self.known, set()
+        while modules:
+            module = modules.pop()
+            if module in seen:
+                continue
+            seen.add(module)
+            for parameter in module._parameters.values():
+                if parameter is not None and id(parameter) not in known and parameter.requires_grad:
+                    self._refuse_parameter(parameter)
+            modules += filter(None, module._modules.values())
+
+    def _refuse_parameter(self, found: nn.Parameter) -> NoReturn:
+        name = next(name for name, each in self.module.named_parameters() if each is found)
+        raise UsageError(
+            f"expected the parameters that the model had in prepare(), found another one, "
+            f"{name!r}; change the model before prepare(), write new values into the old parameter "
+            "inside 'with accelerator.gathered(model):', or set requires_grad=False on what is not "
+            "trained"
+        )
 
     def check_dtypes(self, given: Sequence[TensorSpec], precision: Precision) -> None:
         """Compare the dtypes of the strategy's parameters and masters with the policy.

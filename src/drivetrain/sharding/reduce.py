@@ -21,13 +21,12 @@ asks for the gradients themselves gets them with their factors.
 
 import time
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from drivetrain.collectives import Handle
 from drivetrain.errors import UsageError
 from drivetrain.links.one_bit_adam import FrozenAdam
 from drivetrain.parts.norms import clip_, clip_factor, global_norm
@@ -165,16 +164,14 @@ class Reduce:
         """End a round: send the rest, wait, and give fragments their gradients."""
         while self._sent < len(self._active):
             self._send_next()
-        flags, handle = self._agree_on_present() if self._replicates else (None, None)
+        agreed = self._agree_on_present() if self._replicates else None
         while self._flying:
             self._keep_oldest()
         if self._ranks.replicas is not None:
             for unit in self._active:
                 unit.finish()
-        if handle is not None:
-            handle.wait()
-        if flags is not None:
-            present = iter(flags.tolist())
+        if agreed is not None:
+            present = iter(agreed())
             for unit in self._active:
                 for slot in unit.deliver(present):
                     self.shown.show(slot)
@@ -208,15 +205,30 @@ class Reduce:
         if lent is not None:
             self.buffers.take_back(lent)
 
-    def _agree_on_present(self) -> tuple[Tensor, Handle | None]:
-        """Return one byte per active parameter, 1 where some rank has a gradient, when it came."""
-        flags = [slot in unit.present for unit in self._active for slot in unit.awaited]
-        tensor = torch.tensor(flags, dtype=torch.uint8, device=self._device)
-        if not flags:
-            return tensor, None
-        return tensor, self._ranks.everyone.all_reduce(
-            tensor, reduction="max", label="which parameters have gradients"
+    def _agree_on_present(self) -> Callable[[], Sequence[int]]:
+        """Begin to agree on one byte per active parameter, 1 where some rank has a gradient.
+
+        A rank that has all gradients knows the answer. It does not read it, since a read would
+        wait until the device has done the whole backward.
+        """
+        mine = [int(slot in unit.present) for unit in self._active for slot in unit.awaited]
+        everyone, every = self._ranks.everyone, all(mine)
+        if everyone.size == 1 or not mine:
+            return lambda: mine
+        flags = (
+            torch.ones(len(mine), dtype=torch.uint8, device=self._device)
+            if every
+            else torch.tensor(mine, dtype=torch.uint8, device=self._device)
         )
+        handle = everyone.all_reduce(
+            flags, reduction="max", label="which parameters have gradients"
+        )
+
+        def agreed() -> Sequence[int]:
+            handle.wait()
+            return mine if every else flags.tolist()
+
+        return agreed
 
     def _lend(self, nbytes: int) -> Tensor:
         """Lend a buffer; when all are out, wait for the oldest reduction first.
