@@ -4,6 +4,10 @@ Looking must cost next to nothing. A norm that the script clips by tells about a
 ranks. Without one, a part of the gradients is looked at in each step, in turn: a weight that is not
 finite makes all later gradients so. Losses are of one rank alone: ranks exchange what they found.
 Skipping needs the whole answer before the step, so it looks at everything.
+
+A read of the newest numbers would wait until an accelerator has done all of its work, and leave it
+idle until the next kernels come. So there an exchange reads the numbers that the exchange before it
+has copied.
 """
 
 import math
@@ -20,6 +24,7 @@ from drivetrain.facade.settings import Runs
 from drivetrain.log import get_logger
 from drivetrain.runtime.mesh import Axis
 from drivetrain.runtime.scaler import LossScaler
+from drivetrain.telemetry.late import LateNumbers
 
 logger = get_logger(__name__)
 
@@ -72,6 +77,7 @@ class FiniteCheck:
         self._scaler = scaler
         self._losses: list[Tensor] = []
         self._watched: list[Watched] = []
+        self._copied: tuple[list[Watched], LateNumbers] | None = None
         self._found = ""
         self._norms: dict[int, Tensor] = {}
         self._turn = 0
@@ -147,8 +153,16 @@ class FiniteCheck:
         return not all(math.isfinite(float(norm)) for norm in known)
 
     def found(self, entries: Sequence[PreparedModel]) -> bool:
-        """Whether this rank has found a number that is not finite; waits for the device."""
-        self._evaluate(entries)
+        """Whether this rank has found a number that is not finite.
+
+        To skip a step it waits for an accelerator; otherwise it reads what the exchange before has
+        copied.
+        """
+        if self._on_cpu or self._policy == "skip":
+            self._evaluate(entries)
+        else:
+            self._read_copied()
+            self._copied, self._watched = self._copies(), []
         return bool(self._found)
 
     def act(self, entries: Sequence[PreparedModel], ranks: Axis | None = None) -> None:
@@ -187,6 +201,7 @@ class FiniteCheck:
         """Forget all that was found: other weights are loaded."""
         self.start_window()
         self._watched.clear()
+        self._copied = None
         self._found = ""
 
     def before_save(self) -> None:
@@ -227,12 +242,25 @@ class FiniteCheck:
 
     def _evaluate(self, entries: Sequence[PreparedModel]) -> None:
         """Read the watched numbers, and put the first that is not finite into words."""
-        watched, self._watched = self._watched, []
-        if not watched or self._found:
+        self._read_copied(entries)
+        self._copied, self._watched = self._copies(), []
+        self._read_copied(entries)
+
+    def _copies(self) -> tuple[list[Watched], LateNumbers]:
+        """Begin to copy the watched numbers to the host."""
+        values = {str(number): each.value for number, each in enumerate(self._watched)}
+        return self._watched, LateNumbers(values)
+
+    def _read_copied(self, entries: Sequence[PreparedModel] = ()) -> None:
+        """Put the first copied number that is not finite into words."""
+        if self._copied is None:
             return
-        device = self._runs.default.world.device
-        values = torch.stack([each.value.to(device).float().reshape(()) for each in watched])
-        for each, value in zip(watched, values.tolist(), strict=True):
+        (watched, numbers), self._copied = self._copied, None
+        if self._found:
+            return
+        values = numbers.read()
+        for number, each in enumerate(watched):
+            value = values[str(number)]
             if math.isfinite(value):
                 continue
             what = f"{each.what} is {value}"

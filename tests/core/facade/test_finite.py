@@ -75,6 +75,32 @@ def test_fast_steps_stop_a_little_later_and_save_nothing_before(monkeypatch, tmp
     accelerator.free_memory()
 
 
+def test_on_an_accelerator_an_exchange_reads_what_the_one_before_copied(monkeypatch, tmp_path):
+    """A copy of the numbers at hand would be there only when the device has done all its work."""
+    monkeypatch.setattr(exchange, "PERIOD_S", 0.0)
+    monkeypatch.setattr(finite.FiniteCheck, "_on_cpu", False)
+    copied, read = [], []
+
+    class Late(finite.LateNumbers):
+        def __init__(self, values):
+            copied.append(self)
+            super().__init__(values)
+
+        def read(self):
+            read.append(copied.index(self))
+            return super().read()
+
+    monkeypatch.setattr(finite, "LateNumbers", Late)
+    accelerator, model, optimizer = start()
+    for turn in range(4):
+        step(accelerator, model, optimizer, ROW)
+        assert len(copied) == turn + 1
+        assert read == list(range(turn))
+    step(accelerator, model, optimizer, ROW * math.nan)
+    with pytest.raises(NonFiniteError, match=r"rank 0: in step 5 the loss.*ends the run"):
+        step(accelerator, model, optimizer, ROW)
+
+
 def test_the_first_parameter_is_named_where_the_loss_is_finite():
     accelerator, model, optimizer = start()
     hook = model[0].weight.register_hook(lambda grad: torch.full_like(grad, 3e38))
