@@ -17,10 +17,10 @@ K   two ranks on one card over NCCL, 0.2 B: bytes between steps against ``cost()
     collectives of a step, and how much of their time lies beside compute
 === ================================================================================================
 
-Each case (a row, a system) has processes of its own, with a time limit; a case that fails costs only itself. The
-processes of the next case load their modules while a case runs, and touch the device after it.
-Results are written as they come, to ``OUT/results.jsonl`` and ``OUT/table.md``. Without a GPU the
-same program runs every case with a tiny model.
+Each case (a row, a system) has processes of its own, with a time limit; a case that fails costs
+only itself. The processes of the next case load their modules while a case runs, and touch the
+device after it. Results are written as they come, to ``OUT/results.jsonl`` and ``OUT/table.md``.
+Without a GPU the same program runs every case with a tiny model.
 
 A model is a Llama shape (rotary positions, RMSNorm, gated MLP, causal attention of torch) that
 returns its loss. All systems run forward under autocast to bf16 over fp32 parameters, clip to norm
@@ -46,14 +46,24 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-GATHERS_AND_SUMS = ("nccl", "gloo")
-PEERS = ("bare", "torch ddp", "fsdp2", "fsdp2 bf16", "accelerate", "accelerate fsdp2")
+import peers
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import DeviceType
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.profiler import ProfilerActivity, profile
+
+from drivetrain import Accelerator
+from drivetrain.cost import ModelSpec
+from drivetrain.hardware.peaks import published_peak
+
 OURS = ("ddp", "zero1", "zero2", "zero3", "fsdp")
 LOW = ("zero3 bf16", "fsdp bf16")
 
@@ -142,7 +152,8 @@ def chosen(only: str) -> list[tuple[Row, str]]:
     }
     if unknown := [each for each in wanted if each not in known]:
         sys.exit(
-            f"gpu.py: expected rows or row/system in --only, found {unknown}; known: {sorted(known)}"
+            f"gpu.py: expected rows or row/system in --only, found {unknown}; known are "
+            f"{sorted(known)}"
         )
     return [
         (row, system)
@@ -154,20 +165,23 @@ def chosen(only: str) -> list[tuple[Row, str]]:
 # --- a case, in its own process ---
 
 
+class LossDecoder(peers.Decoder):
+    """A decoder with its cross entropy."""
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        return peers.loss_of(super().forward(tokens), targets)
+
+
 def trained_by(system: str, model: Any, device: Any) -> tuple[Callable[..., Any], Any]:
     """Return a step of the system, and the strategy where it is drivetrain's."""
-    import torch
-    from torch import nn
 
     def adamw(module: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.AdamW(module.parameters(), lr=1e-4, weight_decay=0.1, fused=True)
 
-    if system.split()[0] in OURS:
-        from drivetrain import Accelerator
-
+    if system.partition(" ")[0] in OURS:
         dtypes = {"dtypes": {"param": "bf16", "reduce": "fp32"}} if system.endswith("bf16") else {}
         accelerator: Any = Accelerator(
-            strategy=system.split()[0],
+            strategy=system.partition(" ")[0],
             mixed_precision="bf16",
             cpu=device.type == "cpu",
             config=dtypes,
@@ -192,10 +206,6 @@ def trained_by(system: str, model: Any, device: Any) -> tuple[Callable[..., Any]
 
 def bare(system: str, model: Any) -> Any:
     """Return the model, wrapped as a user of torch would."""
-    import torch
-    from torch import nn
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
     if system == "torch ddp":
         return nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
     if system.startswith("fsdp2"):
@@ -209,8 +219,6 @@ def bare(system: str, model: Any) -> Any:
 
 
 def plain(model: Any, optimizer: Any, device: Any) -> Callable[..., Any]:
-    import torch
-
     def step(*batch: Any) -> Any:
         with torch.autocast(device.type, torch.bfloat16):
             loss = model(*batch)
@@ -237,80 +245,57 @@ def with_accelerator(accelerator: Any, model: Any, optimizer: Any) -> Callable[.
 
 def measured(row: Row, system: str) -> dict[str, Any]:
     """Train the row's model by the system; return figures of a step."""
-    import torch
-    import torch.distributed as dist
-
-    from drivetrain.cost import ModelSpec
-
     gpu = torch.cuda.is_available()
     device = torch.device("cuda" if gpu else "cpu")
     shape = row.shape if gpu else TINY
-    if gpu:
-        torch.cuda.set_device(0)
-    else:
+    if not gpu:
         torch.set_num_threads(1)
     if system in {"torch ddp", "fsdp2", "fsdp2 bf16", "accelerate fsdp2"}:
         dist.init_process_group("nccl" if gpu else "gloo")
     torch.manual_seed(0)
     with device:
-        model = decoder(shape)
+        model = LossDecoder(shape.options)
     if row.compiled:
         for block in model.blocks:
             block.compile()
     spec = ModelSpec.of(model)
-    started = time.perf_counter()
     step, strategy = trained_by(system, model, device)
     generator = torch.Generator().manual_seed(int(os.environ.get("RANK", "0")))
     words = torch.randint(shape.vocab, (8, shape.batch, shape.seq + 1), generator=generator)
-    batches = [(each[:, :-1], each[:, 1:]) for each in words.to(device)]
-
-    def run(count: int) -> Iterator[Any]:
-        for turn in range(count):
-            yield step(*batches[turn % len(batches)])
-
-    clock = Clock(gpu)
-    for _ in run(5):
-        clock.wait()
-    found: dict[str, Any] = {"first_steps_s": time.perf_counter() - started}
+    batches = itertools.cycle([(each[:, :-1], each[:, 1:]) for each in words.to(device)])
+    found = timed(lambda: step(*next(batches)), row.steps if gpu else 2, gpu=gpu)
     if gpu:
-        found["held_bytes"] = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-    times = clock.between(run(row.steps if gpu else 2))
-    loss = None
-    host = []
-    for _ in range(5 if gpu else 1):
-        clock.wait()
-        begin = time.perf_counter()
-        (loss,) = run(1)
-        host.append(time.perf_counter() - begin)
-    clock.wait()
-    found |= {"step_s": statistics.median(times), "host_s": statistics.median(host)}
-    found |= {"loss": float(loss), "torch": torch.__version__}
-    if gpu:
-        found |= {
-            "peak_bytes": torch.cuda.max_memory_allocated(),
-            "device": torch.cuda.get_device_name(),
-        }
-        found |= utilisation(shape, found["step_s"], found["device"], torch.bfloat16)
+        found["device"] = torch.cuda.get_device_name()
+        found |= utilisation(shape, found["step_s"], found["device"])
     if strategy is not None:
         promised = type(strategy).cost(strategy.config, spec, strategy.run)
         found["promised_bytes"] = promised.total_held
     if row.traced:
-        found |= traced(lambda: list(run(1)), gpu=gpu)
+        found |= traced(lambda: step(*next(batches)), gpu=gpu)
     return found
 
 
-def decoder(shape: Shape) -> Any:
-    """Return a model that gives its loss."""
-    import peers
-
-    class LossDecoder(peers.Decoder):
-        """A decoder with its cross entropy."""
-
-        def forward(self, tokens: Any, targets: Any) -> Any:
-            return peers.loss_of(super().forward(tokens), targets)
-
-    return LossDecoder(shape.options)
+def timed(step: Callable[[], Any], steps: int, *, gpu: bool) -> dict[str, Any]:
+    """Take steps; return their time and that of the host, the last loss and the bytes in use."""
+    clock = Clock(gpu)
+    for _ in range(5):
+        step()
+        clock.wait()
+    found: dict[str, Any] = {"torch": torch.__version__}
+    if gpu:
+        found["held_bytes"] = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+    found["step_s"] = statistics.median(clock.between(step for _ in range(steps)))
+    host = []
+    for _ in range(5):
+        clock.wait()
+        begin = time.perf_counter()
+        loss = step()
+        host.append(time.perf_counter() - begin)
+    found |= {"host_s": statistics.median(host), "loss": float(loss)}
+    if gpu:
+        found["peak_bytes"] = torch.cuda.max_memory_allocated()
+    return found
 
 
 class Clock:
@@ -320,17 +305,14 @@ class Clock:
         self._gpu = gpu
 
     def wait(self) -> None:
-        import torch
-
         if self._gpu:
             torch.cuda.synchronize()
 
-    def between(self, steps: Iterator[Any]) -> list[float]:
+    def between(self, steps: Iterable[Callable[[], Any]]) -> list[float]:
         """Return the seconds of each step; steps follow each other without a wait."""
-        import torch
-
         marks = [self._mark()]
-        for _ in steps:
+        for step in steps:
+            step()
             marks.append(self._mark())
         self.wait()
         if self._gpu:
@@ -339,8 +321,6 @@ class Clock:
         return [b - a for a, b in itertools.pairwise(marks)]
 
     def _mark(self) -> Any:
-        import torch
-
         if not self._gpu:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -348,12 +328,10 @@ class Clock:
         return event
 
 
-def utilisation(shape: Shape, seconds: float, device: str, dtype: Any) -> dict[str, float]:
+def utilisation(shape: Shape, seconds: float, device: str) -> dict[str, float]:
     """Return tokens per second, and MFU where the peak of the device is published."""
-    from drivetrain.hardware.peaks import published_peak
-
     found = {"tokens_per_s": shape.batch * shape.seq / seconds}
-    peak = published_peak(device, dtype)
+    peak = published_peak(device, torch.bfloat16)
     if peak is not None:
         for name in ("causal", "full"):
             rate = shape.operations(causal=name == "causal") / seconds
@@ -362,10 +340,7 @@ def utilisation(shape: Shape, seconds: float, device: str, dtype: Any) -> dict[s
 
 
 def traced(step: Callable[[], object], *, gpu: bool) -> dict[str, Any]:
-    """Return the kernels and collectives of a step, and what part of communication runs beside compute."""
-    from torch.autograd import DeviceType
-    from torch.profiler import ProfilerActivity, profile
-
+    """Return the kernels and collectives of a step, and the communication beside compute."""
     kinds = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if gpu else [])
     with profile(activities=kinds) as profiler:
         step()
@@ -421,20 +396,11 @@ def overlap(left: list[tuple[float, float]], right: list[tuple[float, float]]) -
 
 
 def work(name: str) -> None:
-    """Be a process of a case: load modules, wait for a line on stdin, measure, print."""
+    """Be a process of a case, with its modules loaded: wait for a line, measure, print."""
     ((row, system),) = chosen(name)
-    import peers  # noqa: F401
-    import torch  # noqa: F401
-
-    import drivetrain  # noqa: F401
-
-    if system.startswith("accelerate"):
-        import accelerate  # noqa: F401
-    if not sys.stdin.readline():
-        return
-    found = measured(row, system)
-    print("\n" + json.dumps(found), flush=True)
-    os._exit(0)  # groups of a process that ends are not worth waiting for
+    if sys.stdin.readline():
+        print("\n" + json.dumps(measured(row, system)), flush=True)
+        os._exit(0)  # the groups of a process that ends are not worth waiting for
 
 
 # --- the program ---
@@ -465,7 +431,7 @@ class Case:
 
     def _places(self, rank: int, port: int) -> dict[str, str]:
         meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        if self.row.ranks == 1 and self.system.split()[0] in (*OURS, "bare", "accelerate"):
+        if self.row.ranks == 1 and self.system.partition(" ")[0] in (*OURS, "bare", "accelerate"):
             return (
                 {}
                 if self.system != "accelerate fsdp2"
@@ -507,6 +473,9 @@ class Case:
         for process in self._started:
             process.kill()
             process.wait()
+            for pipe in (process.stdin, process.stdout):
+                with contextlib.suppress(BrokenPipeError):  # what it did not read
+                    pipe.close()
 
 
 def _strings(values: dict[str, Any]) -> dict[str, str]:

@@ -22,9 +22,9 @@ from drivetrain.errors import ConfigError, NonFiniteError
 from drivetrain.facade.prepared import PreparedModel, PreparedObjects
 from drivetrain.facade.settings import Runs
 from drivetrain.log import get_logger
+from drivetrain.runtime.late import LateNumbers
 from drivetrain.runtime.mesh import Axis
 from drivetrain.runtime.scaler import LossScaler
-from drivetrain.telemetry.late import LateNumbers
 
 logger = get_logger(__name__)
 

@@ -22,10 +22,10 @@ from drivetrain.facade.prepared import PreparedModel, PreparedObjects
 from drivetrain.facade.settings import Runs
 from drivetrain.facade.weights import WholeWeights
 from drivetrain.model.look import tensors_in
+from drivetrain.runtime.late import LateNumbers
 from drivetrain.runtime.scaler import LossScaler
 from drivetrain.telemetry.clock import StepClock
 from drivetrain.telemetry.figures import StepFigures
-from drivetrain.telemetry.late import LateNumbers
 from drivetrain.traffic import Traffic
 
 MEMORY_PAUSE_S = 0.2

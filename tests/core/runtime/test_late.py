@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from drivetrain.telemetry.late import LateNumbers
+from drivetrain.runtime.late import LateNumbers
 
 
 def test_numbers_of_the_host_are_there_at_once():

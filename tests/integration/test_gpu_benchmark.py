@@ -1,0 +1,69 @@
+"""The program that measures on a GPU runs everywhere, with a tiny model."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import gpu
+import pytest
+
+PROGRAM = Path(gpu.__file__)
+
+
+def run(out, *arguments):
+    command = [sys.executable, str(PROGRAM), "--out", str(out), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=500)
+
+
+def results(out):
+    return [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
+
+
+def test_a_case_is_measured_once_and_a_failed_one_again(tmp_path):
+    only = "B/zero3,K/fsdp"
+    ran = run(tmp_path, "--only", only)
+    assert ran.returncode == 0, ran.stderr
+    first = {each["case"]: each for each in results(tmp_path)}
+    assert set(first) == set(only.split(","))
+    assert not any("error" in each for each in first.values()), first
+    assert "collectives" in first["K/fsdp"]
+    assert all(each["promised_bytes"] > 0 for each in first.values())
+    assert "| zero3 |" in (tmp_path / "table.md").read_text()
+    record = tmp_path / "results.jsonl"
+    failed = {"case": "K/fsdp", "error": "full"}
+    record.write_text(json.dumps(first["B/zero3"]) + "\n" + json.dumps(failed) + "\n")
+    ran = run(tmp_path, "--only", only, "--resume")
+    assert ran.returncode == 0, ran.stderr
+    assert [each["case"] for each in results(tmp_path)] == ["B/zero3", "K/fsdp", "K/fsdp"]
+
+
+def test_a_case_that_fails_or_takes_too_long_costs_only_itself(tmp_path, monkeypatch):
+    row = gpu.Row("X", gpu.TINY, ("bare", "no such system"))
+    monkeypatch.setattr(gpu, "ROWS", (row,))
+    late = gpu.Case(row, "bare", tmp_path)
+    assert late.result(0.05) == {"error": "more than 0 s"}
+    assert "expected rows or row/system" in gpu.Case(row, "bare", tmp_path).result(60)["error"]
+    with pytest.raises(SystemExit, match="X/bare"):
+        gpu.chosen("Y")
+
+
+def test_operations_of_a_step():
+    shape = gpu.Shape(layers=2, dim=4, inner=8, batch=3, seq=5, vocab=7, head=2)
+    weights = 2 * (4 * 16 + 3 * 32) + 28
+    assert shape.operations(causal=False) == 15 * (6 * weights + 12 * 2 * 4 * 5)
+    assert shape.operations(causal=True) == 15 * (6 * weights + 6 * 2 * 4 * 5)
+
+
+def test_communication_beside_compute():
+    messages, compute = gpu.united([(5.0, 9.0), (0.0, 4.0), (3.0, 4.5)]), [(1.0, 2.0), (4.0, 6.0)]
+    assert messages == [(0.0, 4.5), (5.0, 9.0)]
+    assert gpu.overlap(messages, compute) == 2.5
+
+
+@pytest.mark.exhaustive
+def test_every_case_runs(tmp_path):
+    ran = run(tmp_path, "--minutes", "20")
+    assert ran.returncode == 0, ran.stderr
+    failed = {each["case"]: each["error"] for each in results(tmp_path) if "error" in each}
+    assert not failed
