@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from drivetrain.cost import ModelSpec
+from drivetrain.errors import UsageError
 from drivetrain.parts.saved_state import AROUND
 from drivetrain.sharding.estimate import Estimate
 from drivetrain.sharding.home import BoundOptimizer, Held, OnDevice
@@ -250,7 +251,18 @@ class OffloadEngine(OnDevice):
         super().set_master(flat, slot, values)
 
     def values_changed(self, unit: Unit) -> None:
-        """Let masters that stores keep follow whole values that a script has changed."""
+        """Let masters that stores keep follow whole values that a script has changed.
+
+        Raises:
+            UsageError: updates are held back, which the values lack.
+        """
+        if self._late:
+            raise UsageError(
+                "expected no writes into parameters outside of gathered() with offload.delayed: "
+                f"true, found some into {unit.label}, whose latest update is held back; write "
+                "inside 'with accelerator.gathered(model):' on every rank, or take "
+                "offload.delayed: false"
+            )
         for slot in unit.slots:
             one = self._offloaded.get(slot)
             if one is not None and one.master:

@@ -7,11 +7,12 @@ after. The parameter objects and their views stay, so autograd's saved views are
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
+from functools import lru_cache, partial
 from itertools import chain
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from drivetrain.collectives import Communicator, Handle
 from drivetrain.collectives.channels import GatherChannel
@@ -53,6 +54,7 @@ class Unit:
         secondary: a part that is kept for good, from which the ranks of this host can.
         storages: the identities of the values' storages, which last as long as the unit.
         versions: of the parameters when ``changed`` was last asked; None before their values came.
+        digests: of the values then, where a store keeps masters; otherwise None.
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class Unit:
         self.absent: Guard = self
         self._guarded_by: Guard | None = None
         self.versions: list[int] | None = None
+        self.digests: list[Tensor] | None = None
         self.storages = {flat.untyped_storage()._cdata for flat in self.values}
         self._channel: GatherChannel | None = None
         self._memory = [(flat.values.untyped_storage(), flat.layout.nbytes) for flat in flats]
@@ -224,6 +227,12 @@ class Unit:
             unguard(parameter)
         if self.versions is None:
             self.versions = [parameter._version for parameter in self.parameters]
+        if self.digests is not None:
+            self.digests = [digest(flat) for flat in self.values]
+
+    def notice_all_writes(self) -> None:
+        """Let ``changed`` find writes that leave no trace, too: a store keeps masters."""
+        self.digests = [digest(flat) for flat in self.values] if self.resident else None
 
     def changed(self) -> bool:
         """Whether the script has written into parameters since their values came, or since asked.
@@ -233,7 +242,14 @@ class Unit:
         if self.versions is None:
             return False
         before, self.versions = self.versions, [p._version for p in self.parameters]
-        return before != self.versions
+        return self._values_differ() or before != self.versions
+
+    def _values_differ(self) -> bool:
+        """Whether values are not those that came, or were last asked for; remember those of now."""
+        if self.digests is None:
+            return False
+        before, self.digests = self.digests, [digest(flat) for flat in self.values]
+        return any(not torch.equal(*pair) for pair in zip(before, self.digests, strict=True))
 
     def replaced(self) -> list[ParameterSlot]:
         """Return the parameters of a whole unit that the script gave other memory (``p.data =``).
@@ -292,7 +308,7 @@ class Unit:
         for parameter in self.parameters:  # on every rank, for what autograd has saved
             torch.autograd.graph.increment_version(parameter)
         self.keep_changes()
-        self.versions = [parameter._version for parameter in self.parameters]
+        self.changed()  # and known
 
     def keep_changes(self) -> None:
         """Let this rank's shards follow the values, without a rounding where none changed."""
@@ -325,15 +341,46 @@ def why_only_read(unit: Unit, *, delayed: bool) -> str:
 
 # --- writes between steps, into parameters that stay whole ---
 
+_COLUMNS = 4093
+"""Words that have factors of their own: a prime, so that rows of tensors can be told apart."""
+
+
+@lru_cache(maxsize=8)
+def _factors(device: torch.device) -> Tensor:
+    return torch.arange(1, 2 * _COLUMNS, 2, device=device)  # odd: no bit of a word is lost
+
+
+@torch.no_grad()
+def digest(flat: Tensor) -> Tensor:
+    """Return a number that tells values apart, on their device: one pass, and nobody waits.
+
+    Args:
+        flat: 1-D, of any dtype.
+    """
+    raw, factors = flat.view(torch.uint8), _factors(flat.device)
+    count = raw.numel() // 8
+    words, rest = raw[: count * 8].view(torch.int64), raw[count * 8 :]
+    table = words[: count // _COLUMNS * _COLUMNS].view(-1, _COLUMNS)
+    words = words[table.numel() :]
+    found = (words * factors[: words.numel()]).sum()
+    if table.numel():
+        found += (table.sum(0) * factors).sum()
+    return found + (rest * factors[: rest.numel()]).sum() if rest.numel() else found
+
+
 
 def is_ahead(unit: Unit, flat: FlatTensor) -> bool:
     """Return whether values may be the script's, while masters beside them are not.
 
-    Writes through ``parameter.data`` leave no trace: values and masters are to be compared.
+    Writes through ``parameter.data`` leave no trace: values and masters are to be compared, or
+    where a store has these, the values with what they were.
     """
     if not (unit.resident and unit.whole) or unit.approximate:
         return False
-    return flat.shard.untouched or unit.versions != [p._version for p in unit.parameters]
+    if flat.shard.untouched or unit.versions != [p._version for p in unit.parameters]:
+        return True
+    known = None if unit.digests is None else unit.digests[unit.flats.index(flat)]
+    return known is not None and not torch.equal(known, digest(flat.values))
 
 
 def take_written(unit: Unit, *, stores: bool) -> bool:
@@ -344,7 +391,7 @@ def take_written(unit: Unit, *, stores: bool) -> bool:
         stores: whether a store may keep masters.
 
     Returns:
-        Whether there were writes that left a trace.
+        Whether there were writes that left a trace, or where a store has masters, any.
     """
     copies = [flat for flat in unit.flats if flat.shard.separate]
     if not copies and not stores:
