@@ -276,7 +276,11 @@ class WholeState:
         }
 
     def places(self, module: nn.Module) -> dict[str, TensorHome]:
-        """Return where each tensor is by now, by name. Collective over the pipeline."""
+        """Return where each tensor is by now, by name. Collective over the pipeline.
+
+        Raises:
+            UsageError: no stage has one of them by its name.
+        """
         state = state_tensors(module)
         shape = (self._axis.size, len(self._whole), 2)
         table = torch.zeros(shape, dtype=torch.int64, device=self._device)
@@ -288,7 +292,13 @@ class WholeState:
         rows = table.transpose(0, 1).tolist()
         found = {}
         for facts, by_rank in zip(self._whole.values(), rows, strict=True):
-            rank = next(r for r, (dtype, _) in enumerate(by_rank) if dtype != _ABSENT)
+            rank = next((r for r, (dtype, _) in enumerate(by_rank) if dtype != _ABSENT), None)
+            if rank is None:
+                raise UsageError(
+                    f"expected the tensors of the prepared model, found none that is {facts.name!r}"
+                    " on any stage: modules were renamed or taken away since prepare(), as by "
+                    "merge_and_unload() of peft; save the model as it is, and merge in one process"
+                )
             dtype, trainable = by_rank[rank]
             known = replace(facts, dtype=_DTYPES[dtype], trainable=bool(trainable))
             found[facts.name] = TensorHome(rank, known)

@@ -255,6 +255,8 @@ class Megatron(CellOnPaper, StatesOfCell):
 
     def state_facts(self, module: nn.Module) -> Sequence[TensorFacts]:
         """Return the facts of the whole model's state dict, the same on every rank."""
+        if self._builder is None:  # every rank has all, whatever the script calls it by now
+            return super().state_facts(module)
         return [place.facts for place in self._whole.places(module).values()]
 
     @contextmanager
@@ -262,6 +264,10 @@ class Megatron(CellOnPaper, StatesOfCell):
         self, module: nn.Module, names: Sequence[str]
     ) -> Iterator[Mapping[str, Tensor]]:
         """Context with whole tensors on every rank, from the stages that have them."""
+        if self._builder is None:
+            with super().whole_state(module, names) as found:
+                yield found
+            return
         places = self._whole.places(module)
         state = state_tensors(module)
         mine = {name: state[name] for name in names if places[name].rank == self._pp.rank}
@@ -283,7 +289,8 @@ class Megatron(CellOnPaper, StatesOfCell):
     @contextmanager
     def _whole_here(self, chosen: Sequence[nn.Parameter], *, modify: bool) -> Iterator[None]:
         """Context in which parameters of this rank's stages are whole."""
-        partitions = {p: self._facts[self._original.names[p]].partition for p in chosen}
+        names = self._original.names  # not of parameters that the script has added since
+        partitions = {p: self._facts[names[p]].partition if p in names else None for p in chosen}
         divided = self._builder is not None or any(partitions.values())
         with (
             self._shares.open(),

@@ -14,7 +14,13 @@ from drivetrain.parts.norms import norms_of_each
 from drivetrain.parts.rounds import after_backward, in_backward
 from drivetrain.parts.wrapping import UninheritedHook
 from drivetrain_megatron.shares.share import Share, ShareParameter
-from drivetrain_megatron.tensor.behavior import Own, attach, behavior_of, computing
+from drivetrain_megatron.tensor.behavior import (
+    Own,
+    attach,
+    behavior_of,
+    computing,
+    know_shares,
+)
 from drivetrain_megatron.tensor.partition import Partition
 
 MethodT = TypeVar("MethodT", bound=Callable[..., Any])
@@ -61,8 +67,7 @@ class Shares:
             return
         mine = {share.parameter for share in self._all}
         for module in model.modules():
-            owns = any(p is not None and p in mine for p in module._parameters.values())
-            if owns and behavior_of(module) is None:
+            if know_shares(module, mine) and behavior_of(module) is None:
                 attach(module, Own())  # its forward computes with the share, however it is called
         begin, end = UninheritedHook(self._begin_forward), UninheritedHook(self._end_forward)
         self._handles.append(model.register_forward_pre_hook(begin, prepend=True))

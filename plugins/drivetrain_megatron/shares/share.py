@@ -27,7 +27,7 @@ from drivetrain.parts.torch_calls import FACTS, Arguments, Function, Keywords, w
 from drivetrain_megatron.shares.gradient import SharePlace
 from drivetrain_megatron.shares.hooks import GradientHook, seen_behind, seen_whole
 from drivetrain_megatron.shares.whole import WholeCopy, WholeTensor
-from drivetrain_megatron.tensor.behavior import computing
+from drivetrain_megatron.tensor.behavior import SHARE, computing
 from drivetrain_megatron.tensor.operators import gather, gathered
 from drivetrain_megatron.tensor.partition import Partition
 
@@ -106,8 +106,7 @@ class Share:
             lambda norm_type: model.norm(self, norm_type),
             model.forget_norms,
         )
-        known: Any = parameter
-        known._share = self
+        setattr(parameter, SHARE, self)
 
     def cover(self) -> None:
         """Let the parameter stand for the whole."""

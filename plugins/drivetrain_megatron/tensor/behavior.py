@@ -10,17 +10,18 @@ import copy
 import functools
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from drivetrain.errors import UsageError
 from drivetrain.log import get_logger
 from drivetrain.parts.naming import uncompiled
 
 _KEY = "_drivetrain_tensor_parallel"
+_SHARED = "_drivetrain_shared_parameters"
 
 
 class Computing(threading.local):
@@ -75,7 +76,17 @@ class Parallel:
     _drivetrain_original: type[nn.Module]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute by the behavior."""
+        """Compute by the behavior.
+
+        Raises:
+            UsageError: another tensor stands in the place of a share.
+        """
+        members: Any = self.__dict__
+        for child, name in members.get(_SHARED, ()):
+            owner = members["_modules"].get(child) if child else self
+            held = None if owner is None else owner._parameters.get(name)
+            if held is not None and not hasattr(held, SHARE):
+                raise _other_values(f"{child}.{name}" if child else name, self)
         with computing:
             return self.__dict__[_KEY].forward(self, *args, **kwargs)
 
@@ -96,6 +107,40 @@ class Parallel:
             ", which ranks share: save state_dict() on every rank, or "
             "accelerator.get_state_dict(model), and build the module anew"
         )
+
+
+SHARE = "_share"
+"""The attribute of parameters of which this rank has a share."""
+
+
+def know_shares(module: nn.Module, mine: Collection[Tensor]) -> bool:
+    """Let a module compute with shares only; return whether it has parameters that are shares.
+
+    Those of its children count for it, too: attention reads its projection's by itself.
+
+    Args:
+        module: of any kind.
+        mine: parameters of which this rank has a share.
+    """
+    parts = {"": module, **{name: child for name, child in module._modules.items() if child}}
+    found = tuple(
+        (child, name)
+        for child, part in parts.items()
+        for name, parameter in part._parameters.items()
+        if parameter is not None and parameter in mine
+    )
+    if found:
+        module.__dict__[_SHARED] = found
+    return any(not child for child, _ in found)
+
+
+def _other_values(name: str, module: nn.Module) -> UsageError:
+    return UsageError(
+        f"expected this rank's share of {name!r} in {original_class(module).__name__}, found "
+        "another tensor in its place, as by torch.func.functional_call(), or in a copy that was "
+        "made inside of gathered(): ranks compute together with shares of parameters. Copy the "
+        "model outside of gathered(), and write other values into the parameters, or set tp: 1"
+    )
 
 
 def attach(module: nn.Module, behavior: Behavior, **members: Any) -> None:
@@ -131,6 +176,7 @@ def detach(module: nn.Module) -> None:
     if isinstance(module, Parallel):
         restored: Any = module
         restored.__class__ = module._drivetrain_original
+        module.__dict__.pop(_SHARED, None)
         del module.__dict__[_KEY]
 
 
