@@ -25,6 +25,7 @@ from drivetrain.errors import ConfigError, RankMismatchError
 from drivetrain.links.chosen import LinkMethods
 from drivetrain.parts.guard import Elsewhere
 from drivetrain.parts.naming import named_parameters
+from drivetrain.parts.torch_calls import refuse_transforms
 from drivetrain.parts.wrapping import UninheritedHook
 from drivetrain.runtime.mesh import Mesh
 from drivetrain.runtime.precision import Precision
@@ -290,9 +291,11 @@ class SameBatch(UninheritedHook):
 
         Raises:
             RankMismatchError: ranks of the cell got different ones; on each of them.
+            UsageError: the forward is part of a transform of ``torch.func``.
         """
         if torch._C._current_graph_task_id() != -1:
             return  # a backward that computes once more
+        refuse_transforms()
         trains = module.training and torch.is_grad_enabled()
         if self._left[trains]:
             self._left[trains] -= 1

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from drivetrain.errors import UsageError
+
 Function: TypeAlias = Callable[..., Any]
 Arguments: TypeAlias = Sequence[Any]
 Keywords: TypeAlias = Mapping[str, Any]
@@ -111,3 +113,20 @@ def targets(name: str, args: Arguments, kwargs: Keywords) -> Sequence[Any]:
 
 def _writes(name: str) -> bool:
     return (name.endswith("_") and not name.startswith("__")) or name in _WRITING_OPERATORS
+
+
+def refuse_transforms() -> None:
+    """Refuse a forward inside of a transform of ``torch.func``, such as ``grad`` or ``vmap``.
+
+    Its tensors have no memory that could be sent, or looked for in what autograd saves.
+
+    Raises:
+        UsageError: there is one.
+    """
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise UsageError(
+            "expected a forward outside of the transforms of torch.func (grad, vjp, jvp, vmap and "
+            "others), found one inside: ranks exchange parameters or activations in there, which "
+            "transforms cannot see. Take torch.autograd.grad, or a loop over samples, or a "
+            "strategy that keeps models whole, such as the default"
+        )

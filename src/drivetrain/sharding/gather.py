@@ -25,6 +25,7 @@ from drivetrain.collectives import Communicator
 from drivetrain.errors import StorageError, UsageError
 from drivetrain.heap import Heap
 from drivetrain.parts.rounds import after_backward, in_backward
+from drivetrain.parts.torch_calls import refuse_transforms
 from drivetrain.sharding.guard import AbsentGuard, LeftGuard, refusal, shares_memory, without_values
 from drivetrain.sharding.layout import ROOT
 from drivetrain.sharding.options import Until
@@ -315,6 +316,7 @@ class Gather:
     def enter(self, owner: object) -> None:
         """Begin the forward of the model or of a unit's module; the outermost one counts."""
         if not self.in_forward:
+            refuse_transforms()
             self._saving = self.saving()
             self._saving.__enter__()
         self._forwards.append(owner)
