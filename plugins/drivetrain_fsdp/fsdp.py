@@ -209,6 +209,7 @@ class Fsdp(GroupsOfRanks):
         """Submit the step of state that a store keeps; the optimizer itself steps the rest."""
         self.rounds.finish()
         self.reduce.shown.follow(bound.slots.values())
+        self.placement.take_changes()
         self.home.submit(bound)
 
     def after_step(self, bound: BoundOptimizer) -> None:

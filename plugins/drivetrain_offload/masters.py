@@ -170,7 +170,8 @@ class OffloadedParameters:
             flat.gradient_device = torch.device("cpu")
             if one.master:
                 one.set_master(flat.shard.read(slot).to("cpu"))
-                unit.notice_all_writes()
+                if unit.resident:
+                    unit.notice_all_writes()
             state = bound.optimizer.state.pop(one.fragment, None)
             if state:
                 one.set_states(state)

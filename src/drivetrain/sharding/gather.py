@@ -129,6 +129,7 @@ class Gather:
         keep_changes: Callable[[Unit], None],
     ) -> None:
         self.units = units
+        self._turn = 0
         self._keep_changes = keep_changes
         self._by_storage = {storage: unit for unit in units for storage in unit.storages}
         self._counted = [unit for unit in units if unit.layout.key != ROOT]
@@ -317,9 +318,17 @@ class Gather:
         """Begin the forward of the model or of a unit's module; the outermost one counts."""
         if not self.in_forward:
             refuse_transforms()
+            self._look_at_next()
             self._saving = self.saving()
             self._saving.__enter__()
         self._forwards.append(owner)
+
+    def _look_at_next(self) -> None:
+        """Look for writes that leave no trace in one unit for each forward, in turns: a pass."""
+        if self.units:
+            self.units[self._turn].digests = None
+            self._turn = (self._turn + 1) % len(self.units)
+            self.units[self._turn].notice_all_writes()
 
     def leave(self, owner: object = None) -> None:
         """End a forward and all forwards inside that an exception cut short; without owner, all.

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from drivetrain.building import WeightSource, fill, meta_tensors
 from drivetrain.collectives import Communicator, connect
 from drivetrain.cost import TensorSpec
+from drivetrain.errors import RankMismatchError
 from drivetrain.links.linked import connect_linked, connect_replicas
 from drivetrain.parts.naming import held_parameters, named_parameters
 from drivetrain.parts.overlap import check_apart
@@ -22,7 +23,7 @@ from drivetrain.sharding.near import SecondaryRanks, SecondaryShard, connect_sec
 from drivetrain.sharding.options import ShardedConfig
 from drivetrain.sharding.shard import FlatTensor
 from drivetrain.sharding.slot import ParameterSlot
-from drivetrain.sharding.unit import Unit, take_written
+from drivetrain.sharding.unit import Unit, digest, take_written
 from drivetrain.strategy import Run
 
 CutModel: TypeAlias = Callable[[Sequence[TensorSpec], Sequence[Hashable]], Sequence[UnitLayout]]
@@ -164,6 +165,8 @@ class Placement:
         self._outside: dict[str, nn.Parameter] = {}
         self._flats: dict[ParameterSlot, FlatTensor] = {}
         self._units: dict[ParameterSlot, Unit] = {}
+        self._written: dict[Unit, Tensor] = {}
+        self._writes = 0
 
     def __iter__(self) -> Iterator[ParameterSlot]:
         return iter(self.slots.values())
@@ -265,6 +268,9 @@ class Placement:
         Tensors that it set as their data are copied here, and no earlier: an average that is
         swapped in for an evaluation, and out again, must not be written into the memory that the
         script holds meanwhile (``old = p.data``).
+
+        Raises:
+            RankMismatchError: ranks have written different values.
         """
         for unit in self.units:
             if not unit.resident:
@@ -273,6 +279,35 @@ class Placement:
                 unit.take_data(replaced)
             if take_written(unit, stores=self._home.active) or replaced:
                 self._home.values_changed(unit)
+                self.note_written(unit)
+        if self._written:
+            self._compare_written()
+
+    def note_written(self, unit: Unit) -> None:
+        """Remember the whole values that the script, or a forward, has written."""
+        self._written[unit] = torch.stack([digest(flat) for flat in unit.values]).sum(0)
+
+    def _compare_written(self) -> None:
+        """Compare what ranks have written, now and then: at the first, second, fourth step of it.
+
+        Raises:
+            RankMismatchError: it differs; each rank would keep its own part.
+        """
+        written, self._written = self._written, {}
+        self._writes += 1
+        if self._writes & (self._writes - 1) or self._ranks.everyone.size == 1:
+            return
+        mine = torch.stack([written[unit] for unit in self.units if unit in written]).sum(0)
+        bounds = torch.stack([mine, ~mine])
+        self._ranks.everyone.all_reduce(bounds, reduction="max", label="written parameters").wait()
+        if bounds[0] != ~bounds[1]:
+            labels = ", ".join(unit.label for unit in self.units if unit in written)
+            raise RankMismatchError(
+                f"expected equal parameters on all ranks, found that they have written different "
+                f"values into some of {labels} since the last step: what a forward, or the script, "
+                "writes is of one rank alone, such as rows of its batch (max_norm). Write the same "
+                "on all ranks, the accelerator.reduce() of it for example, or let a buffer hold it"
+            )
 
     def units_of(self, parameters: Iterable[nn.Parameter]) -> list[Unit]:
         """Return the units of parameters, in order."""

@@ -245,6 +245,7 @@ class ShardedStrategy(Accounted[ConfigT], Generic[ConfigT]):
             )
         unit.keep_changes()
         self.home.values_changed(unit)
+        self.placement.note_written(unit)
 
     def bind(self, optimizer: Optimizer) -> Optimizer:
         """Give one more optimizer its fragments."""

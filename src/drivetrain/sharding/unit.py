@@ -17,7 +17,7 @@ from torch import Tensor
 from drivetrain.collectives import Communicator, Handle
 from drivetrain.collectives.channels import GatherChannel
 from drivetrain.collectives.handles import Finished
-from drivetrain.errors import CollectiveError, StorageError
+from drivetrain.errors import CollectiveError, StorageError, UsageError
 from drivetrain.heap import offer
 from drivetrain.parts.guard import Guard, guard, unguard
 from drivetrain.sharding.layout import UnitLayout, stretches_of
@@ -54,7 +54,8 @@ class Unit:
         secondary: a part that is kept for good, from which the ranks of this host can.
         storages: the identities of the values' storages, which last as long as the unit.
         versions: of the parameters when ``changed`` was last asked; None before their values came.
-        digests: of the values then, where a store keeps masters; otherwise None.
+        digests: of the values then, or when they came; None where nobody looks for writes that
+            leave no trace.
     """
 
     def __init__(
@@ -231,22 +232,33 @@ class Unit:
             self.digests = [digest(flat) for flat in self.values]
 
     def notice_all_writes(self) -> None:
-        """Let ``changed`` find writes that leave no trace, too: a store keeps masters."""
-        self.digests = [digest(flat) for flat in self.values] if self.resident else None
+        """Let ``changed`` find writes that leave no trace, too, from now on."""
+        self.digests = [digest(flat) for flat in self.values] if self.whole else []
 
     def changed(self) -> bool:
         """Whether the script has written into parameters since their values came, or since asked.
 
         What the library writes goes to the flat tensors, and changes no version of a parameter.
+
+        Raises:
+            UsageError: a forward has written into freed units, and it was noticed, without a trace.
         """
         if self.versions is None:
             return False
         before, self.versions = self.versions, [p._version for p in self.parameters]
-        return self._values_differ() or before != self.versions
+        untraced = self._values_differ() and before == self.versions
+        if untraced and not self.resident:
+            raise UsageError(
+                f"expected a forward that writes into parameters themselves, found one that wrote "
+                f"into some of {self.label} through .data, which leaves no trace: write as in "
+                "'with torch.no_grad(): parameter.clamp_(-1, 1)', or inside "
+                "'with accelerator.gathered(model):'"
+            )
+        return untraced or before != self.versions
 
     def _values_differ(self) -> bool:
         """Whether values are not those that came, or were last asked for; remember those of now."""
-        if self.digests is None:
+        if not self.digests:  # nobody looks, or none have come since somebody does
             return False
         before, self.digests = self.digests, [digest(flat) for flat in self.values]
         return any(not torch.equal(*pair) for pair in zip(before, self.digests, strict=True))
@@ -395,7 +407,7 @@ def take_written(unit: Unit, *, stores: bool) -> bool:
     """
     copies = [flat for flat in unit.flats if flat.shard.separate]
     if not copies and not stores:
-        return False
+        return unit.changed()
     for flat in copies:
         if is_ahead(unit, flat):
             flat.shard.take()
