@@ -3,13 +3,17 @@
 import copy
 import io
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.optim import SGD
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from way_kit import Loop
+from way_kit import LENGTH, Loop
+
+WHOLE = torch.arange(2 * LENGTH).view(2, LENGTH)
 
 
 def _train(loop: Loop, after: Callable[[int, nn.Module], None]) -> None:
@@ -217,3 +221,74 @@ def ranks_draw_other_first_values(loop: Loop) -> None:
         optimizer.step()
         optimizer.zero_grad()
     loop.weights(model)
+
+
+# --- other values in the place of parameters ---
+
+
+def _with_other_values(loop: Loop, call: Callable[[nn.Module, dict[str, Tensor]], Tensor]) -> None:
+    """Call a model with other values than its own between two steps, and train on."""
+    model, optimizer = loop.ready()
+    for step in range(2):
+        whole = model.state_dict() if loop.alone else loop.accelerator.get_state_dict(model)
+        loop.note(f"called {step}", call(model, {name: 1.5 * t for name, t in whole.items()}))
+        loop.backward(loop.loss(model, loop.batch(step)))
+        optimizer.step()
+        optimizer.zero_grad()
+    loop.weights(model)
+
+
+def called_with_other_values(loop: Loop) -> None:
+    def call(model: nn.Module, values: dict[str, Tensor]) -> Tensor:
+        with torch.no_grad():
+            return functional_call(model, values, (WHOLE,))
+
+    _with_other_values(loop, call)
+
+
+def called_with_another_bias(loop: Loop) -> None:
+    def call(model: nn.Module, values: dict[str, Tensor]) -> Tensor:
+        with torch.no_grad():
+            return functional_call(model, {"blocks.0.up.bias": values["blocks.0.up.bias"]}, WHOLE)
+
+    _with_other_values(loop, call)
+
+
+def gradients_of_a_function_of_values(loop: Loop) -> None:
+    def call(model: nn.Module, values: dict[str, Tensor]) -> Tensor:
+        def loss(values: dict[str, Tensor]) -> Tensor:
+            return functional_call(model, values, (WHOLE,)).square().mean()
+
+        return torch.func.grad(loss)(values)["head.weight"]
+
+    _with_other_values(loop, call)
+
+
+def a_copy_made_of_whole_parameters_is_called(loop: Loop) -> None:
+    model, _ = loop.ready()
+    with nullcontext() if loop.alone else loop.accelerator.gathered(model):
+        average = AveragedModel(model)
+    average.update_parameters(model)
+    with torch.no_grad():
+        loop.note("outputs", average(WHOLE))
+
+
+def adapters_are_merged_and_saved(loop: Loop) -> None:
+    from peft import LoraConfig, get_peft_model
+    from safetensors.torch import load_file
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 32, "n_positions": 8, "n_embd": 8, "n_layer": 2, "n_head": 2}
+    tokens = {"bos_token_id": 0, "eos_token_id": 0}
+    base = GPT2LMHeadModel(GPT2Config(**sizes, **tokens, attn_implementation="eager"))
+    adapters = LoraConfig(target_modules=["c_attn", "c_fc"], fan_in_fan_out=True)
+    adapters.init_lora_weights = False
+    model = get_peft_model(base, adapters)
+    model.example_inputs = {"input_ids": WHOLE}
+    merged = loop.prepare(model).merge_and_unload()
+    folder = loop.folder()
+    merged.save_pretrained(folder)
+    loop.folder()  # the first rank has written
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        loop.note(name, tensor)

@@ -118,6 +118,42 @@ def all_rows_clamped_in_forward(loop: Loop) -> None:
     _shortened(loop, max_norm=None)
 
 
+class _LaterWrites(nn.Module):
+    """A table whose forward writes into the table when the script asks for it."""
+
+    def __init__(self, write: Callable[[Tensor], object]) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(8, 4), nn.Linear(4, 2)
+        self.write, self.writes = write, False
+        self.example_inputs = {"t": torch.arange(4)}
+
+    def forward(self, t: Tensor) -> Tensor:
+        if self.writes:
+            with torch.no_grad():
+                self.write(self.table.weight)
+        return self.head(self.table(t))
+
+
+def _written_later(loop: Loop, write: Callable[[Tensor], object]) -> None:
+    torch.manual_seed(0)
+    given = _LaterWrites(write)
+    model, optimizer = loop.prepare(given, SGD(given.parameters(), lr=0.5))
+    for step in range(5):
+        given.writes = step > 1
+        loop.backward(model(loop.part(torch.arange(8).flip(0))).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    loop.weights(model)
+
+
+def rows_clamped_in_later_forwards(loop: Loop) -> None:
+    _written_later(loop, lambda weight: weight.clamp_(-0.3, 0.3))
+
+
+def rows_clamped_through_data_in_later_forwards(loop: Loop) -> None:
+    _written_later(loop, lambda weight: weight.data.clamp_(-0.3, 0.3))
+
+
 # --- optimizers of one's own ---
 
 

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch.optim import SGD
 
+from drivetrain.errors import UsageError
 from zero_stages import MASTERS, start
 
 CHANGED = 8.0
@@ -35,6 +36,11 @@ class Training:
         with self.accelerator.gathered(self.model):
             if self.accelerator.is_main_process:
                 nn.init.constant_(self.model[2].weight, CHANGED)
+        return self
+
+    def write_unseen(self):
+        for parameter in self.model.parameters():
+            parameter.data.copy_(parameter.data.flip(0))
         return self
 
     def masters(self):
@@ -70,3 +76,20 @@ def test_changes_reach_masters(name, precision, tmp_path):
     found = Training(name, precision, **late).steps(3).change().steps(2).masters()
     weight = [value for key, value in found.items() if key[0] == "2.weight"]
     assert all((value - CHANGED).abs().max() < 0.5 for value in weight)
+
+
+@pytest.mark.ranks(2)
+def test_writes_that_leave_no_trace_reach_masters_or_are_refused(tmp_path):
+    disk = {"optimizer": "nvme", "path": str(tmp_path)}
+    for steps in (0, 2):  # what is saved before the next step has them, too
+        expected, found = (
+            Training("zero2", "bf16", **way).steps(2).write_unseen().steps(steps).masters()
+            for way in ({}, disk)
+        )
+        assert found.keys() == expected.keys()
+        for key, value in expected.items():
+            assert torch.equal(found[key], value), key
+
+    late = {"optimizer": "cpu", "delayed": True}
+    with pytest.raises(UsageError, match="held back"):
+        Training("zero2", "bf16", **late).steps(2).write_unseen().steps(1)
