@@ -81,12 +81,12 @@ class Parallel:
         Raises:
             UsageError: another tensor stands in the place of a share.
         """
-        members: Any = self.__dict__
-        for child, name in members.get(_SHARED, ()):
-            owner = members["_modules"].get(child) if child else self
+        module: Any = self
+        for child, name in module.__dict__.get(_SHARED, ()):
+            owner = module._modules.get(child) if child else module
             held = None if owner is None else owner._parameters.get(name)
-            if held is not None and not hasattr(held, SHARE):
-                raise _other_values(f"{child}.{name}" if child else name, self)
+            if type(held) in _ORDINARY and not hasattr(held, SHARE):
+                raise _other_values(f"{child}.{name}" if child else name, module)
         with computing:
             return self.__dict__[_KEY].forward(self, *args, **kwargs)
 
@@ -111,6 +111,9 @@ class Parallel:
 
 SHARE = "_share"
 """The attribute of parameters of which this rank has a share."""
+
+_ORDINARY = (Tensor, nn.Parameter)
+"""A pipeline puts others in the places of parameters, for what other stages have."""
 
 
 def know_shares(module: nn.Module, mine: Collection[Tensor]) -> bool:

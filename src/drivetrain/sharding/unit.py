@@ -380,7 +380,6 @@ def digest(flat: Tensor) -> Tensor:
     return found + (rest * factors[: rest.numel()]).sum() if rest.numel() else found
 
 
-
 def is_ahead(unit: Unit, flat: FlatTensor) -> bool:
     """Return whether values may be the script's, while masters beside them are not.
 

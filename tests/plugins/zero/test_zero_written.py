@@ -36,3 +36,4 @@ def test_rows_that_each_rank_writes_by_itself_are_refused(name):
             optimizer.zero_grad()
     with pytest.raises(RankMismatchError, match="written different values"):
         optimizer.step()
+    accelerator.free_memory()
