@@ -125,10 +125,10 @@ def know_shares(module: nn.Module, mine: Collection[Tensor]) -> bool:
         module: of any kind.
         mine: parameters of which this rank has a share.
     """
-    parts = {"": module, **{name: child for name, child in module._modules.items() if child}}
     found = tuple(
         (child, name)
-        for child, part in parts.items()
+        for child, part in {"": module, **module._modules}.items()
+        if part is not None
         for name, parameter in part._parameters.items()
         if parameter is not None and parameter in mine
     )

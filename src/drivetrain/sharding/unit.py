@@ -257,8 +257,8 @@ class Unit:
         return untraced or before != self.versions
 
     def _values_differ(self) -> bool:
-        """Whether values are not those that came, or were last asked for; remember those of now."""
-        if not self.digests:  # nobody looks, or none have come since somebody does
+        """Whether values are not those that came, or were here when last asked; note them now."""
+        if not self.digests or not self.whole:  # nobody looks, or none have come since
             return False
         before, self.digests = self.digests, [digest(flat) for flat in self.values]
         return any(not torch.equal(*pair) for pair in zip(before, self.digests, strict=True))
