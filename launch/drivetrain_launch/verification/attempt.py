@@ -10,8 +10,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from drivetrain.config.document import STRATEGY
 from drivetrain.config.resolve import Resolved
 from drivetrain.errors import CollectiveError
+from drivetrain.registry import strategies
 from drivetrain.verify import RecordRequest, RunRecord
 
 Ending = Literal["recorded", "refused", "failed", "hung", "empty"]
@@ -72,7 +74,7 @@ class Job:
         self.announce(f"{name}, on {ranks} ranks" if ranks > 1 else f"{name}, in one process")
         folder = self.folder / name
         folder.mkdir(parents=True)
-        (folder / "config.yaml").write_text(_on(self.resolved, ranks), encoding="utf-8")
+        (folder / "config.yaml").write_text(_on(self.resolved, ranks, request), encoding="utf-8")
         replace(request, steps=self.steps, folder=str(folder)).write(folder / "request.json")
         launch = ("-m", "drivetrain_launch", "launch", "--config", str(folder / "config.yaml"))
         with (
@@ -96,10 +98,25 @@ class Job:
 _HUNG = CollectiveError.exit_code
 
 
-def _on(resolved: Resolved, ranks: int) -> str:
-    """Return the configuration file of a run on so many ranks of this host."""
+def _on(resolved: Resolved, ranks: int, request: RecordRequest) -> str:
+    """Return the configuration file of a run on so many ranks of this host.
+
+    The launcher, too, must find the strategy that the request puts in the place of the script's.
+    """
     launch = replace(resolved.run.launch, nproc_per_node=ranks, max_restarts=0, log_dir="")
-    return replace(resolved, run=replace(resolved.run, launch=launch)).to_yaml(with_origins=True)
+    resolved = replace(resolved, run=replace(resolved.run, launch=launch))
+    if request.strategy is not None:
+        options = dict(request.strategy)
+        name = options.pop("name")
+        origins = {
+            key: origin
+            for key, origin in resolved.origins.items()
+            if key.partition(".")[0] != STRATEGY
+        }
+        name, kind = strategies().find_config(name)
+        config = kind(**options)
+        resolved = replace(resolved, strategy=name, strategy_config=config, origins=origins)
+    return resolved.to_yaml(with_origins=True)
 
 
 def _wait(process: "subprocess.Popen[bytes]", limit_s: float) -> int | None:
