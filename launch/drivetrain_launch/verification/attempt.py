@@ -10,10 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from drivetrain.config.document import STRATEGY
 from drivetrain.config.resolve import Resolved
 from drivetrain.errors import CollectiveError
-from drivetrain.registry import strategies
 from drivetrain.verify import RecordRequest, RunRecord
 
 Ending = Literal["recorded", "refused", "failed", "hung", "empty"]
@@ -104,19 +102,12 @@ def _on(resolved: Resolved, ranks: int, request: RecordRequest) -> str:
     The launcher, too, must find the strategy that the request puts in the place of the script's.
     """
     launch = replace(resolved.run.launch, nproc_per_node=ranks, max_restarts=0, log_dir="")
-    resolved = replace(resolved, run=replace(resolved.run, launch=launch))
-    if request.strategy is not None:
-        options = dict(request.strategy)
-        name = options.pop("name")
-        origins = {
-            key: origin
-            for key, origin in resolved.origins.items()
-            if key.partition(".")[0] != STRATEGY
-        }
-        name, kind = strategies().find_config(name)
-        config = kind(**options)
-        resolved = replace(resolved, strategy=name, strategy_config=config, origins=origins)
-    return resolved.to_yaml(with_origins=True)
+    given = replace(resolved, run=replace(resolved.run, launch=launch))
+    applied = request.applied(given)
+    before = {key: value for key, value, _ in given.rows()}
+    kept = {key for key, value, _ in applied.rows() if key in before and before[key] == value}
+    origins = {key: origin for key, origin in given.origins.items() if key in kept}
+    return replace(applied, origins=origins).to_yaml(with_origins=True)
 
 
 def _wait(process: "subprocess.Popen[bytes]", limit_s: float) -> int | None:
