@@ -172,6 +172,7 @@ def measured(
         return time.perf_counter() - start
 
     seconds = [max(gather_object([take_step()])) for _ in range(WARM_UPS + steps)][WARM_UPS:]
+    gc.collect()  # what prepare() and the first step left in cycles
     with AllocatedPeak() as memory:
         take_step()
     peak = max(gather_object([memory.peak - before]))

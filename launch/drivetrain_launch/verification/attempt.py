@@ -72,7 +72,7 @@ class Job:
         self.announce(f"{name}, on {ranks} ranks" if ranks > 1 else f"{name}, in one process")
         folder = self.folder / name
         folder.mkdir(parents=True)
-        (folder / "config.yaml").write_text(_on(self.resolved, ranks), encoding="utf-8")
+        (folder / "config.yaml").write_text(_on(self.resolved, ranks, request), encoding="utf-8")
         replace(request, steps=self.steps, folder=str(folder)).write(folder / "request.json")
         launch = ("-m", "drivetrain_launch", "launch", "--config", str(folder / "config.yaml"))
         with (
@@ -96,10 +96,18 @@ class Job:
 _HUNG = CollectiveError.exit_code
 
 
-def _on(resolved: Resolved, ranks: int) -> str:
-    """Return the configuration file of a run on so many ranks of this host."""
+def _on(resolved: Resolved, ranks: int, request: RecordRequest) -> str:
+    """Return the configuration file of a run on so many ranks of this host.
+
+    The launcher, too, must find the strategy that the request puts in the place of the script's.
+    """
     launch = replace(resolved.run.launch, nproc_per_node=ranks, max_restarts=0, log_dir="")
-    return replace(resolved, run=replace(resolved.run, launch=launch)).to_yaml(with_origins=True)
+    given = replace(resolved, run=replace(resolved.run, launch=launch))
+    applied = request.applied(given)
+    before = {key: value for key, value, _ in given.rows()}
+    kept = {key for key, value, _ in applied.rows() if key in before and before[key] == value}
+    origins = {key: origin for key, origin in given.origins.items() if key in kept}
+    return replace(applied, origins=origins).to_yaml(with_origins=True)
 
 
 def _wait(process: "subprocess.Popen[bytes]", limit_s: float) -> int | None:

@@ -18,7 +18,7 @@ from drivetrain.model.look import Look
 from drivetrain.parts.blocks import NamedModule
 from drivetrain.parts.guard import Elsewhere
 from drivetrain.parts.naming import clean_name, named_parameters
-from drivetrain.parts.wrapping import unwrap_forward, wrap_forward
+from drivetrain.parts.wrapping import UninheritedMethod, unwrap_forward, wrap_forward
 from drivetrain.strategy import Run, Strategy
 from drivetrain_megatron.adapted import AdaptedModel
 from drivetrain_megatron.config import MegatronConfig
@@ -78,6 +78,7 @@ class PipelineBuilder:
         self._deferring: list[nn.Module] = []
         self._optimizers: tuple[Optimizer, ...] = ()
         self._handles: list[RemovableHandle] = []
+        self._methods: list[UninheritedMethod] = []
         self._pipeline: PipelinedModel | None = None
         self.copied_buffers: frozenset[str] = frozenset()
         self.stand_ins: StandIns | None = None
@@ -170,6 +171,7 @@ class PipelineBuilder:
         pipeline.units = {name: b for i, (name, b) in enumerate(self.blocks) if i in mine}
         for optimizer in self._optimizers:
             self.follow(optimizer)
+        self._put(pipeline.catches_up(model))
 
         def call(module: nn.Module, compute: Any, args: Any, kwargs: Any) -> Any:
             # A copy, of all parameters, computes by itself.
@@ -188,10 +190,14 @@ class PipelineBuilder:
         held = [p for group in optimizer.param_groups for p in group["params"]]
         _take_out(optimizer, {id(p) for p in held if isinstance(p, Elsewhere)})
         # A forward between backward and step refreshes copies, but of values before the step.
-        outdate = self._pipeline.stages.outdate if self._pipeline is not None else None
-        if outdate is not None:
-            hook = optimizer.register_step_post_hook(lambda *_: outdate())
+        if (pipeline := self._pipeline) is not None:
+            hook = optimizer.register_step_post_hook(lambda *_: pipeline.stages.outdate())
             self._handles.append(hook)
+            self._put(pipeline.catches_up(optimizer))
+
+    def _put(self, method: UninheritedMethod) -> None:
+        method.put()
+        self._methods.append(method)
 
     def whole(
         self, parameters: Sequence[nn.Parameter], modify: bool
@@ -216,6 +222,8 @@ class PipelineBuilder:
         """Give the model's calls back; parameters of other stages stay away."""
         for handle in self._handles:
             handle.remove()
+        for method in self._methods:
+            method.take_off()
         unwrap_forward(model, _ORIGINAL)
         if self._adapted is not None:
             self._adapted.close()

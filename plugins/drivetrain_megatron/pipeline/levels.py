@@ -19,10 +19,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 from drivetrain.errors import UsageError
 from drivetrain.log import get_logger
+from drivetrain.parts.wrapping import UninheritedMethod
 from drivetrain_megatron.config import MegatronConfig
 from drivetrain_megatron.pipeline.batch_trial import BatchTrial, Division
 from drivetrain_megatron.pipeline.batches import Dims, MicroBatch, cut_batch
@@ -102,13 +104,21 @@ class AccumulationWindow:
             worker.losses_to_run[self._waiting[self._asked]] = loss
         del self._origins[0]
         self._asked += 1
-        ready = self._asked if synchronize else max(self._asked - self._ahead, 0)
-        numbers, self._waiting = self._waiting[:ready], self._waiting[ready:]
-        self._asked -= ready
-        worker.final = numbers[-1] if synchronize else None
-        self._stages.act([Action(ActionKind.BACKWARD, self._stages.rank, each) for each in numbers])
+        self._run(self._asked if synchronize else self._asked - self._ahead, synchronize)
         if synchronize:
             self._started = 0
+
+    def catch_up(self) -> None:
+        """Run all backwards that the script has asked for: it clears their gradients."""
+        self._run(self._asked, synchronize=False)
+
+    def _run(self, count: int, synchronize: bool) -> None:
+        if count <= 0:
+            return
+        numbers, self._waiting = self._waiting[:count], self._waiting[count:]
+        self._asked -= count
+        self._stages.only.final = numbers[-1] if synchronize else None
+        self._stages.act([Action(ActionKind.BACKWARD, self._stages.rank, each) for each in numbers])
 
     def clear(self) -> None:
         """Forget calls whose backward nobody asked for."""
@@ -298,6 +308,16 @@ class PipelinedModel:
             logger.announce(f"pipeline: {line}")
 
     # --- backward ---
+
+    def catches_up(self, owner: nn.Module | Optimizer) -> UninheritedMethod:
+        """Return a ``zero_grad`` that first runs the backwards which the script has asked for."""
+        given = owner.zero_grad
+
+        def zero_grad(set_to_none: bool = True) -> None:
+            self._window.catch_up()
+            given(set_to_none=set_to_none)
+
+        return UninheritedMethod(owner, "zero_grad", zero_grad)
 
     @with_copies
     def backward(self, /, loss: Tensor, *, synchronize: bool, **options: Any) -> None:

@@ -45,6 +45,36 @@ _BESIDE = "a tensor beside the model's loss"
 """Stands among the origins of a proxy for what comes with a loss that is promised."""
 
 
+_WRONG = (
+    (
+        "expected a loss made of tensors of the last pipeline stage, found one that takes the "
+        "output of an earlier block, too (deep supervision, hidden states): its gradient "
+        "would begin on another stage. Let the blocks pass this tensor on with their output, "
+        "or use no pipeline (pp: 1)"
+    ),
+    (
+        "expected the loss that the model returned, or a multiple of it, found a loss made of "
+        "a tensor that it returned beside (logits, hidden states): with micro-batches the "
+        "forward runs inside of accelerator.backward(loss). Let the model return no loss in "
+        "such calls (models of Hugging Face: leave labels out) and make all of it outside, "
+        "make it in a function for accelerator.pipeline_step(), or set micro_batches: 1"
+    ),
+    (
+        "expected a loss made of a tensor that the model returned, found none in it: call the "
+        "model with gradients enabled, make the loss of its output, and let it return tensors "
+        "in a tuple, list, dict or Hugging Face ModelOutput (a dataclass has to be registered "
+        "by torch.export.register_dataclass)"
+    ),
+    (
+        "expected a loss made of nothing but what the model returned, found something else in "
+        "it that wants a gradient, such as a penalty on parameters: it would count on the last "
+        "pipeline stage alone. Use the optimizer's weight_decay for a penalty, or add its "
+        "gradient to each parameter.grad after backward()"
+    ),
+)
+"""What may be wrong with a loss: the order in which it is looked for."""
+
+
 class LossOrigin:
     """One call of the model, known by its identity."""
 
@@ -153,37 +183,30 @@ def origins_of(loss: Tensor) -> frozenset[LossOrigin]:
     Raises:
         UsageError: something else is in it, too, or no call.
     """
-    found = loss.origins if isinstance(loss, StageProxy) else _traced(loss)
-    if _ELSEWHERE in found:
-        raise UsageError(
-            "expected a loss made of tensors of the last pipeline stage, found one that takes the "
-            "output of an earlier block, too (deep supervision, hidden states): its gradient "
-            "would begin on another stage. Let the blocks pass this tensor on with their output, "
-            "or use no pipeline (pp: 1)"
-        )
-    if _BESIDE in found:
-        raise UsageError(
-            "expected the loss that the model returned, or a multiple of it, found a loss made of "
-            "a tensor that it returned beside (logits, hidden states): with micro-batches the "
-            "forward runs inside of accelerator.backward(loss). Let the model return no loss in "
-            "such calls (models of Hugging Face: leave labels out) and make all of it outside, "
-            "make it in a function for accelerator.pipeline_step(), or set micro_batches: 1"
-        )
-    if not found - {OTHER} and not (OTHER in found and isinstance(loss, StageProxy)):
-        raise UsageError(
-            "expected a loss made of a tensor that the model returned, found none in it: call the "
-            "model with gradients enabled, make the loss of its output, and let it return tensors "
-            "in a tuple, list, dict or Hugging Face ModelOutput (a dataclass has to be registered "
-            "by torch.export.register_dataclass)"
-        )
-    if OTHER in found:
-        raise UsageError(
-            "expected a loss made of nothing but what the model returned, found something else in "
-            "it that wants a gradient, such as a penalty on parameters: it would count on the last "
-            "pipeline stage alone. Use the optimizer's weight_decay for a penalty, or add its "
-            "gradient to each parameter.grad after backward()"
-        )
-    return frozenset(origin for origin in found if isinstance(origin, LossOrigin))
+    refuse(wrong_in(loss))
+    return frozenset(origin for origin in _found(loss) if isinstance(origin, LossOrigin))
+
+
+def wrong_in(loss: Tensor) -> int:
+    """Return the number of what is wrong with a loss, for ``refuse``; 0 where nothing is."""
+    found = _found(loss)
+    lacks = not found - {OTHER} and not (OTHER in found and isinstance(loss, StageProxy))
+    wrong = (_ELSEWHERE in found, _BESIDE in found, lacks, OTHER in found)
+    return wrong.index(True) + 1 if any(wrong) else 0
+
+
+def refuse(number: int) -> None:
+    """Refuse a loss in which ``wrong_in`` has found something.
+
+    Raises:
+        UsageError: says what, and the way out.
+    """
+    if number:
+        raise UsageError(_WRONG[number - 1])
+
+
+def _found(loss: Tensor) -> frozenset[object]:
+    return loss.origins if isinstance(loss, StageProxy) else _traced(loss)
 
 
 def refuse_options(options: Mapping[str, Any]) -> None:

@@ -16,7 +16,13 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_structure, tree_
 from drivetrain_megatron.pipeline.batch_trial import Division
 from drivetrain_megatron.pipeline.batches import Dims, MicroBatch, join
 from drivetrain_megatron.pipeline.local import LocalStages
-from drivetrain_megatron.pipeline.loss import LossOrigin, behind_inputs, mark_elsewhere
+from drivetrain_megatron.pipeline.loss import (
+    LossOrigin,
+    behind_inputs,
+    mark_elsewhere,
+    refuse,
+    wrong_in,
+)
 from drivetrain_megatron.pipeline.worker import LossOf, StageWorker
 from drivetrain_megatron.recording.proxy import StageProxy
 
@@ -138,13 +144,21 @@ class WholeBatch:
         return values.requires_grad_(leaf.requires_grad).view_as(values)
 
     def loss(self, targets: Any, loss_of: LossOf, dtype: torch.dtype) -> Tensor:
-        """Return the loss that a function makes of the output: real on the last stage."""
+        """Return the loss that a function makes of the output: real on the last stage.
+
+        Raises:
+            UsageError: on all stages: something else goes into it.
+        """
+        wrong = 0
         if self._stages.last is None:
-            proxy = StageProxy.like((), dtype, self._stages.device, requires_grad=True)
-            self.origin.mark(proxy)
-            return proxy
-        with self._stages.telling():
-            return loss_of(self.output, targets).to(dtype)
+            loss: Tensor = StageProxy.like((), dtype, self._stages.device, requires_grad=True)
+            self.origin.mark(loss)
+        else:
+            with self._stages.telling():
+                loss = loss_of(self.output, targets).to(dtype)
+            wrong = wrong_in(loss) if loss.requires_grad else 0
+        refuse(self._stages.agree([wrong])[0])
+        return loss
 
     def begin(self, loss: Tensor) -> None:
         """Run backward of a loss down to the blocks' tensors of this call and of others."""

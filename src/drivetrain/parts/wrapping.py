@@ -8,6 +8,7 @@ from types import MethodType
 from typing import Any, Protocol
 
 from torch import nn
+from torch.optim import Optimizer
 
 from drivetrain.nested import convert_to_fp32
 from drivetrain.parts.torch_calls import Arguments, Function, Keywords
@@ -143,36 +144,38 @@ class UninheritedContext:
 
 
 class UninheritedMethod:
-    """A method of one module in the place of its class's; copies and pickles have their class's.
+    """A method of one object in the place of its class's; copies and pickles have their class's.
 
     Args:
-        module: the module.
+        owner: a module or an optimizer.
         name: of the method.
         action: called with the method's arguments; None for the class's method, as in a copy.
     """
 
     def __init__(
-        self, module: nn.Module, name: str, action: Callable[..., Any] | None = None
+        self, owner: nn.Module | Optimizer, name: str, action: Callable[..., Any] | None = None
     ) -> None:
-        self._module, self._name = module, name
+        self._owner, self._name = owner, name
         self._action = action
         self._before: Callable[..., Any] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the method."""
-        action = self._action or MethodType(getattr(type(self._module), self._name), self._module)
+        action = self._action or MethodType(getattr(type(self._owner), self._name), self._owner)
         return action(*args, **kwargs)
 
     def put(self) -> None:
-        """Let the module have it, until ``take_off``."""
-        self._before = self._module.__dict__.get(self._name)
-        self._module.__dict__[self._name] = self
+        """Let the owner have it, until ``take_off``."""
+        self._before = self._owner.__dict__.get(self._name)
+        self._owner.__dict__[self._name] = self
 
     def take_off(self) -> None:
-        """Let the module have the method from before."""
-        self._module.__dict__.pop(self._name, None)
+        """Let the owner have the method from before, unless it has had another one since."""
+        if self._owner.__dict__.get(self._name) is not self:
+            return
+        del self._owner.__dict__[self._name]
         if self._before is not None:
-            self._module.__dict__[self._name] = self._before
+            self._owner.__dict__[self._name] = self._before
 
-    def __reduce__(self) -> tuple[type["UninheritedMethod"], tuple[nn.Module, str]]:
-        return UninheritedMethod, (self._module, self._name)
+    def __reduce__(self) -> tuple[type["UninheritedMethod"], tuple[nn.Module | Optimizer, str]]:
+        return UninheritedMethod, (self._owner, self._name)

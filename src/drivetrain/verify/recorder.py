@@ -5,7 +5,6 @@ import math
 import re
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +13,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten_with_path
 
 from drivetrain.collectives.facts import gather_facts
-from drivetrain.config import DtypesConfig, RecomputeConfig, Resolved
+from drivetrain.config import Resolved
 from drivetrain.facade.observer import Observer
 from drivetrain.facade.prepared import PreparedModel, PreparedObjects
-from drivetrain.facade.settings import Runs, StrategyChoice, resolve_strategy
+from drivetrain.facade.settings import Runs, StrategyChoice
 from drivetrain.facade.weights import WholeWeights
 from drivetrain.parts.naming import clean_name, named_parameters, uncompiled
 from drivetrain.parts.rounds import in_backward
@@ -59,17 +58,9 @@ class Recorder(Observer):
 
     def configured(self, config: Resolved) -> Resolved:
         """Return the script's configuration, changed as the request says."""
-        request = self._request
-        if request.doubles:
+        if self._request.doubles:
             compute_in_doubles()
-        if request.strategy is not None:
-            config = resolve_strategy(request.strategy, config)
-        run = config.run
-        if request.doubles:
-            run = replace(run, precision="no", dtypes=DtypesConfig())
-        if request.reference:
-            run = replace(run, dtypes=DtypesConfig(), recompute=RecomputeConfig())
-        return replace(config, run=run)
+        return self._request.applied(config)
 
     def attach(self, prepared: PreparedObjects, weights: WholeWeights, runs: Runs) -> None:
         """Take the objects of the run, and write an empty record."""

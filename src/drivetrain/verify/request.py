@@ -3,9 +3,12 @@
 import dataclasses
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from drivetrain.config import DtypesConfig, RecomputeConfig, Resolved
+from drivetrain.facade.settings import resolve_strategy
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,6 +31,17 @@ class RecordRequest:
     reference: bool = False
     doubles: bool = False
     dropout: bool = True
+
+    def applied(self, config: Resolved) -> Resolved:
+        """Return a configuration of the script, changed as the request says."""
+        if self.strategy is not None:
+            config = resolve_strategy(self.strategy, config)
+        run = config.run
+        if self.doubles:
+            run = replace(run, precision="no", dtypes=DtypesConfig())
+        if self.reference:
+            run = replace(run, dtypes=DtypesConfig(), recompute=RecomputeConfig())
+        return replace(config, run=run)
 
     def write(self, path: Path) -> None:
         """Write it to a file."""

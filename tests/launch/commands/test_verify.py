@@ -114,7 +114,8 @@ def test_a_right_strategy_agrees_but_for_rounding(verify):
     lines = done.stdout.splitlines()
     assert lines[0] == "zero3 on dp=2, 2 steps, against whole models on 2 ranks"
     assert lines[-1] in ("equal but for rounding", "equal to the last bit")
-    assert [line.split()[0] for line in lines[2:6]] == ["first", "losses", "gradient", "weights"]
+    kinds = ["first", "losses", "gradient", "stepped", "optimizer", "weights"]
+    assert [line.split()[0] for line in lines[2:8]] == kinds
 
 
 @pytest.mark.exhaustive

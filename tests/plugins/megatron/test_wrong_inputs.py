@@ -91,6 +91,14 @@ def test_a_penalty_on_parameters():
             refused(PENALTY, partial(accelerator.backward, found + penalty(model)))
             accelerator.backward(found)
         both.close()
+    # A loss function runs on the last stage alone; all of them refuse what it made.
+    both = Twins(built(), pp=2)
+
+    def wrong(*given):
+        return word_loss(*given) + penalty(both.model)
+
+    refused(PENALTY, partial(both.accelerator.pipeline_step, both.model, IDS, IDS, loss_fn=wrong))
+    both.close()
 
 
 @pytest.mark.ranks(2)
