@@ -95,7 +95,7 @@ class PreparedModel:
             for parameter in module._parameters.values():
                 if parameter is not None and id(parameter) not in known and parameter.requires_grad:
                     self._refuse_parameter(parameter)
-            modules += filter(None, module._modules.values())
+            modules += [each for each in module._modules.values() if each is not None]
 
     def _refuse_parameter(self, found: nn.Parameter) -> NoReturn:
         name = next(name for name, each in self.module.named_parameters() if each is found)
