@@ -2,6 +2,7 @@
 
 import copy
 import io
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 
@@ -288,7 +289,9 @@ def adapters_are_merged_and_saved(loop: Loop) -> None:
     model.example_inputs = {"input_ids": WHOLE}
     merged = loop.prepare(model).merge_and_unload()
     folder = loop.folder()
-    merged.save_pretrained(folder)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of transformers, about names of its own
+        merged.save_pretrained(folder)
     loop.folder()  # the first rank has written
     for name, tensor in load_file(folder / "model.safetensors").items():
         loop.note(name, tensor)
