@@ -275,6 +275,12 @@ def a_copy_made_of_whole_parameters_is_called(loop: Loop) -> None:
 
 
 def adapters_are_merged_and_saved(loop: Loop) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of transformers, about names of its own
+        _merge_and_save(loop)
+
+
+def _merge_and_save(loop: Loop) -> None:
     from peft import LoraConfig, get_peft_model
     from safetensors.torch import load_file
     from transformers import GPT2Config, GPT2LMHeadModel
@@ -289,9 +295,7 @@ def adapters_are_merged_and_saved(loop: Loop) -> None:
     model.example_inputs = {"input_ids": WHOLE}
     merged = loop.prepare(model).merge_and_unload()
     folder = loop.folder()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # of transformers, about names of its own
-        merged.save_pretrained(folder)
+    merged.save_pretrained(folder)
     loop.folder()  # the first rank has written
     for name, tensor in load_file(folder / "model.safetensors").items():
         loop.note(name, tensor)
