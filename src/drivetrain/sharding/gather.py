@@ -100,6 +100,10 @@ class UsualOrder:
             self._usual = self._left.copy()
 
 
+LOOKS = 64
+"""So many forwards look for writes that leave no trace, and later one in so many."""
+
+
 class Gather:
     """The gathering and freeing of one model's sharded units.
 
@@ -129,7 +133,8 @@ class Gather:
         keep_changes: Callable[[Unit], None],
     ) -> None:
         self.units = units
-        self._turn = 0
+        self._forward = 0
+        self._looked: Unit | None = None
         self._keep_changes = keep_changes
         self._by_storage = {storage: unit for unit in units for storage in unit.storages}
         self._counted = [unit for unit in units if unit.layout.key != ROOT]
@@ -324,11 +329,19 @@ class Gather:
         self._forwards.append(owner)
 
     def _look_at_next(self) -> None:
-        """Look for writes that leave no trace in one unit for each forward, in turns: a pass."""
-        if self.units:
-            self.units[self._turn].digests = None
-            self._turn = (self._turn + 1) % len(self.units)
-            self.units[self._turn].notice_all_writes()
+        """Look for writes that leave no trace in one unit for each forward, in turns.
+
+        A look waits for an accelerator, so after the first forwards it becomes rare.
+        """
+        if self._looked is not None:
+            self._looked.digests = None
+        self._looked, self._forward = None, self._forward + 1
+        number, rest = (
+            (self._forward, 0) if self._forward <= LOOKS else divmod(self._forward, LOOKS)
+        )
+        if self.units and not rest:
+            self._looked = self.units[number % len(self.units)]
+            self._looked.notice_all_writes()
 
     def leave(self, owner: object = None) -> None:
         """End a forward and all forwards inside that an exception cut short; without owner, all.
