@@ -69,25 +69,6 @@ def a_window_is_cleared_in_place_of_its_step(loop: Loop) -> None:
     loop.weights(model)
 
 
-def a_window_is_given_up_and_cleared(loop: Loop) -> None:
-    """As where a micro-batch is too long for the memory."""
-    loop.begin(gradient_accumulation_steps=STEPS)
-    model, optimizer = loop.ready(lambda m: SGD(m.parameters(), lr=0.5, momentum=0.9))
-    for window, micro in _windows(loop):
-        if window == 1 and micro >= 2:
-            continue
-        with loop.accumulate(model):
-            loop.backward(_loss(loop, model, loop.batch(STEPS * window + micro)))
-            if not loop.alone or micro == STEPS - 1:
-                optimizer.step()
-                optimizer.zero_grad()
-        if window == 1 and micro == 1:
-            if not loop.alone:
-                loop.accelerator.gradient_state.sync_gradients = True
-            optimizer.zero_grad()
-    loop.weights(model)
-
-
 def _weighted(loop: Loop, masks: Callable[[int, int], Tensor]) -> None:
     """Train windows of masked means, whose weight may be 0 on a rank: then they are no numbers."""
     loop.begin(gradient_accumulation_steps=STEPS)
@@ -117,6 +98,25 @@ def _weighted(loop: Loop, masks: Callable[[int, int], Tensor]) -> None:
 def a_loss_counts_nothing_on_one_rank(loop: Loop) -> None:
     """All labels of a rank are padding: its masked mean is 0 / 0, and so is its graph."""
     _weighted(loop, lambda window, micro: (torch.arange(ROWS) >= ROWS // 2 * (micro % 2)).double())
+
+
+def a_window_is_given_up_and_cleared(loop: Loop) -> None:
+    """As where a micro-batch is too long for the memory."""
+    loop.begin(gradient_accumulation_steps=STEPS)
+    model, optimizer = loop.ready(lambda m: SGD(m.parameters(), lr=0.5, momentum=0.9))
+    for window, micro in _windows(loop):
+        if window == 1 and micro >= 2:
+            continue
+        with loop.accumulate(model):
+            loop.backward(_loss(loop, model, loop.batch(STEPS * window + micro)))
+            if not loop.alone or micro == STEPS - 1:
+                optimizer.step()
+                optimizer.zero_grad()
+        if window == 1 and micro == 1:
+            if not loop.alone:
+                loop.accelerator.gradient_state.sync_gradients = True
+            optimizer.zero_grad()
+    loop.weights(model)
 
 
 def a_loss_counts_nothing_on_all_ranks(loop: Loop) -> None:
