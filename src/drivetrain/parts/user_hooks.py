@@ -35,8 +35,8 @@ class UserHooks:
             return [
                 parameter
                 for parameter in self._parameters
-                if _of_script(parameter._backward_hooks)
-                or _of_script(parameter._post_accumulate_grad_hooks)
+                if _has_script(parameter._backward_hooks)
+                or _has_script(parameter._post_accumulate_grad_hooks)
             ]
 
     @contextmanager
@@ -86,6 +86,11 @@ class UserHooks:
                 parameter.grad = gradient
             for hook in after.values():
                 hook(parameter)
+
+
+def _has_script(hooks: Hooks | None) -> bool:
+    """Return whether there is a hook of the script among those of a parameter."""
+    return not all(map(is_of_strategy, hooks.values())) if hooks else False
 
 
 def _of_script(hooks: Hooks | None) -> Hooks:

@@ -36,6 +36,7 @@ class FlatGradients:
         flat: the flat tensor.
         rank: this rank among those that share the unit.
         precision: the dtypes in which gradients cross ranks, and in which they are added up.
+        scale: of every gradient: sums over ranks become means.
         stays: whether a buffer is kept for good; otherwise it is lent.
 
     Attributes:
@@ -44,8 +45,16 @@ class FlatGradients:
         filled: the parameters whose places in the buffer hold a gradient.
     """
 
-    def __init__(self, flat: FlatTensor, rank: int, precision: Precision, *, stays: bool) -> None:
+    def __init__(
+        self, flat: FlatTensor, rank: int, precision: Precision, *, scale: float, stays: bool
+    ) -> None:
         self.flat = flat
+        self._scale = scale
+        # A product with a number makes a tensor of it each time, which takes longer than to
+        # multiply a small gradient; so does one with a tensor of another precision.
+        wide = flat.layout.dtype.itemsize > torch.float32.itemsize
+        digits = torch.float64 if wide else torch.float32
+        self._factor = torch.tensor(scale, dtype=digits, device="cpu")  # no wait for a device
         self.wire = precision.reduce_dtype(flat.layout.dtype)
         self.kind = GradientKind(flat.layout, self.wire)
         self.nbytes = flat.layout.numel * self.wire.itemsize
@@ -61,8 +70,8 @@ class FlatGradients:
 
     # --- filling ---
 
-    def receive(self, slot: ParameterSlot, grad: Tensor, scale: float) -> None:
-        """Move a parameter's fresh gradient into the buffer, times a scale.
+    def receive(self, slot: ParameterSlot, grad: Tensor) -> None:
+        """Move a parameter's fresh gradient into the buffer, times the scale.
 
         Raises:
             UsageError: the gradient is sparse or part of a graph.
@@ -76,9 +85,9 @@ class FlatGradients:
             )
         if slot in self.filled:
             self.buffer = self._there().to(self._total)  # a sum is about to be made
-            slot.view(self.buffer).add_(grad, alpha=scale)
+            slot.view(self.buffer).add_(grad, alpha=self._scale)
         else:
-            torch.mul(grad, scale, out=slot.view(self._there()))  # one pass over memory
+            torch.mul(grad, self._factor, out=slot.view(self._there()))  # one pass over memory
             self.filled.add(slot)
 
     def scale(self, factor: float) -> None:
@@ -120,8 +129,10 @@ class FlatGradients:
 
     def has(self, slot: ParameterSlot) -> bool:
         """Return whether a parameter has a gradient here, averaged or not."""
+        if slot in self.filled or self._replica_sum is not None:
+            return True
         fragment = self.flat.fragments.get(slot)
-        return self.waits(slot) or (fragment is not None and fragment.grad is not None)
+        return fragment is not None and fragment.grad is not None
 
     # --- reducing ---
 
@@ -265,6 +276,7 @@ class UnitGradients:
         precision: the dtypes of gradients.
         ranks: those that train the model.
         adam: turns gradients for replicas into momenta; None: gradients cross.
+        scale: of every gradient: sums over ranks become means.
         stays: whether buffers are kept for good; otherwise they are lent.
 
     Attributes:
@@ -285,6 +297,7 @@ class UnitGradients:
         ranks: Ranks,
         adam: FrozenAdam | None,
         *,
+        scale: float,
         stays: bool,
     ) -> None:
         self.unit = unit
@@ -298,7 +311,9 @@ class UnitGradients:
         self._reducing = ranks.reducing
         self._replicas = ranks.replicas
         rank = ranks.sharing.rank
-        self.flats = [FlatGradients(flat, rank, precision, stays=stays) for flat in unit.flats]
+        self.flats = [
+            FlatGradients(flat, rank, precision, scale=scale, stays=stays) for flat in unit.flats
+        ]
         self.of = {slot: flat for flat in self.flats for slot in flat.flat.slots}
         self._active: list[FlatGradients] = []
         self._opened_for: list[ParameterSlot] = []

@@ -84,11 +84,15 @@ class Reduce:
         self._placement = placement
         self._home = home
         self._rounds = rounds
-        self._scale = 1.0 / ranks.everyone.size
         self.buffers = buffers
         stays = not buffers.in_flight
         self._watch = partial(
-            UnitGradients, precision=run.precision, ranks=ranks, adam=adam, stays=stays
+            UnitGradients,
+            precision=run.precision,
+            ranks=ranks,
+            adam=adam,
+            scale=1.0 / ranks.everyone.size,
+            stays=stays,
         )
         self._device = run.world.device
         self.shown = ShownGradients(ranks, self, self._device)
@@ -127,18 +131,19 @@ class Reduce:
 
     def receive(self, unit: UnitGradients, slot: ParameterSlot) -> None:
         """Move a parameter's fresh gradient into its unit's buffer; send nothing."""
-        shown = self.shown.of[slot]
+        flat, shown = unit.of[slot], self.shown.of[slot]
         with torch._C.DisableTorchFunctionSubclass():  # a guarded parameter answers slowly
             grad = slot.parameter.grad
             if grad is shown:
                 grad = shown.take_arrived()
-            else:  # the script has cleared what was there, or there was nothing
-                self.shown.arrives(slot)
+            else:
+                if flat.has(slot):  # the script has cleared it
+                    self.shown.drop_cleared(slot)
                 slot.parameter.grad = shown
         if grad is not None:
             if not unit.opened:
                 self._open(unit)
-            unit.of[slot].receive(slot, grad, self._scale)
+            flat.receive(slot, grad)
 
     def add(self, unit: UnitGradients, slot: ParameterSlot) -> bool:
         """Receive a gradient, and count it; return whether its unit is complete.

@@ -82,15 +82,14 @@ class ShownGradients:
             if grad is not None:
                 self._assign(slot, grad)
 
-    def arrives(self, slot: ParameterSlot) -> None:
-        """Drop what a parameter had before its gradient was cleared: a fresh one has arrived.
+    def drop_cleared(self, slot: ParameterSlot) -> None:
+        """Drop what a parameter had before the script cleared it: a fresh gradient has arrived.
 
         With it everything else that was cleared: the next gradients find nothing to drop.
         """
-        if self._units[slot].of[slot].has(slot):
-            with torch._C.DisableTorchFunctionSubclass():
-                cleared = [each for each in self._units if each.parameter.grad is None]
-            self._drop([slot, *cleared])
+        with torch._C.DisableTorchFunctionSubclass():
+            cleared = [each for each in self._units if each.parameter.grad is None]
+        self._drop([slot, *cleared])
 
     def _drop(self, slots: Sequence[ParameterSlot]) -> None:
         """Let parameters have no gradient: neither what was averaged nor what waits."""
