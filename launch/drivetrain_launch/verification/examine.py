@@ -1,6 +1,6 @@
 """A configuration is compared with the reference; where they differ, both are repeated in fp64."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -9,6 +9,9 @@ from drivetrain.verify import Comparison, Difference, RecordRequest, RunRecord, 
 from drivetrain_launch.verification.attempt import Attempt, Job
 
 Result = Literal["equal", "rounding", "error", "incomparable", "refused", "failed", "hung"]
+
+
+_NOT_IN_DOUBLES = "right in fp64, but further apart here than low dtypes and such steps explain"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,11 +71,13 @@ class Examination:
                 mesh=run.record.mesh,
                 reason=comparison.problem,
             )
-        repeated, remarks = None, []
+        repeated, remarks = None, list(_cleared(reference.record))
         if comparison.differences:
             repeated, remark = self._repeat(label, strategy, run.record)
-            remarks = [remark] if remark else []
+            remarks += [remark] if remark else []
         verdict, errors = judge(comparison, repeated)
+        if repeated is not None and errors and errors[0] not in repeated.differences:
+            remarks.append(_NOT_IN_DOUBLES)
         return Finding(
             label=label,
             result=verdict,
@@ -135,6 +140,18 @@ def forms(ranks: int) -> list[tuple[str, dict[str, Any]]]:
             words = [name, *(f"{key}={value}" for key, value in options.items())]
             found.append((" ".join(words), {"name": name, **options}))
     return found
+
+
+def _cleared(reference: RunRecord) -> Iterator[str]:
+    """Say where the script throws gradients away: the reference does the same, so none differs."""
+    for number, step in enumerate(reference.steps, 1):
+        if step.cleared:
+            yield (
+                f"step {number}: gradients of {step.cleared} of "
+                f"{sum(map(len, step.losses))} backwards were cleared inside of their window, in "
+                "the reference, too; the step is without them"
+            )
+            return
 
 
 def _without_record(label: str, attempt: Attempt, prefix: str = "") -> Finding:

@@ -6,6 +6,7 @@ bring the rounding back.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -66,6 +67,7 @@ def _backward(
     )
 
 
+@cache
 def compute_in_doubles() -> None:
     """Let this process make and compute all floating point values in fp64 from now on."""
     torch.set_default_dtype(torch.float64)

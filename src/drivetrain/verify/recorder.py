@@ -5,6 +5,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,8 @@ class RecordingEnded(SystemExit):
 class Recorder(Observer):
     """Records one run; ``accelerator.observe`` takes it before the first ``prepare``.
 
+    The record goes on with the next Accelerator that takes it, once the one before makes no steps.
+
     Attributes:
         record: what was recorded so far, alike on every rank; with a folder, rank 0 alone can read
             the states.
@@ -53,6 +56,8 @@ class Recorder(Observer):
         self._norms: dict[str, float] = {}
         self._stepped: dict[str, float] = {}
         self._notes: dict[str, float] = {}
+        self._waiting: Counter[int] = Counter()
+        self._cleared = 0
 
     # --- before the first step ---
 
@@ -63,8 +68,10 @@ class Recorder(Observer):
         return self._request.applied(config)
 
     def attach(self, prepared: PreparedObjects, weights: WholeWeights, runs: Runs) -> None:
-        """Take the objects of the run, and write an empty record."""
+        """Take the objects of the run, and write the record: an empty one, unless this goes on."""
         self._prepared, self._weights, self._run = prepared, weights, runs.default
+        self._waiting.clear()
+        self._has_windows = runs.config.run.accumulation > 1
         self.record.strategy = runs.config.strategy
         self.record.mesh = {name: axis.size for name, axis in self._run.mesh.items()}
         self._write()
@@ -98,9 +105,25 @@ class Recorder(Observer):
         """Note the batch of a pipeline's step."""
         self._batches.append(digest((args, dict(kwargs), targets)))
 
+    def before_backward(self) -> None:
+        """Count the backwards before this one in its window whose gradients are gone."""
+        here = self._with_gradients()
+        gone = [index for index in self._waiting if index not in here]
+        self._cleared += max((self._waiting.pop(index) for index in gone), default=0)
+
     def after_backward(self, loss: Tensor, weight: float | Tensor | None) -> None:
-        """Note a loss."""
+        """Note a loss, and the models whose gradients wait for a step."""
         self._losses.append(loss)  # a pipeline publishes its value with the last of the window
+        self._waiting.update(self._with_gradients())
+
+    def _with_gradients(self) -> set[int]:
+        """Return the models that have gradients; none where no window is longer than a backward."""
+        models = self._prepared.models if self._has_windows else ()
+        return {
+            index
+            for index, entry in enumerate(models)
+            if any(bool(piece.any()) for piece in entry.strategy.gradients())
+        }
 
     def gradients(self, entry: PreparedModel) -> None:
         """Measure the gradient of each trained parameter: before it is clipped, and for the step.
@@ -140,8 +163,13 @@ class Recorder(Observer):
                     stepped=self._stepped,
                     moments=self._moments(),
                     notes=self._notes,
+                    cleared=int(
+                        sum(count for (count,) in self._by_replica([float(self._cleared)]))
+                    ),
                 )
             )
+            self._waiting.clear()
+            self._cleared = 0
             self._losses, self._batches = [], []
             self._norms, self._stepped, self._notes = {}, {}, {}
             self._keep_state()
@@ -221,7 +249,13 @@ class _InputHook(UninheritedHook):
 def launched_observer() -> Observer:
     """Return the recorder that this process was started with, or an observer that does nothing."""
     path = record_request()
-    return Recorder(RecordRequest.read(Path(path))) if path else Observer()
+    return _launched_recorder(path) if path else Observer()
+
+
+@cache
+def _launched_recorder(path: str) -> Recorder:
+    """Return the one recorder of this process: a script may make Accelerators one after another."""
+    return Recorder(RecordRequest.read(Path(path)))
 
 
 def digest(batch: Any) -> str:

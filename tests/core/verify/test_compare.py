@@ -54,6 +54,23 @@ def test_the_repetition_tells_rounding_from_errors():
     assert judge(rounding, compare(record(weight=3.0), record()))[0] == "error"
 
 
+def test_a_weight_that_fp64_excuses_is_no_further_than_low_dtypes_and_steps_put_it():
+    """As where a write of the script misses masters, which fp64 does not have."""
+    right = compare(record(), record())
+
+    def judged(weight, change=0.005):
+        run, reference = record(weight=weight, steps=2), record(weight=1.0, steps=2)
+        reference.states[2] = {"first": torch.ones(2), "second": torch.tensor([1.0, 1.0 + change])}
+        return judge(compare(run, reference), right)
+
+    verdict, errors = judged(1.35)
+    assert verdict == "error"
+    assert [(each.step, each.kind, each.name) for each in errors] == [(2, "weight", "second")]
+    assert judged(math.nan)[0] == "error"
+    assert judged(1.04)[0] == "rounding"  # some steps of bf16
+    assert judged(1.35, change=0.1)[0] == "rounding"  # no further than steps of this length
+
+
 def test_steps_along_the_rounding_of_a_gradient_go_anywhere():
     for norm, weight, verdict in (
         (1e-15, 0.999, "rounding"),  # the step of the reference from 1.0 is to 1.001

@@ -1,5 +1,8 @@
 """Runs recorded on ranks, and compared with their reference in the same process."""
 
+import dataclasses
+import itertools
+
 import pytest
 import torch
 from torch import nn
@@ -7,7 +10,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from drivetrain import Accelerator
 from drivetrain.registry import strategies
-from drivetrain.verify import Recorder, RecordRequest, compare, judge
+from drivetrain.runtime.world import RECORD_VARIABLE
+from drivetrain.verify import Recorder, RecordRequest, RunRecord, compare, judge
 from drivetrain.verify.recorder import digest
 from stacks import Residual, Stack
 
@@ -63,6 +67,39 @@ def test_gradients_are_measured_in_every_step():
 def test_a_digest_knows_shapes_and_dtypes():
     batches = torch.zeros(2, 3), torch.zeros(3, 2), torch.zeros(2, 3, dtype=torch.int32), 0.0
     assert len({digest(batch) for batch in batches}) == 4
+
+
+def test_gradients_thrown_away_inside_of_a_window_are_counted():
+    numbers = itertools.count()
+
+    def throw_away(model):
+        if next(numbers) % 2 == 0:
+            for parameter in model.parameters():
+                parameter.grad = None
+
+    assert [step.cleared for step in recorded("plain", throw_away).steps] == [1] * STEPS
+    assert [step.cleared for step in recorded("plain").steps] == [0] * STEPS
+
+
+def test_a_record_goes_on_with_the_next_accelerator(tmp_path, monkeypatch):
+    request = tmp_path / "request.json"
+    RecordRequest(folder=str(tmp_path)).write(request)
+    monkeypatch.setenv(RECORD_VARIABLE, str(request))
+    for width in (2, 3):
+        accelerator = Accelerator(strategy="plain", cpu=True)
+        model = nn.Linear(width, 1)
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        accelerator.backward(model(torch.ones(1, width)).sum())
+        optimizer.step()
+        accelerator.free_memory()
+    record = RunRecord.read(tmp_path)
+    assert len(record.steps) == 2
+    assert [state["weight"].numel() for state in record.states] == [2, 2, 3]
+    assert judge(compare(record, record)) == ("equal", ())
+    other = dataclasses.replace(
+        record, states=[*record.states[:2], {"weight": torch.ones(1, 3), "bias": torch.ones(1)}]
+    )
+    assert judge(compare(record, other))[0] == "error"
 
 
 FORMS = ("ddp", "zero1", "zero3", "fsdp")

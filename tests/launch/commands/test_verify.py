@@ -3,7 +3,11 @@
 import json
 
 import pytest
+import torch
 
+from drivetrain.verify import RunRecord, StepRecord
+from drivetrain_launch.verification.attempt import Attempt
+from drivetrain_launch.verification.examine import Examination
 from forked_programs import run_python
 
 SCRIPT = """
@@ -194,6 +198,44 @@ def test_what_cannot_be_compared_is_shown_with_its_reason(verify):
         done = verify(script=script)
         said = f"not compared: the script ended without {lacks}\n"
         assert (done.returncode, done.stdout) == (8, said)
+
+
+class Recorded:
+    """Runs of a script that were recorded before.
+
+    Args:
+        run: weights after one step of the run as it is.
+        cleared: backwards of which the reference lost the gradients.
+    """
+
+    def __init__(self, run=1.0, cleared=0):
+        self._run, self._cleared = run, cleared
+
+    def run(self, name, ranks, request):
+        lost = self._cleared if request.reference else 0
+        step = StepRecord(losses=((1.0,) * 4,) * 2, batches=(("a",),) * 2, cleared=lost)
+        weight = 1.0 if request.reference or request.doubles else self._run
+        states = [{"weight": torch.tensor([value])} for value in (0.99, weight)]
+        mesh = {"dp": 2}
+        record = RunRecord(strategy="zero2", mesh=mesh, models=1, steps=[step], states=states)
+        return Attempt(ending="recorded", record=record)
+
+
+def test_the_report_tells_what_the_reference_and_fp64_do_alike():
+    assert Examination(Recorded(), 2).finding("").remarks == []
+
+    finding = Examination(Recorded(cleared=6), 2).finding("")
+    assert finding.result == "equal"
+    assert finding.remarks == [
+        "step 1: gradients of 6 of 8 backwards were cleared inside of their window, in the "
+        "reference, too; the step is without them"
+    ]
+
+    finding = Examination(Recorded(run=0.35), 2).finding("")
+    assert finding.result == "error"
+    assert finding.remarks == [
+        "right in fp64, but further apart here than low dtypes and such steps explain"
+    ]
 
 
 @pytest.mark.exhaustive
