@@ -11,6 +11,7 @@ all have been run; after ten minutes it begins no further test.
 """
 
 import gc
+import multiprocessing
 import time
 import zlib
 from collections import defaultdict
@@ -19,6 +20,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import pytest
 
 from drivetrain.testing.plugin import _POOL
+from drivetrain.testing.pool import PRELOADED
 from left_behind import Remains
 from reserved_ports import reserved_port
 from two_at_a_time import pytest_runtest_protocol  # noqa: F401 - a hook
@@ -51,6 +53,8 @@ def pytest_configure(config):
     if config.getoption("share") is not None:
         config.option.exhaustive = True
     config.stash[STARTED] = time.monotonic()
+    # Programs and ranks are copies of one server: whichever comes first starts it.
+    multiprocessing.set_forkserver_preload([*PRELOADED, *config.getini("ranks_preload")])
 
 
 def pytest_runtest_setup(item):

@@ -27,9 +27,6 @@ from waits import PATIENCE_S
 ROOT = Path(__file__).parents[2]
 
 SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(
-    ["torch._dynamo", "drivetrain.accelerator", "drivetrain_launch.ranks.engine"]
-)
 
 CPU = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 

@@ -28,6 +28,16 @@ class _Ranks(NamedTuple):
     timeout: float = 300.0
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Declare the setting."""
+    parser.addini(
+        "ranks_preload",
+        "modules that the processes of ranks have imported when they start, such as transformers",
+        type="linelist",
+        default=[],
+    )
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Declare the mark."""
     config.addinivalue_line(
@@ -74,7 +84,7 @@ def _pool(config: pytest.Config) -> Any:
     from drivetrain.testing.pool import RankPool
 
     if _POOL not in config.stash:
-        config.stash[_POOL] = RankPool()
+        config.stash[_POOL] = RankPool(config.getini("ranks_preload"))
     return config.stash[_POOL]
 
 

@@ -22,19 +22,19 @@ GRACE_S = 5.0
 _POLL_S = 0.1
 _STACK_S = 10.0
 
-_PRELOADED = ["drivetrain.testing.body", "torch._dynamo"]
+PRELOADED = ("drivetrain.testing.body", "torch._dynamo", "drivetrain.accelerator")
 """What rank processes have imported when they start: torch's compiler is imported by the first step
 of an optimizer."""
 
 
-def _context() -> ForkServerContext:
+def _context(preload: Sequence[str]) -> ForkServerContext:
     """Return a way to start processes that share the seconds of importing torch.
 
     They are forked from one process that has imported it and does nothing else: it has no threads,
     and no state of any test.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOADED)
+    context.set_forkserver_preload([*PRELOADED, *preload])
     return context
 
 
@@ -44,10 +44,11 @@ class RankProcess:
     Args:
         rank: its rank.
         folder: where its output goes.
+        preload: modules that it has imported when it starts, beside those that every rank needs.
     """
 
-    def __init__(self, rank: int, folder: Path) -> None:
-        context = _context()
+    def __init__(self, rank: int, folder: Path, preload: Sequence[str]) -> None:
+        context = _context(preload)
         self.rank = rank
         self.files = Files.within(folder)
         self.pipe, theirs = context.Pipe()
@@ -95,9 +96,14 @@ class RankProcess:
 
 
 class RankPool:
-    """As many processes as the widest test so far has ranks."""
+    """As many processes as the widest test so far has ranks.
 
-    def __init__(self) -> None:
+    Args:
+        preload: modules that they have imported when they start.
+    """
+
+    def __init__(self, preload: Sequence[str] = ()) -> None:
+        self._preload = preload
         self._folder = tempfile.TemporaryDirectory(prefix="drivetrain-ranks-")
         self._workers: list[RankProcess] = []
         self._runs = 0
@@ -161,7 +167,9 @@ class RankPool:
         held = {worker.rank for worker in self._workers}
         folder = Path(self._folder.name)
         started = [
-            RankProcess(rank, folder / f"rank{rank}") for rank in range(size) if rank not in held
+            RankProcess(rank, folder / f"rank{rank}", self._preload)
+            for rank in range(size)
+            if rank not in held
         ]
         self._workers = sorted([*self._workers, *started], key=lambda worker: worker.rank)
         for worker in started:
