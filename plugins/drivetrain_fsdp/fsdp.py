@@ -127,7 +127,7 @@ class Fsdp(GroupsOfRanks):
         fused = config.fused and self.adam is None  # whose steps take the state of torch's loops
         self.optimizers = self.made(Fragments(self.placement, self.home, self, fused=fused))
         for optimizer in optimizers:
-            self.bind(optimizer)
+            self.give_fragments(optimizer)
         self.gather = self.made(
             Gather(
                 self.placement.units,

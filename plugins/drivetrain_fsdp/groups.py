@@ -127,12 +127,11 @@ class GroupsOfRanks(ShardedStrategy[FsdpConfig]):
             for optimizer in optimizers:
                 self.adam.check(optimizer)
 
-    def bind(self, optimizer: Optimizer) -> Optimizer:
-        """Give one more optimizer its fragments, and its frozen variances after the warm-up."""
-        super().bind(optimizer)
+    def give_fragments(self, optimizer: Optimizer) -> None:
+        """Let an optimizer step fragments, with its frozen variances after the warm-up."""
+        super().give_fragments(optimizer)
         if self.adam:
             self.adam.add(optimizer)
-        return optimizer
 
     def will_scale(self, factor: float) -> None:
         """Let momenta have the factor before they cross."""

@@ -250,8 +250,12 @@ class ShardedStrategy(Accounted[ConfigT], Generic[ConfigT]):
     def bind(self, optimizer: Optimizer) -> Optimizer:
         """Give one more optimizer its fragments."""
         self.check([optimizer])
-        self.optimizers.add(optimizer)
+        self.give_fragments(optimizer)
         return optimizer
+
+    def give_fragments(self, optimizer: Optimizer) -> None:
+        """Let an optimizer that was checked step this rank's fragments."""
+        self.optimizers.add(optimizer)
 
     # --- around the step ---
 
