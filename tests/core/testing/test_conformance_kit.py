@@ -54,6 +54,7 @@ def suite(name):
 HEADER = "from drivetrain.testing.conformance import StrategyConformance\n"
 
 
+@pytest.mark.exhaustive
 def test_each_mistake_is_found(project):
     project.makepyfile(test_toys=HEADER + "".join(map(suite, MISTAKES)))
     chosen = [

@@ -212,6 +212,7 @@ def test_third():
     result.assert_outcomes(passed=3)
 
 
+@pytest.mark.exhaustive
 def test_another_process_takes_the_rank_of_one_where_groups_live_on(project):
     result = run(
         project,

@@ -115,6 +115,7 @@ def test_ledger_of_models_and_options():
     check_ledger({"local": ["untied"], "grad": ["tied"]}, gradient_accumulation_steps=3)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.ranks(4)
 def test_ledger_of_groups():
     """Groups of neighbors between forward and backward, and replicas, in windows too."""

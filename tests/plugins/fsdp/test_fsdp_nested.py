@@ -84,6 +84,7 @@ def test_windows_over_cells_and_pipelines():
     twins.accelerator.free_memory()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.ranks(8)
 def test_hybrid_inside():
     """Of four data-parallel ranks pairs divide a cell's share, and replicate it once more."""
@@ -92,6 +93,7 @@ def test_hybrid_inside():
     twins.accelerator.free_memory()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.ranks(4)
 def test_checkpoint_to_fsdp_alone_and_back(tmp_path):
     """Moments and weights come back bit for bit."""

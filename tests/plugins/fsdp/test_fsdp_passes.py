@@ -38,6 +38,7 @@ def test_peak_of_recomputed_units():
     accelerator.free_memory()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("strategy", [FULL, GRAD], ids=["full", "grad"])
 @pytest.mark.ranks(2)
 @pytest.mark.filterwarnings("ignore")  # torch.compile's own

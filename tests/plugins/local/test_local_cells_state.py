@@ -89,6 +89,7 @@ def test_errors_of_parts_are_not_those_of_whole_parameters(monkeypatch, folder):
     whole.close()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize(
     ("saved", "resumed"),

@@ -78,6 +78,7 @@ def test_stores_change_no_bit(tmp_path, inner, rounds):
     same_bits([Stored(each, rounds) for each in stored(inner, tmp_path)])
 
 
+@pytest.mark.exhaustive
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("inner", ["fsdp", "offload", "zero1"])
 def test_stores_of_workers_of_two_ranks(monkeypatch, tmp_path, inner):

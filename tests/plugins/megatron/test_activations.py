@@ -110,6 +110,7 @@ def test_a_pipeline_on_one_host_is_exact_and_says_so_once(monkeypatch):
     assert "activations bf16 (rounding); all ranks are on one host, so that nothing is" in line
 
 
+@pytest.mark.exhaustive
 @pytest.mark.ranks(4)
 def test_whole_pipelines_on_each_host_are_exact_and_say_so(monkeypatch):
     hosts(monkeypatch, 2)

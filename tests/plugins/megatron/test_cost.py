@@ -139,7 +139,7 @@ SENT_OF_FOUR = [
     "cells",
     [
         pytest.param(SENT, marks=pytest.mark.ranks(2)),
-        pytest.param(SENT_OF_FOUR, marks=pytest.mark.ranks(4)),
+        pytest.param(SENT_OF_FOUR, marks=[pytest.mark.ranks(4), pytest.mark.exhaustive]),
     ],
 )
 def test_bytes_of_a_step(cells):

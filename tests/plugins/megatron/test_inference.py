@@ -24,6 +24,7 @@ def test_evaluation_in_between():
             check(name, options, mode)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.ranks(4)
 def test_evaluation_over_shares_of_stages():
     check("llama-gqa", TP | PP, torch.inference_mode)

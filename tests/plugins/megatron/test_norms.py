@@ -16,6 +16,7 @@ CELLS = [
 ]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.ranks(4)
 def test_norm_of_cells():
     """A tied weight, parts, copies and replicas: one norm, that of one process, on every rank."""

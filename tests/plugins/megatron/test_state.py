@@ -65,7 +65,7 @@ CELLS_OF_FOUR = [("gpt2", TP | PP), ("llama-gqa", PP | ZERO3)]
     "cells",
     [
         pytest.param(CELLS, marks=pytest.mark.ranks(2)),
-        pytest.param(CELLS_OF_FOUR, marks=pytest.mark.ranks(4)),
+        pytest.param(CELLS_OF_FOUR, marks=[pytest.mark.ranks(4), pytest.mark.exhaustive]),
     ],
 )
 def test_built_without_memory_and_exported(tmp_path, cells):

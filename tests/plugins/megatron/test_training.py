@@ -47,6 +47,7 @@ def test_two_ranks():
             check_training(name, tp=2, sequence_parallel=number % 2 == 1)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.ranks(4)
 def test_four_ranks():
     for name, options in (

@@ -87,6 +87,7 @@ def test_loops(name, tmp_path):
     check_each(name, tmp_path, run, of=2)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["zero2", "fsdp"])
 @pytest.mark.ranks(2)
 def test_checkpoints_go_between_all(name, tmp_path):

@@ -126,12 +126,15 @@ def test_two_ranks():
 
 @pytest.mark.ranks(4)
 def test_four_ranks():
-    for name, sharded in (("gpt2", True), ("handmade", False)):
-        with case(name, sharded):
-            check_training(name, dropout=0.3, windows=1, tp=4, sequence_parallel=sharded)
-    for name in ("gpt2", "encoder"):
-        with case(name):
-            check_pipeline(name)
+    check_training("gpt2", dropout=0.3, windows=1, tp=4, sequence_parallel=True)
+    check_pipeline("gpt2")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.ranks(4)
+def test_four_ranks_and_other_models():
+    check_training("handmade", dropout=0.3, windows=1, tp=4)
+    check_pipeline("encoder")
 
 
 def check_pipeline(name):

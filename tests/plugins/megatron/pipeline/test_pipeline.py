@@ -142,6 +142,7 @@ def test_tensor_and_pipeline(name, sequence_parallel):
     check(name, loss_inside, steps=1, **options, schedule="zb-h1")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("inner", ["ddp", "zero1"])
 @pytest.mark.ranks(8)
 def test_three_dims(inner):

@@ -67,6 +67,7 @@ def uninterrupted():
     return kept[SAVED - 1], kept[-1]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.ranks(4)
 def test_each_division_goes_on_with_the_checkpoint_of_another(tmp_path):
     saved, last = uninterrupted()

@@ -352,6 +352,7 @@ def test_the_node_of_a_leaf_is_found():
     run_emulated(2, body)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("micro_batches", [3, 1])
 @pytest.mark.ranks(4)
 def test_micro_batches_of_a_pipeline_send_no_words(micro_batches):
