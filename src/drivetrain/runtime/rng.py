@@ -32,13 +32,17 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
     """
     if device_specific and dist.is_initialized():
         seed += dist.get_rank()
-    random.seed(seed)
     torch.manual_seed(seed)  # the CPU and every accelerator
+    _seed_without_torch(seed)
+    if deterministic:
+        torch.use_deterministic_algorithms(True)
+
+
+def _seed_without_torch(seed: int) -> None:
+    random.seed(seed)
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         numpy.random.seed(seed % _NUMPY_SEED_LIMIT)
-    if deterministic:
-        torch.use_deterministic_algorithms(True)
 
 
 class Snapshot:
@@ -109,8 +113,12 @@ def restore(state: Mapping[str, Tensor]) -> tuple[str, ...]:
 @contextmanager
 def fork(seed: int) -> Iterator[None]:
     """Seed every generator inside the block, and put the former states back after it."""
-    before = capture()
-    set_seed(seed)
+    before, accelerator = capture(), _accelerator()
+    # Those that are put back, and no generator of another device.
+    torch.default_generator.manual_seed(seed)
+    if accelerator is not None:
+        accelerator.manual_seed(seed)
+    _seed_without_torch(seed)
     try:
         yield
     finally:
