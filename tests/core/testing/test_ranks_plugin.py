@@ -34,6 +34,11 @@ def run(project, body, *args):
     return project.runpytest_subprocess(*args, timeout=800)
 
 
+@pytest.mark.ranks(1)
+def test_modules_of_the_setting_are_imported_when_a_rank_starts():
+    assert "drivetrain_launch.ranks.engine" in sys.modules
+
+
 @pytest.mark.parametrize("number", [1, 2])
 @pytest.mark.ranks(2)
 def test_what_is_patched_is_patched_for_one_test(monkeypatch, number):
