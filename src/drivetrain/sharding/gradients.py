@@ -51,7 +51,7 @@ class FlatGradients:
         self.flat = flat
         self._scale = scale
         # A product with a number makes a tensor of it each time, which takes longer than to
-        # multiply a small gradient; so does one with a tensor of another precision.
+        # multiply a small gradient. Of fp32 at least: 1/3 has more digits than bf16.
         wide = flat.layout.dtype.itemsize > torch.float32.itemsize
         digits = torch.float64 if wide else torch.float32
         self._factor = torch.tensor(scale, dtype=digits, device="cpu")  # no wait for a device
@@ -129,7 +129,7 @@ class FlatGradients:
 
     def has(self, slot: ParameterSlot) -> bool:
         """Return whether a parameter has a gradient here, averaged or not."""
-        if slot in self.filled or self._replica_sum is not None:
+        if slot in self.filled or self._replica_sum is not None:  # waits(): asked for each gradient
             return True
         fragment = self.flat.fragments.get(slot)
         return fragment is not None and fragment.grad is not None

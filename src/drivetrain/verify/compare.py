@@ -182,12 +182,14 @@ def _is_left_behind(difference: Difference) -> bool:
 
     A repetition in fp64 has no masters beside low weights, and so does not show that a write of the
     script has missed them. Rounding can turn each step around: then two runs move apart by twice
-    the length of a step, which may have been longer before.
+    the length of a step, which may have been longer before; and where the gradient is nothing but
+    rounding, as that of attention's key biases, by any number of steps.
     """
-    change = difference.of_change
+    change, size = difference.of_change, difference.gradient
     return (
         difference.kind == "weight"
         and change is not None
+        and not (size is not None and 0 < size <= SINGLE_ROUNDING)
         and not difference.relative <= LOW_ROUNDING  # NaN is beyond
         and not change <= SHORTER * difference.step
     )

@@ -30,9 +30,9 @@ class StepRecord:
         stepped: likewise, as the optimizer stepped with them: after what the script did to them.
         moments: norms of the optimizers' state after the step, by key and name.
         notes: numbers that the script added, by name.
-        cleared: how many backwards of an accumulation window, on all data-parallel ranks, had their
-            gradients cleared before this step, and before the window's next backward; the reference
-            counts all of them, other strategies those whose gradients they show before the step.
+        cleared: of a reference, how many backwards of an accumulation window, on all data-parallel
+            ranks, had their gradients cleared before this step, and before the window's next
+            backward.
     """
 
     losses: tuple[tuple[float, ...], ...] = ()

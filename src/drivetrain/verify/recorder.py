@@ -41,15 +41,17 @@ class RecordingEnded(SystemExit):
 class Recorder(Observer):
     """Records one run; ``accelerator.observe`` takes it before the first ``prepare``.
 
-    The record goes on with the next Accelerator that takes it, once the one before makes no steps.
+    Args:
+        request: what is asked for.
+        record: of the Accelerators before this one in the same process; None: there is none.
 
     Attributes:
         record: what was recorded so far, alike on every rank; with a folder, rank 0 alone can read
             the states.
     """
 
-    def __init__(self, request: RecordRequest) -> None:
-        self.record = RunRecord()
+    def __init__(self, request: RecordRequest, record: RunRecord | None = None) -> None:
+        self.record = RunRecord() if record is None else record
         self._request = request
         self._losses: list[Tensor] = []
         self._batches: list[str] = []
@@ -68,9 +70,8 @@ class Recorder(Observer):
         return self._request.applied(config)
 
     def attach(self, prepared: PreparedObjects, weights: WholeWeights, runs: Runs) -> None:
-        """Take the objects of the run, and write the record: an empty one, unless this goes on."""
+        """Take the objects of the run, and write the record as it is."""
         self._prepared, self._weights, self._run = prepared, weights, runs.default
-        self._waiting.clear()
         self._has_windows = runs.config.run.accumulation > 1
         self.record.strategy = runs.config.strategy
         self.record.mesh = {name: axis.size for name, axis in self._run.mesh.items()}
@@ -117,12 +118,17 @@ class Recorder(Observer):
         self._waiting.update(self._with_gradients())
 
     def _with_gradients(self) -> set[int]:
-        """Return the models that have gradients; none where no window is longer than a backward."""
+        """Return the models of a reference that have gradients, where windows have several passes.
+
+        Of the reference alone: a strategy that is asked for its gradients follows what the script
+        has done to them, which is to be seen as it is without a recorder.
+        """
         models = self._prepared.models if self._has_windows else ()
         return {
             index
             for index, entry in enumerate(models)
-            if any(bool(piece.any()) for piece in entry.strategy.gradients())
+            if entry.strategy.reference
+            and any(bool(piece.any()) for piece in entry.strategy.gradients())
         }
 
     def gradients(self, entry: PreparedModel) -> None:
@@ -249,13 +255,13 @@ class _InputHook(UninheritedHook):
 def launched_observer() -> Observer:
     """Return the recorder that this process was started with, or an observer that does nothing."""
     path = record_request()
-    return _launched_recorder(path) if path else Observer()
+    return Recorder(RecordRequest.read(Path(path)), _launched_record(path)) if path else Observer()
 
 
 @cache
-def _launched_recorder(path: str) -> Recorder:
-    """Return the one recorder of this process: a script may make Accelerators one after another."""
-    return Recorder(RecordRequest.read(Path(path)))
+def _launched_record(path: str) -> RunRecord:
+    """Return the one record of this process: a script may make several Accelerators."""
+    return RunRecord()
 
 
 def digest(batch: Any) -> str:

@@ -58,8 +58,8 @@ def test_a_weight_that_fp64_excuses_is_no_further_than_low_dtypes_and_steps_put_
     """As where a write of the script misses masters, which fp64 does not have."""
     right = compare(record(), record())
 
-    def judged(weight, change=0.005):
-        run, reference = record(weight=weight, steps=2), record(weight=1.0, steps=2)
+    def judged(weight, change=0.005, norm=1.0):
+        run, reference = (record(weight=each, steps=2, norm=norm) for each in (weight, 1.0))
         reference.states[2] = {"first": torch.ones(2), "second": torch.tensor([1.0, 1.0 + change])}
         return judge(compare(run, reference), right)
 
@@ -69,6 +69,7 @@ def test_a_weight_that_fp64_excuses_is_no_further_than_low_dtypes_and_steps_put_
     assert judged(math.nan)[0] == "error"
     assert judged(1.04)[0] == "rounding"  # some steps of bf16
     assert judged(1.35, change=0.1)[0] == "rounding"  # no further than steps of this length
+    assert judged(1.35, norm=1e-12)[0] == "rounding"  # a gradient that is rounding, as of key biases
 
 
 def test_steps_along_the_rounding_of_a_gradient_go_anywhere():
