@@ -69,7 +69,7 @@ def test_a_weight_that_fp64_excuses_is_no_further_than_low_dtypes_and_steps_put_
     assert judged(math.nan)[0] == "error"
     assert judged(1.04)[0] == "rounding"  # some steps of bf16
     assert judged(1.35, change=0.1)[0] == "rounding"  # no further than steps of this length
-    assert judged(1.35, norm=1e-12)[0] == "rounding"  # a gradient that is rounding, as of key biases
+    assert judged(1.35, norm=1e-12)[0] == "rounding"  # a gradient of rounding, as of key biases
 
 
 def test_steps_along_the_rounding_of_a_gradient_go_anywhere():
