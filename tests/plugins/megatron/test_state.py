@@ -107,6 +107,15 @@ def check_built(folder, name, options):
     accelerator.free_memory()
 
 
+@pytest.mark.parametrize("options", [TP, PP])
+@pytest.mark.ranks(2)
+def test_ranks_with_seeds_of_their_own_begin_with_the_values_of_rank_0(options):
+    accelerator = accelerator_of(**options)
+    model, _ = prepared(accelerator, build("gpt2", 2, seed=accelerator.process_index))
+    same(accelerator.get_state_dict(model), build("gpt2", 2, seed=0).state_dict())
+    accelerator.free_memory()
+
+
 @pytest.mark.ranks(2)
 def test_state_of_an_optimizer_is_cut_too():
     """Adagrad makes its state in its constructor, where parameters have no values yet."""
