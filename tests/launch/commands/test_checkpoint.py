@@ -178,25 +178,26 @@ def test_verify_sees_parts_that_overlap_and_are_of_the_wrong_kind(command, saved
     assert "expected 6 elements of BF16 as 'none', found nothing" in err
 
 
-@pytest.mark.parametrize(
-    ("parts", "overlap"),
-    [
-        ([Part((0, 0), (4, 3)), Part((0, 3), (4, 3))], False),
-        ([Part((0, 0), (4, 4)), Part((0, 3), (4, 3))], True),
-        ([Part((0, 0), (2, 6)), Part((2, 0), (2, 6)), Part((1, 5), (1, 1))], True),
-        ([Part((2, 0), (2, 6)), Part((3, 5), (1, 1))], True),
-        ([Part((0, 0), (4, 6), (0, 8)), Part((0, 0), (4, 6), (8, 24))], False),
-        ([Part((0, 0), (4, 6), (0, 9)), Part((0, 0), (4, 6), (8, 24))], True),
-        ([Part((0, 0), (4, 6), (0, 6)), Part((1, 0), (3, 6))], False),
-        ([Part((0, 0), (4, 6), (0, 7)), Part((1, 0), (3, 6))], True),
-        ([Part((), ()), Part((), ())], True),
-        ([Part((), ())], False),
-        ([Part((0,), (0,)), Part((0,), (0,))], False),
-    ],
-)
-def test_overlap_of_parts(parts, overlap):
-    assert (assembly.first_overlap(parts) is not None) is overlap
-    assert (assembly.first_overlap(parts[::-1]) is not None) is overlap
+OVERLAPS = [
+    ([Part((0, 0), (4, 3)), Part((0, 3), (4, 3))], False),
+    ([Part((0, 0), (4, 4)), Part((0, 3), (4, 3))], True),
+    ([Part((0, 0), (2, 6)), Part((2, 0), (2, 6)), Part((1, 5), (1, 1))], True),
+    ([Part((2, 0), (2, 6)), Part((3, 5), (1, 1))], True),
+    ([Part((0, 0), (4, 6), (0, 8)), Part((0, 0), (4, 6), (8, 24))], False),
+    ([Part((0, 0), (4, 6), (0, 9)), Part((0, 0), (4, 6), (8, 24))], True),
+    ([Part((0, 0), (4, 6), (0, 6)), Part((1, 0), (3, 6))], False),
+    ([Part((0, 0), (4, 6), (0, 7)), Part((1, 0), (3, 6))], True),
+    ([Part((), ()), Part((), ())], True),
+    ([Part((), ())], False),
+    ([Part((0,), (0,)), Part((0,), (0,))], False),
+]
+"""Parts of a tensor, and whether two of them hold the same element."""
+
+
+def test_overlap_of_parts():
+    for parts, overlap in OVERLAPS:
+        for order in (parts, parts[::-1]):
+            assert (assembly.first_overlap(order) is not None) is overlap, order
 
 
 def test_export_is_what_loaders_read(command, saved, tmp_path):
