@@ -1,4 +1,4 @@
-"""Writes of a forward that begin late: what ranks write differently is refused on all of them."""
+"""Writes into parameters: masters follow, and ranks that write differently hear of it."""
 
 import pytest
 import torch
@@ -8,6 +8,7 @@ from torch.optim import SGD
 
 from drivetrain import Accelerator
 from drivetrain.errors import RankMismatchError
+from zero_stages import MASTERS, each, start
 
 
 class Shortening(nn.Module):
@@ -36,4 +37,20 @@ def test_rows_that_each_rank_writes_by_itself_are_refused(name):
             optimizer.zero_grad()
     with pytest.raises(RankMismatchError, match="written different values"):
         optimizer.step()
+    accelerator.free_memory()
+
+
+@each("zero1", "zero2")
+@pytest.mark.ranks(2)
+def test_masters_follow_what_a_script_writes_before_a_step(strategy):
+    """A step of rate 0 leaves weights in bf16 as they were written; masters would undo it."""
+    accelerator = start(strategy, **MASTERS)
+    linear = nn.Linear(4, 4)
+    model, optimizer = accelerator.prepare(linear, SGD(linear.parameters(), lr=0.0))
+    accelerator.backward(model(torch.ones(2, 4)).float().sum())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(0.25)
+    optimizer.step()
+    assert all(each.eq(0.25).all() for each in accelerator.get_state_dict(model).values())
     accelerator.free_memory()
