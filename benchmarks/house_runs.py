@@ -5,6 +5,7 @@
     torchrun --nproc-per-node 2 benchmarks/house_runs.py trace
     torchrun --nproc-per-node 2 benchmarks/house_runs.py host --steps 60
     torchrun --nproc-per-node 2 benchmarks/house_runs.py passes
+    torchrun --nproc-per-node 2 benchmarks/house_runs.py walks
 
 Rank 0 prints one line of JSON. Only the public interface of drivetrain is used, so that an older
 checkout can be measured by the same file.
@@ -26,6 +27,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from source_tree import Function, counts_of
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -154,11 +156,19 @@ def trace(options: argparse.Namespace) -> dict[str, dict[str, int]]:
     return counts
 
 
-def functions_met(step: Step) -> set[tuple[str, int, str]]:
-    """Return (file, first line, name) of every function that a step calls on this thread."""
+def functions_met(step: Step) -> set[Function]:
+    """Return the functions that a step calls after some others."""
     for _ in range(WARMUP):
         step()
-    met = set()
+    met: set[Function] = set()
+    with noted(met):
+        step()
+    return {key for key in met if key[0] != __file__}
+
+
+@contextmanager
+def noted(met: set[Function]) -> Iterator[None]:
+    """Add the functions to a set that are called on this thread."""
 
     def note(frame: FrameType, event: str, _: object) -> None:
         if event == "call":
@@ -167,10 +177,39 @@ def functions_met(step: Step) -> set[tuple[str, int, str]]:
 
     sys.setprofile(note)
     try:
-        step()
+        yield
     finally:
         sys.setprofile(None)
-    return {key for key in met if key[0] != __file__}
+
+
+# --- what a reader follows ---
+
+
+def walks(options: argparse.Namespace) -> dict[str, dict[str, int]]:
+    """Count the files and functions of ours that two walks meet on the main thread.
+
+    The walks are ``Accelerator()`` and a backward of zero3 with the gradients it exchanges. The
+    bodies of modules do not count: what was imported before, and by whom, makes no difference.
+    """
+    constructor: set[Function] = set()
+    backward: set[Function] = set()
+    torch.manual_seed(0)
+    net = Net(options.blocks, options.width)
+    with noted(constructor):
+        accelerator = Accelerator(strategy=STRATEGIES["zero3"], cpu=True)
+    model, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters()))
+    tokens = torch.randint(WORDS, (2, 4))
+    for step in range(WARMUP + 1):
+        loss = model(tokens).square().mean()
+        with noted(backward if step == WARMUP else set()):
+            accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    accelerator.free_memory()
+    return {
+        name: counts_of(key for key in met if key[2] != "<module>")
+        for name, met in {"Accelerator()": constructor, "zero3 backward": backward}.items()
+    }
 
 
 # --- host time ---
@@ -279,7 +318,7 @@ def counted(root: type[nn.Module], block: type[nn.Module]) -> Iterator[Counter[s
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    kinds = {"trace": trace, "host": host, "passes": passes}
+    kinds = {"trace": trace, "host": host, "passes": passes, "walks": walks}
     parser.add_argument("what", choices=kinds)
     parser.add_argument("--blocks", type=int, default=24)
     parser.add_argument("--width", type=int, default=32)

@@ -1,15 +1,20 @@
 """Reads a checkout by its syntax: modules, imports, circles among them, names defined twice."""
 
 import ast
+import tokenize
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
+from importlib.util import find_spec
 from pathlib import Path
 
+CHECKOUT = Path(__file__).resolve().parents[1]
 ROOTS = ("src", "plugins", "launch")
 """Folders whose packages make up the distribution."""
 
 Graph = Mapping[str, set[str]]
+Function = tuple[str, int, str]
+"""A function that was called: its file, its first line, its name."""
 
 
 class SourceTree:
@@ -103,6 +108,55 @@ class SourceTree:
             for name in sorted({name for node in tree.body for name in defined(node, kind)}):
                 homes[name].append(module)
         return {name: found for name, found in sorted(homes.items()) if len(found) > 1}
+
+
+def counts_of(met: Iterable[Function]) -> dict[str, int]:
+    """Return how many of the functions that were met are ours, and in how many files.
+
+    Ours is what the interpreter imports under the names of this checkout's packages, so an
+    installed distribution is counted as well.
+    """
+    names = {path.parent.name for root in ROOTS for path in (CHECKOUT / root).glob("*/__init__.py")}
+    specs = [spec for name in sorted(names) if (spec := find_spec(name)) is not None]
+    homes = tuple(f"{home}/" for spec in specs for home in spec.submodule_search_locations or ())
+    ours = {key for key in met if key[0].startswith(homes)}
+    return {"files": len({path for path, *_ in ours}), "functions": len(ours)}
+
+
+WITHOUT_CODE = {
+    tokenize.ENCODING,
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENDMARKER,
+}
+
+
+def code_lines(paths: Iterable[Path]) -> int:
+    """Return how many lines of files are neither blank nor comments nor docstrings."""
+    return sum(len(_lines_of_code(path) - _lines_of_docstrings(path)) for path in paths)
+
+
+def _lines_of_code(path: Path) -> set[int]:
+    with path.open("rb") as file:
+        return {
+            line
+            for token in tokenize.tokenize(file.readline)
+            if token.type not in WITHOUT_CODE
+            for line in range(token.start[0], token.end[0] + 1)
+        }
+
+
+def _lines_of_docstrings(path: Path) -> set[int]:
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    return {
+        line
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, documented) and ast.get_docstring(node, clean=False) is not None
+        for line in range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1)
+    }
 
 
 def module_name(path: Path) -> str:

@@ -7,7 +7,7 @@ so many takes one case. Tests that need no ranks run whole, and so do those mark
 other tests read the files that they leave. What is marked ``exhaustive`` is not even collected.
 
 ``--share 1234`` runs a share of what the default run leaves out, another one for each number, until
-all have been run; after ten minutes it begins no further test.
+all have been run; after five minutes it begins no further test.
 """
 
 import gc
@@ -31,7 +31,7 @@ CASES, CASES_ON_MANY, MANY = 3, 1, 4
 STARTED = pytest.StashKey[float]()
 """When the run began."""
 
-SHARES, SHARE_S = 48, 600.0
+SHARES, SHARE_S = 96, 300.0
 """In how many shares the exhaustive tests come round, and the seconds in which one begins tests."""
 
 

@@ -43,7 +43,6 @@ class Ddp(Strategy[DdpConfig]):
 
     summary: ClassVar[str] = "every rank holds the whole model, and gradients are averaged"
     Config: ClassVar[type] = DdpConfig
-    default: ClassVar[bool] = True
 
     def __init__(self, config: DdpConfig, run: Run) -> None:
         super().__init__(config, run)

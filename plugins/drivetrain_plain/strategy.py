@@ -34,7 +34,6 @@ class Plain(Strategy[PlainConfig]):
 
     summary: ClassVar[str] = "whole models, gradients averaged one by one, the reference of verify"
     Config: ClassVar[type] = PlainConfig
-    reference: ClassVar[bool] = True
 
     def __init__(self, config: PlainConfig, run: Run) -> None:
         super().__init__(config, run)

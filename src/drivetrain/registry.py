@@ -2,7 +2,7 @@
 
 A plugin is a distribution with an entry point in one of seven groups; the core lists and imports no
 plugin by name. Loading is lazy: asking for names imports no plugin, and neither does asking for a
-summary, the name of a second entry point with the same target.
+summary or a role, for which a second entry point has the same target.
 """
 
 import difflib
@@ -22,6 +22,7 @@ COMMANDS = "drivetrain.commands"
 FORMATS = "drivetrain.formats"
 COMPRESSORS = "drivetrain.compressors"
 SUMMARIES = "drivetrain.summaries"
+ROLES = "drivetrain.roles"
 
 _KINDS = {
     STRATEGIES: "strategy",
@@ -53,6 +54,11 @@ class Registry:
     def names(self) -> list[str]:
         """The installed names, sorted."""
         return sorted(self._entries)
+
+    @property
+    def choices(self) -> list[str]:
+        """The names for training: without the reference, if one is installed."""
+        return [name for name in self.names if name not in self._with_role("reference")]
 
     def load(self, name: str) -> Any:
         """Import and return the plugin of this name.
@@ -99,10 +105,10 @@ class Registry:
         return found[0] if found else f"from {self.origin(name)}"
 
     def default(self) -> str:
-        """Return the name of the plugin that declares itself the default.
+        """Return the name of the plugin for runs that name none.
 
         Raises:
-            ConfigError: not exactly one installed plugin does.
+            ConfigError: not exactly one installed plugin has this role.
         """
         return self._only("default")
 
@@ -110,7 +116,7 @@ class Registry:
         """Return the name of the plugin whose numbers count as right.
 
         Raises:
-            ConfigError: not exactly one installed plugin declares so.
+            ConfigError: not exactly one installed plugin has this role.
         """
         return self._only("reference")
 
@@ -119,15 +125,20 @@ class Registry:
         name = name or self.default()
         return name, self.load(name).Config
 
-    def _only(self, flag: str) -> str:
-        """Return the name of the one plugin whose class sets a flag."""
-        claimants = [name for name in self.names if getattr(self.load(name), flag)]
+    def _only(self, role: str) -> str:
+        """Return the name of the one plugin with a role: no plugin is imported."""
+        claimants = self._with_role(role)
         if len(claimants) != 1:
             raise ConfigError(
-                f"expected one {flag} {self.kind}, found {claimants or 'none'}; "
+                f"expected one {role} {self.kind}, found {claimants or 'none'}; "
                 f"name one of: {', '.join(self.names) or 'none installed'}"
             )
         return claimants[0]
+
+    def _with_role(self, role: str) -> list[str]:
+        lines = _installed(ROLES, _search_path())
+        targets = {line.value for line in lines if line.name == role}
+        return [name for name in self.names if targets.intersection(self._entries[name])]
 
     @cached_property
     def _entries(self) -> dict[str, dict[str, EntryPoint]]:
@@ -138,7 +149,7 @@ class Registry:
         return found
 
 
-@lru_cache(maxsize=len(_KINDS) + 1)
+@lru_cache(maxsize=len(_KINDS) + 2)
 def _installed(group: str, path: tuple[tuple[str, int], ...]) -> EntryPoints:
     """Return a group's entry points: the declarations of every distribution are read."""
     return entry_points(group=group)

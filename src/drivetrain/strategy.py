@@ -92,13 +92,7 @@ def find_strategy(name: str, options: Any = None) -> tuple[type["Strategy[Any]"]
 
 
 class Verifiable:
-    """The part of the contract for commands that compare strategies in their forms.
-
-    Attributes:
-        reference: whether this strategy's numbers are the right ones; it is not for training.
-    """
-
-    reference: ClassVar[bool] = False
+    """The part of the contract for commands that compare strategies in their forms."""
 
     @classmethod
     def variants(cls, world_size: int) -> Sequence[Mapping[str, Any]]:
@@ -142,12 +136,10 @@ class Strategy(
     Attributes:
         summary: one sentence for the wizard and ``launch --help``.
         Config: a frozen dataclass whose fields are declared with ``option()``.
-        default: whether a run without a strategy takes this one; one installed strategy says so.
     """
 
     summary: ClassVar[str]
     Config: ClassVar[type]
-    default: ClassVar[bool] = False
 
     def __init__(self, config: ConfigT, run: Run) -> None:
         self.config = config

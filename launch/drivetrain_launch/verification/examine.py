@@ -134,9 +134,8 @@ def forms(ranks: int) -> list[tuple[str, dict[str, Any]]]:
     """Return label, and name with options, of every installed strategy but the reference."""
     registry = strategies()
     found = []
-    for name in registry.names:
-        kind = registry.load(name)
-        for options in [] if kind.reference else kind.variants(ranks):
+    for name in registry.choices:
+        for options in registry.load(name).variants(ranks):
             words = [name, *(f"{key}={value}" for key, value in options.items())]
             found.append((" ".join(words), {"name": name, **options}))
     return found

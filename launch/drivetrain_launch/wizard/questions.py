@@ -238,9 +238,8 @@ class Wizard:
 
     def _strategy_question(self) -> Question:
         proposal = self._proposal()
-        names = [n for n in self.registry.names if not self.registry.load(n).reference]
         default = self.answers.get(STRATEGY_KEY, proposal.strategy)
-        ordered = sorted(names, key=lambda name: name != default)
+        ordered = sorted(self.registry.choices, key=lambda name: name != default)
         choices = tuple(
             AnswerChoice(name, f"{name}: {self.registry.load(name).summary}") for name in ordered
         )

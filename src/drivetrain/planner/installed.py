@@ -36,5 +36,5 @@ class InstalledKinds:
         self.planned: Kinds = {
             name: kind
             for name, kind in self.inner.items()
-            if not kind.reference and kind.draws_steps()
+            if name in registry.choices and kind.draws_steps()
         }

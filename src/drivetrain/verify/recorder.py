@@ -123,12 +123,11 @@ class Recorder(Observer):
         Of the reference alone: a strategy that is asked for its gradients follows what the script
         has done to them, which is to be seen as it is without a recorder.
         """
-        models = self._prepared.models if self._has_windows else ()
+        counts = self._request.reference and self._has_windows
         return {
             index
-            for index, entry in enumerate(models)
-            if entry.strategy.reference
-            and any(bool(piece.any()) for piece in entry.strategy.gradients())
+            for index, entry in enumerate(self._prepared.models if counts else ())
+            if any(bool(piece.any()) for piece in entry.strategy.gradients())
         }
 
     def gradients(self, entry: PreparedModel) -> None:

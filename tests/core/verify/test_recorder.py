@@ -26,7 +26,8 @@ def net():
 def recorded(strategy, damage=None, late=None, *, same=False, seed=1, evaluate=True):
     """Train for some steps with accumulation and clipping, in fp64, and return the record."""
     accelerator = Accelerator(strategy=strategy, cpu=True, gradient_accumulation_steps=2)
-    recorder = Recorder(RecordRequest(steps=STEPS))
+    request = RecordRequest(steps=STEPS, reference=strategy == strategies().reference())
+    recorder = Recorder(request)
     accelerator.observe(recorder)
     torch.manual_seed(0)
     model = net().double()

@@ -24,7 +24,7 @@ RUN_KEYS = [knob.name for knob in options_of(RunConfig) if knob.question]
 
 def offered():
     """Return the strategies that are there for training."""
-    return [name for name in strategies().names if not strategies().load(name).reference]
+    return strategies().choices
 
 
 @pytest.fixture

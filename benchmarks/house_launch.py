@@ -1,0 +1,44 @@
+"""Counts the files and functions that `drivetrain launch` runs until it starts the first rank.
+
+::
+
+    python benchmarks/house_launch.py
+
+Prints one line of JSON. The bodies of modules count, as the launcher imports them.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from types import FrameType
+from typing import Any, NoReturn
+
+from source_tree import Function, counts_of
+
+
+def main() -> None:
+    met: set[Function] = set()
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        code = frame.f_code
+        if event == "call":
+            met.add((code.co_filename, code.co_firstlineno, code.co_name))
+
+    def first_rank(*_: Any, **__: Any) -> NoReturn:
+        sys.setprofile(None)
+        print(json.dumps(counts_of(met)), flush=True)
+        os._exit(0)
+
+    subprocess.Popen.__init__ = first_rank  # type: ignore[method-assign]
+    sys.argv = ["drivetrain", "launch", "--nproc-per-node", "2", __file__]
+    threading.setprofile(note)
+    sys.setprofile(note)
+    from drivetrain_launch.cli import main as drivetrain
+
+    drivetrain()
+
+
+if __name__ == "__main__":
+    main()
