@@ -16,25 +16,14 @@ a worker divide a replica, each steps its parts, and exchanges them with the ran
 the other workers. The trajectory is one of its own: experiments have found it as good as data
 parallelism, and nobody has proved that.
 
-==================== ================================================================
-options.py           the knobs
-strategy.py          ``Local``: the contract
-worker.py            what the strategy inside of a worker does alone
-outer.py             the outer steps: DiLoCo, and Streaming DiLoCo
-warm_up.py           data parallelism over all workers, for the first steps
-stepping.py          which steps workers take together, and how many were taken
-messages.py          the messages between workers: which tensors, and the channels of their sums
-line.py              the communicators between workers
-late.py              exchanges that leave out late workers
-quorum.py            the agreement on who takes part in an exchange
-handed.py            the outer state that late workers take
-fragments.py         the parts of a model that are exchanged in turn
-whole.py             whole outer weights on every rank
-saved.py             the state of all workers in one checkpoint
-kept.py              errors that methods for slow links keep, in that checkpoint
-cost.py              bytes held and sent
-paper.py             the mean step of a round, on paper
-==================== ================================================================
+============ ==========================================================================
+options.py   the knobs
+strategy.py  ``Local``: the contract, and what the strategy inside of a worker does alone
+outer.py     the outer steps: DiLoCo, Streaming DiLoCo; their messages; the warm-up
+sync.py      who takes part in an exchange: the agreement, late workers, communicators
+state.py     the state of all workers in one checkpoint, and whole outer weights
+cost.py      bytes held and sent, and the mean step of a round, on paper
+============ ==========================================================================
 """
 
 from drivetrain_local.options import LocalOptions

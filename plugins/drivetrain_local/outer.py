@@ -10,30 +10,228 @@ for outer weights o, a worker's weights w, K workers::
                       w <- keep w + (1 - keep) o
 
 All workers compute the same o and m from the same d, bit by bit, so neither is ever sent; only a
-worker that came late to an exchange takes both from the store, see ``late``.
+worker that came late to an exchange takes both from the store, see ``sync.LateWorkers``.
+
+Streaming DiLoCo (2025, section 2.1) exchanges groups of blocks that are not neighbors: block i is
+of fragment i mod P. Parameters outside of blocks are of the first fragment, such as embeddings, or
+of the last, such as a head, by their place before or behind the blocks.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from math import prod
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from drivetrain.collectives import Communicator, Handle
+from drivetrain.collectives.channels import SumChannel
 from drivetrain.collectives.handles import Finished
+from drivetrain.collectives.stretch import ParameterRow, Stretch
+from drivetrain.parts.blocks import repeated_blocks
 from drivetrain.parts.buckets import view_like
+from drivetrain.parts.naming import named_parameters
 from drivetrain.parts.replicate import replicate
+from drivetrain.parts.rounds import Rounds, on_gradient
 from drivetrain.parts.saved_state import AROUND
-from drivetrain.shards import HeldTensors
+from drivetrain.shards import HeldPart, HeldTensors
 from drivetrain.strategy import Strategy
-from drivetrain_local.fragments import is_exchanged, steps_since
-from drivetrain_local.late import LateWorkers
-from drivetrain_local.messages import Messages, wide
 from drivetrain_local.options import LocalOptions
+from drivetrain_local.sync import LateWorkers
+
+
+def fragment_of_each(model: nn.Module | None, names: Iterable[str], count: int) -> dict[str, int]:
+    """Return the fragment of each parameter by name.
+
+    Args:
+        model: the user's model; None where only names are known, which then take turns.
+        names: of the parameters.
+        count: of the fragments.
+    """
+    if count == 1:
+        return dict.fromkeys(names, 0)
+    blocks = [] if model is None else repeated_blocks(model)
+    if not blocks:
+        return {name: index % count for index, name in enumerate(names)}
+    found: Mapping[str, int] = {
+        f"{prefix}.{name}": index % count
+        for index, (prefix, block) in enumerate(blocks)
+        for name in named_parameters(block)
+    }
+    fragments, reached = {}, False
+    for name in names:
+        reached = reached or name in found
+        fragments[name] = found.get(name, count - 1 if reached else 0)
+    return fragments
+
+
+def first_step(options: LocalOptions, fragment: int) -> int:
+    """Return the place in a round at which a fragment is exchanged, from 0."""
+    return fragment * options.every // options.fragments
+
+
+def is_exchanged(options: LocalOptions, fragment: int, steps: int) -> bool:
+    """Return whether a fragment's exchange starts after so many steps."""
+    return (steps - first_step(options, fragment)) % options.every == 0
+
+
+def steps_since(options: LocalOptions, fragment: int, steps: int) -> int:
+    """Return how many steps ago the latest exchange of a fragment started."""
+    return (steps - first_step(options, fragment)) % options.every
+
+
+# --- messages between workers about the tensors that one optimizer steps ---
+
+
+class MessageKey(NamedTuple):
+    """Tells the messages of one optimizer apart.
+
+    Attributes:
+        fragment: of the model.
+        dtype: of the tensors.
+        word: of the parts.
+    """
+
+    fragment: int
+    dtype: torch.dtype
+    word: str
+
+
+class MessageChannel(NamedTuple):
+    """A channel of sums, and its tensors at this time.
+
+    Attributes:
+        stretch: describes the flat tensor of a sum.
+        channel: takes the sums.
+    """
+
+    stretch: Stretch
+    channel: SumChannel
+
+
+class Messages:
+    """The tensors of each message between workers, and the channels of their sums.
+
+    Args:
+        optimizer: of the strategy inside; its tensors may be this rank's parts of parameters.
+        model: the user's one.
+        inner: the strategy inside.
+        workers: the ranks at this rank's place of each worker.
+        parts: what the modules of this rank have of each parameter, by name.
+        fragments: gives the fragment of a parameter, by name.
+
+    Attributes:
+        device: of messages; tensors in stores may lie elsewhere.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        model: nn.Module,
+        inner: Strategy[Any],
+        workers: Communicator,
+        parts: Mapping[str, HeldPart],
+        fragments: Mapping[str, int],
+    ) -> None:
+        self.device = inner.run.world.device
+        self._optimizer = optimizer
+        self._model = model
+        self._inner = inner
+        self._workers = workers
+        self._parts = parts
+        self._fragments = fragments
+        self._channels: dict[MessageKey, MessageChannel] = {}
+
+    def names(self) -> Mapping[int, str]:
+        """Return the name of every tensor that optimizers hold, by identity."""
+        own = {id(p): name for name, p in named_parameters(self._model).items()}
+        return {**own, **self._inner.names()}
+
+    def dtype(self, parameter: nn.Parameter) -> torch.dtype:
+        """Return the dtype of a tensor's values, on all workers the same."""
+        return self._inner.held_tensors.dtype(parameter)
+
+    def held(self) -> Iterator[nn.Parameter]:
+        """Yield the tensors in the optimizer's groups, frozen ones, too."""
+        for group in self._optimizer.param_groups:
+            yield from group["params"]
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Yield the tensors that the optimizer steps now."""
+        yield from (each for each in self.held() if each.requires_grad)
+
+    def held_parts(self) -> Iterator[tuple[str, str]]:
+        """Yield (name, word of the part) of each part of which the optimizer holds elements."""
+        names = self.names()
+        for parameter in self.held():
+            yield (name := names[id(parameter)]), self._parts[name].word
+
+    def of(
+        self, fragment: int | None = None, also: Collection[nn.Parameter] = ()
+    ) -> Sequence[Sequence[nn.Parameter]]:
+        """Return the tensors of each message: of one fragment, or of all.
+
+        Args:
+            fragment: None for all.
+            also: tensors that are in a message although they are frozen.
+
+        Returns:
+            Trainable tensors, and those of ``also``.
+
+        A message has tensors of one dtype, from parts that the same ranks of the worker have: so
+        these ranks get the same bits, whatever else each of them has. The order is that of the
+        model's parameters, whatever the optimizer's groups.
+        """
+        names = self.names()
+        stepped = {names[id(p)]: p for p in self.held() if p.requires_grad or p in also}
+        found: dict[tuple[torch.dtype, str], list[nn.Parameter]] = {}
+        for name in self._parts:
+            if name in stepped and fragment in (None, self._fragments[name]):
+                kind = self._kind(stepped[name], names)
+                found.setdefault(kind, []).append(stepped[name])
+        return list(found.values())
+
+    def channel(self, fragment: int, members: Sequence[nn.Parameter]) -> SumChannel:
+        """Return the channel of a message's sums; errors of a method are kept in the channel.
+
+        Once other tensors are in the message, a new channel goes on with the errors of the old one.
+        """
+        names, dtype = self.names(), wide(self.dtype(members[0]))
+        pieces = [self._stretch(names[id(parameter)], parameter, dtype) for parameter in members]
+        stretch = Stretch.joined(pieces, dtype)
+        key = MessageKey(fragment, *self._kind(members[0], names))
+        before = self._channels.get(key)
+        if before is None or before.stretch != stretch:
+            made = self._workers.gradients_summed(
+                stretch, "outer gradients", None if before is None else before.channel
+            )
+            self._channels[key] = MessageChannel(stretch, made)
+        return self._channels[key].channel
+
+    def _kind(self, parameter: nn.Parameter, names: Mapping[int, str]) -> tuple[torch.dtype, str]:
+        """Return the dtype and the word of the part, which the tensors of a message share."""
+        return self.dtype(parameter), self._parts[names[id(parameter)]].word
+
+    def _stretch(self, name: str, parameter: nn.Parameter, dtype: torch.dtype) -> Stretch:
+        """Describe a tensor in a message: a piece of a matrix is encoded as part of the matrix."""
+        shape, outer_dim, first = self._inner.held_tensors.piece(parameter)
+        whole = Stretch.of(prod(shape), dtype, [ParameterRow(name, shape, outer_dim, 0)])
+        return whole.cut(first, first + parameter.numel())
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which outer gradients of a dtype are added up."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+# --- outer steps ---
+
 
 OUTER, MOMENTUM, UNDER_WAY = AROUND
 """Keys of the state of a parameter."""
@@ -336,3 +534,138 @@ class OuterSteps(StepCount):
                 whole = self._held.values(parameter).to(self.messages.device, copy=True)
                 replicate([whole], self._workers, "outer weights")
                 state[OUTER].copy_(whole)
+
+
+# --- warm-up: data parallelism over all workers, before they take steps by themselves ---
+
+# DiLoCo starts from a model that data parallelism has trained for a while (Douillard et al. 2023,
+# section 3). So the workers can average gradients for the first steps of an optimizer. At the end
+# of a backward that synchronises::
+#
+#     inside of a worker    the strategy inside averages gradients, and hands out each rank's part
+#     between workers       rank j of each worker averages its part with the ranks j of the others
+#
+# Every rank then has the gradients of data parallelism over all ranks, up to the order of sums, and
+# the sums have the same bits on all workers. So weights and states of optimizers stay alike.
+
+
+class WarmUp:
+    """The backwards of a model whose gradients are averaged over all workers for some steps.
+
+    Args:
+        inner: the strategy inside of a worker.
+        workers: the ranks at this rank's place of each worker.
+        outer: of each optimizer, in order; optimizers that are bound later come to this list.
+    """
+
+    def __init__(
+        self,
+        inner: Strategy[Any],
+        workers: Communicator,
+        outer: Sequence[OuterSteps],
+    ) -> None:
+        self._inner = inner
+        self._workers = workers
+        self._outer = outer
+        self._model = nn.Module()  # until there is one
+        self._synchronizing = True
+        self._rounds = Rounds(lambda: None, self._average)
+        self._handles: list[RemovableHandle] = []
+
+    def follow(self, model: nn.Module) -> None:
+        """Notice backwards that reach a model, also from the loss of another model."""
+        self._model = model
+        self._handles += [
+            on_gradient(parameter, self._came)
+            for parameter in named_parameters(model).values()
+            if parameter.requires_grad
+        ]
+
+    def backward(self, loss: Tensor, **options: Any) -> None:
+        """Run backward; unless accumulating, return with gradients averaged over all workers.
+
+        After the warm-up, gradients are averaged over the worker.
+        """
+        if not self._averages:
+            self._inner.backward(loss, **options)
+            return
+        rounds = self._rounds.count
+        self._inner.backward(loss, **options)
+        if self._rounds.count == rounds:
+            self._rounds.take_part()  # no parameter got a gradient; other workers may wait
+        else:
+            self._rounds.finish()
+
+    @contextmanager
+    def accumulating(self, enabled: bool = True) -> Iterator[None]:
+        """Context in which backward sends nothing to other workers."""
+        before, self._synchronizing = self._synchronizing, not enabled
+        try:
+            with self._inner.accumulating(enabled):
+                yield
+        finally:
+            self._synchronizing = before
+
+    def close(self) -> None:
+        """Take the hooks off."""
+        for handle in self._handles:
+            handle.remove()
+        self._rounds.give_up()
+
+    @property
+    def _averages(self) -> bool:
+        return self._synchronizing and any(outer.warms_up for outer in self._outer)
+
+    def _came(self, parameter: Tensor) -> None:
+        if self._averages:
+            self._rounds.enter()
+
+    def _average(self) -> None:
+        """End the backward of the strategy inside, and average over the workers. Collective."""
+        for _ in self._inner.gradients():
+            pass
+        for outer in self._outer:
+            for members in outer.messages.of() if outer.warms_up else ():
+                average_gradients(members, self._workers, outer.messages)
+        # As data parallelism does, so that all ranks evaluate with the same buffers.
+        replicate(self._model.buffers(), self._workers, "buffers of the first worker")
+
+
+@torch.no_grad()
+def average_gradients(
+    parameters: Sequence[nn.Parameter], workers: Communicator, messages: Messages
+) -> None:
+    """Replace gradients by their means over workers, in place. Collective.
+
+    A gradient that some workers lack counts as zeros there; one that all workers lack stays None.
+
+    Args:
+        parameters: of one dtype, alike on all workers.
+        workers: those that average.
+        messages: between workers; gradients for a store lie in host memory.
+    """
+    dtype, device = wide(messages.dtype(parameters[0])), messages.device
+    pieces = [
+        torch.zeros(each.numel(), dtype=dtype, device=device)
+        if each.grad is None
+        else each.grad.reshape(-1).to(device, dtype)
+        for each in parameters
+    ]
+    present = torch.tensor([each.grad is not None for each in parameters], dtype=dtype)
+    flat = torch.cat([*pieces, present.to(device)])
+    edge = flat.numel() - len(parameters)
+    flat[:edge].div_(workers.size)
+    workers.all_reduce(flat, label="gradients of the warm-up").wait()
+    means = flat[:edge].split_with_sizes([piece.numel() for piece in pieces])
+    for parameter, mean, holders in zip(parameters, means, flat[edge:].tolist(), strict=True):
+        if not holders:
+            continue
+        if parameter.grad is None:
+            parameter.grad = _like(parameter)
+        parameter.grad.copy_(mean.view(parameter.shape))
+
+
+def _like(parameter: nn.Parameter) -> Tensor:
+    """Return memory for a gradient, also of a parameter whose values lie in a store."""
+    facts = tuple(parameter.shape), parameter.stride()
+    return torch.empty_strided(*facts, dtype=parameter.dtype, device=parameter.device)

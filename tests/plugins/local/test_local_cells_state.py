@@ -47,7 +47,7 @@ def test_a_round_goes_on_bit_for_bit(monkeypatch, folder, inner, rounds, at):
 def test_kept_errors_go_on_bit_for_bit(monkeypatch, folder, inner, method):
     emulate_hosts(monkeypatch, 2)
     rounds, links, said = Rounds(every=2, fragments=2, delay=1), {"gradients": method}, []
-    monkeypatch.setattr("drivetrain_local.kept.logger.announce", said.append)
+    monkeypatch.setattr("drivetrain_local.state.logger.announce", said.append)
     goes_on_bit_for_bit(
         folder, lambda: CellTraining(inner, rounds, links=links, model=wide_words()), 5, 9
     )
@@ -75,7 +75,7 @@ def test_errors_of_parts_are_not_those_of_whole_parameters(monkeypatch, folder):
     divided.run(0, 5)
     divided.accelerator.save_state(folder)
     said = []
-    monkeypatch.setattr("drivetrain_local.kept.logger.announce", said.append)
+    monkeypatch.setattr("drivetrain_local.state.logger.announce", said.append)
     whole = CellTraining(DDP, rounds, links=links, model=wide_words())
     whole.accelerator.load_state(folder)
     assert [line.count("left out") for line in said] == [1]

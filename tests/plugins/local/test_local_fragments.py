@@ -9,11 +9,9 @@ from torch.optim import SGD
 from drivetrain.collectives.handles import Finished
 from drivetrain.parts.naming import named_parameters
 from drivetrain.shards import HeldPart, HeldTensors, Part, Shard
-from drivetrain_local.fragments import fragment_of_each
-from drivetrain_local.messages import Messages
 from drivetrain_local.options import LocalOptions
-from drivetrain_local.outer import OuterSteps
-from drivetrain_local.whole import write
+from drivetrain_local.outer import Messages, OuterSteps, fragment_of_each
+from drivetrain_local.state import write
 from local_workers import Blocks, fragment_of
 
 

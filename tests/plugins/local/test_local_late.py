@@ -55,7 +55,7 @@ class Clock:
     def __init__(self, monkeypatch):
         self._now = 0.0
         self.stop()
-        monkeypatch.setattr("drivetrain_local.quorum.time", self)
+        monkeypatch.setattr("drivetrain_local.sync.time", self)
 
     def stop(self, moment="a wait without end"):
         """Let the next wait last until all workers are there."""

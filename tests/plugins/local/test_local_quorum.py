@@ -10,10 +10,8 @@ from torch.distributed import HashStore
 from drivetrain import ConfigError
 from drivetrain.collectives.handles import Finished
 from drivetrain.runtime.world import World
-from drivetrain_local import handed
-from drivetrain_local.handed import HandedState
-from drivetrain_local.late import check_world
-from drivetrain_local.quorum import Quorum
+from drivetrain_local import sync
+from drivetrain_local.sync import HandedState, Quorum, check_world
 
 
 def test_whoever_stood_ready_for_an_earlier_exchange_is_not_waited_for():
@@ -35,7 +33,7 @@ def handed_state(store):
 
 
 def test_results_are_deleted_when_nobody_reads_them_any_more(monkeypatch):
-    monkeypatch.setattr(handed, "PIECE_BYTES", 16)
+    monkeypatch.setattr(sync, "PIECE_BYTES", 16)
     store = HashStore()
     state, tensors = handed_state(store), [torch.arange(9.0), torch.ones(3)]
 

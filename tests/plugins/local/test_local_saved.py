@@ -7,8 +7,7 @@ import torch
 
 from drivetrain.shards import Part
 from drivetrain_local import Local
-from drivetrain_local.kept import KeptReader
-from drivetrain_local.saved import WorkerReader, optimizers_apart, saved_workers
+from drivetrain_local.state import KeptReader, WorkerReader, optimizers_apart, saved_workers
 from read_tensors import InMemory
 
 VALUES = {

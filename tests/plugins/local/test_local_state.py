@@ -118,7 +118,7 @@ def test_kept_errors_with_other_workers(monkeypatch, folder, inner, transposed):
     four.accelerator.save_state(folder)
     hosts(monkeypatch)
     said = []
-    monkeypatch.setattr("drivetrain_local.kept.logger.announce", said.append)
+    monkeypatch.setattr("drivetrain_local.state.logger.announce", said.append)
     strategy = local(Rounds(every=2), inner, workers="hosts")
     two = Training(strategy, Wide(transposed=transposed), links=links)
     two.accelerator.load_state(folder)

@@ -10,7 +10,7 @@ from torch import nn
 
 from drivetrain import ConfigError
 from drivetrain.collectives.handles import Finished
-from drivetrain_local.warm_up import WarmUp, average_gradients
+from drivetrain_local.outer import WarmUp, average_gradients
 from local_trainings import Training, adamw, check_alike_on_all_ranks, check_equal, hosts, local
 from local_workers import ByHand, Rounds, loss_of
 from resumed_workers import check_same_bits, goes_on_bit_for_bit
