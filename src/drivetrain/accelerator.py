@@ -64,8 +64,8 @@ from drivetrain.runtime.mesh import Mesh
 from drivetrain.runtime.scaler import LossScaler
 from drivetrain.runtime.world import World
 from drivetrain.strategy import Run, Strategy
-from drivetrain.telemetry.backward import LinkChoice
-from drivetrain.telemetry.live import LiveFigures
+from drivetrain.telemetry.figures import LiveFigures
+from drivetrain.telemetry.link import LinkChoice
 from drivetrain.tracking import Trackers
 from drivetrain.tracking.run_figures import RunFigures
 from drivetrain.verify.recorder import launched_observer

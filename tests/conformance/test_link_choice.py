@@ -10,7 +10,7 @@ from torch import nn
 from drivetrain.collectives.facts import gather_facts
 from drivetrain.facade import loading
 from drivetrain.links.automatic import COUNTED, WARM_UP
-from drivetrain.telemetry import backward
+from drivetrain.telemetry import link
 from linked_trainings import WIDTH, Training, model_of, same, spread
 
 EXACT_STEPS = WARM_UP + COUNTED
@@ -102,7 +102,7 @@ def check_slow_link(form, said, make=two_matrices):
 def listen(monkeypatch):
     """Return the list of what this rank says about choices from now on."""
     lines = []
-    monkeypatch.setattr(backward.logger, "announce", lines.append)
+    monkeypatch.setattr(link.logger, "announce", lines.append)
     monkeypatch.setattr(loading.logger, "announce", lines.append)
     return lines
 

@@ -1,8 +1,7 @@
 """Folders of runs as ranks write them, without a training."""
 
 from drivetrain.telemetry.figures import StepFigures
-from drivetrain.telemetry.folder import RUN, StartFolder, new_start
-from drivetrain.telemetry.journal import Journal
+from drivetrain.telemetry.folder import RUN, Journal, StartFolder, new_start
 
 FACTS = {
     "script": "train.py",

@@ -3,8 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from drivetrain.telemetry.stragglers import Straggler, stragglers
-from drivetrain.telemetry.work import RankTimes
+from drivetrain.telemetry.work import RankTimes, Straggler, stragglers
 
 
 class StragglerWatch:

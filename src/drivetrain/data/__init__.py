@@ -1,17 +1,14 @@
 """Loaders divided over the data-parallel axis, with an order and a position that can be saved.
 
-- ``division``: the index arithmetic
-- ``order``: the order of an epoch
-- ``rows``: which rows of a batch only repeat samples
-- ``map_source``, ``iterable_source``, ``dispatch``: read batches
-- ``stream``: chooses how a stream is read
-- ``passes``: which pass over a loader has its position
-- ``loader``: iterated by the training loop
+- ``division``: the order of an epoch, and the part of it that each rank gets
+- ``sources``, ``streams``: read batches, of datasets with and without indices
+- ``loader``: iterated by the training loop; its passes and positions
+- ``examples``: small batches for a look at a model
 - ``prepare``: puts all of these together
 """
 
+from drivetrain.data.division import SeedableRandomSampler
 from drivetrain.data.loader import PreparedLoader
-from drivetrain.data.order import SeedableRandomSampler
 from drivetrain.data.prepare import prepare_data_loader, skip_first_batches
 
 __all__ = [

@@ -12,7 +12,7 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset
 
 from drivetrain import communication
-from drivetrain.data.samples import collated, without_trace
+from drivetrain.data.sources import collated, without_trace
 from drivetrain.nested import send_to_device
 from drivetrain.runtime import rng
 from drivetrain.runtime.world import World

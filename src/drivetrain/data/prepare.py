@@ -7,15 +7,16 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
 from drivetrain.config import DataConfig
-from drivetrain.data.dispatch import DispatchSource
-from drivetrain.data.division import BatchDivision, OrderDivision, SampleDivision
-from drivetrain.data.iterable_source import IterableSource
-from drivetrain.data.loader import Delivery, PreparedLoader
-from drivetrain.data.map_source import MapSource, seed_of_main
-from drivetrain.data.order import EpochOrder, generators
-from drivetrain.data.passes import Progress
-from drivetrain.data.steps import BatchSource
-from drivetrain.data.stream import StreamSource
+from drivetrain.data.division import (
+    BatchDivision,
+    EpochOrder,
+    OrderDivision,
+    SampleDivision,
+    generators,
+)
+from drivetrain.data.loader import Delivery, PreparedLoader, Progress
+from drivetrain.data.sources import BatchSource, MapSource, seed_of_main
+from drivetrain.data.streams import DispatchSource, IterableSource, StreamSource
 from drivetrain.errors import UsageError
 from drivetrain.runtime.gradient_state import ActivePass, GradientState
 from drivetrain.runtime.mesh import Axis

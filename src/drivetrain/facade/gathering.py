@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from drivetrain import communication
-from drivetrain.data.rows import Rows, count_rows
+from drivetrain.data.sources import Rows, count_rows
 from drivetrain.errors import UsageError
 from drivetrain.facade.settings import Runs
 from drivetrain.log import get_logger

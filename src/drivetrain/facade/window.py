@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain import communication
-from drivetrain.data.marks import Mark
+from drivetrain.data.loader import Mark
 from drivetrain.errors import UsageError
 from drivetrain.facade.prepared import PreparedModel, PreparedObjects
 from drivetrain.runtime import rng

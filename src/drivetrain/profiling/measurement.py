@@ -22,8 +22,8 @@ from drivetrain.profiling.modules import ModuleWork, RankWork, StepWork, module_
 from drivetrain.profiling.trail import ModulePlace, ModuleTrail
 from drivetrain.runtime.precision import dtype_word
 from drivetrain.strategy import Run
-from drivetrain.telemetry.clock import StepClock
-from drivetrain.telemetry.facts import device_name
+from drivetrain.telemetry.folder import device_name
+from drivetrain.telemetry.recorder import StepClock
 
 logger = get_logger(__name__)
 

@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from drivetrain.telemetry.figures import StepFigures
-from drivetrain.telemetry.folder import RUN, StartFolder, starts_of
-from drivetrain.telemetry.journal import RankJournal
+from drivetrain.telemetry.folder import RUN, RankJournal, StartFolder, starts_of
 
 
 @dataclass(frozen=True, slots=True)

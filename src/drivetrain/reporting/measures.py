@@ -9,8 +9,7 @@ from numpy.typing import NDArray
 
 from drivetrain.reporting.history import RunHistory
 from drivetrain.telemetry.figures import SECTIONS, StepFigures
-from drivetrain.telemetry.stragglers import Straggler, stragglers
-from drivetrain.telemetry.work import RankTimes
+from drivetrain.telemetry.work import RankTimes, Straggler, stragglers
 
 Numbers: TypeAlias = NDArray[np.float64]
 

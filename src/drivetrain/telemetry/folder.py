@@ -5,21 +5,191 @@
     PROJECT/run/
         20261123-120028-417300/     a start: the time, in microseconds
             run.json                configuration with origins, environment, model, promised bytes
-            rank-0.jsonl            a line for each step, see drivetrain.telemetry.journal
+            rank-0.jsonl            a line for each step
             rank-1.jsonl
         20261123-130501-000211/     started again: after a failure, or by hand
         report.html                 made of all these
+
+A rank's file is appended to, never rewritten. Its first line says which rank wrote it; events, such
+as a resumed checkpoint, stand between the records. A file that ends in the middle of a line, as
+after a kill, is read up to there.
 """
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+import platform
+import sys
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
-from drivetrain.errors import ConfigError
-from drivetrain.telemetry.journal import RankJournal, read_journal
+import torch
+from torch import Tensor
+
+from drivetrain._version import __version__
+from drivetrain.config import Resolved
+from drivetrain.cost import Cost, ModelSpec
+from drivetrain.errors import ConfigError, DrivetrainError
+from drivetrain.facade.prepared import PreparedModel
+from drivetrain.hardware.peaks import published_peak
+from drivetrain.runtime.world import World, restarts
+from drivetrain.strategy import Run, find_strategy
+from drivetrain.telemetry.figures import StepFigures, merged
+
+FINE_LINES = 1000
+"""Lines with one step each; after as many lines, each further line stands for twice as many steps.
+
+So a million steps are eleven thousand lines. Short steps late in a long run are seen as means."""
+
+COARSEST_S = 60.0
+"""A line covers no more time than this, however many steps it may stand for."""
+
+LAST_LINE_BYTES = 2000
+"""The last line of a file is shorter than this."""
+
+FLUSH_S = 2.0
+"""Lines reach the file at least this often, while steps are taken: others may follow the run."""
+
+
+class Journal:
+    """Writes the records of one rank.
+
+    Args:
+        path: the file; made, with its folder, when the first line is written.
+        header: facts about the rank.
+    """
+
+    def __init__(self, path: Path, header: Mapping[str, Any]) -> None:
+        self.path = path
+        self._header = header
+        self._file: TextIO | None = None
+        self._lines = 0
+        self._stride = 1
+        self._begun: StepFigures | None = None
+        self._unwritten: list[StepFigures] = []  # lines are made many at a time, which is cheaper
+        self._flushed_at = time.monotonic()
+
+    def add(self, figures: StepFigures) -> None:
+        """Note a step.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        self._begun = figures if self._begun is None else merged(self._begun, figures)
+        if self._begun.steps >= self._stride or self._begun.seconds >= COARSEST_S:
+            self._end_line()
+        if time.monotonic() - self._flushed_at >= FLUSH_S:
+            self.flush()
+
+    def note(self, event: str, **facts: Any) -> None:
+        """Note an event, after the steps before it.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        self._end_line()
+        self._write_lines()
+        self._write(json.dumps({"event": event, "time": time.time(), **facts}))
+        self.flush()
+
+    def flush(self) -> None:
+        """Let readers see the lines so far.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        self._flushed_at = time.monotonic()
+        self._write_lines()
+        if self._file is not None:
+            self._file.flush()
+
+    def close(self) -> None:
+        """Write the steps left over, and close the file."""
+        self._end_line()
+        self._write_lines()
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _end_line(self) -> None:
+        if self._begun is None:
+            return
+        self._unwritten.append(self._begun)
+        self._begun = None
+        self._lines += 1
+        if self._lines % FINE_LINES == 0:
+            self._stride *= 2
+
+    def _write_lines(self) -> None:
+        lines, self._unwritten = self._unwritten, []
+        for figures in lines:
+            self._write(figures.to_json())
+
+    def _write(self, line: str) -> None:
+        if self._file is None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self.path.open("a", encoding="utf-8")
+            self._file.write(json.dumps(self._header) + "\n")
+        self._file.write(line + "\n")
+
+
+@dataclass(frozen=True, slots=True)
+class RankJournal:
+    """The contents of one rank's file.
+
+    Attributes:
+        header: facts about the rank; empty where the file has no first line.
+        records: in the order of writing.
+        events: each with the number of records before it.
+        torn: lines that are no JSON, as the last one of a killed process.
+    """
+
+    header: Mapping[str, Any] = field(default_factory=dict)
+    records: tuple[StepFigures, ...] = ()
+    events: tuple[tuple[int, Mapping[str, Any]], ...] = ()
+    torn: int = 0
+
+
+def has_ended(path: Path) -> bool:
+    """Whether a rank has written its last line."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - LAST_LINE_BYTES))
+            last = file.read().splitlines()[-1:]
+    except OSError:
+        return False
+    return any(b'"event": "ended"' in line or b'"event": "failed"' in line for line in last)
+
+
+def read_journal(path: Path) -> RankJournal:
+    """Read a rank's file, as far as it is whole; a run may be writing it.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    header: Mapping[str, Any] = {}
+    records: list[StepFigures] = []
+    events: list[tuple[int, Mapping[str, Any]]] = []
+    torn = 0
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            values = json.loads(line)
+            if "rank" in values:
+                header = values
+            elif "event" in values:
+                events.append((len(records), values))
+            else:
+                records.append(StepFigures.from_json(line))
+        except (ValueError, TypeError, ConfigError):
+            torn += 1
+    return RankJournal(header, tuple(records), tuple(events), torn)
+
+
+# --- the folder ---
+
 
 RUN = "run"
 """The folder in the project's folder."""
@@ -101,3 +271,131 @@ def starts_of(folder: str | Path) -> list[StartFolder]:
 
 def _is_start(path: Path) -> bool:
     return path.is_dir() and ((path / FACTS).is_file() or any(path.glob("rank-*.jsonl")))
+
+
+# --- facts besides the figures: configuration, environment, models, promised bytes ---
+
+
+def facts_of(
+    config: Resolved, run: Run, entries: Sequence[PreparedModel], models: Sequence[ModelSpec]
+) -> dict[str, Any]:
+    """Return the facts of a run as JSON holds them.
+
+    Args:
+        config: the resolved configuration.
+        run: the run of its strategy.
+        entries: the prepared models.
+        models: the facts of each, as the script made it.
+    """
+    return {
+        "version": 1,
+        "script": Path(sys.argv[0]).name,
+        "restarts": restarts(),
+        "configuration": [
+            {
+                "key": key,
+                "value": value,
+                "origin": f"{origin.kind}: {origin.text}".removesuffix(": default"),
+            }
+            for key, value, origin in config.rows()
+        ],
+        "strategy": config.strategy,
+        "precision": str(run.precision),
+        "ranks": run.world.size,
+        "mesh": {name: axis.size for name, axis in run.mesh.items()},
+        "accumulation": run.accumulation,
+        "hosts": list(dict.fromkeys(run.world.hosts)),
+        "environment": _environment(run.world),
+        "models": [_described(entry, spec) for entry, spec in zip(entries, models, strict=False)],
+        "peak": _peak(run, models),
+    }
+
+
+def header_of(config: Resolved, run: Run) -> dict[str, Any]:
+    """Return the facts of one rank: who it is, where on the mesh, and who does the same work."""
+    world = run.world
+    strategy, options = find_strategy(config.strategy, config.strategy_config)
+    stages = [name for name in strategy.stages(options) if name in run.mesh]
+    return {
+        "peers": " ".join(f"{name}={run.mesh[name].rank}" for name in stages),
+        "rank": world.rank,
+        "host": world.hosts[world.rank],
+        "device": device_name(world.device),
+        "place": {name: axis.rank for name, axis in run.mesh.items()},
+    }
+
+
+def _environment(world: World) -> dict[str, str]:
+    return {
+        "drivetrain": __version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "device": device_name(world.device),
+        "backend": world.backend or "none, one process",
+        "threads of a rank": str(torch.get_num_threads()),
+    }
+
+
+def _described(entry: PreparedModel, spec: ModelSpec) -> dict[str, Any]:
+    """Return a model's size, and the bytes that its strategy promises to hold and send."""
+    strategy = entry.strategy
+    facts: dict[str, Any] = {
+        "name": type(entry.module).__name__,
+        "parameters": sum(each.numel for each in spec.parameters),
+        "trained": sum(each.numel for each in spec.parameters if each.trainable),
+        "strategy": type(strategy).__name__,
+    }
+    try:
+        promised: Cost = type(strategy).cost(
+            strategy.config, replace(spec, states=_states(entry)), strategy.run
+        )
+    except DrivetrainError as error:  # sizes alone may not be enough for a strategy
+        return facts | {"no_promise": str(error).splitlines()[0]}
+    return facts | {
+        "held": dict(promised.held),
+        "sent": {"/".join(key): count for key, count in promised.sent.items()},
+        "uncounted": dict(promised.uncounted),
+    }
+
+
+def _states(entry: PreparedModel) -> int:
+    """Return how many tensors the optimizers keep for most of their parameters."""
+    counts = Counter(
+        sum(isinstance(value, Tensor) and value.dim() > 0 for value in state.values())
+        for optimizer in entry.optimizers
+        for state in optimizer.state.values()
+        if isinstance(state, Mapping)
+    )
+    return counts.most_common(1)[0][0] if counts else 0
+
+
+def _peak(run: Run, models: Sequence[ModelSpec]) -> dict[str, Any] | None:
+    """Return the published peak of this rank's device for the models' products; None without one.
+
+    The dtype of products is that of the precision, or else that of most parameters.
+    """
+    if run.world.device.type == "cpu":
+        return None
+    name = device_name(run.world.device)
+    elements: Counter[torch.dtype] = Counter()
+    for each in (each for model in models for each in model.parameters):
+        elements[each.dtype] += each.numel
+    given = run.precision.compute or run.precision.param
+    dtype = given or max(elements, key=lambda each: elements[each], default=torch.float32)
+    found = published_peak(name, dtype)
+    if found is None:
+        return None
+    return {
+        "device": name,
+        "operations_per_second": found.operations_per_second,
+        "of": found.precision,
+        "source": found.source,
+    }
+
+
+def device_name(device: torch.device) -> str:
+    """Return the name that the driver gives a device; CPU for the processor."""
+    if device.type == "cpu":
+        return "CPU"
+    return str(torch.get_device_module(device).get_device_name(device))

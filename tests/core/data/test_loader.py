@@ -7,8 +7,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from drivetrain.data import PreparedLoader, SeedableRandomSampler
-from drivetrain.data.steps import reader_of
-from drivetrain.data.workers import outliving_notices
+from drivetrain.data.sources import outliving_notices, reader_of
 from drivetrain.errors import UsageError
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from drivetrain.data.rows import RowCount, Rows, count_rows
+from drivetrain.data.sources import RowCount, Rows, count_rows
 from drivetrain.errors import UsageError
 
 

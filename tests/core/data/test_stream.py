@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from drivetrain import Accelerator, DataLoaderConfiguration
-from drivetrain.data.stream import fingerprint_of
+from drivetrain.data.streams import fingerprint_of
 from drivetrain.errors import CollectiveError, UsageError
 
 

@@ -9,7 +9,7 @@ from drivetrain.reporting import measures
 from drivetrain.reporting.history import load_history
 from drivetrain.reporting.summary import differences, summary_of
 from drivetrain.reporting.words import in_bytes, in_seconds, in_short
-from drivetrain.telemetry.journal import Journal
+from drivetrain.telemetry.folder import Journal
 from recorded_runs import FACTS, step, write_run
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from drivetrain.data.shared_random import synchronize_rng_states
+from drivetrain.data.loader import synchronize_rng_states
 from drivetrain.errors import UsageError
 from drivetrain.runtime import rng
 

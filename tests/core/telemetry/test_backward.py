@@ -16,8 +16,8 @@ from drivetrain.runtime.mesh import Mesh
 from drivetrain.runtime.precision import Precision
 from drivetrain.runtime.world import World
 from drivetrain.strategy import Run, find_strategy
-from drivetrain.telemetry import backward
-from drivetrain.telemetry.backward import LinkChoice
+from drivetrain.telemetry import link
+from drivetrain.telemetry.link import LinkChoice
 from drivetrain.traffic import Traffic
 
 MATRIX = 1024
@@ -48,8 +48,8 @@ class Events:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.state, self.traffic, self.now = GradientState(1), Traffic(), 0.0
         self.said: list[str] = []
-        monkeypatch.setattr(backward.time, "perf_counter", lambda: self.now)
-        monkeypatch.setattr(backward.logger, "announce", self.said.append)
+        monkeypatch.setattr(link.time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(link.logger, "announce", self.said.append)
         self.model = torch.nn.Linear(MATRIX, MATRIX, bias=False)
         kind, config, links = chosen(self.model)
         self.strategy = object.__new__(kind)

@@ -7,10 +7,16 @@ from pathlib import Path
 import pytest
 
 from drivetrain.errors import ConfigError
-from drivetrain.telemetry import journal
+from drivetrain.telemetry import folder
 from drivetrain.telemetry.figures import StepFigures, merged
-from drivetrain.telemetry.folder import StartFolder, new_start, starts_of
-from drivetrain.telemetry.journal import Journal, has_ended, read_journal
+from drivetrain.telemetry.folder import (
+    Journal,
+    StartFolder,
+    has_ended,
+    new_start,
+    read_journal,
+    starts_of,
+)
 
 
 def step(number, **values):
@@ -58,7 +64,7 @@ def test_records_add_up():
 
 
 def test_long_runs_get_coarser_lines_and_lose_no_step(tmp_path, monkeypatch):
-    monkeypatch.setattr(journal, "FINE_LINES", 4)
+    monkeypatch.setattr(folder, "FINE_LINES", 4)
     writer = Journal(tmp_path / "run" / "rank-0.jsonl", {"rank": 0})
     for number in range(1, 31):
         writer.add(step(number, samples=2))
@@ -72,14 +78,14 @@ def test_long_runs_get_coarser_lines_and_lose_no_step(tmp_path, monkeypatch):
 
 
 def test_lines_come_at_once_and_slow_steps_are_never_merged(tmp_path, monkeypatch):
-    monkeypatch.setattr(journal, "FINE_LINES", 2)
+    monkeypatch.setattr(folder, "FINE_LINES", 2)
     writer = Journal(tmp_path / "rank-0.jsonl", {"rank": 0})
     for number in range(1, 9):
-        writer.add(step(number, seconds=journal.COARSEST_S))
+        writer.add(step(number, seconds=folder.COARSEST_S))
     writer.close()
     assert [each.steps for each in read_journal(writer.path).records] == [1] * 8
 
-    monkeypatch.setattr(journal, "FLUSH_S", 0.0)
+    monkeypatch.setattr(folder, "FLUSH_S", 0.0)
     writer = Journal((tmp_path / "1") / "rank-0.jsonl", {"rank": 0})
     writer.add(step(1))
     assert [each.step for each in read_journal(writer.path).records] == [1]

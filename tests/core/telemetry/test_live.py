@@ -12,8 +12,7 @@ from rich.console import Console
 
 from drivetrain import Accelerator
 from drivetrain import log as bars
-from drivetrain.telemetry.figures import StepFigures
-from drivetrain.telemetry.live import LiveFigures
+from drivetrain.telemetry.figures import LiveFigures, StepFigures
 
 SCRIPT = """
 import sys, torch

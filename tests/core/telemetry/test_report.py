@@ -12,9 +12,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from drivetrain import Accelerator, GradScalerKwargs
 from drivetrain.errors import UsageError
 from drivetrain.reporting import run_report
-from drivetrain.telemetry import clock
-from drivetrain.telemetry.clock import StepClock
+from drivetrain.telemetry import recorder
 from drivetrain.telemetry.folder import starts_of
+from drivetrain.telemetry.recorder import StepClock
 from drivetrain.traffic import Traffic
 
 
@@ -189,7 +189,7 @@ def test_a_folder_that_cannot_be_written_ends_no_training(tmp_path, caplog):
 
 def test_waiting_is_taken_off_the_section_in_which_it_passed(monkeypatch):
     now = waited = 0.0
-    monkeypatch.setattr(clock.time, "perf_counter", lambda: now)
+    monkeypatch.setattr(recorder.time, "perf_counter", lambda: now)
     steps = StepClock(lambda: waited)
     steps.enter("forward")
     now, waited = 5.0, 2.0

@@ -3,8 +3,7 @@
 import pytest
 
 from drivetrain.telemetry.figures import StepFigures
-from drivetrain.telemetry.stragglers import stragglers
-from drivetrain.telemetry.work import RankTimes, WorkFile, read_work
+from drivetrain.telemetry.work import RankTimes, WorkFile, read_work, stragglers
 
 
 def work(rank, *, data=0.1, forward=1.0, host="0@a", steps=10, waiting=0.0, **more):
