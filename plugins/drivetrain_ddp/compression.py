@@ -9,7 +9,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from drivetrain.collectives import Communicator, Route
-from drivetrain.collectives.channels import SumChannel
+from drivetrain.collectives.communicator import SumChannel
 from drivetrain.parts.buckets import Bucket, BucketLayout
 
 Finish: TypeAlias = Callable[[], object]

@@ -25,7 +25,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from drivetrain.collectives import Communicator, Handle, Parts, chunk_bounds, sent_bytes
-from drivetrain.collectives.handles import StagedHandle
+from drivetrain.collectives.communicator import StagedHandle
 from drivetrain.collectives.stretch import ParameterSpan, StretchParts
 from drivetrain.config.option import option
 from drivetrain.links.compressor import Compressor, FarGather, FarReduction, Honesty, Kept

@@ -31,8 +31,7 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from drivetrain.collectives import Communicator, Handle
-from drivetrain.collectives.channels import SumChannel
-from drivetrain.collectives.handles import Finished
+from drivetrain.collectives.communicator import Finished, SumChannel
 from drivetrain.collectives.stretch import ParameterRow, Stretch
 from drivetrain.parts.blocks import repeated_blocks
 from drivetrain.parts.buckets import view_like

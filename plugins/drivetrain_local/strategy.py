@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from drivetrain.building import WeightSource
 from drivetrain.collectives import connect
-from drivetrain.collectives.digests import Ranks
+from drivetrain.collectives.facts import Ranks
 from drivetrain.cost import Cost, ModelSpec
 from drivetrain.errors import ConfigError, UsageError
 from drivetrain.links.compressor import Compressor, Honesty

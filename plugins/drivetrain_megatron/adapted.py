@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from drivetrain.errors import UsageError
-from drivetrain.parts.torch_calls import Arguments, Function, Keywords
+from drivetrain.parts.guard import Arguments, Function, Keywords
 from drivetrain.parts.wrapping import unwrap_forward, wrap_forward
 
 _WHOLE, _INSIDE = "_forward_before_passes", "_forward_before_calls_inside"

@@ -23,9 +23,8 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 from drivetrain.collectives import Communicator
 from drivetrain.errors import ConfigError, RankMismatchError
 from drivetrain.links.chosen import LinkMethods
-from drivetrain.parts.guard import Elsewhere
+from drivetrain.parts.guard import Elsewhere, refuse_transforms
 from drivetrain.parts.naming import named_parameters
-from drivetrain.parts.torch_calls import refuse_transforms
 from drivetrain.parts.wrapping import UninheritedHook
 from drivetrain.runtime.mesh import Mesh
 from drivetrain.runtime.precision import Precision

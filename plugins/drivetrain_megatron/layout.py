@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import nn
 
-from drivetrain.collectives.solo import SoloCommunicator
+from drivetrain.collectives.communicator import SoloCommunicator
 from drivetrain.cost import TensorSpec
 from drivetrain.model import PLANNING, untouched
 from drivetrain.parts.naming import named_parameters

@@ -7,8 +7,7 @@ from typing import NamedTuple, TypeAlias, TypeVar
 from torch import nn
 
 from drivetrain.collectives import Communicator
-from drivetrain.collectives.digests import differing
-from drivetrain.collectives.facts import gather_facts
+from drivetrain.collectives.facts import differing, gather_facts
 from drivetrain.data.examples import ExampleBatch
 from drivetrain.errors import RankMismatchError
 from drivetrain.parts.naming import named_parameters

@@ -59,7 +59,7 @@ from drivetrain.log import Bar
 from drivetrain.processes import Processes, StaysInProcess
 from drivetrain.profiling.follower import StepProfiler
 from drivetrain.reporting.run_report import RunReport
-from drivetrain.runtime import words
+from drivetrain.runtime import board
 from drivetrain.runtime.mesh import Mesh
 from drivetrain.runtime.scaler import LossScaler
 from drivetrain.runtime.world import World
@@ -1096,7 +1096,7 @@ class Accelerator(AnswersArguments, StaysInProcess, Processes):
         finally:
             self._preemption.close()
             if self._owns_group and dist.is_initialized():
-                words.leave()
+                board.leave()
             self.report.close()
 
     def _forget(self) -> None:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from drivetrain.collectives.digests import (
+from drivetrain.collectives.facts import (
     Ranks,
     counts_of_everyone,
     device_of,

@@ -6,7 +6,7 @@ object per prepared model, so nothing about a run is global, and it never asks w
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
@@ -22,8 +22,8 @@ from drivetrain.links.chosen import LinkMethods
 from drivetrain.links.contract import OverLinks
 from drivetrain.model.profiled import Profiled
 from drivetrain.paper.contract import OnPaper
+from drivetrain.parts.naming import named_parameters
 from drivetrain.parts.saved_state import KeepsState
-from drivetrain.parts.weighing import Weighing
 from drivetrain.registry import strategies
 from drivetrain.runtime.mesh import Mesh
 from drivetrain.runtime.precision import Precision
@@ -125,7 +125,6 @@ class Strategy(
     KeepsState,
     Verifiable,
     Profiled,
-    Weighing,
     OnPaper,
     OverLinks,
     ABC,
@@ -314,6 +313,24 @@ class Strategy(
         decides.
         """
         return nullcontext()
+
+    @contextmanager
+    def uncounted(self, module: nn.Module) -> Iterator[None]:
+        """Context around the backward of a micro-batch that counts nothing: it adds zeros.
+
+        Its loss, and whatever its graph computes, may be no numbers. All ranks take part in the
+        backward as in any other.
+
+        Args:
+            module: as ``unwrap`` returns it; the graph may pass through it.
+        """
+        trained = [one for one in named_parameters(module).values() if one.requires_grad]
+        hooks = [each.register_hook(torch.zeros_like) for each in trained]  # type: ignore[no-untyped-call]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     def running(self) -> AbstractContextManager[None]:
         """Context in which a strategy around this one runs the model's forward without calling it.

@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from drivetrain import Accelerator
-from drivetrain.collectives.solo import SoloCommunicator
+from drivetrain.collectives.communicator import SoloCommunicator
 from drivetrain_megatron.config import MegatronConfig
 from drivetrain_megatron.plan.model import ModelPlan, TensorParallel
 from drivetrain_megatron.plan.report import describe

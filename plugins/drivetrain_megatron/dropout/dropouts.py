@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from drivetrain.collectives import Communicator
-from drivetrain.collectives.solo import SoloCommunicator
+from drivetrain.collectives.communicator import SoloCommunicator
 from drivetrain.errors import UsageError
 from drivetrain.model.look import Look, ModelOperation
 from drivetrain_megatron.tensor.attention import attach_heads, keep_padded

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_map_only
 from drivetrain.errors import UsageError
 from drivetrain.model.look import named_leaves, tensors_in
 from drivetrain.parts.blocks import BlockHooks
-from drivetrain.parts.torch_calls import Arguments, Function, Keywords
+from drivetrain.parts.guard import Arguments, Function, Keywords
 from drivetrain_megatron.pipeline.cut import StageCut
 from drivetrain_megatron.pipeline.other_stages import ProxyPlace
 from drivetrain_megatron.recording.around_blocks import AroundBlocks

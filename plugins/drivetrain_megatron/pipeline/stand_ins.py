@@ -18,9 +18,16 @@ from drivetrain.building import become
 from drivetrain.collectives import Communicator
 from drivetrain.collectives.facts import gather_facts
 from drivetrain.errors import UsageError
-from drivetrain.parts.guard import Elsewhere, StandIn, guard
+from drivetrain.parts.guard import (
+    Arguments,
+    Elsewhere,
+    Function,
+    Keywords,
+    StandIn,
+    asks_facts,
+    guard,
+)
 from drivetrain.parts.naming import clean_name
-from drivetrain.parts.torch_calls import Arguments, Function, Keywords, asks_facts
 from drivetrain_megatron.recording.proxy import StageProxy
 
 _COPIES = (nn.Parameter.__deepcopy__, nn.Parameter.__reduce_ex__)

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from drivetrain.collectives import Communicator, Handle, Reduction
-from drivetrain.collectives.communicator import Request, caller, flatten
-from drivetrain.collectives.handles import Finished
+from drivetrain.collectives.communicator import Finished, Request, caller, flatten
 from drivetrain.collectives.volume import Chunks, checked_chunks
 from drivetrain.errors import CollectiveError
 from drivetrain.runtime import rng

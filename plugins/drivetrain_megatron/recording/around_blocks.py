@@ -9,7 +9,7 @@ import torch
 from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 
 from drivetrain.model.look import tensors_in
-from drivetrain.parts.torch_calls import Arguments, Function, Keywords
+from drivetrain.parts.guard import Arguments, Function, Keywords
 from drivetrain_megatron.recording.crossing import CallPlace
 
 

@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_map_only
 
 from drivetrain.log import get_logger
 from drivetrain.model.random_values import SEED, filled, random_like
-from drivetrain.parts.torch_calls import Arguments, Function, Keywords
+from drivetrain.parts.guard import Arguments, Function, Keywords
 from drivetrain.runtime import rng
 from drivetrain_megatron.recording.hooked import (
     HookedCall,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from drivetrain.collectives.digests import differing
+from drivetrain.collectives.facts import differing
 from drivetrain.data.examples import ExampleBatch
 from drivetrain.errors import RankMismatchError, UsageError
 from drivetrain.log import get_logger

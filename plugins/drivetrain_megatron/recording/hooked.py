@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from drivetrain.parts.hooks import hooks_of_script
+from drivetrain.parts.wrapping import hooks_of_script
 from drivetrain_megatron.recording.proxy import StageProxy
 from drivetrain_megatron.recording.structure import PLAIN, TensorMeta, changed
 

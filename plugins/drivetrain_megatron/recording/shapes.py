@@ -12,7 +12,7 @@ from drivetrain.model.look import tensors_in
 from drivetrain.model.substitution import without_values
 from drivetrain.model.valueless import ValuelessTensor
 from drivetrain.parts.blocks import BlockHooks
-from drivetrain.parts.torch_calls import Arguments, Function, Keywords, targets
+from drivetrain.parts.guard import Arguments, Function, Keywords, targets
 from drivetrain_megatron.recording.around_blocks import AroundBlocks
 from drivetrain_megatron.recording.block_facts import BlockFacts, BlockRuns, shapes_key
 from drivetrain_megatron.recording.crossing import (

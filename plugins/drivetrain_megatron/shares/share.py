@@ -22,8 +22,8 @@ from torch.utils.hooks import RemovableHandle
 from drivetrain.collectives import Communicator
 from drivetrain.errors import UsageError
 from drivetrain.parts.divided_gradient import DividedGradient
+from drivetrain.parts.guard import FACTS, Arguments, Function, Keywords, writes_first
 from drivetrain.parts.rounds import in_backward, is_of_strategy
-from drivetrain.parts.torch_calls import FACTS, Arguments, Function, Keywords, writes_first
 from drivetrain_megatron.shares.gradient import SharePlace
 from drivetrain_megatron.shares.hooks import GradientHook, seen_behind, seen_whole
 from drivetrain_megatron.shares.whole import WholeCopy, WholeTensor

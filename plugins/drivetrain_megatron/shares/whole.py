@@ -14,7 +14,7 @@ from torch._compile import _disable_dynamo
 from torch.utils._pytree import tree_leaves, tree_map
 
 from drivetrain.errors import UsageError
-from drivetrain.parts.torch_calls import (
+from drivetrain.parts.guard import (
     Arguments,
     Function,
     Keywords,

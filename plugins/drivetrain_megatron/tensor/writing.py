@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from drivetrain.parts.torch_calls import name_of, writes_first
+from drivetrain.parts.guard import name_of, writes_first
 
 
 class TorchCall(NamedTuple):

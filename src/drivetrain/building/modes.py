@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map
 
 from drivetrain.building.schema import Operator
 from drivetrain.errors import UsageError
-from drivetrain.parts.torch_calls import Arguments, Function, Keywords
+from drivetrain.parts.guard import Arguments, Function, Keywords
 
 _READERS = (Tensor.tolist, Tensor.numpy, Tensor.__array__)
 _MAKERS = (torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor)

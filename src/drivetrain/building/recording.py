@@ -34,7 +34,7 @@ from drivetrain.building.operation import (
 from drivetrain.building.schema import Operator
 from drivetrain.errors import UsageError
 from drivetrain.heap import Heap
-from drivetrain.parts.torch_calls import Arguments, Keywords
+from drivetrain.parts.guard import Arguments, Keywords
 from drivetrain.shards import Ranges, is_dense
 
 _CPU = torch.device("cpu")

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves, tree_map
 
-from drivetrain.parts.torch_calls import Arguments, Keywords
+from drivetrain.parts.guard import Arguments, Keywords
 
 Operator: TypeAlias = OpOverload[..., Any]
 

@@ -13,8 +13,7 @@ from typing import Any, TypeAlias, TypeVar
 
 import torch.distributed as dist
 
-from drivetrain.collectives.digests import Ranks
-from drivetrain.collectives.facts import collect_facts, gather_facts, share_facts
+from drivetrain.collectives.facts import Ranks, collect_facts, gather_facts, share_facts
 from drivetrain.errors import CheckpointError
 from drivetrain.runtime.world import World
 

@@ -23,12 +23,10 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from drivetrain.collectives.communicator import Communicator, Reduction
-from drivetrain.collectives.handles import Handle
+from drivetrain.collectives.communicator import Communicator, Handle, Reduction, SoloCommunicator
 from drivetrain.collectives.hierarchy import HierarchicalCommunicator
 from drivetrain.collectives.native import NativeCommunicator
 from drivetrain.collectives.ring import RingCommunicator
-from drivetrain.collectives.solo import SoloCommunicator
 from drivetrain.collectives.volume import (
     Operation,
     Parts,

@@ -1,18 +1,25 @@
-"""The contract of communicators, and of handles of operations under way, for every algorithm."""
+"""The contract of communicators, their handles and channels, and the communicator of one rank.
 
+Handles are of operations under way: finished, put off until a wait, or with copies that follow. A
+communicator that cannot send from several places at once copies parts side by side, and back::
+
+    gather_parts   copy mine into a flat of bytes; all-gather;        on wait: copy the others out
+    reduce_parts   per dtype: copy all into a flat; reduce-scatter;   on wait: copy mine out
+"""
+
+import itertools
 import re
 import sys
-from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Literal, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
-from drivetrain.collectives.channels import Channels
-from drivetrain.collectives.handles import Finished, Handle, StagedHandle, Staging, copy_all
+from drivetrain.collectives.stretch import Stretch, StretchParts
 from drivetrain.collectives.volume import (
     Chunks,
     Layout,
@@ -20,6 +27,7 @@ from drivetrain.collectives.volume import (
     Parts,
     as_bytes,
     byte_lengths,
+    checked_chunks,
     checked_parts,
     chunk_bounds,
     sent_bytes,
@@ -27,7 +35,269 @@ from drivetrain.collectives.volume import (
 )
 from drivetrain.errors import UsageError
 from drivetrain.runtime.mesh import Axis
+from drivetrain.shards import Reader, Shard
 from drivetrain.traffic import Traffic
+
+Tensors = list[Tensor] | tuple[Tensor, ...]
+
+
+class Handle(Protocol):
+    """An operation under way."""
+
+    def wait(self) -> None:
+        """Return when the tensor holds the result; may be called more than once.
+
+        On an accelerator only the current stream waits.
+
+        Raises:
+            CollectiveError: the operation failed or timed out.
+        """
+
+    def done(self) -> bool:
+        """Whether ``wait`` would return, or raise, at once."""
+
+
+class Finished:
+    """A handle of an operation that is over."""
+
+    def wait(self) -> None:
+        """Return at once."""
+
+    def done(self) -> bool:
+        """Return True."""
+        return True
+
+
+class Deferred:
+    """A handle whose ``wait`` does the work.
+
+    Args:
+        work: called once.
+    """
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        self._work: Callable[[], None] | None = work
+
+    def wait(self) -> None:
+        """Do the work, unless it is done."""
+        if self._work is not None:
+            self._work()
+            self._work = None
+
+    def done(self) -> bool:
+        """Whether the work is done."""
+        return self._work is None
+
+
+class StagedHandle:
+    """Operations on flat tensors, and the copies out of them.
+
+    Args:
+        operations: those under way.
+        copies: what is filled after them, and the slices of a flat tensor to fill it from; keeps
+            the flat tensors alive.
+    """
+
+    def __init__(
+        self, operations: Sequence[Handle], copies: Sequence[tuple[list[Tensor], list[Tensor]]]
+    ) -> None:
+        self._operations = operations
+        self._copies = copies
+
+    def wait(self) -> None:
+        """Return when the parts hold the result; on an accelerator the current stream waits.
+
+        Raises:
+            CollectiveError: an operation failed or timed out.
+        """
+        for operation in self._operations:
+            operation.wait()
+        with torch.no_grad():
+            for tensors, slices in self._copies:
+                copy_all(tensors, slices)
+        for _, slices in self._copies:
+            if slices and slices[0].device.type != "cpu":
+                # Its memory is of the stream of submission, which the current one may not be.
+                slices[0].record_stream(torch.accelerator.current_stream(slices[0].device))
+        self._copies = ()
+
+    def done(self) -> bool:
+        """Whether all operations have finished."""
+        return all(operation.done() for operation in self._operations)
+
+
+class Staging:
+    """A flat tensor with room for parts of one dtype, side by side in the order of ranks.
+
+    Args:
+        parts: for each rank, its tensors; at least one tensor in all.
+
+    Attributes:
+        flat: the tensor, not filled.
+        chunks: the (start, stop) of what each rank holds.
+        slices: for each rank, the views of the flat tensor that stand for its tensors.
+    """
+
+    def __init__(self, parts: list[list[Tensor]]) -> None:
+        lengths = [tensor.numel() for tensors in parts for tensor in tensors]
+        first = next(tensor for tensors in parts for tensor in tensors)
+        self.flat = first.new_empty(sum(lengths))
+        views = iter(torch.split(self.flat, lengths))
+        self.slices = [list(itertools.islice(views, len(tensors))) for tensors in parts]
+        ends = itertools.accumulate(sum(map(Tensor.numel, tensors)) for tensors in parts)
+        self.chunks = list(itertools.pairwise([0, *ends]))
+
+
+def copy_all(targets: Tensors, sources: Tensors) -> None:
+    """Copy many tensors at once; there may be none."""
+    if targets:
+        torch._foreach_copy_(targets, sources)
+
+
+# --- channels: the same tensors time and again, which a slow link may approximate ---
+
+# Here all of them are exact; ``drivetrain.links.linked`` has those that are not.
+
+
+SumChannel: TypeAlias = Callable[[Tensor], Handle]
+"""Sums the same flat tensor over ranks, time and again, on every rank."""
+
+ReduceChannel: TypeAlias = Callable[[Parts], Handle]
+"""Sums the same parts over ranks, time and again, each on the rank that keeps it."""
+
+GatherChannel: TypeAlias = Callable[[Parts, Callable[[], None] | None], Handle]
+"""Gathers the same parts, time and again; the second argument is ``first`` of ``gather_parts``."""
+
+
+class Channels(ABC):
+    """The channels of a communicator."""
+
+    @abstractmethod
+    def all_reduce(self, tensor: Tensor, *, label: str = "") -> Handle:
+        """Replace a tensor by its sum over ranks."""
+
+    @abstractmethod
+    def gather_parts(
+        self, parts: Parts, *, label: str = "", first: Callable[[], None] | None = None
+    ) -> Handle:
+        """Fill the tensors of the other ranks with the values of these ranks."""
+
+    @abstractmethod
+    def reduce_parts(self, parts: Parts, *, label: str = "") -> Handle:
+        """Put the sums over ranks into this rank's tensors."""
+
+    def gradients_summed(
+        self, stretch: Stretch, label: str, replaces: SumChannel | None = None
+    ) -> SumChannel:
+        """Return a channel that replaces gradients by their sums over ranks.
+
+        Args:
+            stretch: describes the flat tensor of the gradients.
+            label: names the operations in errors.
+            replaces: a channel that is given up for this one, and under way no more. The state
+                that an approximation has kept for the elements of this rank goes on.
+        """
+
+        def start(tensor: Tensor) -> Handle:
+            return self.all_reduce(tensor, label=label)
+
+        return start
+
+    def renew_channels(self) -> None:
+        """Give up the channels of gradients: others are about to take their places.
+
+        Collective over the ranks of a host. What an approximation has kept back goes on to the
+        channels that come, by the names of parameters; without one there is nothing to do.
+        """
+        return
+
+    def gradients_scattered(
+        self,
+        describe: Callable[[], StretchParts],
+        label: str,
+        replaces: ReduceChannel | None = None,
+    ) -> ReduceChannel:
+        """Return a channel that puts the sums of gradients over ranks into this rank's tensors.
+
+        Args:
+            describe: describes the tensors of each rank; only asked where that is needed.
+            label: names the operations in errors.
+            replaces: a channel of this communicator that is given up, of some of the same tensors;
+                the new one goes on with what that has kept back.
+        """
+
+        def start(parts: Parts) -> Handle:
+            return self.reduce_parts(parts, label=label)
+
+        return start
+
+    def parameters_gathered(
+        self, describe: Callable[[], StretchParts], label: str
+    ) -> GatherChannel:
+        """Return a channel that fills the tensors of all ranks with parameters.
+
+        Args:
+            describe: describes the tensors of each rank; only asked where that is needed.
+            label: names the operations in errors.
+        """
+
+        def start(parts: Parts, first: Callable[[], None] | None) -> Handle:
+            return self.gather_parts(parts, label=label, first=first)
+
+        return start
+
+    def parameters_updated(self, describe: Callable[[], StretchParts], label: str) -> GatherChannel:
+        """Return a channel that brings updates of parameters to all ranks.
+
+        Between two gathers the tensors stay as they are, and alike on all ranks; ``first`` writes
+        the new values of this rank's tensors, and an approximation sends the difference.
+
+        Args:
+            describe: describes the tensors of each rank; only asked where that is needed.
+            label: names the operations in errors.
+        """
+        return self.parameters_gathered(describe, label)
+
+    def step_decided(self, *, taken: bool) -> None:
+        """Note whether optimizers step with the sums since the last step, or the step is skipped.
+
+        An approximation then goes on with what it had kept back before these sums.
+        """
+        return
+
+    def kept(self) -> Iterator[Shard]:
+        """Yield the state of channels of gradients, such as errors, for a checkpoint."""
+        return iter(())
+
+    def take_kept(self, reader: Reader) -> bool:
+        """Let the channels so far go on with the state in a checkpoint.
+
+        Returns:
+            Whether channels keep anything.
+        """
+        return False
+
+    def take_links(self, links: Any) -> None:
+        """Let channels go on with methods for slow links that were chosen between two steps.
+
+        Args:
+            links: ``drivetrain.links.chosen.LinkMethods``; channels that stay exact ask for none.
+        """
+        return
+
+    @property
+    def approximates_parameters(self) -> bool:
+        """Whether gathered values of parameters may differ from the values of their owners."""
+        return False
+
+    @property
+    def owns_apart(self) -> bool:
+        """Whether owners keep values apart from gathered ones, which are approximate or may be."""
+        return False
+
+
+# --- the contract ---
+
 
 Reduction: TypeAlias = Literal["sum", "max"]
 
@@ -309,3 +579,82 @@ def flatten(tensor: Tensor, shape: Sequence[int] | None = None) -> Tensor:
     if shape is not None and tensor.shape != torch.Size(shape):
         raise UsageError(f"expected shape {tuple(shape)}, found {tuple(tensor.shape)}")
     return tensor.detach().view(-1)
+
+
+# --- one rank: nothing to send, every handle is finished ---
+
+
+class SoloCommunicator(Communicator):
+    """Collectives among one rank: only the scale is applied."""
+
+    def all_reduce(
+        self,
+        tensor: Tensor,
+        *,
+        scale: float = 1.0,
+        reduction: Reduction = "sum",
+        label: str = "",
+    ) -> Handle:
+        """Multiply by the scale."""
+        return self._scaled(tensor, scale)
+
+    def reduce_scatter(
+        self, flat: Tensor, *, scale: float = 1.0, chunks: Chunks | None = None, label: str = ""
+    ) -> Handle:
+        """Multiply by the scale."""
+        checked_chunks(chunks, flat.numel(), self.size)
+        return self._scaled(flat, scale)
+
+    def all_gather(self, flat: Tensor, *, chunks: Chunks | None = None, label: str = "") -> Handle:
+        """Return a finished handle: the only chunk is there."""
+        checked_chunks(chunks, flat.numel(), self.size)
+        return Finished()
+
+    def gather_parts(
+        self, parts: Parts, *, label: str = "", first: Callable[[], None] | None = None
+    ) -> Handle:
+        """Return a handle that only calls ``first``: all parts are this rank's."""
+        checked_parts(parts, self.size)
+        return Finished() if first is None else Deferred(first)
+
+    def reduce_parts(
+        self,
+        parts: Parts,
+        *,
+        scale: float = 1.0,
+        label: str = "",
+        first: Callable[[], None] | None = None,
+    ) -> Handle:
+        """Multiply by the scale, after ``first``."""
+        if first is not None:
+            first()
+        for tensor in checked_parts(parts, self.size)[0]:
+            self._scaled(tensor, scale)
+        return Finished()
+
+    def all_to_all(
+        self,
+        outgoing: Sequence[Tensor],
+        incoming: Sequence[Tensor],
+        *,
+        label: str = "",
+        first: Callable[[], None] | None = None,
+    ) -> Handle:
+        """Return a handle that only calls ``first``: there is nobody to send to."""
+        return Finished() if first is None else Deferred(first)
+
+    def broadcast(self, tensor: Tensor, source: int = 0, *, label: str = "") -> Handle:
+        """Return a finished handle: this rank is the source."""
+        return Finished()
+
+    def barrier(self) -> None:
+        """Return at once."""
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+    def _scaled(self, tensor: Tensor, scale: float) -> Handle:
+        flat = flatten(tensor)
+        if scale != 1.0:
+            flat.mul_(scale)
+        return Finished()

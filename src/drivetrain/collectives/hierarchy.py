@@ -17,8 +17,14 @@ from datetime import timedelta
 
 from torch import Tensor
 
-from drivetrain.collectives.communicator import Communicator, Reduction, caller, flatten
-from drivetrain.collectives.handles import Handle, StagedHandle
+from drivetrain.collectives.communicator import (
+    Communicator,
+    Handle,
+    Reduction,
+    StagedHandle,
+    caller,
+    flatten,
+)
 from drivetrain.collectives.volume import Chunks, Parts, checked_chunks, checked_parts
 from drivetrain.runtime.mesh import Axis, HostLevels
 from drivetrain.traffic import Traffic

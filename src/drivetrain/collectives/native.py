@@ -14,13 +14,15 @@ from torch import Tensor
 
 from drivetrain.collectives.communicator import (
     Communicator,
+    Finished,
+    Handle,
     Reduction,
     Request,
+    StagedHandle,
     caller,
     flatten,
     reason,
 )
-from drivetrain.collectives.handles import Finished, Handle, StagedHandle
 from drivetrain.collectives.order import Header
 from drivetrain.collectives.volume import Chunks, checked_chunks, checked_parts
 from drivetrain.errors import CollectiveError

@@ -1,6 +1,6 @@
-"""The two neighbors of a rank on a ring, and the messages to and from them."""
+"""The two neighbors of a rank on a ring, the messages between them, and receives in order."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from enum import IntEnum
@@ -105,3 +105,68 @@ class Neighbors:
                 place, tag = self._places[neighbor], self.number(Tag.ALARM)
                 receive = self._group.recv([token], place, tag)
                 receive.wait(timedelta(milliseconds=1))
+
+
+# --- receives a rank's pieces of sums, a few at a time, in buffers that are used again ---
+
+
+WINDOW = 4
+"""Pieces of a reduction that may be under way to this rank; each needs a receive buffer."""
+
+CACHE_LINE = 64
+"""Bytes: buffers that share no line of the cache do not slow each other down."""
+
+
+def arrivals_bytes(longest: int) -> int:
+    """Return the bytes of the receive buffers for pieces of at most so many bytes."""
+    return WINDOW * -(-longest // CACHE_LINE) * CACHE_LINE
+
+
+class Arrivals:
+    """Receives the left neighbor's pieces in order, ahead of their use.
+
+    Args:
+        neighbors: of this rank.
+    """
+
+    def __init__(self, neighbors: Neighbors) -> None:
+        self._neighbors = neighbors
+        self._scratch = torch.empty(0, dtype=torch.uint8, device="cpu")
+
+    def of(self, pieces: list[Tensor]) -> Iterator[Tensor]:
+        """Return the left neighbor's message for each piece; valid until the next is asked for.
+
+        The first messages are waited for from now on, not from the first use on.
+        """
+        slot = self._make_room(pieces)
+        posted = [self._post(index, piece, slot) for index, piece in enumerate(pieces[:WINDOW])]
+        return self._arriving(pieces, slot, posted)
+
+    def forget(self) -> None:
+        """Let go of the buffers."""
+        self._scratch = torch.empty(0, dtype=torch.uint8, device="cpu")
+
+    def _arriving(
+        self, pieces: list[Tensor], slot: int, posted: list[tuple[Tensor, Any]]
+    ) -> Iterator[Tensor]:
+        for index in range(len(pieces)):
+            buffer, receive = posted[index]
+            self._neighbors.wait(receive)
+            yield buffer
+            following = index + WINDOW
+            if following < len(pieces):
+                posted.append(self._post(following, pieces[following], slot))
+
+    def _post(self, index: int, piece: Tensor, slot: int) -> tuple[Tensor, Any]:
+        """Post the receive for a piece, in the buffer that is free by then."""
+        start = index % WINDOW * slot
+        buffer = self._scratch[start : start + piece.nbytes].view(piece.dtype)
+        return buffer, self._neighbors.receive(buffer, Tag.SCATTER)
+
+    def _make_room(self, pieces: list[Tensor]) -> int:
+        """Return the bytes of a reused receive buffer, which the largest piece fits in."""
+        longest = max((piece.nbytes for piece in pieces), default=0)
+        needed = arrivals_bytes(longest)
+        if self._scratch.numel() < needed:
+            self._scratch = torch.empty(needed, dtype=torch.uint8, device="cpu")
+        return needed // WINDOW

@@ -22,8 +22,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from drivetrain import communication
-from drivetrain.collectives.digests import differing, meet_everyone
-from drivetrain.collectives.facts import gather_facts
+from drivetrain.collectives.facts import differing, gather_facts, meet_everyone
 from drivetrain.config import DataConfig
 from drivetrain.data.division import OrderDivision, SampleDivision, filled, forward_epoch
 from drivetrain.data.sources import (

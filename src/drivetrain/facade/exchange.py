@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from drivetrain.collectives.digests import refuse_other_operation
+from drivetrain.collectives.facts import refuse_other_operation
 from drivetrain.collectives.meeting import meet, named
 from drivetrain.runtime.mesh import Axis
 from drivetrain.runtime.world import World

@@ -19,7 +19,7 @@ from drivetrain.data import PreparedLoader
 from drivetrain.errors import CheckpointError, ConfigError, UsageError
 from drivetrain.facade.stepping import PreparedOptimizer, PreparedScheduler
 from drivetrain.parts.naming import all_names, clean_name, named_parameters, uncompiled
-from drivetrain.parts.user_hooks import UserHooks
+from drivetrain.parts.rounds import UserHooks
 from drivetrain.parts.wrapping import UninheritedContext, UninheritedMethod, restore_forward
 from drivetrain.runtime.gradient_state import GradientState
 from drivetrain.runtime.precision import Precision, dtype_word

@@ -11,7 +11,7 @@ from torch import nn
 
 from drivetrain import registry
 from drivetrain.checkpoint import Resumption
-from drivetrain.collectives.digests import differing
+from drivetrain.collectives.facts import differing
 from drivetrain.config import Layer, Resolved, ValueOrigin, dump_yaml, read_file, resolve
 from drivetrain.config.document import STRATEGY
 from drivetrain.cost import TensorSpec

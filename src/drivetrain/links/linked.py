@@ -24,8 +24,12 @@ from drivetrain.collectives import (
     connect_over_hosts,
     route_over_hosts,
 )
-from drivetrain.collectives.channels import GatherChannel, ReduceChannel, SumChannel
-from drivetrain.collectives.handles import StagedHandle
+from drivetrain.collectives.communicator import (
+    GatherChannel,
+    ReduceChannel,
+    StagedHandle,
+    SumChannel,
+)
 from drivetrain.collectives.hierarchy import ConnectAxis, HierarchicalCommunicator
 from drivetrain.collectives.stretch import Stretch, StretchParts
 from drivetrain.collectives.volume import far_pieces

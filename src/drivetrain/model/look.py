@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._pytree import TreeSpec, keystr, tree_flatten_with_path, tree_map_only
 
 from drivetrain.model.results import Facts
-from drivetrain.parts.torch_calls import Arguments, Function, Keywords
+from drivetrain.parts.guard import Arguments, Function, Keywords
 
 
 class SeenTensor(NamedTuple):

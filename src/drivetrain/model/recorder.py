@@ -27,8 +27,8 @@ from drivetrain.model.seen import SeenTensors
 from drivetrain.model.substitution import Substitutes, without_values
 from drivetrain.model.valueless import ValuelessTensor, WriteRefusedError
 from drivetrain.parts.blocks import BlockHooks, NamedModule, repeated_blocks
-from drivetrain.parts.hooks import hooks_of_script
-from drivetrain.parts.torch_calls import BLANK, LOOKUPS, Arguments, Function, Keywords, targets
+from drivetrain.parts.guard import BLANK, LOOKUPS, Arguments, Function, Keywords, targets
+from drivetrain.parts.wrapping import hooks_of_script
 from drivetrain.runtime import rng
 
 

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils.flop_counter import flop_registry
 
 from drivetrain.errors import UsageError
-from drivetrain.parts.torch_calls import Arguments, Function
+from drivetrain.parts.guard import Arguments, Function
 
 _FAKE_LOG = logging.getLogger("torch._subclasses.fake_tensor")
 

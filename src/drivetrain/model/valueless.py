@@ -28,7 +28,7 @@ from drivetrain.model.results import (
     result_of,
     thaw,
 )
-from drivetrain.parts.torch_calls import (
+from drivetrain.parts.guard import (
     CONSTANTS,
     QUESTIONS,
     READERS,

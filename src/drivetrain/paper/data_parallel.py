@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import groupby
 
-from drivetrain.collectives.arrivals import arrivals_bytes
+from drivetrain.collectives.neighbors import arrivals_bytes
 from drivetrain.collectives.ring import PIECE_BYTES
 from drivetrain.errors import ConfigError
 from drivetrain.paper.run import PaperRun

@@ -7,8 +7,8 @@ from typing import Any, Protocol, TypeAlias
 
 from torch import nn
 
+from drivetrain.parts.guard import Arguments, Function, Keywords
 from drivetrain.parts.naming import clean_name, uncompiled
-from drivetrain.parts.torch_calls import Arguments, Function, Keywords
 from drivetrain.parts.wrapping import unwrap_forward, wrap_forward
 
 _LISTS = nn.ModuleList | nn.Sequential

@@ -23,9 +23,8 @@ from torch._compile import _disable_dynamo
 from torch.utils._pytree import tree_leaves, tree_map
 
 from drivetrain.errors import UsageError
-from drivetrain.parts.read_only import read_only
+from drivetrain.parts.guard import Arguments, Function, Keywords, read_only
 from drivetrain.parts.rounds import in_backward
-from drivetrain.parts.torch_calls import Arguments, Function, Keywords
 
 _ATEN = torch.ops.aten
 

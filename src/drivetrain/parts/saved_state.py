@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from drivetrain.collectives.digests import Ranks
+from drivetrain.collectives.facts import Ranks
 from drivetrain.errors import CheckpointError, UsageError
 from drivetrain.parts.naming import named_parameters, persistent_buffers
 from drivetrain.shards import Part, Reader, Shard, label

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from drivetrain.nested import convert_to_fp32
-from drivetrain.parts.torch_calls import Arguments, Function, Keywords
+from drivetrain.parts.guard import Arguments, Function, Keywords
 
 _ORIGINAL = "_forward_before_prepare"
 
@@ -179,3 +179,23 @@ class UninheritedMethod:
 
     def __reduce__(self) -> tuple[type["UninheritedMethod"], tuple[nn.Module | Optimizer, str]]:
         return UninheritedMethod, (self._owner, self._name)
+
+
+# --- the forward hooks that a script, or its model, has put on a module ---
+
+
+def hooks_of_script(module: nn.Module) -> dict[int, Callable[..., Any]]:
+    """Return a module's forward hooks by their numbers, without those of strategies and of looks.
+
+    The latter act on tensors, or note them, wherever the module is called.
+    """
+    return {
+        number: hook
+        for number, hook in module._forward_hooks.items()
+        if not str(getattr(hook, "__module__", "")).startswith("drivetrain")
+    }
+
+
+def is_compiled_call(module: nn.Module) -> bool:
+    """Return whether ``module.compile()`` compiled the calls of a module, hooks and forward."""
+    return module.__dict__.get("_compiled_call_impl") is not None

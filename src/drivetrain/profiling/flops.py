@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils.flop_counter import flop_registry
 
-from drivetrain.parts.torch_calls import Keywords
+from drivetrain.parts.guard import Keywords
 from drivetrain.profiling.trail import ModulePlace
 
 _aten = torch.ops.aten

@@ -16,11 +16,10 @@ from torch.utils.hooks import RemovableHandle
 
 from drivetrain.model.valueless import ValuelessTensor
 from drivetrain.parts.blocks import COMPILED_CALL
-from drivetrain.parts.hooks import is_compiled_call
+from drivetrain.parts.guard import Arguments, Keywords
 from drivetrain.parts.naming import uncompiled
 from drivetrain.parts.rounds import after_backward, in_backward
-from drivetrain.parts.torch_calls import Arguments, Keywords
-from drivetrain.parts.wrapping import UninheritedHook
+from drivetrain.parts.wrapping import UninheritedHook, is_compiled_call
 
 FORWARD, AGAIN, BACKWARD = "forward", "again", "backward"
 """The phases: ``again`` is a forward that is recomputed in backward."""

@@ -9,9 +9,8 @@ from torch.profiler import record_function
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from drivetrain.parts.hooks import is_compiled_call
 from drivetrain.parts.rounds import after_backward, in_backward
-from drivetrain.parts.wrapping import UninheritedHook
+from drivetrain.parts.wrapping import UninheritedHook, is_compiled_call
 from drivetrain.ranges import BACKWARD, FORWARD, RECOMPUTE, is_profiled
 
 

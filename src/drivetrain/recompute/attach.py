@@ -14,8 +14,8 @@ from torch import nn
 
 from drivetrain.errors import UsageError
 from drivetrain.parts.blocks import NamedModule, repeated_blocks
+from drivetrain.parts.guard import Arguments, Function, Keywords
 from drivetrain.parts.naming import clean_name
-from drivetrain.parts.torch_calls import Arguments, Function, Keywords
 from drivetrain.parts.wrapping import is_wrapped, unwrap_forward, wrap_forward
 from drivetrain.recompute.inputs import KeptInputs
 from drivetrain.recompute.replay import Contexts, UnchangedBuffers, replay, selective_contexts

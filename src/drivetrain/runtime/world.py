@@ -1,25 +1,126 @@
 """This process among all processes: rank, device, backend, and the host of every rank.
 
-Besides the launcher, this is the only file that reads the environment. The variables are
-torchrun's own, so ``torchrun train.py`` and ``drivetrain launch train.py`` look the same from here.
+Besides the launcher, this is the only file that reads the environment. The variables are torchrun's
+own, so ``torchrun train.py`` and ``drivetrain launch train.py`` look the same from here.
 """
 
 import atexit
 import os
 import socket
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
 from drivetrain.errors import PreflightError
-from drivetrain.runtime import words
-from drivetrain.runtime.texts import gather_texts
+from drivetrain.runtime import board
+
+CPU = torch.device("cpu")
+"""Named everywhere: a script may have set another default device."""
+
+
+def gather_texts(
+    text: str, size: int, *, group: dist.ProcessGroup | None = None, device: torch.device | None
+) -> list[str]:
+    """Return the texts of all ranks, on all ranks. Collective.
+
+    Args:
+        text: of this rank.
+        size: number of ranks.
+        group: of the ranks; None means all.
+        device: from which the group can send; None: the host.
+    """
+    counts, sent = _padded(text, size, group, device)
+    received = sent.new_empty(size, sent.numel())
+    if sent.numel():
+        dist.all_gather(list(received.unbind()), sent, group=group)
+    return _texts_of(received, counts)
+
+
+def collect_texts(
+    text: str, size: int, *, group: dist.ProcessGroup | None = None, device: torch.device | None
+) -> list[str]:
+    """Return the texts of all ranks on global rank 0, and an empty list elsewhere. Collective.
+
+    The arguments are those of ``gather_texts``.
+    """
+    counts, sent = _padded(text, size, group, device)
+    is_first = dist.get_rank() == 0
+    received = sent.new_empty(size if is_first else 0, sent.numel())
+    if sent.numel():
+        rows = list(received.unbind()) if is_first else None
+        dist.gather(sent, rows, dst=0, group=group)
+    return _texts_of(received, counts) if is_first else []
+
+
+def share_text(
+    text: str,
+    source: int,
+    *,
+    group: dist.ProcessGroup | None = None,
+    device: torch.device | None,
+) -> str:
+    """Return the text of one rank, on all ranks. Collective.
+
+    Args:
+        text: of this rank; others than ``source`` may pass any.
+        source: global rank whose text is taken.
+        group: of the ranks; None means all.
+        device: from which the group can send; None: the host.
+    """
+    device = device or CPU
+    mine = _bytes_of(text if dist.get_rank() == source else "")
+    length = torch.tensor([mine.numel()], dtype=torch.int64, device=device)
+    dist.broadcast(length, src=source, group=group)
+    sent = torch.zeros(int(length.item()), dtype=torch.uint8, device=device)
+    sent[: mine.numel()] = mine
+    if sent.numel():
+        dist.broadcast(sent, src=source, group=group)
+    return _text_of(sent.cpu())
+
+
+def _padded(
+    text: str, size: int, group: dist.ProcessGroup | None, device: torch.device | None
+) -> tuple[list[int], Tensor]:
+    """Return the lengths of all ranks' texts, and the own one with zeros up to the longest."""
+    device = device or CPU
+    mine = _bytes_of(text)
+    lengths = torch.zeros(size, 1, dtype=torch.int64, device=device)
+    length = torch.tensor([mine.numel()], dtype=torch.int64, device=device)
+    dist.all_gather(list(lengths.unbind()), length, group=group)
+    counts = [int(count) for count in lengths.flatten().tolist()]
+    sent = torch.zeros(max(counts), dtype=torch.uint8, device=device)
+    sent[: mine.numel()] = mine
+    return counts, sent
+
+
+def _texts_of(rows: Tensor, counts: Sequence[int]) -> list[str]:
+    return [_text_of(row[:count]) for row, count in zip(rows.cpu(), counts, strict=True)]
+
+
+def _bytes_of(text: str) -> Tensor:
+    data = bytearray(text.encode())
+    if not data:
+        return torch.zeros(0, dtype=torch.uint8, device=CPU)
+    return torch.frombuffer(data, dtype=torch.uint8)
+
+
+def _text_of(data: Tensor) -> str:
+    memory = bytearray(data.numel())
+    if memory:
+        torch.frombuffer(memory, dtype=torch.uint8).copy_(data)
+    return memory.decode()
+
+
+# --- the world ---
+
 
 CONFIG_VARIABLE = "DRIVETRAIN_CONFIG"
 """Environment variable with the path of the run's configuration file."""
@@ -113,7 +214,7 @@ class World:
             _join(device, backend, start_timeout or timeout)
             set_timeout(timeout)
         if size > 1:
-            words.begin()
+            board.begin()
         return cls(
             rank=rank,
             size=size,

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain.collectives import Communicator
-from drivetrain.collectives.channels import ReduceChannel, SumChannel
+from drivetrain.collectives.communicator import ReduceChannel, SumChannel
 from drivetrain.collectives.stretch import Stretch, StretchParts
 from drivetrain.errors import UsageError
 from drivetrain.links.one_bit_adam import FrozenAdam

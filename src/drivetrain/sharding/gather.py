@@ -24,8 +24,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from drivetrain.collectives import Communicator
 from drivetrain.errors import StorageError, UsageError
 from drivetrain.heap import Heap
+from drivetrain.parts.guard import refuse_transforms
 from drivetrain.parts.rounds import after_backward, in_backward
-from drivetrain.parts.torch_calls import refuse_transforms
 from drivetrain.sharding.guard import AbsentGuard, LeftGuard, refusal, shares_memory, without_values
 from drivetrain.sharding.layout import ROOT
 from drivetrain.sharding.options import Until

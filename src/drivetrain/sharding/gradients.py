@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain.collectives import Handle
-from drivetrain.collectives.handles import Tensors, copy_all
+from drivetrain.collectives.communicator import Tensors, copy_all
 from drivetrain.errors import UsageError
 from drivetrain.links.one_bit_adam import FrozenAdam
 from drivetrain.runtime.precision import Precision

@@ -10,8 +10,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves, tree_map
 
 from drivetrain.errors import UsageError
-from drivetrain.parts.guard import guard, writes
-from drivetrain.parts.read_only import read_only
+from drivetrain.parts.guard import guard, read_only, writes
 from drivetrain.parts.rounds import in_backward
 from drivetrain.sharding.unit import Unit
 

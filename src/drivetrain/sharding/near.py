@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from drivetrain.collectives import Communicator, Handle, Route, connect
-from drivetrain.collectives.channels import GatherChannel
-from drivetrain.collectives.handles import Finished
+from drivetrain.collectives.communicator import Finished, GatherChannel
 from drivetrain.collectives.stretch import StretchParts
 from drivetrain.links.linked import connect_replicas, route_of_replicas
 from drivetrain.log import get_logger

@@ -14,8 +14,7 @@ from drivetrain.cost import TensorSpec
 from drivetrain.errors import RankMismatchError
 from drivetrain.links.linked import connect_linked, connect_replicas
 from drivetrain.parts.naming import held_parameters, named_parameters
-from drivetrain.parts.overlap import check_apart
-from drivetrain.parts.replicate import replicate
+from drivetrain.parts.replicate import check_apart, replicate
 from drivetrain.runtime.mesh import Axis
 from drivetrain.sharding.home import Home
 from drivetrain.sharding.layout import UnitLayout

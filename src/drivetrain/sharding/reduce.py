@@ -29,8 +29,8 @@ from torch import Tensor, nn
 
 from drivetrain.errors import UsageError
 from drivetrain.links.one_bit_adam import FrozenAdam
+from drivetrain.parts.buckets import LentBuffers
 from drivetrain.parts.norms import clip_, clip_factor, global_norm
-from drivetrain.parts.pool import LentBuffers
 from drivetrain.parts.rounds import Rounds
 from drivetrain.sharding.gradients import FlatGradients, UnitGradients
 from drivetrain.sharding.home import Home

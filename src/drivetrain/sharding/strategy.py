@@ -13,8 +13,8 @@ from drivetrain.cost import Cost, ModelSpec, TensorSpec
 from drivetrain.errors import CollectiveError, StorageError, UsageError
 from drivetrain.links.kept import kept_by, take_kept
 from drivetrain.links.linked import route_linked
+from drivetrain.parts.buckets import LentBuffers
 from drivetrain.parts.naming import named_parameters
-from drivetrain.parts.pool import LentBuffers
 from drivetrain.parts.rounds import Rounds
 from drivetrain.sharding.estimate import Estimate, Lines, Regather, gathers_again
 from drivetrain.sharding.gather import Gather

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from drivetrain.collectives import Communicator, Handle
-from drivetrain.collectives.channels import GatherChannel
-from drivetrain.collectives.handles import Finished
+from drivetrain.collectives.communicator import Finished, GatherChannel
 from drivetrain.errors import CollectiveError, StorageError, UsageError
 from drivetrain.heap import offer
 from drivetrain.parts.guard import Guard, guard, unguard

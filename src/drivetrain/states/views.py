@@ -19,7 +19,7 @@ from typing import Any, NoReturn, Protocol
 from torch import Tensor, nn
 
 from drivetrain.errors import UsageError
-from drivetrain.parts.read_only import read_only
+from drivetrain.parts.guard import read_only
 
 _CHANGED = UsageError(
     "expected optimizer.state to be read, found a change of what it returned, a copy of state that "

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from drivetrain.collectives.digests import differing
+from drivetrain.collectives.facts import differing
 from drivetrain.errors import UsageError
 from drivetrain.parts.guard import Elsewhere
 from drivetrain.states.exchange import GATHERED_BYTES, Holder, State, StateExchange

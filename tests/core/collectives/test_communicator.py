@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 from drivetrain.collectives import Communicator, ring, sent_bytes
-from drivetrain.collectives.messages import ChunkMessages
 from drivetrain.collectives.neighbors import Neighbors, Tag
+from drivetrain.collectives.ring import ChunkMessages
 from drivetrain.errors import CollectiveError, UsageError
 from drivetrain.traffic import Traffic
 from flat_collectives import open_native, open_ring, values

@@ -8,16 +8,16 @@ import torch
 import torch.distributed as dist
 
 from drivetrain import CollectiveError
-from drivetrain.collectives import meeting, worker
+from drivetrain.collectives import meeting, ring
 from drivetrain.communication import gather, reduce, wait_for_everyone
-from drivetrain.runtime.words import Word, heard, say_farewell
-from drivetrain.runtime.words import begin as begin_words
+from drivetrain.runtime.board import Word, heard, say_farewell
+from drivetrain.runtime.board import begin as begin_words
 
 
 def be_hasty(monkeypatch):
     """Let this rank's waits look around early."""
     monkeypatch.setattr(meeting, "FIRST_LOOK_S", 0.2)
-    monkeypatch.setattr(worker, "LONG_WAIT_S", 0.2)
+    monkeypatch.setattr(ring, "LONG_WAIT_S", 0.2)
 
 
 WAITS_ELSEWHERE = Word(doing="all_reduce", place="ring", number=5, ranks=[0, 1])

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from drivetrain.collectives.channels import ReduceChannel
+from drivetrain.collectives.communicator import ReduceChannel
 from drivetrain.collectives.stretch import ParameterRow, Stretch
 from drivetrain.links.linked import LinkedCommunicator, route_linked
 from drivetrain.runtime.mesh import Mesh

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from drivetrain import Accelerator
-from drivetrain.collectives.worker import CommunicationThread
+from drivetrain.collectives.ring import CommunicationThread
 from stacks import Residual, Stack
 
 BLOCKS, WIDTH = 12, 512

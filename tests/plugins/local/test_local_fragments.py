@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.optim import SGD
 
-from drivetrain.collectives.handles import Finished
+from drivetrain.collectives.communicator import Finished
 from drivetrain.parts.naming import named_parameters
 from drivetrain.shards import HeldPart, HeldTensors, Part, Shard
 from drivetrain_local.options import LocalOptions

@@ -8,7 +8,7 @@ import torch
 from torch.distributed import HashStore
 
 from drivetrain import ConfigError
-from drivetrain.collectives.handles import Finished
+from drivetrain.collectives.communicator import Finished
 from drivetrain.runtime.world import World
 from drivetrain_local import sync
 from drivetrain_local.sync import HandedState, Quorum, check_world

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from drivetrain import ConfigError
-from drivetrain.collectives.handles import Finished
+from drivetrain.collectives.communicator import Finished
 from drivetrain_local.outer import WarmUp, average_gradients
 from local_trainings import Training, adamw, check_alike_on_all_ranks, check_equal, hosts, local
 from local_workers import ByHand, Rounds, loss_of

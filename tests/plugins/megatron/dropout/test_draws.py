@@ -7,7 +7,7 @@ from functools import partial
 import numpy
 import torch
 
-from drivetrain.collectives.solo import SoloCommunicator
+from drivetrain.collectives.communicator import SoloCommunicator
 from drivetrain.runtime.mesh import Axis
 from drivetrain.traffic import Traffic
 from drivetrain_megatron.dropout.draws import AlikeDraws

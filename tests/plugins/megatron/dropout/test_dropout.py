@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from cases import case
 from cell_twins import Twins, loss_of
-from drivetrain.collectives.solo import SoloCommunicator
+from drivetrain.collectives.communicator import SoloCommunicator
 from drivetrain.errors import UsageError
 from drivetrain.parts.blocks import repeated_blocks
 from drivetrain.runtime.mesh import Axis
