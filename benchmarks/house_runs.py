@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from source_tree import Function, counts_of
+from source_tree import Function, counts_of, function_of
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -172,8 +172,7 @@ def noted(met: set[Function]) -> Iterator[None]:
 
     def note(frame: FrameType, event: str, _: object) -> None:
         if event == "call":
-            code = frame.f_code
-            met.add((code.co_filename, code.co_firstlineno, code.co_name))
+            met.add(function_of(frame.f_code))
 
     sys.setprofile(note)
     try:
@@ -207,7 +206,7 @@ def walks(options: argparse.Namespace) -> dict[str, dict[str, int]]:
         optimizer.zero_grad()
     accelerator.free_memory()
     return {
-        name: counts_of(key for key in met if key[2] != "<module>")
+        name: counts_of(key for key in met if key[1])
         for name, met in {"Accelerator()": constructor, "zero3 backward": backward}.items()
     }
 

@@ -6,7 +6,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from importlib.util import find_spec
+from inspect import CO_OPTIMIZED
 from pathlib import Path
+from types import CodeType
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 ROOTS = ("src", "plugins", "launch")
@@ -15,6 +17,13 @@ ROOTS = ("src", "plugins", "launch")
 Graph = Mapping[str, set[str]]
 Function = tuple[str, int, str]
 """A function that was called: its file, its first line, its name."""
+
+
+def function_of(code: CodeType) -> Function:
+    """Return the function of running code; line 0 stands for the body of a module or a class."""
+    if code.co_flags & CO_OPTIMIZED:
+        return code.co_filename, code.co_firstlineno, code.co_name
+    return code.co_filename, 0, ""
 
 
 class SourceTree:
@@ -120,7 +129,10 @@ def counts_of(met: Iterable[Function]) -> dict[str, int]:
     specs = [spec for name in sorted(names) if (spec := find_spec(name)) is not None]
     homes = tuple(f"{home}/" for spec in specs for home in spec.submodule_search_locations or ())
     ours = {key for key in met if key[0].startswith(homes)}
-    return {"files": len({path for path, *_ in ours}), "functions": len(ours)}
+    return {
+        "files": len({path for path, *_ in ours}),
+        "functions": sum(line > 0 for _, line, _ in ours),
+    }
 
 
 WITHOUT_CODE = {

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from drivetrain.collectives.stretch import ParameterSpan, StretchParts
 from drivetrain.links.codec import SMALLEST
-from drivetrain.links.message import ElementRange
+from drivetrain.links.encoded import ElementRange
 
 
 @dataclass(frozen=True, slots=True)

@@ -141,13 +141,11 @@ def _run_rank(
     # is asked to use more than one.
     torch.set_num_threads(1)
     if count > 1:
-        dist.init_process_group(
-            _backend(),
-            store=dist.FileStore(store, count),  # type: ignore[attr-defined]
-            rank=rank,
-            world_size=count,
-            timeout=timeout,
-        )
+        met = dist.FileStore(store, count)  # type: ignore[attr-defined]
+        dist.init_process_group(_backend(), store=met, rank=rank, world_size=count, timeout=timeout)
+        # Gloo fails on ranks that still connect when a rank with nothing to exchange has ended.
+        met.set(f"connected/{rank}", "")
+        met.wait([f"connected/{each}" for each in range(count)], timeout)
     function(*args)
     if dist.is_initialized():
         dist.destroy_process_group()

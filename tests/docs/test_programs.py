@@ -83,7 +83,7 @@ from drivetrain import Accelerator
 accelerator = Accelerator()
 inner = inner_of(OuterConfig(inner=NestedStrategy('zero1')), accelerator.run)
 assert type(inner) is strategies().load('zero1')
-assert type(inner_of(OuterConfig(), accelerator.run)).default
+assert type(inner_of(OuterConfig(), accelerator.run)) is strategies().load(strategies().default())
 """
 
 

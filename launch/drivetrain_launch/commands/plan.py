@@ -230,7 +230,7 @@ def _show(
 ) -> None:
     """Print one layout in detail, and write its files."""
     if trace is not None:
-        from drivetrain.paper.trace import write_trace
+        from drivetrain.paper.step import write_trace
 
         write_trace(first.played, trace)
     if file is not None:

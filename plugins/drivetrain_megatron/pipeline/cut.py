@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from drivetrain.errors import ConfigError, UsageError
 from drivetrain.model.look import BlockCall, Look, SeenTensor
-from drivetrain.model.substitution import without_values
+from drivetrain.model.untouched import without_values
 from drivetrain.parts.naming import uncompiled
 from drivetrain_megatron.config import MegatronConfig
 from drivetrain_megatron.recording.phases import Dependency, Recording

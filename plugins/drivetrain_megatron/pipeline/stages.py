@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from drivetrain.errors import UsageError
-from drivetrain.model.substitution import keep_padding
+from drivetrain.model.untouched import keep_padding
 from drivetrain.parts.blocks import BlockHooks
 from drivetrain_megatron.pipeline.cut import StageCut
 from drivetrain_megatron.pipeline.other_stages import (

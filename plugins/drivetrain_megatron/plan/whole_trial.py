@@ -22,7 +22,7 @@ from drivetrain.collectives import Communicator
 from drivetrain.errors import ConfigError
 from drivetrain.log import get_logger
 from drivetrain.model.look import Look
-from drivetrain.model.substitution import keep_padding
+from drivetrain.model.untouched import keep_padding
 from drivetrain.parts.naming import uncompiled
 from drivetrain.runtime import rng
 from drivetrain_megatron.cell import ParameterFacts

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_map_only
 
 from drivetrain.log import get_logger
-from drivetrain.model.random_values import SEED, filled, random_like
+from drivetrain.model.valueless import SEED, filled, random_like
 from drivetrain.parts.guard import Arguments, Function, Keywords
 from drivetrain.runtime import rng
 from drivetrain_megatron.recording.hooked import (

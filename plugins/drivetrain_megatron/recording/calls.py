@@ -14,8 +14,7 @@ from drivetrain.collectives.facts import differing
 from drivetrain.data.examples import ExampleBatch
 from drivetrain.errors import RankMismatchError, UsageError
 from drivetrain.log import get_logger
-from drivetrain.model.first_batch import Candidate, batches_as_arguments
-from drivetrain.model.guesses import guessed_inputs
+from drivetrain.model.first_batch import Candidate, batches_as_arguments, guessed_inputs
 from drivetrain.model.look import BlockCall, Look, SeenTensor, TensorRef
 from drivetrain.model.recorder import look_at
 from drivetrain.model.results import ValuesNeededError

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves
 
 from drivetrain.model.look import tensors_in
-from drivetrain.model.substitution import without_values
+from drivetrain.model.untouched import without_values
 from drivetrain.model.valueless import ValuelessTensor
 from drivetrain.parts.blocks import BlockHooks
 from drivetrain.parts.guard import Arguments, Function, Keywords, targets

@@ -8,7 +8,7 @@ from drivetrain.facade.gradients import WindowGradients
 from drivetrain.facade.loading import Registered
 from drivetrain.facade.prepared import PreparedModel, PreparedObjects
 from drivetrain.facade.window import WindowStart
-from drivetrain.links.resumed import saved_choice
+from drivetrain.links.automatic import saved_choice
 from drivetrain.runtime.world import World
 from drivetrain.shards import Shard
 

@@ -17,8 +17,7 @@ from drivetrain.errors import CheckpointError, UsageError
 from drivetrain.facade.gradients import WindowGradients
 from drivetrain.facade.options import ProjectConfiguration
 from drivetrain.facade.prepared import PreparedModel, PreparedObjects, check_count
-from drivetrain.links.automatic import Sender
-from drivetrain.links.resumed import resume_links
+from drivetrain.links.automatic import Sender, resume_links
 from drivetrain.log import get_logger
 from drivetrain.runtime import rng
 from drivetrain.runtime.world import World

@@ -9,18 +9,12 @@ pipeline are no channel: the strategy that has the stages rounds them itself.
 ===================  ============================================================================
 ``compressor.py``    the contract of a method, a plugin of the group ``drivetrain.compressors``
 ``codec.py``         methods that turn numbers into bytes: their messages
-``encoded.py``       sums and gathers of such messages, with error feedback
+``encoded.py``       sums and gathers of such messages, with error feedback; seeds
 ``linked.py``        the communicator whose channels between hosts are approximate
-``seeds.py``         seeds of sums whose numbers are rounded by chance
-``awaited.py``       one of its channels before the method is chosen
-``warmed.py``        one of its channels: exact at first, and able to take a step back
-``parked.py``        what channels that were given up leave to those that come
-``kept.py``          checkpoints of errors, factors and counts
+``kept.py``          errors, factors and counts: in channels, between them, in checkpoints
 ``chosen.py``        the methods of a run
-``automatic.py``     the methods of a run that leaves the choice to drivetrain
-``resumed.py``       their choice in a checkpoint
-``rule.py``          the rule by which these are chosen
-``figures.py``       what the rule needs to know: the rate between hosts, the time of encodings
+``automatic.py``     the methods of a run that leaves the choice to drivetrain; its figures
+``rule.py``          the rule by which these are chosen, from the figures
 ``one_bit_adam.py``  momenta of Adam in place of gradients, and steps with frozen variances
 ===================  ============================================================================
 """

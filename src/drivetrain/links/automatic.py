@@ -13,18 +13,25 @@ and tell them, and the choice comes then (``drivetrain.telemetry.link``)::
     a checkpoint after that   has the choice: a resumed run goes on with it
 """
 
+import time
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
 
+import torch
+
+from drivetrain.collectives import connect, sent_elements
+from drivetrain.collectives.facts import gather_facts, share_facts
 from drivetrain.cost import TensorSpec
 from drivetrain.errors import ConfigError
 from drivetrain.links.chosen import EXACT, AutomaticLinks, LinkMethods
 from drivetrain.links.compressor import Compressor, Honesty
 from drivetrain.links.contract import OverLinks
-from drivetrain.links.figures import rate_between_hosts, slowest_times
 from drivetrain.links.rule import (
     NO_TIME,
     CrossingTensor,
+    EncodingTime,
     LinkFigures,
     LinkUse,
     MethodOnLink,
@@ -33,8 +40,104 @@ from drivetrain.links.rule import (
     choose,
     permitted,
 )
+from drivetrain.measuring.clock import Clock
+from drivetrain.runtime.mesh import Mesh
 from drivetrain.runtime.precision import Precision
-from drivetrain.runtime.world import World
+from drivetrain.runtime.world import World, host_link
+from drivetrain.traffic import Traffic
+
+FIRST, LARGEST, GROWTH = 2**14, 2**24, 4
+"""Numbers of the smallest and of the largest sum that measures a link: 64 KiB and 64 MiB."""
+
+LONG_ENOUGH_S = 0.2
+"""Seconds of a sum that says the rate: latencies and bursts are a small part of it."""
+
+ROWS, COLUMNS = (2, 1024), 1024
+"""Rows of the two matrices that are encoded for a measurement, and columns of both: the smallest
+size that methods encode, and a size at which memory, not the call, takes the time."""
+
+
+def rate_between_hosts(declared_mbit: float, world: World) -> tuple[float, str]:
+    """Return the rate between hosts in bytes per second, and its source. Collective.
+
+    Args:
+        declared_mbit: Mbit/s from the configuration; 0 where it has none.
+        world: all ranks, on several hosts.
+
+    Raises:
+        ConfigError: hosts have different numbers of ranks, or not in a row.
+        PreflightError: the launcher's figure is no number.
+    """
+    if declared_mbit:
+        return declared_mbit * 1e6 / 8, "as links.mbit_per_s says"
+    launched = 0.0 if world.declared else host_link()  # of launchers, whatever lies between islands
+    if link := share_facts(launched, float, doing="the launcher's rate between hosts"):
+        return link, "as the launcher measured"
+    return _measured_rate(world), "measured now"
+
+
+def slowest_times(
+    methods: Mapping[str, Compressor[Any]], device: torch.device
+) -> dict[str, EncodingTime]:
+    """Return the time that each method takes on the slowest rank. Collective where ranks run."""
+    mine = _times(methods, Clock(device))
+    every = gather_facts(
+        mine, dict[str, tuple[float, float]], doing="the time of methods for slow links"
+    )
+    slowest = {}
+    for name in methods:
+        small_s, large_s = (max(each[name][index] for each in every) for index in range(2))
+        small, large = (rows * COLUMNS for rows in ROWS)
+        per_number_s = max(0.0, large_s - small_s) / (large - small)
+        slowest[name] = EncodingTime(max(0.0, small_s - per_number_s * small), per_number_s)
+    return slowest
+
+
+def _times(methods: Mapping[str, Compressor[Any]], clock: Clock) -> dict[str, tuple[float, float]]:
+    """Return the seconds of each method for the small and the large matrix on this rank."""
+    found = {}
+    for name, method in methods.items():
+        small_s, large_s = (
+            clock.time(
+                f"{name} of {rows} rows",
+                partial(method.rehearse, torch.randn(rows, COLUMNS, device=clock.device)),
+            ).seconds
+            for rows in ROWS
+        )
+        found[name] = small_s, large_s
+    return found
+
+
+def _measured_rate(world: World) -> float:
+    """Return the bytes per second that a host sends in sums over hosts. Collective."""
+    name = "links"
+    mesh = Mesh.build({name: world.size}, world)
+    per_host = mesh.per_host(name, world)
+    axis = mesh.start_across(name, per_host, world)
+    ranks = connect(axis, Traffic(), world.device, world.timeout)
+    try:
+        numel, seconds = FIRST, 0.0
+        ranks.all_reduce(torch.zeros(numel, device=world.device)).wait()  # opens connections
+        while True:
+            tensor = torch.zeros(numel, device=world.device)
+            gather_facts(numel, int, doing="the measurement of the link between hosts")
+            start = time.perf_counter()
+            ranks.all_reduce(tensor).wait()
+            if world.device.type != "cpu":
+                torch.accelerator.synchronize(world.device)
+            mine = time.perf_counter() - start
+            seconds = max(gather_facts(mine, float, doing="the time between hosts"))
+            if seconds >= LONG_ENOUGH_S or numel >= LARGEST:
+                break
+            numel *= GROWTH
+    finally:
+        ranks.close()
+    sent = sent_elements("all_reduce", numel, size=axis.size) * torch.float32.itemsize
+    return sent * per_host / seconds
+
+
+# --- the choice ---
+
 
 FORWARD = 0.5
 """Seconds of a forward for each second of the backward, which computes two gradients."""
@@ -254,3 +357,65 @@ def _told(chosen: Outlook, outlooks: Sequence[Outlook], count: int, source: str)
     )
     honesty = f" ({candidate.honesty})"
     return f"{candidate.use.name} {candidate.name}{honesty}{much}; of {compared}, {beside}"
+
+
+# --- the choice in a checkpoint, so that a resumed run goes on with the same methods ---
+
+# For each use whose method the first steps have chosen, a checkpoint has the method and the figures
+# that say for which tensors the method pays. The figures of another start would differ a little.
+
+
+SavedChoice: TypeAlias = Mapping[str, Mapping[str, Any]]
+"""By use: ``method``, and but for exact traffic ``bytes_per_s``, ``fixed_s``, ``per_number_s``."""
+
+
+def saved_choice(links: LinkMethods) -> dict[str, dict[str, Any]]:
+    """Return the choice after the first steps of a run, as plain values; empty before."""
+    found: dict[str, dict[str, Any]] = {}
+    for use in links.awaited:
+        if links.is_open(use):
+            continue
+        found[use] = {"method": links.name_for(use)}
+        if use in links.paying:
+            each = links.paying[use]
+            found[use]["bytes_per_s"] = each.link.bytes_per_s
+            found[use]["fixed_s"] = each.time.fixed_s
+            found[use]["per_number_s"] = each.time.per_number_s
+    return found
+
+
+def resume_links(
+    links: LinkMethods, sender: Sender, saved: SavedChoice
+) -> tuple[LinkMethods, list[str]]:
+    """Return the methods of a checkpoint in place of ``auto``, and a line for each use.
+
+    A method that the user permits no more, or that the strategy cannot take, is not taken: the
+    steps to come decide about the use. A choice that this run has made stays.
+
+    Args:
+        links: of the run.
+        sender: the strategy of the model.
+        saved: of ``saved_choice``.
+    """
+    wish = links.auto
+    if wish is None or wish.figures is None:
+        return links, []
+    lines, chosen, decided = [], {}, []
+    for use, kind in uses_of(wish, sender, wish.backward_s).items():
+        if use not in saved:
+            continue
+        facts, methods = saved[use], candidates_for(wish, use, kind, sender)
+        name = facts["method"]
+        begin = f"{limit_of(wish)}: {kind.name}"
+        if name != EXACT and name not in methods:
+            lines.append(f"{begin} not {name} as in the checkpoint, which is no candidate here")
+            continue
+        decided.append(use)
+        lines.append(f"{begin} {name}, as in the checkpoint")
+        if name != EXACT:
+            link = replace(wish.figures.link, bytes_per_s=facts["bytes_per_s"])
+            time = EncodingTime(facts["fixed_s"], facts["per_number_s"])
+            method = methods[name]
+            honesty = method.honesty_of(kind.name)
+            chosen[use] = MethodOnLink(name, method, honesty, time, link, kind)
+    return (links.decided(chosen, decided), lines) if decided else (links, lines)

@@ -11,9 +11,7 @@ from typing_extensions import override
 from drivetrain.collectives import Communicator, sent_bytes
 from drivetrain.collectives.stretch import ParameterSpan, Stretch, StretchParts
 from drivetrain.links.compressor import Compressor, FarGather, FarReduction, MethodConfigT
-from drivetrain.links.encoded import EncodedGather, EncodedReduction
-from drivetrain.links.message import MessageLayout
-from drivetrain.links.seeds import SeedCounts
+from drivetrain.links.encoded import EncodedGather, EncodedReduction, MessageLayout, SeedCounts
 from drivetrain.runtime.mesh import Axis
 
 SMALLEST = 2048
@@ -44,7 +42,7 @@ class Codec(Compressor[MethodConfigT]):
     def nbytes(self, numel: int) -> int:
         """Return the bytes of so many encoded elements."""
 
-    # --- numbers and bytes: see ``drivetrain.links.message.Encoding`` ---
+    # --- numbers and bytes: see ``drivetrain.links.encoded.Encoding`` ---
 
     @abstractmethod
     def encode(self, values: Tensor, message: Tensor) -> None:

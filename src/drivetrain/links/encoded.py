@@ -1,4 +1,4 @@
-"""Sums and gathers of encoded tensors over hosts, with error feedback.
+"""Sums and gathers of encoded tensors over hosts, with error feedback; their messages and seeds.
 
 The rank that is to keep a part of the sum gets the encoded parts of all others, and adds them up in
 fp32, its own as it is. If all ranks are to have the sum, each then sends its encoded part around::
@@ -8,8 +8,9 @@ fp32, its own as it is. If all ranks are to have the sum, each then sends its en
     rank q to all        encoded sum + error of part q                all-gather
 
 So H hosts send (H-1)/H of the encoded tensor in each phase, and a number is rounded once or twice,
-not H times as in a ring. What an encoding has lost is kept, and added before the next encoding;
-of a sum with an infinite or NaN gradient on any host, nothing is kept:
+not H times as in a ring. What an encoding has lost is kept, and added before the next encoding; of
+a sum with an infinite or NaN gradient on any host, nothing is kept:
+
 Karimireddy et al., "Error Feedback Fixes SignSGD and other Gradient Compression Schemes", ICML
 2019; in both phases as Tang et al., "DoubleSqueeze", ICML 2019. The quantised all-to-all is that of
 Wang et al., "ZeRO++", 2023 (arXiv 2306.10209), which keeps no errors.
@@ -22,20 +23,293 @@ Parameters are gathered in one phase, and their owner keeps the exact ones::
 All ranks, the owner too, go on with what the message says. So with updates the error of a gather is
 part of the next update, and nothing is lost for good: Gruntkowska, Tyurin, Richtarik, "EF21-P and
 Friends", ICML 2023 (arXiv 2209.15218), algorithm 1.
+
+A seed of numbers that are rounded by chance is a function of the parameter, the rank and how many
+sums there were, so that no message has the draws of another one. The counts are in checkpoints, and
+go back where a step is skipped: a run that goes on draws what it would have drawn.
 """
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from hashlib import sha256
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
 from drivetrain.collectives import Communicator, Handle, Parts
-from drivetrain.collectives.stretch import ParameterSpan, StretchParts
+from drivetrain.collectives.stretch import ParameterSpan, Stretch, StretchParts
 from drivetrain.links.compressor import FarGather, FarReduction, Kept
-from drivetrain.links.message import Encoding, MessageLayout, is_marked_finite, mark
-from drivetrain.links.seeds import SeedCounts
+
+_SEED_BYTES = 8
+
+
+class SeedCounts:
+    """How many sums there were, of each range of a parameter.
+
+    Args:
+        spans: the ranges.
+    """
+
+    def __init__(self, spans: Sequence[ParameterSpan]) -> None:
+        self._spans = spans
+        self._counts = torch.zeros(len(spans), dtype=torch.int64)
+
+    @staticmethod
+    def nbytes(spans: Sequence[ParameterSpan]) -> int:
+        """Return the bytes of the counts of these ranges."""
+        return torch.int64.itemsize * len(spans)
+
+    def __iter__(self) -> Iterator[tuple[ParameterSpan, Tensor]]:
+        """Yield the count of each range, 0-d and no copy."""
+        return zip(self._spans, self._counts, strict=True)
+
+    def advance(self) -> None:
+        """Count one more sum of all ranges."""
+        if self._spans:
+            # Ranges that were in different sums before are in one now: no seed comes twice.
+            self._counts.fill_(self._counts.max() + 1)
+
+    def seed(self, spans: Sequence[ParameterSpan], rank: int) -> int:
+        """Return the seed of a rank's message about some of the ranges in the next sum.
+
+        Args:
+            spans: the ranges in the message.
+            rank: the sender, along the axis between hosts.
+        """
+        if not self._spans or not spans:
+            return 0
+        facts = f"{spans[0].name} {spans[0].first} {rank} {int(self._counts.max())}"
+        return int.from_bytes(sha256(facts.encode()).digest()[:_SEED_BYTES], "little")
+
+
+# --- the message of one rank's tensors ---
+
+# ::
+#
+#     | finite? | pieces of the first matrix | ... of the last matrix | other elements as they are |
+#       4 bytes   as many bytes as the encoding needs                   as many as they have
+#
+# Vectors, small matrices and elements of no parameter are few, and count much. An encoding goes
+# over its numbers several times, with one operation of torch each, and so does what is done before
+# and after: errors are added, sums are made. On the CPU a piece stays in the caches all the time,
+# so each number and each error is read from memory once. On other devices a few large operations
+# are faster: there a matrix is one piece.
+
+
+MARK_BYTES = 4
+"""The first bytes of a message say whether all encoded elements are finite."""
+
+_ALIGNMENT = 4
+"""The bytes of a matrix begin at a multiple: fp32 may be among them."""
+
+_PIECE = 2**18
+"""Numbers of a piece, about: in fp32, with two scratch tensors as large, 3 MiB of a cache. With
+fewer numbers the calls take longer than the arithmetic; with more, memory does."""
+
+
+class Encoding(Protocol):
+    """Turns fp32 numbers into bytes and back.
+
+    All arguments are of one range of numbers: values and errors fp32, 1-D and contiguous, and a
+    message of ``nbytes`` elements, uint8, at an address that fp32 may have.
+    """
+
+    @property
+    def group(self) -> int:
+        """Numbers that can be encoded by themselves, in as many bytes as within a longer range.
+
+        The bytes are a multiple of 4.
+        """
+
+    def encodes(self, span: ParameterSpan, dtype: torch.dtype) -> bool:
+        """Return whether a parameter's elements are encoded; otherwise they go as they are."""
+
+    def nbytes(self, numel: int) -> int:
+        """Return the bytes of so many encoded elements."""
+
+    def encode(self, values: Tensor, message: Tensor) -> None:
+        """Write numbers as bytes; where one is infinite or NaN, decoding must give such a one."""
+
+    def encode_gradients(
+        self,
+        values: Tensor,
+        message: Tensor,
+        *,
+        errors: Tensor | None = None,
+        draws: torch.Generator | None = None,
+    ) -> None:
+        """Write gradients, plus the errors of each, as bytes; roundings by chance draw."""
+
+    def decode(self, message: Tensor, values: Tensor) -> None:
+        """Write the numbers of a message."""
+
+    def add(self, message: Tensor, values: Tensor) -> None:
+        """Add the numbers of a message to values."""
+
+    def keep(self, values: Tensor, message: Tensor, errors: Tensor) -> None:
+        """Replace errors by values plus errors minus the numbers of a message."""
+
+
+class ElementRange(NamedTuple):
+    """A range of elements of one of several tensors.
+
+    Attributes:
+        tensor: index of the tensor.
+        start: first element.
+        stop: one past the last.
+    """
+
+    tensor: int
+    start: int
+    stop: int
+
+    @property
+    def numel(self) -> int:
+        """How many elements."""
+        return self.stop - self.start
+
+    def of(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Return the elements, as a view."""
+        return tensors[self.tensor][self.start : self.stop]
+
+
+class EncodedPiece(NamedTuple):
+    """A range of one matrix that is encoded by itself.
+
+    Attributes:
+        elements: of one of the tensors.
+        place: the same elements among all that are encoded.
+        room: their bytes in a message.
+    """
+
+    elements: ElementRange
+    place: slice
+    room: slice
+
+
+class MessageLayout:
+    """Where the elements of one rank's tensors lie in the message about them.
+
+    Args:
+        encoding: of the matrices.
+        stretches: describe the tensors.
+
+    Attributes:
+        numel: how many elements are encoded.
+        nbytes: of the whole message.
+        spans: the encoded ranges of parameters; start and stop count encoded elements.
+    """
+
+    def __init__(self, encoding: Encoding, stretches: Sequence[Stretch]) -> None:
+        self._encoding = encoding
+        self._encoded: list[ElementRange] = []
+        self._plain: list[ElementRange] = []
+        self._plain_from = MARK_BYTES
+        self.spans: list[ParameterSpan] = []
+        self.numel = 0
+        plain_bytes = 0
+        for index, stretch in enumerate(stretches):
+            edge = 0
+            for span in stretch.spans:
+                if not encoding.encodes(span, stretch.dtype):
+                    continue
+                plain_bytes += self._leave(ElementRange(index, edge, span.start), stretch.dtype)
+                self._take(ElementRange(index, span.start, span.stop), span)
+                edge = span.stop
+            plain_bytes += self._leave(ElementRange(index, edge, stretch.numel), stretch.dtype)
+        self.nbytes = self._plain_from + plain_bytes
+
+    def _leave(self, elements: ElementRange, dtype: torch.dtype) -> int:
+        """Send elements as they are; return their bytes."""
+        if elements.numel:
+            self._plain.append(elements)
+        return elements.numel * dtype.itemsize
+
+    def _take(self, elements: ElementRange, span: ParameterSpan) -> None:
+        stop = self.numel + elements.numel
+        self.spans.append(replace(span, start=self.numel, stop=stop))
+        self.numel = stop
+        self._encoded.append(elements)
+        self._plain_from += self._aligned(elements.numel)
+
+    def _aligned(self, numel: int) -> int:
+        """Return the bytes of so many elements of a matrix, with those before the next matrix."""
+        return -(-self._encoding.nbytes(numel) // _ALIGNMENT) * _ALIGNMENT
+
+    def room(self, device: torch.device) -> Tensor:
+        """Return memory for a message."""
+        return torch.empty(self.nbytes, dtype=torch.uint8, device=device)
+
+    # --- encoded elements ---
+
+    def pieces(self, device: torch.device) -> Iterator[EncodedPiece]:
+        """Yield the pieces of all matrices, in order, for tensors and messages on a device."""
+        group = self._encoding.group
+        step = max(1, _PIECE // group) * group if device.type == "cpu" else max(1, self.numel)
+        edge, place = MARK_BYTES, 0
+        for index, first, last in self._encoded:
+            room = edge
+            for start in range(first, last, step):
+                stop = min(start + step, last)
+                end = room + self._encoding.nbytes(stop - start)
+                elements = ElementRange(index, start, stop)
+                yield EncodedPiece(elements, slice(place, place + stop - start), slice(room, end))
+                place, room = place + stop - start, end
+            edge += self._aligned(last - first)
+
+    def load(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Return a copy of the elements to encode: fp32, 1-D."""
+        device = tensors[0].device if tensors else None
+        values = torch.empty(self.numel, dtype=torch.float32, device=device)
+        places = values.split_with_sizes([each.numel for each in self._encoded])
+        for each, place in zip(self._encoded, places, strict=True):
+            place.copy_(each.of(tensors))
+        return values
+
+    # --- the other elements ---
+
+    def write_plain(self, tensors: Sequence[Tensor], message: Tensor) -> None:
+        """Copy the other elements into a message."""
+        for piece, place in self._plain_pairs(tensors, message):
+            place.copy_(piece.view(torch.uint8))
+
+    def read_plain(self, message: Tensor, tensors: Sequence[Tensor]) -> None:
+        """Copy the other elements from a message."""
+        for piece, place in self._plain_pairs(tensors, message):
+            piece.view(torch.uint8).copy_(place)
+
+    def add_plain(self, message: Tensor, tensors: Sequence[Tensor]) -> None:
+        """Add the other elements of a message, in their own dtype."""
+        for piece, place in self._plain_pairs(tensors, message):
+            theirs = torch.empty_like(piece)
+            theirs.view(torch.uint8).copy_(place)
+            piece.add_(theirs)
+
+    def _plain_pairs(
+        self, tensors: Sequence[Tensor], message: Tensor
+    ) -> list[tuple[Tensor, Tensor]]:
+        pairs, edge = [], self._plain_from
+        for each in self._plain:
+            piece = each.of(tensors)
+            pairs.append((piece, message[edge : edge + piece.nbytes]))
+            edge += piece.nbytes
+        return pairs
+
+
+def mark(message: Tensor, *, finite: bool) -> None:
+    """Say in a message whether the encoded elements are finite."""
+    message[:MARK_BYTES] = int(finite)
+
+
+def is_marked_finite(message: Tensor) -> bool:
+    """Return whether a message says that its encoded elements are finite."""
+    return bool(message[0])
+
+
+# --- sums and gathers ---
 
 
 class Followed:

@@ -34,12 +34,17 @@ from drivetrain.collectives.hierarchy import ConnectAxis, HierarchicalCommunicat
 from drivetrain.collectives.stretch import Stretch, StretchParts
 from drivetrain.collectives.volume import far_pieces
 from drivetrain.errors import ConfigError
-from drivetrain.links.awaited import AwaitedChannel
 from drivetrain.links.chosen import LinkMethods
 from drivetrain.links.compressor import FarReduction
-from drivetrain.links.kept import SavedLinks, save_count, save_errors, save_state
-from drivetrain.links.parked import ParkedState
-from drivetrain.links.warmed import Warmed
+from drivetrain.links.kept import (
+    AwaitedChannel,
+    ParkedState,
+    SavedLinks,
+    Warmed,
+    save_count,
+    save_errors,
+    save_state,
+)
 from drivetrain.runtime.mesh import Axis, HostLevels, Mesh
 from drivetrain.runtime.world import World
 from drivetrain.shards import Reader, Shard

@@ -8,9 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from drivetrain.paper.lanes import Prices
 from drivetrain.paper.run import PaperRun
-from drivetrain.paper.step import ARRIVALS, COMPUTE, LENT, PaperStep
+from drivetrain.paper.step import ARRIVALS, COMPUTE, LENT, PaperStep, Prices
 from drivetrain.paper.work import PaperUnit
 
 Draw = Callable[[Sequence[PaperUnit], PaperRun], PaperStep]

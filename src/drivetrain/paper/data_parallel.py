@@ -12,8 +12,7 @@ from drivetrain.collectives.neighbors import arrivals_bytes
 from drivetrain.collectives.ring import PIECE_BYTES
 from drivetrain.errors import ConfigError
 from drivetrain.paper.run import PaperRun
-from drivetrain.paper.step import ARRIVALS, COMPUTE, LENT, PaperStep, PaperTask
-from drivetrain.paper.stores import STORE_LANES, Stored
+from drivetrain.paper.step import ARRIVALS, COMPUTE, LENT, STORE_LANES, PaperStep, PaperTask, Stored
 from drivetrain.paper.work import Collective, MemoryPass, Operation, PaperUnit
 
 AXIS = "dp"

@@ -8,7 +8,7 @@ import torch
 from drivetrain.collectives.stretch import ParameterRow, Stretch
 from drivetrain.config.schema import FarConfig, LinksConfig
 from drivetrain.links.chosen import BF16, EXACT, LinkMethods
-from drivetrain.paper.far import FarMethod
+from drivetrain.paper.run import FarMethod
 from drivetrain.runtime.mesh import Axis
 
 SIDE = 4096

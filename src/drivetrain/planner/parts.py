@@ -4,9 +4,7 @@ from collections import Counter
 from collections.abc import Mapping
 
 from drivetrain.hardware.prices import AxisPlace, HardwarePrices
-from drivetrain.paper.lanes import PlayedStep, PlayedTask
-from drivetrain.paper.step import COMPUTE, PaperStep, PaperTask
-from drivetrain.paper.stores import STORE_LANES
+from drivetrain.paper.step import COMPUTE, STORE_LANES, PaperStep, PaperTask, PlayedStep, PlayedTask
 from drivetrain.paper.work import Collective, MatrixProduct, MemoryPass
 
 PRODUCTS, PASSES = "products", "memory passes"

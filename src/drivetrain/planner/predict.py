@@ -10,10 +10,9 @@ from drivetrain.hardware.description import Hardware
 from drivetrain.hardware.prices import HardwarePrices, axis_places
 from drivetrain.links.chosen import EXACT
 from drivetrain.paper.bounds import PaperBound, UnitCosts
-from drivetrain.paper.lanes import PlayedStep, play
 from drivetrain.paper.model import PaperModel
 from drivetrain.paper.run import BYTES, PaperRun
-from drivetrain.paper.step import PaperStep
+from drivetrain.paper.step import PaperStep, PlayedStep, play
 from drivetrain.paper.work import PaperUnit
 from drivetrain.planner.far import far_method
 from drivetrain.planner.installed import InstalledKinds

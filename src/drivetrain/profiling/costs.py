@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from drivetrain.profiling.events import Event
+from drivetrain.profiling.trace import Event
 from drivetrain.ranges import COLLECTIVE, WAIT
 
 SHOWN = 10

@@ -5,24 +5,166 @@ all ranks (``trace.json.gz``), and the largest costs (``costs.txt``, ``costs.jso
 """
 
 import json
+import re
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.profiler import record_function
+from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
 from drivetrain.communication import wait_for_everyone
-from drivetrain.errors import UsageError
+from drivetrain.errors import ConfigError, UsageError
 from drivetrain.facade.options import ProfileKwargs, profiler_of
 from drivetrain.facade.prepared import PreparedObjects
 from drivetrain.log import get_logger
-from drivetrain.profiling.clocks import ClockComparison, compare_clocks
+from drivetrain.parts.rounds import after_backward, in_backward
+from drivetrain.parts.wrapping import UninheritedHook, is_compiled_call
 from drivetrain.profiling.costs import CostTally, RankCosts, largest, plain_rows, table
-from drivetrain.profiling.merge import FACTS, RankPlace, join_parts, write_part
-from drivetrain.profiling.units import UnitRanges
-from drivetrain.ranges import is_profiled
+from drivetrain.profiling.trace import (
+    FACTS,
+    ClockComparison,
+    RankPlace,
+    compare_clocks,
+    join_parts,
+    write_part,
+)
+from drivetrain.ranges import BACKWARD, FORWARD, RECOMPUTE, is_profiled
 from drivetrain.strategy import Run
+
+WARM_UP = 2
+"""Steps left out before the profile where only a number is given: they allocate and tune."""
+
+_FORM = re.compile(r"(\d+)|(\d*):(\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class StepWindow:
+    """The profile begins after ``skipped`` optimizer steps and ends after step ``last``."""
+
+    skipped: int
+    last: int
+
+    @classmethod
+    def parse(cls, text: int | str) -> "StepWindow":
+        """Read ``5``, which profiles five steps after two that warm up, or ``10:15``.
+
+        ``10:15`` skips ten steps and profiles the next five, as a slice of Python does.
+
+        Raises:
+            ConfigError: another text, or no step.
+        """
+        found = _FORM.fullmatch(str(text).strip())
+        if found is not None:
+            count, first, last = found.groups()
+            window = (
+                cls(WARM_UP, WARM_UP + int(count))
+                if count is not None
+                else cls(int(first or 0), int(last))
+            )
+            if window.last > window.skipped:
+                return window
+        raise ConfigError(
+            f"profile.steps: expected a number of steps, such as 5, or the begin and end of some, "
+            f"such as 10:15, found {text!r}; 5 profiles five steps after two that warm up, 10:15 "
+            "skips ten steps and profiles the next five"
+        )
+
+    @property
+    def count(self) -> int:
+        """How many steps are profiled."""
+        return self.last - self.skipped
+
+    def __str__(self) -> str:
+        first = self.skipped + 1
+        return f"steps {first} to {self.last}" if self.count > 1 else f"step {first}"
+
+
+# --- ranges around the forward and the backward of each unit of a model ---
+
+
+class UnitRanges:
+    """Hooks on the units of a model, from now until ``close``.
+
+    The backward of a unit begins with the first gradient of its outputs and lasts until that of
+    another unit begins. Units whose call is compiled are left alone: hooks would compile it anew.
+
+    Args:
+        units: by name.
+    """
+
+    def __init__(self, units: Mapping[str, nn.Module]) -> None:
+        self._forwards: list[record_function] = []
+        self._backward: record_function | None = None
+        self._handles: list[RemovableHandle] = []
+        for name, unit in units.items():
+            if not is_compiled_call(unit):
+                self._watch(name, unit)
+
+    def close(self) -> None:
+        """Take the hooks off."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._end_backward()
+
+    def _watch(self, name: str, unit: nn.Module) -> None:
+        def enter(module: nn.Module, args: Any) -> None:
+            self._enter(name)
+
+        def leave(module: nn.Module, args: Any, outputs: Any) -> None:
+            self._leave(name, outputs)
+
+        self._handles += [
+            unit.register_forward_pre_hook(UninheritedHook(enter), prepend=True),
+            unit.register_forward_hook(UninheritedHook(leave), always_call=True),
+        ]
+
+    def _enter(self, name: str) -> None:
+        if is_profiled():
+            begun = record_function(f"{RECOMPUTE if in_backward() else FORWARD}{name}")
+            begun.__enter__()  # type: ignore[no-untyped-call]
+            self._forwards.append(begun)
+
+    def _leave(self, name: str, outputs: Any) -> None:
+        if not self._forwards:
+            return
+        self._forwards.pop().__exit__(None, None, None)
+        if not torch.is_grad_enabled():
+            return
+
+        def begin(gradient: Tensor) -> None:
+            self._begin_backward(name)
+
+        for leaf in tree_leaves(outputs):
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                leaf.register_hook(begin)  # type: ignore[no-untyped-call]  # dies with the graph
+                break  # one is enough: its gradient comes before the unit computes
+
+    def _begin_backward(self, name: str) -> None:
+        if not is_profiled():
+            return
+        if self._backward is None:
+            after_backward(self._end_backward)
+        self._end_backward()
+        self._backward = record_function(f"{BACKWARD}{name}")
+        self._backward.__enter__()  # type: ignore[no-untyped-call]
+
+    def _end_backward(self) -> None:
+        if self._backward is not None:
+            self._backward.__exit__(None, None, None)
+            self._backward = None
+
+
+# --- the profile ---
+
 
 logger = get_logger(__name__)
 

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, get_args
 from drivetrain.errors import ConfigError
 from drivetrain.paper.contract import OnPaper
 from drivetrain.paper.data_parallel import Sharing
-from drivetrain.paper.stores import Stored, Tier
+from drivetrain.paper.step import Stored, Tier
 from drivetrain.sharding.options import UnitsOptions
 
 OFFLOAD, NOWHERE = "offload", "none"

@@ -13,7 +13,7 @@ from drivetrain.collectives.facts import collect_facts, gather_facts, share_fact
 
 OBJECTS = {
     "communication.py": "functions of the public API that take a script's objects",
-    "data/dispatch.py": "a batch of the script's dataset may hold any object",
+    "data/streams.py": "a batch of the script's dataset may hold any object",
     "data/examples.py": "a batch of the script's dataset may hold any object",
     "facade/gathering.py": "gather_for_metrics takes a script's objects",
     "facade/joining.py": "param groups and schedules of a script in join_uneven_inputs",

@@ -9,11 +9,16 @@ from drivetrain.config.resolve import resolve
 from drivetrain.config.schema import FarConfig, LinksConfig
 from drivetrain.cost import TensorSpec
 from drivetrain.errors import ConfigError, UnknownPluginError
-from drivetrain.links.automatic import Sender, choose_links, settle_links
+from drivetrain.links.automatic import (
+    Sender,
+    choose_links,
+    resume_links,
+    saved_choice,
+    settle_links,
+)
 from drivetrain.links.chosen import LinkMethods
 from drivetrain.links.compressor import Honesty
 from drivetrain.links.linked import hosts_apart
-from drivetrain.links.resumed import resume_links, saved_choice
 from drivetrain.links.rule import EncodingTime, LinkFigures, SlowLink
 from drivetrain.registry import compressors, strategies
 from drivetrain.runtime.mesh import Mesh

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from drivetrain.links import figures
+from drivetrain.links import automatic as figures
 
 
 def test_the_time_of_an_encoding_is_that_of_the_slowest_rank(monkeypatch):

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from drivetrain.collectives.stretch import ParameterSpan
 from drivetrain.links.compressor import Kept
-from drivetrain.links.parked import ParkedState
+from drivetrain.links.kept import ParkedState
 
 
 def sum_of(first: int, errors: Tensor) -> SimpleNamespace:

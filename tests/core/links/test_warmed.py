@@ -6,7 +6,7 @@ import torch
 
 from drivetrain.collectives.stretch import ParameterSpan
 from drivetrain.links.compressor import Kept
-from drivetrain.links.warmed import Warmed
+from drivetrain.links.kept import Warmed
 
 
 def test_the_warm_up_counts_the_sums_of_steps_that_were_taken():

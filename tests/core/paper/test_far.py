@@ -7,8 +7,7 @@ import pytest
 from drivetrain.errors import ConfigError
 from drivetrain.hardware.catalog import load_hardware
 from drivetrain.paper.data_parallel import Sharing, data_parallel_step
-from drivetrain.paper.far import FarMethod
-from drivetrain.paper.run import PaperRun
+from drivetrain.paper.run import FarMethod, PaperRun
 from drivetrain.paper.transformer import GptShape
 from drivetrain.planner.far import far_method
 from drivetrain.planner.layout import read_layout

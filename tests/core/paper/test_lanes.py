@@ -7,10 +7,8 @@ import pytest
 from drivetrain.errors import UsageError
 from drivetrain.paper.bounds import UnitCost, stage_bound
 from drivetrain.paper.data_parallel import Sharing, data_parallel_step
-from drivetrain.paper.lanes import play
 from drivetrain.paper.run import PaperRun
-from drivetrain.paper.step import PaperStep, PaperTask
-from drivetrain.paper.trace import write_trace
+from drivetrain.paper.step import PaperStep, PaperTask, play, write_trace
 from drivetrain.paper.transformer import GptShape
 from drivetrain.paper.work import Collective, flops_of
 

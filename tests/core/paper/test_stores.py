@@ -6,9 +6,8 @@ import pytest
 
 from drivetrain.hardware.catalog import load_hardware
 from drivetrain.paper.data_parallel import Sharing, data_parallel_step
-from drivetrain.paper.lanes import play
 from drivetrain.paper.run import PaperRun
-from drivetrain.paper.stores import DISK, FROM_HOST, HOST, TO_HOST, Stored
+from drivetrain.paper.step import DISK, FROM_HOST, HOST, TO_HOST, Stored, play
 from drivetrain.paper.transformer import GptShape
 from drivetrain.planner.fit import fits
 from drivetrain.planner.layout import read_layout

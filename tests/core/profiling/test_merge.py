@@ -8,11 +8,16 @@ import pytest
 import torch
 
 from drivetrain.errors import UsageError
-from drivetrain.profiling import events
-from drivetrain.profiling.clocks import bounds, compare_clocks
+from drivetrain.profiling import trace
 from drivetrain.profiling.costs import CostTally, largest
-from drivetrain.profiling.events import TraceReader
-from drivetrain.profiling.merge import RankPlace, join_parts, write_part
+from drivetrain.profiling.trace import (
+    RankPlace,
+    TraceReader,
+    bounds,
+    compare_clocks,
+    join_parts,
+    write_part,
+)
 from drivetrain.runtime.world import World
 
 SKEW_NS = 5 * 10**9
@@ -50,7 +55,7 @@ def place(rank=0, **facts):
 
 
 def test_events_are_read_in_pieces(tmp_path, monkeypatch):
-    monkeypatch.setattr(events, "_CHUNK", 7)
+    monkeypatch.setattr(trace, "_CHUNK", 7)
     made = [operation(f"op {i} \u00e9", i, 1, args={"list": [1, {"two": "]"}]}) for i in range(5)]
     reader = TraceReader(write_trace(tmp_path / "t.json", made, 12))
     assert reader.facts == {"baseTimeNanoseconds": 12}

@@ -13,10 +13,8 @@ from torch import nn
 from drivetrain import Accelerator, ProfileKwargs
 from drivetrain.communication import broadcast_object_list
 from drivetrain.hardware.peaks import published_peak
-from drivetrain.profiling.flops import FlopCounter
-from drivetrain.profiling.measurement import ModelSizes
-from drivetrain.profiling.modules import ModuleWork, RankWork, StepWork
-from drivetrain.profiling.trail import ModuleTrail
+from drivetrain.profiling.measurement import FlopCounter, ModelSizes
+from drivetrain.profiling.modules import ModuleTrail, ModuleWork, RankWork, StepWork
 
 STRATEGIES = {
     "zero3": {"name": "zero3", "keep_below": 0},

@@ -5,9 +5,9 @@ import itertools
 import torch
 
 from drivetrain.collectives.stretch import ParameterRow, Stretch
-from drivetrain.links import message as messages
+from drivetrain.links import encoded as messages
 from drivetrain.links.codec import Codec
-from drivetrain.links.message import MARK_BYTES, MessageLayout
+from drivetrain.links.encoded import MARK_BYTES, MessageLayout
 from drivetrain.registry import compressors
 
 ROWS = [

@@ -1,22 +1,185 @@
 """One Chrome trace of all ranks: each rank is a process with its name, on rank 0's clock.
 
-Every rank rewrites its own trace (``write_part``), and rank 0 joins the parts (``join_parts``). A
-part is a gzip member, and members one after another are a gzip file: nothing is decompressed to
-join, and no rank holds more of a trace in memory than a megabyte of text.
+Traces are JSON objects with a list ``traceEvents``, in the Trace Event Format of Chrome; torch's
+profiler writes the facts of the run before the list. Every rank rewrites its own trace
+(``write_part``), and rank 0 joins the parts (``join_parts``). A part is a gzip member, and members
+one after another are a gzip file: nothing is decompressed to join, and no rank holds more of a
+trace in memory than a megabyte of text.
 """
 
 import gzip
 import json
 import math
 import shutil
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TextIO
 
-from drivetrain.profiling.events import Event, TraceReader
+import torch
+import torch.distributed as dist
+
+from drivetrain.errors import UsageError
 from drivetrain.ranges import BACKWARD
+from drivetrain.runtime.world import World
+
+Event = dict[str, Any]
+
+_CHUNK = 1 << 20
+_LIST = '"traceEvents"'
+_SPACE = " \t\r\n,"
+
+
+class TraceReader:
+    """One trace, open for reading.
+
+    Args:
+        path: the file.
+
+    Attributes:
+        facts: the entries of the object before the list of events.
+
+    Raises:
+        UsageError: the file is no trace.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: TextIO = path.open(encoding="utf-8")
+        self._text = ""
+        self._at = 0
+        self._decoder = json.JSONDecoder()
+        try:
+            self.facts = self._read_facts()
+        except BaseException:
+            self._file.close()
+            raise
+
+    def __iter__(self) -> Iterator[Event]:
+        try:
+            while True:
+                self._skip()
+                if self._text[self._at] == "]":
+                    return
+                yield self._next()
+        finally:
+            self._file.close()
+
+    def _read_facts(self) -> dict[str, Any]:
+        while (found := self._text.find(_LIST)) < 0:
+            if not self._read():
+                raise self._torn(f"no {_LIST}")
+        before = self._text[:found].rstrip(_SPACE)
+        self._at = found + len(_LIST)
+        while (begin := self._text.find("[", self._at)) < 0:
+            if not self._read():
+                raise self._torn("no list of events")
+        self._at = begin + 1
+        try:
+            facts: dict[str, Any] = json.loads(before + "}")
+        except ValueError as error:
+            raise self._torn(str(error)) from error
+        return facts
+
+    def _next(self) -> Event:
+        while True:
+            try:
+                event, self._at = self._decoder.raw_decode(self._text, self._at)
+            except ValueError as error:
+                if not self._read():
+                    raise self._torn(str(error)) from error
+            else:
+                return dict(event)
+
+    def _skip(self) -> None:
+        while True:
+            while self._at < len(self._text) and self._text[self._at] in _SPACE:
+                self._at += 1
+            if self._at < len(self._text):
+                return
+            if not self._read():
+                raise self._torn("the list of events has no end")
+
+    def _read(self) -> bool:
+        """Read on, and forget the decoded text."""
+        more = self._file.read(_CHUNK)
+        self._text, self._at = self._text[self._at :] + more, 0
+        return bool(more)
+
+    def _torn(self, reason: str) -> UsageError:
+        return UsageError(
+            f"expected a whole trace of torch's profiler, found {self._path} of "
+            f"{self._path.stat().st_size:,} bytes: {reason}; profile again"
+        )
+
+
+# --- the clocks of the ranks, compared by messages: how far one is ahead of rank 0's at most ---
+
+# No message arrives before it was sent. In one all-gather, rank r gets rank 0's message after rank
+# 0 sent it, and rank 0 gets r's. Both note when they began and when they had everything; so::
+#
+#     r had everything - 0 began  >=  how far r's clock is ahead  >=  r began - 0 had everything
+#
+# Some rounds of this narrow the bounds to about the time of the quickest all-gather.
+
+
+ROUNDS = 24
+"""All-gathers of a comparison: they take a few milliseconds together."""
+
+
+class ClockComparison(NamedTuple):
+    """A rank's clock beside that of rank 0.
+
+    Attributes:
+        begun_ns: when the comparison ended, by the clock of rank 0; the same on all ranks.
+        ahead_ns: how far this rank's clock is ahead; 0 where the bounds allow 0, as they do on the
+            same host.
+        accuracy_ns: the error of that at most, over all ranks.
+    """
+
+    begun_ns: int
+    ahead_ns: int
+    accuracy_ns: int
+
+
+def compare_clocks(world: World, clock: Callable[[], int] = time.time_ns) -> ClockComparison:
+    """Compare the clocks of all ranks. Collective.
+
+    Args:
+        world: the ranks.
+        clock: reads this rank's clock, in nanoseconds.
+    """
+    if world.size == 1:
+        return ClockComparison(clock(), 0, 0)
+    rounds = torch.zeros(ROUNDS, 2, dtype=torch.int64, device=world.device)
+    rows = [torch.zeros(2, dtype=torch.int64, device=world.device) for _ in range(world.size)]
+    for index in range(ROUNDS):
+        began = clock()
+        dist.all_gather(rows, torch.tensor([began, 0], device=world.device))
+        rows[0].tolist()  # on an accelerator, this waits for the messages
+        rounds[index] = torch.tensor([began, clock()], device=world.device)
+    every = [torch.zeros_like(rounds) for _ in range(world.size)]
+    dist.all_gather(every, rounds)
+    times = torch.stack(every).cpu()  # (rank, round, began or had everything)
+    ends = times[:, :, 1] - times[0, :, 0]  # r had everything - 0 began
+    starts = times[:, :, 0] - times[0, :, 1]
+    ahead = [bounds(low, high) for low, high in zip(starts.max(1)[0], ends.min(1)[0], strict=True)]
+    accuracy = max(error for _, error in ahead[1:])
+    return ClockComparison(int(times[0, -1, 1]), ahead[world.rank][0], accuracy)
+
+
+def bounds(low: torch.Tensor, high: torch.Tensor) -> tuple[int, int]:
+    """Return the likely value between two bounds, and its error at most."""
+    least, most = int(low), int(high)
+    if least <= 0 <= most:
+        return 0, max(-least, most)
+    return (least + most) // 2, -(-(most - least) // 2)
+
+
+# --- the parts and the whole ---
+
 
 FACTS = "drivetrain"
 """Key under which a rank's trace has the facts of ``RankPlace``."""
