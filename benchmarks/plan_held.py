@@ -41,7 +41,7 @@ from drivetrain.errors import DrivetrainError
 from drivetrain.hardware.catalog import load_hardware
 from drivetrain.hardware.description import Hardware
 from drivetrain.model.first_batch import Candidate
-from drivetrain.paper.model import SeenModel, seen_model
+from drivetrain.paper.seen import SeenModel, seen_model
 from drivetrain.planner.layout import plain, read_layout
 from drivetrain.planner.predict import Prediction, Predictor, Task
 

@@ -44,7 +44,7 @@ SITUATIONS: dict[str, tuple[str, ...]] = {
         "src/drivetrain/facade/building.py",
         "src/drivetrain/facade/preparation.py",
         "src/drivetrain/facade/prepared.py",
-        "src/drivetrain/facade/recomputing.py",
+        "src/drivetrain/facade/preparation.py",
         "src/drivetrain/model",
         "src/drivetrain/parts",
         "src/drivetrain/recompute",
@@ -61,7 +61,7 @@ SITUATIONS: dict[str, tuple[str, ...]] = {
         "src/drivetrain/recompute/replay.py",
         "src/drivetrain/sharding/gather.py",
         "src/drivetrain/sharding/gradients.py",
-        "src/drivetrain/sharding/guard.py",
+        "src/drivetrain/sharding/gather.py",
         "src/drivetrain/sharding/reduce.py",
     ),
     "Checkpoint": (

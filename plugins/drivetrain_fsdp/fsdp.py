@@ -30,15 +30,14 @@ from drivetrain.paper.work import PaperUnit
 from drivetrain.parts.naming import clean_name, named_parameters
 from drivetrain.parts.replicate import replicate
 from drivetrain.parts.rounds import Rounds
+from drivetrain.sharding.estimate import sharing_of
 from drivetrain.sharding.gather import Gather
 from drivetrain.sharding.gradients import UnitGradients
 from drivetrain.sharding.home import BoundOptimizer
 from drivetrain.sharding.hooks import StepHooks
-from drivetrain.sharding.layout import UnitLayout
+from drivetrain.sharding.layout import ParameterSlot, UnitLayout
 from drivetrain.sharding.optimizers import Fragments
-from drivetrain.sharding.plans import sharing_of
 from drivetrain.sharding.reduce import Reduce
-from drivetrain.sharding.slot import ParameterSlot
 from drivetrain.sharding.unit import Unit
 from drivetrain.strategy import Prepared, Run
 from drivetrain_fsdp.dtensors import as_dtensors

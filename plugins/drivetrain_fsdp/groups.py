@@ -17,9 +17,8 @@ from drivetrain.links.linked import route_linked, route_of_replicas
 from drivetrain.links.one_bit_adam import check_momentum, frozen_adam, refuse_clipping
 from drivetrain.runtime.precision import Precision
 from drivetrain.runtime.world import World
-from drivetrain.sharding.estimate import Lines
+from drivetrain.sharding.estimate import Lines, OffloadInPlans
 from drivetrain.sharding.placement import Ranks
-from drivetrain.sharding.plans import OffloadInPlans
 from drivetrain.sharding.strategy import ShardedStrategy
 from drivetrain.strategy import Form, Run
 from drivetrain_fsdp.options import FsdpConfig

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import torch
 
 from drivetrain.log import get_logger
-from drivetrain.runtime.mesh import Axis, lines_along
+from drivetrain.runtime.lines import lines_along
+from drivetrain.runtime.mesh import Axis
 from drivetrain.strategy import Run
 
 logger = get_logger(__name__)

@@ -27,10 +27,9 @@ from drivetrain.errors import UsageError
 from drivetrain.parts.saved_state import AROUND
 from drivetrain.sharding.estimate import Estimate
 from drivetrain.sharding.home import BoundOptimizer, Held, OnDevice
-from drivetrain.sharding.layout import UnitLayout
+from drivetrain.sharding.layout import ParameterSlot, UnitLayout
 from drivetrain.sharding.options import OffloadOptions, ShardedConfig
 from drivetrain.sharding.shard import FlatTensor, ShardHome
-from drivetrain.sharding.slot import ParameterSlot
 from drivetrain.sharding.unit import Unit
 from drivetrain.store import Pending, ShardStep
 from drivetrain.strategy import Run

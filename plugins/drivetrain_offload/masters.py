@@ -13,9 +13,9 @@ from torch.optim import Optimizer
 from drivetrain.errors import UsageError
 from drivetrain.log import get_logger
 from drivetrain.sharding.home import BoundOptimizer
+from drivetrain.sharding.layout import ParameterSlot
 from drivetrain.sharding.options import OffloadOptions
 from drivetrain.sharding.shard import FlatTensor, followed, make_placeholder
-from drivetrain.sharding.slot import ParameterSlot
 from drivetrain.sharding.unit import Unit
 from drivetrain.store import ShardSpec, ShardStepper, SteppingStore
 from drivetrain_offload.tier_bytes import offloaded

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from drivetrain.errors import ConfigError
 from drivetrain.registry import stores
+from drivetrain.sharding.layout import ParameterSlot
 from drivetrain.sharding.options import OffloadOptions, store_knobs
 from drivetrain.sharding.shard import ShardHome
-from drivetrain.sharding.slot import ParameterSlot
 from drivetrain.store import SteppingStore, TensorStore
 
 

@@ -29,16 +29,15 @@ from drivetrain.paper.step import PaperStep
 from drivetrain.paper.work import PaperUnit
 from drivetrain.parts.replicate import replicate
 from drivetrain.parts.rounds import Rounds
+from drivetrain.sharding.estimate import sharing_of
 from drivetrain.sharding.gather import Gather
 from drivetrain.sharding.gradients import UnitGradients
 from drivetrain.sharding.home import BoundOptimizer
 from drivetrain.sharding.hooks import StepHooks
-from drivetrain.sharding.layout import UnitLayout
+from drivetrain.sharding.layout import ParameterSlot, UnitLayout
 from drivetrain.sharding.optimizers import Fragments
 from drivetrain.sharding.placement import Ranks
-from drivetrain.sharding.plans import sharing_of
 from drivetrain.sharding.reduce import Reduce
-from drivetrain.sharding.slot import ParameterSlot
 from drivetrain.sharding.strategy import ShardedStrategy
 from drivetrain.sharding.unit import Unit
 from drivetrain.strategy import Prepared, Run

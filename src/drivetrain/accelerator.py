@@ -25,11 +25,10 @@ from drivetrain.config import RecomputeConfig
 from drivetrain.data import PreparedLoader
 from drivetrain.errors import UsageError
 from drivetrain.facade.building import Constructions
-from drivetrain.facade.checkpoints import RunCheckpoints, check_safe
+from drivetrain.facade.checkpoints import Decode, Encode, RunCheckpoints, check_safe
 from drivetrain.facade.gathering import Gathering
 from drivetrain.facade.gradients import WindowGradients
 from drivetrain.facade.joining import UnevenInputs
-from drivetrain.facade.loading import Decode, Encode
 from drivetrain.facade.observer import Observer, Observers
 from drivetrain.facade.options import (
     AutocastKwargs,
@@ -42,9 +41,8 @@ from drivetrain.facade.options import (
     project_of,
 )
 from drivetrain.facade.preemption import Preemption
-from drivetrain.facade.preparation import Preparation, is_scheduler
+from drivetrain.facade.preparation import Preparation, Recomputations, is_scheduler
 from drivetrain.facade.prepared import PreparedObjects
-from drivetrain.facade.recomputing import Recomputations
 from drivetrain.facade.settings import (
     Arguments,
     Runs,
@@ -59,13 +57,13 @@ from drivetrain.log import Bar
 from drivetrain.processes import Processes, StaysInProcess
 from drivetrain.profiling.follower import StepProfiler
 from drivetrain.reporting.run_report import RunReport
-from drivetrain.runtime import board
+from drivetrain.runtime import words
 from drivetrain.runtime.mesh import Mesh
 from drivetrain.runtime.scaler import LossScaler
 from drivetrain.runtime.world import World
 from drivetrain.strategy import Run, Strategy
-from drivetrain.telemetry.figures import LiveFigures
 from drivetrain.telemetry.link import LinkChoice
+from drivetrain.telemetry.live import LiveFigures
 from drivetrain.tracking import Trackers
 from drivetrain.tracking.run_figures import RunFigures
 from drivetrain.verify.recorder import launched_observer
@@ -1096,7 +1094,7 @@ class Accelerator(AnswersArguments, StaysInProcess, Processes):
         finally:
             self._preemption.close()
             if self._owns_group and dist.is_initialized():
-                board.leave()
+                words.leave()
             self.report.close()
 
     def _forget(self) -> None:

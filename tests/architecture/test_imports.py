@@ -47,7 +47,7 @@ def test_plugins_import_no_other_plugin():
         assert not offenders(ROOT / "plugins" / plugin, others)
 
 
-OTHER_MEANINGS = {"options.py": {"local"}, "plans.py": {"offload"}}
+OTHER_MEANINGS = {"options.py": {"local"}, "estimate.py": {"offload"}}
 """A value of the option accumulate of units: gradients stay local. And the section of units that
 names stores, which is a key of layouts, too."""
 

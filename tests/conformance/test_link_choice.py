@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from drivetrain.collectives.facts import gather_facts
-from drivetrain.facade import loading
+from drivetrain.facade import checkpoints
 from drivetrain.links.automatic import COUNTED, WARM_UP
 from drivetrain.telemetry import link
 from linked_trainings import WIDTH, Training, model_of, same, spread
@@ -103,7 +103,7 @@ def listen(monkeypatch):
     """Return the list of what this rank says about choices from now on."""
     lines = []
     monkeypatch.setattr(link.logger, "announce", lines.append)
-    monkeypatch.setattr(loading.logger, "announce", lines.append)
+    monkeypatch.setattr(checkpoints.logger, "announce", lines.append)
     return lines
 
 

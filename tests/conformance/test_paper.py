@@ -7,7 +7,7 @@ from plan_held import SUBJECTS, plain_section, predicted
 from drivetrain import Accelerator
 from drivetrain.hardware.catalog import load_hardware
 from drivetrain.model.first_batch import Candidate
-from drivetrain.paper.model import seen_model
+from drivetrain.paper.seen import seen_model
 
 STEPS = 3
 

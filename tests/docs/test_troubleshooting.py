@@ -45,6 +45,8 @@ def test_every_row_is_read_and_every_class_is_there():
 def test_all_messages_of_a_file_are_collected():
     found = [site for site in sites() if site.file == "src/drivetrain/facade/gradients.py"]
     assert [site.message.partition(", ")[0] for site in found] == [
+        "expected a weight for every loss of an accumulation window or for none",
+        "expected one weighted backward() per micro-batch inside accumulate()",
         "expected the loss as a 0-d tensor",
         "expected a scalar loss",
         "expected a loss that requires grad",

@@ -11,7 +11,7 @@ import click
 
 from drivetrain.config.resolve import Resolved
 from drivetrain.errors import ConfigError
-from drivetrain.profiling.session import StepWindow
+from drivetrain.profiling.window import StepWindow
 from drivetrain_launch.commands.host_options import (
     TOPOLOGY,
     chosen_hosts,

@@ -30,8 +30,8 @@ from drivetrain_launch.console import show
 from drivetrain_launch.hosts.agent import READY, SIGNAL
 from drivetrain_launch.hosts.hostfile import RemoteHost
 from drivetrain_launch.hosts.surroundings import FIRST_PORT, PORTS
+from drivetrain_launch.ranks.channel import SECRET_VARIABLE
 from drivetrain_launch.ranks.placement import Endpoint
-from drivetrain_launch.ranks.secret import SECRET_VARIABLE
 from drivetrain_launch.ranks.signals import Signals, Stopped
 
 EXPORTED = ("NCCL_", "GLOO_", "TORCH_", "OMP_", "PYTHONPATH", "HF_HOME", "DRIVETRAIN_")

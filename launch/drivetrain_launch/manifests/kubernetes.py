@@ -10,7 +10,7 @@ from typing import Any
 
 from drivetrain.runtime.notices import PREEMPTED
 from drivetrain_launch.manifests.job import FUTILE, SchedulerJob
-from drivetrain_launch.ranks.secret import SECRET_VARIABLE
+from drivetrain_launch.ranks.channel import SECRET_VARIABLE
 
 DEVICE = "nvidia.com/gpu"
 """Name of an accelerator among a pod's resources, where the user names no other."""

@@ -5,7 +5,7 @@ from typing import Any
 
 from drivetrain.runtime.notices import PREEMPTED
 from drivetrain_launch.manifests.job import SchedulerJob
-from drivetrain_launch.ranks.secret import SECRET_VARIABLE
+from drivetrain_launch.ranks.channel import SECRET_VARIABLE
 
 
 def task(job: SchedulerJob, *, accelerators: str, restarts: int, spot: bool) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from drivetrain.runtime.notices import PREEMPTED
 from drivetrain_launch.manifests.job import SchedulerJob
-from drivetrain_launch.ranks.secret import SECRET_VARIABLE
+from drivetrain_launch.ranks.channel import SECRET_VARIABLE
 
 
 def batch_script(job: SchedulerJob, *, directives: tuple[str, ...] = ()) -> str:

@@ -1,16 +1,170 @@
-"""An authenticated connection between two launchers: two proofs of the secret, then JSON.
+"""Authenticated connections between the launchers of a run: the secret, the proofs, the tunnel.
 
-Both sides answer the other's random challenge with an HMAC of the secret, so that the secret itself
-is never sent. Each message carries an HMAC with a key of this connection and the message's number:
-nobody can add, change, repeat or leave out one. Nothing is encrypted. No message is a pickle.
+The secret comes from the environment, from a file that a scheduler mounts, or from the user's own
+file, which the first launch over several hosts makes. Most clusters have one home folder for all
+hosts. Without it no launcher joins.
 """
 
 import asyncio
 import hashlib
 import hmac
 import json
+import os
 import secrets
-from typing import Any
+import tempfile
+import threading
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any, TypeVar
+
+from drivetrain.errors import ConfigError
+
+SECRET_VARIABLE = "DRIVETRAIN_SECRET"  # noqa: S105 - the name of a variable
+"""Environment variable with the secret itself; ranks do not get it."""
+
+FILE_VARIABLE = "DRIVETRAIN_SECRET_FILE"
+"""Environment variable with the path of a file that holds the secret."""
+
+SHORTEST = 16
+"""Characters of a secret, at least: an attacker may try as many as the network carries."""
+
+WAY_OUT = (
+    f"set {SECRET_VARIABLE} to the same text on every host, for example from "
+    "'openssl rand -hex 16', or name a file that holds it in "
+    f"{FILE_VARIABLE} (Kubernetes: a mounted Secret)"
+)
+
+
+def shared_secret() -> bytes:
+    """Return the secret of this user's runs.
+
+    Raises:
+        ConfigError: it is too short, others can read its file, or no file can be made.
+    """
+    if text := os.environ.get(SECRET_VARIABLE, ""):
+        return _checked(text, SECRET_VARIABLE)
+    if path := os.environ.get(FILE_VARIABLE, ""):
+        try:
+            return _checked(Path(path).read_text(encoding="utf-8"), f"{FILE_VARIABLE}: {path}")
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"{FILE_VARIABLE}: cannot read {path!r}: {error}; {WAY_OUT}"
+            ) from error
+    return _own_file()
+
+
+def _own_file() -> bytes:
+    root = os.environ.get("XDG_CONFIG_HOME", "") or "~/.config"
+    try:
+        path = Path(root).expanduser() / "drivetrain" / "secret"
+        if not path.exists():
+            _make(path)
+        status = path.stat()
+        text = path.read_text(encoding="utf-8")
+    except (OSError, RuntimeError, ValueError) as error:
+        raise ConfigError(
+            f"several hosts share a secret, and there is none: {error}; {WAY_OUT}"
+        ) from error
+    if status.st_uid != os.geteuid() or status.st_mode & 0o077:
+        raise ConfigError(
+            f"expected the secret in {path} to be yours and readable by you alone, found "
+            f"mode {status.st_mode & 0o777:o} and owner {status.st_uid}; remove the file, and the "
+            "next launch makes another one"
+        )
+    return _checked(text, str(path))
+
+
+def _make(path: Path) -> None:
+    """Write a new secret, unless another host is quicker: a link never replaces a file."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    handle, draft = tempfile.mkstemp(dir=path.parent)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(secrets.token_hex(32) + "\n")
+        os.link(draft, path)
+    except FileExistsError:
+        return
+    finally:
+        Path(draft).unlink()
+
+
+def _checked(text: str, where: str) -> bytes:
+    found = text.strip()
+    if len(found) < SHORTEST:
+        raise ConfigError(
+            f"{where}: expected a secret of at least {SHORTEST} characters, found {len(found)}; "
+            f"{WAY_OUT}"
+        )
+    return found.encode()
+
+
+# --- an event loop in a thread: the launcher's main thread watches ranks and hears signals ---
+
+
+R = TypeVar("R")
+
+CLOSE_S = 0.01
+"""How long connections have to send their last bytes and close."""
+
+
+class LoopThread:
+    """Runs coroutines in a thread until ``close``."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def call(self, coroutine: Coroutine[Any, Any, R]) -> R:
+        """Run a coroutine and return its result; signals are heard in between."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+
+    def close(self) -> None:
+        """Cancel the coroutines that still run, and end the thread."""
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+        tasks = asyncio.all_tasks(self._loop)
+        for task in tasks:
+            task.cancel()
+        self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+        self._loop.run_until_complete(asyncio.sleep(CLOSE_S))
+        self._loop.close()
+
+
+class OwnTasks:
+    """Serves each connection of ``asyncio.start_server`` in a task that may be cancelled.
+
+    Python 3.11 reports a cancelled connection as an error if the task is the stream's own.
+
+    Args:
+        serve: serves one connection to its end.
+    """
+
+    def __init__(
+        self,
+        serve: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Coroutine[Any, Any, None]],
+    ) -> None:
+        self._serve = serve
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def __call__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Serve one connection, beside the others."""
+        task = asyncio.create_task(self._serve(reader, writer))
+        self._tasks.add(task)  # the loop itself holds tasks weakly
+        task.add_done_callback(self._tasks.discard)
+
+
+# --- a connection between two launchers: two proofs of the secret, then JSON ---
+
+# Both sides answer the other's random challenge with an HMAC of the secret, so that the secret
+# itself is never sent. Each message carries an HMAC with a key of this connection and the message's
+# number: nobody can add, change, repeat or leave out one. Nothing is encrypted. No message is a
+# pickle.
+
 
 GREETING = b"drivetrain-launch 1"
 """First word of the server: the protocol and its version."""

@@ -8,30 +8,262 @@ Before the first attempt it compares the hosts' software, and lets them check th
 
 import asyncio
 import dataclasses
+import ipaddress
+import itertools
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from drivetrain.errors import ConfigError, PreflightError
 from drivetrain.runtime.notices import PREEMPTED
+from drivetrain_launch.preflight.check import Extent, HostCheck
+from drivetrain_launch.preflight.findings import CheckedHost, Findings
 from drivetrain_launch.preflight.software import differences
 from drivetrain_launch.ranks.channel import Channel, NotAuthenticError, greet_client
 from drivetrain_launch.ranks.failure import Ending, IdleAttempts, Verdict, judge
-from drivetrain_launch.ranks.joined import (
-    Member,
-    clash,
-    endings_of,
-    late,
-    misfit,
-    missing,
-    overdue,
-    take_places,
-    views_of_others,
-)
-from drivetrain_launch.ranks.preflight import Preflight, machines
 from drivetrain_launch.ranks.tunnel import join_store
+from drivetrain_launch.tables import show_table
+
+
+@dataclass(eq=False, kw_only=True, slots=True)
+class Member:
+    """A launcher that takes part.
+
+    Attributes:
+        index: its place.
+        name: its host's name.
+        ranks: how many it runs.
+        channel: the connection.
+        software: facts that must be equal on all hosts, by their names.
+        machine: equal for launchers of one machine that each start one rank; else "".
+        network: address, interface and transport of its ranks, as ``CheckedHost`` has them.
+        heard: when its last message came, by this host's monotonic clock.
+        ending: of its ranks in this attempt; None while they run.
+        views: the states of its ranks, as it showed them last.
+    """
+
+    index: int
+    name: str
+    ranks: int
+    channel: Channel
+    software: Mapping[str, str]
+    machine: str
+    network: Mapping[str, Any]
+    heard: float = field(default_factory=time.monotonic)
+    ending: Ending | None = None
+    views: list[dict[str, Any]] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, message: Mapping[str, Any], channel: Channel) -> "Member":
+        """Return the launcher that sent a message to join; another version may send less."""
+        return cls(
+            index=message["index"],
+            name=message["host"],
+            ranks=message["ranks"],
+            channel=channel,
+            software=message.get("software", {}),
+            machine=message.get("machine", ""),
+            network=message.get("network", {}),
+        )
+
+    @property
+    def shown(self) -> str:
+        """The host in a message."""
+        return f"host {self.index} ({self.name})"
+
+    @property
+    def place(self) -> str:
+        """The machine, or a text of this launcher's own."""
+        return self.machine or f"host {self.index}"
+
+
+def misfit(message: Mapping[str, Any], count: int, facts: Mapping[str, str]) -> str:
+    """Return why a newcomer is not of this run; "" if it is.
+
+    Args:
+        message: with which it wants to join.
+        count: number of launchers.
+        facts: of the run, by their names.
+    """
+    who = f"host {message['index']} ({message['host']})"
+    if not 0 <= message["index"] < count:
+        return f"{who}: expected an index from 0 to {count - 1}"
+    for name, expected in facts.items():
+        found = message["facts"].get(name, "")
+        if found != expected:
+            return (
+                f"{who} and host 0 differ in {name}: found {found!r} there, {expected!r} on "
+                "host 0; start the same command on every host"
+            )
+    return ""
+
+
+def missing(counts: tuple[int, int], present: Collection[int]) -> str:
+    """Return the hosts that others wait for; "" for none.
+
+    Args:
+        counts: the fewest launchers that are needed, and the most.
+        present: indices of those that are here.
+    """
+    least, count = counts
+    absent = [str(index) for index in range(count) if index not in present]
+    if absent and least < count:
+        return f"further hosts ({len(present)} came; {least} to {count} are wanted)"
+    if not absent:
+        return ""
+    plural = "s" if len(absent) > 1 else ""
+    return f"{len(absent)} of {count} hosts (host{plural} {', '.join(absent)})"
+
+
+def late(members: Mapping[int, Member]) -> str:
+    """Return the hosts whose ranks run on although those of others have ended; "" for none."""
+    running = [members[index].shown for index in sorted(members) if members[index].ending is None]
+    if not running or len(running) == len(members):
+        return ""
+    return f"the ranks of {', '.join(running)} to end"
+
+
+def overdue(members: Mapping[int, Member], grace_s: float) -> bool:
+    """Whether ranks run on although a signal has ended those of another host, who had saved.
+
+    Args:
+        members: the launchers of the run.
+        grace_s: how long these ranks have to save, too.
+    """
+    ends = [end.time for each in endings_of(members).values() if each.signal for end in each.ended]
+    return bool(ends) and time.time() - max(ends) > grace_s
+
+
+def clash(one: Member, other: Member, count: int) -> str:
+    """Return the error of two launchers with one index."""
+    return (
+        f"launch.node_rank: {one.name} and {other.name} were started with --node-rank "
+        f"{other.index}; give each of the {count} hosts its own, from 0 to {count - 1}"
+    )
+
+
+def take_places(members: dict[int, Member], waiting: list[Member]) -> None:
+    """Let launchers that wait take the places that are free."""
+    for newcomer in list(waiting):
+        if newcomer.index not in members:
+            waiting.remove(newcomer)
+            members[newcomer.index] = newcomer
+
+
+def endings_of(members: Mapping[int, Member]) -> dict[int, Ending]:
+    """Return the endings of the launchers that have told theirs, by index."""
+    found = {index: member.ending for index, member in members.items()}
+    return {index: ending for index, ending in found.items() if ending is not None}
+
+
+def views_of_others(members: Mapping[int, Member]) -> dict[int, dict[str, Any]]:
+    """Return the states of the ranks of other hosts than host 0, by global rank."""
+    others = [member.views for index, member in list(members.items()) if index]
+    return {view["rank"]: view for views in others for view in views}
+
+
+# --- its part of the preflight: it reaches the probes of all hosts through their launchers ---
+
+
+SKIP = "launch.preflight: none leaves this check out"
+
+
+class Preflight:
+    """Checks the ways between hosts before the first attempt.
+
+    Args:
+        extent: of the check.
+        report: shows the findings.
+
+    Attributes:
+        link: bytes per second between hosts; 0 where they were not measured.
+    """
+
+    def __init__(self, extent: Extent, report: Callable[[Findings], None]) -> None:
+        self.link = 0.0
+        self.wanted = extent != "none"
+        self._extent, self._report = extent, report
+        self._orders = itertools.count()
+        self._replies: dict[int, asyncio.Future[Mapping[str, Any]]] = {}
+
+    async def run(self, members: Sequence[Member], address: str) -> str:
+        """Check; return the reason why the run cannot work, or "".
+
+        Args:
+            members: all launchers in order; the first of each machine takes part.
+            address: of host 0, as the others reach it, "" if unknown.
+        """
+        try:
+            return await self._checked(members, address)
+        except Exception as error:  # nobody waits for this task: an error must not be a hang
+            return f"the check of the hosts failed: {type(error).__name__}: {error}; {SKIP}"
+
+    def hear(self, reply: Mapping[str, Any]) -> None:
+        """Take the reply to an order."""
+        waiting = self._replies.get(reply["number"])
+        if waiting is not None and not waiting.done():
+            waiting.set_result(reply)
+
+    async def _checked(self, members: Sequence[Member], address: str) -> str:
+        chosen: dict[str, Member] = {}
+        for each in members:
+            chosen.setdefault(each.place, each)
+        if len(chosen) == 1:
+            return ""
+        channels = {each.index: each.channel for each in chosen.values()}
+        hosts = [
+            CheckedHost(index=each.index, name=each.name, **_reachable(each, address))
+            for each in chosen.values()
+        ]
+
+        async def ask(index: int, order: Mapping[str, Any]) -> Mapping[str, Any]:
+            return await self._ask(channels[index], order)
+
+        found = await HostCheck(hosts=hosts, ask=ask, extent=self._extent).run()
+        self._report(found)
+        self.link = found.link
+        return found.refusal
+
+    async def _ask(self, channel: Channel, order: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Send an order to a host's probe, and wait for the reply."""
+        number = next(self._orders)
+        reply = asyncio.get_running_loop().create_future()
+        self._replies[number] = reply
+        try:
+            channel.send("check", number=number, **order)
+            found: Mapping[str, Any] = await reply
+            return found
+        finally:
+            del self._replies[number]
+
+
+def machines(members: Sequence[Member]) -> list[int]:
+    """Return the index of each launcher's machine, in order of their first launchers."""
+    places = list(dict.fromkeys(each.place for each in members))
+    return [places.index(each.place) for each in members]
+
+
+def _reachable(member: Member, address: str) -> Mapping[str, Any]:
+    """Return a launcher's network, host 0's with the address by which others reach it."""
+    loopback = ipaddress.ip_address(member.network["address"]).is_loopback
+    if member.index or not loopback or not address:
+        return member.network
+    return {**member.network, "address": address}
+
+
+def show(found: Findings, say: Callable[[str], None]) -> None:
+    """Show the findings of a check, and of a full one the table of all pairs."""
+    for line in found.lines():
+        say(line)
+    if found.pairs:
+        columns, rows = found.matrix()
+        show_table("Between hosts: bandwidth and latency of a way; inside of a host", columns, rows)
+
+
+# --- the coordinator ---
+
 
 BEAT_S = 1.0
 """How often launchers tell each other that they are there."""

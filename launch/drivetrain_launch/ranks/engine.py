@@ -20,15 +20,12 @@ from drivetrain.runtime.notices import NOTICES
 from drivetrain.runtime.world import LINK_VARIABLE, WORK_VARIABLE, reader_mark, saved_mark
 from drivetrain_launch.console import say
 from drivetrain_launch.health.work_files import WorkFiles, work_file
-from drivetrain_launch.ranks.failure import Ending
-from drivetrain_launch.ranks.hangs import blamed, board_of, watch_over
-from drivetrain_launch.ranks.host0 import Party
+from drivetrain_launch.ranks.channel import SECRET_VARIABLE, shared_secret
+from drivetrain_launch.ranks.failure import Ending, blamed, board_of, watch_over
 from drivetrain_launch.ranks.meeting import HostMeeting, Place, SingleHost
-from drivetrain_launch.ranks.member import SeveralHosts
-from drivetrain_launch.ranks.output import Output
+from drivetrain_launch.ranks.member import Party, SeveralHosts
 from drivetrain_launch.ranks.placement import Endpoint, Seat, cores, interface_of, threads
-from drivetrain_launch.ranks.processes import POLL_S, RankProcesses
-from drivetrain_launch.ranks.secret import SECRET_VARIABLE, shared_secret
+from drivetrain_launch.ranks.processes import POLL_S, Output, RankProcesses
 from drivetrain_launch.ranks.signals import Signals, Stopped
 from drivetrain_launch.ranks.worker import LOGS_VARIABLE
 from drivetrain_launch.watching.stacks import BOARD_VARIABLE

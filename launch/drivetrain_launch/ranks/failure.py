@@ -10,12 +10,15 @@ import json
 import signal
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from drivetrain.errors import CheckpointError, CollectiveError, ConfigError, NonFiniteError
 from drivetrain.runtime.notices import PREEMPTED
+from drivetrain_launch.console import say
+from drivetrain_launch.watching.diagnosis import Hang
+from drivetrain_launch.watching.watch import HangWatch, Hosts
 
 KILLED = 6
 """Exit code of the launcher when a signal killed the first failing rank."""
@@ -336,3 +339,50 @@ def _headline(root: Failure, ended: Iterable[EarlyEnd]) -> str:
         f"{root.rank} waited for it and failed ({where}); each rank must make as many steps: look "
         f"for a loader that is shorter on rank {gone.rank}, or for a condition on the rank"
     )
+
+
+# --- a hang that ends the run is a failure ---
+
+
+def board_of(private: Path, rank: int) -> Path:
+    """Return the file in which a rank shows where it is."""
+    return private / f"rank-{rank}.board"
+
+
+def watch_over(
+    pids: dict[int, int],
+    private: Path,
+    *,
+    hosts: Hosts | None,
+    stops: bool,
+    folder: Path | None,
+) -> HangWatch:
+    """Return the watch over the ranks of this host in one attempt.
+
+    Args:
+        pids: process ids of the ranks here, by global rank.
+        private: folder of their boards.
+        hosts: the other launchers; None on one host.
+        stops: whether a hang ends the run.
+        folder: for the file about a hang, or None.
+    """
+    boards = {rank: board_of(private, rank) for rank in pids}
+    return HangWatch(pids, boards, hosts=hosts, stops=stops, folder=folder, say=say)
+
+
+def blamed(ending: Ending, hang: Hang | None) -> Ending:
+    """Return the ending with a hang as its failure, if a hang ended the run."""
+    if hang is None:
+        return ending
+    rank = (hang.culprits or hang.waiting)[0]
+    view = hang.views[rank]
+    failure = Failure(
+        rank=rank,
+        host=view.host,
+        pid=view.pid,
+        code=CollectiveError.exit_code,
+        time=time.time() - hang.waited_s,
+        summary=hang.sentence(),
+    )
+    stopped = tuple(each for each in ending.stopped if each != rank)
+    return replace(ending, failures=(failure, *ending.failures), stopped=stopped)

@@ -10,8 +10,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
 from drivetrain.runtime.world import LOOPBACK
-from drivetrain_launch.ranks.channel import Channel, NotAuthenticError
-from drivetrain_launch.ranks.loop_thread import OwnTasks
+from drivetrain_launch.ranks.channel import Channel, NotAuthenticError, OwnTasks
 
 CHUNK = 65536
 """Bytes passed on at once."""

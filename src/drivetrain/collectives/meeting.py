@@ -22,17 +22,9 @@ from drivetrain.collectives.communicator import reason
 from drivetrain.collectives.neighbors import Tag
 from drivetrain.collectives.order import Header, disagreement
 from drivetrain.errors import CollectiveError
-from drivetrain.runtime.board import (
-    BoardRow,
-    Word,
-    begin_meeting,
-    board,
-    heard,
-    reached,
-    running,
-    say,
-)
+from drivetrain.runtime.board import BoardRow, board
 from drivetrain.runtime.script import script_line
+from drivetrain.runtime.words import Word, begin_meeting, heard, reached, running, say
 
 FIRST_LOOK_S, LONGEST_PAUSE_S = 0.5, 30.0
 """Seconds before a wait looks around for the first time, and the longest pause between two looks.

@@ -57,8 +57,9 @@ from drivetrain.collectives.volume import (
 )
 from drivetrain.errors import CollectiveError
 from drivetrain.ranges import collective_range
-from drivetrain.runtime.board import CountingThread, board
+from drivetrain.runtime.board import board
 from drivetrain.runtime.mesh import Axis
+from drivetrain.runtime.words import CountingThread
 from drivetrain.traffic import Traffic
 
 PACKED_SHARE = 16

@@ -1,8 +1,16 @@
-"""prepare(): models go to strategies; loaders, optimizers and schedulers follow the window."""
+"""prepare(): models go to strategies; loaders, optimizers and schedulers follow the window.
+
+Two lines, at the start and at the end of a run, tell it in the user's words: dtypes, samples per
+step, steps per epoch, the schedule's length. Accelerate steps a schedule once per rank, so scripts
+multiply its length by the number of ranks. Here such a schedule is too long, and users can see it.
+"""
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,6 +18,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from drivetrain.collectives import Communicator, connect
+from drivetrain.config import RecomputeConfig, options_of
 from drivetrain.cost import ModelSpec, TensorSpec
 from drivetrain.data import PreparedLoader, prepare_data_loader
 from drivetrain.errors import UsageError
@@ -17,18 +27,226 @@ from drivetrain.facade.building import Constructions, place
 from drivetrain.facade.gradients import WindowGradients
 from drivetrain.facade.joining import UnevenInputs
 from drivetrain.facade.options import AutocastKwargs
-from drivetrain.facade.pace import describe_dtypes, describe_step, describe_unused_schedule
 from drivetrain.facade.prepared import PreparedModel, PreparedObjects
-from drivetrain.facade.recomputing import Recomputations
 from drivetrain.facade.settings import Runs, StrategyChoice, agree
 from drivetrain.facade.stepping import PreparedOptimizer, PreparedScheduler
 from drivetrain.log import get_logger
 from drivetrain.parts.naming import clean_name
 from drivetrain.parts.wrapping import UninheritedHook, compute_in
+from drivetrain.recompute import KeptInputs, attach, choose_blocks, is_attached, restore
+from drivetrain.runtime.mesh import Axis
+from drivetrain.runtime.precision import Precision, dtype_word
 from drivetrain.states.given import KERNELS
+from drivetrain.strategy import Run
 from drivetrain.suitability.own_batch import check_forward_writes
 
+_STEPS = "num_training_steps"
+"""Name of the length in the schedules of transformers and of diffusers."""
+
+_ROUNDING = 0.02
+"""Steps of an epoch are rounded up: a schedule may differ so much from a multiple of the steps."""
+
+
+def describe_step(
+    loader: PreparedLoader, ranks: int, accumulation: int, schedulers: Iterable[PreparedScheduler]
+) -> str:
+    """Return one line about the samples of a step; "" where batches have no one size."""
+    try:
+        total = loader.total_batch_size
+    except UsageError:
+        return ""
+    line = (
+        f"{ranks} ranks x batch {total // ranks} x accumulation {accumulation} = "
+        f"{total * accumulation} samples per step"
+    )
+    with suppress(TypeError):  # an iterable dataset has no length
+        line += f", {-(-len(loader) // accumulation)} steps per epoch"
+    lengths = {length for each in schedulers if (length := schedule_length(each)) is not None}
+    if len(lengths) == 1:
+        line += f"; the learning-rate schedule has {lengths.pop()} steps"
+    return line
+
+
+def schedule_length(scheduler: PreparedScheduler) -> int | None:
+    """Return how many optimizer steps a schedule is made for, None where it does not say."""
+    inner = scheduler.scheduler
+    total = getattr(inner, "total_steps", None)
+    if isinstance(total, int):
+        return total // scheduler.steps_per_call
+    for function in getattr(inner, "lr_lambdas", ()):
+        value = _given(function).get(_STEPS)
+        if isinstance(value, int):
+            return value // scheduler.steps_per_call
+    return None
+
+
+def describe_unused_schedule(scheduler: PreparedScheduler, ranks: int) -> str:
+    """Return one line if a run on N ranks ends after 1/N of a schedule's steps, "" otherwise."""
+    length, taken = schedule_length(scheduler), getattr(scheduler.scheduler, "last_epoch", 0)
+    if length is None or ranks == 1 or scheduler.steps_per_call > 1 or not taken:
+        return ""
+    if abs(length - taken * ranks) > max(ranks, _ROUNDING * length):
+        return ""
+    return (
+        f"the learning-rate schedule has {length} steps, and the run took {taken}: 1 of {ranks}, "
+        "which is the number of ranks. A schedule moves once per optimizer step here: if the "
+        "script multiplies by num_processes, or counts the batches of a loader before prepare(), "
+        "delete that, or keep Accelerate's rule with --set step_scheduler_with=samples"
+    )
+
+
+def _given(function: Any) -> dict[str, Any]:
+    """Return the values that a function was made with: of a partial, or of a closure."""
+    if isinstance(function, functools.partial):
+        return dict(function.keywords)
+    cells = getattr(function, "__closure__", None) or ()
+    names = function.__code__.co_freevars if cells else ()
+    return {name: cell.cell_contents for name, cell in zip(names, cells, strict=True)}
+
+
+def describe_dtypes(
+    model: nn.Module, given: Sequence[TensorSpec], precision: Precision, *, autocast: bool
+) -> str:
+    """Return one line with the dtypes of a model, and how many parameters have each.
+
+    ``given`` are the parameters before ``prepare``; ``autocast`` tells whether forward computes in
+    the policy's dtype.
+    """
+    elements: Counter[torch.dtype] = Counter()
+    tensors: Counter[torch.dtype] = Counter()
+    for spec in given:
+        dtype = precision.forward_dtype(spec.dtype, spec.shape)
+        elements[dtype] += spec.numel
+        tensors[dtype] += 1
+    order = [dtype for dtype, _ in elements.most_common()]
+    param = " and ".join(
+        f"{dtype_word(dtype)} ({elements[dtype]:,} in {tensors[dtype]:,})" for dtype in order
+    )
+    compute = [precision.compute] if autocast and precision.compute else order
+    trained = [spec for spec in given if spec.trainable]
+    reduce = (
+        precision.reduce_dtype(precision.forward_dtype(spec.dtype, spec.shape)) for spec in trained
+    )
+    master = (precision.master_dtype(spec.dtype, spec.shape) for spec in trained)
+    return (
+        f"precision of {type(model).__name__}: param {param}, compute {_words(compute)}, "
+        f"reduce {_words(reduce)}, master {_words(master)}"
+    )
+
+
+def _words(dtypes: Iterable[torch.dtype]) -> str:
+    return " and ".join(dict.fromkeys(map(dtype_word, dtypes))) or "none"
+
+
+# --- activation recompute: as the configuration says, unless the script says otherwise ---
+
+
 logger = get_logger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class Recomputation:
+    """One model whose blocks are recomputed, or are not because the script said so.
+
+    Attributes:
+        model: the module that the script passed.
+        communicator: of the axis over which inputs are split; None keeps them whole.
+    """
+
+    model: nn.Module
+    communicator: Communicator | None = None
+
+    def close(self) -> None:
+        """Give the blocks back their own forward."""
+        restore(self.model)
+        if self.communicator is not None:
+            self.communicator.close()
+
+
+class Recomputations:
+    """The activation recompute of one Accelerator's models.
+
+    Args:
+        prepared: the models that were prepared; others may be recomputed too.
+        runs: their configuration and meshes.
+    """
+
+    def __init__(self, prepared: PreparedObjects, runs: Runs) -> None:
+        self._prepared = prepared
+        self._runs = runs
+        self._recomputations: list[Recomputation] = []
+
+    def recompute(self, model: nn.Module, options: RecomputeConfig) -> None:
+        """Attach recompute to a model as the script says; see ``Accelerator.recompute``."""
+        for entry in self._prepared.models:
+            if entry.model is model or entry.module is model:
+                self._attach(options, entry.module, entry.strategy.run)
+                return
+        self._attach(options, model, self._runs.default)
+
+    def before_prepare(self, model: nn.Module, choice: StrategyChoice | None) -> None:
+        """Attach the configured recompute, unless the script has told its own for this model."""
+        options = self._runs.config.run.recompute
+        told = is_attached(model) or any(known.model is model for known in self._recomputations)
+        if options.mode != "none" and not told:
+            _, run = self._runs.of(choice)
+            self._attach(options, model, run)
+
+    def stop(self) -> None:
+        """Give every model back its own forwards."""
+        for known in self._recomputations:
+            known.close()
+        self._recomputations.clear()
+
+    def _attach(self, options: RecomputeConfig, model: nn.Module, run: Run) -> None:
+        """Attach recompute with these options, in place of the one attached before."""
+        _check("mode", options.mode)
+        _check("keep", options.keep)
+        axis = _axis_of_replicas(run, options.partition) if options.partition else None
+        patterns = [name for name in map(str.strip, options.blocks.split(",")) if name]
+        chosen = []
+        if options.mode != "none":
+            chosen = choose_blocks(model, patterns, every=options.every)
+        self._stop(model)
+        recomputation = Recomputation(model)
+        if options.mode != "none":
+            if axis is not None:
+                recomputation.communicator = connect(
+                    axis, run.traffic, run.world.device, run.world.timeout
+                )
+            attach(chosen, options.mode, KeptInputs(options.keep, recomputation.communicator))
+            logger.info("recompute %s: %d blocks", options.mode, len(chosen))
+        self._recomputations.append(recomputation)
+
+    def _stop(self, model: nn.Module) -> None:
+        for known in self._recomputations:
+            if known.model is model:
+                known.close()
+        self._recomputations = [k for k in self._recomputations if k.model is not model]
+
+
+def _check(name: str, value: str) -> None:
+    (knob,) = (knob for knob in options_of(RecomputeConfig) if knob.name == name)
+    if value not in knob.choices:
+        raise UsageError(
+            f"expected recompute's {name} to be one of {', '.join(knob.choices)}, found {value!r}"
+        )
+
+
+def _axis_of_replicas(run: Run, name: str) -> Axis:
+    """Return the axis over which inputs are split; its ranks must hold equal batches."""
+    axes = [axis for axis in run.mesh if axis != "dp"]
+    if name not in axes:
+        has = ", ".join(axes) or "no axis but dp"
+        raise UsageError(
+            "expected recompute's partition to be an axis whose ranks hold equal inputs, found "
+            f"{name!r}; the mesh has {has}, and the ranks of dp hold different batches; leave "
+            "partition empty to keep inputs whole"
+        )
+    return run.mesh[name]
+
+
+# --- prepare() ---
 
 
 class Preparation:

@@ -17,9 +17,9 @@ from drivetrain.hardware.description import Hardware
 from drivetrain.hardware.prices import MICRO, HardwarePrices, size_of
 from drivetrain.measuring.clock import CACHES, Clock
 from drivetrain.model.first_batch import Candidate
-from drivetrain.paper.model import seen_model
 from drivetrain.paper.run import BYTES
-from drivetrain.paper.work import LOSS, MatrixProduct, MemoryPass, back_kind
+from drivetrain.paper.seen import LOSS, seen_model
+from drivetrain.paper.work import MatrixProduct, MemoryPass, back_kind
 
 CALLS = 4
 """Calls within a timing, whose results all stay: training does not write into old results."""

@@ -26,7 +26,7 @@ from drivetrain.hardware.sizes import GIB, size_text
 from drivetrain.links.chosen import AUTO, EXACT
 from drivetrain.model.first_batch import Candidate, batches_as_arguments, guessed_inputs
 from drivetrain.paper.contract import StrategyPick
-from drivetrain.paper.model import seen_model
+from drivetrain.paper.seen import seen_model
 from drivetrain.planner.approximations import permitted_methods
 from drivetrain.planner.fit import fits, judged, more_hosts, room_of
 from drivetrain.planner.layout import PlannedLayout, layout_of, plain

@@ -27,7 +27,8 @@ from drivetrain.facade.settings import Runs
 from drivetrain.facade.weights import WholeWeights
 from drivetrain.log import get_logger
 from drivetrain.profiling.measurement import ModelSizes, ModuleMeasurement
-from drivetrain.profiling.session import PARTS_S, ProfileSession, StepWindow
+from drivetrain.profiling.session import PARTS_S, ProfileSession
+from drivetrain.profiling.window import StepWindow
 from drivetrain.ranges import STEP, is_profiled
 
 logger = get_logger(__name__)

@@ -36,7 +36,7 @@ from drivetrain.profiling.modules import (
 )
 from drivetrain.runtime.precision import dtype_word
 from drivetrain.strategy import Run
-from drivetrain.telemetry.folder import device_name
+from drivetrain.telemetry.facts import device_name
 from drivetrain.telemetry.recorder import StepClock
 
 _aten = torch.ops.aten

@@ -22,17 +22,9 @@ from drivetrain.reporting.page import missing_packages
 from drivetrain.runtime.scaler import LossScaler
 from drivetrain.runtime.world import host_link, work_path
 from drivetrain.strategy import Run
+from drivetrain.telemetry.facts import facts_of, header_of
 from drivetrain.telemetry.figures import StepFigures
-from drivetrain.telemetry.folder import (
-    REPORT,
-    RUN,
-    Journal,
-    StartFolder,
-    facts_of,
-    has_ended,
-    header_of,
-    new_start,
-)
+from drivetrain.telemetry.folder import REPORT, RUN, Journal, StartFolder, has_ended, new_start
 from drivetrain.telemetry.link import LinkLoad
 from drivetrain.telemetry.recorder import StepRecorder
 from drivetrain.telemetry.work import WorkFile

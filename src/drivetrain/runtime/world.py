@@ -20,7 +20,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 from torch.distributed.rendezvous import rendezvous
 
 from drivetrain.errors import PreflightError
-from drivetrain.runtime import board
+from drivetrain.runtime import words
 
 CPU = torch.device("cpu")
 """Named everywhere: a script may have set another default device."""
@@ -214,7 +214,7 @@ class World:
             _join(device, backend, start_timeout or timeout)
             set_timeout(timeout)
         if size > 1:
-            board.begin()
+            words.begin()
         return cls(
             rank=rank,
             size=size,

@@ -5,17 +5,14 @@ cut into units, what each rank owns of a parameter, and what happens at each eve
 mechanisms that it calls are here, from the bottom up:
 
 ============= ==================================================================
-layout.py     which parameter lies where, who owns what: arithmetic
-slot.py       one parameter in its flat tensor: geometry
+layout.py     which parameter lies where, who owns what: arithmetic, one parameter's geometry
 shard.py      this rank's part of a flat tensor between its uses
-flat.py       one flat tensor of parameters side by side
 unit.py       flat tensors that are gathered by one all-gather, and freed together
-estimate.py   bytes held and sent
+estimate.py   bytes held and sent, and what plans need to know
 options.py    the options that strategies share
 home.py       where shards lie and who steps them: beside the model, or elsewhere
 placement.py  the ranks of a model, and its parameters in units
-guard.py      parameters that are used while their values are away
-gather.py     when units are gathered and freed
+gather.py     when units are gathered and freed; parameters used while values are away
 gradients.py  one unit's gradients, from autograd to fragments
 reduce.py     when units are reduced during backward
 hooks.py      the events of a step

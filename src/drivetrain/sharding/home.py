@@ -18,10 +18,9 @@ from drivetrain.cost import ModelSpec
 from drivetrain.parts.saved_state import allocate_state, group_of
 from drivetrain.registry import homes
 from drivetrain.sharding.estimate import Estimate
-from drivetrain.sharding.layout import UnitLayout
+from drivetrain.sharding.layout import ParameterSlot, UnitLayout
 from drivetrain.sharding.options import OffloadOptions, ShardedConfig
 from drivetrain.sharding.shard import FlatTensor, ShardHome, ShardInMemory, ShardInPlace
-from drivetrain.sharding.slot import ParameterSlot
 from drivetrain.sharding.unit import Unit
 from drivetrain.strategy import Run
 

@@ -18,12 +18,10 @@ from drivetrain.parts.naming import clean_name
 from drivetrain.parts.replicate import ForwardHook
 from drivetrain.parts.rounds import on_gradient
 from drivetrain.parts.wrapping import UninheritedHook
-from drivetrain.sharding.gather import Gather
+from drivetrain.sharding.gather import Gather, refusal
 from drivetrain.sharding.gradients import UnitGradients
-from drivetrain.sharding.guard import refusal
 from drivetrain.sharding.home import BoundOptimizer
-from drivetrain.sharding.layout import ROOT
-from drivetrain.sharding.slot import ParameterSlot
+from drivetrain.sharding.layout import ROOT, ParameterSlot
 from drivetrain.sharding.unit import Unit
 
 

@@ -14,9 +14,8 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from drivetrain.errors import UsageError
 from drivetrain.sharding.home import BoundOptimizer, Home
 from drivetrain.sharding.hooks import StepEvents
-from drivetrain.sharding.layout import CutStyle
+from drivetrain.sharding.layout import CutStyle, ParameterSlot
 from drivetrain.sharding.placement import Placement
-from drivetrain.sharding.slot import ParameterSlot
 from drivetrain.shards import HeldTensors, ParameterPiece
 from drivetrain.suitability.experiment import misfit
 

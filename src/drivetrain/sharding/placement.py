@@ -17,11 +17,10 @@ from drivetrain.parts.naming import held_parameters, named_parameters
 from drivetrain.parts.replicate import check_apart, replicate
 from drivetrain.runtime.mesh import Axis
 from drivetrain.sharding.home import Home
-from drivetrain.sharding.layout import UnitLayout
+from drivetrain.sharding.layout import ParameterSlot, UnitLayout
 from drivetrain.sharding.near import SecondaryRanks, SecondaryShard, connect_secondary
 from drivetrain.sharding.options import ShardedConfig
 from drivetrain.sharding.shard import FlatTensor
-from drivetrain.sharding.slot import ParameterSlot
 from drivetrain.sharding.unit import Unit, digest, take_written
 from drivetrain.strategy import Run
 

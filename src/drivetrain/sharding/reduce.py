@@ -34,9 +34,9 @@ from drivetrain.parts.norms import clip_, clip_factor, global_norm
 from drivetrain.parts.rounds import Rounds
 from drivetrain.sharding.gradients import FlatGradients, UnitGradients
 from drivetrain.sharding.home import Home
+from drivetrain.sharding.layout import ParameterSlot
 from drivetrain.sharding.placement import Placement, Ranks
 from drivetrain.sharding.shown_gradients import ShownGradients
-from drivetrain.sharding.slot import ParameterSlot
 from drivetrain.sharding.unit import Unit
 from drivetrain.strategy import Run
 

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from drivetrain.building import become
 from drivetrain.errors import UsageError
 from drivetrain.parts.guard import check_ordinary, guard
-from drivetrain.sharding.layout import FlatLayout
-from drivetrain.sharding.slot import ParameterSlot
+from drivetrain.sharding.layout import FlatLayout, ParameterSlot
 
 
 class ShardHome(ABC):

@@ -17,8 +17,8 @@ from drivetrain.log import get_logger
 from drivetrain.parts.divided_gradient import DividedGradient
 from drivetrain.parts.norms import norms_of_each
 from drivetrain.sharding.gradients import UnitGradients
+from drivetrain.sharding.layout import ParameterSlot
 from drivetrain.sharding.placement import Ranks
-from drivetrain.sharding.slot import ParameterSlot
 
 logger = get_logger(__name__)
 

@@ -15,9 +15,9 @@ from drivetrain.errors import CheckpointError
 from drivetrain.parts.naming import named_parameters, persistent_buffers
 from drivetrain.parts.saved_state import ReplicatedState, check_fits, state_keys, weights_in
 from drivetrain.sharding.home import BoundOptimizer, Held, Home
+from drivetrain.sharding.layout import ParameterSlot
 from drivetrain.sharding.placement import Placement, Ranks
 from drivetrain.sharding.shard import FlatTensor, followed
-from drivetrain.sharding.slot import ParameterSlot
 from drivetrain.sharding.unit import is_ahead
 from drivetrain.shards import Part, Reader, Shard, boxes
 

@@ -16,7 +16,7 @@ from drivetrain.links.linked import route_linked
 from drivetrain.parts.buckets import LentBuffers
 from drivetrain.parts.naming import named_parameters
 from drivetrain.parts.rounds import Rounds
-from drivetrain.sharding.estimate import Estimate, Lines, Regather, gathers_again
+from drivetrain.sharding.estimate import Estimate, Lines, OffloadInPlans, Regather, gathers_again
 from drivetrain.sharding.gather import Gather
 from drivetrain.sharding.home import BoundOptimizer, home_kind, open_home
 from drivetrain.sharding.hooks import StepHooks
@@ -25,7 +25,6 @@ from drivetrain.sharding.near import route_secondary
 from drivetrain.sharding.optimizers import Fragments, check_suits
 from drivetrain.sharding.options import ShardedConfig
 from drivetrain.sharding.placement import Placement, Ranks, connect_line, edits_accepted
-from drivetrain.sharding.plans import OffloadInPlans
 from drivetrain.sharding.reduce import Reduce
 from drivetrain.sharding.state import ShardedState
 from drivetrain.sharding.unit import Unit, why_only_read

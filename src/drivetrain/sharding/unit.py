@@ -19,10 +19,9 @@ from drivetrain.collectives.communicator import Finished, GatherChannel
 from drivetrain.errors import CollectiveError, StorageError, UsageError
 from drivetrain.heap import offer
 from drivetrain.parts.guard import Guard, guard, unguard
-from drivetrain.sharding.layout import UnitLayout, stretches_of
+from drivetrain.sharding.layout import ParameterSlot, UnitLayout, stretches_of
 from drivetrain.sharding.near import NearPart, SecondaryShard
 from drivetrain.sharding.shard import FlatTensor, WholeValues
-from drivetrain.sharding.slot import ParameterSlot
 from drivetrain.store import Pending
 
 

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from drivetrain import CollectiveError
 from drivetrain.collectives import meeting, ring
 from drivetrain.communication import gather, reduce, wait_for_everyone
-from drivetrain.runtime.board import Word, heard, say_farewell
-from drivetrain.runtime.board import begin as begin_words
+from drivetrain.runtime.words import Word, heard, say_farewell
+from drivetrain.runtime.words import begin as begin_words
 
 
 def be_hasty(monkeypatch):

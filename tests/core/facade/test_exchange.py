@@ -4,8 +4,8 @@ from itertools import pairwise
 
 import pytest
 
-from drivetrain.facade import exchange
-from drivetrain.facade.exchange import Exchange
+from drivetrain.facade import finite
+from drivetrain.facade.finite import Exchange
 from drivetrain.runtime.world import World
 
 STEP_S = 0.6
@@ -38,7 +38,7 @@ class Delayed(Exchange):
 
     def _gathered(self, mine):
         late = self.slower * self.steps
-        other = exchange._packed(False, False, exchange._seconds(mine) + self.slower, 0.0)
+        other = finite._packed(False, False, finite._seconds(mine) + self.slower, 0.0)
         self.clock.now += self.wait_s + late
         self.steps = 0
         return [mine, other]
@@ -47,7 +47,7 @@ class Delayed(Exchange):
 @pytest.fixture
 def clock(monkeypatch):
     made = Clock()
-    monkeypatch.setattr(exchange, "time", made)
+    monkeypatch.setattr(finite, "time", made)
     return made
 
 
@@ -66,7 +66,7 @@ def test_ranks_that_step_apart_wait_for_a_slow_link_now_and_then(clock):
     one = Delayed(clock, 0.3)
     pauses = exchanges(one, 60, apart=True)
     assert pauses == sorted(pauses), "pauses grow to the limit"
-    assert pauses[-1] == int(exchange.LONGEST_S / STEP_S)
+    assert pauses[-1] == int(finite.LONGEST_S / STEP_S)
     one.wait_s = 0.0
     pauses = exchanges(one, 100, apart=True)
     assert pauses[-1] == 1, "the link is free again"
@@ -82,13 +82,13 @@ def test_no_exchange_is_left_out_because_another_rank_is_slower(clock):
 
 def test_fast_steps_have_no_more_between_two_exchanges(clock):
     pauses = exchanges(Delayed(clock, 0.3), 200, apart=True, step_s=0.01)
-    assert max(pauses) == exchange.MOST_STEPS
+    assert max(pauses) == finite.MOST_STEPS
 
 
 def test_a_word_has_both_times_and_both_flags():
     for told, bad in ((True, False), (False, True), (True, True), (False, False)):
-        word = exchange._packed(told, bad, 1.5, 0.25)
-        assert (exchange._seconds(word), exchange._waited(word)) == pytest.approx((1.5, 0.25))
-        assert (bool(word & exchange._TOLD), bool(word & exchange._BAD)) == (told, bad)
-        assert word >> exchange._MARK_BITS == exchange._MARK
-    assert exchange._seconds(exchange._packed(False, False, 1e9, 1e9)) == pytest.approx(838.9, 1e-3)
+        word = finite._packed(told, bad, 1.5, 0.25)
+        assert (finite._seconds(word), finite._waited(word)) == pytest.approx((1.5, 0.25))
+        assert (bool(word & finite._TOLD), bool(word & finite._BAD)) == (told, bad)
+        assert word >> finite._MARK_BITS == finite._MARK
+    assert finite._seconds(finite._packed(False, False, 1e9, 1e9)) == pytest.approx(838.9, 1e-3)

@@ -10,7 +10,7 @@ from torch import nn
 from drivetrain import Accelerator, CheckpointError, NonFiniteError
 from drivetrain import ProjectConfiguration as Project
 from drivetrain.checkpoint import is_finite
-from drivetrain.facade import exchange, finite
+from drivetrain.facade import finite
 
 ROW = torch.ones(1, 2)
 
@@ -47,7 +47,7 @@ def weights(accelerator, model):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(("strategy", "clip"), [("ddp", False), ("zero3", True)])
 def test_the_loss_of_one_rank_is_named_on_every_rank(monkeypatch, strategy, clip):
-    monkeypatch.setattr(exchange, "PERIOD_S", 0.0)
+    monkeypatch.setattr(finite, "PERIOD_S", 0.0)
     accelerator, model, optimizer = start(strategy)
     step(accelerator, model, optimizer, ROW, clip=clip)
     before = weights(accelerator, model)
@@ -62,7 +62,7 @@ def test_the_loss_of_one_rank_is_named_on_every_rank(monkeypatch, strategy, clip
 
 @pytest.mark.ranks(2)
 def test_fast_steps_stop_a_little_later_and_save_nothing_before(monkeypatch, tmp_path):
-    monkeypatch.setattr(exchange, "PERIOD_S", 1e9)  # all steps are fast
+    monkeypatch.setattr(finite, "PERIOD_S", 1e9)  # all steps are fast
     accelerator, model, optimizer = start()
     step(accelerator, model, optimizer, ROW, clip=False)
     step(accelerator, model, optimizer, bad_on_rank_1(accelerator), clip=False)
@@ -70,14 +70,14 @@ def test_fast_steps_stop_a_little_later_and_save_nothing_before(monkeypatch, tmp
         accelerator.save_state(tmp_path / "ck")
     assert not (tmp_path / "ck").exists()
     with pytest.raises(NonFiniteError, match=r"rank 1: in step 2 the loss.*ends the run"):
-        for _ in range(exchange.MOST_STEPS):
+        for _ in range(finite.MOST_STEPS):
             step(accelerator, model, optimizer, ROW, clip=False)
     accelerator.free_memory()
 
 
 def test_on_an_accelerator_an_exchange_reads_what_the_one_before_copied(monkeypatch, tmp_path):
     """A copy of the numbers at hand would be there only when the device has done all its work."""
-    monkeypatch.setattr(exchange, "PERIOD_S", 0.0)
+    monkeypatch.setattr(finite, "PERIOD_S", 0.0)
     monkeypatch.setattr(finite.FiniteCheck, "_on_cpu", False)
     copied, read = [], []
 

@@ -9,7 +9,7 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 from torch.utils.data import DataLoader, TensorDataset
 
 from drivetrain import Accelerator
-from drivetrain.facade.pace import describe_step
+from drivetrain.facade.preparation import describe_step
 
 STEPS = 4
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from drivetrain import Accelerator, ProjectConfiguration
-from drivetrain.facade import exchange, preemption
+from drivetrain.facade import finite, preemption
 from drivetrain.runtime.notices import PREEMPTED, Notice
 from drivetrain.runtime.world import World
 
@@ -19,7 +19,7 @@ STEPS = 8
 
 def start(folder, strategy="ddp", naming=True):
     preemption.is_launched = lambda: True
-    exchange.PERIOD_S = 0.0  # in each step
+    finite.PERIOD_S = 0.0  # in each step
     project = ProjectConfiguration(project_dir=folder, automatic_checkpoint_naming=naming)
     accelerator = Accelerator(
         cpu=True, strategy=strategy, project_config=project, config={"report": False}
@@ -46,11 +46,11 @@ def train(parts, on_step=lambda step: None):
             losses.append(float(loss.detach()))
             on_step(len(losses))
     finally:
-        preemption.is_launched, exchange.PERIOD_S = launched, period
+        preemption.is_launched, finite.PERIOD_S = launched, period
     return losses
 
 
-launched, period = preemption.is_launched, exchange.PERIOD_S
+launched, period = preemption.is_launched, finite.PERIOD_S
 
 
 def kill_myself(*_):

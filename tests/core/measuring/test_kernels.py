@@ -10,7 +10,7 @@ from drivetrain.hardware.prices import AxisPlace, HardwarePrices
 from drivetrain.measuring import kernels
 from drivetrain.measuring.clock import Clock, Timing
 from drivetrain.model.first_batch import Candidate
-from drivetrain.paper.model import seen_model
+from drivetrain.paper.seen import seen_model
 from drivetrain.paper.step import PaperTask
 from drivetrain.paper.work import Collective, MatrixProduct, MemoryPass
 

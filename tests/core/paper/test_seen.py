@@ -9,7 +9,7 @@ from torch import nn
 
 from drivetrain.errors import ConfigError
 from drivetrain.model.first_batch import Candidate
-from drivetrain.paper.model import seen_model
+from drivetrain.paper.seen import seen_model
 from drivetrain.paper.transformer import GptShape
 from drivetrain.paper.work import Boundary, MatrixProduct, flops_of
 

@@ -12,7 +12,8 @@ from rich.console import Console
 
 from drivetrain import Accelerator
 from drivetrain import log as bars
-from drivetrain.telemetry.figures import LiveFigures, StepFigures
+from drivetrain.telemetry.figures import StepFigures
+from drivetrain.telemetry.live import LiveFigures
 
 SCRIPT = """
 import sys, torch

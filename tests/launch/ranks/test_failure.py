@@ -15,11 +15,11 @@ from drivetrain_launch.ranks.failure import (
     Ending,
     Failure,
     IdleAttempts,
+    blamed,
     first,
     judge,
     report,
 )
-from drivetrain_launch.ranks.hangs import blamed
 from drivetrain_launch.ranks.worker import LOGS_VARIABLE, code_of, fail, lost_peer, run
 from drivetrain_launch.watching.diagnosis import Hang
 from drivetrain_launch.watching.views import OperationView, RankView

@@ -2,8 +2,8 @@
 
 import time
 
+from drivetrain_launch.ranks.coordinator import Member, late, misfit, missing, overdue
 from drivetrain_launch.ranks.failure import EarlyEnd, Ending, Failure
-from drivetrain_launch.ranks.joined import Member, late, misfit, missing, overdue
 from drivetrain_launch.ranks.meeting import Place, SingleHost
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from drivetrain_launch.ranks.secret import SECRET_VARIABLE
+from drivetrain_launch.ranks.channel import SECRET_VARIABLE
 
 pytestmark = pytest.mark.alone
 
