@@ -16,8 +16,9 @@ from source_tree import CHECKOUT, SourceTree, code_lines
 from drivetrain.strategy import Strategy
 
 COUNTERS = Path(__file__).with_name("counters.toml")
-FALLEN = 0.96
-"""A figure below this share of the one that is held has fallen: the lower one is to be held."""
+FALLEN, FALLEN_WALK = 0.98, 0.85
+"""A figure below this share of the one that is held has fallen: the lower one is to be held. A walk
+is shorter in a process that remembers answers of walks before."""
 
 
 def test_nothing_in_the_files_rises():
@@ -39,7 +40,7 @@ def test_nothing_in_the_files_rises():
 
 @pytest.mark.ranks(2)
 def test_walks_meet_no_more():
-    only_falls(flat(walks(Namespace(blocks=4, width=32))))
+    only_falls(flat(walks(Namespace(blocks=4, width=32))), FALLEN_WALK)
 
 
 def test_launch_runs_no_more_until_the_first_rank():
@@ -52,12 +53,12 @@ def flat(counts: Mapping[str, Mapping[str, int]]) -> dict[str, int]:
     return {f"{walk}: {what}": n for walk, met in counts.items() for what, n in met.items()}
 
 
-def only_falls(found: Mapping[str, int]) -> None:
+def only_falls(found: Mapping[str, int], fallen: float = FALLEN) -> None:
     held = tomllib.loads(COUNTERS.read_text(encoding="utf-8"))
     wrong = [
         f'"{name}" = {number}  # {held[name]} is held'
         for name, number in found.items()
-        if not FALLEN * held[name] <= number <= held[name]
+        if not fallen * held[name] <= number <= held[name]
     ]
     assert not wrong, "write what fell into counters.toml, and why, where one must rise:\n" + (
         "\n".join(wrong)
