@@ -18,6 +18,7 @@ from drivetrain.paper.step import PaperStep, PaperTask
 from drivetrain.paper.work import Collective, PaperUnit
 from drivetrain.parts.norms import clip_, global_norm
 from drivetrain.parts.replicate import replicate
+from drivetrain.parts.rounds import on_gradient
 from drivetrain.parts.saved_state import ReplicatedState
 
 
@@ -61,11 +62,7 @@ class Flat(Strategy[FlatConfig]):
         self._state = ReplicatedState(model, optimizers)
         replicate([*model.parameters(), *model.buffers()], self._axis, "replicate model")
         self._hooks = [o.register_step_pre_hook(lambda *_: self._settle()) for o in optimizers]
-        self._hooks += [
-            p.register_post_accumulate_grad_hook(self._note)
-            for p in model.parameters()
-            if p.requires_grad
-        ]
+        self._hooks += [on_gradient(p, self._note) for p in model.parameters() if p.requires_grad]
         return Prepared(model, tuple(optimizers))
 
     def backward(self, loss: Tensor, **options: Any) -> None:
