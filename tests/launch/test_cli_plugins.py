@@ -48,6 +48,7 @@ print("THE END")
 for words in ("launch --help", "estimate --help", "checkpoint export --help"):
     assert run(words.split()) == 0
 import drivetrain, drivetrain.config
+import drivetrain.reporting.page, drivetrain_launch.hosts.agent, drivetrain_launch.watching.watch
 from drivetrain.config.foreign import importers
 from drivetrain.registry import strategies
 from drivetrain_launch.commands import config
