@@ -1,6 +1,7 @@
 """``notebook_launcher`` and ``debug_launcher``: a function on several processes."""
 
 import os
+import time
 
 import pytest
 import torch
@@ -44,6 +45,23 @@ def test_debug_launcher_computes_on_the_cpu(tmp_path, monkeypatch):
     assert (tmp_path / "0").read_text() == "cpu None"
     with pytest.raises(ProcessExitedException, match="exit code 5"):
         notebook_launcher(os._exit, (5,), num_processes=1)
+
+
+def test_no_rank_begins_before_all_are_connected(tmp_path, monkeypatch):
+    """A rank that exchanges nothing would end, and gloo would fail on those that connect."""
+    connect = dist.init_process_group
+
+    def late(*args, rank, **kwargs):
+        connect(*args, rank=rank, **kwargs)
+        if rank == 1:
+            time.sleep(0.5)
+            (tmp_path / "connected").touch()
+
+    def train():
+        assert (tmp_path / "connected").exists()
+
+    monkeypatch.setattr(dist, "init_process_group", late)
+    debug_launcher(train)
 
 
 def test_accelerator_that_is_in_use_is_refused(monkeypatch):

@@ -9,10 +9,8 @@ run.
 - ``recorder``: the one pass over the model
 - ``valueless``: the tensors in it, which have a shape and no values
 - ``results``: results of functions of torch, by torch's fake tensors; remembered
-- ``substitution``: takes a model's values away for a pass, and gives them back
-- ``untouched``: lets code run on a model that must leave no trace
-- ``first_batch``: a batch of a loader as arguments of a model
-- ``guesses``: inputs by the class, the arguments and the layers of a model
+- ``untouched``: lets code run on a model that must leave no trace, or that has no values
+- ``first_batch``: the arguments of a model, from a batch of a loader or guessed
 """
 
 from drivetrain.model.look import BlockCall, Look, ModelOperation, ModuleCall, SeenTensor, TensorRef

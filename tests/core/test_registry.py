@@ -1,0 +1,33 @@
+"""Roles of plugins: an entry point gives a strategy its role, and two cannot have the same."""
+
+from importlib.metadata import EntryPoint
+
+import pytest
+
+from drivetrain import registry
+from drivetrain.errors import ConfigError
+
+
+def entries(group):
+    found = {
+        registry.STRATEGIES: [("mine", "mine:Mine"), ("yours", "yours:Yours"), ("exact", "e:E")],
+        registry.ROLES: [
+            ("default", "mine:Mine"),
+            ("default", "yours:Yours"),
+            ("reference", "e:E"),
+        ],
+    }
+    return [EntryPoint(name, value, group) for name, value in found[group]]
+
+
+def test_roles_need_no_import_and_the_reference_is_not_for_training(monkeypatch):
+    monkeypatch.setattr(registry, "_installed", lambda group, path: entries(group))
+    strategies = registry.strategies()
+    assert strategies.reference() == "exact"
+    assert strategies.choices == ["mine", "yours"]
+    with pytest.raises(ConfigError, match=r"one default strategy, found \['mine', 'yours'\]"):
+        strategies.default()
+    monkeypatch.setattr(registry, "_installed", lambda group, path: entries(group)[:1])
+    assert registry.strategies().default() == "mine"
+    with pytest.raises(ConfigError, match="one reference strategy, found none"):
+        registry.strategies().reference()
