@@ -3,8 +3,8 @@
 A copy of the optimizer steps small tensors as one process would, and two copies step them as two
 ranks would, each its parts. Element-wise optimizers give the same values. Optimizers that look at
 whole matrices (Muon, Shampoo, Adafactor, LAMB) do not, and optimizers that look at all parameters
-at once (LBFGS, a clip of their own) do not even where each tensor is whole on one rank. No list of
-names has to be kept.
+at once (LBFGS, a clip of their own) do not even where each tensor is whole on one rank. Only the
+element-wise classes of torch, as they come, are known without a trial: a test holds them to it.
 
 An experiment proves what it touches. So each group of other options has tensors, shaped like its
 parameters; gradients are small, usual and large; and rules of every few steps have their turn.
@@ -18,7 +18,20 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import (
+    ASGD,
+    SGD,
+    Adadelta,
+    Adagrad,
+    Adam,
+    Adamax,
+    AdamW,
+    NAdam,
+    Optimizer,
+    RAdam,
+    RMSprop,
+    Rprop,
+)
 from torch.optim import optimizer as of_torch
 
 from drivetrain.runtime import rng
@@ -29,6 +42,12 @@ Cut: TypeAlias = Literal["flat", "rows", "whole"]
 """Ranks have ranges of flattened parameters, some rows of each, or some whole parameters."""
 
 ShapeOf: TypeAlias = Callable[[nn.Parameter], tuple[int, ...]]
+
+ELEMENT_WISE = (
+    *(ASGD, SGD, Adadelta, Adagrad, Adam, Adamax),
+    *(AdamW, NAdam, RAdam, RMSprop, Rprop),
+)
+"""Classes of torch that step each element by itself, whatever their options."""
 
 _RATE = 0.1
 _MAGNITUDES = (1e-3, 1.0, 1e3)
@@ -77,6 +96,8 @@ def misfit(
         cut: the parts of ranks.
         shape_of: gives the whole shape of a parameter, of which a rank may have a part by now.
     """
+    if _is_known(optimizer):
+        return None
     generators = rng.capture()
     try:
         with _without_global_hooks():
@@ -90,6 +111,12 @@ def misfit(
     finally:
         rng.restore(generators)
     return Misfit(why) if why else None
+
+
+def _is_known(optimizer: Optimizer) -> bool:
+    """Whether an optimizer is one of torch's element-wise ones, with nothing of a script in it."""
+    hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    return type(optimizer) in ELEMENT_WISE and "step" not in vars(optimizer) and not hooks
 
 
 class _PartsTrial:

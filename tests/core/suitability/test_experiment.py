@@ -8,26 +8,19 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import (
-    ASGD,
     LBFGS,
     SGD,
-    Adadelta,
     Adafactor,
-    Adagrad,
     Adam,
-    Adamax,
     AdamW,
     Muon,
-    NAdam,
     Optimizer,
-    RAdam,
     RMSprop,
-    Rprop,
     lr_scheduler,
 )
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from drivetrain.suitability.experiment import misfit
+from drivetrain.suitability.experiment import ELEMENT_WISE, misfit
 
 CUTS = ("flat", "rows", "whole")
 
@@ -197,8 +190,7 @@ def matrices(parameters):
 
 def test_elementwise_optimizers_fit_every_cut(parameters):
     made = [
-        *(kind(parameters) for kind in (Adadelta, Adagrad, Adam, Adamax, ASGD, NAdam)),
-        *(kind(parameters) for kind in (RAdam, Rprop, Lion, Counts, Assigns)),
+        *(kind(parameters) for kind in (*ELEMENT_WISE, Lion, Counts, Assigns)),
         AdamW(parameters, amsgrad=True, maximize=True, fused=True),
         AdamW(parameters, foreach=True, capturable=True),
         SGD(parameters, lr=0.1, momentum=0.9, dampening=0.1, weight_decay=0.1, fused=True),
@@ -207,7 +199,8 @@ def test_elementwise_optimizers_fit_every_cut(parameters):
         AdamW([{"params": [p], "lr": 0.1 * i} for i, p in enumerate(parameters)]),
         Around(Adam(parameters)),
     ]
-    lr_scheduler.LambdaLR(made[0], lambda step: 0.0)
+    for optimizer in made:  # with a scheduler's hold on step() none is taken for granted
+        lr_scheduler.LambdaLR(optimizer, lambda step: 0.0)
     wrong = [(type(o).__name__, cut) for o in made for cut in ("flat", "rows") if misfit(o, cut)]
     assert not wrong
 
