@@ -13,16 +13,15 @@ With P elements, N ranks and f = (N-1)/N a rank sends 3 f P elements per step an
 parameters, gradients and states each, and whole units in use. With R groups of S ranks: 3 f_S P
 inside of a group and 2 f_R P/S between groups.
 
-===========  ======================================================================
-fsdp.py      the strategy: one step in its order
-groups.py    the groups of ranks that divide the model, and the messages between groups
+===========  ===================================================================================
+fsdp.py      the strategy: its step as a table, units, and the groups of ranks that divide the model
 units.py     which parameters are a unit, which rows a rank owns
 tree.py      which modules of a model run a forward
 dtensors.py  the shards as torch's DTensors
 options.py   the options
-===========  ======================================================================
+===========  ===================================================================================
 
-The mechanisms that the step calls (gather, reduce, home, checkpoints) are ``drivetrain.sharding``.
+The step in its order, and the mechanisms that it calls, are ``drivetrain.sharding``.
 """
 
 from drivetrain_fsdp.fsdp import Fsdp

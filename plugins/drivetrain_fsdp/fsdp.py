@@ -1,4 +1,4 @@
-"""FSDP: the step in its order. Every parameter is cut by rows, and gathered unit by unit.
+"""FSDP: the step as a table. Every parameter is cut by rows, and gathered unit by unit.
 
 Paper: Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", VLDB 2023,
 section 3: units and their life (3.2.1), prefetching (3.3.2, 3.3.3), hybrid sharding (3.2.2); after
@@ -11,46 +11,51 @@ One step of N ranks, each of which owns some rows of every parameter::
     backward   all-gather it again where autograd reads it; free it when its module's backward is
                over
                reduce-scatter each unit's gradients as soon as the last of them has come
-               (sharding: hybrid adds the rows up over groups of ranks, once per window)
+               (sharding: hybrid adds the rows up over groups of ranks, once per window; with
+               exchange: momentum the momenta of Adam cross between groups instead)
     step       the user's optimizer steps this rank's rows; then every unit is freed
 """
 
 from collections.abc import Hashable, Mapping, Sequence
+from contextlib import closing
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from drivetrain.collectives import Route
 from drivetrain.cost import ModelSpec, TensorSpec
+from drivetrain.errors import ConfigError
+from drivetrain.links.chosen import LinkMethods
+from drivetrain.links.linked import route_linked, route_of_replicas
+from drivetrain.links.one_bit_adam import check_momentum, frozen_adam
 from drivetrain.log import get_logger
 from drivetrain.paper.data_parallel import data_parallel_step
 from drivetrain.paper.run import PaperRun
 from drivetrain.paper.step import PaperStep
 from drivetrain.paper.work import PaperUnit
 from drivetrain.parts.naming import clean_name, named_parameters
-from drivetrain.parts.replicate import replicate
-from drivetrain.parts.rounds import Rounds
-from drivetrain.sharding.estimate import sharing_of
-from drivetrain.sharding.gather import Gather
-from drivetrain.sharding.gradients import UnitGradients
-from drivetrain.sharding.home import BoundOptimizer
-from drivetrain.sharding.hooks import StepHooks
-from drivetrain.sharding.layout import ParameterSlot, UnitLayout
-from drivetrain.sharding.optimizers import Fragments
-from drivetrain.sharding.reduce import Reduce
-from drivetrain.sharding.unit import Unit
-from drivetrain.strategy import Prepared, Run
+from drivetrain.runtime.precision import Precision
+from drivetrain.runtime.world import World
+from drivetrain.sharding.estimate import Lines, sharing_of
+from drivetrain.sharding.layout import UnitLayout
+from drivetrain.sharding.placement import Ranks
+from drivetrain.sharding.strategy import ShardedStrategy
+from drivetrain.strategy import Form, Prepared, Run
 from drivetrain_fsdp.dtensors import as_dtensors
-from drivetrain_fsdp.groups import GroupsOfRanks
 from drivetrain_fsdp.options import FsdpConfig
 from drivetrain_fsdp.units import UnitChoice, agreed_keys, cut_model, describe, unit_keys
 
 logger = get_logger(__name__)
 
 
-class Fsdp(GroupsOfRanks):
+class Fsdp(ShardedStrategy[FsdpConfig]):
     """Parameters, gradients and optimizer state divided by rows, unit by unit."""
 
+    layout_keys: ClassVar[Mapping[str, str]] = {
+        **ShardedStrategy.layout_keys,
+        "shard_group": "shard_size",
+    }
     summary: ClassVar[str] = "every rank keeps some rows of each parameter, and whole units in use"
     Config: ClassVar[type] = FsdpConfig
 
@@ -58,6 +63,11 @@ class Fsdp(GroupsOfRanks):
         config.check()
         self._keys: dict[str, str] = {}  # of the unit of each parameter, by name
         super().__init__(config, run)
+        replicas = self.lines(config, run).replicas
+        far = replicas is not None and replicas.levels is not None
+        self.adam = frozen_adam("fsdp", config.exchange, run.links, far=far)
+        if self.adam:
+            self._made.enter_context(closing(self.adam))
 
     @classmethod
     def step(cls, config: FsdpConfig, units: Sequence[PaperUnit], run: PaperRun) -> PaperStep:
@@ -107,115 +117,88 @@ class Fsdp(GroupsOfRanks):
             self.run.mesh["dp"],
         )
 
+    # --- groups of ranks ---
+
+    @classmethod
+    def axes(cls, config: FsdpConfig, world_size: int) -> Mapping[str, int]:
+        """Return one axis, ``dp``, over all ranks: groups of it divide a model, if asked for."""
+        config.check()
+        return super().axes(config, world_size)
+
+    @classmethod
+    def options_of_layout(cls, keys: Mapping[str, str]) -> Mapping[str, Any]:
+        """Return the options of division inside of groups, where a size of groups is given."""
+        options = super().options_of_layout(keys)
+        return {"sharding": "hybrid", **options} if "shard_size" in options else options
+
+    @classmethod
+    def forms(cls, world: World) -> Sequence[Form]:
+        """Return division over all ranks, and inside of each of several hosts."""
+        inside = world.spans_hosts and world.island_size > 1
+        return [Form(), *([Form({"sharding": "hybrid"})] if inside else [])]
+
+    @classmethod
+    def check_links(cls, config: FsdpConfig, links: LinkMethods, precision: Precision) -> None:
+        """Refuse methods that are of no use for momenta."""
+        super().check_links(config, links, precision)
+        if config.exchange == "momentum":
+            check_momentum("fsdp", links, precision)
+
+    @classmethod
+    def lines(cls, config: FsdpConfig, run: Run) -> Lines:
+        """Return all ranks, the ranks that divide the model, and the ranks with the same rows.
+
+        Raises:
+            ConfigError: momenta shall cross between groups, and there is one group on all hosts.
+        """
+        mesh, everyone = run.mesh, route_linked(run.mesh, "dp", run.world, run.links)
+        size = config.shard_ranks(mesh, run.world)
+        if size == everyone.axis.size:
+            if config.exchange == "momentum" and everyone.levels is not None:
+                raise ConfigError(
+                    "fsdp: expected a group of ranks on each host with exchange: momentum, found "
+                    f"one group of all {size} ranks; set shard_size to the ranks of a host, or "
+                    "take exchange: gradients"
+                )
+            return super().lines(config, run)
+        near, across = mesh.neighbors("dp", size), mesh.across("dp", size)
+        return Lines(everyone, Route(near), route_of_replicas(across, run.links))
+
+    def connect(self) -> Ranks:
+        """Connect ``dp``; with replicas, the groups of neighbors, and the lines across them."""
+        run = self.run
+        mesh = run.mesh
+        size = self.lines(self.config, run).sharing.axis.size  # an error comes first
+        if size == mesh["dp"].size:
+            return Ranks.in_queues(run, keeping=self.config)
+        near = mesh.start_neighbors("dp", size, run.world)
+        across = mesh.start_across("dp", size, run.world)
+        return Ranks.in_queues(run, near, across)
+
+    def describe_groups(self) -> str:
+        """Return a line about who divides the model, and who owns the same rows."""
+        sharing, size = self.ranks.sharing.axis, self.ranks.everyone.size
+        groups = size // sharing.size
+        ranks = ", ".join(map(str, sharing.ranks))
+        text = f"hybrid: groups x ranks = {groups} x {sharing.size}, this one has ranks {ranks}"
+        if groups == 1:
+            return f"{text}; there are no replicas, as with sharding: full"
+        if sharing.size == 1:
+            return f"{text}; nothing is divided: set shard_size, or take a strategy that replicates"
+        return text
+
     # --- before the first step ---
 
     def prepare(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> Prepared:
-        """Make everything that a step needs, once; parameters become views of units."""
-        run, config = self.run, self.config
+        """Choose the units, the same on all ranks, and prepare the model's step."""
         specs = [TensorSpec.of(name, p) for name, p in named_parameters(model).items()]
         keys = self._agreed_keys(model, specs)
         self._keys = {spec.name: key for spec, key in zip(specs, keys, strict=True)}
-        self.model = model
-        self.check(optimizers)
-        buffers = self.lent_buffers(model, optimizers)
-        self.rounds = Rounds(self.before_gradients, self.after_backward)
-        self.reduce = self.made(
-            Reduce(self.ranks, self.placement, self.home, self.rounds, run, buffers, self.adam)
-        )
-        self.take(self.placement.lay_out(model))
-        fused = config.fused and self.adam is None  # whose steps take the state of torch's loops
-        self.optimizers = self.made(Fragments(self.placement, self.home, self, fused=fused))
-        for optimizer in optimizers:
-            self.give_fragments(optimizer)
-        self.gather = self.made(
-            Gather(
-                self.placement.units,
-                ahead=config.ahead,
-                until=config.until,
-                neighbors=self.neighbors,
-                most_live=config.most_live,
-                keep_changes=self.keep_changes,
-            )
-        )
-        self.hooks = self.made(StepHooks(model, self.gather, self))
-        self.hooks.watch_gradients(self.reduce.units)
+        prepared = super().prepare(model, optimizers)
         logger.announce(f"units of {type(model).__name__}: {describe(keys, specs)}")
-        if config.sharding == "hybrid":
+        if self.config.sharding == "hybrid":
             logger.announce(self.describe_groups())
-        return Prepared(model, tuple(optimizers))
-
-    # --- one step, in its order ---
-
-    def before_forward(self) -> None:
-        """Make ready for a training forward; parameters that began to train join the units."""
-        if self.reduce.synchronizing:
-            self.rounds.finish()  # what an exception in backward cut short
-            self.follow()
-
-    def before_module(self, units: Sequence[Unit]) -> None:
-        """All-gather the parameters of a module, and start the next gathers."""
-        for unit in units:
-            self.gather.bring(unit)
-
-    def after_module(self, units: Sequence[Unit], outputs: Any) -> None:
-        """Free them, but for the last ones, with which backward begins."""
-        for unit in units:
-            self.gather.put_away(unit, outputs)
-
-    def backward(self, loss: Tensor, **options: Any) -> None:
-        """Run backward; unless gradients stay local, return with the mean of this rank's rows."""
-        self.gather.leave()  # no forward is under way here, only ones that an interrupt cut short
-        if not self.reduce.synchronizing:
-            loss.backward(**options)  # type: ignore[no-untyped-call]
-            return
-        self.follow()
-        before = self.rounds.count
-        loss.backward(**options)  # type: ignore[no-untyped-call]
-        if self.rounds.count == before:
-            self.rounds.take_part()  # the loss reached no parameter here; others may wait
-        else:
-            self.rounds.finish()
-
-    def before_gradients(self) -> None:
-        """Begin a synchronised backward: its first gradient has come."""
-        self.reduce.begin()
-
-    def gradient_came(self, unit: UnitGradients, slot: ParameterSlot) -> None:
-        """Move a gradient into its unit's buffer; reduce-scatter the units that are complete."""
-        if not self.reduce.synchronizing:
-            self.reduce.receive(unit, slot)
-            return
-        self.rounds.enter()
-        if self.reduce.add(unit, slot):
-            self.reduce.send_complete()
-
-    def after_module_backward(self, units: Sequence[Unit]) -> None:
-        """Free the parameters of a module that backward has passed."""
-        for unit in units:
-            self.gather.release(unit)
-
-    def after_backward(self) -> None:
-        """Wait for the reduce-scatters: each fragment's gradient is its rows of the mean.
-
-        Buffers follow rank 0's here, so that every rank evaluates with the same ones.
-        """
-        self.reduce.finish()
-        self.gather.release_all()
-        if self.config.buffers == "broadcast":
-            replicate(self.model.buffers(), self.ranks.everyone, "buffers after backward")
-
-    def before_step(self, bound: BoundOptimizer) -> None:
-        """Submit the step of state that a store keeps; the optimizer itself steps the rest."""
-        self.rounds.finish()
-        self.reduce.shown.follow(bound.slots.values())
-        self.placement.take_changes()
-        self.home.submit(bound)
-
-    def after_step(self, bound: BoundOptimizer) -> None:
-        """Free every unit: its values are no longer the right ones. Secondary shards follow."""
-        self.gather.values_changed()
-        self.reduce.give_away(self.home.give_back(bound))
-        self.placement.send_around(bound.units)
+        return prepared
 
     # --- at the border ---
 

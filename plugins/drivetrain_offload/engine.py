@@ -28,7 +28,7 @@ from drivetrain.parts.saved_state import AROUND
 from drivetrain.sharding.estimate import Estimate
 from drivetrain.sharding.home import BoundOptimizer, Held, OnDevice
 from drivetrain.sharding.layout import ParameterSlot, UnitLayout
-from drivetrain.sharding.options import OffloadOptions, ShardedConfig
+from drivetrain.sharding.options import OffloadOptions, UnitsOptions
 from drivetrain.sharding.shard import FlatTensor, ShardHome
 from drivetrain.sharding.unit import Unit
 from drivetrain.store import Pending, ShardStep
@@ -68,7 +68,7 @@ class OffloadEngine(OnDevice):
 
     @classmethod
     def held(
-        cls, estimate: Estimate, model: ModelSpec, config: ShardedConfig, run: Run
+        cls, estimate: Estimate, model: ModelSpec, config: UnitsOptions, run: Run
     ) -> dict[str, int]:
         """Return the bytes that a rank keeps between steps, by kind; a kind may be on disk."""
         lent = config.lent_buffers * estimate.lent_bytes() if config.lent_buffers else 0

@@ -14,12 +14,12 @@ updated parameters per step, as much as data parallelism does; stage 3 gathers o
 backward: 3 f P.
 
 ==========  ============================================================
-zero.py     the strategies: one step of all three stages, in its order
+zero.py     the strategies: the step of all three stages as a table
 units.py    how a model is cut into units: arithmetic
 options.py  the options
 ==========  ============================================================
 
-The mechanisms that the step calls (gather, reduce, home, checkpoints) are ``drivetrain.sharding``.
+The step in its order, and the mechanisms that it calls, are ``drivetrain.sharding``.
 """
 
 from drivetrain_zero.options import Zero1Config, Zero2Config, Zero3Config

@@ -10,7 +10,7 @@ SOURCES = sorted(
     for folder in ("src", "plugins", "launch", "examples")
     for path in (ROOT / folder).rglob("*.py")
 )
-FILE_LINES, CLASS_LINES, FUNCTION_LINES = 1000, 400, 60
+FILE_LINES, CLASS_LINES, FUNCTION_LINES = 1000, 500, 60
 FACADE = ROOT / "src" / "drivetrain" / "accelerator.py"
 """Holds every public verb: of its docstrings and signatures, a manual, no line counts as code."""
 

@@ -14,7 +14,7 @@ class Paper(NamedTuple):
     strategy: str
     path: str
     citation: tuple[str, ...]
-    torch: bool = True  # False where the file is about the order of events, as data
+    torch: bool = True  # False where the file only says what a core or a schedule does
 
 
 PAPERS = {
@@ -29,7 +29,7 @@ PAPERS = {
     ),
     "Vogels et al. 2019, PowerSGD": Paper("ddp", "drivetrain_ddp/powersgd.py", ("Vogels", "2019")),
     "Rajbhandari et al. 2020, ZeRO": Paper(
-        "zero3", "drivetrain_zero/zero.py", ("Rajbhandari et al.", "2020")
+        "zero3", "drivetrain_zero/zero.py", ("Rajbhandari et al.", "2020"), torch=False
     ),
     "Zhao et al. 2023, PyTorch FSDP": Paper(
         "fsdp", "drivetrain_fsdp/fsdp.py", ("Zhao et al.", "2023")

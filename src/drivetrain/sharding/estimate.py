@@ -19,7 +19,7 @@ its host, and sends (H-1)/H P/k of new values to other hosts, once per step.
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, get_args
+from typing import NamedTuple, get_args
 
 from torch import nn
 
@@ -27,7 +27,6 @@ from drivetrain.collectives import Route, chunk_bounds
 from drivetrain.collectives.stretch import Stretch, StretchParts
 from drivetrain.cost import ModelSpec, TensorSpec
 from drivetrain.errors import ConfigError
-from drivetrain.paper.contract import OnPaper
 from drivetrain.paper.data_parallel import Sharing
 from drivetrain.paper.step import Stored, Tier
 from drivetrain.parts.naming import clean_name, named_parameters
@@ -409,29 +408,6 @@ OFFLOAD, NOWHERE = "offload", "none"
 DISK = "nvme"
 PLACE = "offloaded"
 """The directory of a planned store on a disk: below the run's own; users name a better one."""
-
-
-class OffloadInPlans(OnPaper):
-    """Layouts with the key ``offload``: the store that keeps the optimizer's state."""
-
-    layout_keys: ClassVar[Mapping[str, str]] = {OFFLOAD: OFFLOAD}
-
-    @classmethod
-    def options_of_layout(cls, keys: Mapping[str, str]) -> Mapping[str, Any]:
-        """Return the options of the keys; a store on a disk gets a directory."""
-        options = dict(super().options_of_layout(keys))
-        store = options.pop(OFFLOAD, NOWHERE)
-        if store != NOWHERE:
-            place = {"path": PLACE} if store == DISK else {}
-            options[OFFLOAD] = {"optimizer": store, **place}
-        return options
-
-    @classmethod
-    def layouts(
-        cls, blocks: int, heads: int, ranks: int, per_host: int
-    ) -> Iterable[Mapping[str, Any]]:
-        """Return state on the device, in host memory, and on a disk."""
-        return ({}, {OFFLOAD: "cpu"}, {OFFLOAD: DISK})
 
 
 def sharing_of(

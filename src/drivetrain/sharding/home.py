@@ -19,7 +19,7 @@ from drivetrain.parts.saved_state import allocate_state, group_of
 from drivetrain.registry import homes
 from drivetrain.sharding.estimate import Estimate
 from drivetrain.sharding.layout import ParameterSlot, UnitLayout
-from drivetrain.sharding.options import OffloadOptions, ShardedConfig
+from drivetrain.sharding.options import OffloadOptions, UnitsOptions
 from drivetrain.sharding.shard import FlatTensor, ShardHome, ShardInMemory, ShardInPlace
 from drivetrain.sharding.unit import Unit
 from drivetrain.strategy import Run
@@ -84,7 +84,7 @@ class Home(Protocol):
 
     @classmethod
     def held(
-        cls, estimate: Estimate, model: ModelSpec, config: ShardedConfig, run: Run
+        cls, estimate: Estimate, model: ModelSpec, config: UnitsOptions, run: Run
     ) -> dict[str, int]:
         """Return the bytes that one rank keeps between steps, by kind."""
 
@@ -209,7 +209,7 @@ class OnDevice:
 
     @classmethod
     def held(
-        cls, estimate: Estimate, model: ModelSpec, config: ShardedConfig, run: Run
+        cls, estimate: Estimate, model: ModelSpec, config: UnitsOptions, run: Run
     ) -> dict[str, int]:
         """Return the bytes that one rank keeps between steps, by kind."""
         return estimate.held(model, lent_buffers=config.lent_buffers)

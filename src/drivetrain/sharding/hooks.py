@@ -34,17 +34,8 @@ class StepEvents(Protocol):
     def before_compiled_forward(self) -> None:
         """A forward of a compiled model begins, which asks no guards."""
 
-    def before_module(self, units: Sequence[Unit]) -> None:
-        """The forward of a module begins that needs these units whole."""
-
-    def after_module(self, units: Sequence[Unit], outputs: Any) -> None:
-        """It has ended, with these outputs."""
-
     def gradient_came(self, unit: UnitGradients, slot: ParameterSlot) -> None:
         """Autograd has accumulated a parameter's gradient."""
-
-    def after_module_backward(self, units: Sequence[Unit]) -> None:
-        """The gradients of a module's inputs are there: its backward needs these units no more."""
 
     def before_step(self, bound: BoundOptimizer) -> None:
         """An optimizer is about to step."""
@@ -121,7 +112,7 @@ class StepHooks:
             model.register_forward_hook(end, always_call=True),
         ]
         for module, units in users(model, gather.units).items():
-            hook = ModuleHook(gather, units, self._step)
+            hook = ModuleHook(gather, units)
             self._handles += [
                 module.register_forward_pre_hook(UnitHook(hook.enter), with_kwargs=True),
                 module.register_forward_hook(UnitHook(hook.leave), always_call=True),
@@ -215,38 +206,38 @@ class ModuleHook:
     """The hooks of one module around its forward and its backward.
 
     Args:
-        gather: is told when a forward begins and ends.
+        gather: gathers the units before the forward, and frees them after each of both.
         units: the units that the module needs, those of several dtypes apart.
-        step: is told what happens.
     """
 
-    def __init__(self, gather: Gather, units: Sequence[Unit], step: StepEvents) -> None:
+    def __init__(self, gather: Gather, units: Sequence[Unit]) -> None:
         self._gather = gather
         self._units = units
-        self._step = step
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Tell of the forward's begin, and of the backward's end: it has passed the inputs."""
+        """Gather the units, and free them when backward has passed the inputs."""
         self._gather.enter(self)
-        self._step.before_module(self._units)
+        for unit in self._units:
+            self._gather.bring(unit)
         if torch.is_grad_enabled():
             inputs = []
             for leaf in tree_leaves((args, kwargs)):
                 if isinstance(leaf, Tensor) and leaf.requires_grad and not leaf.is_leaf:
                     inputs.append(leaf)
-            hook = CountedHook(len(inputs), self._units, self._step)
+            hook = CountedHook(len(inputs), self._units, self._gather)
             for leaf in inputs:
                 leaf.register_hook(hook)  # type: ignore[no-untyped-call]  # dies with the graph
 
     def leave(self, module: nn.Module, args: Any, outputs: Any) -> None:
-        """Tell of the forward's end; after an exception the model's own hook frees."""
+        """Free the units after forward; after an exception the model's own hook does."""
         if outputs is not None:
-            self._step.after_module(self._units, outputs)
+            for unit in self._units:
+                self._gather.put_away(unit, outputs)
         self._gather.leave(self)
 
 
 class CountedHook:
-    """A hook of a module's inputs that tells when the gradients of all of them have come.
+    """A hook of a module's inputs: when the gradients of all of them have come, units are freed.
 
     It holds nothing of the graph: autograd's nodes keep their hooks, and a hook that keeps nodes
     makes a cycle that is never freed. (``register_multi_grad_hook`` does.)
@@ -254,17 +245,18 @@ class CountedHook:
     Args:
         count: how many inputs there are.
         units: the units that the module needs.
-        step: is told.
+        gather: frees them.
     """
 
-    def __init__(self, count: int, units: Sequence[Unit], step: StepEvents) -> None:
+    def __init__(self, count: int, units: Sequence[Unit], gather: Gather) -> None:
         self._count = count
         self._units = units
-        self._step = step
+        self._gather = gather
         self._seen = 0
 
     def __call__(self, gradient: Tensor) -> None:
         """Count one gradient."""
         self._seen += 1
         if self._seen % self._count == 0:
-            self._step.after_module_backward(self._units)
+            for unit in self._units:
+                self._gather.release(unit)

@@ -23,7 +23,7 @@ from drivetrain.links.linked import connect_replicas, route_of_replicas
 from drivetrain.log import get_logger
 from drivetrain.runtime.mesh import Axis
 from drivetrain.sharding.layout import stretches_of
-from drivetrain.sharding.options import ShardedConfig
+from drivetrain.sharding.options import UnitsOptions
 from drivetrain.sharding.shard import FlatTensor
 from drivetrain.store import Pending
 from drivetrain.strategy import Run
@@ -73,7 +73,7 @@ class SecondaryLines(NamedTuple):
     far: Route
 
 
-def connect_secondary(run: Run, config: ShardedConfig) -> SecondaryRanks | None:
+def connect_secondary(run: Run, config: UnitsOptions) -> SecondaryRanks | None:
     """Connect the ranks that keep secondary shards; None: none do, and a line says why. Collective.
 
     Raises:
@@ -93,7 +93,7 @@ def connect_secondary(run: Run, config: ShardedConfig) -> SecondaryRanks | None:
     )
 
 
-def route_secondary(run: Run, config: ShardedConfig) -> SecondaryLines | None:
+def route_secondary(run: Run, config: UnitsOptions) -> SecondaryLines | None:
     """Return the ranks of ``connect_secondary``, to count the bytes of a rank."""
     mesh = run.mesh
     per_host = config.secondary_ranks(mesh, run.world)

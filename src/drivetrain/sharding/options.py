@@ -1,7 +1,7 @@
-"""The options that strategies over units share, and protocols of these options."""
+"""The options of strategies over units, and the answers that the mechanisms need from them."""
 
 from dataclasses import dataclass, fields, is_dataclass
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from drivetrain.config.option import mapping, option, section
 from drivetrain.cost import TensorSpec
@@ -13,67 +13,6 @@ from drivetrain.sharding.layout import CutStyle
 
 Until: TypeAlias = Literal["forward", "backward", "step"]
 """When a unit is freed that a training forward has gathered."""
-
-
-class ShardedConfig(Protocol):
-    """The answers that the mechanisms need from the options of a strategy over units."""
-
-    @property
-    def fused(self) -> bool:
-        """Whether torch's fused kernel steps optimizers that leave the choice open."""
-
-    @property
-    def offload(self) -> "OffloadOptions":
-        """Which state lies in stores."""
-
-    @property
-    def buffers(self) -> str:
-        """``broadcast`` sends rank 0's buffers around after a backward; or ``none``."""
-
-    @property
-    def cut(self) -> CutStyle:
-        """How parameters are divided among ranks."""
-
-    @property
-    def lent_buffers(self) -> int:
-        """How many gradient buffers are lent; 0 keeps whole gradients."""
-
-    @property
-    def reduces_each(self) -> bool:
-        """Whether every micro-batch's gradients are reduced."""
-
-    @property
-    def divides_parameters(self) -> bool:
-        """Whether a rank keeps its share of the parameters between their uses."""
-
-    @property
-    def channels(self) -> frozenset[str]:
-        """The tensors that may cross hosts: see ``drivetrain.links.contract``."""
-
-    @property
-    def ahead(self) -> int:
-        """How many units are gathered ahead of the computing unit."""
-
-    @property
-    def most_live(self) -> int | None:
-        """How many units may be whole or on their way at once; None: as ``ahead`` gives."""
-
-    @property
-    def until(self) -> Until:
-        """When a unit is freed that a training forward has gathered."""
-
-    def near(self, mesh: Mesh) -> Axis | None:
-        """Return the neighbors that keep units together until backward; None: there are none."""
-
-    @property
-    def keeps_secondary(self) -> bool:
-        """Whether the ranks of each host are to keep all values together for good."""
-
-    def secondary_ranks(self, mesh: Mesh, world: World) -> int:
-        """Return how many ranks of a host keep all values together for good; 0: none do."""
-
-    def places(self, spec: TensorSpec) -> bool:
-        """Return whether a parameter lies in a unit; a parameter that never moves needs none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -201,6 +140,11 @@ class UnitsOptions:
                 f"reshard_after_forward, for offload.params: {self.offload.params}, found one that "
                 "keeps them whole on every rank; take such a strategy, or leave offload.params out"
             )
+
+    @property
+    def cut(self) -> CutStyle:
+        """How parameters are divided among ranks."""
+        return "flat"
 
     @property
     def channels(self) -> frozenset[str]:

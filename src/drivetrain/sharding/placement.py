@@ -19,7 +19,7 @@ from drivetrain.runtime.mesh import Axis
 from drivetrain.sharding.home import Home
 from drivetrain.sharding.layout import ParameterSlot, UnitLayout
 from drivetrain.sharding.near import SecondaryRanks, SecondaryShard, connect_secondary
-from drivetrain.sharding.options import ShardedConfig
+from drivetrain.sharding.options import UnitsOptions
 from drivetrain.sharding.shard import FlatTensor
 from drivetrain.sharding.unit import Unit, digest, take_written
 from drivetrain.strategy import Run
@@ -63,7 +63,7 @@ class Ranks:
         sharing: Axis | None = None,
         replicas: Axis | None = None,
         *,
-        keeping: ShardedConfig | None = None,
+        keeping: UnitsOptions | None = None,
     ) -> "Ranks":
         """Connect ``dp``, with queues of their own for gathers and for gradients.
 

@@ -1,9 +1,28 @@
-"""The contract of strategies over units, but for the step: each of them tells its order itself."""
+"""The sharded engine: one step of ZeRO and of FSDP in its order, and their contract.
+
+A strategy over units cuts a model into units (``plan``); its options say which kinds of state are
+divided, and so which of the lines below do something. One step of N ranks::
+
+    forward    all-gather a unit before its module, and the next ones ahead; free it after its
+               module (where parameters stay whole: wait for the all-gather of the last step)
+    backward   all-gather it again where autograd reads it; free it when its module's backward is
+               over
+               reduce-scatter each unit's gradients as soon as the last of them has come
+    step       the user's optimizer steps this rank's fragments
+               free every unit (where parameters stay whole: all-gather the stepped ones)
+"""
 
 from abc import abstractmethod
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
-from typing import Generic, Protocol, TypeVar
+from contextlib import (
+    AbstractContextManager,
+    ExitStack,
+    closing,
+    contextmanager,
+    nullcontext,
+    suppress,
+)
+from typing import Any, ClassVar, Generic, TypeVar
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -13,118 +32,45 @@ from drivetrain.cost import Cost, ModelSpec, TensorSpec
 from drivetrain.errors import CollectiveError, StorageError, UsageError
 from drivetrain.links.kept import kept_by, take_kept
 from drivetrain.links.linked import route_linked
+from drivetrain.links.one_bit_adam import FrozenAdam, refuse_clipping
 from drivetrain.parts.buckets import LentBuffers
 from drivetrain.parts.naming import named_parameters
+from drivetrain.parts.replicate import replicate
 from drivetrain.parts.rounds import Rounds
-from drivetrain.sharding.estimate import Estimate, Lines, OffloadInPlans, Regather, gathers_again
+from drivetrain.sharding.estimate import (
+    DISK,
+    NOWHERE,
+    OFFLOAD,
+    PLACE,
+    Estimate,
+    Lines,
+    Regather,
+    gathers_again,
+)
 from drivetrain.sharding.gather import Gather
+from drivetrain.sharding.gradients import UnitGradients
 from drivetrain.sharding.home import BoundOptimizer, home_kind, open_home
 from drivetrain.sharding.hooks import StepHooks
-from drivetrain.sharding.layout import UnitLayout
+from drivetrain.sharding.layout import ParameterSlot, UnitLayout
 from drivetrain.sharding.near import route_secondary
 from drivetrain.sharding.optimizers import Fragments, check_suits
-from drivetrain.sharding.options import ShardedConfig
+from drivetrain.sharding.options import UnitsOptions
 from drivetrain.sharding.placement import Placement, Ranks, connect_line, edits_accepted
 from drivetrain.sharding.reduce import Reduce
 from drivetrain.sharding.state import ShardedState
 from drivetrain.sharding.unit import Unit, why_only_read
 from drivetrain.shards import HeldTensors, Reader, Shard
-from drivetrain.strategy import Run, Strategy
+from drivetrain.strategy import Prepared, Run, Strategy
 
-ConfigT = TypeVar("ConfigT", bound=ShardedConfig)
-
-
-class Closeable(Protocol):
-    """Something that a strategy makes in ``prepare`` and takes off in ``close``."""
-
-    def close(self) -> None:
-        """Take it off."""
+ConfigT = TypeVar("ConfigT", bound=UnitsOptions)
 
 
-MadeT = TypeVar("MadeT", bound=Closeable)
-
-
-class Accounted(OffloadInPlans, Strategy[ConfigT], Generic[ConfigT]):
-    """The costs promised by a strategy that cuts a model into units over the axis ``dp``."""
-
-    @classmethod
-    def axes(cls, config: ConfigT, world_size: int) -> Mapping[str, int]:
-        """Return one axis, ``dp``, over all ranks."""
-        return {"dp": world_size}
-
-    @classmethod
-    @abstractmethod
-    def plan(
-        cls,
-        config: ConfigT,
-        model: ModelSpec,
-        run: Run,
-        devices: Sequence[Hashable] | None = None,
-    ) -> list[UnitLayout]:
-        """Cut parameters into units, in the order in which backward usually reaches them.
-
-        Args:
-            config: the options.
-            model: its parameters; those that lie in no unit, too.
-            run: its mesh and dtypes.
-            devices: the device of each parameter; only equal ones share a unit.
-        """
-
-    @classmethod
-    def channels(cls, config: ConfigT) -> frozenset[str]:
-        """Return gradients, and values of parameters where these are divided, or updates."""
-        return config.channels
-
-    @classmethod
-    def changes_links(cls, config: ConfigT) -> bool:
-        """Return True: every channel goes on with methods that are chosen later."""
-        return True
-
-    @classmethod
-    def lines(cls, config: ConfigT, run: Run) -> Lines:
-        """Return the ranks that the cost is about."""
-        everyone = route_linked(run.mesh, "dp", run.world, run.links)
-        return Lines(everyone, everyone, secondary=route_secondary(run, config))
-
-    @classmethod
-    def estimate(cls, config: ConfigT, units: Sequence[UnitLayout], run: Run) -> Estimate:
-        """Return the sums over a plan of units."""
-        return Estimate(units, run.precision, cls.lines(config, run))
-
-    @classmethod
-    def cost(cls, config: ConfigT, model: ModelSpec, run: Run) -> Cost:
-        """Return the cost by ``drivetrain.sharding.estimate``."""
-        units = cls.plan(config, model, run)
-        estimate = cls.estimate(config, units, run)
-        regather = None
-        if config.until == "forward":  # a unit that is freed after forward comes back
-            over = config.near(run.mesh) or cls.lines(config, run).sharing.axis
-            # Backward begins with as many as it holds then: the last one and those gathered ahead.
-            regather = Regather(over, gathers_again(units, model.module, 1 + config.ahead))
-        sent = estimate.sent(
-            reductions=run.accumulation if config.reduces_each else 1,
-            gathers=1 if config.until == "step" else run.accumulation,
-            buffers=model.buffers if config.buffers == "broadcast" else (),
-            regather=regather,
-        )
-        held = home_kind(config.offload).held(estimate, model, config, run)
-        return Cost(held=held, sent=sent)
-
-    @classmethod
-    def stepped(cls, config: ConfigT, model: ModelSpec, run: Run) -> Mapping[str, tuple[int, int]]:
-        """Return the range of each trainable parameter of which this rank has a fragment."""
-        rank = cls.lines(config, run).sharing.axis.rank
-        flats = [flat for unit in cls.plan(config, model, run) for flat in unit.trainable]
-        return {place.name: place.shares[rank] for flat in flats for place in flat.places}
-
-
-class ShardedStrategy(Accounted[ConfigT], Generic[ConfigT]):
+class ShardedStrategy(Strategy[ConfigT], Generic[ConfigT]):
     """A strategy over units, over the mesh axis ``dp``; one object per prepared model.
 
-    A subclass cuts the model (``plan``), makes what a step needs in ``prepare``, and says what
-    happens at each event of a step (``drivetrain.sharding.hooks.StepEvents``) and in ``backward``.
-    ``prepare`` returns the very objects it was given: parameters become views of units, and the
-    optimizers' groups hold this rank's fragments of them.
+    A subclass cuts the model (``plan``); its options say what is divided. ``prepare`` returns the
+    very objects it was given: parameters become views of units, and the optimizers' groups hold
+    this rank's fragments of them.
 
     Attributes:
         model: the user's model, once there is one.
@@ -137,8 +83,11 @@ class ShardedStrategy(Accounted[ConfigT], Generic[ConfigT]):
         gather: brings and frees sharded units.
         optimizers: they hold this rank's fragments.
         hooks: on the model, its modules and its parameters.
+        adam: steps with frozen variances, where momenta cross a link; None: gradients do.
     """
 
+    layout_keys: ClassVar[Mapping[str, str]] = {OFFLOAD: OFFLOAD}
+    adam: FrozenAdam | None = None
     rounds: Rounds
     reduce: Reduce
     gather: Gather
@@ -165,13 +114,10 @@ class ShardedStrategy(Accounted[ConfigT], Generic[ConfigT]):
             self._made.callback(self.neighbors.close)
         self._made.callback(self._leave)
 
-    def made(self, thing: MadeT) -> MadeT:
-        """Let ``close`` take something off, before objects made earlier; return the new object."""
-        self._made.callback(thing.close)
-        return thing
-
     def connect(self) -> Ranks:
-        """Connect the ranks that share the model."""
+        """Connect the ranks that share the model; divided parameters have queues of their own."""
+        if self.config.divides_parameters:
+            return Ranks.in_queues(self.run, keeping=self.config)
         return Ranks.in_one_queue(self.run)
 
     def _cut(
@@ -196,14 +142,46 @@ class ShardedStrategy(Accounted[ConfigT], Generic[ConfigT]):
         """Remember where the values come from: units ask for them one by one."""
         self.placement.remember(model, source)
 
+    def prepare(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> Prepared:
+        """Make everything that a step needs, once; parameters become views of units."""
+        config = self.config
+        self.model = model
+        self.check(optimizers)
+        buffers = self.lent_buffers(model, optimizers)
+        self.rounds = Rounds(self.before_gradients, self.after_backward)
+        place, home = self.placement, self.home
+        reduce = Reduce(self.ranks, place, home, self.rounds, self.run, buffers, self.adam)
+        self.reduce = self._made.enter_context(closing(reduce))
+        self.take(place.lay_out(model))
+        fused = config.fused and self.adam is None  # whose steps take the state of torch's loops
+        held = Fragments(place, home, self, fused=fused)
+        self.optimizers = self._made.enter_context(closing(held))
+        for optimizer in optimizers:
+            self.give_fragments(optimizer)
+        gather = Gather(
+            [unit for unit in place.units if not unit.resident],
+            ahead=config.ahead,
+            until=config.until,
+            neighbors=self.neighbors,
+            most_live=config.most_live,
+            keep_changes=self.keep_changes,
+        )
+        self.gather = self._made.enter_context(closing(gather))
+        self.hooks = self._made.enter_context(closing(StepHooks(model, gather, self)))
+        self.hooks.watch_gradients(self.reduce.units)
+        return Prepared(model, tuple(optimizers))
+
     def check(self, optimizers: Iterable[Optimizer]) -> None:
         """Refuse optimizers that cannot step a rank's fragments.
 
         Raises:
+            ConfigError: momenta are exchanged, and an optimizer is no plain Adam or AdamW.
             UsageError: says which partition they need.
         """
         for optimizer in optimizers:
             check_suits(optimizer, self.config.cut)
+            if self.adam:
+                self.adam.check(optimizer)
 
     def lent_buffers(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> LentBuffers:
         """Plan the units, and show the place of each state; return the buffers of gradients.
@@ -255,6 +233,69 @@ class ShardedStrategy(Accounted[ConfigT], Generic[ConfigT]):
     def give_fragments(self, optimizer: Optimizer) -> None:
         """Let an optimizer that was checked step this rank's fragments."""
         self.optimizers.add(optimizer)
+        if self.adam:
+            self.adam.add(optimizer)
+
+    # --- one step, in its order ---
+
+    def before_forward(self) -> None:
+        """Make ready for a training forward; parameters that began to train join the units.
+
+        Its modules gather their units and free them: ``hooks.ModuleHook``.
+        """
+        if self.reduce.synchronizing:
+            self.rounds.finish()  # what an exception in backward cut short
+            self.follow()
+
+    def backward(self, loss: Tensor, **options: Any) -> None:
+        """Run backward; unless gradients stay local, return with this rank's part of the mean."""
+        self.gather.leave()  # no forward is under way here, only ones that an interrupt cut short
+        if not self.reduce.synchronizing:
+            loss.backward(**options)  # type: ignore[no-untyped-call]
+            return
+        self.follow()
+        before = self.rounds.count
+        loss.backward(**options)  # type: ignore[no-untyped-call]
+        if self.rounds.count == before:
+            self.rounds.take_part()  # the loss reached no parameter here; others may wait
+        else:
+            self.rounds.finish()
+
+    def before_gradients(self) -> None:
+        """Begin a synchronised backward: its first gradient has come."""
+        self.reduce.begin()
+
+    def gradient_came(self, unit: UnitGradients, slot: ParameterSlot) -> None:
+        """Move a gradient into its unit's buffer; reduce-scatter the units that are complete."""
+        if not self.reduce.synchronizing:
+            self.reduce.receive(unit, slot)
+            return
+        self.rounds.enter()
+        if self.reduce.add(unit, slot):
+            self.reduce.send_complete()
+
+    def after_backward(self) -> None:
+        """Wait for the reduce-scatters: each fragment's gradient is its part of the mean.
+
+        Buffers follow rank 0's here, so that every rank evaluates with the same ones.
+        """
+        self.reduce.finish()
+        self.gather.release_all()
+        if self.config.buffers == "broadcast":
+            replicate(self.model.buffers(), self.ranks.everyone, "buffers after backward")
+
+    def before_step(self, bound: BoundOptimizer) -> None:
+        """Submit the step of state that a store keeps; the optimizer itself steps the rest."""
+        self.rounds.finish()
+        self.reduce.shown.follow(bound.slots.values())
+        self.placement.take_changes()
+        self.home.submit(bound)
+
+    def after_step(self, bound: BoundOptimizer) -> None:
+        """Free every unit, whose values are no longer the right ones; what stays whole follows."""
+        self.gather.values_changed()
+        self.reduce.give_away(self.home.give_back(bound))
+        self.placement.send_around(bound.units)
 
     # --- around the step ---
 
@@ -285,6 +326,11 @@ class ShardedStrategy(Accounted[ConfigT], Generic[ConfigT]):
         self.rounds.finish()
         yield from self.reduce.read(only)
 
+    def will_scale(self, factor: float) -> None:
+        """Let momenta have the factor before they cross."""
+        if self.adam:
+            self.adam.factor = factor
+
     def scale_gradients(self, factor: float) -> None:
         """Multiply the gradients of fragments and in buffers."""
         self.rounds.finish()
@@ -297,7 +343,12 @@ class ShardedStrategy(Accounted[ConfigT], Generic[ConfigT]):
         *,
         only: Collection[nn.Parameter] | None = None,
     ) -> Tensor:
-        """Scale the gradients to a norm of at most max_norm: one number crosses the wire."""
+        """Scale the gradients to a norm of at most max_norm: one number crosses the wire.
+
+        Raises:
+            UsageError: momenta are exchanged.
+        """
+        refuse_clipping(self.adam)
         self.rounds.finish()
         return self.reduce.clip(max_norm, norm_type, only)
 
@@ -391,3 +442,92 @@ class ShardedStrategy(Accounted[ConfigT], Generic[ConfigT]):
         with suppress(CollectiveError, StorageError):
             self.placement.wait_for_values()
             self.placement.wait_for_steps()
+
+    # --- before a run: what it holds and sends ---
+
+    @classmethod
+    def axes(cls, config: ConfigT, world_size: int) -> Mapping[str, int]:
+        """Return one axis, ``dp``, over all ranks."""
+        return {"dp": world_size}
+
+    @classmethod
+    @abstractmethod
+    def plan(
+        cls,
+        config: ConfigT,
+        model: ModelSpec,
+        run: Run,
+        devices: Sequence[Hashable] | None = None,
+    ) -> list[UnitLayout]:
+        """Cut parameters into units, in the order in which backward usually reaches them.
+
+        Args:
+            config: the options.
+            model: its parameters; those that lie in no unit, too.
+            run: its mesh and dtypes.
+            devices: the device of each parameter; only equal ones share a unit.
+        """
+
+    @classmethod
+    def channels(cls, config: ConfigT) -> frozenset[str]:
+        """Return gradients, and values of parameters where these are divided, or updates."""
+        return config.channels
+
+    @classmethod
+    def changes_links(cls, config: ConfigT) -> bool:
+        """Return True: every channel goes on with methods that are chosen later."""
+        return True
+
+    @classmethod
+    def lines(cls, config: ConfigT, run: Run) -> Lines:
+        """Return the ranks that the cost is about."""
+        everyone = route_linked(run.mesh, "dp", run.world, run.links)
+        return Lines(everyone, everyone, secondary=route_secondary(run, config))
+
+    @classmethod
+    def estimate(cls, config: ConfigT, units: Sequence[UnitLayout], run: Run) -> Estimate:
+        """Return the sums over a plan of units."""
+        return Estimate(units, run.precision, cls.lines(config, run))
+
+    @classmethod
+    def cost(cls, config: ConfigT, model: ModelSpec, run: Run) -> Cost:
+        """Return the cost by ``drivetrain.sharding.estimate``."""
+        units = cls.plan(config, model, run)
+        estimate = cls.estimate(config, units, run)
+        regather = None
+        if config.until == "forward":  # a unit that is freed after forward comes back
+            over = config.near(run.mesh) or cls.lines(config, run).sharing.axis
+            # Backward begins with as many as it holds then: the last one and those gathered ahead.
+            regather = Regather(over, gathers_again(units, model.module, 1 + config.ahead))
+        sent = estimate.sent(
+            reductions=run.accumulation if config.reduces_each else 1,
+            gathers=1 if config.until == "step" else run.accumulation,
+            buffers=model.buffers if config.buffers == "broadcast" else (),
+            regather=regather,
+        )
+        held = home_kind(config.offload).held(estimate, model, config, run)
+        return Cost(held=held, sent=sent)
+
+    @classmethod
+    def stepped(cls, config: ConfigT, model: ModelSpec, run: Run) -> Mapping[str, tuple[int, int]]:
+        """Return the range of each trainable parameter of which this rank has a fragment."""
+        rank = cls.lines(config, run).sharing.axis.rank
+        flats = [flat for unit in cls.plan(config, model, run) for flat in unit.trainable]
+        return {place.name: place.shares[rank] for flat in flats for place in flat.places}
+
+    @classmethod
+    def options_of_layout(cls, keys: Mapping[str, str]) -> Mapping[str, Any]:
+        """Return the options of the keys; a store on a disk gets a directory."""
+        options = dict(super().options_of_layout(keys))
+        store = options.pop(OFFLOAD, NOWHERE)
+        if store != NOWHERE:
+            place = {"path": PLACE} if store == DISK else {}
+            options[OFFLOAD] = {"optimizer": store, **place}
+        return options
+
+    @classmethod
+    def layouts(
+        cls, blocks: int, heads: int, ranks: int, per_host: int
+    ) -> Iterable[Mapping[str, Any]]:
+        """Return state on the device, in host memory, and on a disk."""
+        return ({}, {OFFLOAD: "cpu"}, {OFFLOAD: DISK})

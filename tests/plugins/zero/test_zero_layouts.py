@@ -36,7 +36,7 @@ def random_sizes(generator):
     )
 
 
-def test_every_parameter_has_one_place():
+def test_every_parameter_has_one_place_in_units_as_backward_reaches_them():
     """Of any kind, cut in any way, for any number of ranks: tests/core/sharding has the shares."""
     for seed in range(60):
         generator = random.Random(seed)
@@ -51,6 +51,9 @@ def test_every_parameter_has_one_place():
                 assert {(m.dtype, m.trainable) for m in members} == {(flat.dtype, flat.trainable)}
                 assert sum(flat.owned(rank) for rank in range(size)) == flat.numel
                 check_kind(flat, unit.sharded, members, sizes)
+        order = list(by_name)
+        first = [min(order.index(place.name) for place in unit.places) for unit in units]
+        assert first == sorted(first, reverse=True)
         keys = [u.key for u in units if u.sharded]
         assert len(keys) == len(set(keys)), "what is gathered together lies in two units"
 
