@@ -68,7 +68,7 @@ def filled(text: str) -> str:
 
 def _part(name: str, lines: Sequence[str]) -> str:
     if name in TEXTS:
-        return "\n".join([lines[0], TEXTS[name](), lines[-1]])
+        return "\n".join([lines[0], TEXTS[name]().rstrip(), lines[-1]])
     old = [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines[2:]]
     rows = (f"| {' | '.join(row)} |" for row in TABLES[name](old))
     return "\n".join([*lines[:2], *(re.sub(r"\|  (?=\|)", "| ", row) for row in rows)])
@@ -227,6 +227,9 @@ TABLES: dict[str, Callable[[Rows], Rows]] = {
     "schedules": page_numbers.schedules,
 }
 TEXTS: dict[str, Callable[[], str]] = {
+    "third-party-strategy": (
+        ROOT / "examples/third_party_plugin/src/drivetrain_flat/strategy.py"
+    ).read_text,
     "tiers-of-llama": lambda: page_numbers.llama_tiers("zero2", {"optimizer": "nvme"}).describe(),
     "shortage-of-llama": lambda: "\n".join(
         page_numbers.llama_tiers("zero2", {"optimizer": "cpu"}).shortages()

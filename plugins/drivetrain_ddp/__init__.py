@@ -15,9 +15,8 @@ trailing element of each parameter tells all ranks whether any rank had a gradie
 
 ==================== ================================================================
 config.py            the knobs
-strategy.py          ``Ddp``: the contract
+strategy.py          ``Ddp``: the contract, bytes held and sent
 reducer.py           hooks, readiness, launch and end of buckets (steps 2-5)
-cost.py              bytes held and sent
 compression.py       a bucket on the wire: whole, or in half precision
 momentum.py          a bucket on the wire: momenta, under 1-bit Adam
 powersgd.py          a bucket on the wire: matrices of low rank

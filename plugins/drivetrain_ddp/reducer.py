@@ -8,9 +8,10 @@ One synchronised backward is a round::
     bucket at zero      launch it, and the complete ones after it: always in bucket order
     end of backward     flush: zeros for missing gradients, launch the rest, wait for the sums
 
-The end of backward is noticed by a callback of the autograd engine, by ``Ddp.backward``, or at the
-latest before the optimizer steps; the first of the three ends the round. A round that an exception
-cut short is ended when the next round begins, so that every rank has sent every bucket.
+The end of backward is noticed by a callback of the autograd engine, by the strategy after
+``backward``, or at the latest before the optimizer steps; the first of the three ends the round. A
+round that an exception cut short is ended when the next round begins, so that every rank has sent
+every bucket.
 
 An eager round multiplies each gradient by 1/N on the way into its bucket. The first
 round, which observes the order, and every round of a model under reentrant checkpointing, where a
@@ -116,7 +117,6 @@ class BucketReducer:
         config: DdpConfig,
         rounds: Rounds,
     ) -> None:
-        self.synchronizing = True
         self.rounds = rounds
         self._parameters = [parameter for _, parameter in parameters]
         self._names = [name for name, _ in parameters]
@@ -128,17 +128,17 @@ class BucketReducer:
         self._eager = False
         self._launched = 0
         self._trainable: list[bool] | None = None
-        self.refresh()
+        self.follow()
 
     # --- the buckets ---
 
-    def refresh(self) -> None:
+    def follow(self) -> None:
         """Follow changes of ``requires_grad``, which must be the same on every rank."""
         trainable = [parameter.requires_grad for parameter in self._parameters]
         if trainable == self._trainable:
             return
         self.rounds.finish()
-        self._detach()
+        self.close()
         self._trainable = trainable
         chosen = [index for index, wanted in enumerate(trainable) if wanted]
         self._slots = [
@@ -157,11 +157,7 @@ class BucketReducer:
             self._hook.open(state.bucket, self._communicator)
 
     def close(self) -> None:
-        """Take the hooks off and give up a round that was cut short; gradients stay in buckets."""
-        self.rounds.give_up()
-        self._detach()
-
-    def _detach(self) -> None:
+        """Take the hooks off; gradients stay in buckets."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -192,7 +188,7 @@ class BucketReducer:
         """Return a parameter's hook: a closure, the cheapest call for each parameter and step."""
 
         def ready(parameter: Tensor) -> None:
-            if not self.synchronizing:
+            if not self.rounds.synchronizing:
                 if parameter.grad is not slot.view:
                     slot.adopt(parameter.grad)
                 return

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from drivetrain import Accelerator
-from drivetrain.heap import offer
+from drivetrain.memory import offer
 
 MIB = 2**20
 ROLLUP = Path("/proc/self/smaps_rollup")
@@ -60,7 +60,7 @@ from pathlib import Path
 
 import torch
 
-from drivetrain.heap import Heap
+from drivetrain.memory import Heap
 
 
 def resident():

@@ -76,8 +76,8 @@ assert all('"loss": ' in line for line in values)
 
 PLUGIN = """
 from drivetrain.config import options_of
-(knob,) = options_of(FlatConfig)
-assert knob.question and knob.default is True
+knob, size = options_of(FlatConfig)
+assert knob.question and knob.default is True and size.default == 1
 assert TestFlat.worlds == (1, 2, 3, 4)
 from drivetrain import Accelerator
 accelerator = Accelerator()
@@ -282,7 +282,7 @@ def installed(tmp_path):
     project = tomllib.loads(blocks(page, "toml")[0])["project"]
     package = tmp_path / project["name"].replace("-", "_")
     package.mkdir()
-    modules = [t for t in blocks(page, "python") if re.search(r"class Flat(Config)?\b", t)]
+    modules = [t for t in blocks(page, "python") if re.search(r"class Flat\b", t)]
     (package / "__init__.py").write_text("".join(modules))
     info = tmp_path / f"{package.name}-{project['version']}.dist-info"
     info.mkdir()
@@ -309,11 +309,9 @@ def test_the_plugin_of_the_page_equals_one_process(installed):
     """Also its test, its command and the strategy inside of another one."""
     said = python(installed, "-m", "drivetrain_launch", "test", "--cpu", "--strategy", "flat")
     assert said.startswith("ok: 2 ranks on cpu and one process differ by")
-    config, nested, strategy, conformance, own_test, command = blocks(
-        "docs/writing-a-plugin.md", "python"
-    )
+    strategy, nested, conformance, own_test, command = blocks("docs/writing-a-plugin.md", "python")
     whole, alone, toast = (installed / f"{name}.py" for name in ("whole", "alone", "toast"))
-    whole.write_text("\n".join([config, nested, strategy, conformance, PLUGIN]))
+    whole.write_text("\n".join([strategy, nested, conformance, PLUGIN]))
     python(installed, "whole.py")
     alone.write_text(own_test)
     done = python(installed, "-m", "pytest", "-q", "-p", "no:cacheprovider", "alone.py")

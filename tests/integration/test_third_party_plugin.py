@@ -53,10 +53,10 @@ def test_it_is_offered_and_planned_and_trains_as_another_strategy(
         return capsys.readouterr().out
 
     text = command("launch", "--help")
-    assert "flat      one all-reduce of all gradients after backward" in text
+    assert "flat      one all-reduce of each bucket of gradients" in text
     summed = ("--strategy", "flat", "--set", "strategy.mean=false", "--dry-run")
     assert "--set strategy.mean=false" in command("launch", *summed)
-    # Its one all-reduce hides behind nothing, so ddp is quicker; otherwise they are alike.
+    # The same step as that of ddp, but for the size of buckets.
     sizes = "layers=4,hidden=1024,heads=16,seq=1024"
     plan = ("plan", "--gpt", sizes, "--batch", "16", "--hardware", "a100-80gb", "--json")
     flat, ddp = (
@@ -66,7 +66,7 @@ def test_it_is_offered_and_planned_and_trains_as_another_strategy(
     assert flat["strategy"] == "flat"
     assert flat["sent"]["dp"] == ddp["sent"]["dp"]
     assert flat["held"] == ddp["held"]
-    assert flat["step_seconds"] > 1.01 * ddp["step_seconds"]
+    assert flat["step_seconds"] == pytest.approx(ddp["step_seconds"], rel=0.1)
     found = json.loads(command(*plan, "--devices-per-host", "1"))
     assert any("data_parallel=flat" in each["layout"] for each in found)
 

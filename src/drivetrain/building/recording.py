@@ -33,7 +33,7 @@ from drivetrain.building.operation import (
 )
 from drivetrain.building.schema import Operator
 from drivetrain.errors import UsageError
-from drivetrain.heap import Heap
+from drivetrain.memory import Heap
 from drivetrain.parts.guard import Arguments, Keywords
 from drivetrain.shards import Ranges, is_dense
 

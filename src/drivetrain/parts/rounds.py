@@ -33,10 +33,12 @@ class Rounds:
     Attributes:
         count: rounds begun so far.
         reentrant: whether a gradient may come more than once in a round.
+        synchronizing: whether a backward is a round; if not, gradients stay where they are.
     """
 
     def __init__(self, begin: Callable[[], None], end: Callable[[], None]) -> None:
         self.count = 0
+        self.synchronizing = True
         self.reentrant = False
         self._begin = begin
         self._end = end

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from drivetrain.collectives import Communicator
 from drivetrain.errors import StorageError, UsageError
-from drivetrain.heap import Heap
+from drivetrain.memory import Heap
 from drivetrain.parts.guard import guard, read_only, refuse_transforms, writes
 from drivetrain.parts.rounds import after_backward, in_backward
 from drivetrain.sharding.layout import ROOT

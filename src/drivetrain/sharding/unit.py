@@ -17,7 +17,7 @@ from torch import Tensor
 from drivetrain.collectives import Communicator, Handle
 from drivetrain.collectives.communicator import Finished, GatherChannel
 from drivetrain.errors import CollectiveError, StorageError, UsageError
-from drivetrain.heap import offer
+from drivetrain.memory import offer
 from drivetrain.parts.guard import Guard, guard, unguard
 from drivetrain.sharding.layout import ParameterSlot, UnitLayout, stretches_of
 from drivetrain.sharding.near import NearPart, SecondaryShard

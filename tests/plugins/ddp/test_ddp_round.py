@@ -58,7 +58,7 @@ def test_accumulating_sends_nothing_and_then_the_mean_of_the_sum():
             for step in (first, first + 1):
                 strategy.backward(sum(loss_of(part, batch(step, rank)) for part in model.values()))
             with strategy.accumulating(False):
-                assert strategy._reducer.synchronizing
+                assert strategy.rounds.synchronizing
         assert not traffic.entries()
         strategy.backward(loss_of(always, batch(first + 2, rank)))
         assert traffic.sent()
@@ -66,7 +66,7 @@ def test_accumulating_sends_nothing_and_then_the_mean_of_the_sum():
         assert_grads(early, mean_grads(early, [first, first + 1], 2))
     with pytest.raises(ZeroDivisionError), strategy.accumulating():
         raise ZeroDivisionError
-    assert strategy._reducer.synchronizing
+    assert strategy.rounds.synchronizing
     strategy.close()
 
 
@@ -276,7 +276,7 @@ def test_compressed_training_still_learns_and_ranks_agree(hook: str):
     assert losses[-1] < 0.75 * losses[0]
     total = sum(parameter.double().sum() for parameter in model.parameters()).detach()
     both = torch.stack([total, -total])
-    strategy._communicator.all_reduce(both, reduction="max").wait()
+    strategy.ranks.all_reduce(both, reduction="max").wait()
     assert both[0] == -both[1]
     strategy.close()
 

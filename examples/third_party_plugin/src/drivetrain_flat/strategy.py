@@ -1,25 +1,21 @@
-"""Averages all gradients of one dtype with one all-reduce when backward has ended."""
+"""Averages gradients in buckets, each by one all-reduce that runs while backward goes on."""
 
-from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
 
-import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import nn
 
-from drivetrain import Cost, ModelSpec, Prepared, Reader, Run, Shard, Strategy, option
-from drivetrain.collectives import connect, sent_elements
-from drivetrain.paper.data_parallel import data_parallel_step
+from drivetrain import Cost, ModelSpec, Run, UsageError, option
+from drivetrain.collectives import Handle, sent_elements
+from drivetrain.cost import TensorSpec
+from drivetrain.paper.data_parallel import Sharing, data_parallel_step
 from drivetrain.paper.run import PaperRun
-from drivetrain.paper.step import PaperStep, PaperTask
-from drivetrain.paper.work import Collective, PaperUnit
-from drivetrain.parts.norms import clip_, global_norm
-from drivetrain.parts.replicate import replicate
-from drivetrain.parts.rounds import on_gradient
-from drivetrain.parts.saved_state import ReplicatedState
+from drivetrain.paper.step import PaperStep
+from drivetrain.paper.work import PaperUnit
+from drivetrain.parts.buckets import MIB, Bucket, BucketLayout, plan_buckets
+from drivetrain.replicated import ReplicatedStrategy
+from drivetrain.runtime.precision import Precision
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,168 +27,90 @@ class FlatConfig:
         help="True averages gradients over ranks, False sums them.",
         question="Average gradients over ranks?",
     )
+    bucket_mib: float = option(1.0, help="MiB of gradients that are sent together", minimum=0.001)
+
+    def layouts(self, specs: Sequence[TensorSpec]) -> list[BucketLayout]:
+        """Cut parameters into buckets, in the order in which gradients usually come."""
+        nbytes, backwards = int(self.bucket_mib * MIB), range(len(specs))[::-1]
+        shapes, kinds = [spec.shape for spec in specs], [(spec.dtype, None) for spec in specs]
+        return plan_buckets(shapes, kinds, backwards, bucket_bytes=nbytes, first_bytes=nbytes)
 
 
-class Flat(Strategy[FlatConfig]):
-    """One object per prepared model; ``prepare`` returns the very objects it was given."""
+class Flat(ReplicatedStrategy[FlatConfig]):
+    """Whole models; one object per prepared model."""
 
-    summary: ClassVar[str] = "one all-reduce of all gradients after backward (example plugin)"
+    summary: ClassVar[str] = "one all-reduce of each bucket of gradients (example plugin)"
     Config: ClassVar[type] = FlatConfig
 
-    def __init__(self, config: FlatConfig, run: Run) -> None:
-        super().__init__(config, run)
-        # What a strategy does not honour it refuses: nothing may be ignored silently.
-        run.precision.refuse(
-            "flat", "param", "reduce", "master", instead="leave it out, or take another strategy"
-        )
-        world = run.world
-        self._axis = connect(run.mesh["dp"], run.traffic, world.device, world.timeout)
-        self._synchronizing = True
-        self._pending = False
-        self._hooks: list[Any] = []
-
     @classmethod
-    def axes(cls, config: FlatConfig, world_size: int) -> Mapping[str, int]:
-        """Ask for one axis over all ranks."""
-        return {"dp": world_size}
+    def check_options(cls, config: FlatConfig, precision: Precision) -> None:
+        """Refuse what is not honoured: nothing may be ignored silently."""
+        precision.refuse("flat", "param", "reduce", "master", instead="leave it out")
 
-    def prepare(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> Prepared:
-        """Make the ranks equal, and settle gradients at the latest before a step."""
-        self._model = model
-        self._state = ReplicatedState(model, optimizers)
-        replicate([*model.parameters(), *model.buffers()], self._axis, "replicate model")
-        self._hooks = [o.register_step_pre_hook(lambda *_: self._settle()) for o in optimizers]
-        self._hooks += [on_gradient(p, self._note) for p in model.parameters() if p.requires_grad]
-        return Prepared(model, tuple(optimizers))
+    def follow(self) -> None:
+        """Lay out the buckets again when other parameters are trained than before."""
+        super().follow()
+        trained = [p for p in self.parameters if p.requires_grad]
+        names = [str(index) for index in range(len(trained))]
+        specs = [TensorSpec.of(*pair) for pair in zip(names, trained, strict=True)]
+        layouts = self.config.layouts(specs)
+        if layouts != [bucket.layout for bucket in getattr(self, "_buckets", ())]:
+            self._buckets = [
+                Bucket(layout, [trained[i] for i in layout.members], names) for layout in layouts
+            ]
+            self._bucket_of = {p: i for i, b in enumerate(self._buckets) for p in b.parameters}
 
-    def backward(self, loss: Tensor, **options: Any) -> None:
-        """Run backward, then average; also when the loss reaches no parameter on this rank."""
-        loss.backward(**options)
-        if self._synchronizing:
-            self._pending = True
-            self._settle()
+    def begin(self) -> None:
+        """Wait for all parameters of every bucket."""
+        self._missing = [set(bucket.parameters) for bucket in self._buckets]
+        self._sent: list[Handle] = []
 
-    def gradients(self, only: Collection[nn.Parameter] | None = None) -> Iterator[Tensor]:
-        """Yield every gradient there is."""
-        self._settle()
-        chosen = self._model.parameters() if only is None else only
-        return (p.grad for p in chosen if p.grad is not None)
+    def gradient_came(self, parameter: nn.Parameter) -> None:
+        """Send the buckets that are complete, in the same order on all ranks."""
+        place = self._bucket_of[parameter]
+        if place < len(self._sent):
+            raise UsageError("a gradient came twice; use checkpoint(use_reentrant=False)")
+        self._missing[place].discard(parameter)
+        while len(self._sent) < len(self._buckets) and not self._missing[len(self._sent)]:
+            self._send()
 
-    def clip_grad_norm(
-        self,
-        max_norm: float,
-        norm_type: float = 2.0,
-        *,
-        only: Collection[nn.Parameter] | None = None,
-    ) -> Tensor:
-        """Clip; every rank has the whole gradients, so nothing is sent."""
-        self._settle()
-        chosen = list(self._model.parameters()) if only is None else list(only)
-        pieces = [p.grad for p in chosen if p.grad is not None]
-        norm = global_norm(pieces, norm_type, device=self.run.world.device)
-        clip_(pieces, norm, max_norm)
-        return norm
+    def _send(self) -> None:
+        bucket = self._buckets[len(self._sent)]
+        for place, parameter in enumerate(bucket.parameters):
+            grad, view = parameter.grad, bucket.views[place]
+            bucket.flags[place] = grad is not None
+            if grad is None:
+                view.zero_()
+            elif grad is not view:  # autograd adds to the bucket itself from now on
+                parameter.grad = view.copy_(grad)
+        scale = 1 / self.ranks.size if self.config.mean else 1.0
+        self._sent.append(self.ranks.all_reduce(bucket.flat, scale=scale, label="bucket"))
 
-    def shards(self) -> Iterator[Shard]:
-        """Yield this rank's share of the replicated state."""
-        return self._state.shards(self._axis.rank, self._axis.size)
-
-    def load(self, reader: Reader) -> None:
-        """Load all of it on every rank."""
-        self._state.load(reader)
+    def average(self) -> None:
+        """Send the rest, and wait: a gradient that no rank has stays None."""
+        while len(self._sent) < len(self._buckets):
+            self._send()
+        for bucket, handle in zip(self._buckets, self._sent, strict=True):
+            handle.wait()
+            for place, flag in enumerate(bucket.flags.tolist()):
+                if flag:
+                    bucket.parameters[place].grad = bucket.views[place]
 
     @classmethod
     def cost(cls, config: FlatConfig, model: ModelSpec, run: Run) -> Cost:
-        """Return the bytes of the formulas in the module's docstring."""
-        size = run.mesh["dp"].size
-        trainable = [spec for spec in model.parameters if spec.trainable]
-        elements: dict[torch.dtype, int] = defaultdict(int)
-        for spec in trainable:
-            elements[spec.dtype] += spec.numel
-        buffers = sum(spec.nbytes for spec in model.buffers)
-        sent = {
-            ("dp", "all_reduce"): sent_elements("all_reduce", len(trainable), size=size)
-            + sum(
-                sent_elements("all_reduce", numel, size=size) * dtype.itemsize
-                for dtype, numel in elements.items()
-            ),
-            ("dp", "broadcast"): sent_elements("broadcast", buffers, size=size),
-        }
-        held = sum(spec.nbytes for spec in trainable)
-        return Cost(
-            held={
-                "parameters": sum(spec.nbytes for spec in model.parameters),
-                "gradients": held,
-                "optimizer": model.states * held,
-                "buffers": buffers,
-            },
-            sent={key: count for key, count in sent.items() if count},
+        """Return the bytes of the formulas in the package's docstring."""
+        size, buffers = run.mesh["dp"].size, sum(spec.nbytes for spec in model.buffers)
+        trained = [spec for spec in model.parameters if spec.trainable]
+        layouts = config.layouts(trained) if size > 1 else []
+        sent = sum(
+            sent_elements("all_reduce", layout.numel, size=size) * layout.dtype.itemsize
+            for layout in layouts
         )
+        broadcast = sent_elements("broadcast", buffers, size=size)
+        held = sum(layout.nbytes for layout in layouts) or None  # gradients lie in the buckets
+        return cls.whole(model, {("dp", "all_reduce"): sent, ("dp", "broadcast"): broadcast}, held)
 
     @classmethod
     def step(cls, config: FlatConfig, units: Sequence[PaperUnit], run: PaperRun) -> PaperStep:
-        """Draw the step on paper: one all-reduce of all gradients, behind the last backward."""
-        step = data_parallel_step(units, replace(run, axes={**run.axes, "dp": 1}))
-        nbytes = sum(unit.elements for unit in units) * run.bytes.gradient
-        message = Collective("dp", "all_reduce", nbytes)  # beside nothing
-        *computed, update = step.tasks
-        average = PaperTask("average", (message,), during=nbytes)  # in a flat copy
-        return PaperStep([*computed, average, update], step.held, run.axes)
-
-    @contextmanager
-    def accumulating(self, enabled: bool = True) -> Iterator[None]:
-        """Leave gradients local while inside."""
-        before, self._synchronizing = self._synchronizing, not enabled
-        try:
-            yield
-        finally:
-            self._synchronizing = before
-
-    def close(self) -> None:
-        """Take the hooks off and end the communicator."""
-        for hook in self._hooks:
-            hook.remove()
-        self._axis.close()
-
-    def _note(self, parameter: Tensor) -> None:
-        """Remember that gradients changed: a script may call ``loss.backward()`` itself."""
-        self._pending = self._pending or self._synchronizing
-
-    def _settle(self) -> None:
-        if not self._pending or self._axis.size == 1:
-            return
-        self._pending = False
-        trainable = [p for p in self._model.parameters() if p.requires_grad]
-        if not trainable:
-            return
-        device = trainable[0].device
-        used = torch.tensor(
-            [p.grad is not None for p in trainable], dtype=torch.uint8, device=device
-        )
-        self._axis.all_reduce(used, reduction="max", label="flags").wait()
-        groups: dict[torch.dtype, list[tuple[nn.Parameter, bool]]] = defaultdict(list)
-        for parameter, flag in zip(trainable, used.tolist(), strict=True):
-            groups[parameter.dtype].append((parameter, bool(flag)))
-        for members in groups.values():
-            self._average(members)
-        # Statistics of batches differ; with those of rank 0 every rank evaluates alike.
-        replicate(self._model.buffers(), self._axis, "buffers")
-
-    def _average(self, members: Sequence[tuple[nn.Parameter, bool]]) -> None:
-        """Reduce the gradients of one dtype; a gradient missing on all ranks stays None.
-
-        Args:
-            members: parameters, and whether any rank has a gradient for it.
-        """
-        flat = torch.cat(
-            [(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p, _ in members]
-        )
-        scale = 1 / self._axis.size if self.config.mean else 1.0
-        self._axis.all_reduce(flat, scale=scale, label="gradients").wait()
-        pieces = flat.split([parameter.numel() for parameter, _ in members])
-        for (parameter, used), piece in zip(members, pieces, strict=True):
-            average = piece.view(parameter.shape)
-            if parameter.grad is not None:
-                parameter.grad.copy_(average)
-            elif used:
-                parameter.grad = torch.empty_like(parameter).copy_(average)
+        """Draw the step for ``drivetrain plan``: buckets beside the last backward."""
+        return data_parallel_step(units, run, Sharing(bucket=round(config.bucket_mib * MIB)))
