@@ -1,6 +1,6 @@
 """Who watches a run: told of each event of a training step, and asked before anything is made."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -71,7 +71,7 @@ class Observer:
 
 
 class Observers(Observer):
-    """Several observers, told one after the other.
+    """Several observers, told of each event one after the other.
 
     Args:
         observers: the first is told first; batches and choices pass through all of them.
@@ -80,36 +80,11 @@ class Observers(Observer):
     def __init__(self, *observers: Observer) -> None:
         self._all = observers
 
-    def attach(self, prepared: PreparedObjects, weights: WholeWeights, runs: Runs) -> None:
-        """Hand out the objects of the run."""
-        for each in self._all:
-            each.attach(prepared, weights, runs)
-
     def choice(self, choice: StrategyChoice | None) -> StrategyChoice | None:
         """Return a model's strategy, as the last observer says."""
         for each in self._all:
             choice = each.choice(choice)
         return choice
-
-    def before_prepare(self, model: nn.Module) -> None:
-        """Show a model as the script made it."""
-        for each in self._all:
-            each.before_prepare(model)
-
-    def after_prepare(self, entry: PreparedModel) -> None:
-        """Show a prepared model."""
-        for each in self._all:
-            each.after_prepare(entry)
-
-    def fetching(self, loader: DataLoader[Any]) -> None:
-        """Tell that a batch is asked for."""
-        for each in self._all:
-            each.fetching(loader)
-
-    def exhausted(self) -> None:
-        """Tell that there was no more batch."""
-        for each in self._all:
-            each.exhausted()
 
     def delivered(self, batch: Any) -> Any:
         """Return the batch, as the last observer says."""
@@ -117,42 +92,15 @@ class Observers(Observer):
             batch = each.delivered(batch)
         return batch
 
-    def handed_over(self, args: Any, kwargs: Mapping[str, Any], targets: Any) -> None:
-        """Show a batch that goes to the strategy."""
-        for each in self._all:
-            each.handed_over(args, kwargs, targets)
 
-    def before_forward(self, entry: PreparedModel) -> None:
-        """Tell that a model is about to compute."""
+def _told(event: str) -> Callable[..., None]:
+    def tell(self: Observers, *arguments: Any) -> None:
         for each in self._all:
-            each.before_forward(entry)
+            getattr(each, event)(*arguments)
 
-    def before_backward(self) -> None:
-        """Tell that a backward is about to run."""
-        for each in self._all:
-            each.before_backward()
+    return tell
 
-    def after_backward(self, loss: Tensor, weight: float | Tensor | None) -> None:
-        """Show the loss of one backward."""
-        for each in self._all:
-            each.after_backward(loss, weight)
 
-    def gradients(self, entry: PreparedModel) -> None:
-        """Show a model's gradients."""
-        for each in self._all:
-            each.gradients(entry)
-
-    def before_update(self) -> None:
-        """Tell that gradients are about to be used."""
-        for each in self._all:
-            each.before_update()
-
-    def clipped(self, norm: Tensor) -> None:
-        """Show the global norm."""
-        for each in self._all:
-            each.clipped(norm)
-
-    def after_step(self) -> None:
-        """Tell that an optimizer has stepped."""
-        for each in self._all:
-            each.after_step()
+for _event in vars(Observer):
+    if not _event.startswith("_") and _event not in {*vars(Observers), "configured"}:
+        setattr(Observers, _event, _told(_event))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from drivetrain import Accelerator, UsageError
+from drivetrain import Accelerator, Strategy, UsageError
 
 
 def linear():
@@ -54,7 +54,7 @@ def test_strategy_that_must_know_an_optimizer_from_the_start_says_so(monkeypatch
     accelerator = Accelerator(cpu=True)
     model = accelerator.prepare(linear())
     kind = type(accelerator.strategy_of(model))
-    monkeypatch.delattr(kind, "bind")
+    monkeypatch.setattr(kind, "bind", Strategy.bind)
     with pytest.raises(UsageError, match=r"prepare\(model, optimizer\)"):
         accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
 
