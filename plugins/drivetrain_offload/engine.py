@@ -26,7 +26,7 @@ from drivetrain.cost import ModelSpec
 from drivetrain.errors import UsageError
 from drivetrain.parts.saved_state import AROUND
 from drivetrain.sharding.estimate import Estimate
-from drivetrain.sharding.home import BoundOptimizer, Held, OnDevice
+from drivetrain.sharding.home import BoundOptimizer, Held, Home
 from drivetrain.sharding.layout import ParameterSlot, UnitLayout
 from drivetrain.sharding.options import OffloadOptions, UnitsOptions
 from drivetrain.sharding.shard import FlatTensor, ShardHome
@@ -39,7 +39,7 @@ from drivetrain_offload.tier_bytes import TierPlan
 from drivetrain_offload.tiers import announce_tiers, held_by_kind, plan_of
 
 
-class OffloadEngine(OnDevice):
+class OffloadEngine(Home):
     """The home whose stores keep optimizer state, and step it where it lies.
 
     Parameters that are not offloaded are at home on the device, as in any other run.

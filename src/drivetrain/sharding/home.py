@@ -1,13 +1,12 @@
 """The home of a rank's shards: their place between steps, and the object that steps them.
 
 Units, gradients, optimizers and checkpoints ask a ``Home`` and do not know which kind of memory it
-uses. ``OnDevice`` keeps everything beside the model, where the user's optimizer steps it. A home
-that lets stores step (ZeRO-Offload, ZeRO-Infinity) is a plugin, found by entry point.
+uses. A home that lets stores step (ZeRO-Offload, ZeRO-Infinity) is a plugin, found by entry point.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -68,25 +67,32 @@ class BoundOptimizer:
                     yield self.fragments[fragment], fragment, group
 
 
-class Home(Protocol):
+class Home:
     """Where the shards of one model lie between steps, with gradients and optimizer states.
+
+    This one is beside the model, where the user's optimizer steps fragments in memory: what it has
+    to do is nothing, in all methods about stores. One that lets stores step overrides them.
 
     Args:
         options: those of the section ``offload``.
         device: that of the model.
     """
 
-    def __init__(self, options: OffloadOptions, device: torch.device) -> None: ...
+    def __init__(self, options: OffloadOptions, device: torch.device) -> None:
+        self.options = options
+        self.device = device
 
     @property
     def active(self) -> bool:
         """Whether stores step anything; a factor for gradients may then go with their step."""
+        return False
 
     @classmethod
     def held(
         cls, estimate: Estimate, model: ModelSpec, config: UnitsOptions, run: Run
     ) -> dict[str, int]:
         """Return the bytes that one rank keeps between steps, by kind."""
+        return estimate.held(model, lent_buffers=config.lent_buffers)
 
     def announce(
         self,
@@ -115,10 +121,15 @@ class Home(Protocol):
     def shard(self, flat: FlatTensor, label: str) -> ShardHome:
         """Return the home of this rank's shard of a flat tensor.
 
+        It is a memory of its own if values are freed, approximate, converted or scattered.
+
         Args:
             flat: the flat tensor; its own shard is not there yet.
             label: of its unit.
         """
+        if flat.sharded or flat.apart or flat.has_master or len(flat.own) > 1:
+            return ShardInMemory(flat.owned, flat.layout.master, flat.own, flat.values.device)
+        return ShardInPlace(flat.values, flat.own)
 
     def choose(self, units: Sequence[Unit]) -> None:
         """Choose among more units those whose state stores keep.
@@ -132,154 +143,46 @@ class Home(Protocol):
 
     def steps(self, bound: BoundOptimizer) -> bool:
         """Return whether a store takes an optimizer's steps, so that no closure can be called."""
+        return False
 
     def submit(self, bound: BoundOptimizer) -> None:
         """Submit a step of the shards in stores, and hide their gradients from the optimizer."""
 
     def give_back(self, bound: BoundOptimizer) -> Collection[ParameterSlot]:
         """Show hidden gradients again; return the parameters whose gradients the store reads on."""
+        return ()
 
     def take_over_late(self) -> bool:
         """Let forward see steps that are held back; return whether there were any."""
+        return False
 
     def drop_late(self) -> None:
         """Let forward never see steps that are held back: other values come."""
 
     def scale(self, slots: Iterable[ParameterSlot], factor: float) -> Collection[ParameterSlot]:
         """Let gradients be multiplied when they are stepped with; return those to multiply now."""
+        return list(slots)
 
     def due(self, slots: Iterable[ParameterSlot]) -> Mapping[ParameterSlot, float]:
         """Return the factors that gradients still wait for, and forget them."""
+        return {}
 
     def forget(self, slots: Iterable[ParameterSlot] | None) -> None:
         """Forget the factors of gradients that are cleared; None: of all."""
 
     def master(self, flat: FlatTensor, slot: ParameterSlot) -> Held:
         """Return this rank's share of a parameter in the dtype of the optimizer, 1-D."""
+        return Held(flat.shard.read(slot).detach(), flat.shard.in_store)
 
     def set_master(self, flat: FlatTensor, slot: ParameterSlot, values: Tensor) -> None:
         """Replace this rank's share of a parameter by a 1-D tensor of the master's dtype."""
+        flat.shard.write(slot, values)
 
     def values_changed(self, unit: Unit) -> None:
         """Let masters that stores keep follow whole values that a script has changed."""
 
     def states(self, bound: BoundOptimizer, slot: ParameterSlot) -> Iterator[tuple[str, Held]]:
         """Yield an optimizer's state tensors for a parameter that this rank owns something of."""
-
-    def set_states(
-        self, bound: BoundOptimizer, slot: ParameterSlot, states: Mapping[str, Any]
-    ) -> None:
-        """Replace an optimizer's state for a parameter; none: as before the first step."""
-
-    def close(self) -> None:
-        """End submitted updates, and release memory and files."""
-
-
-def home_kind(options: OffloadOptions) -> type[Home]:
-    """Return the kind of home that options ask for."""
-    return cast(type[Home], homes().load(_IN_STORES)) if options.optimizer else OnDevice
-
-
-def open_home(options: OffloadOptions, run: Run) -> Home:
-    """Return the home of one model.
-
-    Raises:
-        ConfigError: options contradict each other, or a store cannot do what they ask for.
-    """
-    options.check()
-    return home_kind(options)(options, run.world.device)
-
-
-class OnDevice:
-    """A home beside the model: the user's optimizer steps fragments in memory.
-
-    Args:
-        options: those of the section ``offload``.
-        device: that of the model.
-    """
-
-    def __init__(self, options: OffloadOptions, device: torch.device) -> None:
-        self.options = options
-        self.device = device
-
-    @property
-    def active(self) -> bool:
-        """Return False: the optimizer itself steps."""
-        return False
-
-    @classmethod
-    def held(
-        cls, estimate: Estimate, model: ModelSpec, config: UnitsOptions, run: Run
-    ) -> dict[str, int]:
-        """Return the bytes that one rank keeps between steps, by kind."""
-        return estimate.held(model, lent_buffers=config.lent_buffers)
-
-    def announce(
-        self,
-        model: nn.Module,
-        optimizers: Sequence[Optimizer],
-        units: Sequence[UnitLayout],
-        run: Run,
-        *,
-        rank: int,
-        lent: int,
-    ) -> None:
-        """Say nothing: there is one place only."""
-
-    def shard(self, flat: FlatTensor, label: str) -> ShardHome:
-        """Keep a shard a second time if values are freed, approximate, converted or scattered."""
-        if flat.sharded or flat.apart or flat.has_master or len(flat.own) > 1:
-            return ShardInMemory(flat.owned, flat.layout.master, flat.own, flat.values.device)
-        return ShardInPlace(flat.values, flat.own)
-
-    def choose(self, units: Sequence[Unit]) -> None:
-        """Choose none."""
-
-    def adopt(self, bound: BoundOptimizer) -> None:
-        """Leave everything to the optimizer."""
-
-    def steps(self, bound: BoundOptimizer) -> bool:
-        """Return False."""
-        return False
-
-    def submit(self, bound: BoundOptimizer) -> None:
-        """Leave the step to the optimizer."""
-
-    def give_back(self, bound: BoundOptimizer) -> Collection[ParameterSlot]:
-        """Return none: nothing was hidden."""
-        return ()
-
-    def take_over_late(self) -> bool:
-        """Return False: nothing is held back."""
-        return False
-
-    def drop_late(self) -> None:
-        """Drop nothing."""
-
-    def scale(self, slots: Iterable[ParameterSlot], factor: float) -> Collection[ParameterSlot]:
-        """Return all of them: a gradient is multiplied at once."""
-        return list(slots)
-
-    def due(self, slots: Iterable[ParameterSlot]) -> Mapping[ParameterSlot, float]:
-        """Return none."""
-        return {}
-
-    def forget(self, slots: Iterable[ParameterSlot] | None) -> None:
-        """Forget nothing."""
-
-    def master(self, flat: FlatTensor, slot: ParameterSlot) -> Held:
-        """Return the part of the shard."""
-        return Held(flat.shard.read(slot).detach(), flat.shard.in_store)
-
-    def set_master(self, flat: FlatTensor, slot: ParameterSlot, values: Tensor) -> None:
-        """Write into the shard."""
-        flat.shard.write(slot, values)
-
-    def values_changed(self, unit: Unit) -> None:
-        """Do nothing: shards have taken the values over."""
-
-    def states(self, bound: BoundOptimizer, slot: ParameterSlot) -> Iterator[tuple[str, Held]]:
-        """Yield the tensors of the optimizer's own state."""
         for key, value in bound.optimizer.state.get(bound.held[slot], {}).items():
             if isinstance(value, Tensor):
                 yield key, Held(value.detach())
@@ -287,7 +190,7 @@ class OnDevice:
     def set_states(
         self, bound: BoundOptimizer, slot: ParameterSlot, states: Mapping[str, Any]
     ) -> None:
-        """Fill the optimizer's own state, in place where it has room of the right shape."""
+        """Replace an optimizer's state for a parameter; none: as before the first step."""
         optimizer, fragment = bound.optimizer, bound.held[slot]
         present = optimizer.state.get(fragment, {})
         loaded: dict[str, Any] = {}
@@ -305,4 +208,19 @@ class OnDevice:
             optimizer.state.pop(fragment, None)
 
     def close(self) -> None:
-        """Release nothing: memory goes with the model."""
+        """End submitted updates, and release memory and files."""
+
+
+def home_kind(options: OffloadOptions) -> type[Home]:
+    """Return the kind of home that options ask for."""
+    return cast(type[Home], homes().load(_IN_STORES)) if options.optimizer else Home
+
+
+def open_home(options: OffloadOptions, run: Run) -> Home:
+    """Return the home of one model.
+
+    Raises:
+        ConfigError: options contradict each other, or a store cannot do what they ask for.
+    """
+    options.check()
+    return home_kind(options)(options, run.world.device)
