@@ -15,8 +15,7 @@ inside of a group and 2 f_R P/S between groups.
 
 ===========  ===================================================================================
 fsdp.py      the strategy: its step as a table, units, and the groups of ranks that divide the model
-units.py     which parameters are a unit, which rows a rank owns
-tree.py      which modules of a model run a forward
+units.py     which parameters are a unit, which modules run a forward, which rows a rank owns
 dtensors.py  the shards as torch's DTensors
 options.py   the options
 ===========  ===================================================================================

@@ -14,8 +14,9 @@ model they leave out modules without a forward, which the names of a list's memb
 
 import difflib
 import importlib
+import itertools
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -27,8 +28,108 @@ from drivetrain.errors import RankMismatchError, UsageError
 from drivetrain.parts.naming import clean_name
 from drivetrain.runtime.mesh import Axis
 from drivetrain.runtime.precision import Precision
-from drivetrain.sharding.layout import UnitLayout, arrange, kind_of
-from drivetrain_fsdp.tree import ROOT, Tree, holds, named_modules, parent, upwards
+from drivetrain.sharding.layout import (
+    ROOT,
+    UnitLayout,
+    arrange,
+    in_order_of_backward,
+    units_of_keys,
+)
+
+# --- modules of a model, found by the names of its parameters: which modules run a forward ---
+
+# A unit is gathered by the hooks of a module, and they run only where something calls the module.
+# Nothing calls a ``ModuleList``, nor the output projection inside of ``nn.MultiheadAttention``,
+# which reads that projection's weights itself. Where the model is not there, its names tell.
+
+
+_ATTENTION = {"in_proj_weight", "q_proj_weight"}
+"""Every ``nn.MultiheadAttention`` has a parameter of such a name, and so has every copy."""
+
+_PARAMETRIZED = "parametrizations"
+"""The place where ``torch.nn.utils.parametrize`` keeps the sources of a layer's weight."""
+
+
+def parent(name: str) -> str:
+    """Return the name of the module around a module or parameter; the model is ROOT."""
+    return name.rpartition(".")[0]
+
+
+def upwards(name: str) -> Iterator[str]:
+    """Yield a module's name and the names of the modules around it, the model last."""
+    while name:
+        yield name
+        name = parent(name)
+    yield ROOT
+
+
+def holds(module: str, name: str) -> bool:
+    """Return whether a module equals or contains another module, or a parameter, by names."""
+    return module in (ROOT, name) or name.startswith(f"{module}.")
+
+
+def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield every module once with its clean name; a compiled one before its inside, with one name.
+
+    A module that stands in several places comes under its first name.
+    """
+    for name, module in model.named_modules():
+        yield clean_name(f"{name}.")[:-1], module
+
+
+class Tree:
+    """The modules of a model that hold parameters.
+
+    Args:
+        parameters: clean names of parameters.
+        model: knows which modules have no forward; None leaves the question to the names.
+    """
+
+    def __init__(self, parameters: Iterable[str], model: nn.Module | None = None) -> None:
+        self._own: dict[str, set[str]] = {ROOT: set()}  # names of parameters right in a module
+        self._inside: dict[str, set[str]] = {ROOT: set()}  # names of all that is right in it
+        for name in parameters:
+            for inner, outer in itertools.pairwise(upwards(name)):
+                self._own.setdefault(outer, set())
+                self._inside.setdefault(outer, set()).add(inner.rpartition(".")[2])
+            self._own[parent(name)].add(name.rpartition(".")[2])
+        self._silent = set() if model is None else _without_forward(model)
+
+    @property
+    def modules(self) -> list[str]:
+        """Names of the modules, none before one around it."""
+        return sorted(self._own, key=lambda name: len(list(upwards(name))))
+
+    def is_called(self, module: str) -> bool:
+        """Return whether something calls a module, as far as can be known."""
+        return module == ROOT or not (
+            module in self._silent
+            or any(own.isdecimal() for own in self._own.get(module, ()))  # a ParameterList
+            or _PARAMETRIZED in module.split(".")
+            or any(_ATTENTION & self._own.get(outer, set()) for outer in upwards(parent(module)))
+        )
+
+    def is_list(self, module: str) -> bool:
+        """Return whether a module is a list by its names: a ``ModuleList`` or ``Sequential``."""
+        inside = self._inside.get(module, set())
+        return bool(inside) and all(name.isdecimal() for name in inside)
+
+    def user(self, around: Iterable[str]) -> str:
+        """Return the first of some modules, from the inside out, that is called and is no list."""
+        called = (name for name in around if self.is_called(name) and not self.is_list(name))
+        return next(called, ROOT)
+
+
+def _without_forward(model: nn.Module) -> set[str]:
+    return {
+        name
+        for name, module in named_modules(model)
+        if getattr(getattr(module, "forward", None), "__func__", None) is nn.Module.forward
+    }
+
+
+# --- the choice of units ---
+
 
 _SHOWN = 12
 
@@ -149,21 +250,18 @@ def cut_model(
         size: number of ranks that share them.
         devices: device of each parameter; only equal ones share a unit.
     """
-    units: dict[tuple[str, Hashable], dict[Hashable, list[int]]] = {}
-    for index, key in enumerate(keys):
-        device = None if devices is None else devices[index]
-        kinds = units.setdefault((key, device), {})
-        kinds.setdefault(kind_of(specs[index], precision), []).append(index)
-    layouts = []
-    for (key, _), kinds in units.items():
-        flats = [
-            arrange([specs[index] for index in members], precision, size, "rows")
-            for members in kinds.values()
-        ]
-        first = min(members[0] for members in kinds.values())
-        layouts.append((first, UnitLayout(key, tuple(flats), sharded=True)))
-    # The unit whose earliest parameter comes last is complete first.
-    return [unit for _, unit in sorted(layouts, key=lambda pair: -pair[0])]
+    units = units_of_keys(specs, range(len(specs)), keys, precision, devices)
+    return in_order_of_backward(
+        (
+            UnitLayout(
+                key,
+                tuple(arrange([specs[i] for i in kind], precision, size, "rows") for kind in kinds),
+                sharded=True,
+            )
+            for key, kinds in units
+        ),
+        specs,
+    )
 
 
 def describe(keys: Sequence[str], specs: Sequence[TensorSpec]) -> str:

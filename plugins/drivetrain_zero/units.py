@@ -5,7 +5,7 @@ block and of each large layer outside of them; the rest of the model is another 
 below a threshold are not worth a message: they stay whole, in buckets as in stage 2.
 """
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from drivetrain.cost import TensorSpec
@@ -19,7 +19,8 @@ from drivetrain.sharding.layout import (
     arrange,
     arrange_whole,
     block_of,
-    kind_of,
+    in_order_of_backward,
+    units_of_keys,
 )
 
 
@@ -39,6 +40,10 @@ class Sizes:
     shard_from: int | None = None
     own_unit_from: int = 1
 
+    def shards(self, spec: TensorSpec) -> bool:
+        """Return whether a parameter is kept as shards."""
+        return self.shard_from is not None and spec.numel >= max(self.shard_from, 1)
+
 
 def cut_model(
     specs: Sequence[TensorSpec],
@@ -47,7 +52,7 @@ def cut_model(
     size: int,
     devices: Sequence[Hashable] | None = None,
 ) -> list[UnitLayout]:
-    """CutStyle parameters into units, in the order in which backward usually reaches them.
+    """Cut parameters into units, in the order in which backward usually reaches them.
 
     Args:
         specs: the parameters in registration order.
@@ -56,50 +61,20 @@ def cut_model(
         size: number of ranks that share them.
         devices: device of each parameter; only equal ones share a unit.
     """
-    keys = _unit_keys(specs, sizes)
-    loads = [0] * size
+    backwards = range(len(specs))[::-1]
+    large = [i for i in backwards if sizes.shards(specs[i])]
+    small = [i for i in backwards if not sizes.shards(specs[i])]
+    keys, loads = _unit_keys(specs, sizes), [0] * size
     units = []
-    for key, sharded, members in _groups(specs, precision, sizes, keys, devices):
-        flats = []
-        for kind in _kinds(specs, members, precision):
-            chosen = [specs[index] for index in kind]
-            flats.append(_arrange(chosen, precision, sizes, loads))
-        units.append((min(members), UnitLayout(key, tuple(flats), sharded)))
-    # The unit whose earliest parameter comes last is complete first.
-    return [unit for _, unit in sorted(units, key=lambda pair: -pair[0])]
-
-
-def _groups(
-    specs: Sequence[TensorSpec],
-    precision: Precision,
-    sizes: Sizes,
-    keys: Sequence[str],
-    devices: Sequence[Hashable] | None,
-) -> Iterator[tuple[str, bool, list[int]]]:
-    """Yield (key, whether it is sharded, members) of each unit, in reverse order."""
-    sharded: dict[tuple[str, Hashable], list[int]] = {}
-    whole: dict[Hashable, list[int]] = {}
-    for index in reversed(range(len(specs))):
-        spec = specs[index]
-        device = None if devices is None else devices[index]
-        if sizes.shard_from is not None and spec.numel >= max(sizes.shard_from, 1):
-            sharded.setdefault((keys[index], device), []).append(index)
-        else:
-            whole.setdefault((kind_of(spec, precision), device), []).append(index)
-    for (key, _), members in sharded.items():
-        yield key, True, members  # what is gathered together stays together
-    for members in whole.values():
-        for bucket in _buckets(specs, members, precision, sizes):
-            yield ROOT, False, bucket
-
-
-def _kinds(
-    specs: Sequence[TensorSpec], members: Sequence[int], precision: Precision
-) -> list[list[int]]:
-    kinds: dict[Hashable, list[int]] = {}
-    for index in members:
-        kinds.setdefault(kind_of(specs[index], precision), []).append(index)
-    return list(kinds.values())
+    for key, kinds in units_of_keys(specs, large, keys, precision, devices):
+        flats = [_arrange([specs[i] for i in kind], precision, sizes, loads) for kind in kinds]
+        units.append(UnitLayout(key, tuple(flats), sharded=True))
+    kinds_of_all = units_of_keys(specs, small, [ROOT] * len(specs), precision, devices)
+    for kind in (each for _, kinds in kinds_of_all for each in kinds):
+        for bucket in _buckets(specs, kind, precision, sizes):
+            flat = _arrange([specs[i] for i in bucket], precision, sizes, loads)
+            units.append(UnitLayout(ROOT, (flat,), sharded=False))
+    return in_order_of_backward(units, specs)
 
 
 def _unit_keys(specs: Sequence[TensorSpec], sizes: Sizes) -> list[str]:
@@ -119,7 +94,7 @@ def _unit_keys(specs: Sequence[TensorSpec], sizes: Sizes) -> list[str]:
 def _buckets(
     specs: Sequence[TensorSpec], members: list[int], precision: Precision, sizes: Sizes
 ) -> list[list[int]]:
-    """CutStyle the whole parameters of one kind by size."""
+    """Cut the whole parameters of one kind by size."""
     first = specs[members[0]]
     dtype = precision.forward_dtype(first.dtype, first.shape)
     layouts = plan_buckets(

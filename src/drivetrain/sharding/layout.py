@@ -14,7 +14,7 @@ All of it is arithmetic. Strategy and cost estimate read the same layout, so the
 
 import itertools
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Literal, TypeAlias
@@ -230,6 +230,39 @@ def kind_of(spec: TensorSpec, precision: Precision) -> tuple[torch.dtype, torch.
         precision.master_dtype(spec.dtype, spec.shape),
         spec.trainable,
     )
+
+
+def units_of_keys(
+    specs: Sequence[TensorSpec],
+    members: Iterable[int],
+    keys: Sequence[str],
+    precision: Precision,
+    devices: Sequence[Hashable] | None = None,
+) -> Iterator[tuple[str, list[list[int]]]]:
+    """Yield the key of each unit, and its members: those of one kind share a flat tensor.
+
+    Args:
+        specs: the parameters in registration order.
+        members: indices of those that are cut, in the order in which they lie in their units.
+        keys: of the unit of each parameter.
+        precision: which dtypes they get.
+        devices: device of each parameter; only equal ones share a unit.
+    """
+    units: dict[tuple[str, Hashable], dict[Hashable, list[int]]] = {}
+    for index in members:
+        place = keys[index], None if devices is None else devices[index]
+        kind = kind_of(specs[index], precision)
+        units.setdefault(place, {}).setdefault(kind, []).append(index)
+    for (key, _), kinds in units.items():
+        yield key, list(kinds.values())
+
+
+def in_order_of_backward(
+    units: Iterable[UnitLayout], specs: Sequence[TensorSpec]
+) -> list[UnitLayout]:
+    """Return units sorted: complete first is the one whose earliest parameter comes last."""
+    index = {spec.name: number for number, spec in enumerate(specs)}
+    return sorted(units, key=lambda unit: -min(index[place.name] for place in unit.places))
 
 
 def block_of(name: str) -> str | None:
