@@ -1,6 +1,6 @@
 """Hooks of the site's builder: pages that are not committed, and links from names to the reference.
 
-README and CHANGELOG become pages; the reference and the list of errors are made from the code.
+README, CHANGELOG and CONTRIBUTING become pages; the reference and the list of errors are made from the code.
 """
 
 import re
@@ -32,6 +32,7 @@ def on_files(files: Files, config: Any) -> Files:
     pages = reference.pages()
     pages["index.md"] = _moved("README.md")
     pages["changelog.md"] = _moved("CHANGELOG.md")
+    pages["contributing.md"] = _moved("CONTRIBUTING.md")
     pages["errors.md"] = raise_sites.page()
     for path, text in pages.items():
         files.append(File.generated(config, path, content=text))
@@ -68,7 +69,8 @@ def _linked(code: re.Match[str], member: str) -> str:
 
 def _moved(name: str) -> str:
     """Return a page of the root, with its links as they are from the folder of the docs."""
-    return (ROOT / name).read_text().replace("](docs/", "](")
+    text = (ROOT / name).read_text().replace("](docs/", "](")
+    return text.replace("](CONTRIBUTING.md)", "](contributing.md)")
 
 
 @cache

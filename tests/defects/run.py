@@ -35,7 +35,7 @@ PACKAGES = ("src", "plugins", "launch")
 COPIED = (
     *PACKAGES,
     *("tests", "benchmarks", "examples", "docs"),
-    *("pyproject.toml", "mkdocs.yml", "README.md", "CHANGELOG.md"),
+    *("pyproject.toml", "mkdocs.yml", "README.md", "CONTRIBUTING.md", "CHANGELOG.md"),
 )
 SLOW_TO_IMPORT = ("torch._dynamo", "torch.distributed.fsdp")
 TIMEOUT_S = 900

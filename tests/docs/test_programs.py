@@ -1,6 +1,8 @@
 """The Python blocks of README and docs run, in order, as the programs and tests that they show."""
 
 import re
+import subprocess
+import sys
 import tomllib
 
 import pytest
@@ -350,3 +352,23 @@ def test_sample_of_verify_is_what_it_says():
     shown, found = after.partition("```")[0].splitlines(), done.stdout.splitlines()
     assert (found[0], found[-1]) == (shown[0], shown[-1])
     assert list(map(without_sizes, found)) == list(map(without_sizes, shown))
+
+
+# --- how to contribute ---
+
+
+def test_commands_for_contributors_start_and_their_paths_exist():
+    """Tests are collected, not run; the defect that is shown is there."""
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    paths = re.findall(r"`((?:src|plugins|launch|tests|docs)/[\w/.]+)`", text)
+    shown = " ".join(blocks("CONTRIBUTING.md", "sh")).split()
+    paths = [path for path in paths if "X" not in path] + [word for word in shown if "/" in word]
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+    kit, kind = shown[shown.index("-k") - 1], shown[shown.index("-k") + 1]
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider"]
+    done = subprocess.run(
+        [*command, kit, "-k", kind], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout
+    defect = shown[shown.index("tests/defects/run.py") + 1]
+    assert f'name = "{defect}"' in (ROOT / "tests/defects/defects.toml").read_text()
