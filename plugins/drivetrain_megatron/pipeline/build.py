@@ -38,8 +38,7 @@ from drivetrain_megatron.recording.calls import ExampleInputs
 from drivetrain_megatron.recording.phases import Recording, block_order, recording_of
 from drivetrain_megatron.stage_links import announce_idle_rounding
 from drivetrain_megatron.tensor.behavior import Uncompiled
-from drivetrain_megatron.tensor.linear import defer_no_more, defer_weights
-from drivetrain_megatron.tensor.weight_grad import WeightGradients
+from drivetrain_megatron.tensor.linear import WeightGradients, defer_no_more, defer_weights
 
 logger = get_logger(__name__)
 

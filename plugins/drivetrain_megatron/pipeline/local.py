@@ -22,7 +22,7 @@ from drivetrain_megatron.pipeline.stages import Split, Stage
 from drivetrain_megatron.pipeline.timeline import Span
 from drivetrain_megatron.pipeline.transfer import Arrival, Direction, Link, Message
 from drivetrain_megatron.pipeline.worker import Send, StageWorker
-from drivetrain_megatron.tensor.weight_grad import WeightGradients
+from drivetrain_megatron.tensor.linear import WeightGradients
 
 
 class Interpreter:

@@ -17,7 +17,7 @@ from drivetrain_megatron.pipeline.batches import MicroBatch
 from drivetrain_megatron.pipeline.other_stages import SharedParameters
 from drivetrain_megatron.pipeline.stages import Stage
 from drivetrain_megatron.pipeline.transfer import Meta
-from drivetrain_megatron.tensor.weight_grad import WeightGradients
+from drivetrain_megatron.tensor.linear import WeightGradients
 
 LossOf = Callable[[Any, Any], Tensor]
 """Makes the loss of what the model returned and of the micro-batch's targets."""

@@ -13,14 +13,17 @@ from torch import Tensor, nn
 
 from drivetrain.collectives import Communicator
 from drivetrain_megatron.cell import ParameterFacts
-from drivetrain_megatron.tensor.alone import attach_alone
 from drivetrain_megatron.tensor.attention import attach_heads, head_partitions
-from drivetrain_megatron.tensor.linear import attach_column, attach_row, is_transposed
-from drivetrain_megatron.tensor.local_sizes import attach_resized
+from drivetrain_megatron.tensor.block_code import attach_bias, attach_region, attach_resized
+from drivetrain_megatron.tensor.linear import (
+    attach_alone,
+    attach_column,
+    attach_row,
+    enter_group,
+    is_transposed,
+)
 from drivetrain_megatron.tensor.operators import Edges, TokenShards, gather, scatter
 from drivetrain_megatron.tensor.partition import Partition
-from drivetrain_megatron.tensor.region import attach_bias, attach_region
-from drivetrain_megatron.tensor.shared_input import enter_group
 
 
 class SizeAttribute(NamedTuple):

@@ -48,10 +48,10 @@ from drivetrain_megatron.recording.calls import (
 )
 from drivetrain_megatron.tensor.attention import keep_padded
 from drivetrain_megatron.tensor.behavior import Uncompiled
-from drivetrain_megatron.tensor.embedding import attach_vocabulary
 from drivetrain_megatron.tensor.linear import attach_column
 from drivetrain_megatron.tensor.operators import Edges, TokenShards
 from drivetrain_megatron.tensor.partition import even
+from drivetrain_megatron.tensor.vocabulary import attach_vocabulary
 
 NO_INPUTS = (
     "nothing in it repeats, and no inputs were found with which it can be called: prepare it "

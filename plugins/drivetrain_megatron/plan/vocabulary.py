@@ -7,13 +7,13 @@ from torch import nn
 from drivetrain.model.look import Look
 from drivetrain.parts.blocks import NamedModule
 from drivetrain_megatron.recording.calls import Calls
-from drivetrain_megatron.tensor.embedding import reason_against
 from drivetrain_megatron.tensor.linear import (
     computes_as_linear,
     features_of,
     is_linear,
     is_transposed,
 )
+from drivetrain_megatron.tensor.vocabulary import reason_against
 
 
 def words_of(module: nn.Module) -> int:

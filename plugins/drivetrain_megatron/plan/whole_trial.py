@@ -41,7 +41,7 @@ from drivetrain_megatron.plan.trial import (
     randomized,
 )
 from drivetrain_megatron.recording.calls import Call, ExampleInputs
-from drivetrain_megatron.tensor.logits import ShardedLogits
+from drivetrain_megatron.tensor.vocabulary import ShardedLogits
 
 MOST_BYTES = 1 << 30
 """Of the weights, gradients and activations in a trial; a model that needs more is not tried."""

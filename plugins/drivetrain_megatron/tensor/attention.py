@@ -19,9 +19,9 @@ from torch.nn import functional as F
 from drivetrain.collectives import Communicator
 from drivetrain.errors import ConfigError, UsageError
 from drivetrain_megatron.tensor.behavior import Behavior, attach, original_class
+from drivetrain_megatron.tensor.linear import Product, as_computed, row_product
 from drivetrain_megatron.tensor.operators import Edges, gather, reduce
 from drivetrain_megatron.tensor.partition import Partition, even, packed, units
-from drivetrain_megatron.tensor.products import Product, as_computed, row_product
 
 
 class AttentionCall(NamedTuple):

@@ -8,8 +8,8 @@ from torch.nn import functional as F
 
 from drivetrain.errors import ConfigError, UsageError
 from drivetrain_megatron.plan.thread_ranks import run_emulated
-from drivetrain_megatron.tensor.cross_entropy import Terms, cross_entropy
 from drivetrain_megatron.tensor.partition import even, packed
+from drivetrain_megatron.tensor.vocabulary import Terms, cross_entropy
 from emulated_tensors import calls
 
 SHAPES = [(5, 97), (97,), (2, 97, 3), (2, 97, 3, 2), (0, 97), (3, 2)]

@@ -8,9 +8,9 @@ from torch import nn
 
 from drivetrain.errors import ConfigError, UsageError
 from drivetrain_megatron.plan.thread_ranks import run_emulated
-from drivetrain_megatron.tensor.embedding import attach_vocabulary
 from drivetrain_megatron.tensor.operators import Edges, TokenShards, gather
 from drivetrain_megatron.tensor.partition import even, packed
+from drivetrain_megatron.tensor.vocabulary import attach_vocabulary
 from emulated_tensors import calls, close
 
 HIDDEN, TOKENS = 6, 7

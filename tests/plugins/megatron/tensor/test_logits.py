@@ -19,9 +19,9 @@ from drivetrain.runtime.world import World
 from drivetrain.traffic import Traffic
 from drivetrain_megatron.plan.thread_ranks import run_emulated
 from drivetrain_megatron.tensor.linear import attach_column
-from drivetrain_megatron.tensor.logits import ShardedLogits
 from drivetrain_megatron.tensor.operators import Edges
 from drivetrain_megatron.tensor.partition import Partition, even, packed
+from drivetrain_megatron.tensor.vocabulary import ShardedLogits
 from emulated_tensors import calls, close, numbers
 from huggingface_models import llama, token_batch
 
