@@ -33,7 +33,7 @@ from drivetrain.shards import HeldPart, HeldTensors
 from drivetrain.strategy import Run, Strategy, find_strategy
 from drivetrain_megatron.config import MegatronConfig
 from drivetrain_megatron.pipeline.levels import PipelinedModel
-from drivetrain_megatron.shares.parameters import Shares, on_shares
+from drivetrain_megatron.shares import Shares, on_shares
 from drivetrain_megatron.tensor.partition import Partition, alike
 
 

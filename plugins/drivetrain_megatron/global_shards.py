@@ -20,7 +20,7 @@ from drivetrain.parts.naming import named_parameters, persistent_buffers
 from drivetrain.parts.saved_state import LINKS, OWN_MARK
 from drivetrain.shards import Part, Reader, Shard, boxes
 from drivetrain_megatron.cell import DataParallelCell, ParameterFacts
-from drivetrain_megatron.shares.parameters import on_shares
+from drivetrain_megatron.shares import on_shares
 from drivetrain_megatron.state import Original
 from drivetrain_megatron.tensor.partition import Partition
 

@@ -13,7 +13,7 @@ from drivetrain.errors import RankMismatchError
 from drivetrain.parts.naming import named_parameters
 from drivetrain.strategy import Run
 from drivetrain_megatron.config import MegatronConfig
-from drivetrain_megatron.dropout.chain import Dropout
+from drivetrain_megatron.dropout import Dropout
 from drivetrain_megatron.pipeline.build import PipelineBuilder
 from drivetrain_megatron.plan.model import ModelPlan, TensorParallel
 from drivetrain_megatron.plan.report import describe

@@ -32,15 +32,14 @@ from drivetrain.strategy import Prepared, Run
 from drivetrain_megatron.cell import ParameterFacts, SameBatch, advice
 from drivetrain_megatron.config import MegatronConfig
 from drivetrain_megatron.cost import estimate
-from drivetrain_megatron.dropout.chain import Dropout, MaskSource
-from drivetrain_megatron.dropout.draws import AlikeDraws
+from drivetrain_megatron.dropout import AlikeDraws, Dropout, MaskSource
 from drivetrain_megatron.global_shards import GlobalShards, StatesOfCell
 from drivetrain_megatron.paper.layouts import CellOnPaper
 from drivetrain_megatron.pipeline.build import PipelineBuilder
 from drivetrain_megatron.plan.model import TensorParallel
 from drivetrain_megatron.plan.report import describe
 from drivetrain_megatron.planning import Planner
-from drivetrain_megatron.shares.parameters import Shares, on_shares
+from drivetrain_megatron.shares import Shares, on_shares
 from drivetrain_megatron.state import (
     Original,
     SharedSource,

@@ -32,9 +32,9 @@ from drivetrain_megatron.pipeline.batches import (
 )
 from drivetrain_megatron.pipeline.local import LocalStages
 from drivetrain_megatron.pipeline.stages import Stage
+from drivetrain_megatron.recording.phases import PLAIN, TensorMeta
 from drivetrain_megatron.recording.proxy import StageProxy
 from drivetrain_megatron.recording.shapes import Metas
-from drivetrain_megatron.recording.structure import PLAIN, TensorMeta
 
 _ROWS = 3
 """Rows of a trial: a part of one row, and one of the others."""

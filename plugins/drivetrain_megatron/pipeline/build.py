@@ -22,7 +22,7 @@ from drivetrain.parts.wrapping import UninheritedMethod, unwrap_forward, wrap_fo
 from drivetrain.strategy import Run, Strategy
 from drivetrain_megatron.adapted import AdaptedModel
 from drivetrain_megatron.config import MegatronConfig
-from drivetrain_megatron.dropout.chain import Dropout
+from drivetrain_megatron.dropout import Dropout
 from drivetrain_megatron.pipeline.cut import (
     StageCut,
     chosen_cut,

@@ -20,9 +20,8 @@ from drivetrain.model.look import BlockCall, Look, SeenTensor
 from drivetrain.model.untouched import without_values
 from drivetrain.parts.naming import uncompiled
 from drivetrain_megatron.config import MegatronConfig
-from drivetrain_megatron.recording.phases import Dependency, Recording
+from drivetrain_megatron.recording.phases import Dependency, Recording, named_blocks
 from drivetrain_megatron.recording.proxy import StageProxy
-from drivetrain_megatron.recording.units import named_blocks
 
 _INFINITE = float("inf")
 

@@ -14,7 +14,7 @@ from drivetrain.errors import UsageError
 from drivetrain.model import LeftBehind
 from drivetrain.ranges import STAGE, named_range
 from drivetrain.strategy import Strategy
-from drivetrain_megatron.dropout.chain import Dropout
+from drivetrain_megatron.dropout import Dropout
 from drivetrain_megatron.pipeline.batches import MicroBatch
 from drivetrain_megatron.pipeline.other_stages import SharedParameters
 from drivetrain_megatron.pipeline.schedules import Action, ActionKind

@@ -16,13 +16,22 @@ from drivetrain.parts.blocks import BlockHooks
 from drivetrain.parts.guard import Arguments, Function, Keywords
 from drivetrain_megatron.pipeline.cut import StageCut
 from drivetrain_megatron.pipeline.other_stages import ProxyPlace
-from drivetrain_megatron.recording.around_blocks import AroundBlocks
-from drivetrain_megatron.recording.crossing import CallPlace, Origin
-from drivetrain_megatron.recording.hooked import run_with_hooks, tell_hooks
-from drivetrain_megatron.recording.phases import Recording
+from drivetrain_megatron.recording.phases import (
+    PLAIN,
+    CallPlace,
+    Origin,
+    Recording,
+    TensorMeta,
+    changed,
+)
 from drivetrain_megatron.recording.proxy import StageProxy
-from drivetrain_megatron.recording.shapes import CallShapes, Shapes
-from drivetrain_megatron.recording.structure import PLAIN, TensorMeta, changed
+from drivetrain_megatron.recording.shapes import (
+    AroundBlocks,
+    CallShapes,
+    Shapes,
+    run_with_hooks,
+    tell_hooks,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +103,7 @@ class StagePass:
         self._grad = torch.is_grad_enabled()
         self._objects = {id(leaf) for leaf in inputs if not isinstance(leaf, (Tensor, *PLAIN))}
         self._next = 0
-        self._code = AroundBlocks(self)
+        self._code = AroundBlocks(self.called)
         self._given: dict[Origin, Tensor] = {}
         self._unchanged: set[CallPlace] = set()
         for block, tensors in sorted(options.given.items()):

@@ -31,10 +31,9 @@ from drivetrain_megatron.pipeline.other_stages import (
     ties,
 )
 from drivetrain_megatron.pipeline.stage_pass import ModelParts, PassOptions, StagePass
-from drivetrain_megatron.recording.phases import Recording, block_order
+from drivetrain_megatron.recording.phases import Recording, TensorMeta, block_order
 from drivetrain_megatron.recording.proxy import StageProxy
 from drivetrain_megatron.recording.shapes import Metas, Shapes
-from drivetrain_megatron.recording.structure import TensorMeta
 
 Watch: TypeAlias = Callable[[StagePass], AbstractContextManager[object]]
 """Makes a context around a pass."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from drivetrain.strategy import Strategy
-from drivetrain_megatron.dropout.chain import Dropout
+from drivetrain_megatron.dropout import Dropout
 from drivetrain_megatron.marks import absent_like, is_absent
 from drivetrain_megatron.pipeline.batches import MicroBatch
 from drivetrain_megatron.pipeline.other_stages import SharedParameters

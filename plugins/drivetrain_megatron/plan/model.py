@@ -20,7 +20,7 @@ from drivetrain.parts.naming import named_parameters, uncompiled
 from drivetrain.parts.rounds import mark_of_strategy
 from drivetrain_megatron.cell import ParameterFacts
 from drivetrain_megatron.config import MegatronConfig
-from drivetrain_megatron.dropout.dropouts import DropoutLayout, Layouts, Site, open_attentions
+from drivetrain_megatron.dropout import DropoutLayout, Layouts, Site, open_attentions
 from drivetrain_megatron.plan.derive import (
     Derivation,
     shared_with_others,

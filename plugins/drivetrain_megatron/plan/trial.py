@@ -26,7 +26,7 @@ from drivetrain.collectives import Communicator
 from drivetrain.errors import ConfigError
 from drivetrain.runtime import rng
 from drivetrain_megatron.cell import ParameterFacts
-from drivetrain_megatron.dropout.dropouts import (
+from drivetrain_megatron.dropout import (
     DropoutLayout,
     DropoutRecorder,
     Site,

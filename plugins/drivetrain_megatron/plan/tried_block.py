@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import nn
 
-from drivetrain_megatron.dropout.dropouts import DropoutLayout, Site
+from drivetrain_megatron.dropout import DropoutLayout, Site
 from drivetrain_megatron.plan.alike import same_in_list
 from drivetrain_megatron.plan.derive import BlockStructure, Derivation, derive
 from drivetrain_megatron.plan.groups import rows_of

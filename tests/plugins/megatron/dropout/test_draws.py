@@ -10,7 +10,7 @@ import torch
 from drivetrain.collectives.communicator import SoloCommunicator
 from drivetrain.runtime.mesh import Axis
 from drivetrain.traffic import Traffic
-from drivetrain_megatron.dropout.draws import AlikeDraws
+from drivetrain_megatron.dropout import AlikeDraws
 
 
 class Counted(SoloCommunicator):

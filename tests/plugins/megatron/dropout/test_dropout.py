@@ -17,8 +17,7 @@ from drivetrain.errors import UsageError
 from drivetrain.parts.blocks import repeated_blocks
 from drivetrain.runtime.mesh import Axis
 from drivetrain.traffic import Traffic
-from drivetrain_megatron.dropout.chain import Dropout, MaskSource
-from drivetrain_megatron.dropout.dropouts import Dropping, Site
+from drivetrain_megatron.dropout import Dropout, Dropping, MaskSource, Site
 from emulated_tensors import close
 from huggingface_models import bert, encoder, gpt2, token_batch
 from stacks import Stack

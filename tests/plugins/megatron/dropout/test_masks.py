@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from drivetrain.errors import UsageError
-from drivetrain_megatron.dropout.masks import combine, keep_mask
+from drivetrain_megatron.dropout import combine, keep_mask
 from drivetrain_megatron.tensor.partition import Partition, even, packed, units
 
 SHAPES = [(50,), (3, 7), (2, 6, 7, 5), (3, 40, 48), (2, 5, 3000), (4, 1, 1), (7, 2000)]
