@@ -5,7 +5,7 @@ Ranks that share one replica are a cell. Its tensor-parallel ranks divide the la
 ranks divide the blocks (Narayanan et al. 2021, arXiv 2104.04473; Qi et al. 2023, arXiv 2401.10241).
 The parameters that are left on a rank are trained by any data-parallel strategy, found by name.
 
-A rank holds 1/tp of every divided tensor, and the tensors of its stages only. A folder of this table imports only the folders above it:
+A folder of this table imports only the folders above it:
 
 ============= =====================================================================================
 ``recording`` the model looked at without values: example inputs, blocks, stand-ins of tensors
@@ -16,9 +16,10 @@ A rank holds 1/tp of every divided tensor, and the tensors of its stages only. A
 ============= =====================================================================================
 
 ``strategy`` is the contract, ``config`` its options, ``cell`` the data-parallel strategy inside,
-``state`` the way between a rank's tensors and the whole model's, ``shares`` what a script finds under
-the names of divided parameters, ``dropout`` masks that are equal wherever activations are equal,
-``cost`` the promised bytes.
+``state`` the way between a rank's tensors and the whole model's, ``shares`` what a script finds
+under the names of divided parameters, ``dropout`` masks that are equal wherever activations are
+equal, ``cost`` the promised bytes: a rank holds 1/tp of every divided tensor, and the tensors of
+its stages only.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -15,8 +15,7 @@ from drivetrain.strategy import Run
 from drivetrain_megatron.config import MegatronConfig
 from drivetrain_megatron.dropout import Dropout
 from drivetrain_megatron.pipeline.build import PipelineBuilder
-from drivetrain_megatron.plan.model import ModelPlan, TensorParallel
-from drivetrain_megatron.plan.report import describe
+from drivetrain_megatron.plan.model import ModelPlan, TensorParallel, describe
 from drivetrain_megatron.plan.whole_trial import confirmed
 from drivetrain_megatron.recording.calls import batches_for, inputs_for
 

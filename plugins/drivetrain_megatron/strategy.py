@@ -36,8 +36,7 @@ from drivetrain_megatron.dropout import AlikeDraws, Dropout, MaskSource
 from drivetrain_megatron.global_shards import GlobalShards, StatesOfCell
 from drivetrain_megatron.paper.layouts import CellOnPaper
 from drivetrain_megatron.pipeline.build import PipelineBuilder
-from drivetrain_megatron.plan.model import TensorParallel
-from drivetrain_megatron.plan.report import describe
+from drivetrain_megatron.plan.model import TensorParallel, describe
 from drivetrain_megatron.planning import Planner
 from drivetrain_megatron.shares import Shares, on_shares
 from drivetrain_megatron.state import (

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from torch import nn
 
 from drivetrain.model.look import Look
-from drivetrain_megatron.plan.alike import alike
+from drivetrain_megatron.dropout import DropoutLayout, Site
 from drivetrain_megatron.plan.divide import (
     AlonePlan,
     BlockPlan,
@@ -26,14 +26,21 @@ from drivetrain_megatron.plan.groups import (
     GroupDivision,
     LayerGroup,
     LinearUse,
+    WeightRegion,
+    alike,
     find_groups,
+    find_regions,
     linear_uses,
+    parent_of,
     rows_of,
+    same_in_list,
     ways,
+    ways_of,
 )
-from drivetrain_megatron.plan.own_weights import WeightRegion, find_regions, ways_of
-from drivetrain_megatron.plan.trial import Trial, verify
+from drivetrain_megatron.plan.trial import Trial, find_layouts, find_misfit, make_trial, verify
+from drivetrain_megatron.recording.calls import Call
 from drivetrain_megatron.tensor.linear import is_linear
+from drivetrain_megatron.tensor.operators import TokenShards
 from drivetrain_megatron.tensor.partition import even
 
 _CONFIGURATIONS = ("config", "cfg", "args")
@@ -148,7 +155,7 @@ def derive(
 
 def is_named(layer: str, names: Container[str]) -> bool:
     """Whether a layer, or a module around it, is among these names."""
-    return layer in names or ("." in layer and is_named(_parent(layer), names))
+    return layer in names or ("." in layer and is_named(parent_of(layer), names))
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,7 +324,7 @@ def _attempts(
     entrances = [""]
     if sequence_parallel:
         inner = _common(group.columns)
-        around = _parent(inner) if len(group.columns) == 1 else inner
+        around = parent_of(inner) if len(group.columns) == 1 else inner
         if around:
             # Code that counts the tokens of its input must see all of them: so several layers
             # enter together, early. One alone can compute while its gradient travels.
@@ -364,7 +371,7 @@ def _numbers(
     block: nn.Module, group: LayerGroup, division: GroupDivision
 ) -> dict[SizeAttribute, tuple[int, ...]]:
     """Return the attributes that count a divided size, with their values on each rank."""
-    owners = {_parent(name) for name in (*group.columns, group.row)} | {_common(group.columns)}
+    owners = {parent_of(name) for name in (*group.columns, group.row)} | {_common(group.columns)}
     return {
         SizeAttribute(owner, attribute): division.numbers[value]
         for owner in sorted(owners)
@@ -383,10 +390,6 @@ def _counts(module: nn.Module) -> Iterator[tuple[str, int]]:
             yield from ((f"{name}.{k}", v) for k, v in vars(value).items() if type(v) is int)
 
 
-def _parent(name: str) -> str:
-    return name.rpartition(".")[0]
-
-
 def _common(names: Iterable[str]) -> str:
     """Return the innermost module that holds all of these layers, or the one layer itself."""
     split = [name.split(".") for name in names]
@@ -398,3 +401,54 @@ def _common(names: Iterable[str]) -> str:
             break
         same.append(parts[0])
     return ".".join(same)
+
+
+# --- one block as trials allow: first with thin matrices, then, if need be, as it is ---
+
+
+def divide_block(
+    block: nn.Module,
+    called: Sequence[Call],
+    structure: BlockStructure,
+    layers: set[str] | None,
+    tokens: TokenShards | None,
+    ranks: int,
+    *,
+    alone: bool = False,
+) -> tuple[Derivation, Mapping[Site, DropoutLayout]]:
+    """Return how a block is divided, and the layouts of its dropouts' inputs.
+
+    The block is called in one way in training, and perhaps in another in evaluation. Large matrices
+    are thin in the trial. If the plan does not fit the block itself, or a thin block cannot run, it
+    is tried as it is.
+    """
+    call, sharded = called[0], tokens is not None
+    rows = {name for row in rows_of(structure.uses) for name in same_in_list(block, row)}
+    for few in (rows, None):
+        try:
+            trial, *others = [make_trial(block, c, few, trains=c is call) for c in called]
+        except Exception as error:  # whatever the user's code raises in fp64: it stays whole
+            reason = f"it cannot be tried in fp64: {type(error).__name__}: {error}"
+            continue
+        found = derive(
+            trial,
+            structure,
+            ranks,
+            sequence_parallel=sharded,
+            layers=layers,
+            alone=alone,
+            evaluations=others,
+        )
+        if _is_thin(trial.block, block) and find_misfit(
+            block, call, found.plan, ranks, sequence_parallel=sharded
+        ):
+            continue
+        fits = (sharded or not found.is_whole) and not found.broken
+        return found, find_layouts(trial, found.plan, ranks, tokens) if fits else {}
+    return Derivation(untried=reason, broken=reason if sharded else ""), {}
+
+
+def _is_thin(copied: nn.Module, block: nn.Module) -> bool:
+    """Whether a copy has other shapes than its block."""
+    pairs = zip(copied.parameters(), block.parameters(), strict=True)
+    return any(mine.shape != own.shape for mine, own in pairs)

@@ -5,7 +5,7 @@ that makes logits and the embeddings with as many rows are divided by words, als
 weight.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,6 +23,7 @@ from drivetrain_megatron.config import MegatronConfig
 from drivetrain_megatron.dropout import DropoutLayout, Layouts, Site, open_attentions
 from drivetrain_megatron.plan.derive import (
     Derivation,
+    divide_block,
     shared_with_others,
     structure_of,
 )
@@ -35,8 +36,6 @@ from drivetrain_megatron.plan.named import (
     models_plan,
     users_plan,
 )
-from drivetrain_megatron.plan.tried_block import divide_block
-from drivetrain_megatron.plan.vocabulary import by_words, find_vocabulary, words_of
 from drivetrain_megatron.recording.calls import (
     Call,
     Calls,
@@ -48,10 +47,99 @@ from drivetrain_megatron.recording.calls import (
 )
 from drivetrain_megatron.tensor.attention import keep_padded
 from drivetrain_megatron.tensor.behavior import Uncompiled
-from drivetrain_megatron.tensor.linear import attach_column
+from drivetrain_megatron.tensor.linear import (
+    attach_column,
+    computes_as_linear,
+    features_of,
+    is_linear,
+    is_transposed,
+)
 from drivetrain_megatron.tensor.operators import Edges, TokenShards
 from drivetrain_megatron.tensor.partition import even
-from drivetrain_megatron.tensor.vocabulary import attach_vocabulary
+from drivetrain_megatron.tensor.vocabulary import attach_vocabulary, reason_against
+
+# --- the layers outside of blocks that are divided by words: embeddings and heads ---
+
+
+def words_of(module: nn.Module) -> int:
+    """Return how many words an embedding, or a layer that makes logits, is about."""
+    return module.num_embeddings if isinstance(module, nn.Embedding) else features_of(module)[1]
+
+
+def by_words(module: nn.Module) -> Iterator[tuple[nn.Parameter, int]]:
+    """Yield the parameters of such a module and their dims that count words."""
+    for name, parameter in module.named_parameters(recurse=False):
+        yield parameter, 1 if name == "weight" and is_transposed(module) else 0
+
+
+def find_vocabulary(
+    model: nn.Module,
+    look: Look,
+    calls: Calls,
+    allowed: Callable[[str], bool],
+    *,
+    strict: bool,
+) -> list[str]:
+    """Return the layers outside of blocks that make logits, and the embeddings of the same words.
+
+    A weight that something else uses, too, stays whole. So does an embedding that needs the whole
+    weight, unless a strict plan names it: then dividing it is an error.
+    """
+    inside = tuple(f"{name}." for name, _ in calls.blocks)
+    outer = [
+        (name, module)
+        for name, module in model.named_modules()
+        if not f"{name}.".startswith(inside) and any(True for _ in module.parameters(False))
+    ]
+    embeddings = [(name, m) for name, m in outer if isinstance(m, nn.Embedding)]
+    heads = [
+        (name, m)
+        for name, m in outer
+        if is_linear(m) and any(features_of(m)[1] == e.num_embeddings for _, e in embeddings)
+        if _ends_in_loss(look, name)
+    ]
+    rows = {features_of(module)[1] for _, module in heads}
+    found = [*[(n, e) for n, e in embeddings if e.num_embeddings in rows], *heads]
+    chosen = [(n, m) for n, m in found if allowed(n) and (strict or _can_be_cut(m))]
+    return [name for name, module in chosen if _is_only_used_by(module, model, chosen, calls)]
+
+
+def _can_be_cut(module: nn.Module) -> bool:
+    if isinstance(module, nn.Embedding):
+        return not reason_against(module)
+    return not isinstance(module, nn.Linear) or computes_as_linear(module)
+
+
+def _ends_in_loss(look: Look, name: str) -> bool:
+    """Return whether neither a block nor a product uses the results of a layer's output.
+
+    A layer in front of them is a projection, even if it has as many features as there are words.
+    """
+    ends = [call for call in look.modules if call.name == name]
+    follows = {number for call in ends for number in call.outputs}
+    first = min((call.operations.stop for call in ends), default=0)
+    for operation in look.operations[first:]:
+        if not follows.isdisjoint(operation.inputs):
+            if operation.block is not None or operation.work:
+                return False
+            follows.update(operation.outputs)
+    return True
+
+
+def _is_only_used_by(
+    module: nn.Module, model: nn.Module, chosen: Iterable[NamedModule], calls: Calls
+) -> bool:
+    """Whether a weight is used once by each of its chosen modules, and by nothing else."""
+    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    weight = module.weight
+    owners = sum(1 for _, m in chosen if m.weight is weight)
+    places = sum(1 for m in model.modules() for p in m.parameters(False) if p is weight)
+    name = first[id(weight)]
+    return owners == places and calls.uses[name] <= owners
+
+
+# --- the model ---
+
 
 NO_INPUTS = (
     "nothing in it repeats, and no inputs were found with which it can be called: prepare it "
@@ -368,3 +456,74 @@ def _if_given(
 ) -> Callable[[Tensor | None], Tensor | None]:
     """Return a hook that leaves a parameter alone whose gradient comes at another time."""
     return lambda gradient: None if gradient is None else function(gradient)
+
+
+# --- a few lines that say how a model was divided, which layers stayed whole, and why ---
+
+
+SHOWN = 3
+"""How many of the parameters that stay whole are named, the largest."""
+
+
+def describe(
+    plan: ModelPlan, facts: Mapping[str, ParameterFacts], nbytes: Mapping[str, int], ranks: int
+) -> Iterator[str]:
+    """Yield lines for the user, who sees bytes of whole parameters and their facts, by name."""
+    whole = [name for name, known in facts.items() if known.partition is None]
+    total, kept = sum(nbytes.values()), sum(nbytes[name] for name in whole)
+    yield (
+        f"tensor parallel over {ranks} ranks: {len(facts) - len(whole)} of {len(facts)} parameters "
+        f"divided, {kept / max(total, 1):.1%} of the bytes stay whole on each rank"
+    )
+    kinds: dict[int, tuple[Derivation, list[str]]] = {}
+    for name, derivation in plan.blocks.items():
+        kinds.setdefault(id(derivation), (derivation, []))[1].append(name)
+    for derivation, names in kinds.values():
+        rest = "whole, but for its words" if names == [""] and plan.vocabulary else "whole"
+        yield f"{_span(names)}: {_groups(derivation) or rest}"
+        if derivation.untried:
+            yield f"{_span(names)} stays whole: {derivation.untried[:200]}"
+        for row, reason in derivation.refused.items():
+            if f"{names[0]}.{row}".strip(".") not in plan.vocabulary:
+                yield f"{_span(names)}: {row} stays whole: {reason[:200]}"
+    yield from _uneven(facts, ranks)
+    if kept:
+        largest = sorted(whole, key=lambda name: -nbytes[name])[:SHOWN]
+        rest = f" and {len(whole) - SHOWN} more" if len(whole) > SHOWN else ""
+        named = ", ".join(f"{name} ({nbytes[name]:,} bytes)" for name in largest)
+        yield f"whole on each rank: {named}{rest}"
+    if plan.note:
+        yield plan.note[:300]
+    if plan.vocabulary:
+        yield f"by words: {', '.join(plan.vocabulary)}"
+
+
+def _uneven(facts: Mapping[str, ParameterFacts], ranks: int) -> Iterator[str]:
+    """Yield a line about parameters of which some ranks hold more than others, if there are."""
+    found = {
+        name: known.partition
+        for name, known in facts.items()
+        if known.partition is not None and len(set(known.partition.local_sizes)) > 1
+    }
+    if found:
+        name, partition = next(iter(found.items()))
+        sizes = ", ".join(map(str, partition.local_sizes))
+        yield (
+            f"not even over {ranks} ranks: {len(found)} parameters, such as {name}, of whose "
+            f"{partition.size} indices of dim {partition.dim} ranks hold {sizes}"
+        )
+
+
+def _groups(derivation: Derivation) -> str:
+    groups = [f"{', '.join(group.columns)} -> {group.row}" for group in derivation.plan.groups]
+    for region in derivation.plan.regions:
+        columns = [name for name in region.weights if name != region.row]
+        groups.append(f"{', '.join(columns)} -> {region.row}")
+    if derivation.plan.alone:
+        groups.append(f"by itself {', '.join(each.layer for each in derivation.plan.alone)}")
+    return "; ".join([*groups, *(f"heads of {name}" for name in derivation.plan.attentions)])
+
+
+def _span(names: list[str]) -> str:
+    named = [name or "the model" for name in names]
+    return named[0] if len(named) == 1 else f"{len(named)} blocks {named[0]} to {named[-1]}"

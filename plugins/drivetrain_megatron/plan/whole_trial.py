@@ -29,7 +29,6 @@ from drivetrain_megatron.cell import ParameterFacts
 from drivetrain_megatron.config import MegatronConfig
 from drivetrain_megatron.plan.derive import Derivation
 from drivetrain_megatron.plan.model import ModelPlan, TensorParallel
-from drivetrain_megatron.plan.random_copy import thin_shapes
 from drivetrain_megatron.plan.thread_ranks import run_emulated
 from drivetrain_megatron.plan.trial import (
     NOISE,
@@ -39,6 +38,7 @@ from drivetrain_megatron.plan.trial import (
     floating_in,
     is_close,
     randomized,
+    thin_shapes,
 )
 from drivetrain_megatron.recording.calls import Call, ExampleInputs
 from drivetrain_megatron.tensor.vocabulary import ShardedLogits

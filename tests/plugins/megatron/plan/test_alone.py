@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from cell_twins import Twins
 from divided_words import WIDE, WORDS, batch, planned_and_described
 from drivetrain.cost import ModelSpec
-from drivetrain_megatron.plan import random_copy
+from drivetrain_megatron.plan import trial
 from stacks import Stack
 
 
@@ -66,8 +66,8 @@ def test_large_layers_are_divided_by_themselves(monkeypatch):
     }
     assert "2 blocks blocks.0 to blocks.1: by itself q, k, v, o, up, down" in text
     assert "stays whole: " not in text
-    monkeypatch.setattr(random_copy, "LARGE", 64)
-    monkeypatch.setattr(random_copy, "FEATURES", 4)
+    monkeypatch.setattr(trial, "LARGE", 64)
+    monkeypatch.setattr(trial, "FEATURES", 4)
     assert of_a_block(built())[0] == expected
 
 

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from divided_words import WIDE, WORDS, PostNorm, TwoRanks, batch
 from drivetrain.errors import ConfigError
 from drivetrain_megatron.config import MegatronConfig
-from drivetrain_megatron.plan import random_copy, whole_trial
+from drivetrain_megatron.plan import trial, whole_trial
 from drivetrain_megatron.plan.model import TensorParallel
 from drivetrain_megatron.plan.whole_trial import confirmed
 from drivetrain_megatron.recording.calls import inputs_for
@@ -154,8 +154,8 @@ def test_long_lists_are_tried_by_their_first_blocks(monkeypatch):
 
 
 def test_thin_matrices_find_the_same(monkeypatch):
-    monkeypatch.setattr(random_copy, "LARGE", 64)
-    monkeypatch.setattr(random_copy, "FEATURES", 4)
+    monkeypatch.setattr(trial, "LARGE", 64)
+    monkeypatch.setattr(trial, "FEATURES", 4)
     assert planned(Words().double()).vocabulary == ["first", "last"]
     assert not planned(Prior().double()).vocabulary
     assert "" in planned(Penalized().double()).blocks
