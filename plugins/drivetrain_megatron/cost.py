@@ -44,11 +44,11 @@ from drivetrain_megatron.cell import data_parallel
 from drivetrain_megatron.config import MegatronConfig
 from drivetrain_megatron.layout import CellLayout, Pipelined
 from drivetrain_megatron.pipeline.batches import cut_batch
+from drivetrain_megatron.pipeline.transfer import StageLinks
 from drivetrain_megatron.plan.derive import Derivation
 from drivetrain_megatron.plan.model import ModelPlan
 from drivetrain_megatron.recording.phases import TensorMeta, block_order, recording_of
 from drivetrain_megatron.recording.proxy import StageProxy
-from drivetrain_megatron.stage_links import StageLinks
 from drivetrain_megatron.tensor.linear import features_of, is_linear
 from drivetrain_megatron.volumes import Activation, RanksOfAxis
 

@@ -13,7 +13,7 @@ from drivetrain.strategy import Run
 from drivetrain_megatron.cell import ParameterFacts
 from drivetrain_megatron.config import MegatronConfig
 from drivetrain_megatron.pipeline.cut import StageCut, chosen_cut
-from drivetrain_megatron.pipeline.other_stages import Tie, is_local, ties
+from drivetrain_megatron.pipeline.stage import Tie, is_local, ties
 from drivetrain_megatron.plan.model import ModelPlan, TensorParallel
 from drivetrain_megatron.plan.whole_trial import confirmed
 from drivetrain_megatron.recording.calls import inputs_for

@@ -16,8 +16,14 @@ from rich.table import Table
 from drivetrain.errors import ConfigError
 from drivetrain_megatron.paper.draw import Gantt, picture_format, save_picture
 from drivetrain_megatron.paper.simulate import Formula, promised, simulate
-from drivetrain_megatron.pipeline.schedules import SCHEDULES, ActionKind, Schedule, make_schedule
-from drivetrain_megatron.pipeline.timeline import Timeline, save_trace
+from drivetrain_megatron.pipeline.schedules import (
+    SCHEDULES,
+    ActionKind,
+    Schedule,
+    Timeline,
+    make_schedule,
+    save_trace,
+)
 
 ALL = "all"
 MOST_ACTIONS = 1_000_000

@@ -15,8 +15,7 @@ from rich.style import Style
 from rich.text import Text
 
 from drivetrain.errors import ConfigError
-from drivetrain_megatron.pipeline.schedules import Action, ActionKind
-from drivetrain_megatron.pipeline.timeline import Span, Timeline
+from drivetrain_megatron.pipeline.schedules import Action, ActionKind, Span, Timeline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

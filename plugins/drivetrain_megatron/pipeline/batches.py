@@ -31,6 +31,29 @@ class MicroBatch:
     number: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Division:
+    """How the calls of one kind are cut.
+
+    Attributes:
+        dims: for each leaf of (args, kwargs, targets), the dim along which it is cut; None where
+            the call must stay whole.
+        joins: for each block, the dims along which its tensors are joined; empty for whole calls.
+        kept: the blocks whose tensors the rest of the model reads, by index.
+        failure: the first error that parts of the batch raised on this rank, in words, where the
+            call stays whole; "" without any.
+    """
+
+    dims: Dims | None
+    joins: tuple[Dims, ...]
+    kept: frozenset[int]
+    failure: str = ""
+
+    def join_of(self, block: int, place: int) -> int | None:
+        """Return the dim along which one tensor of a block is joined."""
+        return self.joins[block][place] if self.joins else None
+
+
 def first_rows(leaves: Sequence[Any]) -> int:
     """Return the extent of dim 0 of the first tensor.
 

@@ -16,11 +16,10 @@ from drivetrain.errors import UsageError
 from drivetrain.log import get_logger
 from drivetrain.model.look import Look
 from drivetrain.parts.blocks import NamedModule
-from drivetrain.parts.guard import Elsewhere
+from drivetrain.parts.guard import Arguments, Elsewhere, Function, Keywords
 from drivetrain.parts.naming import clean_name, named_parameters
 from drivetrain.parts.wrapping import UninheritedMethod, unwrap_forward, wrap_forward
 from drivetrain.strategy import Run, Strategy
-from drivetrain_megatron.adapted import AdaptedModel
 from drivetrain_megatron.config import MegatronConfig
 from drivetrain_megatron.dropout import Dropout
 from drivetrain_megatron.pipeline.cut import (
@@ -28,17 +27,81 @@ from drivetrain_megatron.pipeline.cut import (
     chosen_cut,
 )
 from drivetrain_megatron.pipeline.levels import PipelinedModel
-from drivetrain_megatron.pipeline.local import LocalStages, StageParts
-from drivetrain_megatron.pipeline.other_stages import SharedParameters
-from drivetrain_megatron.pipeline.stages import Split, split
+from drivetrain_megatron.pipeline.runner import LocalStages, StageParts, StepTrace
+from drivetrain_megatron.pipeline.stage import SharedParameters, Split, split
 from drivetrain_megatron.pipeline.stand_ins import StandIns
-from drivetrain_megatron.pipeline.timing import StepTrace
-from drivetrain_megatron.pipeline.transfer import Link
+from drivetrain_megatron.pipeline.transfer import Link, announce_idle_rounding
 from drivetrain_megatron.recording.calls import ExampleInputs
 from drivetrain_megatron.recording.phases import Recording, block_order, recording_of
-from drivetrain_megatron.stage_links import announce_idle_rounding
 from drivetrain_megatron.tensor.behavior import Uncompiled
 from drivetrain_megatron.tensor.linear import WeightGradients, defer_no_more, defer_weights
+
+# --- calls of the model inside of a model of ``peft`` go through the pipeline of the whole ---
+
+# ``PeftModel.generate`` calls the model inside by itself. The stages are those of the whole model,
+# whose forward hands its arguments on to the one inside, unless it puts learned prompts before
+# them.
+
+
+_WHOLE, _INSIDE = "_forward_before_passes", "_forward_before_calls_inside"
+
+
+class AdaptedModel:
+    """A model of ``peft`` before it is cut into stages; other models stay as they are.
+
+    Args:
+        model: whole.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._inside = _inside(model)
+        self._passes = 0
+        if self._inside is not None:
+            wrap_forward(model, _WHOLE, self._pass)
+
+    def redirect(self) -> None:
+        """Let calls of the model inside be calls of the whole, from now on."""
+        if self._inside is not None:
+            wrap_forward(self._inside, _INSIDE, self._call)
+
+    def close(self) -> None:
+        """Give both their own forward back."""
+        if self._inside is not None:
+            unwrap_forward(self._inside, _INSIDE)
+            unwrap_forward(self._model, _WHOLE)
+
+    def _pass(self, module: nn.Module, compute: Function, args: Arguments, kwargs: Keywords) -> Any:
+        """Run the whole forward, in which the model inside computes by itself."""
+        self._passes += 1
+        try:
+            return compute(*args, **kwargs)
+        finally:
+            self._passes -= 1
+
+    def _call(self, module: nn.Module, compute: Function, args: Arguments, kwargs: Keywords) -> Any:
+        """Compute the model inside, as a part of the whole or for a caller of its own."""
+        if self._passes:
+            return compute(*args, **kwargs)
+        if getattr(getattr(self._model, "active_peft_config", None), "is_prompt_learning", False):
+            raise UsageError(
+                "expected a call of the prepared model, found one of the model inside of it, as "
+                "generate() of peft makes them: with learned prompts the two differ, and the "
+                "pipeline's stages are those of the whole. Generate after training in one process, "
+                "or use no pipeline (pp: 1)"
+            )
+        return self._model(*args, **kwargs)
+
+
+def _inside(model: nn.Module) -> nn.Module | None:
+    """Return the model inside of a model of peft, and None for others."""
+    answer = getattr(model, "get_base_model", None)
+    inside = answer() if callable(answer) else None
+    return inside if isinstance(inside, nn.Module) and inside is not model else None
+
+
+# --- the pipeline ---
+
 
 logger = get_logger(__name__)
 

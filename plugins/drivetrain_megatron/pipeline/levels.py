@@ -26,13 +26,13 @@ from drivetrain.errors import UsageError
 from drivetrain.log import get_logger
 from drivetrain.parts.wrapping import UninheritedMethod
 from drivetrain_megatron.config import MegatronConfig
-from drivetrain_megatron.pipeline.batch_trial import BatchTrial, Division
-from drivetrain_megatron.pipeline.batches import Dims, MicroBatch, cut_batch
-from drivetrain_megatron.pipeline.evaluation import Evaluation
-from drivetrain_megatron.pipeline.local import LocalStages
-from drivetrain_megatron.pipeline.loss import (
+from drivetrain_megatron.pipeline.batches import Dims, Division, MicroBatch, cut_batch
+from drivetrain_megatron.pipeline.losses import (
+    Evaluation,
     LossOrigin,
     PromisedLoss,
+    Weights,
+    WholeBatch,
     behind_inputs,
     handed_out,
     loss_in,
@@ -42,13 +42,10 @@ from drivetrain_megatron.pipeline.loss import (
     refuse_options,
     running,
 )
-from drivetrain_megatron.pipeline.loss_trial import LossTrial
-from drivetrain_megatron.pipeline.other_stages import with_copies
+from drivetrain_megatron.pipeline.runner import LocalStages, LossOf, StepTrace, find_loss
 from drivetrain_megatron.pipeline.schedules import Action, ActionKind
-from drivetrain_megatron.pipeline.shares import Weights
-from drivetrain_megatron.pipeline.timing import StepTrace
-from drivetrain_megatron.pipeline.whole_batch import WholeBatch
-from drivetrain_megatron.pipeline.worker import LossOf, find_loss
+from drivetrain_megatron.pipeline.stage import with_copies
+from drivetrain_megatron.pipeline.trials import BatchTrial, LossTrial
 from drivetrain_megatron.recording.proxy import StageProxy, resolve
 
 logger = get_logger(__name__)

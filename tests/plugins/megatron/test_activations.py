@@ -14,8 +14,9 @@ from drivetrain.errors import ConfigError, RankMismatchError
 from drivetrain.facade import settings
 from drivetrain.links.chosen import LinkMethods
 from drivetrain.runtime.precision import Precision
-from drivetrain_megatron import Megatron, stage_links
+from drivetrain_megatron import Megatron
 from drivetrain_megatron.config import MegatronConfig
+from drivetrain_megatron.pipeline import transfer
 from huggingface_models import VOCABULARY, gpt2, llama, token_batch
 from stacks import Stack
 
@@ -114,7 +115,7 @@ def test_a_pipeline_on_one_host_is_exact_and_says_so_once(monkeypatch):
 @pytest.mark.ranks(4)
 def test_whole_pipelines_on_each_host_are_exact_and_say_so(monkeypatch):
     hosts(monkeypatch, 2)
-    said = announced(monkeypatch, stage_links.logger)
+    said = announced(monkeypatch, transfer.logger)
     exact, rounded = (of_words(llama, name, order="tp,pp,dp") for name in METHODS)
     assert exact[:2] == rounded[:2]
     assert ONE in rounded[1]

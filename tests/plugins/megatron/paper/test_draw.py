@@ -10,8 +10,15 @@ from rich.console import Console
 from drivetrain.errors import ConfigError
 from drivetrain_megatron.paper.draw import Gantt, save_picture
 from drivetrain_megatron.paper.simulate import simulate
-from drivetrain_megatron.pipeline.schedules import Action, ActionKind, make_schedule
-from drivetrain_megatron.pipeline.timeline import Span, Timeline, save_trace, to_trace
+from drivetrain_megatron.pipeline.schedules import (
+    Action,
+    ActionKind,
+    Span,
+    Timeline,
+    make_schedule,
+    save_trace,
+    to_trace,
+)
 
 MEASURED = Timeline(
     (

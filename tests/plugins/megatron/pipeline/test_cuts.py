@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from drivetrain.errors import UsageError
-from drivetrain_megatron.pipeline.shares import Weights
+from drivetrain_megatron.pipeline.losses import Weights
 from stacks import Residual, Stack
 from staged_twins import EXACT, Twins
 

@@ -16,7 +16,7 @@ import huggingface_models
 import stacks
 from drivetrain.errors import UsageError
 from drivetrain_megatron.pipeline.cut import balanced, listed
-from drivetrain_megatron.pipeline.stages import split
+from drivetrain_megatron.pipeline.stage import split
 from drivetrain_megatron.recording.phases import record
 from drivetrain_megatron.recording.proxy import StageProxy
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from drivetrain_megatron.pipeline.worker import seeded
+from drivetrain_megatron.pipeline.runner import seeded
 from drivetrain_megatron.plan.divide import BlockPlan, GroupPlan, divide
 from drivetrain_megatron.plan.thread_ranks import run_emulated
 from drivetrain_megatron.tensor.behavior import behavior_of
