@@ -29,17 +29,17 @@ from drivetrain.shards import (
     state_tensors,
 )
 from drivetrain.strategy import Prepared, Run
-from drivetrain_megatron.cell import ParameterFacts, SameBatch, advice
+from drivetrain_megatron.cell import DataParallelCell, SameBatch, advice
 from drivetrain_megatron.config import MegatronConfig
 from drivetrain_megatron.cost import estimate
 from drivetrain_megatron.dropout import AlikeDraws, Dropout, MaskSource
-from drivetrain_megatron.global_shards import GlobalShards, StatesOfCell
-from drivetrain_megatron.paper.layouts import CellOnPaper
+from drivetrain_megatron.paper.step import CellOnPaper
 from drivetrain_megatron.pipeline.build import PipelineBuilder
 from drivetrain_megatron.plan.model import TensorParallel, describe
 from drivetrain_megatron.planning import Planner
 from drivetrain_megatron.shares import Shares, on_shares
 from drivetrain_megatron.state import (
+    GlobalShards,
     Original,
     SharedSource,
     WholeState,
@@ -47,11 +47,12 @@ from drivetrain_megatron.state import (
     refusing_forwards,
     shows_whole,
 )
+from drivetrain_megatron.tensor.partition import ShardingSpec
 
 logger = get_logger(__name__)
 
 
-class Megatron(CellOnPaper, StatesOfCell):
+class Megatron(CellOnPaper, DataParallelCell):
     """Tensor and pipeline parallelism, over data parallelism.
 
     ``prepare`` returns the very model it was given: its layers compute in parts.
@@ -69,7 +70,7 @@ class Megatron(CellOnPaper, StatesOfCell):
         )
         self._tensor: TensorParallel | None = None
         self._shares = Shares(self._tp)
-        self._facts: dict[str, ParameterFacts] = {}
+        self._facts: dict[str, ShardingSpec] = {}
         source = MaskSource(config.dropout_seed, run.mesh["dp"].position)
         self._dropout = Dropout(source, self._tp)
         self._draws = AlikeDraws(self._tp, world.device)
@@ -108,7 +109,7 @@ class Megatron(CellOnPaper, StatesOfCell):
         self._original = Original(model, optimizers)
         self._whole = WholeState(uncompiled(model), self._pp, self.run.world.device)
         self._facts = {
-            name: ParameterFacts(tuple(parameter.shape))
+            name: ShardingSpec(tuple(parameter.shape))
             for name, parameter in named_parameters(model).items()
         }
         self._replicate(model)

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain.collectives import Communicator
-from drivetrain_megatron.cell import ParameterFacts
 from drivetrain_megatron.tensor.attention import attach_heads, head_partitions
 from drivetrain_megatron.tensor.block_code import attach_bias, attach_region, attach_resized
 from drivetrain_megatron.tensor.linear import (
@@ -23,7 +22,7 @@ from drivetrain_megatron.tensor.linear import (
     is_transposed,
 )
 from drivetrain_megatron.tensor.operators import Edges, TokenShards, gather, scatter
-from drivetrain_megatron.tensor.partition import Partition
+from drivetrain_megatron.tensor.partition import Partition, ShardingSpec
 
 
 class SizeAttribute(NamedTuple):
@@ -115,7 +114,7 @@ class BlockPlan:
     partial: frozenset[str] = frozenset()
 
 
-def divide(block: nn.Module, plan: BlockPlan, edges: Edges) -> dict[str, ParameterFacts]:
+def divide(block: nn.Module, plan: BlockPlan, edges: Edges) -> dict[str, ShardingSpec]:
     """Cut a block's parameters to this rank's share and let its layers compute in parts.
 
     Edges say how activations are cut outside of the block's groups. The block is changed in place.
@@ -140,10 +139,10 @@ def divide(block: nn.Module, plan: BlockPlan, edges: Edges) -> dict[str, Paramet
     return facts
 
 
-def facts_of(block: nn.Module, plan: BlockPlan, ranks: int) -> dict[str, ParameterFacts]:
+def facts_of(block: nn.Module, plan: BlockPlan, ranks: int) -> dict[str, ShardingSpec]:
     """Return the facts of every parameter of a divided block, by its name; nothing is changed."""
     facts = {
-        name: ParameterFacts(tuple(parameter.shape), partial=name in plan.partial)
+        name: ShardingSpec(tuple(parameter.shape), partial=name in plan.partial)
         for name, parameter in block.named_parameters()
     }
     for group in plan.groups:

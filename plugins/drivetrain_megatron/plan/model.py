@@ -18,7 +18,6 @@ from drivetrain.model.look import Look
 from drivetrain.parts.blocks import NamedModule
 from drivetrain.parts.naming import named_parameters, uncompiled
 from drivetrain.parts.rounds import mark_of_strategy
-from drivetrain_megatron.cell import ParameterFacts
 from drivetrain_megatron.config import MegatronConfig
 from drivetrain_megatron.dropout import DropoutLayout, Layouts, Site, open_attentions
 from drivetrain_megatron.plan.derive import (
@@ -55,7 +54,7 @@ from drivetrain_megatron.tensor.linear import (
     is_transposed,
 )
 from drivetrain_megatron.tensor.operators import Edges, TokenShards
-from drivetrain_megatron.tensor.partition import even
+from drivetrain_megatron.tensor.partition import ShardingSpec, even
 from drivetrain_megatron.tensor.vocabulary import attach_vocabulary, reason_against
 
 # --- the layers outside of blocks that are divided by words: embeddings and heads ---
@@ -233,7 +232,7 @@ class TensorParallel:
             check_fulfilled(model, self._named, plan.vocabulary, plan.blocks)
         return plan
 
-    def divide(self, model: nn.Module, plan: ModelPlan) -> dict[str, ParameterFacts]:
+    def divide(self, model: nn.Module, plan: ModelPlan) -> dict[str, ShardingSpec]:
         """Cut a model's parameters to this rank's share and let its layers compute in parts.
 
         Returns:
@@ -259,10 +258,10 @@ class TensorParallel:
         self._model = model if any(known.partition for known in facts.values()) else None
         return facts
 
-    def facts(self, model: nn.Module, plan: ModelPlan) -> dict[str, ParameterFacts]:
+    def facts(self, model: nn.Module, plan: ModelPlan) -> dict[str, ShardingSpec]:
         """Return the facts that ``divide`` returns; the model is whole and stays so."""
         names = {parameter: name for name, parameter in named_parameters(model).items()}
-        facts = {name: ParameterFacts(tuple(p.shape)) for p, name in names.items()}
+        facts = {name: ShardingSpec(tuple(p.shape)) for p, name in names.items()}
         for name, derivation in plan.blocks.items():
             block = uncompiled(model.get_submodule(name))
             found = facts_of(block, derivation.plan, self._ranks.size)
@@ -286,7 +285,7 @@ class TensorParallel:
         self._handles.append(first.register_forward_pre_hook(region.enter, with_kwargs=True))
         self._handles.append(last.register_forward_hook(region.leave))
 
-    def sum_partial(self, model: nn.Module, facts: Mapping[str, ParameterFacts]) -> None:
+    def sum_partial(self, model: nn.Module, facts: Mapping[str, ShardingSpec]) -> None:
         """Sum the gradients of which each rank has a part, before anybody else sees them."""
         for name, parameter in named_parameters(model).items():
             summed = self._summed(facts[name]) if name in facts else None
@@ -312,14 +311,13 @@ class TensorParallel:
         if self._model is not None:
             self._model.register_forward_pre_hook(_refuse, prepend=True)
 
-    def _summed(self, facts: ParameterFacts) -> Callable[[Tensor], Tensor] | None:
+    def _summed(self, facts: ShardingSpec) -> Callable[[Tensor], Tensor] | None:
         """Return the sum that makes a parameter's gradient whole; None for a whole gradient."""
-        if facts.partial:
-            return self._sum
-        partition = facts.partition
-        if partition is None or len(set(partition.ranges)) == len(partition.ranges):
+        if not facts.is_summed:
             return None
-        rank = self._ranks.rank
+        partition, rank = facts.partition, self._ranks.rank
+        if facts.partial or partition is None:
+            return self._sum
 
         def over_copies(gradient: Tensor) -> Tensor:
             # Several ranks hold the same heads: their parts meet in the whole gradient.
@@ -466,7 +464,7 @@ SHOWN = 3
 
 
 def describe(
-    plan: ModelPlan, facts: Mapping[str, ParameterFacts], nbytes: Mapping[str, int], ranks: int
+    plan: ModelPlan, facts: Mapping[str, ShardingSpec], nbytes: Mapping[str, int], ranks: int
 ) -> Iterator[str]:
     """Yield lines for the user, who sees bytes of whole parameters and their facts, by name."""
     whole = [name for name, known in facts.items() if known.partition is None]
@@ -498,7 +496,7 @@ def describe(
         yield f"by words: {', '.join(plan.vocabulary)}"
 
 
-def _uneven(facts: Mapping[str, ParameterFacts], ranks: int) -> Iterator[str]:
+def _uneven(facts: Mapping[str, ShardingSpec], ranks: int) -> Iterator[str]:
     """Yield a line about parameters of which some ranks hold more than others, if there are."""
     found = {
         name: known.partition

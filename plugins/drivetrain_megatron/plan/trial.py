@@ -25,7 +25,6 @@ from drivetrain.collectives import Communicator
 from drivetrain.errors import ConfigError
 from drivetrain.log import get_logger
 from drivetrain.runtime import rng
-from drivetrain_megatron.cell import ParameterFacts
 from drivetrain_megatron.dropout import (
     DropoutLayout,
     DropoutRecorder,
@@ -38,7 +37,7 @@ from drivetrain_megatron.recording.calls import Call
 from drivetrain_megatron.recording.proxy import StageProxy
 from drivetrain_megatron.tensor.linear import is_linear, is_transposed
 from drivetrain_megatron.tensor.operators import Edges, TokenShards, gather, scatter
-from drivetrain_megatron.tensor.partition import Partition, even
+from drivetrain_megatron.tensor.partition import Partition, ShardingSpec, even
 
 # --- copies for trials: random values, and thin matrices where the model's are large ---
 
@@ -330,7 +329,7 @@ def verify(
         and why the plan is wrong.
     """
 
-    def one_rank(communicator: Communicator) -> tuple[Results, dict[str, ParameterFacts]]:
+    def one_rank(communicator: Communicator) -> tuple[Results, dict[str, ShardingSpec]]:
         tokens = TokenShards() if sequence_parallel else None
         edges = Edges(communicator, tokens)
         block = copy.deepcopy(trial.block)
@@ -349,7 +348,7 @@ def verify(
 
 
 def _compare(
-    expected: Results, found: Sequence[Results], facts: Mapping[str, ParameterFacts]
+    expected: Results, found: Sequence[Results], facts: Mapping[str, ShardingSpec]
 ) -> tuple[frozenset[str] | None, str]:
     for results in found:
         if len(results.outputs) != len(expected.outputs) or not all(
@@ -372,7 +371,7 @@ def _compare(
 
 
 def _kind_of(
-    whole: Tensor | None, mine: Sequence[Tensor | None], facts: ParameterFacts, noise: float
+    whole: Tensor | None, mine: Sequence[Tensor | None], facts: ShardingSpec, noise: float
 ) -> str | None:
     """Return whether gradients of ranks are ``equal`` to the whole's, or ``partial`` sums."""
     gradients = [gradient for gradient in mine if gradient is not None]

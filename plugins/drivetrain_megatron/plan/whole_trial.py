@@ -25,7 +25,6 @@ from drivetrain.model.look import Look
 from drivetrain.model.untouched import keep_padding
 from drivetrain.parts.naming import uncompiled
 from drivetrain.runtime import rng
-from drivetrain_megatron.cell import ParameterFacts
 from drivetrain_megatron.config import MegatronConfig
 from drivetrain_megatron.plan.derive import Derivation
 from drivetrain_megatron.plan.model import ModelPlan, TensorParallel
@@ -41,6 +40,7 @@ from drivetrain_megatron.plan.trial import (
     thin_shapes,
 )
 from drivetrain_megatron.recording.calls import Call, ExampleInputs
+from drivetrain_megatron.tensor.partition import ShardingSpec
 from drivetrain_megatron.tensor.vocabulary import ShardedLogits
 
 MOST_BYTES = 1 << 30
@@ -172,7 +172,7 @@ def difference(trial: WholeTrial, plan: ModelPlan, ranks: int) -> str:
     blocks = {name: each for name, each in plan.blocks.items() if name not in trial.missing}
     expected = trial.results
 
-    def one_rank(communicator: Communicator) -> tuple[Results, Mapping[str, ParameterFacts]]:
+    def one_rank(communicator: Communicator) -> tuple[Results, Mapping[str, ShardingSpec]]:
         mine = copy.deepcopy(trial.model)
         side = TensorParallel(
             communicator, sequence_parallel=plan.sharded, named=None, strict=False
@@ -245,7 +245,7 @@ def _other_output(found: Results, expected: Results) -> str:
 
 
 def _other_gradient(
-    found: Results, expected: Results, facts: Mapping[str, ParameterFacts], rank: int
+    found: Results, expected: Results, facts: Mapping[str, ShardingSpec], rank: int
 ) -> str:
     """Return the first parameter of which one process has another gradient."""
     gradients = [g for g in expected.parameters.values() if g is not None]

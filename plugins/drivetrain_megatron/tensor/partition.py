@@ -172,6 +172,36 @@ class Partition:
         return (share.narrow(self.dim, at, n) for at, n in zip(edges, lengths, strict=False))
 
 
+@dataclass(frozen=True, slots=True)
+class ShardingSpec:
+    """How a parameter lies on the tensor-parallel axis.
+
+    Attributes:
+        shape: the global shape, as the user's model has it.
+        partition: which part each rank of the axis holds; None if all hold the whole.
+        partial: whether each rank's gradient is a part of a sum over the axis.
+    """
+
+    shape: tuple[int, ...]
+    partition: Partition | None = None
+    partial: bool = False
+
+    @property
+    def is_summed(self) -> bool:
+        """Whether gradients are summed over the axis: parts of a sum, or copies of a range."""
+        cut = self.partition
+        return self.partial or (cut is not None and len(set(cut.ranges)) < cut.ranks)
+
+    def local_shape(self, rank: int) -> tuple[int, ...]:
+        """Return the shape of the part that one rank of the axis holds."""
+        cut = self.partition
+        return self.shape if cut is None else cut.local_shape(rank, self.shape)
+
+    def saves(self, rank: int) -> bool:
+        """Whether this rank saves its part: the first holder on the axis does."""
+        return rank == (0 if self.partition is None else self.partition.first_holder(rank))
+
+
 @functools.lru_cache(maxsize=1024)
 def even(dim: int, size: int, ranks: int) -> Partition:
     """Return the even cut of a dim: lengths differ by at most 1, some may be empty."""

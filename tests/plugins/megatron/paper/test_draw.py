@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from drivetrain.errors import ConfigError
-from drivetrain_megatron.paper.draw import Gantt, save_picture
+from drivetrain_megatron.paper.command import Gantt, save_picture
 from drivetrain_megatron.paper.simulate import simulate
 from drivetrain_megatron.pipeline.schedules import (
     Action,

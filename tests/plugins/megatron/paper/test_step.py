@@ -1,8 +1,7 @@
 """A cell on paper: what its ranks and its stages get of a model, and the divisions to try."""
 
 from drivetrain.paper.transformer import GptShape
-from drivetrain_megatron.paper.layouts import cell_layouts
-from drivetrain_megatron.paper.step import cut_into_stages, divided
+from drivetrain_megatron.paper.step import CellOnPaper, cut_into_stages, divided
 
 SHAPE = GptShape(layers=6, hidden=64, heads=8, seq=16, vocab=128)
 
@@ -21,7 +20,7 @@ def test_inputs_of_recomputed_blocks_are_divided_with_the_tokens_alone():
 
 
 def test_divisions_to_try_stay_inside_of_hosts_and_divide_the_model():
-    found = list(cell_layouts(blocks=12, heads=8, ranks=16, per_host=4))
+    found = list(CellOnPaper.layouts(blocks=12, heads=8, ranks=16, per_host=4))
     assert {each["tp"] for each in found} == {1, 2, 4}
     assert {each["schedule"] for each in found} == {"1f1b", "interleaved"}
     for each in found:
