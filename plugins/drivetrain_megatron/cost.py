@@ -44,7 +44,7 @@ from drivetrain.strategy import Run
 from drivetrain_megatron import volumes
 from drivetrain_megatron.cell import data_parallel
 from drivetrain_megatron.config import MegatronConfig
-from drivetrain_megatron.pipeline.batches import cut_batch
+from drivetrain_megatron.pipeline.batches import MicroBatch, cut_batch
 from drivetrain_megatron.pipeline.cut import StageCut, chosen_cut
 from drivetrain_megatron.pipeline.stage import Tie, is_local, ties
 from drivetrain_megatron.pipeline.transfer import StageLinks
@@ -313,7 +313,7 @@ class StepVolumes:
         parts = 1 if windowed else self._config.micro_batches or self._config.pp
         if self._layout.pipeline is None:
             parts = 1
-        batches = cut_batch(args, kwargs, parts)
+        batches = cut_batch(MicroBatch(tuple(args), kwargs), parts)
         rows = Counter(batch.rows for batch in batches)
         first = {batch.rows: batch for batch in reversed(batches)}
         return [

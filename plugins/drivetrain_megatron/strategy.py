@@ -141,8 +141,7 @@ class Megatron(CellOnPaper, DataParallelCell):
             self._tensor.sum_partial(model, self._facts)
         if self._builder is not None:
             self._pipeline = self._builder.start(model, self._inner, self._dropout)
-            if self._builder.stand_ins is not None:
-                self._builder.stand_ins.in_window = lambda: not self._synchronizing
+            self._builder.stand_ins.in_window = lambda: not self._synchronizing
             shows_whole(uncompiled(model), self)
         same = SameBatch((self._tp, self._pp), self.run.world)
         if same.matters:
@@ -175,7 +174,7 @@ class Megatron(CellOnPaper, DataParallelCell):
             self._inner.backward(loss, **options)
         else:
             self._pipeline.backward(loss, synchronize=self._synchronizing, **options)
-            if self._synchronizing and self._builder is not None and self._builder.stand_ins:
+            if self._synchronizing and self._builder is not None:
                 self._builder.stand_ins.learn()
 
     @on_shares

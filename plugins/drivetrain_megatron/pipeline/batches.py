@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from drivetrain.errors import UsageError
 
@@ -26,9 +26,13 @@ class MicroBatch:
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
-    rows: int
+    rows: int = 0
     targets: Any = None
     number: int = 0
+
+    def flat(self) -> tuple[list[Any], TreeSpec]:
+        """Return the leaves of args, kwargs and targets, and their tree."""
+        return tree_flatten((self.args, dict(self.kwargs), self.targets))
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,14 +74,6 @@ def first_rows(leaves: Sequence[Any]) -> int:
     return rows
 
 
-def rows_first(leaves: Sequence[Any]) -> Dims:
-    """Return dim 0 for every tensor with as many rows as the first one."""
-    rows = first_rows(leaves)
-    return tuple(
-        0 if isinstance(x, Tensor) and x.dim() and x.shape[0] == rows else None for x in leaves
-    )
-
-
 def rows_of(leaves: Sequence[Any], dims: Dims) -> int | None:
     """Return the rows of a batch whose leaves are cut along dims; None if they do not agree."""
     pairs = zip(leaves, dims, strict=True)
@@ -85,39 +81,32 @@ def rows_of(leaves: Sequence[Any], dims: Dims) -> int | None:
     return found.pop() if len(found) == 1 else None
 
 
-def cut_batch(
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    count: int,
-    targets: Any = None,
-    dims: Dims | None = None,
-) -> list[MicroBatch]:
+def cut_batch(whole: MicroBatch, count: int, dims: Dims | None = None) -> list[MicroBatch]:
     """Return at most ``count`` micro-batches, of as even a number of rows as can be.
 
     Args:
-        args: positional inputs.
-        kwargs: inputs by name.
+        whole: the inputs of a call, and the targets, which are cut as the inputs are.
         count: how many micro-batches are wanted.
-        targets: of the loss function, cut as the inputs are.
-        dims: for each leaf of (args, kwargs, targets), the dim along which it is cut; other inputs
-            go with each micro-batch. Without dims, dim 0 of tensors with the first one's rows.
+        dims: for each leaf of the batch, the dim along which it is cut; other inputs go with each
+            micro-batch. Without dims, dim 0 of tensors with the first one's rows.
 
     Raises:
         UsageError: there is no tensor with rows, or the batch is empty.
     """
-    leaves = tree_flatten((tuple(args), dict(kwargs), targets))[0]
-    dims = dims or rows_first(leaves)
-    rows = rows_of(leaves, dims) or first_rows(leaves)
+    leaves, _ = whole.flat()
+    first = first_rows(leaves)
+    dims = dims or tuple(
+        0 if isinstance(x, Tensor) and x.dim() and x.shape[0] == first else None for x in leaves
+    )
+    rows = rows_of(leaves, dims) or first
     pieces = min(count, rows)
     edges = [rows * index // pieces for index in range(pieces + 1)]
-    return cut_at(args, kwargs, targets, dims, edges)
+    return cut_at(whole, dims, edges)
 
 
-def cut_at(
-    args: Sequence[Any], kwargs: Mapping[str, Any], targets: Any, dims: Dims, edges: Sequence[int]
-) -> list[MicroBatch]:
+def cut_at(whole: MicroBatch, dims: Dims, edges: Sequence[int]) -> list[MicroBatch]:
     """Return the micro-batches between given rows."""
-    leaves, tree = tree_flatten((tuple(args), dict(kwargs), targets))
+    leaves, tree = whole.flat()
     found = []
     for start, stop in pairwise(edges):
         some = [

@@ -119,6 +119,12 @@ class PipelineBuilder:
         copied_buffers: names of the buffers here that count on an earlier rank of the pipeline.
     """
 
+    _planned: tuple[Recording, StageCut]
+    _split: Split
+    _shared: SharedParameters
+    _adapted: AdaptedModel
+    stand_ins: StandIns
+
     def __init__(
         self, config: MegatronConfig, run: Run, axis: Communicator, layers: Communicator
     ) -> None:
@@ -130,11 +136,7 @@ class PipelineBuilder:
         self._stages = config.pp * config.chunks
         self._link = Link.of(run, self._stages)
         announce_idle_rounding(run)
-        self._planned: tuple[Recording, StageCut] | None = None
         self.blocks: Sequence[NamedModule] = ()
-        self._split: Split | None = None
-        self._shared: SharedParameters | None = None
-        self._adapted: AdaptedModel | None = None
         self._uncompiled = Uncompiled()
         self._weights = WeightGradients()
         self._deferring: list[nn.Module] = []
@@ -143,7 +145,6 @@ class PipelineBuilder:
         self._methods: list[UninheritedMethod] = []
         self._pipeline: PipelinedModel | None = None
         self.copied_buffers: frozenset[str] = frozenset()
-        self.stand_ins: StandIns | None = None
 
     def plan(self, model: nn.Module, inputs: ExampleInputs) -> None:
         """Record the whole model and find where the stages may begin.
@@ -161,8 +162,6 @@ class PipelineBuilder:
 
         A cut that was measured differs from rank to rank, also from replica to replica.
         """
-        if self._planned is None:
-            raise RuntimeError("plan() comes before agree()")
         recording, cut = self._planned
         bounds = share_facts(list(cut.bounds), list[int], doing="the choice of stages")
         self._planned = recording, StageCut(tuple(bounds))
@@ -177,8 +176,6 @@ class PipelineBuilder:
 
         Shapes are those of the user's whole parameters, by name.
         """
-        if self._planned is None:
-            raise RuntimeError("plan() comes before split()")
         recording, cut = self._planned
         if self._run.mesh["tp"].size == 1:
             shared = "because ranks share its blocks; compile the blocks instead"
@@ -212,21 +209,17 @@ class PipelineBuilder:
 
     def materialize(self, source: WeightSource) -> None:
         """Give copies of shared parameters their values, in a model that was built without any."""
-        if self._shared is not None:
-            self._shared.materialize(source, self._run.world.device)
+        self._shared.materialize(source, self._run.world.device)
 
     def start(self, model: nn.Module, inner: Strategy[Any], dropout: Dropout) -> PipelinedModel:
         """Take over the model's calls, after the data-parallel strategy has prepared it."""
-        if self._split is None or self._shared is None:
-            raise RuntimeError("split() comes before start()")
         windowed = self._run.accumulation > 1 and not self._config.micro_batches
         if self._config.schedule == "zb-h1":
             self._deferring = defer_weights(model, self._weights)
-        cell = (self._axis, self._layers)
-        parts = StageParts(
-            self._link, self._axis, cell, self._replicas, self._shared, self._weights, dropout
-        )
-        stages = LocalStages(self._split, inner, parts, self._run.world.device)
+        between = (self._link, self._axis, (self._axis, self._layers), self._replicas)
+        device = self._run.world.device
+        parts = StageParts(inner, device, *between, self._shared, self._weights, dropout)
+        stages = LocalStages(self._split, parts)
         pipeline = PipelinedModel(model, stages, self._config, windowed, self._trace())
         self._pipeline = pipeline
         mine = {index for worker in stages.workers.values() for index in worker.stage.blocks}
@@ -240,11 +233,9 @@ class PipelineBuilder:
             return pipeline.call(args, kwargs) if module is model else compute(*args, **kwargs)
 
         wrap_forward(model, _ORIGINAL, call)
-        if self._adapted is not None:
-            self._adapted.redirect()
-        if self.stand_ins is not None:
-            self.stand_ins.put()
-            self._shared.hide(self.stand_ins.has_gradients, self._run.world.device)
+        self._adapted.redirect()
+        self.stand_ins.put()
+        self._shared.hide(self.stand_ins.has_gradients, device)
         return pipeline
 
     def follow(self, optimizer: Optimizer) -> None:
@@ -268,8 +259,6 @@ class PipelineBuilder:
 
         Those of this rank's stages are whole already.
         """
-        if self.stand_ins is None:
-            raise RuntimeError("split() comes before whole()")
         return self.stand_ins.whole(parameters, modify=modify)
 
     def _trace(self) -> StepTrace | None:
@@ -287,11 +276,9 @@ class PipelineBuilder:
         for method in self._methods:
             method.take_off()
         unwrap_forward(model, _ORIGINAL)
-        if self._adapted is not None:
-            self._adapted.close()
+        self._adapted.close()
         defer_no_more(self._deferring)
-        if self._split is not None:
-            self._split.close()
+        self._split.close()
         self._uncompiled.undo()
         self._replicas.close()
 

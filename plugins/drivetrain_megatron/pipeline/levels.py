@@ -187,7 +187,7 @@ class PipelinedModel:
         if self._windowed:
             self._announce("L1b", "1F1B over the accumulation window")
             first = self.stages.dropout.take(1)
-            (batch,) = cut_batch(args, kwargs, 1)
+            (batch,) = cut_batch(MicroBatch(tuple(args), kwargs), 1)
             return self._window.call(replace(batch, number=first))
         call = self._divided(args, kwargs)
         outline = self.stages.outline(call.whole) if len(call.parts) > 1 else None
@@ -239,8 +239,9 @@ class PipelinedModel:
     ) -> "_Call":
         """Cut a call as the trial of its kind says."""
         count = self._config.micro_batches or self.stages.ranks
-        kind = self._batches.kind(args, kwargs, targets)
-        division = self._batches.division(kind, args, kwargs, targets, cuts=count > 1)
+        whole = MicroBatch(tuple(args), kwargs, targets=targets)
+        kind = self._batches.kind(whole)
+        division = self._batches.division(kind, whole, cuts=count > 1)
         if division.dims is None:
             if count > 1:
                 raised = f" Parts of a batch raised {division.failure}." if division.failure else ""
@@ -250,15 +251,14 @@ class PipelinedModel:
                     f"(BatchNorm in training does not).{raised} Stages wait for each other"
                 )
             count = 1
-        batches = cut_batch(args, kwargs, count, targets, division.dims)
+        batches = cut_batch(whole, count, division.dims)
         if self.stages.replicas_decide:  # the batch of another replica may have fewer rows
             fewest = -self.stages.agree([-len(batches)])[0]
-            batches = cut_batch(args, kwargs, fewest, targets, division.dims)
+            batches = cut_batch(whole, fewest, division.dims)
         first = self.stages.dropout.take(len(batches))
         parts = [replace(batch, number=first + index) for index, batch in enumerate(batches)]
         rows = sum(batch.rows for batch in batches)
-        whole = MicroBatch(tuple(args), kwargs, rows, targets, first)
-        return _Call(kind, whole, parts, division)
+        return _Call(kind, replace(whole, rows=rows, number=first), parts, division)
 
     def _weights(self, call: "_Call", loss_of: LossOf, *, handed_over: bool = False) -> Weights:
         if len(call.parts) == 1:

@@ -79,8 +79,9 @@ def shares_of(
 
 def has_negative(batch: MicroBatch) -> bool:
     """Whether some integer of a batch is negative: losses ignore such targets."""
-    leaves = tree_leaves((batch.args, dict(batch.kwargs), batch.targets))
-    integers = [x for x in leaves if isinstance(x, Tensor) and x.dtype == torch.int64 and x.numel()]
+    integers = [
+        x for x in batch.flat()[0] if isinstance(x, Tensor) and x.dtype == torch.int64 and x.numel()
+    ]
     return any(bool((x < 0).any()) for x in integers)
 
 

@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import compress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -43,6 +43,25 @@ Send = Callable[[Sequence[Tensor]], None]
 """Sends the gradients of a stage's inputs to the stage before."""
 
 
+@dataclass(frozen=True, slots=True)
+class StageParts:
+    """The data-parallel strategy inside, the connections between stages, and what stages share.
+
+    The cell's axes are those whose ranks hold one replica together, the pipeline's among them. The
+    replicas are on the axis of data parallelism.
+    """
+
+    inner: Strategy[Any]
+    device: torch.device
+    link: Link
+    axis: Communicator
+    cell: Sequence[Communicator]
+    replicas: Communicator
+    shared: SharedParameters
+    weights: WeightGradients
+    dropout: Dropout
+
+
 @dataclass(slots=True)
 class _InFlight:
     """The tensors of a micro-batch that are kept until its backward, which begins at the roots."""
@@ -67,22 +86,10 @@ class StageWorker:
     """
 
     def __init__(
-        self,
-        stage: Stage,
-        inner: Strategy[Any],
-        shared: SharedParameters,
-        weights: WeightGradients,
-        dropout: Dropout,
-        device: torch.device,
-        besides: Callable[[], AbstractContextManager[None]],
+        self, stage: Stage, parts: StageParts, besides: Callable[[], AbstractContextManager[None]]
     ) -> None:
-        self.stage = stage
+        self.stage, self._parts = stage, parts
         self._besides = besides
-        self._inner = inner
-        self._shared = shared
-        self._weights = weights
-        self._dropout = dropout
-        self._device = device
         self._kept: dict[int, _InFlight] = {}
         self._returned: dict[int, list[Meta]] = {}
         self.batches: dict[int, MicroBatch] = {}
@@ -102,20 +109,20 @@ class StageWorker:
     def input_metas(self, micro_batch: int) -> list[Meta]:
         """Return the facts of the tensors that come from the stage before."""
         batch = self.batches[micro_batch]
-        return [Meta(m.shape, m.dtype) for m in self.stage.receives(batch.args, batch.kwargs)]
+        return [Meta(m.shape, m.dtype) for m in self.stage.receives(batch)]
 
     def output_metas(self, micro_batch: int) -> list[Meta]:
         """Return the facts of the gradients that come back."""
         if micro_batch in self._returned:
             return self._returned[micro_batch]
         batch = self.batches[micro_batch]
-        sent = self.stage.sends(batch.args, batch.kwargs)
+        sent = self.stage.sends(batch)
         return [Meta(m.shape, m.dtype) for m in sent if m.requires_grad]
 
     def forward(self, micro_batch: int, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Run the stage; keep its graph for backward."""
         batch = self.batches[micro_batch]
-        metas = self.stage.receives(batch.args, batch.kwargs)
+        metas = self.stage.receives(batch)
         grad = torch.is_grad_enabled()
         received = tuple(
             tensor.requires_grad_(grad and meta.requires_grad)
@@ -123,8 +130,12 @@ class StageWorker:
         )
         # A view, so that what the block changes in place is not the leaf itself.
         views = tuple(t.view_as(t) if t.requires_grad else t for t in received)
-        with self._besides(), self._dropout.forward(batch.number), self._inner.running():
-            found = self.stage.run(batch.args, batch.kwargs, views, self.kept)
+        with (
+            self._besides(),
+            self._parts.dropout.forward(batch.number),
+            self._parts.inner.running(),
+        ):
+            found = self.stage.run(batch, views, self.kept)
         self.outputs[micro_batch], roots = found.output, found.sent
         if self.kept is not None:
             made = {self.stage.blocks.start - 1: received, **found.made}
@@ -179,21 +190,21 @@ class StageWorker:
         kept = self._taken(micro_batch)
         sender = _Sender(kept.received, send)
         final = self.final == micro_batch
-        with nullcontext() if final else self._inner.accumulating():
-            self._inner.backward(loss)
+        with nullcontext() if final else self._parts.inner.accumulating():
+            self._parts.inner.backward(loss)
         if final:
-            self._shared.send_gradients()
+            self._parts.shared.send_gradients()
         sender.finish()
 
     def backward_input(self, micro_batch: int, gradients: Sequence[Tensor], send: Send) -> None:
         """Run the half of backward that makes the gradients of the inputs."""
-        with self._weights.collecting(micro_batch):
+        with self._parts.weights.collecting(micro_batch):
             self.backward(micro_batch, gradients, send)
 
     def backward_weight(self, micro_batch: int) -> None:
         """Run the other half."""
         final = self.final_weight == micro_batch
-        roots = self._weights.roots(micro_batch)
+        roots = self._parts.weights.roots(micro_batch)
         self._run_backward(roots, [torch.ones_like(root) for root in roots], synchronize=final)
 
     # --- inside ---
@@ -205,7 +216,7 @@ class StageWorker:
         self._begin.clear()
         self._returned.clear()
         self.final = self.final_weight = None
-        self._weights.clear()
+        self._parts.weights.clear()
 
     def _taken(self, micro_batch: int) -> _InFlight:
         self._returned.pop(micro_batch, None)
@@ -219,14 +230,14 @@ class StageWorker:
         if synchronize:
             # Copies' gradients enter this very backward: the data-parallel strategy then meets each
             # gradient once, and whole.
-            parameters, summed = self._shared.receive_gradients()
+            parameters, summed = self._parts.shared.receive_gradients()
             tensors += parameters
             gradients += summed
-        with nullcontext() if synchronize else self._inner.accumulating():
+        with nullcontext() if synchronize else self._parts.inner.accumulating():
             if tensors or synchronize:
-                self._inner.backward(seeded(tensors, gradients, self._device))
+                self._parts.inner.backward(seeded(tensors, gradients, self._parts.device))
         if synchronize:
-            self._shared.send_gradients()
+            self._parts.shared.send_gradients()
 
 
 class _Sender:
@@ -297,112 +308,8 @@ class _Seeded(torch.autograd.Function):
 # --- all stages of this rank, as a schedule says ---
 
 
-class Interpreter:
-    """Runs schedules on this rank, of ``count`` stages on all ranks."""
-
-    def __init__(self, stages: Mapping[int, StageWorker], count: int, link: Link) -> None:
-        self._stages = stages
-        self._count = count
-        self._link = link
-        self._arrivals: dict[Message, Arrival] = {}
-
-    def run(
-        self, actions: Sequence[Action], stages: Mapping[int, StageWorker] | None = None
-    ) -> list[Span]:
-        """Run some actions of this rank in order, perhaps with other workers than its own.
-
-        Returns:
-            When each ran, in seconds of ``time.perf_counter``, without the time of waiting for
-            messages.
-
-        Raises:
-            CollectiveError: a neighbor ended or did not send in time.
-        """
-        spans = []
-        own, self._stages = self._stages, stages or self._stages
-        try:
-            for index, action in enumerate(actions):
-                self._expect(action)
-                for following in actions[index + 1 : index + 2]:
-                    self._expect(following)
-                spans.append(self._do(action))
-        except BaseException:
-            self._arrivals.clear()
-            self._link.reset()
-            self._link.alarm()
-            raise
-        finally:
-            self._stages = own
-        return spans
-
-    def _expect(self, action: Action) -> None:
-        """Post the receive of an action's inputs from another rank."""
-        message = self._needed(action)
-        if message is None or message in self._arrivals:
-            return
-        stage = self._stages[action.stage]
-        forward = message.direction is Direction.FORWARD
-        if message.source in self._stages and not self._link.is_here(message):
-            return  # an action in between makes it
-        metas = stage.input_metas if forward else stage.output_metas
-        self._arrivals[message] = self._link.receive(message, metas(action.micro_batch))
-
-    def _needed(self, action: Action) -> Message | None:
-        if action.kind is ActionKind.FORWARD:
-            first = action.stage == 0
-            return None if first else Message.input_of(action.stage, action.micro_batch)
-        last = action.stage == self._count - 1
-        if last or not action.kind.returns:
-            return None
-        return Message.gradient_of(action.stage, action.micro_batch)
-
-    def _do(self, action: Action) -> Span:
-        message = self._needed(action)
-        given = self._arrivals.pop(message).wait() if message is not None else ()
-        stage, micro_batch = self._stages[action.stage], action.micro_batch
-        start = time.perf_counter()
-        with named_range(STAGE, f"{action.stage}: {action.kind.name.lower()} {micro_batch}"):
-            self._compute(action, stage, given)
-        return Span(action, start, time.perf_counter())
-
-    def _compute(self, action: Action, stage: StageWorker, given: Sequence[Tensor]) -> None:
-        """Run an action whose inputs are there; its results are sent."""
-        micro_batch = action.micro_batch
-        if action.kind is ActionKind.FORWARD:
-            outputs = stage.forward(micro_batch, given)
-            if action.stage + 1 < self._count:
-                self._link.send(Message.input_of(action.stage + 1, micro_batch), outputs)
-        elif action.kind is ActionKind.WEIGHT:
-            stage.backward_weight(micro_batch)
-        else:
-            half = action.kind is ActionKind.INPUT
-            run = stage.backward_input if half else stage.backward
-            run(micro_batch, given, self._sender(action))
-
-    def _sender(self, action: Action) -> Send:
-        def send(gradients: Sequence[Tensor]) -> None:
-            if action.stage:
-                message = Message.gradient_of(action.stage - 1, action.micro_batch)
-                self._link.send(message, gradients)
-
-        return send
-
-
-@dataclass(frozen=True, slots=True)
-class StageParts:
-    """The connections between the stages of a pipeline, and the objects that stages share.
-
-    The cell's axes are those whose ranks hold one replica together, the pipeline's among them. The
-    replicas are on the axis of data parallelism.
-    """
-
-    link: Link
-    axis: Communicator
-    cell: Sequence[Communicator]
-    replicas: Communicator
-    shared: SharedParameters
-    weights: WeightGradients
-    dropout: Dropout
+Workers: TypeAlias = Mapping[int, StageWorker]
+"""By index of the stage."""
 
 
 class LocalStages:
@@ -417,23 +324,20 @@ class LocalStages:
         spans: when the actions of this step ran.
     """
 
-    def __init__(
-        self, split: Split, inner: Strategy[Any], parts: StageParts, device: torch.device
-    ) -> None:
-        self.inner = inner
-        self.device = device
-        self.dropout = parts.dropout
+    def __init__(self, split: Split, parts: StageParts) -> None:
+        self._parts = parts
+        self.inner, self.device, self.dropout = parts.inner, parts.device, parts.dropout
         self._axis, self._link = parts.axis, parts.link
         # Replicas whose forwards need each other must run as many: they decide together.
-        self.replicas_decide = inner.forward_is_collective and parts.replicas.size > 1
+        self.replicas_decide = self.inner.forward_is_collective and parts.replicas.size > 1
         together = (*parts.cell, parts.replicas) if self.replicas_decide else parts.cell
         self._together = [axis for axis in together if axis.size > 1]
-        self.shared, self._weights = parts.shared, parts.weights
+        self.shared = parts.shared
         self.ranks, self.rank = parts.axis.size, parts.axis.rank
         self.count = parts.axis.size * len(split.stages)
         self.left = LeftBehind(split.model, split.inside)
         self.workers = {stage.index: self._worker(stage) for stage in split.stages}
-        self._interpreter = Interpreter(self.workers, self.count, parts.link)
+        self._arrivals: dict[Message, Arrival] = {}
         self._stale, self._trained = False, True
         self.spans: list[Span] = []
 
@@ -464,19 +368,84 @@ class LocalStages:
         return self.workers.get(self.count - 1)
 
     def act(self, actions: Sequence[Action]) -> None:
-        """Run some actions in order."""
-        self.spans += self._interpreter.run(actions)
+        """Run some actions of this rank in order.
+
+        Their times are kept, without the time of waiting for messages.
+
+        Raises:
+            CollectiveError: a neighbor ended or did not send in time.
+        """
+        self.spans += self._run(actions, self.workers)
+
+    def _run(self, actions: Sequence[Action], workers: Workers) -> list[Span]:
+        spans = []
+        with self.telling():
+            for index, action in enumerate(actions):
+                for following in actions[index : index + 2]:
+                    self._expect(following, workers)
+                spans.append(self._do(action, workers[action.stage]))
+        return spans
+
+    def _expect(self, action: Action, workers: Workers) -> None:
+        """Post the receive of an action's inputs from another rank."""
+        message = self._needed(action)
+        if message is None or message in self._arrivals:
+            return
+        stage = workers[action.stage]
+        forward = message.direction is Direction.FORWARD
+        if message.source in workers and not self._link.is_here(message):
+            return  # an action in between makes it
+        metas = stage.input_metas if forward else stage.output_metas
+        self._arrivals[message] = self._link.receive(message, metas(action.micro_batch))
+
+    def _needed(self, action: Action) -> Message | None:
+        if action.kind is ActionKind.FORWARD:
+            first = action.stage == 0
+            return None if first else Message.input_of(action.stage, action.micro_batch)
+        last = action.stage == self.count - 1
+        if last or not action.kind.returns:
+            return None
+        return Message.gradient_of(action.stage, action.micro_batch)
+
+    def _do(self, action: Action, stage: StageWorker) -> Span:
+        message = self._needed(action)
+        given = self._arrivals.pop(message).wait() if message is not None else ()
+        start = time.perf_counter()
+        kind = action.kind.name.lower()
+        with named_range(STAGE, f"{action.stage}: {kind} {action.micro_batch}"):
+            self._compute(action, stage, given)
+        return Span(action, start, time.perf_counter())
+
+    def _compute(self, action: Action, stage: StageWorker, given: Sequence[Tensor]) -> None:
+        """Run an action whose inputs are there; its results are sent."""
+        micro_batch = action.micro_batch
+        if action.kind is ActionKind.FORWARD:
+            outputs = stage.forward(micro_batch, given)
+            if action.stage + 1 < self.count:
+                self._link.send(Message.input_of(action.stage + 1, micro_batch), outputs)
+        elif action.kind is ActionKind.WEIGHT:
+            stage.backward_weight(micro_batch)
+        else:
+
+            def send(gradients: Sequence[Tensor]) -> None:
+                if action.stage:
+                    message = Message.gradient_of(action.stage - 1, micro_batch)
+                    self._link.send(message, gradients)
+
+            half = action.kind is ActionKind.INPUT
+            run = stage.backward_input if half else stage.backward
+            run(micro_batch, given, send)
 
     def outline(self, batch: MicroBatch) -> Any:
         """Return the model's output as proxies, without computing any block."""
         stage = next(iter(self.workers.values())).stage
         with self.left.undone(), self.dropout.forward(batch.number), self.inner.running():
-            return stage.run_ambient(batch.args, batch.kwargs)
+            return stage.run_ambient(batch)
 
     def dtype(self, batch: MicroBatch) -> torch.dtype:
         """Return in which dtype a loss is made, the same on every rank: fp32, or fp64 of fp64."""
         stage = next(iter(self.workers.values())).stage
-        dtypes = {meta.dtype for meta in stage.ends(batch.args, batch.kwargs)}
+        dtypes = {meta.dtype for meta in stage.ends(batch)}
         return torch.float64 if torch.float64 in dtypes else torch.float32
 
     def finish(
@@ -500,7 +469,7 @@ class LocalStages:
         """
         left = self.left.undone(everything=again)
         with self.telling(), left, self.dropout.forward(batch.number), self.inner.running():
-            return stage.finish(batch.args, batch.kwargs, given)
+            return stage.finish(batch, given)
 
     @contextmanager
     def telling(self) -> Iterator[None]:
@@ -508,6 +477,7 @@ class LocalStages:
         try:
             yield
         except BaseException:
+            self._arrivals.clear()
             self._link.reset()
             self._link.alarm()
             raise
@@ -521,20 +491,19 @@ class LocalStages:
             # One batch alone has its whole output on the last stage.
             goes_on = worker.stage.is_last and len(batches) == 1
             worker.batches, worker.kept = dict(enumerate(batches)), None if goes_on else kept
-        self._interpreter.run(self.forwards(range(len(batches))), workers)
+        self._run(self.forwards(range(len(batches))), workers)
         return workers
 
     def forwards(self, numbers: Iterable[int]) -> list[Action]:
         """Return the forwards of micro-batches on this rank: a stage's, then the next stage's."""
-        stages = sorted(self.workers)
-        chosen = list(numbers)
-        return [Action(ActionKind.FORWARD, stage, number) for stage in stages for number in chosen]
+        kind, chosen = ActionKind.FORWARD, list(numbers)
+        return [Action(kind, stage, each) for stage in sorted(self.workers) for each in chosen]
 
     def backwards(self, numbers: Iterable[int]) -> list[Action]:
         """Return the backwards of micro-batches on this rank, from the last stage on."""
+        kind, chosen = ActionKind.BACKWARD, list(numbers)
         stages = sorted(self.workers, reverse=True)
-        chosen = list(numbers)
-        return [Action(ActionKind.BACKWARD, stage, number) for stage in stages for number in chosen]
+        return [Action(kind, stage, each) for stage in stages for each in chosen]
 
     def mark_final(self, actions: Sequence[Action]) -> None:
         """Tell a worker which of its backwards is the last of this rank; without any, none is."""
@@ -604,10 +573,7 @@ class LocalStages:
 
     def _worker(self, stage: Stage) -> StageWorker:
         is_first_here = stage.index == self.rank
-        left = nullcontext if is_first_here else self.left.undone
-        return StageWorker(
-            stage, self.inner, self.shared, self._weights, self.dropout, self.device, left
-        )
+        return StageWorker(stage, self._parts, nullcontext if is_first_here else self.left.undone)
 
 
 # --- the times of every rank's actions, step by step, as Chrome traces ---

@@ -25,6 +25,7 @@ from drivetrain.model.untouched import keep_padding
 from drivetrain.parts.blocks import BlockHooks
 from drivetrain.parts.guard import Arguments, Function, Keywords
 from drivetrain.strategy import Strategy
+from drivetrain_megatron.pipeline.batches import MicroBatch
 from drivetrain_megatron.pipeline.cut import StageCut
 from drivetrain_megatron.pipeline.stand_ins import ParameterProxy, SharedCopy
 from drivetrain_megatron.pipeline.transfer import (
@@ -673,7 +674,7 @@ class Stage:
         index: of the stage among all stages.
         tied: the parameters that this stage shares with others.
         places: parameters of other stages of this rank, which this stage must not see.
-        outer: its own parameters outside of blocks.
+        outer: where its own parameters outside of blocks stand, by their first names.
     """
 
     def __init__(
@@ -686,7 +687,7 @@ class Stage:
     ) -> None:
         self._parts = parts
         self._places = places
-        self._outer = outer
+        self.outer = outer
         self.index = index
         self.blocks = parts.cut.blocks(index)
         self.is_first = index == 0
@@ -704,45 +705,44 @@ class Stage:
         blocks = self._parts.cut.blocks(self._parts.cut.stages - 1)
         return range(blocks.start - 1, blocks.stop)
 
-    def receives(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[TensorMeta, ...]:
+    def receives(self, batch: MicroBatch) -> tuple[TensorMeta, ...]:
         """Return the facts of the tensors that ``run`` needs for these inputs, in order."""
-        if self.is_first:
-            return ()
-        return self.metas(args, kwargs)[self.blocks.start - 1]
+        return () if self.is_first else self.metas(batch)[self.blocks.start - 1]
 
-    def sends(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[TensorMeta, ...]:
+    def sends(self, batch: MicroBatch) -> tuple[TensorMeta, ...]:
         """Return the facts of the tensors for the next stage, for these inputs, in order."""
-        return () if self.is_last else self.metas(args, kwargs)[self.blocks.stop - 1]
+        return () if self.is_last else self.metas(batch)[self.blocks.stop - 1]
 
-    def ends(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[TensorMeta, ...]:
+    def ends(self, batch: MicroBatch) -> tuple[TensorMeta, ...]:
         """Return the facts of the last block's output for these inputs, in order."""
-        return self._parts.shapes.of(args, kwargs).outputs[-1]
+        return self._shapes(batch).outputs[-1]
 
-    def metas(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Metas:
+    def metas(self, batch: MicroBatch) -> Metas:
         """Return the facts of the tensors that cross the bound after each block, in order."""
-        crossings = self._parts.shapes.of(args, kwargs).crossings
-        return tuple(crossing.metas for crossing in crossings)
+        return tuple(crossing.metas for crossing in self._shapes(batch).crossings)
 
-    def left(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Metas:
+    def _shapes(self, batch: MicroBatch) -> CallShapes:
+        return self._parts.shapes.of(batch.args, batch.kwargs)
+
+    def left(self, batch: MicroBatch) -> Metas:
         """Return the facts of the tensors that the rest of a forward may need of each block.
 
         The first of them cross the bound after it.
         """
-        shapes = self._parts.shapes.of(args, kwargs)
+        shapes = self._shapes(batch)
         return tuple(tuple(shapes.left(block)[1]) for block in range(len(shapes.outputs)))
 
-    def given(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Metas:
+    def given(self, batch: MicroBatch) -> Metas:
         """Return the facts of the tensors that this stage has of each block.
 
         Of blocks of other stages it has at most those that cross the bound after them.
         """
-        crossing, left = self.metas(args, kwargs), self.left(args, kwargs)
+        crossing, left = self.metas(batch), self.left(batch)
         return tuple(left[b] if b in self.blocks else crossing[b] for b in range(len(left)))
 
     def run(
         self,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
+        batch: MicroBatch,
         received: Sequence[Tensor] = (),
         kept: Collection[int] | None = None,
     ) -> StageOutput:
@@ -751,8 +751,7 @@ class Stage:
         Inputs are the same on every stage; ``receives`` describes the received tensors.
 
         Args:
-            args: positional inputs of the model.
-            kwargs: inputs by name.
+            batch: the inputs of the model.
             received: the tensors that cross the bound before this stage.
             kept: blocks with bounds after them whose tensors are handed out. Then on the last
                 stage, too, the forward goes on with proxies after the last block, as ``finish``
@@ -762,18 +761,20 @@ class Stage:
             UsageError: the blocks are called in another way than when the model was recorded, or
                 one of this stage needs a tensor of another stage.
         """
-        self._check(received, self.metas(args, kwargs))
+        expected = [meta[:2] for meta in self.receives(batch)]
+        found = [(tuple(tensor.shape), tensor.dtype) for tensor in received]
+        if found != expected:
+            raise UsageError(
+                f"expected stage {self.index} to receive {expected} for these inputs, found "
+                f"{found}: all stages must be given the same micro-batch"
+            )
         stops = kept is not None or not self.is_last
         given = {} if self.is_first else {self.blocks.start - 1: received}
         options = PassOptions(self.blocks, given, stops=stops, kept=kept or ())
-        return self._pass(options, args, kwargs)
+        return self._pass(options, batch)
 
     def finish(
-        self,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        given: Mapping[int, Sequence[Tensor]],
-        watch: Watch | None = None,
+        self, batch: MicroBatch, given: Mapping[int, Sequence[Tensor]], watch: Watch | None = None
     ) -> Any:
         """Run the model's forward around blocks with given tensors; return its output.
 
@@ -781,27 +782,22 @@ class Stage:
         after a block. A context, made for the pass, may watch it.
         """
         options = PassOptions(self.blocks, given, computes=False)
-        return self._pass(options, args, kwargs, watch).output
+        return self._pass(options, batch, watch).output
 
-    def run_ambient(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def run_ambient(self, batch: MicroBatch) -> Any:
         """Run the model's forward without any block, for the parts that every stage computes."""
-        return self._pass(PassOptions(range(0), {}), args, kwargs).output
-
-    def outer_places(self) -> Mapping[str, Sequence[ProxyPlace]]:
-        """Return where this stage's parameters outside of blocks stand, by their first names."""
-        return self._outer
+        return self._pass(PassOptions(range(0), {}), batch).output
 
     def _pass(
-        self,
-        options: PassOptions,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        watch: Watch | None = None,
+        self, options: PassOptions, batch: MicroBatch, watch: Watch | None = None
     ) -> StageOutput:
-        parts = self._parts
+        parts, args, kwargs = self._parts, batch.args, batch.kwargs
+        # A word embedding that is also the head on the last stage would be looked up there for
+        # nothing, and the result summed over tensor-parallel ranks.
+        names = self.copies if options.own else self.outer
+        unseen = [place for name in names for place in self.outer.get(name, ())]
         leaves = tree_flatten((args, kwargs))[0]
-        unseen = self._not_before(options.own)
-        conductor = StagePass(parts, options, parts.shapes.of(args, kwargs), leaves, unseen)
+        conductor = StagePass(parts, options, self._shapes(batch), leaves, unseen)
         with ExitStack() as stack, conductor.before:
             stack.enter_context(hidden(self._places))
             conductor.before.enter_context(hidden(unseen))
@@ -815,24 +811,6 @@ class Stage:
             return StageOutput((), output, conductor.made)
         output = _as_on_last(output, conductor.collected)
         return StageOutput(conductor.sent, output, conductor.made)
-
-    def _not_before(self, blocks: range) -> list[ProxyPlace]:
-        """Return the parameters that stay out of sight until the pass reaches these blocks.
-
-        A word embedding that is also the head on the last stage would be looked up there for
-        nothing, and the result summed over tensor-parallel ranks.
-        """
-        names = self.copies if blocks else self._outer
-        return [place for name in names for place in self._outer.get(name, ())]
-
-    def _check(self, received: Sequence[Tensor], metas: Metas) -> None:
-        expected = [] if self.is_first else [m[:2] for m in metas[self.blocks.start - 1]]
-        found = [(tuple(tensor.shape), tensor.dtype) for tensor in received]
-        if found != expected:
-            raise UsageError(
-                f"expected stage {self.index} to receive {expected} for these inputs, found "
-                f"{found}: all stages must be given the same micro-batch"
-            )
 
 
 class Split:

@@ -4,7 +4,7 @@ import dataclasses
 import math
 import zlib
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -67,14 +67,11 @@ def _leaf_kind(leaf: Any) -> Hashable:
     return repr(leaf) if by_value else type(leaf).__qualname__
 
 
-def trial_parts(
-    args: Sequence[Any], kwargs: Mapping[str, Any], targets: Any, dims: Dims
-) -> tuple[MicroBatch, list[MicroBatch]]:
+def trial_parts(batch: MicroBatch, dims: Dims) -> tuple[MicroBatch, list[MicroBatch]]:
     """Return a small batch of a call's first rows, and its parts, of uneven rows."""
-    leaves = tree_leaves((tuple(args), dict(kwargs), targets))
-    count = min(rows_of(leaves, dims) or 0, _ROWS)
-    (whole,) = cut_at(args, kwargs, targets, dims, (0, count))
-    return whole, cut_at(args, kwargs, targets, dims, (0, 1, count))
+    count = min(rows_of(batch.flat()[0], dims) or 0, _ROWS)
+    (whole,) = cut_at(batch, dims, (0, count))
+    return whole, cut_at(batch, dims, (0, 1, count))
 
 
 def random_tensors(
@@ -181,31 +178,20 @@ class BatchTrial:
         self._modules = list(model.modules())
         self._known: dict[Hashable, Division] = {}
 
-    def kind(self, args: Sequence[Any], kwargs: Mapping[str, Any], targets: Any = None) -> Hashable:
+    def kind(self, batch: MicroBatch) -> Hashable:
         """Return the kind of a call: its inputs, and the state of the model."""
-        leaves, tree = tree_flatten((tuple(args), dict(kwargs), targets))
         modes = tuple(module.training for module in self._modules)
-        return kind_of(leaves, tree), modes, torch.is_grad_enabled()
+        return kind_of(*batch.flat()), modes, torch.is_grad_enabled()
 
-    def division(
-        self,
-        kind: Hashable,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        targets: Any = None,
-        *,
-        cuts: bool = True,
-    ) -> Division:
+    def division(self, kind: Hashable, batch: MicroBatch, *, cuts: bool = True) -> Division:
         """Return how a call is cut; ranks that must run the same forwards agree.
 
         Args:
             kind: of the call.
-            args: positional inputs.
-            kwargs: inputs by name.
-            targets: of the loss function, cut as the inputs are.
+            batch: its inputs and targets.
             cuts: whether micro-batches are wanted.
         """
-        leaves = tree_leaves((tuple(args), dict(kwargs), targets))
+        leaves, _ = batch.flat()
         first_rows(leaves)  # a batch with rows
         key = kind, cuts
         found = self._known.get(key)
@@ -213,29 +199,13 @@ class BatchTrial:
         stale = found is not None and found.dims is not None and not rows_of(leaves, found.dims)
         is_new = self._stages.is_new(found is None or stale)
         if found is None or is_new:
-            with self._apart():
-                found = self._known[key] = self._tried(args, kwargs, targets, leaves, cuts)
+            with untouched(self._model), self._stages.dropout.left_out(), torch.no_grad():
+                found = self._known[key] = self._tried(batch, leaves, cuts)
         return found
 
-    def _apart(self) -> ExitStack:
-        """Return a context that leaves no trace."""
-        stack = ExitStack()
-        stack.enter_context(untouched(self._model))
-        stack.enter_context(self._stages.dropout.left_out())
-        stack.enter_context(torch.no_grad())
-        return stack
-
-    def _tried(
-        self,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        targets: Any,
-        leaves: Sequence[Any],
-        cuts: bool,
-    ) -> Division:
-        rows = first_rows(leaves)
+    def _tried(self, batch: MicroBatch, leaves: Sequence[Any], cuts: bool) -> Division:
         with self._stages.left.noting():
-            outline = self._stages.outline(MicroBatch(tuple(args), kwargs, rows, targets))
+            outline = self._stages.outline(batch)
         _check_seen(outline)
         proxies = [x for x in tree_leaves(outline) if isinstance(x, StageProxy)]
         self._check_alike(tree_flatten(outline)[1], proxies)
@@ -245,7 +215,7 @@ class BatchTrial:
         most, least = self._stages.agree([len(candidates), -len(candidates)])
         # Ranks with unequal numbers of them have batches of unlike shapes: each stays whole.
         for dims in candidates if most == -least else ():
-            joins, error = self._joins(args, kwargs, targets, dims, kept)
+            joins, error = self._joins(batch, dims, kept)
             failure = failure or error
             (failed,) = self._stages.agree([joins is None])
             if not failed and joins is not None:
@@ -270,12 +240,7 @@ class BatchTrial:
             )
 
     def _joins(
-        self,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        targets: Any,
-        dims: Dims,
-        kept: frozenset[int],
+        self, batch: MicroBatch, dims: Dims, kept: frozenset[int]
     ) -> tuple[tuple[Dims, ...] | None, str]:
         """Return the dims of the blocks' tensors, if parts along some dims make up the whole.
 
@@ -283,9 +248,8 @@ class BatchTrial:
         """
         stages = [worker.stage for worker in self._stages.workers.values()]
         try:
-            whole, parts = trial_parts(args, kwargs, targets, dims)
-            metas = stages[0].left(whole.args, whole.kwargs)
-            joins = _joins_of(metas, [stages[0].left(p.args, p.kwargs) for p in parts])
+            whole, parts = trial_parts(batch, dims)
+            joins = _joins_of(stages[0].left(whole), [stages[0].left(p) for p in parts])
             fits = all(self._fits(stage, whole, parts, joins, kept) for stage in stages)
         except CollectiveError:
             raise  # another rank has failed: no answer of this one would reach it
@@ -306,10 +270,10 @@ class BatchTrial:
         Whatever the whole leaves behind, such as statistics and counts, parts must not change.
         """
         left = self._stages.left
-        before = stage.receives(whole.args, whole.kwargs)
+        before = stage.receives(whole)
         received = random_tensors([meta[:2] for meta in before], self._stages.device)
         along = joins[stage.blocks.start - 1][: len(before)] if before else ()
-        sizes = [stage.receives(part.args, part.kwargs) for part in parts]
+        sizes = [stage.receives(part) for part in parts]
         shares = cut_tensors(received, along, sizes)
         expected, changed = self._run(stage, whole, received, kept), left.state()
         found = [
@@ -327,7 +291,7 @@ class BatchTrial:
         views = [tensor.clone() for tensor in received]  # blocks may change them in place
         dropout = self._stages.dropout
         with dropout.forward(dropout.forwards), self._stages.inner.running():
-            return stage.run(batch.args, batch.kwargs, views, kept).made
+            return stage.run(batch, views, kept).made
 
 
 # --- whether the loss of a batch is a weighted sum of its micro-batches' losses ---
@@ -532,7 +496,7 @@ class _LastStage:
     def set_up(self) -> Iterator[None]:
         """Context in which parameters outside of blocks are random, and nothing is dropped."""
         places = []
-        for several in self._stage.outer_places().values():
+        for several in self._stage.outer.values():
             values = [_random_parameter(place.proxy, self._stages.device) for place in several[:1]]
             places += [ProxyPlace(place.module, place.name, values[0]) for place in several]
         kind = self._stages.device.type
@@ -570,16 +534,15 @@ class _LastStage:
     def _small(self, batch: MicroBatch) -> tuple[tuple[MicroBatch, _Given], ...]:
         """Return a small batch of other values, and its parts, each with tensors of blocks."""
         dims = self._division.dims or ()
-        leaves, tree = tree_flatten((batch.args, dict(batch.kwargs), batch.targets))
-        few, _ = trial_parts(batch.args, batch.kwargs, batch.targets, dims)
-        some = tree_leaves((few.args, dict(few.kwargs), few.targets))
+        leaves, tree = batch.flat()
+        some, _ = trial_parts(batch, dims)[0].flat()
         changed = [
             x if dim is None else _changed(x, dim, _one(all_rows))
             for x, all_rows, dim in zip(some, leaves, dims, strict=True)
         ]
         args, kwargs, targets = tree_unflatten(changed, tree)
-        whole, parts = trial_parts(args, kwargs, targets, dims)
-        metas = [self._stage.given(part.args, part.kwargs) for part in (whole, *parts)]
+        whole, parts = trial_parts(MicroBatch(args, kwargs, targets=targets), dims)
+        metas = [self._stage.given(part) for part in (whole, *parts)]
         given = {
             block: random_tensors(
                 [(shape, precise(dtype)) for shape, dtype, _ in metas[0][block]],
@@ -603,7 +566,7 @@ class _LastStage:
     def _stage_output(self, batch: MicroBatch, given: _Given, watch: Watch) -> Any:
         dropout = self._stages.dropout
         with dropout.forward(dropout.forwards), self._stages.inner.running():
-            return self._stage.finish(batch.args, batch.kwargs, given, watch)
+            return self._stage.finish(batch, given, watch)
 
     def _made(self, batch: MicroBatch, given: _Given, loss_of: LossOf) -> _Made:
         """Make the loss of a batch and given tensors of blocks."""
