@@ -41,7 +41,7 @@ from drivetrain_megatron.recording.calls import (
 from drivetrain_megatron.recording.proxy import StageProxy
 from drivetrain_megatron.tensor.attention import attach_heads, keep_padded
 from drivetrain_megatron.tensor.behavior import Surrounding, behavior_of, release, surround
-from drivetrain_megatron.tensor.operators import Edges, TokenShards
+from drivetrain_megatron.tensor.operators import Edges, TokenShards, Uncopied
 from drivetrain_megatron.tensor.partition import Partition
 
 # --- the hash ---
@@ -303,18 +303,10 @@ def drops_elements(operation: ModelOperation) -> bool:
     return arguments is not None and arguments(*operation.args, **operation.kwargs).draws
 
 
-def _native(input: Tensor, p: float, train: bool) -> _Dropout:  # noqa: A002 - as torch.dropout
-    return _Dropout(input, p, train)
-
-
-def _native_in_place(input: Tensor, p: float, train: bool) -> _Dropout:  # noqa: A002
-    return _Dropout(input, p, train, inplace=True)
-
-
 _ARGUMENTS: dict[Any, Callable[..., _Dropout | Attention]] = {
     F.dropout: _Dropout,
-    torch.dropout: _native,
-    torch.dropout_: _native_in_place,
+    torch.dropout: lambda input, p, train: _Dropout(input, p, train),  # noqa: A006, PLW0108
+    torch.dropout_: lambda input, p, train: _Dropout(input, p, train, inplace=True),  # noqa: A006
     F.scaled_dot_product_attention: Attention,
 }
 
@@ -482,7 +474,7 @@ class MaskSource(NamedTuple):
     replica: int
 
 
-class Dropout:
+class Dropout(Uncopied):
     """The masks of one prepared model.
 
     Attributes:
@@ -653,9 +645,6 @@ class Dropout:
         if _is_ours(state):
             _set(combine(state, _AFTER_BLOCK))
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Dropout":
-        return self  # copies of the model drop as it does
-
 
 @dataclass(frozen=True)
 class _Chained(Surrounding):
@@ -721,7 +710,7 @@ def _set(state: int) -> None:
 # states, and in the first forward a broadcast.
 
 
-class AlikeDraws:
+class AlikeDraws(Uncopied):
     """Keeps the random generators of one axis alike in the forwards of a model."""
 
     def __init__(self, ranks: Communicator, device: torch.device) -> None:
@@ -786,9 +775,6 @@ class AlikeDraws:
                 "before did not; seed the ranks of a cell alike (set_seed without "
                 "device_specific), or draw in every forward"
             )
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "AlikeDraws":
-        return self  # copies of the model run on the same ranks
 
 
 def _digest(state: Tensor) -> int:

@@ -244,16 +244,20 @@ def mark_elsewhere(output: Any, blocks: range) -> None:
         output: of the model, in any structure.
         blocks: those whose tensors the last stage has.
     """
-    for leaf in tree_leaves(output):
-        if isinstance(leaf, StageProxy) and leaf.requires_grad and not leaf.blocks <= {*blocks}:
+    for leaf in _wanting(output):
+        if not leaf.blocks <= {*blocks}:
             leaf.origins = frozenset({_ELSEWHERE})
 
 
 def mark_beside(output: Any) -> None:
     """Let the proxies of an output know that they stand beside a loss that is promised."""
-    for leaf in tree_leaves(output):
-        if isinstance(leaf, StageProxy) and leaf.requires_grad:
-            leaf.origins = frozenset({_BESIDE})
+    for leaf in _wanting(output):
+        leaf.origins = frozenset({_BESIDE})
+
+
+def _wanting(output: Any) -> list[StageProxy]:
+    """Return the proxies of an output that want a gradient."""
+    return [x for x in tree_leaves(output) if isinstance(x, StageProxy) and x.requires_grad]
 
 
 def behind_inputs(output: Any, batch: MicroBatch) -> Any:
@@ -394,7 +398,9 @@ class PromisedLoss:
         self._weights = weights
         self._loss_of = functools.partial(self._made, loss_of) if loss_of else loss_in
         self._made_outside = loss_of is not None
-        self._autocast = _autocast(stages.device)
+        kind = stages.device.type
+        dtype_cast, casts = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
+        self._autocast = torch.autocast(kind, dtype=dtype_cast, enabled=casts)
         self.loss: StageProxy = StageProxy.like((), dtype, stages.device, requires_grad=True)
         # The script may change its own in place.
         self._promised = same_value(self.loss)
@@ -409,7 +415,13 @@ class PromisedLoss:
         Where the loss does not count, backward begins nowhere.
         """
         stages = self._stages
-        factor = _factor(loss, self._promised)
+        if not isinstance(loss, StageProxy):
+            raise UsageError(
+                "expected the loss that the model returned, or a multiple of it, found another "
+                "tensor; under pipeline parallelism a model that makes its loss is asked for "
+                "nothing else"
+            )
+        factor = slope_of(loss, self._promised)
         shares = shares_of(self._weights, self._batches, self._outline)
         plan = make_schedule(schedule, stages.ranks, len(self._batches), len(stages.workers))
         actions = plan.ranks[stages.rank]
@@ -420,7 +432,7 @@ class PromisedLoss:
             worker.seeds = {i: factor * share for i, share in enumerate(counted) if share}
         stages.mark_final(actions if synchronize else ())
         try:
-            with _casting(self._autocast), torch.enable_grad():
+            with self._autocast, torch.enable_grad():
                 stages.act(actions)
         finally:
             for worker in stages.workers.values():
@@ -459,32 +471,6 @@ def loss_in(output: Any, targets: Any) -> Tensor:
     if loss is None:
         raise UsageError("expected a model that returns its loss for every micro-batch, found none")
     return loss
-
-
-def _factor(loss: Tensor, promised: StageProxy) -> Tensor:
-    """Return the derivative of a loss by the promised loss."""
-    if not isinstance(loss, StageProxy):
-        raise UsageError(
-            "expected the loss that the model returned, or a multiple of it, found another tensor; "
-            "under pipeline parallelism a model that makes its loss is asked for nothing else"
-        )
-    return slope_of(loss, promised)
-
-
-_Autocast = tuple[str, torch.dtype, bool]
-"""Kind of device, dtype, whether it is on."""
-
-
-def _autocast(device: torch.device) -> _Autocast:
-    kind = device.type
-    return kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
-
-
-@contextmanager
-def _casting(autocast: _Autocast) -> Iterator[None]:
-    kind, dtype, enabled = autocast
-    with torch.autocast(kind, dtype=dtype, enabled=enabled):
-        yield
 
 
 # --- a call of the model whose output is that of the whole batch, made of micro-batches ---
@@ -593,7 +579,8 @@ class WholeBatch:
         lacking = [isinstance(leaf, StageProxy) for leaf in leaves]
         at_last = [self._stages.last is not None and not lacks for lacks in lacking]
         agreed = self._stages.agree([*lacking, *at_last])
-        wanted = [lacks and known for lacks, known in zip(*_halves(agreed), strict=True)]
+        known = agreed[len(leaves) :]
+        wanted = [a and b for a, b in zip(agreed[: len(leaves)], known, strict=True)]
         shared = {place: self._shared(leaves[place]) for place, wants in enumerate(wanted) if wants}
         if self._stages.last is None:
             self._nodes = self.origin.mark(list(shared.values()))
@@ -677,11 +664,6 @@ class WholeBatch:
         self._seams.clear()
 
 
-def _halves(values: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
-    middle = len(values) // 2
-    return values[:middle], values[middle:]
-
-
 # --- evaluation: the output of the whole batch, with its values on every stage ---
 
 
@@ -721,9 +703,14 @@ class Evaluation:
         asked = workers.keys() if sources is None else {stages.count - 1, *sources}
         passed = [output for worker in workers.values() for output in worker.outputs.values()]
         outputs = {
-            index: joined_outputs(worker.outputs, dims or (), _as_it_is)
+            index: joined_outputs(worker.outputs, dims or (), lambda _, x: x)
             if worker.kept is None
-            else self._finished(worker, whole, division)
+            else stages.finish(
+                worker.stage,
+                whole,
+                joined_blocks(worker.made, division, lambda _, x: x),
+                again=len(worker.made) == 1,
+            )
             for index, worker in sorted(workers.items())
             if worker.stage.is_last or (index in asked and worker.kept is not None)
         }
@@ -737,11 +724,6 @@ class Evaluation:
             for place, (leaf, source) in enumerate(zip(leaves, sources, strict=True))
         ]
         return tree_unflatten(found, tree)
-
-    def _finished(self, worker: StageWorker, whole: MicroBatch, division: Division) -> Any:
-        given = joined_blocks(worker.made, division, _as_it_is)
-        again = len(worker.made) == 1
-        return self._stages.finish(worker.stage, whole, given, again=again)
 
     def _check_trees(self, outputs: Iterable[Any], expected: TreeSpec) -> None:
         """Check that blocks contribute to the output by their results alone."""
@@ -782,7 +764,3 @@ class Evaluation:
         shared = value.detach().contiguous()
         self._stages.share(shared, source, "outputs of a stage")
         return shared
-
-
-def _as_it_is(number: int, tensor: Tensor) -> Tensor:
-    return tensor

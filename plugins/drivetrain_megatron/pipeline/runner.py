@@ -211,10 +211,9 @@ class StageWorker:
 
     def clear(self) -> None:
         """Forget micro-batches whose backward nobody asked for."""
-        for kept in (self._kept, self.batches, self.outputs, self.made, self.losses, self.seeds):
-            kept.clear()
-        self._begin.clear()
-        self._returned.clear()
+        kept = (self._kept, self.batches, self.outputs, self.made, self.losses, self.seeds)
+        for each in (*kept, self._begin, self._returned):
+            each.clear()
         self.final = self.final_weight = None
         self._parts.weights.clear()
 
@@ -335,7 +334,8 @@ class LocalStages:
         self.shared = parts.shared
         self.ranks, self.rank = parts.axis.size, parts.axis.rank
         self.count = parts.axis.size * len(split.stages)
-        self.left = LeftBehind(split.model, split.inside)
+        self.left = LeftBehind(split.parts.model, split.parts.inside)
+        self._stage = split.stages[0]
         self.workers = {stage.index: self._worker(stage) for stage in split.stages}
         self._arrivals: dict[Message, Arrival] = {}
         self._stale, self._trained = False, True
@@ -360,7 +360,7 @@ class LocalStages:
     @property
     def last_blocks(self) -> range:
         """The blocks whose tensors the last stage has."""
-        return next(iter(self.workers.values())).stage.last_blocks
+        return self._stage.last_blocks
 
     @property
     def last(self) -> StageWorker | None:
@@ -438,14 +438,12 @@ class LocalStages:
 
     def outline(self, batch: MicroBatch) -> Any:
         """Return the model's output as proxies, without computing any block."""
-        stage = next(iter(self.workers.values())).stage
         with self.left.undone(), self.dropout.forward(batch.number), self.inner.running():
-            return stage.run_ambient(batch)
+            return self._stage.run_ambient(batch)
 
     def dtype(self, batch: MicroBatch) -> torch.dtype:
         """Return in which dtype a loss is made, the same on every rank: fp32, or fp64 of fp64."""
-        stage = next(iter(self.workers.values())).stage
-        dtypes = {meta.dtype for meta in stage.ends(batch)}
+        dtypes = {meta.dtype for meta in self._stage.ends(batch)}
         return torch.float64 if torch.float64 in dtypes else torch.float32
 
     def finish(

@@ -114,6 +114,11 @@ class ProxyPlace:
     name: str
     proxy: Tensor
 
+    def value(self) -> Tensor:
+        """Return what stands there now."""
+        value: Tensor = getattr(self.module, self.name)
+        return value
+
 
 def is_local(use: Use, phases: Collection[int]) -> bool:
     """Whether a parameter or buffer is used in phases; without any use, in the first."""
@@ -410,8 +415,9 @@ class StagePass:
                 self._given[origin] = tensor.clone() if copied else tensor
             self._unchanged |= crossing.changes
         self._missing = {*self._given}
-        self._handed = self._bounds_handed_out()
         self._last = options.own.stop - 1 if options.computes and options.stops else -1
+        kept = [index for index in options.kept if index in options.own and options.computes]
+        self._handed = sorted({self._last, *kept} - {-1})
         # Two bounds are followed in any case: there the last stage and the rest of the model begin.
         self._marked = {parts.cut.blocks(parts.cut.stages - 1).start - 1, len(shapes.outputs) - 1}
         followed = {*self._handed, *self._marked} - {-1}
@@ -424,14 +430,6 @@ class StagePass:
         self.sent: tuple[Tensor, ...] = ()
         self.made: dict[int, tuple[Tensor, ...]] = {}
         self.collected: list[Tensor] = []
-
-    def _bounds_handed_out(self) -> list[int]:
-        """Return the own blocks whose crossing tensors are asked for."""
-        options = self._options
-        if not options.computes:
-            return []
-        last = [options.own.stop - 1] if options.stops and options.own else []
-        return sorted({*last, *(index for index in options.kept if index in options.own)})
 
     @property
     def is_after_blocks(self) -> bool:
@@ -454,18 +452,14 @@ class StagePass:
         if self._end is not None:
             if place == self._end.position:
                 self._versions = self._current_versions()
-            taken = [self._handed_on(Origin(place, leaf), x) for leaf, x in enumerate(taken)]
+            for leaf, x in enumerate(taken):
+                if Origin(place, leaf) in self._end.handed:  # it is made for the next stage
+                    facts = TensorMeta(tuple(x.shape), x.dtype, x.requires_grad)
+                    taken[leaf] = self._proxy(facts, self._last)
         if all(new is old for new, old in zip(taken, made, strict=True)):
             return result
         replaced = {id(old): new for old, new in zip(made, taken, strict=True)}
         return tree_map_only(Tensor, lambda tensor: replaced[id(tensor)], result)
-
-    def _handed_on(self, origin: Origin, tensor: Tensor) -> Tensor:
-        """Return a tensor, or a proxy if it is made for the next stage."""
-        if self._end is None or origin not in self._end.handed:
-            return tensor
-        facts = TensorMeta(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
-        return self._proxy(facts, self._last)
 
     def _current_versions(self) -> list[int]:
         """Return how often each tensor for the next stage has been written into."""
@@ -488,7 +482,11 @@ class StagePass:
         options = self._options
         is_own = options.computes and number in options.own
         if is_own and self._unseen:
-            args, kwargs = tree_map(self._in_sight, (tuple(args), dict(kwargs)))
+            # The parameters themselves, for proxies that code before the own blocks has met.
+            args, kwargs = tree_map(
+                lambda x: self._unseen[id(x)].value() if id(x) in self._unseen else x,
+                (tuple(args), dict(kwargs)),
+            )
         leaves = tree_flatten((tuple(args), dict(kwargs)))[0]
         module, hooked = self._parts.blocks[index], self._shapes.hooked[number]
         if is_own:
@@ -504,8 +502,12 @@ class StagePass:
             tensors = self._proxies(number)
         self._code.begin_phase(self._next)
         ends = self._end is not None and self._end.position == CallPlace(self._next)
-        if number in self._handed:
-            self._check_history(block.name)
+        if number in self._handed and self._grad and not torch.is_grad_enabled():
+            raise UsageError(
+                f"expected the output of block {block.name!r} with its history, found it computed "
+                "without gradients inside of a reentrant checkpoint: use checkpoint(..., "
+                "use_reentrant=False), or the configuration's recompute"
+            )
         place = CallPlace(self._next)
         pairs = zip(self._shapes.made(number), tensors, strict=True)
         taken = [self._taken(Origin(place, leaf), tensor) for leaf, tensor in pairs]
@@ -543,11 +545,6 @@ class StagePass:
         sent = 0 if self._end is None else len(self._end.origins)  # then what the model returns
         self.sent = self.made.get(self._last, ())[:sent]
 
-    def _in_sight(self, leaf: Any) -> Any:
-        """Return the parameter itself for its proxy, which code before the own blocks has met."""
-        place = self._unseen.get(id(leaf))
-        return leaf if place is None else getattr(place.module, place.name)
-
     def _taken(self, origin: Origin, tensor: Tensor) -> Tensor:
         """Return the tensor that the rest of the pass gets in place of one made here."""
         sent = self._given.get(origin)
@@ -582,14 +579,6 @@ class StagePass:
         proxy = StageProxy.like(meta.shape, meta.dtype, self._parts.device, wanting)
         proxy.blocks = frozenset({block})
         return proxy
-
-    def _check_history(self, name: str) -> None:
-        if self._grad and not torch.is_grad_enabled():
-            raise UsageError(
-                f"expected the output of block {name!r} with its history, found it computed "
-                "without gradients inside of a reentrant checkpoint: use checkpoint(..., "
-                "use_reentrant=False), or the configuration's recompute"
-            )
 
     def _collected(self, index: int) -> tuple[Tensor, ...]:
         """Return the tensors that a block leaves, after a check that others expect them."""
@@ -809,29 +798,31 @@ class Stage:
         conductor.finish()
         if self.is_last:
             return StageOutput((), output, conductor.made)
-        output = _as_on_last(output, conductor.collected)
+        # What hooks collect for the output goes on to the last stage, where a loss is made of it.
+        collected = {id(tensor) for tensor in conductor.collected}
+        output = tree_map_only(
+            Tensor, lambda x: StageProxy.of(x) if id(x) in collected else x, output
+        )
         return StageOutput(conductor.sent, output, conductor.made)
 
 
+@dataclass(frozen=True, slots=True)
 class Split:
     """The stages that one rank holds of a model; made by ``split``.
 
     Attributes:
-        model: the module that was cut.
-        inside: identities of the modules inside of blocks.
+        parts: of the module that was cut.
         stages: in the order of their indices.
         ties: the parameters that several stages use, of all stages.
     """
 
-    def __init__(self, parts: ModelParts, stages: tuple[Stage, ...], tied: tuple[Tie, ...]) -> None:
-        self._parts = parts
-        self.model, self.inside = parts.model, parts.inside
-        self.stages = stages
-        self.ties = tied
+    parts: ModelParts
+    stages: tuple[Stage, ...]
+    ties: tuple[Tie, ...]
 
     def close(self) -> None:
         """Take the hooks off the blocks; parameters of other stages stay proxies."""
-        self._parts.gates.close()
+        self.parts.gates.close()
 
 
 def split(
@@ -860,7 +851,7 @@ def split(
     wrong = [stage for stage in owned if not 0 <= stage < cut.stages]
     if wrong or not owned:
         raise UsageError(f"expected stages below {cut.stages}, found {list(owned)}")
-    device = device or _device(model)
+    device = device or next((p.device for p in model.parameters()), torch.device("cpu"))
     blocks = block_order(recording, model)
     phases = {phase for stage in owned for phase in cut.phases(stage)}
     here = {block.name for index, block in enumerate(recording.blocks) if index in phases}
@@ -882,17 +873,6 @@ def split(
     return Split(parts, tuple(stages), tied)
 
 
-def _as_on_last(output: Any, collected: Sequence[Tensor]) -> Any:
-    """Return an early stage's output with proxies for the tensors that hooks have collected.
-
-    Whatever they collect for the output goes on to the last stage, where a loss is made of it.
-    """
-    collected_ids = {id(tensor) for tensor in collected}
-    return tree_map_only(
-        Tensor, lambda x: StageProxy.of(x) if id(x) in collected_ids else x, output
-    )
-
-
 def _of_other_stages(parts: ModelParts, stage: int, stages: int) -> list[ProxyPlace]:
     """Return the places outside of blocks that only other stages of this rank use."""
     if stages == 1:
@@ -909,17 +889,9 @@ def _of_other_stages(parts: ModelParts, stage: int, stages: int) -> list[ProxyPl
 def _outer_of(parts: ModelParts, stage: int) -> dict[str, list[ProxyPlace]]:
     """Return where the parameters of a stage stand outside of blocks, by their first names."""
     phases, inside = parts.cut.phases(stage), parts.inside
-    found = {
-        first: [place_of(parts.model, name, parts.device) for name in use.names]
-        for first, use in parts.recording.parameters.items()
-        if is_local(use, phases)
-    }
-    return {
-        first: [place for place in places if id(place.module) not in inside]
-        for first, places in found.items()
-    }
-
-
-def _device(model: nn.Module) -> torch.device:
-    first = next(iter(model.parameters()), None)
-    return torch.device("cpu") if first is None else first.device
+    found = {}
+    for first, use in parts.recording.parameters.items():
+        if is_local(use, phases):
+            places = [place_of(parts.model, name, parts.device) for name in use.names]
+            found[first] = [place for place in places if id(place.module) not in inside]
+    return found

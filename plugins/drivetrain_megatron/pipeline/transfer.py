@@ -202,10 +202,11 @@ class Meta(NamedTuple):
     dtype: torch.dtype
 
 
+@dataclass(frozen=True, slots=True)
 class Arrival:
     """Tensors on their way to this rank, with a receive under way for each.
 
-    Args:
+    Attributes:
         message: their address.
         tensors: where they arrive, in the dtypes in which they are sent.
         dtypes: in which the stage wants them.
@@ -213,19 +214,11 @@ class Arrival:
         link: this rank's end of the pipeline.
     """
 
-    def __init__(
-        self,
-        message: Message,
-        tensors: Sequence[Tensor],
-        dtypes: Sequence[torch.dtype],
-        works: Sequence[Any],
-        link: "Link",
-    ) -> None:
-        self._message = message
-        self._tensors = tensors
-        self._dtypes = dtypes
-        self._works = works
-        self._link = link
+    message: Message
+    tensors: Sequence[Tensor]
+    dtypes: Sequence[torch.dtype]
+    works: Sequence[Any]
+    link: "Link"
 
     def wait(self) -> tuple[Tensor, ...]:
         """Return the tensors when they are there.
@@ -233,11 +226,11 @@ class Arrival:
         Raises:
             CollectiveError: the sender ended or did not send in time.
         """
-        for work in self._works:
-            self._link.finish(work, self._message)
+        for work in self.works:
+            self.link.finish(work, self.message)
         return tuple(
             tensor if tensor.dtype == dtype else converted(tensor, dtype)
-            for tensor, dtype in zip(self._tensors, self._dtypes, strict=True)
+            for tensor, dtype in zip(self.tensors, self.dtypes, strict=True)
         )
 
 

@@ -187,15 +187,24 @@ def _divide_attentions(
     """Add torch's attentions to the plan, those whose division gives equal numbers."""
     for name, module in tryout.trial.block.named_modules():
         if isinstance(module, nn.MultiheadAttention) and (layers is None or name in layers):
-            reason = _of_others([name], structure)
-            plan = None
-            if not reason:
-                attentions = (*found.plan.attentions, name)
-                plan, reason = tryout(replace(found.plan, attentions=attentions))
-            if plan is None:
-                found.refused[name] = reason
+            if others := _of_others([name], structure):
+                found.refused[name] = others
             else:
-                found.plan = plan
+                attentions = (*found.plan.attentions, name)
+                _take_first(found, name, [replace(found.plan, attentions=attentions)], tryout)
+
+
+def _take_first(found: Derivation, name: str, plans: Iterable[BlockPlan], tryout: _Tryout) -> bool:
+    """Take the first of some plans that gives equal numbers; else note why there is none."""
+    reasons = []
+    for each in plans:
+        plan, reason = tryout(each)
+        if plan is not None:
+            found.plan = plan
+            return True
+        reasons.append(reason)
+    found.refused[name] = "; ".join(dict.fromkeys(reasons)) or "no way to divide it"
+    return False
 
 
 def _divide_group(
@@ -208,15 +217,14 @@ def _divide_group(
     if owners := _shared(tryout.trial.block, group):
         found.refused[group.row] = f"a parameter belongs to {' and '.join(owners)}"
         return
-    reasons = []
-    for division in ways(group, structure.uses, tryout.ranks):
-        for attempt in _attempts(tryout.trial.block, group, division, tryout.sequence_parallel):
-            plan, reason = tryout(replace(found.plan, groups=(*found.plan.groups, attempt)))
-            if plan is not None:
-                found.plan = _with_fewest_numbers(plan, tryout)
-                return
-            reasons.append(reason)
-    found.refused[group.row] = "; ".join(dict.fromkeys(reasons)) or "no way to divide it"
+    plan, block = found.plan, tryout.trial.block
+    plans = (
+        replace(plan, groups=(*plan.groups, attempt))
+        for division in ways(group, structure.uses, tryout.ranks)
+        for attempt in _attempts(block, group, division, tryout.sequence_parallel)
+    )
+    if _take_first(found, group.row, plans, tryout):
+        found.plan = _with_fewest_numbers(found.plan, tryout)
 
 
 def _divide_alike(
@@ -246,14 +254,9 @@ def _divide_region(
     if others := _of_others([use.name for use in (*region.columns, region.row)], structure):
         found.refused[region.row.name] = others
         return
-    reasons = []
-    for way in islice(ways_of(tryout.trial.block, region, tryout.ranks), _MOST_WAYS):
-        plan, reason = tryout(replace(found.plan, regions=(*found.plan.regions, way)))
-        if plan is not None:
-            found.plan = plan
-            return
-        reasons.append(reason)
-    found.refused[region.row.name] = "; ".join(dict.fromkeys(reasons)) or "no way to divide it"
+    plan, some = found.plan, islice(ways_of(tryout.trial.block, region, tryout.ranks), _MOST_WAYS)
+    plans = (replace(plan, regions=(*plan.regions, way)) for way in some)
+    _take_first(found, region.row.name, plans, tryout)
 
 
 def _divide_alone(
@@ -349,7 +352,9 @@ def _changes(
 
     Code that splits by an attribute may reshape to the sizes of its input: that needs both.
     """
-    choices = _choices(_numbers(block, group, division))
+    found = _numbers(block, group, division)
+    alone = [{number: values} for number, values in found.items()]
+    choices = [{}, *alone, *([found] if len(found) > 1 else [])]  # none, one, or all
     for numbers in choices:
         yield numbers, None
     for place in (0, 1):
@@ -357,14 +362,6 @@ def _changes(
     for place in (0, 1):
         for numbers in choices[1 : 1 + _MOST_MIXED]:
             yield numbers, place
-
-
-def _choices(
-    found: Mapping[SizeAttribute, tuple[int, ...]],
-) -> list[Mapping[SizeAttribute, tuple[int, ...]]]:
-    """Return which attributes to change: none, one, or all."""
-    alone = [{number: values} for number, values in found.items()]
-    return [{}, *alone, *([found] if len(found) > 1 else [])]
 
 
 def _numbers(
@@ -439,16 +436,11 @@ def divide_block(
             alone=alone,
             evaluations=others,
         )
-        if _is_thin(trial.block, block) and find_misfit(
+        pairs = zip(trial.block.parameters(), block.parameters(), strict=True)
+        if any(mine.shape != own.shape for mine, own in pairs) and find_misfit(
             block, call, found.plan, ranks, sequence_parallel=sharded
         ):
             continue
         fits = (sharded or not found.is_whole) and not found.broken
         return found, find_layouts(trial, found.plan, ranks, tokens) if fits else {}
     return Derivation(untried=reason, broken=reason if sharded else ""), {}
-
-
-def _is_thin(copied: nn.Module, block: nn.Module) -> bool:
-    """Whether a copy has other shapes than its block."""
-    pairs = zip(copied.parameters(), block.parameters(), strict=True)
-    return any(mine.shape != own.shape for mine, own in pairs)

@@ -13,7 +13,12 @@ from torch import Tensor, nn
 
 from drivetrain.collectives import Communicator
 from drivetrain_megatron.tensor.attention import attach_heads, head_partitions
-from drivetrain_megatron.tensor.block_code import attach_bias, attach_region, attach_resized
+from drivetrain_megatron.tensor.block_code import (
+    attach_bias,
+    attach_region,
+    attach_resized,
+    with_first,
+)
 from drivetrain_megatron.tensor.linear import (
     attach_alone,
     attach_column,
@@ -21,7 +26,7 @@ from drivetrain_megatron.tensor.linear import (
     enter_group,
     is_transposed,
 )
-from drivetrain_megatron.tensor.operators import Edges, TokenShards, gather, scatter
+from drivetrain_megatron.tensor.operators import Edges, TokenShards, Uncopied, gather, scatter
 from drivetrain_megatron.tensor.partition import Partition, ShardingSpec
 
 
@@ -248,7 +253,7 @@ def _set(module: nn.Module, attribute: str, value: int) -> None:
         setattr(module, name, value)
 
 
-class ModuleEntrance:
+class ModuleEntrance(Uncopied):
     """A forward pre-hook: the first activation among a module's arguments enters a group's layers.
 
     Where layers get the very activation that entered, the gradients of their weights are computed
@@ -265,9 +270,6 @@ class ModuleEntrance:
 
     def _enter(self, x: Tensor) -> Tensor:
         return enter_group(x, self._edges, self._layers)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "ModuleEntrance":
-        return self  # communicators have threads and groups
 
 
 class SharedEntrance(ModuleEntrance):
@@ -303,10 +305,7 @@ class SequenceRegion:
     def leave(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Join the first activation of a block's output."""
         partition = self._tokens.partition(self._ranks.size)
-        if isinstance(output, Tensor):
-            return gather(output, self._ranks, partition)
-        first, *rest = output
-        return type(output)((gather(first, self._ranks, partition), *rest))
+        return with_first(output, lambda x: gather(x, self._ranks, partition))
 
     def _cut(self, x: Tensor) -> Tensor:
         self._tokens.begin(x.shape[self._tokens.dim])

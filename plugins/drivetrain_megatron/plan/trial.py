@@ -36,7 +36,7 @@ from drivetrain_megatron.plan.thread_ranks import run_emulated
 from drivetrain_megatron.recording.calls import Call
 from drivetrain_megatron.recording.proxy import StageProxy
 from drivetrain_megatron.tensor.linear import is_linear, is_transposed
-from drivetrain_megatron.tensor.operators import Edges, TokenShards, gather, scatter
+from drivetrain_megatron.tensor.operators import Edges, TokenShards, Uncopied, gather, scatter
 from drivetrain_megatron.tensor.partition import Partition, ShardingSpec, even
 
 # --- copies for trials: random values, and thin matrices where the model's are large ---
@@ -208,7 +208,7 @@ class _Narrow:
         return _Narrow(self._matrix)
 
 
-class _Widen:
+class _Widen(Uncopied):
     """A forward hook: the output is multiplied by a fixed matrix."""
 
     def __init__(self, matrix: Tensor) -> None:
@@ -216,9 +216,6 @@ class _Widen:
 
     def __call__(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
         return output @ self._matrix
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "_Widen":
-        return self
 
 
 # --- the trial ---
@@ -285,26 +282,16 @@ def make_trial(
     Raises:
         Exception: whatever the block's code raises when it computes in fp64 on the CPU.
     """
-    try:
-        return _trial_in(torch.float64, block, call, rows, trains)
-    except Exception as error:  # whatever the user's code raises
+    failures = []
+    for dtype in (torch.float64, torch.float32):
         try:
-            return _trial_in(torch.float32, block, call, rows, trains)
-        except Exception:
-            raise error from None
-
-
-def _trial_in(
-    dtype: torch.dtype,
-    block: nn.Module,
-    call: Call,
-    rows: Collection[str] | None,
-    trains: bool,
-) -> Trial:
-    trial, wide = randomized(block, call, rows, dtype)
-    with rng.fork(SEED), torch.set_grad_enabled(trains):
-        # A copy runs: what a block keeps of a forward could not be copied for the ranks.
-        return Trial(trial, wide, run_block(copy.deepcopy(trial), wide), trains)
+            trial, wide = randomized(block, call, rows, dtype)
+            with rng.fork(SEED), torch.set_grad_enabled(trains):
+                # A copy runs: what a block keeps of a forward could not be copied for the ranks.
+                return Trial(trial, wide, run_block(copy.deepcopy(trial), wide), trains)
+        except Exception as error:  # whatever the user's code raises
+            failures.append(error)
+    raise failures[0]
 
 
 def randomized(
@@ -380,7 +367,7 @@ def _kind_of(
     if facts.partition is not None:
         joined = torch.zeros_like(whole)
         for rank, gradient in enumerate(gradients):
-            facts.partition.add(joined, gradient, rank)
+            facts.partition.put(joined, gradient, rank, add=True)
         return "equal" if is_close(joined, whole, noise) else None
     if all(is_close(gradient, whole, noise) for gradient in gradients):
         return "equal"

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map
 
 from drivetrain.collectives import Communicator
 from drivetrain_megatron.tensor.behavior import Behavior, attach, computing, original_class
-from drivetrain_megatron.tensor.operators import Edges, copy, reduce
+from drivetrain_megatron.tensor.operators import Edges, Uncopied, copy, reduce
 from drivetrain_megatron.tensor.partition import Partition, even
 
 # --- the ends of a region of weights in no layer (Shoeybi et al. 2019, section 3) ---
@@ -27,38 +27,30 @@ from drivetrain_megatron.tensor.partition import Partition, even
 # and zeros elsewhere.
 
 
-class RegionEntrance:
-    """A forward pre-hook: everything that wants a gradient enters all ranks."""
+@dataclass(frozen=True, slots=True)
+class RegionEnds(Uncopied):
+    """Hooks on the modules where a region begins and ends."""
 
-    def __init__(self, ranks: Communicator) -> None:
-        self._ranks = ranks
+    ranks: Communicator
 
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Return the arguments that the module sees."""
-        return tree_map(self._enter, (args, kwargs))
+    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Be a forward pre-hook: everything that wants a gradient enters all ranks."""
+        return tree_map(self._entered, (args, kwargs))
 
-    def _enter(self, x: Any) -> Any:
-        return copy(x, self._ranks) if isinstance(x, Tensor) and x.requires_grad else x
+    def _entered(self, x: Any) -> Any:
+        return copy(x, self.ranks) if isinstance(x, Tensor) and x.requires_grad else x
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "RegionEntrance":
-        return self  # communicators have threads and groups
+    def leave(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Be a forward hook: the first tensor of a module's result is summed over ranks."""
+        return with_first(output, lambda x: reduce(x, self.ranks))
 
 
-class RegionExit:
-    """A forward hook: the first tensor of a module's result is summed over ranks."""
-
-    def __init__(self, ranks: Communicator) -> None:
-        self._ranks = ranks
-
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """Return the result that the code after the module sees."""
-        if isinstance(output, Tensor):
-            return reduce(output, self._ranks)
-        first, *rest = output
-        return type(output)((reduce(first, self._ranks), *rest))
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "RegionExit":
-        return self
+def with_first(output: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """Return a module's result in which the first tensor is replaced by a function of it."""
+    if isinstance(output, Tensor):
+        return function(output)
+    first, *rest = output
+    return type(output)((function(first), *rest))
 
 
 class PaddedBias:
@@ -82,8 +74,9 @@ class PaddedBias:
 
 def attach_region(entrance: nn.Module, leaving: nn.Module, ranks: Communicator) -> None:
     """Let inputs of the one module enter all ranks, and results of the other be summed."""
-    entrance.register_forward_pre_hook(RegionEntrance(ranks), with_kwargs=True)
-    leaving.register_forward_hook(RegionExit(ranks))
+    ends = RegionEnds(ranks)
+    entrance.register_forward_pre_hook(ends.enter, with_kwargs=True)
+    leaving.register_forward_hook(ends.leave)
 
 
 def attach_bias(module: nn.Module, name: str, partition: Partition, rank: int) -> None:

@@ -31,6 +31,7 @@ from drivetrain_megatron.tensor.behavior import (
 from drivetrain_megatron.tensor.operators import (
     Edges,
     PendingSum,
+    Uncopied,
     copy,
     gather,
     gathered,
@@ -752,7 +753,7 @@ def _is_transposed(module: nn.Module) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class FeatureGate:
+class FeatureGate(Uncopied):
     """Hooks between the whole features of an activation and this rank's.
 
     Attributes:
@@ -771,9 +772,6 @@ class FeatureGate:
     def gathered(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
         """Be a forward hook: the code after the layer sees all output features."""
         return gather(output, self.edges.ranks, self.features)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "FeatureGate":
-        return self  # communicators have threads and groups
 
 
 def attach_alone(module: nn.Module, edges: Edges, features: Partition, *, by_rows: bool) -> None:

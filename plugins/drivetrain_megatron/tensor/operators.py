@@ -27,7 +27,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Self, TypeAlias
 
 import torch
 from torch import Tensor
@@ -194,9 +194,8 @@ def gathered(
         [partition.size if dim == partition.dim % share.dim() else extent
          for dim, extent in enumerate(share.shape)]
     )  # fmt: skip
-    write = partition.add if add else partition.put
     for rank, (start, stop) in enumerate(partition.bounds):
-        write(whole, buffer[start:stop].movedim(0, partition.dim), rank)
+        partition.put(whole, buffer[start:stop].movedim(0, partition.dim), rank, add=add)
     return whole
 
 
@@ -280,6 +279,15 @@ def outlined(tensor: Tensor, dim: int | None = None, size: int = 0) -> Tensor:
     return found
 
 
+class Uncopied:
+    """Shared by the copies of a module: communicators have threads and groups."""
+
+    __slots__ = ()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self
+
+
 class TokenShards:
     """Along which dim activations are cut into shards, and how long the dim is right now.
 
@@ -321,7 +329,7 @@ class TokenShards:
 
 
 @dataclass(frozen=True)
-class Edges:
+class Edges(Uncopied):
     """The way into, and out of, a part of the model whose layers are cut over ranks.
 
     Attributes:
@@ -356,6 +364,3 @@ class Edges:
         if sequence is None:
             return reduce(x, self.ranks)
         return reduce_scatter(x, self.ranks, sequence)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Edges":
-        return self  # communicators have threads and groups

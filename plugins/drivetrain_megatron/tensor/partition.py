@@ -107,10 +107,6 @@ class Partition:
         local[self.dim] = self.local_size(rank)
         return tuple(local)
 
-    def first_holder(self, rank: int) -> int:
-        """Return the first rank that holds the same as this rank."""
-        return self.ranges.index(self.ranges[rank])
-
     def sharers(self, rank: int) -> tuple[tuple[int, ...], ...]:
         """Return, for each of a rank's ranges, its holders in ascending order."""
         return tuple(
@@ -149,16 +145,10 @@ class Partition:
         return share
 
     @torch.no_grad()
-    def put(self, whole: Tensor, share: Tensor, rank: int) -> None:
-        """Write a rank's share to its place in a whole tensor."""
+    def put(self, whole: Tensor, share: Tensor, rank: int, *, add: bool = False) -> None:
+        """Write a rank's share to its place in a whole tensor, or add it there."""
         for part, view in zip(self._parts(share, rank), self.views(whole, rank), strict=True):
-            view.copy_(part)
-
-    @torch.no_grad()
-    def add(self, whole: Tensor, share: Tensor, rank: int) -> None:
-        """Add a rank's share to its place in a whole tensor."""
-        for part, view in zip(self._parts(share, rank), self.views(whole, rank), strict=True):
-            view.add_(part)
+            view.add_(part) if add else view.copy_(part)
 
     def _parts(self, share: Tensor, rank: int) -> Iterator[Tensor]:
         """Return the views of a share that stand for its ranges."""
@@ -199,7 +189,8 @@ class ShardingSpec:
 
     def saves(self, rank: int) -> bool:
         """Whether this rank saves its part: the first holder on the axis does."""
-        return rank == (0 if self.partition is None else self.partition.first_holder(rank))
+        cut = self.partition
+        return rank == (0 if cut is None else cut.ranges.index(cut.ranges[rank]))
 
 
 @functools.lru_cache(maxsize=1024)
