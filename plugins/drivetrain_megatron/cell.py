@@ -31,7 +31,7 @@ from drivetrain.runtime.world import World
 from drivetrain.shards import HeldPart, HeldTensors, Reader, Shard
 from drivetrain.strategy import Run, Strategy, find_strategy
 from drivetrain_megatron.config import MegatronConfig
-from drivetrain_megatron.pipeline.levels import PipelinedModel
+from drivetrain_megatron.pipeline.build import PipelinedModel
 from drivetrain_megatron.shares import Shares, on_shares
 from drivetrain_megatron.state import GlobalShards, LocalReader, Original
 from drivetrain_megatron.tensor.partition import ShardingSpec, alike
@@ -287,11 +287,6 @@ class SameBatch(UninheritedHook):
         self._world = world
         self._left = dict.fromkeys((True, False), FORWARDS)
 
-    @property
-    def matters(self) -> bool:
-        """Whether there are other ranks in the cell."""
-        return bool(self._cell)
-
     def _check(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Compare the mode and the arguments of the first forwards, in training and in evaluation.
 
@@ -305,7 +300,8 @@ class SameBatch(UninheritedHook):
         trains = module.training and torch.is_grad_enabled()
         if self._left[trains]:
             self._left[trains] -= 1
-            self._compare([*_mode(module), *_described(args, kwargs)])
+            mode = f"training: {module.training}", f"gradients enabled: {torch.is_grad_enabled()}"
+            self._compare([*mode, *_described(args, kwargs)])
 
     def _compare(self, lines: Sequence[str]) -> None:
         digest = hashlib.sha256("\n".join(lines).encode()).digest()
@@ -331,11 +327,6 @@ class SameBatch(UninheritedHook):
             rank, *theirs = bytes(text).rstrip(b"\0").decode(errors="replace").split("\n")
             texts[int(rank)] = theirs
         return texts
-
-
-def _mode(module: nn.Module) -> list[str]:
-    """Return the mode of a forward, one fact per line."""
-    return [f"training: {module.training}", f"gradients enabled: {torch.is_grad_enabled()}"]
 
 
 def _described(args: Any, kwargs: Any) -> list[str]:

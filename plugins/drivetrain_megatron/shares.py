@@ -284,13 +284,13 @@ class Share:
 
     def tracked(self) -> Tensor:
         """Return the whole values, whose gradients reach the shares. Collective."""
-        ranks = self._ranks()
+        ranks = self.ranks()
         with self._bare():
             return gather(self.parameter, ranks, self.partition)
 
     def whole(self) -> WholeTensor:
         """Return the whole values outside of autograd. Collective."""
-        ranks, label = self._ranks(), f"values of {self.name!r}"
+        ranks, label = self.ranks(), f"values of {self.name!r}"
         with torch.no_grad(), self._bare():
             values = gathered(self.parameter, ranks, self.partition, label=label)
         known = self._shown()
@@ -314,10 +314,6 @@ class Share:
             known.cut()
         with self._bare():
             self.parameter.data = share
-
-    def whole_of(self, gradient: Tensor) -> Tensor:
-        """Return the whole of which ranks have shares. Collective."""
-        return gather(gradient, self._ranks(), self.partition)
 
     def gradient(self) -> DividedGradient | None:
         """Return the whole gradient; None if there is none."""
@@ -418,7 +414,8 @@ class Share:
         Share(self.name, new, self.partition, self._shape, self.model, copied=True).cover()
         return new
 
-    def _ranks(self) -> Communicator:
+    def ranks(self) -> Communicator:
+        """Return the axis ``tp``, as long as values can be gathered."""
         if self.model.closed:
             raise UsageError(
                 f"expected a parameter with values, found {self.name!r}, of which each rank has a "
@@ -535,7 +532,7 @@ def _gradients_of_whole(
     return tuple(
         gradient
         if gradient is None or type(one) is not ShareParameter
-        else one._share.whole_of(gradient)
+        else gather(gradient, one._share.ranks(), one._share.partition)
         for one, gradient in zip(inputs, found, strict=True)
     )
 
@@ -633,7 +630,7 @@ class Shares:
         """Let one more optimizer step shares."""
         if not self._all:
             return
-        self._handles.append(optimizer.register_step_pre_hook(self._before_step))
+        self._handles.append(optimizer.register_step_pre_hook(lambda *_: self._enter()))
         self._handles.append(optimizer.register_step_post_hook(self._after_step))
         for name in _TOUCHING:
             given = getattr(optimizer, name, None)
@@ -732,9 +729,6 @@ class Shares:
         if self._forwards:  # not if a hook before the first of these raised
             self._forwards -= 1
             self._leave()
-
-    def _before_step(self, *_: Any) -> None:
-        self._enter()
 
     def _after_step(self, *_: Any) -> None:
         self.steps += 1

@@ -100,10 +100,16 @@ class Original:
     def cut_states(
         self, optimizers: Iterable[Optimizer], facts: Mapping[str, ShardingSpec], rank: int
     ) -> None:
-        """Cut the existing state of optimizers."""
-        by_parameter = {parameter: facts[name] for parameter, name in self.names.items()}
+        """Cut the existing state of divided parameters to this rank's part, in place."""
         for optimizer in optimizers:
-            cut_states(optimizer, by_parameter, rank)
+            for parameter, state in optimizer.state.items():
+                held: Any = parameter
+                known = facts.get(self.names.get(held, ""))
+                if known is None or known.partition is None:
+                    continue
+                for key, value in state.items():
+                    if isinstance(value, Tensor) and tuple(value.shape) == known.shape:
+                        state[key] = known.partition.take(value, rank)
 
     def check_loads(self, reader: Reader, facts: Mapping[str, ShardingSpec]) -> None:
         """Refuse a checkpoint of another model, or state that cannot be divided.
@@ -129,20 +135,6 @@ class Original:
     def _held_by(self, optimizer: Optimizer) -> list[str]:
         held = [p for group in optimizer.param_groups for p in group["params"]]
         return [self.names[p] for p in held if p in self.names]
-
-
-def cut_states(
-    optimizer: torch.optim.Optimizer, facts: Mapping[nn.Parameter, ShardingSpec], rank: int
-) -> None:
-    """Cut the existing optimizer state of divided parameters to this rank's part, in place."""
-    for parameter, state in optimizer.state.items():
-        held: Any = parameter
-        known = facts.get(held)
-        if known is None or known.partition is None:
-            continue
-        for key, value in state.items():
-            if isinstance(value, Tensor) and tuple(value.shape) == known.shape:
-                state[key] = known.partition.take(value, rank)
 
 
 class SharedSource:

@@ -4,7 +4,7 @@ From the model to its stages: ``cut`` decides where stages begin, ``stage`` leav
 own and gives the others' place to proxies (``stand_ins`` under the user's names), ``build`` puts
 all together.
 
-From a call to a step: ``levels`` chooses the level, by the place where the loss is made
+From a call to a step: ``build`` chooses the level, by the place where the loss is made
 (``losses``), as ``trials`` allow; ``schedules`` order the actions of ranks; ``runner`` carries them
 out on each stage, and ``transfer`` sends, on micro-batches (``batches``).
 """

@@ -314,22 +314,18 @@ def _events(timeline: Timeline, name: str) -> Iterator[dict[str, Any]]:
         yield _metadata("thread_name", rank, {"name": f"rank {rank}"})
         yield _metadata("thread_sort_index", rank, {"sort_index": rank})
         for span in spans:
-            yield _event(span, rank, timeline.start)
+            action = span.action
+            yield {
+                "ph": "X",
+                "name": f"{action.kind.value}{action.micro_batch}",
+                "cat": action.kind.name.lower(),
+                "pid": 0,
+                "tid": rank,
+                "ts": (span.start - timeline.start) * _MICROSECONDS,
+                "dur": (span.stop - span.start) * _MICROSECONDS,
+                "args": {"stage": action.stage, "micro_batch": action.micro_batch},
+            }
 
 
 def _metadata(name: str, rank: int, arguments: dict[str, Any]) -> dict[str, Any]:
     return {"ph": "M", "name": name, "pid": 0, "tid": rank, "args": arguments}
-
-
-def _event(span: Span, rank: int, begin: float) -> dict[str, Any]:
-    action = span.action
-    return {
-        "ph": "X",
-        "name": f"{action.kind.value}{action.micro_batch}",
-        "cat": action.kind.name.lower(),
-        "pid": 0,
-        "tid": rank,
-        "ts": (span.start - begin) * _MICROSECONDS,
-        "dur": (span.stop - span.start) * _MICROSECONDS,
-        "args": {"stage": action.stage, "micro_batch": action.micro_batch},
-    }

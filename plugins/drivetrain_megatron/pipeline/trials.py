@@ -4,7 +4,7 @@ import dataclasses
 import math
 import zlib
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -463,11 +463,10 @@ class _Observer(TargetCounter):
         self.watched: StagePass | None = None
         self.compares = False
 
-    @contextmanager
-    def watch(self, stage_pass: StagePass) -> Iterator[None]:
-        """Context of a pass, in which comparisons count after its blocks."""
+    def watch(self, stage_pass: StagePass) -> AbstractContextManager[None]:
+        """Return the context of a pass, in which comparisons count after its blocks."""
         self.watched = stage_pass
-        yield
+        return nullcontext()
 
     def __torch_function__(
         self,

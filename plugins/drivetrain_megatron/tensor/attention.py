@@ -72,7 +72,8 @@ class HeadAttention(Behavior):
 
     def _entered(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Let each distinct input enter once: self-attention costs one collective, not three."""
-        entered = {id(each): self.edges.enter(each) for each in _distinct(query, key, value)}
+        distinct = {id(each): each for each in (query, key, value)}
+        entered = {known: self.edges.enter(each) for known, each in distinct.items()}
         return entered[id(query)], entered[id(key)], entered[id(value)]
 
     def _projected(self, module: Any, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
@@ -93,7 +94,9 @@ class HeadAttention(Behavior):
         """Return the mask that is added to the scores, broadcastable to (N, h, L, S)."""
         batch, _, targets, _ = q.shape
         mask = None
-        if call.attn_mask is not None and not _is_hint_enough(call):
+        # Attention may use its own causal mask: as torch, not for padding or weights.
+        hint = call.is_causal and call.key_padding_mask is None and not call.need_weights
+        if call.attn_mask is not None and not hint:
             mask = self._of_heads(_added(call.attn_mask, q.dtype), batch, targets, sources)
         if call.key_padding_mask is not None:
             padding = _added(call.key_padding_mask, q.dtype).view(batch, 1, 1, sources)
@@ -191,21 +194,11 @@ def keep_padded(model: nn.Module) -> list[nn.TransformerEncoder]:
     return found
 
 
-def _distinct(*tensors: Tensor) -> list[Tensor]:
-    """Return each tensor object once, in order."""
-    return list({id(each): each for each in tensors}.values())
-
-
 def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a mask as numbers to add: -inf where a boolean one is True."""
     if mask.is_floating_point():
         return mask
     return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, -torch.inf)
-
-
-def _is_hint_enough(call: AttentionCall) -> bool:
-    """Whether attention may use its own causal mask: as torch, not for padding or weights."""
-    return call.is_causal and call.key_padding_mask is None and not call.need_weights
 
 
 def _attended(

@@ -616,18 +616,16 @@ class ColumnLinear(Behavior):
 
     def forward(self, module: Any, x: Tensor) -> Tensor:
         """Return the local output features, shape (..., features)."""
-        out = self._product(module, x)
-        return ShardedLogits.of(out, self.edges.ranks, self.outputs) if self.logits else out
-
-    def _product(self, module: Any, x: Tensor) -> Tensor:
-        if (out := grouped_product(x, module)) is not None:
-            return out
-        x, weight, bias = as_computed(x, module.weight, module.bias)
-        deferral = deferral_of(self.keeper, module)
-        if self.edges.prepared or self.edges.ranks.size == 1:
-            return linear(x, weight, bias, transposed=self.transposed, deferral=deferral)
-        product = Product(self.edges.ranks, self.transposed, self.edges.sequence, deferral)
-        return column_product(x, weight, bias, product)
+        ranks, deferral = self.edges.ranks, deferral_of(self.keeper, module)
+        out = grouped_product(x, module)
+        if out is None:
+            x, weight, bias = as_computed(x, module.weight, module.bias)
+            if self.edges.prepared or ranks.size == 1:
+                out = linear(x, weight, bias, transposed=self.transposed, deferral=deferral)
+            else:
+                product = Product(ranks, self.transposed, self.edges.sequence, deferral)
+                out = column_product(x, weight, bias, product)
+        return ShardedLogits.of(out, ranks, self.outputs) if self.logits else out
 
 
 @dataclass(frozen=True)
@@ -671,19 +669,14 @@ class DeferredLinear(Behavior):
 
 
 def attach_column(
-    module: nn.Module,
-    edges: Edges,
-    outputs: Partition,
-    *,
-    logits: bool = False,
+    module: nn.Module, edges: Edges, outputs: Partition, *, logits: bool = False
 ) -> None:
     """Let a linear layer with this rank's output features compute as such.
 
     Raises:
         ConfigError: the module is no linear layer, or one with a forward of its own.
     """
-    transposed = _is_transposed(module)
-    attach(module, ColumnLinear(edges, outputs, transposed, logits))
+    attach(module, ColumnLinear(edges, outputs, _is_transposed(module), logits))
 
 
 def attach_row(module: nn.Module, edges: Edges, inputs: Partition) -> None:
@@ -697,13 +690,20 @@ def attach_row(module: nn.Module, edges: Edges, inputs: Partition) -> None:
 
 def defer_weights(model: nn.Module, keeper: WeightGradients) -> list[nn.Module]:
     """Let the linear layers of a model, whole or divided, keep products; return them."""
-    return [
-        module
-        for module in model.modules()
-        if isinstance(module._parameters.get("weight"), nn.Parameter)
-        and is_linear(module)
-        and _defers(module, keeper)
-    ]
+    found = []
+    for module in model.modules():
+        behavior = behavior_of(module)
+        if not (isinstance(module._parameters.get("weight"), nn.Parameter) and is_linear(module)):
+            continue
+        if isinstance(behavior, ColumnLinear | RowLinear):
+            exchange(module, replace(behavior, keeper=keeper))
+            found.append(module)
+        elif behavior is None and (
+            type(module).forward is nn.Linear.forward or is_transposed(module)
+        ):  # others compute in a way of their own
+            attach(module, DeferredLinear(keeper, is_transposed(module)))
+            found.append(module)
+    return found
 
 
 def defer_no_more(modules: Iterable[nn.Module]) -> None:
@@ -714,18 +714,6 @@ def defer_no_more(modules: Iterable[nn.Module]) -> None:
             exchange(module, replace(behavior, keeper=None))
         else:
             detach(module)
-
-
-def _defers(module: nn.Module, keeper: WeightGradients) -> bool:
-    """Let a linear layer keep products; False if it computes in a way of its own."""
-    behavior = behavior_of(module)
-    if isinstance(behavior, ColumnLinear | RowLinear):
-        exchange(module, replace(behavior, keeper=keeper))
-        return True
-    own = behavior is None and (type(module).forward is nn.Linear.forward or is_transposed(module))
-    if own:
-        attach(module, DeferredLinear(keeper, is_transposed(module)))
-    return own
 
 
 def _is_transposed(module: nn.Module) -> bool:

@@ -290,7 +290,9 @@ class TorchCall(NamedTuple):
     @property
     def written(self) -> Any:
         """The argument that the call writes into: tensors in any nesting, or None."""
-        if writes_first(self.func) or self.replaces or self._asks_in_place:
+        # With gradients, what a function in place returns is all that its callers go on with.
+        asks = self.kwargs.get("inplace") is True and not self.is_recorded
+        if writes_first(self.func) or self.replaces or asks:
             return next(iter((*self.args, *self.kwargs.values())), None)
         return self.kwargs.get("out")
 
@@ -323,11 +325,6 @@ class TorchCall(NamedTuple):
     def has_only_numbers(self) -> bool:
         """Whether the arguments behind the first are numbers."""
         return all(isinstance(each, int | float) for each in self.rest) and not self.kwargs
-
-    @property
-    def _asks_in_place(self) -> bool:
-        # With gradients, what such a function returns is all that its callers go on with.
-        return self.kwargs.get("inplace") is True and not self.is_recorded
 
 
 # fmt: off
@@ -609,7 +606,11 @@ def _indexed(call: TorchCall, logits: ShardedLogits) -> Tensor | None:
     index = given if isinstance(given, tuple) else (given,)
     if any(each is None or isinstance(each, bool | list) for each in index):
         return None
-    dims = [_dims_of(each) for each in index]
+    # How many dims each element of the index is about.
+    dims = [
+        0 if x is Ellipsis else x.dim() if isinstance(x, Tensor) and x.dtype is torch.bool else 1
+        for x in index
+    ]
     after = next((i + 1 for i, each in enumerate(index) if each is Ellipsis), 0)
     reaches_last = sum(dims) == logits.dim() if after == 0 else sum(dims[after:]) > 0
     if reaches_last and not (isinstance(index[-1], slice) and index[-1] == slice(None)):
@@ -630,13 +631,6 @@ def _joined(call: TorchCall, parts: Sequence[Any]) -> Tensor | None:
     if dims and dims[0] in (-1, first.dim() - 1):
         return None
     return ShardedLogits.of(call.func([part.local() for part in parts], *dims), *first._cut)
-
-
-def _dims_of(index: Any) -> int:
-    """Return how many dims one element of an index is about."""
-    if index is Ellipsis:
-        return 0
-    return index.dim() if isinstance(index, Tensor) and index.dtype is torch.bool else 1
 
 
 def _lost(call: TorchCall, logits: ShardedLogits) -> Tensor | None:
