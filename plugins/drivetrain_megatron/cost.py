@@ -49,8 +49,7 @@ from drivetrain_megatron.pipeline.cut import StageCut, chosen_cut
 from drivetrain_megatron.pipeline.stage import Tie, is_local, ties
 from drivetrain_megatron.pipeline.transfer import StageLinks
 from drivetrain_megatron.plan.derive import Derivation
-from drivetrain_megatron.plan.model import ModelPlan, TensorParallel
-from drivetrain_megatron.plan.whole_trial import confirmed
+from drivetrain_megatron.plan.model import ModelPlan, TensorParallel, confirmed
 from drivetrain_megatron.recording.calls import inputs_for
 from drivetrain_megatron.recording.phases import Recording, TensorMeta, block_order, recording_of
 from drivetrain_megatron.recording.proxy import StageProxy

@@ -39,8 +39,7 @@ from drivetrain_megatron.cost import estimate
 from drivetrain_megatron.dropout import AlikeDraws, Dropout, MaskSource
 from drivetrain_megatron.paper.step import CellOnPaper
 from drivetrain_megatron.pipeline.build import PipelineBuilder
-from drivetrain_megatron.plan.model import ModelPlan, TensorParallel, describe
-from drivetrain_megatron.plan.whole_trial import confirmed
+from drivetrain_megatron.plan.model import ModelPlan, TensorParallel, confirmed, describe
 from drivetrain_megatron.recording.calls import batches_for, inputs_for
 from drivetrain_megatron.shares import Shares, on_shares
 from drivetrain_megatron.state import (

@@ -7,7 +7,6 @@
 ``trial``        compares the divided block with the whole one, in numbers, on thin copies
 ``derive``       proposes plans for a block, and keeps a plan that gives equal numbers
 ``named``        plans in words: the user's and Hugging Face's, and whether each was fulfilled
-``model``        divides a whole model, also by words, and says in a few lines how
-``whole_trial``  compares the divided model with one process, and keeps what gives equal numbers
+``model``        divides a whole model, also by words, compares it with one process, says how
 ================ ==================================================================================
 """

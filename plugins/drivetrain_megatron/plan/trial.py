@@ -264,6 +264,11 @@ class Results:
     given: list[Tensor]
     parameters: dict[str, Tensor | None]
 
+    def noise(self) -> float:
+        """Return the largest error of a gradient that is rounding, beside the largest gradient."""
+        gradients = [g for g in self.parameters.values() if g is not None]
+        return max((g.norm().item() * NOISE[g.dtype] for g in gradients), default=0.0)
+
 
 def make_trial(
     block: nn.Module, call: Call, rows: Collection[str] | None = None, *, trains: bool = True
@@ -344,8 +349,7 @@ def _compare(
             return None, "outputs differ"
         if not all(map(is_close, results.given, expected.given)):
             return None, "the gradients of the inputs differ"
-    gradients = [g for g in expected.parameters.values() if g is not None]
-    noise = max((g.norm().item() * NOISE[g.dtype] for g in gradients), default=0.0)
+    noise = expected.noise()
     partial = set()
     for name, whole in expected.parameters.items():
         mine = [results.parameters[name] for results in found]

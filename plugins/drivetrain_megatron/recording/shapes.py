@@ -635,14 +635,11 @@ class _Shaper:
             result = block.output.build(block.name, made, leaves)
             if self._known is not None:
                 tell_hooks(self._runs.blocks[index], facts.hooked, hooked, self._device)
-        if self._known is None and self._is_last and any(each.hooked for each in self.facts):
+        is_last = len(self.facts) == len(self._recording.blocks)
+        if self._known is None and is_last and any(each.hooked for each in self.facts):
             raise _HooksSeen
         self.seen.block(len(self.facts), leaves, made, hooked)
         return result
-
-    @property
-    def _is_last(self) -> bool:
-        return len(self.facts) == len(self._recording.blocks)
 
     def _proxies(self, metas: Sequence[TensorMeta]) -> list[StageProxy]:
         return [StageProxy.like(m.shape, m.dtype, self._device, m.requires_grad) for m in metas]

@@ -10,9 +10,9 @@ from torch.nn import functional as F
 from divided_words import WIDE, WORDS, PostNorm, TwoRanks, batch
 from drivetrain.errors import ConfigError
 from drivetrain_megatron.config import MegatronConfig
-from drivetrain_megatron.plan import trial, whole_trial
-from drivetrain_megatron.plan.model import TensorParallel
-from drivetrain_megatron.plan.whole_trial import confirmed
+from drivetrain_megatron.plan import model as plan_model
+from drivetrain_megatron.plan import trial
+from drivetrain_megatron.plan.model import TensorParallel, confirmed
 from drivetrain_megatron.recording.calls import inputs_for
 from stacks import Stack
 
@@ -143,11 +143,11 @@ def test_long_lists_are_tried_by_their_first_blocks(monkeypatch):
         names.append(len(outline.blocks))
         return randomized(outline, call, rows, dtype)
 
-    randomized = whole_trial.randomized
-    monkeypatch.setattr(whole_trial, "randomized", counted)
+    randomized = plan_model.randomized
+    monkeypatch.setattr(plan_model, "randomized", counted)
     weights = sum(p.numel() for p in model.parameters())
     for most, blocks in ((1 << 30, [6]), (weights * 48, [2]), (weights, [])):
-        monkeypatch.setattr(whole_trial, "MOST_BYTES", most)
+        monkeypatch.setattr(plan_model, "MOST_BYTES", most)
         assert planned(model).vocabulary == ["first", "last"]
         assert names == blocks
         names.clear()
