@@ -301,7 +301,8 @@ class SameBatch(UninheritedHook):
         if self._left[trains]:
             self._left[trains] -= 1
             mode = f"training: {module.training}", f"gradients enabled: {torch.is_grad_enabled()}"
-            self._compare([*mode, *_described(args, kwargs)])
+            leaves, _ = tree_flatten_with_path((tuple(args), dict(kwargs)))
+            self._compare([*mode, *(f"{_place(path)}: {_content(leaf)}" for path, leaf in leaves)])
 
     def _compare(self, lines: Sequence[str]) -> None:
         digest = hashlib.sha256("\n".join(lines).encode()).digest()
@@ -327,12 +328,6 @@ class SameBatch(UninheritedHook):
             rank, *theirs = bytes(text).rstrip(b"\0").decode(errors="replace").split("\n")
             texts[int(rank)] = theirs
         return texts
-
-
-def _described(args: Any, kwargs: Any) -> list[str]:
-    """Return a line for each leaf of the arguments: its place and its content."""
-    leaves, _ = tree_flatten_with_path((tuple(args), dict(kwargs)))
-    return [f"{_place(path)}: {_content(leaf)}" for path, leaf in leaves]
 
 
 def _place(path: Sequence[Any]) -> str:

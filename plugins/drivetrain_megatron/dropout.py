@@ -373,20 +373,13 @@ class DropoutRecorder:
     def __init__(self, root: nn.Module) -> None:
         self.seen: dict[Site, list[Tensor]] = defaultdict(list)
         self._running: list[tuple[str, Iterator[int]]] = []
-        self._handles = []
         for name, module in root.named_modules():
-            begin = module.register_forward_pre_hook(self._beginning(name), prepend=True)
-            end = module.register_forward_hook(self._end, always_call=True)
-            self._handles += [begin, end]
+            module.register_forward_pre_hook(self._beginning(name), prepend=True)
+            module.register_forward_hook(self._end, always_call=True)
 
     def watching(self) -> Dropping:
         """Return the context in which dropouts are noted."""
         return Dropping(self._note)
-
-    def close(self) -> None:
-        """Take the hooks off."""
-        for handle in self._handles:
-            handle.remove()
 
     def _beginning(self, name: str) -> Any:
         def begin(module: nn.Module, args: Any) -> None:
@@ -763,7 +756,8 @@ class AlikeDraws(Uncopied):
         )
 
     def _check(self) -> None:
-        digests = [_digest(state) for _, state in sorted(rng.capture().items())]
+        states = sorted(rng.capture().items())
+        digests = [zlib.crc32(repr(state.tolist()).encode()) for _, state in states]
         mine = torch.tensor(digests, dtype=torch.int64, device=self._device)
         low, high = -mine, mine.clone()
         for each in (low, high):
@@ -775,10 +769,6 @@ class AlikeDraws(Uncopied):
                 "before did not; seed the ranks of a cell alike (set_seed without "
                 "device_specific), or draw in every forward"
             )
-
-
-def _digest(state: Tensor) -> int:
-    return zlib.crc32(repr(state.tolist()).encode())
 
 
 @dataclass(frozen=True)

@@ -346,7 +346,9 @@ def globally(
     """
     ranges = partition.ranges[rank]
     if len(ranges) == 1:  # the local tensor is one box, and a flat range of it stays one
-        yield Part(_moved(part.offsets, partition.dim, ranges[0][0]), part.sizes, part.flat), tensor
+        offsets = list(part.offsets)
+        offsets[partition.dim] += ranges[0][0]
+        yield Part(tuple(offsets), part.sizes, part.flat), tensor
         return
     flat = tensor.reshape(-1)
     for box in boxes(part):
@@ -475,7 +477,3 @@ def _cut(
         if low < high:
             yield low, high - low, start + low - begin
         begin = end
-
-
-def _moved(offsets: tuple[int, ...], dim: int, by: int) -> tuple[int, ...]:
-    return tuple(offset + by * (index == dim) for index, offset in enumerate(offsets))

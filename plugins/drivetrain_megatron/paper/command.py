@@ -77,7 +77,8 @@ class Gantt:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Yield a heading, one line per rank, the axis and the legend."""
-        chart = _Chart(self.timeline, options.max_width, colored=_has_color(console))
+        colored = console.color_system is not None and not console.no_color
+        chart = _Chart(self.timeline, options.max_width, colored=colored)
         yield from chart.rows()
         yield chart.axis(self.unit)
         yield from chart.legend()
@@ -299,10 +300,6 @@ def _paint_legend(figure: "Figure", timeline: Timeline) -> None:
 def _shade(timeline: Timeline, action: Action) -> int:
     """Return 0 for dark and 1 for light: chunks of a rank in turn."""
     return action.stage // len(timeline.ranks) % 2
-
-
-def _has_color(console: Console) -> bool:
-    return console.color_system is not None and not console.no_color
 
 
 # --- the command ---

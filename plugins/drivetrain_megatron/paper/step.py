@@ -172,7 +172,7 @@ class PipelineStep:
         waiting = [list(reversed(actions)) for actions in ranks]
         while any(waiting):
             for actions in waiting:
-                while actions and self._ready(actions[-1]):
+                while actions and self.ended.keys() >= {*needs(actions[-1], self.schedule.stages)}:
                     self._act(actions.pop())
         summed = self._between_ties("gradients", len(self.steps) - 1)
         for stage in range(len(self.steps)):
@@ -206,9 +206,6 @@ class PipelineStep:
             for kind, nbytes in held.items():
                 found[stage % count][kind] += nbytes
         return list(found)
-
-    def _ready(self, action: Action) -> bool:
-        return all(need in self.ended for need in needs(action, self.schedule.stages))
 
     def _act(self, action: Action) -> None:
         forward = action.kind is ActionKind.FORWARD

@@ -120,34 +120,30 @@ def shared_with_others(model: nn.Module, block: nn.Module) -> frozenset[str]:
 
 
 def derive(
-    trial: Trial,
+    tryout: "Tryout",
     structure: BlockStructure,
-    ranks: int,
     *,
-    sequence_parallel: bool,
     layers: set[str] | None = None,
     alone: bool = False,
-    evaluations: Sequence[Trial] = (),
 ) -> Derivation:
     """Return the plan for a block of this structure.
 
     Layers may be divided that ``layers`` names, or modules around them; None lets all, and the
-    weights of regions. ``alone`` lets layers be divided by themselves. Evaluations count, too.
+    weights of regions. ``alone`` lets layers be divided by themselves.
     """
     uses, found = structure.uses, Derivation(groups=find_groups(structure.uses))
     allowed = set(uses) if layers is None else {n for n in uses if is_named(n, set(layers))}
-    tryout = _Tryout(trial, ranks, sequence_parallel, evaluations)
     _divide_attentions(found, structure, layers, tryout)
     for group in found.groups:
         divided = {each.row for each in found.plan.groups}
         if {*group.columns, group.row} <= allowed and group.row not in divided:
             _divide_group(found, group, structure, tryout)
             _divide_alike(found, group.row, layers, tryout)
-    for region in structure.regions if layers is None and not sequence_parallel else ():
+    for region in structure.regions if layers is None and not tryout.sequence_parallel else ():
         _divide_region(found, region, structure, tryout)
-    if alone and not sequence_parallel:
+    if alone and not tryout.sequence_parallel:
         _divide_alone(found, structure, allowed, tryout)
-    if sequence_parallel and found.plan == BlockPlan():
+    if tryout.sequence_parallel and found.plan == BlockPlan():
         plan, found.broken = tryout(found.plan)
         found.plan = plan or found.plan
     return found
@@ -159,13 +155,13 @@ def is_named(layer: str, names: Container[str]) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class _Tryout:
-    """How plans are tried."""
+class Tryout:
+    """How plans are tried; evaluations count, too."""
 
     trial: Trial
     ranks: int
     sequence_parallel: bool
-    evaluations: Sequence[Trial]
+    evaluations: Sequence[Trial] = ()
 
     def __call__(self, plan: BlockPlan) -> tuple[BlockPlan | None, str]:
         """Return the plan with its summed parameters; or None, and why the plan is wrong."""
@@ -182,7 +178,7 @@ def _divide_attentions(
     found: Derivation,
     structure: BlockStructure,
     layers: Container[str] | None,
-    tryout: _Tryout,
+    tryout: Tryout,
 ) -> None:
     """Add torch's attentions to the plan, those whose division gives equal numbers."""
     for name, module in tryout.trial.block.named_modules():
@@ -194,7 +190,7 @@ def _divide_attentions(
                 _take_first(found, name, [replace(found.plan, attentions=attentions)], tryout)
 
 
-def _take_first(found: Derivation, name: str, plans: Iterable[BlockPlan], tryout: _Tryout) -> bool:
+def _take_first(found: Derivation, name: str, plans: Iterable[BlockPlan], tryout: Tryout) -> bool:
     """Take the first of some plans that gives equal numbers; else note why there is none."""
     reasons = []
     for each in plans:
@@ -208,7 +204,7 @@ def _take_first(found: Derivation, name: str, plans: Iterable[BlockPlan], tryout
 
 
 def _divide_group(
-    found: Derivation, group: LayerGroup, structure: BlockStructure, tryout: _Tryout
+    found: Derivation, group: LayerGroup, structure: BlockStructure, tryout: Tryout
 ) -> None:
     """Add a group to the plan, in the first way that gives equal numbers."""
     if others := _of_others((*group.columns, group.row), structure):
@@ -228,7 +224,7 @@ def _divide_group(
 
 
 def _divide_alike(
-    found: Derivation, row: str, layers: Iterable[str] | None, tryout: _Tryout
+    found: Derivation, row: str, layers: Iterable[str] | None, tryout: Tryout
 ) -> None:
     """Divide the experts of a list alike, also without a token; one of them has this row."""
     group = next((each for each in found.plan.groups if each.row == row), None)
@@ -248,7 +244,7 @@ def _divide_alike(
 
 
 def _divide_region(
-    found: Derivation, region: WeightRegion, structure: BlockStructure, tryout: _Tryout
+    found: Derivation, region: WeightRegion, structure: BlockStructure, tryout: Tryout
 ) -> None:
     """Add a region to the plan, in the first way that gives equal numbers."""
     if others := _of_others([use.name for use in (*region.columns, region.row)], structure):
@@ -260,7 +256,7 @@ def _divide_region(
 
 
 def _divide_alone(
-    found: Derivation, structure: BlockStructure, allowed: Container[str], tryout: _Tryout
+    found: Derivation, structure: BlockStructure, allowed: Container[str], tryout: Tryout
 ) -> None:
     """Divide large layers by themselves where a block would stay whole for the most part."""
     block, sizes = tryout.trial.block, structure.sizes
@@ -308,7 +304,7 @@ def _shared(block: nn.Module, group: LayerGroup) -> list[str]:
     return []
 
 
-def _with_fewest_numbers(plan: BlockPlan, tryout: _Tryout) -> BlockPlan:
+def _with_fewest_numbers(plan: BlockPlan, tryout: Tryout) -> BlockPlan:
     """Return the plan without changed attributes that its last group does not need."""
     *before, last = plan.groups
     for number in last.numbers if len(last.numbers) > 1 else ():
@@ -334,15 +330,8 @@ def _attempts(
             entrances = ["", around] if len(group.columns) == 1 else [around, ""]
     for numbers, place in _changes(block, group, division):
         for entrance in entrances:
-            yield GroupPlan(
-                division.columns,
-                group.row,
-                division.row,
-                entrance,
-                numbers,
-                division.numbers,
-                place,
-            )
+            columns, inputs, sizes = division.columns, division.row, division.numbers
+            yield GroupPlan(columns, group.row, inputs, entrance, numbers, sizes, place)
 
 
 def _changes(
@@ -427,15 +416,8 @@ def divide_block(
         except Exception as error:  # whatever the user's code raises in fp64: it stays whole
             reason = f"it cannot be tried in fp64: {type(error).__name__}: {error}"
             continue
-        found = derive(
-            trial,
-            structure,
-            ranks,
-            sequence_parallel=sharded,
-            layers=layers,
-            alone=alone,
-            evaluations=others,
-        )
+        tryout = Tryout(trial, ranks, sharded, others)
+        found = derive(tryout, structure, layers=layers, alone=alone)
         pairs = zip(trial.block.parameters(), block.parameters(), strict=True)
         if any(mine.shape != own.shape for mine, own in pairs) and find_misfit(
             block, call, found.plan, ranks, sequence_parallel=sharded

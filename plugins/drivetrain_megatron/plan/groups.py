@@ -203,7 +203,11 @@ def ways(group: LayerGroup, uses: Mapping[str, LinearUse], ranks: int) -> Iterat
     """
     yield from _by_queries(group, uses, ranks)
     yield from _by_heads(group, uses, ranks)
-    yield from _by_features(group, uses, ranks)
+    # Features that are independent of each other, as after an activation.
+    width, segments = uses[group.row].inputs, _segments(group, uses)
+    if all(segment.size == width for segment in segments):
+        row = even(0, width, ranks)
+        yield _assembled(segments, {width: row}, row, _local({width: row}, {}))
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,17 +271,6 @@ def _by_heads(
         parts = {size: joined([row] * (size // width)) for size in whole if size % width == 0}
         if parts.keys() - {width}:
             yield _assembled(segments, {**whole, **parts}, row, numbers)
-
-
-def _by_features(
-    group: LayerGroup, uses: Mapping[str, LinearUse], ranks: int
-) -> Iterator[GroupDivision]:
-    """Divide features that are independent of each other, as after an activation."""
-    width = uses[group.row].inputs
-    segments = _segments(group, uses)
-    if all(segment.size == width for segment in segments):
-        row = even(0, width, ranks)
-        yield _assembled(segments, {width: row}, row, _local({width: row}, {}))
 
 
 def _assembled(
@@ -472,24 +465,17 @@ def _at_modules(
     }
     entrance, leaving = region.columns[0].module, region.row.module
     while True:
-        modules = (entrance, leaving, parent_of(region.row.name))
-        for numbers in dict.fromkeys(((), tuple(_numbers(block, modules, inner).items()))):
-            yield RegionPlan(weights, region.row.name, summed, entrance, leaving, dict(numbers))
+        counting = {  # the attributes of modules that count the inner features
+            SizeAttribute(owner, attribute): inner.local_sizes
+            for owner in dict.fromkeys((entrance, leaving, parent_of(region.row.name)))
+            for attribute, value in vars(block.get_submodule(owner)).items()
+            if type(value) is int and value == inner.size
+        }
+        for numbers in ({}, counting) if counting else ({},):
+            yield RegionPlan(weights, region.row.name, summed, entrance, leaving, numbers)
         if "." not in entrance or "." not in leaving:
             return
         entrance, leaving = parent_of(entrance), parent_of(leaving)
-
-
-def _numbers(
-    block: nn.Module, modules: Sequence[str], inner: Partition
-) -> dict[SizeAttribute, tuple[int, ...]]:
-    """Return the attributes of modules that count the inner features."""
-    return {
-        SizeAttribute(owner, attribute): inner.local_sizes
-        for owner in dict.fromkeys(modules)
-        for attribute, value in vars(block.get_submodule(owner)).items()
-        if type(value) is int and value == inner.size
-    }
 
 
 def parent_of(name: str) -> str:

@@ -630,9 +630,8 @@ class _Replay:
         self._ambient: set[str] = set()
         self._blocks: list[Block] = []
         self._dependencies: dict[tuple[int, int], Dependency] = {}
-        self._inside: dict[
-            int, str
-        ] = {}  # tensors that a block made: the code after it gets others
+        # Tensors that a block made: the code after it gets others.
+        self._inside: dict[int, str] = {}
         self._steps: list[Step] = []
         self._between = [0]
 
@@ -706,9 +705,8 @@ class _Replay:
                 self._depend(number, f"a tensor that {operation.name} uses and that {owner},")
             if block is not None and number not in block.given:
                 what = f"{operation.name} in block {block.name!r}"
-                self._depend(
-                    number, f"a tensor that {what} uses and that is no argument of the block"
-                )
+                what = f"a tensor that {what} uses and that is no argument of the block"
+                self._depend(number, what)
 
     def _add_step(self, operation: ModelOperation) -> None:
         """Note an operation outside of blocks whose results are not on every stage."""

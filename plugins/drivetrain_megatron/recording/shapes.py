@@ -227,8 +227,6 @@ class AroundBlocks(TorchFunctionMode):
 
 logger = get_logger(__name__)
 
-ShapeAndDtype: TypeAlias = tuple[tuple[int, ...], torch.dtype]
-
 
 class BlockFacts(NamedTuple):
     """The facts of one call of a block.
@@ -280,16 +278,29 @@ class BlockRuns:
         A trusted block does not run: the shapes of its arguments say those of its result.
         """
         leaves, _ = tree_flatten((tuple(args), dict(kwargs)))
+        hooked = hooked_modules(self.blocks[index])
         as_recorded = len(leaves) == block.output.arguments  # else places are of other arguments
         places = block.like if as_recorded else [None] * len(block.like)
         likes = [leaves[place] if place is not None else None for place in places]
         kept = [(tuple(like.shape), like.dtype) for like in likes if like is not None]
         calls: Sequence[SeenCall] = ()
         alike = True
-        if trusted and as_recorded and not hooked_modules(self.blocks[index]):
-            found = kept
-        else:
-            found, calls = self._computed(block, index, kept, compute, args, kwargs)
+        found = kept
+        if not (trusted and as_recorded and not hooked):
+            try:
+                result, calls = self._result(index, compute, args, kwargs)
+            except Exception as error:
+                if len(kept) < len(block.output.metas) or hooked:
+                    raise
+                logger.warning_once(
+                    f"pipeline: the shapes that block {block.name!r} returns are not known for "
+                    "these inputs, and taken to be those of the arguments that they equalled when "
+                    "the model was recorded: without values, and with random ones, the block "
+                    f"raised {type(error).__name__}: {error}"
+                )
+            else:
+                carried = block.output.carried(block.name, result)
+                found = [(tuple(tensor.shape), tensor.dtype) for tensor in carried]
             alike = not as_recorded or all(
                 isinstance(like, Tensor) and (tuple(like.shape), like.dtype) == facts
                 for like, facts in zip(likes, found, strict=True)
@@ -299,31 +310,6 @@ class BlockRuns:
             for facts, recorded in zip(found, block.output.metas, strict=True)
         )
         return BlockFacts(metas, facts_of_calls(calls, len(metas)), alike)
-
-    def _computed(
-        self,
-        block: Block,
-        index: int,
-        kept: Sequence[ShapeAndDtype],
-        compute: Function,
-        args: Arguments,
-        kwargs: Keywords,
-    ) -> tuple[list[ShapeAndDtype], Sequence[SeenCall]]:
-        """Return the facts of the tensors that a block returns, and its calls inside."""
-        try:
-            result, calls = self._result(index, compute, args, kwargs)
-        except Exception as error:
-            if len(kept) < len(block.output.metas) or hooked_modules(self.blocks[index]):
-                raise
-            logger.warning_once(
-                f"pipeline: the shapes that block {block.name!r} returns are not known for these "
-                "inputs, and taken to be those of the arguments that they equalled when the model "
-                "was recorded: without values, and with random ones, the block raised "
-                f"{type(error).__name__}: {error}"
-            )
-            return list(kept), ()
-        carried = block.output.carried(block.name, result)
-        return [(tuple(tensor.shape), tensor.dtype) for tensor in carried], calls
 
     def _result(
         self, index: int, compute: Function, args: Arguments, kwargs: Keywords

@@ -60,8 +60,14 @@ class HeadAttention(Behavior):
         heads = self._projected(module, q, k, v)  # (N, h, L or S, D) each
         mask = self._mask(call, heads[0], heads[1].shape[2])
         dropout = module.dropout if module.training else 0.0
-        attend = _attended if call.need_weights else _attended_unseen
-        context, weights = attend(heads, mask, dropout, is_causal=call.is_causal)
+        weights = None
+        if call.need_weights:
+            context, weights = _attended(heads, mask, dropout)
+        else:
+            q, k, v = heads
+            context = F.scaled_dot_product_attention(
+                q, k, v, mask, dropout_p=dropout, is_causal=call.is_causal and mask is None
+            )
         # (N, h, L, D) to (L, N, h D), as the caller has it
         joined = context.permute(2, 0, 1, 3).flatten(2)
         if not is_batched:
@@ -201,9 +207,7 @@ def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, -torch.inf)
 
 
-def _attended(
-    heads: list[Tensor], mask: Tensor | None, dropout: float, *, is_causal: bool
-) -> tuple[Tensor, Tensor]:
+def _attended(heads: list[Tensor], mask: Tensor | None, dropout: float) -> tuple[Tensor, Tensor]:
     """Return context (N, h, L, D) and weights (N, h, L, S), after dropout, as torch."""
     q, k, v = heads
     scores = (q * math.sqrt(1.0 / q.shape[-1])) @ k.transpose(-2, -1)
@@ -211,18 +215,6 @@ def _attended(
     if dropout > 0.0:
         weights = F.dropout(weights, p=dropout)
     return weights @ v, weights
-
-
-def _attended_unseen(
-    heads: list[Tensor], mask: Tensor | None, dropout: float, *, is_causal: bool
-) -> tuple[Tensor, None]:
-    """Return context (N, h, L, D), without making the weights."""
-    q, k, v = heads
-    is_causal = is_causal and mask is None
-    return (
-        F.scaled_dot_product_attention(q, k, v, mask, dropout_p=dropout, is_causal=is_causal),
-        None,
-    )
 
 
 def _check_call(query: Tensor, call: AttentionCall) -> None:
