@@ -111,25 +111,21 @@ class CellLayout:
         Raises:
             ConfigError: the model cannot be divided as configured.
         """
-        with untouched(model, PLANNING):
-            return cls._planned(config, model, run)
-
-    @classmethod
-    def _planned(cls, config: MegatronConfig, model: nn.Module, run: Run) -> "CellLayout":
-        found = inputs_for(config, model)
-        facts = {n: ShardingSpec(tuple(p.shape)) for n, p in named_parameters(model).items()}
         plan = pipeline = None
-        if config.pp > 1 and found is not None:
-            recording = recording_of(model, found.look)
-            chosen = replace(config, cut="cost") if config.cut == "profile" else config
-            cut = chosen_cut(chosen, model, recording, found.look)
-            pipeline = Pipelined(recording, cut, config.pp, run.mesh["pp"].rank)
-        if config.tp > 1:
-            # Planning only asks how many ranks there are: nothing is sent.
-            ranks = SoloCommunicator(run.mesh["tp"], run.traffic, run.world.timeout)
-            tensor = TensorParallel.of(config, model, ranks)
-            plan = confirmed(model, found, tensor.plan(model, found), config)
-            facts = tensor.facts(model, plan)
+        with untouched(model, PLANNING):
+            found = inputs_for(config, model)
+            facts = {n: ShardingSpec(tuple(p.shape)) for n, p in named_parameters(model).items()}
+            if config.pp > 1 and found is not None:
+                recording = recording_of(model, found.look)
+                chosen = replace(config, cut="cost") if config.cut == "profile" else config
+                cut = chosen_cut(chosen, model, recording, found.look)
+                pipeline = Pipelined(recording, cut, config.pp, run.mesh["pp"].rank)
+            if config.tp > 1:
+                # Planning only asks how many ranks there are: nothing is sent.
+                ranks = SoloCommunicator(run.mesh["tp"], run.traffic, run.world.timeout)
+                tensor = TensorParallel.of(config, model, ranks)
+                plan = confirmed(model, found, tensor.plan(model, found), config)
+                facts = tensor.facts(model, plan)
         owners = {} if pipeline is None else {t.name: owner for t, owner, _ in pipeline.lent()}
         return cls(facts, run.mesh["tp"].rank, plan, pipeline, owners)
 

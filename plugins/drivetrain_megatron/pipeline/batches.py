@@ -1,6 +1,6 @@
 """A call's batch cut into micro-batches along dims that are known, and tensors of these joined."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, TypeAlias
@@ -56,6 +56,23 @@ class Division:
     def join_of(self, block: int, place: int) -> int | None:
         """Return the dim along which one tensor of a block is joined."""
         return self.joins[block][place] if self.joins else None
+
+
+@dataclass(frozen=True, slots=True)
+class DividedCall:
+    """A call of the model of one kind, and its micro-batches.
+
+    Attributes:
+        kind: of the call.
+        whole: its inputs and targets.
+        parts: the micro-batches.
+        division: how it was cut.
+    """
+
+    kind: Hashable
+    whole: MicroBatch
+    parts: Sequence[MicroBatch]
+    division: Division
 
 
 def first_rows(leaves: Sequence[Any]) -> int:

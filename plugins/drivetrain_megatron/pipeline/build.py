@@ -1,8 +1,8 @@
 """A model as a pipeline: cut into this rank's stages, and called in an ordinary training loop."""
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from drivetrain.parts.wrapping import UninheritedMethod, unwrap_forward, wrap_fo
 from drivetrain.strategy import Run, Strategy
 from drivetrain_megatron.config import MegatronConfig
 from drivetrain_megatron.dropout import Dropout
-from drivetrain_megatron.pipeline.batches import Dims, Division, MicroBatch, cut_batch
+from drivetrain_megatron.pipeline.batches import Dims, DividedCall, MicroBatch, cut_batch
 from drivetrain_megatron.pipeline.cut import (
     StageCut,
     chosen_cut,
@@ -152,16 +152,6 @@ class AccumulationWindow:
         self._waiting, self._origins, self._started, self._asked = [], [], 0, 0
 
 
-@dataclass(frozen=True, slots=True)
-class _Call:
-    """A call of the model, and its micro-batches."""
-
-    kind: Hashable
-    whole: MicroBatch
-    parts: Sequence[MicroBatch]
-    division: Division
-
-
 class PipelinedModel:
     """The stages of this rank in the script's loop; a trace keeps the times of each step.
 
@@ -208,7 +198,7 @@ class PipelinedModel:
         if not torch.is_grad_enabled():
             call = self._divided(args, kwargs)
             dims = self._outputs(call)
-            return self._evaluation.run(call.kind, call.parts, call.whole, call.division, dims)
+            return self._evaluation.run(call, dims)
         self._begin()
         if self.shares_outputs:
             self._announce("L1", "all forwards, then all backwards; every stage gets the output")
@@ -266,7 +256,7 @@ class PipelinedModel:
 
     def _divided(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], targets: Any = None
-    ) -> "_Call":
+    ) -> DividedCall:
         """Cut a call as the trial of its kind says."""
         count = self._config.micro_batches or self.stages.ranks
         whole = MicroBatch(tuple(args), kwargs, targets=targets)
@@ -288,14 +278,12 @@ class PipelinedModel:
         first = self.stages.dropout.take(len(batches))
         parts = [replace(batch, number=first + index) for index, batch in enumerate(batches)]
         rows = sum(batch.rows for batch in batches)
-        return _Call(kind, replace(whole, rows=rows, number=first), parts, division)
+        return DividedCall(kind, replace(whole, rows=rows, number=first), parts, division)
 
-    def _weights(self, call: "_Call", loss_of: LossOf, *, handed_over: bool = False) -> Weights:
+    def _weights(self, call: DividedCall, loss_of: LossOf, *, handed_over: bool = False) -> Weights:
         if len(call.parts) == 1:
             return Weights.ROWS
-        found = self._losses.weights(
-            call.kind, call.whole, call.division, loss_of, handed_over=handed_over
-        )
+        found = self._losses.weights(call, loss_of, handed_over=handed_over)
         if found is Weights.NONE:
             self._say(
                 "the loss is no weighted sum of its micro-batches' losses: it is made of the whole "
@@ -303,19 +291,19 @@ class PipelinedModel:
             )
         return found
 
-    def _outputs(self, call: "_Call") -> Dims | None:
+    def _outputs(self, call: DividedCall) -> Dims | None:
         """Return how outputs of micro-batches are joined; None where they are not."""
         one = len(call.parts) == 1
-        return () if one else self._losses.outputs(call.kind, call.whole, call.division)
+        return () if one else self._losses.outputs(call)
 
     def _order(self, weights: Weights) -> str:
         return "all forwards first" if weights is Weights.NONE else self._config.schedule
 
     def _forward_all(
-        self, call: "_Call", outputs: Dims | None = None, *, shared: bool = False
+        self, call: DividedCall, outputs: Dims | None = None, *, shared: bool = False
     ) -> WholeBatch:
         numbers = range(self._started, self._started + len(call.parts))
-        made = WholeBatch(self.stages, call.parts, numbers, call.whole, call.division, outputs)
+        made = WholeBatch(self.stages, call, numbers, outputs)
         if shared:
             made.share()
         self._started += len(call.parts)

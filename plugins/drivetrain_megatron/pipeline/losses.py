@@ -26,7 +26,7 @@ from torch.utils._pytree import (
 )
 
 from drivetrain.errors import UsageError
-from drivetrain_megatron.pipeline.batches import Dims, Division, MicroBatch, join
+from drivetrain_megatron.pipeline.batches import Dims, DividedCall, Division, MicroBatch, join
 from drivetrain_megatron.pipeline.runner import LocalStages, LossOf, StageWorker, find_loss
 from drivetrain_megatron.pipeline.schedules import make_schedule
 from drivetrain_megatron.recording.proxy import (
@@ -537,34 +537,26 @@ class WholeBatch:
     """
 
     def __init__(
-        self,
-        stages: LocalStages,
-        batches: Sequence[MicroBatch],
-        numbers: range,
-        whole: MicroBatch,
-        division: Division,
-        outputs: Dims | None,
+        self, stages: LocalStages, call: DividedCall, numbers: range, outputs: Dims | None
     ) -> None:
         """Run the forwards.
 
         Args:
             stages: of this rank.
-            batches: the micro-batches.
-            numbers: of these in the step.
-            whole: the batch.
-            division: how it was cut.
+            call: what is asked for.
+            numbers: of the micro-batches in the step.
             outputs: the dims along which the model's outputs for micro-batches are joined; None
                 where all that follows the blocks must see the whole batch.
         """
         self._stages, self._numbers = stages, numbers
         for worker in stages.workers.values():
-            worker.batches |= dict(zip(numbers, batches, strict=True))
+            worker.batches |= dict(zip(numbers, call.parts, strict=True))
         self._seams: list[_Seam] = []
         if stages.last is None:
             stages.act(stages.forwards(numbers))
-            self.output = stages.outline(whole)
+            self.output = stages.outline(call.whole)
         else:
-            self.output = behind_inputs(self._real(stages.last, whole, division, outputs), whole)
+            self.output = behind_inputs(self._real(stages.last, call, outputs), call.whole)
         self.origin = LossOrigin()
         self._nodes = self.origin.mark(self.output)
         mark_elsewhere(self.output, stages.last_blocks)
@@ -629,11 +621,9 @@ class WholeBatch:
         self._stages.mark_final(actions if synchronize else ())
         self._stages.act(actions)
 
-    def _real(
-        self, last: StageWorker, whole: MicroBatch, division: Division, outputs: Dims | None
-    ) -> Any:
+    def _real(self, last: StageWorker, call: DividedCall, outputs: Dims | None) -> Any:
         """Run the forwards; begin a graph of the whole batch at leaves."""
-        last.kept = division.kept if outputs is None else None
+        last.kept = call.division.kept if outputs is None else None
         try:
             self._stages.act(self._stages.forwards(self._numbers))
         finally:
@@ -642,10 +632,10 @@ class WholeBatch:
             found = {number: last.outputs.pop(number) for number in self._numbers}
             return joined_outputs(found, outputs, self._leaf)
         made = {number: last.made.pop(number) for number in self._numbers}
-        given = joined_blocks(made, division, self._leaf)
+        given = joined_blocks(made, call.division, self._leaf)
         # Views, so that what the rest changes in place is no leaf.
         views = {block: [x.view_as(x) for x in tensors] for block, tensors in given.items()}
-        return self._stages.finish(last.stage, whole, views)
+        return self._stages.finish(last.stage, call.whole, views)
 
     def _leaf(self, number: int, part: Tensor) -> Tensor:
         leaf = part.detach().requires_grad_(part.requires_grad)
@@ -678,28 +668,19 @@ class Evaluation:
         self._stages = stages
         self._sources: dict[Hashable, list[int]] = {}
 
-    def run(
-        self,
-        kind: Hashable,
-        batches: Sequence[MicroBatch],
-        whole: MicroBatch,
-        division: Division,
-        dims: Dims | None,
-    ) -> Any:
+    def run(self, call: DividedCall, dims: Dims | None) -> Any:
         """Return the output of the whole batch; metrics then need to know of no pipeline.
 
-        Arguments are as in ``WholeBatch``.
+        The dims are the outputs' of ``WholeBatch``.
 
         Raises:
             UsageError: a part of the output exists on no stage; raised by all of them.
         """
-        stages = self._stages
-        outline = stages.outline(whole)
-        leaves, tree = tree_flatten(outline)
-        sources = self._sources.get(kind)
-        workers = stages.run_forwards(
-            batches, division.kept if dims is None or len(batches) == 1 else None
-        )
+        stages, whole = self._stages, call.whole
+        leaves, tree = tree_flatten(stages.outline(whole))
+        sources = self._sources.get(call.kind)
+        keeps = dims is None or len(call.parts) == 1
+        workers = stages.run_forwards(call.parts, call.division.kept if keeps else None)
         asked = workers.keys() if sources is None else {stages.count - 1, *sources}
         passed = [output for worker in workers.values() for output in worker.outputs.values()]
         outputs = {
@@ -708,7 +689,7 @@ class Evaluation:
             else stages.finish(
                 worker.stage,
                 whole,
-                joined_blocks(worker.made, division, lambda _, x: x),
+                joined_blocks(worker.made, call.division, lambda _, x: x),
                 again=len(worker.made) == 1,
             )
             for index, worker in sorted(workers.items())
@@ -716,7 +697,7 @@ class Evaluation:
         }
         if sources is None:
             self._check_trees([*passed, *outputs.values()], tree)
-            sources = self._sources[kind] = self._found(leaves, outputs)
+            sources = self._sources[call.kind] = self._found(leaves, outputs)
         found = [
             self._shared(leaf, source, tree_leaves(outputs[source])[place])
             if source in outputs

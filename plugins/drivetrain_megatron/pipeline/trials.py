@@ -19,6 +19,7 @@ from drivetrain.model.look import tensors_in
 from drivetrain.parts.wrapping import UninheritedHook
 from drivetrain_megatron.pipeline.batches import (
     Dims,
+    DividedCall,
     Division,
     MicroBatch,
     cut_at,
@@ -318,34 +319,24 @@ class LossTrial:
         self._known: dict[Hashable, Weights] = {}
         self._dims: dict[Hashable, Dims | None] = {}
 
-    def weights(
-        self,
-        kind: Hashable,
-        whole: MicroBatch,
-        division: Division,
-        loss_of: LossOf,
-        *,
-        handed_over: bool = False,
-    ) -> Weights:
+    def weights(self, call: DividedCall, loss_of: LossOf, *, handed_over: bool = False) -> Weights:
         """Return the weights of micro-batches; the ranks of a cell agree.
 
         Args:
-            kind: of the call.
-            whole: the batch of the call.
-            division: how it is cut.
+            call: divided.
             loss_of: makes the loss of the model's output and the targets.
             handed_over: whether the script gave the function, in this call.
 
         Raises:
             UsageError: ranks were given different functions; on each of them.
         """
-        negative = has_negative(whole)
-        key = kind, _identity(loss_of), _plain(vars(self._model)), negative
+        negative = has_negative(call.whole)
+        key = call.kind, _identity(loss_of), _plain(vars(self._model)), negative
         unknown = key not in self._known
         if self._is_new(loss_of, unknown) if handed_over else self._stages.is_new(unknown):
             found = Weights.ROWS
             if self._stages.last is not None:
-                tried = self._tried(division, lambda trial: trial.weights(whole, loss_of))
+                tried = self._tried(call, lambda trial: trial.weights(call.whole, loss_of))
                 found = Weights.NONE if tried is None else tried
             self._known[key] = Weights(*self._stages.agree([found]))
         known = self._known[key]
@@ -366,27 +357,27 @@ class LossTrial:
             )
         return bool(new)
 
-    def outputs(self, kind: Hashable, whole: MicroBatch, division: Division) -> Dims | None:
+    def outputs(self, call: DividedCall) -> Dims | None:
         """Return the dims along which outputs are joined; None if they are no parts of the whole.
 
         Stages before the last need not know them: they get an empty tuple.
         """
-        if division.dims is None:
+        if call.division.dims is None:
             return None
-        if self._stages.is_new(kind not in self._dims):
+        if self._stages.is_new(call.kind not in self._dims):
             found: Dims | None = ()
             if self._stages.last is not None:
-                found = self._tried(division, lambda trial: trial.outputs(whole))
+                found = self._tried(call, lambda trial: trial.outputs(call.whole))
             (failed,) = self._stages.agree([found is None])
-            self._dims[kind] = None if failed else found
-        return self._dims[kind]
+            self._dims[call.kind] = None if failed else found
+        return self._dims[call.kind]
 
-    def _tried(self, division: Division, ask: Callable[["_LastStage"], _Answer]) -> _Answer | None:
+    def _tried(self, call: DividedCall, ask: Callable[["_LastStage"], _Answer]) -> _Answer | None:
         """Return the answer of a trial on the last stage; None if the model refuses the values."""
         last = self._stages.last
         if last is None:
             return None
-        trial = _LastStage(self._stages, last.stage, division)
+        trial = _LastStage(self._stages, last.stage, call.division)
         try:
             with untouched(self._model):
                 _take_hooks(self._model)

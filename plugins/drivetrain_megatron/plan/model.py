@@ -263,12 +263,19 @@ class TensorParallel:
             block = model.get_submodule(name)
             blocks.append((name, block))
             divide(uncompiled(block), derivation.plan, edges)
-        outside = Edges(self._ranks)
-        done: set[int] = set()
+        outside, size = Edges(self._ranks), self._ranks.size
         layers = [model.get_submodule(name) for name in plan.vocabulary]
         words = [words_of(layer) for layer in layers]  # while tied weights are whole
-        for layer, count in zip(layers, words, strict=True):
-            self._divide_vocabulary(layer, count, outside, done)
+        done: set[int] = set()
+        for layer, rows in zip(layers, words, strict=True):
+            for parameter, dim in by_words(layer):
+                if id(parameter) not in done:  # not tied to one that is cut
+                    done.add(id(parameter))
+                    cut(parameter, even(dim, rows, size), self._ranks.rank)
+            if isinstance(layer, nn.Embedding):
+                attach_vocabulary(layer, outside, even(0, rows, size))
+            else:
+                attach_column(layer, outside, even(-1, rows, size), logits=True)
         keep_padded(model)
         open_attentions(model, self._ranks)
         self._uncompiled.set(model)
@@ -423,18 +430,6 @@ class TensorParallel:
             return (self._named.named(VOCABULARY) - taken).__contains__
         taken |= self._named.named(WHOLE)
         return lambda name: name not in taken
-
-    def _divide_vocabulary(
-        self, module: nn.Module, rows: int, edges: Edges, done: set[int]
-    ) -> None:
-        for parameter, dim in by_words(module):
-            if id(parameter) not in done:  # not tied to one that is cut
-                done.add(id(parameter))
-                cut(parameter, even(dim, rows, self._ranks.size), self._ranks.rank)
-        if isinstance(module, nn.Embedding):
-            attach_vocabulary(module, edges, even(0, rows, self._ranks.size))
-        else:
-            attach_column(module, edges, even(-1, rows, self._ranks.size), logits=True)
 
 
 def _check(plan: ModelPlan) -> None:
