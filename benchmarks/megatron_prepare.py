@@ -29,7 +29,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from drivetrain import Accelerator
 from drivetrain_megatron.config import MegatronConfig
-from drivetrain_megatron.layout import CellLayout
+from drivetrain_megatron.cost import CellLayout
 
 RANKS, TOKENS = 2, 2048
 LLAMA_7B = {"hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32}

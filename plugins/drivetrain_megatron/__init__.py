@@ -5,20 +5,21 @@ Ranks that share one replica are a cell. Its tensor-parallel ranks divide the la
 ranks divide the blocks (Narayanan et al. 2021, arXiv 2104.04473; Qi et al. 2023, arXiv 2401.10241).
 The parameters that are left on a rank are trained by any data-parallel strategy, found by name.
 
-``volumes`` has the bytes that a rank sends for activations. It holds 1/tp of every divided tensor,
-and the tensors of its stages only. A folder of this table imports only the folders above it:
+A folder of this table imports only the folders above it:
 
 ============= =====================================================================================
 ``recording`` the model looked at without values: example inputs, blocks, stand-ins of tensors
 ``tensor``    layers, operators and losses that compute with a rank's share
-``dropout``   masks by counting, equal wherever activations are equal
 ``plan``      which layers are divided: guessed from the structure, and tried
 ``pipeline``  stages, schedules, and the script's loop over them
 ``paper``     schedules on paper: simulation, formulas, charts, the command ``schedule``
 ============= =====================================================================================
 
 ``strategy`` is the contract, ``config`` its options, ``cell`` the data-parallel strategy inside,
-``state`` the way between a rank's tensors and the whole model's, ``cost`` the promised bytes.
+``state`` the way between a rank's tensors and the whole model's, ``shares`` what a script finds
+under the names of divided parameters, ``dropout`` masks that are equal wherever activations are
+equal, ``cost`` the promised bytes: a rank holds 1/tp of every divided tensor, and the tensors of
+its stages only.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -1,11 +1,11 @@
 """A cell: the ranks that share one replica, with a data-parallel strategy inside.
 
 ``DataParallelCell`` hands everything that ``Megatron`` does not do itself to that strategy;
-``ParameterFacts`` says how the ranks of a cell hold a parameter; ``SameBatch`` checks that they got
-the same batch: they compute one replica's step together. With a loader that gives every process
-rows of its own, as data parallelism wants, a cell would compute nonsense without a word. So the
-ranks compare digests of their batches in the first forwards: an all-reduce of 16 bytes per axis,
-and one pass over the batch. Only ranks that differ exchange more.
+``SameBatch`` checks that the ranks got the same batch: they compute one replica's step together.
+With a loader that gives every process rows of its own, as data parallelism wants, a cell would
+compute nonsense without a word. So the ranks compare digests of their batches in the first
+forwards: an all-reduce of 16 bytes per axis, and one pass over the batch. Only ranks that differ
+exchange more.
 """
 
 import ctypes
@@ -13,7 +13,6 @@ import hashlib
 import itertools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,17 +23,18 @@ from drivetrain.collectives import Communicator
 from drivetrain.errors import ConfigError, RankMismatchError
 from drivetrain.links.chosen import LinkMethods
 from drivetrain.parts.guard import Elsewhere, refuse_transforms
-from drivetrain.parts.naming import named_parameters
+from drivetrain.parts.naming import named_parameters, persistent_buffers
 from drivetrain.parts.wrapping import UninheritedHook
 from drivetrain.runtime.mesh import Mesh
 from drivetrain.runtime.precision import Precision
 from drivetrain.runtime.world import World
-from drivetrain.shards import HeldPart, HeldTensors
+from drivetrain.shards import HeldPart, HeldTensors, Reader, Shard
 from drivetrain.strategy import Run, Strategy, find_strategy
 from drivetrain_megatron.config import MegatronConfig
-from drivetrain_megatron.pipeline.levels import PipelinedModel
-from drivetrain_megatron.shares.parameters import Shares, on_shares
-from drivetrain_megatron.tensor.partition import Partition, alike
+from drivetrain_megatron.pipeline.build import PipelinedModel
+from drivetrain_megatron.shares import Shares, on_shares
+from drivetrain_megatron.state import GlobalShards, LocalReader, Original
+from drivetrain_megatron.tensor.partition import ShardingSpec, alike
 
 
 def data_parallel(config: MegatronConfig) -> tuple[type[Strategy[Any]], Any]:
@@ -77,7 +77,9 @@ class DataParallelCell(Strategy[MegatronConfig]):
 
     _model: nn.Module
     _tp: Communicator
-    _facts: "dict[str, ParameterFacts]"
+    _pp: Communicator
+    _original: Original
+    _facts: dict[str, ShardingSpec]
     _shares: Shares
 
     def __init__(self, config: MegatronConfig, run: Run) -> None:
@@ -210,8 +212,47 @@ class DataParallelCell(Strategy[MegatronConfig]):
 
     def held_parts(self) -> Mapping[str, HeldPart]:
         """Return this tensor-parallel rank's part of each divided parameter."""
-        parts = {name: facts.part(self._tp.rank) for name, facts in self._facts.items()}
-        return {name: part for name, part in parts.items() if part is not None}
+        rank, found = self._tp.rank, {}
+        for name, facts in self._facts.items():
+            if (cut := facts.partition) is not None:
+                holders = (str(r) for r in range(cut.ranks) if cut.ranges[r] == cut.ranges[rank])
+                word = f"{'+'.join(holders)}of{cut.ranks}"
+                found[name] = HeldPart(facts.local_shape(rank), word)
+        return found
+
+    @property
+    def divides_states(self) -> bool:
+        """Whether ranks hold parts of parameters, or some of the parameters."""
+        return self._tp.size * self._pp.size > 1 or self._inner.divides_states
+
+    @on_shares
+    def check_load(self, reader: Reader) -> None:
+        """Compare names and shapes of the whole model, and those of this cell's parts."""
+        self._original.check_loads(reader, self._facts)
+        self._inner.check_load(self._local(reader))
+
+    @on_shares
+    def load(self, reader: Reader) -> None:
+        """Load this cell's parts of a checkpoint of the whole model."""
+        self._original.check_loads(reader, self._facts)
+        if self._pipeline is not None:
+            self._pipeline.stages.outdate()
+        self._inner.load(self._local(reader))
+        self._shares.steps += 1
+
+    def states(self, index: int, names: Collection[str]) -> Iterator[Shard]:
+        """Yield this rank's share of an optimizer's state, in coordinates of the whole model."""
+        return GlobalShards(self._facts, self._tp.rank).of(self._inner.states(index, names))
+
+    def load_states(self, index: int, reader: Reader, names: Collection[str]) -> None:
+        """Take this cell's parts of an optimizer's state."""
+        self.check_load(reader)
+        self._inner.load_states(index, self._local(reader), names)
+
+    def _local(self, reader: Reader) -> LocalReader:
+        """Return a reader of this cell's parts."""
+        names = {**named_parameters(self._model), **persistent_buffers(self._model)}
+        return LocalReader(reader, self._facts, names, self._tp.rank)
 
     def _know_shares(self, model: nn.Module) -> None:
         for name, parameter in named_parameters(model).items():
@@ -230,40 +271,6 @@ class DataParallelCell(Strategy[MegatronConfig]):
         return [p for p in chosen if not isinstance(p, Elsewhere)]
 
 
-@dataclass(frozen=True, slots=True)
-class ParameterFacts:
-    """How a parameter lies on the tensor-parallel axis.
-
-    Attributes:
-        shape: the global shape, as the user's model has it.
-        partition: which part each rank of the axis holds; None if all hold the whole.
-        partial: whether each rank's gradient is a part of a sum over the axis.
-    """
-
-    shape: tuple[int, ...]
-    partition: Partition | None = None
-    partial: bool = False
-
-    def local_shape(self, rank: int) -> tuple[int, ...]:
-        """Return the shape of the part that one rank of the axis holds."""
-        cut = self.partition
-        return self.shape if cut is None else cut.local_shape(rank, self.shape)
-
-    def part(self, rank: int) -> HeldPart | None:
-        """Return the part that one rank of the axis holds; None for the whole."""
-        cut = self.partition
-        if cut is None:
-            return None
-        holders = [str(r) for r, ranges in enumerate(cut.ranges) if ranges == cut.ranges[rank]]
-        word = f"{'+'.join(holders)}of{len(cut.ranges)}"
-        return HeldPart(cut.local_shape(rank, self.shape), word)
-
-    def saves(self, rank: int) -> bool:
-        """Whether this rank saves its part: the first holder on the axis does."""
-        first = 0 if self.partition is None else self.partition.first_holder(rank)
-        return rank == first
-
-
 FORWARDS = 2
 """How many forwards of each kind are checked: a loader that is wrong is wrong at once."""
 
@@ -280,11 +287,6 @@ class SameBatch(UninheritedHook):
         self._world = world
         self._left = dict.fromkeys((True, False), FORWARDS)
 
-    @property
-    def matters(self) -> bool:
-        """Whether there are other ranks in the cell."""
-        return bool(self._cell)
-
     def _check(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Compare the mode and the arguments of the first forwards, in training and in evaluation.
 
@@ -298,7 +300,9 @@ class SameBatch(UninheritedHook):
         trains = module.training and torch.is_grad_enabled()
         if self._left[trains]:
             self._left[trains] -= 1
-            self._compare([*_mode(module), *_described(args, kwargs)])
+            mode = f"training: {module.training}", f"gradients enabled: {torch.is_grad_enabled()}"
+            leaves, _ = tree_flatten_with_path((tuple(args), dict(kwargs)))
+            self._compare([*mode, *(f"{_place(path)}: {_content(leaf)}" for path, leaf in leaves)])
 
     def _compare(self, lines: Sequence[str]) -> None:
         digest = hashlib.sha256("\n".join(lines).encode()).digest()
@@ -324,17 +328,6 @@ class SameBatch(UninheritedHook):
             rank, *theirs = bytes(text).rstrip(b"\0").decode(errors="replace").split("\n")
             texts[int(rank)] = theirs
         return texts
-
-
-def _mode(module: nn.Module) -> list[str]:
-    """Return the mode of a forward, one fact per line."""
-    return [f"training: {module.training}", f"gradients enabled: {torch.is_grad_enabled()}"]
-
-
-def _described(args: Any, kwargs: Any) -> list[str]:
-    """Return a line for each leaf of the arguments: its place and its content."""
-    leaves, _ = tree_flatten_with_path((tuple(args), dict(kwargs)))
-    return [f"{_place(path)}: {_content(leaf)}" for path, leaf in leaves]
 
 
 def _place(path: Sequence[Any]) -> str:

@@ -1,12 +1,13 @@
 """Between a cell and the user's whole model: checkpoints, state dicts, initial values.
 
 ``Original`` is a record of the whole model, with which a checkpoint is compared: a difference in
-another rank's part is found too. Shards of a checkpoint are put together in ``global_shards.py``.
+another rank's part is found too.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 import torch
@@ -19,14 +20,13 @@ from drivetrain.errors import CheckpointError, UsageError
 from drivetrain.parts.guard import Elsewhere
 from drivetrain.parts.naming import named_parameters, persistent_buffers
 from drivetrain.parts.replicate import replicate
-from drivetrain.parts.saved_state import LINKS, check_fits
+from drivetrain.parts.saved_state import LINKS, OWN_MARK, check_fits
 from drivetrain.parts.wrapping import UninheritedHook
-from drivetrain.shards import Readable, Reader, TensorFacts, state_tensors
+from drivetrain.shards import Part, Readable, Reader, Shard, TensorFacts, boxes, state_tensors
 from drivetrain.states.copies import copied_state
 from drivetrain.suitability.experiment import misfit
-from drivetrain_megatron.cell import ParameterFacts
 from drivetrain_megatron.tensor.operators import gathered
-from drivetrain_megatron.tensor.partition import Partition
+from drivetrain_megatron.tensor.partition import Partition, ShardingSpec
 
 
 class Original:
@@ -55,7 +55,7 @@ class Original:
         self._optimizers += 1
 
     def check_steps_parts(
-        self, optimizers: Iterable[Optimizer], facts: Mapping[str, ParameterFacts], stages: int
+        self, optimizers: Iterable[Optimizer], facts: Mapping[str, ShardingSpec], stages: int
     ) -> None:
         """Refuse optimizers whose step needs more than a rank has, or will have.
 
@@ -75,7 +75,7 @@ class Original:
                 self._check_steps(optimizer, divided, facts)
 
     def _check_steps(
-        self, optimizer: Optimizer, divided: Sequence[str], facts: Mapping[str, ParameterFacts]
+        self, optimizer: Optimizer, divided: Sequence[str], facts: Mapping[str, ShardingSpec]
     ) -> None:
         def shape_of(parameter: nn.Parameter) -> tuple[int, ...]:
             name = self.names.get(parameter)  # None: of another model
@@ -98,14 +98,20 @@ class Original:
         )
 
     def cut_states(
-        self, optimizers: Iterable[Optimizer], facts: Mapping[str, ParameterFacts], rank: int
+        self, optimizers: Iterable[Optimizer], facts: Mapping[str, ShardingSpec], rank: int
     ) -> None:
-        """Cut the existing state of optimizers."""
-        by_parameter = {parameter: facts[name] for parameter, name in self.names.items()}
+        """Cut the existing state of divided parameters to this rank's part, in place."""
         for optimizer in optimizers:
-            cut_states(optimizer, by_parameter, rank)
+            for parameter, state in optimizer.state.items():
+                held: Any = parameter
+                known = facts.get(self.names.get(held, ""))
+                if known is None or known.partition is None:
+                    continue
+                for key, value in state.items():
+                    if isinstance(value, Tensor) and tuple(value.shape) == known.shape:
+                        state[key] = known.partition.take(value, rank)
 
-    def check_loads(self, reader: Reader, facts: Mapping[str, ParameterFacts]) -> None:
+    def check_loads(self, reader: Reader, facts: Mapping[str, ShardingSpec]) -> None:
         """Refuse a checkpoint of another model, or state that cannot be divided.
 
         Raises:
@@ -131,20 +137,6 @@ class Original:
         return [self.names[p] for p in held if p in self.names]
 
 
-def cut_states(
-    optimizer: torch.optim.Optimizer, facts: Mapping[nn.Parameter, ParameterFacts], rank: int
-) -> None:
-    """Cut the existing optimizer state of divided parameters to this rank's part, in place."""
-    for parameter, state in optimizer.state.items():
-        held: Any = parameter
-        known = facts.get(held)
-        if known is None or known.partition is None:
-            continue
-        for key, value in state.items():
-            if isinstance(value, Tensor) and tuple(value.shape) == known.shape:
-                state[key] = known.partition.take(value, rank)
-
-
 class SharedSource:
     """A ``WeightSource`` of this rank's share of whole tensors.
 
@@ -159,10 +151,10 @@ class SharedSource:
     def __init__(self, source: WeightSource, model: nn.Module) -> None:
         self._source = source
         self._whole = {name: tensor.detach() for name, tensor in meta_tensors(model).items()}
-        self._facts: Mapping[str, ParameterFacts] = {}
+        self._facts: Mapping[str, ShardingSpec] = {}
         self._rank = 0
 
-    def divide(self, facts: Mapping[str, ParameterFacts], rank: int) -> None:
+    def divide(self, facts: Mapping[str, ShardingSpec], rank: int) -> None:
         """Say how the model was divided, and which rank of the tensor-parallel axis this is."""
         self._facts, self._rank = facts, rank
 
@@ -304,9 +296,7 @@ class WholeState:
             found[facts.name] = TensorHome(rank, known)
         return found
 
-    def described(
-        self, module: nn.Module, facts: Mapping[str, ParameterFacts]
-    ) -> Mapping[str, str]:
+    def described(self, module: nn.Module, facts: Mapping[str, ShardingSpec]) -> Mapping[str, str]:
         """Return the stage of each tensor, and whether tp divides it, by name. Collective."""
         found = {}
         for name, place in self.places(module).items():
@@ -330,3 +320,160 @@ def _row(tensor: Tensor | None) -> tuple[int, int]:
     if tensor is None or isinstance(tensor, Elsewhere):
         return _ABSENT, 0
     return _DTYPES.index(tensor.dtype), int(tensor.requires_grad)
+
+
+# --- between a rank's parts and whole tensors: shards of a checkpoint, saved and loaded ---
+
+# A rank holds a part of some tensors, a pipeline stage holds some of the tensors. The data-parallel
+# strategy inside of a cell knows these local tensors only. ``GlobalShards`` puts the shards that
+# this strategy saves into global coordinates, and ``LocalReader`` cuts parts to be loaded out of
+# whole tensors: a checkpoint does not show how the ranks shared the model.
+
+
+def globally(
+    part: Part, tensor: Tensor, partition: Partition, rank: int
+) -> Iterator[tuple[Part, Tensor]]:
+    """Yield the pieces of a part of a local tensor, in coordinates of the global one.
+
+    Args:
+        part: of the local tensor of a rank.
+        tensor: the part's values: of shape ``part.sizes``, or 1-D for a flat range.
+        partition: of the global tensor.
+        rank: the one with the local tensor.
+
+    Yields:
+        (global part, view of the values that belong there).
+    """
+    ranges = partition.ranges[rank]
+    if len(ranges) == 1:  # the local tensor is one box, and a flat range of it stays one
+        offsets = list(part.offsets)
+        offsets[partition.dim] += ranges[0][0]
+        yield Part(tuple(offsets), part.sizes, part.flat), tensor
+        return
+    flat = tensor.reshape(-1)
+    for box in boxes(part):
+        values = flat[box.start : box.start + prod(box.sizes)].view(box.sizes)
+        for offset, size, to in _cut(ranges, box.offsets[partition.dim], box.sizes[partition.dim]):
+            piece = values.narrow(partition.dim, offset - box.offsets[partition.dim], size)
+            at = list(box.offsets)
+            at[partition.dim] = to
+            yield Part(tuple(at), tuple(piece.shape)), piece
+
+
+class GlobalShards:
+    """Puts the shards that a cell's strategy saves into global coordinates.
+
+    Tensors without facts are replicated. The rank is that of the tensor-parallel axis.
+    """
+
+    def __init__(self, facts: Mapping[str, ShardingSpec], rank: int) -> None:
+        self._facts = facts
+        self._rank = rank
+
+    def of(self, shards: Iterable[Shard]) -> Iterator[Shard]:
+        """Yield the global shards that this rank saves; a part that several ranks hold comes once.
+
+        Raises:
+            CheckpointError: an optimizer keeps state of a divided parameter that has neither its
+                shape nor is a single number.
+        """
+        for shard in shards:
+            facts = self._facts.get(shard.name)
+            if facts is not None and facts.partition and shard.state.startswith(LINKS):
+                yield replace(shard, state=f"{shard.state}{_mark(facts, self._rank)}")
+            elif facts is None or facts.partition is None or not shard.shape:  # a count of steps
+                if self._rank == 0:
+                    yield shard
+            elif shard.shape != facts.local_shape(self._rank):
+                raise CheckpointError(
+                    f"expected state of {shard.name!r} with the shape of its part, "
+                    f"{facts.local_shape(self._rank)}, found {shard.state!r} with {shard.shape}; "
+                    "this optimizer cannot be saved under tensor parallelism"
+                )
+            elif facts.saves(self._rank):
+                for part, piece in globally(shard.part, shard.tensor, facts.partition, self._rank):
+                    yield replace(shard, tensor=piece, shape=facts.shape, part=part)
+
+
+class LocalReader:
+    """Shows a checkpoint of the whole model as if it had this rank's part of each tensor only.
+
+    Only the cell's parameters and buffers (``names``) are shown; and of the state that sums over
+    slow links keep, for parts of a parameter, the state for parts cut like this rank's.
+    """
+
+    def __init__(
+        self, reader: Reader, facts: Mapping[str, ShardingSpec], names: Iterable[str], rank: int
+    ) -> None:
+        self._reader, self._facts, self._rank = reader, facts, rank
+        self.partial = reader.partial
+        self._names = frozenset(names)
+
+    def keys(self) -> Iterable[tuple[str, str]]:
+        """The (name, state) pairs of this cell."""
+        found = []
+        for name, state in self._reader.keys():  # noqa: SIM118 - no dict
+            plain, marked, _ = state.partition(OWN_MARK)
+            of_part = marked and state.startswith(LINKS)
+            if name in self._names and (not of_part or self._saved(name, plain) == state):
+                found.append((name, plain if of_part else state))
+        return found
+
+    def _saved(self, name: str, state: str) -> str:
+        """Return the key of a state in the checkpoint."""
+        facts = self._facts.get(name)
+        of_part = facts is not None and facts.partition and state.startswith(LINKS)
+        return f"{state}{_mark(facts, self._rank)}" if facts and of_part else state
+
+    def shape(self, name: str, state: str = "") -> tuple[int, ...]:
+        """Shape of the part that this cell holds."""
+        state = self._saved(name, state)
+        shape = self._reader.shape(name, state)
+        facts = self._divided(name, shape)
+        return shape if facts is None else facts.local_shape(self._rank)
+
+    def read(self, name: str, state: str = "", part: Part | None = None) -> Tensor:
+        """Return one part of the cell's tensor, on the CPU, in the saved dtype."""
+        state = self._saved(name, state)
+        shape = self._reader.shape(name, state)
+        facts = self._divided(name, shape)
+        if facts is None or facts.partition is None:
+            return self._reader.read(name, state, part)
+        wanted = part or Part.whole(facts.local_shape(self._rank))
+        if len(facts.partition.ranges[self._rank]) == 1:
+            ((where, _),) = globally(wanted, torch.empty(0), facts.partition, self._rank)
+            return self._reader.read(name, state, where)
+        nothing = Part((0,) * len(shape), (0,) * len(shape))
+        dtype = self._reader.read(name, state, nothing).dtype
+        sizes = wanted.sizes if wanted.flat is None else (wanted.flat[1] - wanted.flat[0],)
+        values = torch.empty(sizes, dtype=dtype, device="cpu")
+        for where, piece in globally(wanted, values, facts.partition, self._rank):
+            piece.copy_(self._reader.read(name, state, where))
+        return values
+
+    def scalars(self, name: str, optimizer: int) -> Mapping[str, Any]:
+        """Return the optimizer state of a parameter that is no tensor."""
+        return self._reader.scalars(name, optimizer)
+
+    def _divided(self, name: str, shape: tuple[int, ...]) -> ShardingSpec | None:
+        facts = self._facts.get(name)
+        return facts if facts is not None and facts.partition and shape == facts.shape else None
+
+
+def _mark(facts: ShardingSpec, rank: int) -> str:
+    """Return the end of the keys of state for one part of a parameter."""
+    ranges = () if facts.partition is None else facts.partition.ranges
+    return f"{OWN_MARK}{rank}of{len(ranges)}"
+
+
+def _cut(
+    ranges: Iterable[tuple[int, int]], offset: int, size: int
+) -> Iterator[tuple[int, int, int]]:
+    """Yield (local offset, size, global offset) of each intersection of an interval and a range."""
+    begin = 0
+    for start, stop in ranges:
+        end = begin + stop - start
+        low, high = max(offset, begin), min(offset + size, end)
+        if low < high:
+            yield low, high - low, start + low - begin
+        begin = end

@@ -6,15 +6,19 @@ strategy, which does not know them as parts.
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple, TypeAlias, TypeVar
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from drivetrain.building import WeightSource
-from drivetrain.collectives import connect
+from drivetrain.collectives import Communicator, connect
+from drivetrain.collectives.facts import differing, gather_facts
 from drivetrain.cost import Cost, ModelSpec
+from drivetrain.data.examples import ExampleBatch
+from drivetrain.errors import RankMismatchError
 from drivetrain.log import get_logger
 from drivetrain.model import PLANNING, untouched
 from drivetrain.parts.blocks import repeated_blocks
@@ -29,19 +33,17 @@ from drivetrain.shards import (
     state_tensors,
 )
 from drivetrain.strategy import Prepared, Run
-from drivetrain_megatron.cell import ParameterFacts, SameBatch, advice
+from drivetrain_megatron.cell import DataParallelCell, SameBatch, advice
 from drivetrain_megatron.config import MegatronConfig
 from drivetrain_megatron.cost import estimate
-from drivetrain_megatron.dropout.chain import Dropout, MaskSource
-from drivetrain_megatron.dropout.draws import AlikeDraws
-from drivetrain_megatron.global_shards import GlobalShards, StatesOfCell
-from drivetrain_megatron.paper.layouts import CellOnPaper
+from drivetrain_megatron.dropout import AlikeDraws, Dropout, MaskSource
+from drivetrain_megatron.paper.step import CellOnPaper
 from drivetrain_megatron.pipeline.build import PipelineBuilder
-from drivetrain_megatron.plan.model import TensorParallel
-from drivetrain_megatron.plan.report import describe
-from drivetrain_megatron.planning import Planner
-from drivetrain_megatron.shares.parameters import Shares, on_shares
+from drivetrain_megatron.plan.model import ModelPlan, TensorParallel, confirmed, describe
+from drivetrain_megatron.recording.calls import batches_for, inputs_for
+from drivetrain_megatron.shares import Shares, on_shares
 from drivetrain_megatron.state import (
+    GlobalShards,
     Original,
     SharedSource,
     WholeState,
@@ -49,11 +51,139 @@ from drivetrain_megatron.state import (
     refusing_forwards,
     shows_whole,
 )
+from drivetrain_megatron.tensor.partition import ShardingSpec
+
+# --- the plan of each rank, by itself; they go on only if all ranks have made the same plan ---
+
+
+PlanT = TypeVar("PlanT")
+
+LayerPlan: TypeAlias = tuple[TensorParallel | None, ModelPlan | None]
+"""How layers are divided; nothing on one rank of the axis ``tp``."""
+
+_SHOWN = 300
+"""Characters of a rank's reasons in a message."""
+
+
+class ComparedPlan(NamedTuple):
+    """The description of a plan for other ranks.
+
+    Attributes:
+        facts: lines that must be equal on all ranks.
+        reasons: lines that say why the plan is as it is.
+    """
+
+    facts: Sequence[str]
+    reasons: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Planner:
+    """Plans dropout masks, stages and layers; ``ranks`` are those of the axis ``tp``."""
+
+    run: Run
+    config: MegatronConfig
+    dropout: Dropout
+    builder: PipelineBuilder | None
+    ranks: Communicator
+
+    def plan(self, model: nn.Module) -> LayerPlan:
+        """Return how the layers of a model are divided, alike on all ranks. Collective.
+
+        Raises:
+            RankMismatchError: as ``same_on_all_ranks``.
+        """
+        examples = batches_for(self.run, model)
+        found = same_on_all_ranks(
+            self.run, lambda: self._own(model, examples), lambda plan: self._described(model, *plan)
+        )
+        if self.builder is not None:
+            self.builder.agree()
+        return found
+
+    def _own(self, model: nn.Module, examples: Sequence[ExampleBatch]) -> LayerPlan:
+        """Return the plan of this rank."""
+        inputs = inputs_for(self.config, model, examples)
+        self.dropout.find(model, inputs, examples)
+        if self.builder is not None and inputs is not None:  # without any, inputs_for has raised
+            self.builder.plan(model, inputs)
+        if self.ranks.size == 1:
+            return None, None
+        tensor = TensorParallel.of(self.config, model, self.ranks)
+        return tensor, confirmed(model, inputs, tensor.plan(model, inputs), self.config)
+
+    def _described(
+        self, model: nn.Module, tensor: TensorParallel | None, plan: ModelPlan | None
+    ) -> ComparedPlan:
+        """Describe a plan for other ranks: the blocks of stages, the share of each parameter."""
+        blocks = [name for name, _ in self.builder.blocks] if self.builder is not None else []
+        if tensor is None or plan is None:
+            return ComparedPlan(blocks, ())
+        facts = tensor.facts(model, plan)
+        sizes = {name: parameter.nbytes for name, parameter in named_parameters(model).items()}
+        shares = [
+            f"{name} {'whole' if known.partition is None else f'divided: {known.partition}'}"
+            for name, known in facts.items()
+        ]
+        return ComparedPlan([*blocks, *shares], [*describe(plan, facts, sizes, self.ranks.size)])
+
+
+def same_on_all_ranks(
+    run: Run, make: Callable[[], PlanT], described: Callable[[PlanT], ComparedPlan]
+) -> PlanT:
+    """Return a plan of this rank, if all ranks have made the same plan. Collective.
+
+    Args:
+        run: of the ranks that compare.
+        make: makes the plan, and does not communicate.
+        described: of a plan.
+
+    Raises:
+        RankMismatchError: ranks have made different plans, or only some of them one; on each rank.
+        Exception: whatever ``make`` has raised here, where no rank has made a plan.
+    """
+    plans: list[PlanT] = []
+    failure: Exception | None = None
+    try:
+        plans.append(make())
+        mine = described(plans[0])
+    except Exception as error:  # the other ranks must hear of it before this one ends
+        failure, mine = error, ComparedPlan(["no plan"], [f"{type(error).__name__}: {error}"])
+    if run.world.size > 1 and differing(mine.facts, doing="the comparison of plans"):
+        plans_of_all = gather_facts(mine, ComparedPlan, doing="the comparison of plans")
+        raise RankMismatchError(_message(plans_of_all)) from failure
+    if failure is not None:
+        raise failure
+    return plans[0]
+
+
+def _message(plans: Sequence[ComparedPlan]) -> str:
+    """Return the first difference between two ranks, and the reasons that differ."""
+    first = plans[0]
+    rank, other = next((r, plan) for r, plan in enumerate(plans) if plan.facts != first.facts)
+    mine, theirs = (
+        "; ".join(line for line in one.reasons if line not in two.reasons)[:_SHOWN]
+        for one, two in ((first, other), (other, first))
+    )
+    return (
+        "expected every rank to divide the model in the same way, found that rank 0 has "
+        f"{_unlike(first, other)} ({mine}), and rank {rank} {_unlike(other, first)} ({theirs}): "
+        "each rank finds its plan by running the model's code. Let this code do the same on all "
+        "ranks (no choice by rank or environment), or give the rank what it lacks, such as memory"
+    )
+
+
+def _unlike(one: ComparedPlan, other: ComparedPlan) -> str:
+    return next((line for line in one.facts if line not in other.facts), "nothing more")
+
+
+# --- the contract ---
+
 
 logger = get_logger(__name__)
 
 
-class Megatron(CellOnPaper, StatesOfCell):
+class Megatron(CellOnPaper, DataParallelCell):
     """Tensor and pipeline parallelism, over data parallelism.
 
     ``prepare`` returns the very model it was given: its layers compute in parts.
@@ -71,7 +201,7 @@ class Megatron(CellOnPaper, StatesOfCell):
         )
         self._tensor: TensorParallel | None = None
         self._shares = Shares(self._tp)
-        self._facts: dict[str, ParameterFacts] = {}
+        self._facts: dict[str, ShardingSpec] = {}
         source = MaskSource(config.dropout_seed, run.mesh["dp"].position)
         self._dropout = Dropout(source, self._tp)
         self._draws = AlikeDraws(self._tp, world.device)
@@ -110,7 +240,7 @@ class Megatron(CellOnPaper, StatesOfCell):
         self._original = Original(model, optimizers)
         self._whole = WholeState(uncompiled(model), self._pp, self.run.world.device)
         self._facts = {
-            name: ParameterFacts(tuple(parameter.shape))
+            name: ShardingSpec(tuple(parameter.shape))
             for name, parameter in named_parameters(model).items()
         }
         self._replicate(model)
@@ -142,11 +272,10 @@ class Megatron(CellOnPaper, StatesOfCell):
             self._tensor.sum_partial(model, self._facts)
         if self._builder is not None:
             self._pipeline = self._builder.start(model, self._inner, self._dropout)
-            if self._builder.stand_ins is not None:
-                self._builder.stand_ins.in_window = lambda: not self._synchronizing
+            self._builder.stand_ins.in_window = lambda: not self._synchronizing
             shows_whole(uncompiled(model), self)
-        same = SameBatch((self._tp, self._pp), self.run.world)
-        if same.matters:
+        if not self._is_one_rank:
+            same = SameBatch((self._tp, self._pp), self.run.world)
             first = model.register_forward_pre_hook(same, prepend=True, with_kwargs=True)
             self._handles.append(first)
         self._shares.cover(model, prepared.optimizers)
@@ -176,7 +305,7 @@ class Megatron(CellOnPaper, StatesOfCell):
             self._inner.backward(loss, **options)
         else:
             self._pipeline.backward(loss, synchronize=self._synchronizing, **options)
-            if self._synchronizing and self._builder is not None and self._builder.stand_ins:
+            if self._synchronizing and self._builder is not None:
                 self._builder.stand_ins.learn()
 
     @on_shares

@@ -44,7 +44,7 @@ PAPERS = {
         "megatron", "drivetrain_megatron/tensor/operators.py", ("Shoeybi et al.", "2019")
     ),
     "Shoeybi et al. 2019, cross entropy": Paper(
-        "megatron", "drivetrain_megatron/tensor/cross_entropy.py", ("Shoeybi et al.", "2019")
+        "megatron", "drivetrain_megatron/tensor/vocabulary.py", ("Shoeybi et al.", "2019")
     ),
     "Korthikanti et al. 2022, sequence parallelism": Paper(
         "megatron", "drivetrain_megatron/tensor/operators.py", ("Korthikanti et al.", "2022")
@@ -71,7 +71,7 @@ PAPERS = {
         "megatron", "drivetrain_megatron/pipeline/schedules.py", ("Qi et al.", "2023"), torch=False
     ),
     "Qi et al. 2023, backward in two halves": Paper(
-        "megatron", "drivetrain_megatron/tensor/weight_grad.py", ("Qi et al.", "2023")
+        "megatron", "drivetrain_megatron/tensor/linear.py", ("Qi et al.", "2023")
     ),
 }
 

@@ -9,8 +9,7 @@ from torch.nn import functional as F
 from drivetrain import Accelerator
 from drivetrain.collectives.communicator import SoloCommunicator
 from drivetrain_megatron.config import MegatronConfig
-from drivetrain_megatron.plan.model import ModelPlan, TensorParallel
-from drivetrain_megatron.plan.report import describe
+from drivetrain_megatron.plan.model import ModelPlan, TensorParallel, describe
 from drivetrain_megatron.recording.calls import inputs_for
 
 WORDS, WIDE = 61, 32

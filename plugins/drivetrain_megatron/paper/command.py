@@ -4,20 +4,306 @@ Nothing is trained: the schedule is run on paper.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.style import Style
 from rich.table import Table
+from rich.text import Text
 
 from drivetrain.errors import ConfigError
-from drivetrain_megatron.paper.draw import Gantt, picture_format, save_picture
 from drivetrain_megatron.paper.simulate import Formula, promised, simulate
-from drivetrain_megatron.pipeline.schedules import SCHEDULES, ActionKind, Schedule, make_schedule
-from drivetrain_megatron.pipeline.timeline import Timeline, save_trace
+from drivetrain_megatron.pipeline.schedules import (
+    SCHEDULES,
+    Action,
+    ActionKind,
+    Schedule,
+    Span,
+    Timeline,
+    make_schedule,
+    save_trace,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# --- a Gantt chart, on the terminal, or as a PNG or SVG picture ---
+
+# One row per rank, time from left to right, one color per kind of action with the number of the
+# micro-batch in it. Where a rank has several chunks of the model, every second one is drawn
+# lighter. The chart shows a ``Timeline``: it does not matter whether it was simulated or measured.
+
+
+COLORS: dict[ActionKind, tuple[str, str]] = {
+    ActionKind.FORWARD: ("#0072b2", "#56b4e9"),
+    ActionKind.BACKWARD: ("#b35000", "#f0a35e"),
+    ActionKind.INPUT: ("#9c4f7f", "#dfa9c8"),
+    ActionKind.WEIGHT: ("#00795a", "#66c9ab"),
+}
+"""Dark and light, told apart by people who see fewer colors (after Okabe and Ito)."""
+
+MEANINGS: dict[ActionKind, str] = {
+    ActionKind.FORWARD: "forward",
+    ActionKind.BACKWARD: "backward",
+    ActionKind.INPUT: "gradient of inputs",
+    ActionKind.WEIGHT: "gradient of weights",
+}
+FORMATS = (".png", ".svg")
+_INK = ("#ffffff", "#000000")
+"""Of numbers on dark and on light."""
+_NUMBERS = 2000
+"""A picture of more actions than this has no numbers: nobody could read them."""
+_FACTS = " idle kept"
+_SIDE_BY_SIDE = 40
+"""From so many columns on, the facts about a rank stand beside its row."""
+_ROUNDING = 1e-6
+
+
+@dataclass(frozen=True)
+class Gantt:
+    """A timeline for ``rich``: ``console.print(Gantt(timeline))``, as wide as the console.
+
+    Without color, cells begin with the letter of their kind, ``F``, ``B``, ``I`` or ``W``, and dots
+    are idle time. The unit is that of the times, for the axis.
+    """
+
+    timeline: Timeline
+    unit: str = ""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Yield a heading, one line per rank, the axis and the legend."""
+        colored = console.color_system is not None and not console.no_color
+        chart = _Chart(self.timeline, options.max_width, colored=colored)
+        yield from chart.rows()
+        yield chart.axis(self.unit)
+        yield from chart.legend()
+
+
+class _Chart:
+    """The lines of one chart of a given width."""
+
+    def __init__(self, timeline: Timeline, width: int, *, colored: bool) -> None:
+        self._timeline, self._colored = timeline, colored
+        self._count = len(timeline.ranks)
+        self._margin = len(str(max(self._count - 1, 0))) + 1
+        self._beside = width >= _SIDE_BY_SIDE
+        room = max(width - self._margin - (len(_FACTS) if self._beside else 0), 1)
+        self._per_time = self._scale(room)
+        self._columns = round(timeline.makespan * self._per_time) or room
+
+    def rows(self) -> Iterator[Text]:
+        """Yield the heading, then the line of each rank."""
+        heading = "rank"
+        if self._beside:
+            heading = heading.ljust(self._margin + self._columns) + _FACTS
+        yield Text(heading, no_wrap=True)
+        for rank, spans in enumerate(self._timeline.ranks):
+            line = Text(f"{rank:<{self._margin}}", no_wrap=True)
+            line.append_text(self._row(spans))
+            if self._beside:
+                idle, kept = self._timeline.idle_of(rank), self._timeline.kept(rank)
+                line.append(f" {idle:z4.0%} {kept:4}")
+            yield line
+
+    def axis(self, unit: str) -> Text:
+        """Return the line that says how long everything took."""
+        stop = f"{self._timeline.makespan:.4g} {unit}".rstrip()
+        return Text(" " * self._margin + "0" + stop.rjust(self._columns - 1), no_wrap=True)
+
+    def legend(self) -> Iterator[Text]:
+        """Yield the meanings of colors and letters, and the number of invisibly short actions."""
+        spans = [span for rank in self._timeline.ranks for span in rank]
+        used = {span.action.kind for span in spans}
+        line = Text()
+        for kind in ActionKind:
+            if kind in used:
+                line.append(kind.value, self._style(Action(kind, 0, 0)))
+                line.append(f" {MEANINGS[kind]}  ")
+        line.append("blank: idle" if self._colored else ". idle")
+        if self._colored and any(_shade(self._timeline, span.action) for span in spans):
+            line.append("  lighter: every second chunk")
+        yield line
+        if not self._beside:
+            kept = ", ".join(str(self._timeline.kept(rank)) for rank in range(self._count))
+            yield Text(f"idle {self._timeline.idle:z.1%}; ranks keep {kept} micro-batches")
+        hidden = sum(start == stop for start, stop in map(self._edges, spans))
+        if hidden:
+            yield Text(f"{hidden} of {len(spans)} actions are narrower than a column")
+
+    def _scale(self, room: int) -> float:
+        """Return columns per time.
+
+        Durations that are multiples of the shortest, as simulated ones often are, get whole
+        columns, as long as a cell can show its number. Others fill the room.
+        """
+        if not self._timeline.makespan:
+            return 0.0
+        spans = [span for rank in self._timeline.ranks for span in rank]
+        shortest = min(span.stop - span.start for span in spans)
+        whole = int(room * shortest / self._timeline.makespan + _ROUNDING)
+        if whole >= (1 if self._colored else 2):
+            scale = whole / shortest
+            starts = ((span.start - self._timeline.start) * scale for span in spans)
+            if all(abs(start - round(start)) < _ROUNDING for start in starts):
+                return scale
+        return room / self._timeline.makespan
+
+    def _row(self, spans: tuple[Span, ...]) -> Text:
+        row, at = Text(), 0
+        for span in spans:
+            start, stop = (max(edge, at) for edge in self._edges(span))
+            row.append(self._idle(start - at))
+            row.append(self._cell(span.action, stop - start), self._style(span.action))
+            at = stop
+        row.append(self._idle(self._columns - at))
+        return row
+
+    def _edges(self, span: Span) -> tuple[int, int]:
+        begin = self._timeline.start
+        return (
+            round((span.start - begin) * self._per_time),
+            round((span.stop - begin) * self._per_time),
+        )
+
+    def _idle(self, width: int) -> str:
+        return (" " if self._colored else ".") * width
+
+    def _cell(self, action: Action, width: int) -> str:
+        """Return the longest text that fits: a number that is cut would be another number."""
+        number = str(action.micro_batch)
+        texts = [number, ""] if self._colored else [action.kind.value + number, action.kind.value]
+        text = next((text for text in texts if len(text) <= width), "")
+        return text.ljust(width, " " if self._colored else "-")
+
+    def _style(self, action: Action) -> Style:
+        if not self._colored:
+            return Style.null()
+        light = _shade(self._timeline, action)
+        return Style(color=_INK[light], bgcolor=COLORS[action.kind][light], bold=True)
+
+
+def save_picture(timeline: Timeline, path: Path, *, title: str = "", unit: str = "") -> None:
+    """Write a timeline as a picture; the file's ending, ``.png`` or ``.svg``, chooses the format.
+
+    Raises:
+        ConfigError: the ending is another one, matplotlib is not installed, or the file cannot be
+            written.
+    """
+    kind = picture_format(path)
+    try:
+        import matplotlib as mpl
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError(
+            f"a picture needs matplotlib, which cannot be imported ({error}); "
+            "pip install matplotlib"
+        ) from error
+    # Text stays text in an SVG, and the same timeline gives the same bytes.
+    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "drivetrain"}):
+        longest = max(map(len, timeline.ranks), default=0)
+        size = (min(max(8.0, 0.25 * longest), 24.0), 1.6 + 0.4 * len(timeline.ranks))
+        figure = Figure(figsize=size, layout="constrained")
+        FigureCanvasAgg(figure)
+        _paint(figure, timeline, title, unit)
+        try:
+            figure.savefig(
+                path, format=kind, dpi=150, metadata={"Date": None} if kind == "svg" else {}
+            )
+        except OSError as error:
+            raise ConfigError(
+                f"cannot write {str(path)!r}: {error.strerror or error}; choose another file"
+            ) from error
+
+
+def picture_format(path: Path) -> str:
+    """Return the format of a picture by the ending of its file.
+
+    Raises:
+        ConfigError: it is none of ``FORMATS``.
+    """
+    ending = path.suffix.lower()
+    if ending not in FORMATS:
+        raise ConfigError(
+            f"expected a picture that ends with {' or '.join(FORMATS)}, found {str(path)!r}"
+        )
+    return ending[1:]
+
+
+def _paint(figure: "Figure", timeline: Timeline, title: str, unit: str) -> None:
+    axes = figure.add_subplot()
+    count = len(timeline.ranks)
+    numbered = sum(map(len, timeline.ranks)) <= _NUMBERS
+    for rank, spans in enumerate(timeline.ranks):
+        _paint_rank(axes, timeline, rank)
+        for span in spans if numbered else ():
+            _write_number(axes, timeline, rank, span)
+    axes.set_yticks(
+        range(count),
+        [
+            f"rank {rank}\nidle {timeline.idle_of(rank):z.1%}, keeps {timeline.kept(rank)}"
+            for rank in range(count)
+        ],
+        fontsize=8,
+    )
+    axes.set_ylim(count - 0.5, -0.5)
+    axes.set_xlim(0, timeline.makespan or 1.0)
+    axes.set_xlabel(f"time ({unit})" if unit else "time")
+    axes.set_title(title, fontsize=10)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    _paint_legend(figure, timeline)
+
+
+def _paint_rank(axes: "Axes", timeline: Timeline, rank: int) -> None:
+    spans = timeline.ranks[rank]
+    axes.broken_barh(
+        [(span.start - timeline.start, span.stop - span.start) for span in spans],
+        (rank - 0.4, 0.8),
+        facecolors=[COLORS[span.action.kind][_shade(timeline, span.action)] for span in spans],
+        edgecolor="white",
+        linewidth=0.6,
+    )
+
+
+def _write_number(axes: "Axes", timeline: Timeline, rank: int, span: Span) -> None:
+    axes.text(
+        (span.start + span.stop) / 2 - timeline.start,
+        rank,
+        str(span.action.micro_batch),
+        color=_INK[_shade(timeline, span.action)],
+        fontsize=6,
+        ha="center",
+        va="center",
+        clip_on=True,
+    )
+
+
+def _paint_legend(figure: "Figure", timeline: Timeline) -> None:
+    from matplotlib.patches import Patch
+
+    used = {span.action.kind for rank in timeline.ranks for span in rank}
+    patches = [
+        Patch(color=COLORS[kind][0], label=MEANINGS[kind]) for kind in ActionKind if kind in used
+    ]
+    figure.legend(
+        handles=patches, loc="outside lower center", ncols=max(len(patches), 1),
+        fontsize=8, frameon=False,
+    )  # fmt: skip
+
+
+def _shade(timeline: Timeline, action: Action) -> int:
+    """Return 0 for dark and 1 for light: chunks of a rank in turn."""
+    return action.stage // len(timeline.ranks) % 2
+
+
+# --- the command ---
+
 
 ALL = "all"
 MOST_ACTIONS = 1_000_000

@@ -9,8 +9,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from drivetrain.errors import UsageError
-from drivetrain_megatron.pipeline.schedules import Action, ActionKind, Schedule, needs
-from drivetrain_megatron.pipeline.timeline import Span, Timeline
+from drivetrain_megatron.pipeline.schedules import (
+    Action,
+    ActionKind,
+    Schedule,
+    Span,
+    Timeline,
+    needs,
+)
 
 UNIT_DURATIONS: Mapping[ActionKind, float] = {
     ActionKind.FORWARD: 1.0,

@@ -7,12 +7,15 @@ puts the tasks of all stages into its order, with messages between stages. Paper
 """
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any, ClassVar
 
+from drivetrain.cost import ModelSpec
 from drivetrain.errors import ConfigError
 from drivetrain.paper.bounds import PaperBound, UnitCosts, stage_bound
+from drivetrain.paper.contract import OnPaper
 from drivetrain.paper.run import PaperRun
 from drivetrain.paper.step import COMPUTE, PaperStep, PaperTask
 from drivetrain.paper.work import (
@@ -24,8 +27,10 @@ from drivetrain.paper.work import (
     Operation,
     PaperUnit,
 )
+from drivetrain.strategy import Run
 from drivetrain_megatron.cell import data_parallel
 from drivetrain_megatron.config import MegatronConfig
+from drivetrain_megatron.cost import part_of
 from drivetrain_megatron.pipeline.schedules import (
     Action,
     ActionKind,
@@ -167,7 +172,7 @@ class PipelineStep:
         waiting = [list(reversed(actions)) for actions in ranks]
         while any(waiting):
             for actions in waiting:
-                while actions and self._ready(actions[-1]):
+                while actions and self.ended.keys() >= {*needs(actions[-1], self.schedule.stages)}:
                     self._act(actions.pop())
         summed = self._between_ties("gradients", len(self.steps) - 1)
         for stage in range(len(self.steps)):
@@ -201,9 +206,6 @@ class PipelineStep:
             for kind, nbytes in held.items():
                 found[stage % count][kind] += nbytes
         return list(found)
-
-    def _ready(self, action: Action) -> bool:
-        return all(need in self.ended for need in needs(action, self.schedule.stages))
 
     def _act(self, action: Action) -> None:
         forward = action.kind is ActionKind.FORWARD
@@ -287,32 +289,6 @@ def _groups(step: PaperStep) -> dict[tuple[str, int], tuple[list[int], list[int]
     return groups
 
 
-def cell_step(config: MegatronConfig, units: Sequence[PaperUnit], run: PaperRun) -> PaperStep:
-    """Return the step of a cell.
-
-    Raises:
-        ConfigError: blocks, micro-batches or options do not fit together.
-    """
-    config.check()
-    kind, options = data_parallel(config)
-    schedule = make_schedule(config.schedule, config.pp, run.micro_batches, config.chunks)
-    parts = [divided(unit, config.tp, config.sequence_parallel) for unit in units]
-    stages = cut_into_stages(parts, config.pp * config.chunks)
-    steps = [kind.step(options, stage, run) for stage in stages]
-    tied = (0.0, 0.0)
-    if len(stages) > 1:  # the last stage has copies of parameters that are tied to the first one's
-        copies = sum(unit.borrowed for unit in stages[-1])
-        tied = copies * run.bytes.parameter, copies * run.bytes.gradient
-        steps[-1].held = [{**steps[-1].held[0], "tied copies": sum(tied)}]
-    if config.pp > 1 and config.schedule == "gpipe":
-        _keep_for_loss(steps[-1], stages[-1][-1])
-    activation = max(unit.enters for unit in parts)
-    near, far = (
-        Collective("pp", "send", nbytes) for nbytes in (activation, run.between_hosts(activation))
-    )
-    return PipelineStep(steps, schedule, near, far, run.together("pp"), tied).merged()
-
-
 def _keep_for_loss(step: PaperStep, head: PaperUnit) -> None:
     """Let a loss outside of the model keep its tensors until all backwards have ended.
 
@@ -327,37 +303,128 @@ def _keep_for_loss(step: PaperStep, head: PaperUnit) -> None:
     step.tasks[-1].frees += waiting
 
 
-def cell_bound(
-    config: MegatronConfig, units: Sequence[PaperUnit], run: PaperRun, costs: UnitCosts
-) -> PaperBound:
-    """Return a bound of a cell's step: the slowest stage, and the idle time.
+# --- what plans ask of ``megatron`` ---
 
-    The first rank keeps the activations of p micro-batches; with v chunks, of p (1 + (p-1)/(p v))
-    (Narayanan et al. 2021, arXiv 2104.04473, section 2.2).
 
-    Raises:
-        ConfigError: as ``cell_step`` does.
-    """
-    config.check()
-    kind, options = data_parallel(config)
-    parts = [divided(unit, config.tp, config.sequence_parallel) for unit in units]
-    stages = cut_into_stages(parts, config.pp * config.chunks)
-    p, m = config.pp, run.micro_batches
+LAYOUT_KEYS: Mapping[str, str] = {
+    key: key for key in ("tp", "pp", "schedule", "chunks", "sequence_parallel")
+}
+CHUNKS = (2, 4, 8)
+"""Stages per rank of the interleaved schedules that are tried."""
 
-    def draw(some: Sequence[PaperUnit], run: PaperRun) -> PaperStep:
-        return kind.step(options, some, run)
 
-    found, key = [], (kind, repr(options))
-    for rank in sorted({0, p - 1, p // 2}):
-        mine = [unit for stage in stages[rank::p] for unit in stage]
-        each = costs.of(mine, key, draw, run)
-        extra = (p - 1) / p if config.chunks > 1 else 0.0
-        kept = m if config.schedule == "gpipe" else min(m, p - rank + extra * p / config.chunks)
-        found.append(
-            (stage_bound(each, m, kept), sum(cost.compute * count for cost, count in each))
-        )
-    idle = (p - 1) / config.chunks * min(compute for _, compute in found)
-    return PaperBound(
-        max(bound.seconds for bound, _ in found) + (idle if config.schedule != "zb-h1" else 0.0),
-        max(bound.nbytes for bound, _ in found),
-    )
+class CellOnPaper(OnPaper):
+    """A cell of ranks in plans."""
+
+    layout_keys: ClassVar[Mapping[str, str]] = LAYOUT_KEYS
+    inner_option: ClassVar[str] = "data_parallel"
+
+    @classmethod
+    def step(cls, config: MegatronConfig, units: Sequence[PaperUnit], run: PaperRun) -> PaperStep:
+        """Draw the step of a cell; the strategy inside draws that of each stage.
+
+        Raises:
+            ConfigError: blocks, micro-batches or options do not fit together.
+        """
+        config.check()
+        kind, options = data_parallel(config)
+        schedule = make_schedule(config.schedule, config.pp, run.micro_batches, config.chunks)
+        parts = [divided(unit, config.tp, config.sequence_parallel) for unit in units]
+        stages = cut_into_stages(parts, config.pp * config.chunks)
+        steps = [kind.step(options, stage, run) for stage in stages]
+        tied = (0.0, 0.0)
+        if len(stages) > 1:  # the last one has copies of parameters tied to the first one's
+            copies = sum(unit.borrowed for unit in stages[-1])
+            tied = copies * run.bytes.parameter, copies * run.bytes.gradient
+            steps[-1].held = [{**steps[-1].held[0], "tied copies": sum(tied)}]
+        if config.pp > 1 and config.schedule == "gpipe":
+            _keep_for_loss(steps[-1], stages[-1][-1])
+        activation = max(unit.enters for unit in parts)
+        near = Collective("pp", "send", activation)
+        far = Collective("pp", "send", run.between_hosts(activation))
+        return PipelineStep(steps, schedule, near, far, run.together("pp"), tied).merged()
+
+    @classmethod
+    def bound(
+        cls,
+        config: MegatronConfig,
+        units: Sequence[PaperUnit],
+        run: PaperRun,
+        costs: UnitCosts,
+    ) -> PaperBound:
+        """Return a bound of a cell's step: the slowest stage, and the idle time.
+
+        The first rank keeps the activations of p micro-batches; with v chunks, of
+        p (1 + (p-1)/(p v)) (Narayanan et al. 2021, arXiv 2104.04473, section 2.2).
+
+        Raises:
+            ConfigError: as ``step`` does.
+        """
+        config.check()
+        kind, options = data_parallel(config)
+        parts = [divided(unit, config.tp, config.sequence_parallel) for unit in units]
+        stages = cut_into_stages(parts, config.pp * config.chunks)
+        p, m = config.pp, run.micro_batches
+
+        def draw(some: Sequence[PaperUnit], run: PaperRun) -> PaperStep:
+            return kind.step(options, some, run)
+
+        found, key = [], (kind, repr(options))
+        for rank in sorted({0, p - 1, p // 2}):
+            mine = [unit for stage in stages[rank::p] for unit in stage]
+            each = costs.of(mine, key, draw, run)
+            extra = (p - 1) / p if config.chunks > 1 else 0.0
+            kept = m if config.schedule == "gpipe" else min(m, p - rank + extra * p / config.chunks)
+            found.append(
+                (stage_bound(each, m, kept), sum(cost.compute * count for cost, count in each))
+            )
+        idle = (p - 1) / config.chunks * min(compute for _, compute in found)
+        seconds = max(bound.seconds for bound, _ in found)
+        seconds += idle if config.schedule != "zb-h1" else 0.0
+        return PaperBound(seconds, max(bound.nbytes for bound, _ in found))
+
+    @classmethod
+    def part(cls, config: MegatronConfig, model: ModelSpec, run: Run) -> ModelSpec:
+        """Return this rank's part of each tensor of its stages."""
+        return part_of(config, model, run)
+
+    @classmethod
+    def stepped(
+        cls, config: MegatronConfig, model: ModelSpec, run: Run
+    ) -> Mapping[str, tuple[int, int]]:
+        """Return the elements that the data-parallel strategy steps, of this rank's parts."""
+        kind, options = data_parallel(config)
+        return kind.stepped(options, part_of(config, model, run), run)
+
+    @classmethod
+    def layouts(
+        cls, blocks: int, heads: int, ranks: int, per_host: int
+    ) -> Iterator[Mapping[str, Any]]:
+        """Yield every division: ``tp`` inside of a host, ``pp`` that divides the blocks.
+
+        Tensor parallelism over a network loses by an order of magnitude (Narayanan et al. 2021,
+        arXiv 2104.04473, section 5.4.1), so it is not tried there.
+
+        Args:
+            blocks: repeated blocks of the model.
+            heads: heads of attention.
+            ranks: of all hosts.
+            per_host: ranks of a host.
+        """
+        for tp in divisors(ranks):
+            if tp > per_host or heads % tp:
+                continue
+            for pp in divisors(ranks // tp):
+                if pp > blocks or blocks % pp or tp * pp == 1:
+                    continue
+                for sequence in (False, True) if tp > 1 else (False,):
+                    common = {"tp": tp, "pp": pp, "sequence_parallel": sequence}
+                    yield {**common, "schedule": "1f1b", "chunks": 1}
+                    for chunks in CHUNKS if pp > 1 else ():
+                        if blocks % (pp * chunks) == 0:
+                            yield {**common, "schedule": "interleaved", "chunks": chunks}
+
+
+def divisors(count: int) -> list[int]:
+    """Return the numbers that divide a count, ascending."""
+    return [each for each in range(1, count + 1) if count % each == 0]

@@ -1,13 +1,13 @@
 """A call's batch cut into micro-batches along dims that are known, and tensors of these joined."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from drivetrain.errors import UsageError
 
@@ -26,9 +26,53 @@ class MicroBatch:
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
-    rows: int
+    rows: int = 0
     targets: Any = None
     number: int = 0
+
+    def flat(self) -> tuple[list[Any], TreeSpec]:
+        """Return the leaves of args, kwargs and targets, and their tree."""
+        return tree_flatten((self.args, dict(self.kwargs), self.targets))
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """How the calls of one kind are cut.
+
+    Attributes:
+        dims: for each leaf of (args, kwargs, targets), the dim along which it is cut; None where
+            the call must stay whole.
+        joins: for each block, the dims along which its tensors are joined; empty for whole calls.
+        kept: the blocks whose tensors the rest of the model reads, by index.
+        failure: the first error that parts of the batch raised on this rank, in words, where the
+            call stays whole; "" without any.
+    """
+
+    dims: Dims | None
+    joins: tuple[Dims, ...]
+    kept: frozenset[int]
+    failure: str = ""
+
+    def join_of(self, block: int, place: int) -> int | None:
+        """Return the dim along which one tensor of a block is joined."""
+        return self.joins[block][place] if self.joins else None
+
+
+@dataclass(frozen=True, slots=True)
+class DividedCall:
+    """A call of the model of one kind, and its micro-batches.
+
+    Attributes:
+        kind: of the call.
+        whole: its inputs and targets.
+        parts: the micro-batches.
+        division: how it was cut.
+    """
+
+    kind: Hashable
+    whole: MicroBatch
+    parts: Sequence[MicroBatch]
+    division: Division
 
 
 def first_rows(leaves: Sequence[Any]) -> int:
@@ -47,14 +91,6 @@ def first_rows(leaves: Sequence[Any]) -> int:
     return rows
 
 
-def rows_first(leaves: Sequence[Any]) -> Dims:
-    """Return dim 0 for every tensor with as many rows as the first one."""
-    rows = first_rows(leaves)
-    return tuple(
-        0 if isinstance(x, Tensor) and x.dim() and x.shape[0] == rows else None for x in leaves
-    )
-
-
 def rows_of(leaves: Sequence[Any], dims: Dims) -> int | None:
     """Return the rows of a batch whose leaves are cut along dims; None if they do not agree."""
     pairs = zip(leaves, dims, strict=True)
@@ -62,39 +98,32 @@ def rows_of(leaves: Sequence[Any], dims: Dims) -> int | None:
     return found.pop() if len(found) == 1 else None
 
 
-def cut_batch(
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    count: int,
-    targets: Any = None,
-    dims: Dims | None = None,
-) -> list[MicroBatch]:
+def cut_batch(whole: MicroBatch, count: int, dims: Dims | None = None) -> list[MicroBatch]:
     """Return at most ``count`` micro-batches, of as even a number of rows as can be.
 
     Args:
-        args: positional inputs.
-        kwargs: inputs by name.
+        whole: the inputs of a call, and the targets, which are cut as the inputs are.
         count: how many micro-batches are wanted.
-        targets: of the loss function, cut as the inputs are.
-        dims: for each leaf of (args, kwargs, targets), the dim along which it is cut; other inputs
-            go with each micro-batch. Without dims, dim 0 of tensors with the first one's rows.
+        dims: for each leaf of the batch, the dim along which it is cut; other inputs go with each
+            micro-batch. Without dims, dim 0 of tensors with the first one's rows.
 
     Raises:
         UsageError: there is no tensor with rows, or the batch is empty.
     """
-    leaves = tree_flatten((tuple(args), dict(kwargs), targets))[0]
-    dims = dims or rows_first(leaves)
-    rows = rows_of(leaves, dims) or first_rows(leaves)
+    leaves, _ = whole.flat()
+    first = first_rows(leaves)
+    dims = dims or tuple(
+        0 if isinstance(x, Tensor) and x.dim() and x.shape[0] == first else None for x in leaves
+    )
+    rows = rows_of(leaves, dims) or first
     pieces = min(count, rows)
     edges = [rows * index // pieces for index in range(pieces + 1)]
-    return cut_at(args, kwargs, targets, dims, edges)
+    return cut_at(whole, dims, edges)
 
 
-def cut_at(
-    args: Sequence[Any], kwargs: Mapping[str, Any], targets: Any, dims: Dims, edges: Sequence[int]
-) -> list[MicroBatch]:
+def cut_at(whole: MicroBatch, dims: Dims, edges: Sequence[int]) -> list[MicroBatch]:
     """Return the micro-batches between given rows."""
-    leaves, tree = tree_flatten((tuple(args), dict(kwargs), targets))
+    leaves, tree = whole.flat()
     found = []
     for start, stop in pairwise(edges):
         some = [

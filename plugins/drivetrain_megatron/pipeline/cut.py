@@ -6,7 +6,7 @@ each kind of block, on random inputs.
 
 import copy
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -20,9 +20,8 @@ from drivetrain.model.look import BlockCall, Look, SeenTensor
 from drivetrain.model.untouched import without_values
 from drivetrain.parts.naming import uncompiled
 from drivetrain_megatron.config import MegatronConfig
-from drivetrain_megatron.recording.phases import Dependency, Recording
+from drivetrain_megatron.recording.phases import Dependency, Recording, named_blocks
 from drivetrain_megatron.recording.proxy import StageProxy
-from drivetrain_megatron.recording.units import named_blocks
 
 _INFINITE = float("inf")
 
@@ -99,10 +98,11 @@ def balanced(
         float(recording.between[-1]) if after is None else after,
     )
     closed = kept_together(recording)
-    largest = _Partition(costs, edges, closed, stages).smallest_largest()
+    partitions = _Partition(costs, edges, closed, stages)
+    largest = partitions.smallest_largest()
     if largest == _INFINITE:
         raise _closed(stages, blocks, closed)
-    return StageCut(_Partition(costs, edges, closed, stages).most_even(largest))
+    return StageCut(partitions.most_even(largest))
 
 
 def listed(recording: Recording, stages: int, layout: Sequence[int]) -> StageCut:
@@ -210,11 +210,10 @@ class _Partition:
             self._sums.append(self._sums[-1] + cost)
         self._sums[0], self._sums[-1] = 0.0, self._sums[-1] + edges[1]
 
-    def _cost(self, first: int, stop: int) -> float:
-        return self._sums[stop] - self._sums[first]
-
-    def _may_begin(self, bound: int) -> bool:
-        return bound not in self._closed
+    def _last(self, stop: int) -> Iterator[tuple[int, float]]:
+        """Yield where a stage that ends at a bound may begin, and what it costs then."""
+        sums = self._sums
+        return ((i, sums[stop] - sums[i]) for i in range(stop) if i not in self._closed)
 
     def smallest_largest(self) -> float:
         """Return the smallest possible cost of the largest stage."""
@@ -222,11 +221,7 @@ class _Partition:
         for _ in range(self._stages):
             best = [_INFINITE] + [
                 min(
-                    (
-                        max(best[first], self._cost(first, stop))
-                        for first in range(stop)
-                        if self._may_begin(first)
-                    ),
+                    (max(best[first], cost) for first, cost in self._last(stop)),
                     default=_INFINITE,
                 )
                 for stop in range(1, self._blocks + 1)
@@ -239,19 +234,17 @@ class _Partition:
         best: list[tuple[float, tuple[int, ...]]] = [(0.0, (0,))]
         best += [(_INFINITE, ())] * self._blocks
         for _ in range(self._stages):
-            following: list[tuple[float, tuple[int, ...]]] = [(_INFINITE, ())]
-            for stop in range(1, self._blocks + 1):
-                following.append(
-                    min(
-                        (
-                            (best[first][0] + self._cost(first, stop) ** 2, (*best[first][1], stop))
-                            for first in range(stop)
-                            if self._may_begin(first) and self._cost(first, stop) <= limit
-                        ),
-                        default=(_INFINITE, ()),
-                    )
+            best = [(_INFINITE, ())] + [
+                min(
+                    (
+                        (best[first][0] + cost**2, (*best[first][1], stop))
+                        for first, cost in self._last(stop)
+                        if cost <= limit
+                    ),
+                    default=(_INFINITE, ()),
                 )
-            best = following
+                for stop in range(1, self._blocks + 1)
+            ]
         return best[-1][1]
 
 

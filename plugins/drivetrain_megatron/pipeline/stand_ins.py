@@ -309,11 +309,8 @@ class StandIns:
 
     def _connect(self, proxy: ParameterProxy, parameter: nn.Parameter) -> None:
         name = self._names[parameter]
-        proxy.in_window = self._is_in_window
+        proxy.in_window = lambda: self.in_window()  # noqa: PLW0108 - the strategy sets it later
         proxy.has_gradient = lambda: self.has_gradients() and name not in (self._without or ())
-
-    def _is_in_window(self) -> bool:
-        return self.in_window()  # the strategy sets it later
 
     def has_gradients(self) -> bool:
         """Whether backward has run: then parameters of this stage have gradients, too."""

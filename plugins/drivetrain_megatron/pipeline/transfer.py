@@ -21,11 +21,118 @@ from torch import Tensor
 
 from drivetrain.collectives.neighbors import Tag
 from drivetrain.errors import CollectiveError, ConfigError
+from drivetrain.log import get_logger
 from drivetrain.ranges import WAIT, named_range
+from drivetrain.runtime.lines import lines_along
+from drivetrain.runtime.mesh import Axis
 from drivetrain.strategy import Run
 from drivetrain.traffic import Traffic
-from drivetrain_megatron.marks import converted
-from drivetrain_megatron.stage_links import StageLinks
+
+# --- the mark of a gradient that backward does not make, in the tensor of a message ---
+
+# A gradient of zeros would not do: in one process a parameter without a gradient is left alone, one
+# with zeros decays.
+
+
+_ABSENT = 0x7FFD
+"""Two bytes; repeated over an element, a NaN of every floating point format of torch whose payload
+no computation makes."""
+
+
+def absent_like(tensor: Tensor) -> Tensor:
+    """Return a message in a tensor's size for a gradient that backward does not make."""
+    message = torch.zeros_like(tensor, memory_format=torch.contiguous_format)
+    _first_element(message).fill_(_ABSENT)
+    return message
+
+
+def is_absent(message: Tensor) -> bool:
+    """Whether a message stands for no gradient. On a GPU this waits until the message is there."""
+    pieces = _first_element(message.detach())
+    return bool(pieces.numel()) and bool((pieces == _ABSENT).all())
+
+
+def converted(message: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a contiguous message in another dtype of two bytes or more; a mark stays a mark.
+
+    A conversion makes an ordinary NaN of the mark's, so the mark is set anew: by the device, and
+    nobody waits for the answer.
+    """
+    made = message.to(dtype)
+    is_marked = (_first_element(message) == _ABSENT).all()
+    _first_element(made).masked_fill_(is_marked, _ABSENT)
+    return made
+
+
+def _first_element(tensor: Tensor) -> Tensor:
+    """Return the memory of a contiguous tensor's first element, in pieces of two bytes."""
+    return tensor.reshape(-1)[:1].view(torch.int16)
+
+
+# --- the links: their names, and the dtype in which tensors cross ---
+
+# Two ranks of the axis are neighbors of one host, or a link between hosts lies between them. With
+# ``links.far.activations: bf16`` activations and their gradients cross such a link in bfloat16,
+# each number rounded once. The receiving stage goes on in the dtype of the sender. Within a host,
+# all is sent as it is.
+
+
+logger = get_logger(__name__)
+
+_ROUNDED = torch.bfloat16
+
+
+@dataclass(frozen=True, slots=True)
+class StageLinks:
+    """The links of one line of the axis ``pp``.
+
+    Attributes:
+        axis: the line, and the host of each of its ranks.
+        rounds: whether activations are rounded between hosts.
+    """
+
+    axis: Axis
+    rounds: bool = False
+
+    @classmethod
+    def of(cls, run: Run) -> "StageLinks":
+        """Return the links of this rank's line; the mesh gets to know their names."""
+        run.mesh.name_links("pp")
+        return cls(run.mesh["pp"], run.links.rounds_activations)
+
+    def is_far(self, one: int, other: int) -> bool:
+        """Whether two ranks of the axis are on different hosts."""
+        return self.axis.hosts[one] != self.axis.hosts[other]
+
+    def name(self, one: int, other: int) -> str:
+        """Return the name in the ledger of the link between two ranks of the axis."""
+        if not self.axis.spans_hosts:
+            return self.axis.name
+        return f"{self.axis.name}.{'far' if self.is_far(one, other) else 'near'}"
+
+    def wire_dtype(self, one: int, other: int, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype in which an activation, or its gradient, goes from rank to rank."""
+        is_wide = dtype.is_floating_point and dtype.itemsize > _ROUNDED.itemsize
+        return _ROUNDED if self.rounds and is_wide and self.is_far(one, other) else dtype
+
+
+def announce_idle_rounding(run: Run) -> None:
+    """Say that no activation is rounded, where hosts hold whole pipelines.
+
+    Where the whole run is on one host, ``prepare()`` says so itself.
+    """
+    if not (run.links.rounds_activations and run.world.spans_hosts):
+        return
+    sizes = {name: axis.size for name, axis in run.mesh.items()}
+    hosts = run.world.hosts
+    if all(len({hosts[rank] for rank in line}) == 1 for line in lines_along("pp", sizes)):
+        logger.announce(
+            f"links.far.activations: {run.links.activations} rounds nothing: all stages of each "
+            "pipeline are on one host"
+        )
+
+
+# --- the messages ---
 
 
 class Direction(IntEnum):
@@ -95,10 +202,11 @@ class Meta(NamedTuple):
     dtype: torch.dtype
 
 
+@dataclass(frozen=True, slots=True)
 class Arrival:
     """Tensors on their way to this rank, with a receive under way for each.
 
-    Args:
+    Attributes:
         message: their address.
         tensors: where they arrive, in the dtypes in which they are sent.
         dtypes: in which the stage wants them.
@@ -106,19 +214,11 @@ class Arrival:
         link: this rank's end of the pipeline.
     """
 
-    def __init__(
-        self,
-        message: Message,
-        tensors: Sequence[Tensor],
-        dtypes: Sequence[torch.dtype],
-        works: Sequence[Any],
-        link: "Link",
-    ) -> None:
-        self._message = message
-        self._tensors = tensors
-        self._dtypes = dtypes
-        self._works = works
-        self._link = link
+    message: Message
+    tensors: Sequence[Tensor]
+    dtypes: Sequence[torch.dtype]
+    works: Sequence[Any]
+    link: "Link"
 
     def wait(self) -> tuple[Tensor, ...]:
         """Return the tensors when they are there.
@@ -126,11 +226,11 @@ class Arrival:
         Raises:
             CollectiveError: the sender ended or did not send in time.
         """
-        for work in self._works:
-            self._link.finish(work, self._message)
+        for work in self.works:
+            self.link.finish(work, self.message)
         return tuple(
             tensor if tensor.dtype == dtype else converted(tensor, dtype)
-            for tensor, dtype in zip(self._tensors, self._dtypes, strict=True)
+            for tensor, dtype in zip(self.tensors, self.dtypes, strict=True)
         )
 
 

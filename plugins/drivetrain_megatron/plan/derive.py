@@ -14,7 +14,7 @@ from typing import NamedTuple
 from torch import nn
 
 from drivetrain.model.look import Look
-from drivetrain_megatron.plan.alike import alike
+from drivetrain_megatron.dropout import DropoutLayout, Site
 from drivetrain_megatron.plan.divide import (
     AlonePlan,
     BlockPlan,
@@ -26,14 +26,21 @@ from drivetrain_megatron.plan.groups import (
     GroupDivision,
     LayerGroup,
     LinearUse,
+    WeightRegion,
+    alike,
     find_groups,
+    find_regions,
     linear_uses,
+    parent_of,
     rows_of,
+    same_in_list,
     ways,
+    ways_of,
 )
-from drivetrain_megatron.plan.own_weights import WeightRegion, find_regions, ways_of
-from drivetrain_megatron.plan.trial import Trial, verify
+from drivetrain_megatron.plan.trial import Trial, find_layouts, find_misfit, make_trial, verify
+from drivetrain_megatron.recording.calls import Call
 from drivetrain_megatron.tensor.linear import is_linear
+from drivetrain_megatron.tensor.operators import TokenShards
 from drivetrain_megatron.tensor.partition import even
 
 _CONFIGURATIONS = ("config", "cfg", "args")
@@ -113,34 +120,30 @@ def shared_with_others(model: nn.Module, block: nn.Module) -> frozenset[str]:
 
 
 def derive(
-    trial: Trial,
+    tryout: "Tryout",
     structure: BlockStructure,
-    ranks: int,
     *,
-    sequence_parallel: bool,
     layers: set[str] | None = None,
     alone: bool = False,
-    evaluations: Sequence[Trial] = (),
 ) -> Derivation:
     """Return the plan for a block of this structure.
 
     Layers may be divided that ``layers`` names, or modules around them; None lets all, and the
-    weights of regions. ``alone`` lets layers be divided by themselves. Evaluations count, too.
+    weights of regions. ``alone`` lets layers be divided by themselves.
     """
     uses, found = structure.uses, Derivation(groups=find_groups(structure.uses))
     allowed = set(uses) if layers is None else {n for n in uses if is_named(n, set(layers))}
-    tryout = _Tryout(trial, ranks, sequence_parallel, evaluations)
     _divide_attentions(found, structure, layers, tryout)
     for group in found.groups:
         divided = {each.row for each in found.plan.groups}
         if {*group.columns, group.row} <= allowed and group.row not in divided:
             _divide_group(found, group, structure, tryout)
             _divide_alike(found, group.row, layers, tryout)
-    for region in structure.regions if layers is None and not sequence_parallel else ():
+    for region in structure.regions if layers is None and not tryout.sequence_parallel else ():
         _divide_region(found, region, structure, tryout)
-    if alone and not sequence_parallel:
+    if alone and not tryout.sequence_parallel:
         _divide_alone(found, structure, allowed, tryout)
-    if sequence_parallel and found.plan == BlockPlan():
+    if tryout.sequence_parallel and found.plan == BlockPlan():
         plan, found.broken = tryout(found.plan)
         found.plan = plan or found.plan
     return found
@@ -148,17 +151,17 @@ def derive(
 
 def is_named(layer: str, names: Container[str]) -> bool:
     """Whether a layer, or a module around it, is among these names."""
-    return layer in names or ("." in layer and is_named(_parent(layer), names))
+    return layer in names or ("." in layer and is_named(parent_of(layer), names))
 
 
 @dataclass(frozen=True, slots=True)
-class _Tryout:
-    """How plans are tried."""
+class Tryout:
+    """How plans are tried; evaluations count, too."""
 
     trial: Trial
     ranks: int
     sequence_parallel: bool
-    evaluations: Sequence[Trial]
+    evaluations: Sequence[Trial] = ()
 
     def __call__(self, plan: BlockPlan) -> tuple[BlockPlan | None, str]:
         """Return the plan with its summed parameters; or None, and why the plan is wrong."""
@@ -175,24 +178,33 @@ def _divide_attentions(
     found: Derivation,
     structure: BlockStructure,
     layers: Container[str] | None,
-    tryout: _Tryout,
+    tryout: Tryout,
 ) -> None:
     """Add torch's attentions to the plan, those whose division gives equal numbers."""
     for name, module in tryout.trial.block.named_modules():
         if isinstance(module, nn.MultiheadAttention) and (layers is None or name in layers):
-            reason = _of_others([name], structure)
-            plan = None
-            if not reason:
-                attentions = (*found.plan.attentions, name)
-                plan, reason = tryout(replace(found.plan, attentions=attentions))
-            if plan is None:
-                found.refused[name] = reason
+            if others := _of_others([name], structure):
+                found.refused[name] = others
             else:
-                found.plan = plan
+                attentions = (*found.plan.attentions, name)
+                _take_first(found, name, [replace(found.plan, attentions=attentions)], tryout)
+
+
+def _take_first(found: Derivation, name: str, plans: Iterable[BlockPlan], tryout: Tryout) -> bool:
+    """Take the first of some plans that gives equal numbers; else note why there is none."""
+    reasons = []
+    for each in plans:
+        plan, reason = tryout(each)
+        if plan is not None:
+            found.plan = plan
+            return True
+        reasons.append(reason)
+    found.refused[name] = "; ".join(dict.fromkeys(reasons)) or "no way to divide it"
+    return False
 
 
 def _divide_group(
-    found: Derivation, group: LayerGroup, structure: BlockStructure, tryout: _Tryout
+    found: Derivation, group: LayerGroup, structure: BlockStructure, tryout: Tryout
 ) -> None:
     """Add a group to the plan, in the first way that gives equal numbers."""
     if others := _of_others((*group.columns, group.row), structure):
@@ -201,19 +213,18 @@ def _divide_group(
     if owners := _shared(tryout.trial.block, group):
         found.refused[group.row] = f"a parameter belongs to {' and '.join(owners)}"
         return
-    reasons = []
-    for division in ways(group, structure.uses, tryout.ranks):
-        for attempt in _attempts(tryout.trial.block, group, division, tryout.sequence_parallel):
-            plan, reason = tryout(replace(found.plan, groups=(*found.plan.groups, attempt)))
-            if plan is not None:
-                found.plan = _with_fewest_numbers(plan, tryout)
-                return
-            reasons.append(reason)
-    found.refused[group.row] = "; ".join(dict.fromkeys(reasons)) or "no way to divide it"
+    plan, block = found.plan, tryout.trial.block
+    plans = (
+        replace(plan, groups=(*plan.groups, attempt))
+        for division in ways(group, structure.uses, tryout.ranks)
+        for attempt in _attempts(block, group, division, tryout.sequence_parallel)
+    )
+    if _take_first(found, group.row, plans, tryout):
+        found.plan = _with_fewest_numbers(found.plan, tryout)
 
 
 def _divide_alike(
-    found: Derivation, row: str, layers: Iterable[str] | None, tryout: _Tryout
+    found: Derivation, row: str, layers: Iterable[str] | None, tryout: Tryout
 ) -> None:
     """Divide the experts of a list alike, also without a token; one of them has this row."""
     group = next((each for each in found.plan.groups if each.row == row), None)
@@ -233,24 +244,19 @@ def _divide_alike(
 
 
 def _divide_region(
-    found: Derivation, region: WeightRegion, structure: BlockStructure, tryout: _Tryout
+    found: Derivation, region: WeightRegion, structure: BlockStructure, tryout: Tryout
 ) -> None:
     """Add a region to the plan, in the first way that gives equal numbers."""
     if others := _of_others([use.name for use in (*region.columns, region.row)], structure):
         found.refused[region.row.name] = others
         return
-    reasons = []
-    for way in islice(ways_of(tryout.trial.block, region, tryout.ranks), _MOST_WAYS):
-        plan, reason = tryout(replace(found.plan, regions=(*found.plan.regions, way)))
-        if plan is not None:
-            found.plan = plan
-            return
-        reasons.append(reason)
-    found.refused[region.row.name] = "; ".join(dict.fromkeys(reasons)) or "no way to divide it"
+    plan, some = found.plan, islice(ways_of(tryout.trial.block, region, tryout.ranks), _MOST_WAYS)
+    plans = (replace(plan, regions=(*plan.regions, way)) for way in some)
+    _take_first(found, region.row.name, plans, tryout)
 
 
 def _divide_alone(
-    found: Derivation, structure: BlockStructure, allowed: Container[str], tryout: _Tryout
+    found: Derivation, structure: BlockStructure, allowed: Container[str], tryout: Tryout
 ) -> None:
     """Divide large layers by themselves where a block would stay whole for the most part."""
     block, sizes = tryout.trial.block, structure.sizes
@@ -298,7 +304,7 @@ def _shared(block: nn.Module, group: LayerGroup) -> list[str]:
     return []
 
 
-def _with_fewest_numbers(plan: BlockPlan, tryout: _Tryout) -> BlockPlan:
+def _with_fewest_numbers(plan: BlockPlan, tryout: Tryout) -> BlockPlan:
     """Return the plan without changed attributes that its last group does not need."""
     *before, last = plan.groups
     for number in last.numbers if len(last.numbers) > 1 else ():
@@ -317,22 +323,15 @@ def _attempts(
     entrances = [""]
     if sequence_parallel:
         inner = _common(group.columns)
-        around = _parent(inner) if len(group.columns) == 1 else inner
+        around = parent_of(inner) if len(group.columns) == 1 else inner
         if around:
             # Code that counts the tokens of its input must see all of them: so several layers
             # enter together, early. One alone can compute while its gradient travels.
             entrances = ["", around] if len(group.columns) == 1 else [around, ""]
     for numbers, place in _changes(block, group, division):
         for entrance in entrances:
-            yield GroupPlan(
-                division.columns,
-                group.row,
-                division.row,
-                entrance,
-                numbers,
-                division.numbers,
-                place,
-            )
+            columns, inputs, sizes = division.columns, division.row, division.numbers
+            yield GroupPlan(columns, group.row, inputs, entrance, numbers, sizes, place)
 
 
 def _changes(
@@ -342,7 +341,9 @@ def _changes(
 
     Code that splits by an attribute may reshape to the sizes of its input: that needs both.
     """
-    choices = _choices(_numbers(block, group, division))
+    found = _numbers(block, group, division)
+    alone = [{number: values} for number, values in found.items()]
+    choices = [{}, *alone, *([found] if len(found) > 1 else [])]  # none, one, or all
     for numbers in choices:
         yield numbers, None
     for place in (0, 1):
@@ -352,19 +353,11 @@ def _changes(
             yield numbers, place
 
 
-def _choices(
-    found: Mapping[SizeAttribute, tuple[int, ...]],
-) -> list[Mapping[SizeAttribute, tuple[int, ...]]]:
-    """Return which attributes to change: none, one, or all."""
-    alone = [{number: values} for number, values in found.items()]
-    return [{}, *alone, *([found] if len(found) > 1 else [])]
-
-
 def _numbers(
     block: nn.Module, group: LayerGroup, division: GroupDivision
 ) -> dict[SizeAttribute, tuple[int, ...]]:
     """Return the attributes that count a divided size, with their values on each rank."""
-    owners = {_parent(name) for name in (*group.columns, group.row)} | {_common(group.columns)}
+    owners = {parent_of(name) for name in (*group.columns, group.row)} | {_common(group.columns)}
     return {
         SizeAttribute(owner, attribute): division.numbers[value]
         for owner in sorted(owners)
@@ -383,10 +376,6 @@ def _counts(module: nn.Module) -> Iterator[tuple[str, int]]:
             yield from ((f"{name}.{k}", v) for k, v in vars(value).items() if type(v) is int)
 
 
-def _parent(name: str) -> str:
-    return name.rpartition(".")[0]
-
-
 def _common(names: Iterable[str]) -> str:
     """Return the innermost module that holds all of these layers, or the one layer itself."""
     split = [name.split(".") for name in names]
@@ -398,3 +387,42 @@ def _common(names: Iterable[str]) -> str:
             break
         same.append(parts[0])
     return ".".join(same)
+
+
+# --- one block as trials allow: first with thin matrices, then, if need be, as it is ---
+
+
+def divide_block(
+    block: nn.Module,
+    called: Sequence[Call],
+    structure: BlockStructure,
+    layers: set[str] | None,
+    tokens: TokenShards | None,
+    ranks: int,
+    *,
+    alone: bool = False,
+) -> tuple[Derivation, Mapping[Site, DropoutLayout]]:
+    """Return how a block is divided, and the layouts of its dropouts' inputs.
+
+    The block is called in one way in training, and perhaps in another in evaluation. Large matrices
+    are thin in the trial. If the plan does not fit the block itself, or a thin block cannot run, it
+    is tried as it is.
+    """
+    call, sharded = called[0], tokens is not None
+    rows = {name for row in rows_of(structure.uses) for name in same_in_list(block, row)}
+    for few in (rows, None):
+        try:
+            trial, *others = [make_trial(block, c, few, trains=c is call) for c in called]
+        except Exception as error:  # whatever the user's code raises in fp64: it stays whole
+            reason = f"it cannot be tried in fp64: {type(error).__name__}: {error}"
+            continue
+        tryout = Tryout(trial, ranks, sharded, others)
+        found = derive(tryout, structure, layers=layers, alone=alone)
+        pairs = zip(trial.block.parameters(), block.parameters(), strict=True)
+        if any(mine.shape != own.shape for mine, own in pairs) and find_misfit(
+            block, call, found.plan, ranks, sequence_parallel=sharded
+        ):
+            continue
+        fits = (sharded or not found.is_whole) and not found.broken
+        return found, find_layouts(trial, found.plan, ranks, tokens) if fits else {}
+    return Derivation(untried=reason, broken=reason if sharded else ""), {}

@@ -12,15 +12,22 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain.collectives import Communicator
-from drivetrain_megatron.cell import ParameterFacts
-from drivetrain_megatron.tensor.alone import attach_alone
 from drivetrain_megatron.tensor.attention import attach_heads, head_partitions
-from drivetrain_megatron.tensor.linear import attach_column, attach_row, is_transposed
-from drivetrain_megatron.tensor.local_sizes import attach_resized
-from drivetrain_megatron.tensor.operators import Edges, TokenShards, gather, scatter
-from drivetrain_megatron.tensor.partition import Partition
-from drivetrain_megatron.tensor.region import attach_bias, attach_region
-from drivetrain_megatron.tensor.shared_input import enter_group
+from drivetrain_megatron.tensor.block_code import (
+    attach_bias,
+    attach_region,
+    attach_resized,
+    with_first,
+)
+from drivetrain_megatron.tensor.linear import (
+    attach_alone,
+    attach_column,
+    attach_row,
+    enter_group,
+    is_transposed,
+)
+from drivetrain_megatron.tensor.operators import Edges, TokenShards, Uncopied, gather, scatter
+from drivetrain_megatron.tensor.partition import Partition, ShardingSpec
 
 
 class SizeAttribute(NamedTuple):
@@ -112,7 +119,7 @@ class BlockPlan:
     partial: frozenset[str] = frozenset()
 
 
-def divide(block: nn.Module, plan: BlockPlan, edges: Edges) -> dict[str, ParameterFacts]:
+def divide(block: nn.Module, plan: BlockPlan, edges: Edges) -> dict[str, ShardingSpec]:
     """Cut a block's parameters to this rank's share and let its layers compute in parts.
 
     Edges say how activations are cut outside of the block's groups. The block is changed in place.
@@ -137,10 +144,10 @@ def divide(block: nn.Module, plan: BlockPlan, edges: Edges) -> dict[str, Paramet
     return facts
 
 
-def facts_of(block: nn.Module, plan: BlockPlan, ranks: int) -> dict[str, ParameterFacts]:
+def facts_of(block: nn.Module, plan: BlockPlan, ranks: int) -> dict[str, ShardingSpec]:
     """Return the facts of every parameter of a divided block, by its name; nothing is changed."""
     facts = {
-        name: ParameterFacts(tuple(parameter.shape), partial=name in plan.partial)
+        name: ShardingSpec(tuple(parameter.shape), partial=name in plan.partial)
         for name, parameter in block.named_parameters()
     }
     for group in plan.groups:
@@ -246,7 +253,7 @@ def _set(module: nn.Module, attribute: str, value: int) -> None:
         setattr(module, name, value)
 
 
-class ModuleEntrance:
+class ModuleEntrance(Uncopied):
     """A forward pre-hook: the first activation among a module's arguments enters a group's layers.
 
     Where layers get the very activation that entered, the gradients of their weights are computed
@@ -263,9 +270,6 @@ class ModuleEntrance:
 
     def _enter(self, x: Tensor) -> Tensor:
         return enter_group(x, self._edges, self._layers)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "ModuleEntrance":
-        return self  # communicators have threads and groups
 
 
 class SharedEntrance(ModuleEntrance):
@@ -301,10 +305,7 @@ class SequenceRegion:
     def leave(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Join the first activation of a block's output."""
         partition = self._tokens.partition(self._ranks.size)
-        if isinstance(output, Tensor):
-            return gather(output, self._ranks, partition)
-        first, *rest = output
-        return type(output)((gather(first, self._ranks, partition), *rest))
+        return with_first(output, lambda x: gather(x, self._ranks, partition))
 
     def _cut(self, x: Tensor) -> Tensor:
         self._tokens.begin(x.shape[self._tokens.dim])

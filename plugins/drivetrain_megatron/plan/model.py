@@ -5,24 +5,32 @@ that makes logits and the embeddings with as many rows are divided by words, als
 weight.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import copy
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
+from math import prod
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from drivetrain.collectives import Communicator
 from drivetrain.errors import ConfigError, UsageError
+from drivetrain.log import get_logger
 from drivetrain.model.look import Look
+from drivetrain.model.untouched import keep_padding
 from drivetrain.parts.blocks import NamedModule
 from drivetrain.parts.naming import named_parameters, uncompiled
 from drivetrain.parts.rounds import mark_of_strategy
-from drivetrain_megatron.cell import ParameterFacts
+from drivetrain.runtime import rng
 from drivetrain_megatron.config import MegatronConfig
-from drivetrain_megatron.dropout.dropouts import DropoutLayout, Layouts, Site, open_attentions
+from drivetrain_megatron.dropout import DropoutLayout, Layouts, Site, open_attentions
 from drivetrain_megatron.plan.derive import (
     Derivation,
+    divide_block,
     shared_with_others,
     structure_of,
 )
@@ -35,8 +43,16 @@ from drivetrain_megatron.plan.named import (
     models_plan,
     users_plan,
 )
-from drivetrain_megatron.plan.tried_block import divide_block
-from drivetrain_megatron.plan.vocabulary import by_words, find_vocabulary, words_of
+from drivetrain_megatron.plan.thread_ranks import run_emulated
+from drivetrain_megatron.plan.trial import (
+    SEED,
+    Results,
+    backward,
+    floating_in,
+    is_close,
+    randomized,
+    thin_shapes,
+)
 from drivetrain_megatron.recording.calls import (
     Call,
     Calls,
@@ -48,10 +64,99 @@ from drivetrain_megatron.recording.calls import (
 )
 from drivetrain_megatron.tensor.attention import keep_padded
 from drivetrain_megatron.tensor.behavior import Uncompiled
-from drivetrain_megatron.tensor.embedding import attach_vocabulary
-from drivetrain_megatron.tensor.linear import attach_column
+from drivetrain_megatron.tensor.linear import (
+    attach_column,
+    computes_as_linear,
+    features_of,
+    is_linear,
+    is_transposed,
+)
 from drivetrain_megatron.tensor.operators import Edges, TokenShards
-from drivetrain_megatron.tensor.partition import even
+from drivetrain_megatron.tensor.partition import ShardingSpec, even
+from drivetrain_megatron.tensor.vocabulary import ShardedLogits, attach_vocabulary, reason_against
+
+# --- the layers outside of blocks that are divided by words: embeddings and heads ---
+
+
+def words_of(module: nn.Module) -> int:
+    """Return how many words an embedding, or a layer that makes logits, is about."""
+    return module.num_embeddings if isinstance(module, nn.Embedding) else features_of(module)[1]
+
+
+def by_words(module: nn.Module) -> Iterator[tuple[nn.Parameter, int]]:
+    """Yield the parameters of such a module and their dims that count words."""
+    for name, parameter in module.named_parameters(recurse=False):
+        yield parameter, 1 if name == "weight" and is_transposed(module) else 0
+
+
+def find_vocabulary(
+    model: nn.Module,
+    look: Look,
+    calls: Calls,
+    allowed: Callable[[str], bool],
+    *,
+    strict: bool,
+) -> list[str]:
+    """Return the layers outside of blocks that make logits, and the embeddings of the same words.
+
+    A weight that something else uses, too, stays whole. So does an embedding that needs the whole
+    weight, unless a strict plan names it: then dividing it is an error.
+    """
+    inside = tuple(f"{name}." for name, _ in calls.blocks)
+    outer = [
+        (name, module)
+        for name, module in model.named_modules()
+        if not f"{name}.".startswith(inside) and any(True for _ in module.parameters(False))
+    ]
+    embeddings = [(name, m) for name, m in outer if isinstance(m, nn.Embedding)]
+    heads = [
+        (name, m)
+        for name, m in outer
+        if is_linear(m) and any(features_of(m)[1] == e.num_embeddings for _, e in embeddings)
+        if _ends_in_loss(look, name)
+    ]
+    rows = {features_of(module)[1] for _, module in heads}
+    found = [*[(n, e) for n, e in embeddings if e.num_embeddings in rows], *heads]
+    chosen = [(n, m) for n, m in found if allowed(n) and (strict or _can_be_cut(m))]
+    return [name for name, module in chosen if _is_only_used_by(module, model, chosen, calls)]
+
+
+def _can_be_cut(module: nn.Module) -> bool:
+    if isinstance(module, nn.Embedding):
+        return not reason_against(module)
+    return not isinstance(module, nn.Linear) or computes_as_linear(module)
+
+
+def _ends_in_loss(look: Look, name: str) -> bool:
+    """Return whether neither a block nor a product uses the results of a layer's output.
+
+    A layer in front of them is a projection, even if it has as many features as there are words.
+    """
+    ends = [call for call in look.modules if call.name == name]
+    follows = {number for call in ends for number in call.outputs}
+    first = min((call.operations.stop for call in ends), default=0)
+    for operation in look.operations[first:]:
+        if not follows.isdisjoint(operation.inputs):
+            if operation.block is not None or operation.work:
+                return False
+            follows.update(operation.outputs)
+    return True
+
+
+def _is_only_used_by(
+    module: nn.Module, model: nn.Module, chosen: Iterable[NamedModule], calls: Calls
+) -> bool:
+    """Whether a weight is used once by each of its chosen modules, and by nothing else."""
+    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    weight = module.weight
+    owners = sum(1 for _, m in chosen if m.weight is weight)
+    places = sum(1 for m in model.modules() for p in m.parameters(False) if p is weight)
+    name = first[id(weight)]
+    return owners == places and calls.uses[name] <= owners
+
+
+# --- the model ---
+
 
 NO_INPUTS = (
     "nothing in it repeats, and no inputs were found with which it can be called: prepare it "
@@ -145,7 +250,7 @@ class TensorParallel:
             check_fulfilled(model, self._named, plan.vocabulary, plan.blocks)
         return plan
 
-    def divide(self, model: nn.Module, plan: ModelPlan) -> dict[str, ParameterFacts]:
+    def divide(self, model: nn.Module, plan: ModelPlan) -> dict[str, ShardingSpec]:
         """Cut a model's parameters to this rank's share and let its layers compute in parts.
 
         Returns:
@@ -158,12 +263,19 @@ class TensorParallel:
             block = model.get_submodule(name)
             blocks.append((name, block))
             divide(uncompiled(block), derivation.plan, edges)
-        outside = Edges(self._ranks)
-        done: set[int] = set()
+        outside, size = Edges(self._ranks), self._ranks.size
         layers = [model.get_submodule(name) for name in plan.vocabulary]
         words = [words_of(layer) for layer in layers]  # while tied weights are whole
-        for layer, count in zip(layers, words, strict=True):
-            self._divide_vocabulary(layer, count, outside, done)
+        done: set[int] = set()
+        for layer, rows in zip(layers, words, strict=True):
+            for parameter, dim in by_words(layer):
+                if id(parameter) not in done:  # not tied to one that is cut
+                    done.add(id(parameter))
+                    cut(parameter, even(dim, rows, size), self._ranks.rank)
+            if isinstance(layer, nn.Embedding):
+                attach_vocabulary(layer, outside, even(0, rows, size))
+            else:
+                attach_column(layer, outside, even(-1, rows, size), logits=True)
         keep_padded(model)
         open_attentions(model, self._ranks)
         self._uncompiled.set(model)
@@ -171,10 +283,10 @@ class TensorParallel:
         self._model = model if any(known.partition for known in facts.values()) else None
         return facts
 
-    def facts(self, model: nn.Module, plan: ModelPlan) -> dict[str, ParameterFacts]:
+    def facts(self, model: nn.Module, plan: ModelPlan) -> dict[str, ShardingSpec]:
         """Return the facts that ``divide`` returns; the model is whole and stays so."""
         names = {parameter: name for name, parameter in named_parameters(model).items()}
-        facts = {name: ParameterFacts(tuple(p.shape)) for p, name in names.items()}
+        facts = {name: ShardingSpec(tuple(p.shape)) for p, name in names.items()}
         for name, derivation in plan.blocks.items():
             block = uncompiled(model.get_submodule(name))
             found = facts_of(block, derivation.plan, self._ranks.size)
@@ -198,7 +310,7 @@ class TensorParallel:
         self._handles.append(first.register_forward_pre_hook(region.enter, with_kwargs=True))
         self._handles.append(last.register_forward_hook(region.leave))
 
-    def sum_partial(self, model: nn.Module, facts: Mapping[str, ParameterFacts]) -> None:
+    def sum_partial(self, model: nn.Module, facts: Mapping[str, ShardingSpec]) -> None:
         """Sum the gradients of which each rank has a part, before anybody else sees them."""
         for name, parameter in named_parameters(model).items():
             summed = self._summed(facts[name]) if name in facts else None
@@ -224,14 +336,13 @@ class TensorParallel:
         if self._model is not None:
             self._model.register_forward_pre_hook(_refuse, prepend=True)
 
-    def _summed(self, facts: ParameterFacts) -> Callable[[Tensor], Tensor] | None:
+    def _summed(self, facts: ShardingSpec) -> Callable[[Tensor], Tensor] | None:
         """Return the sum that makes a parameter's gradient whole; None for a whole gradient."""
-        if facts.partial:
-            return self._sum
-        partition = facts.partition
-        if partition is None or len(set(partition.ranges)) == len(partition.ranges):
+        if not facts.is_summed:
             return None
-        rank = self._ranks.rank
+        partition, rank = facts.partition, self._ranks.rank
+        if facts.partial or partition is None:
+            return self._sum
 
         def over_copies(gradient: Tensor) -> Tensor:
             # Several ranks hold the same heads: their parts meet in the whole gradient.
@@ -320,18 +431,6 @@ class TensorParallel:
         taken |= self._named.named(WHOLE)
         return lambda name: name not in taken
 
-    def _divide_vocabulary(
-        self, module: nn.Module, rows: int, edges: Edges, done: set[int]
-    ) -> None:
-        for parameter, dim in by_words(module):
-            if id(parameter) not in done:  # not tied to one that is cut
-                done.add(id(parameter))
-                cut(parameter, even(dim, rows, self._ranks.size), self._ranks.rank)
-        if isinstance(module, nn.Embedding):
-            attach_vocabulary(module, edges, even(0, rows, self._ranks.size))
-        else:
-            attach_column(module, edges, even(-1, rows, self._ranks.size), logits=True)
-
 
 def _check(plan: ModelPlan) -> None:
     """Refuse shards where a block needs all tokens.
@@ -368,3 +467,362 @@ def _if_given(
 ) -> Callable[[Tensor | None], Tensor | None]:
     """Return a hook that leaves a parameter alone whose gradient comes at another time."""
     return lambda gradient: None if gradient is None else function(gradient)
+
+
+# --- a few lines that say how a model was divided, which layers stayed whole, and why ---
+
+
+SHOWN = 3
+"""How many of the parameters that stay whole are named, the largest."""
+
+
+def describe(
+    plan: ModelPlan, facts: Mapping[str, ShardingSpec], nbytes: Mapping[str, int], ranks: int
+) -> Iterator[str]:
+    """Yield lines for the user, who sees bytes of whole parameters and their facts, by name."""
+    whole = [name for name, known in facts.items() if known.partition is None]
+    total, kept = sum(nbytes.values()), sum(nbytes[name] for name in whole)
+    yield (
+        f"tensor parallel over {ranks} ranks: {len(facts) - len(whole)} of {len(facts)} parameters "
+        f"divided, {kept / max(total, 1):.1%} of the bytes stay whole on each rank"
+    )
+    kinds: dict[int, tuple[Derivation, list[str]]] = {}
+    for name, derivation in plan.blocks.items():
+        kinds.setdefault(id(derivation), (derivation, []))[1].append(name)
+    for derivation, names in kinds.values():
+        rest = "whole, but for its words" if names == [""] and plan.vocabulary else "whole"
+        yield f"{_span(names)}: {_groups(derivation) or rest}"
+        if derivation.untried:
+            yield f"{_span(names)} stays whole: {derivation.untried[:200]}"
+        for row, reason in derivation.refused.items():
+            if f"{names[0]}.{row}".strip(".") not in plan.vocabulary:
+                yield f"{_span(names)}: {row} stays whole: {reason[:200]}"
+    yield from _uneven(facts, ranks)
+    if kept:
+        largest = sorted(whole, key=lambda name: -nbytes[name])[:SHOWN]
+        rest = f" and {len(whole) - SHOWN} more" if len(whole) > SHOWN else ""
+        named = ", ".join(f"{name} ({nbytes[name]:,} bytes)" for name in largest)
+        yield f"whole on each rank: {named}{rest}"
+    if plan.note:
+        yield plan.note[:300]
+    if plan.vocabulary:
+        yield f"by words: {', '.join(plan.vocabulary)}"
+
+
+def _uneven(facts: Mapping[str, ShardingSpec], ranks: int) -> Iterator[str]:
+    """Yield a line about parameters of which some ranks hold more than others, if there are."""
+    found = {
+        name: known.partition
+        for name, known in facts.items()
+        if known.partition is not None and len(set(known.partition.local_sizes)) > 1
+    }
+    if found:
+        name, partition = next(iter(found.items()))
+        sizes = ", ".join(map(str, partition.local_sizes))
+        yield (
+            f"not even over {ranks} ranks: {len(found)} parameters, such as {name}, of whose "
+            f"{partition.size} indices of dim {partition.dim} ranks hold {sizes}"
+        )
+
+
+def _groups(derivation: Derivation) -> str:
+    groups = [f"{', '.join(group.columns)} -> {group.row}" for group in derivation.plan.groups]
+    for region in derivation.plan.regions:
+        columns = [name for name in region.weights if name != region.row]
+        groups.append(f"{', '.join(columns)} -> {region.row}")
+    if derivation.plan.alone:
+        groups.append(f"by itself {', '.join(each.layer for each in derivation.plan.alone)}")
+    return "; ".join([*groups, *(f"heads of {name}" for name in derivation.plan.attentions)])
+
+
+def _span(names: list[str]) -> str:
+    named = [name or "the model" for name in names]
+    return named[0] if len(named) == 1 else f"{len(named)} blocks {named[0]} to {named[-1]}"
+
+
+# --- the trial of the whole model: ranks that are threads must have the numbers of one process ---
+
+# Blocks have been tried one by one (``trial``). The code around them may still read a weight of
+# which a rank has a share, or something that a block keeps. So all outputs, and the gradients of
+# all parameters as optimizers would see them, are compared once more.
+#
+# Large matrices are thin (``random_copy``); from long lists of alike blocks the first ones are
+# taken.
+
+
+MOST_BYTES = 1 << 30
+"""Of the weights, gradients and activations in a trial; a model that needs more is not tried."""
+
+_OF_A_KIND = 2
+"""Blocks of a kind that a shortened list keeps: one feeds another."""
+
+logger = get_logger(__name__)
+
+
+def confirmed(
+    model: nn.Module, inputs: ExampleInputs | None, plan: ModelPlan, config: MegatronConfig
+) -> ModelPlan:
+    """Return the part of a plan with which ranks have the numbers of one process.
+
+    That is all, or all but the words, or nothing. A model that is too large for a trial keeps its
+    plan.
+
+    Args:
+        model: the user's, whole.
+        inputs: with which it can be called; without any, nothing is divided.
+        plan: of the model.
+        config: with the user's plan, if there is one, and the number of ranks.
+
+    Raises:
+        ConfigError: the numbers differ, and the plan is the user's, or activations are shards.
+    """
+    if inputs is None or plan.is_whole:
+        return plan
+    try:
+        trial = make_whole_trial(uncompiled(model), inputs, plan.blocks, config.tp)
+    except Exception as error:  # whatever the user's code raises
+        return _as_blocks_say(plan, _text(error), config)
+    if trial is None:
+        logger.debug("the model is too large to be tried as a whole: its blocks have been tried")
+        return plan
+    if trial.failure:
+        plan = _as_blocks_say(plan, trial.failure, config)
+    reason = difference(trial, plan, config.tp)
+    if reason and config.plan:
+        raise ConfigError(
+            "plan: expected ranks to have the numbers of one process, found that with this plan "
+            f"{reason}; leave the layers out of it that code outside of them reads"
+        )
+    return _rest_of(plan, trial, reason, config.tp) if reason else plan
+
+
+def _as_blocks_say(plan: ModelPlan, failure: str, config: MegatronConfig) -> ModelPlan:
+    """Return the plan that trials of blocks allow: without words, unless the user named them."""
+    note = f"only blocks were tried with gradients, not the whole model ({failure})"
+    return replace(plan, vocabulary=plan.vocabulary if config.plan else [], note=note)
+
+
+def _rest_of(plan: ModelPlan, trial: "WholeTrial", reason: str, ranks: int) -> ModelPlan:
+    """Return the part of a wrong plan that is right: without words, or nothing.
+
+    Raises:
+        ConfigError: activations are shards.
+    """
+    if plan.vocabulary:
+        note = f"{', '.join(plan.vocabulary)} stay whole: divided by words, {reason}"
+        plan = replace(plan, vocabulary=[], note=note)
+        reason = "" if plan.is_whole else difference(trial, plan, ranks)
+        if not reason:
+            return plan
+    if plan.sharded:
+        raise ConfigError(
+            "sequence_parallel: expected a model that has the numbers of one process on shards of "
+            f"the sequence, found that {reason}; set sequence_parallel: false"
+        )
+    return ModelPlan({"": Derivation(untried=f"divided over ranks, {reason}")})
+
+
+@dataclass(frozen=True, slots=True)
+class WholeTrial:
+    """A copy of a model with random values, the arguments of a call, and the call's results.
+
+    Attributes:
+        model: in evaluation mode, so that nothing is dropped.
+        call: the arguments.
+        results: of one process.
+        missing: names of the blocks that the copy lacks.
+        failure: why there are no gradients to compare; "" if there are.
+    """
+
+    model: nn.Module
+    call: Call
+    results: Results
+    missing: Collection[str]
+    failure: str = ""
+
+
+def make_whole_trial(
+    model: nn.Module, inputs: ExampleInputs, blocks: Mapping[str, Derivation], ranks: int
+) -> WholeTrial | None:
+    """Run a copy of a model with random values, once: forward and backward, or forward alone.
+
+    Returns:
+        The trial; None for a model that is too large for a trial.
+
+    Raises:
+        Exception: whatever the model's code raises when it computes on the CPU with random values,
+            in fp64 and in fp32.
+        ArithmeticError: the results are not finite, so that nothing can be compared.
+    """
+    call = Call(inputs.args, inputs.kwargs)
+    failure: Exception | None = None
+    for trains, dtype in product((True, False), (torch.float64, torch.float32)):
+        for outline, rows, missing in _outlines(model, inputs.look, blocks, ranks):
+            try:
+                copied, wide = randomized(outline, call, rows, dtype)
+                with rng.fork(SEED), torch.set_grad_enabled(trains):
+                    results = _finite(_run(copy.deepcopy(copied), wide))
+                return WholeTrial(copied, wide, results, missing, "" if trains else _text(failure))
+            except Exception as error:  # whatever the user's code raises
+                failure = failure or error
+    if failure is not None:
+        raise failure
+    return None
+
+
+def _text(error: Exception | None) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def difference(trial: WholeTrial, plan: ModelPlan, ranks: int) -> str:
+    """Return how the numbers of ranks under a plan differ from one process; "" if they do not."""
+    blocks = {name: each for name, each in plan.blocks.items() if name not in trial.missing}
+    expected = trial.results
+
+    def one_rank(communicator: Communicator) -> tuple[Results, Mapping[str, ShardingSpec]]:
+        mine = copy.deepcopy(trial.model)
+        side = TensorParallel(
+            communicator, sequence_parallel=plan.sharded, named=None, strict=False
+        )
+        facts = side.divide(mine, replace(plan, blocks=blocks))
+        side.surround()
+        side.sum_partial(mine, facts)
+        return _run(mine, trial.call, expected.outputs), facts
+
+    try:
+        with rng.fork(SEED), torch.set_grad_enabled(not trial.failure):
+            found = run_emulated(ranks, one_rank)
+            seen = found[0][0].outputs
+            if any(_ranks_own(seen, expected.outputs)):
+                expected = _run(copy.deepcopy(trial.model), trial.call, seen)
+    except Exception as error:  # whatever the user's code says to sizes that it does not expect
+        return _text(error)
+    outputs = (_other_output(results, expected) for results, _ in found)
+    gradients = (
+        _other_gradient(results, expected, facts, rank)
+        for rank, (results, facts) in enumerate(found)
+    )
+    reasons = [next(filter(None, each), "") for each in (outputs, gradients)]
+    return " and ".join(filter(None, reasons))
+
+
+def _run(model: nn.Module, call: Call, like: Sequence[Tensor] | None = None) -> Results:
+    """Run forward, and backward from all outputs that are not a rank's own beside these."""
+    args, kwargs = call.copied()
+    found = floating_in(model(*args, **kwargs))
+    outputs = [x.gathered() if isinstance(x, ShardedLogits) else x for x in found]
+    own = _ranks_own(outputs, outputs if like is None else like)
+    backward([x for x, is_own in zip(outputs, own, strict=True) if not is_own])
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    return Results([x.detach() for x in outputs], [], gradients)
+
+
+def _ranks_own(outputs: Sequence[Tensor], like: Sequence[Tensor]) -> list[bool]:
+    """Return which outputs are of a rank's own heads, as maps of attention and caches are.
+
+    The first one, a loss or logits, is whole.
+    """
+    if len(outputs) != len(like):
+        return [False] * len(outputs)
+    pairs = enumerate(zip(outputs, like, strict=True))
+    return [index > 0 and x.shape != other.shape for index, (x, other) in pairs]
+
+
+def _finite(results: Results) -> Results:
+    tensors = [*results.outputs, *(g for g in results.parameters.values() if g is not None)]
+    if not results.outputs:
+        raise ArithmeticError("no floating point tensors were found in its output")
+    if not all(bool(tensor.isfinite().all()) for tensor in tensors):
+        raise ArithmeticError("its results are not finite with random weights")
+    return results
+
+
+def _other_output(found: Results, expected: Results) -> str:
+    """Return the first output that one process has otherwise."""
+    if len(found.outputs) != len(expected.outputs):
+        return f"{len(found.outputs)} outputs are there, not {len(expected.outputs)}"
+    own = _ranks_own(found.outputs, expected.outputs)
+    for index, (x, whole) in enumerate(zip(found.outputs, expected.outputs, strict=True)):
+        if not own[index] and not is_close(x, whole):
+            return f"output {index} differs"
+    return ""
+
+
+def _other_gradient(
+    found: Results, expected: Results, facts: Mapping[str, ShardingSpec], rank: int
+) -> str:
+    """Return the first parameter of which one process has another gradient."""
+    noise = expected.noise()
+    for name, whole in expected.parameters.items():
+        mine, partition = found.parameters[name], facts[name].partition
+        if whole is None or mine is None:
+            if mine is not whole:
+                return f"the gradient of {name!r} differs"
+            continue
+        share = whole if partition is None else partition.take(whole, rank)
+        if not is_close(mine, share, noise):
+            return f"the gradient of {name!r} differs"
+    return ""
+
+
+def _outlines(
+    model: nn.Module, look: Look, blocks: Mapping[str, Derivation], ranks: int
+) -> Iterator[tuple[nn.Module, Collection[str] | None, Collection[str]]]:
+    """Yield copies of a model without values, rows for thin matrices, and blocks left out."""
+    rows = {
+        f"{name}.{group.row}".lstrip(".")
+        for name, derivation in blocks.items()
+        for group in derivation.plan.groups
+    }
+    for missing in dict.fromkeys((frozenset[str](), _later(blocks))):
+        outline = _outline(model, missing)
+        for thin in (rows, None):
+            weights = sum(prod(shape) for shape in thin_shapes(outline, thin).values())
+            if _bytes(weights, look, missing, ranks) <= MOST_BYTES:
+                yield outline, thin, missing
+
+
+def _bytes(weights: int, look: Look, missing: Collection[str], ranks: int) -> int:
+    """Return about how many bytes a trial with so many weights takes, in fp64."""
+    calls = look.blocks
+    written = sum(
+        each.written
+        for each in look.operations
+        if each.block is None or calls[each.block].name not in missing
+    )
+    size = torch.float64.itemsize
+    return 2 * size * weights * (1 + ranks) + 2 * written
+
+
+def _later(blocks: Mapping[str, Derivation]) -> frozenset[str]:
+    """Return the blocks at the ends of lists, behind enough blocks of each kind."""
+    kinds = Counter((_list_of(name), id(derivation)) for name, derivation in blocks.items())
+    wanted = {kind: min(count, _OF_A_KIND) for kind, count in kinds.items()}
+    later = set()
+    for name, derivation in blocks.items():
+        around = _list_of(name)
+        if any(count > 0 for (place, _), count in wanted.items() if place == around):
+            wanted[around, id(derivation)] -= 1
+        else:
+            later.add(name)
+    return frozenset(later)
+
+
+def _list_of(block: str) -> str:
+    return block.rpartition(".")[0]
+
+
+def _outline(model: nn.Module, missing: Collection[str]) -> nn.Module:
+    """Return a copy without values, uncompiled, that lacks these blocks."""
+    known: dict[int, Any] = {
+        id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.is_floating_point())
+        for _, p in model.named_parameters()
+    }
+    outline = copy.deepcopy(model, known)
+    for module in outline.modules():
+        children = [(name, child) for name, child in module._modules.items() if child is not None]
+        module._modules.update((name, uncompiled(child)) for name, child in children)
+    for name in missing:
+        del outline.get_submodule(_list_of(name))._modules[name.rpartition(".")[2]]
+    keep_padding(outline)
+    return outline

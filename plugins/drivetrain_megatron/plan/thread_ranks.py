@@ -6,10 +6,9 @@ time, with random generators of its own, which all begin in the same state: what
 alike, as when they are processes.
 """
 
-import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar
@@ -217,8 +216,11 @@ def run_emulated(
         communicator = EmulatedCommunicator(axis, Traffic(), timeout, meeting)
         meeting.turn.take(rank)
         try:
-            with _failing(failures, meeting), torch.set_grad_enabled(grad):
+            with torch.set_grad_enabled(grad):
                 results[rank] = function(communicator)
+        except BaseException as error:  # ends the thread, not the process
+            failures.append(error)
+            meeting.abort()  # no other rank waits for this one
         finally:
             meeting.turn.leave(rank)
 
@@ -234,16 +236,6 @@ def run_emulated(
     if failures:
         raise failures[0]
     return [results[rank] for rank in range(size)]
-
-
-@contextlib.contextmanager
-def _failing(failures: list[BaseException], meeting: Meeting) -> Iterator[None]:
-    """Keep a rank's exception, and let no other rank wait for it."""
-    try:
-        yield
-    except BaseException as error:  # ends the thread, not the process
-        failures.append(error)
-        meeting.abort()
 
 
 def _reduced(flats: list[Tensor], reduction: Reduction, scale: float) -> Tensor:

@@ -6,17 +6,16 @@ outputs, gradients of inputs and gradients of parameters are compared with those
 at random values. The comparison also tells which parameters, though whole, get a part of their
 gradient on each rank.
 
-Large matrices are thin in the trial (``random_copy``).
-
 A second trial, in training mode with every dropout left out, compares the inputs of dropouts: each
 is the same on all ranks, a shard of the sequence, or the share of some layer's heads or features.
 """
 
 import copy
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,20 +23,203 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from drivetrain.collectives import Communicator
 from drivetrain.errors import ConfigError
+from drivetrain.log import get_logger
 from drivetrain.runtime import rng
-from drivetrain_megatron.cell import ParameterFacts
-from drivetrain_megatron.dropout.dropouts import (
+from drivetrain_megatron.dropout import (
     DropoutLayout,
     DropoutRecorder,
     Site,
     open_attentions,
 )
 from drivetrain_megatron.plan.divide import BlockPlan, divide
-from drivetrain_megatron.plan.random_copy import randn, random_copy
 from drivetrain_megatron.plan.thread_ranks import run_emulated
 from drivetrain_megatron.recording.calls import Call
-from drivetrain_megatron.tensor.operators import Edges, TokenShards, gather, scatter
-from drivetrain_megatron.tensor.partition import Partition, even
+from drivetrain_megatron.recording.proxy import StageProxy
+from drivetrain_megatron.tensor.linear import is_linear, is_transposed
+from drivetrain_megatron.tensor.operators import Edges, TokenShards, Uncopied, gather, scatter
+from drivetrain_megatron.tensor.partition import Partition, ShardingSpec, even
+
+# --- copies for trials: random values, and thin matrices where the model's are large ---
+
+# A division decides about one dim of a matrix: a layer cut by columns keeps all of its input, one
+# cut by rows all of its output, an embedding all features of a word. In that other dim a trial
+# needs no thousands of features. So a large matrix becomes thin there, and a fixed random matrix
+# stands before or behind the layer: activations keep their shapes, and the code of the model does
+# not notice. The trial of a block with 200 M parameters then takes megabytes.
+
+
+FEATURES = 16
+"""Of a thin matrix. More make a trial slower; with fewer, an error could hide in the others."""
+
+LARGE = 1 << 16
+"""Elements of a matrix that becomes thin. Smaller ones are tried as they are."""
+
+
+class _Thin(NamedTuple):
+    """A layer with a thin matrix.
+
+    Attributes:
+        module: its name.
+        parameters: the names of its parameters, each with the dim that becomes thin.
+        before: features of the input that become fewer; 0 if the output's do.
+        behind: features of the output, likewise.
+    """
+
+    module: str
+    parameters: Mapping[str, int]
+    before: int = 0
+    behind: int = 0
+
+
+def random_copy(
+    model: nn.Module,
+    generator: torch.Generator,
+    rows: Collection[str] | None,
+    dtype: torch.dtype,
+) -> nn.Module:
+    """Return a copy on the CPU in evaluation mode, with random values.
+
+    Args:
+        model: its values do not matter; it may be on the meta device.
+        generator: of the values.
+        rows: names of the layers that may be cut by rows; None leaves all matrices as they are.
+        dtype: of the values.
+    """
+    layers = [] if rows is None else _thin_layers(model, rows)
+    shapes = _shapes(model, layers)
+    known: dict[int, Any] = {}
+    for _, parameter in model.named_parameters():
+        # Also what is frozen now: it may be trained later.
+        values = _values(parameter, shapes[id(parameter)], generator)
+        known[id(parameter)] = nn.Parameter(values, _floats(parameter))
+    for buffer in model.buffers():
+        if buffer.is_meta:
+            known[id(buffer)] = _values(buffer, buffer.shape, generator)
+    copied: nn.Module = copy.deepcopy(model, known).to("cpu", dtype).eval()
+    before: dict[int, _Narrow] = {}
+    for layer in layers:
+        module = copied.get_submodule(layer.module)
+        if layer.before:
+            size = layer.before
+            matrix = randn((size, FEATURES), generator).to(dtype) * size**-0.5
+            before.setdefault(size, _Narrow(matrix))
+            module.register_forward_pre_hook(before[size])
+        else:
+            size = layer.behind
+            matrix = randn((FEATURES, size), generator).to(dtype) * FEATURES**-0.5
+            module.register_forward_hook(_Widen(matrix))
+            if is_transposed(module):
+                vars(module)["nf"] = FEATURES
+    return copied
+
+
+def thin_shapes(model: nn.Module, rows: Collection[str] | None) -> dict[int, Sequence[int]]:
+    """Return the shapes that parameters have in such a copy, by ``id`` of the model's own."""
+    return _shapes(model, [] if rows is None else _thin_layers(model, rows))
+
+
+def randn(shape: Sequence[int], generator: torch.Generator) -> Tensor:
+    """Return random fp64 numbers on the CPU."""
+    return torch.randn(tuple(shape), dtype=torch.float64, device="cpu", generator=generator)
+
+
+def _shapes(model: nn.Module, layers: Iterable[_Thin]) -> dict[int, Sequence[int]]:
+    shapes: dict[int, Sequence[int]] = {id(p): tuple(p.shape) for _, p in model.named_parameters()}
+    for layer in layers:
+        for name, dim in layer.parameters.items():
+            parameter = model.get_parameter(f"{layer.module}.{name}".strip("."))
+            shape = list(parameter.shape)
+            shape[dim] = FEATURES
+            shapes[id(parameter)] = shape
+    return shapes
+
+
+def _values(like: Tensor, shape: Sequence[int], generator: torch.Generator) -> Tensor:
+    if not _floats(like):
+        return torch.zeros(tuple(shape), dtype=like.dtype) if like.is_meta else like.detach().cpu()
+    spread = max(shape[-1], 1) ** -0.5 if len(shape) > 1 else 0.5
+    return randn(shape, generator) * spread + (len(shape) < 2)
+
+
+def _floats(tensor: Tensor) -> bool:
+    return tensor.is_floating_point()
+
+
+def _thin_layers(model: nn.Module, rows: Collection[str]) -> list[_Thin]:
+    """Return the layers whose matrices become thin: all that share a weight, or none of them."""
+
+    def weight_of(layer: _Thin) -> int:
+        return id(model.get_submodule(layer.module)._parameters["weight"])
+
+    found = list(_thin_candidates(model, rows))
+    uses = Counter((weight_of(layer), layer.parameters["weight"]) for layer in found)
+    owners = Counter(id(p) for module in model.modules() for p in module.parameters(False))
+    return [
+        layer
+        for layer in found
+        if uses[weight_of(layer), layer.parameters["weight"]] == owners[weight_of(layer)]
+    ]
+
+
+def _thin_candidates(model: nn.Module, rows: Collection[str]) -> Iterator[_Thin]:
+    inside = tuple(  # which read the weights of their layers themselves
+        f"{name}." if name else ""
+        for name, module in model.named_modules()
+        if isinstance(module, nn.MultiheadAttention)
+    )
+    for name, module in model.named_modules():
+        weight = module._parameters.get("weight")
+        if weight is None or weight.dim() != 2 or weight.numel() < LARGE or not _floats(weight):
+            continue
+        if min(weight.shape) <= FEATURES or name.startswith(inside):
+            continue
+        if isinstance(module, nn.Embedding):
+            yield _Thin(name, {"weight": 1}, behind=weight.shape[1])
+        elif is_linear(module):
+            transposed = is_transposed(module)
+            features, outputs = weight.shape if transposed else reversed(weight.shape)
+            if name not in rows:
+                yield _Thin(name, {"weight": 0 if transposed else 1}, before=features)
+                continue
+            dims = {"weight": 1 if transposed else 0}
+            bias = module._parameters.get("bias")
+            yield _Thin(name, dims if bias is None else {**dims, "bias": 0}, behind=outputs)
+
+
+class _Narrow:
+    """A forward pre-hook: the input is multiplied by a fixed matrix.
+
+    Layers with one input get one result: they may be a group.
+    """
+
+    def __init__(self, matrix: Tensor) -> None:
+        self._matrix = matrix
+        self._given: tuple[Tensor, int] | None = None
+        self._made: Tensor | None = None
+
+    def __call__(self, module: nn.Module, args: Any) -> Any:
+        x, *rest = args
+        same = self._given is not None and self._given[0] is x and self._given[1] == x._version
+        if not same or self._made is None:
+            self._given, self._made = (x, x._version), x @ self._matrix
+        return (self._made, *rest)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Narrow":
+        return _Narrow(self._matrix)
+
+
+class _Widen(Uncopied):
+    """A forward hook: the output is multiplied by a fixed matrix."""
+
+    def __init__(self, matrix: Tensor) -> None:
+        self._matrix = matrix
+
+    def __call__(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        return output @ self._matrix
+
+
+# --- the trial ---
+
 
 TOLERANCE = 1e-4
 """Largest relative error. The trial is in fp64, but blocks may compute norms in fp32; a wrong
@@ -82,6 +264,11 @@ class Results:
     given: list[Tensor]
     parameters: dict[str, Tensor | None]
 
+    def noise(self) -> float:
+        """Return the largest error of a gradient that is rounding, beside the largest gradient."""
+        gradients = [g for g in self.parameters.values() if g is not None]
+        return max((g.norm().item() * NOISE[g.dtype] for g in gradients), default=0.0)
+
 
 def make_trial(
     block: nn.Module, call: Call, rows: Collection[str] | None = None, *, trains: bool = True
@@ -100,26 +287,16 @@ def make_trial(
     Raises:
         Exception: whatever the block's code raises when it computes in fp64 on the CPU.
     """
-    try:
-        return _trial_in(torch.float64, block, call, rows, trains)
-    except Exception as error:  # whatever the user's code raises
+    failures = []
+    for dtype in (torch.float64, torch.float32):
         try:
-            return _trial_in(torch.float32, block, call, rows, trains)
-        except Exception:
-            raise error from None
-
-
-def _trial_in(
-    dtype: torch.dtype,
-    block: nn.Module,
-    call: Call,
-    rows: Collection[str] | None,
-    trains: bool,
-) -> Trial:
-    trial, wide = randomized(block, call, rows, dtype)
-    with rng.fork(SEED), torch.set_grad_enabled(trains):
-        # A copy runs: what a block keeps of a forward could not be copied for the ranks.
-        return Trial(trial, wide, run_block(copy.deepcopy(trial), wide), trains)
+            trial, wide = randomized(block, call, rows, dtype)
+            with rng.fork(SEED), torch.set_grad_enabled(trains):
+                # A copy runs: what a block keeps of a forward could not be copied for the ranks.
+                return Trial(trial, wide, run_block(copy.deepcopy(trial), wide), trains)
+        except Exception as error:  # whatever the user's code raises
+            failures.append(error)
+    raise failures[0]
 
 
 def randomized(
@@ -144,7 +321,7 @@ def verify(
         and why the plan is wrong.
     """
 
-    def one_rank(communicator: Communicator) -> tuple[Results, dict[str, ParameterFacts]]:
+    def one_rank(communicator: Communicator) -> tuple[Results, dict[str, ShardingSpec]]:
         tokens = TokenShards() if sequence_parallel else None
         edges = Edges(communicator, tokens)
         block = copy.deepcopy(trial.block)
@@ -163,7 +340,7 @@ def verify(
 
 
 def _compare(
-    expected: Results, found: Sequence[Results], facts: Mapping[str, ParameterFacts]
+    expected: Results, found: Sequence[Results], facts: Mapping[str, ShardingSpec]
 ) -> tuple[frozenset[str] | None, str]:
     for results in found:
         if len(results.outputs) != len(expected.outputs) or not all(
@@ -172,8 +349,7 @@ def _compare(
             return None, "outputs differ"
         if not all(map(is_close, results.given, expected.given)):
             return None, "the gradients of the inputs differ"
-    gradients = [g for g in expected.parameters.values() if g is not None]
-    noise = max((g.norm().item() * NOISE[g.dtype] for g in gradients), default=0.0)
+    noise = expected.noise()
     partial = set()
     for name, whole in expected.parameters.items():
         mine = [results.parameters[name] for results in found]
@@ -186,7 +362,7 @@ def _compare(
 
 
 def _kind_of(
-    whole: Tensor | None, mine: Sequence[Tensor | None], facts: ParameterFacts, noise: float
+    whole: Tensor | None, mine: Sequence[Tensor | None], facts: ShardingSpec, noise: float
 ) -> str | None:
     """Return whether gradients of ranks are ``equal`` to the whole's, or ``partial`` sums."""
     gradients = [gradient for gradient in mine if gradient is not None]
@@ -195,7 +371,7 @@ def _kind_of(
     if facts.partition is not None:
         joined = torch.zeros_like(whole)
         for rank, gradient in enumerate(gradients):
-            facts.partition.add(joined, gradient, rank)
+            facts.partition.put(joined, gradient, rank, add=True)
         return "equal" if is_close(joined, whole, noise) else None
     if all(is_close(gradient, whole, noise) for gradient in gradients):
         return "equal"
@@ -371,3 +547,71 @@ def _fits(
             if not is_close(mine[call], share):
                 return False
     return True
+
+
+# --- shapes under a plan that was found with thin matrices, and shapes of the block ---
+
+
+logger = get_logger(__name__)
+
+
+def find_misfit(
+    block: nn.Module, call: Call, plan: BlockPlan, ranks: int, *, sequence_parallel: bool
+) -> str:
+    """Return why a plan does not fit the block as it is, without values; empty if it does.
+
+    Blocks that read values cannot run without any: they fit, and a line says so.
+    """
+    whole = _outlined(copy.deepcopy(block, _on_meta(block)))
+    try:
+        expected = _shapes_of(whole, call)
+    except Exception as error:  # whatever the user's code raises without values
+        logger.announce(
+            f"tensor parallelism: {type(block).__name__} was tried with thin matrices alone, since "
+            f"it does not run without values ({type(error).__name__}: {error})"
+        )
+        return ""
+
+    def one_rank(communicator: Communicator) -> list[torch.Size]:
+        edges = Edges(communicator, TokenShards() if sequence_parallel else None)
+        mine = copy.deepcopy(block, _on_meta(block))
+        divide(mine, plan, edges)
+        return _shapes_of(_outlined(mine), call, edges)
+
+    try:
+        found = run_emulated(ranks, one_rank)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "" if all(each == expected for each in found) else "outputs have other shapes"
+
+
+def _on_meta(block: nn.Module) -> dict[int, Any]:
+    """Return parameters on the meta device for a copy of a block, by identity of its own."""
+    return {
+        id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.is_floating_point())
+        for p in block.parameters()
+    }
+
+
+def _outlined(block: nn.Module) -> nn.Module:
+    """Return a block in evaluation mode that computes without values, and sends nothing."""
+    cpu = torch.device("cpu")
+    for module in block.modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is not None and tensor.is_meta:
+                    outline: Any = StageProxy.of(tensor, cpu)
+                    tensors[name] = outline
+    return block.eval()
+
+
+def _shapes_of(block: nn.Module, call: Call, edges: Edges | None = None) -> list[torch.Size]:
+    args, kwargs = call.copied()
+    given = activation_in((args, kwargs))
+    outline = None if given is None else StageProxy.of(given, torch.device("cpu"))
+    with entered(given, outline, edges) as (inside, sequence):
+        args, kwargs = tree_map(lambda x: inside if x is given else x, (args, kwargs))
+        outputs = floating_in(block(*args, **kwargs))
+        if edges is not None and sequence is not None:
+            outputs[0] = gather(outputs[0], edges.ranks, sequence)
+    return [output.shape for output in outputs]

@@ -23,9 +23,8 @@ from drivetrain.parts.blocks import NamedModule, repeated_blocks
 from drivetrain.parts.naming import uncompiled
 from drivetrain.strategy import Run
 from drivetrain_megatron.config import MegatronConfig
+from drivetrain_megatron.recording.phases import PLAIN, blocks_for, named_blocks
 from drivetrain_megatron.recording.proxy import StageProxy
-from drivetrain_megatron.recording.structure import PLAIN
-from drivetrain_megatron.recording.units import blocks_for, named_blocks
 
 logger = get_logger(__name__)
 

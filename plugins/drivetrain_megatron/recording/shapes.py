@@ -1,32 +1,372 @@
 """The shapes that blocks return for given inputs, known before anything is computed or received."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any, NamedTuple, TypeAlias
+import copy
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Self, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_leaves
+from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only
 
+from drivetrain.log import get_logger
 from drivetrain.model.look import tensors_in
 from drivetrain.model.untouched import without_values
-from drivetrain.model.valueless import ValuelessTensor
+from drivetrain.model.valueless import SEED, ValuelessTensor, filled, random_like
 from drivetrain.parts.blocks import BlockHooks
 from drivetrain.parts.guard import Arguments, Function, Keywords, targets
-from drivetrain_megatron.recording.around_blocks import AroundBlocks
-from drivetrain_megatron.recording.block_facts import BlockFacts, BlockRuns, shapes_key
-from drivetrain_megatron.recording.crossing import (
+from drivetrain.parts.wrapping import hooks_of_script
+from drivetrain.runtime import rng
+from drivetrain_megatron.recording.phases import (
+    PLAIN,
+    Block,
     CallPlace,
     Crossing,
     Origin,
+    Recording,
     Step,
+    TensorMeta,
+    changed,
     crossings,
     writes_in_place,
 )
-from drivetrain_megatron.recording.hooked import HookedCall, tell_hooks
-from drivetrain_megatron.recording.phases import Recording
 from drivetrain_megatron.recording.proxy import StageProxy
-from drivetrain_megatron.recording.structure import TensorMeta, changed
+
+# --- tensors that hooks collect inside of blocks, such as router logits for an auxiliary loss ---
+
+# A forward hook on a module inside of a block may keep the module's result for code after the
+# block. On a stage where the block does not run, the hook is called with the tensors that this
+# stage has received, or with proxies.
+
+
+Modules: TypeAlias = Mapping[str, nn.Module]
+
+
+class SeenCall(NamedTuple):
+    """A call of a module inside of a block: its name there, its arguments, its result."""
+
+    name: str
+    given: Any
+    result: Any
+
+
+@dataclass(frozen=True, slots=True)
+class HookedCall:
+    """The facts of a call of a module with hooks.
+
+    Attributes:
+        name: of the module inside of its block.
+        given: its arguments (args, kwargs), with a ``TensorMeta`` in the place of a tensor.
+        result: likewise.
+        leaf: the place of its first tensor among those that the block makes.
+    """
+
+    name: str
+    given: Any
+    result: Any
+    leaf: int
+
+    @property
+    def metas(self) -> list[TensorMeta]:
+        """The facts of the tensors in its result, in order."""
+        return [leaf for leaf in tree_leaves(self.result, _is_meta) if _is_meta(leaf)]
+
+    @property
+    def leaves(self) -> range:
+        """The places of the tensors in its result among all tensors of the block."""
+        return range(self.leaf, self.leaf + len(self.metas))
+
+    def tell_hooks(self, block: nn.Module, tensors: Sequence[Tensor], device: torch.device) -> None:
+        """Call the script's hooks with given tensors in the result, and proxies as arguments."""
+        module, waiting = block.get_submodule(self.name), iter(tensors)
+        args, kwargs = _filled(self.given, lambda meta: StageProxy.like(*meta[:2], device))
+        result = _filled(self.result, lambda _: next(waiting))
+        for number, hook in hooks_of_script(module).items():
+            named = (kwargs,) if number in module._forward_hooks_with_kwargs else ()
+            hook(module, args, *named, result)
+
+
+def hooked_modules(block: nn.Module) -> Modules:
+    """Return the modules inside of a block on which the script has put forward hooks."""
+    return {
+        name: module for name, module in block.named_modules() if name and hooks_of_script(module)
+    }
+
+
+@contextmanager
+def calls_of(modules: Modules) -> Iterator[list[SeenCall]]:
+    """Context that yields the calls of modules, in the order of their ends."""
+    seen: list[SeenCall] = []
+
+    def noted(name: str) -> Callable[..., None]:
+        return lambda _, args, kwargs, result: seen.append(SeenCall(name, (args, kwargs), result))
+
+    handles = [
+        module.register_forward_hook(noted(name), with_kwargs=True)
+        for name, module in modules.items()
+    ]
+    try:
+        yield seen
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def facts_of_calls(seen: Sequence[SeenCall], first: int) -> list[HookedCall]:
+    """Return the facts of a block's calls, whose tensors follow those of the block's result."""
+    found: list[HookedCall] = []
+    for call in seen:
+        given, result = tree_map(_fact, (call.given, call.result))
+        found.append(HookedCall(call.name, given, result, first))
+        first += len(found[-1].metas)
+    return found
+
+
+def run_with_hooks(
+    name: str, block: nn.Module, expected: Sequence[HookedCall], compute: Callable[[], Any]
+) -> tuple[Any, list[Tensor]]:
+    """Return the result of a block, and the tensors that hooks collect inside, in order.
+
+    Raises:
+        UsageError: modules with hooks were called in another way than expected.
+    """
+    with calls_of({call.name: block.get_submodule(call.name) for call in expected}) as seen:
+        result = compute()
+    found = [[leaf for leaf in tree_leaves(c.result) if isinstance(leaf, Tensor)] for c in seen]
+    calls = [(call.name, len(tensors)) for call, tensors in zip(seen, found, strict=True)]
+    if calls != (wanted := [(call.name, len(call.metas)) for call in expected]):
+        what = "results (module, tensors) for hooks to collect"
+        raise changed(name, f"{what} {calls}", f"{what} {wanted}")
+    return result, [tensor for tensors in found for tensor in tensors]
+
+
+def tell_hooks(
+    block: nn.Module, calls: Sequence[HookedCall], tensors: Sequence[Tensor], device: torch.device
+) -> None:
+    """Call the script's hooks inside of a block with given tensors in the results, in order."""
+    waiting = iter(tensors)
+    for call in calls:
+        call.tell_hooks(block, [next(waiting) for _ in call.leaves], device)
+
+
+def _fact(leaf: Any) -> Any:
+    """Return the facts of a tensor, and plain values as they are: objects are not kept alive."""
+    if isinstance(leaf, Tensor):
+        return TensorMeta(tuple(leaf.shape), leaf.dtype, leaf.requires_grad)
+    return leaf if isinstance(leaf, PLAIN) else None
+
+
+def _filled(tree: Any, make: Callable[[TensorMeta], Tensor]) -> Any:
+    return tree_map(lambda leaf: make(leaf) if _is_meta(leaf) else leaf, tree, is_leaf=_is_meta)
+
+
+def _is_meta(leaf: Any) -> bool:
+    return isinstance(leaf, TensorMeta)
+
+
+# --- the functions of torch that the code around blocks calls, each at its place ---
+
+
+CallFunction: TypeAlias = Callable[[CallPlace, Function, Arguments, Keywords], Any]
+"""Returns the result of a function that is called around blocks, and has not been called yet."""
+
+
+class AroundBlocks(TorchFunctionMode):
+    """Hands functions of torch to a caller while it is entered, except inside of blocks."""
+
+    def __init__(self, called: CallFunction) -> None:
+        super().__init__()
+        self._called = called
+        self._phase = 0
+        self._calls: Counter[tuple[str, tuple[tuple[int, ...], ...]]] = Counter()
+        self._is_inside = False
+        self._depth = 0
+
+    def __enter__(self) -> Self:
+        """Begin to see functions."""
+        super().__enter__()  # type: ignore[no-untyped-call]
+        self._depth = torch._C._len_torch_function_stack()
+        return self
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: Arguments = (), kwargs: Any = None
+    ) -> Any:
+        """Let the watching code call a function."""
+        kwargs = kwargs or {}
+        if self._is_inside:
+            return func(*args, **kwargs)
+        name = getattr(func, "__name__", "function")
+        given = tuple(tuple(tensor.shape) for tensor in tensors_in((args, kwargs)))
+        place = CallPlace(self._phase, name, given, self._calls[name, given])
+        self._calls[name, given] += 1
+        return self._called(place, func, args, kwargs)
+
+    def begin_phase(self, phase: int) -> None:
+        """Say how many blocks have been called."""
+        self._phase = phase
+        self._calls.clear()
+
+    @contextmanager
+    def inside_block(self) -> Iterator[None]:
+        """Context of a block's own forward, whose functions are not seen."""
+        outer, self._is_inside = self._is_inside, True
+        try:
+            # A mode of the model's own may lie above this one.
+            is_top = self._depth and torch._C._len_torch_function_stack() == self._depth
+            with _pop_mode_temporarily() if is_top else nullcontext():
+                yield
+        finally:
+            self._is_inside = outer
+
+
+# --- the facts of the tensors that one block makes for given inputs, by a run of the block ---
+
+
+logger = get_logger(__name__)
+
+
+class BlockFacts(NamedTuple):
+    """The facts of one call of a block.
+
+    Attributes:
+        metas: of the tensors that it returns.
+        hooked: its calls of modules with hooks.
+        alike: whether each tensor that it returns has the shape of the argument that it had the
+            shape of in the recording.
+    """
+
+    metas: tuple[TensorMeta, ...]
+    hooked: Sequence[HookedCall]
+    alike: bool
+
+
+class _BlockResult(NamedTuple):
+    """The result of a block, and its calls of modules with hooks."""
+
+    result: Any
+    calls: Sequence[SeenCall]
+
+
+class BlockRuns:
+    """Runs blocks on proxies, or with random values where they cannot run on proxies.
+
+    Blocks of one class are taken to return the same shapes for arguments of the same shapes.
+
+    Attributes:
+        blocks: by index.
+    """
+
+    def __init__(self, blocks: Sequence[nn.Module]) -> None:
+        self.blocks = blocks
+        self._known: dict[Any, _BlockResult] = {}
+
+    def facts(
+        self,
+        block: Block,
+        index: int,
+        compute: Function,
+        args: Arguments,
+        kwargs: Keywords,
+        *,
+        trusted: bool,
+    ) -> BlockFacts:
+        """Return the facts of the tensors that a block makes.
+
+        A trusted block does not run: the shapes of its arguments say those of its result.
+        """
+        leaves, _ = tree_flatten((tuple(args), dict(kwargs)))
+        hooked = hooked_modules(self.blocks[index])
+        as_recorded = len(leaves) == block.output.arguments  # else places are of other arguments
+        places = block.like if as_recorded else [None] * len(block.like)
+        likes = [leaves[place] if place is not None else None for place in places]
+        kept = [(tuple(like.shape), like.dtype) for like in likes if like is not None]
+        calls: Sequence[SeenCall] = ()
+        alike = True
+        found = kept
+        if not (trusted and as_recorded and not hooked):
+            try:
+                result, calls = self._result(index, compute, args, kwargs)
+            except Exception as error:
+                if len(kept) < len(block.output.metas) or hooked:
+                    raise
+                logger.warning_once(
+                    f"pipeline: the shapes that block {block.name!r} returns are not known for "
+                    "these inputs, and taken to be those of the arguments that they equalled when "
+                    "the model was recorded: without values, and with random ones, the block "
+                    f"raised {type(error).__name__}: {error}"
+                )
+            else:
+                carried = block.output.carried(block.name, result)
+                found = [(tuple(tensor.shape), tensor.dtype) for tensor in carried]
+            alike = not as_recorded or all(
+                isinstance(like, Tensor) and (tuple(like.shape), like.dtype) == facts
+                for like, facts in zip(likes, found, strict=True)
+            )
+        metas = tuple(
+            TensorMeta(*facts, recorded.requires_grad)
+            for facts, recorded in zip(found, block.output.metas, strict=True)
+        )
+        return BlockFacts(metas, facts_of_calls(calls, len(metas)), alike)
+
+    def _result(
+        self, index: int, compute: Function, args: Arguments, kwargs: Keywords
+    ) -> _BlockResult:
+        """Return the result of a block, computed without values if the block can do so."""
+        again = tree_map(_copied, (tuple(args), dict(kwargs)))  # a failed run may fill a cache
+        block = self.blocks[index]
+        modules = hooked_modules(block)
+        try:
+            with calls_of(modules) as seen:
+                return _BlockResult(compute(*args, **kwargs), seen)
+        except Exception as error:  # it may depend on values
+            key = type(block), tuple(modules), shapes_key(args, kwargs)
+            if key not in self._known:
+                # Shapes of such a run are as right as without values: no news for the user.
+                logger.debug(f"{type(block).__name__} runs with random values: {error}")
+                with calls_of(modules) as seen:
+                    result = _run(block, compute, *again)
+                self._known[key] = tree_map_only(Tensor, StageProxy.of, _BlockResult(result, seen))
+            return self._known[key]
+
+
+def shapes_key(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Return a key that is equal for arguments of the same shapes, dtypes and plain values."""
+    leaves, tree = tree_flatten((tuple(args), dict(kwargs)))
+    return str(tree), tuple(
+        (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf)
+        for leaf in leaves
+    )
+
+
+def _run(
+    block: nn.Module, compute: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Return the result of a block with random values."""
+    values, named = tree_map_only(
+        StageProxy,
+        lambda leaf: random_like(leaf.facts, leaf.requires_grad).clone(),  # it may be written into
+        (args, kwargs),
+    )
+    with rng.fork(SEED), filled(block), torch.enable_grad():
+        block.eval()  # nothing is dropped
+        return compute(*values, **named)
+
+
+def _copied(leaf: Any) -> Any:
+    """Return a copy of an argument, unless it is a tensor or cannot be copied."""
+    if isinstance(leaf, Tensor):
+        return leaf
+    try:
+        return copy.deepcopy(leaf)
+    except Exception:  # a lock, say: only the second call of a block that fails would need a copy
+        return leaf
+
+
+# --- the shapes of all blocks ---
+
 
 Metas: TypeAlias = tuple[tuple[TensorMeta, ...], ...]
 
@@ -186,7 +526,7 @@ class _SeenSteps:
     """
 
     def __init__(self) -> None:
-        self.code = AroundBlocks(self)
+        self.code = AroundBlocks(self.called)
         self._steps: list[Step] = []
         self._numbers: dict[int, int] = {}
         self._tensors: list[ValuelessTensor] = []  # kept, so that identities stay theirs
@@ -281,14 +621,11 @@ class _Shaper:
             result = block.output.build(block.name, made, leaves)
             if self._known is not None:
                 tell_hooks(self._runs.blocks[index], facts.hooked, hooked, self._device)
-        if self._known is None and self._is_last and any(each.hooked for each in self.facts):
+        is_last = len(self.facts) == len(self._recording.blocks)
+        if self._known is None and is_last and any(each.hooked for each in self.facts):
             raise _HooksSeen
         self.seen.block(len(self.facts), leaves, made, hooked)
         return result
-
-    @property
-    def _is_last(self) -> bool:
-        return len(self.facts) == len(self._recording.blocks)
 
     def _proxies(self, metas: Sequence[TensorMeta]) -> list[StageProxy]:
         return [StageProxy.like(m.shape, m.dtype, self._device, m.requires_grad) for m in metas]

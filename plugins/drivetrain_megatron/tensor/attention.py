@@ -19,9 +19,9 @@ from torch.nn import functional as F
 from drivetrain.collectives import Communicator
 from drivetrain.errors import ConfigError, UsageError
 from drivetrain_megatron.tensor.behavior import Behavior, attach, original_class
+from drivetrain_megatron.tensor.linear import Product, as_computed, row_product
 from drivetrain_megatron.tensor.operators import Edges, gather, reduce
 from drivetrain_megatron.tensor.partition import Partition, even, packed, units
-from drivetrain_megatron.tensor.products import Product, as_computed, row_product
 
 
 class AttentionCall(NamedTuple):
@@ -60,8 +60,14 @@ class HeadAttention(Behavior):
         heads = self._projected(module, q, k, v)  # (N, h, L or S, D) each
         mask = self._mask(call, heads[0], heads[1].shape[2])
         dropout = module.dropout if module.training else 0.0
-        attend = _attended if call.need_weights else _attended_unseen
-        context, weights = attend(heads, mask, dropout, is_causal=call.is_causal)
+        weights = None
+        if call.need_weights:
+            context, weights = _attended(heads, mask, dropout)
+        else:
+            q, k, v = heads
+            context = F.scaled_dot_product_attention(
+                q, k, v, mask, dropout_p=dropout, is_causal=call.is_causal and mask is None
+            )
         # (N, h, L, D) to (L, N, h D), as the caller has it
         joined = context.permute(2, 0, 1, 3).flatten(2)
         if not is_batched:
@@ -72,7 +78,8 @@ class HeadAttention(Behavior):
 
     def _entered(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Let each distinct input enter once: self-attention costs one collective, not three."""
-        entered = {id(each): self.edges.enter(each) for each in _distinct(query, key, value)}
+        distinct = {id(each): each for each in (query, key, value)}
+        entered = {known: self.edges.enter(each) for known, each in distinct.items()}
         return entered[id(query)], entered[id(key)], entered[id(value)]
 
     def _projected(self, module: Any, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
@@ -93,7 +100,9 @@ class HeadAttention(Behavior):
         """Return the mask that is added to the scores, broadcastable to (N, h, L, S)."""
         batch, _, targets, _ = q.shape
         mask = None
-        if call.attn_mask is not None and not _is_hint_enough(call):
+        # Attention may use its own causal mask: as torch, not for padding or weights.
+        hint = call.is_causal and call.key_padding_mask is None and not call.need_weights
+        if call.attn_mask is not None and not hint:
             mask = self._of_heads(_added(call.attn_mask, q.dtype), batch, targets, sources)
         if call.key_padding_mask is not None:
             padding = _added(call.key_padding_mask, q.dtype).view(batch, 1, 1, sources)
@@ -191,11 +200,6 @@ def keep_padded(model: nn.Module) -> list[nn.TransformerEncoder]:
     return found
 
 
-def _distinct(*tensors: Tensor) -> list[Tensor]:
-    """Return each tensor object once, in order."""
-    return list({id(each): each for each in tensors}.values())
-
-
 def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a mask as numbers to add: -inf where a boolean one is True."""
     if mask.is_floating_point():
@@ -203,14 +207,7 @@ def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, -torch.inf)
 
 
-def _is_hint_enough(call: AttentionCall) -> bool:
-    """Whether attention may use its own causal mask: as torch, not for padding or weights."""
-    return call.is_causal and call.key_padding_mask is None and not call.need_weights
-
-
-def _attended(
-    heads: list[Tensor], mask: Tensor | None, dropout: float, *, is_causal: bool
-) -> tuple[Tensor, Tensor]:
+def _attended(heads: list[Tensor], mask: Tensor | None, dropout: float) -> tuple[Tensor, Tensor]:
     """Return context (N, h, L, D) and weights (N, h, L, S), after dropout, as torch."""
     q, k, v = heads
     scores = (q * math.sqrt(1.0 / q.shape[-1])) @ k.transpose(-2, -1)
@@ -218,18 +215,6 @@ def _attended(
     if dropout > 0.0:
         weights = F.dropout(weights, p=dropout)
     return weights @ v, weights
-
-
-def _attended_unseen(
-    heads: list[Tensor], mask: Tensor | None, dropout: float, *, is_causal: bool
-) -> tuple[Tensor, None]:
-    """Return context (N, h, L, D), without making the weights."""
-    q, k, v = heads
-    is_causal = is_causal and mask is None
-    return (
-        F.scaled_dot_product_attention(q, k, v, mask, dropout_p=dropout, is_causal=is_causal),
-        None,
-    )
 
 
 def _check_call(query: Tensor, call: AttentionCall) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from drivetrain.errors import UsageError
 from drivetrain.log import get_logger
 from drivetrain.parts.naming import uncompiled
+from drivetrain_megatron.tensor.operators import Uncopied
 
 _KEY = "_drivetrain_tensor_parallel"
 _SHARED = "_drivetrain_shared_parameters"
@@ -39,7 +40,7 @@ class Computing(threading.local):
 computing = Computing()
 
 
-class Behavior(ABC):
+class Behavior(Uncopied, ABC):
     """The forward of a module on ranks that share its work.
 
     A copy of the module (an average of weights, say) shares the behavior: it is made on every rank
@@ -50,9 +51,6 @@ class Behavior(ABC):
     @abstractmethod
     def forward(self, module: Any, *args: Any, **kwargs: Any) -> Any:
         """Compute the output that the module's own forward has with whole parameters."""
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Behavior":
-        return self  # communicators have threads and groups
 
 
 class Own(Behavior):

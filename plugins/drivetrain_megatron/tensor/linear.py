@@ -4,15 +4,21 @@ They are ``nn.Linear``, and Hugging Face's ``Conv1D``. A layer cut by columns co
 output features from a whole input; a layer cut by rows computes from its rank's input features a
 part of each output feature, and the parts are summed. One after the other they need one all-reduce
 in forward and one in backward. ``in_features`` and ``out_features`` stay those of the whole layer.
+Backward may be computed in two halves (Qi et al. 2023, arXiv 2401.10241, section 2.1).
+
+Shapes: x (..., in), weight (out, in) or transposed (in, out), product (..., out).
 """
 
-from collections.abc import Iterable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, autograd, nn
 
+from drivetrain.collectives import Communicator
 from drivetrain.errors import ConfigError
 from drivetrain_megatron.tensor.behavior import (
     Behavior,
@@ -22,12 +28,496 @@ from drivetrain_megatron.tensor.behavior import (
     exchange,
     original_class,
 )
-from drivetrain_megatron.tensor.logits import ShardedLogits
-from drivetrain_megatron.tensor.operators import Edges
+from drivetrain_megatron.tensor.operators import (
+    Edges,
+    PendingSum,
+    Uncopied,
+    copy,
+    gather,
+    gathered,
+    is_outline,
+    once_differentiable,
+    reduce,
+    reduce_scatter,
+    scatter,
+    start_scattered_sum,
+    start_sum,
+    unviewed,
+)
 from drivetrain_megatron.tensor.partition import Partition
-from drivetrain_megatron.tensor.products import Product, as_computed, column_product, row_product
-from drivetrain_megatron.tensor.shared_input import grouped_product
-from drivetrain_megatron.tensor.weight_grad import WeightGradients, deferral_of, linear
+from drivetrain_megatron.tensor.vocabulary import ShardedLogits
+
+# --- the two halves of backward ---
+
+# The gradient of the input comes now, since the layer before waits for it; the gradient of the
+# weight may come later, since nobody waits for it. A linear layer with a keeper
+# (``WeightGradients``) hands the tensors for the second half over, also where the layer is divided
+# over ranks. Other layers compute both halves at once: their weights take little of the time.
+
+
+class WeightHalf(NamedTuple):
+    """The half of a layer's backward that nobody waits for: the gradients of weight and bias.
+
+    The factors are the product's input x and its gradient. A transposed weight is (in, out).
+    """
+
+    x: Tensor
+    grad: Tensor
+    transposed: bool
+    for_weight: bool = True
+    for_bias: bool = False
+
+    def compute(self) -> tuple[Tensor | None, Tensor | None]:
+        """Return the gradients of weight and bias; None for an unwanted gradient."""
+        rows, grads = rows_of(self.x), rows_of(self.grad)
+        weight = None
+        if self.for_weight:
+            weight = rows.t().mm(grads) if self.transposed else grads.t().mm(rows)
+        return weight, grads.sum(0) if self.for_bias else None
+
+    def settled(self, deferral: "Deferral | None") -> tuple[Tensor | None, Tensor | None]:
+        """Return the gradients; None for an unwanted or later gradient."""
+        if not (self.for_weight or self.for_bias) or (deferral is not None and deferral(self)):
+            return None, None
+        return self.compute()
+
+
+class WeightGradients:
+    """The halves of backward that have not been computed, by micro-batch."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int, list[tuple[nn.Module, WeightHalf]]] = {}
+        self._collecting: list[tuple[nn.Module, WeightHalf]] | None = None
+
+    @contextmanager
+    def collecting(self, micro_batch: int) -> Iterator[None]:
+        """Context in which backward keeps products instead of computing weights' gradients."""
+        self._collecting = self._kept[micro_batch] = []
+        try:
+            yield
+        finally:
+            self._collecting = None
+
+    def keep(self, module: nn.Module, half: WeightHalf) -> bool:
+        """Keep the factors of a layer's gradients for later; False: compute them at once."""
+        if self._collecting is None:
+            return False
+        self._collecting.append((module, half))
+        return True
+
+    def roots(self, micro_batch: int) -> list[Tensor]:
+        """Return a 0-d tensor for each product of a micro-batch, whose backward computes the rest.
+
+        Gradients are computed one layer at a time: memory holds a single gradient besides those of
+        parameters, and a data-parallel strategy reduces each while the next is computed.
+        """
+        found: list[Tensor] = []
+        for module, half in self._kept.pop(micro_batch, []):
+            weight, bias = module.weight, module.bias
+            wanted = (weight if half.for_weight else None, bias if half.for_bias else None)
+            if any(isinstance(parameter, nn.Parameter) for parameter in wanted):
+                found.append(_Half.apply(half, *wanted))  # type: ignore[no-untyped-call]
+        return found
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._kept.clear()
+
+
+Deferral = Callable[[WeightHalf], bool]
+"""``WeightGradients.keep`` of one layer."""
+
+
+def deferral_of(keeper: WeightGradients | None, module: nn.Module) -> Deferral | None:
+    """Return how a layer leaves its half to a keeper."""
+    return None if keeper is None else functools.partial(keeper.keep, module)
+
+
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, *, transposed: bool, deferral: Deferral | None
+) -> Tensor:
+    """Return x times the weight, plus the bias, on this rank alone.
+
+    The weight is (out, in), or (in, out) if transposed; the bias (out,). A deferral may take the
+    half of backward that nobody waits for.
+    """
+    if deferral is None:
+        return nn.functional.linear(x, weight.t() if transposed else weight, bias)
+    return _Linear.apply(x, weight, bias, transposed, deferral)  # type: ignore[no-any-return,no-untyped-call]
+
+
+class _Linear(autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool, later: Deferral
+    ) -> Tensor:
+        ctx.transposed, ctx.later = transposed, later
+        ctx.save_for_backward(x, weight)
+        return nn.functional.linear(x, weight.t() if transposed else weight, bias)
+
+    @staticmethod
+    @autograd.function.once_differentiable
+    def backward(
+        ctx: Any, grad: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+        x, weight = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        grad_x = grad @ (weight.t() if ctx.transposed else weight) if needs_x else None
+        half = WeightHalf(x, grad, ctx.transposed, needs_weight, needs_bias)
+        return grad_x, *half.settled(ctx.later), None, None
+
+
+class _Half(autograd.Function):
+    """Makes nothing of a layer's parameters; its backward is the half that was left for later."""
+
+    @staticmethod
+    def forward(ctx: Any, half: WeightHalf, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        ctx.half = half
+        return half.grad.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[None, Tensor | None, Tensor | None]:
+        half, ctx.half = ctx.half, None
+        return None, *half.compute()
+
+
+def rows_of(tensor: Tensor) -> Tensor:
+    """Return a view or copy of shape (all leading dims together, last); either may be 0."""
+    return tensor.reshape(tensor.shape[:-1].numel(), tensor.shape[-1])
+
+
+# --- matrix products with collectives inside ---
+
+# A layer cut by columns sums the gradient of its input over ranks while it computes the gradient of
+# its weight (arXiv 1909.08053; the overlap is Narayanan et al. 2021, arXiv 2104.04473). A layer cut
+# by rows sums its product in place, nobody else holds it yet.
+
+
+class Product(NamedTuple):
+    """How a product is computed, and over which ranks.
+
+    Attributes:
+        ranks: the axis.
+        transposed: whether the weight is (in, out), as in ``Conv1D``, and not (out, in).
+        sequence: None: the activation outside is whole on every rank; else its cut.
+        deferral: may take the half of backward that nobody waits for.
+    """
+
+    ranks: Communicator
+    transposed: bool = False
+    sequence: Partition | None = None
+    deferral: Deferral | None = None
+
+    def of(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return x times the weight, plus the bias."""
+        matrix = weight if self.transposed else weight.t()
+        rows = rows_of(x)
+        product = torch.mm(rows, matrix) if bias is None else torch.addmm(bias, rows, matrix)
+        return unviewed(product.view(*x.shape[:-1], matrix.shape[1]))
+
+    def input_grad(self, grad: Tensor, weight: Tensor) -> Tensor:
+        """Return this rank's summand of the gradient of x."""
+        matrix = weight if self.transposed else weight.t()
+        return torch.mm(rows_of(grad), matrix.t()).view(*grad.shape[:-1], matrix.shape[0])
+
+    def weight_grad(self, grad: Tensor, x: Tensor) -> Tensor:
+        """Return the gradient of the weight, now and within autograd."""
+        product = torch.mm(rows_of(grad).t(), rows_of(x))
+        return product.t() if self.transposed else product
+
+    def weight_grads(
+        self, grad: Tensor, x: Tensor, *, for_weight: bool = True, for_bias: bool = False
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Return the gradients of weight and bias; None for an unwanted or later gradient."""
+        half = WeightHalf(x, grad, self.transposed, for_weight, for_bias)
+        return half.settled(self.deferral)
+
+
+def column_product(x: Tensor, weight: Tensor, bias: Tensor | None, product: Product) -> Tensor:
+    """Return this rank's columns of a product, of a whole input, or of a shard of the sequence.
+
+    Shards are gathered, and kept whole for backward.
+    """
+    if is_outline(x, weight):
+        if product.sequence is not None:
+            x = gather(x, product.ranks, product.sequence, partial=True)
+        return product.of(x, weight, bias)
+    return _ColumnProduct.apply(x, weight, bias, product)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def row_product(x: Tensor, weight: Tensor, product: Product) -> Tensor:
+    """Return the whole product of this rank's features, or this rank's shard of its sequence."""
+    if is_outline(x, weight):
+        out = product.of(x, weight, None)
+        if product.sequence is None:
+            return out
+        return reduce_scatter(out, product.ranks, product.sequence)
+    return _RowProduct.apply(x, weight, product)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def as_computed(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Any]:
+    """Return input, weight and bias in the dtype in which autocast would multiply them."""
+    cast = [None if each is None else each.to(dtype_computed(each)) for each in (x, weight, bias)]
+    return cast[0], cast[1], cast[2]  # type: ignore[return-value]
+
+
+def dtype_computed(tensor: Tensor) -> torch.dtype:
+    """Return the dtype in which autocast would multiply a tensor; its own without autocast."""
+    device = tensor.device.type
+    is_cast = tensor.is_floating_point() and tensor.dtype is not torch.float64
+    if is_cast and torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    return tensor.dtype
+
+
+class _ColumnProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, product: Product
+    ) -> Tensor:
+        if product.sequence is not None:
+            x = gathered(x, product.ranks, product.sequence)
+        ctx.product = product
+        ctx.save_for_backward(x, weight)
+        return product.of(x, weight, bias)
+
+    @staticmethod
+    def backward(
+        ctx: Any, grad: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        product: Product = ctx.product
+        if torch.is_grad_enabled() and product.sequence is None:
+            return *_column_grads(ctx, grad), None
+        return _ColumnProduct.once(ctx, grad)  # type: ignore[no-any-return]
+
+    @staticmethod
+    @once_differentiable
+    def once(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        x, weight = ctx.saved_tensors
+        product: Product = ctx.product
+        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        pending: PendingSum | None = None
+        if needs_x:
+            own = product.input_grad(grad, weight)
+            if product.sequence is None:
+                pending = start_sum(own, product.ranks)
+            else:
+                pending = start_scattered_sum(own, product.ranks, product.sequence, own=True)
+            del own
+        # While the input's gradient is on its way:
+        grad_weight, grad_bias = product.weight_grads(
+            grad, x, for_weight=needs_weight, for_bias=needs_bias
+        )
+        grad_x = None if pending is None else pending.result()
+        return grad_x, grad_weight, grad_bias, None
+
+
+class _RowProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, product: Product) -> Tensor:
+        ctx.product = product
+        ctx.save_for_backward(x, weight)
+        own = product.of(x, weight, None)
+        if product.sequence is None:
+            return start_sum(own, product.ranks).result()
+        return start_scattered_sum(own, product.ranks, product.sequence, own=True).result()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        product: Product = ctx.product
+        if torch.is_grad_enabled() and product.sequence is None:
+            return *_row_grads(ctx, grad), None
+        return _RowProduct.once(ctx, grad)  # type: ignore[no-any-return]
+
+    @staticmethod
+    @once_differentiable
+    def once(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x, weight = ctx.saved_tensors
+        product: Product = ctx.product
+        if product.sequence is not None:
+            grad = gathered(grad, product.ranks, product.sequence)
+        needs_x, needs_weight, _ = ctx.needs_input_grad
+        grad_x = product.input_grad(grad, weight) if needs_x else None
+        grad_weight, _ = product.weight_grads(grad, x, for_weight=needs_weight)
+        return grad_x, grad_weight, None
+
+
+def _column_grads(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Return the gradients of input, weight and bias, which can be differentiated again."""
+    x, weight = ctx.saved_tensors
+    product: Product = ctx.product
+    needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
+    return (
+        reduce(product.input_grad(grad, weight), product.ranks) if needs_x else None,
+        product.weight_grad(grad, copy(x, product.ranks)) if needs_weight else None,
+        rows_of(grad).sum(0) if needs_bias else None,
+    )
+
+
+def _row_grads(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """Return the gradients of input and weight, which can be differentiated again."""
+    x, weight = ctx.saved_tensors
+    product: Product = ctx.product
+    needs_x, needs_weight, _ = ctx.needs_input_grad
+    entered = copy(grad, product.ranks)
+    return (
+        product.input_grad(entered, weight) if needs_x else None,
+        product.weight_grad(entered, x) if needs_weight else None,
+    )
+
+
+# --- one entrance and one sum for column-cut layers with one input ---
+
+# Layers such as q, k and v read one activation, whose gradient is summed over ranks once, when the
+# last of them has given its part. Nothing would be left to compute meanwhile if each layer computed
+# the gradient of its weight together with that of its input. So these are two nodes of the graph,
+# and the nodes of weights are made before the node of the sum: of the nodes that are ready,
+# autograd runs the youngest::
+#
+#     forward:   x -> wait -> (weight nodes of q, k, v) -> start -> products of q, k, v
+#     backward:  inputs' gradients of v, k, q -> start the sum -> weights' gradients -> wait for it
+#
+# The order decides which computation hides the sum, never a result.
+
+
+_KEY = "_drivetrain_later"
+
+
+class DeferredProduct(NamedTuple):
+    """A layer's product whose weight gradient is computed later, by the node behind the token.
+
+    The token has the product's shape, and no memory.
+    """
+
+    token: Tensor
+    product: Product
+
+
+class _Sum:
+    """The sum of an input's gradient, between its two nodes: start and wait."""
+
+    def __init__(self, edges: Edges, sequence: Partition | None) -> None:
+        self.edges = edges
+        self.sequence = sequence
+        self.pending: PendingSum | None = None
+
+
+def enter_group(x: Tensor, edges: Edges, layers: Sequence[nn.Module]) -> Tensor:
+    """Return the common input of layers cut by columns, as ``Edges.enter`` does, but overlapped.
+
+    The layers are ``ColumnLinear`` with local parameters; their own edges must be ``prepared``. A
+    layer that is given anything else than the returned tensor, or that does not run, is not
+    disturbed.
+    """
+    trained = [layer for layer in layers if layer.weight.requires_grad]
+    has_gradients = x.requires_grad and torch.is_grad_enabled() and trained
+    if edges.ranks.size == 1 or not has_gradients or is_outline(x):
+        return edges.enter(x)
+    shared = _Sum(edges, edges.sequence)
+    x = _Wait.apply(x, shared)  # type: ignore[no-untyped-call]
+    with torch.no_grad():
+        whole = x if shared.sequence is None else gathered(x, edges.ranks, shared.sequence)
+    later = {id(layer): _later(layer, whole, edges) for layer in trained}
+    entered: Tensor = _Start.apply(x, whole, shared)  # type: ignore[no-untyped-call]
+    setattr(entered, _KEY, later)
+    return entered
+
+
+def grouped_product(x: Tensor, layer: Any) -> Tensor | None:
+    """Return a layer's product with the result of ``enter_group``; None if it is anything else."""
+    later: DeferredProduct | None = getattr(x, _KEY, {}).get(id(layer))
+    if later is None or not torch.is_grad_enabled():
+        return None
+    x, weight, bias = as_computed(x, layer.weight.detach(), layer.bias)
+    return _InputNow.apply(x, later.token, weight, bias, later.product)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def _later(layer: nn.Module, whole: Tensor, edges: Edges) -> DeferredProduct:
+    behavior: Any = behavior_of(layer)
+    product = Product(
+        edges.ranks, behavior.transposed, deferral=deferral_of(behavior.keeper, layer)
+    )
+    # Not the weight's own extent: it may be elsewhere until the layer runs.
+    outputs = behavior.outputs.local_size(edges.ranks.rank)
+    token: Tensor = _WeightLater.apply(layer.weight, whole, outputs, product)  # type: ignore[no-untyped-call]
+    return DeferredProduct(token, product)
+
+
+class _Wait(torch.autograd.Function):
+    """Nothing in forward; waits for the sum in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, shared: _Sum) -> Tensor:
+        ctx.shared = shared
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, placeholder: Tensor) -> tuple[Tensor, None]:
+        pending, ctx.shared.pending = ctx.shared.pending, None
+        return placeholder if pending is None else pending.result(), None
+
+
+class _Start(torch.autograd.Function):
+    """Returns the whole input in forward; starts the sum of its gradient in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, whole: Tensor, shared: _Sum) -> Tensor:
+        ctx.shared, ctx.shape = shared, x.shape
+        return whole.view_as(whole)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        shared: _Sum = ctx.shared
+        ranks = shared.edges.ranks
+        if shared.sequence is None:
+            own = grad.clone(memory_format=torch.contiguous_format)
+            shared.pending = start_sum(own, ranks)
+        else:
+            shared.pending = start_scattered_sum(grad, ranks, shared.sequence)
+        # Takes no memory; only its arrival matters.
+        return grad.new_zeros(()).expand(ctx.shape), None, None
+
+
+class _WeightLater(torch.autograd.Function):
+    """A token of the product's shape, whose gradient becomes that of the weight."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, x: Tensor, outputs: int, product: Product) -> Tensor:
+        ctx.product = product
+        ctx.save_for_backward(x)
+        zero = x.new_zeros((), dtype=dtype_computed(x))
+        return zero.expand(*x.shape[:-1], outputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None]:
+        (x,) = ctx.saved_tensors
+        grad_weight, _ = ctx.product.weight_grads(grad, x.to(grad.dtype))
+        return grad_weight, None, None, None
+
+
+class _InputNow(torch.autograd.Function):
+    """The product; its gradient becomes those of input and bias, and goes on to the token."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, token: Tensor, weight: Tensor, bias: Tensor | None, product: Product
+    ) -> Tensor:
+        ctx.product = product
+        ctx.save_for_backward(weight)
+        return product.of(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, Tensor | None, None]:
+        (weight,) = ctx.saved_tensors
+        grad_bias = rows_of(grad).sum(0) if ctx.needs_input_grad[3] else None
+        return ctx.product.input_grad(grad, weight), grad, None, grad_bias, None
+
+
+# --- the layers ---
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -126,18 +616,16 @@ class ColumnLinear(Behavior):
 
     def forward(self, module: Any, x: Tensor) -> Tensor:
         """Return the local output features, shape (..., features)."""
-        out = self._product(module, x)
-        return ShardedLogits.of(out, self.edges.ranks, self.outputs) if self.logits else out
-
-    def _product(self, module: Any, x: Tensor) -> Tensor:
-        if (out := grouped_product(x, module)) is not None:
-            return out
-        x, weight, bias = as_computed(x, module.weight, module.bias)
-        deferral = deferral_of(self.keeper, module)
-        if self.edges.prepared or self.edges.ranks.size == 1:
-            return linear(x, weight, bias, transposed=self.transposed, deferral=deferral)
-        product = Product(self.edges.ranks, self.transposed, self.edges.sequence, deferral)
-        return column_product(x, weight, bias, product)
+        ranks, deferral = self.edges.ranks, deferral_of(self.keeper, module)
+        out = grouped_product(x, module)
+        if out is None:
+            x, weight, bias = as_computed(x, module.weight, module.bias)
+            if self.edges.prepared or ranks.size == 1:
+                out = linear(x, weight, bias, transposed=self.transposed, deferral=deferral)
+            else:
+                product = Product(ranks, self.transposed, self.edges.sequence, deferral)
+                out = column_product(x, weight, bias, product)
+        return ShardedLogits.of(out, ranks, self.outputs) if self.logits else out
 
 
 @dataclass(frozen=True)
@@ -181,19 +669,14 @@ class DeferredLinear(Behavior):
 
 
 def attach_column(
-    module: nn.Module,
-    edges: Edges,
-    outputs: Partition,
-    *,
-    logits: bool = False,
+    module: nn.Module, edges: Edges, outputs: Partition, *, logits: bool = False
 ) -> None:
     """Let a linear layer with this rank's output features compute as such.
 
     Raises:
         ConfigError: the module is no linear layer, or one with a forward of its own.
     """
-    transposed = _is_transposed(module)
-    attach(module, ColumnLinear(edges, outputs, transposed, logits))
+    attach(module, ColumnLinear(edges, outputs, _is_transposed(module), logits))
 
 
 def attach_row(module: nn.Module, edges: Edges, inputs: Partition) -> None:
@@ -207,13 +690,20 @@ def attach_row(module: nn.Module, edges: Edges, inputs: Partition) -> None:
 
 def defer_weights(model: nn.Module, keeper: WeightGradients) -> list[nn.Module]:
     """Let the linear layers of a model, whole or divided, keep products; return them."""
-    return [
-        module
-        for module in model.modules()
-        if isinstance(module._parameters.get("weight"), nn.Parameter)
-        and is_linear(module)
-        and _defers(module, keeper)
-    ]
+    found = []
+    for module in model.modules():
+        behavior = behavior_of(module)
+        if not (isinstance(module._parameters.get("weight"), nn.Parameter) and is_linear(module)):
+            continue
+        if isinstance(behavior, ColumnLinear | RowLinear):
+            exchange(module, replace(behavior, keeper=keeper))
+            found.append(module)
+        elif behavior is None and (
+            type(module).forward is nn.Linear.forward or is_transposed(module)
+        ):  # others compute in a way of their own
+            attach(module, DeferredLinear(keeper, is_transposed(module)))
+            found.append(module)
+    return found
 
 
 def defer_no_more(modules: Iterable[nn.Module]) -> None:
@@ -224,18 +714,6 @@ def defer_no_more(modules: Iterable[nn.Module]) -> None:
             exchange(module, replace(behavior, keeper=None))
         else:
             detach(module)
-
-
-def _defers(module: nn.Module, keeper: WeightGradients) -> bool:
-    """Let a linear layer keep products; False if it computes in a way of its own."""
-    behavior = behavior_of(module)
-    if isinstance(behavior, ColumnLinear | RowLinear):
-        exchange(module, replace(behavior, keeper=keeper))
-        return True
-    own = behavior is None and (type(module).forward is nn.Linear.forward or is_transposed(module))
-    if own:
-        attach(module, DeferredLinear(keeper, is_transposed(module)))
-    return own
 
 
 def _is_transposed(module: nn.Module) -> bool:
@@ -253,3 +731,47 @@ def _is_transposed(module: nn.Module) -> bool:
             "leave it out of the plan"
         )
     return False
+
+
+# --- linear layers that are divided by themselves: whole activations come in and go out ---
+
+# Cut by columns, a layer gathers its output features; cut by rows, it takes its rank's features of
+# the input. No other layer has to fit (Shoeybi et al. 2019, arXiv 1909.08053, section 3, divides
+# pairs, between which nothing is sent; here each layer sends twice).
+
+
+@dataclass(frozen=True, slots=True)
+class FeatureGate(Uncopied):
+    """Hooks between the whole features of an activation and this rank's.
+
+    Attributes:
+        edges: the ranks.
+        features: how the last dim is cut.
+    """
+
+    edges: Edges
+    features: Partition
+
+    def scattered(self, module: nn.Module, args: Any) -> Any:
+        """Be a forward pre-hook: the layer sees this rank's input features."""
+        x, *rest = args
+        return (scatter(x, self.edges.ranks, self.features), *rest)
+
+    def gathered(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        """Be a forward hook: the code after the layer sees all output features."""
+        return gather(output, self.edges.ranks, self.features)
+
+
+def attach_alone(module: nn.Module, edges: Edges, features: Partition, *, by_rows: bool) -> None:
+    """Let a linear layer with this rank's share of the weight compute as the whole layer.
+
+    Raises:
+        ConfigError: the module is no linear layer, or one with a forward of its own.
+    """
+    gate = FeatureGate(edges, replace(features, dim=-1))
+    if by_rows:
+        attach_row(module, edges, gate.features)
+        module.register_forward_pre_hook(gate.scattered)
+    else:
+        attach_column(module, edges, gate.features)
+        module.register_forward_hook(gate.gathered, prepend=True)  # users' hooks see the whole

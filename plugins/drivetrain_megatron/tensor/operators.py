@@ -24,9 +24,10 @@ whole on every rank, or a shard of the sequence (sequence parallelism).
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Self, TypeAlias
 
 import torch
 from torch import Tensor
@@ -35,6 +36,52 @@ from drivetrain.collectives import Communicator, Handle
 from drivetrain.errors import UsageError
 from drivetrain_megatron.recording.proxy import StageProxy
 from drivetrain_megatron.tensor.partition import Partition, even
+
+# --- gradients that cannot be differentiated again say so, and name the way out ---
+
+
+def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Let the backward of an autograd function be computed without a graph.
+
+    Its gradients refuse to be differentiated.
+    """
+
+    @functools.wraps(backward)
+    def alone(ctx: Any, *grads: Any) -> Any:
+        with torch.no_grad():
+            found = backward(ctx, *grads)
+        if not torch.is_grad_enabled():
+            return found
+        if isinstance(found, tuple):
+            return tuple(_refusing(each) for each in found)
+        return _refusing(found)
+
+    return alone
+
+
+def _refusing(gradient: Any) -> Any:
+    if not isinstance(gradient, Tensor) or not gradient.is_floating_point():
+        return gradient
+    return _Refusal.apply(gradient.detach().requires_grad_())  # type: ignore[no-untyped-call]
+
+
+class _Refusal(torch.autograd.Function):
+    """Nothing in forward; an error in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.view_as(gradient)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> None:
+        raise UsageError(
+            "expected gradients of layers that ranks share to be differentiated once, found a "
+            "backward through them (create_graph, a gradient penalty): leave the layers around out "
+            "of a plan of your own, or take another strategy, such as fsdp or zero3"
+        )
+
+
+# --- the operators ---
 
 
 def copy(tensor: Tensor, ranks: Communicator) -> Tensor:
@@ -147,9 +194,8 @@ def gathered(
         [partition.size if dim == partition.dim % share.dim() else extent
          for dim, extent in enumerate(share.shape)]
     )  # fmt: skip
-    write = partition.add if add else partition.put
     for rank, (start, stop) in enumerate(partition.bounds):
-        write(whole, buffer[start:stop].movedim(0, partition.dim), rank)
+        partition.put(whole, buffer[start:stop].movedim(0, partition.dim), rank, add=add)
     return whole
 
 
@@ -233,6 +279,15 @@ def outlined(tensor: Tensor, dim: int | None = None, size: int = 0) -> Tensor:
     return found
 
 
+class Uncopied:
+    """Shared by the copies of a module: communicators have threads and groups."""
+
+    __slots__ = ()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self
+
+
 class TokenShards:
     """Along which dim activations are cut into shards, and how long the dim is right now.
 
@@ -274,7 +329,7 @@ class TokenShards:
 
 
 @dataclass(frozen=True)
-class Edges:
+class Edges(Uncopied):
     """The way into, and out of, a part of the model whose layers are cut over ranks.
 
     Attributes:
@@ -309,6 +364,3 @@ class Edges:
         if sequence is None:
             return reduce(x, self.ranks)
         return reduce_scatter(x, self.ranks, sequence)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Edges":
-        return self  # communicators have threads and groups

@@ -107,10 +107,6 @@ class Partition:
         local[self.dim] = self.local_size(rank)
         return tuple(local)
 
-    def first_holder(self, rank: int) -> int:
-        """Return the first rank that holds the same as this rank."""
-        return self.ranges.index(self.ranges[rank])
-
     def sharers(self, rank: int) -> tuple[tuple[int, ...], ...]:
         """Return, for each of a rank's ranges, its holders in ascending order."""
         return tuple(
@@ -149,16 +145,10 @@ class Partition:
         return share
 
     @torch.no_grad()
-    def put(self, whole: Tensor, share: Tensor, rank: int) -> None:
-        """Write a rank's share to its place in a whole tensor."""
+    def put(self, whole: Tensor, share: Tensor, rank: int, *, add: bool = False) -> None:
+        """Write a rank's share to its place in a whole tensor, or add it there."""
         for part, view in zip(self._parts(share, rank), self.views(whole, rank), strict=True):
-            view.copy_(part)
-
-    @torch.no_grad()
-    def add(self, whole: Tensor, share: Tensor, rank: int) -> None:
-        """Add a rank's share to its place in a whole tensor."""
-        for part, view in zip(self._parts(share, rank), self.views(whole, rank), strict=True):
-            view.add_(part)
+            view.add_(part) if add else view.copy_(part)
 
     def _parts(self, share: Tensor, rank: int) -> Iterator[Tensor]:
         """Return the views of a share that stand for its ranges."""
@@ -170,6 +160,37 @@ class Partition:
             )
         edges = itertools.accumulate(lengths, initial=0)
         return (share.narrow(self.dim, at, n) for at, n in zip(edges, lengths, strict=False))
+
+
+@dataclass(frozen=True, slots=True)
+class ShardingSpec:
+    """How a parameter lies on the tensor-parallel axis.
+
+    Attributes:
+        shape: the global shape, as the user's model has it.
+        partition: which part each rank of the axis holds; None if all hold the whole.
+        partial: whether each rank's gradient is a part of a sum over the axis.
+    """
+
+    shape: tuple[int, ...]
+    partition: Partition | None = None
+    partial: bool = False
+
+    @property
+    def is_summed(self) -> bool:
+        """Whether gradients are summed over the axis: parts of a sum, or copies of a range."""
+        cut = self.partition
+        return self.partial or (cut is not None and len(set(cut.ranges)) < cut.ranks)
+
+    def local_shape(self, rank: int) -> tuple[int, ...]:
+        """Return the shape of the part that one rank of the axis holds."""
+        cut = self.partition
+        return self.shape if cut is None else cut.local_shape(rank, self.shape)
+
+    def saves(self, rank: int) -> bool:
+        """Whether this rank saves its part: the first holder on the axis does."""
+        cut = self.partition
+        return rank == (0 if cut is None else cut.ranges.index(cut.ranges[rank]))
 
 
 @functools.lru_cache(maxsize=1024)

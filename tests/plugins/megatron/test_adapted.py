@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from drivetrain import Accelerator
 from drivetrain.errors import UsageError
-from drivetrain_megatron.adapted import AdaptedModel
+from drivetrain_megatron.pipeline.build import AdaptedModel
 
 # peft asks transformers for an attribute by its old name.
 pytestmark = pytest.mark.filterwarnings(

@@ -1,13 +1,213 @@
-"""Slow links under a divided model: its data-parallel axis approximates, and checkpoints go on."""
+"""Activations in bf16 between hosts: a pipeline trains closely, its ledger has half the bytes."""
 
+import copy
 import os
 
 import pytest
 import torch
+from torch import nn
 
 from cases import case
+from cell_twins import loss_of
 from drivetrain import Accelerator
+from drivetrain.cost import ModelSpec
+from drivetrain.errors import ConfigError, RankMismatchError
+from drivetrain.facade import settings
+from drivetrain.links.chosen import LinkMethods
+from drivetrain.runtime.precision import Precision
+from drivetrain_megatron import Megatron
+from drivetrain_megatron.config import MegatronConfig
+from drivetrain_megatron.pipeline import transfer
+from huggingface_models import VOCABULARY, gpt2, llama, token_batch
 from stacks import Residual, Stack
+
+ROWS, LENGTH, STEPS = 4, 7, 3
+METHODS = ("exact", "bf16")
+FAR, NEAR, ONE = ("pp.far", "send"), ("pp.near", "send"), ("pp", "send")
+
+
+def hosts(monkeypatch, per_host):
+    """Let each ``per_host`` ranks in a row believe that they have a host to themselves."""
+    monkeypatch.setenv("GROUP_RANK", str(int(os.environ["RANK"]) // per_host))
+
+
+class Training:
+    """An fp32 model under a pipeline."""
+
+    def __init__(self, module, activations, **options):
+        torch.manual_seed(3)
+        config = {
+            "strategy": {"name": "megatron", "pp": 2, "micro_batches": 2, **options},
+            "links": {"far": {"activations": activations}},
+        }
+        self.accelerator = Accelerator(cpu=True, config=config)
+        self.whole = copy.deepcopy(module)
+        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2, weight_decay=0.1)
+        self.model, self.optimizer = self.accelerator.prepare(module, optimizer)
+
+    def step(self, make_loss):
+        self.accelerator.traffic.clear()
+        self.optimizer.zero_grad()
+        loss = make_loss(self.model)
+        self.accelerator.backward(loss)
+        self.optimizer.step()
+        return loss.item()
+
+    def sent(self):
+        return self.accelerator.traffic.sent()
+
+    def weights(self):
+        found = self.accelerator.get_state_dict(self.model)
+        return {name: value.clone() for name, value in found.items()}
+
+
+def of_words(build, activations, **options):
+    """Return the losses of some steps, the bytes of the last one, and the weights."""
+    torch.manual_seed(1)
+    training = Training(build().float(), activations, **options)
+    batches = [token_batch(index, rows=ROWS, length=LENGTH) for index in range(STEPS)]
+    losses = [training.step(lambda model, ids=ids: loss_of(model, ids)) for ids in batches]
+    sent, weights = training.sent(), training.weights()
+    spec = ModelSpec.of(training.whole, inputs=((batches[0],), {}))
+    strategy = training.accelerator.strategy_of(training.model)
+    assert sent == dict(Megatron.cost(strategy.config, spec, strategy.run).sent)
+    training.accelerator.free_memory()
+    return losses, sent, weights
+
+
+def announced(monkeypatch, logger):
+    """Return the list of the lines that a logger will announce."""
+    said = []
+    monkeypatch.setattr(logger, "announce", said.append)
+    return said
+
+
+@pytest.mark.ranks(2)
+def test_a_pipeline_over_hosts_sends_half_and_trains_closely(monkeypatch):
+    """GPT-2's head has the embedding's weight: both stages compute with the same bits."""
+    hosts(monkeypatch, 1)
+    exact, rounded = (of_words(gpt2, name) for name in METHODS)
+    assert ONE not in exact[1] | rounded[1]
+    tied = VOCABULARY * 48 * 4
+    whole, half = (each[1][FAR] - tied for each in (exact, rounded))
+    assert whole == ROWS * LENGTH * 48 * 4  # two micro-batches, one way from each rank
+    assert 2 * half == whole
+    assert exact[0] != rounded[0]
+    assert exact[0] == pytest.approx(rounded[0], rel=2**-8)
+    apart = max(float((rounded[2][k] - v).abs().max()) for k, v in exact[2].items())
+    assert 1e-7 < apart < 2 * STEPS * 1e-2  # Adam's steps, each at most of its rate
+    embedding = rounded[2]["transformer.wte.weight"]
+    assert torch.equal(rounded[2]["lm_head.weight"], embedding)
+    assert not torch.equal(embedding, embedding.bfloat16().float())
+
+
+@pytest.mark.ranks(2)
+def test_a_pipeline_on_one_host_is_exact_and_says_so_once(monkeypatch):
+    said = announced(monkeypatch, settings.logger)
+    exact, rounded = (of_words(gpt2, name) for name in METHODS)
+    assert exact[:2] == rounded[:2]
+    assert all(torch.equal(rounded[2][name], value) for name, value in exact[2].items())
+    assert ONE in rounded[1]
+    (line,) = (each for each in said if "activations bf16" in each)
+    assert "activations bf16 (rounding); all ranks are on one host, so that nothing is" in line
+
+
+@pytest.mark.exhaustive
+@pytest.mark.ranks(4)
+def test_whole_pipelines_on_each_host_are_exact_and_say_so(monkeypatch):
+    hosts(monkeypatch, 2)
+    said = announced(monkeypatch, transfer.logger)
+    exact, rounded = (of_words(llama, name, order="tp,pp,dp") for name in METHODS)
+    assert exact[:2] == rounded[:2]
+    assert ONE in rounded[1]
+    (line,) = said
+    assert "links.far.activations: bf16 rounds nothing: all stages of each pipeline" in line
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+@pytest.mark.ranks(4)
+def test_only_the_link_between_hosts_is_rounded(monkeypatch, chunks):
+    hosts(monkeypatch, 2)
+    schedule = "1f1b" if chunks == 1 else "interleaved"
+    options = {"pp": 4, "micro_batches": 4, "schedule": schedule, "chunks": chunks}
+    exact, rounded = (of_words(lambda: llama(4 * chunks), name, **options) for name in METHODS)
+    assert exact[1][NEAR] == rounded[1][NEAR] > 0
+    assert exact[1].get(FAR, 0) == 2 * rounded[1].get(FAR, 0)
+    inner = chunks == 1 and os.environ["RANK"] in ("0", "3")
+    assert (FAR in rounded[1]) is not inner
+    assert exact[0] != rounded[0]
+    assert exact[0] == pytest.approx(rounded[0], rel=2**-7)
+
+
+class Reader(nn.Module):
+    """A block with a second output, of which a later stage uses the sign alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.main, self.side = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x, side, places):
+        x = x + torch.tanh(self.main(x)) * side.detach().sign() + places
+        return x, self.side(x), (x.detach() > 0).long()
+
+
+class Readers(Stack):
+    def forward(self, x):
+        side, places = x, torch.zeros_like(x, dtype=torch.long)
+        for block in self.blocks:
+            x, side, places = block(x, side, places)
+        return x
+
+
+@pytest.mark.ranks(2)
+def test_no_gradient_stays_no_gradient_and_integers_stay_whole(monkeypatch):
+    """The parameters of ``side`` have no gradient: weight decay must not touch them."""
+    hosts(monkeypatch, 1)
+    found = {}
+    for name in METHODS:
+        torch.manual_seed(5)
+        module = Readers(Reader() for _ in range(4))
+        before = {key: value.clone() for key, value in module.state_dict().items()}
+        training = Training(module, name)
+        torch.manual_seed(6)
+        for _ in range(2):
+            training.step(lambda model: model(torch.randn(4, 6)).square().mean())
+        found[name] = training.sent()[FAR]
+        assert all(p.grad is None for n, p in training.model.named_parameters() if ".side." in n)
+        for key, value in training.weights().items():
+            assert torch.equal(value, before[key]) is (".side." in key)
+        training.accelerator.free_memory()
+    integers = found["exact"] - 2 * (found["exact"] - found["bf16"])
+    assert found["exact"] > found["bf16"]
+    assert integers == (4 * 6 * 8 if os.environ["RANK"] == "0" else 0)
+
+
+@pytest.mark.ranks(2)
+def test_two_bytes_are_not_rounded_and_other_methods_are_refused(monkeypatch):
+    hosts(monkeypatch, 1)
+    found = []
+    for name in METHODS:
+        torch.manual_seed(5)
+        module = nn.Sequential(*(nn.Linear(6, 6, dtype=torch.float16) for _ in range(4)))
+        training = Training(module, name)
+        x = torch.ones(4, 6, dtype=torch.float16)
+        loss = training.model(x).square().mean()
+        training.accelerator.backward(loss)
+        found.append((loss.item(), training.sent()[FAR]))
+        training.accelerator.free_memory()
+    assert found[0] == found[1]
+    with pytest.raises(RankMismatchError, match="links"):
+        Training(llama().float(), METHODS[int(os.environ["RANK"])])
+
+
+def test_without_a_pipeline_rounding_is_refused():
+    methods, precision = LinkMethods(activations="bf16"), Precision.of("no")
+    Megatron.check_links(MegatronConfig(pp=2), methods, precision)
+    with pytest.raises(ConfigError, match=r"links\.far\.activations: exact without a pipeline"):
+        Megatron.check_links(MegatronConfig(tp=2), methods, precision)
+
+
+# --- slow links under a divided model ---
 
 
 def started(inner, method):

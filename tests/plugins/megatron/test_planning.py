@@ -9,9 +9,11 @@ from torch import nn
 
 from cases import case
 from drivetrain import Accelerator
-from drivetrain.errors import RankMismatchError
+from drivetrain.errors import ConfigError, RankMismatchError
 from drivetrain.parts.naming import named_parameters
 from drivetrain.testing.conformance.twins import everyone
+from drivetrain_launch.cli import run
+from drivetrain_megatron.config import MegatronConfig
 from drivetrain_megatron.pipeline import cut
 from stacks import Residual
 
@@ -78,3 +80,70 @@ def test_replicas_cut_alike_where_ranks_measure_other_times(monkeypatch):
     assert accelerator.get_state_dict(model).keys() == whole.keys()
     everyone(None)
     accelerator.free_memory()
+
+
+# --- dry run of the command: what a cell sends besides is said not to be counted ---
+
+
+def preview(capsys, ranks, **options):
+    settings = [f"strategy.{name}={value}" for name, value in options.items()]
+    chosen = [text for setting in settings for text in ("--set", setting)]
+    arguments = ["--cpu", "--nproc-per-node", str(ranks), "--strategy", "megatron", *chosen]
+    assert run(["launch", *arguments, "--dry-run", "no-such-script.py"]) == 0
+    rows = (line.strip().split("  ", 1) for line in capsys.readouterr().out.splitlines())
+    found = {row[0]: row[-1].strip() for row in rows}
+    return {name: value for name, value in found.items() if name.startswith("sent")}
+
+
+def test_a_cell_alone_has_no_total(capsys):
+    rows = preview(capsys, 4, tp=2, pp=2)
+    assert rows == {
+        "sent per step: activations over tp": "not counted: depends on the batch",
+        "sent per step: activations over pp": "not counted: depends on the batch",
+    }
+
+
+def test_gradients_between_cells_are_counted(capsys):
+    rows = preview(capsys, 4, tp=2)
+    total = rows.pop("sent per step: total of what is counted")
+    assert rows.pop("sent per step: activations over tp").startswith("not counted")
+    assert list(rows.values()) == [total]
+    assert float(total.removesuffix(" GiB")) > 1
+
+
+ALONE = [1, 2]
+
+
+def test_one_rank_per_cell_is_counted_whole(capsys):
+    for ranks in ALONE:
+        assert "sent per step: total" in preview(capsys, ranks)
+
+
+# --- options of the strategy that contradict each other are errors before anything starts ---
+
+
+CONTRADICTIONS = [
+    ({"tp": 3}, "multiple of tp x pp = 3 x 1 = 3, found 4"),
+    ({"tp": 2, "pp": 4}, "multiple of tp x pp = 2 x 4 = 8, found 4"),
+    ({"order": "tp,dp"}, "each once, found 'tp,dp'"),
+    ({"order": "tp,dp,dp"}, "each once"),
+    ({"pp": 2, "chunks": 2}, "schedule: interleaved with chunks: 2, found 1f1b"),
+    ({"pp": 2, "schedule": "interleaved"}, "pp: 2 and chunks: 1"),
+    ({"schedule": "interleaved", "chunks": 2}, "pp: 1 and chunks: 2"),
+    ({"pp": 2, "sequence_parallel": True}, "tp above 1"),
+    ({"tp": 2, "trace_dir": "traces"}, "pp above 1"),
+]
+
+
+def test_contradictions():
+    for options, message in CONTRADICTIONS:
+        with pytest.raises(ConfigError, match=message):
+            MegatronConfig(**options).sizes(4)
+
+
+def test_axes_and_schedules():
+    assert list(MegatronConfig(tp=2, pp=2).sizes(8).items()) == [("tp", 2), ("dp", 2), ("pp", 2)]
+    found = MegatronConfig(tp=2, order="pp, tp,dp").sizes(4)
+    assert list(found.items()) == [("pp", 1), ("tp", 2), ("dp", 2)]
+
+    assert MegatronConfig(pp=2, schedule="interleaved", chunks=2).sizes(2)["pp"] == 2

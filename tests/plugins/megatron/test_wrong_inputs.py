@@ -1,7 +1,7 @@
 """What cannot be right is an error on every rank, with a way out; nothing is lost without a word.
 
 Plans, worlds and orders of axes are in test_plans and test_config, different batches in
-test_same_batch, ranks that fail or die in pipeline/test_failures.
+test_training, ranks that fail or die in pipeline/test_pipeline.
 """
 
 import os

@@ -11,7 +11,7 @@ from torch import nn
 
 from drivetrain import Accelerator
 from drivetrain.communication import gather_object
-from drivetrain_megatron.tensor.weight_grad import WeightHalf
+from drivetrain_megatron.tensor.linear import WeightHalf
 from stacks import Lossy
 
 UNIT_S = 0.1

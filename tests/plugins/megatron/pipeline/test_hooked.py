@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from drivetrain_megatron.recording.hooked import SeenCall, facts_of_calls
+from drivetrain_megatron.recording.shapes import SeenCall, facts_of_calls
 from mixture_models import LABELED, LoopedExperts, huggingface
 from staged_twins import Twins
 

@@ -1,6 +1,7 @@
 """Pipeline parallelism of whole models: losses, gradients and steps equal those of one process."""
 
 import importlib.util
+import itertools
 from functools import partial
 from pathlib import Path
 
@@ -9,9 +10,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from drivetrain import Accelerator
+from drivetrain.errors import CollectiveError, ConfigError, UsageError
 from drivetrain.parts.naming import named_parameters
+from drivetrain.testing.conformance.tcp import cut_connections
 from drivetrain.testing.conformance.twins import everyone
-from huggingface_models import ARCHITECTURES, VOCABULARY, logits_of, token_batch
+from huggingface_models import ARCHITECTURES, VOCABULARY, gpt2, logits_of, token_batch
 from staged_twins import EXACT, Twins
 from word_models import WithLoss, word_loss
 
@@ -189,3 +193,150 @@ def test_levels_may_change():
             both.backward(*(step_loss(each, ids) for each in both(ids)))
         both.check_gradients(**({"rtol": 1e-4, "atol": 1e-7} if level == "L2" else EXACT))
     both.close()
+
+
+# --- checkpoints of pipelines: saved by one division, loaded by another, and training goes on ---
+
+
+SAVED, LAST = 1, 2
+TURNS = {"pp": 2, "chunks": 2, "schedule": "interleaved", "micro_batches": 2}
+DIVISIONS = {
+    "ddp": {"name": "ddp"},
+    "pp4": {"name": "megatron", "pp": 4, "micro_batches": 2},
+    "zero3": {"name": "zero3", "keep_below": 0},
+    "interleaved": {"name": "megatron", **TURNS},
+    "tp2-pp2": {"name": "megatron", "tp": 2, "pp": 2, "micro_batches": 2},
+    "pp2-zero1": {"name": "megatron", "pp": 2, "micro_batches": 2, "data_parallel": "zero1"},
+}
+"""Of four ranks; each loads what the one before it has saved."""
+
+
+def loss_of(output, targets):
+    return F.cross_entropy(logits_of(output).view(-1, VOCABULARY), targets.reshape(-1))
+
+
+def made():
+    torch.manual_seed(3)
+    model = gpt2(4)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+class Trained:
+    """A model under a division; ranks of a data-parallel axis share the rows of a batch."""
+
+    def __init__(self, division):
+        self.accelerator = Accelerator(strategy=DIVISIONS[division], cpu=True)
+        self.model, self.optimizer = self.accelerator.prepare(*made())
+
+    def steps(self, first, last):
+        dp = self.accelerator.mesh["dp"]
+        for step in range(first, last):
+            ids = token_batch(step, rows=8)[dp.rank :: dp.size]
+            self.accelerator.pipeline_step(self.model, ids, ids, loss_fn=loss_of)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def check(self, expected, where):
+        with self.accelerator.gathered(self.model):
+            for name, parameter in self.model.named_parameters():
+                close = torch.isclose(parameter, expected[name], rtol=1e-10, atol=1e-12)
+                assert close.all(), f"{where}: {name}"
+
+
+def uninterrupted():
+    """Return the weights of one process when the others save, and at the end."""
+    model, optimizer = made()
+    kept = []
+    for step in range(LAST):
+        ids = token_batch(step, rows=8)
+        loss_of(model(ids), ids).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        kept.append({name: p.detach().clone() for name, p in model.named_parameters()})
+    return kept[SAVED - 1], kept[-1]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.ranks(4)
+def test_each_division_goes_on_with_the_checkpoint_of_another(tmp_path):
+    saved, last = uninterrupted()
+    for name in DIVISIONS:
+        trained = Trained(name)
+        trained.steps(0, SAVED)
+        trained.check(saved, name)
+        trained.accelerator.save_state(tmp_path / name)
+        trained.accelerator.free_memory()
+    for saver, name in itertools.pairwise([*DIVISIONS, "ddp"]):
+        trained = Trained(name)
+        trained.accelerator.load_state(tmp_path / saver)
+        where = f"saved by {saver}, loaded by {name}"
+        trained.check(saved, where)
+        trained.steps(SAVED, LAST)
+        trained.check(last, where)
+        trained.accelerator.free_memory()
+
+
+# --- rank that fails in a pipeline: the others end soon, and say where they were ---
+
+
+TIMEOUT_S = 3600.0  # far beyond a test's own limit: a rank that waits for it fails its test
+
+
+@pytest.mark.parametrize(
+    ("place", "kind"),
+    [
+        ("loss", KeyboardInterrupt),
+        ("forward", RuntimeError),
+        pytest.param("connections", ConnectionError, marks=pytest.mark.exhaustive),
+    ],
+)
+@pytest.mark.ranks(3)
+def test_a_stage_that_fails(place, kind):
+    """By an exception, or as when its process is killed: all of its connections end."""
+    torch.manual_seed(0)
+    accelerator = Accelerator(
+        strategy={"name": "megatron", "pp": 3, "micro_batches": 3},
+        config={"launch": {"timeout_s": TIMEOUT_S}},
+        cpu=True,
+    )
+    model = accelerator.prepare(gpt2(3))
+    rank = accelerator.mesh["pp"].rank
+    odd = rank == (2 if place == "loss" else 1)
+    ids = token_batch(0, rows=3)
+    failing = []
+
+    def fail(*_):
+        if place == "connections":
+            cut_connections()
+        raise kind("sprung")
+
+    def loss_or_fail(output, targets):
+        return fail() if failing else loss_of(output, targets)
+
+    accelerator.pipeline_step(model, ids, ids, loss_fn=loss_or_fail)
+    if odd and place == "loss":
+        failing.append(rank)
+    elif odd:
+        model.transformer.h[1].mlp.register_forward_hook(fail)
+    with pytest.raises(kind if odd else CollectiveError) as caught:
+        accelerator.pipeline_step(model, ids, ids, loss_fn=loss_or_fail)
+    if not odd:
+        assert "stage" in str(caught.value)
+        assert "micro-batch" in str(caught.value)
+    accelerator.free_memory()
+
+
+@pytest.mark.ranks(2)
+def test_calls_and_models_that_do_not_fit():
+    accelerator = Accelerator(strategy={"name": "megatron", "pp": 2}, cpu=True)
+    with pytest.raises(ConfigError, match="between 1 and 1 stages for a model of 1 blocks"):
+        accelerator.prepare(nn.Sequential(nn.Linear(3, 3), nn.ReLU()))
+    torch.manual_seed(0)
+    model = accelerator.prepare(gpt2(2))
+    ids = token_batch(0, rows=2)
+    with pytest.raises(UsageError, match="expected a batch with rows"):
+        model(ids[:0])
+    output = model(input_ids=ids, labels=ids)
+    with pytest.raises(UsageError, match="times numbers"):
+        accelerator.backward(output.loss.square())
+    accelerator.free_memory()

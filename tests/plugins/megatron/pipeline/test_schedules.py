@@ -11,9 +11,10 @@ from drivetrain_megatron.pipeline.schedules import (
     Action,
     ActionKind,
     Schedule,
+    Span,
+    Timeline,
     make_schedule,
 )
-from drivetrain_megatron.pipeline.timeline import Span, Timeline
 
 F, B, I, W = ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.INPUT, ActionKind.WEIGHT  # noqa: E741
 RANKS, MICRO_BATCHES = range(1, 6), range(1, 11)

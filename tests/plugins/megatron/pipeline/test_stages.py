@@ -15,8 +15,9 @@ from torch.utils.checkpoint import checkpoint
 import huggingface_models
 import stacks
 from drivetrain.errors import UsageError
+from drivetrain_megatron.pipeline.batches import MicroBatch
 from drivetrain_megatron.pipeline.cut import balanced, listed
-from drivetrain_megatron.pipeline.stages import split
+from drivetrain_megatron.pipeline.stage import split
 from drivetrain_megatron.recording.phases import record
 from drivetrain_megatron.recording.proxy import StageProxy
 
@@ -127,13 +128,13 @@ def forward_all(parts):
     stages = sorted((s for _, part in parts for s in part.stages), key=lambda s: s.index)
     received, ran = (), []
     for stage in stages:
-        expected = stage.receives((NUMBERS,), {})
+        expected = stage.receives(MicroBatch((NUMBERS,), {}))
         assert [(tuple(t.shape), t.dtype) for t in received] == [m[:2] for m in expected]
         received = tuple(
             t.detach().clone().requires_grad_(m.requires_grad)
             for t, m in zip(received, expected, strict=True)
         )
-        result = stage.run((NUMBERS,), {}, [t.view_as(t) for t in received])
+        result = stage.run(MicroBatch((NUMBERS,), {}), [t.view_as(t) for t in received])
         ran.append((stage, received, result))
         received = result.sent
     return ran
@@ -301,7 +302,7 @@ def test_skips_may_come_after_the_recording_and_other_calls_than_recorded_are_re
     for order in ((0, 2, 1, 3), (0, 1, 2), (0, 1, 2, 3, 3)):
         model.order = order
         with pytest.raises(UsageError, match="as in the recording"):
-            stage.run((NUMBERS,), {})
+            stage.run(MicroBatch((NUMBERS,), {}))
 
 
 def test_recomputed_blocks_send_once():
@@ -320,14 +321,14 @@ def test_recomputed_blocks_send_once():
     model.reentrant = True
     parts = divided(model, 2)
     with pytest.raises(UsageError, match="use_reentrant=False"):
-        parts[0][1].stages[0].run((NUMBERS,), {})
+        parts[0][1].stages[0].run(MicroBatch((NUMBERS,), {}))
 
 
 def test_a_cache_from_outside_is_refused_and_after_close_values_are_missed_clearly():
     stage = first_stage(build(llama), **LABELED).stages[0]
     cache = {"past_key_values": transformers.DynamicCache(), "use_cache": True}
     with pytest.raises(UsageError, match="use_cache=False"):
-        stage.run((), {**LABELED, **cache})
+        stage.run(MicroBatch((), {**LABELED, **cache}))
 
     model = build(sequential)
     first_stage(model).close()
@@ -362,10 +363,10 @@ def test_a_frozen_stage_sends_without_history():
     for parameter in (*model.model.embed_tokens.parameters(), *model.model.layers[0].parameters()):
         parameter.requires_grad_(False)
     stages = [part.stages[0] for _, part in divided(model, [1, 1, 2], **LABELED)]
-    assert [m.requires_grad for m in stages[1].receives((), LABELED)] == [False]
-    sent = stages[0].run((), LABELED).sent
+    assert [m.requires_grad for m in stages[1].receives(MicroBatch((), LABELED))] == [False]
+    sent = stages[0].run(MicroBatch((), LABELED)).sent
     assert not sent[0].requires_grad
-    sent = stages[1].run((), LABELED, sent).sent
+    sent = stages[1].run(MicroBatch((), LABELED), sent).sent
     sent = [sent[0].detach().requires_grad_()]
-    stages[2].run((), LABELED, sent).output.loss.backward()
+    stages[2].run(MicroBatch((), LABELED), sent).output.loss.backward()
     assert sent[0].grad is not None

@@ -11,7 +11,7 @@ from drivetrain import Accelerator
 from drivetrain.errors import ConfigError
 from drivetrain.runtime.mesh import Axis, Mesh
 from drivetrain_megatron.cell import advice
-from drivetrain_megatron.pipeline.worker import StageWorker
+from drivetrain_megatron.pipeline.runner import StageWorker
 from stacks import Lossy, Stack
 
 MICRO_BATCHES = 3

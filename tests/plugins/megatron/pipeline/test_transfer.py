@@ -8,8 +8,14 @@ import torch
 from drivetrain.runtime.mesh import Mesh
 from drivetrain.runtime.world import World
 from drivetrain.traffic import Traffic
-from drivetrain_megatron.pipeline.transfer import Direction, Link, Message, Meta, streams
-from drivetrain_megatron.stage_links import StageLinks
+from drivetrain_megatron.pipeline.transfer import (
+    Direction,
+    Link,
+    Message,
+    Meta,
+    StageLinks,
+    streams,
+)
 
 STAGES = 2
 META = (Meta((2,), torch.float32),)

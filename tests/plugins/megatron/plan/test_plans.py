@@ -1,19 +1,26 @@
 """Plans of the user and of the model: done as written, or refused on every rank with the reason."""
 
 import copy
+import logging
+import math
+from contextlib import contextmanager
 from functools import partial
+from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
+from cases import case
 from cell_twins import Twins
-from divided_words import planned, planned_and_described
+from divided_words import WIDE, WORDS, PostNorm, batch, planned, planned_and_described, trained
 from drivetrain import Accelerator
+from drivetrain.cost import ModelSpec
 from drivetrain.errors import ConfigError
 from drivetrain.testing.conformance.twins import everyone
-from drivetrain_megatron.plan import named
+from drivetrain_megatron.plan import named, trial
 from huggingface_models import ARCHITECTURES, llama, token_batch
 from stacks import Stack
 
@@ -230,3 +237,337 @@ def test_features_of_one_head_are_divided():
     """One rank got all of them, and the others none."""
     (group,) = planned(nn.Sequential(OneHead(), OneHead())).blocks["0"].plan.groups
     assert group.inputs.local_sizes == (6, 6)
+
+
+# --- layers outside of blocks that are divided by words, and layers that only look like them ---
+
+
+FEATURES = 16
+
+
+class Factorised(nn.Module):
+    """A projection in front of the blocks, as wide as there are positions; a head behind them."""
+
+    def __init__(self, positions):
+        super().__init__()
+        self.words, self.positions = (
+            nn.Embedding(WORDS, FEATURES),
+            nn.Embedding(positions, FEATURES),
+        )
+        self.wider = nn.Linear(FEATURES, WIDE)
+        self.blocks = nn.ModuleList(PostNorm(WIDE) for _ in range(2))
+        self.head = nn.Linear(WIDE, WORDS)
+        self.temperature = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, ids):
+        x = self.wider(self.words(ids) + self.positions(torch.arange(ids.shape[1])))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x) * self.temperature
+
+
+class ScaledEmbedding(nn.Embedding):
+    """As of Gemma and BART."""
+
+    def forward(self, ids):
+        return super().forward(ids) * math.sqrt(self.embedding_dim)
+
+
+def scaled():
+    torch.manual_seed(0)
+    return Stack(
+        [PostNorm(WIDE), PostNorm(WIDE)],
+        first=ScaledEmbedding(WORDS, WIDE),
+        last=nn.Linear(WIDE, WORDS, bias=False),
+        tied=True,
+    ).double()
+
+
+TP2 = {"name": "megatron", "tp": 2}
+
+
+@pytest.mark.ranks(2)
+def test_a_projection_in_front_of_blocks_is_no_head():
+    """Its gradient was that of one rank's features, with the right loss."""
+    for positions in (31, WIDE):
+        torch.manual_seed(0)
+        divided, mine, theirs = trained(Factorised(positions).double(), TP2, batch())
+        assert "wider.weight" not in divided
+        assert {"words.weight", "head.weight"} <= divided
+        torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.ranks(2)
+def test_an_embedding_of_another_class_stays_whole_or_is_refused():
+    """The head that shares its weight, too; a user's plan is no guess: every rank says which."""
+    divided, mine, theirs = trained(scaled(), TP2, batch())
+    assert "first.weight" not in divided
+    assert "blocks.0.up.weight" in divided
+    torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-11)
+    plan = {"first": "vocab", "last": "vocab", "*.up": "colwise", "*.down": "rowwise"}
+    with pytest.raises(ConfigError, match="computes as nn.Embedding does"):
+        trained(scaled(), {**TP2, "plan": plan}, batch())
+
+
+# --- attention as people write it by hand ---
+
+
+OWN_WORDS = 24
+
+
+class Packed(nn.Module):
+    """One layer makes queries, keys and values; forms say how its output is taken apart."""
+
+    columns = ("c_attn",)
+
+    def __init__(self, hidden, heads):
+        super().__init__()
+        self.c_attn, self.c_proj = nn.Linear(hidden, 3 * hidden), nn.Linear(hidden, hidden)
+        self.n_head, self.n_embd = heads, hidden
+
+    def forward(self, x):
+        B, T, C = x.size()
+        q, k, v = self.parts(x, B, T, C)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.c_proj(y.transpose(1, 2).contiguous().view(B, T, C))
+
+    def heads(self, parts, B, T, C):
+        return [p.view(B, T, self.n_head, C // self.n_head).transpose(1, 2) for p in parts]
+
+
+class Split(Packed):
+    """The size to split by is an attribute, that of a reshape comes from the input."""
+
+    def parts(self, x, *sizes):
+        return self.heads(self.c_attn(x).split(self.n_embd, dim=2), *sizes)
+
+
+class Configured(Packed):
+    """The same, with a configuration of which other numbers are equal."""
+
+    def __init__(self, hidden, heads):
+        super().__init__(hidden, heads)
+        numbers = {"n_layer": heads, "block_size": hidden, "n_embd": hidden, "n_head": heads}
+        self.config = SimpleNamespace(**numbers)
+
+    def parts(self, x, *sizes):
+        return self.heads(self.c_attn(x).split(self.config.n_embd, dim=2), *sizes)
+
+
+class Chunks(Packed):
+    def parts(self, x, *sizes):
+        return self.heads(self.c_attn(x).chunk(3, -1), *sizes)
+
+
+class Reshaped(Packed):
+    def parts(self, x, B, T, C):
+        qkv = self.c_attn(x).view(B, T, 3, self.n_head, C // self.n_head)
+        return qkv.permute(2, 0, 3, 1, 4).unbind(0)
+
+
+class Separate(Packed):
+    """Three layers, and torch works out the features of a head."""
+
+    columns = ("query", "key", "value")
+
+    def __init__(self, hidden, heads):
+        super().__init__(hidden, heads)
+        del self.c_attn
+        self.query, self.key, self.value = (nn.Linear(hidden, hidden) for _ in range(3))
+
+    def parts(self, x, B, T, C):
+        made = [layer(x) for layer in (self.query, self.key, self.value)]
+        return [p.view(B, T, self.n_head, -1).transpose(1, 2) for p in made]
+
+
+class Block(nn.Module):
+    def __init__(self, attention, hidden):
+        super().__init__()
+        self.ln_1, self.ln_2, self.attn = nn.LayerNorm(hidden), nn.LayerNorm(hidden), attention
+        self.up, self.down = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
+
+    def forward(self, x):
+        x = x + self.attn(self.ln_1(x))
+        return x + self.down(F.gelu(self.up(self.ln_2(x))))
+
+
+class Decoder(nn.Module):
+    """A small GPT with tied words."""
+
+    def __init__(self, form, hidden, heads):
+        super().__init__()
+        self.wte, self.wpe = nn.Embedding(OWN_WORDS, hidden), nn.Embedding(16, hidden)
+        self.h = nn.ModuleList(Block(form(hidden, heads), hidden) for _ in range(2))
+        self.ln_f, self.lm_head = nn.LayerNorm(hidden), nn.Linear(hidden, OWN_WORDS, bias=False)
+        self.wte.weight = self.lm_head.weight
+
+    def forward(self, ids):
+        x = self.wte(ids) + self.wpe(torch.arange(ids.shape[1], device=ids.device))
+        for block in self.h:
+            x = block(x)
+        return self.lm_head(self.ln_f(x))
+
+
+@contextmanager
+def lines_of_report():
+    """Collect what the plugin says inside of the context."""
+    lines = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logger = logging.getLogger("drivetrain_megatron")
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield lines
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+
+
+def check(form, sizes, **options):
+    """Train two steps beside one process; all layers of attention must be divided."""
+    torch.manual_seed(0)
+    with lines_of_report() as lines:
+        both = Twins(Decoder(form, *sizes).double(), **options)
+    facts = both.accelerator.strategy_of(both.model)._facts
+    for layer in (*form.columns, "c_proj"):
+        partition = facts[f"h.1.attn.{layer}.weight"].partition
+        assert partition is not None, (form, layer)
+        assert len(set(partition.local_sizes)) == 1
+    if both.accelerator.is_main_process:
+        named = ", ".join(f"attn.{name}" for name in form.columns)
+        said = "\n".join(lines)
+        assert f"2 blocks h.0 to h.1: {named} -> attn.c_proj; up -> down" in said
+        assert "stays whole" not in said
+    # Sequences of other lengths than the first: what was tried must hold for all.
+    generator = torch.Generator().manual_seed(0)
+    both.train(*(torch.randint(OWN_WORDS, (3, 9 + n), generator=generator) for n in range(2)))
+    if form is not Separate:  # torch cannot work out the features of no rows
+        # A batch without rows trains nothing, and is no error.
+        both.accelerator.backward(both.model(torch.zeros(0, 7, dtype=torch.int64)).sum())
+        assert all(p.grad is None or not p.grad.any() for p in both.model.parameters())
+    both.close()
+
+
+SIZES = {"wide heads": (32, 4), "square heads": (16, 4)}
+
+
+@pytest.mark.ranks(2)
+def test_each_form_is_divided():
+    for form, sizes, sharded in (
+        (Split, SIZES["wide heads"], False),
+        (Configured, SIZES["square heads"], True),
+        (Chunks, SIZES["wide heads"], True),
+        (Reshaped, SIZES["square heads"], False),
+        (Separate, SIZES["wide heads"], True),
+    ):
+        with case(form):
+            check(form, sizes, tp=2, sequence_parallel=sharded)
+
+
+def test_four_ranks_have_a_head_each():
+    for form in (Split, Configured, Chunks, Reshaped, Separate):
+        torch.manual_seed(0)
+        blocks = planned(Decoder(form, *SIZES["square heads"]).double(), ranks=4).blocks
+        rows = [group.row for group in blocks["h.0"].plan.groups]
+        assert rows == ["attn.c_proj", "down"], form
+
+
+# --- layers that fit no group are divided by themselves, where a block would stay whole else ---
+
+
+class Normed(nn.Module):
+    """Norms over all features of queries and keys, as of OLMo 2; an uneven inner width."""
+
+    def __init__(self, inner=33):
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(WIDE, WIDE) for _ in range(4))
+        self.q_norm, self.k_norm, self.norm = (nn.LayerNorm(WIDE) for _ in range(3))
+        self.up, self.inner_norm, self.down = (
+            nn.Linear(WIDE, inner),
+            nn.LayerNorm(inner),
+            nn.Linear(inner, WIDE),
+        )
+        self.gate = nn.Linear(WIDE, 1)
+
+    def forward(self, x):
+        heads = (self.q_norm(self.q(x)), self.k_norm(self.k(x)), self.v(x))
+        heads = (each.view(*x.shape[:2], -1, 8).transpose(1, 2) for each in heads)
+        found = F.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2)
+        x = self.norm(x + self.o(found)) * self.gate(x).sigmoid()
+        return x + self.down(F.gelu(self.inner_norm(self.up(x))))
+
+
+def model_of(make):
+    return Stack(
+        [make(), make()], first=nn.Embedding(WORDS, WIDE), last=nn.Linear(WIDE, WORDS)
+    ).double()
+
+
+def built():
+    torch.manual_seed(0)
+    return model_of(Normed)
+
+
+def of_a_block(model, **options):
+    model.example_inputs = batch()
+    plan, text = planned_and_described(model, **options)
+    return plan.blocks["blocks.0"].plan, text
+
+
+def test_large_layers_are_divided_by_themselves(monkeypatch):
+    """A layer of 1 percent or less of a block stays whole: it would send more than it saves.
+
+    Thin matrices find the same.
+    """
+    expected, text = of_a_block(built())
+    assert not expected.groups
+    assert {each.layer: each.by_rows for each in expected.alone} == {
+        **dict.fromkeys(("q", "k", "v", "up"), False),
+        **dict.fromkeys(("o", "down"), True),
+    }
+    assert "2 blocks blocks.0 to blocks.1: by itself q, k, v, o, up, down" in text
+    assert "stays whole: " not in text
+    monkeypatch.setattr(trial, "LARGE", 64)
+    monkeypatch.setattr(trial, "FEATURES", 4)
+    assert of_a_block(built())[0] == expected
+
+
+class Mixed(Normed):
+    """Another pair of layers, which can be divided together."""
+
+    def __init__(self):
+        super().__init__()
+        self.wide, self.narrow = nn.Linear(WIDE, 8 * WIDE), nn.Linear(8 * WIDE, WIDE)
+
+    def forward(self, x):
+        x = super().forward(x)
+        return x + self.narrow(self.wide(x).relu())
+
+
+def test_beside_groups_and_in_plans_of_users_no_layer_is_divided_by_itself():
+    plan, text = of_a_block(model_of(Mixed))
+    assert [group.row for group in plan.groups] == ["narrow"]
+    assert not plan.alone
+    assert "o stays whole: " in text
+    plan, _ = of_a_block(model_of(Mixed), plan={"*.wide": "colwise", "*.narrow": "rowwise"})
+    assert not plan.alone
+
+
+@pytest.mark.ranks(2)
+def test_they_train_as_in_one_process_and_the_cost_has_what_they_send():
+    model = built()
+    spec = ModelSpec.of(copy.deepcopy(model), states=0, inputs=((batch(),), {}))
+    both = Twins(model, tp=2)
+    assert both.divided >= {f"blocks.{n}.{layer}.weight" for n in range(2) for layer in "qkvo"}
+    both.train(batch(), batch())  # the first two forwards compare batches
+    both.accelerator.traffic.clear()
+    both.backward(batch())
+    both.step()
+    sent = both.accelerator.traffic.sent()
+    strategy = both.accelerator.strategy_of(both.model)
+    promised = dict(type(strategy).cost(strategy.config, spec, strategy.run).sent)
+    assert promised["tp", "all_gather"]
+    assert {key: count for key, count in sent.items() if count} == promised
+    both.close()

@@ -5,15 +5,15 @@ import torch
 from torch import nn
 
 from divided_words import planned
-from drivetrain_megatron.plan import random_copy
+from drivetrain_megatron.plan import trial
 from huggingface_models import ARCHITECTURES
 from stacks import Stack
 
 
 def thin_from_now_on(monkeypatch):
     """Let also small matrices be thin in trials."""
-    monkeypatch.setattr(random_copy, "LARGE", 64)
-    monkeypatch.setattr(random_copy, "FEATURES", 4)
+    monkeypatch.setattr(trial, "LARGE", 64)
+    monkeypatch.setattr(trial, "FEATURES", 4)
 
 
 @pytest.mark.parametrize(("name", "sharded"), [("gpt2", False), ("llama-gqa", True)])
@@ -28,8 +28,8 @@ def test_thin_trials_find_the_plans_of_whole_ones(monkeypatch, name, sharded):
         calls.append(thin_layers(model, rows))
         return calls[-1]
 
-    thin_layers = random_copy._thin_layers
-    monkeypatch.setattr(random_copy, "_thin_layers", counted)
+    thin_layers = trial._thin_layers
+    monkeypatch.setattr(trial, "_thin_layers", counted)
     found = planned(model, sequence_parallel=sharded)
     assert len(calls) == len({id(each) for each in found.blocks.values()})  # none was tried again
     assert all(calls)
@@ -68,11 +68,11 @@ def test_tied_matrices_become_thin_together():
             return self.head(self.down(self.up(self.words(ids))))
 
     model = Tied()
-    thin = random_copy.random_copy(model, torch.Generator(), {"down"}, torch.float64)
+    thin = trial.random_copy(model, torch.Generator(), {"down"}, torch.float64)
     assert thin.head.weight is thin.words.weight
-    assert thin.words.weight.shape == (3000, random_copy.FEATURES)
-    assert thin.down.weight.shape == (random_copy.FEATURES, 2048)
-    assert thin.down.bias.shape == (random_copy.FEATURES,)
-    assert thin.up.weight.shape == (2048, random_copy.FEATURES)
+    assert thin.words.weight.shape == (3000, trial.FEATURES)
+    assert thin.down.weight.shape == (trial.FEATURES, 2048)
+    assert thin.down.bias.shape == (trial.FEATURES,)
+    assert thin.up.weight.shape == (2048, trial.FEATURES)
     ids = torch.arange(6).view(2, 3)
     assert thin(ids).shape == model(ids).shape

@@ -10,9 +10,9 @@ from torch.nn import functional as F
 from divided_words import WIDE, WORDS, PostNorm, TwoRanks, batch
 from drivetrain.errors import ConfigError
 from drivetrain_megatron.config import MegatronConfig
-from drivetrain_megatron.plan import random_copy, whole_trial
-from drivetrain_megatron.plan.model import TensorParallel
-from drivetrain_megatron.plan.whole_trial import confirmed
+from drivetrain_megatron.plan import model as plan_model
+from drivetrain_megatron.plan import trial
+from drivetrain_megatron.plan.model import TensorParallel, confirmed
 from drivetrain_megatron.recording.calls import inputs_for
 from stacks import Stack
 
@@ -143,19 +143,19 @@ def test_long_lists_are_tried_by_their_first_blocks(monkeypatch):
         names.append(len(outline.blocks))
         return randomized(outline, call, rows, dtype)
 
-    randomized = whole_trial.randomized
-    monkeypatch.setattr(whole_trial, "randomized", counted)
+    randomized = plan_model.randomized
+    monkeypatch.setattr(plan_model, "randomized", counted)
     weights = sum(p.numel() for p in model.parameters())
     for most, blocks in ((1 << 30, [6]), (weights * 48, [2]), (weights, [])):
-        monkeypatch.setattr(whole_trial, "MOST_BYTES", most)
+        monkeypatch.setattr(plan_model, "MOST_BYTES", most)
         assert planned(model).vocabulary == ["first", "last"]
         assert names == blocks
         names.clear()
 
 
 def test_thin_matrices_find_the_same(monkeypatch):
-    monkeypatch.setattr(random_copy, "LARGE", 64)
-    monkeypatch.setattr(random_copy, "FEATURES", 4)
+    monkeypatch.setattr(trial, "LARGE", 64)
+    monkeypatch.setattr(trial, "FEATURES", 4)
     assert planned(Words().double()).vocabulary == ["first", "last"]
     assert not planned(Prior().double()).vocabulary
     assert "" in planned(Penalized().double()).blocks

@@ -13,10 +13,9 @@ from drivetrain.errors import UsageError
 from drivetrain.parts.blocks import BlockHooks
 from drivetrain_megatron.pipeline.cut import balanced, kept_together
 from drivetrain_megatron.recording.calls import example_inputs
-from drivetrain_megatron.recording.phases import block_order, record
+from drivetrain_megatron.recording.phases import Carried, Constant, Passed, block_order, record
 from drivetrain_megatron.recording.proxy import StageProxy
 from drivetrain_megatron.recording.shapes import Shapes
-from drivetrain_megatron.recording.structure import Carried, Constant, Passed
 
 WIDTH = 6
 

@@ -11,10 +11,9 @@ from transformers.pytorch_utils import Conv1D
 from drivetrain.errors import ConfigError, UsageError
 from drivetrain_megatron.plan.thread_ranks import run_emulated
 from drivetrain_megatron.tensor.behavior import behavior_of, detach
-from drivetrain_megatron.tensor.linear import attach_column, attach_row
+from drivetrain_megatron.tensor.linear import attach_column, attach_row, enter_group
 from drivetrain_megatron.tensor.operators import Edges, TokenShards, gather
 from drivetrain_megatron.tensor.partition import even
-from drivetrain_megatron.tensor.shared_input import enter_group
 from emulated_tensors import calls, close, numbers
 
 HIDDEN, FFN, TOKENS = 6, 10, 7

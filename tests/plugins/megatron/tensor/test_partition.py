@@ -9,6 +9,7 @@ from drivetrain.collectives.volume import chunk_bounds
 from drivetrain.errors import ConfigError, UsageError
 from drivetrain_megatron.tensor.partition import (
     Partition,
+    ShardingSpec,
     even,
     grouped_heads,
     joined,
@@ -58,7 +59,7 @@ def test_take_is_a_copy_and_put_and_add_write_only_their_place():
     assert whole.tolist() == [0, 1, 2, 3, 4, 5]
     partition.put(whole, share, 1)
     assert whole.tolist() == [0, 1, 0, 0, 4, 0]
-    partition.add(whole, torch.ones(3), 0)
+    partition.put(whole, torch.ones(3), 0, add=True)
     assert whole.tolist() == [1, 2, 0, 0, 5, 0]
 
 
@@ -97,7 +98,7 @@ def test_fused_q_k_v_of_grouped_queries_is_joined():
     assert fused.size == 24
     assert fused.ranges[2] == ((6, 9), (15, 18), (21, 24))
     assert torch.equal(whole_again(fused, torch.arange(24.0)), torch.arange(24.0))
-    assert fused.first_holder(2) == 2
+    assert ShardingSpec((24,), fused).saves(2)
     assert fused.sharers(2) == ((2,), (2, 3), (2, 3))
     assert fused.disown(torch.ones(9), 2).tolist() == [1] * 9
     assert fused.disown(torch.ones(9), 3).tolist() == [1] * 3 + [0] * 6

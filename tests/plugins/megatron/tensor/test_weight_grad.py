@@ -9,14 +9,18 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from drivetrain_megatron.pipeline.worker import seeded
+from drivetrain_megatron.pipeline.runner import seeded
 from drivetrain_megatron.plan.divide import BlockPlan, GroupPlan, divide
 from drivetrain_megatron.plan.thread_ranks import run_emulated
 from drivetrain_megatron.tensor.behavior import behavior_of
-from drivetrain_megatron.tensor.linear import defer_no_more, defer_weights
+from drivetrain_megatron.tensor.linear import (
+    WeightGradients,
+    WeightHalf,
+    defer_no_more,
+    defer_weights,
+)
 from drivetrain_megatron.tensor.operators import Edges, TokenShards
 from drivetrain_megatron.tensor.partition import even, packed
-from drivetrain_megatron.tensor.weight_grad import WeightGradients, WeightHalf
 
 EXACT, ROUNDED = {"rtol": 1e-10, "atol": 1e-12}, {"rtol": 0.1, "atol": 2.0}
 WIDTH, INNER, TOKENS = 6, 8, 5

@@ -1,9 +1,6 @@
-"""Reshapes of a block whose code counts with the sizes of the whole, on a rank that has a part.
+"""What ranks change around the layers of a block: the ends of regions, the sizes in reshapes.
 
-``x.view(batch, length, 3, heads, dim // heads)`` asks for all heads, and the rank has some of them.
-If the sizes do not fit the tensor, and would with the rank's value of one size, this size is
-replaced. A bias of all heads that is added to the scores of some is cut. The trial tells whether
-that was meant.
+Both serve code of the user: with its own weights, and with sizes of the whole that it counts with.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -13,12 +10,89 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
 
 from drivetrain.collectives import Communicator
-from drivetrain_megatron.tensor.behavior import Behavior, attach, original_class
-from drivetrain_megatron.tensor.operators import Edges, copy
-from drivetrain_megatron.tensor.partition import even
+from drivetrain_megatron.tensor.behavior import Behavior, attach, computing, original_class
+from drivetrain_megatron.tensor.operators import Edges, Uncopied, copy, reduce
+from drivetrain_megatron.tensor.partition import Partition, even
+
+# --- the ends of a region of weights in no layer (Shoeybi et al. 2019, section 3) ---
+
+# Each rank computes with a share of the inner features, and with all of the inputs: the gradients
+# of all inputs are summed, also those of the weights with which a router mixes experts. The results
+# are parts of a sum. A bias that is added before the sum has its share of features on each rank,
+# and zeros elsewhere.
+
+
+@dataclass(frozen=True, slots=True)
+class RegionEnds(Uncopied):
+    """Hooks on the modules where a region begins and ends."""
+
+    ranks: Communicator
+
+    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Be a forward pre-hook: everything that wants a gradient enters all ranks."""
+        return tree_map(self._entered, (args, kwargs))
+
+    def _entered(self, x: Any) -> Any:
+        return copy(x, self.ranks) if isinstance(x, Tensor) and x.requires_grad else x
+
+    def leave(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Be a forward hook: the first tensor of a module's result is summed over ranks."""
+        return with_first(output, lambda x: reduce(x, self.ranks))
+
+
+def with_first(output: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """Return a module's result in which the first tensor is replaced by a function of it."""
+    if isinstance(output, Tensor):
+        return function(output)
+    first, *rest = output
+    return type(output)((function(first), *rest))
+
+
+class PaddedBias:
+    """Two hooks: while a module runs, its code finds a bias of full size."""
+
+    def __init__(self, name: str, partition: Partition, rank: int) -> None:
+        self._name = name
+        start, stop = next(iter(partition.ranges[rank]), (0, 0))
+        self._before, self._after = start, partition.size - stop
+
+    def begin(self, module: nn.Module, args: Any) -> None:
+        """Be a forward pre-hook."""
+        with computing:  # before the module's own forward
+            share = getattr(module, self._name)
+            module.__dict__[self._name] = F.pad(share, (self._before, self._after))
+
+    def end(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Be a forward hook, also after an error."""
+        module.__dict__.pop(self._name, None)
+
+
+def attach_region(entrance: nn.Module, leaving: nn.Module, ranks: Communicator) -> None:
+    """Let inputs of the one module enter all ranks, and results of the other be summed."""
+    ends = RegionEnds(ranks)
+    entrance.register_forward_pre_hook(ends.enter, with_kwargs=True)
+    leaving.register_forward_hook(ends.leave)
+
+
+def attach_bias(module: nn.Module, name: str, partition: Partition, rank: int) -> None:
+    """Let a module that adds a bias before the sum find the bias with zeros for other ranks."""
+    bias = PaddedBias(name, partition, rank)
+    module.register_forward_pre_hook(bias.begin)
+    module.register_forward_hook(bias.end, always_call=True)
+
+
+# --- reshapes of a block whose code counts with the sizes of the whole ---
+
+# ``x.view(batch, length, 3, heads, dim // heads)`` asks for all heads, and the rank has some of
+# them. If the sizes do not fit the tensor, and would with the rank's value of one size, this size
+# is replaced. A bias of all heads that is added to the scores of some is cut. The trial tells
+# whether that was meant.
+
 
 _RESHAPES = frozenset({Tensor.view, Tensor.reshape, torch.reshape})
 

@@ -1,4 +1,4 @@
-"""Logits that stay cut over the vocabulary: what keeps them so, what gathers, gradients."""
+"""Embeddings cut by words: lookups, gradients, padding, words that do not exist."""
 
 import copy
 import itertools
@@ -13,17 +13,248 @@ from cases import case
 from cell_twins import Twins
 from drivetrain import communication
 from drivetrain.collectives import connect
-from drivetrain.errors import UsageError
+from drivetrain.errors import ConfigError, UsageError
 from drivetrain.runtime.mesh import Mesh
 from drivetrain.runtime.world import World
 from drivetrain.traffic import Traffic
 from drivetrain_megatron.plan.thread_ranks import run_emulated
 from drivetrain_megatron.tensor.linear import attach_column
-from drivetrain_megatron.tensor.logits import ShardedLogits
-from drivetrain_megatron.tensor.operators import Edges
+from drivetrain_megatron.tensor.operators import Edges, TokenShards, gather
 from drivetrain_megatron.tensor.partition import Partition, even, packed
+from drivetrain_megatron.tensor.vocabulary import (
+    ShardedLogits,
+    Terms,
+    attach_vocabulary,
+    cross_entropy,
+)
 from emulated_tensors import calls, close, numbers
 from huggingface_models import llama, token_batch
+
+HIDDEN, TOKENS = 6, 7
+
+
+def example(vocabulary, padding):
+    torch.manual_seed(0)
+    module = nn.Embedding(vocabulary, HIDDEN, padding_idx=padding).double()
+    words = torch.randint(0, vocabulary, (2, TOKENS))
+    words[0, :2] = 0
+    if padding is not None:
+        words[1, 3] = module.padding_idx
+    return module, words
+
+
+def attached(module, size, ranks, tokens=None):
+    """Return a divided copy and how to cut the whole weight's gradient."""
+    module = copy.deepcopy(module)
+    edges = Edges(ranks, tokens)
+    partition = even(0, module.num_embeddings, size)
+    attach_vocabulary(module, edges, partition)
+    module.weight.data = partition.take(module.weight.data, ranks.rank)
+    return module, partition
+
+
+def check_lookups(size, vocabulary, padding):
+    whole, words = example(vocabulary, padding)
+    expected = whole(words)
+    grad = torch.randn_like(expected)
+    expected.backward(grad)
+
+    def body(ranks):
+        module, partition = attached(whole, size, ranks)
+        out = module(words)
+        close(out, expected)
+        assert out.requires_grad
+        out.backward(grad)
+        close(module.weight.grad, partition.take(whole.weight.grad, ranks.rank))
+        assert calls(ranks) == {"all_reduce": 1}
+        return ranks.traffic.total()
+
+    sent = sum(run_emulated(size, body))
+    assert sent == 2 * expected.numel() * 8 * (size - 1)
+
+
+def test_lookups_equal_one_process():
+    for vocabulary, padding in ((97, None), (97, 96), (97, 50), (3, -1)):
+        check_lookups(4, vocabulary, padding)
+
+
+def test_shards_of_the_sequence():
+    whole, words = example(97, 5)
+    expected = whole(words)
+    grad = torch.randn_like(expected)
+    expected.backward(grad)
+    shards = even(-2, TOKENS, 4)
+
+    def body(ranks):
+        tokens = TokenShards()
+        module, partition = attached(whole, 4, ranks, tokens)
+        with tokens.of(TOKENS):
+            out = module(words)
+        close(out, shards.take(expected, ranks.rank))
+        out.backward(shards.take(grad, ranks.rank))
+        close(module.weight.grad, partition.take(whole.weight.grad, ranks.rank))
+        close(gather(out, ranks, shards), expected)
+
+    run_emulated(4, body)
+
+
+def test_what_cannot_be_looked_up_or_divided_is_refused():
+    whole, words = example(97, None)
+
+    def body(ranks):
+        module, _ = attached(whole, 2, ranks)
+        for wrong in (97, -1):
+            with pytest.raises(UsageError, match=rf"words from 0 to 96, found .* {wrong}"):
+                module(torch.tensor([wrong]))
+        assert module(words[:, :0]).shape == (2, 0, HIDDEN)
+        for other, partition, match in (
+            (nn.Embedding(8, 4, max_norm=1.0), even(0, 8, 2), "without max_norm"),
+            (nn.Embedding(8, 4, scale_grad_by_freq=True), even(0, 8, 2), "without scale_grad_by"),
+            (nn.Embedding(8, 4, sparse=True), even(0, 8, 2), "without sparse"),
+            (nn.EmbeddingBag(8, 4), even(0, 8, 2), "leave it out of the plan"),
+            (nn.Embedding(8, 4), packed(0, (4, 4), 2), "one range per rank"),
+        ):
+            with pytest.raises(ConfigError, match=match):
+                attach_vocabulary(other, Edges(ranks), partition)
+
+    run_emulated(2, body)
+
+
+# --- cross entropy of logits cut over the vocabulary: as torch's, without gathering them ---
+
+
+SHAPES = [(5, 97), (97,), (2, 97, 3), (2, 97, 3, 2), (0, 97), (3, 2)]
+
+
+def near(actual, expected, **tolerance):
+    tolerance = tolerance or {"rtol": 1e-10, "atol": 1e-12}
+    torch.testing.assert_close(actual, expected, equal_nan=True, **tolerance)
+
+
+def loss_example(shape, scale=1.0, ignored=None):
+    torch.manual_seed(0)
+    dim = min(1, len(shape) - 1)
+    logits = scale * torch.randn(shape, dtype=torch.float64)
+    target = torch.randint(0, shape[dim], (*shape[:dim], *shape[dim + 1 :]))
+    if ignored is not None and target.dim():
+        target.view(-1)[::2] = ignored
+    return logits, target, dim
+
+
+def check(size, logits, target, dim, **options):
+    partition = even(dim, logits.shape[dim], size)
+    whole = logits.clone().requires_grad_()
+    expected = F.cross_entropy(whole, target, **options)
+    grad = torch.randn_like(expected)
+    expected.backward(grad)
+
+    def body(ranks):
+        mine = partition.take(logits, ranks.rank).requires_grad_()
+        before = mine.detach().clone()
+        loss = cross_entropy(mine, target, Terms(ranks, partition, **options))
+        forward = calls(ranks)
+        assert torch.equal(mine, before)  # the caller's logits are never changed
+        assert loss.dtype is expected.dtype
+        near(loss, expected)
+        loss.backward(grad)
+        assert torch.equal(mine, before)
+        near(mine.grad, partition.take(whole.grad, ranks.rank))
+        assert calls(ranks) == forward  # backward sends nothing
+        return ranks.traffic
+
+    return run_emulated(size, body)
+
+
+def test_shapes_and_reductions():
+    for size, shape in itertools.product((1, 4), SHAPES):
+        for reduction in ("none", "sum", "mean"):
+            check(size, *loss_example(shape), reduction=reduction)
+
+
+def test_smoothing_weights_and_ignored_targets():
+    reductions = itertools.cycle(("none", "sum", "mean"))  # each kind meets all three
+    kinds = ((0.0, True), (0.3, False), (0.3, True), (1.0, False))
+    shapes = ((6, 97), (2, 97, 3))
+    for (smoothing, weighted), ignored, shape in itertools.product(kinds, (-100, 3), shapes):
+        weight = torch.rand(97, dtype=torch.float64) + 0.1 if weighted else None
+        options = {"label_smoothing": smoothing, "ignore_index": ignored, "weight": weight}
+        check(3, *loss_example(shape, ignored=ignored), reduction=next(reductions), **options)
+
+
+def test_huge_and_masked_logits_and_no_targets():
+    for smoothing in (0.0, 0.1):
+        check(4, *loss_example((6, 97), scale=1000.0), label_smoothing=smoothing)
+
+    logits, target, dim = loss_example((6, 97))
+    logits[:, 60:] = -torch.inf  # all words of the last rank, and some of another
+    target %= 60
+    check(4, logits, target, dim)
+
+    for reduction in ("sum", "mean"):
+        logits, target, dim = loss_example((6, 97))
+        check(3, logits, torch.full_like(target, -100), dim, reduction=reduction)
+
+
+def test_three_small_reductions_and_one_more_for_smoothing():
+    for smoothing, count in ((0.0, 3), (0.1, 4)):
+        ledgers = check(4, *loss_example((10, 97)), label_smoothing=smoothing)
+        for ledger in ledgers:
+            (entry,) = ledger.entries().values()
+            assert entry.calls == count
+        # All ranks together: 2 (t - 1) numbers per target and all-reduce.
+        assert sum(ledger.total() for ledger in ledgers) == count * 10 * 8 * 2 * 3
+
+
+def check_statistics(dtype):
+    logits, target, dim = loss_example((6, 97), scale=3.0)
+    logits = logits.to(dtype)
+    partition = even(dim, 97, 3)
+    whole = logits.float().requires_grad_()
+    expected = F.cross_entropy(whole, target)
+    expected.backward()
+
+    def body(ranks):
+        mine = partition.take(logits, ranks.rank).requires_grad_()
+        loss = cross_entropy(mine, target, Terms(ranks, partition))
+        assert loss.dtype is dtype
+        assert torch.equal(loss, expected.to(dtype))
+        loss.backward()
+        assert mine.grad.dtype is dtype
+        near(mine.grad, partition.take(whole.grad, ranks.rank).to(dtype), rtol=0.01, atol=1e-5)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert cross_entropy(mine, target, Terms(ranks, partition)).dtype is torch.float32
+
+    run_emulated(3, body)
+
+
+def test_statistics_are_kept_in_fp32():
+    for dtype in (torch.bfloat16, torch.float16):
+        check_statistics(dtype)
+
+
+def test_bad_targets_are_refused():
+    def body(ranks):
+        partition = even(1, 97, 2)
+        logits, target, _ = loss_example((5, 97))
+        mine, terms = partition.take(logits, ranks.rank), Terms(ranks, partition)
+        with pytest.raises(UsageError, match="probabilities"):
+            cross_entropy(mine, logits.softmax(-1), terms)
+        with pytest.raises(UsageError, match="targets from 0 to 96, found some from .* to 97"):
+            cross_entropy(mine, target.fill_(97), terms)
+        with pytest.raises(UsageError, match=r"shapes .* and \(4,\)"):
+            cross_entropy(mine, target[:4], terms)
+        with pytest.raises(UsageError, match="classes of this rank"):
+            cross_entropy(logits, target, terms)  # gathered: each word would count twice
+        with pytest.raises(UsageError, match="'max'"):
+            cross_entropy(mine, target, terms._replace(reduction="max"))
+        with pytest.raises(ConfigError, match="one range per rank"):
+            cross_entropy(mine, target, terms._replace(partition=packed(1, (50, 47), 2)))
+
+    run_emulated(2, body)
+
+
+# --- logits that stay cut over the vocabulary: what keeps them so, what gathers, gradients ---
+
 
 WORDS = 97
 

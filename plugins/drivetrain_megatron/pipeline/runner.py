@@ -1,0 +1,641 @@
+"""The stages of one rank at work, as a schedule says: receive, compute, send the result on."""
+
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from itertools import compress
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from drivetrain.collectives import Communicator
+from drivetrain.errors import ConfigError, UsageError
+from drivetrain.model import LeftBehind
+from drivetrain.ranges import STAGE, named_range
+from drivetrain.strategy import Strategy
+from drivetrain_megatron.dropout import Dropout
+from drivetrain_megatron.pipeline.batches import MicroBatch
+from drivetrain_megatron.pipeline.schedules import Action, ActionKind, Span, Timeline, save_trace
+from drivetrain_megatron.pipeline.stage import SharedParameters, Split, Stage
+from drivetrain_megatron.pipeline.transfer import (
+    Arrival,
+    Direction,
+    Link,
+    Message,
+    Meta,
+    absent_like,
+    is_absent,
+)
+from drivetrain_megatron.tensor.linear import WeightGradients
+
+# --- one stage at work: forward and backward of micro-batches, and the tensors kept between ---
+
+
+LossOf = Callable[[Any, Any], Tensor]
+"""Makes the loss of what the model returned and of the micro-batch's targets."""
+
+
+Send = Callable[[Sequence[Tensor]], None]
+"""Sends the gradients of a stage's inputs to the stage before."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageParts:
+    """The data-parallel strategy inside, the connections between stages, and what stages share.
+
+    The cell's axes are those whose ranks hold one replica together, the pipeline's among them. The
+    replicas are on the axis of data parallelism.
+    """
+
+    inner: Strategy[Any]
+    device: torch.device
+    link: Link
+    axis: Communicator
+    cell: Sequence[Communicator]
+    replicas: Communicator
+    shared: SharedParameters
+    weights: WeightGradients
+    dropout: Dropout
+
+
+@dataclass(slots=True)
+class _InFlight:
+    """The tensors of a micro-batch that are kept until its backward, which begins at the roots."""
+
+    received: tuple[Tensor, ...]
+    roots: tuple[Tensor, ...]
+
+
+class StageWorker:
+    """A stage during one step.
+
+    Each forward runs in a context ``besides``, where an earlier stage of the rank has run the code
+    around blocks, too.
+
+    Attributes:
+        outputs: of the model, by micro-batch: real on the last stage only.
+        kept: indices of blocks whose tensors are kept in ``made``, by micro-batch and block: the
+            rest of the model then runs on those of the whole batch. None on ordinary passes.
+        final: the micro-batch whose backward is the rank's last and synchronises gradients; None
+            while gradients stay local.
+        final_weight: the same, where the half for the weights is the last.
+    """
+
+    def __init__(
+        self, stage: Stage, parts: StageParts, besides: Callable[[], AbstractContextManager[None]]
+    ) -> None:
+        self.stage, self._parts = stage, parts
+        self._besides = besides
+        self._kept: dict[int, _InFlight] = {}
+        self._returned: dict[int, list[Meta]] = {}
+        self.batches: dict[int, MicroBatch] = {}
+        self.outputs: dict[int, Any] = {}
+        self.kept: Collection[int] | None = None
+        self.made: dict[int, dict[int, tuple[Tensor, ...]]] = {}
+        self.losses: dict[int, Tensor] = {}
+        self.final: int | None = None
+        self.final_weight: int | None = None
+        self.loss_of: LossOf | None = None
+        self.seeds: dict[int, Tensor] = {}
+        self.losses_to_run: dict[int, Tensor] = {}
+        self._begin: dict[int, list[Tensor]] = {}
+
+    # --- what the interpreter asks ---
+
+    def input_metas(self, micro_batch: int) -> list[Meta]:
+        """Return the facts of the tensors that come from the stage before."""
+        batch = self.batches[micro_batch]
+        return [Meta(m.shape, m.dtype) for m in self.stage.receives(batch)]
+
+    def output_metas(self, micro_batch: int) -> list[Meta]:
+        """Return the facts of the gradients that come back."""
+        if micro_batch in self._returned:
+            return self._returned[micro_batch]
+        batch = self.batches[micro_batch]
+        sent = self.stage.sends(batch)
+        return [Meta(m.shape, m.dtype) for m in sent if m.requires_grad]
+
+    def forward(self, micro_batch: int, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Run the stage; keep its graph for backward."""
+        batch = self.batches[micro_batch]
+        metas = self.stage.receives(batch)
+        grad = torch.is_grad_enabled()
+        received = tuple(
+            tensor.requires_grad_(grad and meta.requires_grad)
+            for tensor, meta in zip(inputs, metas, strict=True)
+        )
+        # A view, so that what the block changes in place is not the leaf itself.
+        views = tuple(t.view_as(t) if t.requires_grad else t for t in received)
+        with (
+            self._besides(),
+            self._parts.dropout.forward(batch.number),
+            self._parts.inner.running(),
+        ):
+            found = self.stage.run(batch, views, self.kept)
+        self.outputs[micro_batch], roots = found.output, found.sent
+        if self.kept is not None:
+            made = {self.stage.blocks.start - 1: received, **found.made}
+            self.made[micro_batch] = {i: made[i] for i in self.kept if i in made}
+        if self.stage.is_last and self.loss_of is not None:
+            loss = self.loss_of(found.output, batch.targets)
+            self.losses[micro_batch] = loss.detach()
+            self.outputs[micro_batch] = None
+            roots = (loss,)
+        if grad:
+            # Dtypes depend on autocast, and backward runs outside of it.
+            self._returned[micro_batch] = self.output_metas(micro_batch)
+            self._kept[micro_batch] = _InFlight(received, roots)
+        return found.sent
+
+    def backward(self, micro_batch: int, gradients: Sequence[Tensor], send: Send) -> None:
+        """Run backward of a micro-batch; gradients of inputs are sent as soon as they are there."""
+        if micro_batch in self.losses_to_run:
+            self._backward_from(self.losses_to_run.pop(micro_batch), micro_batch, send)
+            return
+        kept = self._taken(micro_batch)
+        roots = [root for root in kept.roots if root.requires_grad]
+        given = list(gradients)
+        if self.stage.is_last:
+            roots, given = self._last_roots(micro_batch, roots)
+        else:
+            reached = [not is_absent(gradient) for gradient in given]
+            roots, given = list(compress(roots, reached)), list(compress(given, reached))
+        sender = _Sender(kept.received, send)
+        self._run_backward(roots, given, synchronize=self.final == micro_batch)
+        sender.finish()
+
+    def _last_roots(
+        self, micro_batch: int, roots: list[Tensor]
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Return where backward of the last stage begins, and with which gradients."""
+        if micro_batch in self._begin:
+            return roots, self._begin.pop(micro_batch)
+        if micro_batch not in self.seeds:
+            return [], []  # its loss does not count, and may be no number
+        return roots, [self.seeds[micro_batch].to(root.dtype) for root in roots]
+
+    def begin_at(
+        self, micro_batch: int, roots: Sequence[Tensor], gradients: Sequence[Tensor]
+    ) -> None:
+        """Say where the backward of a micro-batch of the last stage begins."""
+        self._kept[micro_batch].roots = tuple(roots)
+        self._begin[micro_batch] = list(gradients)
+
+    def _backward_from(self, loss: Tensor, micro_batch: int, send: Send) -> None:
+        """Run backward of the last stage from a loss that the script made of its output."""
+        kept = self._taken(micro_batch)
+        sender = _Sender(kept.received, send)
+        final = self.final == micro_batch
+        with nullcontext() if final else self._parts.inner.accumulating():
+            self._parts.inner.backward(loss)
+        if final:
+            self._parts.shared.send_gradients()
+        sender.finish()
+
+    def backward_input(self, micro_batch: int, gradients: Sequence[Tensor], send: Send) -> None:
+        """Run the half of backward that makes the gradients of the inputs."""
+        with self._parts.weights.collecting(micro_batch):
+            self.backward(micro_batch, gradients, send)
+
+    def backward_weight(self, micro_batch: int) -> None:
+        """Run the other half."""
+        final = self.final_weight == micro_batch
+        roots = self._parts.weights.roots(micro_batch)
+        self._run_backward(roots, [torch.ones_like(root) for root in roots], synchronize=final)
+
+    # --- inside ---
+
+    def clear(self) -> None:
+        """Forget micro-batches whose backward nobody asked for."""
+        kept = (self._kept, self.batches, self.outputs, self.made, self.losses, self.seeds)
+        for each in (*kept, self._begin, self._returned):
+            each.clear()
+        self.final = self.final_weight = None
+        self._parts.weights.clear()
+
+    def _taken(self, micro_batch: int) -> _InFlight:
+        self._returned.pop(micro_batch, None)
+        return self._kept.pop(micro_batch)
+
+    def _run_backward(
+        self, roots: Sequence[Tensor], gradients: list[Tensor], *, synchronize: bool
+    ) -> None:
+        """Run backward from tensors with given gradients; the list of these is emptied."""
+        tensors = list(roots)
+        if synchronize:
+            # Copies' gradients enter this very backward: the data-parallel strategy then meets each
+            # gradient once, and whole.
+            parameters, summed = self._parts.shared.receive_gradients()
+            tensors += parameters
+            gradients += summed
+        with nullcontext() if synchronize else self._parts.inner.accumulating():
+            if tensors or synchronize:
+                self._parts.inner.backward(seeded(tensors, gradients, self._parts.device))
+        if synchronize:
+            self._parts.shared.send_gradients()
+
+
+class _Sender:
+    """Sends the gradients of received leaves when the last has come."""
+
+    def __init__(self, leaves: Sequence[Tensor], send: Send) -> None:
+        self._leaves = [leaf for leaf in leaves if leaf.requires_grad]
+        self._send = send
+        self._missing = len(self._leaves)
+        for leaf in self._leaves:
+            leaf.register_post_accumulate_grad_hook(self._arrived)  # type: ignore[no-untyped-call]
+
+    def finish(self) -> None:
+        """Send the gradients that have not been sent."""
+        if self._missing:
+            self._missing = 0
+            self._send_all()
+
+    def _arrived(self, leaf: Tensor) -> None:
+        # Inside of backward: the stage before begins while weights' gradients are computed here.
+        self._missing -= 1
+        if not self._missing:
+            self._send_all()
+
+    def _send_all(self) -> None:
+        gradients = [absent_like(leaf) if leaf.grad is None else leaf.grad for leaf in self._leaves]
+        for leaf in self._leaves:
+            leaf.grad = None
+        self._send(gradients)
+
+
+def find_loss(output: Any) -> Tensor | None:
+    """Return the loss in a model's output, ``output.loss`` or a 0-d output; else None."""
+    loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
+    if loss is None:
+        leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+        loss = leaves[0] if len(leaves) == 1 else None
+    is_loss = isinstance(loss, Tensor) and not loss.dim() and loss.is_floating_point()
+    return loss if is_loss else None
+
+
+def seeded(tensors: Sequence[Tensor], gradients: list[Tensor], device: torch.device) -> Tensor:
+    """Return a 0-d loss whose backward gives these tensors these gradients.
+
+    A data-parallel strategy runs backward from a loss; a stage has the gradients of its outputs.
+    Without any tensors the loss reaches nothing. The list of gradients is emptied in backward,
+    since a gradient that nobody else holds becomes a parameter's own instead of being copied.
+    """
+    if not tensors:
+        return torch.zeros((), device=device, requires_grad=True)
+    loss: Tensor = _Seeded.apply(gradients, *tensors)  # type: ignore[no-untyped-call]
+    return loss
+
+
+class _Seeded(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gradients: list[Tensor], *tensors: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        return tensors[0].new_zeros((), dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, factor: Tensor) -> tuple[Any, ...]:
+        given = tuple(ctx.gradients)
+        ctx.gradients.clear()
+        return None, *given
+
+
+# --- all stages of this rank, as a schedule says ---
+
+
+Workers: TypeAlias = Mapping[int, StageWorker]
+"""By index of the stage."""
+
+
+class LocalStages:
+    """The stages of this rank at work.
+
+    Attributes:
+        workers: by index of the stage.
+        count: how many stages there are on all ranks.
+        left: what a forward changes outside of blocks, so that it does so once in each call.
+        shared: the parameters that stages share.
+        replicas_decide: whether the ranks of other replicas take part in decisions.
+        spans: when the actions of this step ran.
+    """
+
+    def __init__(self, split: Split, parts: StageParts) -> None:
+        self._parts = parts
+        self.inner, self.device, self.dropout = parts.inner, parts.device, parts.dropout
+        self._axis, self._link = parts.axis, parts.link
+        # Replicas whose forwards need each other must run as many: they decide together.
+        self.replicas_decide = self.inner.forward_is_collective and parts.replicas.size > 1
+        together = (*parts.cell, parts.replicas) if self.replicas_decide else parts.cell
+        self._together = [axis for axis in together if axis.size > 1]
+        self.shared = parts.shared
+        self.ranks, self.rank = parts.axis.size, parts.axis.rank
+        self.count = parts.axis.size * len(split.stages)
+        self.left = LeftBehind(split.parts.model, split.parts.inside)
+        self._stage = split.stages[0]
+        self.workers = {stage.index: self._worker(stage) for stage in split.stages}
+        self._arrivals: dict[Message, Arrival] = {}
+        self._stale, self._trained = False, True
+        self.spans: list[Span] = []
+
+    @property
+    def only(self) -> StageWorker:
+        """The worker of this rank's stage.
+
+        Raises:
+            UsageError: it has several.
+        """
+        if len(self.workers) > 1:
+            raise UsageError(
+                f"expected the loss inside of the model with {len(self.workers)} chunks per rank, "
+                "found one that is made outside: an interleaved schedule needs the whole batch at "
+                "once; return the loss from the model, use accelerator.pipeline_step(model, "
+                "inputs, targets, loss_fn=...), or set chunks: 1"
+            )
+        return self.workers[self.rank]
+
+    @property
+    def last_blocks(self) -> range:
+        """The blocks whose tensors the last stage has."""
+        return self._stage.last_blocks
+
+    @property
+    def last(self) -> StageWorker | None:
+        """The worker of the last stage; None on other ranks."""
+        return self.workers.get(self.count - 1)
+
+    def act(self, actions: Sequence[Action]) -> None:
+        """Run some actions of this rank in order.
+
+        Their times are kept, without the time of waiting for messages.
+
+        Raises:
+            CollectiveError: a neighbor ended or did not send in time.
+        """
+        self.spans += self._run(actions, self.workers)
+
+    def _run(self, actions: Sequence[Action], workers: Workers) -> list[Span]:
+        spans = []
+        with self.telling():
+            for index, action in enumerate(actions):
+                for following in actions[index : index + 2]:
+                    self._expect(following, workers)
+                spans.append(self._do(action, workers[action.stage]))
+        return spans
+
+    def _expect(self, action: Action, workers: Workers) -> None:
+        """Post the receive of an action's inputs from another rank."""
+        message = self._needed(action)
+        if message is None or message in self._arrivals:
+            return
+        stage = workers[action.stage]
+        forward = message.direction is Direction.FORWARD
+        if message.source in workers and not self._link.is_here(message):
+            return  # an action in between makes it
+        metas = stage.input_metas if forward else stage.output_metas
+        self._arrivals[message] = self._link.receive(message, metas(action.micro_batch))
+
+    def _needed(self, action: Action) -> Message | None:
+        if action.kind is ActionKind.FORWARD:
+            first = action.stage == 0
+            return None if first else Message.input_of(action.stage, action.micro_batch)
+        last = action.stage == self.count - 1
+        if last or not action.kind.returns:
+            return None
+        return Message.gradient_of(action.stage, action.micro_batch)
+
+    def _do(self, action: Action, stage: StageWorker) -> Span:
+        message = self._needed(action)
+        given = self._arrivals.pop(message).wait() if message is not None else ()
+        start = time.perf_counter()
+        kind = action.kind.name.lower()
+        with named_range(STAGE, f"{action.stage}: {kind} {action.micro_batch}"):
+            self._compute(action, stage, given)
+        return Span(action, start, time.perf_counter())
+
+    def _compute(self, action: Action, stage: StageWorker, given: Sequence[Tensor]) -> None:
+        """Run an action whose inputs are there; its results are sent."""
+        micro_batch = action.micro_batch
+        if action.kind is ActionKind.FORWARD:
+            outputs = stage.forward(micro_batch, given)
+            if action.stage + 1 < self.count:
+                self._link.send(Message.input_of(action.stage + 1, micro_batch), outputs)
+        elif action.kind is ActionKind.WEIGHT:
+            stage.backward_weight(micro_batch)
+        else:
+
+            def send(gradients: Sequence[Tensor]) -> None:
+                if action.stage:
+                    message = Message.gradient_of(action.stage - 1, micro_batch)
+                    self._link.send(message, gradients)
+
+            half = action.kind is ActionKind.INPUT
+            run = stage.backward_input if half else stage.backward
+            run(micro_batch, given, send)
+
+    def outline(self, batch: MicroBatch) -> Any:
+        """Return the model's output as proxies, without computing any block."""
+        with self.left.undone(), self.dropout.forward(batch.number), self.inner.running():
+            return self._stage.run_ambient(batch)
+
+    def dtype(self, batch: MicroBatch) -> torch.dtype:
+        """Return in which dtype a loss is made, the same on every rank: fp32, or fp64 of fp64."""
+        dtypes = {meta.dtype for meta in self._stage.ends(batch)}
+        return torch.float64 if torch.float64 in dtypes else torch.float32
+
+    def finish(
+        self,
+        stage: Stage,
+        batch: MicroBatch,
+        given: Mapping[int, Sequence[Tensor]],
+        *,
+        again: bool = False,
+    ) -> Any:
+        """Return the model's output for a whole batch whose blocks gave these tensors.
+
+        Args:
+            stage: this one.
+            batch: whole.
+            given: by block.
+            again: whether an earlier pass of the whole batch has left all behind.
+
+        Raises:
+            UsageError: as in ``Stage.run``; other stages are told that this one fails.
+        """
+        left = self.left.undone(everything=again)
+        with self.telling(), left, self.dropout.forward(batch.number), self.inner.running():
+            return stage.finish(batch, given)
+
+    @contextmanager
+    def telling(self) -> Iterator[None]:
+        """Context after whose failure no other stage waits for this one."""
+        try:
+            yield
+        except BaseException:
+            self._arrivals.clear()
+            self._link.reset()
+            self._link.alarm()
+            raise
+
+    def run_forwards(
+        self, batches: Sequence[MicroBatch], kept: Collection[int] | None
+    ) -> dict[int, StageWorker]:
+        """Run blocks without backward, by workers of their own; return these, by their stage."""
+        workers = {index: self._worker(worker.stage) for index, worker in self.workers.items()}
+        for worker in workers.values():
+            # One batch alone has its whole output on the last stage.
+            goes_on = worker.stage.is_last and len(batches) == 1
+            worker.batches, worker.kept = dict(enumerate(batches)), None if goes_on else kept
+        self._run(self.forwards(range(len(batches))), workers)
+        return workers
+
+    def forwards(self, numbers: Iterable[int]) -> list[Action]:
+        """Return the forwards of micro-batches on this rank: a stage's, then the next stage's."""
+        kind, chosen = ActionKind.FORWARD, list(numbers)
+        return [Action(kind, stage, each) for stage in sorted(self.workers) for each in chosen]
+
+    def backwards(self, numbers: Iterable[int]) -> list[Action]:
+        """Return the backwards of micro-batches on this rank, from the last stage on."""
+        kind, chosen = ActionKind.BACKWARD, list(numbers)
+        stages = sorted(self.workers, reverse=True)
+        return [Action(kind, stage, each) for stage in stages for each in chosen]
+
+    def mark_final(self, actions: Sequence[Action]) -> None:
+        """Tell a worker which of its backwards is the last of this rank; without any, none is."""
+        for worker in self.workers.values():
+            worker.final = worker.final_weight = None
+        final = next((action for action in reversed(actions) if action.kind.frees), None)
+        if final is None:
+            return
+        worker = self.workers[final.stage]
+        if final.kind is ActionKind.WEIGHT:
+            worker.final_weight = final.micro_batch
+        else:
+            worker.final = final.micro_batch
+
+    def share(self, values: Tensor, source: int, label: str) -> None:
+        """Give every rank, in place, the values of one stage."""
+        self._axis.broadcast(values, source % self.ranks, label=label).wait()
+
+    def agree(self, values: Sequence[int]) -> list[int]:
+        """Return the largest of each number over the ranks that decide together.
+
+        These are the ranks of the cell, and those of other replicas that need each other in a
+        forward.
+        """
+        found = torch.tensor(list(values), dtype=torch.int64, device=self.device)
+        for axis in self._together:
+            axis.all_reduce(found, reduction="max", label="decision of a pipeline").wait()
+        return found.tolist()
+
+    def is_new(self, unknown: bool) -> bool:
+        """Return whether a kind of call is unknown on this rank, or on a replica that decides too.
+
+        The ranks of a cell get the same calls; other replicas may get batches of another kind.
+        """
+        return bool(self.agree([unknown])[0]) if self.replicas_decide else unknown
+
+    def broadcast(self, values: Tensor, label: str) -> None:
+        """Give every stage, in place, the values of the last."""
+        self.share(values, self.count - 1, label)
+
+    def refresh(self) -> None:
+        """Bring copies of shared parameters up to date, if values have changed.
+
+        Between training and evaluation a script may have swapped values by itself (an average of
+        weights). Elsewhere such a change is an error, as the copies' ranks cannot know of it.
+        """
+        trains = torch.is_grad_enabled()
+        if self._stale or trains != self._trained:
+            self.shared.refresh(self.inner)
+        elif not self.inner.forward_is_collective:  # else parameters lie in shards
+            with self.telling():
+                self.shared.check_unchanged()
+        self._stale, self._trained = False, trains
+
+    def outdate(self) -> None:
+        """Say that values have changed: copies are made anew before the next forward."""
+        self._stale = True
+
+    def flush(self) -> None:
+        """Return when everything that was sent is through."""
+        self._link.flush()
+
+    def clear(self) -> None:
+        """Forget micro-batches whose backward nobody asked for."""
+        for worker in self.workers.values():
+            worker.clear()
+
+    def _worker(self, stage: Stage) -> StageWorker:
+        is_first_here = stage.index == self.rank
+        return StageWorker(stage, self._parts, nullcontext if is_first_here else self.left.undone)
+
+
+# --- the times of every rank's actions, step by step, as Chrome traces ---
+
+
+_KINDS = list(ActionKind)
+
+_COLUMNS = 5  # kind, stage, micro-batch, start, stop
+
+
+class StepTrace:
+    """Collects the spans of all ranks of a pipeline after a step, and writes one file.
+
+    Times of ranks on several hosts are as comparable as the wall clocks of these hosts. The folder
+    is made if it is not there. Names of files begin with ``name``; the first pipeline rank writes.
+
+    Raises:
+        ConfigError: the folder cannot be made.
+    """
+
+    def __init__(self, folder: Path, name: str, axis: Communicator, device: torch.device) -> None:
+        self._folder, self._name, self._axis, self._device = folder, name, axis, device
+        self._step = 0
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"strategy.trace_dir: cannot make {str(folder)!r}: {error.strerror or error}; "
+                "choose another folder"
+            ) from error
+
+    def save(self, spans: Sequence[Span]) -> None:
+        """Write the step that has just ended; a collective over the pipeline."""
+        timeline = Timeline(tuple(_spans(rows) for rows in self._gathered(spans)))
+        self._step += 1
+        if self._axis.rank == 0:
+            name = f"{self._name}-step{self._step:05d}"
+            save_trace(timeline, self._folder / f"{name}.json", name=name)
+
+    def _gathered(self, spans: Sequence[Span]) -> list[Tensor]:
+        """Return a row for each span of each rank."""
+        counts = torch.zeros(self._axis.size, dtype=torch.int64, device=self._device)
+        counts[self._axis.rank] = len(spans)
+        self._axis.all_reduce(counts, label="trace").wait()
+        most = int(counts.max())
+        table = torch.zeros(
+            self._axis.size, most, _COLUMNS, dtype=torch.float64, device=self._device
+        )
+        if spans:
+            since_epoch = time.time() - time.perf_counter()  # counters of hosts begin anywhere
+            rows = torch.tensor([_row(span, since_epoch) for span in spans], dtype=torch.float64)
+            table[self._axis.rank, : len(spans)] = rows
+        self._axis.all_reduce(table, label="trace").wait()
+        return [rows[:count] for rows, count in zip(table.cpu(), counts.tolist(), strict=True)]
+
+
+def _row(span: Span, moved: float) -> list[float]:
+    action = span.action
+    numbers = (_KINDS.index(action.kind), action.stage, action.micro_batch)
+    return [*map(float, numbers), span.start + moved, span.stop + moved]
+
+
+def _spans(rows: Tensor) -> tuple[Span, ...]:
+    return tuple(
+        Span(Action(_KINDS[int(kind)], int(stage), int(number)), start, stop)
+        for kind, stage, number, start, stop in rows.tolist()
+    )

@@ -1,0 +1,753 @@
+"""Parameters of which each tensor-parallel rank has a share, under the names that a script knows.
+
+Outside of the model's computing such a parameter stands for the whole. Layers, backward and
+optimizers compute with the share, which the parameter's object has for values. Everybody else finds
+the whole: its shape; its values, which the ranks gather together; hooks that see whole gradients;
+and each rank takes its share of what is written. Only the class of the parameter changes between
+the two, as for parameters whose values are away (``drivetrain.parts.guard``), which a strategy
+inside of the cell may have at the same time.
+"""
+
+import copy
+import functools
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeAlias, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+from torch._compile import _disable_dynamo
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.hooks import RemovableHandle
+
+from drivetrain.collectives import Communicator
+from drivetrain.errors import UsageError
+from drivetrain.parts.divided_gradient import DividedGradient
+from drivetrain.parts.guard import (
+    FACTS,
+    Arguments,
+    Function,
+    Keywords,
+    asks_facts,
+    targets,
+    writes_first,
+)
+from drivetrain.parts.norms import norms_of_each
+from drivetrain.parts.rounds import after_backward, in_backward, is_of_strategy
+from drivetrain.parts.wrapping import UninheritedHook
+from drivetrain_megatron.tensor.behavior import (
+    SHARE,
+    Own,
+    attach,
+    behavior_of,
+    computing,
+    know_shares,
+)
+from drivetrain_megatron.tensor.operators import gather, gathered, scatter
+from drivetrain_megatron.tensor.partition import Partition
+
+# --- whole values, copied for a script ---
+
+# The copy stands for the tensor's own memory: whatever is written into it, or into a view of it,
+# goes to the shares, and values of before a step are not given out.
+
+
+class WholeCopy:
+    """A copy of the whole values of a parameter, tied to its shares."""
+
+    def __init__(self, share: "Share", values: Tensor) -> None:
+        self._share, self._values = share, values
+        self._is_tied = True
+        self._seen = share.moment()
+
+    def refresh(self, values: Tensor) -> None:
+        """Take the values of now."""
+        self._values.copy_(values)
+        self._seen = self._share.moment()
+
+    def shown(self) -> "WholeTensor":
+        """Return the values for a script."""
+        return self.view(self._values.detach())
+
+    def view(self, view: Tensor) -> "WholeTensor":
+        """Let a view of the values be one whose writes reach the shares."""
+        shown: Any = view
+        shown.__class__ = WholeTensor
+        shown._copy = self
+        return shown  # type: ignore[no-any-return]
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether a tensor lies in the memory of the values."""
+        dense = tensor.layout is torch.strided and not tensor.is_meta
+        mine = self._values.untyped_storage()._cdata
+        return dense and tensor.untyped_storage()._cdata == mine
+
+    def check(self) -> None:
+        """Refuse values of before a step.
+
+        Raises:
+            UsageError: names the parameter.
+        """
+        if self._is_tied and self._seen != self._share.moment():
+            raise UsageError(
+                f"expected values of {self._share.name!r} as they are now, found a copy from "
+                "before they changed: ranks hold shares of them; read the parameter, or "
+                "state_dict(), again, or keep a clone()"
+            )
+
+    def written(self) -> None:
+        """Let the shares follow."""
+        if self._is_tied:
+            self._share.put(self._values)
+            self._seen = self._share.moment()
+
+    def cut(self) -> None:
+        """Go on as ordinary memory: the tensor has got another one."""
+        self._is_tied = False
+
+
+class WholeTensor(Tensor):
+    """What a script gets of a copy: the copy itself, or a view of it."""
+
+    _copy: WholeCopy
+
+    @classmethod
+    @_disable_dynamo
+    def __torch_function__(
+        cls, func: Function, types: Sequence[type], args: Arguments = (), kwargs: Any = None
+    ) -> Any:
+        """Run a function; let shares follow what it writes, and its views be such tensors."""
+        if any(issubclass(kind, nn.Parameter) for kind in types):
+            return NotImplemented  # one of which this rank has a share: it brings its values first
+        kwargs = kwargs or {}
+        copies = {leaf._copy for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls)}
+        if asks_facts(func):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        for one in copies:
+            one.check()
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **kwargs)
+        for one in _written(func, args, kwargs):
+            one.written()
+        return tree_map(lambda leaf: _viewed(leaf, copies), result)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self.unbind(0))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return copy.deepcopy(self.plain(), memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.plain().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+    def plain(self) -> Tensor:
+        """Return an ordinary tensor with the same memory, for files and copies."""
+        self._copy.check()
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.detach()
+
+
+def _written(func: Function, args: Arguments, kwargs: Keywords) -> set[WholeCopy]:
+    first = [*args, *kwargs.values()][:1] if writes_first(func) else targets("", args, kwargs)
+    return {leaf._copy for leaf in tree_leaves(first) if isinstance(leaf, WholeTensor)}
+
+
+def _viewed(leaf: Any, copies: set[WholeCopy]) -> Any:
+    """Return a view of a copy as such, and everything else as it is."""
+    if type(leaf) is Tensor:
+        return next((one.view(leaf) for one in copies if one.holds(leaf)), leaf)
+    return leaf
+
+
+# --- place of a gradient of which each rank has a share, for what stands at ``p.grad`` ---
+
+
+class SharePlace:
+    """Where this rank's share of a gradient lies: at ``grad`` of the parameter with the share."""
+
+    def __init__(self, share: "Share") -> None:
+        self.name = share.name
+        self._share = share
+
+    def piece(self) -> Tensor:
+        """Return this rank's share."""
+        held = self._share.held_gradient()
+        if held is None:
+            raise UsageError(
+                f"expected the gradient of {self.name!r}, found that it has been cleared since "
+                "p.grad was read; keep a clone()"
+            )
+        return held
+
+    def counted(self) -> Tensor | None:
+        """Return this rank's share, with zeros for what an earlier rank has, too."""
+        held = self._share.held_gradient()
+        partition = self._share.partition
+        if held is None or partition.is_plain:
+            return held
+        return partition.disown(_ordinary(held).clone(), self._share.model.ranks.rank)
+
+    def clear(self) -> None:
+        """Write zeros."""
+        self.piece().zero_()
+
+    def changed(self) -> None:
+        """Forget what was measured."""
+        self._share.model.forget_norms()
+
+    def cut(self, whole: Tensor) -> Tensor:
+        """Return this rank's share of a tensor of the parameter's shape."""
+        return self._share.partition.take(whole, self._share.model.ranks.rank)
+
+    def whole(self, piece: Tensor) -> Tensor:
+        """Bring the shares of all ranks together. Collective."""
+        share, label = _ordinary(piece), f"gradient of {self.name!r}"
+        narrow = share.dtype is torch.bool
+        share = share.to(torch.uint8) if narrow else share
+        known = self._share
+        whole = gathered(share, known.model.ranks, known.partition, label=label)
+        return whole.bool() if narrow else whole
+
+    def norm(self, norm_type: float) -> Tensor:
+        """Return the norm of the whole gradient. Collective, once for all gradients."""
+        return self._share.model.norm(self._share, norm_type)
+
+
+def _ordinary(piece: Tensor) -> Tensor:
+    """Return a share whole over the ranks of the strategy inside of the cell."""
+    return piece.whole() if isinstance(piece, DividedGradient) else piece
+
+
+# --- one parameter ---
+
+GradientHook: TypeAlias = Callable[[Tensor], Tensor | None]
+
+
+_GRADIENT: Any = Tensor.grad
+_DATA: Any = Tensor.data
+
+
+class Share:
+    """A rank's share of one parameter, of the model or of a copy.
+
+    Args:
+        name: of the parameter.
+        parameter: has the share.
+        partition: what each rank has.
+        shape: of the whole.
+        model: the shares of the model.
+        copied: whether the parameter is a copy's, and so changes by itself.
+
+    Attributes:
+        name: as given.
+        parameter: as given.
+        partition: as given.
+        model: as given.
+        beneath: the class of the parameter as the strategy inside of the cell knows it.
+        place: of the gradient.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        parameter: nn.Parameter,
+        partition: Partition,
+        shape: tuple[int, ...],
+        model: "Shares",
+        *,
+        copied: bool = False,
+    ) -> None:
+        self.parameter = parameter
+        self.beneath: type = type(parameter)
+        self.name = name
+        self.partition = partition
+        self._shape = shape
+        self.model = model
+        self._copied = copied
+        self._shown: Callable[[], WholeCopy | None] = lambda: None
+        self._gradient: DividedGradient | None = None
+        self.place = SharePlace(self)
+        setattr(parameter, SHARE, self)
+
+    def cover(self) -> None:
+        """Let the parameter stand for the whole."""
+        if type(self.parameter) is not ShareParameter:
+            self.beneath = type(self.parameter)
+            self.parameter.__class__ = ShareParameter
+
+    def outline(self) -> Tensor:
+        """Return a tensor with the facts of the whole, without values."""
+        return torch.empty(self._shape, dtype=self.parameter.dtype, device="meta")
+
+    def tracked(self) -> Tensor:
+        """Return the whole values, whose gradients reach the shares. Collective."""
+        ranks = self.ranks()
+        with self._bare():
+            return gather(self.parameter, ranks, self.partition)
+
+    def whole(self) -> WholeTensor:
+        """Return the whole values outside of autograd. Collective."""
+        ranks, label = self.ranks(), f"values of {self.name!r}"
+        with torch.no_grad(), self._bare():
+            values = gathered(self.parameter, ranks, self.partition, label=label)
+        known = self._shown()
+        if known is None:
+            known = WholeCopy(self, values)
+            self._shown = weakref.ref(known)
+        else:  # as in memory: what was read before sees the same
+            known.refresh(values)
+        return known.shown()
+
+    def replace(self, whole: Tensor) -> None:
+        """Give the parameter other memory, for its share of whole values.
+
+        Raises:
+            UsageError: they have another shape.
+        """
+        self._check_whole(whole)
+        share = self.place.cut(whole.detach())
+        known, self._shown = self._shown(), lambda: None
+        if known is not None:
+            known.cut()
+        with self._bare():
+            self.parameter.data = share
+
+    def gradient(self) -> DividedGradient | None:
+        """Return the whole gradient; None if there is none."""
+        if self.held_gradient() is None:
+            return None
+        if self._gradient is None:
+            like = self.parameter.new_empty(self._shape)  # for its facts: no memory is touched
+            self._gradient = DividedGradient(like, self.place)
+        return self._gradient
+
+    def assign_gradient(self, given: Tensor | None) -> None:
+        """Let the parameter have a share of another gradient, or none.
+
+        Raises:
+            UsageError: it has another shape.
+        """
+        if given is self._gradient and given is not None:
+            return
+        share = None
+        if given is not None:
+            self._check_whole(given)
+            if isinstance(given, DividedGradient):
+                share = (
+                    given.piece() if given.place is self.place else self.place.cut(given.whole())
+                )
+            else:
+                share = self.place.cut(given)
+        with bare([self.parameter]):
+            self.parameter.grad = share
+        self.model.forget_norms()
+
+    def held_gradient(self) -> Tensor | None:
+        """Return the gradient of the share, as the strategy inside of the cell shows it."""
+        with bare([self.parameter]):
+            return self.parameter.grad
+
+    def _check_whole(self, given: Tensor) -> None:
+        if tuple(given.shape) != self._shape:
+            raise UsageError(
+                f"expected a tensor of shape {self._shape} for {self.name!r}, found "
+                f"{tuple(given.shape)}; give a whole one: each rank takes its part of it"
+            )
+
+    def hook(self, seeing: GradientHook) -> Callable[[Tensor | None], Tensor | None]:
+        """Return a hook of the share that lets a script's hook see the whole gradient."""
+        ranks, partition = self.model.ranks, self.partition
+
+        def shared(gradient: Tensor | None) -> Tensor | None:
+            if gradient is None:  # a pipeline computes it later
+                return None
+            if not in_backward():  # it is averaged, and whole
+                return seeing(gradient)
+            whole = gather(gradient, ranks, partition)
+            found = seeing(whole)
+            return scatter(whole if found is None else found, ranks, partition)
+
+        return shared
+
+    def hook_later(self, seeing: GradientHook) -> RemovableHandle:
+        """Register a script's hook of the whole gradient."""
+        with bare([self.parameter]):
+            return self.parameter.register_hook(self.hook(seeing))  # type: ignore[no-untyped-call,no-any-return]
+
+    def wrap_hooks(self) -> None:
+        """Let the hooks that a script has registered see the whole gradient."""
+        known: Any = self.parameter
+        for hooks, wrapped in (
+            (known._backward_hooks, self.hook),
+            (known._post_accumulate_grad_hooks, self.hook_behind),
+        ):
+            for number, seeing in (hooks or {}).items():
+                if not is_of_strategy(seeing):
+                    hooks[number] = wrapped(seeing)
+
+    def hook_behind(self, seeing: Callable[[nn.Parameter], None]) -> Callable[[nn.Parameter], None]:
+        """Return a hook behind the accumulated gradient that never sees a share of it."""
+
+        def behind(parameter: nn.Parameter) -> None:
+            if in_backward():
+                raise UsageError(
+                    "expected accelerator.backward(loss), found loss.backward(), in which a hook "
+                    f"behind the accumulated gradient of {self.name!r} would see this rank's "
+                    "share; call accelerator.backward(loss), or take register_hook"
+                )
+            seeing(parameter)
+
+        return behind
+
+    def hook_behind_later(self, seeing: Callable[[nn.Parameter], None]) -> RemovableHandle:
+        """Register a script's hook behind the accumulation."""
+        with bare([self.parameter]):
+            return self.parameter.register_post_accumulate_grad_hook(self.hook_behind(seeing))  # type: ignore[no-untyped-call,no-any-return]
+
+    def copy(self, memo: dict[int, Any]) -> nn.Parameter:
+        """Return a copy that stands for the whole, too."""
+        with self._bare():
+            new: nn.Parameter = copy.deepcopy(self.parameter, memo)
+        Share(self.name, new, self.partition, self._shape, self.model, copied=True).cover()
+        return new
+
+    def ranks(self) -> Communicator:
+        """Return the axis ``tp``, as long as values can be gathered."""
+        if self.model.closed:
+            raise UsageError(
+                f"expected a parameter with values, found {self.name!r}, of which each rank has a "
+                "share since its strategy was taken off, as by free_memory(); "
+                "take accelerator.get_state_dict(model) or save_model() before"
+            )
+        return self.model.ranks
+
+    @contextmanager
+    def _bare(self) -> Iterator[None]:
+        """Context in which the parameter is the share; a copy's is none of the model's."""
+        with self.model.open(), bare([self.parameter]):
+            yield
+
+    def put(self, whole: Tensor) -> None:
+        """Take this rank's share of whole values over."""
+        share = self.place.cut(whole)
+        with torch.no_grad(), self._bare():
+            self.parameter.copy_(share)
+
+    def moment(self) -> tuple[int, int]:
+        """Tell one state of the values from another."""
+        with bare([self.parameter]):
+            return self.parameter._version, 0 if self._copied else self.model.steps
+
+
+class ShareParameter(nn.Parameter):
+    """A parameter that stands for the whole, while its memory has a rank's share."""
+
+    _share: Share
+
+    @classmethod
+    @_disable_dynamo
+    def __torch_function__(
+        cls, func: Function, types: Any, args: Arguments = (), kwargs: Keywords | None = None
+    ) -> Any:
+        """Run a function on shares where the model computes, and on the whole elsewhere."""
+        kwargs = kwargs or {}
+        if func in _OF_THE_OBJECT:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        covered = [leaf for leaf in tree_leaves((args, kwargs)) if type(leaf) is cls]
+        if computing.depth or in_backward():
+            if not computing.depth:
+                covered[0]._share.model.open_until_backward_ends()
+            with bare(covered):
+                return func(*args, **kwargs)
+        if func is torch.autograd.grad:
+            return _gradients_of_whole(args, kwargs, covered)
+        if func in _SPECIAL and type(args[0]) is cls:
+            return _SPECIAL[func](args[0]._share, *args[1:], **kwargs)
+        if func in _OF_SHAPE:
+            return _replaced(func, args, kwargs, {p: p._share.outline() for p in covered})
+        return _on_whole(func, args, kwargs, covered)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self.unbind(0))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        return memo[id(self)] if id(self) in memo else self._share.copy(memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        whole = nn.Parameter(self._share.whole().plain(), self.requires_grad)
+        return whole.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"Parameter(divided over ranks, shape {tuple(self.shape)}, {self.dtype})"
+
+    def __format__(self, spec: str) -> str:
+        return object.__format__(self, spec)  # as repr: one rank may print by itself
+
+
+@contextmanager
+def bare(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Context in which some parameters that stand for the whole are shares."""
+    covered: list[Any] = [p for p in dict.fromkeys(parameters) if type(p) is ShareParameter]
+    for parameter in covered:
+        parameter.__class__ = parameter._share.beneath
+    try:
+        yield
+    finally:
+        for parameter in covered:
+            parameter._share.cover()
+
+
+def _on_whole(
+    func: Function, args: Arguments, kwargs: Keywords, covered: Iterable[nn.Parameter]
+) -> Any:
+    """Run a function on whole values, and let shares follow what it writes."""
+    first = [*args, *kwargs.values()][:1] if writes_first(func) else kwargs.get("out")
+    written = {id(leaf) for leaf in tree_leaves(first)}
+    recorded = torch.is_grad_enabled() and func not in _DETACHED
+    stand_ins: dict[Any, Tensor] = {}
+    for parameter in dict.fromkeys(covered):
+        known: Share = parameter._share  # type: ignore[attr-defined]
+        tracked = recorded and parameter.requires_grad
+        if tracked and id(parameter) not in written:
+            stand_ins[parameter] = known.tracked()
+        else:  # a leaf, into which autograd lets nobody write
+            stand_ins[parameter] = known.whole().requires_grad_(tracked)
+    result = _replaced(func, args, kwargs, stand_ins)
+    back = {id(stand_in): parameter for parameter, stand_in in stand_ins.items()}
+    return tree_map(lambda leaf: back.get(id(leaf), leaf), result)
+
+
+def _gradients_of_whole(
+    args: Arguments, kwargs: Keywords, covered: Iterable[nn.Parameter]
+) -> tuple[Tensor | None, ...]:
+    """Return what ``torch.autograd.grad`` does, with whole gradients. Collective."""
+    with bare(covered):
+        found: Sequence[Tensor | None] = torch.autograd.grad(*args, **kwargs)
+    asked = [*args[1:2], kwargs.get("inputs")][0]
+    inputs = [asked] if isinstance(asked, Tensor) else asked
+    return tuple(
+        gradient
+        if gradient is None or type(one) is not ShareParameter
+        else gather(gradient, one._share.ranks(), one._share.partition)
+        for one, gradient in zip(inputs, found, strict=True)
+    )
+
+
+def _replaced(
+    func: Function, args: Arguments, kwargs: Keywords, stand_ins: Mapping[Any, Tensor]
+) -> Any:
+    args, kwargs = tree_map(
+        lambda leaf: stand_ins[leaf] if type(leaf) is ShareParameter else leaf, (args, kwargs)
+    )
+    return func(*args, **kwargs)
+
+
+_SPECIAL: Mapping[Function, Callable[..., Any]] = {
+    Tensor.register_hook: Share.hook_later,
+    Tensor.register_post_accumulate_grad_hook: Share.hook_behind_later,
+    _DATA.__set__: Share.replace,
+    _GRADIENT.__get__: lambda share, *_: share.gradient(),
+    _GRADIENT.__set__: Share.assign_gradient,
+    _GRADIENT.__delete__: lambda share: share.assign_gradient(None),
+}
+
+_OF_SHAPE: frozenset[Function] = frozenset(
+    {
+        *(Tensor.size, Tensor.numel, Tensor.nelement, Tensor.stride, Tensor.is_same_size),
+        *(Tensor.__len__, Tensor.dim_order),
+        *(Tensor.shape.__get__, Tensor.nbytes.__get__),  # type: ignore[attr-defined]
+    }
+)
+
+_OF_THE_OBJECT = (FACTS | {Tensor.data_ptr}) - _SPECIAL.keys() - _OF_SHAPE
+"""Functions that ask for the same facts of share and whole; whose memory it is tells ties."""
+
+_DETACHED = (Tensor.detach, _DATA.__get__)
+
+
+# --- parameters of one model of which ranks have shares: who finds shares in them, and when ---
+
+
+MethodT = TypeVar("MethodT", bound=Callable[..., Any])
+
+_TOUCHING = ("zero_grad", "train", "eval")
+"""Methods of optimizers that look at each parameter, or write into it, beside their steps."""
+
+
+class Shares:
+    """The parameters of one model of which ranks have shares.
+
+    Args:
+        ranks: the axis ``tp``.
+
+    Attributes:
+        ranks: as given.
+        steps: changes of values by optimizers and loads so far.
+        closed: whether nobody can gather values any more.
+    """
+
+    def __init__(self, ranks: Communicator) -> None:
+        self.ranks = ranks
+        self.steps = 0
+        self.closed = False
+        self._all: list[Share] = []
+        self._depth = 0
+        self._forwards = 0
+        self._backward = False
+        self._handles: list[RemovableHandle] = []
+        self._taken: list[tuple[dict[str, Any], str, Any]] = []
+        self._norms: dict[float, dict[Share, Tensor]] = {}
+
+    def add(
+        self, name: str, parameter: nn.Parameter, partition: Partition, shape: tuple[int, ...]
+    ) -> None:
+        """Know one more parameter, and let hooks that a script has registered see the whole."""
+        share = Share(name, parameter, partition, shape, self)
+        share.wrap_hooks()
+        self._all.append(share)
+
+    def cover(self, model: nn.Module, optimizers: Iterable[Optimizer]) -> None:
+        """Let the parameters stand for the whole wherever the model does not compute."""
+        if not self._all:
+            return
+        mine = {share.parameter for share in self._all}
+        for module in model.modules():
+            if know_shares(module, mine) and behavior_of(module) is None:
+                attach(module, Own())  # its forward computes with the share, however it is called
+        begin, end = UninheritedHook(self._begin_forward), UninheritedHook(self._end_forward)
+        self._handles.append(model.register_forward_pre_hook(begin, prepend=True))
+        self._handles.append(model.register_forward_hook(end, always_call=True))
+        for optimizer in optimizers:
+            self.follow(optimizer)
+        for share in self._all:
+            share.cover()
+
+    def follow(self, optimizer: Optimizer) -> None:
+        """Let one more optimizer step shares."""
+        if not self._all:
+            return
+        self._handles.append(optimizer.register_step_pre_hook(lambda *_: self._enter()))
+        self._handles.append(optimizer.register_step_post_hook(self._after_step))
+        for name in _TOUCHING:
+            given = getattr(optimizer, name, None)
+            if callable(given):  # in __dict__, which copies and pickles of optimizers leave out
+                self._taken.append((optimizer.__dict__, name, optimizer.__dict__.get(name)))
+                optimizer.__dict__[name] = self._opened(given)
+
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        """Context in which parameters are shares."""
+        self._enter()
+        try:
+            yield
+        finally:
+            self._leave()
+
+    @contextmanager
+    def without(self, parameters: Collection[nn.Parameter]) -> Iterator[None]:
+        """Context, inside of ``open``, in which these parameters alone are as they are."""
+        known, chosen = self._all, set(parameters)
+        self._all = [share for share in known if share.parameter not in chosen]
+        self._leave()
+        try:
+            yield
+        finally:
+            self._enter()
+            self._all = known
+
+    def close(self) -> None:
+        """Take hooks off; parameters go on to show facts of the whole, and refuse their values."""
+        for handle in self._handles:
+            handle.remove()
+        for members, name, before in reversed(self._taken):
+            members.pop(name, None)
+            if before is not None:
+                members[name] = before
+        self._handles, self._taken = [], []
+        self.closed = True
+
+    def norm(self, share: Share, norm_type: float) -> Tensor:
+        """Return the norm of a whole gradient; those of all are measured together. Collective."""
+        together = self._all if share in self._all else [share]
+        if share not in self._norms.get(norm_type, {}):
+            counted = [each.place.counted() for each in together]
+            device = share.parameter.device
+            norms = norms_of_each(counted, norm_type, over=[self.ranks], device=device)
+            self._norms[norm_type] = dict(zip(together, norms.unbind(), strict=True))
+        return self._norms[norm_type][share]
+
+    def forget_norms(self) -> None:
+        """Forget norms: gradients have changed."""
+        self._norms.clear()
+
+    def open_until_backward_ends(self) -> None:
+        """Let parameters be shares: a backward runs that no strategy has begun."""
+        if not self._backward:
+            self._backward = True
+            self._uncover()
+            after_backward(self._end_backward)
+
+    def _end_backward(self) -> None:
+        if self._backward:
+            self._backward = False
+            self._cover()
+
+    def _enter(self) -> None:
+        computing.depth += 1
+        if self._backward and not in_backward():
+            self._end_backward()  # an exception has cut it short
+        self._uncover()
+
+    def _leave(self) -> None:
+        computing.depth -= 1
+        self._cover()
+
+    def _uncover(self) -> None:
+        self._depth += 1
+        if self._depth == 1:
+            self._norms.clear()
+            for share in self._all:
+                share.parameter.__class__ = share.beneath
+
+    def _cover(self) -> None:
+        self._depth -= 1
+        if self._depth == 0:
+            for share in self._all:  # twice in each forward, backward and step: no calls
+                parameter = share.parameter
+                if (kind := type(parameter)) is not ShareParameter:
+                    share.beneath, parameter.__class__ = kind, ShareParameter
+
+    def _begin_forward(self, *_: Any) -> None:
+        self._forwards += 1
+        self._enter()
+
+    def _end_forward(self, *_: Any) -> None:
+        if self._forwards:  # not if a hook before the first of these raised
+            self._forwards -= 1
+            self._leave()
+
+    def _after_step(self, *_: Any) -> None:
+        self.steps += 1
+        self._leave()
+
+    def _opened(self, given: Callable[..., Any]) -> Callable[..., Any]:
+        def opened(*args: Any, **kwargs: Any) -> Any:
+            with self.open():
+                return given(*args, **kwargs)
+
+        return opened
+
+
+def on_shares(method: MethodT) -> MethodT:
+    """Let a method of a strategy, which has ``_shares``, find shares in the parameters."""
+
+    @functools.wraps(method)
+    def opened(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with self._shares.open():
+            return method(self, *args, **kwargs)
+
+    return cast(MethodT, opened)
