@@ -27,11 +27,8 @@ from drivetrain.sharding.options import OffloadOptions
 from drivetrain_launch.cli import COMMANDS, INTERRUPTED, group
 from drivetrain_launch.commands.verify import DIFFERENT, INCOMPARABLE
 from drivetrain_launch.ranks.failure import KILLED, NO_PROGRESS
-from drivetrain_migration.accelerate import LAUNCH_ROWS
-from drivetrain_migration.accelerate import ROWS as ACCELERATE_ROWS
-from drivetrain_migration.deepspeed import ROWS as DEEPSPEED_ROWS
+from drivetrain_migration.converters import table_of
 from drivetrain_migration.draft import Row
-from drivetrain_migration.launchers import DEEPSPEED_LAUNCHER_ROWS, TORCHRUN_ROWS
 from page_numbers import Rows
 
 ROOT = Path(__file__).parents[2]
@@ -212,11 +209,11 @@ TABLES: dict[str, Callable[[Rows], Rows]] = {
     "options-of-offload": lambda old: _options(old, _strategy("offload")),
     "section-offload": lambda old: _options(old, OffloadOptions),
     "options-of-stores": _stores,
-    "keys-of-accelerate": partial(_imported, rows=ACCELERATE_ROWS),
-    "options-of-accelerate-launch": partial(_imported, rows=LAUNCH_ROWS),
-    "keys-of-deepspeed": partial(_imported, rows=DEEPSPEED_ROWS),
-    "options-of-deepspeed": partial(_imported, rows=DEEPSPEED_LAUNCHER_ROWS),
-    "options-of-torchrun": partial(_imported, rows=TORCHRUN_ROWS),
+    "keys-of-accelerate": partial(_imported, rows=table_of("accelerate").settings),
+    "options-of-accelerate-launch": partial(_imported, rows=table_of("accelerate").options),
+    "keys-of-deepspeed": partial(_imported, rows=table_of("deepspeed").settings),
+    "options-of-deepspeed": partial(_imported, rows=table_of("deepspeed").options),
+    "options-of-torchrun": partial(_imported, rows=table_of("torchrun").options),
     "dtypes": page_numbers.dtypes,
     "bytes-of-zero": page_numbers.zero_bytes,
     "bytes-of-fsdp": page_numbers.fsdp_bytes,

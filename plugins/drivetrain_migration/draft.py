@@ -72,9 +72,6 @@ class Setting:
         return ConfigError(f"{self.where}: {self.key}: expected {expected}, found {self.value!r}")
 
 
-Apply = Callable[["Draft", Setting], None]
-
-
 class Row(NamedTuple):
     """One setting of another program.
 
@@ -82,13 +79,15 @@ class Row(NamedTuple):
         key: dotted; a key that ends in ``.*`` stands for all keys of its section.
         there: its effect there.
         here: what stands for it here, with code in backticks.
-        apply: carries a value over; None where no key stands for it, so a remark does.
+        convert: carries a value over, or remarks on it where no key stands for it.
+        arguments: of the converter, after the draft and the setting.
     """
 
     key: str
     there: str
     here: str
-    apply: Apply | None = None
+    convert: Callable[..., None]
+    arguments: Sequence[Any]
 
 
 @dataclass(slots=True)
@@ -131,30 +130,27 @@ class Draft:
         return self._values.get(key)
 
     def apply(self, rows: Iterable[Row]) -> None:
-        """Apply every row to the settings of its key, in the order of the rows."""
+        """Apply every row to the setting of its key, in the order of the rows."""
         for row in rows:
-            for setting in _settings_of(row, self.given):
-                if setting.value == AUTO:
-                    self.remark(setting, "taken from the script there", row.here)
-                elif row.apply is None:
-                    self.remark(setting, row.there, row.here)
-                else:
-                    row.apply(self, setting)
+            setting = self.given.get(row.key.removesuffix(".*"))
+            if setting is not None and setting.value == AUTO:
+                self.remark(setting, "taken from the script there", row.here)
+            elif setting is not None:
+                row.convert(self, setting, *row.arguments)
 
     def set(self, key: str, value: Any, setting: Setting) -> None:
-        """Set a key of ours, other than the strategy's."""
-        put(self._values, key, value)
+        """Set a key of ours.
+
+        Args:
+            key: dotted, below ``strategy`` of the data-parallel strategy, below ``cell`` of the
+                strategy that divides layers.
+            value: of the key.
+            setting: it comes from.
+        """
+        section, _, rest = key.partition(".")
+        inner = {"strategy": self.strategy, "cell": self.cell}.get(section)
+        put(*((self._values, key) if inner is None else (inner, rest)), value)
         self._origins[key] = str(setting)
-
-    def option(self, key: str, value: Any, setting: Setting) -> None:
-        """Set an option of the data-parallel strategy."""
-        put(self.strategy, key, value)
-        self._origins[f"strategy.{key}"] = str(setting)
-
-    def cell_option(self, key: str, value: Any, setting: Setting) -> None:
-        """Set an option of the strategy that divides layers."""
-        put(self.cell, key, value)
-        self._origins[f"cell.{key}"] = str(setting)
 
     def remark(self, setting: Setting, there: str, here: str) -> None:
         """Remark on a setting: its effect there, and the way to have the effect here."""
@@ -169,10 +165,9 @@ class Draft:
     def finish(self) -> Translation:
         """Return the translation: the strategy first, inside of a cell if there is one."""
         values: dict[str, Any] = {}
-        origins = dict(self._origins)
         if self.low and self.name != WHOLE:
             self._values.setdefault("dtypes", {})["param"] = self.low
-            origins["dtypes.param"] = "with fp32 masters, as there"
+            self._origins["dtypes.param"] = "with fp32 masters, as there"
         inside = "strategy"
         if self.cell:
             values["strategy"] = {"name": CELL, **self.cell}
@@ -180,15 +175,15 @@ class Draft:
         if self.strategy:
             put(values, inside, dict(self.strategy))
         places = {"strategy": inside, "cell": "strategy"}
-        moved = {}
-        for key, text in origins.items():
-            section, _, rest = key.partition(".")
-            moved[f"{places.get(section, section)}.{rest}".rstrip(".")] = text
+        origins = {}
+        for key, text in self._origins.items():
+            section, dot, rest = key.partition(".")
+            origins[f"{places.get(section, section)}{dot}{rest}"] = text
         return Translation(
             values=values | self._values,
-            origins=moved,
-            remarks=tuple(self._remarks),
-            script=tuple(self.script),
+            origins=origins,
+            remarks=self._remarks,
+            script=self.script,
         )
 
 
@@ -207,35 +202,6 @@ def settings(layer: Layer, rows: Sequence[Row]) -> dict[str, Setting]:
     return found
 
 
-def to(key: str) -> Apply:
-    """Return a function that copies a value to a key of ours."""
-    return lambda draft, setting: draft.set(key, setting.value, setting)
-
-
-def nothing(draft: Draft, setting: Setting) -> None:
-    """Carry nothing over: the setting was read with another one, or has no effect here."""
-
-
-def remark_if_on(there: str, here: str) -> Apply:
-    """Return a function that remarks on settings that are on: here the effect is off."""
-
-    def apply(draft: Draft, setting: Setting) -> None:
-        if setting.on or not (setting.absent or str(setting.value).lower() in {"false", "0", "no"}):
-            draft.remark(setting, there, here)
-
-    return apply
-
-
-def remark_above_one(there: str, here: str) -> Apply:
-    """Return a function that remarks on numbers of ranks above 1."""
-
-    def apply(draft: Draft, setting: Setting) -> None:
-        if setting.whole(minimum=0) > 1:
-            draft.remark(setting, there, here)
-
-    return apply
-
-
 def _flat(values: Mapping[str, Any], prefix: str, sections: set[str]) -> Iterator[tuple[str, Any]]:
     """Yield dotted keys and values; a section that one row stands for stays whole."""
     for key, value in values.items():
@@ -244,12 +210,6 @@ def _flat(values: Mapping[str, Any], prefix: str, sections: set[str]) -> Iterato
             yield from _flat(value, f"{dotted}.", sections)
         else:
             yield dotted, value
-
-
-def _settings_of(row: Row, given: Mapping[str, Setting]) -> Iterator[Setting]:
-    setting = given.get(row.key.removesuffix(".*"))
-    if setting is not None:
-        yield setting
 
 
 def _setting(key: str, value: Any, layer: Layer) -> Setting:

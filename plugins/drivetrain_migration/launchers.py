@@ -1,144 +1,171 @@
-"""The command lines of torchrun and of DeepSpeed's launcher, which start ranks on each host."""
+"""Command lines of other launchers: those of torchrun and of DeepSpeed, with DeepSpeed's JSON."""
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from drivetrain.config import Layer
+from drivetrain.config import Layer, ValueOrigin, read_file
 from drivetrain.config.foreign import Importer, Translation
 from drivetrain.errors import ConfigError
-from drivetrain_migration.command_line import (
-    SCRIPT_OPTIONS,
-    CommandLine,
-    read_options,
-    script_draft,
-    set_hosts,
-)
-from drivetrain_migration.deepspeed import draft_of
-from drivetrain_migration.draft import (
-    Draft,
-    Row,
-    Setting,
-    nothing,
-    settings,
-    to,
-)
-from drivetrain_migration.zero import ZERO
+from drivetrain_migration.converters import check_paths, table_of
+from drivetrain_migration.draft import WHOLE, Draft, Row, Setting, settings
 
-NODE_RANK = "each host takes its own `--node-rank`"
-_ENDPOINT = "`--rdzv-endpoint HOST:PORT` of host 0"
+ZERO = "zero_optimization"
+
+SCRIPT_OPTIONS = ("--deepspeed", "--deepspeed_config")
+"""Arguments of a script that may name a file of DeepSpeed."""
+
+DEFAULT_PORT = 29500
+"""The port that torchrun, Accelerate and DeepSpeed take where none is given."""
 
 
-def set_ranks(draft: Draft, setting: Setting) -> None:
-    """Set the ranks of each host: a number, or a kind of device whose number counts."""
-    if setting.value in {"gpu", "auto", "cpu"}:
-        draft.set("launch.nproc_per_node", "auto", setting)
-        if setting.value == "cpu":
-            draft.set("launch.device", "cpu", setting)
-    else:
-        draft.set("launch.nproc_per_node", setting.whole(), setting)
+def read_options(
+    words: Sequence[str],
+    known: Collection[str],
+    switches: Collection[str],
+    short: Mapping[str, str],
+    program: str,
+) -> tuple[dict[str, Any], list[str]]:
+    """Divide the words of a command line into its options and its script, as its own parser would.
+
+    Args:
+        words: those after the program's.
+        known: all options.
+        switches: options without a value.
+        short: long names of one-letter options.
+        program: for messages.
+
+    Returns:
+        The options by name, with ``_`` for ``-`` and without dashes, True for a switch; and the
+        words from the script on.
+
+    Raises:
+        ConfigError: an option is unknown, or lacks its value.
+    """
+    options: dict[str, Any] = {}
+    rest = list(words)
+    while rest and rest[0].startswith("-"):
+        word = rest.pop(0)
+        if word == "--":
+            break
+        name, equals, value = word.partition("=")
+        name = short.get(name, name.lstrip("-").replace("-", "_"))
+        if name in switches:
+            options[name] = True
+        elif name not in known:
+            raise ConfigError(f"{program}: unknown option {word}; remove it from the line")
+        elif not equals and not rest:
+            raise ConfigError(f"{program}: expected a value after {word}, found none")
+        else:
+            options[name] = _scalar(value if equals else rest.pop(0))
+    return options, rest
 
 
-def set_node_rank(draft: Draft, setting: Setting) -> None:
-    """Set the index of this host; a variable of the shell is another one on each host."""
-    if str(setting.value).startswith("$"):
-        draft.remark(setting, "the index of this host", NODE_RANK)
-    elif draft.hosts > 1:
-        draft.set("launch.node_rank", setting.whole(minimum=0), setting)
+def _scalar(text: str) -> Any:
+    """Return the number or truth value that a word of a command line stands for, else the word."""
+    if re.fullmatch(r"-?\d+", text):
+        return int(text)
+    return {"true": True, "false": False}.get(text.lower(), text)
 
 
-def _hosts(draft: Draft, setting: Setting) -> None:
-    least, _, most = str(setting.value).partition(":")
-    if most:
-        fewest = Setting(setting.key, least, setting.where).whole()
-        draft.set("launch.min_nnodes", fewest, setting)
-    draft.set("launch.nnodes", Setting(setting.key, most or least, setting.where).whole(), setting)
+def layer_of(options: Mapping[str, Any], keys: Mapping[str, str], program: str) -> Layer:
+    """Return options as the values of a file.
+
+    Args:
+        options: value by name.
+        keys: dotted key of an option; an option that is absent has its own name for a key.
+        program: whose options they are, for messages.
+    """
+    return Layer.of(
+        (keys.get(name, name), value, ValueOrigin("command line", f"{program} --{name}"))
+        for name, value in options.items()
+    )
 
 
-def _devices(draft: Draft, setting: Setting) -> None:
-    draft.remark(setting, "which devices of which hosts", "`CUDA_VISIBLE_DEVICES` on each host")
+def draft_of_file(layer: Layer) -> Draft:
+    """Return the draft of DeepSpeed's JSON with every row applied.
+
+    Raises:
+        ConfigError: a key is unknown, or settings contradict each other.
+    """
+    rows = table_of("deepspeed").settings
+    draft = Draft(settings(layer, rows))
+    low = [draft.given[key] for key in ("bf16.enabled", "fp16.enabled") if draft.value(key) is True]
+    if len(low) > 1:
+        raise ConfigError(
+            f"{low[1].where}: {low[0]} and {low[1]} contradict each other; keep one of them"
+        )
+    if f"{ZERO}.stage" not in draft.given:
+        draft.strategy["name"] = WHOLE
+    draft.apply(rows)
+    check_paths(draft, (f"{ZERO}.offload_optimizer.device", f"{ZERO}.offload_param.device"))
+    return draft
 
 
-TORCHRUN_ROWS: tuple[Row, ...] = (
-    Row("nnodes", "number of hosts", "`--nnodes`", _hosts),
-    Row("nproc_per_node", "ranks on each host", "`--nproc-per-node`", set_ranks),
-    Row("node_rank", "index of this host", "`--node-rank`", set_node_rank),
-    Row("rdzv_endpoint", "where hosts meet", "`--rdzv-endpoint`", nothing),
-    Row("master_addr", "address of host 0", _ENDPOINT, nothing),
-    Row("master_port", "port on host 0", _ENDPOINT, nothing),
-    Row("max_restarts", "restarts after failures", "`--max-restarts`", to("launch.max_restarts")),
-    Row("log_dir", "a log file for each rank", "`--log-dir`", to("launch.log_dir")),
-    Row("standalone", "one host, any free port", "always so on one host", nothing),
-    Row("rdzv_backend", "how hosts meet", "`c10d`, always", nothing),
-    Row("rdzv_id", "name of the meeting", "not needed"),
-    Row("rdzv_conf", "details of the meeting", "`--set launch.timeout_s=600`"),
-    Row("module", "the script is a module", "`-m`", nothing),
-    Row("monitor_interval", "seconds between looks at the ranks", "not needed"),
-    Row("start_method", "how processes are started", "`spawn`, always"),
-    Row("role", "a name of these ranks in logs", "not needed"),
-    Row("local_addr", "this host's address", "found on the route to host 0"),
-    Row("redirects", "streams that go to files alone", "`--log-dir`"),
-    Row("tee", "streams that go to files, too", "`--log-dir`"),
-    Row("local_ranks_filter", "ranks whose output is shown", "rank 0, and all error streams"),
-    Row("no_python", "the script is no Python program", "not here"),
-    Row("run_path", "runs the script by its path", "always"),
-    Row("use_env", "local ranks in the environment", "always", nothing),
-    Row("signals_to_handle", "signals that are passed on", "SIGTERM and Ctrl-C, always"),
-    Row("virtual_local_rank", "each rank sees one device as its first", "not here"),
-)
+def draft_of_script(script: Sequence[str], folder: Path, as_module: bool) -> Draft:
+    """Return a draft with a script's words, of the DeepSpeed file that its arguments name.
 
-DEEPSPEED_LAUNCHER_ROWS: tuple[Row, ...] = (
-    Row("num_nodes", "number of hosts", "`--nnodes`", _hosts),
-    Row("num_gpus", "ranks on each host", "`--nproc-per-node`", set_ranks),
-    Row("num_accelerators", "ranks on each host", "`--nproc-per-node`", set_ranks),
-    Row("node_rank", "index of this host", "`--node-rank`", set_node_rank),
-    Row("master_addr", "address of host 0", _ENDPOINT, nothing),
-    Row("master_port", "port on host 0", _ENDPOINT, nothing),
-    Row("module", "the script is a module", "`-m`", nothing),
-    Row("hostfile", "hosts that are reached by ssh", "start the command on every host"),
-    Row("include", "which devices of which hosts", "`CUDA_VISIBLE_DEVICES`", _devices),
-    Row("exclude", "which devices of which hosts", "`CUDA_VISIBLE_DEVICES`", _devices),
-    Row("launcher", "how other hosts are reached", "start the command on every host"),
-    Row("launcher_args", "how other hosts are reached", "start the command on every host"),
-    Row("no_ssh", "started on every host by hand", "always", nothing),
-    Row("no_ssh_check", "no test of ssh", "not needed", nothing),
-    Row("force_multi", "several hosts, though there is one", "not needed"),
-    Row("enable_each_rank_log", "a log file for each rank", "`--log-dir`", to("launch.log_dir")),
-    Row("bind_cores_to_rank", "cores of each rank", "`launch.threads_per_rank`"),
-    Row("bind_core_list", "cores of each rank", "`launch.threads_per_rank`"),
-    Row("save_pid", "writes the process id to a file", "not needed"),
-    Row("no_local_rank", "no argument `--local_rank`", "always", nothing),
-    Row("no_python", "the script is no Python program", "not here"),
-    Row("autotuning", "tries settings", "not here"),
-    Row("elastic_training", "goes on when hosts are lost", "`--max-restarts`"),
-    Row("min_elastic_nodes", "goes on when hosts are lost", "`--max-restarts`"),
-    Row("max_elastic_nodes", "goes on when hosts are lost", "`--max-restarts`"),
-    Row("venv_script", "a script to run on every host", "not here"),
-)
-
-_SWITCHES = {
-    "standalone",
-    "module",
-    "no_python",
-    "run_path",
-    "use_env",
-    "virtual_local_rank",
-    "no_ssh",
-    "no_ssh_check",
-    "force_multi",
-    "bind_cores_to_rank",
-    "no_local_rank",
-    "elastic_training",
-}
+    Raises:
+        ConfigError: the file cannot be read or translated.
+    """
+    draft = Draft({})
+    for position, word in enumerate(script):
+        name, equals, value = word.partition("=")
+        after = value if equals else next(iter(script[position + 1 :]), "")
+        if name in SCRIPT_OPTIONS and after.endswith(".json"):
+            draft = draft_of_file(read_file(folder / after))
+            draft.remark(
+                Setting(name, after, ""), "an argument of the script", "left out: this file has it"
+            )
+            rest = (*script[:position], *script[position + (1 if equals else 2) :])
+            script = [each for each in rest if each != SCRIPT_OPTIONS[0]]
+            break
+    draft.script = ("-m", *script) if as_module else tuple(script)
+    return draft
 
 
-def translate_launcher(rows: Sequence[Row], line: CommandLine, program: str, folder: Path) -> Draft:
+def set_hosts(draft: Draft, address: str, port: str, hosts: str) -> None:
+    """Set where several hosts meet.
+
+    Args:
+        draft: gets the endpoint.
+        address: key of the address of host 0.
+        port: key of its port.
+        hosts: key of the number of hosts.
+
+    Raises:
+        ConfigError: there are several hosts, and no address.
+    """
+    count = draft.given.get(hosts)
+    if count is None or draft.hosts == 1:
+        return
+    where, at = draft.given.get(address), draft.given.get(port)
+    if where is None or where.absent or str(where.value).startswith("$"):
+        raise ConfigError(
+            f"{count.where}: {count} needs the address of host 0 in {address}, found "
+            f"{'none' if where is None else where.value}; add it, such as 10.0.0.1"
+        )
+    number = DEFAULT_PORT if at is None or at.absent else at.whole()
+    host = f"[{where.value}]" if str(where.value).count(":") > 1 else where.value
+    draft.set("launch.rdzv_endpoint", f"{host}:{number}", where)
+
+
+def _draft_of_launcher(
+    program: str, words: Sequence[str], short: Mapping[str, str], folder: Path
+) -> Draft:
     """Return the draft of a launcher's options, over a DeepSpeed file that the script names."""
-    draft, script = script_draft(line.script, folder)
-    draft.script = (*(["-m"] if line.options.get("module") else []), *script)
-    draft.read(settings(line.layer({}, program), rows))
+    rows, switches = table_of(program).options, table_of(program).switches
+    options, script = read_options(words, {row.key for row in rows}, switches, short, program)
+    draft = draft_of_script(script, folder, bool(options.get("module")))
+    draft.read(settings(layer_of(options, {}, program), rows))
     draft.apply(rows)
     return draft
+
+
+def flags_of(rows: Sequence[Row]) -> dict[str, str]:
+    """Return our counterpart of each option."""
+    return {row.key.rpartition(".")[2]: row.here for row in rows}
 
 
 class Torchrun(Importer):
@@ -149,7 +176,7 @@ class Torchrun(Importer):
         ("python", "-m", "torch.distributed.run"),
         ("python", "-m", "torch.distributed.launch"),
     )
-    flags: ClassVar[Mapping[str, str]] = {row.key: row.here for row in TORCHRUN_ROWS}
+    flags: ClassVar[Mapping[str, str]] = flags_of(table_of("torchrun").options)
 
     def translate(self, layer: Layer, folder: Path) -> Translation:
         """Refuse: there are no such files."""
@@ -157,10 +184,8 @@ class Torchrun(Importer):
 
     def translate_command(self, words: Sequence[str], folder: Path) -> Translation:
         """Translate a command line."""
-        valued = {row.key for row in TORCHRUN_ROWS} - _SWITCHES
         short = {"-m": "module", "-t": "tee", "-r": "redirects"}
-        line = read_options(words, valued, _SWITCHES, short, "torchrun")
-        draft = translate_launcher(TORCHRUN_ROWS, line, "torchrun", folder)
+        draft = _draft_of_launcher("torchrun", words, short, folder)
         if "rdzv_endpoint" in draft.given and draft.hosts > 1:
             endpoint = draft.given["rdzv_endpoint"]
             host, _, port = str(endpoint.value).rpartition(":")
@@ -175,34 +200,24 @@ class DeepSpeed(Importer):
 
     title: ClassVar[str] = "a DeepSpeed configuration"
     programs: ClassVar[tuple[tuple[str, ...], ...]] = (("deepspeed",),)
-    flags: ClassVar[Mapping[str, str]] = {
-        row.key: row.here for row in DEEPSPEED_LAUNCHER_ROWS
-    } | dict.fromkeys(
+    flags: ClassVar[Mapping[str, str]] = flags_of(table_of("deepspeed").options) | dict.fromkeys(
         (option.lstrip("-") for option in SCRIPT_OPTIONS),
         "`--config` with a file of `drivetrain config import FILE`",
     )
 
     def recognizes(self, values: Mapping[str, Any]) -> bool:
         """Return whether there are sections that DeepSpeed alone has."""
-        marks = {
-            ZERO,
-            "train_batch_size",
-            "train_micro_batch_size_per_gpu",
-            "gradient_accumulation_steps",
-            "bf16",
-            "fp16",
-        }
+        batches = {"train_batch_size", "train_micro_batch_size_per_gpu"}
+        marks = {*batches, ZERO, "gradient_accumulation_steps", "bf16", "fp16"}
         return bool(marks & set(values))
 
     def translate(self, layer: Layer, folder: Path) -> Translation:
         """Translate a JSON file."""
-        return draft_of(layer).finish()
+        return draft_of_file(layer).finish()
 
     def translate_command(self, words: Sequence[str], folder: Path) -> Translation:
         """Translate a call of the launcher, with the JSON file that its script names."""
-        valued = {row.key for row in DEEPSPEED_LAUNCHER_ROWS} - _SWITCHES
         short = {"-H": "hostfile", "-i": "include", "-e": "exclude"}
-        line = read_options(words, valued, _SWITCHES, short, "deepspeed")
-        draft = translate_launcher(DEEPSPEED_LAUNCHER_ROWS, line, "deepspeed", folder)
+        draft = _draft_of_launcher("deepspeed", words, short, folder)
         set_hosts(draft, "master_addr", "master_port", "num_nodes")
         return draft.finish()

@@ -52,22 +52,15 @@ STRATEGY = "take Accelerator(strategy='name') or strategy={'name': ..., option: 
 COMPILE = "take torch.compile(model) before prepare"
 
 ARGUMENTS = {
-    "deepspeed_plugin": STRATEGY,
-    "deepspeed_plugins": STRATEGY,
-    "fsdp_plugin": STRATEGY,
-    "megatron_lm_plugin": STRATEGY,
-    "torch_tp_plugin": STRATEGY,
-    "parallelism_config": STRATEGY,
-    "dynamo_backend": COMPILE,
-    "dynamo_plugin": COMPILE,
+    **dict.fromkeys(("deepspeed_plugin", "deepspeed_plugins", "fsdp_plugin"), STRATEGY),
+    **dict.fromkeys(("megatron_lm_plugin", "torch_tp_plugin", "parallelism_config"), STRATEGY),
+    **dict.fromkeys(("dynamo_backend", "dynamo_plugin"), COMPILE),
 }
 """Arguments of Accelerate's Accelerator that ours lacks: the way to have the same here."""
 
 PLUGINS = {
-    "DeepSpeedPlugin": STRATEGY,
-    "FullyShardedDataParallelPlugin": STRATEGY,
-    "MegatronLMPlugin": STRATEGY,
-    "ParallelismConfig": STRATEGY,
+    **dict.fromkeys(("DeepSpeedPlugin", "FullyShardedDataParallelPlugin"), STRATEGY),
+    **dict.fromkeys(("MegatronLMPlugin", "ParallelismConfig"), STRATEGY),
     "TorchTensorParallelPlugin": STRATEGY,
     "TorchDynamoPlugin": COMPILE,
 }

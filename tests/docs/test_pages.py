@@ -28,7 +28,7 @@ from drivetrain_fsdp import FsdpConfig
 from drivetrain_launch.cli import COMMANDS, group, run
 from drivetrain_launch.ranks.failure import CANNOT_HEAL
 from drivetrain_megatron.plan.named import STYLES
-from drivetrain_migration.accelerate import ROWS as ACCELERATE_ROWS
+from drivetrain_migration.converters import table_of
 from drivetrain_offload.disk_speed import ADAM_BYTES
 from drivetrain_offload.steps.pipeline import SETS, TILE_BYTES
 from foreign_files import FILES, LINES
@@ -306,7 +306,7 @@ def test_maps_of_files_name_every_file():
 
 
 def test_keys_of_accelerate_that_pages_name_are_known():
-    known = {row.key.rpartition(".")[2] for row in ACCELERATE_ROWS}
+    known = {row.key.rpartition(".")[2] for row in table_of("accelerate").settings}
     pages = [DOCS / "migrating-from-accelerate.md", *(DOCS / "strategies").glob("*.md")]
     named = {
         key

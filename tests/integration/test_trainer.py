@@ -18,14 +18,15 @@ from transformers import TrainingArguments
 
 import trainers
 from drivetrain.errors import CheckpointError, ConfigError, UsageError
-from drivetrain.integrations.token_scores import scores_of
-from drivetrain.integrations.training_arguments import (
+from drivetrain.integrations.transformers import (
+    StrategyTraining,
     accumulation_of,
     engine_of,
     loader_options,
     refuse_other_engines,
+    scores_of,
+    use_drivetrain,
 )
-from drivetrain.integrations.transformers import StrategyTraining, use_drivetrain
 
 SCRIPT = Path(__file__).parent / "scripts" / "trainer.py"
 ONE_BATCH = ("tp", "pp")

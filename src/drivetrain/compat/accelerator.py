@@ -9,6 +9,7 @@ from torch import nn
 from torch._dynamo.eval_frame import OptimizedModule
 
 from drivetrain.accelerator import Accelerator
+from drivetrain.compat.functions import Resettable, registered
 from drivetrain.compat.plugins import (
     DeepSpeedPlugin,
     FullyShardedDataParallelPlugin,
@@ -19,8 +20,6 @@ from drivetrain.compat.plugins import (
     TorchTensorParallelPlugin,
     translated,
 )
-from drivetrain.compat.states import Resettable
-from drivetrain.compat.trackers import registered
 from drivetrain.config.foreign import Translation
 from drivetrain.errors import UsageError
 from drivetrain.facade.options import (

@@ -31,35 +31,24 @@ PATHS = frozenset(
 """Accelerate's import paths, below the package."""
 
 _HOMES = {
-    "drivetrain.compat.launchers": ("notebook_launcher",),
-    "drivetrain.compat.loaders": ("DataLoaderDispatcher", "DataLoaderShard", "prepare_data_loader"),
+    "drivetrain.compat.functions": (
+        *("DataLoaderDispatcher", "DataLoaderShard", "LOGGER_TYPE_TO_CLASS", "compare_versions"),
+        *("is_initialized", "is_peft_model", "is_torch_version", "notebook_launcher"),
+        *("prepare_data_loader", "register_tracker_class"),
+    ),
     "drivetrain.compat.plugins": (
-        "DeepSpeedPlugin",
-        "DynamoBackend",
-        "FullyShardedDataParallelPlugin",
-        "LoggerType",
-        "MegatronLMPlugin",
-        "ParallelismConfig",
-        "PrecisionType",
-        "RNGType",
-        "TorchDynamoPlugin",
-        "TorchTensorParallelPlugin",
+        *("DeepSpeedPlugin", "DynamoBackend", "FullyShardedDataParallelPlugin", "LoggerType"),
+        *("MegatronLMPlugin", "ParallelismConfig", "PrecisionType", "RNGType"),
+        *("TorchDynamoPlugin", "TorchTensorParallelPlugin"),
     ),
-    "drivetrain.compat.states": (
-        "compare_versions",
-        "is_initialized",
-        "is_peft_model",
-        "is_torch_version",
-    ),
-    "drivetrain.compat.trackers": ("LOGGER_TYPE_TO_CLASS", "register_tracker_class"),
 }
 _OURS = {name: "drivetrain" for name in drivetrain.__all__ if not name.startswith("_")} | {
     name: home for home, names in _HOMES.items() for name in names
 }
 _RENAMED = {
     "Accelerator": ("drivetrain.compat.accelerator", "ScriptAccelerator"),
-    "AcceleratorState": ("drivetrain.compat.states", "ScriptAcceleratorState"),
-    "PartialState": ("drivetrain.compat.states", "ScriptPartialState"),
+    "AcceleratorState": ("drivetrain.compat.functions", "ScriptAcceleratorState"),
+    "PartialState": ("drivetrain.compat.functions", "ScriptPartialState"),
     "TensorBoardTracker": ("drivetrain.tracking.adapters", "TensorboardTracker"),
     "WandBTracker": ("drivetrain.tracking.adapters", "WandbTracker"),
     "TrackioTracker": ("drivetrain.tracking.adapters", "TrackioTracker"),
@@ -67,28 +56,17 @@ _RENAMED = {
     **{
         name: ("drivetrain.tracking.services", name)
         for name in (
-            "AimTracker",
-            "ClearMLTracker",
-            "CometMLTracker",
-            "DVCLiveTracker",
+            *("AimTracker", "ClearMLTracker", "CometMLTracker", "DVCLiveTracker"),
             "SwanLabTracker",
         )
     },
 }
 
 _REAL = (
-    "accelerate.big_modeling",
-    "accelerate.hooks",
-    "accelerate.utils.bnb",
-    "accelerate.utils.constants",
-    "accelerate.utils.environment",
-    "accelerate.utils.imports",
-    "accelerate.utils.memory",
-    "accelerate.utils.modeling",
-    "accelerate.utils.offload",
-    "accelerate.utils.operations",
-    "accelerate.utils.other",
-    "accelerate.utils.versions",
+    *("accelerate.big_modeling", "accelerate.hooks", "accelerate.utils.bnb"),
+    *("accelerate.utils.constants", "accelerate.utils.environment", "accelerate.utils.imports"),
+    *("accelerate.utils.memory", "accelerate.utils.modeling", "accelerate.utils.offload"),
+    *("accelerate.utils.operations", "accelerate.utils.other", "accelerate.utils.versions"),
 )
 """Modules of the real package whose functions know nothing of processes."""
 

@@ -20,14 +20,11 @@ from drivetrain.errors import UsageError
 from drivetrain.registry import formats
 from drivetrain.runtime.world import variables
 
+PrecisionType = StrEnum("PrecisionType", ["NO", "FP8", "FP16", "BF16"], module=__name__)
+"""Precisions of a run; fp8 is refused."""
 
-class PrecisionType(StrEnum):
-    """Precisions of a run; fp8 is refused."""
-
-    NO = "no"
-    FP8 = "fp8"
-    FP16 = "fp16"
-    BF16 = "bf16"
+RNGType = StrEnum("RNGType", ["TORCH", "CUDA", "XPU", "GENERATOR"], module=__name__)
+"""Random number generators that follow rank 0."""
 
 
 class LoggerType(StrEnum):
@@ -43,15 +40,6 @@ class LoggerType(StrEnum):
     CLEARML = "clearml"
     DVCLIVE = "dvclive"
     SWANLAB = "swanlab"
-
-
-class RNGType(StrEnum):
-    """Random number generators that follow rank 0."""
-
-    TORCH = "torch"
-    CUDA = "cuda"
-    XPU = "xpu"
-    GENERATOR = "generator"
 
 
 class DynamoBackend(StrEnum):
@@ -234,6 +222,22 @@ class ParallelismConfig(Plugin):
     AXES: ClassVar[tuple[str, ...]] = ("dp_replicate", "dp_shard", "cp", "sp", "tp")
     """From the ranks that are farthest from each other to the nearest."""
 
+    PRODUCTS: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "data_parallel_size": ("dp_replicate", "dp_shard"),
+        "non_data_parallel_size": ("tp", "cp", "sp"),
+        "total_size": AXES,
+    }
+    """Properties that are the number of ranks along axes."""
+
+    DIMS: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "dp_dim_names": ("dp_replicate", "dp_shard"),
+        "non_dp_dim_names": ("tp", "cp", "sp"),
+        "dp_shard_cp_dim_names": ("dp_shard", "cp"),
+        "dp_cp_dim_names": ("dp_replicate", "dp_shard", "cp"),
+        "active_mesh_dims": ("dp_replicate", "dp_shard", "tp", "cp", "sp"),
+    }
+    """Properties that are those of some axes with more than one rank."""
+
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
         launched = variables("PARALLELISM_CONFIG_")
@@ -246,53 +250,17 @@ class ParallelismConfig(Plugin):
         return {k: v for k, v in vars(self).items() if k not in self.refused or v != 1}
 
     def __getattr__(self, name: str) -> Any:
+        if name in self.PRODUCTS:
+            return self._product(*self.PRODUCTS[name])
+        if name in self.DIMS:
+            return self._enabled(*self.DIMS[name])
         axis = name.removesuffix("_enabled")
         return bool(self._enabled(axis)) if name != axis else super().__getattr__(name)
-
-    @property
-    def data_parallel_size(self) -> int:
-        """The number of parts of a batch."""
-        return self._product("dp_replicate", "dp_shard")
-
-    @property
-    def non_data_parallel_size(self) -> int:
-        """The number of ranks that get the same part of a batch."""
-        return self._product("tp", "cp", "sp")
-
-    @property
-    def total_size(self) -> int:
-        """The number of ranks."""
-        return self._product(*self.AXES)
-
-    @property
-    def dp_dim_names(self) -> list[str]:
-        """The axes over which a batch is divided."""
-        return self._enabled("dp_replicate", "dp_shard")
-
-    @property
-    def non_dp_dim_names(self) -> list[str]:
-        """The axes whose ranks get the same part of a batch."""
-        return self._enabled("tp", "cp", "sp")
-
-    @property
-    def dp_shard_cp_dim_names(self) -> list[str]:
-        """The axes over which parameters are divided."""
-        return self._enabled("dp_shard", "cp")
-
-    @property
-    def dp_cp_dim_names(self) -> list[str]:
-        """The axes over which a loss is averaged."""
-        return self._enabled("dp_replicate", "dp_shard", "cp")
 
     @property
     def fsdp_dim_names(self) -> list[str]:
         """The axis of replicas, if there are any, and the joint axis that divides parameters."""
         return [*self._enabled("dp_replicate"), "dp_shard_cp"]
-
-    @property
-    def active_mesh_dims(self) -> list[str]:
-        """The axes of more than one rank."""
-        return [*self.dp_dim_names, *self.non_dp_dim_names]
 
     def build_device_mesh(self, device_type: str) -> DeviceMesh | None:
         """Return torch's mesh of these axes, with joint axes; None if all have one rank.
@@ -304,13 +272,8 @@ class ParallelismConfig(Plugin):
             return None
         shape = tuple(self._product(name) for name in names)
         mesh = device_mesh.init_device_mesh(device_type, shape, mesh_dim_names=names)
-        joint = {
-            "dp": self.dp_dim_names,
-            "dp_shard_cp": self.dp_shard_cp_dim_names,
-            "dp_cp": self.dp_cp_dim_names,
-        }
-        for name, axes in joint.items():
-            if axes:
+        for name in ("dp", "dp_shard_cp", "dp_cp"):
+            if axes := self._enabled(*self.DIMS[f"{name}_dim_names"]):
                 mesh[axes]._flatten(name)  # type: ignore[index]  # torch takes any sequence
         return mesh
 

@@ -36,7 +36,7 @@ from drivetrain.parts.wrapping import UninheritedHook, compute_in
 from drivetrain.recompute import KeptInputs, attach, choose_blocks, is_attached, restore
 from drivetrain.runtime.mesh import Axis
 from drivetrain.runtime.precision import Precision, dtype_word
-from drivetrain.states.given import KERNELS
+from drivetrain.states.whole import KERNELS
 from drivetrain.strategy import Run
 from drivetrain.suitability.own_batch import check_forward_writes
 

@@ -25,9 +25,7 @@ from drivetrain.runtime.gradient_state import GradientState
 from drivetrain.runtime.precision import Precision, dtype_word
 from drivetrain.runtime.world import World
 from drivetrain.states.copies import saving_methods
-from drivetrain.states.exchange import Holder
-from drivetrain.states.given import KERNELS, GivenGroups
-from drivetrain.states.whole import WholeOptimizer, refuse_parts
+from drivetrain.states.whole import KERNELS, GivenGroups, Holder, WholeOptimizer, refuse_parts
 from drivetrain.strategy import Strategy
 
 

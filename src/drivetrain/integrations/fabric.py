@@ -6,7 +6,7 @@ models and their optimizers is a directory, from which any strategy resumes.
 """
 
 import importlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,14 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from drivetrain import communication
+from drivetrain.accelerator import Accelerator
+from drivetrain.checkpoint.manifest import FILE_NAME
 from drivetrain.errors import CheckpointError, UsageError
 from drivetrain.facade.settings import StrategyChoice
-from drivetrain.integrations.fabric_checkpoints import (
-    FabricCheckpoints,
-    is_checkpoint,
-    optimizers_in,
-)
-from drivetrain.integrations.fabric_run import FabricRun
+from drivetrain.facade.stepping import PreparedOptimizer
 
 NAME = "drivetrain"
 """Name of the strategy in Fabric's registry."""
@@ -38,22 +36,177 @@ KEPT = ("32-true", "64-true", "16-true", "bf16-true")
 """Precisions in which Fabric converts models and inputs, before a strategy sees them."""
 
 
-class FabricTraining(FabricRun):
-    """The methods of a Fabric strategy that train, save and load; mixed into Fabric's base class.
+class FabricCheckpoints:
+    """Saves and loads the states of one run, which Fabric hands over unwrapped.
 
-    Args and attributes are those of ``FabricRun``.
+    Args:
+        engine: has prepared the models and optimizers.
     """
+
+    def __init__(self, engine: Accelerator) -> None:
+        self._engine = engine
+        self._values: dict[str, Any] = {}
+        self._order: dict[str, list[str]] = {}
+        engine.register_for_checkpointing(self)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the values of the state at hand, and its keys of models and optimizers."""
+        return {"order": self._order, "values": self._values}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take both from a checkpoint."""
+        self._order, self._values = dict(state["order"]), dict(state["values"])
+
+    def save(self, path: str | Path, state: Mapping[str, Any]) -> None:
+        """Save a state in a directory. Collective.
+
+        Raises:
+            UsageError: a model or optimizer of the run is missing.
+            CheckpointError: a value is no plain one, or the disk is full; on every rank.
+        """
+        self._order = self._order_of(state)
+        self._values = {
+            key: value.state_dict() if _is_stateful(value) else value
+            for key, value in self._others(state)
+        }
+        self._engine.save_state(path, overwrite=True)
+
+    def load(self, path: str | Path, state: Any, strict: bool) -> dict[str, Any]:
+        """Load a directory into the objects of a state; return the values it did not ask for.
+
+        Raises:
+            UsageError: a model or optimizer of the run is missing.
+            CheckpointError: the checkpoint has other keys.
+        """
+        wanted = self._order_of(state if isinstance(state, dict) else {})
+        self._engine.load_state(path)
+        if self._order != wanted:
+            raise CheckpointError(
+                f"expected the keys {self._order} in the state to load, as {path} has them, found "
+                f"{wanted}; use the same keys for the same objects"
+            )
+        left = dict(self._values)
+        for key, value in self._others(state):
+            if key in left and _is_stateful(value):
+                value.load_state_dict(left.pop(key))
+            elif key in left:
+                state[key] = left.pop(key)
+            elif strict:
+                raise CheckpointError(
+                    f"expected {key!r} in {path}, found {sorted(left)}; leave it out of the state, "
+                    "or pass strict=False"
+                )
+        return left
+
+    def _others(self, state: Mapping[str, Any]) -> list[tuple[str, Any]]:
+        known = {key for keys in self._order.values() for key in keys}
+        return [(key, value) for key, value in state.items() if key not in known]
+
+    def _order_of(self, state: Mapping[str, Any]) -> dict[str, list[str]]:
+        """Return the keys of models and optimizers in the order of ``setup``."""
+        prepared = self._engine._prepared
+        return {
+            "models": _keys("models", [entry.model for entry in prepared.models], state),
+            "optimizers": _keys("optimizers", prepared.optimizers, state),
+        }
+
+
+def is_checkpoint(path: str | Path) -> bool:
+    """Return whether a path is a checkpoint directory."""
+    return (Path(path) / FILE_NAME).is_file()
+
+
+def optimizers_in(state: Any) -> list[Optimizer]:
+    """Return the optimizers of a state that the engine has prepared."""
+    values = state.values() if isinstance(state, Mapping) else ()
+    return [value for value in values if isinstance(value, PreparedOptimizer)]
+
+
+def _keys(kind: str, objects: Sequence[Any], state: Mapping[str, Any]) -> list[str]:
+    """Return the key of each object in a state."""
+    found = [next((k for k, value in state.items() if value is each), None) for each in objects]
+    keys = [key for key in found if key is not None]
+    if len(keys) < len(objects):
+        raise UsageError(
+            f"expected all {len(objects)} {kind} of setup() in the state, found {len(keys)}: a "
+            "checkpoint holds the whole run; add the others, or save models alone for their weights"
+        )
+    return keys
+
+
+def _is_stateful(value: Any) -> bool:
+    return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
+
+
+class FabricTraining:
+    """The methods of a Fabric strategy; mixed into Fabric's base class.
+
+    Args:
+        strategy: name, or name and options; None takes the launch configuration's.
+        config: a YAML file or a mapping with the configuration.
+
+    Attributes:
+        package: of Fabric, for its helpers.
+    """
+
+    package: str
+    parallel_devices: Sequence[torch.device]
 
     def __init__(
         self,
         strategy: StrategyChoice | None = None,
         config: str | Path | Mapping[str, Any] | None = None,
     ) -> None:
+        self._chosen: dict[str, Any] = {"strategy": strategy, "config": config}
+        self._engine: Accelerator | None = None
+        self._mixed: str | None = None
         self._plugin: Any = self._helper("plugins.precision", "Precision")()
         self._checkpoints: FabricCheckpoints | None = None
-        super().__init__(strategy, config)
+        super().__init__()
         # Fabric asks this object to hold back the synchronisation of gradients.
         self._backward_sync_control = self
+
+    def _helper(self, module: str, name: str) -> Any:
+        return getattr(importlib.import_module(f"{self.package}.{module}"), name)
+
+    @property
+    def engine(self) -> Accelerator:
+        """The Accelerator of the run, made on first use.
+
+        Raises:
+            UsageError: Fabric was to start several processes, asks for another device, or the
+                configuration accumulates.
+        """
+        if self._engine is None:
+            wanted = self.parallel_devices[0].type
+            engine = Accelerator(
+                **self._chosen,
+                mixed_precision=self._mixed,
+                cpu=True if wanted == "cpu" else None,
+            )
+            self._check_run(engine, wanted)
+            self._engine = engine
+        return self._engine
+
+    def _check_run(self, engine: Accelerator, wanted: str) -> None:
+        asked = len(self.parallel_devices)
+        if asked > 1 and engine.num_processes == 1:
+            raise UsageError(
+                f"expected {asked} ranks for the {asked} devices of Fabric, found one process; "
+                f"start the script with 'drivetrain launch --nproc-per-node {asked}', or pass "
+                "Fabric(devices=1)"
+            )
+        if engine.gradient_accumulation_steps > 1:
+            raise UsageError(
+                "expected one micro-batch per step in the configuration, found accumulation: "
+                f"{engine.gradient_accumulation_steps}; a loop of Fabric accumulates itself, with "
+                "no_backward_sync()"
+            )
+        if wanted != engine.device.type:
+            raise UsageError(
+                f"expected Fabric(accelerator={engine.device.type!r}) as the run is configured, "
+                f"found {wanted!r}; pass the same to both"
+            )
 
     @property
     def precision(self) -> Any:
@@ -78,6 +231,76 @@ class FabricTraining(FabricRun):
     def _autocast(self) -> AbstractContextManager[None]:
         """Return the context of ``fabric.autocast()``; the engine is made when it is entered."""
         return self.engine.autocast()
+
+    # --- the place among the ranks ---
+
+    def setup_environment(self) -> None:
+        """Join the other ranks, and tell Fabric's log which rank this is."""
+        rank_zero_only = self._helper("utilities.rank_zero", "rank_zero_only")
+        rank_zero_only.rank = self.global_rank
+        super().setup_environment()  # type: ignore[misc]
+
+    @property
+    def root_device(self) -> torch.device:
+        """The device of this rank."""
+        return self.engine.device
+
+    @property
+    def global_rank(self) -> int:
+        """Index of this rank among all."""
+        return self.engine.process_index
+
+    @property
+    def local_rank(self) -> int:
+        """Index of this rank on its host."""
+        return self.engine.local_process_index
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.engine.num_processes
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this is the first rank."""
+        return self.engine.is_main_process
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, int]:
+        """Arguments of Fabric's sampler: ranks that share a batch get the same samples."""
+        data = self.engine.mesh["dp"]
+        return {"num_replicas": data.size, "rank": data.rank}
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """Stack tensors of equal shapes of the data-parallel ranks: (ranks, ...); one is as is."""
+        data = self.engine.mesh["dp"]
+        if data.size == 1:
+            return tensor
+        gather = self._helper("utilities.distributed", "_all_gather_ddp_if_available")
+        gathered: Tensor = gather(tensor, group=data.group, sync_grads=sync_grads)
+        return gathered
+
+    def all_reduce(self, tensor: Tensor, group: Any = None, reduce_op: Any = "mean") -> Tensor:
+        """Combine tensors of the data-parallel ranks in place, and return them."""
+        data = self.engine.mesh["dp"]
+        if data.size > 1:
+            reduce = self._helper("utilities.distributed", "_sync_ddp_if_available")
+            reduce(tensor, group=data.group, reduce_op=reduce_op)
+        return tensor
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002
+        """Return whether all ranks, or any, decided for it."""
+        votes = torch.tensor(int(decision), device=self.root_device)
+        total = int(communication.reduce(votes, "sum"))
+        return total == self.world_size if all else total > 0
+
+    def barrier(self, name: str | None = None) -> None:
+        """Return when every rank has come here."""
+        self.engine.wait_for_everyone()
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Return one rank's object on every rank."""
+        return communication.broadcast_object_list([obj], src)[0]
 
     # --- the training step ---
 

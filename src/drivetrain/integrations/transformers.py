@@ -5,31 +5,267 @@ beside the Trainer's own files, the folder ``drivetrain`` with the sharded state
 """
 
 import functools
+import inspect
+import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import torch
 import transformers
-from torch import nn
+from accelerate.state import AcceleratorState  # type: ignore[import-untyped]
+from accelerate.utils import TorchDynamoPlugin  # type: ignore[import-untyped]
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.trainer import SCHEDULER_NAME
+from transformers.utils.generic import ModelOutput
 
 from drivetrain.accelerator import Accelerator
+from drivetrain.compat.plugins import (
+    DeepSpeedPlugin,
+    FullyShardedDataParallelPlugin,
+    ParallelismConfig,
+    Plugin,
+    translated,
+)
 from drivetrain.data import PreparedLoader, skip_first_batches
 from drivetrain.errors import CheckpointError, UsageError
-from drivetrain.facade.options import DistributedDataParallelKwargs, ProjectConfiguration
-from drivetrain.integrations.token_scores import score_by_modules
-from drivetrain.integrations.training_arguments import (
-    accumulation_of,
-    engine_of,
-    join,
-    loader_options,
-    refuse_other_engines,
+from drivetrain.facade.options import (
+    DataLoaderConfiguration,
+    DistributedDataParallelKwargs,
+    ProjectConfiguration,
 )
+from drivetrain.log import get_logger
 from drivetrain.runtime.gradient_state import GradientState
+
+logger = get_logger(__name__)
+
+# --- the token scores of TRL's trainers, made of a model's logits ---
+
+# TRL gives a model another forward, which multiplies with the head's weight itself. Ranks of tensor
+# and pipeline parallelism have a part of this weight, or none; the head's module knows how to work
+# with it.
+
+_SWITCH = "fused_lm_head"
+"""Argument of TRL's forward that asks for scores in place of logits."""
+
+_IGNORED = -100
+"""Label of tokens without a score."""
+
+
+@dataclass
+class TokenScores(ModelOutput):
+    """Scores of next tokens, under the names of TRL; each (batch, length - 1), 0 where ignored.
+
+    Attributes:
+        log_probs: log-probability of each label.
+        entropy: of the distribution over the vocabulary.
+        log_sum_sq_probs: logarithm of the sum of squared probabilities, without gradient.
+        mean_logits: mean over the vocabulary, without gradient.
+        is_top1: whether the label has the largest logit.
+        label_mask: whether the label counts.
+        aux_loss: of a mixture of experts, 0-d.
+    """
+
+    log_probs: Tensor | None = None
+    entropy: Tensor | None = None
+    log_sum_sq_probs: Tensor | None = None
+    mean_logits: Tensor | None = None
+    is_top1: Tensor | None = None
+    label_mask: Tensor | None = None
+    aux_loss: Tensor | None = None
+
+
+def score_by_modules(model: nn.Module) -> None:
+    """Let a model that TRL has changed make its scores of the logits that its modules return."""
+    for module in model.modules():
+        forward = vars(module).get("forward")
+        given = getattr(forward, "__func__", None)
+        if given and _SWITCH in inspect.signature(given, follow_wrapped=False).parameters:
+            temperature = inspect.getclosurevars(given).nonlocals.get("temperature", 1.0)
+            module.forward = _scoring(forward, temperature)  # type: ignore[arg-type]
+
+
+def _scoring(forward: Callable[..., Any], temperature: float) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def score(
+        *args: Any,
+        fused_lm_head: bool = False,
+        labels: Tensor | None = None,
+        shift_labels: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        if not fused_lm_head:
+            return forward(*args, labels=labels, shift_labels=shift_labels, **kwargs)
+        kwargs.pop("num_items_in_batch", None)  # of the model's own loss
+        output = forward(*args, **kwargs)
+        logits, targets = output.logits, shift_labels
+        if labels is not None and targets is None:
+            logits, targets = logits[:, :-1], labels[:, 1:]
+        scores = scores_of(logits / temperature, targets)
+        scores.aux_loss = getattr(output, "aux_loss", None)
+        return scores
+
+    return score
+
+
+def scores_of(logits: Tensor, labels: Any) -> TokenScores:
+    """Return the scores of labels.
+
+    Args:
+        logits: (batch, length, vocabulary).
+        labels: (batch, length), int64; -100 is ignored.
+    """
+    counted = labels != _IGNORED
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    found = logits.log_softmax(-1)
+    chosen = found.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    fixed = found.detach()
+    scores = {
+        "log_probs": chosen,
+        "entropy": -(found.exp() * found).sum(-1),
+        "log_sum_sq_probs": (2 * fixed).logsumexp(-1),
+        "mean_logits": logits.detach().mean(-1),
+        "is_top1": logits.detach().argmax(-1) == labels,
+    }
+    masked = {name: score.masked_fill(~counted, 0) for name, score in scores.items()}
+    return TokenScores(**masked, label_mask=counted)
+
+
+# --- training arguments in our terms: engine, loaders and micro-batches ---
+
+
+def engine_of(args: Any) -> dict[str, Any]:
+    """Return the strategy, and the further configuration, that training arguments choose.
+
+    Arguments for DeepSpeed, FSDP and parallelism are translated as ``config import`` does; one line
+    tells of each setting without counterpart.
+
+    Returns:
+        Arguments of the Accelerator; empty where the launch configuration chooses alone.
+
+    Raises:
+        UsageError: the arguments choose two engines, or a setting changes results.
+        ConfigError: a setting is unknown, or contradicts another one.
+    """
+    plugins = engines_in(args)
+    if not plugins:
+        return {}
+    found = translated(plugins)
+    for remark in found.remarks:
+        logger.announce(f"training arguments: {remark}")
+    if args.deepspeed:
+        # Else transformers asks DeepSpeed for a model's parameters.
+        unset_hf_deepspeed_config()  # type: ignore[no-untyped-call]
+    values = dict(found.values)
+    return {"strategy": values.pop("strategy", None), "config": values or None}
+
+
+def engines_in(args: Any) -> list[Plugin]:
+    """Return the engines that training arguments choose, as plugin objects."""
+    plugins: list[Plugin] = []
+    if args.deepspeed:  # DeepSpeed's configuration, or the path of its file
+        given = args.deepspeed
+        config = given if isinstance(given, Mapping) else json.loads(Path(given).read_text("utf-8"))
+        plugins.append(DeepSpeedPlugin(config))
+    if args.fsdp_plugin_args:
+        plugins.append(FullyShardedDataParallelPlugin(**args.fsdp_plugin_args))
+    if args.parallelism_config:
+        sizes = {k: v for k, v in vars(args.parallelism_config).items() if not k.startswith("_")}
+        plugins.append(ParallelismConfig(**sizes))
+    return plugins
+
+
+def refuse_other_engines(args: Any, model: Any) -> None:
+    """Refuse training arguments and models that a strategy cannot train with.
+
+    Raises:
+        UsageError: names the argument, and its counterpart.
+    """
+    if args.torch_compile:
+        raise UsageError(
+            "expected no torch_compile in the training arguments, found True; pass "
+            "Trainer(model=torch.compile(model))"
+        )
+    if args.n_gpu > 1:
+        raise UsageError(
+            f"expected one GPU for each process, found {args.n_gpu} for one; start the script with "
+            "'drivetrain launch'"
+        )
+    if (getattr(model, "tp_size", None) or 1) > 1:
+        raise UsageError(
+            f"expected a whole model, found one divided over {model.tp_size} ranks by "
+            "from_pretrained; leave out tp_plan, and choose tp in the strategy"
+        )
+    if model is not None and any(hasattr(one, "ds_id") for one in model.parameters()):
+        raise UsageError(
+            "expected a whole model, found one that deepspeed.zero.Init has divided; make the "
+            "model before TrainingArguments(deepspeed=...)"
+        )
+    if getattr(args, "sync_ref_model", False):
+        raise UsageError(
+            "expected sync_ref_model=False, found True: the callback would copy parameters that "
+            "ranks may divide; keep the reference model fixed"
+        )
+
+
+def loader_options(args: Any) -> DataLoaderConfiguration:
+    """Return the training arguments' options of loaders, as far as they differ from the default."""
+    given, usual = args.accelerator_config, type(args.accelerator_config)()
+    names = ("split_batches", "dispatch_batches", "even_batches", "use_seedable_sampler")
+    options = {
+        name: getattr(given, name)
+        for name in (*names, "non_blocking")
+        if getattr(given, name) != getattr(usual, name)
+    }
+    seed = args.seed if args.data_seed is None else args.data_seed
+    return DataLoaderConfiguration(**options, data_seed=seed)
+
+
+def accumulation_of(args: Any, configured: int) -> tuple[int, dict[str, Any]]:
+    """Return the micro-batches per step, and the further options of accumulation.
+
+    Args:
+        args: the training arguments.
+        configured: micro-batches per step in the launch configuration.
+
+    Raises:
+        UsageError: both say a number, and not the same.
+    """
+    more = dict(args.accelerator_config.gradient_accumulation_kwargs or {})
+    given = {args.gradient_accumulation_steps, more.pop("num_steps", 1), configured}
+    if len(given - {1}) > 1:
+        raise UsageError(
+            f"expected one number of micro-batches per step, found {sorted(given - {1})} in the "
+            "training arguments and in accumulation of the launch configuration; keep one"
+        )
+    return max(given), more
+
+
+def join(args: Any, accelerator: Accelerator) -> None:
+    """Tell the training arguments about the other ranks, which they missed on the CPU.
+
+    The state of Accelerate's own Accelerator is made, too: trainers and libraries ask it.
+    """
+    on_cpu = accelerator.device.type == "cpu"
+    if args.distributed_state.num_processes != accelerator.num_processes:
+        state = type(args.distributed_state)
+        state._reset_state()
+        args.distributed_state = state(cpu=on_cpu)
+    AcceleratorState._reset_state()
+    AcceleratorState(
+        accelerator.mixed_precision,
+        cpu=on_cpu,
+        dynamo_plugin=TorchDynamoPlugin(),
+        _from_accelerator=True,
+    )
+
+
+# --- the Trainer ---
 
 STATE_FOLDER = "drivetrain"
 """Folder of the sharded state inside of a Trainer's checkpoint."""

@@ -1,19 +1,507 @@
-"""An optimizer of divided parameters as one process has it: groups, state, state dict."""
+"""An optimizer of divided parameters as one process has it: groups, state, state dict.
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+What a script finds under ``optimizer.state`` and ``optimizer.param_groups`` is whole, as torch's. A
+read gathers, so every rank must make it. What it returns is a copy that refuses changes; whole
+state that is assigned reaches the ranks' shares.
+"""
+
+import hashlib
+from collections import Counter
+from collections.abc import (
+    Callable,
+    Collection,
+    ItemsView,
+    Iterable,
+    Iterator,
+    Mapping,
+    MutableMapping,
+    Sequence,
+    ValuesView,
+)
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from functools import cached_property, partial
+from math import prod
+from typing import Any, NamedTuple, NoReturn
+from weakref import ref
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from drivetrain.collectives.facts import differing
-from drivetrain.errors import UsageError
-from drivetrain.parts.guard import Elsewhere
-from drivetrain.states.exchange import GATHERED_BYTES, Holder, State, StateExchange
-from drivetrain.states.given import KERNELS, GivenGroup, GivenGroups, GivenParameter
-from drivetrain.states.views import GroupView, StateView
+from drivetrain.checkpoint.agreement import check_same, together
+from drivetrain.checkpoint.assembly import copy_overlap, numel
+from drivetrain.collectives.facts import device_of, differing, group_of, meet_everyone, size_of
+from drivetrain.collectives.meeting import named
+from drivetrain.communication import gather_object
+from drivetrain.errors import RankMismatchError, UsageError
+from drivetrain.nested import describe
+from drivetrain.parts.guard import Elsewhere, read_only
+from drivetrain.shards import Part
+from drivetrain.strategy import Strategy
+
+# --- the groups as the script made them, before a strategy divides the parameters ---
+
+KERNELS = frozenset({"foreach", "fused"})
+"""Options that choose a kernel: no saved state overrules the choice of the loading run."""
+
+
+class GivenParameter:
+    """A parameter of the script, which a rank of a pipeline lets go of if it is another stage's.
+
+    Args:
+        parameter: whole.
+
+    Attributes:
+        key: its identity.
+        nbytes: size of the whole parameter.
+    """
+
+    def __init__(self, parameter: nn.Parameter) -> None:
+        self.key = id(parameter)
+        self.nbytes = parameter.nbytes
+        self._reference = ref(parameter)
+        self._facts = parameter.shape, parameter.dtype, parameter.requires_grad
+
+    def is_same(self, tensor: Tensor) -> bool:
+        """Whether a tensor is the script's own object, or the one in its place."""
+        return tensor is self._reference() or tensor is self.__dict__.get("stand_in")
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        """The script's own object."""
+        found = self._reference()
+        return self.stand_in if found is None else found
+
+    @cached_property
+    def stand_in(self) -> nn.Parameter:
+        """A parameter of the same shape without values, for ranks that have none."""
+        shape, dtype, trainable = self._facts
+        values = torch.empty(shape, dtype=dtype, device="meta")
+        return nn.Parameter(values, requires_grad=trainable)
+
+
+@dataclass(frozen=True, slots=True)
+class GivenGroup:
+    """One group.
+
+    Attributes:
+        parameters: in the script's order.
+        kernels: the script's options that choose a kernel.
+    """
+
+    parameters: Sequence[GivenParameter]
+    kernels: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, group: Mapping[str, Any]) -> "GivenGroup":
+        """Describe a group whose parameters are whole."""
+        kernels = {key: group[key] for key in KERNELS & group.keys()}
+        return cls([GivenParameter(each) for each in group["params"]], kernels)
+
+
+class GivenGroups:
+    """All groups of one optimizer, with those that are added later.
+
+    Args:
+        optimizer: no strategy has divided its parameters yet.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._known: list[GivenGroup] = []
+        self.of(optimizer)
+
+    def of(self, optimizer: Optimizer) -> list[GivenGroup]:
+        """Return the groups of the optimizer: of new ones, parameters are whole until a step."""
+        new = optimizer.param_groups[len(self._known) :]
+        self._known += [GivenGroup.of(group) for group in new]
+        return self._known
+
+
+# --- what a script finds under ``optimizer.state`` and ``optimizer.param_groups`` ---
+
+_CHANGED = UsageError(
+    "expected optimizer.state to be read, found a change of what it returned, a copy of state that "
+    "lies divided over the ranks; assign it, on every rank: state = {key: value.clone() for key, "
+    "value in optimizer.state[p].items()}, change that, then optimizer.state[p] = state; {} resets "
+    "the parameter"
+)
+
+_REGROUPED = UsageError(
+    "expected the parameters of a group as they are, found a change of group['params'], whose "
+    "parameters are divided over the ranks; use optimizer.add_param_group() for new ones, and "
+    "requires_grad_(False) to freeze some"
+)
+
+
+class StateOfParameter(dict[str, Any]):
+    """A copy of the whole state of one parameter."""
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise _CHANGED
+
+    __setitem__ = __delitem__ = __ior__ = _refuse
+    update = pop = popitem = clear = setdefault = _refuse
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self),)
+
+
+class ParametersOfGroup(list[nn.Parameter]):
+    """The script's own parameters of one group."""
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise _REGROUPED
+
+    __setitem__ = __delitem__ = __iadd__ = __imul__ = _refuse
+    append = extend = insert = remove = pop = clear = _refuse
+    sort = reverse = _refuse
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return list, (list(self),)
+
+
+class GroupView(MutableMapping[str, Any]):
+    """A group: options are those of the optimizer, parameters are the script's own.
+
+    Args:
+        group: of the optimizer.
+        parameters: returns the script's own.
+    """
+
+    def __init__(
+        self, group: dict[str, Any], parameters: Callable[[], Iterable[nn.Parameter]]
+    ) -> None:
+        self._group = group
+        self._parameters = parameters
+
+    def __getitem__(self, key: str) -> Any:
+        if key == "params":
+            return ParametersOfGroup(self._parameters())
+        return self._group[key]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        if key == "params":
+            raise _REGROUPED
+        self._group[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        if key == "params":
+            raise _REGROUPED
+        del self._group[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._group)
+
+    def __len__(self) -> int:
+        return len(self._group)
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
+
+    def copy(self) -> dict[str, Any]:
+        """Return the group as a dict of its own."""
+        return dict(self)
+
+
+class StateView(MutableMapping[Any, Mapping[str, Any]]):
+    """The state of an optimizer whose parameters ranks divide, by the script's parameters.
+
+    As in torch, a parameter without state has an empty one; to read it leaves nothing behind.
+
+    Args:
+        states: where state is read and replaced.
+    """
+
+    def __init__(self, states: "WholeOptimizer") -> None:
+        self._states = states
+
+    def __getitem__(self, key: Any) -> Mapping[str, Any]:
+        return shown(self._states.read(key))
+
+    def __setitem__(self, key: Any, state: Mapping[str, Any]) -> None:
+        self._states.replace({key: state})
+
+    def __delitem__(self, key: Any) -> None:
+        self._states.replace({key: {}})
+
+    def __contains__(self, key: object) -> bool:
+        return any(each is key for each in self._states.known())
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._states.known())
+
+    def __len__(self) -> int:
+        return len(self._states.known())
+
+    def clear(self) -> None:
+        """Let go of all state."""
+        self._states.reset()
+
+    def items(self) -> ItemsView[Any, Mapping[str, Any]]:
+        """Return pairs of a parameter and its state; every rank gathers all of them in order."""
+        return _Items(self)
+
+    def values(self) -> ValuesView[Mapping[str, Any]]:
+        """Return the state of each parameter; every rank gathers all of them in order."""
+        return _Values(self)
+
+    def walk(self) -> Iterator[tuple[Any, Mapping[str, Any]]]:
+        """Yield pairs of a parameter and its state."""
+        return ((key, shown(state)) for key, state in self._states.walk())
+
+
+class _Items(ItemsView[Any, Mapping[str, Any]]):
+    _mapping: StateView
+
+    def __iter__(self) -> Iterator[tuple[Any, Mapping[str, Any]]]:
+        return self._mapping.walk()
+
+
+class _Values(ValuesView[Mapping[str, Any]]):
+    _mapping: StateView
+
+    def __iter__(self) -> Iterator[Mapping[str, Any]]:
+        return (state for _, state in self._mapping.walk())
+
+
+def shown(state: Mapping[str, Any]) -> StateOfParameter:
+    """Return state whose tensors refuse writes."""
+    return StateOfParameter(
+        {
+            key: read_only(value, _CHANGED) if isinstance(value, Tensor) else value
+            for key, value in state.items()
+        }
+    )
+
+
+# --- whole state from the shares of all ranks, and shares from whole state ---
+
+GATHERED_BYTES = 32 * 2**20
+"""State is gathered of as many parameters at a time as fit into this: small ones share a sum."""
+
+_ALIGNED = 16
+"""Tensors begin at multiples of so many bytes in the memory where they are put together."""
+
+State = Mapping[str, Any]
+"""An optimizer's state for one parameter, by key."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Holder:
+    """A prepared model that has parameters of an optimizer.
+
+    Attributes:
+        strategy: of the model.
+        index: of the optimizer among those of the model.
+        names: of the model's parameters, by identity.
+        known: identities of those that this rank's model has.
+    """
+
+    strategy: Strategy[Any]
+    index: int
+    names: dict[int, str]
+    known: Collection[int]
+
+
+class StateFacts(NamedTuple):
+    """A state tensor as one rank knows it.
+
+    Attributes:
+        shape: of the whole.
+        dtype: of its elements.
+        device: kind of memory in which shares lie.
+        elements: how many of them this rank has.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: str
+    elements: int
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the whole tensor."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
+Told = dict[str, dict[str, Any]]
+"""By the name of a parameter and key of its state: facts of a tensor, or a plain value."""
+
+
+class StateExchange:
+    """Exchanges the state of one optimizer's parameters in one model. Collective.
+
+    Args:
+        optimizer: of the strategy.
+        holder: the model.
+    """
+
+    def __init__(self, optimizer: Optimizer, holder: Holder) -> None:
+        self._holder = holder
+        self._group = holder.strategy.states_among
+        self._world = holder.strategy.run.world
+        held = {**holder.names, **holder.strategy.names()}
+        self._plain: Told = {}
+        for parameter, state in optimizer.state.items():
+            plain = {key: value for key, value in state.items() if not isinstance(value, Tensor)}
+            if plain and id(parameter) in held:
+                self._plain[held[id(parameter)]] = plain
+
+    def known(self, names: Sequence[str], operation: str) -> set[str]:
+        """Return the parameters of which some rank has state."""
+        self._meet(operation)
+        mine = {shard.name for shard in self._holder.strategy.states(self._holder.index, names)}
+        mine |= self._plain.keys() & set(names)
+        return set(gather_object(sorted(mine), group=self._group))
+
+    @torch.no_grad()
+    def whole(self, names: Sequence[str], operation: str) -> dict[str, dict[str, Any]]:
+        """Return the whole state of some parameters, in memory of its own; none before a step.
+
+        Args:
+            names: of the parameters.
+            operation: in words, for ranks that do not come.
+
+        Raises:
+            CollectiveError: a rank does not come.
+            RankMismatchError: the shares are not the whole.
+        """
+        self._meet(operation)
+        shards = list(self._holder.strategy.states(self._holder.index, names))
+        mine: Told = {name: dict(self._plain.get(name, {})) for name in names}
+        for shard in shards:
+            key = _key(shard.state)
+            before = mine[shard.name].get(key)
+            count = numel(shard.part) + (before.elements if before is not None else 0)
+            facts = StateFacts(shard.shape, shard.tensor.dtype, shard.tensor.device.type, count)
+            mine[shard.name][key] = facts
+        everyone: list[Told] = gather_object(mine, group=self._group)
+        told = {name: _joined(name, [each[name] for each in everyone]) for name in names}
+        memory, found = self._room(told)
+        for shard in shards:
+            place = found[shard.name][_key(shard.state)].view(-1)
+            values = shard.tensor.detach().reshape(-1)
+            copy_overlap(place, Part.whole(shard.shape), values, shard.part)
+        if size_of(self._group) > 1 and memory.numel():
+            ranks = group_of(self._group)
+            with named(operation, ranks):  # as bytes, zeros elsewhere: no value changes
+                dist.all_reduce(memory, group=ranks)
+        return found
+
+    def replace(self, states: Mapping[str, State], operation: str) -> None:
+        """Replace the state of some parameters by whole state; an empty one resets them.
+
+        Raises:
+            CheckpointError: ranks have other state, or state does not fit; on every rank.
+        """
+        text = describe(states, lambda tensor: f"{tensor.dtype}{tuple(tensor.shape)}")
+        digest = hashlib.sha256(text.encode()).hexdigest()[:8]
+        same = {"the state": f"state of {len(states)} parameters with keys and shapes {digest}"}
+        check_same(self._world, operation, same, self._group)
+        holder, reader = self._holder, WholeStates(self._holder.index, states)
+        load = partial(holder.strategy.load_states, holder.index, reader, states.keys())
+        together(self._world, operation, load, self._group)
+
+    def _meet(self, operation: str) -> None:
+        meet_everyone(operation, self._group)
+
+    def _room(self, told: Told) -> tuple[Tensor, Told]:
+        """Return zeros, and the state with a place among them for each tensor."""
+        facts = [each for state in told.values() for each in state.values() if _is_tensor(each)]
+        device = torch.device(facts[0].device if facts else "cpu")
+        if size_of(self._group) > 1:
+            device = device_of(self._group, device) or device
+        memory = torch.zeros(sum(map(_room_of, facts)), dtype=torch.uint8, device=device)
+        start = 0
+        found: Told = {}
+        for name, state in told.items():
+            found[name] = dict(state)
+            for key, each in state.items():
+                if _is_tensor(each):
+                    place = memory[start : start + each.nbytes]
+                    found[name][key] = place.view(each.dtype).view(each.shape)
+                    start += _room_of(each)
+        return memory, found
+
+
+class WholeStates:
+    """Whole state in memory as a checkpoint: implements ``drivetrain.shards.Reader``.
+
+    Args:
+        index: of the optimizer.
+        states: by the names of parameters.
+
+    Attributes:
+        partial: True: weights and buffers keep their values.
+    """
+
+    def __init__(self, index: int, states: Mapping[str, State]) -> None:
+        self.partial = True
+        self._states = states
+        self._tensors = {
+            (name, f"{index}.{key}"): value.detach()
+            for name, state in states.items()
+            for key, value in state.items()
+            if isinstance(value, Tensor)
+        }
+
+    def keys(self) -> Iterable[tuple[str, str]]:
+        """Return the (name, state) pairs of all tensors."""
+        return self._tensors.keys()
+
+    def shape(self, name: str, state: str = "") -> tuple[int, ...]:
+        """Return the shape of a whole tensor."""
+        return tuple(self._tensors[name, state].shape)
+
+    def read(self, name: str, state: str = "", part: Part | None = None) -> Tensor:
+        """Return a part of a tensor on the CPU, in memory of its own."""
+        whole = self._tensors[name, state]
+        wanted = part or Part.whole(whole.shape)
+        memory = torch.empty(numel(wanted), dtype=whole.dtype, device="cpu")
+        copy_overlap(memory, wanted, whole.reshape(-1), Part.whole(whole.shape))
+        return memory.view(wanted.sizes) if wanted.flat is None else memory
+
+    def scalars(self, name: str, optimizer: int) -> Mapping[str, Any]:
+        """Return the state of a parameter that is no tensor."""
+        state = self._states.get(name, {})
+        return {key: value for key, value in state.items() if not isinstance(value, Tensor)}
+
+
+def _key(state: str) -> str:
+    return state.partition(".")[2]
+
+
+def _is_tensor(facts: Any) -> bool:
+    return isinstance(facts, StateFacts)
+
+
+def _room_of(facts: StateFacts) -> int:
+    return -(-facts.nbytes // _ALIGNED) * _ALIGNED
+
+
+def _joined(name: str, everyone: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the state of one parameter from what ranks have of it.
+
+    Raises:
+        RankMismatchError: the ranks have more or less elements than there are.
+    """
+    told: dict[str, Any] = {}
+    counts: Counter[str] = Counter()
+    for state in everyone:
+        for key, each in state.items():
+            told.setdefault(key, each)
+            counts[key] += each.elements if _is_tensor(each) else 0
+    for key, each in told.items():
+        if _is_tensor(each) and counts[key] != prod(each.shape):
+            raise RankMismatchError(
+                f"expected {prod(each.shape)} elements of state {key!r} of {name!r} on all ranks "
+                f"together, found {counts[key]}; ranks have stepped differently: load a checkpoint"
+            )
+    return told
+
+
+# --- the optimizer ---
 
 _TOGETHER = "(every rank must do so; accelerator.save_state() on all ranks saves the state)"
 """The way out, in the words of a rank that waits."""

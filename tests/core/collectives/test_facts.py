@@ -17,7 +17,7 @@ OBJECTS = {
     "data/examples.py": "a batch of the script's dataset may hold any object",
     "facade/gathering.py": "gather_for_metrics takes a script's objects",
     "facade/joining.py": "param groups and schedules of a script in join_uneven_inputs",
-    "integrations/fabric_run.py": "a function of Fabric's API that takes a script's objects",
+    "integrations/fabric.py": "a function of Fabric's API that takes a script's objects",
     "testing/conformance/twins.py": "states of the reference, which tests compare",
 }
 """Files that may send pickles between the ranks of a run, and why."""

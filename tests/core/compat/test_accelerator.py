@@ -4,11 +4,13 @@ import pickle
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import drivetrain
 from drivetrain.compat import accelerate as ours
-from drivetrain.errors import UsageError
+from drivetrain.errors import CheckpointError, UsageError
 
 
 @pytest.mark.parametrize(
@@ -32,3 +34,40 @@ def test_what_is_not_here_names_the_way_out():
 
     with pytest.raises(UsageError, match="make one in each process"):
         pickle.dumps(ours.Accelerator(cpu=True))
+
+
+# --- ``save_state`` and ``save_model`` with Accelerate's arguments ---
+
+
+def prepared():
+    accelerator = ours.Accelerator(cpu=True)
+    return accelerator, accelerator.prepare(nn.Linear(2, 2))
+
+
+def test_a_checkpoint_of_the_same_name_is_replaced(tmp_path):
+    accelerator, model = prepared()
+    folder = tmp_path / "state"
+    for value in (1.0, 2.0):
+        nn.init.constant_(model.weight, value)
+        accelerator.save_state(str(folder))
+    (folder / "note").touch()
+    nn.init.constant_(model.weight, 3.0)
+    accelerator.load_state(str(folder), map_location="cpu")
+    assert model.weight.eq(2.0).all()
+    accelerator.save_state(str(folder))
+    assert not (folder / "note").exists()
+    with pytest.raises(CheckpointError, match="already exists"):
+        accelerator.save_state(str(folder), overwrite=False)
+
+
+@pytest.mark.parametrize("safe", [True, False])
+def test_files_are_safetensors_and_a_line_says_so(tmp_path, caplog, safe):
+    accelerator, model = prepared()
+    with caplog.at_level("INFO"):
+        accelerator.save_state(tmp_path / "state", safe)
+        accelerator.save_model(model, tmp_path / "model", "1GB", safe)
+    said = [line for line in caplog.messages if "safe_serialization=False has no effect" in line]
+    assert len(said) == (0 if safe else 2)
+    assert not [*tmp_path.rglob("*.bin"), *tmp_path.rglob("*.pt"), *tmp_path.rglob("*.pkl")]
+    found = load_file(tmp_path / "model" / "model.safetensors")
+    torch.testing.assert_close(found["weight"], model.weight.detach())

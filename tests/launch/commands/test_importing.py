@@ -1,5 +1,6 @@
 """``drivetrain config import``: files and command lines of other programs in our words."""
 
+import inspect
 import json
 import re
 import shlex
@@ -8,6 +9,7 @@ import pytest
 import yaml
 
 from drivetrain.config.foreign import importer_of, importers
+from drivetrain_migration.converters import table_of
 from foreign_files import FILES, LINES
 
 
@@ -322,6 +324,8 @@ def test_options_that_mean_the_same_are_taken(command, folder):
     assert "--standalone is for one host, found launch.nnodes: 2" in err
 
 
-def test_every_row_names_a_key_once():
-    for importer in importers():
-        assert all(importer.flags.values()), importer
+def test_every_row_has_a_counterpart_and_the_arguments_of_its_converter():
+    assert all(counterpart for each in importers() for counterpart in each.flags.values())
+    for table in map(table_of, ("accelerate", "deepspeed", "torchrun")):
+        for row in (*table.settings, *table.options):
+            inspect.signature(row.convert).bind(None, None, *row.arguments)

@@ -1,0 +1,474 @@
+"""The tables of settings, and the converters that they name: how a foreign value becomes ours.
+
+A converter takes the draft, the setting, and the further arguments of its row.
+"""
+
+import sys
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from drivetrain.errors import ConfigError
+from drivetrain_migration.draft import WHOLE, Draft, Row, Setting
+
+STAGES = (WHOLE, "zero1", "zero2", "zero3")
+"""The strategy of each ZeRO stage."""
+
+MIB = 1 << 20
+FP32_BYTES, LOW_BYTES = 4, 2
+LARGEST_BUCKET_MIB = 4096
+"""The largest ``bucket_mib`` that strategies take."""
+
+LARGER_THAN_ANY_MODEL = 10**15
+"""Elements from which a module is a unit, where none shall be."""
+
+FSDP_STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
+"""Names of ``fsdp_sharding_strategy``; older files have their numbers from 1."""
+
+DEEPSPEED, FSDP, MEGATRON = "deepspeed_config", "fsdp_config", "megatron_lm_config"
+SECTIONS = {"DEEPSPEED": DEEPSPEED, "FSDP": FSDP, "MEGATRON_LM": MEGATRON}
+"""The section that belongs to each kind of ``distributed_type`` with one."""
+
+KINDS = ("NO", "CPU", "GPU", "NPU", "MLU", "SDAA", "MUSA", "HPU", "XPU", "NEURON")
+"""Devices of ``distributed_type`` without a section, after ``MULTI_`` where there are several."""
+
+
+class Table(NamedTuple):
+    """The table of one program.
+
+    Attributes:
+        settings: rows of the keys of its files.
+        options: rows of the further options of its command line.
+        switches: options without a value.
+    """
+
+    settings: Sequence[Row]
+    options: Sequence[Row]
+    switches: Sequence[str]
+
+
+@lru_cache
+def table_of(program: str) -> Table:
+    """Read the table of a program, which lies beside this module."""
+    values = tomllib.loads(Path(__file__).with_name(f"{program}.toml").read_text("utf-8"))
+    settings, options = (tuple(_rows(values.get(kind, ()))) for kind in ("settings", "options"))
+    return Table(settings, options, values["switches"])
+
+
+def _rows(lines: Sequence[Sequence[Any]]) -> Iterator[Row]:
+    for keys, there, here, *conversion in lines:
+        name, *arguments = conversion or ["remark"]
+        if name.startswith("remark") and not arguments:
+            arguments = [there, here]
+        before, _, rest = keys.partition("{")
+        names, _, after = rest.partition("}")
+        for each in names.split() or [""]:
+            yield Row(f"{before}{each}{after}", there, here, _converter(name), arguments)
+
+
+def _converter(name: str) -> Any:
+    return getattr(sys.modules[__name__], name)
+
+
+# --- of any setting ---
+
+
+def nothing(draft: Draft, setting: Setting) -> None:
+    """Carry nothing over: the setting was read with another one, or has no effect here."""
+
+
+def remark(draft: Draft, setting: Setting, there: str, here: str) -> None:
+    """Remark on the setting."""
+    draft.remark(setting, there, here)
+
+
+def remark_if_on(draft: Draft, setting: Setting, there: str, here: str) -> None:
+    """Remark on a setting that is on: here the effect is off."""
+    if setting.on or not (setting.absent or str(setting.value).lower() in {"false", "0", "no"}):
+        draft.remark(setting, there, here)
+
+
+def remark_above_one(draft: Draft, setting: Setting, there: str, here: str) -> None:
+    """Remark on a number of ranks above 1."""
+    if setting.whole(minimum=0) > 1:
+        draft.remark(setting, there, here)
+
+
+def to(draft: Draft, setting: Setting, key: str) -> None:
+    """Copy the value."""
+    draft.set(key, setting.value, setting)
+
+
+def if_on(draft: Draft, setting: Setting, values: Mapping[str, Any]) -> None:
+    """Set values where the setting is on."""
+    if setting.on:
+        for key, value in values.items():
+            draft.set(key, value, setting)
+
+
+def above_one(draft: Draft, setting: Setting, key: str, minimum: int = 1) -> None:
+    """Copy a number above 1."""
+    if setting.whole(minimum) > 1:
+        draft.set(key, setting.whole(), setting)
+
+
+# --- ZeRO, of DeepSpeed's own files and those of Accelerate ---
+
+
+def stage(draft: Draft, setting: Setting) -> None:
+    """Choose the strategy of a ZeRO stage."""
+    number = setting.whole(minimum=0)
+    if number >= len(STAGES):
+        raise setting.wrong("a stage from 0 to 3")
+    draft.set("strategy.name", STAGES[number], setting)
+
+
+def _stage_of(draft: Draft) -> int:
+    """Return the chosen stage: 0 where there is none."""
+    return STAGES.index(draft.name) if draft.name in STAGES else 0
+
+
+def offload(draft: Draft, setting: Setting, kind: str, least: int) -> None:
+    """Choose the store of a kind of state, from a stage on."""
+    if setting.absent:
+        return
+    if setting.value not in {"cpu", "nvme"}:
+        raise setting.wrong("none, cpu or nvme")
+    if _stage_of(draft) < least:
+        raise ConfigError(
+            f"{setting.where}: {setting} and stage {_stage_of(draft)} contradict each other: it "
+            f"needs stage {least} or more; raise the stage, or remove the section"
+        )
+    draft.set(f"strategy.offload.{kind}", setting.value, setting)
+    if kind == "params" and "optimizer" not in draft.strategy["offload"]:
+        # Parameters in a store are stepped there.
+        draft.set("strategy.offload.optimizer", setting.value, setting)
+
+
+def old_offload(draft: Draft, setting: Setting, kind: str, least: int) -> None:
+    """Read the switch of older versions."""
+    if setting.on:
+        offload(draft, Setting(setting.key, "cpu", setting.where), kind, least)
+
+
+def path(draft: Draft, setting: Setting) -> None:
+    """Set the directory, if the device of the same section is a disk."""
+    if setting.absent or draft.value(setting.key.replace("nvme_path", "device")) != "nvme":
+        return
+    before = draft.strategy.get("offload", {}).get("path", setting.value)
+    if before != setting.value:
+        draft.remark(setting, "a directory for this kind of state alone", f"`path: {before}`")
+    else:
+        draft.set("strategy.offload.path", setting.value, setting)
+
+
+def check_paths(draft: Draft, devices: Sequence[str]) -> None:
+    """Refuse a disk without a directory.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    for device in (draft.given[key] for key in devices if key in draft.given):
+        if device.value == "nvme" and not draft.strategy.get("offload", {}).get("path"):
+            raise ConfigError(
+                f"{device.where}: {device} needs a directory on a disk, found none; add the "
+                "nvme_path that belongs to it"
+            )
+
+
+def low_precision(draft: Draft, setting: Setting, name: str) -> None:
+    """Turn a precision on, with fp32 masters."""
+    if setting.on:
+        draft.set("precision", name, setting)
+        draft.low = name
+
+
+def bucket(draft: Draft, setting: Setting) -> None:
+    """Set the size of buckets, in MiB of the dtype that gradients have."""
+    if _stage_of(draft) == 0:
+        draft.remark(setting, "no effect at stage 0", "no effect")
+        return
+    width = LOW_BYTES if draft.low else FP32_BYTES
+    mib = round(setting.number() * width / MIB, 3)
+    draft.set("strategy.bucket_mib", min(max(mib, 0.001), LARGEST_BUCKET_MIB), setting)
+
+
+def stage_3(draft: Draft, setting: Setting, key: str) -> None:
+    """Set an option of stage 3."""
+    if _stage_of(draft) < 3:
+        draft.remark(setting, f"no effect at stage {_stage_of(draft)}", "no effect")
+    else:
+        draft.set(f"strategy.{key}", setting.whole(minimum=0), setting)
+
+
+def groups(draft: Draft, setting: Setting) -> None:
+    """Set the group of ranks that keeps units together until backward."""
+    if setting.whole() > 1:
+        stage_3(draft, setting, "reshard_after_forward")
+
+
+def mics(draft: Draft, setting: Setting) -> None:
+    """Choose replicas of groups of ranks, which divide the model."""
+    size = int(setting.number())
+    if size > 1:  # -1 turns it off
+        draft.strategy.pop("name", None)
+        draft.set("strategy.name", "fsdp", setting)
+        draft.set("strategy.sharding", "hybrid", setting)
+        draft.set("strategy.shard_size", size, setting)
+
+
+def ratio(draft: Draft, setting: Setting) -> None:
+    """Set the share of parameters whose optimizer's state is offloaded."""
+    chosen = draft.strategy.get("offload", {})
+    if setting.number() == 1 or not chosen.get("optimizer"):
+        return
+    if chosen.get("params"):
+        draft.remark(setting, "the share of parameters updated in the store", "all of them")
+    else:
+        draft.set("strategy.offload.ratio", setting.number(), setting)
+
+
+def store_option(draft: Draft, setting: Setting, key: str, store: str, divisor: int = 1) -> None:
+    """Set an option of a store in use."""
+    chosen = draft.strategy.get("offload", {})
+    if store in (chosen.get("optimizer"), chosen.get("params")):
+        value = setting.on if isinstance(setting.value, bool) else setting.whole() / divisor
+        draft.set(f"strategy.offload.store_options.{key}", value, setting)
+
+
+def threads(draft: Draft, setting: Setting) -> None:
+    """Set the requests in flight: the largest of the numbers that stand for them."""
+    if "nvme" in draft.strategy.get("offload", {}).values():
+        before = draft.strategy["offload"].get("store_options", {}).get("threads", 1)
+        if setting.whole() > before:
+            draft.set("strategy.offload.store_options.threads", setting.whole(), setting)
+
+
+def wire(draft: Draft, setting: Setting) -> None:
+    """Set the dtype of gradients on the wire."""
+    if setting.absent:
+        return
+    if setting.value == "fp16" and draft.value("fp16.enabled") is not True:
+        draft.remark(setting, "gradients cross ranks in fp16", "`precision: fp16` needs to be on")
+    elif setting.value in {"fp16", "bf16", "fp32"}:
+        draft.set("dtypes.reduce", setting.value, setting)
+    else:
+        raise setting.wrong("fp16, bf16 or fp32")
+
+
+def batch(draft: Draft, setting: Setting) -> None:
+    """Remark on the batch of all ranks; the three numbers must fit together."""
+    total = setting.whole()
+    own = (draft.value("train_micro_batch_size_per_gpu") or 1) * (
+        draft.value("gradient_accumulation_steps") or 1
+    )
+    if total % own:
+        raise ConfigError(
+            f"{setting.where}: {setting} contradicts train_micro_batch_size_per_gpu x "
+            f"gradient_accumulation_steps = {own}, which does not divide it; change one of them"
+        )
+    draft.remark(
+        setting,
+        "samples of all ranks in one optimizer step",
+        f"the loader's `batch_size` x `accumulation` x ranks; {total // own} ranks if the other "
+        "two are as above",
+    )
+
+
+# --- FSDP ---
+
+
+def divided(draft: Draft, setting: Setting, name: str, *arguments: Any) -> None:
+    """Take another converter, unless the model stays whole."""
+    if draft.name == WHOLE:
+        draft.remark(setting, "no effect on a whole model", "no effect")
+    else:
+        _converter(name)(draft, setting, *arguments)
+
+
+def sharding(draft: Draft, setting: Setting) -> None:
+    """Carry over a strategy of FSDP1, which newer files call ``fsdp_reshard_after_forward``."""
+    word = str(setting.value).upper()
+    word = FSDP_STRATEGIES[int(word) - 1] if word in {"1", "2", "3", "4", "5"} else word
+    if draft.name == WHOLE or word == "TRUE":
+        return
+    if word.isdecimal():
+        draft.set("strategy.reshard_after_forward", int(word), setting)
+        return
+    if word not in {"FALSE", *FSDP_STRATEGIES}:
+        raise setting.wrong(
+            f"true, false, a number of ranks, or one of {', '.join(FSDP_STRATEGIES)}"
+        )
+    if word == "NO_SHARD":
+        draft.strategy.clear()
+        draft.set("strategy.name", WHOLE, setting)
+    if word.startswith("HYBRID"):
+        draft.set("strategy.sharding", "hybrid", setting)
+    if word in {"FALSE", "SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2"}:
+        draft.set("strategy.reshard_after_forward", False, setting)
+
+
+def wrap_policy(draft: Draft, setting: Setting) -> None:
+    """Choose how units are found."""
+    word = str(setting.value).upper()
+    if word not in {"NO_WRAP", "SIZE_BASED_WRAP", "TRANSFORMER_BASED_WRAP"}:
+        raise setting.wrong("TRANSFORMER_BASED_WRAP, SIZE_BASED_WRAP or NO_WRAP")
+    if word != "TRANSFORMER_BASED_WRAP":
+        draft.set("strategy.units", "size", setting)
+    if word == "NO_WRAP":
+        draft.set("strategy.unit_from", LARGER_THAN_ANY_MODEL, setting)
+
+
+def unit_classes(draft: Draft, setting: Setting) -> None:
+    """Set the classes of units, where no policy says otherwise."""
+    if not setting.absent and draft.strategy.get("units") is None:
+        names = setting.value if isinstance(setting.value, str) else ",".join(setting.value)
+        draft.set("strategy.units", "class", setting)
+        draft.set("strategy.unit_classes", names, setting)
+
+
+def unit_from(draft: Draft, setting: Setting) -> None:
+    """Set the elements of a unit, where units are found by size."""
+    if draft.strategy.get("units") == "size" and "unit_from" not in draft.strategy:
+        draft.set("strategy.unit_from", max(1, setting.whole(minimum=0)), setting)
+
+
+def prefetch(draft: Draft, setting: Setting) -> None:
+    """Set how many units are whole at a time."""
+    if setting.absent or setting.value == "NO_PREFETCH":
+        draft.set("strategy.live_units", 1, setting)
+    elif setting.value == "BACKWARD_POST":
+        draft.remark(setting, "gathers a unit after the one before was freed", "live_units: 2")
+
+
+# --- Megatron and parallel dimensions ---
+
+
+def with_degree(draft: Draft, setting: Setting, degree: str, key: str) -> None:
+    """Copy a value where a degree is above 1."""
+    if degree in draft.cell:
+        value = setting.on if isinstance(setting.value, bool | str) else setting.whole()
+        draft.set(f"cell.{key}", value, setting)
+
+
+def replicas(draft: Draft, setting: Setting) -> None:
+    """Choose replicas of groups, or of whole models where no group divides the model."""
+    shard_size = setting.key.replace("dp_replicate", "dp_shard")
+    shards = draft.value(shard_size) or 1
+    if setting.whole() == 1:
+        return
+    if shards == 1:
+        draft.strategy.clear()
+        draft.set("strategy.name", WHOLE, setting)
+    else:
+        draft.set("strategy.sharding", "hybrid", setting)
+        draft.set("strategy.shard_size", shards, draft.given[shard_size])
+
+
+# --- the top of Accelerate's files ---
+
+
+def kind_of(draft: Draft) -> str:
+    """Return the kind of ``distributed_type``; without this key the sections tell the kind."""
+    given = draft.value("distributed_type")
+    if given is not None:
+        return str(given)
+    tops = {key.partition(".")[0] for key in draft.given}
+    return next((kind for kind, section in SECTIONS.items() if section in tops), "NO")
+
+
+def precision(draft: Draft, setting: Setting) -> None:
+    """Set the dtype of computation, with fp32 masters where a section is active."""
+    word = "no" if setting.value in (None, False) else str(setting.value)
+    if word not in {"no", "bf16", "fp16", "fp8"}:
+        raise setting.wrong("no, fp16, bf16 or fp8")
+    if word == "fp8":
+        draft.remark(setting, "computes products in 8 bits", "bf16")
+        word = "bf16"
+    if word == "no":
+        return
+    before = draft.ours("precision")
+    if before not in (None, word):
+        raise ConfigError(
+            f"{setting.where}: {setting} contradicts {before} in the file of DeepSpeed; keep one"
+        )
+    draft.set("precision", word, setting)
+    if kind_of(draft) in SECTIONS:
+        draft.low = word
+
+
+def kind(draft: Draft, setting: Setting) -> None:
+    """Check how the run is spread."""
+    if setting.value in {"XLA", "TPU"}:
+        raise setting.wrong("a machine with CPUs or GPUs (TPUs are not supported)")
+    if str(setting.value).removeprefix("MULTI_") not in {*KINDS, *SECTIONS}:
+        raise setting.wrong(f"NO, MULTI_GPU, MULTI_CPU, {', '.join(SECTIONS)}")
+    if setting.value == "MULTI_CPU":
+        draft.set("launch.device", "cpu", setting)
+
+
+def environment(draft: Draft, setting: Setting) -> None:
+    """Check that the run is on this machine."""
+    if setting.value != "LOCAL_MACHINE":
+        raise setting.wrong("LOCAL_MACHINE (others, such as SageMaker, are not supported)")
+
+
+def devices(draft: Draft, setting: Setting) -> None:
+    """Remark on the choice of devices."""
+    if not setting.absent and setting.value != "all":
+        chosen = f"`CUDA_VISIBLE_DEVICES={setting.value} drivetrain launch ...`"
+        draft.remark(setting, "which devices", chosen)
+
+
+# --- hosts and ranks ---
+
+
+def ranks_of_all(draft: Draft, setting: Setting) -> None:
+    """Set the ranks of each host, from those of all."""
+    if setting.number() < 1:  # -1 takes what the launcher finds
+        return
+    total = setting.whole()
+    if total % draft.hosts:
+        raise ConfigError(
+            f"{setting.where}: {setting} contradicts num_machines: {draft.hosts}, which does not "
+            "divide it; change one of them: every host runs as many ranks"
+        )
+    draft.set("launch.nproc_per_node", total // draft.hosts, setting)
+
+
+def ranks_of_host(draft: Draft, setting: Setting) -> None:
+    """Set the ranks of each host: a number, or a kind of device whose number counts."""
+    if setting.value in {"gpu", "auto", "cpu"}:
+        draft.set("launch.nproc_per_node", "auto", setting)
+        if setting.value == "cpu":
+            draft.set("launch.device", "cpu", setting)
+    else:
+        draft.set("launch.nproc_per_node", setting.whole(), setting)
+
+
+def hosts(draft: Draft, setting: Setting) -> None:
+    """Set the number of hosts, or the fewest and the most."""
+    least, _, most = str(setting.value).partition(":")
+    if most:
+        fewest = Setting(setting.key, least, setting.where).whole()
+        draft.set("launch.min_nnodes", fewest, setting)
+    draft.set("launch.nnodes", Setting(setting.key, most or least, setting.where).whole(), setting)
+
+
+def machine_rank(draft: Draft, setting: Setting) -> None:
+    """Set the index of this host."""
+    if draft.hosts == 1:
+        return
+    if setting.whole(minimum=0) >= draft.hosts:
+        raise setting.wrong(f"0 to {draft.hosts - 1} with num_machines: {draft.hosts}")
+    draft.set("launch.node_rank", setting.whole(minimum=0), setting)
+
+
+def node_rank(draft: Draft, setting: Setting) -> None:
+    """Set the index of this host; a variable of the shell is another one on each host."""
+    if str(setting.value).startswith("$"):
+        draft.remark(setting, "the index of this host", "each host takes its own `--node-rank`")
+    elif draft.hosts > 1:
+        draft.set("launch.node_rank", setting.whole(minimum=0), setting)
