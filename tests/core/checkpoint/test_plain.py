@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drivetrain.checkpoint.plain import check_plain, decode, encode
+from drivetrain.checkpoint.encoding import check_plain, decode, encode
 from drivetrain.errors import CheckpointError
 
 leaves = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
