@@ -254,11 +254,7 @@ def _numbered(root: Path) -> dict[int, Path]:
     return found
 
 
-# --- continuation of a run after an end: from which step, and with how many micro-batches ---
-
-# Ranks may be more or fewer than before. Then the micro-batches of a step are shared out anew:
-# where 4 ranks took 2 micro-batches each, 2 ranks take 4 each, and each step reads the same
-# samples.
+# --- where a run goes on ---
 
 
 logger = get_logger(__name__)

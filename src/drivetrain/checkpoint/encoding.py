@@ -15,6 +15,7 @@ from base64 import b64decode, b64encode
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from io import BytesIO
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -94,25 +95,24 @@ def _encode(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else {"$float": repr(float(value))}
     if isinstance(value, Tensor):
-        return {"$tensor": _keep(value, where, tensors)}
+        key = where
+        while key in tensors:  # two paths can read alike when keys contain dots
+            key += "'"
+        tensors[key] = value
+        return {"$tensor": key}
     if type(value) in (list, tuple, torch.Size):
         items = [_encode(item, f"{where}[{i}]", tensors) for i, item in enumerate(value)]
         return items if type(value) is list else {"$tuple": items}
-    if type(value) is Counter:
-        return {"$counter": _pairs(value, where, tensors)}
-    if type(value) in (dict, OrderedDict, defaultdict):
-        return _mapping(value, where, tensors)
+    if type(value) in (Counter, dict, OrderedDict, defaultdict):
+        tag = "$counter" if type(value) is Counter else "$dict"
+        if tag == "$counter" or any(type(key) is not str or key.startswith("$") for key in value):
+            return {tag: _pairs(value, where, tensors)}
+        return {key: _encode(item, f"{where}.{key}", tensors) for key, item in value.items()}
     raise CheckpointError(
         f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint "
         "cannot hold; state must be tensors and plain values: None, bool, int, float, str, and "
         "lists, tuples and dicts of these (code is never stored). Let state_dict() return such"
     )
-
-
-def _mapping(value: Mapping[Any, Any], where: str, tensors: dict[str, Tensor]) -> Any:
-    if all(type(key) is str and not key.startswith("$") for key in value):
-        return {key: _encode(item, f"{where}.{key}", tensors) for key, item in value.items()}
-    return {"$dict": _pairs(value, where, tensors)}
 
 
 def _pairs(value: Mapping[Any, Any], where: str, tensors: dict[str, Tensor]) -> list[list[Any]]:
@@ -123,14 +123,6 @@ def _pairs(value: Mapping[Any, Any], where: str, tensors: dict[str, Tensor]) -> 
                 "the keys of a dict in a checkpoint must be str or int"
             )
     return [[key, _encode(item, f"{where}[{key!r}]", tensors)] for key, item in value.items()]
-
-
-def _keep(tensor: Tensor, where: str, tensors: dict[str, Tensor]) -> str:
-    key = where
-    while key in tensors:  # two paths can read alike when keys contain dots
-        key += "'"
-    tensors[key] = tensor
-    return key
 
 
 def _untag(tag: str, value: Any, tensors: Mapping[str, Tensor]) -> Any:
@@ -146,7 +138,7 @@ def _untag(tag: str, value: Any, tensors: Mapping[str, Tensor]) -> Any:
     raise KeyError(tag)
 
 
-# --- contents of a checkpoint from one rank, staged copies of them, and all scalars joined ---
+# --- what one rank saves, and staged copies ---
 
 
 T = TypeVar("T")
@@ -307,86 +299,33 @@ def _equal(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-# --- rank's report to rank 0 about its part of a checkpoint: facts that cross ranks as JSON ---
+# --- a report from each rank to rank 0, and the files in common ---
 
 
 SCALARS = "scalars"
 """The name of scalars in the file of the state, and in messages."""
 
-_TORCH_DTYPES = {code: dtype for dtype, code in DTYPES.items()}
 
+def pack(tensors: Mapping[str, Tensor]) -> str:
+    """Return small tensors of any device as text, for ``unpack``.
 
-@dataclass(frozen=True, slots=True)
-class EncodedTensor:
-    """A small tensor as text.
-
-    Attributes:
-        dtype: as safetensors calls it.
-        shape: of the tensor.
-        content: the elements in row-major order, as base64.
+    Raises:
+        CheckpointError: a checkpoint cannot hold the dtype.
     """
-
-    dtype: str
-    shape: tuple[int, ...]
-    content: str
-
-    @classmethod
-    def of(cls, key: str, tensor: Tensor) -> "EncodedTensor":
-        """Encode a tensor of any device.
-
-        Args:
-            key: the name of the tensor in the message of an error.
-            tensor: to be copied.
-
-        Raises:
-            CheckpointError: a checkpoint cannot hold the dtype.
-        """
+    for key, tensor in tensors.items():
         if tensor.dtype not in DTYPES:
             raise CheckpointError(
                 f"expected {key} to have one of the dtypes {', '.join(sorted(DTYPES.values()))}, "
                 f"found {tensor.dtype}; convert it before saving"
             )
-        content = bytearray(tensor.nbytes)
-        if content:
-            elements = tensor.detach().contiguous().view(-1).view(torch.uint8)
-            torch.frombuffer(content, dtype=torch.uint8).copy_(elements)
-        return cls(DTYPES[tensor.dtype], tuple(tensor.shape), b64encode(content).decode())
-
-    def decoded(self) -> Tensor:
-        """Return the tensor, on the CPU."""
-        content, dtype = bytearray(b64decode(self.content)), _TORCH_DTYPES[self.dtype]
-        flat = torch.frombuffer(content, dtype=dtype) if content else torch.empty(0, dtype=dtype)
-        return flat.reshape(self.shape)
+    content = BytesIO()
+    torch.save({key: _copy(tensor) for key, tensor in tensors.items()}, content)
+    return b64encode(content.getvalue()).decode()
 
 
-@dataclass(frozen=True, slots=True)
-class EncodedScalars:
-    """The scalars of a rank's models.
-
-    Attributes:
-        body: the scalars as JSON can hold them; see ``plain``.
-        tensors: the tensors inside of the scalars, by key.
-    """
-
-    body: list[Any] = field(default_factory=list)
-    tensors: dict[str, EncodedTensor] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, scalars: Sequence[Scalars]) -> "EncodedScalars":
-        """Encode the scalars of each model.
-
-        Raises:
-            CheckpointError: a checkpoint cannot hold one of them.
-        """
-        tensors: dict[str, Tensor] = {}
-        body = encode([dict(one) for one in scalars], SCALARS, tensors)
-        return cls(body, {key: EncodedTensor.of(key, each) for key, each in tensors.items()})
-
-    def decoded(self) -> list[Scalars]:
-        """Return the scalars of each model."""
-        tensors = {key: each.decoded() for key, each in self.tensors.items()}
-        scalars: list[Scalars] = decode(self.body, tensors)
-        return scalars
+def unpack(text: str) -> dict[str, Tensor]:
+    """Return the tensors of a text, on the CPU; reading it runs no code."""
+    return torch.load(BytesIO(b64decode(text)), weights_only=True) if text else {}
 
 
 @dataclass(slots=True)
@@ -397,7 +336,8 @@ class Report:
         files: the written files, by name.
         models: for each model the tensors in these files.
         rank_file: the name of the file with the rank's own state; "" without one.
-        scalars: for each model the optimizer state that is no tensor.
+        scalars: for each model the optimizer state that is no tensor, as ``encode`` returns it.
+        tensors: the tensors inside of the scalars, packed; "" without any.
         aliases: for each model the further names of tied parameters.
         finite: whether all parameters are finite numbers.
     """
@@ -405,12 +345,20 @@ class Report:
     files: dict[str, FileRecord] = field(default_factory=dict)
     models: list[list[SavedTensor]] = field(default_factory=list)
     rank_file: str = ""
-    scalars: EncodedScalars = field(default_factory=EncodedScalars)
+    scalars: list[Any] = field(default_factory=list)
+    tensors: str = ""
     aliases: Sequence[Mapping[str, str]] = ()
     finite: bool = True
 
+    def keep_scalars(self, scalars: Sequence[Scalars]) -> None:
+        """Take the scalars of each model into the report.
 
-# --- files of a checkpoint that all ranks have in common: state, encoded objects, manifest ---
+        Raises:
+            CheckpointError: a checkpoint cannot hold one of them.
+        """
+        tensors: dict[str, Tensor] = {}
+        self.scalars = encode([dict(one) for one in scalars], SCALARS, tensors)
+        self.tensors = pack(tensors) if tensors else ""
 
 
 STATE_FILE = "state.json"
@@ -424,8 +372,20 @@ def write_common(draft: Path, reports: list[Report], contents: Contents) -> dict
         merge_tensors(tensor for piece in pieces for tensor in piece)
         for pieces in zip(*(report.models for report in reports), strict=True)
     )
-    scalars = merge_scalars([report.scalars.decoded() for report in reports])
-    common = _write_state(draft, contents.state, scalars)
+    scalars = merge_scalars([decode(each.scalars, unpack(each.tensors)) for each in reports])
+    aliases: tuple[dict[str, str], ...] = tuple({} for _ in models)
+    for report in reports:  # a rank with only part of a model knows few tied names
+        for names, more in zip(aliases, report.aliases, strict=False):
+            names.update(more)
+    tensors: dict[str, Tensor] = {}
+    body = {
+        "state": encode(dict(contents.state), "state", tensors),
+        SCALARS: encode(list(scalars), SCALARS, tensors),
+    }
+    text = json.dumps(body, indent=1) + "\n"
+    common = {STATE_FILE: write_bytes(draft / STATE_FILE, text.encode())}
+    if tensors:
+        common[STATE_TENSORS] = write_tensors(draft / STATE_TENSORS, tensors)
     for name, data in contents.encoded.items():
         common[name] = write_bytes(draft / name, data)
     manifest = Manifest(
@@ -433,7 +393,7 @@ def write_common(draft: Path, reports: list[Report], contents: Contents) -> dict
         libraries=libraries(),
         files=files | common,
         models=models,
-        aliases=_merge_aliases(reports, len(models)),
+        aliases=aliases,
         finite=all(report.finite for report in reports),
         rank_files={
             rank: report.rank_file for rank, report in enumerate(reports) if report.rank_file
@@ -441,36 +401,6 @@ def write_common(draft: Path, reports: list[Report], contents: Contents) -> dict
     )
     common[FILE_NAME] = write_bytes(draft / FILE_NAME, manifest.to_text().encode())
     return common
-
-
-def _merge_aliases(reports: Sequence[Report], models: int) -> tuple[dict[str, str], ...]:
-    """Join the ranks' lists of tied names; a rank with only part of a model knows few."""
-    merged: tuple[dict[str, str], ...] = tuple({} for _ in range(models))
-    for report in reports:
-        for names, more in zip(merged, report.aliases, strict=False):
-            names.update(more)
-    return merged
-
-
-def _write_state(
-    draft: Path, state: Mapping[str, Any], scalars: Sequence[Mapping[Any, Any]]
-) -> dict[str, FileRecord]:
-    tensors: dict[str, Tensor] = {}
-    body = {
-        "state": encode(dict(state), "state", tensors),
-        SCALARS: encode(list(scalars), SCALARS, tensors),
-    }
-    text = json.dumps(body, indent=1) + "\n"
-    files = {STATE_FILE: write_bytes(draft / STATE_FILE, text.encode())}
-    if tensors:
-        files[STATE_TENSORS] = write_tensors(draft / STATE_TENSORS, tensors)
-    return files
-
-
-# --- saves and loads one object for the user ---
-
-# Loading never runs code: a ``.safetensors`` file holds none, and other files are read with
-# ``weights_only=True``.
 
 
 def save(obj: Any, path: str | os.PathLike[str], *, safe_serialization: bool = False) -> None:
@@ -490,7 +420,10 @@ def save(obj: Any, path: str | os.PathLike[str], *, safe_serialization: bool = F
         if safe_serialization:
             write_tensors(draft, _tensors(obj))
         else:
-            _write_object(draft, obj)
+            with draft.open("xb") as file:
+                torch.save(obj, file)
+                file.flush()
+                os.fsync(file.fileno())
         draft.replace(target)
         sync_directory(target.parent)
     except OSError as error:
@@ -512,7 +445,11 @@ def load(path: str | os.PathLike[str]) -> Any:
     if not source.is_file():
         raise CheckpointError(f"there is no file {source}; check the path")
     if source.suffix == ".safetensors":
-        return read_tensors(source)
+        try:
+            with safe_open(source, framework="pt") as file:
+                return {key: file.get_tensor(key).clone() for key in file.keys()}  # noqa: SIM118
+        except SafetensorError as error:
+            raise CheckpointError(f"{source} is not a whole safetensors file: {error}") from error
     try:
         return torch.load(source, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises half a dozen unrelated types here
@@ -520,19 +457,6 @@ def load(path: str | os.PathLike[str]) -> Any:
             f"cannot load {source}: it is damaged or holds more than tensors and plain values, "
             f"which is never loaded because that runs code ({type(error).__name__}: {error})"
         ) from error
-
-
-def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Return the tensors of a safetensors file.
-
-    Raises:
-        CheckpointError: the file is damaged.
-    """
-    try:
-        with safe_open(path, framework="pt") as file:
-            return {key: file.get_tensor(key).clone() for key in file.keys()}  # noqa: SIM118
-    except SafetensorError as error:
-        raise CheckpointError(f"{path} is not a whole safetensors file: {error}") from error
 
 
 def _tensors(obj: Any) -> dict[str, Tensor]:
@@ -552,10 +476,3 @@ def _tensors(obj: Any) -> dict[str, Tensor]:
             f"{', '.join(wrong[:4])}; leave these out or pass safe_serialization=False"
         )
     return dict(obj)
-
-
-def _write_object(path: Path, obj: Any) -> None:
-    with path.open("xb") as file:
-        torch.save(obj, file)
-        file.flush()
-        os.fsync(file.fileno())

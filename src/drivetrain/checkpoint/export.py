@@ -273,7 +273,7 @@ def _has_infinity(low: Tensor, high: Tensor) -> bool:
     return bool(low.isinf() or high.isinf())
 
 
-# --- gives a model built without memory the values of an exported model, tensor by tensor ---
+# --- reads exports ---
 
 
 logger = get_logger(__name__)

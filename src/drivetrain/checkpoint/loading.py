@@ -226,7 +226,7 @@ class _Files:
     """The safetensors files of a checkpoint, mapped when first used."""
 
     def __init__(self, directory: Path) -> None:
-        self._directory = directory
+        self.directory = directory
         self._open: dict[str, Any] = {}
 
     def tensor(self, saved: SavedPart, dtype: str) -> Tensor:
@@ -235,9 +235,18 @@ class _Files:
         if DTYPES.get(tensor.dtype) != dtype or tensor.numel() != numel(saved.part):
             raise CheckpointError(
                 f"expected {numel(saved.part)} elements of {dtype} as {saved.key!r} in "
-                f"{self._directory / saved.file}, found {tensor.numel()} of {tensor.dtype}"
+                f"{self.directory / saved.file}, found {tensor.numel()} of {tensor.dtype}"
             )
         return tensor.view(-1)
+
+    def facts(self, saved: SavedPart) -> tuple[str, int] | None:
+        """Return dtype and number of elements of a saved part; None if its file lacks it."""
+        content = self._handle(saved.file)
+        try:
+            found = content.get_slice(saved.key)
+        except SafetensorError:
+            return None
+        return found.get_dtype(), prod(found.get_shape())
 
     def all_of(self, name: str) -> dict[str, Tensor]:
         """Return copies of all tensors of a file."""
@@ -251,16 +260,16 @@ class _Files:
         try:
             tensor: Tensor = self._handle(name).get_tensor(key)
         except SafetensorError as error:
-            raise CheckpointError(f"{self._directory / name}: {error}") from error
+            raise CheckpointError(f"{self.directory / name}: {error}") from error
         return tensor
 
     def _handle(self, name: str) -> Any:
         if name not in self._open:
             try:
-                self._open[name] = safe_open(self._directory / name, framework="pt")
-            except SafetensorError as error:
+                self._open[name] = safe_open(self.directory / name, framework="pt")
+            except (SafetensorError, OSError) as error:
                 raise CheckpointError(
-                    f"{self._directory / name} is not a whole safetensors file: {error}"
+                    f"{self.directory / name} is not a whole safetensors file: {error}"
                 ) from error
         return self._open[name]
 
@@ -292,9 +301,7 @@ def _check_digests(directory: Path, files: Mapping[str, FileRecord], world: Worl
             )
 
 
-# --- looks at a checkpoint from outside of a run: lists the contents, and verifies the files ---
-
-# Nothing here needs the model, a process group, or more memory than one tensor's header.
+# --- looks at a checkpoint from outside of a run ---
 
 
 _BYTES = {code: dtype.itemsize for dtype, code in DTYPES.items()}
@@ -357,11 +364,16 @@ def find_problems(directory: Path) -> list[str]:
         name: _file_problem(directory / name, record) for name, record in manifest.files.items()
     }
     found = [problem for problem in problems.values() if problem]
-    headers = _Headers(directory)
-    for tensors in manifest.models:
-        for tensor in tensors:
-            whole = not any(problems[part.file] for part in tensor.parts)
-            found += [*_overlaps(tensor), *(headers.problems(tensor) if whole else ())]
+    files = _Files(directory)
+    for tensor in (tensor for tensors in manifest.models for tensor in tensors):
+        # the manifest has seen that the sizes add up
+        if pair := first_overlap([saved.part for saved in tensor.parts]):
+            found.append(
+                f"{label(tensor.name, tensor.state)}: expected each element in one part, found "
+                f"some in both {pair[0]} and {pair[1]}"
+            )
+        if not any(problems[part.file] for part in tensor.parts):
+            found += filter(None, (_part_problem(files, saved, tensor) for saved in tensor.parts))
     return found
 
 
@@ -370,39 +382,18 @@ def tensor_bytes(tensor: SavedTensor) -> int:
     return prod(tensor.shape) * _BYTES[tensor.dtype]
 
 
-class _Headers:
-    """The headers of a checkpoint's safetensors files, each read once."""
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        self._known: dict[str, dict[str, tuple[str, int]] | str] = {}
-
-    def problems(self, tensor: SavedTensor) -> Iterator[str]:
-        """Yield which parts are not in their files as the manifest says."""
-        for saved in tensor.parts:
-            header = self._read(saved.file)
-            if isinstance(header, str):
-                yield header
-                continue
-            expected = (tensor.dtype, numel(saved.part))
-            if header.get(saved.key) != expected:
-                yield (
-                    f"{self._directory / saved.file}: expected {expected[1]} elements of "
-                    f"{expected[0]} as {saved.key!r}, found {header.get(saved.key, 'nothing')}"
-                )
-
-    def _read(self, name: str) -> dict[str, tuple[str, int]] | str:
-        if name not in self._known:
-            try:
-                with safe_open(self._directory / name, framework="pt") as file:
-                    slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118
-                    self._known[name] = {
-                        key: (each.get_dtype(), prod(each.get_shape()))
-                        for key, each in slices.items()
-                    }
-            except (SafetensorError, OSError) as error:
-                self._known[name] = f"{self._directory / name} is no safetensors file: {error}"
-        return self._known[name]
+def _part_problem(files: "_Files", saved: SavedPart, tensor: SavedTensor) -> str:
+    """Return how a part is not in its file as the manifest says, "" for one that is."""
+    try:
+        expected, found = (tensor.dtype, numel(saved.part)), files.facts(saved)
+    except CheckpointError as error:
+        return str(error)
+    if found == expected:
+        return ""
+    return (
+        f"{files.directory / saved.file}: expected {expected[1]} elements of {expected[0]} as "
+        f"{saved.key!r}, found {found or 'nothing'}"
+    )
 
 
 def _file_problem(path: Path, record: FileRecord) -> str:
@@ -417,16 +408,6 @@ def _file_problem(path: Path, record: FileRecord) -> str:
     if digest != record.sha256:
         return f"{path}: expected sha256 {record.sha256}, found {digest}"
     return ""
-
-
-def _overlaps(tensor: SavedTensor) -> Iterator[str]:
-    """Yield that two parts overlap: the manifest has seen that the sizes add up."""
-    pair = first_overlap([saved.part for saved in tensor.parts])
-    if pair is not None:
-        yield (
-            f"{label(tensor.name, tensor.state)}: expected each element in one part, found some "
-            f"in both {pair[0]} and {pair[1]}"
-        )
 
 
 def _steps(path: Path) -> tuple[int, ...] | None:

@@ -18,12 +18,9 @@ hashed, and every host gets the files that it lacks, from the hosts that have th
 ranks reads it as it reads one in storage. That needs room for the whole checkpoint on each host.
 """
 
-import hashlib
-import secrets
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -38,13 +35,15 @@ from drivetrain.checkpoint.commit import next_name, saved_steps
 from drivetrain.checkpoint.encoding import Contents, Report, write_common
 from drivetrain.checkpoint.loading import CheckpointReader, open_checkpoint
 from drivetrain.checkpoint.manifest import FILE_NAME, Manifest
-from drivetrain.checkpoint.saving import Background, RankWriter
-from drivetrain.checkpoint.tensorfile import FileRecord, HashedFile
+from drivetrain.checkpoint.saving import Background, Draft
+from drivetrain.checkpoint.tensorfile import FileRecord, HashedFile, file_record
 from drivetrain.collectives.meeting import named
 from drivetrain.errors import CheckpointError
 from drivetrain.log import get_logger
 from drivetrain.runtime.room import disk_room, host_room
 from drivetrain.runtime.world import World, memory_kept_mark, restarts
+
+logger = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,16 +88,12 @@ class MemoryHomes:
         self.all = [
             MemoryHome(host, Path(path), tuple(found)) for (host, path), found in ranks.items()
         ]
-        self.mine = self.of(world.rank)
+        self.mine = next(home for home in self.all if world.rank in home.ranks)
 
     @property
     def is_keeper(self) -> bool:
         """Whether this rank makes and removes folders at its home."""
         return self.mine.keeper == self._world.rank
-
-    def of(self, rank: int) -> MemoryHome:
-        """Return the home of a rank."""
-        return next(home for home in self.all if rank in home.ranks)
 
     def neighbor(self, rank: int) -> int | None:
         """Return the rank on the next host that keeps the copies of a rank; None on one host.
@@ -204,19 +199,15 @@ def _chunks(path: Path, size: int, failures: list[Exception]) -> Iterator[Tensor
         found = path.stat().st_size
         if found != size:
             raise CheckpointError(f"expected {size} bytes in {path}, found {found}")
-        content = _mapped(path, size)
+        if not size:
+            return
+        # mapped: its bytes are not read yet
+        content = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
     except (OSError, RuntimeError, CheckpointError) as error:
         failures.append(error)
         content = torch.zeros(1, dtype=torch.uint8).expand(size)
-    for chunk in torch.split(content, CHUNK_BYTES) if size else ():
+    for chunk in torch.split(content, CHUNK_BYTES):
         yield chunk.contiguous()
-
-
-def _mapped(path: Path, size: int) -> Tensor:
-    """Return the bytes of a file without reading them yet."""
-    if not size:
-        return torch.empty(0, dtype=torch.uint8)
-    return torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
 
 
 def _receive(
@@ -260,7 +251,9 @@ class ArrivingFile:
             try:
                 self._file.write(chunk)
             except OSError as error:
-                self._fail(error)
+                self._failures.append(error)
+                self._file.__exit__(type(error))
+                self._file = None
 
     def end(self) -> None:
         """Close the file, and compare it with the sender's.
@@ -279,62 +272,37 @@ class ArrivingFile:
                 )
             )
 
-    def _fail(self, error: OSError) -> None:
-        self._failures.append(error)
-        if self._file is not None:
-            self._file.__exit__(type(error))
-        self._file = None
 
-
-# --- writes one checkpoint into the memory of all hosts: everywhere, or nowhere ---
-
-# ::
-#
-#     all ranks   shards to the own host | copies to the next host |              |        | commit
-#     rank 0                             |                         | common files | spread |
-#     each bar is a verdict that all ranks hear: if one fails, all raise and the drafts are removed
-#
-# A host's folder gets its name last, after all files of all hosts. A kill between two hosts'
-# commits leaves a checkpoint that some hosts do not have; the copies may make it whole even so.
+# --- writes one ---
 
 
 KEPT = 2
 """Checkpoints in memory at one time: the newest whole one, and the one that is being written."""
 
 
-class MemorySave:
-    """One save, begun on construction, which is collective.
+class MemorySave(Draft):
+    """One save in memory; its draft is a folder of each home.
 
     Args:
         number: of the checkpoint, alike on all ranks.
         homes: of all ranks.
         world: all ranks.
-
-    Attributes:
-        target: the folder of this rank's home in which it ends.
-
-    Raises:
-        CheckpointError: on every rank, when a folder cannot be made.
     """
 
     def __init__(self, number: int, homes: MemoryHomes, world: World) -> None:
-        self._homes, self._world = homes, world
-        self.target = homes.mine.folder / f"checkpoint_{number}"
-        self._token = share(world, secrets.token_hex(8), str)
-        self._doing = f"save {self.target.name} in memory"
-        self._draft = commit.draft_of(self.target, self._token)
-        together(world, self._doing, partial(self._on_keeper, self._begin))
-        self._writer = RankWriter(self._draft, world)
+        self._homes = homes
+        name = f"checkpoint_{number}"
+        target = homes.mine.folder / name
+        super().__init__(target, f"{name} in memory", world, is_keeper=homes.is_keeper)
 
     def stage(self, contents: Contents, copy: Callable[[Tensor], Tensor]) -> Contents:
-        """Return a copy of the contents, which training no longer changes; see ``Save.stage``.
+        """Return a copy as ``Draft.stage`` does, if each host has room for the files.
 
         Raises:
-            CheckpointError: on every rank; among others, a host has no room for the files.
+            CheckpointError: on every rank.
         """
+        staged = super().stage(contents, copy)
         with self.abandoned_on_failure():
-            stage = partial(self._writer.stage, contents, copy)
-            staged = together(self._world, self._doing, stage)
             self._check_room(staged.shard_bytes + self._writer.bytes)
         return staged
 
@@ -356,21 +324,16 @@ class MemorySave:
             files = gather(world, report.files, dict[str, FileRecord], group, doing=doing)
             together(world, doing, partial(self._copy, files, group), group)
             reports = collect(world, report, Report, group)
-            write = partial(self._write_common, reports, contents)
-            written = together(world, doing, write, group)
+            write = partial(write_common, self.draft, reports, contents)
+            written = together(world, doing, lambda: write() if world.is_main else {}, group)
             common = share(world, written, dict[str, FileRecord], group)
             together(world, doing, partial(self._spread, common, group), group)
-            self._commit_everywhere(group)
+            try:
+                together(world, doing, partial(self._on_keeper, self._commit), group)
+            except CheckpointError:
+                self._on_keeper(partial(commit.delete, self.target))
+                raise
         return True
-
-    @contextmanager
-    def abandoned_on_failure(self) -> Iterator[None]:
-        """Context in which an exception deletes the drafts."""
-        try:
-            yield
-        except BaseException:
-            self._abandon()
-            raise
 
     def _begin(self) -> None:
         """Make room: of older checkpoints the newest stays."""
@@ -378,7 +341,7 @@ class MemorySave:
         commit.sweep(folder)
         for old in commit.complete(folder)[KEPT - 1 :]:
             commit.retire(old, self._token)
-        self._draft.mkdir(mode=0o700)
+        self.draft.mkdir(mode=0o700)
 
     def _check_room(self, mine: int) -> None:
         """Compare the free memory of each host with the size of the files to come."""
@@ -411,10 +374,7 @@ class MemorySave:
             if (to := self._homes.neighbor(rank)) is not None
             for name, record in own.items()
         ]
-        exchange(transfers, self._world.rank, self._draft, group)
-
-    def _write_common(self, reports: list[Report], contents: Contents) -> dict[str, FileRecord]:
-        return write_common(self._draft, reports, contents) if self._world.is_main else {}
+        exchange(transfers, self._world.rank, self.draft, group)
 
     def _spread(self, common: Mapping[str, FileRecord], group: Group) -> None:
         """Send the common files of rank 0, the manifest last, to each home."""
@@ -424,33 +384,13 @@ class MemorySave:
             if 0 not in home.ranks
             for name, record in common.items()
         ]
-        exchange(transfers, self._world.rank, self._draft, group)
-
-    def _commit_everywhere(self, group: Group) -> None:
-        commits = partial(self._on_keeper, self._commit)
-        try:
-            together(self._world, self._doing, commits, group)
-        except CheckpointError:
-            self._on_keeper(partial(commit.delete, self.target))
-            raise
+        exchange(transfers, self._world.rank, self.draft, group)
 
     def _commit(self) -> None:
-        commit.commit(self._draft, self.target, self._token, overwrite=False)
-
-    def _abandon(self) -> None:
-        self._on_keeper(lambda: commit.delete(self._draft))
-
-    def _on_keeper(self, work: Callable[[], None]) -> None:
-        if self._homes.is_keeper:
-            work()
+        commit.commit(self.draft, self.target, self._token, overwrite=False)
 
 
-# --- finds the checkpoints that hosts still have in memory ---
-
-# Each host announces the checkpoints in its memory, and which of their files it has. A checkpoint
-# is whole when each of its files is on some host. Before one is read, every file is hashed, and
-# every host gets the files that it lacks, from the hosts that have them: so any number of ranks
-# reads it as it reads one in storage. That needs room for the whole checkpoint on each host.
+# --- finds what is left, and brings it together ---
 
 
 @dataclass(frozen=True, slots=True)
@@ -498,7 +438,7 @@ def announced(folder: Path) -> list[Announcement]:
     for directory in commit.complete(folder):
         try:
             files = dict(Manifest.read(directory).files)
-            files[FILE_NAME] = _record(directory / FILE_NAME)
+            files[FILE_NAME] = file_record(directory / FILE_NAME)
             steps = saved_steps(directory)
         except (CheckpointError, OSError):
             continue
@@ -511,7 +451,11 @@ def whole_ones(homes: MemoryHomes, world: World) -> list[SpreadCheckpoint]:
     """Return the checkpoints that the memory of all hosts holds whole, newest first. Collective."""
     here = announced(homes.mine.folder) if homes.is_keeper else []
     told = gather(world, here, list[Announcement], doing="announce what is in memory")
-    kept = [{_identity(one): one for one in told[home.keeper]} for home in homes.all]
+    # hosts that were away may have another checkpoint of the same name: its manifest tells
+    kept = [
+        {(one.name, one.files[FILE_NAME].sha256): one for one in told[home.keeper]}
+        for home in homes.all
+    ]
     known = {identity: one for each in kept for identity, one in each.items()}
     spread = [
         SpreadCheckpoint(
@@ -523,7 +467,9 @@ def whole_ones(homes: MemoryHomes, world: World) -> list[SpreadCheckpoint]:
         for key, one in known.items()
     ]
     whole = [one for one in spread if not one.missing]
-    return sorted(whole, key=lambda one: (one.steps, _number(one.name)), reverse=True)
+    return sorted(
+        whole, key=lambda one: (one.steps, int(one.name.rpartition("_")[2])), reverse=True
+    )
 
 
 def bring_together(
@@ -553,7 +499,11 @@ def bring_together(
     if hashed:
         damaged = together(world, doing, partial(_damaged, directory, found, homes, world.rank))
         told = gather(world, damaged, list[str], doing=doing)
-        found = _without(found, homes, told)
+        holders = tuple(
+            held - frozenset(name for rank in home.ranks for name in told[rank])
+            for held, home in zip(found.holders, homes.all, strict=True)
+        )
+        found = replace(found, holders=holders)
         if found.missing:
             raise CheckpointError(
                 f"cannot {doing}: {', '.join(found.missing)} changed after being written, and no "
@@ -614,7 +564,8 @@ class FilesToCome:
         homes = self._homes
         if not homes.is_keeper:
             return
-        room = homes.room() + sum(map(_bytes, _others(self._staying, homes)))
+        others = _others(self._staying, homes)
+        room = homes.room() + sum(_size(path) or 0 for each in others for path in each.iterdir())
         if self._needed > room:
             raise CheckpointError(
                 f"expected {self._needed} bytes of free memory under {homes.mine.folder.parent} of "
@@ -663,26 +614,12 @@ def _others(name: str, homes: MemoryHomes) -> list[Path]:
     return [each for each in commit.complete(homes.mine.folder) if each.name != name]
 
 
-def _bytes(directory: Path) -> int:
-    return sum(_size(path) or 0 for path in directory.iterdir())
-
-
 def _damaged(directory: Path, found: SpreadCheckpoint, homes: MemoryHomes, rank: int) -> list[str]:
     """Return the damaged files among those at this home, which its ranks share."""
     home = homes.mine
     held = sorted(found.holders[homes.all.index(home)], key=lambda n: (-found.files[n].size, n))
     mine = held[home.ranks.index(rank) :: len(home.ranks)]
-    return [name for name in mine if _record(directory / name) != found.files[name]]
-
-
-def _without(
-    found: SpreadCheckpoint, homes: MemoryHomes, damaged: Sequence[Sequence[str]]
-) -> SpreadCheckpoint:
-    holders = tuple(
-        held - frozenset(name for rank in home.ranks for name in damaged[rank])
-        for held, home in zip(found.holders, homes.all, strict=True)
-    )
-    return SpreadCheckpoint(found.name, found.steps, found.files, holders)
+    return [name for name in mine if file_record(directory / name) != found.files[name]]
 
 
 def _remove(directory: Path, names: Sequence[str]) -> None:
@@ -690,29 +627,8 @@ def _remove(directory: Path, names: Sequence[str]) -> None:
         (directory / name).unlink(missing_ok=True)
 
 
-def _record(path: Path) -> FileRecord:
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return FileRecord(path.stat().st_size, digest)
-
-
 def _size(path: Path) -> int | None:
     return path.stat().st_size if path.is_file() else None
-
-
-def _identity(one: Announcement) -> tuple[str, str]:
-    """Tell checkpoints of one number apart, as a host that was away may have them."""
-    return one.name, one.files[FILE_NAME].sha256
-
-
-def _number(name: str) -> int:
-    return int(name.rpartition("_")[2])
-
-
-# --- all checkpoints of a run in the memory of its hosts ---
-
-
-logger = get_logger(__name__)
 
 
 class MemoryCheckpoints:
@@ -769,7 +685,10 @@ class MemoryCheckpoints:
         try:
             if not self._reserved:
                 self._reserved = True
-                self._reserve(together(self._world, "save in memory", collect))
+                collected = together(self._world, "save in memory", collect)
+                kinds = collected.copied_kinds()  # strategies may exchange something for it
+                reserve = partial(self._background.buffers.reserve, kinds)
+                together(self._world, "make buffers for checkpoints in memory", reserve)
                 return
             save = self.begin(steps)
             with save.abandoned_on_failure():
@@ -782,11 +701,6 @@ class MemoryCheckpoints:
             self._warn(error)
             return
         self._background.start(partial(self._finish, save, staged, saved))
-
-    def _reserve(self, contents: Contents) -> None:
-        kinds = contents.copied_kinds()  # strategies may exchange something for it
-        reserve = partial(self._background.buffers.reserve, kinds)
-        together(self._world, "make buffers for checkpoints in memory", reserve)
 
     def _finish(
         self,

@@ -136,11 +136,7 @@ def _window(memory: Tensor, box: Box, offsets: tuple[int, ...], sizes: tuple[int
     return view
 
 
-# --- manifest of a checkpoint: which file holds which part of which tensor, and digests ---
-
-# It is written last, so a directory with a manifest is a complete checkpoint. It carries the size
-# and SHA-256 of every other file and of itself. Reading it believes nothing: every name must be a
-# plain file name, every part must lie inside its tensor, and all parts must add up to the tensor.
+# --- the manifest ---
 
 
 FILE_NAME = "manifest.json"

@@ -40,9 +40,7 @@ from drivetrain.checkpoint.agreement import (
 )
 from drivetrain.checkpoint.encoding import (
     Contents,
-    EncodedScalars,
     Report,
-    Scalars,
     check_plain,
     check_shard,
     write_common,
@@ -125,30 +123,34 @@ def save_checkpoint(
     Save(directory, world, overwrite=overwrite).finish(contents)
 
 
-class Save:
-    """One save, begun on construction: the files of a draft are written, then the draft is renamed.
+class Draft:
+    """A checkpoint until its name, begun on construction, which is collective.
 
-    The arguments are those of ``save_checkpoint``.
+    Args:
+        target: the final place.
+        what: in messages.
+        world: all ranks.
+        is_keeper: whether this rank makes, renames and removes the directory.
 
     Attributes:
         target: the checkpoint's final place.
         draft: the directory that is to become the checkpoint, with all its files.
 
     Raises:
-        CheckpointError: on every rank: they want different things, the directory exists, or it
-            cannot be made.
+        CheckpointError: on every rank, when a directory cannot be made.
     """
 
-    def __init__(self, directory: Path, world: World, *, overwrite: bool = False) -> None:
-        self._world = world
-        self._overwrite = overwrite
-        wanted = {"the directory": Path(directory).absolute(), "overwrite": overwrite}
-        check_same(world, "save a checkpoint", wanted)
-        self.target = Path(directory).resolve()
+    def __init__(self, target: Path, what: str, world: World, *, is_keeper: bool) -> None:
+        self.target, self._world, self._is_keeper = target, world, is_keeper
+        self._doing = f"save {what}"
         self._token = share(world, secrets.token_hex(8), str)
-        self._doing = f"save {self.target}"
-        self.draft = together(world, self._doing, self._begin)
+        self.draft = commit.draft_of(target, self._token)
+        together(world, self._doing, partial(self._on_keeper, self._begin))
         self._writer = RankWriter(self.draft, world)
+
+    def _begin(self) -> None:
+        """Make the draft's directory."""
+        raise NotImplementedError
 
     def stage(self, contents: Contents, copy: Callable[[Tensor], Tensor]) -> Contents:
         """Return a copy of the contents in host memory, which training no longer changes.
@@ -161,6 +163,40 @@ class Save:
             stage = partial(self._writer.stage, contents, copy)
             return together(self._world, self._doing, stage)
 
+    @contextmanager
+    def abandoned_on_failure(self) -> Iterator[None]:
+        """Context in which an exception deletes the draft."""
+        try:
+            yield
+        except BaseException:
+            self._abandon()
+            raise
+
+    def _abandon(self) -> None:
+        self._on_keeper(partial(commit.delete, self.draft))
+
+    def _on_keeper(self, work: Callable[[], object]) -> None:
+        if self._is_keeper:
+            work()
+
+
+class Save(Draft):
+    """One save: the files of a draft are written, then the draft is renamed.
+
+    The arguments are those of ``save_checkpoint``.
+
+    Raises:
+        CheckpointError: on every rank: they want different things, the directory exists, or it
+            cannot be made.
+    """
+
+    def __init__(self, directory: Path, world: World, *, overwrite: bool = False) -> None:
+        self._overwrite = overwrite
+        wanted = {"the directory": Path(directory).absolute(), "overwrite": overwrite}
+        check_same(world, "save a checkpoint", wanted)
+        target = Path(directory).resolve()
+        super().__init__(target, str(target), world, is_keeper=world.is_main)
+
     def finish(self, contents: Contents, group: Group = None) -> None:
         """Write the contents, and give the draft its name. Collective over the group.
 
@@ -172,23 +208,11 @@ class Save:
             report = together(world, doing, partial(self._writer.write, contents), group)
             reports = collect(world, report, Report, group)
             complete = partial(self._complete, reports, contents)
-            together(world, doing, partial(self._on_main, complete), group)
-            together(world, doing, partial(self._on_main, self._commit), group)
+            together(world, doing, partial(self._on_keeper, complete), group)
+            together(world, doing, partial(self._on_keeper, self._commit), group)
 
-    @contextmanager
-    def abandoned_on_failure(self) -> Iterator[None]:
-        """Context in which an exception deletes the draft."""
-        try:
-            yield
-        except BaseException:
-            if self._world.is_main:
-                commit.delete(self.draft)
-            raise
-
-    def _begin(self) -> Path:
-        if self._world.is_main:
-            return commit.begin(self.target, self._token, overwrite=self._overwrite)
-        return commit.draft_of(self.target, self._token)
+    def _begin(self) -> None:
+        commit.begin(self.target, self._token, overwrite=self._overwrite)
 
     def _complete(self, reports: list[Report], contents: Contents) -> None:
         _check_visible(self.draft, reports)
@@ -196,10 +220,6 @@ class Save:
 
     def _commit(self) -> None:
         commit.commit(self.draft, self.target, self._token, overwrite=self._overwrite)
-
-    def _on_main(self, work: Callable[[], None]) -> None:
-        if self._world.is_main:
-            work()
 
 
 class RankWriter:
@@ -244,7 +264,7 @@ class RankWriter:
         """
         self._parameters = contents.parameters
         self._attempt(lambda: check_plain(dict(contents.state), "state"))
-        self._attempt(lambda: self._keep_scalars(contents.scalars))
+        self._attempt(partial(self._report.keep_scalars, contents.scalars))
         for index, shards in enumerate(contents.models):
             for shard in shards:
                 self._add(index, shard)
@@ -258,9 +278,6 @@ class RankWriter:
         self._check()
         self._report.aliases = [dict(names) for names in contents.aliases]
         return self._report
-
-    def _keep_scalars(self, scalars: Sequence[Scalars]) -> None:
-        self._report.scalars = EncodedScalars.of(scalars)
 
     def _add(self, index: int, shard: Shard) -> None:
         """Let a shard of a model wait for the next file of its kind, or begin that file."""
@@ -351,10 +368,7 @@ def _key(shard: Shard, taken: Mapping[str, Tensor]) -> str:
     return key
 
 
-# --- finishes one save at a time in a thread, while training goes on ---
-
-# The threads of the ranks agree over a gloo group of their own, and never meet the collectives of
-# training. A thread is no daemon: a process that ends well finishes its save.
+# --- in the background ---
 
 
 logger = get_logger(__name__)

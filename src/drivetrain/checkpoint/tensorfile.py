@@ -58,6 +58,13 @@ class FileRecord:
     sha256: str
 
 
+def file_record(path: Path) -> FileRecord:
+    """Return the properties of a file as it is."""
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return FileRecord(path.stat().st_size, digest)
+
+
 class HashedFile:
     """A new file that is on disk when the ``with`` block ends; its digest comes for free.
 
