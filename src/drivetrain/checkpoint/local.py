@@ -35,7 +35,7 @@ from drivetrain.checkpoint.commit import next_name, saved_steps
 from drivetrain.checkpoint.encoding import Contents, Report, write_common
 from drivetrain.checkpoint.loading import CheckpointReader, open_checkpoint
 from drivetrain.checkpoint.manifest import FILE_NAME, Manifest
-from drivetrain.checkpoint.saving import Background, Draft
+from drivetrain.checkpoint.saving import Background, CheckpointDraft
 from drivetrain.checkpoint.tensorfile import FileRecord, HashedFile, file_record
 from drivetrain.collectives.meeting import named
 from drivetrain.errors import CheckpointError
@@ -280,7 +280,7 @@ KEPT = 2
 """Checkpoints in memory at one time: the newest whole one, and the one that is being written."""
 
 
-class MemorySave(Draft):
+class MemorySave(CheckpointDraft):
     """One save in memory; its draft is a folder of each home.
 
     Args:
@@ -296,7 +296,7 @@ class MemorySave(Draft):
         super().__init__(target, f"{name} in memory", world, is_keeper=homes.is_keeper)
 
     def stage(self, contents: Contents, copy: Callable[[Tensor], Tensor]) -> Contents:
-        """Return a copy as ``Draft.stage`` does, if each host has room for the files.
+        """Return a copy as ``CheckpointDraft.stage`` does, if each host has room for the files.
 
         Raises:
             CheckpointError: on every rank.

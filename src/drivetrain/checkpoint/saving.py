@@ -123,7 +123,7 @@ def save_checkpoint(
     Save(directory, world, overwrite=overwrite).finish(contents)
 
 
-class Draft:
+class CheckpointDraft:
     """A checkpoint until its name, begun on construction, which is collective.
 
     Args:
@@ -180,7 +180,7 @@ class Draft:
             work()
 
 
-class Save(Draft):
+class Save(CheckpointDraft):
     """One save: the files of a draft are written, then the draft is renamed.
 
     The arguments are those of ``save_checkpoint``.

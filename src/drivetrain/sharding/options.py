@@ -48,7 +48,7 @@ class ShardedConfig(Protocol):
 
     @property
     def channels(self) -> frozenset[str]:
-        """The tensors that may cross hosts: see ``drivetrain.links.contract``."""
+        """The tensors that may cross hosts: see ``drivetrain.links.chosen``."""
 
     @property
     def ahead(self) -> int:

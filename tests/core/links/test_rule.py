@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from drivetrain.collectives.stretch import ParameterRow, Stretch
-from drivetrain.links.compressor import Honesty
-from drivetrain.links.rule import (
+from drivetrain.links.chosen import (
     NO_TIME,
     CrossingTensor,
     EncodingTime,
@@ -17,6 +16,7 @@ from drivetrain.links.rule import (
     choose,
     permitted,
 )
+from drivetrain.links.compressor import Honesty
 from drivetrain.registry import compressors
 
 LARGE = CrossingTensor(1024, 1024, torch.float32)

@@ -1,7 +1,7 @@
 """The seeds of sums by chance: each message draws for itself."""
 
 from drivetrain.collectives.stretch import ParameterSpan
-from drivetrain.links.encoded import SeedCounts
+from drivetrain.links.codec import SeedCounts
 
 
 def test_no_two_messages_have_the_same_seed():

@@ -3,8 +3,7 @@
 import torch
 
 from drivetrain.collectives.stretch import ParameterRow, Stretch
-from drivetrain_links.factors import FactorPlan
-from drivetrain_links.powersgd import _write_sum
+from drivetrain_links.powersgd import FactorPlan, _write_sum
 
 
 def test_a_piece_of_a_matrix_has_whole_rows_and_elements_that_go_as_they_are():

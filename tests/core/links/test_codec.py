@@ -2,7 +2,7 @@
 
 import torch
 
-from drivetrain.links.encoded import is_finite
+from drivetrain.links.codec import is_finite
 
 
 def test_finite_numbers_of_half_precision_may_have_a_sum_beyond_it():
