@@ -346,7 +346,9 @@ class Resumption:
     @property
     def begins_anew(self) -> bool:
         """Whether checkpoints are of earlier runs, and not to be loaded; rank 0 knows."""
-        return self._mode == "never" and not _is_saved()
+        config = launched_config()  # a run of the launcher began with no checkpoint of its own
+        is_saved = bool(config) and saved_mark(Path(config)).exists()
+        return self._mode == "never" and not is_saved
 
     def before_save(self) -> None:
         """Warn of a restarted script that has loaded nothing."""
@@ -381,13 +383,25 @@ class Resumption:
         return max(filter(None, found), key=lambda facts: facts[_STEPS], default={})
 
 
+UNREADABLE = (OSError, ValueError, KeyError, TypeError, RecursionError)
+"""The errors of ``read_state``, and of whoever takes a damaged state for a state."""
+
+
+def read_state(directory: Path) -> dict[str, Any]:
+    """Return the state of a checkpoint as JSON has it, which nobody has verified."""
+    state: dict[str, Any] = json.loads((directory / STATE_FILE).read_text(encoding="utf-8"))[
+        "state"
+    ]
+    return state
+
+
 def _batch_of(root: Path) -> dict[str, int]:
     for directory in complete(root):
         try:
-            state = json.loads((directory / STATE_FILE).read_text(encoding="utf-8"))["state"]
+            state = read_state(directory)
             facts = {key: int(state[BATCH_KEY][key]) for key in (TOTAL_KEY, CONFIGURED_KEY)}
             steps = _steps(state)
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        except UNREADABLE:
             continue  # damaged, or older than this key: load_state will tell
         if min(facts.values()) > 0:
             return facts | {_STEPS: steps}
@@ -402,8 +416,8 @@ def saved_steps(directory: Path) -> int:
     """
     path = directory / STATE_FILE
     try:
-        return _steps(json.loads(path.read_text(encoding="utf-8"))["state"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        return _steps(read_state(directory))
+    except UNREADABLE as error:
         raise CheckpointError(
             f"{path} does not tell the steps of the optimizers: {error}"
         ) from error
@@ -412,9 +426,3 @@ def saved_steps(directory: Path) -> int:
 def _steps(state: Mapping[str, Any]) -> int:
     """Return the most steps of an optimizer; -1 for a checkpoint of a version that did not tell."""
     return int(max(state.get("steps", ()), default=state.get("iteration", -1)))
-
-
-def _is_saved() -> bool:
-    """Whether this run of the launcher has saved a checkpoint; it began with none."""
-    config = launched_config()
-    return bool(config) and saved_mark(Path(config)).exists()

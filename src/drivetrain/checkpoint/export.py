@@ -11,7 +11,7 @@ import json
 import re
 import secrets
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,7 @@ from drivetrain.building import Ranges, WeightSource
 from drivetrain.checkpoint.agreement import share, together
 from drivetrain.checkpoint.loading import ModelReader, open_checkpoint
 from drivetrain.checkpoint.manifest import basename
-from drivetrain.checkpoint.tensorfile import TensorFile, file_order, sync_directory, write_bytes
+from drivetrain.checkpoint.tensorfile import TensorFile, sync_directory, write_bytes
 from drivetrain.errors import CheckpointError
 from drivetrain.log import get_logger
 from drivetrain.parts.naming import all_names, named_parameters, persistent_buffers
@@ -93,9 +93,11 @@ def plan_export(tensors: Iterable[TensorFacts], max_shard_size: int | str = "10G
             filled = 0
         groups[-1].append(tensor)
         filled += tensor.nbytes
-    return ExportPlan(
-        {_file_name(i, len(groups)): _ordered(group) for i, group in enumerate(groups)}, aliases
-    )
+    files: dict[str, tuple[TensorFacts, ...]] = {}
+    for index, group in enumerate(groups, 1):
+        name = f"model-{index:05d}-of-{len(groups):05d}.safetensors" if len(groups) > 1 else SINGLE
+        files[name] = tuple(sorted(group, key=lambda each: -each.dtype.itemsize))  # as TensorFile
+    return ExportPlan(files, aliases)
 
 
 def write_export(directory: Path, plan: ExportPlan, fetch: Fetch, *, world: World) -> None:
@@ -185,15 +187,6 @@ def parse_size(size: int | str) -> int:
             f"found {size!r}"
         )
     return value
-
-
-def _file_name(index: int, count: int) -> str:
-    return SINGLE if count == 1 else f"model-{index + 1:05d}-of-{count:05d}.safetensors"
-
-
-def _ordered(tensors: Sequence[TensorFacts]) -> tuple[TensorFacts, ...]:
-    by_name = {tensor.name: tensor for tensor in tensors}
-    return tuple(by_name[n] for n in file_order({n: t.dtype for n, t in by_name.items()}))
 
 
 def _prepare(directory: Path) -> None:
@@ -382,9 +375,11 @@ class StreamedWeights:
                 )
 
 
-def _opened(file: Path) -> Any:
+@contextmanager
+def _opened(file: Path) -> Iterator[Any]:
     try:
-        return safe_open(file, framework="pt")
+        with safe_open(file, framework="pt") as content:
+            yield content
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{file} is not whole: {error}; export the model again") from error
 
@@ -407,14 +402,9 @@ def read_export(path: Path) -> Iterator[tuple[str, Tensor]]:
             a file outside the directory.
     """
     for file, names in export_files(path).items():
-        try:
-            with safe_open(file, framework="pt") as content:
-                for name in content.keys() if names is None else names:
-                    yield name, content.get_tensor(name).clone()
-        except SafetensorError as error:
-            raise CheckpointError(
-                f"{file} is not whole: {error}; export the model again"
-            ) from error
+        with _opened(file) as content:
+            for name in content.keys() if names is None else names:
+                yield name, content.get_tensor(name).clone()
 
 
 def export_files(path: Path) -> dict[Path, list[str] | None]:
@@ -433,8 +423,14 @@ def export_files(path: Path) -> dict[Path, list[str] | None]:
 
 
 def _indexed(index: Path) -> dict[Path, list[str] | None]:
+    try:
+        found = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"{index} is not an index of an export: {error!r}") from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"expected weight_map in {index} to be a mapping, found {found!r}")
     names: dict[Path, list[str]] = {}
-    for name, file in _weight_map(index).items():
+    for name, file in found.items():
         names.setdefault(index.parent / basename(file), []).append(name)
     absent = [file.name for file in names if not file.is_file()]
     if absent:
@@ -443,13 +439,3 @@ def _indexed(index: Path) -> dict[Path, list[str] | None]:
             f"{', '.join(sorted(absent)[:4])}; export the model again"
         )
     return dict(names)
-
-
-def _weight_map(index: Path) -> Mapping[str, Any]:
-    try:
-        found = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CheckpointError(f"{index} is not an index of an export: {error!r}") from error
-    if not isinstance(found, dict):
-        raise CheckpointError(f"expected weight_map in {index} to be a mapping, found {found!r}")
-    return found

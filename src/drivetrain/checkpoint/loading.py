@@ -9,6 +9,7 @@ import difflib
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -346,8 +347,10 @@ class Description:
 
 def describe(directory: Path) -> Description:
     """Return the contents of a checkpoint, from its manifest and its state alone."""
-    manifest = Manifest.read(directory)
-    return Description(directory, manifest, _steps(directory / STATE_FILE))
+    manifest, steps = Manifest.read(directory), None
+    with suppress(*commit.UNREADABLE, CheckpointError):  # verify says what is wrong with the file
+        steps = tuple(map(int, decode(commit.read_state(directory)["steps"], {})))
+    return Description(directory, manifest, steps)
 
 
 def find_problems(directory: Path) -> list[str]:
@@ -408,14 +411,6 @@ def _file_problem(path: Path, record: FileRecord) -> str:
     if digest != record.sha256:
         return f"{path}: expected sha256 {record.sha256}, found {digest}"
     return ""
-
-
-def _steps(path: Path) -> tuple[int, ...] | None:
-    try:
-        state = json.loads(path.read_text(encoding="utf-8"))["state"]
-        return tuple(int(count) for count in decode(state["steps"], {}))
-    except (OSError, ValueError, KeyError, TypeError, RecursionError, CheckpointError):
-        return None  # verify says what is wrong with the file
 
 
 def _row(tensor: SavedTensor) -> dict[str, Any]:

@@ -229,7 +229,14 @@ class Manifest:
         try:
             body = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
-            raise CheckpointError(_missing(directory)) from None
+            if not directory.exists():
+                raise CheckpointError(
+                    f"there is no checkpoint {directory}; check the path"
+                ) from None
+            raise CheckpointError(
+                f"expected {FILE_NAME} in {directory}, found none; it is not a checkpoint of this "
+                "library, or not a whole one"
+            ) from None
         except (ValueError, RecursionError) as error:
             raise CheckpointError(f"{path} is not JSON ({error}); the file is damaged") from error
         _check_format(path, body)
@@ -246,7 +253,14 @@ class Manifest:
             basename(name): FileRecord(int(record["size"]), str(record["sha256"]))
             for name, record in body["files"].items()
         }
-        listed = _among(files)
+
+        def listed(name: str) -> str:
+            if basename(name) not in files:
+                raise CheckpointError(
+                    f"the manifest uses the file {name!r} without listing its digest"
+                )
+            return name
+
         return cls(
             world_size=int(body["world_size"]),
             libraries=dict(body["libraries"]),
@@ -383,17 +397,6 @@ def _tensor_from_json(body: Mapping[str, Any], listed: Callable[[str], str]) -> 
     return tensor
 
 
-def _among(files: Mapping[str, FileRecord]) -> Callable[[str], str]:
-    """Return a check that the manifest has the digest of a named file."""
-
-    def listed(name: str) -> str:
-        if basename(name) not in files:
-            raise CheckpointError(f"the manifest uses the file {name!r} without listing its digest")
-        return name
-
-    return listed
-
-
 def _integers(values: Iterable[Any]) -> tuple[int, ...]:
     return tuple(int(value) for value in values)
 
@@ -406,12 +409,3 @@ def _range(values: Iterable[Any]) -> tuple[int, int]:
 def _digest(body: Mapping[str, Any]) -> str:
     text = json.dumps(body, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _missing(directory: Path) -> str:
-    if not directory.exists():
-        return f"there is no checkpoint {directory}; check the path"
-    return (
-        f"expected {FILE_NAME} in {directory}, found none; it is not a checkpoint of this library, "
-        "or not a whole one"
-    )
