@@ -195,18 +195,16 @@ def _send(
 
 def _chunks(path: Path, size: int, failures: list[Exception]) -> Iterator[Tensor]:
     """Yield a file in chunks; zeros in the place of a file that cannot be read."""
+    content = torch.zeros(1, dtype=torch.uint8).expand(size)
     try:
         found = path.stat().st_size
         if found != size:
             raise CheckpointError(f"expected {size} bytes in {path}, found {found}")
-        if not size:
-            return
-        # mapped: its bytes are not read yet
-        content = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
+        if size:  # mapped: its bytes are not read yet
+            content = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
     except (OSError, RuntimeError, CheckpointError) as error:
         failures.append(error)
-        content = torch.zeros(1, dtype=torch.uint8).expand(size)
-    for chunk in torch.split(content, CHUNK_BYTES):
+    for chunk in torch.split(content, CHUNK_BYTES) if size else ():
         yield chunk.contiguous()
 
 
