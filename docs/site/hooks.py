@@ -1,6 +1,7 @@
 """Hooks of the site's builder: pages that are not committed, and links from names to the reference.
 
-README, CHANGELOG and CONTRIBUTING become pages; the reference and the list of errors are made from the code.
+README, CHANGELOG and CONTRIBUTING become pages; the reference and the list of errors are made from
+the code.
 """
 
 import re

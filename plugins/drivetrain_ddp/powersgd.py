@@ -17,8 +17,9 @@ are means, and M and E are kept in units of 1/N.
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from functools import partial
 from math import prod
 
 import torch
@@ -49,72 +50,72 @@ class _Matrix:
     error: Tensor
 
 
-@dataclass(slots=True)
-class _Memory:
-    """The state of one bucket between steps: factors and errors; the rest as one flat tensor."""
+class _LowRankBucket:
+    """The sums of one bucket; keeps factors and errors between steps, the rest as one flat tensor.
 
-    ps: Tensor
-    qs: Tensor
-    rest: Tensor
-    matrices: list[_Matrix] = field(default_factory=list)
-    whole: list[Tensor] = field(default_factory=list)
+    Args:
+        bucket: whose gradients are summed.
+        places: of the gradients that cross as factors.
+        rank: columns of the factors.
+    """
 
+    def __init__(self, bucket: Bucket, places: Sequence[int], rank: int) -> None:
+        flat, layout = bucket.flat, bucket.layout
+        shapes = [_matrix_shape(layout.shapes[place]) for place in places]
+        numels = [[rank * each for each in lengths] for lengths in zip(*shapes, strict=True)]
+        self._ps, self._qs = (flat.new_empty(sum(each)) for each in numels)
+        self._rest = flat.new_empty(layout.numel - sum(map(prod, shapes)))
+        # A fixed seed gives every rank the same start without a message.
+        generator = torch.Generator().manual_seed(0)
+        self._qs.copy_(torch.randn(len(self._qs), generator=generator, dtype=flat.dtype))
+        factors = (
+            [piece.view(-1, rank) for piece in each.split_with_sizes(lengths)]
+            for each, lengths in zip((self._ps, self._qs), numels, strict=True)
+        )
+        views = [_as_matrix(bucket, place) for place in places]
+        self._matrices = [
+            _Matrix(place, view, p, q, torch.zeros_like(view))
+            for place, view, p, q in zip(places, views, *factors, strict=True)
+        ]
+        whole = [view for place, view in enumerate(bucket.views) if place not in places]
+        self._whole = [*whole, bucket.flags]
 
-class _LowRank:
-    """A bucket under way: P and the rest are being summed, Q follows in ``finish``."""
-
-    def __init__(
-        self,
-        memory: _Memory,
-        missing: Sequence[int],
-        communicator: Communicator,
-        dtype: torch.dtype,
-    ) -> None:
-        self._memory = memory
-        self._dtype = dtype
-        self._communicator = communicator
-        self._absent = frozenset(missing)
-        torch.cat([tensor.flatten() for tensor in memory.whole], out=memory.rest)
-        self._sum_rest = self._start(memory.rest, "powersgd rest")
-        for matrix in memory.matrices:
+    def start(
+        self, missing: Collection[int], communicator: Communicator, dtype: torch.dtype
+    ) -> Finish:
+        """Start to sum P and the rest; Q follows when the sum is waited for."""
+        start = partial(sum_in, dtype, communicator=communicator)
+        torch.cat([tensor.flatten() for tensor in self._whole], out=self._rest)
+        sum_rest = start(self._rest, label="powersgd rest")
+        for matrix in self._matrices:
             # Without a gradient here the error waits: were the gradient missing on all ranks, the
             # parameter would not be updated and the error would be lost.
-            if matrix.place not in self._absent:
+            if matrix.place not in missing:
                 matrix.view.add_(matrix.error)
             torch.mm(matrix.view, matrix.q, out=matrix.p)
-        self._sum_ps = self._start(memory.ps, "powersgd P")
+        sum_ps = start(self._ps, label="powersgd P")
 
-    def finish(self) -> None:
-        """Wait for P, exchange Q, and write the low-rank sum into the bucket."""
-        self._sum_ps()
-        for matrix in self._memory.matrices:
-            matrix.p.copy_(torch.linalg.qr(matrix.p).Q)
-            # M' P as (P' M)', which reads M by rows: MKL takes a third of the time.
-            matrix.q.copy_(torch.mm(matrix.p.T, matrix.view).T)
-        sum_qs = self._start(self._memory.qs, "powersgd Q")
-        self._sum_rest()
-        self._restore()
-        sum_qs()
-        for matrix in self._memory.matrices:
-            self._write_sum(matrix)
+        def finish() -> None:
+            sum_ps()
+            for matrix in self._matrices:
+                matrix.p.copy_(torch.linalg.qr(matrix.p).Q)
+                # M' P as (P' M)', which reads M by rows: MKL takes a third of the time.
+                matrix.q.copy_(torch.mm(matrix.p.T, matrix.view).T)
+            sum_qs = start(self._qs, label="powersgd Q")
+            sum_rest()
+            pieces = self._rest.split_with_sizes([tensor.numel() for tensor in self._whole])
+            for tensor, piece in zip(self._whole, pieces, strict=True):
+                tensor.copy_(piece.view(tensor.shape))
+            sum_qs()
+            for matrix in self._matrices:
+                approximation = matrix.p @ matrix.q.T
+                # P Q' approximates the sum of M over the ranks; 1/N of it stands for this rank's M.
+                if matrix.place not in missing:
+                    share = 1.0 / communicator.size
+                    torch.sub(matrix.view, approximation, alpha=share, out=matrix.error)
+                matrix.view.copy_(approximation)
 
-    def _start(self, tensor: Tensor, label: str) -> Finish:
-        return sum_in(self._dtype, tensor, self._communicator, label=label)
-
-    def _write_sum(self, matrix: _Matrix) -> None:
-        approximation = matrix.p @ matrix.q.T
-        # P Q' approximates the sum of M over the ranks; 1/N of it stands for this rank's M.
-        if matrix.place not in self._absent:
-            torch.sub(
-                matrix.view, approximation, alpha=1.0 / self._communicator.size, out=matrix.error
-            )
-        matrix.view.copy_(approximation)
-
-    def _restore(self) -> None:
-        offset = 0
-        for tensor in self._memory.whole:
-            tensor.copy_(self._memory.rest[offset : offset + tensor.numel()].view(tensor.shape))
-            offset += tensor.numel()
+        return finish
 
 
 class PowerSgdHook(CommunicationHook):
@@ -135,20 +136,18 @@ class PowerSgdHook(CommunicationHook):
         self._rank = rank
         self._start_step = start_step
         self._steps: dict[BucketLayout, int] = {}
-        self._memories: dict[BucketLayout, _Memory] = {}
+        self._memories: dict[BucketLayout, _LowRankBucket] = {}
 
     @override
     def start(self, bucket: Bucket, missing: Sequence[int], communicator: Communicator) -> Finish:
         layout = bucket.layout
         step = self._steps[layout] = self._steps.get(layout, 0) + 1
-        if step <= self._start_step or not self._compressed(layout):
-            return sum_in(
-                self._on_wire(layout.dtype), bucket.flat, communicator, label="gradient bucket"
-            )
+        places, dtype = self._compressed(layout), self._on_wire(layout.dtype)
+        if step <= self._start_step or not places:
+            return sum_in(dtype, bucket.flat, communicator, label="gradient bucket")
         if layout not in self._memories:
-            self._memories[layout] = self._allocate(bucket)
-        dtype = self._on_wire(layout.dtype)
-        return _LowRank(self._memories[layout], missing, communicator, dtype).finish
+            self._memories[layout] = _LowRankBucket(bucket, places, self._rank)
+        return self._memories[layout].start(frozenset(missing), communicator, dtype)
 
     @override
     def sent(
@@ -191,33 +190,6 @@ class PowerSgdHook(CommunicationHook):
         ps = sum(rows for rows, _ in shapes) * self._rank
         qs = sum(columns for _, columns in shapes) * self._rank
         return ps, qs, layout.numel - sum(rows * columns for rows, columns in shapes)
-
-    def _allocate(self, bucket: Bucket) -> _Memory:
-        places = self._compressed(bucket.layout)
-        ps, qs, rest = self._numels(bucket.layout)
-        flat = bucket.flat
-        memory = _Memory(flat.new_empty(ps), flat.new_empty(qs), flat.new_empty(rest))
-        # A fixed seed gives every rank the same start without a message.
-        generator = torch.Generator().manual_seed(0)
-        memory.qs.copy_(torch.randn(qs, generator=generator, dtype=flat.dtype))
-        start_p = start_q = 0
-        for place in places:
-            rows, columns = _matrix_shape(bucket.layout.shapes[place])
-            stop_p, stop_q = start_p + rows * self._rank, start_q + columns * self._rank
-            view = _as_matrix(bucket, place)
-            memory.matrices.append(
-                _Matrix(
-                    place,
-                    view,
-                    memory.ps[start_p:stop_p].view(rows, self._rank),
-                    memory.qs[start_q:stop_q].view(columns, self._rank),
-                    torch.zeros_like(view),
-                )
-            )
-            start_p, start_q = stop_p, stop_q
-        memory.whole = [view for place, view in enumerate(bucket.views) if place not in places]
-        memory.whole.append(bucket.flags)
-        return memory
 
 
 def _matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:

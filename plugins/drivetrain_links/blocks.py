@@ -9,7 +9,7 @@ Blocks and their all-to-all are those of Wang et al., "ZeRO++: Extremely Efficie
 Communication for Giant Model Training", 2023 (arXiv 2306.10209), sections 3.1 and 3.3. It keeps no
 errors; here gradients have error feedback, with which rounding to the nearest needs no chance
 (Karimireddy et al., ICML 2019, theorem II: any contraction converges at the rate of SGD). Updates
-of parameters have it, too (``drivetrain.links.encoded``); that training goes on as well with
+of parameters have it, too (``drivetrain.links.codec``); that training goes on as well with
 rounded values of parameters is what experiments of the ZeRO++ paper found.
 
 With ``rounding: stochastic`` a gradient is rounded up with a chance of the share of s that is above

@@ -11,13 +11,14 @@ gradient, as a matrix M (n, m), the error E and the factor Q (m, r) of the step 
     gradient <- P Q'
     E <- M - P Q' / hosts             stays on this rank
 
-``factors`` says which elements are a matrix, and which go as they are. All hosts must compute
-alike, bit by bit: the same kind of processor, and the same version of torch.
+A rank has some rows of a parameter: these are a matrix, and the elements of a row that is cut go as
+they are, like vectors and small matrices. All hosts must compute alike, bit by bit: the same kind
+of processor, and the same version of torch.
 """
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -28,10 +29,123 @@ from drivetrain.collectives import Communicator, Handle, Parts, chunk_bounds, se
 from drivetrain.collectives.communicator import StagedHandle
 from drivetrain.collectives.stretch import ParameterSpan, StretchParts
 from drivetrain.config.option import option
+from drivetrain.links.codec import SMALLEST, ElementRange, Followed, are_finite
 from drivetrain.links.compressor import Compressor, FarGather, FarReduction, Honesty, Kept
-from drivetrain.links.encoded import Followed, are_finite
 from drivetrain.runtime.mesh import Axis
-from drivetrain_links.factors import FactorPlan, LowRankMatrix
+
+
+@dataclass(frozen=True, slots=True)
+class LowRankMatrix:
+    """Rows of one parameter that cross as factors.
+
+    Attributes:
+        owner: the rank, along the axis between hosts, whose tensors hold them.
+        place: the elements among the tensors of the owner.
+        span: the same elements of the parameter.
+        rows: n.
+        columns: m.
+    """
+
+    owner: int
+    place: ElementRange
+    span: ParameterSpan
+    rows: int
+    columns: int
+
+
+class FactorPlan:
+    """The matrices of one reduction, and the elements that go as they are.
+
+    Args:
+        stretches: of each rank along the axis between hosts.
+        rank: columns of the factors.
+
+    Attributes:
+        rank: columns of the factors.
+        matrices: in order.
+        plain: for each rank, the other elements.
+        plain_bytes: of these.
+        ps: elements of all P.
+        qs: elements of all Q.
+        errors: elements of all E.
+    """
+
+    def __init__(self, stretches: StretchParts, rank: int) -> None:
+        self.rank = rank
+        self.matrices: list[LowRankMatrix] = []
+        self.plain: list[list[ElementRange]] = []
+        self.plain_bytes: list[int] = []
+        for owner, part in enumerate(stretches):
+            self.plain.append([])
+            self.plain_bytes.append(0)
+            for index, stretch in enumerate(part):
+                edge = 0
+                for span in stretch.spans:
+                    found = self._matrix(owner, index, span, stretch.dtype)
+                    if found is not None:
+                        self.matrices.append(found)
+                        self._leave(ElementRange(index, edge, found.place.start), stretch.dtype)
+                        edge = found.place.stop
+                self._leave(ElementRange(index, edge, stretch.numel), stretch.dtype)
+        self.ps = rank * sum(each.rows for each in self.matrices)
+        self.qs = rank * sum(each.columns for each in self.matrices)
+        self.errors = sum(each.rows * each.columns for each in self.matrices)
+
+    def _leave(self, elements: ElementRange, dtype: torch.dtype) -> None:
+        if elements.numel:
+            self.plain[-1].append(elements)
+            self.plain_bytes[-1] += elements.numel * dtype.itemsize
+
+    def _matrix(
+        self, owner: int, tensor: int, span: ParameterSpan, dtype: torch.dtype
+    ) -> LowRankMatrix | None:
+        """Return the whole rows of a span, if their factors are smaller."""
+        if not span.is_matrix or span.numel < SMALLEST or not dtype.is_floating_point:
+            return None
+        columns = span.columns
+        skipped = -span.first % columns
+        rows = (span.stop - span.start - skipped) // columns
+        if rows < self.rank or columns < self.rank:
+            return None
+        if (rows + columns) * self.rank >= rows * columns:
+            return None
+        start = span.start + skipped
+        stop = start + rows * columns
+        whole = replace(span, first=span.first + skipped, start=start, stop=stop)
+        return LowRankMatrix(owner, ElementRange(tensor, start, stop), whole, rows, columns)
+
+    def first_qs(self) -> Tensor:
+        """Return the Q of the first step: the same on every rank, without a message."""
+        generator = torch.Generator().manual_seed(0)
+        return torch.randn(self.qs, generator=generator, dtype=torch.float32)
+
+    def p(self, ps: Tensor) -> list[Tensor]:
+        """Return P (n, r) of each matrix, as views."""
+        return self._factors(ps, [each.rows for each in self.matrices])
+
+    def q(self, qs: Tensor) -> list[Tensor]:
+        """Return Q (m, r) of each matrix, as views."""
+        return self._factors(qs, [each.columns for each in self.matrices])
+
+    def _factors(self, flat: Tensor, lengths: Sequence[int]) -> list[Tensor]:
+        pieces = flat.split_with_sizes([self.rank * length for length in lengths])
+        return [each.view(-1, self.rank) for each in pieces]
+
+    def e(self, errors: Tensor) -> list[Tensor]:
+        """Return E (n, m) of each matrix, as views."""
+        pieces = errors.split_with_sizes([each.place.numel for each in self.matrices])
+        return [
+            piece.view(each.rows, each.columns)
+            for piece, each in zip(pieces, self.matrices, strict=True)
+        ]
+
+    def plain_of(self, parts: Parts) -> list[list[Tensor]]:
+        """Return the elements of each rank that go as they are."""
+        return [
+            [each.of(tensors) for each in chosen]
+            for chosen, tensors in zip(self.plain, parts, strict=True)
+        ]
+
 
 _FP32 = 4
 
@@ -59,18 +173,16 @@ class LowRankReduction(FarReduction):
         self._far = far
         self._plan = plan
         self._everywhere = everywhere
-        generator = torch.Generator().manual_seed(0)  # the same Q on every rank, without a message
-        self._qs = torch.randn(plan.qs, generator=generator, dtype=torch.float32)
+        self._qs = plan.first_qs()
         self._errors = torch.zeros(plan.errors, dtype=torch.float32)
 
     @override
     def start(self, parts: Parts, *, first: Callable[[], None], label: str) -> Handle:
-        self._move_to(next(tensor.device for tensors in parts for tensor in tensors))
+        device = next(tensor.device for tensors in parts for tensor in tensors)
+        if self._errors.device != device:
+            self._qs, self._errors = self._qs.to(device), self._errors.to(device)
         far, plan = self._far, self._plan
-        plain = [
-            [each.of(tensors) for each in chosen]
-            for chosen, tensors in zip(plan.plain, parts, strict=True)
-        ]
+        plain = plan.plain_of(parts)
         ps = torch.empty(plan.ps, dtype=torch.float32, device=self._qs.device)
         qs = torch.empty_like(self._qs)  # the factors of before stay, in case the step is bad
 
@@ -92,19 +204,13 @@ class LowRankReduction(FarReduction):
 
     @override
     def feedback(self) -> Iterator[Kept]:
-        numels = [each.place.numel for each in self._plan.matrices]
-        for each, errors in zip(
-            self._plan.matrices, self._errors.split_with_sizes(numels), strict=True
-        ):
-            yield Kept(each.span, errors)
+        for each, errors in zip(self._plan.matrices, self._plan.e(self._errors), strict=True):
+            yield Kept(each.span, errors.view(-1))
 
     @override
     def factors(self) -> Iterator[tuple[ParameterSpan, Tensor]]:
-        rank, edge = self._plan.rank, 0
-        for each in self._plan.matrices:
-            numel = each.columns * rank
-            yield each.span, self._qs[edge : edge + numel].view(each.columns, rank)
-            edge += numel
+        for each, q in zip(self._plan.matrices, self._plan.q(self._qs), strict=True):
+            yield each.span, q
 
     def _summed(self, factors: Tensor, first: Callable[[], None], label: str) -> Handle:
         """Sum factors over hosts, once ``first`` has made them."""
@@ -117,7 +223,7 @@ class LowRankReduction(FarReduction):
         if not are_finite(parts):
             ps.fill_(float("nan"))
             return
-        for matrix, (p, q, error) in self._each(ps, self._qs):
+        for matrix, p, q, error in self._each(ps, self._qs):
             # Added up as products: errors change only when the sum is known to be finite.
             p.copy_(torch.addmm(error @ q, _view(matrix, parts).float(), q))
 
@@ -126,14 +232,14 @@ class LowRankReduction(FarReduction):
         if not bool(torch.isfinite(ps.sum())):
             qs.fill_(float("nan"))
             return
-        for matrix, (p, q, error) in self._each(ps, qs):
+        for matrix, p, q, error in self._each(ps, qs):
             p.copy_(torch.linalg.qr(p).Q)
             q.copy_(_turned(_view(matrix, parts).float(), p).add_(_turned(error, p)))
 
     def _finish(self, parts: Parts, ps: Tensor, qs: Tensor) -> None:
         """Write the sums; keep errors and factors for the next one, unless a gradient is bad."""
         finite = bool(torch.isfinite(qs.sum()))
-        for matrix, (p, q, error) in self._each(ps, qs):
+        for matrix, p, q, error in self._each(ps, qs):
             gradient = _view(matrix, parts)
             if not finite:
                 gradient.fill_(float("nan"))
@@ -144,12 +250,9 @@ class LowRankReduction(FarReduction):
 
     def _each(
         self, ps: Tensor, qs: Tensor
-    ) -> Iterator[tuple[LowRankMatrix, tuple[Tensor, Tensor, Tensor]]]:
-        return zip(self._plan.matrices, self._plan.split(ps, qs, self._errors), strict=True)
-
-    def _move_to(self, device: torch.device) -> None:
-        if self._errors.device != device:
-            self._qs, self._errors = self._qs.to(device), self._errors.to(device)
+    ) -> Iterator[tuple[LowRankMatrix, Tensor, Tensor, Tensor]]:
+        plan = self._plan
+        return zip(plan.matrices, plan.p(ps), plan.q(qs), plan.e(self._errors), strict=True)
 
 
 class LowRankGather(FarGather):
@@ -160,7 +263,7 @@ class LowRankGather(FarGather):
         P <- orthogonalised (M Q),  Q <- M' P        M: new values - those of the last gather
         values += P Q'                                on all ranks, from the same message
 
-    What the factors lack is part of the next update (``drivetrain.links.encoded``). A new run
+    What the factors lack is part of the next update (``drivetrain.links.codec``). A new run
     begins with another Q: its first factors fit less well, and later ones make up for it.
 
     Args:
@@ -171,8 +274,7 @@ class LowRankGather(FarGather):
     def __init__(self, far: Communicator, plan: FactorPlan) -> None:
         self._far = far
         self._plan = plan
-        generator = torch.Generator().manual_seed(0)
-        self._qs = torch.randn(plan.qs, generator=generator, dtype=torch.float32)
+        self._qs = plan.first_qs()
 
     @override
     def start(self, parts: Parts, *, first: Callable[[], None], label: str) -> Handle:
@@ -193,7 +295,10 @@ class LowRankGather(FarGather):
                 p.copy_(torch.linalg.qr(update @ q).Q)
                 q.copy_(_turned(update, p))
 
-        gathered = self._far.gather_parts(self._messages(ps, parts), label=label, first=encode)
+        messages = self._plan.plain_of(parts)
+        for matrix, p, q in self._factors(ps):
+            messages[matrix.owner] += [p.view(-1), q.view(-1)]
+        gathered = self._far.gather_parts(messages, label=label, first=encode)
 
         def read() -> None:
             for matrix, p, q in self._factors(ps):
@@ -203,23 +308,7 @@ class LowRankGather(FarGather):
         return Followed(gathered, read)
 
     def _factors(self, ps: Tensor) -> Iterator[tuple[LowRankMatrix, Tensor, Tensor]]:
-        """Yield each matrix with its P and Q, as views."""
-        rank, p_edge, q_edge = self._plan.rank, 0, 0
-        for matrix in self._plan.matrices:
-            p_numel, q_numel = rank * matrix.rows, rank * matrix.columns
-            p = ps[p_edge : p_edge + p_numel].view(matrix.rows, rank)
-            yield matrix, p, self._qs[q_edge : q_edge + q_numel].view(matrix.columns, rank)
-            p_edge, q_edge = p_edge + p_numel, q_edge + q_numel
-
-    def _messages(self, ps: Tensor, parts: Parts) -> list[list[Tensor]]:
-        """Return the tensors of each rank: factors, and the elements without factors."""
-        found = [
-            [each.of(tensors) for each in chosen]
-            for chosen, tensors in zip(self._plan.plain, parts, strict=True)
-        ]
-        for matrix, p, q in self._factors(ps):
-            found[matrix.owner] += [p.view(-1), q.view(-1)]
-        return found
+        return zip(self._plan.matrices, self._plan.p(ps), self._plan.q(self._qs), strict=True)
 
 
 class PowerSgd(Compressor[PowerSgdOptions]):

@@ -18,8 +18,7 @@ from drivetrain.building import WeightSource, fill, meta_tensors
 from drivetrain.cost import Cost, ModelSpec
 from drivetrain.data.examples import ExampleBatches
 from drivetrain.errors import UsageError
-from drivetrain.links.chosen import LinkMethods
-from drivetrain.links.contract import OverLinks
+from drivetrain.links.chosen import LinkMethods, OverLinks
 from drivetrain.model.profiled import Profiled
 from drivetrain.paper.contract import OnPaper
 from drivetrain.parts.naming import named_parameters

@@ -23,7 +23,7 @@ WAIT = "accelerator.wait_for_checkpoint()"
 
 KILL = "rank == 1 and os.kill(os.getpid(), signal.SIGKILL)"
 TORN = (
-    "setattr(sys.modules['drivetrain.checkpoint.local.saving'], 'write_common', "
+    "setattr(sys.modules['drivetrain.checkpoint.local'], 'write_common', "
     "lambda *given: os.kill(os.getpid(), signal.SIGKILL))"
 )
 NEVER = STEPS + 1
@@ -76,7 +76,7 @@ def test_a_newer_checkpoint_in_storage_counts(trainings, clean):
 FULL = """
         def full(*given):
             raise OSError(28, "No space left on device", "a file")
-        saving = sys.modules["drivetrain.checkpoint.local.saving"]
+        saving = sys.modules["drivetrain.checkpoint.local"]
         if step == 5 and rank == 1:
             saving.real, saving.exchange = saving.exchange, full
         if step == 7 and rank == 1:

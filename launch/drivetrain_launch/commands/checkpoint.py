@@ -120,7 +120,7 @@ def show(found: "Description", *, every: bool) -> None:
 
 
 def _show_tensors(title: str, tensors: "Sequence[SavedTensor]") -> None:
-    from drivetrain.checkpoint.inspection import tensor_bytes
+    from drivetrain.checkpoint.loading import tensor_bytes
     from drivetrain_launch.commands.contents import shape_text
 
     columns = ("name", "optimizer state", "dtype", "shape", "size", "parts")

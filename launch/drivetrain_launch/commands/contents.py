@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
-from drivetrain.checkpoint.inspection import tensor_bytes
+from drivetrain.checkpoint.loading import tensor_bytes
 from drivetrain.checkpoint.manifest import SavedTensor
 from drivetrain.hardware.sizes import size_text
 

@@ -4,17 +4,36 @@ Everything here works on plain data (shards, mappings, tensors) and knows neithe
 strategy. The format is described in ``docs/checkpoint-format.md``.
 """
 
-from drivetrain.checkpoint.background import Background
-from drivetrain.checkpoint.commit import complete, find, is_finite, latest, next_name, prune, sweep
-from drivetrain.checkpoint.contents import Contents
-from drivetrain.checkpoint.export import ExportPlan, export_checkpoint, plan_export, write_export
-from drivetrain.checkpoint.inspection import Description, describe, find_problems
-from drivetrain.checkpoint.loading import CheckpointReader, ModelReader, open_checkpoint
-from drivetrain.checkpoint.objects import load, save
-from drivetrain.checkpoint.plain import check_plain
-from drivetrain.checkpoint.resumption import Resumption, saved_steps
-from drivetrain.checkpoint.saving import Save, save_checkpoint
-from drivetrain.checkpoint.streaming import ExportedWeights, StreamedWeights, read_export
+from drivetrain.checkpoint.commit import (
+    Resumption,
+    complete,
+    find,
+    is_finite,
+    latest,
+    next_name,
+    prune,
+    saved_steps,
+    sweep,
+)
+from drivetrain.checkpoint.encoding import Contents, check_plain, load, save
+from drivetrain.checkpoint.export import (
+    ExportedWeights,
+    ExportPlan,
+    StreamedWeights,
+    export_checkpoint,
+    plan_export,
+    read_export,
+    write_export,
+)
+from drivetrain.checkpoint.loading import (
+    CheckpointReader,
+    Description,
+    ModelReader,
+    describe,
+    find_problems,
+    open_checkpoint,
+)
+from drivetrain.checkpoint.saving import Background, Save, save_checkpoint
 
 __all__ = [
     "Background",

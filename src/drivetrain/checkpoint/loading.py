@@ -2,12 +2,16 @@
 
 Files are mapped into memory, so a part touches the pages it lies on and no others. Every file is
 hashed once before anything is believed; the ranks share that work and hear one verdict.
+Descriptions and verification of a checkpoint need neither the model nor a process group.
 """
 
 import difflib
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any, Self
 
@@ -17,11 +21,16 @@ from torch import Tensor
 
 from drivetrain.checkpoint import commit
 from drivetrain.checkpoint.agreement import together
-from drivetrain.checkpoint.assembly import copy_overlap, fits, numel
-from drivetrain.checkpoint.common_files import STATE_FILE, STATE_TENSORS
-from drivetrain.checkpoint.contents import Scalars
-from drivetrain.checkpoint.manifest import Manifest, SavedPart, SavedTensor
-from drivetrain.checkpoint.plain import decode
+from drivetrain.checkpoint.encoding import STATE_FILE, STATE_TENSORS, Scalars, decode
+from drivetrain.checkpoint.manifest import (
+    Manifest,
+    SavedPart,
+    SavedTensor,
+    copy_overlap,
+    first_overlap,
+    fits,
+    numel,
+)
 from drivetrain.checkpoint.tensorfile import DTYPES, FileRecord
 from drivetrain.errors import CheckpointError
 from drivetrain.runtime.world import World
@@ -218,7 +227,7 @@ class _Files:
     """The safetensors files of a checkpoint, mapped when first used."""
 
     def __init__(self, directory: Path) -> None:
-        self._directory = directory
+        self.directory = directory
         self._open: dict[str, Any] = {}
 
     def tensor(self, saved: SavedPart, dtype: str) -> Tensor:
@@ -227,9 +236,18 @@ class _Files:
         if DTYPES.get(tensor.dtype) != dtype or tensor.numel() != numel(saved.part):
             raise CheckpointError(
                 f"expected {numel(saved.part)} elements of {dtype} as {saved.key!r} in "
-                f"{self._directory / saved.file}, found {tensor.numel()} of {tensor.dtype}"
+                f"{self.directory / saved.file}, found {tensor.numel()} of {tensor.dtype}"
             )
         return tensor.view(-1)
+
+    def facts(self, saved: SavedPart) -> tuple[str, int] | None:
+        """Return dtype and number of elements of a saved part; None if its file lacks it."""
+        content = self._handle(saved.file)
+        try:
+            found = content.get_slice(saved.key)
+        except SafetensorError:
+            return None
+        return found.get_dtype(), prod(found.get_shape())
 
     def all_of(self, name: str) -> dict[str, Tensor]:
         """Return copies of all tensors of a file."""
@@ -243,16 +261,16 @@ class _Files:
         try:
             tensor: Tensor = self._handle(name).get_tensor(key)
         except SafetensorError as error:
-            raise CheckpointError(f"{self._directory / name}: {error}") from error
+            raise CheckpointError(f"{self.directory / name}: {error}") from error
         return tensor
 
     def _handle(self, name: str) -> Any:
         if name not in self._open:
             try:
-                self._open[name] = safe_open(self._directory / name, framework="pt")
-            except SafetensorError as error:
+                self._open[name] = safe_open(self.directory / name, framework="pt")
+            except (SafetensorError, OSError) as error:
                 raise CheckpointError(
-                    f"{self._directory / name} is not a whole safetensors file: {error}"
+                    f"{self.directory / name} is not a whole safetensors file: {error}"
                 ) from error
         return self._open[name]
 
@@ -282,3 +300,125 @@ def _check_digests(directory: Path, files: Mapping[str, FileRecord], world: Worl
                 f"expected sha256 {files[name].sha256} of {path}, found {found}; the file was "
                 "changed after it was written: take another checkpoint"
             )
+
+
+# --- looks at a checkpoint from outside of a run ---
+
+
+_BYTES = {code: dtype.itemsize for dtype, code in DTYPES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """The contents of a checkpoint.
+
+    Attributes:
+        directory: its place.
+        manifest: as read from its file.
+        steps: the count of each optimizer; None when the state has no counts.
+    """
+
+    directory: Path
+    manifest: Manifest
+    steps: tuple[int, ...] | None
+
+    @property
+    def file_bytes(self) -> int:
+        """Bytes of all files but the manifest."""
+        return sum(record.size for record in self.manifest.files.values())
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the description as plain data for JSON."""
+        manifest = self.manifest
+        return {
+            "directory": str(self.directory),
+            "version": manifest.version,
+            "world_size": manifest.world_size,
+            "libraries": dict(manifest.libraries),
+            "steps": None if self.steps is None else list(self.steps),
+            "bytes": self.file_bytes,
+            "files": {name: record.size for name, record in manifest.files.items()},
+            "models": [
+                {"tensors": [_row(tensor) for tensor in tensors], "aliases": dict(aliases)}
+                for tensors, aliases in zip(manifest.models, manifest.aliases, strict=True)
+            ],
+        }
+
+
+def describe(directory: Path) -> Description:
+    """Return the contents of a checkpoint, from its manifest and its state alone."""
+    manifest, steps = Manifest.read(directory), None
+    with suppress(*commit.UNREADABLE, CheckpointError):  # verify says what is wrong with the file
+        steps = tuple(map(int, decode(commit.read_state(directory)["steps"], {})))
+    return Description(directory, manifest, steps)
+
+
+def find_problems(directory: Path) -> list[str]:
+    """Return all faults of a checkpoint: an empty list when the checkpoint can be loaded.
+
+    Checked are the manifest, the size and SHA-256 of every file, that every part is in its file
+    with its dtype and length, and that the parts of a tensor hold each element exactly once.
+    """
+    try:
+        manifest = Manifest.read(directory)
+    except (CheckpointError, OSError) as error:
+        return [str(error)]
+    problems = {
+        name: _file_problem(directory / name, record) for name, record in manifest.files.items()
+    }
+    found = [problem for problem in problems.values() if problem]
+    files = _Files(directory)
+    for tensor in (tensor for tensors in manifest.models for tensor in tensors):
+        # the manifest has seen that the sizes add up
+        if pair := first_overlap([saved.part for saved in tensor.parts]):
+            found.append(
+                f"{label(tensor.name, tensor.state)}: expected each element in one part, found "
+                f"some in both {pair[0]} and {pair[1]}"
+            )
+        if not any(problems[part.file] for part in tensor.parts):
+            found += filter(None, (_part_problem(files, saved, tensor) for saved in tensor.parts))
+    return found
+
+
+def tensor_bytes(tensor: SavedTensor) -> int:
+    """Return the bytes of a whole tensor in the dtype it is saved in."""
+    return prod(tensor.shape) * _BYTES[tensor.dtype]
+
+
+def _part_problem(files: "_Files", saved: SavedPart, tensor: SavedTensor) -> str:
+    """Return how a part is not in its file as the manifest says, "" for one that is."""
+    try:
+        expected, found = (tensor.dtype, numel(saved.part)), files.facts(saved)
+    except CheckpointError as error:
+        return str(error)
+    if found == expected:
+        return ""
+    return (
+        f"{files.directory / saved.file}: expected {expected[1]} elements of {expected[0]} as "
+        f"{saved.key!r}, found {found or 'nothing'}"
+    )
+
+
+def _file_problem(path: Path, record: FileRecord) -> str:
+    """Return the fault of a file, "" for an intact file."""
+    if not path.is_file():
+        return f"{path}: expected {record.size} bytes, found no such file"
+    size = path.stat().st_size
+    if size != record.size:
+        return f"{path}: expected {record.size} bytes, found {size}"
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if digest != record.sha256:
+        return f"{path}: expected sha256 {record.sha256}, found {digest}"
+    return ""
+
+
+def _row(tensor: SavedTensor) -> dict[str, Any]:
+    return {
+        "name": tensor.name,
+        "state": tensor.state,
+        "dtype": tensor.dtype,
+        "shape": list(tensor.shape),
+        "bytes": tensor_bytes(tensor),
+        "parts": len(tensor.parts),
+    }

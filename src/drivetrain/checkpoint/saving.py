@@ -1,4 +1,4 @@
-"""Writes one checkpoint: every rank its own shards, rank 0 the manifest, a rename the commit.
+"""Writes one checkpoint, at once or in the background while training goes on.
 
 ::
 
@@ -6,14 +6,18 @@
     all ranks                    token | shards |                                  |        verdict
     each bar is a verdict that all ranks hear: if one fails, all raise and the draft is removed
 
-Everything right of the first bar can happen in another thread, from a copy of the shards.
+Everything right of the first bar can happen in another thread, from a copy of the shards. The
+threads of the ranks agree over a gloo group of their own, and never meet the collectives of
+training. A thread is no daemon: a process that ends well finishes its save.
 
 Files of one rank and kind are cut at ``FILE_BYTES``, and at ``FRESH_BYTES`` of shards that were
 copied for the save: shards that a store reads back from disk are never all in memory.
 """
 
+import ctypes
 import secrets
 import shutil
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,6 +25,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from drivetrain.checkpoint import commit
@@ -32,14 +38,17 @@ from drivetrain.checkpoint.agreement import (
     share,
     together,
 )
-from drivetrain.checkpoint.common_files import write_common
-from drivetrain.checkpoint.contents import Contents, Scalars, check_shard
+from drivetrain.checkpoint.encoding import (
+    Contents,
+    Report,
+    check_plain,
+    check_shard,
+    write_common,
+)
 from drivetrain.checkpoint.manifest import (
     SavedPart,
     SavedTensor,
 )
-from drivetrain.checkpoint.plain import check_plain
-from drivetrain.checkpoint.report import EncodedScalars, Report
 from drivetrain.checkpoint.tensorfile import (
     DTYPES,
     is_finite,
@@ -47,6 +56,7 @@ from drivetrain.checkpoint.tensorfile import (
     write_tensors,
 )
 from drivetrain.errors import CheckpointError
+from drivetrain.log import get_logger
 from drivetrain.runtime.world import World
 from drivetrain.shards import Shard
 
@@ -113,30 +123,34 @@ def save_checkpoint(
     Save(directory, world, overwrite=overwrite).finish(contents)
 
 
-class Save:
-    """One save, begun on construction: the files of a draft are written, then the draft is renamed.
+class CheckpointDraft:
+    """A checkpoint until its name, begun on construction, which is collective.
 
-    The arguments are those of ``save_checkpoint``.
+    Args:
+        target: the final place.
+        what: in messages.
+        world: all ranks.
+        is_keeper: whether this rank makes, renames and removes the directory.
 
     Attributes:
         target: the checkpoint's final place.
         draft: the directory that is to become the checkpoint, with all its files.
 
     Raises:
-        CheckpointError: on every rank: they want different things, the directory exists, or it
-            cannot be made.
+        CheckpointError: on every rank, when a directory cannot be made.
     """
 
-    def __init__(self, directory: Path, world: World, *, overwrite: bool = False) -> None:
-        self._world = world
-        self._overwrite = overwrite
-        wanted = {"the directory": Path(directory).absolute(), "overwrite": overwrite}
-        check_same(world, "save a checkpoint", wanted)
-        self.target = Path(directory).resolve()
+    def __init__(self, target: Path, what: str, world: World, *, is_keeper: bool) -> None:
+        self.target, self._world, self._is_keeper = target, world, is_keeper
+        self._doing = f"save {what}"
         self._token = share(world, secrets.token_hex(8), str)
-        self._doing = f"save {self.target}"
-        self.draft = together(world, self._doing, self._begin)
+        self.draft = commit.draft_of(target, self._token)
+        together(world, self._doing, partial(self._on_keeper, self._begin))
         self._writer = RankWriter(self.draft, world)
+
+    def _begin(self) -> None:
+        """Make the draft's directory."""
+        raise NotImplementedError
 
     def stage(self, contents: Contents, copy: Callable[[Tensor], Tensor]) -> Contents:
         """Return a copy of the contents in host memory, which training no longer changes.
@@ -149,6 +163,40 @@ class Save:
             stage = partial(self._writer.stage, contents, copy)
             return together(self._world, self._doing, stage)
 
+    @contextmanager
+    def abandoned_on_failure(self) -> Iterator[None]:
+        """Context in which an exception deletes the draft."""
+        try:
+            yield
+        except BaseException:
+            self._abandon()
+            raise
+
+    def _abandon(self) -> None:
+        self._on_keeper(partial(commit.delete, self.draft))
+
+    def _on_keeper(self, work: Callable[[], object]) -> None:
+        if self._is_keeper:
+            work()
+
+
+class Save(CheckpointDraft):
+    """One save: the files of a draft are written, then the draft is renamed.
+
+    The arguments are those of ``save_checkpoint``.
+
+    Raises:
+        CheckpointError: on every rank: they want different things, the directory exists, or it
+            cannot be made.
+    """
+
+    def __init__(self, directory: Path, world: World, *, overwrite: bool = False) -> None:
+        self._overwrite = overwrite
+        wanted = {"the directory": Path(directory).absolute(), "overwrite": overwrite}
+        check_same(world, "save a checkpoint", wanted)
+        target = Path(directory).resolve()
+        super().__init__(target, str(target), world, is_keeper=world.is_main)
+
     def finish(self, contents: Contents, group: Group = None) -> None:
         """Write the contents, and give the draft its name. Collective over the group.
 
@@ -160,23 +208,11 @@ class Save:
             report = together(world, doing, partial(self._writer.write, contents), group)
             reports = collect(world, report, Report, group)
             complete = partial(self._complete, reports, contents)
-            together(world, doing, partial(self._on_main, complete), group)
-            together(world, doing, partial(self._on_main, self._commit), group)
+            together(world, doing, partial(self._on_keeper, complete), group)
+            together(world, doing, partial(self._on_keeper, self._commit), group)
 
-    @contextmanager
-    def abandoned_on_failure(self) -> Iterator[None]:
-        """Context in which an exception deletes the draft."""
-        try:
-            yield
-        except BaseException:
-            if self._world.is_main:
-                commit.delete(self.draft)
-            raise
-
-    def _begin(self) -> Path:
-        if self._world.is_main:
-            return commit.begin(self.target, self._token, overwrite=self._overwrite)
-        return commit.draft_of(self.target, self._token)
+    def _begin(self) -> None:
+        commit.begin(self.target, self._token, overwrite=self._overwrite)
 
     def _complete(self, reports: list[Report], contents: Contents) -> None:
         _check_visible(self.draft, reports)
@@ -184,10 +220,6 @@ class Save:
 
     def _commit(self) -> None:
         commit.commit(self.draft, self.target, self._token, overwrite=self._overwrite)
-
-    def _on_main(self, work: Callable[[], None]) -> None:
-        if self._world.is_main:
-            work()
 
 
 class RankWriter:
@@ -232,7 +264,7 @@ class RankWriter:
         """
         self._parameters = contents.parameters
         self._attempt(lambda: check_plain(dict(contents.state), "state"))
-        self._attempt(lambda: self._keep_scalars(contents.scalars))
+        self._attempt(partial(self._report.keep_scalars, contents.scalars))
         for index, shards in enumerate(contents.models):
             for shard in shards:
                 self._add(index, shard)
@@ -246,9 +278,6 @@ class RankWriter:
         self._check()
         self._report.aliases = [dict(names) for names in contents.aliases]
         return self._report
-
-    def _keep_scalars(self, scalars: Sequence[Scalars]) -> None:
-        self._report.scalars = EncodedScalars.of(scalars)
 
     def _add(self, index: int, shard: Shard) -> None:
         """Let a shard of a model wait for the next file of its kind, or begin that file."""
@@ -337,3 +366,145 @@ def _key(shard: Shard, taken: Mapping[str, Tensor]) -> str:
     while key in taken or key == "__metadata__":  # the format reserves this one
         key, number = f"{plain}#{number}", number + 1
     return key
+
+
+# --- in the background ---
+
+
+logger = get_logger(__name__)
+
+
+class StagingBuffers:
+    """Host memory for the copies of one save, which the next save uses again.
+
+    The system fills fresh memory with zeros before it is written to, which takes twice as long as
+    the copy itself.
+    """
+
+    def __init__(self) -> None:
+        self._used: list[Tensor] = []
+        self._free: defaultdict[tuple[torch.dtype, torch.Size], list[Tensor]] = defaultdict(list)
+        self._filling: threading.Thread | None = None
+
+    def reserve(self, kinds: Sequence[tuple[torch.dtype, torch.Size]]) -> None:
+        """Make the buffers of the first save before it; a thread has them filled meanwhile.
+
+        Does nothing where a save has left buffers already.
+
+        Args:
+            kinds: dtype and shape of each tensor of that save.
+
+        Raises:
+            RuntimeError: there is no memory.
+        """
+        if self._used:
+            return
+        self._used = [torch.empty(shape, dtype=dtype) for dtype, shape in kinds]
+        self._filling = threading.Thread(
+            target=_fill, args=(list(self._used),), name="drivetrain-staging", daemon=False
+        )
+        self._filling.start()
+
+    @contextmanager
+    def copying(self) -> Iterator[Callable[[Tensor], Tensor]]:
+        """Context for the copies of a save, in buffers of the last one, which is complete.
+
+        Yields a function from a tensor to a copy on the CPU. Buffers that do not fit are let go of;
+        all of them after an error, which may be that there is no memory.
+        """
+        self.wait_until_filled()
+        for buffer in self._used:
+            self._free[buffer.dtype, buffer.shape].append(buffer)
+        self._used.clear()
+        try:
+            yield self._copy
+        except BaseException:
+            self._used.clear()
+            raise
+        finally:
+            self._free.clear()
+
+    def _copy(self, tensor: Tensor) -> Tensor:
+        fitting = self._free[tensor.dtype, tensor.shape]
+        buffer = fitting.pop() if fitting else torch.empty_like(tensor, device="cpu")
+        self._used.append(buffer)
+        return buffer.copy_(tensor.detach())
+
+    def wait_until_filled(self) -> None:
+        """Return when no thread writes into the buffers any more."""
+        if self._filling is not None:
+            self._filling.join()
+            self._filling = None
+
+
+def _fill(buffers: Sequence[Tensor]) -> None:
+    """Write zeros into memory; Python's lock is free meanwhile, and no other thread helps."""
+    for buffer in buffers:
+        ctypes.memset(buffer.data_ptr(), 0, buffer.nbytes)
+
+
+class Background:
+    """The save that is being finished in the background, of all ranks together.
+
+    Attributes:
+        buffers: of the copies that are written.
+    """
+
+    def __init__(self, world: World) -> None:
+        self.buffers = StagingBuffers()
+        self._world = world
+        self._group: Group = None
+        self._thread: threading.Thread | None = None
+        self._failure: Exception | None = None
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a save is under way on this rank; others may be a little ahead or behind."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def group(self) -> Group:
+        """Return the gloo group of the threads, while none runs. Collective: made when needed."""
+        if self._group is None and self._world.size > 1:
+            self._group = dist.new_group(backend="gloo", timeout=self._world.timeout)
+        return self._group
+
+    def start(self, finish: Callable[[Group], None]) -> None:
+        """Run the rest of a save in a thread. Collective: the first call makes the group."""
+        self.wait()
+        self.group()
+        self._thread = threading.Thread(
+            target=self._run, args=(finish,), name="drivetrain-checkpoint", daemon=False
+        )
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Return when the save is complete; at once when there is none.
+
+        Raises:
+            CheckpointError: the save failed; on every rank, and only once.
+        """
+        if self._thread is None:
+            return
+        self._thread.join()
+        self._thread = None
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def close(self) -> None:
+        """Wait, and let go of the group; a later save makes another one."""
+        try:
+            self.wait()
+        finally:
+            self.buffers.wait_until_filled()
+            self.buffers = StagingBuffers()
+            if self._group is not None and dist.is_initialized():
+                dist.destroy_process_group(self._group)
+            self._group = None
+
+    def _run(self, finish: Callable[[Group], None]) -> None:
+        try:
+            finish(self._group)
+        except Exception as error:  # raised by the next wait(); a script may never come to one
+            logger.error("a save in the background failed: %s", error)
+            self._failure = error

@@ -58,6 +58,13 @@ class FileRecord:
     sha256: str
 
 
+def file_record(path: Path) -> FileRecord:
+    """Return the properties of a file as it is."""
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return FileRecord(path.stat().st_size, digest)
+
+
 class HashedFile:
     """A new file that is on disk when the ``with`` block ends; its digest comes for free.
 
@@ -107,7 +114,7 @@ class TensorFile(HashedFile):
     Args:
         path: the file; it must not exist.
         tensors: dtype and shape of each tensor, in the order in which ``add`` gets them. Wider
-            dtypes must come first so that every tensor is aligned: see ``file_order``.
+            dtypes must come first so that every tensor is aligned.
         metadata: strings kept in the header.
     """
 
@@ -166,11 +173,6 @@ def is_finite(tensor: Tensor) -> bool:
     return bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all())
 
 
-def file_order(dtypes: Mapping[str, torch.dtype]) -> list[str]:
-    """Return the keys in the order that keeps tensors aligned: wide dtypes first, else as given."""
-    return sorted(dtypes, key=lambda key: -dtypes[key].itemsize)
-
-
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileRecord:
     """Write a new safetensors file durably and return its size and digest.
 
@@ -178,7 +180,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileRecord:
         CheckpointError: a dtype that the format lacks, or a tensor without data.
         OSError: the file exists, or the disk refuses.
     """
-    keys = file_order({key: tensor.dtype for key, tensor in tensors.items()})
+    keys = sorted(tensors, key=lambda key: -tensors[key].dtype.itemsize)  # else as given
     plan = {key: (tensors[key].dtype, tensors[key].shape) for key in keys}
     with TensorFile(path, plan) as file:
         for key in keys:

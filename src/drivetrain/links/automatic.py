@@ -1,8 +1,8 @@
 """The methods of a run whose configuration leaves their choice to drivetrain.
 
 ``links: {far: auto, allow: theory}`` permits methods up to a class of honesty. For each model, the
-ranks agree on the figures, and ``drivetrain.links.rule`` chooses. Methods that the strategy or the
-precision cannot take are no candidates.
+ranks agree on the figures, and ``drivetrain.links.chosen`` chooses. Methods that the strategy or
+the precision cannot take are no candidates.
 
 Traffic may hide behind compute. Without declared seconds of a backward, the first steps are exact
 and tell them, and the choice comes then (``drivetrain.telemetry.link``)::
@@ -25,21 +25,23 @@ from drivetrain.collectives import connect, sent_elements
 from drivetrain.collectives.facts import gather_facts, share_facts
 from drivetrain.cost import TensorSpec
 from drivetrain.errors import ConfigError
-from drivetrain.links.chosen import EXACT, AutomaticLinks, LinkMethods
-from drivetrain.links.compressor import Compressor, Honesty
-from drivetrain.links.contract import OverLinks
-from drivetrain.links.rule import (
+from drivetrain.links.chosen import (
+    EXACT,
     NO_TIME,
+    AutomaticLinks,
     CrossingTensor,
     EncodingTime,
     LinkFigures,
+    LinkMethods,
     LinkUse,
     MethodOnLink,
     Outlook,
+    OverLinks,
     SlowLink,
     choose,
     permitted,
 )
+from drivetrain.links.compressor import Compressor, Honesty
 from drivetrain.measuring.clock import Clock
 from drivetrain.runtime.mesh import Mesh
 from drivetrain.runtime.precision import Precision

@@ -93,19 +93,9 @@ class LinkedCommunicator(HierarchicalCommunicator):
         self, stretch: Stretch, label: str, replaces: SumChannel | None = None
     ) -> SumChannel:
         exact = super().gradients_summed(stretch, label)
-        self._park(self._given_up(replaces))
-        if self._links.is_open("gradients"):
-            return self._await_method(exact, partial(self.gradients_summed, stretch, label))
         near, far = self._collecting, self._far
-        pieces = far_pieces(stretch, self._host_levels)
-        reduction = self._reduction(pieces, everywhere=True)
-        self._summed.append(stretch)
-        self._take_over(stretch, reduction)
-        if reduction is None:
-            return exact
-        self._parked.give(reduction)
 
-        def start(tensor: Tensor) -> Handle:
+        def start(reduction: FarReduction, tensor: Tensor) -> Handle:
             flat = tensor.detach().view(-1)
             shares = [[flat[start:stop]] for start, stop in near.chunk(flat.numel())]
             collected = near.reduce_parts(shares, label=label)
@@ -115,7 +105,14 @@ class LinkedCommunicator(HierarchicalCommunicator):
             spread = self._spreading.gather_parts(shares, label=label, first=summed.wait)
             return StagedHandle([collected, summed, spread], ())
 
-        return self._warmed(reduction, pieces, exact, start)
+        return self._channel(
+            exact,
+            start,
+            lambda: far_pieces(stretch, self._host_levels),
+            partial(self.gradients_summed, stretch, label),
+            replaces,
+            whole=stretch,
+        )
 
     @override
     def renew_channels(self) -> None:
@@ -149,43 +146,70 @@ class LinkedCommunicator(HierarchicalCommunicator):
         replaces: ReduceChannel | None = None,
     ) -> ReduceChannel:
         exact = super().gradients_scattered(describe, label)
-        self._park(self._given_up(replaces))
-        if self._links.is_open("gradients"):
-            return self._await_method(exact, partial(self.gradients_scattered, describe, label))
         near = self._collecting
-        held = describe()[near.rank :: near.size]
-        reduction = self._reduction(held, everywhere=False)
-        if reduction is None:
-            return exact
-        self._parked.give(reduction)
 
-        def start(parts: Parts) -> Handle:
+        def start(reduction: FarReduction, parts: Parts) -> Handle:
             near_parts, far_parts = self._in_levels(parts)
             collected = near.reduce_parts(near_parts, label=label)
             summed = reduction.start(far_parts, first=collected.wait, label=label)
             return StagedHandle([collected, summed], ())
 
-        return self._warmed(reduction, held, exact, start)
+        return self._channel(
+            exact,
+            start,
+            lambda: describe()[near.rank :: near.size],
+            partial(self.gradients_scattered, describe, label),
+            replaces,
+        )
 
-    def _await_method(
-        self, exact: Callable[..., Handle], renew: Callable[[], Callable[..., Handle]]
-    ) -> AwaitedChannel:
-        made = AwaitedChannel(exact, renew)
-        self._awaited.append(made)
+    def _channel(
+        self,
+        exact: Callable[..., Handle],
+        start: Callable[..., Handle],
+        describe: Callable[[], StretchParts],
+        renew: Callable[[], Callable[..., Handle]],
+        replaces: Callable[..., Handle] | None,
+        *,
+        whole: Stretch | None = None,
+    ) -> Callable[..., Handle]:
+        """Return a channel of gradients as the methods say, which takes over what others kept.
+
+        Args:
+            exact: the channel without a method.
+            start: starts the sum by a reduction between hosts.
+            describe: returns the tensors between hosts.
+            renew: makes the channel again, when a method was chosen.
+            replaces: the channel that is given up; an exact one has no state.
+            whole: the tensor that all ranks of the host sum.
+        """
+        if isinstance(replaces, AwaitedChannel):
+            self._awaited = [each for each in self._awaited if each is not replaces]
+            replaces = replaces.now
+        if isinstance(replaces, Warmed) and replaces in self.channels:
+            self.channels.remove(replaces)
+            self._parked.park(replaces)
+        links = self._links
+        if links.is_open("gradients"):
+            awaited = AwaitedChannel(exact, renew)
+            self._awaited.append(awaited)
+            return awaited
+        method, pieces = links.gradients, describe()
+        held = links.approximated("gradients", pieces)
+        reduction = None
+        if method is not None and method.approximates(held):
+            reduction = method.reduction(self._far, held, everywhere=whole is not None)
+        if whole is not None:
+            self._summed.append(whole)
+            self._take_over(whole, reduction)
+        if reduction is None:
+            return exact
+        self._parked.give(reduction)
+        spans = [span for part in pieces for stretch in part for span in stretch.spans]
+        approximate = partial(start, reduction)
+        made = Warmed(reduction, spans, links.warmup, exact, approximate, undoable=links.undoable)
+        made.sums = self._parked.sums([span.name for span in spans])
+        self.channels.append(made)
         return made
-
-    def _park(self, channel: Callable[..., Handle] | None) -> None:
-        """Let the state of a channel wait for another one; an exact channel has none."""
-        if isinstance(channel, Warmed) and channel in self.channels:
-            self.channels.remove(channel)
-            self._parked.park(channel)
-
-    def _given_up(self, channel: Callable[..., Handle] | None) -> Callable[..., Handle] | None:
-        """Forget a channel that another one replaces; return its sums as they are by now."""
-        if not isinstance(channel, AwaitedChannel):
-            return channel
-        self._awaited = [each for each in self._awaited if each is not channel]
-        return channel.now
 
     @override
     def take_links(self, links: LinkMethods) -> None:
@@ -230,34 +254,12 @@ class LinkedCommunicator(HierarchicalCommunicator):
 
         def start(parts: Parts, first: Callable[[], None] | None) -> Handle:
             near_parts, far_parts = self._in_levels(parts)
-            ready = first or _nothing
+            ready = first or (lambda: None)
             gathered = gathering.start(far_parts, first=ready, label=label)
             spread = self._spreading.gather_parts(near_parts, label=label, first=gathered.wait)
             return StagedHandle([gathered, spread], ())
 
         return start
-
-    def _reduction(self, stretches: StretchParts, *, everywhere: bool) -> FarReduction | None:
-        method = self._links.gradients
-        stretches = self._links.approximated("gradients", stretches)
-        if method is None or not method.approximates(stretches):
-            return None
-        return method.reduction(self._far, stretches, everywhere=everywhere)
-
-    def _warmed(
-        self,
-        reduction: FarReduction,
-        stretches: StretchParts,
-        exact: Callable[..., Handle],
-        approximate: Callable[..., Handle],
-    ) -> Warmed:
-        each = (stretch for part in stretches for stretch in part)
-        spans = [span for stretch in each for span in stretch.spans]
-        links = self._links
-        made = Warmed(reduction, spans, links.warmup, exact, approximate, undoable=links.undoable)
-        made.sums = self._parked.sums([span.name for span in spans])
-        self.channels.append(made)
-        return made
 
     @override
     def step_decided(self, *, taken: bool) -> None:
@@ -398,7 +400,3 @@ def levels_of_replicas(axis: Axis, links: LinkMethods) -> HostLevels | None:
         hosts=axis.hosts[here : here + 1],
     )
     return HostLevels(near, axis)
-
-
-def _nothing() -> None:
-    """Wait for nothing."""

@@ -11,9 +11,8 @@ from contextlib import suppress
 
 from drivetrain.config.schema import LinksConfig
 from drivetrain.errors import ConfigError
-from drivetrain.links.chosen import AUTO, BF16, EXACT, LinkMethods
+from drivetrain.links.chosen import AUTO, BF16, EXACT, LinkMethods, permitted
 from drivetrain.links.compressor import Honesty
-from drivetrain.links.rule import permitted
 from drivetrain.paper.run import BF16_BYTES, BYTES
 from drivetrain.planner.far import far_method, far_settings
 from drivetrain.planner.layout import PlannedLayout, layout_of

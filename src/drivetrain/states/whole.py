@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from drivetrain.checkpoint.agreement import check_same, together
-from drivetrain.checkpoint.assembly import copy_overlap, numel
+from drivetrain.checkpoint.manifest import copy_overlap, numel
 from drivetrain.collectives.facts import device_of, differing, group_of, meet_everyone, size_of
 from drivetrain.collectives.meeting import named
 from drivetrain.communication import gather_object

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drivetrain.checkpoint.assembly import copy_overlap, fits, numel
+from drivetrain.checkpoint.manifest import copy_overlap, fits, numel
 from drivetrain.shards import Part, boxes
 
 shapes = st.lists(st.integers(1, 5), max_size=4).map(tuple)

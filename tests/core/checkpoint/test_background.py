@@ -13,7 +13,7 @@ from torch import nn
 
 from drivetrain import Accelerator, ProjectConfiguration
 from drivetrain.checkpoint import open_checkpoint, saving
-from drivetrain.checkpoint.background import Background, StagingBuffers
+from drivetrain.checkpoint.saving import Background, StagingBuffers
 from drivetrain.errors import CheckpointError
 from drivetrain.runtime.world import World
 

@@ -10,9 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from drivetrain.checkpoint import Background, Contents, open_checkpoint
-from drivetrain.checkpoint.local import MemoryCheckpoints, homes, saving, transfers
-from drivetrain.checkpoint.local.restoring import FilesToCome, SpreadCheckpoint, announced
+from drivetrain.checkpoint import Background, Contents, local, open_checkpoint
+from drivetrain.checkpoint.local import FilesToCome, MemoryCheckpoints, SpreadCheckpoint, announced
 from drivetrain.checkpoint.tensorfile import FileRecord, HashedFile, write_bytes
 from drivetrain.errors import CheckpointError
 from drivetrain.runtime.world import World, memory_kept_mark
@@ -153,7 +152,7 @@ def test_a_save_that_fails_anywhere_leaves_nothing_anywhere(tmp_path, monkeypatc
     run = Run(tmp_path, world)
     run.save(2)
     for failing in ("_copy", "_spread", "_commit"):
-        real = getattr(saving.MemorySave, failing)
+        real = getattr(local.MemorySave, failing)
 
         def fails(save, *given, real=real, failing=failing):
             if failing != "_commit" or world.is_main:
@@ -162,7 +161,7 @@ def test_a_save_that_fails_anywhere_leaves_nothing_anywhere(tmp_path, monkeypatc
                 raise OSError(28, "No space left on device", "x")
 
         with monkeypatch.context() as patch:
-            patch.setattr(saving.MemorySave, failing, fails)
+            patch.setattr(local.MemorySave, failing, fails)
             with pytest.raises(CheckpointError, match="rank 1: No space left on device"):
                 run.save(4)
         assert folders(run) == ["checkpoint_0"], failing
@@ -183,7 +182,7 @@ def test_damaged_files_come_from_the_other_host_or_the_checkpoint_is_left_out(tm
 
 def damage_arrivals(monkeypatch, names):
     """Change the first byte of files of these names that arrive at this rank."""
-    real = transfers.ArrivingFile.add
+    real = local.ArrivingFile.add
 
     def add(arrival, chunk):
         path = arrival._file.path
@@ -191,7 +190,7 @@ def damage_arrivals(monkeypatch, names):
             chunk[0] ^= 1
         real(arrival, chunk)
 
-    monkeypatch.setattr(transfers.ArrivingFile, "add", add)
+    monkeypatch.setattr(local.ArrivingFile, "add", add)
 
 
 @pytest.mark.ranks(2)
@@ -215,7 +214,7 @@ def test_what_cannot_be_read_stays_where_nothing_is_in_storage(tmp_path, monkeyp
     if world.rank == 1:
         shutil.rmtree(run.folder)
         if why == "room":
-            monkeypatch.setattr(homes.MemoryHomes, "room", lambda _: 100)
+            monkeypatch.setattr(local.MemoryHomes, "room", lambda _: 100)
         else:
             damage_arrivals(monkeypatch, {"checkpoint_0", "checkpoint_1"})
     if stored is not None:
@@ -242,7 +241,7 @@ def test_no_room_is_an_error_on_all_ranks_before_a_byte_and_uses_a_number(tmp_pa
     run = Run(tmp_path, world)
     needed = 2 * SIZE * 4  # two checkpoints, of one rank and of its neighbor
     with monkeypatch.context() as patch:
-        patch.setattr(homes.MemoryHomes, "room", lambda _: needed - 1 if world.rank else 2**30)
+        patch.setattr(local.MemoryHomes, "room", lambda _: needed - 1 if world.rank else 2**30)
         with pytest.raises(CheckpointError, match=rf"rank 1: expected {needed} bytes .* of n1"):
             run.save(2)
     assert folders(run) == []
@@ -268,22 +267,22 @@ def test_weights_that_are_not_finite_are_not_kept(tmp_path):
 @pytest.mark.ranks(2)
 def test_files_cross_in_chunks_both_ways_at_once(tmp_path, monkeypatch):
     world = world_of_hosts()
-    monkeypatch.setattr(transfers, "CHUNK_BYTES", 8)
+    monkeypatch.setattr(local, "CHUNK_BYTES", 8)
     background = Background(world)
     for size in (0, 1, 40, 41):
         folder = tmp_path / f"{world.rank}-{size}"
         folder.mkdir()
         record = write_bytes(folder / f"from-{world.rank}", bytes(range(size)))
-        plan = [transfers.FileTransfer(r, 1 - r, f"from-{r}", record) for r in range(2)]
-        transfers.exchange(plan, world.rank, folder, background.group())
+        plan = [local.FileTransfer(r, 1 - r, f"from-{r}", record) for r in range(2)]
+        local.exchange(plan, world.rank, folder, background.group())
         assert (folder / f"from-{1 - world.rank}").read_bytes() == bytes(range(size))
     background.close()
 
 
 def test_homes_and_neighbors_of_hosts_with_different_numbers_of_ranks(monkeypatch):
-    monkeypatch.setattr(homes, "gather", lambda world, mine, *_, **__: [mine] * world.size)
+    monkeypatch.setattr(local, "gather", lambda world, mine, *_, **__: [mine] * world.size)
     world = World(size=5, hosts=("0@n0",) * 3 + ("1@n1",) * 2)
-    found = homes.MemoryHomes(Path("/of/one/path"), world)
+    found = local.MemoryHomes(Path("/of/one/path"), world)
     assert [home.ranks for home in found.all] == [(0, 1, 2), (3, 4)]
     assert [found.neighbor(rank) for rank in range(5)] == [3, 4, 3, 0, 1]
 
@@ -307,12 +306,12 @@ def test_files_that_are_here_make_no_room_for_those_to_come(tmp_path, monkeypatc
     for step in (2, 4):
         run.save(step)
     other = sum(path.stat().st_size for path in (run.folder / "checkpoint_0").iterdir())
-    monkeypatch.setattr(homes.MemoryHomes, "room", lambda _: 0)
-    mine = homes.MemoryHomes(run.folder, run.world)
+    monkeypatch.setattr(local.MemoryHomes, "room", lambda _: 0)
+    mine = local.MemoryHomes(run.folder, run.world)
     for size in (other, other + 1):
         record = FileRecord(size, "")
         spread = SpreadCheckpoint("checkpoint_1", 4, {"new": record}, (frozenset({"old"}),))
-        coming = FilesToCome(spread, [transfers.FileTransfer(0, 0, "new", record)], mine)
+        coming = FilesToCome(spread, [local.FileTransfer(0, 0, "new", record)], mine)
         with pytest.raises(CheckpointError) if size > other else contextlib.nullcontext():
             coming.check_room()
 
@@ -324,7 +323,7 @@ def test_a_file_that_fails_on_arrival_is_closed(tmp_path, monkeypatch):
     monkeypatch.setattr(HashedFile, "write", fail)
     opened = Path("/proc/self/fd")
     failures, before = [], len(list(opened.iterdir()))
-    arrival = transfers.ArrivingFile(tmp_path / "f", FileRecord(2, ""), failures)
+    arrival = local.ArrivingFile(tmp_path / "f", FileRecord(2, ""), failures)
     for chunk in (b"a", b"b"):
         arrival.add(memoryview(chunk))
     arrival.end()

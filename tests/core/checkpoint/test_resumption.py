@@ -8,7 +8,7 @@ from torch import nn
 
 from drivetrain import Accelerator, ProjectConfiguration
 from drivetrain.checkpoint import Resumption
-from drivetrain.checkpoint.resumption import saved_steps
+from drivetrain.checkpoint.commit import saved_steps
 from drivetrain.runtime.world import CONFIG_VARIABLE, World, saved_mark
 
 

@@ -6,10 +6,8 @@ import pytest
 import torch
 
 from drivetrain.checkpoint import Contents, open_checkpoint, save_checkpoint, saving
-from drivetrain.checkpoint.common_files import write_common
-from drivetrain.checkpoint.contents import merge_scalars
+from drivetrain.checkpoint.encoding import Report, merge_scalars, write_common
 from drivetrain.checkpoint.manifest import Manifest
-from drivetrain.checkpoint.report import Report
 from drivetrain.errors import CheckpointError
 from drivetrain.runtime.world import World
 from drivetrain.shards import Part, Reader, Shard

@@ -16,10 +16,9 @@ from drivetrain.links.automatic import (
     saved_choice,
     settle_links,
 )
-from drivetrain.links.chosen import LinkMethods
+from drivetrain.links.chosen import EncodingTime, LinkFigures, LinkMethods, SlowLink
 from drivetrain.links.compressor import Honesty
 from drivetrain.links.linked import hosts_apart
-from drivetrain.links.rule import EncodingTime, LinkFigures, SlowLink
 from drivetrain.registry import compressors, strategies
 from drivetrain.runtime.mesh import Mesh
 from drivetrain.runtime.precision import Precision

@@ -1,4 +1,4 @@
-"""Errors, factors and counts that sums keep: saved, loaded, folded over other hosts and methods."""
+"""Errors, factors and counts that sums keep: in channels, between them, saved and loaded."""
 
 import contextlib
 import io
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from drivetrain.collectives.stretch import ParameterRow, ParameterSpan, Stretch
 from drivetrain.links.compressor import Kept
-from drivetrain.links.kept import SavedLinks, take_kept
+from drivetrain.links.kept import ParkedState, SavedLinks, Warmed, take_kept
 from drivetrain.links.linked import LinkedCommunicator
 from drivetrain.shards import Shard
 from link_channels import (
@@ -168,3 +168,33 @@ def test_the_factor_of_the_same_rows_comes_before_those_of_others():
     saved = InMemory({("weight", state): values for state, values in states.items()})
     SavedLinks(saved).give(reduction, 0, 2)
     assert torch.equal(factor, states["links.factor.128"])
+
+
+def test_the_warm_up_counts_the_sums_of_steps_that_were_taken():
+    kept, sums = Kept(ParameterSpan("weight", 9, 3, 0, 0, 9), torch.zeros(9)), []
+    reduction = SimpleNamespace(feedback=lambda: [kept], factors=lambda: [])
+    ways = [lambda tensors: sums.append("exact"), lambda tensors: sums.append("approximate")]
+    warmed = Warmed(reduction, [kept.span], 3, *ways, undoable=True)
+    for summed, taken in ((1, True), (2, False), (2, True), (1, True)):
+        for _ in range(summed):
+            warmed(kept.errors)
+        warmed.step_decided(taken=taken)
+    assert sums == ["exact"] * 5 + ["approximate"]
+
+
+def sum_of(first: int, errors: Tensor) -> SimpleNamespace:
+    span = ParameterSpan("weight", 900, 30, first, 0, errors.numel())
+    return SimpleNamespace(feedback=lambda: [Kept(span, errors)], factors=lambda: [])
+
+
+def test_errors_that_a_new_sum_does_not_take_wait_at_their_places():
+    parked, every = ParkedState(), torch.arange(900.0)
+    parked.park(SimpleNamespace(reduction=sum_of(100, every[100:800]), spans=[], sums=0))
+    taken, left = torch.zeros(300), torch.zeros(900)
+    parked.give(sum_of(200, taken))
+    for _, (first, errors) in parked:
+        left[first : first + errors.numel()] += errors
+    assert torch.equal(taken, every[200:500])
+    expected = torch.zeros(900)
+    expected[100:200], expected[500:800] = every[100:200], every[500:800]
+    assert torch.equal(left, expected)

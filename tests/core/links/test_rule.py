@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from drivetrain.collectives.stretch import ParameterRow, Stretch
-from drivetrain.links.compressor import Honesty
-from drivetrain.links.rule import (
+from drivetrain.links import automatic as figures
+from drivetrain.links.chosen import (
     NO_TIME,
     CrossingTensor,
     EncodingTime,
@@ -17,6 +17,7 @@ from drivetrain.links.rule import (
     choose,
     permitted,
 )
+from drivetrain.links.compressor import Honesty
 from drivetrain.registry import compressors
 
 LARGE = CrossingTensor(1024, 1024, torch.float32)
@@ -129,3 +130,16 @@ def test_outlooks_count_what_hosts_send():
     values = on("exact", link(), LinkUse("parameters", everywhere=True, hidden_s=0.0))
     assert values.outlook(MODEL).link_s == pytest.approx(exact.link_s / 2)
     assert on("int8", link(), values.use).outlook(MODEL).link_s < exact.link_s / 7
+
+
+def test_the_time_of_an_encoding_is_that_of_the_slowest_rank(monkeypatch):
+    numels = [rows * figures.COLUMNS for rows in figures.ROWS]
+    every = [
+        {"int8": (fixed + each * numels[0], fixed + each * numels[1])}
+        for fixed, each in ((2e-3, 3e-9), (1e-3, 1e-9))
+    ]
+    monkeypatch.setattr(figures, "_times", lambda methods, clock: every[1])
+    monkeypatch.setattr(figures, "gather_facts", lambda mine, kind, doing: every)
+    found = figures.slowest_times({"int8": None}, torch.device("cpu"))["int8"]
+    assert found.fixed_s == pytest.approx(2e-3)
+    assert found.per_number_s == pytest.approx(3e-9)

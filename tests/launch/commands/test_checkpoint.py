@@ -10,7 +10,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from drivetrain.checkpoint import Contents, ModelReader, assembly, read_export, save_checkpoint
+from drivetrain.checkpoint import Contents, ModelReader, manifest, read_export, save_checkpoint
 from drivetrain.checkpoint.manifest import SavedTensor
 from drivetrain.runtime.world import World
 from drivetrain.shards import Part, Shard
@@ -197,7 +197,7 @@ OVERLAPS = [
 def test_overlap_of_parts():
     for parts, overlap in OVERLAPS:
         for order in (parts, parts[::-1]):
-            assert (assembly.first_overlap(order) is not None) is overlap, order
+            assert (manifest.first_overlap(order) is not None) is overlap, order
 
 
 def test_export_is_what_loaders_read(command, saved, tmp_path):

@@ -5,9 +5,8 @@ import itertools
 import torch
 
 from drivetrain.collectives.stretch import ParameterRow, Stretch
-from drivetrain.links import encoded as messages
-from drivetrain.links.codec import Codec
-from drivetrain.links.encoded import MARK_BYTES, MessageLayout
+from drivetrain.links import codec as messages
+from drivetrain.links.codec import MARK_BYTES, Codec, MessageLayout
 from drivetrain.registry import compressors
 
 ROWS = [

@@ -1,7 +1,16 @@
-"""The seeds of sums by chance: each message draws for itself."""
+"""Sums of encoded tensors: which gradients are finite, and seeds of which no two are alike."""
+
+import torch
 
 from drivetrain.collectives.stretch import ParameterSpan
-from drivetrain.links.encoded import SeedCounts
+from drivetrain.links.codec import SeedCounts, is_finite
+
+
+def test_finite_numbers_of_half_precision_may_have_a_sum_beyond_it():
+    values = torch.full((4096,), 60000.0, dtype=torch.float16)
+    assert is_finite(values)
+    values[17] = float("nan")
+    assert not is_finite(values)
 
 
 def test_no_two_messages_have_the_same_seed():

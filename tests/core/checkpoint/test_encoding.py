@@ -1,7 +1,9 @@
-"""Plain values survive JSON exactly; anything else is refused with its path."""
+"""Plain values and single objects survive exactly; all else is refused; reading runs no code."""
 
 import json
 import math
+import os
+import pickle
 from collections import Counter, OrderedDict, defaultdict, namedtuple
 
 import pytest
@@ -9,7 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drivetrain.checkpoint.plain import check_plain, decode, encode
+from drivetrain.checkpoint import load, save
+from drivetrain.checkpoint.encoding import check_plain, decode, encode
 from drivetrain.errors import CheckpointError
 
 leaves = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
@@ -91,3 +94,57 @@ def test_unknown_or_broken_tags_are_refused():
     for body in ({"$code": 1}, {"$tensor": "gone"}, {"$dict": 3}, {"$float": "x"}):
         with pytest.raises(CheckpointError, match="expected a known tag"):
             decode(body, {})
+
+
+def test_round_trip(tmp_path):
+    for safe, name in ((True, "f.safetensors"), (False, "f.pt")):
+        path = tmp_path / name
+        save({"a": torch.ones(2, 3).T, "b": torch.tensor(1)}, path, safe_serialization=safe)
+        save({"a": torch.ones(2, 3).T, "b": torch.tensor(2)}, path, safe_serialization=safe)
+        found = load(path)
+        assert found["a"].shape == (3, 2)
+        assert found["b"].item() == 2
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_safetensors_hold_only_tensors(tmp_path):
+    for obj in ([torch.ones(1)], {"a": 1}, {1: torch.ones(1)}):
+        with pytest.raises(CheckpointError, match="for safe_serialization, found"):
+            save(obj, tmp_path / "f", safe_serialization=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_failing_save_keeps_the_old_file(tmp_path):
+    save([1], tmp_path / "f")
+    with pytest.raises((pickle.PicklingError, AttributeError)):
+        save(lambda: 1, tmp_path / "f")
+    assert load(tmp_path / "f") == [1]
+    assert len(list(tmp_path.iterdir())) == 1
+    with pytest.raises(CheckpointError, match="No such file or directory"):
+        save([1], tmp_path / "none" / "f")
+
+
+class Evil:
+    def __init__(self, canary):
+        self.canary = str(canary)
+
+    def __reduce__(self):
+        return os.mkdir, (self.canary,)
+
+
+def test_loading_runs_no_code(tmp_path):
+    (tmp_path / "evil.pt").write_bytes(pickle.dumps(Evil(tmp_path / "canary1")))
+    torch.save(Evil(tmp_path / "canary2"), tmp_path / "evil2.pt")
+    for name in ("evil.pt", "evil2.pt"):
+        with pytest.raises(CheckpointError, match="never loaded because that runs code"):
+            load(tmp_path / name)
+    assert not list(tmp_path.glob("canary*"))
+
+
+def test_missing_and_damaged_files(tmp_path):
+    with pytest.raises(CheckpointError, match="there is no file"):
+        load(tmp_path / "none")
+    for name in ("f.pt", "f.safetensors"):
+        (tmp_path / name).write_bytes(b"\xff" * 100)
+        with pytest.raises(CheckpointError, match=name):
+            load(tmp_path / name)

@@ -1,0 +1,478 @@
+"""What a rank saves, and how plain values and small tensors become files and come back.
+
+Plain means None, bool, int, float, str, list, tuple, dict with str or int keys, Counter, and
+tensors inside these. JSON lacks tuples, int keys, nan and infinities: they become objects with a
+single key that starts with ``$``. Tensors go to a safetensors file and leave their key behind.
+Nothing else is accepted: reading a checkpoint must never run code. A single object of the user is
+read with ``weights_only=True`` for the same reason.
+"""
+
+import json
+import math
+import os
+import secrets
+from base64 import b64decode, b64encode
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from io import BytesIO
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from drivetrain.checkpoint.manifest import (
+    FILE_NAME,
+    Manifest,
+    SavedTensor,
+    fits,
+    libraries,
+    merge_tensors,
+    numel,
+)
+from drivetrain.checkpoint.tensorfile import (
+    DTYPES,
+    FileRecord,
+    sync_directory,
+    write_bytes,
+    write_tensors,
+)
+from drivetrain.errors import CheckpointError
+from drivetrain.shards import Shard, label
+
+
+def check_plain(value: Any, where: str) -> None:
+    """Refuse a value, named ``where`` in the message, that a checkpoint cannot hold."""
+    encode(value, where, {})
+
+
+def encode(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
+    """Return the value as JSON can hold it.
+
+    Args:
+        value: a plain value.
+        where: its path, for messages and as the key of tensors.
+        tensors: gets the tensors found inside, to be stored beside the JSON.
+
+    Raises:
+        CheckpointError: the value is not plain; the message names the path to the culprit.
+    """
+    try:
+        return _encode(value, where, tensors)
+    except RecursionError:
+        raise CheckpointError(
+            f"{where} contains itself or is nested too deeply; a checkpoint holds plain values only"
+        ) from None
+
+
+def decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """Return the value that ``encode`` was given, from parsed JSON and the stored tensors by key.
+
+    Raises:
+        CheckpointError: a tag that this version does not know, or a tensor that is not there.
+    """
+    if isinstance(value, list):
+        return [decode(item, tensors) for item in value]
+    if not isinstance(value, dict):
+        return value
+    tag = next(iter(value), "")
+    if not tag.startswith("$"):
+        return {key: decode(item, tensors) for key, item in value.items()}
+    try:
+        return _untag(tag, value[tag], tensors)
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"expected a known tag with its value, found {{{tag!r}: ...}} ({error!r}); the state "
+            "is damaged or was written by a newer version"
+        ) from error
+
+
+def _encode(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
+    if value is None or type(value) in (bool, int, str):
+        return value
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else {"$float": repr(float(value))}
+    if isinstance(value, Tensor):
+        key = where
+        while key in tensors:  # two paths can read alike when keys contain dots
+            key += "'"
+        tensors[key] = value
+        return {"$tensor": key}
+    if type(value) in (list, tuple, torch.Size):
+        items = [_encode(item, f"{where}[{i}]", tensors) for i, item in enumerate(value)]
+        return items if type(value) is list else {"$tuple": items}
+    if type(value) in (Counter, dict, OrderedDict, defaultdict):
+        tag = "$counter" if type(value) is Counter else "$dict"
+        if tag == "$counter" or any(type(key) is not str or key.startswith("$") for key in value):
+            return {tag: _pairs(value, where, tensors)}
+        return {key: _encode(item, f"{where}.{key}", tensors) for key, item in value.items()}
+    raise CheckpointError(
+        f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint "
+        "cannot hold; state must be tensors and plain values: None, bool, int, float, str, and "
+        "lists, tuples and dicts of these (code is never stored). Let state_dict() return such"
+    )
+
+
+def _pairs(value: Mapping[Any, Any], where: str, tensors: dict[str, Tensor]) -> list[list[Any]]:
+    for key in value:
+        if type(key) not in (str, int):
+            raise CheckpointError(
+                f"{where} has the key {key!r} of type {type(key).__qualname__}; "
+                "the keys of a dict in a checkpoint must be str or int"
+            )
+    return [[key, _encode(item, f"{where}[{key!r}]", tensors)] for key, item in value.items()]
+
+
+def _untag(tag: str, value: Any, tensors: Mapping[str, Tensor]) -> Any:
+    if tag == "$tensor":
+        return tensors[value]
+    if tag == "$float":
+        return float(value)
+    if tag == "$tuple":
+        return tuple(decode(item, tensors) for item in value)
+    if tag in ("$dict", "$counter"):
+        pairs = {key: decode(item, tensors) for key, item in value}
+        return Counter(pairs) if tag == "$counter" else pairs
+    raise KeyError(tag)
+
+
+# --- what one rank saves, and staged copies ---
+
+
+T = TypeVar("T")
+
+Scalars = Mapping[int, Mapping[str, Mapping[str, Any]]]
+"""State of one model that is no tensor: optimizer -> parameter name -> state key -> plain value."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Contents:
+    """The tensors and the state that a rank saves.
+
+    Attributes:
+        models: for each prepared model the shards of this rank; over all ranks each element once.
+        scalars: for each model the optimizer state of this rank that is no tensor; the shares of
+            the ranks are joined, and must be equal where ranks overlap.
+        aliases: for each model the further names of tied parameters -> the name of their shards.
+        state: plain values that are the same on all ranks (rank 0's are stored): schedulers,
+            epoch, loader positions, custom objects.
+        rank_state: tensors of this rank alone, such as its random-number states.
+        encoded: files with bytes that only the user can read, by file name (rank 0's are stored).
+        parameters: for each model the names whose values must be finite for the checkpoint to count
+            as finite; buffers may hold infinity on purpose.
+    """
+
+    models: Sequence[Iterable[Shard]]
+    scalars: Sequence[Scalars] = ()
+    aliases: Sequence[Mapping[str, str]] = ()
+    state: Mapping[str, Any] = field(default_factory=dict)
+    rank_state: Mapping[str, Tensor] = field(default_factory=dict)
+    encoded: Mapping[str, bytes] = field(default_factory=dict)
+    parameters: Sequence[Collection[str]] = ()
+
+    @property
+    def shard_bytes(self) -> int:
+        """Bytes of the shards; only for contents that hold lists of them, as ``staged`` returns."""
+        return sum(shard.tensor.nbytes for shards in self.models for shard in shards)
+
+    def copied_kinds(self) -> list[tuple[torch.dtype, torch.Size]]:
+        """Return dtype and shape of each copy that ``staged`` makes, in its order.
+
+        All shards are walked, which may communicate, and uses up the contents.
+        """
+        return [
+            (shard.tensor.dtype, shard.tensor.shape)
+            for shards in self.models
+            for shard in shards
+            if not shard.fresh
+        ]
+
+    def staged(
+        self, write: Callable[[int, Shard], None], copy: Callable[[Tensor], Tensor]
+    ) -> "Contents":
+        """Return a copy in host memory, of this rank's shards and nothing more.
+
+        The copy takes as many bytes as the shards that lie in memory. All shards are walked
+        whatever happens: yielding one may communicate. Fresh shards, which are copies already, go
+        to ``write`` with the index of their model: there may be no room for a second copy, so the
+        returned contents lack them. The others are copied by ``copy``.
+
+        Raises:
+            CheckpointError: a state is not plain.
+            RuntimeError: there is no memory for the copy.
+        """
+        models: list[list[Shard]] = []
+        failures: list[Exception] = []
+        for index, shards in enumerate(self.models):
+            copies: list[Shard] = []
+            for shard in shards:
+                try:
+                    if shard.fresh:
+                        write(index, shard)
+                    elif not failures:
+                        copies.append(replace(shard, tensor=copy(shard.tensor)))
+                except (RuntimeError, MemoryError) as error:
+                    failures.append(error)
+                    models.clear()
+                    copies.clear()
+            models.append(copies)
+        if failures:
+            raise failures[0]
+        return Contents(
+            models=models,
+            scalars=_snapshot(list(self.scalars), "scalars"),
+            aliases=[dict(names) for names in self.aliases],
+            state=_snapshot(dict(self.state), "state"),
+            rank_state={key: _copy(tensor) for key, tensor in self.rank_state.items()},
+            encoded=dict(self.encoded),
+            parameters=self.parameters,
+        )
+
+
+def _snapshot(value: T, where: str) -> T:
+    """Return a value as a load would give it back: a copy without shared memory."""
+    tensors: dict[str, Tensor] = {}
+    body = encode(value, where, tensors)
+    copied: T = decode(body, {key: _copy(tensor) for key, tensor in tensors.items()})
+    return copied
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True)
+
+
+def check_shard(shard: Shard) -> None:
+    """Refuse a shard whose tensor is not the part that the shard names."""
+    fine = fits(shard.part, shard.shape) and numel(shard.part) == shard.tensor.numel()
+    if not fine:
+        raise CheckpointError(
+            f"the strategy's shard of {label(shard.name, shard.state)} has {shard.tensor.numel()} "
+            f"of {math.prod(shard.shape)} elements, which does not match its {shard.part}"
+        )
+
+
+def merge_scalars(ranks: Sequence[Sequence[Scalars]]) -> list[dict[Any, Any]]:
+    """Join the scalars of all ranks, model by model; ranks with the same key need equal values."""
+    counts = [len(models) for models in ranks]
+    if len(set(counts)) > 1:
+        raise CheckpointError(f"expected the same number of models on all ranks, found {counts}")
+    merged: list[dict[Any, Any]] = [{} for _ in ranks[0]]
+    for rank, models in enumerate(ranks):
+        for index, model in enumerate(models):
+            _join(merged[index], model, rank, f"scalars[{index}]")
+    return merged
+
+
+def _join(into: dict[Any, Any], more: Mapping[Any, Any], rank: int, where: str) -> None:
+    for key, value in more.items():
+        path = f"{where}[{key!r}]"
+        known = into.get(key)
+        if key not in into:
+            into[key] = _copied_dicts(value)
+        elif isinstance(known, dict) and isinstance(value, Mapping):
+            _join(known, value, rank, path)
+        elif not _equal(known, value):
+            raise CheckpointError(
+                f"ranks disagree on {path}: rank {rank} has {value!r}, a lower rank {known!r}; "
+                "optimizer state that is not sharded must be the same on all ranks"
+            )
+
+
+def _copied_dicts(value: Any) -> Any:
+    """Copy the dicts, which later ranks add to."""
+    if not isinstance(value, dict):
+        return value
+    return {key: _copied_dicts(item) for key, item in value.items()}
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        return isinstance(one, Tensor) and isinstance(other, Tensor) and torch.equal(one, other)
+    if isinstance(one, (list, tuple)) and type(one) is type(other):
+        return len(one) == len(other) and all(map(_equal, one, other))
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_equal(one[key], other[key]) for key in one)
+    if isinstance(one, float) and isinstance(other, float) and math.isnan(one):
+        return math.isnan(other)
+    return bool(one == other)
+
+
+# --- a report from each rank to rank 0, and the files in common ---
+
+
+SCALARS = "scalars"
+"""The name of scalars in the file of the state, and in messages."""
+
+
+def pack(tensors: Mapping[str, Tensor]) -> str:
+    """Return small tensors of any device as text, for ``unpack``.
+
+    Raises:
+        CheckpointError: a checkpoint cannot hold the dtype.
+    """
+    for key, tensor in tensors.items():
+        if tensor.dtype not in DTYPES:
+            raise CheckpointError(
+                f"expected {key} to have one of the dtypes {', '.join(sorted(DTYPES.values()))}, "
+                f"found {tensor.dtype}; convert it before saving"
+            )
+    content = BytesIO()
+    torch.save({key: _copy(tensor) for key, tensor in tensors.items()}, content)
+    return b64encode(content.getvalue()).decode()
+
+
+def unpack(text: str) -> dict[str, Tensor]:
+    """Return the tensors of a text, on the CPU; reading it runs no code."""
+    return torch.load(BytesIO(b64decode(text)), weights_only=True) if text else {}
+
+
+@dataclass(slots=True)
+class Report:
+    """A rank's report to rank 0.
+
+    Attributes:
+        files: the written files, by name.
+        models: for each model the tensors in these files.
+        rank_file: the name of the file with the rank's own state; "" without one.
+        scalars: for each model the optimizer state that is no tensor, as ``encode`` returns it.
+        tensors: the tensors inside of the scalars, packed; "" without any.
+        aliases: for each model the further names of tied parameters.
+        finite: whether all parameters are finite numbers.
+    """
+
+    files: dict[str, FileRecord] = field(default_factory=dict)
+    models: list[list[SavedTensor]] = field(default_factory=list)
+    rank_file: str = ""
+    scalars: list[Any] = field(default_factory=list)
+    tensors: str = ""
+    aliases: Sequence[Mapping[str, str]] = ()
+    finite: bool = True
+
+    def keep_scalars(self, scalars: Sequence[Scalars]) -> None:
+        """Take the scalars of each model into the report.
+
+        Raises:
+            CheckpointError: a checkpoint cannot hold one of them.
+        """
+        tensors: dict[str, Tensor] = {}
+        self.scalars = encode([dict(one) for one in scalars], SCALARS, tensors)
+        self.tensors = pack(tensors) if tensors else ""
+
+
+STATE_FILE = "state.json"
+STATE_TENSORS = "state.safetensors"
+
+
+def write_common(draft: Path, reports: list[Report], contents: Contents) -> dict[str, FileRecord]:
+    """Write the files of all ranks in common, the manifest last, and return them; on rank 0."""
+    files = {name: record for report in reports for name, record in report.files.items()}
+    models = tuple(
+        merge_tensors(tensor for piece in pieces for tensor in piece)
+        for pieces in zip(*(report.models for report in reports), strict=True)
+    )
+    scalars = merge_scalars([decode(each.scalars, unpack(each.tensors)) for each in reports])
+    aliases: tuple[dict[str, str], ...] = tuple({} for _ in models)
+    for report in reports:  # a rank with only part of a model knows few tied names
+        for names, more in zip(aliases, report.aliases, strict=False):
+            names.update(more)
+    tensors: dict[str, Tensor] = {}
+    body = {
+        "state": encode(dict(contents.state), "state", tensors),
+        SCALARS: encode(list(scalars), SCALARS, tensors),
+    }
+    text = json.dumps(body, indent=1) + "\n"
+    common = {STATE_FILE: write_bytes(draft / STATE_FILE, text.encode())}
+    if tensors:
+        common[STATE_TENSORS] = write_tensors(draft / STATE_TENSORS, tensors)
+    for name, data in contents.encoded.items():
+        common[name] = write_bytes(draft / name, data)
+    manifest = Manifest(
+        world_size=len(reports),
+        libraries=libraries(),
+        files=files | common,
+        models=models,
+        aliases=aliases,
+        finite=all(report.finite for report in reports),
+        rank_files={
+            rank: report.rank_file for rank, report in enumerate(reports) if report.rank_file
+        },
+    )
+    common[FILE_NAME] = write_bytes(draft / FILE_NAME, manifest.to_text().encode())
+    return common
+
+
+def save(obj: Any, path: str | os.PathLike[str], *, safe_serialization: bool = False) -> None:
+    """Write an object to a file, replacing the file only when the new one is whole.
+
+    Args:
+        obj: the object; with safe_serialization a dict of tensors by name.
+        path: the file.
+        safe_serialization: write a safetensors file; else ``torch.save`` writes it.
+
+    Raises:
+        CheckpointError: the object is no dict of tensors, or the disk refuses.
+    """
+    target = Path(path)
+    draft = target.with_name(f".{target.name}.tmp-{secrets.token_hex(8)}")
+    try:
+        if safe_serialization:
+            write_tensors(draft, _tensors(obj))
+        else:
+            with draft.open("xb") as file:
+                torch.save(obj, file)
+                file.flush()
+                os.fsync(file.fileno())
+        draft.replace(target)
+        sync_directory(target.parent)
+    except OSError as error:
+        raise CheckpointError(f"cannot save {target}: {error.strerror}") from error
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def load(path: str | os.PathLike[str]) -> Any:
+    """Read an object from a file of ``save``, on the CPU.
+
+    Args:
+        path: the file; the suffix ``.safetensors`` tells its format.
+
+    Raises:
+        CheckpointError: there is no such file, it is damaged, or it would need code to be run.
+    """
+    source = Path(path)
+    if not source.is_file():
+        raise CheckpointError(f"there is no file {source}; check the path")
+    if source.suffix == ".safetensors":
+        try:
+            with safe_open(source, framework="pt") as file:
+                return {key: file.get_tensor(key).clone() for key in file.keys()}  # noqa: SIM118
+        except SafetensorError as error:
+            raise CheckpointError(f"{source} is not a whole safetensors file: {error}") from error
+    try:
+        return torch.load(source, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch raises half a dozen unrelated types here
+        raise CheckpointError(
+            f"cannot load {source}: it is damaged or holds more than tensors and plain values, "
+            f"which is never loaded because that runs code ({type(error).__name__}: {error})"
+        ) from error
+
+
+def _tensors(obj: Any) -> dict[str, Tensor]:
+    if not isinstance(obj, Mapping):
+        raise CheckpointError(
+            f"expected a dict of tensors by name for safe_serialization, found "
+            f"{type(obj).__qualname__}; pass safe_serialization=False"
+        )
+    wrong = [
+        f"{key!r}: {type(value).__qualname__}"
+        for key, value in obj.items()
+        if not (isinstance(key, str) and isinstance(value, Tensor))
+    ]
+    if wrong:
+        raise CheckpointError(
+            f"expected only tensors, by names that are str, for safe_serialization, found "
+            f"{', '.join(wrong[:4])}; leave these out or pass safe_serialization=False"
+        )
+    return dict(obj)
