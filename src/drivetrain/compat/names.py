@@ -54,7 +54,7 @@ _RENAMED = {
     "TrackioTracker": ("drivetrain.tracking.adapters", "TrackioTracker"),
     "MLflowTracker": ("drivetrain.tracking.adapters", "MlflowTracker"),
     **{
-        name: ("drivetrain.tracking.services", name)
+        name: ("drivetrain.tracking.adapters", name)
         for name in (
             *("AimTracker", "ClearMLTracker", "CometMLTracker", "DVCLiveTracker"),
             "SwanLabTracker",

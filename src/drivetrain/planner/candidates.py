@@ -3,8 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 
-from drivetrain.planner.installed import InstalledKinds
-from drivetrain.planner.layout import RECOMPUTE
+from drivetrain.planner.layout import RECOMPUTE, InstalledKinds
 from drivetrain.planner.predict import Task
 
 MICRO_BATCHES = (1, 2, 4, 8, 16)

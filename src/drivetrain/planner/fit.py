@@ -8,8 +8,7 @@ from drivetrain.errors import ConfigError
 from drivetrain.hardware.sizes import GIB
 from drivetrain.links.compressor import Honesty
 from drivetrain.planner.candidates import least_candidates
-from drivetrain.planner.installed import InstalledKinds
-from drivetrain.planner.layout import RECOMPUTE, PlannedLayout, layout_of
+from drivetrain.planner.layout import RECOMPUTE, InstalledKinds, PlannedLayout, layout_of
 from drivetrain.planner.predict import FRAGMENTS, Prediction, Predictor, Task
 
 MOST_HOSTS = 64

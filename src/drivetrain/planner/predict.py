@@ -15,9 +15,13 @@ from drivetrain.paper.run import BYTES, PaperRun
 from drivetrain.paper.step import PaperStep, PlayedStep, play
 from drivetrain.paper.work import PaperUnit
 from drivetrain.planner.far import far_method
-from drivetrain.planner.installed import InstalledKinds
-from drivetrain.planner.layout import PlannedLayout
-from drivetrain.planner.parts import difference, leaving_hosts, parts_of
+from drivetrain.planner.layout import (
+    InstalledKinds,
+    PlannedLayout,
+    difference,
+    leaving_hosts,
+    parts_of,
+)
 
 TERA = 1e12
 FRAGMENTS = 1.05

@@ -13,7 +13,7 @@ from drivetrain.hardware.description import HostPairs
 from drivetrain.hardware.prices import axis_places
 from drivetrain.measuring.links import host_pairs
 from drivetrain.planner import placement
-from drivetrain.planner.parts import leaving_hosts
+from drivetrain.planner.layout import leaving_hosts
 from drivetrain.planner.placement import HostPlacement
 
 
