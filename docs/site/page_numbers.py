@@ -24,8 +24,7 @@ from drivetrain.traffic import Traffic
 from drivetrain_megatron.paper.simulate import UNIT_DURATIONS, simulate
 from drivetrain_megatron.pipeline.schedules import SCHEDULES, make_schedule
 from drivetrain_offload.disk_speed import ADAM_BYTES
-from drivetrain_offload.tier_bytes import TierPlan, held
-from drivetrain_offload.tiers import Tiers, tiers_of
+from drivetrain_offload.tiers import TierPlan, Tiers, held, tiers_of
 
 Rows = Sequence[Sequence[str]]
 

@@ -14,10 +14,9 @@ fp32) and writes as many; the device's bus carries 2 P bytes of bf16 gradients o
 new parameters back.
 
 =======================  =========================================================================
-engine.py                submits an update per unit; forward waits per unit
-masters.py               the parameters whose state a store keeps, and their new values
+engine.py                keeps state in a store; submits an update per unit, forward waits per unit
 stored.py                the stores that options name, and the shards in them
-tiers.py, tier_bytes.py  the bytes of each tier, compared with the room of the machine
+tiers.py                 the bytes of each tier, compared with the room of the machine
 strategy.py              the strategy ``offload``: another strategy by name, with stores chosen
 disk_bench.py            the command ``drivetrain disk-bench``; disk_speed.py measures for it
 steps/rules.py           the states that torch's optimizers keep, and the kernel that updates them
@@ -26,9 +25,7 @@ steps/stepping.py        steps of shards in a store: blocks, counters, what both
 steps/pipeline.py        the stepper on a disk: reads tile i + 1, updates tile i, writes tile i - 1
 stores/host.py           the store ``cpu``, and the stepper in host memory
 stores/nvme.py           the store ``nvme``
-stores/files.py          a file without a name, read and written by several requests at once
-stores/block_sums.py     sums of that file's blocks, by which a changed block is noticed
-stores/directory.py      the checks of the directory in which such a file lies
+stores/files.py          a file without a name, its directory, and the sums of its blocks
 buffers.py               aligned and page-locked memory, and its way back to the system
 threads.py               threads that serve as long as the process lives
 =======================  =========================================================================

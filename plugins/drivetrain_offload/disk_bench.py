@@ -59,7 +59,7 @@ def disk_bench(
     """
     from drivetrain.log import progress
     from drivetrain_offload.disk_speed import measure, suggest, usable_bytes
-    from drivetrain_offload.stores.directory import check_directory, file_system
+    from drivetrain_offload.stores.files import check_directory, file_system
     from drivetrain_offload.stores.nvme import MIB, NvmeConfig
 
     ways = [

@@ -11,6 +11,7 @@ import errno
 import fcntl
 import mmap
 import os
+import shutil
 import tempfile
 import threading
 import weakref
@@ -19,15 +20,140 @@ from concurrent.futures import Future, wait
 from functools import partial
 from pathlib import Path
 
+import numpy as np
+import psutil
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from drivetrain.errors import PreflightError, StorageError, UsageError
+from drivetrain.errors import ConfigError, PreflightError, StorageError, UsageError
 from drivetrain.log import get_logger
 from drivetrain_offload.buffers import ALIGNMENT, padded
-from drivetrain_offload.stores.block_sums import BlockSums
-from drivetrain_offload.stores.directory import check_room, no_room
 from drivetrain_offload.threads import ThreadPool
+
+# --- sums of blocks, in memory: a block that the disk gives back changed is noticed ---
+
+# The sum of a block is that of its words of 64 bits, modulo 2^64, which takes a small part of the
+# time of a transfer. Each change within one word is seen, and a block of other bytes but for one
+# chance in 2^64; words that have changed places are not.
+
+WORDS = ALIGNMENT // 8
+
+
+class BlockSums:
+    """The sums of a file's blocks; threads may share them. New blocks are zeros."""
+
+    def __init__(self) -> None:
+        self._sums: NDArray[np.uint64] = np.zeros(0, np.uint64)
+        self._changes = threading.Lock()
+
+    def grow(self, nbytes: int) -> None:
+        """Add the blocks up to the file's new length."""
+        with self._changes:
+            more = np.zeros(nbytes // ALIGNMENT - len(self._sums), np.uint64)
+            self._sums = np.concatenate([self._sums, more])
+
+    def keep(self, offset: int, blocks: memoryview) -> None:
+        """Note the sums of whole blocks that are about to be written at an offset."""
+        found, first = sums_of(blocks), offset // ALIGNMENT
+        with self._changes:
+            self._sums[first : first + len(found)] = found
+
+    def changed(self, offset: int, blocks: memoryview) -> int | None:
+        """Return the offset of the first block that the disk has changed; None without any.
+
+        Args:
+            offset: of the first block in the file.
+            blocks: whole blocks, as they were read.
+        """
+        found, first = sums_of(blocks), offset // ALIGNMENT
+        with self._changes:
+            (places,) = np.nonzero(self._sums[first : first + len(found)] != found)
+        return offset + int(places[0]) * ALIGNMENT if len(places) else None
+
+
+def sums_of(blocks: memoryview) -> NDArray[np.uint64]:
+    """Return the sum of each block, (blocks,)."""
+    words: NDArray[np.uint64] = np.frombuffer(blocks, np.uint64).reshape(-1, WORDS)
+    sums: NDArray[np.uint64] = np.add.reduce(words, axis=1)
+    return sums
+
+
+# --- checks of a store's directory: it is there, writable, on a disk, and has room ---
+
+
+_IN_MEMORY = ("tmpfs", "ramfs")
+
+_logger = get_logger(__name__)
+
+
+def check_directory(path: str | Path) -> Path:
+    """Return the absolute path of a directory in which files can be made; warn of tmpfs.
+
+    Raises:
+        ConfigError: the path is empty.
+        PreflightError: there is no such directory, or no file can be made in it.
+    """
+    if not str(path):
+        raise ConfigError(
+            "expected the path of a directory on a disk, found none; name one, such as "
+            "path: /mnt/nvme"
+        )
+    directory = Path(path).absolute()
+    if not directory.exists():
+        raise PreflightError(
+            f"{directory}: expected a directory, found nothing; create it or name another path"
+        )
+    if not directory.is_dir():
+        raise PreflightError(
+            f"{directory}: expected a directory, found a file; name the directory that holds it"
+        )
+    if not os.access(directory, os.W_OK | os.X_OK):
+        raise PreflightError(
+            f"{directory}: expected a directory that this user can write to, found one that it "
+            "cannot; change its permissions or name another path"
+        )
+    kind = file_system(directory)
+    if kind in _IN_MEMORY:
+        _logger.warning_once(
+            f"{directory} is a {kind}: what is kept there takes host memory, as the store 'cpu' "
+            "does with less work; name a directory on a disk"
+        )
+    return directory
+
+
+def file_system(directory: Path) -> str:
+    """Return the type of the file system of a directory, such as ``ext4``; "" when unknown."""
+    place = directory.resolve()
+    # Of two mounts on one point the later hides the earlier.
+    mounts = [
+        (len(Path(mount.mountpoint).parts), index, mount.fstype)
+        for index, mount in enumerate(psutil.disk_partitions(all=True))
+        if place.is_relative_to(mount.mountpoint)
+    ]
+    return max(mounts)[2] if mounts else ""
+
+
+def check_room(directory: Path, needed: int) -> None:
+    """Check that a directory's file system has room for so many bytes.
+
+    Raises:
+        StorageError: it has not.
+    """
+    if needed > shutil.disk_usage(directory).free:
+        raise no_room(directory, needed)
+
+
+def no_room(directory: Path, needed: int) -> StorageError:
+    """Return the error for a directory with too little room; it says how much there is."""
+    free = shutil.disk_usage(directory).free
+    return StorageError(
+        f"{directory}: expected {needed:,} free bytes, found {free:,}; make room, name another "
+        "path, or keep less there"
+    )
+
+
+# --- the file ---
 
 _NO_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL)
 """Answers of file systems and kernels that cannot make a file without a name."""
@@ -37,8 +163,6 @@ _REFUSED = (errno.EINVAL, errno.EOPNOTSUPP)
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 """Answers of a full disk, or of a used-up quota."""
-
-_logger = get_logger(__name__)
 
 
 class Transfer:

@@ -25,8 +25,7 @@ from drivetrain_offload.buffers import (
 )
 from drivetrain_offload.steps.pipeline import WORKING_BYTES, NvmeStepper
 from drivetrain_offload.steps.rules import update_rule
-from drivetrain_offload.stores.directory import check_directory
-from drivetrain_offload.stores.files import DiskFile, Transfer
+from drivetrain_offload.stores.files import DiskFile, Transfer, check_directory
 
 MIB = 2**20
 

@@ -10,32 +10,421 @@ so that the generator moves on as in ordinary construction. So at most a few ten
 time, and initialisation takes twice as long.
 """
 
+import gc
+import weakref
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
+from torch._ops import OpOverload
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
-from drivetrain.building import schema
-from drivetrain.building.modes import OperationMode, ValueMode, Versions
-from drivetrain.building.operation import (
-    Captured,
-    Draw,
-    Memory,
-    Operation,
-    StorageView,
-    default_generator,
-    storage_key,
-)
-from drivetrain.building.schema import Operator
 from drivetrain.errors import UsageError
 from drivetrain.memory import Heap
-from drivetrain.parts.guard import Arguments, Keywords
+from drivetrain.parts.guard import Arguments, Function, Keywords
 from drivetrain.shards import Ranges, is_dense
+
+# --- the schema of an operator: what it writes and makes, and whether values are needed ---
+
+Operator: TypeAlias = OpOverload[..., Any]
+
+LOCAL = frozenset({"aten", "prims"})
+"""Namespaces whose operators compute and do nothing else."""
+
+COMMUNICATING = frozenset({"c10d", "_c10d_functional", "c10d_functional"})
+"""Namespaces whose operators talk to other ranks."""
+
+_OVERWRITING = frozenset(
+    f"aten::{name}_"
+    for name in ("bernoulli", "copy", "exponential", "fill", "normal", "random", "uniform", "zero")
+)
+_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+_META = torch.device("meta")
+
+
+def overwriting(function: Operator) -> bool:
+    """Return whether an operator writes all of its first argument without reading it."""
+    return function._schema.name in _OVERWRITING
+
+
+def written(function: Operator, args: Arguments, kwargs: Keywords) -> list[Tensor]:
+    """Return the tensors among the arguments that a call writes."""
+    found: list[Tensor] = []
+    for position, argument in enumerate(function._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[position] if position < len(args) else kwargs.get(argument.name)
+            found += [v for v in tree_leaves(value) if isinstance(v, Tensor)]
+    return found
+
+
+def is_view(function: Operator) -> bool:
+    """Return whether a call makes or changes geometry alone, and touches no memory."""
+    if torch.Tag.inplace_view in function.tags:
+        return function._schema.name != "aten::resize_"
+    writes = any(a.alias_info is not None and a.alias_info.is_write for a in _arguments(function))
+    results = function._schema.returns
+    return bool(results) and not writes and all(r.alias_info is not None for r in results)
+
+
+def makes_tensors(function: Operator) -> bool:
+    """Return whether a call returns tensors that are not among its arguments."""
+    results = function._schema.returns
+    return any(r.alias_info is None and "Tensor" in str(r.type) for r in results)
+
+
+def needs_values(function: Operator) -> bool:
+    """Return whether the result of a call, or its shape, depends on values."""
+    writes = any(a.alias_info is not None and a.alias_info.is_write for a in _arguments(function))
+    return bool(_VALUES & set(function.tags)) or not (writes or makes_tensors(function))
+
+
+def on_meta(function: Operator, args: Arguments, kwargs: Keywords) -> Any:
+    """Call an operator for the shapes of its results, on the meta device."""
+    named = tree_map(_without_values, dict(kwargs))
+    if any(argument.name == "device" for argument in _arguments(function)):
+        named["device"] = _META
+    if named.get("pin_memory"):
+        named["pin_memory"] = False
+    return function(*tree_map(_without_values, tuple(args)), **named)
+
+
+def _arguments(function: Operator) -> Sequence[Any]:
+    arguments: Sequence[Any] = function._schema.arguments
+    return arguments
+
+
+def _without_values(value: Any) -> Any:
+    if isinstance(value, torch.Generator):
+        return None
+    if isinstance(value, Tensor) and not value.is_meta:
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=_META)
+    return value
+
+
+# --- one recorded operation ---
+
+# Tensors are written down as places: a storage and the geometry in it. So views need no recording,
+# and an operation can be repeated on any memory that stands for the storages.
+
+
+Memory = dict[int, torch.UntypedStorage]
+"""Real storages by the identity of the meta storage that they stand for."""
+
+
+@dataclass(frozen=True, slots=True)
+class StorageView:
+    """Where a tensor without values lies.
+
+    Attributes:
+        storage: identity of its storage on the meta device.
+        offset: elements before its first one.
+        conjugate: whether it is a lazy conjugate.
+        negative: whether it is a lazy negative.
+    """
+
+    storage: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+    conjugate: bool
+    negative: bool
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "StorageView":
+        """Describe a tensor of the meta device."""
+        return cls(
+            storage_key(tensor),
+            tensor.dtype,
+            tuple(tensor.shape),
+            tensor.stride(),
+            int(tensor.storage_offset()),
+            tensor.is_conj(),
+            tensor.is_neg(),
+        )
+
+    def tensor(self, memory: Memory) -> Tensor:
+        """Return the tensor that lies here in real memory."""
+        storage = memory[self.storage]
+        plain = torch.empty(0, dtype=self.dtype, device=storage.device)
+        plain.set_(storage, self.offset, self.shape, self.strides)
+        plain = plain.conj() if self.conjugate else plain
+        return torch._neg_view(plain) if self.negative else plain
+
+
+class Captured:
+    """A tensor made outside, with its values at the time of reading.
+
+    Memory that others may write unseen, such as an array's, is copied at once; other memory is
+    copied before an operation inside the recording changes the values.
+    """
+
+    __slots__ = ("_copied", "_tensor", "_version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._copied = tensor.is_inference() or not tensor.untyped_storage().resizable()
+        # Not detach(): below autograd that would not share the version.
+        self._tensor = tensor.clone() if self._copied else tensor
+        self._version = 0 if self._copied else tensor._version
+
+    def keep(self) -> None:
+        """Copy the values, since they are about to change."""
+        if not self._copied:
+            self._tensor, self._copied = self._tensor.clone(), True
+
+    @property
+    def tensor(self) -> Tensor:
+        """The tensor with the values that were read.
+
+        Raises:
+            UsageError: they were changed since.
+        """
+        if not self._copied and self._tensor._version != self._version:
+            raise UsageError(
+                f"expected a tensor of shape {tuple(self._tensor.shape)} that was read inside of "
+                "building() to keep its values until prepare(), found that it was changed in "
+                "place; pass a clone() of it to the model"
+            )
+        return self._tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """The state of a generator before an operation drew from it.
+
+    Attributes:
+        device: of the generator.
+        state: as of ``torch.Generator.get_state``.
+        explicit: whether the operation was given the generator, or took the device's own.
+    """
+
+    device: torch.device
+    state: Tensor
+    explicit: bool
+
+
+@dataclass(slots=True, eq=False)
+class Operation:
+    """One call of an operator whose results or changes matter.
+
+    Attributes:
+        function: the operator.
+        args: its arguments; a ``StorageView``, ``Captured`` or ``Draw`` stands for a tensor or a
+            generator.
+        kwargs: the same.
+        outputs: where its new results lie, in order; None for results that are no new tensors.
+        reads: storages that the arguments lie in.
+        draw: the generator's state if the operator is random.
+        dtype: the default dtype at the call.
+        overwrites: the storage of which it sets every byte without reading it, or None.
+    """
+
+    function: OpOverload[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    outputs: tuple[StorageView | None, ...]
+    reads: frozenset[int]
+    draw: Draw | None
+    dtype: torch.dtype
+    overwrites: int | None
+
+    def run(self, memory: Memory) -> None:
+        """Repeat it on real memory, which also gets the storages of its new results."""
+
+        def real(value: Any) -> Any:
+            if isinstance(value, StorageView):
+                return value.tensor(memory)
+            if isinstance(value, Captured):
+                return value.tensor
+            if isinstance(value, Draw):
+                return torch.Generator(value.device).set_state(value.state)
+            return value
+
+        with _as_recorded(self.draw, self.dtype):
+            results = self.function(*tree_map(real, self.args), **tree_map(real, self.kwargs))
+        for place, result in zip(self.outputs, tree_leaves(results), strict=False):
+            if place is not None:
+                memory[place.storage] = _laid_out(result, place).untyped_storage()
+
+    def touched(self) -> frozenset[int]:
+        """Return the storages of its arguments and its new results."""
+        return self.reads | {place.storage for place in self.outputs if place is not None}
+
+
+def storage_key(tensor: Tensor) -> int:
+    """Return the identity of a tensor's storage; it lasts as long as the storage."""
+    key: int = tensor.untyped_storage()._cdata
+    return key
+
+
+def default_generator(device: torch.device) -> torch.Generator:
+    """Return the generator that random operations on a device take by themselves."""
+    if device.type == "cpu":
+        return torch.default_generator
+    module = torch.get_device_module(device)
+    index = module.current_device() if device.index is None else device.index
+    generator: torch.Generator = module.default_generators[index]
+    return generator
+
+
+@contextmanager
+def _as_recorded(draw: Draw | None, dtype: torch.dtype) -> Iterator[None]:
+    """Context with the generator's state and default dtype of the recording."""
+    before = torch.get_default_dtype()
+    generator = None if draw is None or draw.explicit else default_generator(draw.device)
+    state = None if generator is None else generator.get_state()
+    torch.set_default_dtype(dtype)
+    try:
+        if generator is not None and draw is not None:
+            generator.set_state(draw.state)
+        yield
+    finally:
+        torch.set_default_dtype(before)
+        if generator is not None and state is not None:
+            generator.set_state(state)
+
+
+def _laid_out(result: Tensor, place: StorageView) -> Tensor:
+    """Return a result as its place says; some operators lay real ones out in another way."""
+    found = tuple(result.shape), result.stride(), result.storage_offset()
+    if found == (place.shape, place.strides, place.offset):
+        return result
+    if not result.numel():
+        return result
+    extents = zip(place.shape, place.strides, strict=True)
+    size = place.offset + 1 + sum((extent - 1) * stride for extent, stride in extents)
+    whole = torch.empty(size, dtype=place.dtype, device=result.device)
+    return whole.as_strided(place.shape, place.strides, place.offset).copy_(result)
+
+
+# --- ways in which uses of tensors without values are noticed ---
+
+
+_READERS = (Tensor.tolist, Tensor.numpy, Tensor.__array__)
+_MAKERS = (torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor)
+_APPEARANCE: dict[Callable[..., Any], Callable[[torch.device], Any]] = {
+    Tensor.device.__get__: lambda home: home,
+    Tensor.is_meta.__get__: lambda home: False,  # type: ignore[attr-defined]
+    Tensor.is_cpu.__get__: lambda home: home.type == "cpu",  # type: ignore[attr-defined]
+    Tensor.is_cuda.__get__: lambda home: home.type == "cuda",  # type: ignore[attr-defined]
+}
+"""A tensor's answers about its device: torch's initialisations do nothing on meta."""
+
+
+class OperationMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Hands over every operation, below autograd."""
+
+    def __init__(self, recorder: "ConstructionRecording") -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._recorder = recorder
+
+    def __torch_dispatch__(
+        self, func: Operator, types: Any, args: Arguments = (), kwargs: Keywords | None = None
+    ) -> Any:
+        """Do one operation."""
+        # What the recording asks a tensor must not be answered by the other mode.
+        with torch._C.DisableTorchFunction():
+            return self._recorder.perform(func, args, kwargs or {})
+
+
+class ValueMode(TorchFunctionMode):
+    """Answers questions without an operation: the device of a tensor, and the values in memory."""
+
+    def __init__(self, recorder: "ConstructionRecording") -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_function__(
+        self, func: Function, types: Any, args: Arguments = (), kwargs: Keywords | None = None
+    ) -> Any:
+        """Call a function of torch."""
+        kwargs = kwargs or {}
+        if func in _MAKERS:
+            return func(*tree_map(self._read_leaf, tuple(args)), **kwargs)
+        subject = args[0] if args else None
+        if func is Tensor.__deepcopy__ and not self._recorder.knows(args[0]):
+            with _disable_current_modes():  # it works on the storage
+                return func(*args, **kwargs)
+        if not isinstance(subject, Tensor) or not self._recorder.knows(subject):
+            return func(*args, **kwargs)
+        if func in _APPEARANCE:
+            return _APPEARANCE[func](self._recorder.home(subject))
+        if func in _READERS:
+            return self._read(func, subject, args[1:], kwargs)
+        if func is Tensor.data_ptr:
+            raise UsageError(
+                "expected tensors to be used through torch inside of building(), found "
+                "data_ptr() of one that has no memory yet; ask for it after prepare()"
+            )
+        return func(*args, **kwargs)
+
+    def _read(self, func: Function, tensor: Tensor, args: Arguments, kwargs: Keywords) -> Any:
+        values = self._recorder.materialize([tensor])[0].requires_grad_(tensor.requires_grad)
+        result = func(values, *args, **kwargs)
+        if func is not Tensor.tolist:
+            result.setflags(write=False)  # ordinarily writes would reach the tensor
+        return result
+
+    def _read_leaf(self, value: Any) -> Any:
+        """Return an element of data: torch reads those of lists behind the modes' back."""
+        if isinstance(value, Tensor) and self._recorder.knows(value):
+            return self._recorder.materialize([value])[0]
+        return value
+
+
+class Versions:
+    """The versions of all tensors of a construction at its end.
+
+    torch counts changes in place per tensor. Changes through ``.data`` are not counted.
+    """
+
+    def __init__(self) -> None:
+        self._noted: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+
+    def note(self, belongs: Callable[[Tensor], bool]) -> None:
+        """Note the versions of the tensors that are alive now.
+
+        Args:
+            belongs: whether a tensor is of the construction.
+        """
+        for item in gc.get_objects():
+            # By type: isinstance would ask objects for __class__, and some of them warn.
+            if issubclass(type(item), Tensor) and not item.is_inference() and belongs(item):
+                self._noted[id(item)] = weakref.ref(item), item._version
+
+    def check(self, tensors: Mapping[str, Tensor]) -> None:
+        """Compare tensors with their noted versions.
+
+        Raises:
+            UsageError: one was changed in place since.
+        """
+        for name, tensor in tensors.items():
+            reference, version = self._noted.get(id(tensor), (None, 0))
+            if reference is not None and reference() is tensor and tensor._version != version:
+                raise UsageError(
+                    f"expected {name!r} to be initialised inside of building(), found that it was "
+                    "changed after the context ended and before prepare(), where it has no values; "
+                    "do that inside, or after prepare() in gathered()"
+                )
+
+
+# --- constructs a model without memory ---
+
+# Inside ``ConstructionRecording.active()`` every new tensor lives on the meta device.
+# ``materialize`` then gives any of these tensors its values: the operations that the values depend
+# on are repeated, no others, and the results in between are freed. The values are bit for bit those
+# of ordinary construction.
+#
+# A random operation is written down with the state of its generator, and really run once for
+# nothing, so that the generator moves on as in ordinary construction. So at most a few tensors are
+# real at a time, and initialisation takes twice as long.
+
 
 _CPU = torch.device("cpu")
 
@@ -113,20 +502,20 @@ class ConstructionRecording:
             UsageError: the operation communicates, or mixes tensors in an unrecordable way.
         """
         tensors = [v for v in tree_leaves((args, kwargs)) if _is_tensor(v)]
-        written = schema.written(function, args, kwargs)
+        changing = written(function, args, kwargs)
         if any(t.is_meta and not self.knows(t) for t in tensors):
-            return self._leave(function, args, kwargs, written)
-        if function.namespace not in schema.LOCAL and not any(t.is_meta for t in tensors):
+            return self._leave(function, args, kwargs, changing)
+        if function.namespace not in LOCAL and not any(t.is_meta for t in tensors):
             return function(*args, **kwargs)
-        if function.namespace in schema.COMMUNICATING:
+        if function.namespace in COMMUNICATING:
             raise UsageError(
                 f"expected no communication inside of building(), found {function} on a tensor "
                 "that has no values yet; communicate before or after"
             )
-        if schema.is_view(function):
+        if is_view(function):
             return function(*args, **kwargs)
-        outside = [t for t in written if not t.is_meta]
-        if outside or schema.needs_values(function):
+        outside = [t for t in changing if not t.is_meta]
+        if outside or needs_values(function):
             return self._run(function, args, kwargs, outside)
         return self._record(function, args, kwargs, tensors)
 
@@ -142,9 +531,9 @@ class ConstructionRecording:
         reads = {storage_key(t) for t in tensors if t.is_meta}
         overwrites = _overwritten(function, tensors)
         try:
-            result = schema.on_meta(function, args, kwargs)
+            result = on_meta(function, args, kwargs)
         except NotImplementedError:
-            if schema.makes_tensors(function):
+            if makes_tensors(function):
                 return self._run(function, args, kwargs, [])
             result = args[0] if function._schema.returns else None
         if draw is not None:
@@ -161,7 +550,7 @@ class ConstructionRecording:
             torch.get_default_dtype(),
             overwrites,
         )
-        changed = {storage_key(t) for t in schema.written(function, args, kwargs)}
+        changed = {storage_key(t) for t in written(function, args, kwargs)}
         for key in changed | {place.storage for place in outputs if place is not None}:
             self._writers.setdefault(key, []).append(len(self._operations))
         self._operations.append(operation)
@@ -177,7 +566,7 @@ class ConstructionRecording:
         values = tree_leaves((args, kwargs))
         known = {id(v): v for v in values if _is_tensor(v) and v.is_meta}
         real: dict[int, Tensor] = {}
-        if known and schema.overwriting(function) and _is_tensor(args[0]) and args[0].is_meta:
+        if known and overwriting(function) and _is_tensor(args[0]) and args[0].is_meta:
             target = known.pop(id(args[0]))
             real[id(target)] = torch.empty_strided(
                 target.shape, target.stride(), dtype=target.dtype, device=self.home(target)
@@ -311,7 +700,7 @@ def _draw(function: Operator, args: Arguments, kwargs: Keywords, home: torch.dev
 
 def _overwritten(function: Operator, tensors: Sequence[Tensor]) -> int | None:
     """Return the storage of which an operation sets every byte without reading it."""
-    if not schema.overwriting(function):
+    if not overwriting(function):
         return None
     target, others = tensors[0], tensors[1:]
     key = storage_key(target)

@@ -23,8 +23,15 @@ from drivetrain.sharding.options import OffloadOptions
 from drivetrain.strategy import Run
 from drivetrain.traffic import Traffic
 from drivetrain_offload import tiers as tiers_module
-from drivetrain_offload.tier_bytes import TierChoice, TierPlan, held
-from drivetrain_offload.tiers import Tiers, announce_tiers, plan_of, tiers_of
+from drivetrain_offload.tiers import (
+    TierChoice,
+    TierPlan,
+    Tiers,
+    announce_tiers,
+    held,
+    plan_of,
+    tiers_of,
+)
 
 FULL = Precision.of("no")
 LOW = Precision.of("bf16", param=torch.bfloat16)

@@ -10,7 +10,7 @@ import torch
 
 from drivetrain.errors import StorageError
 from drivetrain_offload import NvmeConfig, NvmeStore
-from drivetrain_offload.stores import directory
+from drivetrain_offload.stores import files
 
 MIB = 2**20
 
@@ -51,7 +51,7 @@ def test_a_disk_that_another_process_fills_and_a_read_only_one(small_disk, monke
     assert torch.equal(store.fetch("k"), torch.ones(MIB))
     store.close()
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
-    with pytest.raises(directory.PreflightError, match="that this user can write to"):
+    with pytest.raises(files.PreflightError, match="that this user can write to"):
         NvmeStore(NvmeConfig(path=str(small_disk)))
 
 

@@ -12,7 +12,7 @@ import torch
 
 from drivetrain.errors import ConfigError, PreflightError, StorageError, UsageError
 from drivetrain_offload import NvmeConfig, NvmeStore, aligned_empty
-from drivetrain_offload.stores import directory, files
+from drivetrain_offload.stores import files
 
 
 @pytest.fixture
@@ -129,7 +129,7 @@ def test_directories_that_cannot_be_used(tmp_path, monkeypatch):
     ):
         with pytest.raises(error, match=says):
             NvmeStore(NvmeConfig(path=str(path)))
-    monkeypatch.setattr(directory.os, "access", lambda *_: False)
+    monkeypatch.setattr(files.os, "access", lambda *_: False)
     with pytest.raises(PreflightError, match="this user can write to"):
         NvmeStore(NvmeConfig(path=str(tmp_path)))
     monkeypatch.undo()
@@ -144,12 +144,12 @@ def test_directories_that_cannot_be_used(tmp_path, monkeypatch):
 
 def test_file_system_types(tmp_path, monkeypatch, caplog):
     """A tmpfs is warned of."""
-    assert directory.file_system(tmp_path)
-    assert directory.file_system(directory.Path("/proc")) == "proc"
+    assert files.file_system(tmp_path)
+    assert files.file_system(files.Path("/proc")) == "proc"
     mounts = [SimpleNamespace(mountpoint=str(tmp_path), fstype=kind) for kind in ("xfs", "ext4")]
-    monkeypatch.setattr(directory.psutil, "disk_partitions", lambda **_: mounts)
-    assert directory.file_system(tmp_path / "inside") == "ext4"  # the later one hides the other
-    monkeypatch.setattr(directory, "file_system", lambda _: "tmpfs")
+    monkeypatch.setattr(files.psutil, "disk_partitions", lambda **_: mounts)
+    assert files.file_system(tmp_path / "inside") == "ext4"  # the later one hides the other
+    monkeypatch.setattr(files, "file_system", lambda _: "tmpfs")
     with caplog.at_level(logging.WARNING):
         NvmeStore(NvmeConfig(path=str(tmp_path))).close()
     assert f"{tmp_path} is a tmpfs: what is kept there takes host memory" in caplog.text
