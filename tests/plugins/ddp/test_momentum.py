@@ -1,9 +1,12 @@
-"""1-bit Adam under ddp: the algorithm of one process, equal ranks, errors, checkpoints."""
+"""1-bit Adam under ddp, and between groups of hybrid sharding: the algorithm, and its limits."""
+
+import functools
 
 import pytest
 import torch
 from torch import nn
 from torch.optim import Adam, AdamW
+from torch.utils.data import DataLoader
 
 from drivetrain import Accelerator
 from drivetrain.config.schema import FarConfig, LinksConfig
@@ -11,7 +14,9 @@ from drivetrain.cost import ModelSpec
 from drivetrain.errors import ConfigError, UsageError
 from drivetrain.links.chosen import LinkMethods
 from drivetrain.runtime.precision import Precision
+from drivetrain.sharding.options import OffloadOptions
 from drivetrain_ddp import Ddp, DdpConfig
+from drivetrain_fsdp import Fsdp, FsdpConfig
 from one_bit_steps import (
     LIMIT,
     STEPS,
@@ -27,97 +32,181 @@ from one_bit_steps import (
     weights,
 )
 
+FORMS = {
+    "ddp": {"name": "ddp", "bucket_mib": 0.02, "first_bucket_mib": 0.02},
+    "fsdp": {"name": "fsdp", "sharding": "hybrid", "unit_from": 1000},
+}
+WIDTHS = {"ddp": 48, "fsdp": 96}
+"""So that half of a matrix under fsdp has the 2,048 elements from which a method takes it."""
 
-def accelerator_of(
-    exchange: str = "momentum", bucket_mib: float = 0.02, **options: object
-) -> Accelerator:
-    far = {"gradients": "onebit", "warmup_steps": WARMUP, **options.pop("far", {})}
-    own = {"name": "ddp", "exchange": exchange, "bucket_mib": bucket_mib}
-    own["first_bucket_mib"] = bucket_mib
-    return Accelerator(config={"strategy": own, "links": {"far": far}, **options}, cpu=True)
+FURTHEST = 2 * sum(0.01 / (1 + step) for step in range(WARMUP + 1, STEPS)) / 0.001**0.5 / 10
+"""How far two runs come apart after a checkpoint, by Adam's own bound of a step."""
+
+EACH = pytest.mark.parametrize("name", FORMS)
 
 
-def prepared(accelerator: Accelerator, kind: type = AdamW) -> tuple[nn.Module, Adam]:
-    model = Awkward()
+def accelerator_of(name="ddp", exchange="momentum", *, window=1, form=(), far=(), **options):
+    far = {"gradients": "onebit", "warmup_steps": WARMUP, **dict(far)}
+    strategy = {**FORMS[name], "exchange": exchange, **dict(form)}
+    return Accelerator(
+        config={"strategy": strategy, "links": {"far": far}, **options},
+        cpu=True,
+        gradient_accumulation_steps=window,
+    )
+
+
+def prepared(accelerator, kind=AdamW, width=WIDTHS["ddp"]):
+    model = Awkward(width)
     return accelerator.prepare(model, optimizer_of(model, kind))
 
 
-def train(accelerator: Accelerator, model: nn.Module, optimizer: Adam, steps: range) -> None:
+def train(accelerator, model, optimizer, steps, *, together=1, window=1):
     for step in steps:
         for group in optimizer.param_groups:
             group["lr"] = 0.01 / (1 + step)
-        tokens, branch = batch(step, accelerator.process_index)
-        accelerator.backward(model(tokens, branch=branch))
-        optimizer.step()
-        optimizer.zero_grad()
+        for micro in range(window):
+            with accelerator.accumulate(model):
+                tokens, branch = batch(step, accelerator.process_index, micro, together)
+                accelerator.backward(model(tokens, branch=branch))
+                optimizer.step()
+                optimizer.zero_grad()
 
 
-def check_equal_ranks(accelerator: Accelerator, model: nn.Module, optimizer: Adam) -> None:
-    for parameter in model.parameters():
-        state = optimizer.state.get(parameter, {})
-        for value in (parameter.detach(), *state.values()):
-            everyone = accelerator.gather(value.reshape(1, -1))
-            assert all(torch.equal(everyone[0], each) for each in everyone)
+def whole(accelerator, model):
+    with accelerator.strategy_of(model).gathered(model.parameters(), modify=False):
+        return weights(model)
 
 
-@pytest.mark.parametrize("world", [pytest.param(n, marks=pytest.mark.ranks(n)) for n in (2, 4)])
-def test_with_an_exact_method_training_is_the_algorithm_in_one_process(monkeypatch, world):
+def check_equal_groups(accelerator, model, optimizer):
+    """Ranks with the same rows have the same bits of them, and of their states."""
+    ranks = accelerator.strategy_of(model).ranks
+    replicas = getattr(ranks, "replicas", ranks)
+    inner = optimizer.optimizer
+    held = [each for group in inner.param_groups for each in group["params"]]
+    for fragment in held:
+        for value in (fragment.detach(), *inner.state.get(fragment, {}).values()):
+            highest, lowest = value.clone(), -value
+            replicas.all_reduce(highest, reduction="max", label="values of all groups").wait()
+            replicas.all_reduce(lowest, reduction="max", label="values of all groups").wait()
+            assert torch.equal(highest, value)
+            assert torch.equal(-lowest, value)
+
+
+@pytest.mark.parametrize(
+    ("name", "per_host", "kinds", "together", "window"),
+    [
+        pytest.param("ddp", 1, (Adam, AdamW), 1, 1, marks=pytest.mark.ranks(2), id="ddp-2"),
+        pytest.param("ddp", 2, (Adam, AdamW), 1, 1, marks=pytest.mark.ranks(4), id="ddp-4"),
+        pytest.param("fsdp", 1, (Adam, AdamW), 1, 1, marks=pytest.mark.ranks(2), id="fsdp-2"),
+        pytest.param("fsdp", 2, (AdamW,), 2, 2, marks=pytest.mark.ranks(4), id="fsdp-windows-4"),
+    ],
+)
+def test_with_an_exact_method_training_is_the_algorithm_in_one_process(
+    monkeypatch, name, per_host, kinds, together, window
+):
     """Over two hosts, with one rank or two ranks each."""
-    spread(monkeypatch, world // 2)
-    for kind in (Adam, AdamW):
-        accelerator = accelerator_of()
-        model, optimizer = prepared(accelerator, kind)
-        method = accelerator.strategy_of(model).run.links.gradients
+    spread(monkeypatch, per_host)
+    times = {"together": together, "window": window}
+    for kind in kinds:
+        accelerator = accelerator_of(name, window=window)
+        model, optimizer = prepared(accelerator, kind, WIDTHS[name])
         with monkeypatch.context() as patch:
-            lose_nothing(patch, method)
-            train(accelerator, model, optimizer, range(STEPS))
-        expected = weights(reference(world, kind))
-        for name, value in weights(model).items():
-            torch.testing.assert_close(value, expected[name], rtol=0, atol=LIMIT, msg=name)
-        check_equal_ranks(accelerator, model, optimizer)
+            lose_nothing(patch, accelerator.strategy_of(model).run.links.gradients)
+            train(accelerator, model, optimizer, range(STEPS), **times)
+        found = whole(accelerator, model)
+        expected = reference(2 * per_host, kind, width=WIDTHS[name], **times)
+        for key, value in weights(expected).items():
+            torch.testing.assert_close(found[key], value, rtol=0, atol=LIMIT, msg=key)
+        check_equal_groups(accelerator, model, optimizer)
         accelerator.free_memory()
 
 
-@pytest.mark.ranks(2)
-def test_with_signs_ranks_stay_equal_and_bytes_are_as_promised(monkeypatch):
-    spread(monkeypatch)
-    accelerator = accelerator_of(bucket_mib=25)  # whose order is the promised one
-    model, optimizer = prepared(accelerator)
-    train(accelerator, model, optimizer, range(WARMUP + 1))
-    strategy = accelerator.strategy_of(model)
-    promised = Ddp.cost(strategy.config, ModelSpec.of(Awkward(), states=2), strategy.run)
-    before = accelerator.traffic.sent()
-    train(accelerator, model, optimizer, range(WARMUP + 1, STEPS))
-    after = accelerator.traffic.sent()
-    sent = {key: (after[key] - before.get(key, 0)) / (STEPS - WARMUP - 1) for key in after}
-    if accelerator.is_main_process:
-        assert {key: count for key, count in sent.items() if count} == promised.sent
-    check_equal_ranks(accelerator, model, optimizer)
-    expected, exact = weights(model), weights(reference(2, AdamW))
-    apart = max(float((expected[name] - exact[name]).abs().max()) for name in exact)
-    assert apart > LIMIT, "nothing was approximate"
-    assert torch.equal(expected["table.weight"][-9:], Awkward().table.weight[-9:]) is False
-    accelerator.free_memory()
+OTHERS = {
+    "ddp": (("ddp", "gradients", {"gradients": "exact"}), ("fsdp", "momentum", {})),
+    "fsdp": (
+        ("fsdp", "momentum", {"gradients": "topk"}),
+        ("fsdp", "gradients", {"gradients": "exact"}),
+        ("ddp", "momentum", {}),
+    ),
+}
+"""With what else a checkpoint of a strategy is loaded."""
 
 
-@pytest.mark.ranks(2)
-def test_a_checkpoint_goes_on_on_one_host_with_exact_steps(monkeypatch, tmp_path):
-    spread(monkeypatch)
-    accelerator = accelerator_of()
-    model, optimizer = prepared(accelerator)
-    train(accelerator, model, optimizer, range(WARMUP + 2))
+@pytest.mark.parametrize(
+    ("name", "per_host"),
+    [
+        pytest.param("ddp", 1, marks=pytest.mark.ranks(2)),
+        pytest.param("fsdp", 2, marks=pytest.mark.ranks(4)),
+    ],
+)
+def test_with_signs_ranks_stay_equal_bytes_are_as_promised_and_a_checkpoint_goes_on(
+    monkeypatch, tmp_path, name, per_host
+):
+    """A step that is not finite leaves momenta and errors as they were: a run without is equal.
+
+    On one host a checkpoint goes on with exact steps.
+    """
+
+    def go_on(accelerator, steps, together=per_host):
+        train(accelerator, model, optimizer, steps, together=together)
+
+    def loaded(name, exchange, far):
+        accelerator = accelerator_of(name, exchange, far=far, form=form if name == "ddp" else ())
+        return accelerator, *prepared(accelerator, width=width)
+
+    spread(monkeypatch, per_host)
+    width = WIDTHS[name]
+    # Of one bucket the order is the promised one.
+    form = {"bucket_mib": 25, "first_bucket_mib": 25} if name == "ddp" else {}
+    accelerator = accelerator_of(name, form=form, on_nonfinite="skip")
+    model, optimizer = prepared(accelerator, width=width)
+    go_on(accelerator, range(WARMUP + 1))
     accelerator.save_state(tmp_path)
+    strategy = accelerator.strategy_of(model)
+    spec = ModelSpec.of(model if name == "fsdp" else Awkward(width), states=2)
+    promised = type(strategy).cost(strategy.config, spec, strategy.run).sent
+    go_on(accelerator, range(WARMUP + 1, WARMUP + 2))
+    spoil_branch(accelerator, model)
+    optimizer.step()
+    assert accelerator.optimizer_step_was_skipped
+    optimizer.zero_grad()
+    before = accelerator.traffic.sent()
+    go_on(accelerator, range(WARMUP + 2, STEPS))
+    after = accelerator.traffic.sent()
+    sent = {key: (after[key] - before.get(key, 0)) / (STEPS - WARMUP - 2) for key in after}
+    if name == "fsdp":
+        for key in [each for each in promised if each[0] == "dp.far"]:
+            assert sent[key] == promised[key], key
+    elif accelerator.is_main_process:
+        assert {key: count for key, count in sent.items() if count} == promised
+    check_equal_groups(accelerator, model, optimizer)
+    expected = whole(accelerator, model)
+    exact = weights(reference(2 * per_host, AdamW, width=width, together=per_host))
+    apart = max(float((expected[key] - exact[key]).abs().max()) for key in exact)
+    assert apart > LIMIT, "nothing was approximate"
+    # No batch uses these rows.
+    assert not torch.equal(expected["table.weight"][-9:], Awkward(width).table.weight[-9:])
     accelerator.free_memory()
+    for way in ((name, "momentum", {}), *OTHERS[name]):
+        accelerator, model, optimizer = loaded(*way)
+        accelerator.load_state(tmp_path)
+        go_on(accelerator, range(WARMUP + 1, STEPS))
+        found = whole(accelerator, model)
+        equal = all(torch.equal(found[key], expected[key]) for key in expected)
+        assert equal is (way == (name, "momentum", {})), way
+        moved = max(float((found[key] - expected[key]).abs().max()) for key in expected)
+        assert moved < FURTHEST, way
+        accelerator.free_memory()
+    monkeypatch.setenv("GROUP_RANK", "0")
     found = []
     for exchange, far in (("momentum", {}), ("gradients", {"gradients": "exact"})):
-        monkeypatch.setenv("GROUP_RANK", "0")
-        accelerator = accelerator_of(exchange, far=far)
-        model, optimizer = prepared(accelerator)
+        accelerator, model, optimizer = loaded(name, exchange, far)
         accelerator.load_state(tmp_path)
-        train(accelerator, model, optimizer, range(WARMUP + 2, STEPS))
-        found.append(weights(model))
+        # All ranks of a group take the same way, and under fsdp this is one group.
+        go_on(accelerator, range(WARMUP + 1, STEPS), 4 if name == "fsdp" else 1)
+        found.append(whole(accelerator, model))
         accelerator.free_memory()
-    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+    assert all(torch.equal(found[0][key], found[1][key]) for key in expected)
 
 
 @pytest.mark.ranks(2)
@@ -150,25 +239,6 @@ def test_what_crossed_and_what_is_kept_are_the_momenta_of_all_gradients(monkeypa
     assert kept.abs().max() > 1e-4 * due.abs().max()
     torch.testing.assert_close(crossed + kept, due, rtol=0, atol=1e-6)
     accelerator.free_memory()
-
-
-@pytest.mark.ranks(2)
-def test_a_step_that_is_not_finite_leaves_momenta_and_errors_as_they_were(monkeypatch):
-    spread(monkeypatch)
-    found = []
-    for bad in (False, True):
-        accelerator = accelerator_of(on_nonfinite="skip")
-        model, optimizer = prepared(accelerator)
-        train(accelerator, model, optimizer, range(WARMUP + 2))
-        if bad:
-            spoil_branch(accelerator, model)
-            optimizer.step()
-            assert accelerator.optimizer_step_was_skipped
-            optimizer.zero_grad()
-        train(accelerator, model, optimizer, range(WARMUP + 2, STEPS))
-        found.append(weights(model))
-        accelerator.free_memory()
-    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
 
 
 @pytest.mark.ranks(2)
@@ -224,12 +294,13 @@ def test_no_element_moves_further_than_adam_would_move_it(monkeypatch):
     accelerator.free_memory()
 
 
+@EACH
 @pytest.mark.ranks(2)
-def test_other_optimizers_closures_and_clipping_are_refused_on_every_rank(monkeypatch):
+def test_other_optimizers_closures_and_clipping_are_refused_on_every_rank(monkeypatch, name):
     spread(monkeypatch)
-    accelerator = accelerator_of()
-    check_other_optimizers(accelerator, Awkward())
-    model, optimizer = prepared(accelerator)
+    accelerator = accelerator_of(name)
+    check_other_optimizers(accelerator, Awkward(WIDTHS[name]))
+    model, optimizer = prepared(accelerator, width=WIDTHS[name])
     train(accelerator, model, optimizer, range(WARMUP + 1))
     tokens, branch = batch(0, 0)
     accelerator.backward(model(tokens, branch=branch))
@@ -240,21 +311,90 @@ def test_other_optimizers_closures_and_clipping_are_refused_on_every_rank(monkey
     accelerator.free_memory()
 
 
-def check_links(far: FarConfig, precision: str = "no", **options: str) -> None:
+@pytest.mark.ranks(2)
+def test_models_in_bfloat16_and_one_group_over_several_hosts_are_refused_under_fsdp(monkeypatch):
+    spread(monkeypatch)
+    accelerator = accelerator_of("fsdp", dtypes={"master": "none"})
+    model = Awkward(WIDTHS["fsdp"]).bfloat16()
+    with pytest.raises(ConfigError, match="momenta and variances of fp32"):
+        model, _ = accelerator.prepare(model, optimizer_of(model, AdamW))
+        accelerator.backward(model(batch(0, 0)[0], branch=True))
+    accelerator.free_memory()
+    accelerator = accelerator_of("fsdp", form={"shard_size": 2})
+    with pytest.raises(ConfigError, match="a group of ranks on each host"):
+        prepared(accelerator)
+    accelerator.free_memory()
+
+
+@pytest.mark.ranks(2)
+def test_early_ends_of_windows_and_one_host_under_fsdp(monkeypatch):
+    """A factor of 2 after the sum cancels out with the half of each loss, to the last bit.
+
+    On one host Adam steps exactly.
+    """
+    monkeypatch.setenv("GROUP_RANK", "0")
+    exact = []
+    for exchange in ("momentum", "gradients"):
+        accelerator = accelerator_of("fsdp", exchange)
+        model, optimizer = prepared(accelerator, width=WIDTHS["fsdp"])
+        train(accelerator, model, optimizer, range(STEPS), together=2)
+        exact.append(whole(accelerator, model))
+        accelerator.free_memory()
+    spread(monkeypatch)
+    found = []
+    for window in (1, 2):
+        accelerator = accelerator_of("fsdp", window=window)
+        model, optimizer = prepared(accelerator, width=WIDTHS["fsdp"])
+        loader = accelerator.prepare(DataLoader(range(2)))  # a batch for each rank
+        for step, _ in ((step, each) for step in range(STEPS) for each in loader):
+            with accelerator.accumulate(model):
+                tokens, branch = batch(step, accelerator.process_index)
+                accelerator.backward(model(tokens, branch=branch))
+                optimizer.step()
+                optimizer.zero_grad()
+        found.append(whole(accelerator, model))
+        accelerator.free_memory()
+    for one, other in (exact, found):
+        assert all(torch.equal(one[key], other[key]) for key in one)
+
+
+def check_links(name, gradients="onebit", precision="no", *, warmup=9, **options):
+    """Check options as a strategy does before it starts."""
+    if not isinstance(precision, Precision):
+        precision = Precision.of(precision)
+    links = LinksConfig(far=FarConfig(gradients=gradients, warmup_steps=warmup))
     config = DdpConfig(exchange="momentum", **options)
-    Ddp.check_options(config, Precision.of(precision))
-    Ddp.check_links(config, LinkMethods.configured(LinksConfig(far=far)), Precision.of(precision))
+    if name == "fsdp":
+        config = FsdpConfig(sharding="hybrid", exchange="momentum")
+    else:
+        Ddp.check_options(config, precision)
+    kind = {"ddp": Ddp, "fsdp": Fsdp}[name]
+    kind.check_links(config, LinkMethods.configured(links), precision)
 
 
-def test_options_that_do_not_go_together_are_refused():
-    signs = FarConfig(gradients="onebit", warmup_steps=9)
-    check_links(signs)
+@EACH
+def test_options_that_do_not_go_together_are_refused(name):
+    check = functools.partial(check_links, name)
+    check()
     for method in ("exact", "bf16", "auto"):
         with pytest.raises(ConfigError, match="a method with a trajectory of its own"):
-            check_links(FarConfig(gradients=method, warmup_steps=9))
+            check(method)
     with pytest.raises(ConfigError, match="warmup_steps of at least 1"):
-        check_links(FarConfig(gradients="onebit"))
+        check(warmup=0)
     with pytest.raises(ConfigError, match="fp16"):
-        check_links(signs, "fp16")
-    with pytest.raises(ConfigError, match="hook: none"):
-        check_links(signs, hook="bf16")
+        check(precision="fp16")
+
+
+def test_options_that_one_strategy_alone_refuses():
+    check_links("fsdp", precision=Precision(param=torch.bfloat16, reduce=torch.float32))
+    low = Precision(param=torch.bfloat16)
+    momentum = functools.partial(FsdpConfig, exchange="momentum")
+    stored = OffloadOptions(optimizer="cpu")
+    for check, message in (
+        (lambda: check_links("ddp", hook="bf16"), "hook: none"),
+        (lambda: check_links("fsdp", precision=low), "set dtypes.reduce: fp32"),
+        (momentum().check, "only with sharding: hybrid"),
+        (momentum(sharding="hybrid", offload=stored).check, "no store with exchange: momentum"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            check()

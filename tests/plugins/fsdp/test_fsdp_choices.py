@@ -102,10 +102,16 @@ def test_options_that_contradict_each_other():
 
 @pytest.mark.ranks(3)
 def test_sizes_that_do_not_divide():
-    for options in (
-        {"sharding": "hybrid", "shard_size": 2},
-        {"sharding": "hybrid", "shard_size": 6},
-        {"reshard_after_forward": 2},
+    """Of groups, and of neighbors, which zero3 has too."""
+    divides = "divides the 3 ranks of the axis 'dp', found "
+    zero = {"name": "zero3", "keep_below": 0}
+    for found, options in (
+        (divides, {"sharding": "hybrid", "shard_size": 2}),
+        (divides, {"sharding": "hybrid", "shard_size": 6}),
+        (divides, {"reshard_after_forward": 2}),
+        ("a number of", {**zero, "reshard_after_forward": 0}),
+        ("a number of", {**zero, "reshard_after_forward": 1}),
+        (divides, {**zero, "reshard_after_forward": 2}),
     ):
-        with pytest.raises(ConfigError, match="divides the 3 ranks of the axis 'dp', found "):
+        with pytest.raises(ConfigError, match=found):
             fsdp(**options).prepare(Block())

@@ -1,7 +1,6 @@
-"""Passes that differ from the first one, under fsdp: recomputed and compiled blocks.
+"""Compiled blocks under fsdp: the conformance suite compiles whole models.
 
-tests/plugins/zero trains recomputed models, test_fsdp_accounts counts their bytes. The conformance
-suite compiles whole models.
+tests/plugins/zero trains recomputed blocks, test_fsdp_ties counts how many live at once.
 """
 
 import functools
@@ -13,29 +12,11 @@ from drivetrain.parts.naming import clean_name
 from drivetrain.testing.conformance.twins import Twins, weights
 from drivetrain.testing.models import Case
 from towers import Tower
-from zero_stages import start, units_of
+from zero_stages import start
 
-BLOCKS = 4
 FULL = {"name": "fsdp"}
 GRAD = {"name": "fsdp", "sharding": "grad"}
-TOWER = Case("tower", functools.partial(Tower, BLOCKS))
-
-
-@pytest.mark.ranks(2)
-def test_peak_of_recomputed_units():
-    """Recomputation and backward of a block share its unit: two are whole at most, as without."""
-    accelerator = start(FULL, config={"recompute": {"mode": "full"}})
-    twins = Twins(accelerator, TOWER)
-    units = [unit for unit in units_of(twins) if unit.layout.key]
-    live = []
-    for block in twins.model.blocks:
-        block.down.register_forward_pre_hook(lambda *_: live.append(sum(u.live for u in units)))
-    for step in range(3):
-        twins.backward(step)
-        twins.step()
-    assert len(live) == 2 * 3 * BLOCKS
-    assert max(live) <= 2
-    accelerator.free_memory()
+TOWER = Case("tower", functools.partial(Tower, 4))
 
 
 @pytest.mark.exhaustive

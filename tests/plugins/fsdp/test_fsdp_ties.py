@@ -70,6 +70,8 @@ def test_live_units(recompute):
         twins = Twins(accelerator, gpt(recompute=recompute == "checkpoint"), adamw)
         samples = Samples(twins)
         between = table_between_blocks(twins.model)
+        calls = []
+        twins.model.blocks[1].down.register_forward_pre_hook(lambda *x, c=calls: c.append(x))
         for step in range(3):
             twins.loss(step)  # a forward that goes nowhere
             twins.backward(step)
@@ -78,6 +80,7 @@ def test_live_units(recompute):
             evaluate(twins, step)
             assert_freed(twins)
             samples.check(most)
+        assert len(calls) == 3 * (3 if recompute == "none" else 4), "not recomputed"
         assert not any(between), "the tied table stays while blocks compute"
         assert twins.model.head.weight is twins.model.embedding.weight
         twins.check()

@@ -44,13 +44,18 @@ def test_rows_that_each_rank_writes_by_itself_are_refused(name):
 @pytest.mark.ranks(2)
 def test_masters_follow_what_a_script_writes_before_a_step(strategy):
     """A step of rate 0 leaves weights in bf16 as they were written; masters would undo it."""
-    accelerator = start(strategy, **MASTERS)
-    linear = nn.Linear(4, 4)
-    model, optimizer = accelerator.prepare(linear, SGD(linear.parameters(), lr=0.0))
-    accelerator.backward(model(torch.ones(2, 4)).float().sum())
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(0.25)
-    optimizer.step()
-    assert all(each.eq(0.25).all() for each in accelerator.get_state_dict(model).values())
-    accelerator.free_memory()
+
+    def set_data(parameter):
+        parameter.data = torch.full_like(parameter, 0.25)
+
+    for write in (lambda parameter: parameter.fill_(0.25), set_data):
+        accelerator = start(strategy, **MASTERS)
+        linear = nn.Linear(4, 4)
+        model, optimizer = accelerator.prepare(linear, SGD(linear.parameters(), lr=0.0))
+        accelerator.backward(model(torch.ones(2, 4)).float().sum())
+        with torch.no_grad():
+            for parameter in model.parameters():
+                write(parameter)
+        optimizer.step()
+        assert all(each.eq(0.25).all() for each in accelerator.get_state_dict(model).values())
+        accelerator.free_memory()
