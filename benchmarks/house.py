@@ -1,28 +1,35 @@
-"""Counts what a reader of the source meets, and what a step costs where the model costs nothing.
-
-::
-
-    python benchmarks/house.py                                # this checkout
-    python benchmarks/house.py --root ../older --root .       # a column for each, timed in turn
-    python benchmarks/house.py --only modules circles --json
-
-A checkout is run by the interpreter of its ``.venv``, if it has one, else by this one. Two to four
-processes on this machine, gloo, a thread each; ``source_tree.py`` and ``house_runs.py`` say how
-everything is counted.
-"""
+"""Counts what a reader of the source meets, times what a step costs, and compares two versions."""
 
 import argparse
+import functools
 import json
 import os
+import socket
 import statistics
 import subprocess
 import sys
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+import threading
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
-from source_tree import ROOTS, SourceTree
+import torch
+import torch.distributed as dist
+from programs import run_program
+from source_tree import ROOTS, Function, SourceTree, counts_of, function_of
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import drivetrain
+from drivetrain import Accelerator
+
+# --- table ---
+
 
 HERE = Path(__file__).resolve().parent
 Rows = dict[str, float]
@@ -67,7 +74,7 @@ def run(root: Path, ranks: int, *arguments: str) -> dict[str, dict[str, float]]:
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
     sources = os.pathsep.join(str(root / part) for part in ROOTS)
     finished = subprocess.run(
-        [python, "-W", "ignore", *launcher, str(HERE / "house_runs.py"), *arguments],
+        [python, "-W", "ignore", *launcher, str(HERE / "house.py"), "runs", *arguments],
         env={**os.environ, "PYTHONPATH": sources, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -163,8 +170,20 @@ def table(columns: Sequence[Rows], roots: Sequence[Path]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+def table_main() -> None:
+    """Counts what a reader of the source meets, and what a step costs where the model does not.
+
+    ::
+
+        python benchmarks/house.py table  # this checkout
+        python benchmarks/house.py table --root ../older --root .  # a column for each
+        python benchmarks/house.py table --only modules circles --json
+
+    A checkout is run by the interpreter of its ``.venv``, if it has one, else by this one. Two to
+    four processes on this machine, gloo, a thread each; ``source_tree.py`` and ``house_runs.py``
+    say how everything is counted.
+    """
+    parser = argparse.ArgumentParser(description=str(table_main.__doc__).partition("\n")[0])
     kinds = (*READ, *RUN, "host")
     parser.add_argument("--root", type=Path, action="append", help="a checkout; default this one")
     parser.add_argument("--only", nargs="+", choices=kinds, default=kinds)
@@ -180,5 +199,511 @@ def main() -> None:
         print(table(columns, options.root))
 
 
+# --- runs ---
+
+
+Step = Callable[[], Tensor]
+
+RUNS_STRATEGIES = {
+    "ddp": {"name": "ddp"},
+    "zero2": {"name": "zero2"},
+    "zero3": {"name": "zero3", "keep_below": 0},  # by default, it divides no parameter so small
+    "fsdp": {"name": "fsdp"},
+}
+PEER = "torch FSDP2"
+WARMUP = 6
+"""Steps before anything is counted: units record their order, rings and buffers are made."""
+
+WORDS = 64
+
+
+class Block(nn.Module):
+    """Two small products, a norm and a residual: next to no work, six parameters."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, width)
+        self.down = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    """Equal blocks between an embedding and a head."""
+
+    def __init__(self, blocks: int, width: int) -> None:
+        super().__init__()
+        self.token = nn.Embedding(WORDS, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
+        self.head = nn.Linear(width, WORDS)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.token(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def training(side: str, options: argparse.Namespace) -> Step:
+    """Return a training step of the net under a strategy of ours, or under torch's FSDP2."""
+    torch.manual_seed(0)
+    net = Net(options.blocks, options.width)
+    if side == PEER:
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        for module in (net.token, *net.blocks, net.head):
+            fully_shard(module, mesh=mesh)
+        model: nn.Module = fully_shard(net, mesh=mesh)
+        optimizer: Any = torch.optim.AdamW(model.parameters())
+        backward = Tensor.backward
+    else:
+        accelerator = Accelerator(strategy=RUNS_STRATEGIES[side], cpu=True)
+        model, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters()))
+        backward = accelerator.backward
+    tokens = torch.randint(WORDS, (2, 4))
+
+    def step() -> Tensor:
+        loss = model(tokens).square().mean()
+        backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return step
+
+
+# --- what a step meets ---
+
+
+AROUND = (
+    "accelerator.py",
+    "facade/",
+    "processes.py",
+    "runtime/",
+    "collectives/",
+    "parts/collectives/",
+    "traffic.py",
+    "parts/traffic.py",
+)
+"""What lies around a strategy in the core, before and after it was laid out anew."""
+
+
+def trace(options: argparse.Namespace) -> dict[str, dict[str, int]]:
+    """Count the functions and files that one step meets on the main thread.
+
+    ``all`` are those below the folder of the checkout. ``functions`` leaves out the facade and the
+    collectives, as those of FSDP2 are in ``torch.distributed.fsdp`` alone, and neither the loop nor
+    ``torch.distributed``. Functions are told apart by file, first line and name, so lambdas and
+    comprehensions count as well.
+    """
+    package = Path(drivetrain.__file__).parents[2]
+    core = package / "src" / "drivetrain"
+    around = tuple(f"{core}/{path}" for path in AROUND)
+    peer = Path(torch.__file__).parent / "distributed" / "fsdp"
+    counts = {}
+    for side in (*RUNS_STRATEGIES, PEER):
+        met = functions_met(training(side, options))
+        home = peer if side == PEER else package
+        everything = {key for key in met if key[0].startswith(f"{home}/")}
+        ours = {key for key in everything if not key[0].startswith(around)}
+        plugin = {key for key in ours if key[0].startswith(f"{package}/plugins/")}
+        kinds = {"": ours, " in the plugin": plugin, " in all": everything}
+        counts[side] = {
+            f"{what}{kind}": number
+            for kind, keys in kinds.items()
+            for what, number in (
+                ("functions", len(keys)),
+                ("files", len({path for path, *_ in keys})),
+            )
+        }
+        if options.verbose and dist.get_rank() == 0:
+            for path, line, name in sorted(ours):
+                print(f"{side} {path}:{line} {name}", file=sys.stderr)
+    return counts
+
+
+def functions_met(step: Step) -> set[Function]:
+    """Return the functions that a step calls after some others."""
+    for _ in range(WARMUP):
+        step()
+    met: set[Function] = set()
+    with noted(met):
+        step()
+    return {key for key in met if key[0] != __file__}
+
+
+@contextmanager
+def noted(met: set[Function]) -> Iterator[None]:
+    """Add the functions to a set that are called on this thread."""
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        if event == "call":
+            met.add(function_of(frame.f_code))
+
+    sys.setprofile(note)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
+
+
+# --- what a reader follows ---
+
+
+def walks(options: argparse.Namespace) -> dict[str, dict[str, int]]:
+    """Count the files and functions of ours that two walks meet on the main thread.
+
+    The walks are ``Accelerator()`` and a backward of zero3 with the gradients it exchanges. The
+    bodies of modules do not count: what was imported before, and by whom, makes no difference.
+    """
+    constructor: set[Function] = set()
+    backward: set[Function] = set()
+    torch.manual_seed(0)
+    net = Net(options.blocks, options.width)
+    with noted(constructor):
+        accelerator = Accelerator(strategy=RUNS_STRATEGIES["zero3"], cpu=True)
+    model, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters()))
+    tokens = torch.randint(WORDS, (2, 4))
+    for step in range(WARMUP + 1):
+        loss = model(tokens).square().mean()
+        with noted(backward if step == WARMUP else set()):
+            accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    accelerator.free_memory()
+    return {
+        name: counts_of(key for key in met if key[1])
+        for name, met in {"Accelerator()": constructor, "zero3 backward": backward}.items()
+    }
+
+
+# --- host time ---
+
+
+def host(options: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """Time steps of each side, in turn: milliseconds, medians of this rank.
+
+    ``wall`` is the clock's; ``main thread`` is the processor time of the thread that the training
+    loop runs on, ``process`` that of all threads, those of collectives too.
+    """
+    sides = {side: training(side, options) for side in (*RUNS_STRATEGIES, PEER)}
+    clocks = {
+        "wall": time.perf_counter,
+        "main thread": time.thread_time,
+        "process": time.process_time,
+    }
+    series: dict[str, list[list[float]]] = {side: [] for side in sides}
+    names = list(sides)
+    for turn in range(WARMUP + options.steps):
+        for side in names[turn % len(names) :] + names[: turn % len(names)]:
+            dist.barrier()
+            before = [clock() for clock in clocks.values()]
+            sides[side]()
+            after = [clock() for clock in clocks.values()]
+            series[side].append([b - a for a, b in zip(before, after, strict=True)])
+    return {
+        side: {
+            name: 1e3 * statistics.median(times)
+            for name, times in zip(clocks, zip(*rows[WARMUP:], strict=True), strict=True)
+        }
+        for side, rows in series.items()
+    }
+
+
+# --- passes over the user's model ---
+
+
+def passes(_: argparse.Namespace) -> dict[str, dict[str, int]]:
+    """Count how often ``prepare()`` of megatron runs through the user's model, per model.
+
+    The forward of the class of the root module and of the class of its blocks are wrapped before
+    ``prepare()``, so copies count, and passes without values. A pass is a call of the root's
+    forward, or of a block's outside of one, on the main thread; ``trials`` are calls of a block's
+    on other threads, which emulate ranks to try a plan. Two ranks are ``tp``, more add ``pp``.
+    """
+    from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+    words = {"vocab_size": WORDS, "bos_token_id": 0, "eos_token_id": 0}
+    gpt2 = GPT2Config(n_embd=32, n_layer=4, n_head=4, n_positions=32, **words)
+    llama = LlamaConfig(
+        hidden_size=32,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        intermediate_size=64,
+        max_position_embeddings=32,
+        **words,
+    )
+    models = {"GPT-2": GPT2LMHeadModel(gpt2), "Llama": LlamaForCausalLM(llama)}
+    return {name: passes_of(model) for name, model in models.items()}
+
+
+def passes_of(model: nn.Module) -> dict[str, int]:
+    blocks = next(part for part in model.modules() if isinstance(part, nn.ModuleList))
+    strategy = {"name": "megatron", "tp": 2, "pp": dist.get_world_size() // 2}
+    accelerator = Accelerator(strategy=strategy, cpu=True)
+    with counted(type(model), type(blocks[0])) as counts:
+        accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    return dict(counts)
+
+
+@contextmanager
+def counted(root: type[nn.Module], block: type[nn.Module]) -> Iterator[Counter[str]]:
+    """Count calls of the forwards of two classes of modules, as ``passes`` tells."""
+    counts: Counter[str] = Counter(passes=0, trials=0)
+    depth = 0
+
+    def counting(forward: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(forward)  # the signature stays: it is read for the model's arguments
+        def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            nonlocal depth
+            if threading.current_thread() is not threading.main_thread():
+                counts["trials"] += 1
+                return forward(self, *args, **kwargs)
+            counts["passes"] += not depth
+            depth += 1
+            try:
+                return forward(self, *args, **kwargs)
+            finally:
+                depth -= 1
+
+        return run
+
+    before = {kind: kind.forward for kind in (root, block)}
+    for kind, forward in before.items():
+        kind.forward = counting(forward)
+    try:
+        yield counts
+    finally:
+        for kind, forward in before.items():
+            kind.forward = forward
+
+
+# --- the command ---
+
+
+def runs_main() -> None:
+    """Counts and times that ``house.py`` takes on ranks: calls of a step, its host time, passes.
+
+    ::
+
+        torchrun --nproc-per-node 2 benchmarks/house.py runs trace
+        torchrun --nproc-per-node 2 benchmarks/house.py runs host --steps 60
+        torchrun --nproc-per-node 2 benchmarks/house.py runs passes
+        torchrun --nproc-per-node 2 benchmarks/house.py runs walks
+
+    Rank 0 prints one line of JSON. Only the public interface of drivetrain is used, so that an
+    older checkout can be measured by the same file.
+    """
+    parser = argparse.ArgumentParser(description=str(runs_main.__doc__).partition("\n")[0])
+    kinds = {"trace": trace, "host": host, "passes": passes, "walks": walks}
+    parser.add_argument("what", choices=kinds)
+    parser.add_argument("--blocks", type=int, default=24)
+    parser.add_argument("--width", type=int, default=32)
+    parser.add_argument("--steps", type=int, default=60, help="of each side, of host")
+    parser.add_argument("--verbose", action="store_true", help="list the functions, of trace")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    result = kinds[options.what](options)
+    if dist.get_rank() == 0:
+        root = Path(drivetrain.__file__).resolve().parents[2]
+        print(json.dumps({"root": str(root), "rows": result}))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+# --- versions ---
+
+
+RANKS, TURN = 2, 5
+VERSIONS_STRATEGIES: dict[str, Any] = {
+    "ddp": "ddp",
+    "zero2": "zero2",
+    "zero3": "zero3",
+    "fsdp": "fsdp",
+    "megatron-tp": {"name": "megatron", "tp": 2},
+    "megatron-pp": {"name": "megatron", "pp": 2, "micro_batches": 4},
+    "offload": {"name": "offload", "optimizer": "cpu"},
+}
+THIN = ("ddp", "zero2", "zero3", "fsdp")
+SIZES = {"layers": 6, "dim": 384, "heads": 6, "inner": 1024, "vocab": 4096, "seq": 64, "batch": 4}
+
+
+# --- one rank of one version ---
+
+
+def decoder_step(strategy: str) -> Callable[[], None]:
+    from peers import Decoder, adamw, loss_of, random_batches
+
+    from drivetrain import Accelerator
+
+    torch.manual_seed(0)
+    sizes = argparse.Namespace(**SIZES)
+    accelerator = Accelerator(strategy=VERSIONS_STRATEGIES[strategy], cpu=True)
+    model = Decoder(sizes)
+    model, optimizer = accelerator.prepare(model, adamw(model))
+    # Ranks that share one replica get the same batch.
+    shares = (
+        VERSIONS_STRATEGIES[strategy] if isinstance(VERSIONS_STRATEGIES[strategy], dict) else {}
+    )
+    together = "tp" in shares or "pp" in shares
+    batches = random_batches(sizes, 0 if together else accelerator.process_index)
+
+    def step() -> None:
+        tokens = next(batches)
+        if strategy == "megatron-pp":
+            accelerator.pipeline_step(model, tokens[:, :-1], tokens[:, 1:], loss_fn=loss_of)
+        else:
+            accelerator.backward(loss_of(model(tokens[:, :-1]), tokens[:, 1:]))
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def thin_step(strategy: str) -> Callable[[], None]:
+    from torch import nn
+
+    from drivetrain import Accelerator
+
+    torch.manual_seed(0)
+    options: Any = {"name": strategy}
+    if strategy == "zero3":
+        options["keep_below"] = 0
+    accelerator = Accelerator(strategy=options, cpu=True)
+    model = nn.Sequential(
+        *(nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 32)) for _ in range(24))
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    inputs = torch.randn(4, 32)
+
+    def step() -> None:
+        accelerator.backward(model(inputs).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def rank_main(model: str, strategy: str) -> None:
+    """Do a turn for each line that comes; write down its seconds per step."""
+    torch.set_num_threads(1)
+    step = (thin_step if model == "thin" else decoder_step)(strategy)
+    print("ready", flush=True)
+    for line in sys.stdin:
+        steps = int(line)
+        started = time.perf_counter()
+        for _ in range(steps):
+            step()
+        print((time.perf_counter() - started) / steps, flush=True)
+
+
+# --- both versions ---
+
+
+class Version:
+    """The ranks of one version."""
+
+    def __init__(self, python: str, model: str, strategy: str) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self._ranks = [
+            subprocess.Popen(
+                [python, str(Path(__file__).resolve()), "versions", "rank", model, strategy],
+                env={**os.environ, **_environment(rank, port)},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+            )
+            for rank in range(RANKS)
+        ]
+        self._answers()
+
+    def turn(self, steps: int) -> float:
+        """Return the seconds per step of the slowest rank."""
+        for rank in self._ranks:
+            print(steps, file=rank.stdin, flush=True)
+        return max(map(float, self._answers()))
+
+    def end(self) -> None:
+        for rank in self._ranks:
+            rank.kill()
+            rank.wait()
+
+    def _answers(self) -> list[str]:
+        answers = [rank.stdout.readline() for rank in self._ranks if rank.stdout]
+        if not all(answers):
+            self.end()
+            raise SystemExit("a rank ended by itself: run its command to see why")
+        return answers
+
+
+def _environment(rank: int, port: int) -> dict[str, str]:
+    given = {
+        "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": RANKS, "LOCAL_WORLD_SIZE": RANKS,
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1,
+        "GLOO_SOCKET_IFNAME": "lo",
+    }  # fmt: skip
+    return {key: str(value) for key, value in given.items()}
+
+
+def compare(pythons: tuple[str, str], model: str, strategy: str, pairs: int) -> str:
+    """Return a line of the table."""
+    versions = [Version(python, model, strategy) for python in pythons]
+    times: list[list[float]] = [[], []]
+    for index in range(pairs + 1):
+        for side in (0, 1) if index % 2 else (1, 0):
+            seconds = versions[side].turn(TURN)
+            if index:  # the first turns warm up
+                times[side].append(seconds)
+    for version in versions:
+        version.end()
+    before, after = (1e3 * statistics.median(each) for each in times)
+    low, middle, high = statistics.quantiles(
+        [b / a for a, b in zip(*times, strict=True)], n=4, method="inclusive"
+    )
+    return (
+        f"| {model} | {strategy} | {before:.2f} ms | {after:.2f} ms | "
+        f"{middle:.3f} [{low:.3f} .. {high:.3f}] |"
+    )
+
+
+def versions_main() -> None:
+    """Times a step of each strategy by two versions of drivetrain, in pairs.
+
+    ::
+
+        python benchmarks/house.py versions BEFORE/bin/python AFTER/bin/python
+        python benchmarks/house.py versions BEFORE/bin/python AFTER/bin/python --only zero3
+
+    Each version is installed in an environment of its own, named by its interpreter. Both train the
+    same decoder on two ranks of this machine, in processes that live as long as the comparison. A
+    turn is a few steps of one version while the other one waits for its next order; whoever goes
+    first changes from pair to pair. Printed are medians of a turn's mean step, and the median of
+    the pairs' ratios with its quartiles. ``thin`` is a model that computes next to nothing, 24
+    blocks of width 32: the host's own time.
+    """
+    if sys.argv[1:2] == ["rank"]:
+        rank_main(*sys.argv[2:])
+        return
+    parser = argparse.ArgumentParser(description=str(versions_main.__doc__).splitlines()[0])
+    parser.add_argument("before", help="interpreter of the version before")
+    parser.add_argument("after", help="interpreter of the version after")
+    parser.add_argument("--only", nargs="*", help="strategies")
+    parser.add_argument("--models", nargs="*", default=["decoder", "thin"])
+    parser.add_argument("--pairs", type=int, default=20)
+    given = parser.parse_args()
+    print("| model | strategy | before | after | after / before |\n|---|---|---|---|---|")
+    for model in given.models:
+        for strategy in THIN if model == "thin" else VERSIONS_STRATEGIES:
+            if not given.only or strategy in given.only:
+                pythons = (given.before, given.after)
+                print(compare(pythons, model, strategy, given.pairs), flush=True)
+
+
 if __name__ == "__main__":
-    main()
+    run_program({"table": table_main, "runs": runs_main, "versions": versions_main})

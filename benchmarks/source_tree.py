@@ -1,6 +1,14 @@
-"""Reads a checkout by its syntax: modules, imports, circles among them, names defined twice."""
+"""Reads a checkout by its syntax: modules, imports, circles among them, names defined twice.
+
+``python benchmarks/source_tree.py`` prints what a launch runs.
+"""
 
 import ast
+import json
+import os
+import subprocess
+import sys
+import threading
 import tokenize
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
@@ -8,7 +16,8 @@ from functools import cached_property
 from importlib.util import find_spec
 from inspect import CO_OPTIMIZED
 from pathlib import Path
-from types import CodeType
+from types import CodeType, FrameType
+from typing import Any, NoReturn
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 ROOTS = ("src", "plugins", "launch")
@@ -217,3 +226,32 @@ def circles(graph: Graph) -> list[list[str]]:
         if node not in index:
             visit(node)
     return sorted(found)
+
+
+def count_launch() -> None:
+    """Print, as JSON, what `drivetrain launch` runs until it starts the first rank.
+
+    A file counts that is only imported, too.
+    """
+    met: set[Function] = set()
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        if event == "call":
+            met.add(function_of(frame.f_code))
+
+    def first_rank(*_: Any, **__: Any) -> NoReturn:
+        sys.setprofile(None)
+        print(json.dumps(counts_of(met)), flush=True)
+        os._exit(0)
+
+    subprocess.Popen.__init__ = first_rank  # type: ignore[method-assign]
+    sys.argv = ["drivetrain", "launch", "--nproc-per-node", "2", __file__]
+    threading.setprofile(note)
+    sys.setprofile(note)
+    from drivetrain_launch.cli import main as drivetrain
+
+    drivetrain()
+
+
+if __name__ == "__main__":
+    count_launch()

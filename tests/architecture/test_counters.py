@@ -8,9 +8,9 @@ from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
 
-import house_launch
 import pytest
-from house_runs import walks
+import source_tree
+from house import walks
 from source_tree import CHECKOUT, SourceTree, code_lines
 
 from drivetrain.strategy import Strategy
@@ -44,7 +44,7 @@ def test_walks_meet_no_more():
 
 
 def test_launch_runs_no_more_until_the_first_rank():
-    command = [sys.executable, house_launch.__file__]
+    command = [sys.executable, source_tree.__file__]
     out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     only_falls(flat({"launch to the first rank": json.loads(out)}))
 

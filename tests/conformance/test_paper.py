@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from plan_held import SUBJECTS, plain_section, predicted
+from plan import SUBJECTS, plain_section, predicted
 
 from drivetrain import Accelerator
 from drivetrain.hardware.catalog import load_hardware

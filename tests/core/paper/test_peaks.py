@@ -1,7 +1,7 @@
 """The predicted peak of memory, beside the most bytes that a rank has allocated in a step."""
 
 import pytest
-from plan_held import SUBJECTS, measured, plain_section, predicted
+from plan import SUBJECTS, measured, plain_section, predicted
 
 from drivetrain import Accelerator
 from drivetrain.hardware.catalog import load_hardware

@@ -5,13 +5,12 @@ freed. Here small language models are cut into many units, under every option th
 these are gathered.
 """
 
-import runpy
 from argparse import Namespace
 from collections import Counter
-from pathlib import Path
 
 import pytest
 import torch
+from side_by_side import Gpt
 from torch import Tensor, nn
 
 from drivetrain.cost import ModelSpec
@@ -22,7 +21,6 @@ SMALL = {"name": "fsdp", "unit_from": 100}
 HYBRID = {"sharding": "hybrid", "shard_size": 2}
 RECOMPUTED = {"config": {"recompute": {"mode": "full"}}}
 TINY = Namespace(dim=16, heads=2, layers=3, seq=9, vocab=53)
-BENCHMARK = Path(__file__).parents[3] / "benchmarks" / "ddp_step.py"
 
 
 def gpt(*, tied=False, frozen=0):
@@ -30,7 +28,7 @@ def gpt(*, tied=False, frozen=0):
 
     Its embedding may be frozen, with the first blocks: nothing there is read in backward.
     """
-    model = runpy.run_path(str(BENCHMARK))["Gpt"](TINY)
+    model = Gpt(TINY)
     if tied:
         model.head.weight = model.token.weight
     if frozen:

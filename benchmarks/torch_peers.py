@@ -1,36 +1,4 @@
-"""Compares sharded data parallelism with PyTorch's ``fully_shard`` (FSDP2), in the same processes.
-
-::
-
-    torchrun --nproc-per-node 2 benchmarks/fsdp_peers.py --what step
-    torchrun --nproc-per-node 2 benchmarks/fsdp_peers.py --what step --reshard false
-    torchrun --nproc-per-node 2 benchmarks/fsdp_peers.py --what wire --strategy zero3
-    torchrun --nproc-per-node 2 benchmarks/fsdp_peers.py --what optimizer
-    torchrun --nproc-per-node 2 benchmarks/fsdp_peers.py --what memory --side torch
-    torchrun --nproc-per-node 4 benchmarks/fsdp_peers.py --what hybrid --shard-size 2
-
-============= =====================================================================================
-what          printed
-============= =====================================================================================
-``step``      time, processor time, bytes and loss of a step, as ``peers.py`` says
-``wire``      the same; bytes as multiples of the parameters' bytes, beside the formula; the
-              ledger's bytes by axis and operation, beside what ``cost()`` promises
-``hybrid``    the same as ``wire``, with shards over ``--shard-size`` ranks and replicas of them
-``optimizer`` ``optimizer.step()`` of the prepared optimizer, of the same class and options over
-              plain tensors of the same shapes, and over FSDP2's DTensors, fused and foreach; a
-              second set of plain tensors shows how far equal things come out apart
-``memory``    of one ``--side``: the most bytes of parameters that are alive in a step, counted at
-              every operator; the growth of resident memory at its peak
-============= =====================================================================================
-
-FSDP2 is applied as torchtitan does: to the embedding, to each block, to norm and head together (not
-resharded after forward, as backward needs them next), then to the root. ``--torch-prefetch 1``
-gathers units ahead there explicitly; over gloo that made no difference, as its gathers are waited
-for where they are started, and asynchronous ones (``_set_unshard_async_op``) made none either.
-
-The sizes given by default are 23 million parameters; 110 million are
-``--layers 12 --dim 768 --heads 12 --inner 2048 --vocab 16384 --batch 2``.
-"""
+"""Times FSDP and megatron beside torch's own, a step of each in turn in the same processes."""
 
 import argparse
 import copy
@@ -43,26 +11,44 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import yaml
-from live_memory import LiveParameters, forget_peak, resident
 from peers import (
+    SIZES,
     WARMUP,
     Decoder,
+    LiveParameters,
     Sample,
+    Step,
     adamw,
     add_sizes,
+    forget_peak,
     in_turn,
     loss_of,
     random_batches,
     ranks,
     report,
+    resident,
 )
+from programs import run_program
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
 from torch.optim import Optimizer
 
 from drivetrain import Accelerator
 from drivetrain.cost import ModelSpec
+
+# --- fsdp ---
+
 
 MB = 1e6
 
@@ -316,8 +302,8 @@ def strategy_of(options: argparse.Namespace) -> dict[str, Any]:
     return {"reshard_after_forward": options.reshard, **chosen}
 
 
-def options_of() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+def fsdp_options_of() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=str(fsdp_main.__doc__).partition("\n")[0])
     kinds = ("step", "wire", "hybrid", "optimizer", "memory")
     parser.add_argument("--what", choices=kinds, default="step")
     parser.add_argument(
@@ -336,8 +322,42 @@ def options_of() -> argparse.Namespace:
     return options
 
 
-def main() -> None:
-    options = options_of()
+def fsdp_main() -> None:
+    """Compares sharded data parallelism with PyTorch's ``fully_shard`` (FSDP2).
+
+    ::
+
+        torchrun --nproc-per-node 2 benchmarks/torch_peers.py fsdp --what step
+        torchrun --nproc-per-node 2 benchmarks/torch_peers.py fsdp --what step --reshard false
+        torchrun --nproc-per-node 2 benchmarks/torch_peers.py fsdp --what wire --strategy zero3
+        torchrun --nproc-per-node 2 benchmarks/torch_peers.py fsdp --what optimizer
+        torchrun --nproc-per-node 2 benchmarks/torch_peers.py fsdp --what memory --side torch
+        torchrun --nproc-per-node 4 benchmarks/torch_peers.py fsdp --what hybrid --shard-size 2
+
+    ============= =====================================================================================
+    what          printed
+    ============= =====================================================================================
+    ``step``      time, processor time, bytes and loss of a step, as ``peers.py`` says
+    ``wire``      the same; bytes as multiples of the parameters' bytes, beside the formula; the
+                  ledger's bytes by axis and operation, beside what ``cost()`` promises
+    ``hybrid``    the same as ``wire``, with shards over ``--shard-size`` ranks and replicas of them
+    ``optimizer`` ``optimizer.step()`` of the prepared optimizer, of the same class and options over
+                  plain tensors of the same shapes, and over FSDP2's DTensors, fused and foreach; a
+                  second set of plain tensors shows how far equal things come out apart
+    ``memory``    of one ``--side``: the most bytes of parameters that are alive in a step, counted at
+                  every operator; the growth of resident memory at its peak
+    ============= =====================================================================================
+
+    FSDP2 is applied as torchtitan does: to the embedding, to each block, to norm and head together
+    (not resharded after forward, as backward needs them next), then to the root. ``--torch-prefetch
+    1`` gathers units ahead there explicitly; over gloo that made no difference, as its gathers are
+    waited for where they are started, and asynchronous ones (``_set_unshard_async_op``) made none
+    either.
+
+    The sizes given by default are 23 million parameters; 110 million are
+    ``--layers 12 --dim 768 --heads 12 --inner 2048 --vocab 16384 --batch 2``.
+    """  # noqa: E501 -- a table
+    options = fsdp_options_of()
     with ranks():
         before = resident("VmRSS")
         model = Decoder(options)
@@ -355,5 +375,158 @@ def main() -> None:
             compare_steps(model, options)
 
 
+# --- megatron ---
+
+
+# --- ours ---
+
+
+def our_tensor(model: nn.Module, options: argparse.Namespace) -> Step:
+    strategy = {"name": "megatron", "tp": dist.get_world_size()}
+    strategy["sequence_parallel"] = options.what == "sp"
+    accelerator = Accelerator(strategy=strategy, cpu=True)
+    model, optimizer = accelerator.prepare(model, adamw(model))
+
+    def step(tokens: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model(tokens[:, :-1]), tokens[:, 1:])
+        accelerator.backward(loss)
+        optimizer.step()
+        return loss.detach()
+
+    return step
+
+
+def our_pipeline(model: nn.Module, options: argparse.Namespace) -> Step:
+    strategy = {"name": "megatron", "pp": dist.get_world_size(), "cut": options.cut}
+    strategy |= {"schedule": options.schedule, "micro_batches": options.micro_batches}
+    accelerator = Accelerator(strategy=strategy, cpu=True)
+    model, optimizer = accelerator.prepare(model, adamw(model))
+
+    def step(tokens: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        batch, targets = (tokens[:, :-1],), tokens[:, 1:]
+        loss = accelerator.pipeline_step(model, batch, targets, loss_fn=loss_of)
+        optimizer.step()
+        return loss
+
+    return step
+
+
+# --- PyTorch's ---
+
+
+def torch_tensor(model: nn.Module, options: argparse.Namespace) -> Step:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    outside = Shard(1) if options.what == "sp" else Replicate()
+    entrance = PrepareModuleInput(input_layouts=(outside,), desired_input_layouts=(Replicate(),))
+    norm = {"norm": SequenceParallel()} if options.what == "sp" else {}
+    edges = {
+        "token": RowwiseParallel(input_layouts=Replicate(), output_layouts=outside),
+        "head": ColwiseParallel(
+            input_layouts=outside, output_layouts=Shard(-1), use_local_output=False
+        ),
+    }
+    parallelize_module(model, mesh, {**edges, **norm})
+    for block in model.blocks:
+        columns = {
+            name: ColwiseParallel()
+            for name in ("attention.q", "attention.k", "attention.v", "mlp.gate", "mlp.up")
+        }
+        rows = {
+            name: RowwiseParallel(output_layouts=outside) for name in ("attention.o", "mlp.down")
+        }
+        norms = {name + suffix: norm["norm"] for name in norm for suffix in ("_1", "_2")}
+        entrances = {"attention": entrance, "mlp": entrance}
+        parallelize_module(block, mesh, {**norms, **entrances, **columns, **rows})
+    optimizer = adamw(model)
+
+    def step(tokens: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        with loss_parallel():
+            loss = loss_of(model(tokens[:, :-1]), tokens[:, 1:])
+            loss.backward()
+        optimizer.step()
+        return loss.detach().full_tensor()
+
+    return step
+
+
+def torch_pipeline(model: nn.Module, options: argparse.Namespace) -> Step:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    counts = [int(count) for count in options.cut.split(",")]
+    start = sum(counts[:rank])
+    model.blocks = model.blocks[start : start + counts[rank]]
+    if rank > 0:
+        model.token = None
+    if rank < size - 1:
+        model.norm = model.head = None
+    optimizer = adamw(model)
+    stage = PipelineStage(model, rank, size, torch.device("cpu"))
+    schedule = Schedule1F1B(stage, options.micro_batches, loss_fn=loss_of)
+
+    def step(tokens: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        losses: list[Tensor] = []
+        if rank == 0:
+            schedule.step(tokens[:, :-1])
+        elif rank == size - 1:
+            schedule.step(target=tokens[:, 1:], losses=losses, return_outputs=False)
+        else:
+            schedule.step()
+        optimizer.step()
+        mean = torch.stack(losses).mean().detach() if losses else torch.zeros(())
+        dist.broadcast(mean, size - 1)
+        return mean
+
+    return step
+
+
+def megatron_options_of() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=str(megatron_main.__doc__).partition("\n")[0])
+    parser.add_argument("--what", choices=("tp", "sp", "pp"), required=True)
+    parser.add_argument("--pairs", type=int, default=8)
+    parser.add_argument("--cut", default="7,5", help="blocks of each stage")
+    parser.add_argument("--schedule", default="1f1b", help="ours; PyTorch's is 1f1b")
+    add_sizes(parser, **SIZES, batch=4, micro_batches=4)
+    return parser.parse_args()
+
+
+def megatron_main() -> None:
+    """Times a step of tensor or pipeline parallelism against PyTorch's own, in the same processes.
+
+    ::
+
+        torchrun --nproc-per-node 2 benchmarks/torch_peers.py megatron --what tp
+        torchrun --nproc-per-node 2 benchmarks/torch_peers.py megatron --what sp
+        torchrun --nproc-per-node 2 benchmarks/torch_peers.py megatron --what pp
+        drivetrain launch --cpu --nproc-per-node 2 benchmarks/torch_peers.py megatron --what pp
+
+    ====== ================================== ====================================================
+    what   drivetrain                         PyTorch
+    ====== ================================== ====================================================
+    ``tp`` megatron, tp over all ranks        ``parallelize_module``: columns and rows, embedding and
+                                              loss divided by words, one entrance for q, k and v
+    ``sp`` the same with sequence_parallel    the same with ``SequenceParallel``, as torchtitan has it
+    ``pp`` megatron, pp over all ranks, 1f1b  ``Schedule1F1B`` over stages made by hand, equally cut
+    ====== ================================== ====================================================
+
+    Both sides train in the same processes, a step of each in turn; ``peers.py`` says what is
+    measured.
+    """  # noqa: E501 -- a table
+    options = megatron_options_of()
+    with ranks():
+        model = Decoder(options)
+        millions = sum(parameter.numel() for parameter in model.parameters()) / 1e6
+        pipeline = options.what == "pp"
+        makers = (our_pipeline, torch_pipeline) if pipeline else (our_tensor, torch_tensor)
+        steps = [make(copy.deepcopy(model), options) for make in makers]
+        del model
+        means = in_turn(steps, random_batches(options, seed=1234), options.pairs)
+        if dist.get_rank() == 0:
+            print(f"{options.what}, {millions:.0f} million parameters", flush=True)
+            report(means)
+
+
 if __name__ == "__main__":
-    main()
+    run_program({"fsdp": fsdp_main, "megatron": megatron_main})

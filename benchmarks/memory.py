@@ -1,19 +1,8 @@
-"""Trains with zero3 and fsdp in a memory cgroup of little more than their formula.
-
-::
-
-    python benchmarks/sharded_memory.py
-    python benchmarks/sharded_memory.py --only zero3 --share 1.1 --layers 24
-
-Two ranks train a decoder that is built in ``building()``. A first training has all the memory it
-wants: each rank says how much the formula gives it (the bytes that ``cost()`` promises, the units
-that are whole at once, the lent gradient buffers, the activations that autograd saves), how much
-the process had before, and its peak of resident memory. The second training runs in a memory cgroup
-of ``--share`` times the formula for each rank, on top of the memory that the processes had before.
-"""
+"""Compares memory with its formula: shards that train in a cgroup, and activation recompute."""
 
 import argparse
 import contextlib
+import importlib.util
 import json
 import os
 import socket
@@ -24,16 +13,23 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
-from live_memory import forget_peak, resident
-from offload_memory import limited
-from peers import Decoder, adamw, loss_of
-from torch import Tensor
+import torch.nn.functional as F
+from offload import limited
+from peers import Decoder, adamw, forget_peak, loss_of, resident
+from programs import run_program
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 
 from drivetrain import Accelerator
 from drivetrain.cost import ModelSpec
+from drivetrain.recompute import Mode, attach, choose_blocks
+
+# --- sharded ---
+
 
 RANKS, VOCAB, SEQ = 2, 8192, 64
 STRATEGIES: dict[str, Any] = {"zero3": {"name": "zero3", "keep_below": 0}, "fsdp": "fsdp"}
@@ -124,7 +120,15 @@ def ranks(arguments: argparse.Namespace, strategy: str, group: Path | None) -> l
             "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": RANKS, "LOCAL_WORLD_SIZE": RANKS,
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1,
         }  # fmt: skip
-        command = [sys.executable, __file__, "--rank", strategy, "--steps", str(arguments.steps)]
+        command = [
+            sys.executable,
+            __file__,
+            "sharded",
+            "--rank",
+            strategy,
+            "--steps",
+            str(arguments.steps),
+        ]
         children.append(
             subprocess.Popen(
                 [*command, "--layers", str(arguments.layers)],
@@ -147,9 +151,22 @@ def peak_of(group: Path | None) -> int:
     return 0
 
 
-def main() -> None:
-    """Train each strategy twice, without and with a limit."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+def sharded_main() -> None:
+    """Trains with zero3 and fsdp in a memory cgroup of little more than their formula.
+
+    ::
+
+        python benchmarks/memory.py sharded
+        python benchmarks/memory.py sharded --only zero3 --share 1.1 --layers 24
+
+    Two ranks train a decoder that is built in ``building()``. A first training has all the memory
+    it wants: each rank says how much the formula gives it (the bytes that ``cost()`` promises, the
+    units that are whole at once, the lent gradient buffers, the activations that autograd saves),
+    how much the process had before, and its peak of resident memory. The second training runs in a
+    memory cgroup of ``--share`` times the formula for each rank, on top of the memory that the
+    processes had before.
+    """
+    parser = argparse.ArgumentParser(description=str(sharded_main.__doc__).partition("\n")[0])
     parser.add_argument("--only", nargs="*", default=list(STRATEGIES), choices=STRATEGIES)
     parser.add_argument("--share", type=float, default=1.15, help="of the formula, for each rank")
     parser.add_argument("--layers", type=int, default=16, help="of 7.1 million parameters each")
@@ -189,5 +206,133 @@ def main() -> None:
     sys.exit(failed)
 
 
+# --- recompute ---
+
+
+MODES: tuple[Mode | None, ...] = (None, "selective", "full")
+MB = 1e6
+
+
+def load_example() -> ModuleType:
+    path = Path(__file__).parents[1] / "examples/train_gpt.py"
+    spec = importlib.util.spec_from_file_location("train_gpt", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def written_out(block: nn.Module, x: Tensor) -> Tensor:
+    """Compute the example's block with attention in separate operations."""
+    batch, length, dim = x.shape
+    qkv = block.qkv(block.norm1(x)).view(batch, length, 3, block.heads, dim // block.heads)
+    q, k, v = qkv.permute(2, 0, 3, 1, 4)
+    scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
+    future = torch.ones(length, length, dtype=torch.bool, device=x.device).triu(1)
+    attended = scores.masked_fill(future, float("-inf")).softmax(-1) @ v
+    x = x + block.out(attended.transpose(1, 2).reshape(batch, length, dim))
+    return x + block.down(F.gelu(block.up(block.norm2(x))))
+
+
+def build(example: ModuleType, options: argparse.Namespace, *, fused: bool) -> nn.Module:
+    torch.manual_seed(0)
+    if not fused:
+        example.Block.forward = written_out
+    model: nn.Module = example.GPT(options.dim, options.layers, options.heads, options.length)
+    return model
+
+
+def step(model: nn.Module, window: Tensor) -> None:
+    window_loss(model, window).backward()
+    model.zero_grad(set_to_none=False)
+
+
+def window_loss(model: nn.Module, window: Tensor) -> Tensor:
+    logits = model(window[:, :-1])
+    return F.cross_entropy(logits.flatten(0, 1), window[:, 1:].flatten())
+
+
+def allocations(recorded: profile) -> list[int]:
+    """Return the bytes in use after each allocation and release, counted from the start."""
+    assert recorded.profiler is not None
+    results = recorded.profiler.kineto_results
+    assert results is not None
+    events = [event for event in results.events() if event.name() == "[memory]"]
+    used, totals = 0, [0]
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        used += event.nbytes()
+        totals.append(used)
+    return totals
+
+
+def count(model: nn.Module, window: Tensor) -> tuple[int, int]:
+    """Return (kept after forward, peak of the step) in bytes."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        loss = window_loss(model, window)
+    kept = allocations(recorded)[-1]
+    loss.backward()
+    model.zero_grad(set_to_none=False)
+    del loss
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        step(model, window)
+    return kept, max(allocations(recorded))
+
+
+def compare(options: argparse.Namespace, *, fused: bool) -> None:
+    example = load_example()
+    models = {}
+    for mode in MODES:
+        models[mode] = build(example, options, fused=fused)
+        if mode is not None:
+            attach(choose_blocks(models[mode]), mode)
+    window = torch.randint(256, (options.batch, options.length + 1))
+    seconds: dict[Mode | None, list[float]] = {mode: [] for mode in MODES}
+    for i in range(options.steps + 1):
+        for mode in MODES if i % 2 else reversed(MODES):
+            start = time.perf_counter()
+            step(models[mode], window)
+            seconds[mode].append(time.perf_counter() - start)
+    name = "fused" if fused else "written out"
+    for mode in MODES:
+        kept, peak = count(models[mode], window)
+        pairs = zip(seconds[mode][1:], seconds[None][1:], strict=True)  # the first warms up
+        ratio = statistics.median(mine / plain for mine, plain in pairs)
+        median = statistics.median(seconds[mode][1:])
+        print(
+            f"| {name} | {mode or 'none'} | {1e3 * median:.0f} ms | {ratio:.2f} "
+            f"| {kept / MB:.1f} MB | {peak / MB:.1f} MB |"
+        )
+
+
+def recompute_main() -> None:
+    """Times a training step and counts its activations, without and with activation recompute.
+
+    ::
+
+        python benchmarks/memory.py recompute
+
+    The model is the GPT of examples/train_gpt.py in one process, with its fused attention and with
+    attention written out. The modes take turns, a step of each, and the median of the ratios of
+    neighboring steps is the price. Bytes are what the allocator was asked for, gradients apart:
+    ``kept`` is alive when forward has ended, ``peak`` is the most at any moment of the step.
+    """
+    parser = argparse.ArgumentParser(description="activation recompute: time and bytes")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--length", type=int, default=256)
+    parser.add_argument("--dim", type=int, default=256)
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--heads", type=int, default=8)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    print(
+        "| attention | mode | step | x none | kept after forward | peak |\n"
+        "|---|---|---|---|---|---|"
+    )
+    for fused in (True, False):
+        compare(options, fused=fused)
+
+
 if __name__ == "__main__":
-    main()
+    run_program({"sharded": sharded_main, "recompute": recompute_main})

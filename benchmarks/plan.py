@@ -1,23 +1,7 @@
-"""Predicted and measured step times side by side: every strategy, three models, on these ranks.
-
-    drivetrain hardware measure mine.yaml --cpu --nproc-per-node 2
-    drivetrain launch --cpu --nproc-per-node 2 benchmarks/plan_held.py --hardware mine.yaml
-
-Each layout trains the same batches, in three rounds over all layouts of a model. The median of its
-steps, each as long as that of the slowest rank, is compared with the prediction for the described
-hardware; the description is made of medians, too.
-The peak of memory is the most bytes that the rank with most has allocated since before the model
-was made, looked at behind every operator of a later step.
-The last lines are the median and the worst errors, and by how much the layout with the best
-prediction is slower than the quickest measured layout.
-With ``--hosts`` the program starts two emulated hosts (as root, with iproute2) behind links of a
-rate, measures them, and compares there:
-
-    python benchmarks/plan_held.py --hosts 100mbit
-    python benchmarks/plan_held.py --hosts 1gbit
-"""
+"""Compares predictions of the planner with measured steps and peaks."""
 
 import argparse
+import csv
 import gc
 import itertools
 import os
@@ -26,13 +10,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
-from live_memory import AllocatedPeak, allocated
+from numpy.typing import NDArray
+from peers import AllocatedPeak, allocated
+from programs import run_program
 from torch import Tensor, nn
 
 from drivetrain import Accelerator
@@ -42,8 +30,101 @@ from drivetrain.hardware.catalog import load_hardware
 from drivetrain.hardware.description import Hardware
 from drivetrain.model.first_batch import Candidate
 from drivetrain.paper.seen import SeenModel, seen_model
-from drivetrain.planner.layout import plain, read_layout
+from drivetrain.paper.transformer import GptShape
+from drivetrain.planner.layout import layout_of, plain, read_layout
 from drivetrain.planner.predict import Prediction, Predictor, Task
+
+# --- error ---
+
+
+FloatArray: TypeAlias = NDArray[np.float64]
+AXES = ("tp", "pp", "dp", "micro_batch", "hidden")
+
+
+def error_predicted(row: Mapping[str, str], hardware: Hardware, fixed: Mapping[str, str]) -> float:
+    """Return the milliseconds of a step that are predicted for a row of the table."""
+    count = {key: int(value) for key, value in row.items() if key != "iteration_ms"}
+    shape = GptShape(
+        layers=count["layers"], hidden=count["hidden"], heads=count["heads"], seq=count["seq"]
+    )
+    per_host = min(count["gpus"], hardware.host.devices)
+    task = Task(shape, count["global_batch"], hardware, count["gpus"] // per_host, per_host)
+    keys = {key: row[key] for key in ("tp", "pp", "dp", "micro_batch")}
+    predictor = Predictor(task)
+    planned = layout_of({**keys, **fixed}, predictor.installed)
+    return 1e3 * predictor.predict(planned).step_seconds
+
+
+def rank_correlation(one: Sequence[float], other: Sequence[float]) -> float:
+    """Return the correlation of the ranks (Spearman), for values without ties."""
+    ranks = [np.argsort(np.argsort(values)) for values in (one, other)]
+    return float(np.corrcoef(*ranks)[0, 1])
+
+
+def draw(rows: Sequence[Mapping[str, str]], measured: FloatArray, planned: FloatArray,
+         file: Path) -> None:  # fmt: skip
+    """Draw predicted over measured steps, colored by tensor parallelism, with a band of 10%."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(5.5, 5.2), layout="constrained")
+    ends = np.array([min(measured.min(), planned.min()), max(measured.max(), planned.max())]) / 1e3
+    axes.fill_between(ends, ends * 0.9, ends * 1.1, color="0.9", label="within 10%", linewidth=0)
+    axes.plot(ends, ends, color="0.4", linewidth=0.8)
+    ranks = np.array([int(row["tp"]) for row in rows])
+    for tp, marker in zip(sorted(set(ranks)), "os^D", strict=False):
+        of = ranks == tp
+        axes.scatter(measured[of] / 1e3, planned[of] / 1e3, s=9, marker=marker, label=f"tp={tp}",
+                     alpha=0.6, linewidth=0)  # fmt: skip
+    axes.set(xscale="log", yscale="log", xlabel="measured step, seconds",
+             ylabel="predicted step, seconds", title=f"{len(rows)} published steps")  # fmt: skip
+    axes.legend(frameon=False)
+    figure.savefig(file, dpi=110)
+    pyplot.close(figure)
+
+
+def error_main() -> None:
+    """The error of ``drivetrain plan`` against a table of measured steps of GPT models.
+
+    The table is a CSV file with the columns gpus, global_batch, micro_batch, hidden, heads, layers,
+    seq, tp, dp, pp and iteration_ms, one measured layout per row, as planners publish them.
+
+        python benchmarks/plan.py error measured.csv --hardware a100-80gb --recompute full
+
+    ``--figure FILE`` draws the rows (needs matplotlib): docs/pictures/planned.png is made so.
+    """
+    parser = argparse.ArgumentParser(description=str(error_main.__doc__))
+    parser.add_argument("table", type=Path)
+    parser.add_argument("--hardware", default="a100-80gb")
+    parser.add_argument("--recompute", default="full")
+    parser.add_argument("--precision", default="fp16")
+    parser.add_argument("--figure", type=Path, help="a PNG or SVG file to draw the rows to")
+    options = parser.parse_args()
+    hardware = load_hardware(options.hardware)
+    fixed = {"recompute": options.recompute, "precision": options.precision}
+    rows = list(csv.DictReader(options.table.open(encoding="utf-8")))
+    measured = [float(row["iteration_ms"]) for row in rows]
+    times = [error_predicted(row, hardware, fixed) for row in rows]
+    errors = np.array(times) / np.array(measured) - 1
+    if options.figure:
+        draw(rows, np.array(measured), np.array(times), options.figure)
+    print(
+        f"{len(rows)} rows: mean absolute error {abs(errors).mean():.1%}, bias "
+        f"{errors.mean():+.1%}, from {errors.min():+.1%} to {errors.max():+.1%}, rank correlation "
+        f"{rank_correlation(times, measured):.3f}"
+    )
+    for axis in AXES:
+        groups = defaultdict(list)
+        for row, error in zip(rows, errors, strict=True):
+            groups[int(row[axis])].append(error)
+        parts = (f"{value}: {np.abs(group).mean():.1%}" for value, group in sorted(groups.items()))
+        print(f"{axis:12} {', '.join(parts)}")
+
+
+# --- held ---
+
 
 ROOT = Path(__file__).parents[1]
 WARM_UPS, STEPS, ROUNDS = 3, 10, 3
@@ -252,7 +333,7 @@ def on_hosts(rate: str) -> None:
             ["launch", "--cpu", "--nproc-per-node", "1"],
         ):
             meeting = ["--nnodes", "2", "--rdzv-endpoint", f"{hosts[0].address}:29400"]
-            tail = [str(Path(__file__).resolve()), "--hardware", f"hosts-{rate}.yaml"]
+            tail = [str(Path(__file__).resolve()), "held", "--hardware", f"hosts-{rate}.yaml"]
             running = [
                 host.start(
                     [*drivetrain, *words, *meeting, "--node-rank", str(index),
@@ -269,9 +350,25 @@ def on_hosts(rate: str) -> None:
                     raise subprocess.CalledProcessError(each.returncode, each.args, out, err)
 
 
-def main() -> None:
-    """Compare on these ranks, or start two hosts that do."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def held_main() -> None:
+    """Predicted and measured step times side by side: every strategy, three models, on these ranks.
+
+        drivetrain hardware measure mine.yaml --cpu --nproc-per-node 2
+        drivetrain launch --cpu --nproc-per-node 2 benchmarks/plan.py held --hardware mine.yaml
+
+    Each layout trains the same batches, in three rounds over all layouts of a model. The median of
+    its steps, each as long as that of the slowest rank, is compared with the prediction for the
+    described hardware; the description is made of medians, too. The peak of memory is the most
+    bytes that the rank with most has allocated since before the model was made, looked at behind
+    every operator of a later step. The last lines are the median and the worst errors, and by how
+    much the layout with the best prediction is slower than the quickest measured layout. With
+    ``--hosts`` the program starts two emulated hosts (as root, with iproute2) behind links of a
+    rate, measures them, and compares there:
+
+        python benchmarks/plan.py held --hosts 100mbit
+        python benchmarks/plan.py held --hosts 1gbit
+    """
+    parser = argparse.ArgumentParser(description=str(held_main.__doc__).splitlines()[0])
     parser.add_argument("--hardware", default="cpu")
     parser.add_argument("--hosts", metavar="RATE", help="two emulated hosts behind such a link")
     options = parser.parse_args()
@@ -285,4 +382,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_program({"error": error_main, "held": held_main})

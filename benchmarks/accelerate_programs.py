@@ -1,23 +1,4 @@
-"""Runs the tests of Hugging Face Accelerate over drivetrain, and tells which differ, and why.
-
-::
-
-    pip download --no-binary :all: --no-deps accelerate==1.15.0 && tar xzf accelerate-1.15.0.tar.gz
-    python benchmarks/accelerate_suite.py accelerate-1.15.0                # one process
-    python benchmarks/accelerate_suite.py accelerate-1.15.0 --ranks 2      # functions of scripts
-    python benchmarks/accelerate_suite.py accelerate-1.15.0 --ranks 2 --strategy zero2
-    python benchmarks/accelerate_suite.py accelerate-1.15.0 --only test_scheduler --show
-
-The folder is Accelerate's source distribution of the installed version. Its files see drivetrain as
-scripts under ``--as-accelerate`` do; nothing in them is changed. Each test runs with the real
-package, too (``--reference`` shows that half alone): a test that fails there says nothing.
-``accelerate_differences.toml`` beside this file holds a reason for every test that passes there and
-differs here on purpose. The command ends with status 1 if a test differs without a reason, or has a
-reason and passes.
-
-Needs the packages ``accelerate`` and ``parameterized``. ``standins`` beside this file takes the
-place of ``datasets``, ``evaluate`` and downloads.
-"""
+"""Runs Accelerate's own tests and examples with the real package and over drivetrain."""
 
 import argparse
 import fnmatch
@@ -36,12 +17,17 @@ from pathlib import Path
 from types import ModuleType
 from xml.etree import ElementTree
 
+from programs import run_program
+
+# --- suite ---
+
+
 HERE = Path(__file__).resolve()
-STANDINS = HERE.parent / "standins"
+SUITE_STANDINS = HERE.parent / "standins"
 RELATIVE = re.compile(r"^(\s*)from \.\.(\w)", re.MULTILINE)
 """Imports of the package around test_utils, whose copies stand alone."""
 
-LIMIT_S = 300
+SUITE_LIMIT_S = 300
 """Seconds for one file of tests, or one start of two ranks."""
 
 COLLECTIVE_S = 20
@@ -263,7 +249,7 @@ class Suite:
                 f"--strategy={self.strategy}",
             ],
         }
-        mode = [str(HERE), "--inside", "real" if real else str(self.work / "copies")]
+        mode = [str(HERE), "suite", "--inside", "real" if real else str(self.work / "copies")]
         try:
             done = subprocess.run(
                 [sys.executable, *start[real, ranks > 1], *mode, *map(str, words)],
@@ -271,11 +257,11 @@ class Suite:
                 env=_environment(),
                 capture_output=True,
                 text=True,
-                timeout=LIMIT_S,
+                timeout=SUITE_LIMIT_S,
                 check=False,
             )
         except subprocess.TimeoutExpired:
-            return f"TimeoutExpired: {LIMIT_S} s"
+            return f"TimeoutExpired: {SUITE_LIMIT_S} s"
         if self.show:
             print(done.stdout[-20000:], done.stderr[-20000:])
         lines = [line for line in done.stderr.splitlines() if line.strip()] or [""]
@@ -283,7 +269,7 @@ class Suite:
 
 
 def _environment() -> dict[str, str]:
-    path = os.pathsep.join([str(STANDINS), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(SUITE_STANDINS), os.environ.get("PYTHONPATH", "")])
     return os.environ | {
         "PYTHONPATH": path.rstrip(os.pathsep),
         "OMP_NUM_THREADS": "1",
@@ -349,9 +335,33 @@ def compare(ours: Outcomes, real: Outcomes, ranks: int, strategy: str) -> bool:
     return not sums["unexplained"] and not sums["reason for nothing"]
 
 
-def main() -> None:
+def suite_main() -> None:
+    """Runs the tests of Hugging Face Accelerate over drivetrain, and tells which differ, and why.
+
+    ::
+
+        pip download --no-binary :all: --no-deps accelerate==1.15.0
+        tar xzf accelerate-1.15.0.tar.gz
+        python benchmarks/accelerate_programs.py suite accelerate-1.15.0  # one process
+        python benchmarks/accelerate_programs.py suite accelerate-1.15.0 --ranks 2  # of scripts
+        python benchmarks/accelerate_programs.py suite accelerate-1.15.0 --ranks 2 --strategy zero2
+        python benchmarks/accelerate_programs.py suite accelerate-1.15.0 --only test_scheduler
+
+    The folder is Accelerate's source distribution of the installed version. Its files see
+    drivetrain as scripts under ``--as-accelerate`` do; nothing in them is changed. Each test runs
+    with the real package, too (``--reference`` shows that half alone): a test that fails there says
+    nothing. ``accelerate_differences.toml`` beside this file holds a reason for every test that
+    passes there and differs here on purpose. The command ends with status 1 if a test differs
+    without a reason, or has a reason and passes.
+
+    Needs the packages ``accelerate`` and ``parameterized``. ``standins`` beside this file takes the
+    place of ``datasets``, ``evaluate`` and downloads.
+    """
+    if sys.argv[1:2] == ["--inside"]:
+        inside(sys.argv[2:])
+        return
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+        description=str(suite_main.__doc__), formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("source", type=Path, help="Accelerate's unpacked source distribution")
     parser.add_argument("--ranks", type=int, default=1)
@@ -404,8 +414,168 @@ def inside(words: list[str]) -> None:
         run_functions(subject, calls, Path(report))
 
 
+# --- examples ---
+
+
+EXAMPLES_STANDINS = Path(__file__).resolve().parent / "standins"
+IMPORT = re.compile(r"from accelerate(?!\.test_utils)(\.\w+)* import")
+EXAMPLES_LIMIT_S = 240
+"""Seconds for one run."""
+
+CHECKPOINTS = ("--checkpointing_steps", "epoch", "--output_dir", "checkpoints")
+ARGUMENTS: dict[str, tuple[str, ...]] = {
+    "nlp_example.py": (),
+    "cv_example.py": ("--data_dir", "images"),
+    "complete_nlp_example.py": (*CHECKPOINTS, "--with_tracking"),
+    "complete_cv_example.py": ("--data_dir", "images", *CHECKPOINTS, "--with_tracking"),
+    "by_feature/automatic_gradient_accumulation.py": (),
+    "by_feature/checkpointing.py": CHECKPOINTS,
+    "by_feature/cross_validation.py": ("--num_folds", "2"),
+    "by_feature/ddp_comm_hook.py": (
+        *("--ddp_comm_hook", "power_sgd", "--ddp_comm_wrapper", "fp16"),
+    ),
+    "by_feature/deepspeed_with_config_support.py": (
+        *("--dataset_name", "Salesforce/wikitext", "--model_name_or_path"),
+        *("HuggingFaceTB/SmolLM-360M", "--block_size", "16", "--num_train_epochs", "2"),
+        *("--output_dir", "run", "--checkpointing_steps", "epoch", "--load_best_model"),
+    ),
+    "by_feature/early_stopping.py": (),
+    "by_feature/gradient_accumulation.py": ("--gradient_accumulation_steps", "2"),
+    "by_feature/gradient_accumulation_for_autoregressive_models.py": (
+        *("--gradient_accumulation_steps", "4"),
+    ),
+    "by_feature/local_sgd.py": ("--local_sgd_steps", "2"),
+    "by_feature/memory.py": (),
+    "by_feature/multi_process_metrics.py": (),
+    "by_feature/profiler.py": ("--cpu",),
+    "by_feature/schedule_free.py": (),
+    "by_feature/megatron_lm_gpt_pretraining.py": (
+        *("--dataset_name", "Salesforce/wikitext", "--model_name_or_path"),
+        *("HuggingFaceTB/SmolLM-360M", "--block_size", "16", "--num_train_epochs", "2"),
+        *("--output_dir", "run", "--checkpointing_steps", "epoch"),
+    ),
+    "by_feature/tracking.py": ("--with_tracking",),
+    "config_yaml_templates/run_me.py": (),
+}
+"""Command line of each script."""
+
+STRATEGIES = {
+    "by_feature/ddp_comm_hook.py": {"ddp"},
+    "by_feature/local_sgd.py": {"ddp"},
+    # Saves the model without collecting its parameters first.
+    "by_feature/megatron_lm_gpt_pretraining.py": {"ddp", "zero1", "zero2"},
+}
+"""Scripts that only mean something under these."""
+
+AS_IT_IS = {
+    "by_feature/deepspeed_with_config_support.py",
+    "by_feature/megatron_lm_gpt_pretraining.py",
+}
+"""Scripts whose imports have no counterpart in ``drivetrain`` itself."""
+
+LEFT_OUT = {
+    "by_feature/fsdp_with_peak_mem_tracking.py": "asks torch for the memory of a GPU",
+    "multigpu_remote_launcher.py": "starts other machines",
+}
+
+
+def run(script: Path, arguments: list[str], way: str, ranks: int, strategy: str) -> tuple[int, str]:
+    launch = ["-m", "drivetrain_launch", "launch", "--cpu", f"--nproc-per-node={ranks}"]
+    launch += [f"--strategy={strategy}"] + (["--as-accelerate"] if way == "as it is" else [])
+    with tempfile.TemporaryDirectory() as folder:
+        work = Path(folder)
+        # transformers takes a stand-in of torchvision for the whole package, where it sees one.
+        vision = [str(EXAMPLES_STANDINS / "vision")] if "cv_" in script.name else []
+        path = [str(EXAMPLES_STANDINS), *vision, os.environ.get("PYTHONPATH", "")]
+        environment = os.environ | {
+            "PYTHONPATH": os.pathsep.join(path),
+            "OMP_NUM_THREADS": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+            "HF_HUB_OFFLINE": "1",
+        }
+        make = "import images, pathlib; images.write_images(pathlib.Path('images'))"
+        if not vision:
+            make = "import models, pathlib; models.write_models(pathlib.Path())"
+        subprocess.run(
+            [sys.executable, "-c", make], cwd=work, env=environment, capture_output=True, check=True
+        )
+        if way != "as it is":
+            changed = IMPORT.sub("from drivetrain import", script.read_text(encoding="utf-8"))
+            script = work / script.name
+            script.write_text(changed, encoding="utf-8")
+        try:
+            done = subprocess.run(
+                [sys.executable, *launch, str(script.resolve()), *arguments],
+                cwd=work,
+                env=environment,
+                capture_output=True,
+                text=True,
+                timeout=EXAMPLES_LIMIT_S,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            return 1, f"no end after {EXAMPLES_LIMIT_S} s"
+    return done.returncode, done.stdout + done.stderr
+
+
+def error_of(output: str) -> str:
+    lines = [line for line in output.splitlines() if re.search(r"\w*Error: ", line)]
+    return (lines or output.splitlines() or [""])[-1].strip()[:160]
+
+
+def examples_main() -> None:
+    """Runs the examples of Hugging Face Accelerate under drivetrain, and prints which end well.
+
+    ::
+
+        python benchmarks/accelerate_programs.py examples accelerate/examples
+        python benchmarks/accelerate_programs.py examples accelerate/examples --strategy zero3
+        python benchmarks/accelerate_programs.py examples accelerate/examples --only local_sgd.py
+
+    The folder is ``examples`` of a checkout of Accelerate. Each script runs in two ways: as it is,
+    under ``drivetrain launch --as-accelerate``, and with the import of ``accelerate`` changed to
+    ``drivetrain``. Its data, models and metrics are those of ``standins`` beside this file: nothing
+    is downloaded. The command ends with status 1 if a script fails.
+
+    Scripts that start other machines, and scripts for the engines DeepSpeed and Megatron-LM
+    themselves, are listed and left out.
+    """
+    parser = argparse.ArgumentParser(
+        description=str(examples_main.__doc__), formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("folder", type=Path, help="examples/ of a checkout of Accelerate")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--strategy", nargs="+", default=["ddp"])
+    parser.add_argument("--way", nargs="+", default=["as it is", "import changed"])
+    parser.add_argument("--only", default="*", help="pattern of scripts")
+    parser.add_argument("--show", action="store_true", help="what the scripts print")
+    options = parser.parse_args()
+    failures = runs = 0
+    for name, arguments in ARGUMENTS.items():
+        if not fnmatch.fnmatch(name, f"*{options.only}") or not (options.folder / name).exists():
+            continue
+        cells = []
+        for strategy in options.strategy:
+            if strategy not in STRATEGIES.get(name, {strategy}):
+                continue
+            for way in options.way:
+                if name in AS_IT_IS and way != "as it is":
+                    continue
+                for ranks in options.ranks:
+                    script = options.folder / name
+                    code, output = run(script, list(arguments), way, ranks, strategy)
+                    runs += 1
+                    failures += bool(code)
+                    outcome = error_of(output) if code else "ok"
+                    cells.append(f"{strategy}, {way}, {ranks} ranks: {outcome}")
+                    if options.show:
+                        print(output)
+        print(f"{name}\n  " + "\n  ".join(cells), flush=True)
+    for name, why in LEFT_OUT.items():
+        print(f"{name}\n  left out: {why}")
+    print(f"{runs - failures} of {runs} runs end well")
+    sys.exit(bool(failures))
+
+
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--inside"]:
-        inside(sys.argv[2:])
-    else:
-        main()
+    run_program({"suite": suite_main, "examples": examples_main})
