@@ -18,16 +18,19 @@ from drivetrain_launch.commands.options import (
     resolve_command_line,
     source_options,
 )
-from drivetrain_launch.manifests.job import SchedulerJob, arguments_of, name_from
-from drivetrain_launch.manifests.kubernetes import (
+from drivetrain_launch.manifests.job import (
     DEVICE,
     Pods,
+    SchedulerJob,
+    arguments_of,
+    batch_script,
     jobset,
+    name_from,
     secret_command,
+    secret_option,
+    task,
     trainjob,
 )
-from drivetrain_launch.manifests.skypilot import secret_option, task
-from drivetrain_launch.manifests.slurm import batch_script
 
 KINDS = {"trainjob": trainjob, "jobset": jobset}
 

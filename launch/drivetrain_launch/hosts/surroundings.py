@@ -1,20 +1,158 @@
 """Recognises from the environment which scheduler started this process, and its place in the run.
 
-Each recogniser turns the variables of one scheduler into keys of the configuration, with the
-variables as their origin. A scheduler starts one launcher per host, or one process per device; in
-the second case each process has a launcher of one rank; its seat tells its place among the ranks of
-the machine, and the launchers find out which of them share a machine.
+Variables are read with errors that name them.
 """
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from drivetrain.config.document import Layer, ValueOrigin
 from drivetrain.errors import ConfigError
-from drivetrain_launch.hosts.slurm import node_names, tasks_on
-from drivetrain_launch.hosts.variables import OVERRIDE, Variables
 from drivetrain_launch.ranks.placement import Endpoint, Seat
+
+OVERRIDE = (
+    "correct it, or give --nnodes, --node-rank and --rdzv-endpoint, with which no variables are "
+    "read; --standalone stands for one host"
+)
+
+
+class Variables:
+    """Environment variables by name.
+
+    Args:
+        environment: names and texts.
+    """
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        self._environment = environment
+
+    def text(self, name: str) -> str:
+        """Return a variable's text; "" when it is not set."""
+        return self._environment.get(name, "")
+
+    def first(self, *names: str) -> str:
+        """Return the first name that is set, or the first of all."""
+        return next((name for name in names if self.text(name)), names[0])
+
+    def require(self, launcher: str, *names: str) -> None:
+        """Check that variables are set.
+
+        Raises:
+            ConfigError: some are not.
+        """
+        missing = [name for name in names if not self.text(name)]
+        if missing:
+            there = [name for name in names if name not in missing]
+            found = f"{', '.join(there)} alone" if there else "none of them"
+            raise ConfigError(
+                f"{launcher}: expected the variables {', '.join(names)}, found {found}; set "
+                f"{', '.join(missing)}, or give --nnodes, --node-rank and --rdzv-endpoint"
+            )
+
+    def number(self, name: str, *, minimum: int = 0) -> int:
+        """Return a variable's whole number.
+
+        Raises:
+            ConfigError: the text is something else.
+        """
+        text = self.text(name)
+        if not text.isdecimal() or int(text) < minimum:
+            raise ConfigError(
+                f"the variable {name}: expected a whole number of at least {minimum}, found "
+                f"{text!r}; {OVERRIDE}"
+            )
+        return int(text)
+
+    def index(self, name: str, count_name: str) -> int:
+        """Return an index below a count.
+
+        Raises:
+            ConfigError: the two variables contradict each other.
+        """
+        index, count = self.number(name), self.number(count_name, minimum=1)
+        if index >= count:
+            raise ConfigError(
+                f"the variables {name}={index} and {count_name}={count} contradict each other: "
+                f"expected an index from 0 to {count - 1}; {OVERRIDE}"
+            )
+        return index
+
+    def shown(self, *names: str) -> str:
+        """Return ``NAME=TEXT`` of variables that are set, for the user."""
+        return ", ".join(f"{name}={self.text(name)}" for name in names if self.text(name))
+
+
+# --- SLURM's words: lists of nodes and of tasks per node, read without its programs ---
+
+# Containers seldom have ``scontrol``.
+
+
+_PART = re.compile(r"([^,\[\]]+|\[[^\]]*\])+")
+_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
+_COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?")
+
+
+def node_names(text: str) -> list[str]:
+    """Return the nodes of a list such as ``n[1-3,7],gpu-[01-02]``, in order.
+
+    Raises:
+        ConfigError: the text is no list of nodes.
+    """
+    parts = [match[0] for match in _PART.finditer(text)]
+    if not parts or ",".join(parts) != text:
+        raise ConfigError(
+            f"expected a list of nodes such as n[1-3,7] from SLURM, found {text!r}; give --nnodes, "
+            "--node-rank and --rdzv-endpoint instead"
+        )
+    return [name for part in parts for name in _expanded(part)]
+
+
+def tasks_on(text: str, node: int) -> int:
+    """Return the number of tasks on a node from a text such as ``4(x2),3``.
+
+    Raises:
+        ConfigError: the text is something else, or has no such node.
+    """
+    counts: list[int] = []
+    for part in text.split(","):
+        match = _COUNT.fullmatch(part)
+        counts += [int(match[1])] * int(match[2] or 1) if match else []
+    if node >= len(counts):
+        raise ConfigError(
+            f"expected the tasks of node {node} in a list such as 4(x2),3 from SLURM, found "
+            f"{text!r}; give --nnodes, --node-rank and --rdzv-endpoint instead"
+        )
+    return counts[node]
+
+
+def _expanded(part: str) -> list[str]:
+    """Return the names of a part, with every bracket replaced by its numbers."""
+    before, bracket, rest = part.partition("[")
+    if not bracket:
+        return [part]
+    inside, _, after = rest.partition("]")
+    numbers: list[str] = []
+    for word in inside.split(","):
+        match = _RANGE.fullmatch(word)
+        if match is None:
+            raise ConfigError(
+                f"expected numbers such as 1-3,7 in a list of nodes from SLURM, found {inside!r}; "
+                "give --nnodes, --node-rank and --rdzv-endpoint instead"
+            )
+        first, last = match[1], match[2] or match[1]
+        numbers += [str(n).zfill(len(first)) for n in range(int(first), int(last) + 1)]
+    return [before + number + tail for number in numbers for tail in _expanded(after)]
+
+
+# --- recognises from the environment which scheduler started this process ---
+
+# Each recogniser turns the variables of one scheduler into keys of the configuration, with the
+# variables as their origin. A scheduler starts one launcher per host, or one process per device; in
+# the second case each process has a launcher of one rank; its seat tells its place among the ranks
+# of the machine, and the launchers find out which of them share a machine.
+
 
 FIRST_PORT = 20_000
 PORTS = 12_000

@@ -1,17 +1,454 @@
-"""Host 0's side of the checks: gives each host its orders, and judges the replies.
+"""Hosts are checked before a run: ways between all pairs, clocks, and what a host is told of them.
 
-The short check asks every pair of hosts for a connection, and measures all links of a ring of hosts
-at once, as a ring of ranks loads them. The full check measures every pair by itself, too.
+A host's end answers other hosts and measures the ways to them; host 0 gives each host its orders
+and judges the replies.
 """
 
 import asyncio
+import os
+import secrets
+import socket
+import struct
+import threading
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
-from drivetrain_launch.preflight.findings import CheckedHost, Findings
-from drivetrain_launch.preflight.probe import LONGEST_S, new_token
+import psutil
+
+CLOCKS_APART_S = 1.0
+"""Seconds by which clocks may differ without a warning: lines of logs then stand in order."""
+
+MOST_SHOWN = 4
+"""Failures that one message quotes."""
+
+UNEVEN = 0.5
+"""Share of the usual rate of pairs below which a pair is named as slow."""
+
+Way = tuple[int, int]
+"""The hosts at both ends of a way, by index: sender and receiver, or who asks and who is asked."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckedHost:
+    """A host that takes part in a check.
+
+    Attributes:
+        index: of its launcher.
+        name: the host's name.
+        address: under which the other hosts reach it.
+        interface: the network interface of the address, "" if unknown.
+        transport: how its ranks send to other hosts, such as ``gloo over TCP``.
+        measured: whether a measurement over TCP tells how fast the transport is.
+    """
+
+    index: int
+    name: str
+    address: str
+    interface: str = ""
+    transport: str = "gloo over TCP"
+    measured: bool = True
+
+    @property
+    def shown(self) -> str:
+        """The host in a message."""
+        return f"host {self.index} ({self.name})"
+
+
+@dataclass(slots=True)
+class Findings:
+    """The measurements of a check.
+
+    Attributes:
+        hosts: that took part.
+        failures: why one host cannot reach another, by who asked and who was asked.
+        silent: why a host did not take part after all.
+        latencies: seconds of one way, by who answers and who asks.
+        clocks: how far a host's clock is ahead of host 0's, seconds.
+        inside: bytes per second between two sockets of each host.
+        ring: bytes per second when all hosts send to their neighbor at once.
+        pairs: bytes per second when two hosts have the network for themselves.
+        seconds: that the check took.
+    """
+
+    hosts: Sequence[CheckedHost]
+    failures: dict[Way, str] = field(default_factory=dict)
+    silent: dict[int, str] = field(default_factory=dict)
+    latencies: dict[Way, float] = field(default_factory=dict)
+    clocks: dict[int, float] = field(default_factory=dict)
+    inside: dict[int, float] = field(default_factory=dict)
+    ring: dict[Way, float] = field(default_factory=dict)
+    pairs: dict[Way, float] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    @property
+    def link(self) -> float:
+        """Bytes per second of the slowest link of the ring; 0 where nothing tells it."""
+        measured = all(host.measured for host in self.hosts)
+        return min(self.ring.values(), default=0.0) if measured else 0.0
+
+    @property
+    def refusal(self) -> str:
+        """The reason why a run over these hosts cannot work; "" without one."""
+        if not self.failures:
+            return ""
+        named = {host.index: host for host in self.hosts}
+        quoted = [
+            f"{named[asking].shown} cannot reach {named[asked].shown} at "
+            f"{named[asked].address}: {reason}"
+            for (asking, asked), reason in sorted(self.failures.items())
+        ]
+        more = f"; and {len(quoted) - MOST_SHOWN} more" if len(quoted) > MOST_SHOWN else ""
+        return (
+            f"{'; '.join(quoted[:MOST_SHOWN])}{more}; ranks connect every pair of hosts at free "
+            "ports: open them between the hosts, or name another network in GLOO_SOCKET_IFNAME or "
+            "NCCL_SOCKET_IFNAME; launch.preflight: none leaves this check out"
+        )
+
+    def lines(self) -> Iterator[str]:
+        """Yield the summary, and a line for each finding that a user should know."""
+        yield f"preflight ({self.seconds:.1f} s): {self._summary()}"
+        named = {host.index: host for host in self.hosts}
+        for index, reason in sorted(self.silent.items()):
+            yield f"preflight: {named[index].shown} was not checked: {reason}"
+        for index, ahead in sorted(self.clocks.items()):
+            if abs(ahead) > CLOCKS_APART_S:
+                word = "ahead of" if ahead > 0 else "behind"
+                yield (
+                    f"preflight: the clock of {named[index].shown} is {abs(ahead):.1f} s {word} "
+                    "host 0's; times in logs and of files do not compare: set it by NTP"
+                )
+        for (sender, receiver), rate in sorted(self._slow().items()):
+            yield (
+                f"preflight: slow link: from {named[sender].shown} to {named[receiver].shown} "
+                f"{rate_text(rate)}, less than half of the usual {rate_text(self._usual())}"
+            )
+
+    def matrix(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+        """Return columns and rows of the table of pairs; inside of a host on the diagonal."""
+        columns = ("from", *(f"to {host.name}" for host in self.hosts))
+        rows = []
+        for sender in self.hosts:
+            cells = [self._cell(sender.index, receiver.index) for receiver in self.hosts]
+            rows.append((sender.name, *cells))
+        return columns, rows
+
+    def _cell(self, sender: int, receiver: int) -> str:
+        rate = self.pairs.get((sender, receiver), 0.0)
+        if sender == receiver:
+            return rate_text(self.inside.get(sender, 0.0))
+        latency = self.latencies.get((sender, receiver))
+        return rate_text(rate) + (f", {latency_text(latency)}" if latency is not None else "")
+
+    def _summary(self) -> str:
+        first = self.hosts[0]
+        interfaces = dict.fromkeys(host.interface for host in self.hosts if host.interface)
+        way = ", ".join([first.transport, *interfaces])
+        reached = f"{len(self.hosts)} hosts, every pair connects"
+        if self.failures:
+            reached = f"{len(self.hosts)} hosts, {len(self.failures)} ways between them are closed"
+        elif self.silent:
+            reached = f"{len(self.hosts)} hosts"
+        parts = [reached]
+        if self.ring:
+            slowest = min(self.ring.values())
+            aside = "" if first.measured else "TCP alone, "
+            latency = max(self.latencies.values(), default=0.0)
+            parts.append(
+                f"between hosts {rate_text(slowest)}, {latency_text(latency)} ({aside}{way})"
+            )
+        if self.inside:
+            parts.append(f"inside {rate_text(min(self.inside.values()))} over loopback")
+        return "; ".join(parts)
+
+    def _usual(self) -> float:
+        rates = sorted(self.pairs.values() or self.ring.values())
+        return rates[len(rates) // 2] if rates else 0.0
+
+    def _slow(self) -> Mapping[Way, float]:
+        rates = self.pairs or self.ring
+        return {way: rate for way, rate in rates.items() if rate < UNEVEN * self._usual()}
+
+
+def rate_text(rate: float) -> str:
+    """Write bytes per second."""
+    for unit, size in (("GB/s", 1e9), ("MB/s", 1e6)):
+        if rate >= size:
+            return f"{rate / size:.3g} {unit}"
+    return f"{rate / 1e3:.3g} kB/s"
+
+
+def latency_text(seconds: float) -> str:
+    """Write a latency."""
+    return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} us"
+
+
+# --- network of a host as its ranks will use it: which transport, over which address ---
+
+
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+RDMA = Path("/sys/class/infiniband")
+"""A folder with one entry per adapter that NCCL uses instead of TCP."""
+
+INTERFACES = {"gloo": "GLOO_SOCKET_IFNAME", "nccl": "NCCL_SOCKET_IFNAME"}
+"""Variables that name the interfaces of a backend, separated by commas."""
+
+
+class Transport(NamedTuple):
+    """How ranks send to other hosts.
+
+    Attributes:
+        name: for the user.
+        measured: whether a measurement over TCP tells how fast it is.
+    """
+
+    name: str
+    measured: bool
+
+
+def machine_id() -> str:
+    """Return a text that is equal for all processes of this machine, or of this container."""
+    try:
+        boot = BOOT_ID.read_text(encoding="ascii").strip()
+    except OSError:
+        boot = ""
+    return f"{socket.gethostname()} {boot}"
+
+
+def transport_of(backend: str, adapters: Path = RDMA) -> Transport:
+    """Return the transport that a backend chooses on this host."""
+    found = sorted(path.name for path in adapters.iterdir()) if adapters.is_dir() else []
+    disabled = os.environ.get("NCCL_IB_DISABLE", "0") not in ("", "0")
+    if backend == "nccl" and found and not disabled:
+        return Transport(f"NCCL over {', '.join(found)}, not measured", False)
+    names = {"nccl": "NCCL", "gloo": "gloo"}
+    return Transport(f"{names.get(backend, backend)} over TCP", backend in names)
+
+
+def chosen_address(backend: str, default: str) -> str:
+    """Return the address of the interface that the user has named, or the default."""
+    chosen = os.environ.get(INTERFACES.get(backend, ""), "").removeprefix("=")
+    family = socket.AF_INET6 if ":" in default else socket.AF_INET
+    for name in filter(None, chosen.split(",")):
+        for entry in psutil.net_if_addrs().get(name, ()):
+            if entry.family == family:
+                return str(entry.address)
+    return default
+
+
+# --- host's end of the checks: answers other hosts, and measures the ways to them ---
+
+# Each probe listens on a free port, as gloo and NCCL do. Another host connects, shows the token of
+# this check, and asks for one of two things: the time, again and again, which tells the latency and
+# the difference of the clocks; or bytes as fast as they go, for a while. Nobody who lacks the token
+# gets an answer. A measurement is of one TCP connection: a link that needs several, or that is not
+# TCP, can do more.
+
+
+CONNECT_S = 1.5
+"""How long one host may take to accept another's connection, or to answer."""
+
+PINGS = 10
+"""Answers of which the quickest counts: the others wait for processors."""
+
+CHUNK = bytes(256 << 10)
+"""Bytes that are sent at once."""
+
+LONGEST_S = 2.0
+"""How long a host sends at most, whatever it is asked for."""
+
+WARM_UP = 0.25
+"""Share of a measurement that does not count: TCP begins slowly."""
+
+TOKEN_BYTES = 16
+TIME, BYTES = b"t", b"b"
+"""The two requests; behind ``BYTES`` stand the seconds, as a double."""
+
+DOUBLE = struct.Struct("!d")
+AT_ONCE = 16
+"""Hosts that one host speaks to at the same time."""
+
+
+class Peer(NamedTuple):
+    """Another host's probe.
+
+    Attributes:
+        host: its index.
+        address: where its probe listens.
+        port: on which.
+    """
+
+    host: int
+    address: str
+    port: int
+
+
+class Answer(NamedTuple):
+    """The answer of a host that was asked for the time.
+
+    Attributes:
+        latency_s: half of the quickest round trip.
+        clock_s: how far its clock is ahead of this host's.
+    """
+
+    latency_s: float
+    clock_s: float
+
+
+def new_token() -> str:
+    """Return the token of one check."""
+    return secrets.token_hex(TOKEN_BYTES)
+
+
+class HostProbe:
+    """Answers while it is open.
+
+    Args:
+        clock: this host's time of day, seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        self._clock = clock
+        self._listener: socket.socket | None = None
+        self._token = b""
+
+    def carry_out(self, order: Mapping[str, Any]) -> dict[str, Any]:
+        """Carry out an order of host 0, and return the reply, after some seconds at most.
+
+        An order is ``open``, ``reach``, ``receive`` or ``close``, with values of plain JSON.
+        """
+        peers = [Peer(*each) for each in order.get("peers", ())]
+        if order["order"] == "open":
+            return {"port": self.open(order["address"], order["token"])}
+        if order["order"] == "reach":
+            return self._reach(peers)
+        if order["order"] == "receive":
+            return {"rates": {peer.host: self.receive(peer, order["seconds"]) for peer in peers}}
+        self.close()
+        return {}
+
+    def open(self, address: str, token: str) -> int:
+        """Listen at an address, and return the free port that was found.
+
+        Raises:
+            OSError: the address is not of this host.
+        """
+        self.close()
+        self._token = token.encode()
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        self._listener = socket.create_server((address, 0), family=family, backlog=256)
+        threading.Thread(target=self._accept, args=(self._listener,), daemon=True).start()
+        return int(self._listener.getsockname()[1])
+
+    def close(self) -> None:
+        """Listen no longer."""
+        if self._listener is not None:
+            with suppress(OSError):  # wakes the thread that accepts
+                self._listener.shutdown(socket.SHUT_RDWR)
+            self._listener.close()
+            self._listener = None
+
+    def ask_time(self, peer: Peer) -> Answer:
+        """Return the latency to another host, and how far its clock is ahead.
+
+        Raises:
+            OSError: it cannot be reached, or does not answer.
+        """
+        best = Answer(float("inf"), 0.0)
+        with self._connection(peer) as connection:
+            for _ in range(PINGS):
+                before, begin = self._clock(), time.perf_counter()
+                connection.sendall(TIME)
+                (theirs,) = DOUBLE.unpack(_exactly(connection, DOUBLE.size))
+                trip = time.perf_counter() - begin
+                best = min(best, Answer(trip / 2, theirs - before - trip / 2))
+        return best
+
+    def receive(self, peer: Peer, seconds: float) -> float:
+        """Return the bytes per second that come from another host; 0 if none come.
+
+        Raises:
+            OSError: it cannot be reached.
+        """
+        counted, buffer = 0, bytearray(len(CHUNK))
+        with self._connection(peer) as connection:
+            connection.sendall(BYTES + DOUBLE.pack(seconds))
+            begin = time.perf_counter()
+            first = last = begin
+            with suppress(TimeoutError):
+                while last < begin + seconds and (got := connection.recv_into(buffer)):
+                    last = time.perf_counter()
+                    if last < begin + WARM_UP * seconds:
+                        first = last
+                    else:
+                        counted += got
+        return counted / (last - first) if last > first else 0.0
+
+    def _reach(self, peers: Sequence[Peer]) -> dict[str, Any]:
+        """Ask all of them for the time."""
+        failures, answers = {}, {}
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            asked = {peer.host: pool.submit(self.ask_time, peer) for peer in peers}
+            for index, answer in asked.items():
+                try:
+                    answers[index] = tuple(answer.result())
+                except OSError as error:
+                    failures[index] = error.strerror or "no answer"
+        return {"failures": failures, "answers": answers}
+
+    def _connection(self, peer: Peer) -> socket.socket:
+        """Return a connection that has shown the token."""
+        connection = socket.create_connection((peer.address, peer.port), timeout=CONNECT_S)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.sendall(self._token)
+        return connection
+
+    def _accept(self, listener: socket.socket) -> None:
+        with ThreadPoolExecutor(AT_ONCE) as pool, suppress(OSError):
+            while True:
+                connection, _ = listener.accept()
+                pool.submit(self._serve, connection)
+
+    def _serve(self, connection: socket.socket) -> None:
+        with connection, suppress(OSError):
+            connection.settimeout(CONNECT_S)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            shown = _exactly(connection, len(self._token))
+            if not secrets.compare_digest(shown, self._token):
+                return
+            while (request := connection.recv(1)) == TIME:
+                connection.sendall(DOUBLE.pack(self._clock()))
+            if request == BYTES:
+                (seconds,) = DOUBLE.unpack(_exactly(connection, DOUBLE.size))
+                end = time.perf_counter() + min(seconds, LONGEST_S)
+                while time.perf_counter() < end:
+                    connection.sendall(CHUNK)
+
+
+def _exactly(connection: socket.socket, count: int) -> bytes:
+    """Return the next bytes.
+
+    Raises:
+        OSError: the connection was closed before.
+    """
+    received = b""
+    while len(received) < count:
+        piece = connection.recv(count - len(received))
+        if not piece:
+            raise ConnectionResetError(None, "the connection was closed")
+        received += piece
+    return received
+
+
+# --- host 0's side of the checks: gives each host its orders, and judges the replies ---
+
+# The short check asks every pair of hosts for a connection, and measures all links of a ring of
+# hosts at once, as a ring of ranks loads them. The full check measures every pair by itself, too.
+
 
 Extent = Literal["short", "full", "none"]
 

@@ -18,8 +18,7 @@ from typing import Any, Literal
 
 from drivetrain.errors import ConfigError, PreflightError
 from drivetrain.runtime.notices import PREEMPTED
-from drivetrain_launch.preflight.check import Extent, HostCheck
-from drivetrain_launch.preflight.findings import CheckedHost, Findings
+from drivetrain_launch.preflight.check import CheckedHost, Extent, Findings, HostCheck
 from drivetrain_launch.preflight.software import differences
 from drivetrain_launch.ranks.channel import Channel, NotAuthenticError, greet_client
 from drivetrain_launch.ranks.failure import Ending, IdleAttempts, Verdict, judge

@@ -19,7 +19,6 @@ from drivetrain.config import LaunchConfig
 from drivetrain.runtime.notices import NOTICES
 from drivetrain.runtime.world import LINK_VARIABLE, WORK_VARIABLE, reader_mark, saved_mark
 from drivetrain_launch.console import say
-from drivetrain_launch.health.work_files import WorkFiles, work_file
 from drivetrain_launch.ranks.channel import SECRET_VARIABLE, shared_secret
 from drivetrain_launch.ranks.failure import Ending, blamed, board_of, watch_over
 from drivetrain_launch.ranks.meeting import HostMeeting, Place, SingleHost
@@ -29,6 +28,7 @@ from drivetrain_launch.ranks.processes import POLL_S, Output, RankProcesses
 from drivetrain_launch.ranks.signals import Signals, Stopped
 from drivetrain_launch.ranks.worker import LOGS_VARIABLE
 from drivetrain_launch.watching.stacks import BOARD_VARIABLE
+from drivetrain_launch.watching.stragglers import WorkFiles, work_file
 from drivetrain_launch.watching.watch import HangWatch
 
 STOP_S = 5.0

@@ -14,8 +14,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from drivetrain.runtime.world import LOOPBACK, loopback_store
 from drivetrain.telemetry.work import RankTimes
 from drivetrain_launch.console import say
-from drivetrain_launch.health.straggler_watch import StragglerWatch
 from drivetrain_launch.ranks.failure import Ending, IdleAttempts, Verdict, judge
+from drivetrain_launch.watching.stragglers import StragglerWatch
 from drivetrain_launch.watching.watch import Hosts
 
 

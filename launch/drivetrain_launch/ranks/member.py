@@ -19,10 +19,13 @@ from drivetrain.errors import CollectiveError, ConfigError, DrivetrainError, Pre
 from drivetrain.runtime.world import loopback_store
 from drivetrain.telemetry.work import RankTimes
 from drivetrain_launch.console import say
-from drivetrain_launch.health.straggler_watch import StragglerWatch
-from drivetrain_launch.preflight.check import Extent
-from drivetrain_launch.preflight.network import chosen_address, machine_id, transport_of
-from drivetrain_launch.preflight.probe import HostProbe
+from drivetrain_launch.preflight.check import (
+    Extent,
+    HostProbe,
+    chosen_address,
+    machine_id,
+    transport_of,
+)
 from drivetrain_launch.ranks.channel import (
     LONGEST_MESSAGE,
     WAY_OUT,
@@ -44,6 +47,7 @@ from drivetrain_launch.ranks.failure import Ending, RunOver, Verdict
 from drivetrain_launch.ranks.meeting import Place
 from drivetrain_launch.ranks.placement import Endpoint, interface_of, listening_address
 from drivetrain_launch.ranks.tunnel import Door
+from drivetrain_launch.watching.stragglers import StragglerWatch
 from drivetrain_launch.watching.watch import Hosts
 
 AGAIN_S = 0.2

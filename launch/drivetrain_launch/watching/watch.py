@@ -19,9 +19,8 @@ from typing import Any
 
 from drivetrain_launch.watching.diagnosis import Hang, diagnose, mismatch
 from drivetrain_launch.watching.flight import ask_flights, compare, from_newest, newest
-from drivetrain_launch.watching.rest import Rest, resting
+from drivetrain_launch.watching.rest import SHORTEST_S, Rest, Usual, resting
 from drivetrain_launch.watching.stacks import STACKS, ask
-from drivetrain_launch.watching.usual import SHORTEST_S, Usual
 from drivetrain_launch.watching.views import BoardReader, RankView
 
 PERIOD_S = 0.5

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from drivetrain.verify import RunRecord, StepRecord
-from drivetrain_launch.verification.attempt import Attempt
-from drivetrain_launch.verification.examine import Examination
+from drivetrain_launch.verification.examine import Attempt, Examination
 from forked_programs import run_python
 
 SCRIPT = """
@@ -61,27 +60,24 @@ raise AssertionError("the script goes on after the last step")
 WRONG = """
 from drivetrain_plain import Plain
 
-class Wrong(Plain):
-    reference = False
-
-class Scaled(Wrong):
+class Scaled(Plain):
     '''Takes one gradient for a little more than it is.'''
 
     def _mean(self, parameter):
         mean = super()._mean(parameter)
-        if parameter is self._model.blocks[1].up.weight:
+        if parameter is self.model.blocks[1].up.weight:
             mean.mul_(1.01)
         return mean
 
-class Swapped(Wrong):
+class Swapped(Plain):
     '''Puts the halves of a parameter back in the wrong order.'''
 
     def bind(self, optimizer):
-        self._handles.append(optimizer.register_step_post_hook(self._swap))
+        self.closing.callback(optimizer.register_step_post_hook(self._swap).remove)
         return super().bind(optimizer)
 
     def _swap(self, *arguments):
-        weight = self._model.blocks[0].down.weight.data
+        weight = self.model.blocks[0].down.weight.data
         weight.copy_(weight.roll(2, 0))
 
     def whereabouts(self, module):

@@ -9,10 +9,18 @@ from itertools import combinations
 
 import pytest
 
-from drivetrain_launch.preflight.check import HostCheck, rounds
-from drivetrain_launch.preflight.findings import CheckedHost, Findings
-from drivetrain_launch.preflight.network import chosen_address, machine_id, transport_of
-from drivetrain_launch.preflight.probe import HostProbe, Peer, new_token
+from drivetrain_launch.preflight.check import (
+    CheckedHost,
+    Findings,
+    HostCheck,
+    HostProbe,
+    Peer,
+    chosen_address,
+    machine_id,
+    new_token,
+    rounds,
+    transport_of,
+)
 
 SKEW_S = 120.0
 

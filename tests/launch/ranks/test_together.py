@@ -21,7 +21,7 @@ from torch.distributed import TCPStore
 from drivetrain.errors import CollectiveError, ConfigError, PreflightError
 from drivetrain.runtime.notices import PREEMPTED
 from drivetrain.telemetry.work import RankTimes
-from drivetrain_launch.preflight.probe import HostProbe
+from drivetrain_launch.preflight.check import HostProbe
 from drivetrain_launch.ranks import coordinator, member
 from drivetrain_launch.ranks.channel import Channel, NotAuthenticError, greet_client, greet_server
 from drivetrain_launch.ranks.failure import EarlyEnd, Ending, Failure, RunOver

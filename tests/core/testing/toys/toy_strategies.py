@@ -11,7 +11,7 @@ class ForgetsToDivide(Plain):
     """Sums gradients instead of averaging them."""
 
     def _mean(self, parameter):
-        return super()._mean(parameter).mul_(self._ranks.size)
+        return super()._mean(parameter).mul_(self.ranks.size)
 
 
 class ForgetsUnused(Plain):
@@ -29,7 +29,7 @@ class ForgetsToWait(Plain):
 
     def _mean(self, parameter):
         mean = parameter.grad.contiguous()
-        self._ranks.all_reduce(mean, scale=1 / self._ranks.size).wait()
+        self.ranks.all_reduce(mean, scale=1 / self.ranks.size).wait()
         return mean
 
 
@@ -66,7 +66,7 @@ class SavesTwice(Plain):
     """Every rank yields every shard."""
 
     def shards(self):
-        return self._state.shards(0, 1)
+        return self.state.shards(0, 1)
 
 
 class LosesMoments(Plain):
@@ -85,6 +85,6 @@ class NeverLetsGo(Plain):
     """Leaves a hook when it is taken off."""
 
     def close(self):
-        for parameter in self._model.parameters():
+        for parameter in self.model.parameters():
             parameter.register_hook(lambda gradient: gradient / 2)
         super().close()

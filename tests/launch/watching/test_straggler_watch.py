@@ -7,8 +7,7 @@ import time
 import pytest
 
 from drivetrain.telemetry.work import RankTimes
-from drivetrain_launch.health.straggler_watch import StragglerWatch
-from drivetrain_launch.health.work_files import WorkFiles, work_file
+from drivetrain_launch.watching.stragglers import StragglerWatch, WorkFiles, work_file
 from forked_programs import launch
 
 SCRIPT = """

@@ -1,1 +1,0 @@
-"""How the launcher sees that ranks do well: their times, gathered and compared."""
