@@ -15,7 +15,6 @@ from base64 import b64decode, b64encode
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from io import BytesIO
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -306,26 +305,36 @@ SCALARS = "scalars"
 """The name of scalars in the file of the state, and in messages."""
 
 
-def pack(tensors: Mapping[str, Tensor]) -> str:
-    """Return small tensors of any device as text, for ``unpack``.
+def pack(tensors: Mapping[str, Tensor]) -> dict[str, list[Any]]:
+    """Return small tensors of any device as JSON can hold them: dtype, shape, elements in base64.
 
     Raises:
         CheckpointError: a checkpoint cannot hold the dtype.
     """
+    packed = {}
     for key, tensor in tensors.items():
         if tensor.dtype not in DTYPES:
             raise CheckpointError(
                 f"expected {key} to have one of the dtypes {', '.join(sorted(DTYPES.values()))}, "
                 f"found {tensor.dtype}; convert it before saving"
             )
-    content = BytesIO()
-    torch.save({key: _copy(tensor) for key, tensor in tensors.items()}, content)
-    return b64encode(content.getvalue()).decode()
+        content = bytearray(tensor.nbytes)
+        if content:
+            elements = tensor.detach().contiguous().view(-1).view(torch.uint8)
+            torch.frombuffer(content, dtype=torch.uint8).copy_(elements)
+        packed[key] = [DTYPES[tensor.dtype], list(tensor.shape), b64encode(content).decode()]
+    return packed
 
 
-def unpack(text: str) -> dict[str, Tensor]:
-    """Return the tensors of a text, on the CPU; reading it runs no code."""
-    return torch.load(BytesIO(b64decode(text)), weights_only=True) if text else {}
+def unpack(packed: Mapping[str, Sequence[Any]]) -> dict[str, Tensor]:
+    """Return packed tensors, on the CPU."""
+    kinds = {code: dtype for dtype, code in DTYPES.items()}
+    found = {}
+    for key, (code, shape, text) in packed.items():
+        content, dtype = bytearray(b64decode(text)), kinds[code]
+        flat = torch.frombuffer(content, dtype=dtype) if content else torch.empty(0, dtype=dtype)
+        found[key] = flat.reshape(shape)
+    return found
 
 
 @dataclass(slots=True)
@@ -337,7 +346,7 @@ class Report:
         models: for each model the tensors in these files.
         rank_file: the name of the file with the rank's own state; "" without one.
         scalars: for each model the optimizer state that is no tensor, as ``encode`` returns it.
-        tensors: the tensors inside of the scalars, packed; "" without any.
+        tensors: the tensors inside of the scalars, packed.
         aliases: for each model the further names of tied parameters.
         finite: whether all parameters are finite numbers.
     """
@@ -346,7 +355,7 @@ class Report:
     models: list[list[SavedTensor]] = field(default_factory=list)
     rank_file: str = ""
     scalars: list[Any] = field(default_factory=list)
-    tensors: str = ""
+    tensors: dict[str, list[Any]] = field(default_factory=dict)
     aliases: Sequence[Mapping[str, str]] = ()
     finite: bool = True
 
@@ -358,7 +367,7 @@ class Report:
         """
         tensors: dict[str, Tensor] = {}
         self.scalars = encode([dict(one) for one in scalars], SCALARS, tensors)
-        self.tensors = pack(tensors) if tensors else ""
+        self.tensors = pack(tensors)
 
 
 STATE_FILE = "state.json"

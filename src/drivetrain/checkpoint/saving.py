@@ -18,6 +18,7 @@ import ctypes
 import secrets
 import shutil
 import threading
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -123,7 +124,7 @@ def save_checkpoint(
     Save(directory, world, overwrite=overwrite).finish(contents)
 
 
-class CheckpointDraft:
+class CheckpointDraft(ABC):
     """A checkpoint until its name, begun on construction, which is collective.
 
     Args:
@@ -148,9 +149,9 @@ class CheckpointDraft:
         together(world, self._doing, partial(self._on_keeper, self._begin))
         self._writer = RankWriter(self.draft, world)
 
+    @abstractmethod
     def _begin(self) -> None:
         """Make the draft's directory."""
-        raise NotImplementedError
 
     def stage(self, contents: Contents, copy: Callable[[Tensor], Tensor]) -> Contents:
         """Return a copy of the contents in host memory, which training no longer changes.
