@@ -13,10 +13,9 @@ from drivetrain.links.chosen import LinkMethods
 from drivetrain.links.kept import take_kept
 from drivetrain.links.linked import hosts_apart, route_linked
 from drivetrain.links.one_bit_adam import check_momentum, frozen_adam, refuse_clipping
-from drivetrain.paper.data_parallel import Sharing, data_parallel_step
+from drivetrain.paper.contract import Planning
+from drivetrain.paper.data_parallel import DataParallelPlanning, Sharing
 from drivetrain.paper.run import PaperRun
-from drivetrain.paper.step import PaperStep
-from drivetrain.paper.work import PaperUnit
 from drivetrain.parts.buckets import MIB
 from drivetrain.parts.naming import named_parameters
 from drivetrain.replicated import ReplicatedStrategy
@@ -170,21 +169,21 @@ class Ddp(ReplicatedStrategy[DdpConfig]):
         return cls.whole(model, sent, gradients if route.axis.size > 1 else None)
 
     @classmethod
-    def step(cls, config: DdpConfig, units: Sequence[PaperUnit], run: PaperRun) -> PaperStep:
-        """Draw whole state on every rank, and one all-reduce per step beside the last backward.
-
-        Raises:
-            ConfigError: gradients are compressed, whose time is not drawn.
-        """
-        if config.hook != "none":
-            raise ConfigError(
-                f"expected hook: none in a step on paper, found {config.hook}: the time of "
-                "compression is not drawn; leave hook out"
-            )
-        return data_parallel_step(units, run, Sharing(bucket=round(config.bucket_mib * MIB)))
+    def planning(cls) -> Planning:
+        """Return plans of whole state, and of all-reduces beside the last backward."""
+        return DataParallelPlanning(cls, _sharing)
 
     @classmethod
     def forms(cls, world: World) -> Sequence[Form]:
         """Return gradients as they are, and of low rank where hosts are connected by a network."""
         compressed = [Form({"hook": "powersgd"}, exact=False)] if world.spans_hosts else []
         return [Form(), *compressed]
+
+
+def _sharing(config: DdpConfig, run: PaperRun) -> Sharing:
+    if config.hook != "none":
+        raise ConfigError(
+            f"expected hook: none in a step on paper, found {config.hook}: the time of "
+            "compression is not drawn; leave hook out"
+        )
+    return Sharing(bucket=round(config.bucket_mib * MIB))

@@ -30,17 +30,16 @@ from drivetrain.links.chosen import LinkMethods
 from drivetrain.links.linked import route_linked, route_of_replicas
 from drivetrain.links.one_bit_adam import check_momentum, frozen_adam
 from drivetrain.log import get_logger
-from drivetrain.paper.data_parallel import data_parallel_step
+from drivetrain.paper.contract import Planning
+from drivetrain.paper.data_parallel import Sharing
 from drivetrain.paper.run import PaperRun
-from drivetrain.paper.step import PaperStep
-from drivetrain.paper.work import PaperUnit
 from drivetrain.parts.naming import clean_name, named_parameters
 from drivetrain.runtime.precision import Precision
 from drivetrain.runtime.world import World
 from drivetrain.sharding.estimate import Lines, sharing_of
 from drivetrain.sharding.layout import UnitLayout
 from drivetrain.sharding.placement import Ranks
-from drivetrain.sharding.strategy import ShardedStrategy
+from drivetrain.sharding.strategy import ShardedPlanning, ShardedStrategy
 from drivetrain.strategy import Form, Prepared, Run
 from drivetrain_fsdp.dtensors import as_dtensors
 from drivetrain_fsdp.options import FsdpConfig
@@ -49,13 +48,23 @@ from drivetrain_fsdp.units import UnitChoice, agreed_keys, cut_model, describe, 
 logger = get_logger(__name__)
 
 
+class FsdpPlanning(ShardedPlanning):
+    """Plans of FSDP, where ``shard_group`` ranks divide a copy."""
+
+    layout_keys: ClassVar[Mapping[str, str]] = {
+        **ShardedPlanning.layout_keys,
+        "shard_group": "shard_size",
+    }
+
+    def options_of_layout(self, keys: Mapping[str, str]) -> Mapping[str, Any]:
+        """Return the options of division inside of groups, where a size of groups is given."""
+        options = super().options_of_layout(keys)
+        return {"sharding": "hybrid", **options} if "shard_size" in options else options
+
+
 class Fsdp(ShardedStrategy[FsdpConfig]):
     """Parameters, gradients and optimizer state divided by rows, unit by unit."""
 
-    layout_keys: ClassVar[Mapping[str, str]] = {
-        **ShardedStrategy.layout_keys,
-        "shard_group": "shard_size",
-    }
     summary: ClassVar[str] = "every rank keeps some rows of each parameter, and whole units in use"
     Config: ClassVar[type] = FsdpConfig
 
@@ -70,15 +79,15 @@ class Fsdp(ShardedStrategy[FsdpConfig]):
             self._made.enter_context(closing(self.adam))
 
     @classmethod
-    def step(cls, config: FsdpConfig, units: Sequence[PaperUnit], run: PaperRun) -> PaperStep:
-        """Draw the step: units gathered before use, gradients reduced as they come.
-
-        Raises:
-            ConfigError: state lies in a store.
-        """
+    def sharing(cls, config: FsdpConfig, run: PaperRun) -> Sharing:
+        """Return what the ranks divide, all of them or groups."""
         hybrid = config.sharding == "hybrid"
-        group = (config.shard_size or run.together("dp")) if hybrid else 0
-        return data_parallel_step(units, run, sharing_of(config, group=group))
+        return sharing_of(config, group=(config.shard_size or run.together("dp")) if hybrid else 0)
+
+    @classmethod
+    def planning(cls) -> Planning:
+        """Return plans that may divide the model inside of groups."""
+        return FsdpPlanning(cls, cls.sharing)
 
     # --- units of rows ---
 
@@ -124,12 +133,6 @@ class Fsdp(ShardedStrategy[FsdpConfig]):
         """Return one axis, ``dp``, over all ranks: groups of it divide a model, if asked for."""
         config.check()
         return super().axes(config, world_size)
-
-    @classmethod
-    def options_of_layout(cls, keys: Mapping[str, str]) -> Mapping[str, Any]:
-        """Return the options of division inside of groups, where a size of groups is given."""
-        options = super().options_of_layout(keys)
-        return {"sharding": "hybrid", **options} if "shard_size" in options else options
 
     @classmethod
     def forms(cls, world: World) -> Sequence[Form]:

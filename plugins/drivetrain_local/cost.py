@@ -1,7 +1,7 @@
 """The cost of local steps, and a step on paper: the strategy inside, and a round's exchange."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from drivetrain.collectives import Route
 from drivetrain.collectives.stretch import ParameterRow, Stretch
 from drivetrain.cost import Cost, ModelSpec
+from drivetrain.paper.contract import Planning
 from drivetrain.paper.run import PaperRun
 from drivetrain.paper.step import COMPUTE, PaperStep, PaperTask
 from drivetrain.paper.work import Collective, Operation, PaperUnit
@@ -31,13 +32,13 @@ def estimate(config: LocalOptions, model: ModelSpec, run: Run) -> Cost:
     cost = kind.cost(options, model, inside)
     if far.size == 1:
         return cost
-    here = kind.part(options, model, inside)
+    here = kind.planning().part(options, model, inside)
     parts = _state(kind, options, model, inside)
     part = sum(parts.values())
     route = Route(far)
     if run.links.in_channels:
         route = Route(far, HostLevels(alone(near), far), links_of_workers(run))
-    stepped = kind.stepped(options, model, inside)
+    stepped = kind.planning().stepped(options, model, inside)
     in_round, kept = _exchanges(config, model, here, stepped, route)
     in_round += route.broadcast(sum(spec.nbytes for spec in here.buffers))
     if config.late_s:
@@ -133,44 +134,53 @@ _BYTES = 4
 """Outer weights, their momentum and outer gradients are of the optimizer's tensors, in fp32."""
 
 
-def local_step(config: LocalOptions, units: Sequence[PaperUnit], run: PaperRun) -> PaperStep:
-    """Return the mean step of a round, of the ranks of one replica.
+class LocalPlanning(Planning):
+    """Plans of rounds of local steps; a search proposes none: it takes exact strategies alone."""
 
-    Args:
-        config: the options.
-        units: in the order of forward.
-        run: its ranks fill hosts of ``per_host`` ranks.
-    """
-    ranks = run.axes.get(AXIS, 1)
-    worker = run.together(AXIS) if config.workers == "hosts" and AXIS in run.axes else 1
-    workers = -(-ranks // worker)
-    kind, options = config.strategy_inside()
-    alone = replace(run, axes={**run.axes, AXIS: worker}, far=None)
-    inside = kind.step(options, units, alone)
-    if workers == 1:
-        return inside
-    exchanges, held, stored = [], [], [dict(each) for each in inside.stored]
-    beside = config.stored_inside()
-    if beside:
-        options = replace(options, offload=OffloadOptions())
-    for stage, kinds in enumerate(inside.held):
-        # A rank exchanges the elements of which it keeps the optimizer's state, in stores, too.
-        there = kind.step(options, units, alone).held[stage] if beside else kinds
-        nbytes = there.get("optimizer", 0.0) / run.bytes.optimizer * _BYTES
-        # Without a delay the step waits for the exchange; with one the exchange is beside it.
-        lane = _FAR if config.delay else COMPUTE
-        operations = _exchange(nbytes / config.every, workers, run)
-        exchange = PaperTask("outer step", operations, lane, stage=stage)
-        exchange.during = _BESIDE * nbytes / config.fragments
-        exchanges.append(exchange)
-        kept = STATES * nbytes
-        held.append({**kinds, "outer": (1 - beside) * kept + config.under_way * nbytes})
+    def layouts(
+        self, blocks: int, heads: int, ranks: int, per_host: int
+    ) -> Iterable[Mapping[str, Any]]:
+        """Return none."""
+        return ()
+
+    def step(self, config: LocalOptions, units: Sequence[PaperUnit], run: PaperRun) -> PaperStep:
+        """Return the mean step of a round, of the ranks of one replica.
+
+        Args:
+            config: the options.
+            units: in the order of forward.
+            run: its ranks fill hosts of ``per_host`` ranks.
+        """
+        ranks = run.axes.get(AXIS, 1)
+        worker = run.together(AXIS) if config.workers == "hosts" and AXIS in run.axes else 1
+        workers = -(-ranks // worker)
+        kind, options = config.strategy_inside()
+        alone = replace(run, axes={**run.axes, AXIS: worker}, far=None)
+        inside = kind.planning().step(options, units, alone)
+        if workers == 1:
+            return inside
+        exchanges, held, stored = [], [], [dict(each) for each in inside.stored]
+        beside = config.stored_inside()
         if beside:
-            stored[stage]["host"] += beside * kept
-        if run.far:
-            held[-1]["errors of links"] = run.far.held * nbytes
-    axes = {**inside.axes, AXIS: worker, _FAR: workers}
-    return PaperStep([*inside.tasks, *exchanges], held, axes, stored)
+            options = replace(options, offload=OffloadOptions())
+        for stage, kinds in enumerate(inside.held):
+            # A rank exchanges the elements of which it keeps the optimizer's state, in stores, too.
+            there = kind.planning().step(options, units, alone).held[stage] if beside else kinds
+            nbytes = there.get("optimizer", 0.0) / run.bytes.optimizer * _BYTES
+            # Without a delay the step waits for the exchange; with one the exchange is beside it.
+            lane = _FAR if config.delay else COMPUTE
+            operations = _exchange(nbytes / config.every, workers, run)
+            exchange = PaperTask("outer step", operations, lane, stage=stage)
+            exchange.during = _BESIDE * nbytes / config.fragments
+            exchanges.append(exchange)
+            kept = STATES * nbytes
+            held.append({**kinds, "outer": (1 - beside) * kept + config.under_way * nbytes})
+            if beside:
+                stored[stage]["host"] += beside * kept
+            if run.far:
+                held[-1]["errors of links"] = run.far.held * nbytes
+        axes = {**inside.axes, AXIS: worker, _FAR: workers}
+        return PaperStep([*inside.tasks, *exchanges], held, axes, stored)
 
 
 def _exchange(nbytes: float, workers: int, run: PaperRun) -> tuple[Operation, ...]:

@@ -19,9 +19,7 @@ from drivetrain.cost import Cost, ModelSpec
 from drivetrain.errors import ConfigError, UsageError
 from drivetrain.links.compressor import Compressor, Honesty
 from drivetrain.log import get_logger
-from drivetrain.paper.run import PaperRun
-from drivetrain.paper.step import PaperStep
-from drivetrain.paper.work import PaperUnit
+from drivetrain.paper.contract import Planning
 from drivetrain.parts.naming import clean_name, held_parameters, named_parameters
 from drivetrain.parts.replicate import replicate
 from drivetrain.runtime.mesh import Axis
@@ -29,7 +27,7 @@ from drivetrain.runtime.precision import Precision
 from drivetrain.runtime.world import World
 from drivetrain.shards import HeldPart, HeldTensors, Reader, Shard, TensorFacts
 from drivetrain.strategy import Form, Prepared, Run, Strategy
-from drivetrain_local.cost import estimate, local_step
+from drivetrain_local.cost import LocalPlanning, estimate
 from drivetrain_local.options import AXIS, LocalOptions
 from drivetrain_local.outer import Messages, OuterSteps, StepCount, WarmUp, fragment_of_each
 from drivetrain_local.state import (
@@ -341,16 +339,9 @@ class Local(Stepping):
         return method.sparse and config.outer_momentum > 0
 
     @classmethod
-    def step(cls, config: LocalOptions, units: Sequence[PaperUnit], run: PaperRun) -> PaperStep:
-        """Draw the mean step of a round."""
-        return local_step(config, units, run)
-
-    @classmethod
-    def layouts(
-        cls, blocks: int, heads: int, ranks: int, per_host: int
-    ) -> Iterable[Mapping[str, Any]]:
-        """Return none: a search proposes only exact strategies."""
-        return ()
+    def planning(cls) -> Planning:
+        """Return the plan of the mean step of a round."""
+        return LocalPlanning(cls)
 
     # --- taking over ---
 

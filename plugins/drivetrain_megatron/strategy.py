@@ -21,6 +21,7 @@ from drivetrain.data.examples import ExampleBatch
 from drivetrain.errors import RankMismatchError
 from drivetrain.log import get_logger
 from drivetrain.model import PLANNING, untouched
+from drivetrain.paper.contract import Planning
 from drivetrain.parts.blocks import repeated_blocks
 from drivetrain.parts.guard import Elsewhere
 from drivetrain.parts.naming import held_parameters, named_parameters, uncompiled
@@ -37,7 +38,7 @@ from drivetrain_megatron.cell import DataParallelCell, SameBatch, advice
 from drivetrain_megatron.config import MegatronConfig
 from drivetrain_megatron.cost import estimate
 from drivetrain_megatron.dropout import AlikeDraws, Dropout, MaskSource
-from drivetrain_megatron.paper.step import CellOnPaper
+from drivetrain_megatron.paper.step import CellPlanning
 from drivetrain_megatron.pipeline.build import PipelineBuilder
 from drivetrain_megatron.plan.model import ModelPlan, TensorParallel, confirmed, describe
 from drivetrain_megatron.recording.calls import batches_for, inputs_for
@@ -183,7 +184,7 @@ def _unlike(one: ComparedPlan, other: ComparedPlan) -> str:
 logger = get_logger(__name__)
 
 
-class Megatron(CellOnPaper, DataParallelCell):
+class Megatron(DataParallelCell):
     """Tensor and pipeline parallelism, over data parallelism.
 
     ``prepare`` returns the very model it was given: its layers compute in parts.
@@ -211,6 +212,11 @@ class Megatron(CellOnPaper, DataParallelCell):
         self._synchronizing = True
         if unwise := advice(run.mesh):
             logger.announce(unwise)
+
+    @classmethod
+    def planning(cls) -> Planning:
+        """Return plans of cells."""
+        return CellPlanning(cls)
 
     @classmethod
     def axes(cls, config: MegatronConfig, world_size: int) -> Mapping[str, int]:

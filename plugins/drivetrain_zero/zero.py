@@ -20,10 +20,8 @@ from collections.abc import Hashable, Sequence
 from typing import ClassVar, Generic, TypeVar
 
 from drivetrain.cost import ModelSpec
-from drivetrain.paper.data_parallel import data_parallel_step
+from drivetrain.paper.data_parallel import Sharing
 from drivetrain.paper.run import PaperRun
-from drivetrain.paper.step import PaperStep
-from drivetrain.paper.work import PaperUnit
 from drivetrain.sharding.estimate import sharing_of
 from drivetrain.sharding.layout import UnitLayout
 from drivetrain.sharding.strategy import ShardedStrategy
@@ -50,14 +48,12 @@ class Zero(ShardedStrategy[ConfigT], Generic[ConfigT]):
         return cut_model(specs, run.precision, config.sizes, run.mesh["dp"].size, devices)
 
     @classmethod
-    def step(cls, config: ConfigT, units: Sequence[PaperUnit], run: PaperRun) -> PaperStep:
-        """Draw the step of this stage: see the top of this file."""
+    def sharing(cls, config: ConfigT, run: PaperRun) -> Sharing:
+        """Return what this stage divides: see the top of this file."""
         sizes = config.sizes
         if config.divides_parameters:
-            sharing = sharing_of(config, whole_below=sizes.shard_from or 0)
-        else:
-            sharing = sharing_of(config, bucket=sizes.bucket_bytes)
-        return data_parallel_step(units, run, sharing)
+            return sharing_of(config, whole_below=sizes.shard_from or 0)
+        return sharing_of(config, bucket=sizes.bucket_bytes)
 
 
 class Zero1(Zero[Zero1Config]):

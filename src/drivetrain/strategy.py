@@ -20,7 +20,7 @@ from drivetrain.data.examples import ExampleBatches
 from drivetrain.errors import UsageError
 from drivetrain.links.chosen import LinkMethods, OverLinks
 from drivetrain.model.profiled import Profiled
-from drivetrain.paper.contract import OnPaper
+from drivetrain.paper.contract import Planning
 from drivetrain.parts.naming import named_parameters
 from drivetrain.parts.saved_state import KeepsState
 from drivetrain.registry import strategies
@@ -124,7 +124,6 @@ class Strategy(
     KeepsState,
     Verifiable,
     Profiled,
-    OnPaper,
     OverLinks,
     ABC,
     Generic[ConfigT],
@@ -169,6 +168,11 @@ class Strategy(
             ConfigError: says which ones, and the way out.
         """
         return
+
+    @classmethod
+    def planning(cls) -> Planning:
+        """Return what plans ask of the strategy; by default it has no plan."""
+        return Planning(cls)
 
     @property
     def forward_is_collective(self) -> bool:

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 from drivetrain.cost import ModelSpec
 from drivetrain.errors import ConfigError
 from drivetrain.paper.bounds import PaperBound, UnitCosts, stage_bound
-from drivetrain.paper.contract import OnPaper
+from drivetrain.paper.contract import Planning
 from drivetrain.paper.run import PaperRun
 from drivetrain.paper.step import COMPUTE, PaperStep, PaperTask
 from drivetrain.paper.work import (
@@ -313,14 +313,13 @@ CHUNKS = (2, 4, 8)
 """Stages per rank of the interleaved schedules that are tried."""
 
 
-class CellOnPaper(OnPaper):
-    """A cell of ranks in plans."""
+class CellPlanning(Planning):
+    """Plans of a cell of ranks."""
 
     layout_keys: ClassVar[Mapping[str, str]] = LAYOUT_KEYS
     inner_option: ClassVar[str] = "data_parallel"
 
-    @classmethod
-    def step(cls, config: MegatronConfig, units: Sequence[PaperUnit], run: PaperRun) -> PaperStep:
+    def step(self, config: MegatronConfig, units: Sequence[PaperUnit], run: PaperRun) -> PaperStep:
         """Draw the step of a cell; the strategy inside draws that of each stage.
 
         Raises:
@@ -331,7 +330,7 @@ class CellOnPaper(OnPaper):
         schedule = make_schedule(config.schedule, config.pp, run.micro_batches, config.chunks)
         parts = [divided(unit, config.tp, config.sequence_parallel) for unit in units]
         stages = cut_into_stages(parts, config.pp * config.chunks)
-        steps = [kind.step(options, stage, run) for stage in stages]
+        steps = [kind.planning().step(options, stage, run) for stage in stages]
         tied = (0.0, 0.0)
         if len(stages) > 1:  # the last one has copies of parameters tied to the first one's
             copies = sum(unit.borrowed for unit in stages[-1])
@@ -344,9 +343,8 @@ class CellOnPaper(OnPaper):
         far = Collective("pp", "send", run.between_hosts(activation))
         return PipelineStep(steps, schedule, near, far, run.together("pp"), tied).merged()
 
-    @classmethod
     def bound(
-        cls,
+        self,
         config: MegatronConfig,
         units: Sequence[PaperUnit],
         run: PaperRun,
@@ -367,7 +365,7 @@ class CellOnPaper(OnPaper):
         p, m = config.pp, run.micro_batches
 
         def draw(some: Sequence[PaperUnit], run: PaperRun) -> PaperStep:
-            return kind.step(options, some, run)
+            return kind.planning().step(options, some, run)
 
         found, key = [], (kind, repr(options))
         for rank in sorted({0, p - 1, p // 2}):
@@ -383,22 +381,19 @@ class CellOnPaper(OnPaper):
         seconds += idle if config.schedule != "zb-h1" else 0.0
         return PaperBound(seconds, max(bound.nbytes for bound, _ in found))
 
-    @classmethod
-    def part(cls, config: MegatronConfig, model: ModelSpec, run: Run) -> ModelSpec:
+    def part(self, config: MegatronConfig, model: ModelSpec, run: Run) -> ModelSpec:
         """Return this rank's part of each tensor of its stages."""
         return part_of(config, model, run)
 
-    @classmethod
     def stepped(
-        cls, config: MegatronConfig, model: ModelSpec, run: Run
+        self, config: MegatronConfig, model: ModelSpec, run: Run
     ) -> Mapping[str, tuple[int, int]]:
         """Return the elements that the data-parallel strategy steps, of this rank's parts."""
         kind, options = data_parallel(config)
-        return kind.stepped(options, part_of(config, model, run), run)
+        return kind.planning().stepped(options, part_of(config, model, run), run)
 
-    @classmethod
     def layouts(
-        cls, blocks: int, heads: int, ranks: int, per_host: int
+        self, blocks: int, heads: int, ranks: int, per_host: int
     ) -> Iterator[Mapping[str, Any]]:
         """Yield every division: ``tp`` inside of a host, ``pp`` that divides the blocks.
 

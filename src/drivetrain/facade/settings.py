@@ -172,7 +172,7 @@ class Runs:
         kind, options = find_strategy(resolved.strategy, resolved.strategy_config)
         free = choice is None and not any(key.startswith(RECOMPUTE) for key in resolved.origins)
         modes = RECOMPUTE_MODES if free else (resolved.run.recompute.mode,)
-        pick = kind.choose(options, model, run, modes)
+        pick = kind.planning().choose(options, model, run, modes)
         if pick is None:
             return choice
         logger.announce(f"strategy {resolved.strategy}: {pick.reason}")

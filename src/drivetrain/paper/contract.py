@@ -1,4 +1,4 @@
-"""The part of a strategy's contract that draws its step on paper, and lists its layouts."""
+"""What plans ask of a strategy: its step on paper, a bound, its layouts, its part of a model."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
@@ -29,20 +29,25 @@ class StrategyPick(NamedTuple):
     seconds: float
 
 
-class OnPaper:
-    """The questions of ``drivetrain plan`` to a strategy; without answers there is no plan.
+class Planning:
+    """The answers of a strategy to ``drivetrain plan``; by default there is no plan.
 
     Attributes:
         layout_keys: keys of ``--layout`` that are about this strategy, with the option that each
             one sets. Data-parallel strategies that need none have none.
         inner_option: the option that holds a data-parallel strategy inside of this one, or "".
+
+    Args:
+        kind: the strategy's class.
     """
 
     layout_keys: ClassVar[Mapping[str, str]] = {}
     inner_option: ClassVar[str] = ""
 
-    @classmethod
-    def step(cls, config: Any, units: Sequence[PaperUnit], run: PaperRun) -> PaperStep:
+    def __init__(self, kind: Any) -> None:
+        self.kind = kind
+
+    def step(self, config: Any, units: Sequence[PaperUnit], run: PaperRun) -> PaperStep:
         """Draw the step of the ranks of one replica.
 
         Args:
@@ -54,13 +59,12 @@ class OnPaper:
             ConfigError: the strategy draws no step, or the model cannot be divided so.
         """
         raise ConfigError(
-            f"{cls.__name__} draws no step on paper, so it cannot be planned; choose another "
-            "strategy, or write its method step()"
+            f"{self.kind.__name__} draws no step on paper, so it cannot be planned; choose another "
+            "strategy, or write a step() for its planning()"
         )
 
-    @classmethod
     def bound(
-        cls, config: Any, units: Sequence[PaperUnit], run: PaperRun, costs: UnitCosts
+        self, config: Any, units: Sequence[PaperUnit], run: PaperRun, costs: UnitCosts
     ) -> PaperBound:
         """Return a lower bound of a step, quickly: a search asks thousands of times.
 
@@ -77,14 +81,13 @@ class OnPaper:
         """
 
         def draw(some: Sequence[PaperUnit], run: PaperRun) -> PaperStep:
-            return cls.step(config, some, run)
+            return self.step(config, some, run)
 
-        found = costs.of(units, (cls, repr(config)), draw, run)
+        found = costs.of(units, (self.kind, repr(config)), draw, run)
         return stage_bound(found, run.micro_batches, 1)
 
-    @classmethod
     def choose(
-        cls, config: Any, model: nn.Module, run: Any, recompute: Sequence[str]
+        self, config: Any, model: nn.Module, run: Any, recompute: Sequence[str]
     ) -> StrategyPick | None:
         """Return another strategy to prepare a model in place of this strategy; by default none.
 
@@ -101,8 +104,7 @@ class OnPaper:
         """
         return None
 
-    @classmethod
-    def part(cls, config: Any, model: ModelSpec, run: Any) -> ModelSpec:
+    def part(self, config: Any, model: ModelSpec, run: Any) -> ModelSpec:
         """Return the tensors of a model as a rank's modules have them: by default all of it.
 
         Another shape than in the model is that of a part which this rank trains by itself.
@@ -114,8 +116,7 @@ class OnPaper:
         """
         return model
 
-    @classmethod
-    def stepped(cls, config: Any, model: ModelSpec, run: Any) -> Mapping[str, tuple[int, int]]:
+    def stepped(self, config: Any, model: ModelSpec, run: Any) -> Mapping[str, tuple[int, int]]:
         """Return the elements that a rank's optimizers step: by default all of ``part``.
 
         Args:
@@ -127,22 +128,20 @@ class OnPaper:
             By name of a trainable parameter: first element and one past the last, in the order of
             memory of the part.
         """
-        here = cls.part(config, model, run)
+        here = self.part(config, model, run)
         return {spec.name: (0, spec.numel) for spec in here.parameters if spec.trainable}
 
-    @classmethod
-    def draws_steps(cls) -> bool:
+    @property
+    def draws_steps(self) -> bool:
         """Whether the strategy has a ``step`` of its own."""
-        return cls.step.__func__ is not OnPaper.step.__func__  # type: ignore[attr-defined]
+        return type(self).step is not Planning.step
 
-    @classmethod
-    def options_of_layout(cls, keys: Mapping[str, str]) -> Mapping[str, Any]:
+    def options_of_layout(self, keys: Mapping[str, str]) -> Mapping[str, Any]:
         """Return the options that some of ``layout_keys`` stand for."""
-        return {cls.layout_keys[key]: value for key, value in keys.items()}
+        return {self.layout_keys[key]: value for key, value in keys.items()}
 
-    @classmethod
     def layouts(
-        cls, blocks: int, heads: int, ranks: int, per_host: int
+        self, blocks: int, heads: int, ranks: int, per_host: int
     ) -> Iterable[Mapping[str, Any]]:
         """Return the values of ``layout_keys`` that a search tries; the empty ones by default.
 

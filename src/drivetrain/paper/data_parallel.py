@@ -3,14 +3,16 @@
 Volumes follow Rajbhandari et al. 2020 (arXiv 1910.02054), section 7.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import groupby
+from typing import Any
 
 from drivetrain.collectives.neighbors import arrivals_bytes
 from drivetrain.collectives.ring import PIECE_BYTES
 from drivetrain.errors import ConfigError
+from drivetrain.paper.contract import Planning
 from drivetrain.paper.run import PaperRun
 from drivetrain.paper.step import ARRIVALS, COMPUTE, LENT, STORE_LANES, PaperStep, PaperTask, Stored
 from drivetrain.paper.work import Collective, MemoryPass, Operation, PaperUnit
@@ -74,6 +76,23 @@ def data_parallel_step(
             f"{sharing.group} ranks that share one copy; change shard_group, or the ranks"
         )
     return _Drawing(units, run, sharing).step()
+
+
+class DataParallelPlanning(Planning):
+    """Plans of a strategy whose step follows from what its ranks divide.
+
+    Args:
+        kind: the strategy's class.
+        sharing: says how its options divide the state, or raises ConfigError.
+    """
+
+    def __init__(self, kind: Any, sharing: Callable[[Any, PaperRun], Sharing]) -> None:
+        super().__init__(kind)
+        self._sharing = sharing
+
+    def step(self, config: Any, units: Sequence[PaperUnit], run: PaperRun) -> PaperStep:
+        """Draw the step of data parallelism over what is divided."""
+        return data_parallel_step(units, run, self._sharing(config, run))
 
 
 @lru_cache(maxsize=4096)

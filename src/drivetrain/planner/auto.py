@@ -25,7 +25,7 @@ from drivetrain.hardware.description import Hardware
 from drivetrain.hardware.sizes import GIB, size_text
 from drivetrain.links.chosen import AUTO, EXACT
 from drivetrain.model.first_batch import Candidate, batches_as_arguments, guessed_inputs
-from drivetrain.paper.contract import StrategyPick
+from drivetrain.paper.contract import Planning, StrategyPick
 from drivetrain.paper.seen import seen_model
 from drivetrain.planner.approximations import permitted_methods
 from drivetrain.planner.fit import fits, judged, more_hosts, room_of
@@ -91,8 +91,16 @@ class Auto(Strategy[AutoConfig]):
         return Cost(uncounted={"dp": "everything of the strategy that prepare() chooses"})
 
     @classmethod
+    def planning(cls) -> Planning:
+        """Return the search for a plan."""
+        return ChoosesPlan(cls)
+
+
+class ChoosesPlan(Planning):
+    """Chooses a data-parallel strategy by the predictions of plans."""
+
     def choose(
-        cls, config: AutoConfig, model: nn.Module, run: Run, recompute: Sequence[str]
+        self, config: AutoConfig, model: nn.Module, run: Run, recompute: Sequence[str]
     ) -> StrategyPick:
         """Return the quickest data-parallel layout that fits, by the prediction of rank 0.
 
@@ -206,8 +214,8 @@ def _predicted(
     methods = open_still if chosen == AUTO else [chosen]
     if not run.world.spans_hosts:
         methods = [EXACT]
-    for name, kind in predictor.installed.planned.items():
-        for keys in kind.layouts(task.model.layers, task.model.heads, task.ranks, task.per_host):
+    for name, plan in predictor.installed.planned.items():
+        for keys in plan.layouts(task.model.layers, task.model.heads, task.ranks, task.per_host):
             for mode, links in product(recompute, methods):
                 own = {"micro_batch": rows, "recompute": mode, "precision": run.precision.name}
                 words = {**keys, **own, "data_parallel": name, "links": links}

@@ -3,19 +3,19 @@
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 
-from drivetrain.planner.layout import RECOMPUTE, InstalledKinds
+from drivetrain.planner.layout import RECOMPUTE, InstalledPlans
 from drivetrain.planner.predict import Task
 
 MICRO_BATCHES = (1, 2, 4, 8, 16)
 
 
-def candidates(task: Task, precision: str, installed: InstalledKinds) -> Iterator[dict[str, str]]:
+def candidates(task: Task, precision: str, installed: InstalledPlans) -> Iterator[dict[str, str]]:
     """Yield the keys of every layout that installed strategies declare."""
     return _divisions(task, precision, installed, MICRO_BATCHES, RECOMPUTE)
 
 
 def least_candidates(
-    task: Task, precision: str, installed: InstalledKinds
+    task: Task, precision: str, installed: InstalledPlans
 ) -> Iterator[dict[str, str]]:
     """Yield the layouts with the fewest activations alone."""
     return _divisions(task, precision, installed, MICRO_BATCHES[:1], RECOMPUTE[-1:])
@@ -24,16 +24,16 @@ def least_candidates(
 def _divisions(
     task: Task,
     precision: str,
-    installed: InstalledKinds,
+    installed: InstalledPlans,
     micro_batches: Sequence[int],
     modes: Sequence[str],
 ) -> Iterator[dict[str, str]]:
     size = task.model.layers, task.model.heads, task.ranks, task.per_host
     around: list[Mapping[str, object]] = [{}]
-    for kind in installed.around.values():
-        around += kind.layouts(*size)
+    for plan in installed.around.values():
+        around += plan.layouts(*size)
     inner = [
-        (name, keys) for name, kind in installed.planned.items() for keys in kind.layouts(*size)
+        (name, keys) for name, plan in installed.planned.items() for keys in plan.layouts(*size)
     ]
     for outside, (name, inside), micro_batch, recompute in product(
         around, inner, micro_batches, modes

@@ -8,7 +8,7 @@ from drivetrain.errors import ConfigError
 from drivetrain.hardware.sizes import GIB
 from drivetrain.links.compressor import Honesty
 from drivetrain.planner.candidates import least_candidates
-from drivetrain.planner.layout import RECOMPUTE, InstalledKinds, PlannedLayout, layout_of
+from drivetrain.planner.layout import RECOMPUTE, InstalledPlans, PlannedLayout, layout_of
 from drivetrain.planner.predict import FRAGMENTS, Prediction, Predictor, Task
 
 MOST_HOSTS = 64
@@ -41,7 +41,7 @@ def room_of(task: Task) -> float:
 def judged(prediction: Prediction) -> float:
     """Return the seconds by which a layout is compared with others."""
     stored = any(map(prediction.stored_most, ("host", "disk")))
-    cell = bool(prediction.planned.kind.inner_option)
+    cell = bool(prediction.planned.kind.planning().inner_option)
     return (
         prediction.step_seconds
         * (DOUBT_OF_STORES if stored else 1.0)
@@ -69,7 +69,7 @@ def remedies(predictor: Predictor, planned: PlannedLayout) -> list[str]:
     return [*found, more_hosts(predictor.task, planned.precision)]
 
 
-def _changes(planned: PlannedLayout, installed: InstalledKinds) -> Iterator[dict[str, str]]:
+def _changes(planned: PlannedLayout, installed: InstalledPlans) -> Iterator[dict[str, str]]:
     """Yield changes of keys, the smallest of each kind first."""
     for recompute in RECOMPUTE[RECOMPUTE.index(planned.recompute) + 1 :]:
         yield {"recompute": recompute}

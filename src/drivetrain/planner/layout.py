@@ -15,6 +15,7 @@ from drivetrain.errors import ConfigError
 from drivetrain.hardware.prices import AxisPlace, HardwarePrices
 from drivetrain.links.chosen import BF16, EXACT
 from drivetrain.links.compressor import Honesty
+from drivetrain.paper.contract import Planning
 from drivetrain.paper.run import BYTES
 from drivetrain.paper.step import COMPUTE, STORE_LANES, PaperStep, PaperTask, PlayedStep, PlayedTask
 from drivetrain.paper.work import Collective, MatrixProduct, MemoryPass
@@ -23,11 +24,9 @@ from drivetrain.registry import strategies
 from drivetrain.runtime.precision import Precision
 from drivetrain.strategy import Strategy, find_strategy
 
-Kinds = Mapping[str, type[Strategy[Any]]]
 
-
-class InstalledKinds:
-    """The classes of strategies, by name, loaded once: a search reads thousands of layouts.
+class InstalledPlans:
+    """What plans ask of strategies, by name, loaded once: a search reads thousands of layouts.
 
     A registry looks at the import path each time, so that it sees a plugin as soon as it is
     installed.
@@ -45,15 +44,13 @@ class InstalledKinds:
 
     def __init__(self) -> None:
         self.registry = registry = strategies()
-        self.every: Kinds = {name: registry.load(name) for name in registry.names}
-        self.around: Kinds = {name: kind for name, kind in self.every.items() if kind.inner_option}
-        self.inner: Kinds = {
-            name: kind for name, kind in self.every.items() if not kind.inner_option
-        }
-        self.planned: Kinds = {
-            name: kind
-            for name, kind in self.inner.items()
-            if name in registry.choices and kind.draws_steps()
+        self.every = {name: registry.load(name).planning() for name in registry.names}
+        self.around = {name: plan for name, plan in self.every.items() if plan.inner_option}
+        self.inner = {name: plan for name, plan in self.every.items() if not plan.inner_option}
+        self.planned = {
+            name: plan
+            for name, plan in self.inner.items()
+            if name in registry.choices and plan.draws_steps
         }
 
 
@@ -149,10 +146,10 @@ def read_layout(text: str) -> PlannedLayout:
     Raises:
         ConfigError: a key or a value is wrong, or they do not fit together.
     """
-    return layout_of(read_pairs(text, "--layout"), InstalledKinds())
+    return layout_of(read_pairs(text, "--layout"), InstalledPlans())
 
 
-def layout_of(keys: Mapping[str, str], installed: InstalledKinds) -> PlannedLayout:
+def layout_of(keys: Mapping[str, str], installed: InstalledPlans) -> PlannedLayout:
     """Return the layout of keys as ``--layout`` has them.
 
     Args:
@@ -163,17 +160,17 @@ def layout_of(keys: Mapping[str, str], installed: InstalledKinds) -> PlannedLayo
         ConfigError: see ``read_layout``.
     """
     own = {**OWN, **{key: value for key, value in keys.items() if key in OWN}}
-    inner_name, inner_kind = _data_parallel(own["data_parallel"], installed)
+    inner_name, inside = _data_parallel(own["data_parallel"], installed)
     rest = {key: value for key, value in keys.items() if key not in OWN}
-    inner = {key: rest.pop(key) for key in list(rest) if key in inner_kind.layout_keys}
+    inner = {key: rest.pop(key) for key in list(rest) if key in inside.layout_keys}
     outer = _around(rest, installed)
-    inner_options = inner_kind.options_of_layout(inner)
+    inner_options = inside.options_of_layout(inner)
     if outer is None:
         name, values = inner_name, dict(inner_options)
     else:
-        name, kind = outer
+        name, around = outer
         nested = {"name": inner_name, **inner_options}
-        values = {**kind.options_of_layout(rest), kind.inner_option: nested}
+        values = {**around.options_of_layout(rest), around.inner_option: nested}
     kind, config = _resolved(name, json.dumps(values, sort_keys=True), installed)
     if own["recompute"] not in RECOMPUTE:
         raise ConfigError(
@@ -196,40 +193,39 @@ def layout_of(keys: Mapping[str, str], installed: InstalledKinds) -> PlannedLayo
     )  # fmt: skip
 
 
-def _data_parallel(name: str, installed: InstalledKinds) -> tuple[str, type[Strategy[Any]]]:
+def _data_parallel(name: str, installed: InstalledPlans) -> tuple[str, Planning]:
     name = name or installed.registry.default()
-    kind = installed.every.get(name) or installed.registry.load(name)  # which refuses the name
-    if kind.inner_option:
+    # The registry refuses unknown names.
+    plan = installed.every.get(name) or installed.registry.load(name).planning()
+    if plan.inner_option:
         raise ConfigError(
             f"--layout: expected data_parallel to name a data-parallel strategy, found {name!r}, "
             "which holds one itself"
         )
-    return name, kind
+    return name, plan
 
 
-def _around(
-    keys: Mapping[str, str], installed: InstalledKinds
-) -> tuple[str, type[Strategy[Any]]] | None:
+def _around(keys: Mapping[str, str], installed: InstalledPlans) -> tuple[str, Planning] | None:
     """Return the strategy that the keys are about; None where they are all at 1 or left out.
 
     Raises:
         ConfigError: no installed strategy knows the keys.
     """
-    known = {key for kind in installed.around.values() for key in kind.layout_keys}
+    known = {key for plan in installed.around.values() for key in plan.layout_keys}
     if unknown := sorted(set(keys) - known):
         raise _unknown(unknown, known, installed)
-    for name, kind in installed.around.items():
-        if keys and set(keys) <= set(kind.layout_keys) and not _trivial(kind, keys):
-            return name, kind
+    for name, plan in installed.around.items():
+        if keys and set(keys) <= set(plan.layout_keys) and not _trivial(plan, keys):
+            return name, plan
     return None
 
 
-def _unknown(unknown: Sequence[str], known: set[str], installed: InstalledKinds) -> ConfigError:
+def _unknown(unknown: Sequence[str], known: set[str], installed: InstalledPlans) -> ConfigError:
     """Return the error for keys of no strategy around the data-parallel strategy."""
-    inner = {key for kind in installed.inner.values() for key in kind.layout_keys}
+    inner = {key for plan in installed.inner.values() for key in plan.layout_keys}
     if elsewhere := sorted(set(unknown) & inner):
         fitting = ", ".join(
-            name for name, kind in installed.inner.items() if elsewhere[0] in kind.layout_keys
+            name for name, plan in installed.inner.items() if elsewhere[0] in plan.layout_keys
         )
         return ConfigError(
             f"--layout: expected {elsewhere[0]} beside a data_parallel strategy with such a "
@@ -242,15 +238,15 @@ def _unknown(unknown: Sequence[str], known: set[str], installed: InstalledKinds)
     )
 
 
-def _trivial(kind: type[Strategy[Any]], keys: Mapping[str, str]) -> bool:
+def _trivial(plan: Planning, keys: Mapping[str, str]) -> bool:
     """Whether all keys name defaults of the strategy, which then changes nothing."""
-    defaults = kind.Config()
-    values = plain(kind.options_of_layout(keys))
+    defaults = plan.kind.Config()
+    values = plain(plan.options_of_layout(keys))
     return all(getattr(defaults, name, None) == value for name, value in values.items())
 
 
 @lru_cache(maxsize=4096)
-def _resolved(name: str, values: str, installed: InstalledKinds) -> tuple[type[Strategy[Any]], Any]:
+def _resolved(name: str, values: str, installed: InstalledPlans) -> tuple[type[Strategy[Any]], Any]:
     typed = plain(json.loads(values))
     origin = ValueOrigin("command line", "--layout")
     layer = Layer({"strategy": {"name": name, **typed}}, {"strategy": origin})

@@ -16,7 +16,7 @@ from drivetrain.paper.step import PaperStep, PlayedStep, play
 from drivetrain.paper.work import PaperUnit
 from drivetrain.planner.far import far_method
 from drivetrain.planner.layout import (
-    InstalledKinds,
+    InstalledPlans,
     PlannedLayout,
     difference,
     leaving_hosts,
@@ -179,7 +179,7 @@ class Predictor:
 
     def __init__(self, task: Task) -> None:
         self.task = task
-        self.installed = InstalledKinds()
+        self.installed = InstalledPlans()
         self._prices: dict[tuple[str, tuple[tuple[str, int], ...]], HardwarePrices] = {}
         self._costs: dict[int, UnitCosts] = {}
         self._units = lru_cache(maxsize=64)(self._made)
@@ -205,7 +205,7 @@ class Predictor:
         prices = self.prices(planned, axes)
         costs = self._costs.setdefault(id(prices), UnitCosts(prices.without_latency()))
         units = self._units(planned.micro_batch, planned.recompute, planned.precision)
-        return planned.kind.bound(planned.config, units, run, costs)
+        return planned.kind.planning().bound(planned.config, units, run, costs)
 
     def _sample(
         self, planned: PlannedLayout, axes: Mapping[str, int], micro_batches: int
@@ -293,7 +293,7 @@ class Predictor:
         """Draw a layout's step with so many micro-batches."""
         run = self._run(planned, axes, micro_batches)
         units = self._units(planned.micro_batch, planned.recompute, planned.precision)
-        return planned.kind.step(planned.config, units, run)
+        return planned.kind.planning().step(planned.config, units, run)
 
     def _run(self, planned: PlannedLayout, axes: Mapping[str, int], micro_batches: int) -> PaperRun:
         run = PaperRun(axes, micro_batches, planned.precision, self.task.per_host)

@@ -33,6 +33,9 @@ from drivetrain.errors import CollectiveError, StorageError, UsageError
 from drivetrain.links.kept import kept_by, take_kept
 from drivetrain.links.linked import route_linked
 from drivetrain.links.one_bit_adam import FrozenAdam, refuse_clipping
+from drivetrain.paper.contract import Planning
+from drivetrain.paper.data_parallel import DataParallelPlanning, Sharing
+from drivetrain.paper.run import PaperRun
 from drivetrain.parts.buckets import LentBuffers
 from drivetrain.parts.naming import named_parameters
 from drivetrain.parts.replicate import replicate
@@ -86,7 +89,6 @@ class ShardedStrategy(Strategy[ConfigT], Generic[ConfigT]):
         adam: steps with frozen variances, where momenta cross a link; None: gradients do.
     """
 
-    layout_keys: ClassVar[Mapping[str, str]] = {OFFLOAD: OFFLOAD}
     adam: FrozenAdam | None = None
     rounds: Rounds
     reduce: Reduce
@@ -509,14 +511,32 @@ class ShardedStrategy(Strategy[ConfigT], Generic[ConfigT]):
         return Cost(held=held, sent=sent)
 
     @classmethod
-    def stepped(cls, config: ConfigT, model: ModelSpec, run: Run) -> Mapping[str, tuple[int, int]]:
-        """Return the range of each trainable parameter of which this rank has a fragment."""
-        rank = cls.lines(config, run).sharing.axis.rank
-        flats = [flat for unit in cls.plan(config, model, run) for flat in unit.trainable]
-        return {place.name: place.shares[rank] for flat in flats for place in flat.places}
+    @abstractmethod
+    def sharing(cls, config: ConfigT, run: PaperRun) -> Sharing:
+        """Return what the ranks divide, for plans.
+
+        Raises:
+            ConfigError: state lies in a store whose time is not known.
+        """
 
     @classmethod
-    def options_of_layout(cls, keys: Mapping[str, str]) -> Mapping[str, Any]:
+    def planning(cls) -> Planning:
+        """Return plans of the step of data parallelism over what the options divide."""
+        return ShardedPlanning(cls, cls.sharing)
+
+
+class ShardedPlanning(DataParallelPlanning):
+    """Plans of a strategy over units, whose optimizer state may lie in a store."""
+
+    layout_keys: ClassVar[Mapping[str, str]] = {OFFLOAD: OFFLOAD}
+
+    def stepped(self, config: Any, model: ModelSpec, run: Run) -> Mapping[str, tuple[int, int]]:
+        """Return the range of each trainable parameter of which this rank has a fragment."""
+        rank = self.kind.lines(config, run).sharing.axis.rank
+        flats = [flat for unit in self.kind.plan(config, model, run) for flat in unit.trainable]
+        return {place.name: place.shares[rank] for flat in flats for place in flat.places}
+
+    def options_of_layout(self, keys: Mapping[str, str]) -> Mapping[str, Any]:
         """Return the options of the keys; a store on a disk gets a directory."""
         options = dict(super().options_of_layout(keys))
         store = options.pop(OFFLOAD, NOWHERE)
@@ -525,9 +545,8 @@ class ShardedStrategy(Strategy[ConfigT], Generic[ConfigT]):
             options[OFFLOAD] = {"optimizer": store, **place}
         return options
 
-    @classmethod
     def layouts(
-        cls, blocks: int, heads: int, ranks: int, per_host: int
+        self, blocks: int, heads: int, ranks: int, per_host: int
     ) -> Iterable[Mapping[str, Any]]:
         """Return state on the device, in host memory, and on a disk."""
         return ({}, {OFFLOAD: "cpu"}, {OFFLOAD: DISK})

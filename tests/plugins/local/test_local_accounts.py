@@ -131,7 +131,7 @@ def test_steps_on_paper():
     for precision, inner, share in (("no", "ddp", 1), ("fp16", "ddp", 1), ("bf16", "zero2", 2)):
         run = PaperRun({"dp": 4}, micro_batches=1, precision=precision, per_host=2)
         options = LocalOptions(every=10, inner=NestedStrategy(inner))
-        step = Local.step(options, units, run)
+        step = Local.planning().step(options, units, run)
         # 2 (K-1)/K of the rank's part of 4 bytes each, a tenth per step
         assert step.sent()[0]["dp.far", "all_reduce"] == 4 * 1000 / share / 10
         assert step.held[0]["outer"] == 2 * 4 * 1000 / share
@@ -139,7 +139,7 @@ def test_steps_on_paper():
         assert step.tasks[-1].during == 2 * 4 * 1000 / share
         assert step.tasks[-1].lane == "compute", "the step waits"
         streaming = replace(options, fragments=5, delay=3, keep=0.5)
-        step = Local.step(streaming, units, run)
+        step = Local.planning().step(streaming, units, run)
         assert step.held[0]["outer"] == pytest.approx((2 + 2 / 5) * 4 * 1000 / share)
         assert step.tasks[-1].during == 2 * 4 * 1000 / share / 5
         assert step.tasks[-1].lane == "dp.far"
@@ -152,7 +152,7 @@ def test_steps_on_paper():
         axes, per_host = Local.axes(options, 2 * tp * pp * worker), tp * pp * worker
         assert list(axes.items())[-1] == ("dp", 2 * worker)
         run = PaperRun(axes, micro_batches=1, precision="no", per_host=per_host)
-        step = Local.step(options, units, run)
+        step = Local.planning().step(options, units, run)
         assert [sent["dp.far", "all_reduce"] for sent in step.sent()] == [4 * parts / 10] * pp
         assert [held["outer"] for held in step.held] == [2 * 4 * parts] * pp
         place = axis_places(step.axes, per_host)["dp.far"]
@@ -171,7 +171,9 @@ def test_a_step_on_paper_agrees_with_the_cost(monkeypatch, method):
     layer = nn.Linear(SIDE, SIDE, bias=False, device="meta")
     cost = Local.cost(strategy.config, ModelSpec.of(layer, states=2), strategy.run)
     paper = PaperRun({"dp": 2}, 1, precision="no", per_host=1, far=far_method(method, 2))
-    step = Local.step(strategy.config, [PaperUnit("layer", (), (), ((SIDE**2, False),))], paper)
+    step = Local.planning().step(
+        strategy.config, [PaperUnit("layer", (), (), ((SIDE**2, False),))], paper
+    )
     promised = sum(count for (axis, _), count in cost.sent.items() if axis == "dp.far")
     drawn = sum(count for (axis, _), count in step.sent()[0].items() if axis == "dp.far")
     held = step.held[0]["outer"] + step.held[0].get("errors of links", 0)

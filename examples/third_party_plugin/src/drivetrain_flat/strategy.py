@@ -9,10 +9,8 @@ from torch import nn
 from drivetrain import Cost, ModelSpec, Run, UsageError, option
 from drivetrain.collectives import Handle, sent_elements
 from drivetrain.cost import TensorSpec
-from drivetrain.paper.data_parallel import Sharing, data_parallel_step
-from drivetrain.paper.run import PaperRun
-from drivetrain.paper.step import PaperStep
-from drivetrain.paper.work import PaperUnit
+from drivetrain.paper.contract import Planning
+from drivetrain.paper.data_parallel import DataParallelPlanning, Sharing
 from drivetrain.parts.buckets import MIB, Bucket, BucketLayout, plan_buckets
 from drivetrain.replicated import ReplicatedStrategy
 from drivetrain.runtime.precision import Precision
@@ -111,6 +109,8 @@ class Flat(ReplicatedStrategy[FlatConfig]):
         return cls.whole(model, {("dp", "all_reduce"): sent, ("dp", "broadcast"): broadcast}, held)
 
     @classmethod
-    def step(cls, config: FlatConfig, units: Sequence[PaperUnit], run: PaperRun) -> PaperStep:
-        """Draw the step for ``drivetrain plan``: buckets beside the last backward."""
-        return data_parallel_step(units, run, Sharing(bucket=round(config.bucket_mib * MIB)))
+    def planning(cls) -> Planning:
+        """Return plans of whole state, and of buckets beside the last backward."""
+        return DataParallelPlanning(
+            cls, lambda config, run: Sharing(bucket=round(config.bucket_mib * MIB))
+        )

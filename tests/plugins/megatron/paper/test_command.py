@@ -12,9 +12,10 @@ from rich.console import Console
 from drivetrain.errors import ConfigError
 from drivetrain.paper.transformer import GptShape
 from drivetrain_launch.cli import run
+from drivetrain_megatron import Megatron
 from drivetrain_megatron.paper.command import Gantt, save_picture
 from drivetrain_megatron.paper.simulate import simulate
-from drivetrain_megatron.paper.step import CellOnPaper, cut_into_stages, divided
+from drivetrain_megatron.paper.step import cut_into_stages, divided
 from drivetrain_megatron.pipeline.schedules import (
     SCHEDULES,
     Action,
@@ -286,7 +287,7 @@ def test_inputs_of_recomputed_blocks_are_divided_with_the_tokens_alone():
 
 
 def test_divisions_to_try_stay_inside_of_hosts_and_divide_the_model():
-    found = list(CellOnPaper.layouts(blocks=12, heads=8, ranks=16, per_host=4))
+    found = list(Megatron.planning().layouts(blocks=12, heads=8, ranks=16, per_host=4))
     assert {each["tp"] for each in found} == {1, 2, 4}
     assert {each["schedule"] for each in found} == {"1f1b", "interleaved"}
     for each in found:
