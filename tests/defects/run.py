@@ -35,7 +35,8 @@ PACKAGES = ("src", "plugins", "launch")
 COPIED = (
     *PACKAGES,
     *("tests", "benchmarks", "examples", "docs"),
-    *("pyproject.toml", "mkdocs.yml", "README.md", "CONTRIBUTING.md", "CHANGELOG.md"),
+    *("pyproject.toml", "mkdocs.yml", "LICENSE"),
+    *("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"),
 )
 SLOW_TO_IMPORT = ("torch._dynamo", "torch.distributed.fsdp")
 TIMEOUT_S = 900

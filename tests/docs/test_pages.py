@@ -74,7 +74,7 @@ def without_blocks(page):
 def test_links_lead_somewhere():
     links = [
         (page, target)
-        for page in [*PAGES, ROOT / "CHANGELOG.md"]
+        for page in [*PAGES, ROOT / "CHANGELOG.md", ROOT / "SECURITY.md"]
         for target in re.findall(
             r"\[[^\]]*\]\(([^)\s]+)\)", re.sub("`[^`]*`", "CODE", without_blocks(page))
         )
