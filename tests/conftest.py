@@ -1,8 +1,8 @@
 """Which tests run: a diagonal of every matrix on ranks, or with ``--exhaustive`` all of it.
 
 A test on ranks that is parametrised over several things has a product of cases. The default run
-takes the first values of all parameters, then the second values, then the third: each shows values
-that the cases before it did not. Four ranks and more share the cores of a small machine: a test on
+takes the first values of all parameters, then the second values: each shows values that the case
+before it did not. Four ranks and more share the cores of a small machine: a test on
 so many takes one case. Tests that need no ranks run whole, and so do those marked ``complete``:
 other tests read the files that they leave. What is marked ``exhaustive`` is not even collected.
 
@@ -12,6 +12,7 @@ all have been run; after five minutes it begins no further test.
 
 import gc
 import multiprocessing
+import os
 import time
 import zlib
 from collections import defaultdict
@@ -25,7 +26,7 @@ from left_behind import Remains
 from reserved_ports import reserved_port
 from two_at_a_time import pytest_runtest_protocol  # noqa: F401 - a hook
 
-CASES, CASES_ON_MANY, MANY = 3, 1, 4
+CASES, CASES_ON_MANY, MANY = 2, 1, 4
 """Cases of a matrix, and those of one on many ranks; how many ranks that is."""
 
 STARTED = pytest.StashKey[float]()
@@ -52,6 +53,8 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     if config.getoption("share") is not None:
         config.option.exhaustive = True
+    if config.option.exhaustive:
+        os.environ["EXHAUSTIVE_TESTS"] = "1"  # for ranks, which know no options of pytest
     config.stash[STARTED] = time.monotonic()
     # Programs and ranks are copies of one server: whichever comes first starts it.
     multiprocessing.set_forkserver_preload([*PRELOADED, *config.getini("ranks_preload")])

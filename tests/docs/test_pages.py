@@ -100,11 +100,11 @@ def test_paths_in_code_exist():
 
 def test_ways_of_the_architecture_page_are_there_and_short():
     text = (DOCS / "architecture.md").read_text()
-    for title, most in {"A parameter's way": 7, "A gradient's way": 8}.items():
+    for title in ("A parameter's way", "A gradient's way"):
         section = text.partition(f"## {title}\n")[2].partition("\n## ")[0]
         stops = re.findall(r"`([\w/]+\.py):(\w+)`", section)
-        assert len(stops) > most
-        assert len({file for file, _ in stops}) <= most
+        assert 6 < len(stops) <= 10
+        assert len({file for file, _ in stops}) <= 6
         missing = [
             f"{file}:{function}"
             for file, function in stops

@@ -100,6 +100,7 @@ def test_window(name):
     check(name, loss_outside, pp=2, accumulation=3)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.ranks(3)
 def test_three_stages_of_four_blocks():
     name = "gpt2"
@@ -114,6 +115,7 @@ def test_a_matrix_of_all_stages():
     check("one matrix", loss_outside, pp=3, micro_batches=3, rows=7)
 
 
+@pytest.mark.exhaustive
 @EACH
 @pytest.mark.ranks(4)
 def test_four_stages(name):
