@@ -18,7 +18,6 @@ config.py            the knobs
 strategy.py          ``Ddp``: the contract, bytes held and sent
 reducer.py           hooks, readiness, launch and end of buckets (steps 2-5)
 compression.py       a bucket on the wire: whole, or in half precision
-momentum.py          a bucket on the wire: momenta, under 1-bit Adam
 powersgd.py          a bucket on the wire: matrices of low rank
 ==================== ================================================================
 """

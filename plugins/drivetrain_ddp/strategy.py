@@ -6,25 +6,27 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from typing_extensions import override
 
+from drivetrain.collectives import Communicator
 from drivetrain.cost import Cost, ModelSpec
 from drivetrain.errors import ConfigError
 from drivetrain.links.chosen import LinkMethods
 from drivetrain.links.kept import take_kept
 from drivetrain.links.linked import hosts_apart, route_linked
-from drivetrain.links.one_bit_adam import check_momentum, frozen_adam, refuse_clipping
+from drivetrain.links.one_bit_adam import FrozenAdam, check_momentum, frozen_adam, refuse_clipping
 from drivetrain.paper.contract import Planning
 from drivetrain.paper.data_parallel import DataParallelPlanning, Sharing
 from drivetrain.paper.run import PaperRun
-from drivetrain.parts.buckets import MIB
+from drivetrain.parts.buckets import MIB, Bucket
 from drivetrain.parts.naming import named_parameters
 from drivetrain.replicated import ReplicatedStrategy
 from drivetrain.runtime.precision import Precision
 from drivetrain.runtime.world import World
 from drivetrain.shards import Reader, Shard
 from drivetrain.strategy import Form, Prepared, Run
+from drivetrain_ddp.compression import CommunicationHook, Finish
 from drivetrain_ddp.config import DdpConfig
-from drivetrain_ddp.momentum import MomentumHook
 from drivetrain_ddp.reducer import BucketReducer
 
 
@@ -187,3 +189,30 @@ def _sharing(config: DdpConfig, run: PaperRun) -> Sharing:
             "compression is not drawn; leave hook out"
         )
     return Sharing(bucket=round(config.bucket_mib * MIB))
+
+
+# --- A bucket on the wire after the warm-up of 1-bit Adam ---
+
+
+class MomentumHook(CommunicationHook):
+    """Sums momenta over the ranks, for parameters whose variance is frozen; the others' gradients.
+
+    Args:
+        adam: has the momenta.
+    """
+
+    def __init__(self, adam: FrozenAdam) -> None:
+        super().__init__()
+        self._adam = adam
+
+    @override
+    def start(self, bucket: Bucket, missing: Sequence[int], communicator: Communicator) -> Finish:
+        gradients = dict(zip(bucket.parameters, bucket.views, strict=True))
+        turn_back = self._adam.exchange(gradients, communicator.size)
+        wait = super().start(bucket, missing, communicator)
+
+        def finish() -> None:
+            wait()
+            turn_back()
+
+        return finish

@@ -15,7 +15,6 @@ new parameters back.
 
 =======================  =========================================================================
 engine.py                keeps state in a store; submits an update per unit, forward waits per unit
-stored.py                the stores that options name, and the shards in them
 tiers.py                 the bytes of each tier, compared with the room of the machine
 strategy.py              the strategy ``offload``: another strategy by name, with stores chosen
 disk_bench.py            the command ``drivetrain disk-bench``; disk_speed.py measures for it

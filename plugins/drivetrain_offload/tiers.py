@@ -33,10 +33,10 @@ from drivetrain.collectives.facts import gather_facts
 from drivetrain.cost import ModelSpec, TensorSpec
 from drivetrain.errors import PreflightError
 from drivetrain.log import get_logger
+from drivetrain.memory import device_room, disk_room, host_room
 from drivetrain.parts.naming import named_parameters
 from drivetrain.registry import stores
 from drivetrain.runtime.precision import Precision
-from drivetrain.runtime.room import device_room, disk_room, host_room
 from drivetrain.runtime.world import World
 from drivetrain.sharding.layout import FlatLayout, UnitLayout
 from drivetrain.sharding.options import OffloadOptions

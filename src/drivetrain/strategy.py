@@ -19,8 +19,8 @@ from drivetrain.cost import Cost, ModelSpec
 from drivetrain.data.examples import ExampleBatches
 from drivetrain.errors import UsageError
 from drivetrain.links.chosen import LinkMethods, OverLinks
-from drivetrain.model.profiled import Profiled
 from drivetrain.paper.contract import Planning
+from drivetrain.parts.blocks import model_units
 from drivetrain.parts.naming import named_parameters
 from drivetrain.parts.saved_state import KeepsState
 from drivetrain.registry import strategies
@@ -90,8 +90,8 @@ def find_strategy(name: str, options: Any = None) -> tuple[type["Strategy[Any]"]
     return kind.stands_for(kind.Config() if options is None else options)
 
 
-class Verifiable:
-    """The part of the contract for commands that compare strategies in their forms."""
+class Comparable:
+    """The part of the contract for commands that compare forms, ranks, or the modules of a run."""
 
     @classmethod
     def variants(cls, world_size: int) -> Sequence[Mapping[str, Any]]:
@@ -102,6 +102,19 @@ class Verifiable:
     def forms(cls, world: World) -> Sequence[Form]:
         """Return the forms whose costs ``estimate`` and the wizard compare: those of ``verify``."""
         return [Form(options) for options in cls.variants(world.size)]
+
+    @classmethod
+    def stages(cls, config: Any) -> Sequence[str]:
+        """Return the axes whose ranks compute other parts of the model: by default none."""
+        return ()
+
+    def units(self, module: nn.Module) -> Mapping[str, nn.Module]:
+        """Return the modules of this rank's computation in their order, by name.
+
+        Args:
+            module: as ``unwrap`` returns it.
+        """
+        return model_units(module)
 
     @property
     def draws_masks(self) -> bool:
@@ -122,8 +135,7 @@ class Verifiable:
 class Strategy(
     Readable,
     KeepsState,
-    Verifiable,
-    Profiled,
+    Comparable,
     OverLinks,
     ABC,
     Generic[ConfigT],

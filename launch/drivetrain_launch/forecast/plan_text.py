@@ -19,7 +19,7 @@ SMALL = 0.002
 
 def file_of(task: "Task", prediction: "Prediction") -> str:
     """Return the configuration file of a layout."""
-    from drivetrain.planner.run_file import run_file
+    from drivetrain.planner.layout import run_file
 
     return run_file(prediction.planned, prediction.micro_batches, task.hosts, task.per_host)
 

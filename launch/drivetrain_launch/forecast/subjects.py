@@ -13,8 +13,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from drivetrain.data.examples import first_rows
 from drivetrain.errors import ConfigError
 from drivetrain.model.first_batch import Candidate, batches_as_arguments, guessed_inputs
-from drivetrain.paper.model import PaperModel
 from drivetrain.paper.seen import ROWS, seen_model
+from drivetrain.paper.transformer import PaperModel
 from drivetrain_launch.forecast.models import (
     CONFIG_FILE,
     FACTORY,

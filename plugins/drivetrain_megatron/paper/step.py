@@ -14,8 +14,7 @@ from typing import Any, ClassVar
 
 from drivetrain.cost import ModelSpec
 from drivetrain.errors import ConfigError
-from drivetrain.paper.bounds import PaperBound, UnitCosts, stage_bound
-from drivetrain.paper.contract import Planning
+from drivetrain.paper.contract import PaperBound, Planning, UnitCosts, stage_bound
 from drivetrain.paper.run import PaperRun
 from drivetrain.paper.step import COMPUTE, PaperStep, PaperTask
 from drivetrain.paper.work import (

@@ -23,8 +23,7 @@ from drivetrain.collectives.neighbors import Tag
 from drivetrain.errors import CollectiveError, ConfigError
 from drivetrain.log import get_logger
 from drivetrain.ranges import WAIT, named_range
-from drivetrain.runtime.lines import lines_along
-from drivetrain.runtime.mesh import Axis
+from drivetrain.runtime.mesh import Axis, lines_along
 from drivetrain.strategy import Run
 from drivetrain.traffic import Traffic
 

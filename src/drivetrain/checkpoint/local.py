@@ -40,7 +40,7 @@ from drivetrain.checkpoint.tensorfile import FileRecord, HashedFile, file_record
 from drivetrain.collectives.meeting import named
 from drivetrain.errors import CheckpointError
 from drivetrain.log import get_logger
-from drivetrain.runtime.room import disk_room, host_room
+from drivetrain.memory import disk_room, host_room
 from drivetrain.runtime.world import World, memory_kept_mark, restarts
 
 logger = get_logger(__name__)

@@ -18,10 +18,9 @@ import torch
 import torch.distributed as dist
 from pydantic import TypeAdapter, ValidationError
 
-from drivetrain.collectives.meeting import WAY_OUT, meet, named
+from drivetrain.collectives.meeting import WAY_OUT, meet, named, script_line
 from drivetrain.errors import CollectiveError, RankMismatchError, UsageError
 from drivetrain.runtime.mesh import Axis
-from drivetrain.runtime.script import script_line
 from drivetrain.runtime.world import collect_texts, gather_texts, share_text
 
 Ranks: TypeAlias = dist.ProcessGroup | Axis | None

@@ -7,11 +7,14 @@ without beginning the operation that this one waits for, or two ranks have diffe
 under way at the same place of one order. Nothing is looked at before that half second.
 """
 
+import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from pathlib import Path
+from types import FrameType
 from typing import Any
 from weakref import WeakKeyDictionary, finalize
 
@@ -23,7 +26,6 @@ from drivetrain.collectives.neighbors import Tag
 from drivetrain.collectives.order import Header, disagreement
 from drivetrain.errors import CollectiveError
 from drivetrain.runtime.board import BoardRow, board
-from drivetrain.runtime.script import script_line
 from drivetrain.runtime.words import Word, begin_meeting, heard, reached, running, say
 
 FIRST_LOOK_S, LONGEST_PAUSE_S = 0.5, 30.0
@@ -269,3 +271,29 @@ def _let_fail(group: dist.ProcessGroup | None) -> None:
         chosen.recv([token], neighbor, Tag.ALARM).wait(timedelta(milliseconds=1))
     except RuntimeError:
         return
+
+
+# --- finds the line of the user's script that a thread is at, behind the frames of libraries ---
+
+
+_LIBRARIES = frozenset(
+    {"drivetrain", "torch", "contextlib", "threading", "concurrent", "functools", "accelerate"}
+)
+"""Top-level modules that are not the script."""
+
+
+def script_line(*, main: bool = False) -> str:
+    """Return ``file:line`` of the innermost frame of the script, "" without one.
+
+    Args:
+        main: look at the main thread, whichever thread this is.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    if main:
+        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None:
+        top = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        if top not in _LIBRARIES and not top.startswith("drivetrain_"):
+            return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""

@@ -8,6 +8,7 @@ ranks divides at the end. Gradients that earlier windows left, for this window t
 values.
 """
 
+import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -26,7 +27,6 @@ from drivetrain.facade.prepared import PreparedModel, PreparedObjects
 from drivetrain.facade.settings import Runs
 from drivetrain.parts.norms import clip_
 from drivetrain.runtime import rng
-from drivetrain.runtime.garbage import SharedCollections
 from drivetrain.runtime.gradient_state import GradientState
 from drivetrain.runtime.mesh import Axis
 from drivetrain.runtime.scaler import LossScaler
@@ -534,3 +534,41 @@ def _subset(entry: PreparedModel, given: list[Tensor]) -> list[nn.Parameter] | N
         names = {name for key, name in entry.strategy.names().items() if key in wanted}
         chosen += [each for each in trainable if entry.names.get(id(each)) in names]
     return chosen
+
+
+# --- python's garbage collections, after the same steps on all ranks ---
+
+
+class SharedCollections:
+    """Collects garbage after the same steps on all ranks, and keeps Python from it in between.
+
+    Args:
+        every: steps from one collection to the next; 0 leaves Python alone.
+    """
+
+    def __init__(self, every: int) -> None:
+        self._every = every
+        self._began = self._was_enabled = False
+        self._last = 0
+
+    def after_step(self, step: int) -> None:
+        """Collect after the first step, and after each so many steps.
+
+        Args:
+            step: number of the optimizer step, from 1.
+        """
+        if not self._every:
+            return
+        if not self._began:
+            self._began, self._was_enabled = True, gc.isenabled()
+            gc.disable()
+            gc.collect()
+        elif step // self._every != self._last // self._every:
+            gc.collect()
+        self._last = step
+
+    def release(self) -> None:
+        """Let Python collect by itself again, if it did before."""
+        if self._began and self._was_enabled:
+            gc.enable()
+        self._began = False

@@ -5,8 +5,10 @@ Activations follow Korthikanti et al. 2022 (arXiv 2205.05198), section 4: a laye
 (arXiv 2104.04473), appendix: a forward has ``24 B s h^2 (1 + s / 6h)`` operations per layer.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from typing import Protocol
 
 from drivetrain.errors import ConfigError
 from drivetrain.paper.work import (
@@ -217,3 +219,47 @@ class GptShape:
             repeated=False,
             borrowed=self.vocab * self.hidden - own,
         )
+
+
+# --- the model of a plan ---
+
+
+class PaperModel(Protocol):
+    """A model on paper: sizes alone, or a module that was looked at."""
+
+    @property
+    def layers(self) -> int:
+        """Number of repeated blocks, between which a pipeline may be cut."""
+        ...
+
+    @property
+    def heads(self) -> int:
+        """Heads of attention that tensor parallelism divides; 0 without attention."""
+        ...
+
+    @property
+    def seq(self) -> int:
+        """Tokens of a sample; 1 where a sample is no sequence."""
+        ...
+
+    @property
+    def parameters(self) -> int:
+        """Number of distinct parameters."""
+        ...
+
+    def model_flops(self, batch: int) -> float:
+        """Return the operations of a step on a batch of samples, without recomputation."""
+        ...
+
+    def units(
+        self, micro_batch: int, recompute: Recompute, *, fused: bool, width: int = 2
+    ) -> Sequence[PaperUnit]:
+        """Return the units in the order of forward; equal ones are the same object.
+
+        Args:
+            micro_batch: samples.
+            recompute: what blocks compute again in backward.
+            fused: whether attention is one kernel that keeps no scores.
+            width: bytes of a number.
+        """
+        ...

@@ -24,15 +24,15 @@ from drivetrain.hardware.catalog import load_hardware, name_of_device, names_a_d
 from drivetrain.hardware.description import Hardware
 from drivetrain.hardware.sizes import GIB, size_text
 from drivetrain.links.chosen import AUTO, EXACT
+from drivetrain.memory import host_room
 from drivetrain.model.first_batch import Candidate, batches_as_arguments, guessed_inputs
 from drivetrain.paper.contract import Planning, StrategyPick
 from drivetrain.paper.seen import seen_model
-from drivetrain.planner.approximations import permitted_methods
+from drivetrain.planner.candidates import permitted_methods
 from drivetrain.planner.fit import fits, judged, more_hosts, room_of
 from drivetrain.planner.layout import PlannedLayout, layout_of, plain
 from drivetrain.planner.predict import Prediction, Predictor, Task
 from drivetrain.runtime.precision import Precision
-from drivetrain.runtime.room import host_room
 from drivetrain.runtime.world import World
 from drivetrain.strategy import Form, Run, Strategy
 

@@ -5,22 +5,25 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
+import torch
 import yaml
 
-from drivetrain.config import Layer, ValueOrigin
+from drivetrain.collectives.stretch import ParameterRow, Stretch
+from drivetrain.config import DtypesConfig, Layer, RunConfig, ValueOrigin
 from drivetrain.config.resolve import resolve
+from drivetrain.config.schema import FarConfig, LinksConfig
 from drivetrain.errors import ConfigError
 from drivetrain.hardware.prices import AxisPlace, HardwarePrices
-from drivetrain.links.chosen import BF16, EXACT
+from drivetrain.links.chosen import BF16, EXACT, LinkMethods
 from drivetrain.links.compressor import Honesty
 from drivetrain.paper.contract import Planning
-from drivetrain.paper.run import BYTES
+from drivetrain.paper.run import BYTES, FarMethod
 from drivetrain.paper.step import COMPUTE, STORE_LANES, PaperStep, PaperTask, PlayedStep, PlayedTask
 from drivetrain.paper.work import Collective, MatrixProduct, MemoryPass
-from drivetrain.planner.far import methods_of
 from drivetrain.registry import strategies
+from drivetrain.runtime.mesh import Axis
 from drivetrain.runtime.precision import Precision
 from drivetrain.strategy import Strategy, find_strategy
 
@@ -370,3 +373,98 @@ def difference(parts: Mapping[str, float], others: Mapping[str, float]) -> tuple
     lost = {name: seconds - others.get(name, 0.0) for name, seconds in parts.items()}
     name = max(lost, key=lost.__getitem__)
     return name, lost[name]
+
+
+# --- the methods for slow links that a layout names, in the numbers of a step on paper ---
+
+
+SIDE = 4096
+"""Rows and columns of the matrix for which a method tells its bytes: those of large models."""
+
+
+@lru_cache(maxsize=64)
+def far_method(name: str, hosts: int) -> FarMethod | None:
+    """Return a method between so many hosts; None for exact sums, and on one host.
+
+    Raises:
+        ConfigError: no such method is installed, or it sums no gradients.
+    """
+    methods = methods_of(name)
+    if methods.gradients is None or hosts == 1:
+        return None
+    far = Axis(name="dp.far", size=hosts, rank=0, ranks=tuple(range(hosts)),
+               hosts=tuple(f"host {host}" for host in range(hosts)))  # fmt: skip
+    numel = SIDE * SIDE
+    whole = Stretch.of(numel, torch.float32, [ParameterRow("weight", (SIDE, SIDE), 0, 0)])
+    edges = [numel * index // hosts for index in range(hosts + 1)]
+    pieces = [[whole.cut(*edges[index : index + 2])] for index in range(hosts)]
+    sent, divided = (
+        sum(methods.gradients.sent(far, pieces, everywhere=everywhere).values()) / whole.nbytes
+        for everywhere in (True, False)
+    )
+    held = methods.gradients.held(far, pieces, everywhere=True) / whole.nbytes
+    return FarMethod(name, sent, divided, held)
+
+
+@lru_cache(maxsize=64)
+def methods_of(gradients: str, *, rounds_activations: bool = False) -> LinkMethods:
+    """Return the methods of a run whose gradients and activations cross hosts so.
+
+    Raises:
+        ConfigError: see ``far_method``.
+    """
+    far = far_settings(gradients, BF16 if rounds_activations else EXACT)
+    return LinkMethods.configured(LinksConfig(far=far))
+
+
+def far_settings(gradients: str, activations: Literal["exact", "bf16"] = EXACT) -> FarConfig:
+    """Return the section ``links.far`` of a layout."""
+    return FarConfig(gradients=gradients, activations=activations)
+
+
+# --- the configuration of a layout, as ``drivetrain launch --config`` reads it ---
+
+
+def run_file(planned: PlannedLayout, micro_batches: int, hosts: int, per_host: int) -> str:
+    """Return the YAML of a layout: strategy, precision, recompute, accumulation, ranks.
+
+    Args:
+        planned: the layout.
+        micro_batches: of a step, on each data-parallel rank.
+        hosts: of the run.
+        per_host: ranks of a host.
+    """
+    values: dict[str, Any] = {
+        "strategy": {"name": planned.strategy, **plain(planned.values)},
+        **run_settings(planned, micro_batches),
+        "launch": {"nproc_per_node": per_host, "nnodes": hosts},
+    }
+    first = f"# A batch of the loader has {planned.micro_batch} samples: the plan's micro_batch.\n"
+    return first + yaml.safe_dump(values, sort_keys=False)
+
+
+def run_settings(planned: PlannedLayout, micro_batches: int) -> dict[str, Any]:
+    """Return the keys of a configuration that a layout decides beside its strategy."""
+    found: dict[str, Any] = {"precision": planned.precision}
+    if _converts(planned):
+        found["dtypes"] = {"param": planned.precision}
+    found["accumulation"] = micro_batches
+    if planned.recompute != "none":
+        found["recompute"] = {"mode": planned.recompute}
+    methods = {"gradients": planned.links, "activations": planned.activations}
+    if far := {use: name for use, name in methods.items() if name != EXACT}:
+        found["links"] = {"far": far}
+    return found
+
+
+def _converts(planned: PlannedLayout) -> bool:
+    """Whether forward reads parameters of two bytes: not where a strategy keeps no masters."""
+    if planned.precision == "no":
+        return False
+    dtypes = DtypesConfig(param=planned.precision)  # type: ignore[arg-type]
+    run = RunConfig(precision=planned.precision, dtypes=dtypes)  # type: ignore[arg-type]
+    try:
+        planned.kind.check_options(planned.config, Precision.configured(run))
+    except ConfigError:
+        return False
+    return True

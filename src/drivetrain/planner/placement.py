@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from drivetrain.errors import ConfigError
 from drivetrain.hardware.description import HostPairs
-from drivetrain.runtime.lines import lines_along
+from drivetrain.runtime.mesh import lines_along
 
 MOST_EXHAUSTIVE = 7
 """Hosts of which every order is tried; more are put in a chain of best links, then swapped."""

@@ -9,16 +9,16 @@ from drivetrain.errors import ConfigError
 from drivetrain.hardware.description import Hardware
 from drivetrain.hardware.prices import HardwarePrices, axis_places
 from drivetrain.links.chosen import EXACT
-from drivetrain.paper.bounds import PaperBound, UnitCosts
-from drivetrain.paper.model import PaperModel
+from drivetrain.paper.contract import PaperBound, UnitCosts
 from drivetrain.paper.run import BYTES, PaperRun
 from drivetrain.paper.step import PaperStep, PlayedStep, play
+from drivetrain.paper.transformer import PaperModel
 from drivetrain.paper.work import PaperUnit
-from drivetrain.planner.far import far_method
 from drivetrain.planner.layout import (
     InstalledPlans,
     PlannedLayout,
     difference,
+    far_method,
     leaving_hosts,
     parts_of,
 )

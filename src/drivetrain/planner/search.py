@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from drivetrain.errors import ConfigError
 from drivetrain.hardware.sizes import size_text
 from drivetrain.links.compressor import Honesty
-from drivetrain.planner.approximations import APPROXIMATED, Approximations
-from drivetrain.planner.candidates import candidates
+from drivetrain.planner.candidates import APPROXIMATED, Approximations, candidates
 from drivetrain.planner.fit import fits, judged, more_hosts, room_of
 from drivetrain.planner.layout import PlannedLayout, layout_of
 from drivetrain.planner.predict import FRAGMENTS, Prediction, Predictor, Task

@@ -13,7 +13,6 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from drivetrain.errors import ConfigError
-from drivetrain.runtime.lines import connected, lines_along, neighbors_of
 from drivetrain.runtime.world import World
 
 
@@ -382,3 +381,33 @@ def _start(axis: Axis, lines: Iterable[tuple[int, ...]], world: World) -> Axis:
         if world.rank in line:
             mine = group
     return replace(axis, group=mine)
+
+
+# --- the lines of a mesh ---
+
+
+def lines_along(name: str, sizes: Mapping[str, int]) -> Iterator[tuple[int, ...]]:
+    """Yield the lines of global ranks along one axis."""
+    cumulative = itertools.accumulate([1, *sizes.values()], lambda a, b: a * b)
+    strides = dict(zip(sizes, cumulative, strict=False))
+    others = [
+        [strides[axis] * i for i in range(size)] for axis, size in sizes.items() if axis != name
+    ]
+    for corner in itertools.product(*reversed(others)):
+        yield tuple(sum(corner) + strides[name] * i for i in range(sizes[name]))
+
+
+def neighbors_of(lines: Iterable[tuple[int, ...]], size: int) -> Iterator[tuple[int, ...]]:
+    """Yield the groups of ``size`` neighbors into which lines are cut."""
+    for line in lines:
+        for start in range(0, len(line), size):
+            yield line[start : start + size]
+
+
+def connected(lines: Mapping[str, Iterable[tuple[int, ...]]]) -> list[tuple[int, ...]]:
+    """Return the sets of ranks that lines of any axis connect, each in ascending order."""
+    found: dict[int, set[int]] = {}
+    for line in itertools.chain.from_iterable(lines.values()):
+        block = set(line).union(*(found.get(rank, ()) for rank in line))
+        found.update(dict.fromkeys(block, block))
+    return sorted({tuple(sorted(block)) for block in found.values()})

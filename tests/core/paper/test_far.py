@@ -9,8 +9,7 @@ from drivetrain.hardware.catalog import load_hardware
 from drivetrain.paper.data_parallel import Sharing, data_parallel_step
 from drivetrain.paper.run import FarMethod, PaperRun
 from drivetrain.paper.transformer import GptShape
-from drivetrain.planner.far import far_method
-from drivetrain.planner.layout import read_layout
+from drivetrain.planner.layout import far_method, read_layout
 from drivetrain.planner.predict import Predictor, Task
 
 SHAPE = GptShape(layers=2, hidden=1024, heads=16, seq=128, vocab=512)

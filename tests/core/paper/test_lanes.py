@@ -5,7 +5,7 @@ import json
 import pytest
 
 from drivetrain.errors import UsageError
-from drivetrain.paper.bounds import UnitCost, stage_bound
+from drivetrain.paper.contract import UnitCost, stage_bound
 from drivetrain.paper.data_parallel import Sharing, data_parallel_step
 from drivetrain.paper.run import PaperRun
 from drivetrain.paper.step import PaperStep, PaperTask, play, write_trace

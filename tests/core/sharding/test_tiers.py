@@ -13,9 +13,9 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Rprop
 from drivetrain.collectives import Route
 from drivetrain.cost import ModelSpec
 from drivetrain.errors import PreflightError
+from drivetrain.memory import group_rooms
 from drivetrain.runtime.mesh import Mesh
 from drivetrain.runtime.precision import Precision
-from drivetrain.runtime.room import group_rooms
 from drivetrain.runtime.world import World
 from drivetrain.sharding.estimate import Estimate, Lines
 from drivetrain.sharding.layout import UnitLayout, arrange

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from drivetrain.testing.conformance.low_twins import LowTwins, copies_loss, in_fp32
+from drivetrain.testing.conformance.precision import LowTwins, copies_loss, in_fp32
 from drivetrain.testing.conformance.twins import everyone
 from drivetrain.testing.models import HIDDEN, OUT, WIDTH, Case
 from stacks import Residual, Stack

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from drivetrain.testing.conformance.low_twins import in_fp32
+from drivetrain.testing.conformance.precision import in_fp32
 from drivetrain.testing.conformance.twins import Twins, adamw, everyone, momentum
 from drivetrain.testing.models import OUT, Case, numbers, squared_error
 from towers import Tower

@@ -14,7 +14,7 @@ from drivetrain.cost import ModelSpec
 from drivetrain.hardware.prices import axis_places
 from drivetrain.paper.run import PaperRun
 from drivetrain.paper.work import PaperUnit
-from drivetrain.planner.far import far_method
+from drivetrain.planner.layout import far_method
 from drivetrain.runtime.mesh import Axis
 from drivetrain.runtime.world import World
 from drivetrain.testing.conformance.accounts import AccountChecks

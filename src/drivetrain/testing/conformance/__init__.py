@@ -14,9 +14,8 @@ which says why in a ``pytest.skip`` or tests another promise instead.
 
 from drivetrain.testing.conformance.accounts import AccountChecks
 from drivetrain.testing.conformance.failures import FailureChecks
-from drivetrain.testing.conformance.loops import LoopChecks
+from drivetrain.testing.conformance.loops import LoopChecks, SeveralChecks
 from drivetrain.testing.conformance.precision import PrecisionChecks
-from drivetrain.testing.conformance.several import SeveralChecks
 from drivetrain.testing.conformance.state import StateChecks
 
 __all__ = ["StrategyConformance"]

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from drivetrain import Accelerator
-from drivetrain.runtime.garbage import SharedCollections
+from drivetrain.facade.gradients import SharedCollections
 
 
 @pytest.fixture

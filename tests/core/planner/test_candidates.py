@@ -7,9 +7,9 @@ from drivetrain.hardware.catalog import load_hardware
 from drivetrain.links.chosen import EXACT, LinkMethods
 from drivetrain.links.compressor import Honesty
 from drivetrain.paper.transformer import GptShape
-from drivetrain.planner.approximations import permitted_methods
+from drivetrain.planner.candidates import permitted_methods
+from drivetrain.planner.layout import run_settings
 from drivetrain.planner.predict import Task
-from drivetrain.planner.run_file import run_settings
 from drivetrain.planner.search import search
 
 SHAPE = GptShape(layers=2, hidden=1024, heads=16, seq=128, vocab=512)
