@@ -9,7 +9,6 @@ import os
 import subprocess
 import sys
 import threading
-import tokenize
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
@@ -144,40 +143,30 @@ def counts_of(met: Iterable[Function]) -> dict[str, int]:
     }
 
 
-WITHOUT_CODE = {
-    tokenize.ENCODING,
-    tokenize.COMMENT,
-    tokenize.NL,
-    tokenize.NEWLINE,
-    tokenize.INDENT,
-    tokenize.DEDENT,
-    tokenize.ENDMARKER,
-}
-
-
 def code_lines(paths: Iterable[Path]) -> int:
     """Return how many lines of files are neither blank nor comments nor docstrings."""
-    return sum(len(_lines_of_code(path) - _lines_of_docstrings(path)) for path in paths)
+    return sum(len(_lines_of_code(path.read_text(encoding="utf-8"))) for path in paths)
 
 
-def _lines_of_code(path: Path) -> set[int]:
-    with path.open("rb") as file:
-        return {
-            line
-            for token in tokenize.tokenize(file.readline)
-            if token.type not in WITHOUT_CODE
-            for line in range(token.start[0], token.end[0] + 1)
-        }
+def _lines_of_code(text: str) -> set[int]:
+    """Return the lines of code by their numbers; all lines of a string that is a value are code."""
+    nodes = list(ast.walk(ast.parse(text)))
+    written = (line.strip() for line in text.splitlines())
+    code = {number for number, line in enumerate(written, 1) if line and line[0] != "#"}
+    for node in nodes:
+        if isinstance(node, (ast.Constant, ast.JoinedStr)):
+            code |= _lines_of(node)
+    for node in nodes:
+        if isinstance(node, DOCUMENTED) and ast.get_docstring(node, clean=False) is not None:
+            code -= _lines_of(node.body[0])
+    return code
 
 
-def _lines_of_docstrings(path: Path) -> set[int]:
-    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    return {
-        line
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, documented) and ast.get_docstring(node, clean=False) is not None
-        for line in range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1)
-    }
+def _lines_of(node: ast.expr | ast.stmt) -> set[int]:
+    return set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+
+
+DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def module_name(path: Path) -> str:

@@ -23,6 +23,7 @@ def folder(tmp_path):
     return str(tmp_path / "checkpoint")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("inner", ["zero2", "plain"])
 def test_windows_and_clipping_are_those_of_data_parallelism(monkeypatch, inner):

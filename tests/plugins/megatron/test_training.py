@@ -42,6 +42,7 @@ def check_training(name, **options):
     both.close()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.ranks(2)
 def test_two_ranks():
     for number, name in enumerate(NAMES):
