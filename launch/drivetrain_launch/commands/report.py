@@ -10,8 +10,7 @@ from drivetrain.errors import ConfigError
 from drivetrain.reporting import measures
 from drivetrain.reporting.history import RunHistory, load_history
 from drivetrain.reporting.page import missing_packages, write_report
-from drivetrain.reporting.summary import differences, status_of, summary_of
-from drivetrain.reporting.words import in_seconds
+from drivetrain.reporting.summary import differences, in_seconds, status_of, summary_of
 from drivetrain_launch.tables import show_table
 
 COMPARISON = Path("comparison")

@@ -24,7 +24,7 @@ from drivetrain.parts.guard import Arguments, Keywords
 from drivetrain.parts.naming import uncompiled
 from drivetrain.parts.rounds import after_backward, in_backward
 from drivetrain.parts.wrapping import UninheritedHook, is_compiled_call
-from drivetrain.reporting.words import in_short
+from drivetrain.reporting.summary import in_short
 
 FORWARD, AGAIN, BACKWARD = "forward", "again", "backward"
 """The phases: ``again`` is a forward that is recomputed in backward."""

@@ -20,7 +20,7 @@ from drivetrain.links.automatic import COUNTED, WARM_UP, Sender, settle_links
 from drivetrain.log import get_logger
 from drivetrain.runtime.gradient_state import GradientState
 from drivetrain.strategy import Run, Strategy
-from drivetrain.telemetry.figures import StepFigures
+from drivetrain.telemetry.figures import StepFigures, StepSums
 from drivetrain.traffic import Traffic
 
 
@@ -61,40 +61,31 @@ class LinkLoad:
 
     def __init__(self, run: Run, link: float, warn: Callable[[str], None]) -> None:
         self._run, self._link, self._warn = run, link, warn
-        self._steps = 0
-        self._seconds = self._waiting = 0.0
-        self._bytes = 0
+        self._judged = False
+        self._sums = StepSums(lambda each: each.steps >= COUNTED, self._judge, skip=WARM_UP)
 
     def take(self, figures: StepFigures) -> None:
         """Take the record of a step."""
-        self._steps += figures.steps
-        if not WARM_UP < self._steps <= WARM_UP + COUNTED:
-            return
-        sent = {tuple_of(key): nbytes for key, nbytes in figures.sent.items()}
-        self._bytes += bytes_between_hosts(sent, self._run)
-        self._seconds += figures.seconds
-        self._waiting += sum(figures.waiting.values())
-        if self._steps == WARM_UP + COUNTED:
-            self._judge()
+        if not self._judged:
+            self._sums.add(figures)
 
-    def _judge(self) -> None:
-        link_s = self._bytes / self._link
-        working_s = self._seconds - (self._waiting or min(link_s, self._seconds))
+    def _judge(self, figures: StepFigures) -> None:
+        self._judged = True
+        parts = ((key.partition("/"), count) for key, count in figures.sent.items())
+        sent = {(axis, operation): count for (axis, _, operation), count in parts}
+        nbytes = bytes_between_hosts(sent, self._run)
+        link_s = nbytes / self._link
+        waiting_s = sum(figures.waiting.values()) or min(link_s, figures.seconds)
+        working_s = figures.seconds - waiting_s
         if link_s <= working_s:
             return
         self._warn(
             f"the link between hosts is too slow for this strategy: a step sends "
-            f"{self._bytes / COUNTED / 1e6:,.1f} MB from each host, {link_s / COUNTED:.3g} s at "
+            f"{nbytes / COUNTED / 1e6:,.1f} MB from each host, {link_s / COUNTED:.3g} s at "
             f"the measured {self._link / 1e6:,.4g} MB/s, and works for {working_s / COUNTED:.3g} "
             "s; accumulate more micro-batches per step, keep sharding inside of hosts, or send "
             "less: 'drivetrain estimate' lists the bytes of every strategy"
         )
-
-
-def tuple_of(key: str) -> tuple[str, str]:
-    """Return axis and operation of a record's key ``AXIS/OPERATION``."""
-    axis, _, operation = key.partition("/")
-    return axis, operation
 
 
 # --- the seconds of a backward in the first steps, by which methods are chosen ---
