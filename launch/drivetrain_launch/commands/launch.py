@@ -137,7 +137,7 @@ def command(
     surroundings = None if explicit else recognise(os.environ)
     resolved = resolve_command_line(config, assignments, flags, surroundings)
     check_seat(resolved, surroundings)
-    from drivetrain_launch.forecast.checking import check_run
+    from drivetrain_launch.forecast.planning import check_run
 
     if standalone and resolved.run.launch.nnodes > 1:
         raise ConfigError(

@@ -24,8 +24,7 @@ from drivetrain.parts.rounds import in_backward
 from drivetrain.parts.wrapping import UninheritedHook
 from drivetrain.runtime.world import record_request
 from drivetrain.verify.doubles import compute_in_doubles, in_doubles, without_dropout
-from drivetrain.verify.record import RunRecord, SavedTensors, StepRecord, state_file
-from drivetrain.verify.request import RecordRequest
+from drivetrain.verify.record import RecordRequest, RunRecord, SavedTensors, StepRecord, state_file
 
 _STATE = re.compile(r"\d+\.")
 """Of an optimizer, and not of a link: ``INDEX.KEY``."""
