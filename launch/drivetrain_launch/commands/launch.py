@@ -45,7 +45,7 @@ from drivetrain_launch.ranks.placement import (
 from drivetrain_launch.ranks.private_folder import memory_folder, temporary_folder
 from drivetrain_launch.ranks.signals import Signals, Stopped
 from drivetrain_launch.ranks.worker import AS_ACCELERATE, as_accelerate_words
-from drivetrain_launch.watching.flight import VARIABLES
+from drivetrain_launch.watching.answers import VARIABLES
 
 LAUNCHERS_OWN = tuple(
     name
