@@ -11,7 +11,6 @@ import click
 
 from drivetrain.config.resolve import Resolved
 from drivetrain.errors import ConfigError
-from drivetrain.profiling.window import StepWindow
 from drivetrain_launch.commands.host_options import (
     TOPOLOGY,
     chosen_hosts,
@@ -145,6 +144,8 @@ def command(
             "leave one of them out"
         )
     if resolved.run.profile.steps != "":
+        from drivetrain.profiling.follower import StepWindow
+
         StepWindow.parse(resolved.run.profile.steps)
     if flags["topology"] is not None:
         listed = _ordered(listed, resolved, flags["topology"])

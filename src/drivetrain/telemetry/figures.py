@@ -17,13 +17,14 @@ after a kill, is read up to there.
 """
 
 import json
-import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, ClassVar, TextIO
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from drivetrain.errors import ConfigError
 
@@ -60,6 +61,8 @@ class StepFigures:
         own: the script's own figures.
     """
 
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(ser_json_inf_nan="strings")
+
     step: int
     steps: int = 1
     time: float = 0.0
@@ -89,15 +92,7 @@ class StepFigures:
 
     def to_json(self) -> str:
         """Return one line of JSON: no NaN, which JSON does not know, and nothing empty."""
-        named = ((name, getattr(self, name)) for name in _NAMES)
-        values = {name: value for name, value in named if _says(value)}
-        try:
-            return _ENCODER.encode(values)
-        except (
-            TypeError,
-            ValueError,
-        ):  # rare: a number that is not finite, another kind of mapping
-            return json.dumps({name: _plain(value) for name, value in values.items()})
+        return _STEP_FIGURES.dump_json(self, exclude_defaults=True).decode()
 
     @classmethod
     def from_json(cls, line: str) -> "StepFigures":
@@ -107,17 +102,15 @@ class StepFigures:
             ConfigError: the line is no record.
         """
         try:
-            values = json.loads(line)
-            known = {name: _number(value) for name, value in values.items() if name in _NAMES}
-            return cls(**known)
-        except (ValueError, TypeError, AttributeError) as error:
+            return _STEP_FIGURES.validate_json(line)
+        except ValidationError as error:
+            reason = error.errors()[0]["msg"]
             raise ConfigError(
-                f"expected a record of a step, found {line[:80]!r}: {error}"
+                f"expected a record of a step, found {line[:80]!r}: {reason}"
             ) from None
 
 
-_ENCODER = json.JSONEncoder(allow_nan=False)
-_NAMES = tuple(each.name for each in fields(StepFigures))
+_STEP_FIGURES = TypeAdapter(StepFigures)
 
 
 def merged(first: StepFigures, second: StepFigures) -> StepFigures:
@@ -163,26 +156,6 @@ def _mean(first: float | None, second: float | None, share: float) -> float | No
     if first is None or second is None:
         return second if first is None else first
     return first * (1 - share) + second * share
-
-
-def _says(value: Any) -> bool:
-    """Whether a value is worth its bytes: it is neither None nor empty nor a count of zero."""
-    return isinstance(value, float) or bool(value)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {name: _plain(each) for name, each in value.items()}
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _number(value: Any) -> Any:
-    """Return numbers that JSON cannot hold, which lines hold as words, as numbers again."""
-    if isinstance(value, str):
-        return float(value)
-    if isinstance(value, dict):
-        return {name: _number(each) for name, each in value.items()}
-    return value
 
 
 class StepSums:

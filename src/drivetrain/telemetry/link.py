@@ -6,9 +6,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from drivetrain.collectives.facts import gather_facts
 from drivetrain.cost import ModelSpec, TensorSpec
@@ -109,19 +107,13 @@ class TimedModel:
         has_run: whether its forward ran since the last step, so that a backward may reach it.
         last_s: seconds of the last backward since the last step; None before one.
         steps: seconds of the last backward of each step.
-        hook: handle of the hook that notes forwards.
     """
 
     entry: PreparedModel
     tensors: Sequence[TensorSpec]
-    hook: RemovableHandle | None = None
     has_run: bool = False
     last_s: float | None = None
     steps: list[float] = field(default_factory=list)
-
-    def note_forward(self, *_: Any) -> None:
-        """Note a forward of training: a hook of the model."""
-        self.has_run = self.has_run or torch.is_grad_enabled()
 
     @property
     def strategy(self) -> Strategy[Any]:
@@ -163,7 +155,11 @@ class LinkChoice(Observer):
         timed = TimedModel(entry, self._tensors)
         if timed.is_open:
             self._timed.append(timed)
-            timed.hook = entry.model.register_forward_pre_hook(timed.note_forward)
+
+    def before_forward(self, entry: PreparedModel) -> None:
+        """Note a forward of training."""
+        for each in self._timed:
+            each.has_run |= each.entry is entry
 
     def before_backward(self) -> None:
         """Note the time."""
@@ -190,9 +186,6 @@ class LinkChoice(Observer):
             if each.is_open and len(each.steps) == WARM_UP + COUNTED:
                 _settle(each)
         known = self._prepared.models
-        for each in self._timed:
-            if each.hook and not (each.is_open and each.entry in known):
-                each.hook.remove()
         self._timed = [each for each in self._timed if each.is_open and each.entry in known]
 
 
