@@ -14,13 +14,7 @@ from drivetrain._version import __version__
 from drivetrain.errors import DrivetrainError, PreflightError
 from drivetrain.reporting import measures
 from drivetrain.reporting.history import RunHistory, load_history
-from drivetrain.reporting.summary import (
-    differences,
-    in_bytes,
-    side_by_side,
-    status_of,
-    summary_of,
-)
+from drivetrain.reporting.summary import differences, in_bytes, side_by_side, summary_of
 from drivetrain.telemetry.figures import REPORT
 
 TEMPLATE = "page.html.jinja"
@@ -73,7 +67,6 @@ def write_report(runs: Sequence[RunHistory], folder: Path) -> Path:
         title=" and ".join(run.name for run in runs),
         summaries=summaries,
         numbers=side_by_side(summaries),
-        statuses=[status_of(run) for run in runs],
         charts=charts,
         differences=differences(runs) if len(runs) > 1 else [],
         bytes_rows=_bytes_rows(runs[0]) if len(runs) == 1 else [],

@@ -120,11 +120,14 @@ class RunReport:
             UsageError: a value of another kind.
         """
         for name, value in figures.items():
-            fits = value.numel() == 1 if isinstance(value, Tensor) else _is_number(value)
+            number: object = value  # whatever a script gives
+            fits, shape = isinstance(number, int | float), ""
+            if isinstance(number, Tensor):
+                fits, shape = number.numel() == 1, f" of shape {tuple(number.shape)}"
             if not fits:
                 raise UsageError(
                     f"expected a number or a tensor with one element for report({name}=...), "
-                    f"found {_kind(value)}; texts go to accelerator.log()"
+                    f"found {type(value).__name__}{shape}; texts go to accelerator.log()"
                 )
         if self._enabled:
             self._recorder.add(figures)
@@ -243,15 +246,6 @@ class RunReport:
             f"the figures of the run are not recorded from here on: {type(error).__name__}: "
             f"{error}; report: false keeps the recorder out"
         )
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float)
-
-
-def _kind(value: object) -> str:
-    shape = f" of shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""
-    return f"{type(value).__name__}{shape}"
 
 
 # --- facts of a run besides its figures: configuration, environment, models, promised bytes ---

@@ -178,11 +178,6 @@ def side_by_side(summaries: Sequence[Sequence[Number]]) -> list[tuple[str, list[
     return [(name, [table.get(name, "") for table in tables]) for name in names]
 
 
-def status_of(run: RunHistory) -> tuple[str, bool]:
-    """Return in words how the last start ended, and whether that is well."""
-    return (run.starts[-1].outcome, run.starts[-1].good)
-
-
 def differences(runs: Sequence[RunHistory]) -> list[tuple[str, list[str]]]:
     """Return the keys of the configurations that differ, with the value in each run."""
     tables = [_values(run.facts) for run in runs]
@@ -217,10 +212,6 @@ def _values(facts: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _text(value: Any) -> str:
-    return (
-        "not set"
-        if value is None
-        else str(value).lower()
-        if isinstance(value, bool)
-        else str(value)
-    )
+    if value is None:
+        return "not set"
+    return str(value).lower() if isinstance(value, bool) else str(value)
