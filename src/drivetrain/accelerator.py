@@ -63,9 +63,8 @@ from drivetrain.runtime.scaler import LossScaler
 from drivetrain.runtime.world import World
 from drivetrain.strategy import Run, Strategy
 from drivetrain.telemetry.link import LinkChoice
-from drivetrain.telemetry.live import LiveFigures
+from drivetrain.telemetry.live import LiveFigures, RunFigures
 from drivetrain.tracking import Trackers
-from drivetrain.tracking.run_figures import RunFigures
 from drivetrain.verify.recorder import launched_observer
 
 T = TypeVar("T")

@@ -115,8 +115,8 @@ def _be(
     namespaces: Sequence[str],
 ) -> NoReturn:
     """Become a program."""
+    from drivetrain_launch import verification
     from drivetrain_launch.ranks import processes
-    from drivetrain_launch.verification import examine
 
     for namespace in namespaces:
         _enter(namespace)
@@ -125,7 +125,7 @@ def _be(
     tests = tuple(str(ROOT / name) for name in ("tests", "benchmarks", "docs"))
     sys.path[:] = [*filter(None, given), *(p for p in sys.path if p and not p.startswith(tests))]
     processes.Popen = Copy
-    examine.subprocess = SimpleNamespace(Popen=Copy, TimeoutExpired=subprocess.TimeoutExpired)
+    verification.subprocess = SimpleNamespace(Popen=Copy, TimeoutExpired=subprocess.TimeoutExpired)
     with Path(outputs[0]).open("w") as stdout, Path(outputs[1]).open("w") as stderr:
         _begin(env, stdout, stderr)
     _end(arguments)

@@ -1,7 +1,6 @@
 """Folders of runs as ranks write them, without a training."""
 
-from drivetrain.telemetry.figures import StepFigures
-from drivetrain.telemetry.folder import RUN, Journal, StartFolder, new_start
+from drivetrain.telemetry.figures import RUN, Journal, StartFolder, StepFigures, new_start
 
 FACTS = {
     "script": "train.py",

@@ -65,7 +65,7 @@ def show(config: str | None, assignments: tuple[str, ...]) -> None:
 @click.argument("file", metavar="FILE", shell_complete=complete_file)
 def check(file: str) -> None:
     """Check a file: print 'ok', or every error in it and exit with 2."""
-    from drivetrain_launch.forecast.checking import check_run
+    from drivetrain_launch.forecast.planning import check_run
 
     check_run(resolve_command_line(file, ()))
     click.echo("ok")
@@ -164,7 +164,7 @@ def ask(output: Path) -> int:
     path = ask_where(text, output)
     write(path, text, replace=True)
     # Read the file as a run will: a mistake of ours must show here, and not in the run.
-    from drivetrain_launch.forecast.checking import check_run
+    from drivetrain_launch.forecast.planning import check_run
 
     resolved = resolve(read_file(path), find_config=strategies().find_config)
     check_run(resolved)

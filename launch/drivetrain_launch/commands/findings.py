@@ -7,7 +7,7 @@ from typing import Any
 
 from drivetrain.verify import Comparison, Difference
 from drivetrain_launch.tables import show_table
-from drivetrain_launch.verification.examine import Finding
+from drivetrain_launch.verification import Finding
 
 KINDS = {
     "start": "first weights",

@@ -115,7 +115,7 @@ def _is_ours(layer: Layer) -> bool:
 
 def _check(translation: Translation) -> None:
     """Read the translation as a run will: a mistake of ours must show here, and not in the run."""
-    from drivetrain_launch.forecast.checking import check_run
+    from drivetrain_launch.forecast.planning import check_run
 
     text = dump_yaml(translation.values)
     try:

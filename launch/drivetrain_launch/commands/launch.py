@@ -11,7 +11,6 @@ import click
 
 from drivetrain.config.resolve import Resolved
 from drivetrain.errors import ConfigError
-from drivetrain.profiling.window import StepWindow
 from drivetrain_launch.commands.host_options import (
     TOPOLOGY,
     chosen_hosts,
@@ -45,7 +44,7 @@ from drivetrain_launch.ranks.placement import (
 from drivetrain_launch.ranks.private_folder import memory_folder, temporary_folder
 from drivetrain_launch.ranks.signals import Signals, Stopped
 from drivetrain_launch.ranks.worker import AS_ACCELERATE, as_accelerate_words
-from drivetrain_launch.watching.flight import VARIABLES
+from drivetrain_launch.watching.answers import VARIABLES
 
 LAUNCHERS_OWN = tuple(
     name
@@ -137,7 +136,7 @@ def command(
     surroundings = None if explicit else recognise(os.environ)
     resolved = resolve_command_line(config, assignments, flags, surroundings)
     check_seat(resolved, surroundings)
-    from drivetrain_launch.forecast.checking import check_run
+    from drivetrain_launch.forecast.planning import check_run
 
     if standalone and resolved.run.launch.nnodes > 1:
         raise ConfigError(
@@ -145,6 +144,8 @@ def command(
             "leave one of them out"
         )
     if resolved.run.profile.steps != "":
+        from drivetrain.profiling.follower import StepWindow
+
         StepWindow.parse(resolved.run.profile.steps)
     if flags["topology"] is not None:
         listed = _ordered(listed, resolved, flags["topology"])

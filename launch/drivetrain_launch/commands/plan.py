@@ -21,10 +21,10 @@ from drivetrain_launch.tables import show_table
 if TYPE_CHECKING:
     from drivetrain.planner.predict import Prediction, Predictor, Task
     from drivetrain.planner.search import Found
-    from drivetrain_launch.forecast.subjects import Subject
+    from drivetrain_launch.forecast.models import Subject
 
 LONGEST = 4096
-"""Tokens of a sample that the help promises; see ``forecast.subjects``."""
+"""Tokens of a sample that the help promises; see ``forecast.models``."""
 
 BEST = "best"
 """Stands for the layout that a search finds."""
@@ -151,7 +151,7 @@ def _subject(
     script: str | None,
     arguments: tuple[str, ...],
 ) -> "Subject":
-    from drivetrain_launch.forecast import subjects
+    from drivetrain_launch.forecast import models as paper
 
     given = {"--gpt": gpt, "--hf": hf, "--model": factory, "a script": script}
     named = [name for name, value in given.items() if value is not None]
@@ -164,12 +164,12 @@ def _subject(
             f"--seq: expected with --hf or --model, found {named[0]}, which says it itself"
         )
     if gpt is not None:
-        return subjects.Subject(read_shape(gpt))
+        return paper.Subject(read_shape(gpt))
     if hf is not None:
-        return subjects.subject_of_config(hf, seq)
+        return paper.subject_of_config(hf, seq)
     if factory is not None:
-        return subjects.subject_of_function(factory, seq)
-    return subjects.subject_of_script(str(script), arguments)
+        return paper.subject_of_function(factory, seq)
+    return paper.subject_of_script(str(script), arguments)
 
 
 def read_shape(text: str) -> GptShape:

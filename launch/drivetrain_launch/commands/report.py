@@ -10,8 +10,7 @@ from drivetrain.errors import ConfigError
 from drivetrain.reporting import measures
 from drivetrain.reporting.history import RunHistory, load_history
 from drivetrain.reporting.page import missing_packages, write_report
-from drivetrain.reporting.summary import differences, status_of, summary_of
-from drivetrain.reporting.words import in_seconds
+from drivetrain.reporting.summary import differences, in_seconds, summary_of
 from drivetrain_launch.tables import show_table
 
 COMPARISON = Path("comparison")
@@ -76,7 +75,7 @@ def _compare(runs: Sequence[RunHistory]) -> None:
 
 def _show(run: RunHistory) -> None:
     numbers = [[number.name, number.value, number.note] for number in summary_of(run)]
-    show_table(f"{run.name}: {status_of(run)[0]}", ("number", "value", "note"), numbers)
+    show_table(f"{run.name}: {run.starts[-1].outcome}", ("number", "value", "note"), numbers)
     times = dict(list(measures.breakdown(run).items())[:MOST_RANKS])
     if times:
         parts = list(dict.fromkeys(part for each in times.values() for part in each))

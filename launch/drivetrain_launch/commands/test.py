@@ -75,7 +75,7 @@ def command(assignments: tuple[str, ...], **flags: Any) -> int:
         flags["preflight"] = "full"
     resolved = resolve_command_line(None, assignments, flags, surroundings)
     check_seat(resolved, surroundings)
-    from drivetrain_launch.forecast.checking import check_run
+    from drivetrain_launch.forecast.planning import check_run
 
     check_run(resolved)
     if listed:

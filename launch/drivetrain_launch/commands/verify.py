@@ -149,7 +149,7 @@ def command(
     arguments = check_script(script, module=module)
     ranks, resolved = _placed(resolved)
     from drivetrain_launch.commands.findings import show_finding, show_findings, show_json
-    from drivetrain_launch.verification.examine import Examination, Job, forms
+    from drivetrain_launch.verification import Examination, Job, forms
 
     with _folder(flags["keep"]) as folder:
         job = Job(

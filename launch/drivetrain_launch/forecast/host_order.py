@@ -8,8 +8,7 @@ from drivetrain.errors import ConfigError
 from drivetrain.hardware.catalog import load_hardware
 from drivetrain.planner.placement import HostOrder, HostPlacement
 from drivetrain.strategy import find_strategy
-from drivetrain_launch.forecast.planning import plan_on
-from drivetrain_launch.forecast.sample import example_model
+from drivetrain_launch.forecast.planning import example_model, plan_on
 from drivetrain_launch.hosts.hostfile import RemoteHost
 
 

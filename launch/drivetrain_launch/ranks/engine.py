@@ -27,7 +27,7 @@ from drivetrain_launch.ranks.placement import Endpoint, Seat, cores, interface_o
 from drivetrain_launch.ranks.processes import POLL_S, Output, RankProcesses
 from drivetrain_launch.ranks.signals import Signals, Stopped
 from drivetrain_launch.ranks.worker import LOGS_VARIABLE
-from drivetrain_launch.watching.stacks import BOARD_VARIABLE
+from drivetrain_launch.watching.answers import BOARD_VARIABLE
 from drivetrain_launch.watching.stragglers import WorkFiles, work_file
 from drivetrain_launch.watching.watch import HangWatch
 

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -268,7 +268,7 @@ class SeveralHosts:
 
     def tell_work(self, place: Place, works: Sequence[RankTimes]) -> None:
         """Send the times of ranks here to host 0, which names stragglers."""
-        told = [work.to_json() for work in works]
+        told = [asdict(work) for work in works]
         if told:
             self._send("work", works=told, size=place.world_size, attempt=place.attempt)
 

@@ -20,7 +20,7 @@ from drivetrain.runtime.board import ask_to_stop
 from drivetrain.runtime.notices import PREEMPTED
 from drivetrain_launch.console import say
 from drivetrain_launch.ranks.failure import EarlyEnd, Ending, Failure, board_of, read_failure
-from drivetrain_launch.watching.views import status_of
+from drivetrain_launch.watching.answers import status_of
 
 # --- where the ranks' output goes: the console, and files where the user wants them ---
 

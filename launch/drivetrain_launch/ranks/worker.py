@@ -26,8 +26,13 @@ from drivetrain.compat import importing
 from drivetrain.errors import CollectiveError, DrivetrainError
 from drivetrain.runtime.board import board
 from drivetrain.runtime.notices import EarlyNotice
-from drivetrain_launch.watching.flight import RECORDER_VARIABLE, answer
-from drivetrain_launch.watching.stacks import BOARD_VARIABLE, STACK_SIGNAL, STACKS
+from drivetrain_launch.watching.answers import (
+    BOARD_VARIABLE,
+    RECORDER_VARIABLE,
+    STACK_SIGNAL,
+    STACKS,
+    answer,
+)
 
 INTERRUPTED = 130
 LINGER_S = 1.0

@@ -71,7 +71,7 @@ class StragglerWatch:
 
     def hear(self, message: Mapping[str, Any]) -> None:
         """Take the message of a launcher: plain values of ``works``, ``size`` and ``attempt``."""
-        works = map(RankTimes.from_json, message["works"])
+        works = (RankTimes(**values) for values in message["works"])
         self.take(works, message["size"], message["attempt"])
 
     def take(self, works: Iterable[RankTimes], size: int, attempt: int = 0) -> None:

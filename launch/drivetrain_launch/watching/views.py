@@ -10,7 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from drivetrain.runtime.board import SIZE, RowView, read_board
+from drivetrain_launch.watching.answers import Flight, state_of
 
 STEADY_S = 0.002
 """A row that is the same twice, so many seconds apart, was not written in between."""
@@ -76,8 +79,8 @@ class RankView:
         operations: its orders of operations.
         state: "stopped" by a signal, "ended", or "" for a process that runs or sleeps.
         stack: the stacks of its threads, "" where nobody has asked.
-        flight: the last collectives of its device by process group, as ``flight.newest`` has them;
-            empty where nobody has asked, or nothing is recorded.
+        flight: the last collectives of its device; empty where nobody has asked, or nothing is
+            recorded.
     """
 
     rank: int
@@ -85,10 +88,10 @@ class RankView:
     pid: int
     section: str = ""
     still_s: float = 0.0
-    operations: Sequence[OperationView] = ()
+    operations: tuple[OperationView, ...] = ()
     state: str = ""
     stack: str = ""
-    flight: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    flight: Flight = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values."""
@@ -97,8 +100,7 @@ class RankView:
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "RankView":
         """Read the values of ``to_json``."""
-        operations = tuple(OperationView(**each) for each in values["operations"])
-        return cls(**{**values, "operations": operations})
+        return _RANK_VIEW.validate_python(values)
 
     def at(self, place: str) -> OperationView | None:
         """Return the order of a place, None where the rank has none."""
@@ -108,6 +110,9 @@ class RankView:
         """Return the operation that has been under way for the longest time, if any."""
         running = [each for each in self.operations if each.running]
         return max(running, key=lambda each: each.running_s, default=None)
+
+
+_RANK_VIEW = TypeAdapter(RankView)
 
 
 class BoardReader:
@@ -170,19 +175,3 @@ class BoardReader:
             finally:
                 os.close(descriptor)
         return self._memory
-
-
-def state_of(pid: int) -> str:
-    """Return "stopped" for a process that a signal or a debugger has stopped, "ended", or ""."""
-    letter = status_of(pid).get("State", "Z")[:1]
-    return {"T": "stopped", "t": "stopped", "Z": "ended", "X": "ended"}.get(letter, "")
-
-
-def status_of(pid: int) -> dict[str, str]:
-    """Return the fields of ``/proc/PID/status``, nothing where there is no such file."""
-    try:
-        text = Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return {}
-    pairs = (line.partition(":") for line in text.splitlines())
-    return {name: value.strip() for name, _, value in pairs}

@@ -14,13 +14,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
-from drivetrain_launch.watching.diagnosis import Hang, diagnose, mismatch
-from drivetrain_launch.watching.flight import ask_flights, compare, from_newest, newest
-from drivetrain_launch.watching.rest import SHORTEST_S, Rest, Usual, resting
-from drivetrain_launch.watching.stacks import STACKS, ask
+from drivetrain_launch.watching.answers import STACKS, ask, ask_flights, compare, newest
+from drivetrain_launch.watching.diagnosis import (
+    REST,
+    SHORTEST_S,
+    Hang,
+    Usual,
+    diagnose,
+    mismatch,
+    resting,
+)
 from drivetrain_launch.watching.views import BoardReader, RankView
 
 PERIOD_S = 0.5
@@ -87,12 +92,7 @@ class HangWatch:
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        frames: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._over.set()
         self._thread.join()
         for reader in self._readers:
@@ -134,9 +134,9 @@ class HangWatch:
             self._told = hang.key
             self._report(replace(hang, views=self._with_stacks(hang)))
 
-    def _report(self, hang: Hang | Rest) -> None:
+    def _report(self, hang: Hang) -> None:
         self._say(hang.sentence())
-        told = {rank: from_newest(view.flight) for rank, view in hang.views.items() if view.flight}
+        told = {rank: view.flight for rank, view in hang.views.items() if view.flight}
         here = ask_flights({reader.rank: reader.path for reader in self._readers})
         flights = compare(dict(sorted({**told, **here}.items())))
         for line in flights:
@@ -149,10 +149,10 @@ class HangWatch:
                 shown = "\n".join(f"  {line}" for line in [*lines[:SHOWN_LINES], *more])
                 self._say(f"stacks of rank {rank} on {hang.views[rank].host}:\n{shown}")
         self._write(hang, flights)
-        if self._stops and isinstance(hang, Hang):
+        if self._stops and hang.kind != REST:
             self.hang = hang
 
-    def _write(self, hang: Hang | Rest, flights: Sequence[str]) -> None:
+    def _write(self, hang: Hang, flights: Sequence[str]) -> None:
         if self._folder is None:
             return
         names = (self._folder / f"hang-{number}.json" for number in itertools.count(1))
@@ -163,7 +163,7 @@ class HangWatch:
         except OSError as error:
             self._say(f"cannot write {path}: {error.strerror}")
 
-    def _with_stacks(self, hang: Hang | Rest) -> dict[int, RankView]:
+    def _with_stacks(self, hang: Hang) -> dict[int, RankView]:
         """Return the states with the stacks of the ranks here that matter."""
         wanted = {*hang.culprits, *hang.waiting[:1]}
         views = dict(hang.views)

@@ -306,7 +306,7 @@ class Wizard:
 
     def _judge_whole(self, answers: Mapping[str, Any]) -> None:
         """Refuse a file that ``launch`` would refuse, on this machine or any other."""
-        from drivetrain_launch.forecast.checking import check_run
+        from drivetrain_launch.forecast.planning import check_run
 
         resolved = self._resolved(answers)
         check_run(resolved)

@@ -1,4 +1,4 @@
-"""The published peaks of devices, by the names that drivers give them."""
+"""The names that drivers give devices, and the published peaks by these names."""
 
 import re
 from typing import Literal, NamedTuple
@@ -27,6 +27,13 @@ class Peak(NamedTuple):
     operations_per_second: float
     precision: str
     source: str
+
+
+def device_name(device: torch.device) -> str:
+    """Return the name that the driver gives a device; CPU for the processor."""
+    if device.type == "cpu":
+        return "CPU"
+    return str(torch.get_device_module(device).get_device_name(device))
 
 
 def published_peak(device: str, dtype: torch.dtype) -> Peak | None:

@@ -113,13 +113,12 @@ class UninheritedHook:
         action: called with the hook's arguments; None for nothing, as in a copy.
     """
 
-    def __init__(self, action: Callable[..., None] | None) -> None:
+    def __init__(self, action: Callable[..., Any] | None) -> None:
         self._action = action
 
-    def __call__(self, *arguments: Any) -> None:
-        """Act."""
-        if self._action is not None:
-            self._action(*arguments)
+    def __call__(self, *arguments: Any) -> Any:
+        """Act, and return what the action returns: a hook may replace inputs or results."""
+        return None if self._action is None else self._action(*arguments)
 
     def __reduce__(self) -> tuple[type["UninheritedHook"], tuple[None]]:
         return UninheritedHook, (None,)

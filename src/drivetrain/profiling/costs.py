@@ -7,8 +7,8 @@ background go on beside it; their rows say so.
 
 import re
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from drivetrain.profiling.trace import Event
@@ -53,11 +53,13 @@ class RankCosts:
         steps: how many steps it has; 0 where that is not known, and it counts as one.
         seconds: from the first event of the program's thread to its last, or of all steps.
         sums: calls and seconds by kind and name.
+        shortest_us: below which duration, in microseconds, the merged trace lacks operations.
     """
 
     steps: int = 0
     seconds: float = 0.0
-    sums: dict[tuple[str, str], tuple[int, float]] = field(default_factory=dict)
+    sums: dict[str, dict[str, tuple[int, float]]] = field(default_factory=dict)
+    shortest_us: float = 0.0
 
     @property
     def step_ms(self) -> float:
@@ -68,16 +70,11 @@ class RankCosts:
         """Return the part of a sum that is one step's."""
         return value / max(self.steps, 1)
 
-    def plain(self) -> dict[str, Any]:
-        """Return it as JSON has it."""
-        rows = [[*key, *value] for key, value in self.sums.items()]
-        return {"steps": self.steps, "seconds": self.seconds, "sums": rows}
-
-    @classmethod
-    def read(cls, plain: Mapping[str, Any]) -> "RankCosts":
-        """Undo ``plain``."""
-        sums = {(kind, name): (calls, s) for kind, name, calls, s in plain["sums"]}
-        return cls(plain["steps"], plain["seconds"], sums)
+    def add(self, kind: str, name: str, calls: int, seconds: float) -> None:
+        """Add to a sum; the numbers of collectives do not count."""
+        named = self.sums.setdefault(kind, {})
+        before, passed = named.get(name := _NUMBER.sub("", name), (0, 0.0))
+        named[name] = (before + calls, passed + seconds)
 
 
 class CostTally:
@@ -90,12 +87,11 @@ class CostTally:
 
     def __init__(self, program: int | None, steps: int = 0) -> None:
         self._program = program
-        self._steps = steps
+        self._found = RankCosts(steps)
         self._starts, self._ends = array("d"), array("d")
         self._names: dict[str, int] = {}
         self._kinds = array("l")
         self._span = [float("inf"), float("-inf")]
-        self._beside: dict[tuple[str, str], tuple[int, float]] = {}
 
     def add(self, event: Event) -> None:
         """Look at an event."""
@@ -103,27 +99,23 @@ class CostTally:
             return
         name, seconds = str(event["name"]), event.get("dur", 0.0) / 1e6
         if event.get("cat") in _DEVICE:
-            self._note("device", name, seconds)
+            self._found.add("device", name, 1, seconds)
         elif event["tid"] == self._program:
             self._add_own(name, event.get("cat"), event["ts"], event.get("dur", 0.0))
         elif name.startswith(COLLECTIVE):
-            self._note("background", _NUMBER.sub("", name.removeprefix(COLLECTIVE)), seconds)
+            self._found.add("background", name.removeprefix(COLLECTIVE), 1, seconds)
 
     def costs(self) -> RankCosts:
         """Return the sums."""
-        found = RankCosts(self._steps, 0.0, dict(self._beside))
+        found, names = self._found, list(self._names)
         if self._span[1] > self._span[0]:
             found.seconds = (self._span[1] - self._span[0]) / 1e6
-        names, sums = list(self._names), found.sums
         covered = 0.0
         for index, microseconds in self._own_times():
-            name = names[index]
-            kind = "wait" if name.startswith(WAIT) else "operation"
-            key = (kind, _NUMBER.sub("", name))
-            calls, before = sums.get(key, (0, 0.0))
-            sums[key] = (calls + 1, before + microseconds / 1e6)
+            kind = "wait" if names[index].startswith(WAIT) else "operation"
+            found.add(kind, names[index], 1, microseconds / 1e6)
             covered += microseconds / 1e6
-        sums[("python", _PYTHON)] = (max(found.steps, 1), max(0.0, found.seconds - covered))
+        found.add("python", _PYTHON, max(found.steps, 1), max(0.0, found.seconds - covered))
         return found
 
     def _add_own(self, name: str, category: Any, start: float, duration: float) -> None:
@@ -134,10 +126,6 @@ class CostTally:
             self._starts.append(start)
             self._ends.append(start + duration)
             self._kinds.append(self._names.setdefault(name, len(self._names)))
-
-    def _note(self, kind: str, name: str, seconds: float) -> None:
-        calls, before = self._beside.get((kind, name), (0, 0.0))
-        self._beside[kind, name] = (calls + 1, before + seconds)
 
     def _own_times(self) -> Iterable[tuple[int, float]]:
         """Yield each operation with its time without that of the operations inside."""
@@ -158,11 +146,13 @@ class CostTally:
 
 def largest(ranks: Sequence[RankCosts], most: int = SHOWN) -> list[CostRow]:
     """Return the largest costs per step, over ranks."""
-    keys = dict.fromkeys(key for rank in ranks for key in rank.sums)
+    keys = dict.fromkeys(
+        (kind, name) for rank in ranks for kind, names in rank.sums.items() for name in names
+    )
     step_ms = sum(rank.step_ms for rank in ranks) / len(ranks)
     rows = []
     for kind, name in keys:
-        found = [rank.sums.get((kind, name), (0, 0.0)) for rank in ranks]
+        found = [rank.sums.get(kind, {}).get(name, (0, 0.0)) for rank in ranks]
         ms = [rank.per_step(1e3 * s) for (_, s), rank in zip(found, ranks, strict=True)]
         calls = [rank.per_step(count) for (count, _), rank in zip(found, ranks, strict=True)]
         mean = sum(ms) / len(ranks)
@@ -188,11 +178,6 @@ def table(rows: Sequence[CostRow], ranks: Sequence[RankCosts]) -> str:
             f"{_WORDS[row.kind]}{row.name}"
         )
     return "\n".join(lines)
-
-
-def plain_rows(rows: Sequence[CostRow]) -> list[dict[str, Any]]:
-    """Return the costs as JSON has them."""
-    return [asdict(row) for row in rows]
 
 
 _WORDS = {

@@ -5,9 +5,11 @@ belong to it. All ranks begin and end a profile at the same event. The work and 
 are measured in the two steps after the profiled ones.
 """
 
+import re
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,22 +21,69 @@ from torch.utils.data import DataLoader
 from drivetrain.collectives.facts import share_facts
 from drivetrain.communication import wait_for_everyone
 from drivetrain.config import Resolved
-from drivetrain.errors import CollectiveError
+from drivetrain.errors import CollectiveError, ConfigError
 from drivetrain.facade.observer import Observer
 from drivetrain.facade.options import ProfileKwargs
 from drivetrain.facade.prepared import PreparedModel, PreparedObjects
 from drivetrain.facade.settings import Runs
 from drivetrain.facade.weights import WholeWeights
 from drivetrain.log import get_logger
-from drivetrain.profiling.measurement import ModelSizes, ModuleMeasurement
+from drivetrain.profiling.modules import ModelSizes, ModuleMeasurement
 from drivetrain.profiling.session import PARTS_S, ProfileSession
-from drivetrain.profiling.window import StepWindow
 from drivetrain.ranges import STEP, is_profiled
 
 logger = get_logger(__name__)
 
 FOLDER = "profile"
 """Name of a profile's folder, unless the configuration has another."""
+
+
+WARM_UP = 2
+"""Steps left out before the profile where only a number is given: they allocate and tune."""
+
+_FORM = re.compile(r"(\d+)|(\d*):(\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class StepWindow:
+    """The profile begins after ``skipped`` optimizer steps and ends after step ``last``."""
+
+    skipped: int
+    last: int
+
+    @classmethod
+    def parse(cls, text: int | str) -> "StepWindow":
+        """Read ``5``, which profiles five steps after two that warm up, or ``10:15``.
+
+        ``10:15`` skips ten steps and profiles the next five, as a slice of Python does.
+
+        Raises:
+            ConfigError: another text, or no step.
+        """
+        found = _FORM.fullmatch(str(text).strip())
+        if found is not None:
+            count, first, last = found.groups()
+            window = (
+                cls(WARM_UP, WARM_UP + int(count))
+                if count is not None
+                else cls(int(first or 0), int(last))
+            )
+            if window.last > window.skipped:
+                return window
+        raise ConfigError(
+            f"profile.steps: expected a number of steps, such as 5, or the begin and end of some, "
+            f"such as 10:15, found {text!r}; 5 profiles five steps after two that warm up, 10:15 "
+            "skips ten steps and profiles the next five"
+        )
+
+    @property
+    def count(self) -> int:
+        """How many steps are profiled."""
+        return self.last - self.skipped
+
+    def __str__(self) -> str:
+        first = self.skipped + 1
+        return f"steps {first} to {self.last}" if self.count > 1 else f"step {first}"
 
 
 class StepProfiler(Observer):
@@ -61,7 +110,7 @@ class StepProfiler(Observer):
         self._stepped = False
         self._session: ProfileSession | None = None  # of the configuration's profile
         self._begun_at = 0
-        self._step: record_function | None = None
+        self._step = ExitStack()  # the range of the step at hand
 
     # --- a profile of the script's ---
 
@@ -195,14 +244,8 @@ class StepProfiler(Observer):
         return True
 
     def _mark(self) -> None:
-        self._unmark()
-        self._step = record_function(f"{STEP}{self._taken + 1}")
-        self._step.__enter__()  # type: ignore[no-untyped-call]
-
-    def _unmark(self) -> None:
-        if self._step is not None:
-            self._step.__exit__(None, None, None)
-            self._step = None
+        self._step.close()
+        self._step.enter_context(record_function(f"{STEP}{self._taken + 1}"))
 
     # --- sessions ---
 
@@ -216,7 +259,7 @@ class StepProfiler(Observer):
         return session
 
     def _stop(self, session: ProfileSession, *, together: bool) -> None:
-        self._unmark()
+        self._step.close()
         self._count()
         session.steps = self._taken - self._begun_at
         with suppress(CollectiveError):
@@ -233,14 +276,8 @@ class StepProfiler(Observer):
         name = share_facts(
             str(_unused(self._folder)), str, doing="the choice of a folder for traces"
         )
-        return ProfileKwargs(
-            activities=self._options.activities,
-            record_shapes=self._options.record_shapes,
-            profile_memory=self._options.profile_memory,
-            with_stack=self._options.with_stack,
-            with_flops=self._options.with_flops,
-            with_modules=self._options.with_modules,
-            output_trace_dir=name,
+        return replace(
+            self._options, schedule_option=None, on_trace_ready=None, output_trace_dir=name
         )
 
 

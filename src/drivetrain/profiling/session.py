@@ -9,24 +9,19 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.profiler import record_function
-from torch.utils._pytree import tree_leaves
-from torch.utils.hooks import RemovableHandle
 
 from drivetrain.communication import wait_for_everyone
 from drivetrain.errors import UsageError
 from drivetrain.facade.options import ProfileKwargs, profiler_of
 from drivetrain.facade.prepared import PreparedObjects
 from drivetrain.log import get_logger
-from drivetrain.parts.rounds import after_backward, in_backward
-from drivetrain.parts.wrapping import UninheritedHook, is_compiled_call
-from drivetrain.profiling.costs import CostTally, RankCosts, largest, plain_rows, table
+from drivetrain.profiling import modules
+from drivetrain.profiling.costs import CostTally, RankCosts, largest, table
 from drivetrain.profiling.trace import (
     FACTS,
     ClockComparison,
@@ -41,77 +36,29 @@ from drivetrain.strategy import Run
 # --- ranges around the forward and the backward of each unit of a model ---
 
 
-class UnitRanges:
-    """Hooks on the units of a model, from now until ``close``.
+_RANGES = {modules.FORWARD: FORWARD, modules.AGAIN: RECOMPUTE, modules.BACKWARD: BACKWARD}
 
-    The backward of a unit begins with the first gradient of its outputs and lasts until that of
-    another unit begins. Units whose call is compiled are left alone: hooks would compile it anew.
+
+class UnitRanges:
+    """Follows the units of a model from now until ``close``.
 
     Args:
         units: by name.
     """
 
     def __init__(self, units: Mapping[str, nn.Module]) -> None:
-        self._forwards: list[record_function] = []
-        self._backward: record_function | None = None
-        self._handles: list[RemovableHandle] = []
-        for name, unit in units.items():
-            if not is_compiled_call(unit):
-                self._watch(name, unit)
+        self._range = ExitStack()
+        self._trail = modules.ModuleTrail(units, self._turned, inside=False)
 
     def close(self) -> None:
         """Take the hooks off."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        self._end_backward()
+        self._trail.close()
+        self._range.close()
 
-    def _watch(self, name: str, unit: nn.Module) -> None:
-        def enter(module: nn.Module, args: Any) -> None:
-            self._enter(name)
-
-        def leave(module: nn.Module, args: Any, outputs: Any) -> None:
-            self._leave(name, outputs)
-
-        self._handles += [
-            unit.register_forward_pre_hook(UninheritedHook(enter), prepend=True),
-            unit.register_forward_hook(UninheritedHook(leave), always_call=True),
-        ]
-
-    def _enter(self, name: str) -> None:
-        if is_profiled():
-            begun = record_function(f"{RECOMPUTE if in_backward() else FORWARD}{name}")
-            begun.__enter__()  # type: ignore[no-untyped-call]
-            self._forwards.append(begun)
-
-    def _leave(self, name: str, outputs: Any) -> None:
-        if not self._forwards:
-            return
-        self._forwards.pop().__exit__(None, None, None)
-        if not torch.is_grad_enabled():
-            return
-
-        def begin(gradient: Tensor) -> None:
-            self._begin_backward(name)
-
-        for leaf in tree_leaves(outputs):
-            if isinstance(leaf, Tensor) and leaf.requires_grad:
-                leaf.register_hook(begin)  # type: ignore[no-untyped-call]  # dies with the graph
-                break  # one is enough: its gradient comes before the unit computes
-
-    def _begin_backward(self, name: str) -> None:
-        if not is_profiled():
-            return
-        if self._backward is None:
-            after_backward(self._end_backward)
-        self._end_backward()
-        self._backward = record_function(f"{BACKWARD}{name}")
-        self._backward.__enter__()  # type: ignore[no-untyped-call]
-
-    def _end_backward(self) -> None:
-        if self._backward is not None:
-            self._backward.__exit__(None, None, None)
-            self._backward = None
+    def _turned(self, place: modules.ModulePlace) -> None:
+        self._range.close()
+        if place.module and is_profiled():
+            self._range.enter_context(record_function(f"{_RANGES[place.phase]}{place.module}"))
 
 
 # --- the profile ---
@@ -202,10 +149,10 @@ class ProfileSession:
         tally = CostTally(program, self.steps)
         ranks = self._run.world.size
         shortest = write_part(self.trace, self._part(), place, ranks=ranks, see=tally.add)
-        found = {"shortest_us": shortest, **tally.costs().plain()}
+        costs = replace(tally.costs(), shortest_us=shortest)
         # The costs come last, and whole: their file says that the part is complete.
         draft = self._costs().with_suffix(".draft")
-        draft.write_text(json.dumps(found), encoding="utf-8")
+        draft.write_text(json.dumps(asdict(costs)), encoding="utf-8")
         draft.replace(self._costs())
         return True
 
@@ -216,23 +163,19 @@ class ProfileSession:
             wait_s: how long parts of ranks that are still writing are waited for.
         """
         ranks = self._awaited(wait_s)
-        found = [json.loads(self._costs(rank).read_text(encoding="utf-8")) for rank in ranks]
-        costs = [RankCosts.read(plain) for plain in found]
+        costs = [RankCosts(**json.loads(self._costs(rank).read_bytes())) for rank in ranks]
         accuracy_us = self._clock.accuracy_ns / 1e3
         facts = {"ranks": ranks, "clock_accuracy_us": accuracy_us}
         join_parts([self._part(rank) for rank in ranks], self._folder / MERGED, facts)
         for rank in ranks:
             self._costs(rank).unlink()
-        shortest = max(plain["shortest_us"] for plain in found)
-        self._show(costs, ranks, accuracy_us, shortest)
+        self._show(costs, ranks, accuracy_us)
 
-    def _show(
-        self, costs: Sequence[RankCosts], ranks: Sequence[int], accuracy_us: float, shortest: float
-    ) -> None:
+    def _show(self, costs: Sequence[RankCosts], ranks: Sequence[int], accuracy_us: float) -> None:
         rows = largest(costs)
         text = table(rows, costs)
         (self._folder / COSTS_TEXT).write_text(f"{text}\n", encoding="utf-8")
-        plain = {"steps": costs[0].steps, "ranks": len(ranks), "rows": plain_rows(rows)}
+        plain = {"steps": costs[0].steps, "ranks": len(ranks), "rows": list(map(asdict, rows))}
         (self._folder / COSTS_JSON).write_text(json.dumps(plain, indent=1), encoding="utf-8")
         traces = [self._folder / f"profile_{rank}.json" for rank in ranks]
         size = sum(trace.stat().st_size for trace in traces if trace.exists())
@@ -243,7 +186,7 @@ class ProfileSession:
             f"be {accuracy_us:.0f} us off; open it in ui.perfetto.dev. Traces of the ranks beside "
             f"it: {_size(size)}",
         ]
-        if shortest:
+        if shortest := max(each.shortest_us for each in costs):
             lines.append(
                 f"operations shorter than {shortest:.0f} us are left out of the merged trace, "
                 "which viewers could not open; the ranks' own traces have them"

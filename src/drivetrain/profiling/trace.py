@@ -8,15 +8,17 @@ trace in memory than a megabyte of text.
 """
 
 import gzip
+import itertools
 import json
 import math
+import re
 import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -28,12 +30,13 @@ from drivetrain.runtime.world import World
 Event = dict[str, Any]
 
 _CHUNK = 1 << 20
-_LIST = '"traceEvents"'
+_LIST = re.compile(r'"traceEvents"\s*:\s*\[')
+_DECODER = json.JSONDecoder()
 _SPACE = " \t\r\n,"
 
 
 class TraceReader:
-    """One trace, open for reading.
+    """One trace, open for reading: iterate over its events, once.
 
     Args:
         path: the file.
@@ -47,66 +50,36 @@ class TraceReader:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._file: TextIO = path.open(encoding="utf-8")
-        self._text = ""
-        self._at = 0
-        self._decoder = json.JSONDecoder()
-        try:
-            self.facts = self._read_facts()
-        except BaseException:
-            self._file.close()
-            raise
+        self._parts = self._read()
+        self.facts: dict[str, Any] = next(self._parts)
 
     def __iter__(self) -> Iterator[Event]:
-        try:
-            while True:
-                self._skip()
-                if self._text[self._at] == "]":
-                    return
-                yield self._next()
-        finally:
-            self._file.close()
+        return self._parts
 
-    def _read_facts(self) -> dict[str, Any]:
-        while (found := self._text.find(_LIST)) < 0:
-            if not self._read():
-                raise self._torn(f"no {_LIST}")
-        before = self._text[:found].rstrip(_SPACE)
-        self._at = found + len(_LIST)
-        while (begin := self._text.find("[", self._at)) < 0:
-            if not self._read():
-                raise self._torn("no list of events")
-        self._at = begin + 1
-        try:
-            facts: dict[str, Any] = json.loads(before + "}")
-        except ValueError as error:
-            raise self._torn(str(error)) from error
-        return facts
-
-    def _next(self) -> Event:
-        while True:
+    def _read(self) -> Iterator[dict[str, Any]]:
+        """Yield the facts, then the events; the decoded text is forgotten."""
+        with self._path.open(encoding="utf-8") as file:
+            text, at = "", 0
+            while (list_begins := _LIST.search(text)) is None:
+                if not (more := file.read(_CHUNK)):
+                    raise self._torn("no list of events")
+                text += more
             try:
-                event, self._at = self._decoder.raw_decode(self._text, self._at)
+                yield dict(json.loads(text[: list_begins.start()].rstrip(_SPACE) + "}"))
             except ValueError as error:
-                if not self._read():
-                    raise self._torn(str(error)) from error
-            else:
-                return dict(event)
-
-    def _skip(self) -> None:
-        while True:
-            while self._at < len(self._text) and self._text[self._at] in _SPACE:
-                self._at += 1
-            if self._at < len(self._text):
-                return
-            if not self._read():
-                raise self._torn("the list of events has no end")
-
-    def _read(self) -> bool:
-        """Read on, and forget the decoded text."""
-        more = self._file.read(_CHUNK)
-        self._text, self._at = self._text[self._at :] + more, 0
-        return bool(more)
+                raise self._torn(str(error)) from error
+            text = text[list_begins.end() :].lstrip(_SPACE)
+            while not text.startswith("]", at):
+                try:
+                    event, at = _DECODER.raw_decode(text, at)
+                except ValueError as error:
+                    if not (more := file.read(_CHUNK)):
+                        raise self._torn(str(error)) from error
+                    text, at = (text[at:] + more).lstrip(_SPACE), 0
+                else:
+                    yield dict(event)
+                    while at < len(text) and text[at] in _SPACE:
+                        at += 1
 
     def _torn(self, reason: str) -> UsageError:
         return UsageError(
@@ -349,7 +322,7 @@ class _Rewriting:
     ranks: int
     shortest_us: float
     see: Callable[[Event], None] | None = None
-    messages: list[int] = field(default_factory=lambda: [0])
+    messages: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
     def events(self, reader: TraceReader) -> Iterator[Event]:
         """Yield the events of a trace with the merged trace's numbers and times."""
@@ -371,8 +344,7 @@ class _Rewriting:
 
     def _apart(self, event: Event) -> Iterator[Event]:
         """Yield the begin and the end of a message: it outlasts its call."""
-        self.messages[0] += 1
-        number = self.messages[0] * self.ranks + self.place.rank
+        number = next(self.messages) * self.ranks + self.place.rank
         both = {**event, "cat": "message", "id": number}
         end = both["ts"] + both.pop("dur")
         yield {**both, "ph": "b"}

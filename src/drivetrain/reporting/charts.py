@@ -1,19 +1,31 @@
-"""The charts of a report, of one run or of several runs over each other."""
+"""The charts of a report, of one run or of several runs over each other.
 
+Figures are matplotlib's own objects, without its global state: a script may plot at the same time.
+"""
+
+import io
 import itertools
+import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
+from typing import Any
 
+import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from drivetrain.reporting import measures
-from drivetrain.reporting.drawing import COLORS, Chart, style
 from drivetrain.reporting.history import RunHistory
 from drivetrain.reporting.measures import WAITING, Curve
-from drivetrain.reporting.words import in_bytes, in_seconds, in_short
+from drivetrain.reporting.summary import in_bytes, in_seconds, in_short
 from drivetrain.telemetry.figures import SECTIONS, StepFigures
+
+COLORS = ("#3366cc", "#dd6b20", "#2f855a", "#b83280", "#6b46c1", "#0987a0", "#975a16", "#4a5568")
+"""One for each run, or each rank, in turn."""
 
 SECTION_COLORS = {
     "data": "#d69e2e",
@@ -37,6 +49,70 @@ MOST_LINES = 8
 
 MOST_BARS = 24
 """Ranks with a bar of their own: those that waited least and most, half of each."""
+
+
+STYLE: Any = {
+    "font.family": ["DejaVu Sans"],
+    "font.size": 9.0,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": "#a0aec0",
+    "axes.labelcolor": "#4a5568",
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#edf2f7",
+    "xtick.color": "#718096",
+    "ytick.color": "#718096",
+    "legend.frameon": False,
+    "legend.fontsize": 8.0,
+    "svg.fonttype": "path",
+    "figure.constrained_layout.use": True,
+}
+
+
+def style(**more: Any) -> AbstractContextManager[None]:
+    """Return a context in which matplotlib draws as reports look."""
+    return mpl.rc_context(STYLE | more)
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """One figure of a report.
+
+    Attributes:
+        name: of its file.
+        title: above it.
+        text: a sentence below the title; "" for none.
+        figure: matplotlib's.
+    """
+
+    name: str
+    title: str
+    text: str
+    figure: Figure
+
+    def svg(self) -> str:
+        """Return the drawing as an element of a page, without a reference to anything else."""
+        out = io.StringIO()
+        with style(**{"svg.hashsalt": self.name}):
+            self.figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None})
+        drawing = out.getvalue()
+        drawing = drawing[drawing.index("<svg") :]
+        drawing = re.sub(r"<metadata>.*?</metadata>", "", drawing, flags=re.DOTALL)
+        # Names are of one page: those of two drawings must not meet.
+        drawing = re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{self.name}-", drawing)
+        return re.sub(r'\b(width|height)="[\d.]+pt"', "", drawing, count=2)
+
+    def save(self, folder: Path) -> Path:
+        """Write ``NAME.png`` into a folder.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        path = folder / f"{self.name}.png"
+        with style():
+            self.figure.savefig(path, format="png", dpi=150, metadata={"Software": None})
+        return path
 
 
 def charts_of(runs: Sequence[RunHistory]) -> list[Chart]:

@@ -5,8 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from drivetrain.telemetry.figures import StepFigures
-from drivetrain.telemetry.folder import RUN, RankJournal, StartFolder, starts_of
+from drivetrain.telemetry.figures import RUN, RankJournal, StartFolder, StepFigures, starts_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,13 +2,14 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from drivetrain.reporting.history import RunHistory
-from drivetrain.telemetry.figures import SECTIONS, StepFigures
+from drivetrain.telemetry.figures import SECTIONS, StepFigures, merged
 from drivetrain.telemetry.work import RankTimes, Straggler, stragglers
 
 Numbers: TypeAlias = NDArray[np.float64]
@@ -121,22 +122,11 @@ def slow_ranks(history: RunHistory) -> list[Straggler]:
     """Return the ranks and hosts that were slower than the others, over the whole run."""
     rows = history.facts.get("configuration") or ()
     margins = [row["value"] for row in rows if row["key"] == "launch.straggler_margin"]
-    works = []
-    for rank, records in history.ranks.items():
-        kept, header = steady(records), history.headers.get(rank, {})
-        names = {name for each in kept for name in each.sections}
-        works.append(
-            RankTimes(
-                rank=rank,
-                host=str(header.get("host", "")),
-                peers=str(header.get("peers", "")),
-                steps=sum(each.steps for each in kept),
-                seconds=sum(each.seconds for each in kept),
-                sections={
-                    name: sum(each.sections.get(name, 0.0) for each in kept) for name in names
-                },
-            )
-        )
+    works = [
+        RankTimes.of(rank, history.headers.get(rank, {}), reduce(merged, steady(records)))
+        for rank, records in history.ranks.items()
+        if records
+    ]
     return stragglers(works, float(margins[0]) if margins else USUAL_MARGIN)
 
 

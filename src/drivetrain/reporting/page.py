@@ -1,32 +1,27 @@
-"""The page of a report: one file without references to others, and pictures beside it."""
+"""The page of a report: one file without references to others, and pictures beside it.
 
+``python -m drivetrain.reporting.page FOLDER`` writes it for a run, beside its records. A training
+starts this program when it ends: the interpreter of the training may be about to end, too, and need
+not load what draws.
+"""
+
+import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
 from drivetrain._version import __version__
-from drivetrain.errors import PreflightError
+from drivetrain.errors import DrivetrainError, PreflightError
 from drivetrain.reporting import measures
-from drivetrain.reporting.history import RunHistory
-from drivetrain.reporting.summary import differences, side_by_side, status_of, summary_of
-from drivetrain.reporting.words import in_bytes
-from drivetrain.telemetry.folder import REPORT
+from drivetrain.reporting.history import RunHistory, load_history
+from drivetrain.reporting.summary import differences, in_bytes, side_by_side, summary_of
+from drivetrain.telemetry.figures import REPORT
 
 TEMPLATE = "page.html.jinja"
 PICTURES = "figures"
 """The folder of PNGs beside the page."""
 
 NEEDED = ("matplotlib", "jinja2")
-
-
-@dataclass(frozen=True, slots=True)
-class BytesRow:
-    """Bytes of a step by axis and operation: sent, and promised."""
-
-    key: str
-    sent: str
-    promised: str
 
 
 def missing_packages() -> str:
@@ -72,7 +67,6 @@ def write_report(runs: Sequence[RunHistory], folder: Path) -> Path:
         title=" and ".join(run.name for run in runs),
         summaries=summaries,
         numbers=side_by_side(summaries),
-        statuses=[status_of(run) for run in runs],
         charts=charts,
         differences=differences(runs) if len(runs) > 1 else [],
         bytes_rows=_bytes_rows(runs[0]) if len(runs) == 1 else [],
@@ -84,13 +78,22 @@ def write_report(runs: Sequence[RunHistory], folder: Path) -> Path:
     return path
 
 
-def _bytes_rows(run: RunHistory) -> list[BytesRow]:
+def _bytes_rows(run: RunHistory) -> list[tuple[str, str, str]]:
+    """Return the bytes of a step by axis and operation: sent, and promised."""
     sent, promised = measures.bytes_per_step(run), measures.promised_bytes(run)
     return [
-        BytesRow(
+        (
             key,
             in_bytes(sent.get(key, 0)),
             "no promise" if promised is None else in_bytes(promised.get(key, 0)),
         )
         for key in sorted({*sent, *(promised or {})})
     ]
+
+
+if __name__ == "__main__":
+    try:
+        recorded = load_history(sys.argv[1])
+        sys.stdout.write(f"{write_report([recorded], recorded.folder)}\n")
+    except (DrivetrainError, OSError) as failure:
+        sys.exit(str(failure))

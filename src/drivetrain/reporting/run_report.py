@@ -1,30 +1,44 @@
 """The report of a run, as the script holds it: ``accelerator.report``."""
 
 import operator
+import platform
 import statistics
 import subprocess
 import sys
 import time
-from collections import deque
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import torch
 from torch import Tensor
 
+from drivetrain._version import __version__
 from drivetrain.collectives.facts import share_facts
 from drivetrain.config import Resolved
-from drivetrain.errors import UsageError
+from drivetrain.cost import Cost, ModelSpec
+from drivetrain.errors import DrivetrainError, UsageError
 from drivetrain.facade.observer import Observer
+from drivetrain.facade.prepared import PreparedModel
+from drivetrain.hardware.peaks import device_name, published_peak
 from drivetrain.links.chosen import LinkMethods
 from drivetrain.log import get_logger
 from drivetrain.reporting.page import missing_packages
 from drivetrain.runtime.scaler import LossScaler
-from drivetrain.runtime.world import host_link, work_path
-from drivetrain.strategy import Run
-from drivetrain.telemetry.facts import facts_of, header_of
-from drivetrain.telemetry.figures import StepFigures
-from drivetrain.telemetry.folder import REPORT, RUN, Journal, StartFolder, has_ended, new_start
+from drivetrain.runtime.world import World, host_link, restarts, work_path
+from drivetrain.strategy import Run, find_strategy
+from drivetrain.telemetry.figures import (
+    REPORT,
+    RUN,
+    Journal,
+    StartFolder,
+    StepFigures,
+    has_ended,
+    new_start,
+)
 from drivetrain.telemetry.link import LinkLoad
 from drivetrain.telemetry.recorder import StepRecorder
 from drivetrain.telemetry.work import WorkFile
@@ -106,11 +120,14 @@ class RunReport:
             UsageError: a value of another kind.
         """
         for name, value in figures.items():
-            fits = value.numel() == 1 if isinstance(value, Tensor) else _is_number(value)
+            number: object = value  # whatever a script gives
+            fits, shape = isinstance(number, int | float), ""
+            if isinstance(number, Tensor):
+                fits, shape = number.numel() == 1, f" of shape {tuple(number.shape)}"
             if not fits:
                 raise UsageError(
                     f"expected a number or a tensor with one element for report({name}=...), "
-                    f"found {_kind(value)}; texts go to accelerator.log()"
+                    f"found {type(value).__name__}{shape}; texts go to accelerator.log()"
                 )
         if self._enabled:
             self._recorder.add(figures)
@@ -147,7 +164,7 @@ class RunReport:
             return
         self._wait_for_other_ranks()
         place = str(self.folder.path.parent)
-        command = [sys.executable, "-m", "drivetrain.reporting", place]
+        command = [sys.executable, "-m", "drivetrain.reporting.page", place]
         try:
             subprocess.run(command, check=True, capture_output=True, text=True, timeout=DRAWING_S)  # noqa: S603 - our own program
         except (OSError, subprocess.SubprocessError) as error:
@@ -231,10 +248,122 @@ class RunReport:
         )
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float)
+# --- facts of a run besides its figures: configuration, environment, models, promised bytes ---
 
 
-def _kind(value: object) -> str:
-    shape = f" of shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""
-    return f"{type(value).__name__}{shape}"
+def facts_of(
+    config: Resolved, run: Run, entries: Sequence[PreparedModel], models: Sequence[ModelSpec]
+) -> dict[str, Any]:
+    """Return the facts of a run as JSON holds them.
+
+    Args:
+        config: the resolved configuration.
+        run: the run of its strategy.
+        entries: the prepared models.
+        models: the facts of each, as the script made it.
+    """
+    return {
+        "version": 1,
+        "script": Path(sys.argv[0]).name,
+        "restarts": restarts(),
+        "configuration": [
+            {
+                "key": key,
+                "value": value,
+                "origin": f"{origin.kind}: {origin.text}".removesuffix(": default"),
+            }
+            for key, value, origin in config.rows()
+        ],
+        "strategy": config.strategy,
+        "precision": str(run.precision),
+        "ranks": run.world.size,
+        "mesh": {name: axis.size for name, axis in run.mesh.items()},
+        "accumulation": run.accumulation,
+        "hosts": list(dict.fromkeys(run.world.hosts)),
+        "environment": _environment(run.world),
+        "models": [_described(entry, spec) for entry, spec in zip(entries, models, strict=False)],
+        "peak": _peak(run, models),
+    }
+
+
+def header_of(config: Resolved, run: Run) -> dict[str, Any]:
+    """Return the facts of one rank: who it is, where on the mesh, and who does the same work."""
+    world = run.world
+    strategy, options = find_strategy(config.strategy, config.strategy_config)
+    stages = [name for name in strategy.stages(options) if name in run.mesh]
+    return {
+        "peers": " ".join(f"{name}={run.mesh[name].rank}" for name in stages),
+        "rank": world.rank,
+        "host": world.hosts[world.rank],
+        "device": device_name(world.device),
+        "place": {name: axis.rank for name, axis in run.mesh.items()},
+    }
+
+
+def _environment(world: World) -> dict[str, str]:
+    return {
+        "drivetrain": __version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "device": device_name(world.device),
+        "backend": world.backend or "none, one process",
+        "threads of a rank": str(torch.get_num_threads()),
+    }
+
+
+def _described(entry: PreparedModel, spec: ModelSpec) -> dict[str, Any]:
+    """Return a model's size, and the bytes that its strategy promises to hold and send."""
+    strategy = entry.strategy
+    facts: dict[str, Any] = {
+        "name": type(entry.module).__name__,
+        "parameters": sum(each.numel for each in spec.parameters),
+        "trained": sum(each.numel for each in spec.parameters if each.trainable),
+        "strategy": type(strategy).__name__,
+    }
+    try:
+        promised: Cost = type(strategy).cost(
+            strategy.config, replace(spec, states=_states(entry)), strategy.run
+        )
+    except DrivetrainError as error:  # sizes alone may not be enough for a strategy
+        return facts | {"no_promise": str(error).splitlines()[0]}
+    return facts | {
+        "held": dict(promised.held),
+        "sent": {"/".join(key): count for key, count in promised.sent.items()},
+        "uncounted": dict(promised.uncounted),
+    }
+
+
+def _states(entry: PreparedModel) -> int:
+    """Return how many tensors the optimizers keep for most of their parameters."""
+    counts = Counter(
+        sum(isinstance(value, Tensor) and value.dim() > 0 for value in state.values())
+        for optimizer in entry.optimizers
+        for state in optimizer.state.values()
+        if isinstance(state, Mapping)
+    )
+    return counts.most_common(1)[0][0] if counts else 0
+
+
+def _peak(run: Run, models: Sequence[ModelSpec]) -> dict[str, Any] | None:
+    """Return the published peak of this rank's device for the models' products; None without one.
+
+    The dtype of products is that of the precision, or else that of most parameters.
+    """
+    if run.world.device.type == "cpu":
+        return None
+    name = device_name(run.world.device)
+    elements: Counter[torch.dtype] = Counter()
+    for each in (each for model in models for each in model.parameters):
+        elements[each.dtype] += each.numel
+    given = run.precision.compute or run.precision.param
+    dtype = given or max(elements, key=lambda each: elements[each], default=torch.float32)
+    found = published_peak(name, dtype)
+    if found is None:
+        return None
+    return {
+        "device": name,
+        "operations_per_second": found.operations_per_second,
+        "of": found.precision,
+        "source": found.source,
+    }

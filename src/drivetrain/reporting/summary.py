@@ -1,4 +1,4 @@
-"""A run in a few numbers, for the top of a page and for the terminal; no picture is needed."""
+"""A run in a few numbers, as people write them: for the top of a page and for the terminal."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,37 @@ import numpy as np
 from drivetrain.reporting import measures
 from drivetrain.reporting.history import RunHistory
 from drivetrain.reporting.measures import WAITING
-from drivetrain.reporting.words import in_bytes, in_seconds, in_short
+
+
+def in_bytes(count: float) -> str:
+    """Return ``1.2 GiB``."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(count) < 1024:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.3g} {unit}"
+        count /= 1024
+    return f"{count:.3g} TiB"
+
+
+def in_seconds(seconds: float) -> str:
+    """Return ``310 us``, ``41 ms``, ``3.2 s``, ``4 min 10 s`` or ``2 h 05 min``."""
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:.3g} us"
+    if seconds < 1:
+        return f"{seconds * 1e3:.3g} ms"
+    if seconds < 120:
+        return f"{seconds:.3g} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 120:
+        return f"{minutes} min {rest:02d} s"
+    return f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def in_short(number: float) -> str:
+    """Return ``12.3 k``, ``4.5 M``, ``7.0 G``; small numbers to four digits."""
+    for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if abs(number) >= size:
+            return f"{number / (1e3 if letter == 'k' else size):.3g} {letter}"
+    return f"{number:.4g}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,11 +178,6 @@ def side_by_side(summaries: Sequence[Sequence[Number]]) -> list[tuple[str, list[
     return [(name, [table.get(name, "") for table in tables]) for name in names]
 
 
-def status_of(run: RunHistory) -> tuple[str, bool]:
-    """Return in words how the last start ended, and whether that is well."""
-    return (run.starts[-1].outcome, run.starts[-1].good)
-
-
 def differences(runs: Sequence[RunHistory]) -> list[tuple[str, list[str]]]:
     """Return the keys of the configurations that differ, with the value in each run."""
     tables = [_values(run.facts) for run in runs]
@@ -187,10 +212,6 @@ def _values(facts: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _text(value: Any) -> str:
-    return (
-        "not set"
-        if value is None
-        else str(value).lower()
-        if isinstance(value, bool)
-        else str(value)
-    )
+    if value is None:
+        return "not set"
+    return str(value).lower() if isinstance(value, bool) else str(value)

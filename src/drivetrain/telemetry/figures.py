@@ -1,13 +1,30 @@
-"""The record of one optimizer step of one rank, as a line of JSON holds it.
+"""The records of a run: the figures of each optimizer step and rank, and the files that hold them.
 
-Records add up: a line of a long run stands for several steps.
+A record is a line of JSON. Records add up: a line of a long run stands for several steps. Each
+start of the script has a folder, with a file for each rank::
+
+    PROJECT/run/
+        20261123-120028-417300/     a start: the time, in microseconds
+            run.json                configuration with origins, environment, model, promised bytes
+            rank-0.jsonl            a line for each step
+            rank-1.jsonl
+        20261123-130501-000211/     started again: after a failure, or by hand
+        report.html                 made of all these
+
+A rank's file is appended to, never rewritten. Its first line says which rank wrote it; events, such
+as a resumed checkpoint, stand between the records. A file that ends in the middle of a line, as
+after a kill, is read up to there.
 """
 
 import json
-import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
-from typing import Any
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, ClassVar, TextIO
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from drivetrain.errors import ConfigError
 
@@ -44,6 +61,8 @@ class StepFigures:
         own: the script's own figures.
     """
 
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(ser_json_inf_nan="strings")
+
     step: int
     steps: int = 1
     time: float = 0.0
@@ -73,15 +92,7 @@ class StepFigures:
 
     def to_json(self) -> str:
         """Return one line of JSON: no NaN, which JSON does not know, and nothing empty."""
-        named = ((name, getattr(self, name)) for name in _NAMES)
-        values = {name: value for name, value in named if _says(value)}
-        try:
-            return _ENCODER.encode(values)
-        except (
-            TypeError,
-            ValueError,
-        ):  # rare: a number that is not finite, another kind of mapping
-            return json.dumps({name: _plain(value) for name, value in values.items()})
+        return _STEP_FIGURES.dump_json(self, exclude_defaults=True).decode()
 
     @classmethod
     def from_json(cls, line: str) -> "StepFigures":
@@ -91,17 +102,15 @@ class StepFigures:
             ConfigError: the line is no record.
         """
         try:
-            values = json.loads(line)
-            known = {name: _number(value) for name, value in values.items() if name in _NAMES}
-            return cls(**known)
-        except (ValueError, TypeError, AttributeError) as error:
+            return _STEP_FIGURES.validate_json(line)
+        except ValidationError as error:
+            reason = error.errors()[0]["msg"]
             raise ConfigError(
-                f"expected a record of a step, found {line[:80]!r}: {error}"
+                f"expected a record of a step, found {line[:80]!r}: {reason}"
             ) from None
 
 
-_ENCODER = json.JSONEncoder(allow_nan=False)
-_NAMES = tuple(each.name for each in fields(StepFigures))
+_STEP_FIGURES = TypeAdapter(StepFigures)
 
 
 def merged(first: StepFigures, second: StepFigures) -> StepFigures:
@@ -149,21 +158,270 @@ def _mean(first: float | None, second: float | None, share: float) -> float | No
     return first * (1 - share) + second * share
 
 
-def _says(value: Any) -> bool:
-    """Whether a value is worth its bytes: it is neither None nor empty nor a count of zero."""
-    return isinstance(value, float) or bool(value)
+class StepSums:
+    """Adds up records, and hands on one for all of them whenever they are enough.
+
+    Args:
+        enough: whether a sum is to be handed on.
+        take: gets it.
+        skip: how many records at first are left out: steps that make buffers and compile kernels.
+    """
+
+    def __init__(
+        self,
+        enough: Callable[[StepFigures], bool],
+        take: Callable[[StepFigures], None],
+        skip: int = 0,
+    ) -> None:
+        self._enough, self._take, self._skip = enough, take, skip
+        self._begun: StepFigures | None = None
+
+    def add(self, figures: StepFigures) -> None:
+        """Add the next record."""
+        if self._skip:
+            self._skip -= 1
+            return
+        self._begun = figures if self._begun is None else merged(self._begun, figures)
+        if self._enough(self._begun):
+            self.end()
+
+    def end(self) -> None:
+        """Hand on what is left over."""
+        begun, self._begun = self._begun, None
+        if begun is not None:
+            self._take(begun)
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {name: _plain(each) for name, each in value.items()}
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+# --- the file of a rank ---
 
 
-def _number(value: Any) -> Any:
-    """Return numbers that JSON cannot hold, which lines hold as words, as numbers again."""
-    if isinstance(value, str):
-        return float(value)
-    if isinstance(value, dict):
-        return {name: _number(each) for name, each in value.items()}
-    return value
+FINE_LINES = 1000
+"""Lines with one step each; after as many lines, each further line stands for twice as many steps.
+
+So a million steps are eleven thousand lines. Short steps late in a long run are seen as means."""
+
+COARSEST_S = 60.0
+"""A line covers no more time than this, however many steps it may stand for."""
+
+LAST_LINE_BYTES = 2000
+"""The last line of a file is shorter than this."""
+
+FLUSH_S = 2.0
+"""Lines reach the file at least this often, while steps are taken: others may follow the run."""
+
+
+class Journal:
+    """Writes the records of one rank.
+
+    Args:
+        path: the file; made, with its folder, when the first line is written.
+        header: facts about the rank.
+    """
+
+    def __init__(self, path: Path, header: Mapping[str, Any]) -> None:
+        self.path = path
+        self._header = header
+        self._file: TextIO | None = None
+        self._lines = 0
+        self._stride = 1
+        self._sums = StepSums(self._fill_a_line, self._end_line)
+        self._unwritten: list[StepFigures] = []  # lines are made many at a time, which is cheaper
+        self._flushed_at = time.monotonic()
+
+    def add(self, figures: StepFigures) -> None:
+        """Note a step.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        self._sums.add(figures)
+        if time.monotonic() - self._flushed_at >= FLUSH_S:
+            self.flush()
+
+    def note(self, event: str, **facts: Any) -> None:
+        """Note an event, after the steps before it.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        self._sums.end()
+        self._write_lines()
+        self._write(json.dumps({"event": event, "time": time.time(), **facts}))
+        self.flush()
+
+    def flush(self) -> None:
+        """Let readers see the lines so far.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        self._flushed_at = time.monotonic()
+        self._write_lines()
+        if self._file is not None:
+            self._file.flush()
+
+    def close(self) -> None:
+        """Write the steps left over, and close the file."""
+        self._sums.end()
+        self._write_lines()
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _fill_a_line(self, figures: StepFigures) -> bool:
+        return figures.steps >= self._stride or figures.seconds >= COARSEST_S
+
+    def _end_line(self, figures: StepFigures) -> None:
+        self._unwritten.append(figures)
+        self._lines += 1
+        if self._lines % FINE_LINES == 0:
+            self._stride *= 2
+
+    def _write_lines(self) -> None:
+        lines, self._unwritten = self._unwritten, []
+        for figures in lines:
+            self._write(figures.to_json())
+
+    def _write(self, line: str) -> None:
+        if self._file is None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self.path.open("a", encoding="utf-8")
+            self._file.write(json.dumps(self._header) + "\n")
+        self._file.write(line + "\n")
+
+
+@dataclass(frozen=True, slots=True)
+class RankJournal:
+    """The contents of one rank's file.
+
+    Attributes:
+        header: facts about the rank; empty where the file has no first line.
+        records: in the order of writing.
+        events: each with the number of records before it.
+        torn: lines that are no JSON, as the last one of a killed process.
+    """
+
+    header: Mapping[str, Any] = field(default_factory=dict)
+    records: tuple[StepFigures, ...] = ()
+    events: tuple[tuple[int, Mapping[str, Any]], ...] = ()
+    torn: int = 0
+
+
+def has_ended(path: Path) -> bool:
+    """Whether a rank has written its last line."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - LAST_LINE_BYTES))
+            last = file.read().splitlines()[-1:]
+    except OSError:
+        return False
+    return any(b'"event": "ended"' in line or b'"event": "failed"' in line for line in last)
+
+
+def read_journal(path: Path) -> RankJournal:
+    """Read a rank's file, as far as it is whole; a run may be writing it.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    header: Mapping[str, Any] = {}
+    records: list[StepFigures] = []
+    events: list[tuple[int, Mapping[str, Any]]] = []
+    torn = 0
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            values = json.loads(line)
+            if "rank" in values:
+                header = values
+            elif "event" in values:
+                events.append((len(records), values))
+            else:
+                records.append(StepFigures.from_json(line))
+        except (ValueError, TypeError, ConfigError):
+            torn += 1
+    return RankJournal(header, tuple(records), tuple(events), torn)
+
+
+# --- the folder ---
+
+
+RUN = "run"
+"""The folder in the project's folder."""
+
+FACTS, REPORT = "run.json", "report.html"
+
+
+def new_start() -> str:
+    """Return the name of a start: later starts have later names."""
+    return datetime.now(UTC).strftime("%Y%m%d-%H%M%S-%f")
+
+
+@dataclass(frozen=True, slots=True)
+class StartFolder:
+    """The files of one start of a script.
+
+    Attributes:
+        path: the folder.
+    """
+
+    path: Path
+
+    def journal(self, rank: int) -> Path:
+        """Return the file of a rank."""
+        return self.path / f"rank-{rank}.jsonl"
+
+    def write_facts(self, facts: Mapping[str, Any]) -> None:
+        """Write the facts of the run, complete or not at all.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        draft = self.path / f".{FACTS}"
+        draft.write_text(json.dumps(facts, indent=1, default=str) + "\n", encoding="utf-8")
+        draft.replace(self.path / FACTS)
+
+    def facts(self) -> dict[str, Any]:
+        """Return the facts of the run; empty where the file is missing or torn."""
+        try:
+            found = json.loads((self.path / FACTS).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}
+        return found if isinstance(found, dict) else {}
+
+    def journals(self) -> dict[int, RankJournal]:
+        """Return the journal of each rank as written so far, by rank."""
+        found = {}
+        for path in self.path.glob("rank-*.jsonl"):
+            number = path.stem.removeprefix("rank-")
+            if number.isdecimal():
+                found[int(number)] = read_journal(path)
+        return dict(sorted(found.items()))
+
+
+def starts_of(folder: str | Path) -> list[StartFolder]:
+    """Return the starts of a run, the earliest first.
+
+    Args:
+        folder: of the project, of its run, or of one start.
+
+    Raises:
+        ConfigError: there is no such folder, or no run was recorded in it.
+    """
+    path = Path(folder)
+    if not path.is_dir():
+        raise ConfigError(f"expected the folder of a run, found none at {path}; check the path")
+    for place in (path / RUN, path):
+        found = sorted(each for each in place.glob("*-*-*/") if _is_start(each))
+        if found:
+            return [StartFolder(each) for each in found]
+    if _is_start(path):
+        return [StartFolder(path)]
+    raise ConfigError(
+        f"expected the records of a run in {path}, or in {path / RUN}, found none; records are "
+        "written where the Accelerator has a project_dir and trains at least one step"
+    )
+
+
+def _is_start(path: Path) -> bool:
+    return path.is_dir() and ((path / FACTS).is_file() or any(path.glob("rank-*.jsonl")))

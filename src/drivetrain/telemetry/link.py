@@ -6,9 +6,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from drivetrain.collectives.facts import gather_facts
 from drivetrain.cost import ModelSpec, TensorSpec
@@ -20,7 +18,7 @@ from drivetrain.links.automatic import COUNTED, WARM_UP, Sender, settle_links
 from drivetrain.log import get_logger
 from drivetrain.runtime.gradient_state import GradientState
 from drivetrain.strategy import Run, Strategy
-from drivetrain.telemetry.figures import StepFigures
+from drivetrain.telemetry.figures import StepFigures, StepSums
 from drivetrain.traffic import Traffic
 
 
@@ -61,40 +59,31 @@ class LinkLoad:
 
     def __init__(self, run: Run, link: float, warn: Callable[[str], None]) -> None:
         self._run, self._link, self._warn = run, link, warn
-        self._steps = 0
-        self._seconds = self._waiting = 0.0
-        self._bytes = 0
+        self._judged = False
+        self._sums = StepSums(lambda each: each.steps >= COUNTED, self._judge, skip=WARM_UP)
 
     def take(self, figures: StepFigures) -> None:
         """Take the record of a step."""
-        self._steps += figures.steps
-        if not WARM_UP < self._steps <= WARM_UP + COUNTED:
-            return
-        sent = {tuple_of(key): nbytes for key, nbytes in figures.sent.items()}
-        self._bytes += bytes_between_hosts(sent, self._run)
-        self._seconds += figures.seconds
-        self._waiting += sum(figures.waiting.values())
-        if self._steps == WARM_UP + COUNTED:
-            self._judge()
+        if not self._judged:
+            self._sums.add(figures)
 
-    def _judge(self) -> None:
-        link_s = self._bytes / self._link
-        working_s = self._seconds - (self._waiting or min(link_s, self._seconds))
+    def _judge(self, figures: StepFigures) -> None:
+        self._judged = True
+        parts = ((key.partition("/"), count) for key, count in figures.sent.items())
+        sent = {(axis, operation): count for (axis, _, operation), count in parts}
+        nbytes = bytes_between_hosts(sent, self._run)
+        link_s = nbytes / self._link
+        waiting_s = sum(figures.waiting.values()) or min(link_s, figures.seconds)
+        working_s = figures.seconds - waiting_s
         if link_s <= working_s:
             return
         self._warn(
             f"the link between hosts is too slow for this strategy: a step sends "
-            f"{self._bytes / COUNTED / 1e6:,.1f} MB from each host, {link_s / COUNTED:.3g} s at "
+            f"{nbytes / COUNTED / 1e6:,.1f} MB from each host, {link_s / COUNTED:.3g} s at "
             f"the measured {self._link / 1e6:,.4g} MB/s, and works for {working_s / COUNTED:.3g} "
             "s; accumulate more micro-batches per step, keep sharding inside of hosts, or send "
             "less: 'drivetrain estimate' lists the bytes of every strategy"
         )
-
-
-def tuple_of(key: str) -> tuple[str, str]:
-    """Return axis and operation of a record's key ``AXIS/OPERATION``."""
-    axis, _, operation = key.partition("/")
-    return axis, operation
 
 
 # --- the seconds of a backward in the first steps, by which methods are chosen ---
@@ -118,19 +107,13 @@ class TimedModel:
         has_run: whether its forward ran since the last step, so that a backward may reach it.
         last_s: seconds of the last backward since the last step; None before one.
         steps: seconds of the last backward of each step.
-        hook: handle of the hook that notes forwards.
     """
 
     entry: PreparedModel
     tensors: Sequence[TensorSpec]
-    hook: RemovableHandle | None = None
     has_run: bool = False
     last_s: float | None = None
     steps: list[float] = field(default_factory=list)
-
-    def note_forward(self, *_: Any) -> None:
-        """Note a forward of training: a hook of the model."""
-        self.has_run = self.has_run or torch.is_grad_enabled()
 
     @property
     def strategy(self) -> Strategy[Any]:
@@ -172,7 +155,11 @@ class LinkChoice(Observer):
         timed = TimedModel(entry, self._tensors)
         if timed.is_open:
             self._timed.append(timed)
-            timed.hook = entry.model.register_forward_pre_hook(timed.note_forward)
+
+    def before_forward(self, entry: PreparedModel) -> None:
+        """Note a forward of training."""
+        for each in self._timed:
+            each.has_run |= each.entry is entry
 
     def before_backward(self) -> None:
         """Note the time."""
@@ -199,9 +186,6 @@ class LinkChoice(Observer):
             if each.is_open and len(each.steps) == WARM_UP + COUNTED:
                 _settle(each)
         known = self._prepared.models
-        for each in self._timed:
-            if each.hook and not (each.is_open and each.entry in known):
-                each.hook.remove()
         self._timed = [each for each in self._timed if each.is_open and each.entry in known]
 
 

@@ -1,11 +1,12 @@
-"""The newest figures of a run in a few words, for the bar of its loop."""
+"""The figures of a run while it goes on: in the bar of its loop, and as means for its trackers."""
 
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 from drivetrain.log import Bar
-from drivetrain.telemetry.figures import StepFigures
+from drivetrain.telemetry.figures import StepFigures, StepSums
+from drivetrain.tracking import Trackers
 
 T = TypeVar("T")
 
@@ -70,3 +71,62 @@ class LiveFigures:
 
 def _rounded(rate: float) -> str:
     return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
+
+
+# --- for trackers ---
+
+
+STEPS = 10
+"""Trackers get a mean over so many optimizer steps: services limit the rate of values."""
+
+PREFIX = "run/"
+
+
+class RunFigures:
+    """Collects the records of the main process's rank, and logs their means.
+
+    Args:
+        trackers: those of the run; nothing is collected before they are started.
+        replicas: ranks with a batch of their own, for rates of the whole run.
+    """
+
+    def __init__(self, trackers: Trackers, replicas: int) -> None:
+        self._trackers = trackers
+        self._replicas = replicas
+        self._sums = StepSums(lambda each: each.steps >= STEPS, self._log)
+
+    def take(self, figures: StepFigures) -> None:
+        """Log the mean of the steps since the last one, if they are enough."""
+        if self._trackers.active:
+            self._sums.add(figures)
+
+    def _log(self, figures: StepFigures) -> None:
+        self._trackers.log_run(values_of(figures, self._replicas), figures.step)
+
+
+def values_of(figures: StepFigures, replicas: int) -> dict[str, float]:
+    """Return the figures by the names that trackers know them by.
+
+    Args:
+        figures: of one rank; times and bytes become those of one step.
+        replicas: ranks with a batch of their own; rates are theirs together.
+    """
+    steps = figures.steps
+    values: dict[str, float | None] = {
+        "step": float(figures.step),
+        "loss": figures.loss,
+        "learning_rate": figures.lr,
+        "gradient_norm": figures.grad_norm,
+        "loss_scale": figures.loss_scale,
+        "step_seconds": figures.seconds / steps,
+        "samples_per_second": figures.samples_per_second * replicas or None,
+        "tokens_per_second": figures.tokens_per_second * replicas or None,
+        "memory_bytes": figures.memory.get("resident"),
+        "device_memory_bytes": figures.memory.get("device"),
+        "sent_bytes": sum(figures.sent.values()) / steps,
+        "skipped_steps": float(figures.skipped),
+    }
+    values |= {f"time/{name}": seconds / steps for name, seconds in figures.sections.items()}
+    values |= {f"waiting/{axis}": seconds / steps for axis, seconds in figures.waiting.items()}
+    values |= {name: value for name, value in figures.own.items() if name not in values}
+    return {PREFIX + name: value for name, value in values.items() if value is not None}

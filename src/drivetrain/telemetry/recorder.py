@@ -4,7 +4,6 @@ A step lasts until the next one begins: the script's own work after ``optimizer.
 to the step that it follows. Every moment belongs to one section, or to waiting for other ranks.
 """
 
-import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -74,7 +74,6 @@ class StepClock:
 MEMORY_PAUSE_S = 0.2
 """The system and an accelerator's allocator are asked for memory no more often: it takes long."""
 
-_PAGE = os.sysconf("SC_PAGE_SIZE")
 _LOSS, _NORM, _LR, _OWN = "loss {}", "grad_norm", "lr", "own "
 
 
@@ -114,6 +113,7 @@ class StepRecorder(Observer):
         self._training: set[int] = set()
         self._loader = 0
         self._stepped = False
+        self._process = psutil.Process()
         self._memory: dict[str, int] = {}
         self._memory_at = -MEMORY_PAUSE_S
         self._sent: Mapping[tuple[str, str], int] = {}
@@ -311,7 +311,7 @@ class StepRecorder(Observer):
         now = time.monotonic()
         if now - self._memory_at >= MEMORY_PAUSE_S:
             self._memory_at = now
-            self._memory = {"resident": _resident()}
+            self._memory = {"resident": self._process.memory_info().rss}
             if self._device.type != "cpu":
                 self._memory |= {
                     "device": torch.accelerator.memory_allocated(self._device),
@@ -324,15 +324,6 @@ def _mean(losses: Sequence[float], weights: Sequence[float]) -> float:
     """Return the weighted mean; what counts nothing may be no number."""
     counted = [loss * weight for loss, weight in zip(losses, weights, strict=True) if weight]
     return sum(counted) / sum(weights)
-
-
-def _resident() -> int:
-    """Return the bytes of this process in memory."""
-    file = os.open("/proc/self/statm", os.O_RDONLY)
-    try:
-        return int(os.read(file, 128).split()[1]) * _PAGE
-    finally:
-        os.close(file)
 
 
 def _growth(before: Mapping[Any, Any], after: Mapping[Any, Any]) -> dict[Any, Any]:

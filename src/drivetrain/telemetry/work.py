@@ -3,14 +3,15 @@
 The launcher compares the ranks of a run; ranks themselves exchange nothing for it.
 """
 
+import itertools
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median_low
 from typing import Any
 
-from drivetrain.telemetry.figures import StepFigures
+from drivetrain.telemetry.figures import StepFigures, StepSums
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,18 +38,28 @@ class RankTimes:
     sections: Mapping[str, float]
     waiting: float = 0.0
 
-    def to_json(self) -> dict[str, Any]:
-        """Return plain values."""
-        return asdict(self)
-
     @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> "RankTimes":
-        """Return the work of plain values.
+    def of(
+        cls, rank: int, header: Mapping[str, Any], figures: StepFigures, window: int = 1
+    ) -> "RankTimes":
+        """Return the time that a record, or a sum of records, tells.
 
-        Raises:
-            TypeError: the values are those of something else.
+        Args:
+            rank: its number.
+            header: facts of the rank: ``host`` and ``peers``.
+            figures: of the steps.
+            window: its number.
         """
-        return cls(**values)
+        return cls(
+            rank=rank,
+            host=str(header.get("host", "")),
+            peers=str(header.get("peers", "")),
+            window=window,
+            steps=figures.steps,
+            seconds=figures.seconds,
+            sections=figures.sections,
+            waiting=sum(figures.waiting.values()),
+        )
 
 
 class WorkFile:
@@ -61,54 +72,30 @@ class WorkFile:
     """
 
     def __init__(self, path: Path, every_s: float, header: Mapping[str, Any]) -> None:
-        self._path = path
-        self._every_s = every_s
-        self._facts = {name: header[name] for name in ("rank", "host", "peers")}
-        self._first = True
-        self._window = 1
-        self._begin()
+        self._path, self._header = path, header
+        self._windows = itertools.count(1)
+        self._sums = StepSums(lambda each: each.seconds >= every_s, self._write, skip=1)
 
     def take(self, figures: StepFigures) -> None:
-        """Add a record; the first one is left out: its step makes buffers and compiles kernels.
+        """Add a record; the first one is left out.
 
         Raises:
             OSError: the file cannot be written.
         """
-        if self._first:
-            self._first = False
-            return
-        self._steps += figures.steps
-        self._seconds += figures.seconds
-        for name, seconds in figures.sections.items():
-            self._sections[name] = self._sections.get(name, 0.0) + seconds
-        self._waiting += sum(figures.waiting.values())
-        if self._seconds >= self._every_s:
-            self._write()
-            self._window += 1
-            self._begin()
+        self._sums.add(figures)
 
-    def _begin(self) -> None:
-        self._steps, self._seconds, self._waiting = 0, 0.0, 0.0
-        self._sections: dict[str, float] = {}
-
-    def _write(self) -> None:
-        work = RankTimes(
-            **self._facts,
-            window=self._window,
-            steps=self._steps,
-            seconds=self._seconds,
-            sections=self._sections,
-            waiting=self._waiting,
-        )
+    def _write(self, figures: StepFigures) -> None:
+        header = self._header
+        work = RankTimes.of(header["rank"], header, figures, next(self._windows))
         draft = self._path.with_suffix(".draft")
-        draft.write_text(json.dumps(work.to_json()), encoding="utf-8")
+        draft.write_text(json.dumps(asdict(work)), encoding="utf-8")
         draft.replace(self._path)
 
 
 def read_work(path: Path) -> RankTimes | None:
     """Return the newest work in a rank's file; None before the first window is over."""
     try:
-        return RankTimes.from_json(json.loads(path.read_text(encoding="utf-8")))
+        return RankTimes(**json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
         return None
 
@@ -229,19 +216,11 @@ def _compared(
     )
 
 
-def _as_host(ranks: Sequence[Straggler]) -> Straggler:
+def _as_host(own: Sequence[Straggler]) -> Straggler:
     """Return one straggler for all ranks of a host, with the numbers of the least slow one."""
-    least = min(ranks, key=lambda each: each.seconds)
-    return Straggler(
-        ranks=tuple(rank for each in ranks for rank in each.ranks),
-        host=least.host,
-        is_host=True,
-        seconds=least.seconds,
-        usual_s=least.usual_s,
-        section=least.section,
-        section_s=least.section_s,
-        usual_section_s=least.usual_section_s,
-    )
+    least = min(own, key=lambda each: each.seconds)
+    ranks = tuple(rank for each in own for rank in each.ranks)
+    return replace(least, ranks=ranks, is_host=True)
 
 
 def _seconds_in_step(work: RankTimes) -> dict[str, float]:

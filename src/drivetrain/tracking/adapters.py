@@ -131,7 +131,7 @@ class ServiceTracker(Tracker):
     Attributes:
         begin: begins a run; gets ``run_name`` and the options of the script.
         project: the option that ``run_name`` is.
-        configure: of the run, takes its settings.
+        configure: of the run, takes its settings, and the options ``configuring``.
         end: of the run.
         run: the run, once it has begun.
     """
@@ -139,6 +139,7 @@ class ServiceTracker(Tracker):
     begin: ClassVar[str] = "init"
     project: ClassVar[str] = "project"
     configure: ClassVar[str] = "config.update"
+    configuring: ClassVar[Mapping[str, Any]] = {}
     end: ClassVar[str] = "finish"
     run: Any
 
@@ -160,7 +161,7 @@ class ServiceTracker(Tracker):
 
     @override
     def store_init_configuration(self, values: Mapping[str, Any]) -> None:
-        attrgetter(self.configure)(self.run)(dict(values))
+        attrgetter(self.configure)(self.run)(dict(values), **self.configuring)
 
     @override
     def finish(self) -> None:
@@ -173,10 +174,7 @@ class WandbTracker(ServiceTracker):
     name: ClassVar[str] = "wandb"
     module: ClassVar[str] = "wandb"
     shares_steps: ClassVar[bool] = True
-
-    @override
-    def store_init_configuration(self, values: Mapping[str, Any]) -> None:
-        self.run.config.update(dict(values), allow_val_change=True)
+    configuring: ClassVar[Mapping[str, Any]] = {"allow_val_change": True}
 
     @override
     def log(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
@@ -205,15 +203,14 @@ class WandbTracker(ServiceTracker):
 
 
 class TrackioTracker(WandbTracker):
-    """A run of trackio, a local tracker without an account; ``options`` go to ``trackio.init``."""
+    """A run of trackio, a local tracker without an account; ``options`` go to ``trackio.init``.
+
+    Settings are sent with the first values.
+    """
 
     name: ClassVar[str] = "trackio"
     module: ClassVar[str] = "trackio"
-
-    @override
-    def store_init_configuration(self, values: Mapping[str, Any]) -> None:
-        """Store the settings in the run's config, which is sent with the first values."""
-        self.run.config.update(dict(values))
+    configuring: ClassVar[Mapping[str, Any]] = {}
 
 
 class SwanLabTracker(WandbTracker):

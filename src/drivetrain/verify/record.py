@@ -1,22 +1,68 @@
-"""The record of a training run: numbers and weights of each optimizer step, in memory or a folder.
+"""The request to record a run, and its record: numbers and weights of each optimizer step.
 
-A folder holds ``record.json`` and one safetensors file per step: ``step-0000`` is the state before
-the first step. It is complete after every step, so a run may end at any time.
+``drivetrain verify`` sends the request to its ranks. A record is in memory or in a folder, which
+holds ``record.json`` and one safetensors file per step: ``step-0000`` is the state before the first
+step. It is complete after every step, so a run may end at any time.
 """
 
 import dataclasses
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
 from safetensors import safe_open
 from torch import Tensor
 
 from drivetrain.checkpoint.tensorfile import write_tensors
+from drivetrain.config import DtypesConfig, RecomputeConfig, Resolved
+from drivetrain.facade.settings import resolve_strategy
 
 RECORD = "record.json"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RecordRequest:
+    """Which steps are recorded, and how the run differs from the script's own.
+
+    Attributes:
+        steps: the script ends after so many optimizer steps; 0 records all steps there are.
+        folder: where rank 0 writes the record; "" keeps it in memory, on every rank.
+        strategy: name and options that replace the script's; None leaves the script's own.
+        reference: whether the run defines the right numbers: nothing but the strategy is kept of
+            the configuration's ways to save memory and bytes.
+        doubles: compute in fp64, without mixed precision.
+        dropout: False sets every dropout's probability to 0.
+    """
+
+    steps: int = 0
+    folder: str = ""
+    strategy: Mapping[str, Any] | None = None
+    reference: bool = False
+    doubles: bool = False
+    dropout: bool = True
+
+    def applied(self, config: Resolved) -> Resolved:
+        """Return a configuration of the script, changed as the request says."""
+        if self.strategy is not None:
+            config = resolve_strategy(self.strategy, config)
+        run = config.run
+        if self.doubles:
+            run = replace(run, precision="no", dtypes=DtypesConfig())
+        if self.reference:
+            run = replace(run, dtypes=DtypesConfig(), recompute=RecomputeConfig())
+        return replace(config, run=run)
+
+    def write(self, path: Path) -> None:
+        """Write it to a file."""
+        path.write_text(json.dumps(dataclasses.asdict(self)), encoding="utf-8")
+
+    @classmethod
+    def read(cls, path: Path) -> "RecordRequest":
+        """Read it from a file."""
+        return cls(**json.loads(path.read_text(encoding="utf-8")))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,13 +116,7 @@ class RunRecord:
 
     def write(self, folder: Path) -> None:
         """Write all but the states, in place of an earlier version."""
-        values: dict[str, Any] = {
-            each.name: getattr(self, each.name)
-            for each in dataclasses.fields(self)
-            if each.name not in ("steps", "states")
-        }
-        values["steps"] = [dataclasses.asdict(step) for step in self.steps]
-        values["states"] = len(self.states)
+        values = dataclasses.asdict(replace(self, states=[])) | {"states": len(self.states)}
         temporary = folder / f"{RECORD}.new"
         temporary.write_text(json.dumps(values), encoding="utf-8")
         temporary.replace(folder / RECORD)
@@ -89,12 +129,7 @@ class RunRecord:
             FileNotFoundError: no run was recorded there.
         """
         values = json.loads((folder / RECORD).read_text(encoding="utf-8"))
-        steps = [
-            StepRecord(
-                **each | {"losses": _rows(each["losses"]), "batches": _rows(each["batches"])}
-            )
-            for each in values.pop("steps")
-        ]
+        steps = TypeAdapter(list[StepRecord]).validate_python(values.pop("steps"))
         count = values.pop("states")
         states = [SavedTensors(state_file(folder, number)) for number in range(count)]
         return cls(**values, steps=steps, states=list(states))
@@ -130,7 +165,3 @@ class SavedTensors(Mapping[str, Tensor]):
 def state_file(folder: Path, number: int) -> Path:
     """Return the file of the state after a step, 0 for before the first."""
     return folder / f"step-{number:04d}.safetensors"
-
-
-def _rows(rows: Any) -> tuple[tuple[Any, ...], ...]:
-    return tuple(tuple(row) for row in rows)

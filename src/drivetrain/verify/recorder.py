@@ -24,8 +24,7 @@ from drivetrain.parts.rounds import in_backward
 from drivetrain.parts.wrapping import UninheritedHook
 from drivetrain.runtime.world import record_request
 from drivetrain.verify.doubles import compute_in_doubles, in_doubles, without_dropout
-from drivetrain.verify.record import RunRecord, SavedTensors, StepRecord, state_file
-from drivetrain.verify.request import RecordRequest
+from drivetrain.verify.record import RecordRequest, RunRecord, SavedTensors, StepRecord, state_file
 
 _STATE = re.compile(r"\d+\.")
 """Of an optimizer, and not of a link: ``INDEX.KEY``."""
@@ -90,7 +89,7 @@ class Recorder(Observer):
 
     def after_prepare(self, entry: PreparedModel) -> None:
         """Watch the inputs of the model, and cast them to fp64 if the request says so."""
-        hook = _InputHook(self._called)
+        hook = UninheritedHook(self._called)
         entry.model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
         self.record.models += 1
         self.record.draws_masks |= entry.strategy.draws_masks
@@ -241,14 +240,6 @@ class Recorder(Observer):
     def _write(self) -> None:
         if self._request.folder and self._run.world.is_main:
             self.record.write(Path(self._request.folder))
-
-
-class _InputHook(UninheritedHook):
-    """A forward pre-hook that may replace the inputs of a model."""
-
-    def __call__(self, *arguments: Any) -> Any:
-        """Return the arguments to call the model with; None for those given."""
-        return None if self._action is None else self._action(*arguments)
 
 
 def launched_observer() -> Observer:

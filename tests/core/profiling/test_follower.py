@@ -12,8 +12,8 @@ from torch import nn
 from drivetrain import Accelerator, ProfileKwargs
 from drivetrain.communication import broadcast_object_list
 from drivetrain.errors import ConfigError, UsageError
+from drivetrain.profiling.follower import StepWindow
 from drivetrain.profiling.trace import TraceReader
-from drivetrain.profiling.window import StepWindow
 from drivetrain.ranges import STEP, is_profiled
 
 

@@ -13,8 +13,14 @@ from torch import nn
 from drivetrain import Accelerator, ProfileKwargs
 from drivetrain.communication import broadcast_object_list
 from drivetrain.hardware.peaks import published_peak
-from drivetrain.profiling.measurement import FlopCounter, ModelSizes
-from drivetrain.profiling.modules import ModuleTrail, ModuleWork, RankWork, StepWork
+from drivetrain.profiling.modules import (
+    FlopCounter,
+    ModelSizes,
+    ModuleTrail,
+    ModuleWork,
+    RankWork,
+    StepWork,
+)
 
 STRATEGIES = {
     "zero3": {"name": "zero3", "keep_below": 0},

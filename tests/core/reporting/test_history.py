@@ -7,9 +7,8 @@ import pytest
 
 from drivetrain.reporting import measures
 from drivetrain.reporting.history import load_history
-from drivetrain.reporting.summary import differences, summary_of
-from drivetrain.reporting.words import in_bytes, in_seconds, in_short
-from drivetrain.telemetry.folder import Journal
+from drivetrain.reporting.summary import differences, in_bytes, in_seconds, in_short, summary_of
+from drivetrain.telemetry.figures import Journal
 from recorded_runs import FACTS, step, write_run
 
 

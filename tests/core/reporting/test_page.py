@@ -13,8 +13,7 @@ import torch
 from PIL import Image
 
 from drivetrain import Accelerator
-from drivetrain.reporting.charts import charts_of
-from drivetrain.reporting.drawing import Chart
+from drivetrain.reporting.charts import Chart, charts_of
 from drivetrain.reporting.history import load_history
 from drivetrain.reporting.page import write_report
 from recorded_runs import FACTS, write_run

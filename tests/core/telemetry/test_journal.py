@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 
 from drivetrain.errors import ConfigError
-from drivetrain.telemetry import folder
-from drivetrain.telemetry.figures import StepFigures, merged
-from drivetrain.telemetry.folder import (
+from drivetrain.telemetry import figures
+from drivetrain.telemetry.figures import (
     Journal,
     StartFolder,
+    StepFigures,
     has_ended,
+    merged,
     new_start,
     read_journal,
     starts_of,
@@ -64,7 +65,7 @@ def test_records_add_up():
 
 
 def test_long_runs_get_coarser_lines_and_lose_no_step(tmp_path, monkeypatch):
-    monkeypatch.setattr(folder, "FINE_LINES", 4)
+    monkeypatch.setattr(figures, "FINE_LINES", 4)
     writer = Journal(tmp_path / "run" / "rank-0.jsonl", {"rank": 0})
     for number in range(1, 31):
         writer.add(step(number, samples=2))
@@ -78,14 +79,14 @@ def test_long_runs_get_coarser_lines_and_lose_no_step(tmp_path, monkeypatch):
 
 
 def test_lines_come_at_once_and_slow_steps_are_never_merged(tmp_path, monkeypatch):
-    monkeypatch.setattr(folder, "FINE_LINES", 2)
+    monkeypatch.setattr(figures, "FINE_LINES", 2)
     writer = Journal(tmp_path / "rank-0.jsonl", {"rank": 0})
     for number in range(1, 9):
-        writer.add(step(number, seconds=folder.COARSEST_S))
+        writer.add(step(number, seconds=figures.COARSEST_S))
     writer.close()
     assert [each.steps for each in read_journal(writer.path).records] == [1] * 8
 
-    monkeypatch.setattr(folder, "FLUSH_S", 0.0)
+    monkeypatch.setattr(figures, "FLUSH_S", 0.0)
     writer = Journal((tmp_path / "1") / "rank-0.jsonl", {"rank": 0})
     writer.add(step(1))
     assert [each.step for each in read_journal(writer.path).records] == [1]

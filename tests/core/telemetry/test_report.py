@@ -13,7 +13,7 @@ from drivetrain import Accelerator, GradScalerKwargs
 from drivetrain.errors import UsageError
 from drivetrain.reporting import run_report
 from drivetrain.telemetry import recorder
-from drivetrain.telemetry.folder import starts_of
+from drivetrain.telemetry.figures import starts_of
 from drivetrain.telemetry.recorder import StepClock
 from drivetrain.traffic import Traffic
 

@@ -81,7 +81,6 @@ def test_a_rank_tells_its_times_once_in_a_while(tmp_path):
     assert read_work(path) == found
     file.take(step)
     assert (read_work(path).window, read_work(path).steps) == (2, 2)
-    assert RankTimes.from_json(found.to_json()) == found
     path.write_text('{"rank": 1')
     assert read_work(path) is None
     assert [each.name for each in tmp_path.iterdir()] == [path.name]

@@ -5,8 +5,8 @@ import torch
 
 from drivetrain import Accelerator
 from drivetrain.telemetry.figures import StepFigures
+from drivetrain.telemetry.live import STEPS, RunFigures, values_of
 from drivetrain.tracking import Tracker, Trackers, trackers
-from drivetrain.tracking.run_figures import STEPS, RunFigures, values_of
 
 
 class Noting(Tracker):

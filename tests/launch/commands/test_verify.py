@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from drivetrain.verify import RunRecord, StepRecord
-from drivetrain_launch.verification.examine import Attempt, Examination
+from drivetrain_launch.verification import Attempt, Examination
 from forked_programs import run_python
 
 SCRIPT = """

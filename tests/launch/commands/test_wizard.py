@@ -11,7 +11,7 @@ from drivetrain.config.resolve import resolve
 from drivetrain.errors import ConfigError
 from drivetrain.registry import strategies
 from drivetrain_launch.commands import preview
-from drivetrain_launch.forecast.checking import check_run
+from drivetrain_launch.forecast.planning import check_run
 from drivetrain_launch.wizard import advice
 from drivetrain_launch.wizard.dialog import hint
 from drivetrain_launch.wizard.questions import FACTS, MEMORY, MODEL, NEED, STRATEGY_KEY, Wizard

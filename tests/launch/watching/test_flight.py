@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from drivetrain_launch.watching.flight import (
+from drivetrain_launch.watching.answers import (
     NEWEST,
     answer,
     ask_flights,
     compare,
-    from_newest,
     newest,
     read_flight,
 )
+from drivetrain_launch.watching.views import RankView
 
 RECORDED = Path(__file__).parent / "recorded"
 """Written by torch 2.13: both ranks finished a sum of 3 numbers, rank 0 waits in one of 7."""
@@ -80,9 +80,10 @@ def test_ranks_answer_through_their_pipes(tmp_path):
 
 def test_the_newest_collectives_travel_between_launchers_as_json():
     flights = [read_flight(text) for text in texts()]
-    told = [from_newest(json.loads(json.dumps(newest(each)))) for each in flights]
+    views = [RankView(rank=0, host="n1", pid=7, flight=newest(each)) for each in flights]
+    told = [RankView.from_json(json.loads(json.dumps(each.to_json()))).flight for each in views]
     assert told == flights
     assert compare(dict(enumerate(told))) == compare(dict(enumerate(flights)))
     (group, entries), *_ = flights[0].items()
     longer = {group: dict.fromkeys(range(1, 3 * NEWEST), entries[1])}
-    assert [each[0] for each in newest(longer)[group]] == [*range(2 * NEWEST, 3 * NEWEST)]
+    assert list(newest(longer)[group]) == [*range(2 * NEWEST, 3 * NEWEST)]

@@ -18,8 +18,8 @@ SHORTEST_S = 2.0
 
 LAUNCHER = f"""
 import sys
-from drivetrain_launch.watching import rest
-rest.SHORTEST_S = rest.START_S = rest.SHORTEST_REST_S = {SHORTEST_S}
+from drivetrain_launch.watching import diagnosis
+diagnosis.SHORTEST_S = diagnosis.START_S = diagnosis.SHORTEST_REST_S = {SHORTEST_S}
 from drivetrain_launch.watching import watch
 watch.SHOW_S = 0.5
 from drivetrain_launch.cli import main

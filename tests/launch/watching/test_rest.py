@@ -1,8 +1,8 @@
 """Ranks that stand still while nobody waits, from states of ranks that were made up."""
 
 from drivetrain.runtime.board import NATIVE
-from drivetrain_launch.watching import rest
-from drivetrain_launch.watching.rest import Usual, resting
+from drivetrain_launch.watching import diagnosis
+from drivetrain_launch.watching.diagnosis import Usual, resting
 from drivetrain_launch.watching.views import OperationView, RankView
 
 
@@ -57,10 +57,10 @@ def test_nobody_is_named_where_ranks_wait_have_ended_or_do_not_train_yet():
 
 def test_a_rest_is_unusual_from_five_times_the_longest_of_before():
     learned = Usual()
-    assert learned.rest_limit_s == rest.SHORTEST_REST_S
+    assert learned.rest_limit_s == diagnosis.SHORTEST_REST_S
     for seconds in (0.1, 20.0, 0.1, 30.0):
         learned.learn({0: still(0, seconds), 1: still(1, 0.2)}, 0.0)
     assert learned.longest_rest_s == 20.0
-    assert learned.rest_limit_s == rest.TIMES_REST * 20.0
+    assert learned.rest_limit_s == diagnosis.TIMES_REST * 20.0
     learned.learn({0: still(0, 0.0)}, 0.0)
     assert learned.longest_rest_s == 30.0

@@ -3,6 +3,7 @@
 import json
 import re
 import time
+from dataclasses import asdict
 
 import pytest
 
@@ -75,7 +76,7 @@ def test_ranks_are_compared_when_all_have_told_new_times():
     for _ in range(3):
         watch.take(works(slow=[1])[:2], 3)
         assert said == []
-    watch.hear({"works": [works(slow=[1])[2].to_json()], "size": 3, "attempt": 0})
+    watch.hear({"works": [asdict(works(slow=[1])[2])], "size": 3, "attempt": 0})
     assert len(said) == 1
 
 
@@ -84,13 +85,13 @@ def test_files_are_read_now_and_then_and_each_window_once(tmp_path, monkeypatch)
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     files = WorkFiles(tmp_path, [0, 1], 8.0)
     path = work_file(tmp_path, 1)
-    path.write_text(json.dumps(works()[1].to_json()))
+    path.write_text(json.dumps(asdict(works()[1])))
     assert files.read() == []
     now[0] += 2.0
     assert [work.rank for work in files.read()] == [1]
     now[0] += 2.0
     assert files.read() == []
-    path.write_text(json.dumps(works(window=2)[1].to_json()))
+    path.write_text(json.dumps(asdict(works(window=2)[1])))
     assert files.read() == []
     now[0] += 2.0
     assert [work.window for work in files.read()] == [2]

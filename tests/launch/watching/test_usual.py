@@ -1,8 +1,7 @@
 """The usual length of waits, from states of ranks that were made up."""
 
-from drivetrain_launch.watching import rest
-from drivetrain_launch.watching.diagnosis import diagnose
-from drivetrain_launch.watching.rest import Usual
+from drivetrain_launch.watching import diagnosis
+from drivetrain_launch.watching.diagnosis import Usual, diagnose
 from drivetrain_launch.watching.views import OperationView, RankView
 
 
@@ -34,35 +33,35 @@ TRAINING = {0: seen(0, 0.0), 1: seen(1, 0.0)}
 
 def test_a_wait_is_unusual_from_three_times_the_longest_on():
     learned = Usual()
-    assert learned.wait_limit_s(TRAINING, "ring") == rest.SHORTEST_S
+    assert learned.wait_limit_s(TRAINING, "ring") == diagnosis.SHORTEST_S
     learn(learned, 10.0, seen(0, 20.0), seen(1, 0.0))
     learn(learned, 40.0, seen(0, 5.0), seen(1, 0.0))
-    assert learned.wait_limit_s(TRAINING, "ring") == rest.TIMES_USUAL * 20.0
+    assert learned.wait_limit_s(TRAINING, "ring") == diagnosis.TIMES_USUAL * 20.0
 
 
 def test_waits_before_training_are_not_remembered():
     learned = Usual()
     learn(learned, 300.0, seen(0, 0.0, section=""), seen(1, 300.0, section=""))
     learn(learned, 350.0, seen(0, 0.0, section=""), seen(1, 40.0))  # one rank still gets ready
-    assert learned.wait_limit_s(TRAINING, "ring") == rest.SHORTEST_S
+    assert learned.wait_limit_s(TRAINING, "ring") == diagnosis.SHORTEST_S
     starting = {0: seen(0, 0.0, section=""), 1: seen(1, 0.0)}
-    assert learned.wait_limit_s(starting, "ring") == rest.START_S
+    assert learned.wait_limit_s(starting, "ring") == diagnosis.START_S
 
 
 def test_old_waits_are_forgotten_however_few_follow():
     learned = Usual()
     learn(learned, 10.0, seen(0, 200.0), seen(1, 0.0))
-    learned.learn(TRAINING, 10.0 + rest.WAITS_AGE_S)
-    assert learned.wait_limit_s(TRAINING, "ring") == rest.TIMES_USUAL * 200.0
-    learned.learn(TRAINING, 11.0 + rest.WAITS_AGE_S)
-    assert learned.wait_limit_s(TRAINING, "ring") == rest.SHORTEST_S
+    learned.learn(TRAINING, 10.0 + diagnosis.WAITS_AGE_S)
+    assert learned.wait_limit_s(TRAINING, "ring") == diagnosis.TIMES_USUAL * 200.0
+    learned.learn(TRAINING, 11.0 + diagnosis.WAITS_AGE_S)
+    assert learned.wait_limit_s(TRAINING, "ring") == diagnosis.SHORTEST_S
 
 
 def test_each_order_of_operations_has_waits_of_its_own():
     learned = Usual()
     learn(learned, 10.0, seen(0, 100.0, place="everyone"), seen(1, 0.0))
-    assert learned.wait_limit_s(TRAINING, "everyone") == rest.TIMES_USUAL * 100.0
-    assert learned.wait_limit_s(TRAINING, "ring") == rest.SHORTEST_S
+    assert learned.wait_limit_s(TRAINING, "everyone") == diagnosis.TIMES_USUAL * 100.0
+    assert learned.wait_limit_s(TRAINING, "ring") == diagnosis.SHORTEST_S
     limits = {"everyone": 300.0, "ring": 8.0}.__getitem__
     for place, hangs in (("everyone", False), ("ring", True)):
         views = {0: seen(0, 30.0, place=place), 1: seen(1, 0.0, place=place, number=8)}
