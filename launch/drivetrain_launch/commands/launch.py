@@ -12,21 +12,21 @@ import click
 from drivetrain.config.resolve import Resolved
 from drivetrain.errors import ConfigError
 from drivetrain.profiling.window import StepWindow
-from drivetrain_launch.commands.host_options import (
-    TOPOLOGY,
-    chosen_hosts,
-    host_options,
-    remote_job,
-)
 from drivetrain_launch.commands.options import (
+    BEFORE_SCRIPT,
     FLAGS,
     HOSTS_GROUP,
+    TOPOLOGY,
     GroupedCommand,
-    GroupedOption,
+    chosen_hosts,
     command_line_layer,
     complete_file,
+    grouped_option,
+    host_options,
     knob_flags,
+    remote_job,
     resolve_command_line,
+    script_argument,
     source_options,
 )
 from drivetrain_launch.hosts.hostfile import RemoteHost
@@ -56,67 +56,45 @@ LAUNCHERS_OWN = tuple(
 """Options that scripts hardly have: numbers of ranks and hosts."""
 
 
-@click.command(
-    cls=GroupedCommand,
-    options_metavar="[OPTIONS]",
-    context_settings={
-        "allow_interspersed_args": False,
-        "token_normalize_func": lambda name: name.replace("_", "-"),
-        "help_option_names": ["-h", "--help"],
-        "max_content_width": 100,
-    },
-)
-@source_options()
+@click.command(cls=GroupedCommand, context_settings=BEFORE_SCRIPT)
+@source_options
 @knob_flags()
-@click.option(
-    "-m",
-    "--module",
-    "module",
-    cls=GroupedOption,
-    group="Script",
+@grouped_option(
+    "Script",
+    *("-m", "--module", "module"),
     is_flag=True,
     help="SCRIPT is the name of a module, as in 'python -m'.",
 )
-@click.option(
+@grouped_option(
+    "Script",
     "--as-accelerate",
-    cls=GroupedOption,
-    group="Script",
     may_lack_value=True,
     metavar="[=PACKAGE,...]",
     help="The script's 'import accelerate' finds drivetrain, and so does that of the packages; "
     "other libraries keep the real one.",
 )
-@click.option(
+@grouped_option(
+    HOSTS_GROUP,
     "--standalone",
-    cls=GroupedOption,
-    group=HOSTS_GROUP,
     is_flag=True,
     help="One host, as without it; refused with --nnodes above 1.",
 )
 @host_options
-@click.option(
+@grouped_option(
+    "Output",
     "--dry-run",
-    cls=GroupedOption,
-    group="Output",
     is_flag=True,
     help="Show the configuration, the mesh and the cost per rank; start nothing.",
 )
-@click.option(
+@grouped_option(
+    HOSTS_GROUP,
     TOPOLOGY,
-    cls=GroupedOption,
-    group=HOSTS_GROUP,
     metavar="FILE",
     help="Order the hosts so that messages take the quickest links of a description that "
     "`drivetrain hardware measure` wrote. [default: as listed]",
     shell_complete=complete_file,
 )
-@click.argument(
-    "script",
-    nargs=-1,
-    type=click.UNPROCESSED,
-    metavar="SCRIPT [ARGS]...",
-    shell_complete=complete_file,
-)
+@script_argument
 def command(
     config: str | None,
     assignments: tuple[str, ...],

@@ -14,7 +14,7 @@ from drivetrain.hardware.description import Hardware
 from drivetrain.hardware.sizes import size_text
 from drivetrain.links.compressor import Honesty
 from drivetrain.paper.transformer import GptShape
-from drivetrain_launch.commands.options import complete_file
+from drivetrain_launch.commands.options import BEFORE_SCRIPT, complete_file, rest_argument
 from drivetrain_launch.forecast.plan_text import explained, file_of, found_rows
 from drivetrain_launch.tables import show_table
 
@@ -33,13 +33,7 @@ _LINK = re.compile(r"(\d+(?:\.\d+)?)\s*(GB/s|Gbit/s|MB/s|Mbit/s)", re.IGNORECASE
 _RATES = {"gb/s": 1.0, "gbit/s": 1 / 8, "mb/s": 1e-3, "mbit/s": 1e-3 / 8}
 
 
-@click.command(
-    context_settings={
-        "allow_interspersed_args": False,
-        "help_option_names": ["-h", "--help"],
-        "max_content_width": 100,
-    },
-)
+@click.command(context_settings=BEFORE_SCRIPT)
 @click.option("--gpt", metavar="KEY=VALUE,...", help="Sizes of a GPT: "
               + ", ".join(GptShape.keys()) + ".")  # fmt: skip
 @click.option("--hf", metavar="FILE", help="A config.json of transformers, or its folder; no "
@@ -75,8 +69,7 @@ _RATES = {"gb/s": 1.0, "gbit/s": 1 / 8, "mb/s": 1e-3, "mbit/s": 1e-3 / 8}
               help="Write the configuration of the (first) layout for `drivetrain launch "
               "--config`.")  # fmt: skip
 @click.argument("script", required=False, metavar="[SCRIPT]", shell_complete=complete_file)
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[ARGS]...",
-                shell_complete=complete_file)  # fmt: skip
+@rest_argument()
 def command(
     layout: str | None,
     explain: str | None,

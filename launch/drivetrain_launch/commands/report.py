@@ -12,6 +12,7 @@ from drivetrain.reporting.history import RunHistory, load_history
 from drivetrain.reporting.page import missing_packages, write_report
 from drivetrain.reporting.summary import differences, status_of, summary_of
 from drivetrain.reporting.words import in_seconds
+from drivetrain_launch.commands.options import SETTINGS
 from drivetrain_launch.tables import show_table
 
 COMPARISON = Path("comparison")
@@ -21,7 +22,7 @@ MOST_RANKS = 16
 """Ranks with a column in the table of the time of a step."""
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.command(context_settings=SETTINGS)
 @click.argument("folders", nargs=-1, required=True, metavar="DIR...")
 @click.option(
     "--output",

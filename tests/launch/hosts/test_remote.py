@@ -8,7 +8,7 @@ import time
 import pytest
 
 from drivetrain.errors import ConfigError
-from drivetrain_launch.commands.host_options import without_hosts
+from drivetrain_launch.commands.options import without_hosts
 from drivetrain_launch.hosts.hostfile import RemoteHost, read_hostfile, read_hosts, select
 from drivetrain_launch.hosts.remote import RemoteJob, _orders
 from waits import wait_until
