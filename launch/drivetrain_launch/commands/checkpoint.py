@@ -12,7 +12,7 @@ import click
 from drivetrain.errors import CheckpointError
 from drivetrain.hardware.sizes import size_text
 from drivetrain_launch.commands.options import SETTINGS
-from drivetrain_launch.tables import show_table
+from drivetrain_launch.console import show_table
 
 if TYPE_CHECKING:
     from drivetrain.checkpoint import Description

@@ -30,7 +30,7 @@ from drivetrain_launch.commands.options import (
     rest_argument,
     source_options,
 )
-from drivetrain_launch.tables import yaml_text
+from drivetrain_launch.console import yaml_text
 
 DEFAULT_PATH = Path("drivetrain.yaml")
 

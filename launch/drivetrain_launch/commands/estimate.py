@@ -15,7 +15,7 @@ from drivetrain_launch.commands.options import (
     rest_argument,
     source_options,
 )
-from drivetrain_launch.tables import show_table
+from drivetrain_launch.console import show_table
 
 if TYPE_CHECKING:
     from drivetrain.cost import ModelSpec

@@ -29,12 +29,12 @@ from drivetrain_launch.commands.options import (
     script_argument,
     source_options,
 )
-from drivetrain_launch.hosts.hostfile import RemoteHost
-from drivetrain_launch.hosts.remote import run_hosts
+from drivetrain_launch.hosts.remote import RemoteHost, run_hosts
 from drivetrain_launch.hosts.surroundings import KEYS, Surroundings, recognise
 from drivetrain_launch.ranks.failure import RunOver
 from drivetrain_launch.ranks.placement import (
     Endpoint,
+    HostJob,
     accelerators,
     backend_of,
     cores,
@@ -114,7 +114,7 @@ def command(
     explicit = standalone or bool(listed) or any(key in chosen for key in KEYS)
     surroundings = None if explicit else recognise(os.environ)
     resolved = resolve_command_line(config, assignments, flags, surroundings)
-    check_seat(resolved, surroundings)
+    check_slot(resolved, surroundings)
     from drivetrain_launch.forecast.checking import check_run
 
     if standalone and resolved.run.launch.nnodes > 1:
@@ -160,14 +160,14 @@ def _ordered(listed: list[RemoteHost], resolved: Resolved, topology: str) -> lis
     return found
 
 
-def check_seat(resolved: Resolved, surroundings: Surroundings | None) -> None:
+def check_slot(resolved: Resolved, surroundings: Surroundings | None) -> None:
     """Check that one rank runs here where the scheduler starts each rank by itself.
 
     Raises:
         ConfigError: another number of ranks was chosen.
     """
     ranks = resolved.run.launch.nproc_per_node
-    if surroundings is not None and surroundings.seat is not None and ranks != 1:
+    if surroundings is not None and surroundings.slot is not None and ranks != 1:
         raise ConfigError(
             f"launch.nproc_per_node: {surroundings.name} starts one process per rank, found "
             f"{ranks}; leave the number out, or start one process per host"
@@ -271,8 +271,8 @@ def _run(
     memory: Path | None,
 ) -> int:
     from drivetrain.runtime.world import CONFIG_VARIABLE, MEMORY_VARIABLE, reader_mark
-    from drivetrain_launch.preflight.software import software_facts
-    from drivetrain_launch.ranks.engine import HostJob, run_ranks
+    from drivetrain_launch.ranks.engine import run_ranks
+    from drivetrain_launch.ranks.preflight import software_facts
 
     settings = resolved.run.launch
     available = 0 if settings.device == "cpu" else accelerators()
@@ -299,7 +299,7 @@ def _run(
             private=private,
             config=path,
             run=surroundings.run if surroundings else "",
-            seat=surroundings.seat if surroundings else None,
+            slot=surroundings.slot if surroundings else None,
             software=software_facts(arguments) if settings.rdzv_endpoint else {},
             backend=backend_of(available),
         ),

@@ -28,8 +28,7 @@ from drivetrain.config.foreign import importers, read_own_file
 from drivetrain.config.resolve import Resolved, resolve
 from drivetrain.errors import ConfigError
 from drivetrain.registry import strategies
-from drivetrain_launch.hosts.hostfile import RemoteHost, read_hostfile, read_hosts, select
-from drivetrain_launch.hosts.remote import RemoteJob
+from drivetrain_launch.hosts.remote import RemoteHost, RemoteJob, read_hostfile, read_hosts, select
 from drivetrain_launch.hosts.surroundings import FEWEST_KEY, Surroundings, check_agreement
 
 

@@ -15,8 +15,8 @@ from drivetrain.hardware.sizes import size_text
 from drivetrain.links.compressor import Honesty
 from drivetrain.paper.transformer import GptShape
 from drivetrain_launch.commands.options import BEFORE_SCRIPT, complete_file, rest_argument
+from drivetrain_launch.console import show_table
 from drivetrain_launch.forecast.plan_text import explained, file_of, found_rows
-from drivetrain_launch.tables import show_table
 
 if TYPE_CHECKING:
     from drivetrain.planner.predict import Prediction, Predictor, Task

@@ -13,7 +13,7 @@ from drivetrain.reporting.page import missing_packages, write_report
 from drivetrain.reporting.summary import differences, status_of, summary_of
 from drivetrain.reporting.words import in_seconds
 from drivetrain_launch.commands.options import SETTINGS
-from drivetrain_launch.tables import show_table
+from drivetrain_launch.console import show_table
 
 COMPARISON = Path("comparison")
 """Where the report of several runs goes, in the working directory."""

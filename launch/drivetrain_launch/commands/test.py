@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from drivetrain_launch.commands.launch import check_seat, launch
+from drivetrain_launch.commands.launch import check_slot, launch
 from drivetrain_launch.commands.options import (
     HOSTS_GROUP,
     SETTINGS,
@@ -54,7 +54,7 @@ def command(assignments: tuple[str, ...], **flags: Any) -> int:
     if "launch.preflight" not in chosen:
         flags["preflight"] = "full"
     resolved = resolve_command_line(None, assignments, flags, surroundings)
-    check_seat(resolved, surroundings)
+    check_slot(resolved, surroundings)
     from drivetrain_launch.forecast.checking import check_run
 
     check_run(resolved)

@@ -24,9 +24,9 @@ from drivetrain_launch.commands.options import (
     source_options,
     worded_flags,
 )
+from drivetrain_launch.console import show_table
 from drivetrain_launch.ranks.placement import accelerators, cores, local_ranks, threads
 from drivetrain_launch.ranks.worker import as_accelerate_words
-from drivetrain_launch.tables import show_table
 
 if TYPE_CHECKING:
     from drivetrain.verify import Comparison, Difference

@@ -10,7 +10,7 @@ from drivetrain.planner.placement import HostOrder, HostPlacement
 from drivetrain.strategy import find_strategy
 from drivetrain_launch.forecast.planning import plan_on
 from drivetrain_launch.forecast.sample import example_model
-from drivetrain_launch.hosts.hostfile import RemoteHost
+from drivetrain_launch.hosts.remote import RemoteHost
 
 
 def hosts_in_order(

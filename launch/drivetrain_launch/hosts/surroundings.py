@@ -10,7 +10,7 @@ from typing import Any
 
 from drivetrain.config.document import Layer, ValueOrigin
 from drivetrain.errors import ConfigError
-from drivetrain_launch.ranks.placement import Endpoint, Seat
+from drivetrain_launch.ranks.placement import Endpoint, Slot
 
 OVERRIDE = (
     "correct it, or give --nnodes, --node-rank and --rdzv-endpoint, with which no variables are "
@@ -150,7 +150,7 @@ def _expanded(part: str) -> list[str]:
 
 # Each recogniser turns the variables of one scheduler into keys of the configuration, with the
 # variables as their origin. A scheduler starts one launcher per host, or one process per device; in
-# the second case each process has a launcher of one rank; its seat tells its place among the ranks
+# the second case each process has a launcher of one rank; its slot tells its place among the ranks
 # of the machine, and the launchers find out which of them share a machine.
 
 
@@ -175,14 +175,14 @@ class Surroundings:
         name: of the scheduler.
         entries: (key of the configuration, value, variables) of each value.
         run: the scheduler's name of the job, equal on every host, or "".
-        seat: of the one rank of this process among the ranks of its host; None where this
+        slot: of the one rank of this process among the ranks of its host; None where this
             process starts all ranks of its host.
     """
 
     name: str
     entries: tuple[tuple[str, Any, str], ...]
     run: str = ""
-    seat: Seat | None = None
+    slot: Slot | None = None
 
     @property
     def layer(self) -> Layer:
@@ -274,7 +274,7 @@ def _mpi(name: str, rank: str, size: str, local: str, local_size: str) -> Callab
             return None
         variables.require(name, rank, size, local, local_size)
         index, count = variables.index(rank, size), variables.number(size)
-        seat = Seat(
+        slot = Slot(
             local_rank=variables.index(local, local_size),
             local_size=variables.number(local_size),
         )
@@ -289,7 +289,7 @@ def _mpi(name: str, rank: str, size: str, local: str, local_size: str) -> Callab
         return Surroundings(
             name=name,
             entries=_one_rank(variables, count, size, index, rank, place, "MASTER_ADDR"),
-            seat=seat,
+            slot=slot,
         )
 
     return recogniser
@@ -335,12 +335,12 @@ def _slurm(variables: Variables) -> Surroundings | None:
     per_node = variables.first("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
     variables.require("SLURM", "SLURM_LOCALID", per_node)
     index, node = variables.index("SLURM_PROCID", tasks_name), variables.number("SLURM_NODEID")
-    seat = Seat(
+    slot = Slot(
         local_rank=variables.number("SLURM_LOCALID"),
         local_size=tasks_on(variables.text(per_node), node),
     )
     entries = _one_rank(variables, tasks, tasks_name, index, "SLURM_PROCID", place, list_name)
-    return Surroundings(name="SLURM", entries=entries, run=run, seat=seat)
+    return Surroundings(name="SLURM", entries=entries, run=run, slot=slot)
 
 
 def _skypilot(variables: Variables) -> Surroundings | None:
@@ -380,16 +380,16 @@ def _plain(variables: Variables) -> Surroundings | None:
         return None
     variables.require("one process per rank", *names, "MASTER_ADDR")
     index, count = variables.index(*names), variables.number("WORLD_SIZE")
-    seat = Seat()
+    slot = Slot()
     if variables.text("LOCAL_WORLD_SIZE"):
         local_rank = variables.index("LOCAL_RANK", "LOCAL_WORLD_SIZE")
-        seat = Seat(local_rank=local_rank, local_size=variables.number("LOCAL_WORLD_SIZE"))
+        slot = Slot(local_rank=local_rank, local_size=variables.number("LOCAL_WORLD_SIZE"))
     port = variables.text("MASTER_PORT") or USUAL_PORT
     place = _endpoint(variables.text("MASTER_ADDR"), port)
     return Surroundings(
         name="RANK and WORLD_SIZE",
         entries=_one_rank(variables, count, "WORLD_SIZE", index, "RANK", place, "MASTER_ADDR"),
-        seat=seat,
+        slot=slot,
     )
 
 

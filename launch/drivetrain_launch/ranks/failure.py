@@ -16,9 +16,7 @@ from typing import Any
 
 from drivetrain.errors import CheckpointError, CollectiveError, ConfigError, NonFiniteError
 from drivetrain.runtime.notices import PREEMPTED
-from drivetrain_launch.console import say
 from drivetrain_launch.watching.diagnosis import Hang
-from drivetrain_launch.watching.watch import HangWatch, Hosts
 
 KILLED = 6
 """Exit code of the launcher when a signal killed the first failing rank."""
@@ -347,27 +345,6 @@ def _headline(root: Failure, ended: Iterable[EarlyEnd]) -> str:
 def board_of(private: Path, rank: int) -> Path:
     """Return the file in which a rank shows where it is."""
     return private / f"rank-{rank}.board"
-
-
-def watch_over(
-    pids: dict[int, int],
-    private: Path,
-    *,
-    hosts: Hosts | None,
-    stops: bool,
-    folder: Path | None,
-) -> HangWatch:
-    """Return the watch over the ranks of this host in one attempt.
-
-    Args:
-        pids: process ids of the ranks here, by global rank.
-        private: folder of their boards.
-        hosts: the other launchers; None on one host.
-        stops: whether a hang ends the run.
-        folder: for the file about a hang, or None.
-    """
-    boards = {rank: board_of(private, rank) for rank in pids}
-    return HangWatch(pids, boards, hosts=hosts, stops=stops, folder=folder, say=say)
 
 
 def blamed(ending: Ending, hang: Hang | None) -> Ending:

@@ -14,19 +14,21 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 from torch.distributed import TCPStore
 
+from drivetrain.config import LaunchConfig
 from drivetrain.errors import CollectiveError, ConfigError, PreflightError
 from drivetrain.runtime.notices import PREEMPTED
 from drivetrain.telemetry.work import RankTimes
-from drivetrain_launch.preflight.check import HostProbe
-from drivetrain_launch.ranks import coordinator, member
+from drivetrain_launch.ranks import coordinator, meeting
 from drivetrain_launch.ranks.channel import Channel, NotAuthenticError, greet_client, greet_server
 from drivetrain_launch.ranks.failure import EarlyEnd, Ending, Failure, RunOver
-from drivetrain_launch.ranks.member import Party, SeveralHosts
-from drivetrain_launch.ranks.placement import Endpoint, listening_address
+from drivetrain_launch.ranks.meeting import SeveralHosts
+from drivetrain_launch.ranks.placement import Endpoint, HostJob, Slot, listening_address
+from drivetrain_launch.ranks.preflight import HostProbe
 from waits import PATIENCE_S, wait_until
 
 SECRET = {"DRIVETRAIN_SECRET": "a secret of the tests"}
@@ -118,14 +120,20 @@ def test_two_hosts_meet_in_the_order_given_and_restart_together(sandbox):
             assert line.split()[3].rpartition(":")[0] in (own, "127.0.0.1"), lines
 
 
-def party(port, index, *, count=2, secret=b"a secret of the tests", **settings):
-    return SeveralHosts(
-        Party(
-            **{"run": "", "max_restarts": 0, "start_timeout_s": PATIENCE_S, "ranks": index + 1,
-               "grace_s": PATIENCE_S, "least": count, "straggler_margin": 0.3, **settings},
-            endpoint=Endpoint("127.0.0.1", port), index=index, count=count, secret=secret,
-        )
+def party(
+    port, index, *, count=2, secret=b"a secret of the tests", least=None, check="short",
+    alone=False, run="", software=(), **settings,
+):  # fmt: skip
+    launch = LaunchConfig(
+        **{"start_timeout_s": PATIENCE_S, "grace_s": PATIENCE_S, **settings},
+        rdzv_endpoint=f"127.0.0.1:{port}", node_rank=index, nnodes=count, min_nnodes=least,
+        preflight=check,
     )  # fmt: skip
+    job = HostJob(
+        arguments=(), ranks=index + 1, launch=launch, variables={}, private=Path(), config=Path(),
+        run=run, software=dict(software), slot=Slot() if alone else None,
+    )  # fmt: skip
+    return SeveralHosts(job, secret)
 
 
 @contextmanager
@@ -286,7 +294,7 @@ async def cut(host):
 
 def set_silence(monkeypatch, seconds):
     """Let a host that says nothing for so long be lost; the shortest is for silent ones alone."""
-    for module in (coordinator, member):
+    for module in (coordinator, meeting):
         monkeypatch.setattr(module, "BEAT_S", 0.1)
         monkeypatch.setattr(module, "LOST_S", seconds)
 
@@ -416,9 +424,9 @@ def wait_for_line(capsys, expected):
 
 
 def test_who_waits_for_ranks_of_another_host_says_so(port, capsys, monkeypatch):
-    for module in (coordinator, member):
+    for module in (coordinator, meeting):
         monkeypatch.setattr(module, "BEAT_S", 0.1)
-    monkeypatch.setattr(member, "FIRST_REMINDER_S", 0.5)
+    monkeypatch.setattr(meeting, "FIRST_REMINDER_S", 0.5)
     with running(port, 0, 1) as (hosts, pool):
         first = pool.submit(hosts[1].conclude, WELL)
         name = re.escape(socket.gethostname())
@@ -484,9 +492,9 @@ def test_every_host_ends_with_the_same_line_about_other_software(port):
     texts = set()
     with ThreadPoolExecutor() as pool:
         list(pool.map(SeveralHosts.join, hosts))
-        for meeting in [pool.submit(host.meet) for host in hosts]:
+        for met in [pool.submit(host.meet) for host in hosts]:
             with pytest.raises(ConfigError, match="the hosts differ in torch's version") as caught:
-                meeting.result(PATIENCE_S)
+                met.result(PATIENCE_S)
             texts.add(str(caught.value))
         list(pool.map(lambda host: host.leave(""), hosts))
     (text,) = texts
@@ -543,9 +551,9 @@ def test_every_host_says_that_two_have_the_same_index(port):
         wait_until(lambda: hosts[0]._coordinator._phase == "over")
         with joined(port, 2, count=3) as late, pytest.raises(ConfigError, match=said):
             late.meet()
-        for meeting in [pool.submit(host.meet) for host in hosts]:
+        for met in [pool.submit(host.meet) for host in hosts]:
             with pytest.raises(ConfigError, match=said):
-                meeting.result(PATIENCE_S)
+                met.result(PATIENCE_S)
 
 
 def test_end_of_the_run_reports_no_cancelled_connection(port, caplog):
@@ -569,7 +577,7 @@ def test_hosts_do_not_wait_longer_than_the_start_timeout(port):
 
 
 def test_waiting_host_says_for_which(port, capsys, monkeypatch):
-    monkeypatch.setattr(member, "FIRST_REMINDER_S", 0.5)
+    monkeypatch.setattr(meeting, "FIRST_REMINDER_S", 0.5)
     with together(port, 0, check="none") as (hosts, pool):
         first = pool.submit(hosts[0].meet)
         place = rf"at 127\.0\.0\.1:{port} \(\d+ s\)"
