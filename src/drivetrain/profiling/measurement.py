@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils.flop_counter import flop_registry
 
-from drivetrain.hardware.peaks import Peak, published_peak
+from drivetrain.hardware.catalog import Peak, published_peak
 from drivetrain.hardware.prices import TERA
 from drivetrain.log import get_logger
 from drivetrain.parts.guard import Keywords

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from drivetrain.hardware.peaks import Peak
+from drivetrain.hardware.catalog import Peak
 from drivetrain.model.valueless import ValuelessTensor
 from drivetrain.parts.blocks import COMPILED_CALL
 from drivetrain.parts.guard import Arguments, Keywords

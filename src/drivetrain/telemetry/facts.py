@@ -16,7 +16,7 @@ from drivetrain.config import Resolved
 from drivetrain.cost import Cost, ModelSpec
 from drivetrain.errors import DrivetrainError
 from drivetrain.facade.prepared import PreparedModel
-from drivetrain.hardware.peaks import published_peak
+from drivetrain.hardware.catalog import published_peak
 from drivetrain.runtime.world import World, restarts
 from drivetrain.strategy import Run, find_strategy
 
