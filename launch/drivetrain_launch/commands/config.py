@@ -156,8 +156,7 @@ def write_defaults(output: Path | None) -> int:
 
 def ask(output: Path) -> int:
     """Run the wizard on this terminal, and write the configuration."""
-    from drivetrain_launch.wizard.dialog import ask_all, ask_where
-    from drivetrain_launch.wizard.questions import Wizard
+    from drivetrain_launch.wizard.questions import Wizard, ask_all, ask_where
 
     text = ask_all(Wizard(strategies()))
     path = ask_where(text, output)

@@ -9,7 +9,7 @@ import functools
 import math
 import re
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -134,7 +134,11 @@ def slurm(
     given = {"time": time, "partition": partition, "account": account}
     directives = (*(f"--{key}={value}" for key, value in given.items() if value), *sbatch)
     for directive in directives:
-        _check_directive(directive)
+        if not directive.startswith("-") or "\n" in directive:
+            raise ConfigError(
+                "--sbatch: expected an option of sbatch in one line, such as --exclusive, found "
+                f"{directive!r}"
+            )
     return batch_script(job, directives=directives)
 
 
@@ -219,19 +223,6 @@ def _named_script(script: tuple[str, ...]) -> tuple[str, ...]:
             "drivetrain manifest kubernetes --image IMAGE --devices 8 train.py"
         )
     return script
-
-
-def _check_directive(directive: str) -> None:
-    """Refuse an option of sbatch that would be no option.
-
-    Raises:
-        ConfigError: it does not begin with a hyphen, or has several lines.
-    """
-    if not directive.startswith("-") or "\n" in directive:
-        raise ConfigError(
-            f"--sbatch: expected an option of sbatch in one line, such as --exclusive, found "
-            f"{directive!r}"
-        )
 
 
 def _yaml(documents: list[dict[str, Any]], notes: list[str]) -> str:
@@ -346,12 +337,8 @@ def batch_script(job: SchedulerJob, *, directives: tuple[str, ...] = ()) -> str:
         job: what to run, and where.
         directives: further options of sbatch, such as ``--time=12:00:00``.
     """
-    return "\n".join((*_head(job, directives), *_body(job), ""))
-
-
-def _head(job: SchedulerJob, directives: tuple[str, ...]) -> Iterator[str]:
-    yield "#!/bin/bash"
-    for option in (
+    spare = job.least < job.hosts  # of a job that may lose a node
+    options = (
         f"--job-name={job.name}",
         f"--nodes={job.hosts}",
         "--ntasks-per-node=1",  # one launcher per host starts the ranks of that host
@@ -359,31 +346,27 @@ def _head(job: SchedulerJob, directives: tuple[str, ...]) -> Iterator[str]:
         # Without B: the notice reaches the launchers; with it, the batch shell alone.
         f"--signal=USR1@{job.notice}",
         "--requeue",
-        *(("--no-kill",) if job.least < job.hosts else ()),  # of a job that loses a node
+        *(("--no-kill",) if spare else ()),
         "--open-mode=append",  # a requeued job goes on writing the same file
         "--output=%x-%j.out",
         *directives,
-    ):
-        yield f"#SBATCH {option}"
-
-
-def _body(job: SchedulerJob) -> Iterator[str]:
-    stay = "--no-kill " if job.least < job.hosts else ""
-    yield from (
-        "",
-        "# The secret that the launchers of this job share; srun hands it to every host.",
-        f"{SECRET_VARIABLE}=$(od -An -tx1 -N32 /dev/urandom | tr -d ' \\n')",
-        f"export {SECRET_VARIABLE}",
-        "",
-        "# The other launchers save and end by themselves when one of them ends.",
-        f"srun {stay}--kill-on-bad-exit=0 {shlex.join(job.command)}",
-        "code=$?",
-        "",
-        f"if [ $code -eq {PREEMPTED} ]; then  # a checkpoint was saved because of the notice",
-        '  scontrol requeue "$SLURM_JOB_ID"',
-        "fi",
-        "exit $code",
     )
+    head = "".join(f"#SBATCH {option}\n" for option in options)
+    return f"""#!/bin/bash
+{head}
+# The secret that the launchers of this job share; srun hands it to every host.
+{SECRET_VARIABLE}=$(od -An -tx1 -N32 /dev/urandom | tr -d ' \\n')
+export {SECRET_VARIABLE}
+
+# The other launchers save and end by themselves when one of them ends.
+srun {"--no-kill " if spare else ""}--kill-on-bad-exit=0 {shlex.join(job.command)}
+code=$?
+
+if [ $code -eq {PREEMPTED} ]; then  # a checkpoint was saved because of the notice
+  scontrol requeue "$SLURM_JOB_ID"
+fi
+exit $code
+"""
 
 
 # --- objects of Kubernetes ---

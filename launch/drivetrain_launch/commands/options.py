@@ -91,14 +91,17 @@ TORCHRUN_RANKS = {
 """torchrun's words for a number of ranks."""
 
 
-SETTINGS: Mapping[str, Any] = {
+SETTINGS: dict[str, Any] = {
     "help_option_names": ["-h", "--help"],
     "max_content_width": 100,
 }
 """Settings of the contexts of commands."""
 
-BEFORE_SCRIPT: Mapping[str, Any] = {**SETTINGS, "allow_interspersed_args": False}
+BEFORE_SCRIPT: dict[str, Any] = {**SETTINGS, "allow_interspersed_args": False}
 """The same, for commands with a script: options behind it are the script's."""
+
+UNDERSCORES: dict[str, Any] = {"token_normalize_func": lambda name: name.replace("_", "-")}
+"""Settings of commands that take ``_`` for ``-`` in the names of options."""
 
 
 complete_file = click.Path().shell_complete
@@ -123,14 +126,7 @@ class GroupedOption(click.Option):
 
 
 class GroupedCommand(click.Command):
-    """A command that shows its options under headings, and takes ``_`` for ``-`` in their names."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.context_settings = {
-            "token_normalize_func": lambda name: name.replace("_", "-"),
-            **self.context_settings,
-        }
+    """A command that shows its options under headings."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Read the command line; an option of another launcher is answered with its counterpart.
@@ -211,8 +207,20 @@ def grouped_option(group: str, *names: str, **settings: Any) -> Callable[..., An
 def knob_flags(*groups: str) -> Callable[..., Any]:
     """Return a decorator that adds the flags of knobs, under some headings or under all."""
     knobs = dict(knobs_of(RunConfig))
-    shown = [flag for flag in FLAGS if flag.group in groups or not groups]
-    return _all_of([_flag_option(_described(flag, knobs.get(flag.key))) for flag in shown])
+    shown = []
+    for flag in FLAGS:
+        metavar, key, default = "NAME", "strategy", "the installed default"
+        text = "How the step is spread over the ranks; the strategies are listed below."
+        if flag.key != STRATEGY_KEY:
+            knob, key = knobs[flag.key], flag.key
+            metavar, text = flag.metavar or _metavar(knob), flag.help or knob.help
+            default = "none" if knob.default == "" else str(knob.default)
+        if flag.value is not None:
+            key += f": {flag.value}"
+        text += f" [default: {default}] [YAML: {key}]"
+        if flag.group in groups or not groups:
+            shown.append(_flag_option(replace(flag, metavar=metavar, help=text)))
+    return _all_of(shown)
 
 
 def worded_flags(**words: tuple[str, str]) -> Callable[..., Any]:
@@ -223,17 +231,8 @@ def worded_flags(**words: tuple[str, str]) -> Callable[..., Any]:
     """
     flags = {flag.parameter: flag for flag in FLAGS}
     return _all_of(
-        [
-            _flag_option(replace(flags[name], metavar=metavar, help=text))
-            for name, (metavar, text) in words.items()
-        ]
-    )
-
-
-def set_option(group: str, text: str, **settings: Any) -> Callable[..., Any]:
-    """Return the decorator of ``--set``."""
-    return grouped_option(
-        group, "--set", "assignments", metavar="KEY=VALUE", multiple=True, help=text, **settings
+        _flag_option(replace(flags[name], metavar=metavar, help=text))
+        for name, (metavar, text) in words.items()
     )
 
 
@@ -249,11 +248,11 @@ script_argument = rest_argument("script", "SCRIPT [ARGS]...")
 """Decorates a command with a script and the script's arguments."""
 
 
-def _all_of(decorators: Sequence[Callable[..., Any]]) -> Callable[..., Any]:
+def _all_of(decorators: Iterable[Callable[..., Any]]) -> Callable[..., Any]:
     """Return one decorator for several, whose options the help shows in this order."""
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        for each in reversed(decorators):
+        for each in reversed(tuple(decorators)):
             function = each(function)
         return function
 
@@ -310,19 +309,6 @@ def command_line_layer(flags: Mapping[str, Any], assignments: Iterable[str]) -> 
         put(values, flag.key, value)
         origins[flag.key] = ValueOrigin("command line", given)
     return Layer(values, origins)
-
-
-def _described(flag: Flag, knob: Option | None) -> Flag:
-    """Return a flag with the words of its knob; the strategy is no knob of the schema."""
-    if knob is None:
-        metavar, default, key = "NAME", "the installed default", "strategy"
-        text = "How the step is spread over the ranks; the strategies are listed below."
-    else:
-        metavar, text, key = flag.metavar or _metavar(knob), flag.help or knob.help, flag.key
-        default = "none" if knob.default == "" else str(knob.default)
-    yaml_key = f"{key}: {flag.value}" if flag.value is not None else key
-    text = f"{text} [default: {default}] [YAML: {yaml_key}]"
-    return replace(flag, metavar=metavar, help=text)
 
 
 def _flag_option(flag: Flag) -> Callable[..., Any]:
@@ -424,10 +410,13 @@ source_options = _all_of(
             shell_complete=complete_file,
             help="YAML file, such as 'drivetrain config' writes. [default: none]",
         ),
-        set_option(
+        grouped_option(
             "Configuration",
-            "Set any knob by its YAML key, for example accumulation=4; repeatable.",
+            *("--set", "assignments"),
+            metavar="KEY=VALUE",
+            multiple=True,
             shell_complete=complete_key,
+            help="Set any knob by its YAML key, for example accumulation=4; repeatable.",
         ),
     ]
 )

@@ -86,7 +86,9 @@ def command(
     until it prepares its model. Nothing is trained and no device is needed: see docs/planning.md
     for the method, and for its errors on published measurements.
     """
+    from drivetrain.planner.layout import read_layout
     from drivetrain.planner.predict import Predictor
+    from drivetrain.planner.search import search
 
     if layout is not None and explain is not None:
         raise ConfigError("expected one of --layout and --explain, found both; leave one out")
@@ -94,9 +96,9 @@ def command(
     chosen = layout or explain
     if chosen is not None and chosen != BEST:
         predictor = Predictor(task)
-        _show(predictor, _one(predictor, chosen), as_json, trace, file)
+        _show(predictor, predictor.predict(read_layout(chosen)), as_json, trace, file)
         return
-    found = _search(task, precision, Honesty(allow))
+    found = search(task, precision, Honesty(allow))
     if chosen == BEST:
         _show(Predictor(task), found.best[0], as_json, trace, file)
         return
@@ -208,12 +210,6 @@ def _with_link(hardware: Hardware, rate: str | None) -> Hardware:
     return hardware.model_copy(update={"links": links})
 
 
-def _one(predictor: "Predictor", layout: str) -> "Prediction":
-    from drivetrain.planner.layout import read_layout
-
-    return predictor.predict(read_layout(layout))
-
-
 def _show(
     predictor: "Predictor",
     first: "Prediction",
@@ -242,12 +238,6 @@ def _write(file: Path, text: str) -> None:
         raise ConfigError(
             f"cannot write {str(file)!r}: {error.strerror or error}; choose another file"
         ) from error
-
-
-def _search(task: "Task", precision: str, allow: Honesty) -> "Found":
-    from drivetrain.planner.search import search
-
-    return search(task, precision, allow)
 
 
 def show_found(task: "Task", found: "Found", *, methods: bool = False) -> None:

@@ -9,14 +9,15 @@ from drivetrain_launch.commands.launch import check_slot, launch
 from drivetrain_launch.commands.options import (
     HOSTS_GROUP,
     SETTINGS,
+    UNDERSCORES,
     GroupedCommand,
     chosen_hosts,
     command_line_layer,
+    grouped_option,
     host_options,
     knob_flags,
     remote_job,
     resolve_command_line,
-    set_option,
     worded_flags,
 )
 from drivetrain_launch.hosts.remote import run_hosts
@@ -27,7 +28,7 @@ USUAL_RANKS = "2"
 """Processes on one host, where nobody says how many."""
 
 
-@click.command(cls=GroupedCommand, context_settings=SETTINGS)
+@click.command(cls=GroupedCommand, context_settings=SETTINGS | UNDERSCORES)
 @worded_flags(
     nproc_per_node=(
         "N|auto",
@@ -36,7 +37,13 @@ USUAL_RANKS = "2"
     cpu=("", "Leave accelerators alone."),
     strategy=("NAME", "Strategy to check. [default: the installed default]"),
 )
-@set_option("Training", "Set any knob, for example strategy.KEY=VALUE; repeatable.")
+@grouped_option(
+    "Training",
+    *("--set", "assignments"),
+    metavar="KEY=VALUE",
+    multiple=True,
+    help="Set any knob, for example strategy.KEY=VALUE; repeatable.",
+)
 @knob_flags(HOSTS_GROUP)
 @host_options
 def command(assignments: tuple[str, ...], **flags: Any) -> int:

@@ -17,6 +17,7 @@ from drivetrain.errors import ConfigError
 from drivetrain_launch.commands.launch import check_script
 from drivetrain_launch.commands.options import (
     BEFORE_SCRIPT,
+    UNDERSCORES,
     GroupedCommand,
     grouped_option,
     resolve_command_line,
@@ -42,7 +43,7 @@ INCOMPARABLE = 8
 """Exit code when there is nothing to compare: other batches, or no step."""
 
 
-@click.command(cls=GroupedCommand, context_settings=BEFORE_SCRIPT)
+@click.command(cls=GroupedCommand, context_settings=BEFORE_SCRIPT | UNDERSCORES)
 @source_options
 @worded_flags(
     strategy=(
@@ -135,9 +136,11 @@ def command(
             findings = [examination.finding(label, form) for label, form in forms(ranks)]
         else:
             findings = [examination.finding("")]
-            _show_output(findings)
+            if (attempt := findings[0].attempt) is not None and attempt.code:  # a traceback first
+                print(attempt.output, file=sys.stderr, end="", flush=True)
     if as_json:
-        show_json(" ".join(arguments), findings)
+        plain = {"script": " ".join(arguments), "findings": list(map(_plain, findings))}
+        print(json.dumps(plain, indent=2))
     elif everything:
         show_findings(findings)
     else:
@@ -179,13 +182,6 @@ def _folder(keep: str | None) -> Iterator[Path]:
             "new one"
         ) from error
     yield folder
-
-
-def _show_output(findings: "Sequence[Finding]") -> None:
-    """Print the traceback of a script that failed, before anything of ours."""
-    for finding in findings:
-        if finding.attempt is not None and finding.attempt.code:
-            print(finding.attempt.output, file=sys.stderr, end="", flush=True)
 
 
 def _code(findings: "Sequence[Finding]", everything: bool) -> int:
@@ -260,11 +256,6 @@ def show_findings(findings: "Sequence[Finding]") -> None:
         ("strategy", "verdict", *(KINDS[kind] for kind in kinds), "remark"),
         rows,
     )
-
-
-def show_json(script: str, findings: "Sequence[Finding]") -> None:
-    """Print all findings as JSON."""
-    print(json.dumps({"script": script, "findings": list(map(_plain, findings))}, indent=2))
 
 
 def describe(difference: "Difference") -> str:

@@ -6,7 +6,6 @@ are ready. A host that cannot be reached, or lacks the package, is named, and no
 anywhere.
 """
 
-import ipaddress
 import json
 import math
 import os
@@ -33,7 +32,7 @@ from drivetrain_launch.console import show
 from drivetrain_launch.hosts.agent import READY, SIGNAL
 from drivetrain_launch.hosts.surroundings import FIRST_PORT, PORTS
 from drivetrain_launch.ranks.channel import SECRET_VARIABLE
-from drivetrain_launch.ranks.placement import Endpoint
+from drivetrain_launch.ranks.placement import Endpoint, ip_version
 from drivetrain_launch.ranks.signals import Signals, Stopped
 
 _NAME = re.compile(r"(?:([A-Za-z_][A-Za-z0-9._-]{0,31})@)?([A-Za-z0-9][A-Za-z0-9._-]{0,252})")
@@ -176,20 +175,13 @@ def _check_devices(host: RemoteHost, devices: tuple[int, ...]) -> None:
 def _host(target: str, slots: str, where: str) -> RemoteHost:
     """Return a host whose name cannot be taken for an option or a command."""
     match = _NAME.fullmatch(target)
-    if match is None and not _is_ipv6(target):
+    if match is None and ip_version(target) != 6:
         raise ConfigError(
             f"{where}: expected a host such as n1, 10.0.0.1 or user@n1, found {target!r}"
         )
     if slots and (not slots.isdecimal() or int(slots) < 1):
         raise ConfigError(f"{where}: expected a number of ranks from 1, found {slots!r}")
     return RemoteHost(target, int(slots) if slots else None)
-
-
-def _is_ipv6(text: str) -> bool:
-    try:
-        return ipaddress.ip_address(text).version == 6
-    except ValueError:
-        return False
 
 
 def _distinct(hosts: list[RemoteHost], where: str) -> list[RemoteHost]:
@@ -348,7 +340,7 @@ class HostConnection:
         self.ready = threading.Event()
         self._complaints: deque[str] = deque(maxlen=LAST_LINES)
         command = [sys.executable, "-P", "-m", "drivetrain_launch.hosts.agent"]
-        if not _is_here(host):
+        if host.target not in ("localhost", "127.0.0.1", socket.gethostname()):
             remote = " ".join(shlex.quote(word) for word in command)
             settings = ("BatchMode=yes", f"ConnectTimeout={CONNECT_S}", *ALIVE)
             options = [word for setting in settings for word in ("-o", setting)]
@@ -361,8 +353,8 @@ class HostConnection:
             start_new_session=True,
         )
         self._threads = [
-            threading.Thread(target=read, daemon=True)
-            for read in (self._read_output, self._read_errors)
+            threading.Thread(target=self._read, args=(errors,), daemon=True)
+            for errors in (False, True)
         ]
         for thread in self._threads:
             thread.start()
@@ -398,21 +390,15 @@ class HostConnection:
         for thread in self._threads:
             thread.join(1.0)
 
-    def _read_output(self) -> None:
-        for line in self.process.stdout or ():
+    def _read(self, errors: bool) -> None:
+        for line in (self.process.stderr if errors else self.process.stdout) or ():
             text = line.decode(errors="replace").rstrip(LINE_END)
             if self.ready.is_set():
-                show(f"{self.host.name}: {text}", sys.stdout)
+                show(f"{self.host.name}: {text}", sys.stderr if errors else sys.stdout)
+            elif text and errors:
+                self._complaints.append(text)
             elif text == READY:
                 self.ready.set()
-
-    def _read_errors(self) -> None:
-        for line in self.process.stderr or ():
-            text = line.decode(errors="replace").rstrip(LINE_END)
-            if self.ready.is_set():
-                show(f"{self.host.name}: {text}", sys.stderr)
-            elif text:
-                self._complaints.append(text)
 
 
 def _wait_until_ready(connections: Sequence[HostConnection], signals: Signals) -> None:
@@ -463,7 +449,9 @@ def _wait(connections: Sequence[HostConnection], signals: Signals, grace_s: floa
             if number == signal.SIGTERM:
                 told, deadline = number, min(deadline, time.monotonic() + grace_s + END_S)
         if not code and (code := _first_code(connections)):
-            deadline = min(deadline, time.monotonic() + _rest_s(code, grace_s))
+            # Who refuses the configuration has started nothing: the others wait for it in vain.
+            rest_s = REFUSED_S if code == ConfigError.exit_code else grace_s + END_S
+            deadline = min(deadline, time.monotonic() + rest_s)
         if time.monotonic() > deadline:
             break
         time.sleep(POLL_S)
@@ -485,14 +473,6 @@ def _first_code(connections: Sequence[HostConnection]) -> int:
     return next((code if code > 0 else 128 - code for code in codes if code), 0)
 
 
-def _rest_s(code: int, grace_s: float) -> float:
-    """Return how long the others have to end with the first host that failed.
-
-    A host that refuses the configuration has started nothing, and the others wait for it in vain.
-    """
-    return REFUSED_S if code == ConfigError.exit_code else grace_s + END_S
-
-
 def _end(connections: Sequence[HostConnection], signals: Signals) -> None:
     """End the hosts that still run: a further signal cuts the connections at once."""
     for connection in connections:
@@ -505,7 +485,3 @@ def _end(connections: Sequence[HostConnection], signals: Signals) -> None:
         time.sleep(POLL_S)
     for connection in connections:
         connection.close()
-
-
-def _is_here(host: RemoteHost) -> bool:
-    return host.target in ("localhost", "127.0.0.1", socket.gethostname())

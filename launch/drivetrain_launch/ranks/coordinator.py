@@ -169,6 +169,12 @@ class Preflight:
         self._orders = itertools.count()
         self._replies: dict[int, asyncio.Future[Mapping[str, Any]]] = {}
 
+    def hear(self, reply: Mapping[str, Any]) -> None:
+        """Take the reply to an order."""
+        waiting = self._replies.get(reply["number"])
+        if waiting is not None and not waiting.done():
+            waiting.set_result(reply)
+
     async def run(self, members: Sequence[Member], address: str) -> str:
         """Check; return the reason why the run cannot work, or "".
 
@@ -176,18 +182,6 @@ class Preflight:
             members: all launchers in order; the first of each machine takes part.
             address: of host 0, as the others reach it, "" if unknown.
         """
-        try:
-            return await self._checked(members, address)
-        except Exception as error:  # nobody waits for this task: an error must not be a hang
-            return f"the check of the hosts failed: {type(error).__name__}: {error}; {SKIP}"
-
-    def hear(self, reply: Mapping[str, Any]) -> None:
-        """Take the reply to an order."""
-        waiting = self._replies.get(reply["number"])
-        if waiting is not None and not waiting.done():
-            waiting.set_result(reply)
-
-    async def _checked(self, members: Sequence[Member], address: str) -> str:
         chosen: dict[str, Member] = {}
         for each in members:
             chosen.setdefault(each.machine_key, each)
@@ -401,7 +395,11 @@ class Coordinator:
 
     async def _check(self) -> None:
         """Check the ways between the hosts, and start, or dismiss everybody."""
-        if refusal := await self._preflight.run(self._in_order(), self._address):
+        try:
+            refusal = await self._preflight.run(self._in_order(), self._address)
+        except Exception as error:  # nobody waits for this task: an error must not be a hang
+            refusal = f"the check of the hosts failed: {type(error).__name__}: {error}; {SKIP}"
+        if refusal:
             self._dismiss(PreflightError.exit_code, refusal)
         else:
             self._start()

@@ -87,7 +87,7 @@ def _attempts(job: HostJob, meeting: HostMeeting, signals: Signals, started: set
         private = job.private / attempt
         logs = Path(job.launch.log_dir) / attempt if job.launch.log_dir else None
         ranks = _start(job, assignment, private, Output(logs))
-        started |= ranks.pids
+        started.update(ranks.pids_by_rank.values())
         works = WorkFiles(private, ranks.pids_by_rank, job.launch.straggler_every_s)
         watch = HangWatch(
             ranks.pids_by_rank,

@@ -14,6 +14,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from drivetrain.errors import CheckpointError, CollectiveError, ConfigError, NonFiniteError
 from drivetrain.runtime.notices import PREEMPTED
 from drivetrain_launch.watching.diagnosis import Hang
@@ -136,36 +138,21 @@ class Ending:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values for another host: moments as ages, since clocks of hosts differ."""
-        now = time.time()
-        failures = [
-            dataclasses.asdict(failure)
-            | {"time": now - failure.time, "traceback": failure.traceback[-LONGEST_TEXT:]}
-            for failure in self.failures
-        ]
-        ended = [dataclasses.asdict(end) | {"time": now - end.time} for end in self.ended]
-        return {
-            "failures": failures,
-            "ended": ended,
-            "stopped": list(self.stopped),
-            "signal": self.signal,
-            "noticed": self.noticed,
-            "saved": self.saved,
-        }
+        failures = (replace(one, traceback=one.traceback[-LONGEST_TEXT:]) for one in self.failures)
+        return dataclasses.asdict(replace(self, failures=tuple(failures))._by_age())
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "Ending":
         """Read the values of ``to_json``, with moments by this host's clock."""
+        return TypeAdapter(cls).validate_python(dict(values))._by_age()
+
+    def _by_age(self) -> "Ending":
+        """Return the ending with ages for moments, or with moments for ages."""
         now = time.time()
-        return cls(
-            failures=tuple(
-                Failure(**{**failure, "time": now - failure["time"]})
-                for failure in values["failures"]
-            ),
-            ended=tuple(EarlyEnd(**{**end, "time": now - end["time"]}) for end in values["ended"]),
-            stopped=tuple(values["stopped"]),
-            signal=int(values["signal"]),
-            noticed=bool(values["noticed"]),
-            saved=None if values["saved"] is None else int(values["saved"]),
+        return replace(
+            self,
+            failures=tuple(replace(one, time=now - one.time) for one in self.failures),
+            ended=tuple(replace(one, time=now - one.time) for one in self.ended),
         )
 
 

@@ -262,7 +262,7 @@ def listening_address(endpoint: Endpoint) -> str:
         ) from error
     family, _, _, _, place = found[0]
     address = str(place[0])
-    named = not _is_address(endpoint.host) and endpoint.host != "localhost"
+    named = not ip_version(endpoint.host) and endpoint.host != "localhost"
     address = "" if named and ipaddress.ip_address(address).is_loopback else address
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -282,12 +282,12 @@ def listening_address(endpoint: Endpoint) -> str:
     return address
 
 
-def _is_address(text: str) -> bool:
+def ip_version(text: str) -> int:
+    """Return the version of IP of an address; 0 for a name."""
     try:
-        ipaddress.ip_address(text)
+        return ipaddress.ip_address(text).version
     except ValueError:
-        return False
-    return True
+        return 0
 
 
 def interface_of(address: str) -> str | None:

@@ -91,25 +91,15 @@ def main() -> None:
             target.stem, source, slowest_rank, rings=links.rings, disk=disk, beside=links.beside,
             per_host=world.local_size,
         )  # fmt: skip
-        _add_pairs(values, links.pairs, world.hosts, source)
+        rates = {pair: rate for pair, (_, rate) in links.pairs.items()}
+        if between := host_pairs(rates, world.hosts):
+            values["links"]["pairs"] = {"source": source, **between}
         notes = [f"{source}, in {seconds:.0f} s; rank 0 on {socket.gethostname()}"]
         notes += _notes([loud for _, loud in every], links.pairs, world.size, slowest_rank)
         target.write_text(file_text(values, notes), encoding="utf-8")
         sys.stdout.write("\n".join([*notes, f"written: {target}", ""]))
     accelerator.wait_for_everyone()
     accelerator.end_training()
-
-
-def _add_pairs(
-    values: dict[str, Any],
-    pairs: Mapping[tuple[int, int], tuple[float, float]],
-    hosts: Sequence[str],
-    source: str,
-) -> None:
-    """Add the rates between hosts to a description, where there are several."""
-    found = host_pairs({pair: rate for pair, (_, rate) in pairs.items()}, hosts)
-    if found:
-        values["links"]["pairs"] = {"source": source, **found}
 
 
 def _plain(figures: DeviceFigures) -> Hardware:

@@ -1,7 +1,6 @@
 """How launchers agree: places, whom others wait for, and restarts."""
 
 import time
-from pathlib import Path
 
 from drivetrain.config import LaunchConfig
 from drivetrain_launch.ranks.coordinator import Member, late, misfit, missing, overdue
@@ -55,10 +54,8 @@ def test_a_newcomer_of_another_run_or_without_a_place_is_refused():
 
 def test_restarts_of_a_host_are_counted():
     failure = Failure(rank=0, host="n", pid=1, code=1, time=1.0)
-    job = HostJob(
-        arguments=(), ranks=1, launch=LaunchConfig(max_restarts=2), variables={}, private=Path(),
-        config=Path(),
-    )  # fmt: skip
+    job = HostJob(launch=LaunchConfig(max_restarts=2), arguments=(), ranks=1, variables={},
+                  private=None, config=None)  # fmt: skip
     host = SingleHost(job)
     again = [host.conclude(Ending(failures=(failure,))).again for _ in range(3)]
     assert again == [True, True, False]
