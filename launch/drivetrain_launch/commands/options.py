@@ -250,9 +250,10 @@ script_argument = rest_argument("script", "SCRIPT [ARGS]...")
 
 def _all_of(decorators: Iterable[Callable[..., Any]]) -> Callable[..., Any]:
     """Return one decorator for several, whose options the help shows in this order."""
+    last_first = tuple(decorators)[::-1]
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        for each in reversed(tuple(decorators)):
+        for each in last_first:
             function = each(function)
         return function
 
