@@ -199,54 +199,49 @@ class _Loss(nn.Module):
         return functional.cross_entropy(x, target)
 
 
-@dataclass(frozen=True)
-class _Subject:
-    """A kind of kernels: a module, shapes of a tiny, a middle and a large input.
-
-    Where there is no module for the tiny input, the same module is for all.
-    """
-
-    make: Callable[[], nn.Module]
-    tiny: tuple[int, ...]
-    middle: tuple[int, ...]
-    large: tuple[int, ...]
-    small: Callable[[], nn.Module] | None = None
-
-    def cases(self) -> tuple["_Case", "_Case", "_Case"]:
-        """Return the tiny, the middle and the large case."""
-        return (
-            _Case("small", self.small or self.make, self.tiny),
-            _Case("middle", self.make, self.middle),
-            _Case("large", self.make, self.large),
-        )
-
-
 class _Case(NamedTuple):
+    """A module with an input of some shape; the word says how large it is."""
+
     word: str
     make: Callable[[], nn.Module]
     shape: tuple[int, ...]
 
 
+def _cases(
+    make: Callable[[], nn.Module],
+    tiny: tuple[int, ...],
+    middle: tuple[int, ...],
+    large: tuple[int, ...],
+    small: Callable[[], nn.Module] | None = None,
+) -> tuple[_Case, _Case, _Case]:
+    """Return the cases of a kind; where no module is for the tiny input, one is for all."""
+    return (
+        _Case("small", small or make, tiny),
+        _Case("middle", make, middle),
+        _Case("large", make, large),
+    )
+
+
 _MIDDLE, _LARGE = (128, 512), (512, 1024)
-_SUBJECTS: Mapping[str, _Subject] = {
-    "linear": _Subject(lambda: nn.Linear(256, 1024), (1, 8), (64, 256), (512, 256),
-                       lambda: nn.Linear(8, 8)),
-    "convolution": _Subject(lambda: nn.Conv2d(16, 32, 3, padding=1), (1, 16, 4, 4),
-                            (16, 16, 16, 16), (16, 16, 32, 32)),
-    "attention": _Subject(_Attention, (1, 1, 8, 8), (8, 4, 64, 48), (8, 4, 128, 64)),
-    "gelu": _Subject(nn.GELU, (1, 64), _MIDDLE, _LARGE),
-    "relu": _Subject(nn.ReLU, (1, 64), _MIDDLE, _LARGE),
-    "silu": _Subject(nn.SiLU, (1, 64), _MIDDLE, _LARGE),
-    "tanh": _Subject(nn.Tanh, (1, 64), _MIDDLE, _LARGE),
-    "softmax": _Subject(lambda: nn.Softmax(-1), (1, 64), _MIDDLE, _LARGE),
-    "layer_norm": _Subject(lambda: nn.LayerNorm(256), (1, 256), (256, 256), (2048, 256)),
-    "batch_norm": _Subject(lambda: nn.BatchNorm2d(16), (2, 16, 2, 2), (4, 16, 32, 32),
-                           (16, 16, 32, 32)),
-    "adaptive_avg_pool2d": _Subject(lambda: nn.AdaptiveAvgPool2d(1), (1, 32, 2, 2),
-                                    (8, 32, 16, 16), (16, 32, 32, 32)),
-    "max_pool2d": _Subject(lambda: nn.MaxPool2d(2), (1, 16, 4, 4), (16, 16, 16, 16),
-                           (16, 16, 32, 32)),
-    LOSS: _Subject(_Loss, (1, 64), (64, 1024), (512, 2048)),
+_SUBJECTS: Mapping[str, tuple[_Case, _Case, _Case]] = {
+    "linear": _cases(lambda: nn.Linear(256, 1024), (1, 8), (64, 256), (512, 256),
+                     lambda: nn.Linear(8, 8)),
+    "convolution": _cases(lambda: nn.Conv2d(16, 32, 3, padding=1), (1, 16, 4, 4),
+                          (16, 16, 16, 16), (16, 16, 32, 32)),
+    "attention": _cases(_Attention, (1, 1, 8, 8), (8, 4, 64, 48), (8, 4, 128, 64)),
+    "gelu": _cases(nn.GELU, (1, 64), _MIDDLE, _LARGE),
+    "relu": _cases(nn.ReLU, (1, 64), _MIDDLE, _LARGE),
+    "silu": _cases(nn.SiLU, (1, 64), _MIDDLE, _LARGE),
+    "tanh": _cases(nn.Tanh, (1, 64), _MIDDLE, _LARGE),
+    "softmax": _cases(lambda: nn.Softmax(-1), (1, 64), _MIDDLE, _LARGE),
+    "layer_norm": _cases(lambda: nn.LayerNorm(256), (1, 256), (256, 256), (2048, 256)),
+    "batch_norm": _cases(lambda: nn.BatchNorm2d(16), (2, 16, 2, 2), (4, 16, 32, 32),
+                         (16, 16, 32, 32)),
+    "adaptive_avg_pool2d": _cases(lambda: nn.AdaptiveAvgPool2d(1), (1, 32, 2, 2),
+                                  (8, 32, 16, 16), (16, 32, 32, 32)),
+    "max_pool2d": _cases(lambda: nn.MaxPool2d(2), (1, 16, 4, 4), (16, 16, 16, 16),
+                         (16, 16, 32, 32)),
+    LOSS: _cases(_Loss, (1, 64), (64, 1024), (512, 2048)),
 }  # fmt: skip
 
 
@@ -264,19 +259,19 @@ def measure_kernels(clock: Clock, hardware: Hardware) -> Mapping[str, KernelFigu
     """
     prices = HardwarePrices(hardware, {}, "no")
     found: dict[str, KernelFigures] = {}
-    for name, subject in _SUBJECTS.items():
-        found.update(_of_module(clock, prices, name, subject))
+    for name, cases in _SUBJECTS.items():
+        found.update(_of_module(clock, prices, name, cases))
     for kind, fused in (("update", None), ("fused update", True)):
         found[kind] = _of_optimizer(clock, prices, kind, fused)
     return found
 
 
 def _of_module(
-    clock: Clock, prices: HardwarePrices, kind: str, subject: _Subject
+    clock: Clock, prices: HardwarePrices, kind: str, cases: Sequence[_Case]
 ) -> Iterator[tuple[str, KernelFigures]]:
     """Yield the figures of forward and of backward."""
-    tiny, *others = subject.cases()
-    seconds = {case: _timed(clock, kind, case) for case in subject.cases()}
+    tiny, *others = cases
+    seconds = {case: _timed(clock, kind, case) for case in cases}
     for back, name in enumerate((kind, back_kind(kind))):
         least = _planned(prices, tiny, name)
         start = max(0.0, seconds[tiny][back] - least.seconds) / least.starts
