@@ -27,8 +27,7 @@ from drivetrain.sharding.options import OffloadOptions
 from drivetrain_launch.cli import COMMANDS, INTERRUPTED, group
 from drivetrain_launch.commands.verify import DIFFERENT, INCOMPARABLE
 from drivetrain_launch.ranks.failure import KILLED, NO_PROGRESS
-from drivetrain_migration.converters import table_of
-from drivetrain_migration.draft import Row
+from drivetrain_migration.converters import Row, table_of
 from page_numbers import Rows
 
 ROOT = Path(__file__).parents[2]

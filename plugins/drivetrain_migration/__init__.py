@@ -5,8 +5,7 @@ stands for it here, and which converter carries the value over; a setting that n
 becomes a comment. The tables of docs/importing.md are made from these rows.
 
 =============  =====================================================================================
-draft.py       a translation in the making: rows applied to the settings of a file
-converters.py  reads the tables; how values of ZeRO, FSDP, Megatron and of hosts become ours
+converters.py  a translation in the making: rows of the tables applied to the settings of a file
 launchers.py   DeepSpeed's JSON, the command lines of torchrun and of DeepSpeed's launcher
 accelerate.py  Accelerate's files, and ``accelerate launch``
 =============  =====================================================================================

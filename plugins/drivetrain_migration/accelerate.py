@@ -10,11 +10,15 @@ from drivetrain.errors import ConfigError
 from drivetrain_migration.converters import (
     DEEPSPEED,
     SECTIONS,
+    WHOLE,
+    Draft,
+    Row,
+    Setting,
     check_paths,
     kind_of,
+    settings,
     table_of,
 )
-from drivetrain_migration.draft import WHOLE, Draft, Row, Setting, settings
 from drivetrain_migration.launchers import (
     draft_of_file,
     draft_of_script,

@@ -8,8 +8,15 @@ from typing import Any, ClassVar
 from drivetrain.config import Layer, ValueOrigin, read_file
 from drivetrain.config.foreign import Importer, Translation
 from drivetrain.errors import ConfigError
-from drivetrain_migration.converters import check_paths, table_of
-from drivetrain_migration.draft import WHOLE, Draft, Row, Setting, settings
+from drivetrain_migration.converters import (
+    WHOLE,
+    Draft,
+    Row,
+    Setting,
+    check_paths,
+    settings,
+    table_of,
+)
 
 ZERO = "zero_optimization"
 

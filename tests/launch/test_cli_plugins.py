@@ -52,7 +52,7 @@ import drivetrain.reporting.page, drivetrain_launch.hosts.agent, drivetrain_laun
 from drivetrain.config.foreign import importers
 from drivetrain.registry import strategies
 from drivetrain_launch.commands import config
-from drivetrain_launch.wizard.dialog import ask_all
+from drivetrain_launch.wizard.questions import ask_all
 from drivetrain_launch.wizard.questions import Wizard
 assert len(list(importers())) >= 3
 wizard = Wizard(strategies())

@@ -1,31 +1,41 @@
 """``drivetrain config``: writes, shows and checks the configuration file."""
 
+import difflib
 import os
+import re
 import shlex
 import sys
-from collections.abc import Sequence
+import textwrap
+import typing
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any, Literal
 
 import click
 
-from drivetrain.config import Layer, read_file
+from drivetrain.config import Layer, Option, RunConfig, dump_yaml, options_of, read_file
+from drivetrain.config.document import ORIGINS_KEY, STRATEGY
+from drivetrain.config.foreign import Importer, Translation, importer_of, importers
+from drivetrain.config.option import is_union
 from drivetrain.config.resolve import resolve
 from drivetrain.errors import ConfigError
 from drivetrain.registry import strategies
 from drivetrain_launch.commands.options import (
+    FLAGS,
+    SETTINGS,
     complete_file,
     complete_known_key,
+    described_strategies,
     resolve_command_line,
+    rest_argument,
     source_options,
 )
+from drivetrain_launch.console import yaml_text
 
 DEFAULT_PATH = Path("drivetrain.yaml")
 
 
-@click.group(
-    invoke_without_command=True,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
-)
+@click.group(invoke_without_command=True, context_settings=SETTINGS)
 @click.option(
     "--default",
     "use_default",
@@ -53,7 +63,7 @@ def command(ctx: click.Context, use_default: bool, output: Path | None) -> int:
 
 
 @command.command("show")
-@source_options()
+@source_options
 def show(config: str | None, assignments: tuple[str, ...]) -> None:
     """Show every key with its value and where that came from."""
     from drivetrain_launch.commands.preview import show_configuration
@@ -78,8 +88,6 @@ def explain(key: str) -> None:
 
     KEY is also strategy.OPTION, or the name of a strategy.
     """
-    from drivetrain_launch.commands.explaining import explained
-
     click.echo(explained(key))
 
 
@@ -92,14 +100,7 @@ def explain(key: str) -> None:
     type=click.Path(path_type=Path),
     help="File to write. [default: standard output]",
 )
-@click.argument(
-    "source",
-    nargs=-1,
-    required=True,
-    type=click.UNPROCESSED,
-    metavar="SOURCE...",
-    shell_complete=complete_file,
-)
+@rest_argument("source", "SOURCE...", required=True)
 def import_(source: tuple[str, ...], output: Path | None) -> None:
     """Translate a configuration of another program.
 
@@ -107,8 +108,6 @@ def import_(source: tuple[str, ...], output: Path | None) -> None:
     torchrun, accelerate or deepspeed, or such a call itself. Settings that no key stands for become
     comments.
     """
-    from drivetrain_launch.commands.importing import imported
-
     if Path(source[0]).is_file():
         file, *rest = source
         source = (file,)
@@ -157,8 +156,7 @@ def write_defaults(output: Path | None) -> int:
 
 def ask(output: Path) -> int:
     """Run the wizard on this terminal, and write the configuration."""
-    from drivetrain_launch.wizard.dialog import ask_all, ask_where
-    from drivetrain_launch.wizard.questions import Wizard
+    from drivetrain_launch.wizard.questions import Wizard, ask_all, ask_where
 
     text = ask_all(Wizard(strategies()))
     path = ask_where(text, output)
@@ -201,3 +199,234 @@ def write(path: Path, text: str, *, replace: bool) -> None:
     except OSError as error:
         temporary.unlink(missing_ok=True)
         raise ConfigError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+# --- explain: the meaning of a key, or of all keys of a section ---
+
+
+COLUMNS = 80
+"""Columns of a line of text."""
+
+WORDS: Mapping[Any, str] = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "a text",
+    type(None): "null",
+}
+"""How the values of a type are described."""
+
+
+def explained(key: str) -> str:
+    """Return the text about a key, a section, a strategy or ``strategy.OPTION``.
+
+    Strategies are imported where their options are asked for, and not before.
+
+    Raises:
+        ConfigError: there is no such key; the message names the nearest.
+    """
+    sections = dict(_sections(RunConfig, ""))
+    knobs = {f"{prefix}{k.name}": k for prefix, cls in sections.items() for k in options_of(cls)}
+    if key == STRATEGY:
+        lines = [f"  {name}: {summary}" for name, summary in described_strategies()]
+        flag = "--strategy NAME, or the key strategy: a name, or a mapping of name and options"
+        return "\n".join([f"The strategy of a run: {flag}. Installed:", *lines])
+    if f"{key}." in sections:
+        return _listed(knobs[key].help, sections[f"{key}."])
+    if key in knobs:
+        return _explained(key, knobs[key])
+    if key in strategies().names:
+        kind = strategies().load(key)
+        return _listed(f"{key}: {kind.summary}.", kind.Config)
+    if key.startswith(f"{STRATEGY}."):
+        return _of_strategies(key.removeprefix(f"{STRATEGY}."))
+    valid = [*knobs, STRATEGY, *strategies().names]
+    near = difflib.get_close_matches(key, valid, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else "'drivetrain config show' lists all keys"
+    raise ConfigError(f"unknown key {key!r}; {hint}")
+
+
+def values_of(knob: Option) -> str:
+    """Return in words which values a knob takes."""
+    members = typing.get_args(knob.type) if is_union(knob.type) else (knob.type,)
+    words = []
+    for member in members:
+        if typing.get_origin(member) is Literal:
+            words += [yaml_text(value) for value in typing.get_args(member)]
+        elif knob.is_strategy:
+            words.append("the name of a strategy, or a mapping of name and options")
+        else:
+            words.append(WORDS.get(member, "a mapping"))
+    limits = [f"at least {knob.minimum:g}"] if knob.minimum is not None else []
+    limits += [f"at most {knob.maximum:g}"] if knob.maximum is not None else []
+    return " or ".join(words) + (f", {' and '.join(limits)}" if limits else "")
+
+
+def _explained(key: str, knob: Option) -> str:
+    facts = {"values": values_of(knob), "default": _default(knob)}
+    for flag in FLAGS:
+        if flag.key == key:
+            facts["flag"] = flag.names[0]
+    lines = [f"  {name:8} {text}" for name, text in facts.items()]
+    return "\n".join([textwrap.fill(f"{key}: {knob.help}", COLUMNS), *lines])
+
+
+def _listed(title: str, cls: type) -> str:
+    """Return a paragraph about each key of a section."""
+    lines = [title]
+    for knob in options_of(cls):
+        text = f"{knob.name} ({_default(knob)}): {knob.help}"
+        lines.append(textwrap.fill(text, COLUMNS, initial_indent="  ", subsequent_indent="    "))
+    return "\n".join(lines)
+
+
+def _of_strategies(name: str) -> str:
+    """Return the texts about an option of that name, with the strategies that share each text."""
+    registry, texts, known = strategies(), dict[str, list[str]](), set[str]()
+    for strategy in registry.names:
+        for prefix, cls in _sections(registry.load(strategy).Config, ""):
+            for knob in options_of(cls):
+                known.add(prefix + knob.name)
+                if prefix + knob.name == name:
+                    text = _explained(f"{STRATEGY}.{name}", knob)
+                    texts.setdefault(text, []).append(strategy)
+    if not texts:
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f"did you mean {f'{STRATEGY}.{near[0]}'!r}?" if near else "see its documentation"
+        raise ConfigError(f"no installed strategy has an option {name!r}; {hint}")
+    return "\n\n".join(f"{text}\n  of       {', '.join(names)}" for text, names in texts.items())
+
+
+def _sections(cls: type, prefix: str) -> Iterator[tuple[str, type]]:
+    """Yield the prefix and the dataclass of a section and of all sections inside."""
+    yield prefix, cls
+    for knob in options_of(cls):
+        if knob.is_section:
+            yield from _sections(knob.type, f"{prefix}{knob.name}.")
+
+
+def _default(knob: Option) -> str:
+    if knob.is_section:
+        return "a section"
+    if knob.is_strategy:
+        return str(knob.default.name or "the default strategy")
+    return yaml_text(knob.default)
+
+
+# --- import: finds the program that a file or a command line belongs to ---
+
+
+EXAMPLE_SCRIPT = "train.py"
+"""The script of the command that is shown, where a file names none."""
+
+TEXT_SUFFIXES = (".yaml", ".yml", ".json")
+"""Names of files with settings; other files are read as scripts of the shell."""
+
+
+def imported(source: Sequence[str]) -> tuple[str, str, int]:
+    """Return our configuration file, the script as a shell reads it, and the number of hosts.
+
+    Args:
+        source: the path of a file, or the words of a command line.
+
+    Raises:
+        ConfigError: the source is not another program's, or cannot be translated.
+    """
+    if len(source) == 1 and " " not in source[0]:
+        path = Path(source[0])
+        translation = _of_file(path)
+        text = translation.to_yaml(path.name)
+    else:
+        words = shlex.split(source[0]) if len(source) == 1 else list(source)
+        translation = _of_command(words, Path())
+        text = translation.to_yaml(f"a command line of {Path(words[0]).name}")
+    _check(translation)
+    hosts = translation.values.get("launch", {}).get("nnodes", 1)
+    return text, _quoted(translation.script or (EXAMPLE_SCRIPT,)), hosts
+
+
+def _of_file(path: Path) -> Translation:
+    if path.suffix not in TEXT_SUFFIXES and path.is_file():
+        return _of_shell_script(path)
+    layer = read_file(path)
+    importer = importer_of(layer.values)
+    if importer is not None:
+        return importer.translate(layer, path.parent)
+    known = ", ".join(each.title for each in importers() if each.title)
+    if not layer.values:
+        raise ConfigError(f"{path}: expected {known}, found an empty file; check the path")
+    if ORIGINS_KEY in layer.values or _is_ours(layer):
+        raise ConfigError(f"{path} is a configuration of drivetrain already; nothing to import")
+    raise ConfigError(f"{path}: expected {known}, found neither")
+
+
+def _of_shell_script(path: Path) -> Translation:
+    for words in _commands(path.read_text(encoding="utf-8")):
+        if _program(words) is not None:
+            return _of_command(words, path.parent)
+    raise ConfigError(
+        f"{path}: expected a call of {_programs()}, found none; import the file of settings itself"
+    )
+
+
+def _of_command(words: Sequence[str], folder: Path) -> Translation:
+    found = _program(words)
+    if found is None:
+        raise ConfigError(
+            f"expected a file, or a call of {_programs()}, found {words[0]!r}; check the path"
+        )
+    importer, rest = found
+    return importer.translate_command(rest, folder)
+
+
+def _program(words: Sequence[str]) -> tuple[Importer, Sequence[str]] | None:
+    """Return the importer of a command line, and the words after the program's."""
+    for start in range(len(words)):
+        first = re.sub(r"^python3[.\d]*$", "python", os.path.basename(words[start]))  # noqa: PTH119
+        line = [re.sub(r"^python3$", "python", first), *words[start + 1 :]]
+        for importer in importers():
+            for program in importer.programs:
+                if tuple(line[: len(program)]) == program:
+                    return importer, line[len(program) :]
+        if "=" not in words[start] and first.endswith((".py", ".sh")):
+            return None  # words of a script of its own
+    return None
+
+
+def _commands(text: str) -> Iterator[list[str]]:
+    """Yield the words of each command of a shell script."""
+    for line in re.sub(r"\\\s*\n", " ", text).splitlines():
+        try:
+            words = shlex.split(line, comments=True)
+        except ValueError:  # a text over several lines
+            continue
+        if words:
+            yield words
+
+
+def _programs() -> str:
+    return ", ".join(sorted({program[0] for each in importers() for program in each.programs}))
+
+
+def _is_ours(layer: Layer) -> bool:
+    try:
+        resolve(layer, find_config=strategies().find_config)
+    except ConfigError:
+        return False
+    return True
+
+
+def _check(translation: Translation) -> None:
+    """Read the translation as a run will: a mistake of ours must show here, and not in the run."""
+    from drivetrain_launch.forecast.planning import check_run
+
+    text = dump_yaml(translation.values)
+    try:
+        check_run(resolve(Layer(translation.values), find_config=strategies().find_config))
+    except ConfigError as error:
+        raise ConfigError(f"the settings have no equal here: {error}\n{text}") from error
+
+
+def _quoted(words: Sequence[str]) -> str:
+    """Join words as a shell reads them; variables of the shell stay variables."""
+    return " ".join(word if "$" in word else shlex.quote(word) for word in words)

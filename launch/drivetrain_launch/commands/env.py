@@ -29,7 +29,7 @@ NO_LIMIT = 1 << 60
 """cgroup v1 writes a number near 2**63 when there is no limit."""
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.command()
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of Markdown.")
 def command(as_json: bool) -> None:
     """Describe this machine, for a bug report; paste it as it is."""

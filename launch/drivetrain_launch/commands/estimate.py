@@ -9,11 +9,13 @@ from drivetrain.config.resolve import Resolved
 from drivetrain.errors import ConfigError
 from drivetrain.hardware.sizes import DEVICES, device_bytes, unit_of
 from drivetrain_launch.commands.options import (
+    BEFORE_SCRIPT,
     complete_file,
     resolve_command_line,
+    rest_argument,
     source_options,
 )
-from drivetrain_launch.tables import show_table
+from drivetrain_launch.console import show_table
 
 if TYPE_CHECKING:
     from drivetrain.cost import ModelSpec
@@ -23,15 +25,8 @@ KINDS = ("parameters", "masters", "gradients", "optimizer")
 """Columns of their own; other kinds on the device are added up."""
 
 
-@click.command(
-    options_metavar="[OPTIONS]",
-    context_settings={
-        "allow_interspersed_args": False,
-        "help_option_names": ["-h", "--help"],
-        "max_content_width": 100,
-    },
-)
-@source_options()
+@click.command(context_settings=BEFORE_SCRIPT)
+@source_options
 @click.option(
     "--ranks", type=click.IntRange(min=1), default=8, help="Ranks of all hosts. [default: 8]"
 )
@@ -46,13 +41,7 @@ KINDS = ("parameters", "masters", "gradients", "optimizer")
     help=f"Memory of a rank's device, in GiB or by name: {', '.join(DEVICES)}.",
 )
 @click.argument("source", metavar="MODEL", shell_complete=complete_file)
-@click.argument(
-    "arguments",
-    nargs=-1,
-    type=click.UNPROCESSED,
-    metavar="[ARGS]...",
-    shell_complete=complete_file,
-)
+@rest_argument()
 def command(
     config: str | None,
     assignments: tuple[str, ...],

@@ -12,7 +12,7 @@ MODULE = "drivetrain.measuring"
 """The program that measures, on every rank."""
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.group()
 def command() -> None:
     """Show or measure descriptions of hardware, which ``drivetrain plan`` reads."""
 

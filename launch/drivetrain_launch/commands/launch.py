@@ -1,8 +1,13 @@
 """``drivetrain launch``: resolves the configuration and runs a script on its ranks."""
 
+import fcntl
 import os
+import shutil
+import socket
 import sys
-from contextlib import AbstractContextManager, nullcontext
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
@@ -11,29 +16,30 @@ import click
 
 from drivetrain.config.resolve import Resolved
 from drivetrain.errors import ConfigError
-from drivetrain_launch.commands.host_options import (
-    TOPOLOGY,
-    chosen_hosts,
-    host_options,
-    remote_job,
-)
 from drivetrain_launch.commands.options import (
+    BEFORE_SCRIPT,
     FLAGS,
     HOSTS_GROUP,
+    TOPOLOGY,
+    UNDERSCORES,
     GroupedCommand,
-    GroupedOption,
+    chosen_hosts,
     command_line_layer,
     complete_file,
+    grouped_option,
+    host_options,
     knob_flags,
+    remote_job,
     resolve_command_line,
+    script_argument,
     source_options,
 )
-from drivetrain_launch.hosts.hostfile import RemoteHost
-from drivetrain_launch.hosts.remote import run_hosts
+from drivetrain_launch.hosts.remote import RemoteHost, run_hosts
 from drivetrain_launch.hosts.surroundings import KEYS, Surroundings, recognise
 from drivetrain_launch.ranks.failure import RunOver
 from drivetrain_launch.ranks.placement import (
     Endpoint,
+    HostJob,
     accelerators,
     backend_of,
     cores,
@@ -41,7 +47,6 @@ from drivetrain_launch.ranks.placement import (
     listening_address,
     local_ranks,
 )
-from drivetrain_launch.ranks.private_folder import memory_folder, temporary_folder
 from drivetrain_launch.ranks.signals import Signals, Stopped
 from drivetrain_launch.ranks.worker import AS_ACCELERATE, as_accelerate_words
 from drivetrain_launch.watching.answers import VARIABLES
@@ -55,67 +60,45 @@ LAUNCHERS_OWN = tuple(
 """Options that scripts hardly have: numbers of ranks and hosts."""
 
 
-@click.command(
-    cls=GroupedCommand,
-    options_metavar="[OPTIONS]",
-    context_settings={
-        "allow_interspersed_args": False,
-        "token_normalize_func": lambda name: name.replace("_", "-"),
-        "help_option_names": ["-h", "--help"],
-        "max_content_width": 100,
-    },
-)
-@source_options()
+@click.command(cls=GroupedCommand, context_settings=BEFORE_SCRIPT | UNDERSCORES)
+@source_options
 @knob_flags()
-@click.option(
-    "-m",
-    "--module",
-    "module",
-    cls=GroupedOption,
-    group="Script",
+@grouped_option(
+    "Script",
+    *("-m", "--module", "module"),
     is_flag=True,
     help="SCRIPT is the name of a module, as in 'python -m'.",
 )
-@click.option(
+@grouped_option(
+    "Script",
     "--as-accelerate",
-    cls=GroupedOption,
-    group="Script",
     may_lack_value=True,
     metavar="[=PACKAGE,...]",
     help="The script's 'import accelerate' finds drivetrain, and so does that of the packages; "
     "other libraries keep the real one.",
 )
-@click.option(
+@grouped_option(
+    HOSTS_GROUP,
     "--standalone",
-    cls=GroupedOption,
-    group=HOSTS_GROUP,
     is_flag=True,
     help="One host, as without it; refused with --nnodes above 1.",
 )
 @host_options
-@click.option(
+@grouped_option(
+    "Output",
     "--dry-run",
-    cls=GroupedOption,
-    group="Output",
     is_flag=True,
     help="Show the configuration, the mesh and the cost per rank; start nothing.",
 )
-@click.option(
+@grouped_option(
+    HOSTS_GROUP,
     TOPOLOGY,
-    cls=GroupedOption,
-    group=HOSTS_GROUP,
     metavar="FILE",
     help="Order the hosts so that messages take the quickest links of a description that "
     "`drivetrain hardware measure` wrote. [default: as listed]",
     shell_complete=complete_file,
 )
-@click.argument(
-    "script",
-    nargs=-1,
-    type=click.UNPROCESSED,
-    metavar="SCRIPT [ARGS]...",
-    shell_complete=complete_file,
-)
+@script_argument
 def command(
     config: str | None,
     assignments: tuple[str, ...],
@@ -135,7 +118,7 @@ def command(
     explicit = standalone or bool(listed) or any(key in chosen for key in KEYS)
     surroundings = None if explicit else recognise(os.environ)
     resolved = resolve_command_line(config, assignments, flags, surroundings)
-    check_seat(resolved, surroundings)
+    check_slot(resolved, surroundings)
     from drivetrain_launch.forecast.planning import check_run
 
     if standalone and resolved.run.launch.nnodes > 1:
@@ -183,14 +166,14 @@ def _ordered(listed: list[RemoteHost], resolved: Resolved, topology: str) -> lis
     return found
 
 
-def check_seat(resolved: Resolved, surroundings: Surroundings | None) -> None:
+def check_slot(resolved: Resolved, surroundings: Surroundings | None) -> None:
     """Check that one rank runs here where the scheduler starts each rank by itself.
 
     Raises:
         ConfigError: another number of ranks was chosen.
     """
     ranks = resolved.run.launch.nproc_per_node
-    if surroundings is not None and surroundings.seat is not None and ranks != 1:
+    if surroundings is not None and surroundings.slot is not None and ranks != 1:
         raise ConfigError(
             f"launch.nproc_per_node: {surroundings.name} starts one process per rank, found "
             f"{ranks}; leave the number out, or start one process per host"
@@ -294,8 +277,8 @@ def _run(
     memory: Path | None,
 ) -> int:
     from drivetrain.runtime.world import CONFIG_VARIABLE, MEMORY_VARIABLE, reader_mark
-    from drivetrain_launch.preflight.software import software_facts
-    from drivetrain_launch.ranks.engine import HostJob, run_ranks
+    from drivetrain_launch.ranks.engine import run_ranks
+    from drivetrain_launch.ranks.preflight import software_facts
 
     settings = resolved.run.launch
     available = 0 if settings.device == "cpu" else accelerators()
@@ -322,7 +305,7 @@ def _run(
             private=private,
             config=path,
             run=surroundings.run if surroundings else "",
-            seat=surroundings.seat if surroundings else None,
+            slot=surroundings.slot if surroundings else None,
             software=software_facts(arguments) if settings.rdzv_endpoint else {},
             backend=backend_of(available),
         ),
@@ -354,3 +337,117 @@ def without_effect(resolved: Resolved, ranks: int, arguments: tuple[str, ...] = 
         f"drivetrain: the script made no Accelerator, so {' and '.join(lost)}; make an "
         f"Accelerator() and prepare() the model with it{package}"
     )
+
+
+# --- private folders, on a disk and in memory, of which none outlives the launcher long ---
+
+# A launcher holds a lock on its folders, which the system lets go of however the launcher ends. So
+# the next launcher of the same user removes what a killed one has left. It also removes a folder
+# that stayed since ranks could not read a whole checkpoint in it: users may rescue its files until
+# then.
+
+
+MEMORY = Path("/dev/shm")  # noqa: S108 - the file system in memory; the folder there is private
+IN_MEMORY = "drivetrain-memory-"
+"""First part of the names of folders there."""
+
+
+@contextmanager
+def memory_folder(root: Path = MEMORY) -> Iterator[Path]:
+    """Context of a new private folder in memory, removed at the end unless ranks ask to keep it.
+
+    Raises:
+        ConfigError: there is no such file system, or nothing can be made in it.
+    """
+    from drivetrain.runtime.world import memory_kept_mark
+
+    def keep(folder: Path) -> bool:
+        return memory_kept_mark(folder).exists()
+
+    with ExitStack() as stack:
+        try:
+            folder = stack.enter_context(_folder(root, IN_MEMORY, keep))
+        except OSError as error:
+            raise ConfigError(
+                f"checkpoint.local: memory needs a file system in memory at {root}, found none "
+                f"that can be written: {error.strerror}; mount a tmpfs there, or set "
+                "checkpoint.local to none"
+            ) from error
+        yield folder
+
+
+@contextmanager
+def temporary_folder() -> Iterator[Path]:
+    """Context of a new private folder for temporary files, which is removed at the end.
+
+    Its name has the host's: hosts may share the folder of temporary files, but not their locks.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    prefix = f"drivetrain-launch-{socket.gethostname()}-"
+    with _folder(Path(tempfile.gettempdir()), prefix) as folder:
+        yield folder
+
+
+@contextmanager
+def _folder(
+    root: Path, prefix: str, keep: Callable[[Path], bool] = lambda _: False
+) -> Iterator[Path]:
+    """Context of a new folder for this user alone, once those of ended launchers are removed."""
+    _sweep(root, prefix)
+    with ExitStack() as stack:
+        folder = _made(root, prefix, stack)
+        try:
+            yield folder
+        finally:
+            if not keep(folder):
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _made(root: Path, prefix: str, stack: ExitStack) -> Path:
+    """Make a folder and lock it, unless another launcher has swept it in between."""
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=prefix, dir=root))
+        try:
+            lock = _locked(folder)
+        except OSError:  # a file system without locks, where nobody sweeps either
+            return folder
+        if lock is not None:
+            stack.callback(os.close, lock)
+            return folder
+
+
+def _sweep(root: Path, prefix: str) -> None:
+    """Remove the folders of launchers that have ended."""
+    for folder in root.glob(f"{prefix}*"):
+        with suppress(OSError):  # another launcher sweeps, too, or there are no locks
+            facts = folder.lstat()
+            if facts.st_uid != os.getuid() or folder.is_symlink() or not folder.is_dir():
+                continue
+            lock = _locked(folder)
+            if lock is not None:
+                shutil.rmtree(folder, ignore_errors=True)
+                os.close(lock)
+
+
+def _locked(folder: Path) -> int | None:
+    """Lock a folder; None if a launcher has it, or it is gone.
+
+    Raises:
+        OSError: the file system has no locks.
+    """
+    try:
+        lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    with ExitStack() as stack:
+        stack.callback(os.close, lock)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return None
+        if not folder.exists():
+            return None
+        stack.pop_all()
+    return lock

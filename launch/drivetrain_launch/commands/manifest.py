@@ -1,7 +1,16 @@
-"""``drivetrain manifest``: writes the job file of a scheduler for the configuration at hand."""
+"""``drivetrain manifest``: writes the job file of a scheduler for the configuration at hand.
+
+SLURM's batch script, Kubernetes' objects, and SkyPilot's task: a launcher takes the hosts, and its
+own place among these, from the scheduler's variables. So the same command runs on every host, and
+no address is written into a job file.
+"""
 
 import functools
+import math
+import re
+import shlex
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,32 +19,26 @@ import yaml
 
 from drivetrain.config import Resolved
 from drivetrain.errors import ConfigError
+from drivetrain.runtime.notices import PREEMPTED
 from drivetrain_launch.commands.launch import check_script
 from drivetrain_launch.commands.options import (
+    BEFORE_SCRIPT,
+    SETTINGS,
     GroupedCommand,
-    GroupedOption,
-    complete_file,
+    grouped_option,
     resolve_command_line,
+    script_argument,
     source_options,
 )
-from drivetrain_launch.manifests.job import (
-    DEVICE,
-    Pods,
-    SchedulerJob,
-    arguments_of,
-    batch_script,
-    jobset,
-    name_from,
-    secret_command,
-    secret_option,
-    task,
-    trainjob,
-)
+from drivetrain_launch.hosts.surroundings import KEYS
+from drivetrain_launch.ranks.channel import SECRET_VARIABLE
+from drivetrain_launch.ranks.failure import CANNOT_HEAL
 
-KINDS = {"trainjob": trainjob, "jobset": jobset}
+DEVICE = "nvidia.com/gpu"
+"""Name of an accelerator among a pod's resources, where the user names no other."""
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.group(context_settings=SETTINGS)
 def command() -> None:
     """Write the job file of a scheduler: slurm, kubernetes or skypilot.
 
@@ -54,7 +57,7 @@ def job_command(
         local: whether the script is started from the folder at hand, and can be looked for.
         counted: whether the file says how many accelerators a host has.
     """
-    shared = (source_options(), _NAME, *((_DEVICES,) if counted else ()), _NOTICE)
+    shared = (source_options, _NAME, *((_DEVICES,) if counted else ()), _NOTICE)
 
     def decorate(write: Callable[..., str]) -> click.Command:
         @functools.wraps(write)
@@ -71,27 +74,15 @@ def job_command(
             devices = _devices(resolved, given.pop("devices")) if counted else 0
             _write(write(_job(resolved, arguments, devices, **facts), **given), output)
 
-        for option in (_SCRIPT, _OUTPUT, *reversed(shared)):
+        for option in (script_argument, _OUTPUT, *reversed(shared)):
             function = option(function)
-        settings = {"allow_interspersed_args": False, "max_content_width": 100}
-        return command.command(
-            name, cls=GroupedCommand, options_metavar="[OPTIONS]", context_settings=settings
-        )(function)
+        return command.command(name, cls=GroupedCommand, context_settings=BEFORE_SCRIPT)(function)
 
     return decorate
 
 
-def _option(*names: str, group: str = "Job", **settings: Any) -> Callable[..., Any]:
-    return click.option(*names, cls=GroupedOption, group=group, **settings)
+_option = functools.partial(grouped_option, "Job")
 
-
-_SCRIPT = click.argument(
-    "script",
-    nargs=-1,
-    type=click.UNPROCESSED,
-    metavar="SCRIPT [ARGS]...",
-    shell_complete=complete_file,
-)
 _NAME = _option(
     "--name", metavar="NAME", default="", help="Name of the job. [default: the script's]"
 )
@@ -109,9 +100,9 @@ _NOTICE = _option(
     show_default=True,
     help="Time between the scheduler's notice and its kill, for a last checkpoint.",
 )
-_OUTPUT = _option(
+_OUTPUT = grouped_option(
+    "Output",
     "--output",
-    group="Output",
     metavar="FILE",
     type=click.Path(path_type=Path),
     help="File to write, which must not exist. [default: standard output]",
@@ -137,13 +128,17 @@ _RESTARTS = _option(
     help="Any further option of sbatch, such as --sbatch=--exclusive; repeatable.",
 )
 def slurm(
-    job: SchedulerJob, *, time: str, partition: str, account: str, sbatch: tuple[str, ...]
+    job: "SchedulerJob", *, time: str, partition: str, account: str, sbatch: tuple[str, ...]
 ) -> str:
     """Write a batch script: sbatch FILE."""
     given = {"time": time, "partition": partition, "account": account}
     directives = (*(f"--{key}={value}" for key, value in given.items() if value), *sbatch)
     for directive in directives:
-        _check_directive(directive)
+        if not directive.startswith("-") or "\n" in directive:
+            raise ConfigError(
+                "--sbatch: expected an option of sbatch in one line, such as --exclusive, found "
+                f"{directive!r}"
+            )
     return batch_script(job, directives=directives)
 
 
@@ -151,7 +146,7 @@ def slurm(
 @_option("--image", metavar="IMAGE", required=True, help="Container image with the script.")
 @_option(
     "--kind",
-    type=click.Choice(list(KINDS)),
+    type=click.Choice(["trainjob", "jobset"]),
     default="trainjob",
     show_default=True,
     help="trainjob needs Kubeflow Trainer 2, jobset the JobSet controller alone.",
@@ -166,19 +161,19 @@ def slurm(
 )
 @_RESTARTS
 def kubernetes(
-    job: SchedulerJob, *, image: str, kind: str, namespace: str, device_name: str, restarts: int
+    job: "SchedulerJob", *, image: str, kind: str, namespace: str, device_name: str, restarts: int
 ) -> str:
     """Write the objects of a job: kubectl apply -f FILE."""
     pods = Pods(image=image, restarts=restarts, namespace=namespace, device=device_name)
     notes = [f"First, once: {secret_command(job, pods)}"] if job.hosts > 1 else []
-    return _yaml(KINDS[kind](job, pods), notes)
+    return _yaml((trainjob if kind == "trainjob" else jobset)(job, pods), notes)
 
 
 @job_command("skypilot", counted=False)
 @_option("--accelerators", metavar="KIND:N", default="", help="Of each host, such as H100:8.")
 @_option("--spot", is_flag=True, help="Hosts that may be taken away, at a lower price.")
 @_RESTARTS
-def skypilot(job: SchedulerJob, *, accelerators: str, spot: bool, restarts: int) -> str:
+def skypilot(job: "SchedulerJob", *, accelerators: str, spot: bool, restarts: int) -> str:
     """Write a task: sky jobs launch FILE."""
     start = "Start: sky jobs launch FILE"
     notes = [f"{start} {secret_option()}" if job.hosts > 1 else start]
@@ -187,7 +182,7 @@ def skypilot(job: SchedulerJob, *, accelerators: str, spot: bool, restarts: int)
 
 def _job(
     resolved: Resolved, arguments: tuple[str, ...], devices: int, *, name: str, notice: int
-) -> SchedulerJob:
+) -> "SchedulerJob":
     return SchedulerJob(
         name=name or name_from(arguments[0]),
         hosts=resolved.run.launch.nnodes,
@@ -230,19 +225,6 @@ def _named_script(script: tuple[str, ...]) -> tuple[str, ...]:
     return script
 
 
-def _check_directive(directive: str) -> None:
-    """Refuse an option of sbatch that would be no option.
-
-    Raises:
-        ConfigError: it does not begin with a hyphen, or has several lines.
-    """
-    if not directive.startswith("-") or "\n" in directive:
-        raise ConfigError(
-            f"--sbatch: expected an option of sbatch in one line, such as --exclusive, found "
-            f"{directive!r}"
-        )
-
-
 def _yaml(documents: list[dict[str, Any]], notes: list[str]) -> str:
     text = yaml.safe_dump_all(documents, sort_keys=False, width=1000)
     return "".join(f"# {note}\n" for note in notes) + text
@@ -266,3 +248,311 @@ def _write(text: str, output: Path | None) -> None:
             f"{error.strerror}; choose another name"
         ) from error
     click.echo(f"wrote {output}")
+
+
+# --- the job ---
+
+
+FUTILE = tuple(sorted(CANNOT_HEAL))
+"""Exit codes of runs that would only fail again."""
+
+OF_THE_CLUSTER = frozenset(KEYS)
+"""Keys that the job file says in the scheduler's own terms."""
+
+GRACE, ENDING_S = "launch.grace_s", 10
+"""The option with the seconds for a save, and the seconds of a notice that are left for the ends of
+processes and launchers."""
+
+_JOB_NAME = re.compile(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?")
+"""A label of DNS, with room for what Kubernetes appends."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SchedulerJob:
+    """A job, as a scheduler is asked for it.
+
+    Attributes:
+        name: of the job: lower-case letters, digits and hyphens.
+        hosts: number of hosts.
+        least: number of hosts with which the run goes on when others are lost.
+        devices: accelerators of each host; 0 for a run on the CPU.
+        notice: seconds between the scheduler's notice and its kill, for a last checkpoint.
+        command: what runs on each host.
+
+    Raises:
+        ConfigError: a name that schedulers refuse, or a number below its minimum.
+    """
+
+    name: str
+    hosts: int
+    least: int
+    devices: int
+    notice: int
+    command: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        if not _JOB_NAME.fullmatch(self.name):
+            raise ConfigError(
+                f"expected a job name of at most 40 lower-case letters, digits and hyphens that "
+                f"starts with a letter, found {self.name!r}; choose one with --name"
+            )
+        for key, minimum in (("hosts", 1), ("devices", 0), ("notice", 1)):
+            if (value := getattr(self, key)) < minimum:
+                raise ConfigError(f"--{key}: expected at least {minimum}, found {value}")
+
+
+def arguments_of(resolved: Resolved, notice: int) -> tuple[str, ...]:
+    """Return the configuration as arguments of ``drivetrain launch``: all that is no default.
+
+    So a container needs no configuration file. Ranks get the time of the notice for their save.
+    """
+    chosen: list[str] = []
+    for key, value, origin in resolved.rows():
+        if key == GRACE and origin.kind == "default":
+            chosen += ["--set", f"{key}={max(1, notice - ENDING_S)}"]
+        elif origin.kind != "default" and key not in OF_THE_CLUSTER:
+            chosen += ["--set", f"{key}={_written(value)}"]
+    return tuple(chosen)
+
+
+def name_from(script: str) -> str:
+    """Return a job name made of a script's file name or a module's name."""
+    stem = script.rpartition("/")[2].removesuffix(".py")
+    name = re.sub(r"[^a-z0-9]+", "-", stem.lower()).lstrip("-0123456789")
+    return name[:40].strip("-") or "train"
+
+
+def _written(value: Any) -> str:
+    """Return a value as YAML in one line, quoted only where YAML asks for quotes."""
+    return yaml.safe_dump([value], default_flow_style=True, width=math.inf).strip()[1:-1]
+
+
+# --- batch script of SLURM: one task per host, a notice before the time limit, and a requeue ---
+
+
+def batch_script(job: SchedulerJob, *, directives: tuple[str, ...] = ()) -> str:
+    """Return the text of a batch script for ``sbatch``.
+
+    Args:
+        job: what to run, and where.
+        directives: further options of sbatch, such as ``--time=12:00:00``.
+    """
+    spare = job.least < job.hosts  # of a job that may lose a node
+    options = (
+        f"--job-name={job.name}",
+        f"--nodes={job.hosts}",
+        "--ntasks-per-node=1",  # one launcher per host starts the ranks of that host
+        *((f"--gpus-per-node={job.devices}",) if job.devices else ()),
+        # Without B: the notice reaches the launchers; with it, the batch shell alone.
+        f"--signal=USR1@{job.notice}",
+        "--requeue",
+        *(("--no-kill",) if spare else ()),
+        "--open-mode=append",  # a requeued job goes on writing the same file
+        "--output=%x-%j.out",
+        *directives,
+    )
+    head = "".join(f"#SBATCH {option}\n" for option in options)
+    return f"""#!/bin/bash
+{head}
+# The secret that the launchers of this job share; srun hands it to every host.
+{SECRET_VARIABLE}=$(od -An -tx1 -N32 /dev/urandom | tr -d ' \\n')
+export {SECRET_VARIABLE}
+
+# The other launchers save and end by themselves when one of them ends.
+srun {"--no-kill " if spare else ""}--kill-on-bad-exit=0 {shlex.join(job.command)}
+code=$?
+
+if [ $code -eq {PREEMPTED} ]; then  # a checkpoint was saved because of the notice
+  scontrol requeue "$SLURM_JOB_ID"
+fi
+exit $code
+"""
+
+
+# --- objects of Kubernetes ---
+
+# Exit codes decide what happens next, as in Kubernetes' documentation of pod failure policies. A
+# pod that saved because of a notice is replaced, and counts as no failure. Codes of errors that
+# cannot heal end the job. Every other failure starts all pods of the job again, as often as
+# allowed.
+
+
+_NODE = "node"
+"""Name of the replicated job and of its container, which Kubeflow's operator looks for."""
+
+_TRAINER = {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
+"""Label of the job that Kubeflow's operator gives the number of hosts and the variables to."""
+
+_INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+_PORT = 29500
+"""The port of host 0 where the hosts meet: the same as Kubeflow's."""
+
+_SECRET_KEY = "secret"  # noqa: S105 - the key of a value, not a value
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pods:
+    """Facts of a cluster, beyond those of the job.
+
+    Attributes:
+        image: the container image, with the script, its data and drivetrain inside.
+        restarts: how often all pods are started again after a failure.
+        namespace: of all objects; "" for the namespace of ``kubectl``.
+        device: name of an accelerator among a pod's resources.
+    """
+
+    image: str
+    restarts: int
+    namespace: str = ""
+    device: str = DEVICE
+
+
+def jobset(job: SchedulerJob, pods: Pods) -> list[dict[str, Any]]:
+    """Return the objects of a JobSet, which needs the JobSet controller alone.
+
+    The pods are told where the hosts meet by torchrun's variables ``PET_*``.
+    """
+    variables: list[dict[str, Any]] = [
+        {"name": "PET_NNODES", "value": str(job.hosts)},
+        {"name": "PET_NODE_RANK", "valueFrom": {"fieldRef": {"fieldPath": _INDEX}}},
+        {"name": "PET_MASTER_ADDR", "value": f"{job.name}-{_NODE}-0-0.{job.name}"},
+        {"name": "PET_MASTER_PORT", "value": str(_PORT)},
+    ]
+    if job.devices:
+        variables.append({"name": "PET_NPROC_PER_NODE", "value": str(job.devices)})
+    return [_object("jobset.x-k8s.io/v1alpha2", "JobSet", job, pods, _jobs(job, pods, variables))]
+
+
+def trainjob(job: SchedulerJob, pods: Pods) -> list[dict[str, Any]]:
+    """Return a TrainJob of Kubeflow Trainer 2, after the runtime with the rules of its restarts.
+
+    The operator itself gives the variables ``PET_*`` to the pods.
+    """
+    runtime = {
+        "mlPolicy": {"numNodes": job.hosts, "torch": {}},
+        "template": {"spec": _jobs(job, pods, [])},
+    }
+    trainer = {"numNodes": job.hosts} | ({"numProcPerNode": job.devices} if job.devices else {})
+    train = {"runtimeRef": {"kind": "TrainingRuntime", "name": job.name}, "trainer": trainer}
+    return [
+        _object("trainer.kubeflow.org/v1alpha1", "TrainingRuntime", job, pods, runtime),
+        _object("trainer.kubeflow.org/v1alpha1", "TrainJob", job, pods, train),
+    ]
+
+
+def secret_command(job: SchedulerJob, pods: Pods) -> str:
+    """Return the command that makes the secret of the job's launchers, once per job name."""
+    place = f" --namespace {pods.namespace}" if pods.namespace else ""
+    return (
+        f"kubectl create secret generic {job.name}{place} "
+        f'--from-literal={_SECRET_KEY}="$(openssl rand -hex 32)"'
+    )
+
+
+def _object(
+    version: str, kind: str, job: SchedulerJob, pods: Pods, spec: dict[str, Any]
+) -> dict[str, Any]:
+    metadata = {"name": job.name} | ({"namespace": pods.namespace} if pods.namespace else {})
+    return {"apiVersion": version, "kind": kind, "metadata": metadata, "spec": spec}
+
+
+def _jobs(job: SchedulerJob, pods: Pods, variables: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the specification of a JobSet: one indexed job with a pod for each host."""
+    indexed = {
+        "completionMode": "Indexed",
+        "completions": job.hosts,
+        "parallelism": job.hosts,
+        "backoffLimit": 0,  # a failed pod fails the job: its hosts start again together
+        "podFailurePolicy": {
+            "rules": [
+                _on_exit("Ignore", [PREEMPTED]),
+                {
+                    "action": "Ignore",  # evicted or preempted by Kubernetes itself
+                    "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}],
+                },
+                _on_exit("FailJob", list(FUTILE)),
+            ]
+        },
+        "template": {
+            "spec": {
+                "restartPolicy": "Never",
+                "terminationGracePeriodSeconds": job.notice,
+                "containers": [_container(job, pods, variables)],
+            },
+        },
+    }
+    return {
+        # The pods must find each other by name before all of them are ready.
+        "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
+        "failurePolicy": {
+            "maxRestarts": pods.restarts,
+            "rules": [
+                {
+                    "name": "futile",
+                    "action": "FailJobSet",
+                    "onJobFailureReasons": ["PodFailurePolicy"],
+                }
+            ],
+        },
+        "replicatedJobs": [
+            {
+                "name": _NODE,
+                "replicas": 1,
+                "template": {"metadata": {"labels": dict(_TRAINER)}, "spec": indexed},
+            }
+        ],
+    }
+
+
+def _container(job: SchedulerJob, pods: Pods, variables: list[dict[str, Any]]) -> dict[str, Any]:
+    reference = {"secretKeyRef": {"name": job.name, "key": _SECRET_KEY}}
+    secret = [{"name": SECRET_VARIABLE, "valueFrom": reference}] if job.hosts > 1 else []
+    limits = {pods.device: job.devices} if job.devices else {}
+    return {
+        "name": _NODE,
+        "image": pods.image,
+        "command": list(job.command),
+        **({"env": [*variables, *secret]} if variables or secret else {}),
+        **({"resources": {"limits": limits}} if limits else {}),
+    }
+
+
+def _on_exit(action: str, codes: list[int]) -> dict[str, Any]:
+    requirement = {"containerName": _NODE, "operator": "In", "values": codes}
+    return {"action": action, "onExitCodes": requirement}
+
+
+# --- task file of SkyPilot: hosts of any cloud, which may be taken away at any time ---
+
+
+def task(job: SchedulerJob, *, accelerators: str, restarts: int, spot: bool) -> dict[str, Any]:
+    """Return a task for ``sky jobs launch``.
+
+    Args:
+        job: what to run, and where.
+        accelerators: of each host in SkyPilot's words, such as ``H100:8``; "" for none.
+        restarts: how often the task is started again after a failure of its own.
+        spot: whether the hosts may be taken away, at a lower price.
+    """
+    resources: dict[str, Any] = {"accelerators": accelerators} if accelerators else {}
+    if spot:
+        resources["use_spot"] = True
+    resources["job_recovery"] = {
+        "max_restarts_on_errors": restarts,
+        "recover_on_exit_codes": [PREEMPTED],  # saved because of a notice: no failure
+    }
+    return {
+        "name": job.name,
+        "num_nodes": job.hosts,
+        "workdir": ".",
+        "resources": resources,
+        # A null is asked for at the start: sky jobs launch --secret NAME=VALUE.
+        **({"secrets": {SECRET_VARIABLE: None}} if job.hosts > 1 else {}),
+        "setup": "pip install drivetrain",
+        "run": shlex.join(job.command),
+    }
+
+
+def secret_option() -> str:
+    """Return the option of ``sky jobs launch`` that hands over the launchers' secret."""
+    return f'--secret {SECRET_VARIABLE}="$(openssl rand -hex 32)"'

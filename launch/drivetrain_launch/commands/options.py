@@ -1,17 +1,21 @@
-"""The options of ``drivetrain launch``: each is a knob of the schema, with a flag for its name.
+"""The options that commands share: knobs of the schema with a flag for their name, and hosts.
 
 Help text and default come from the ``option()`` declarations. The command line becomes one layer of
 configuration, whose origins quote the user's words.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import os
+import re
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import click
 from click.shell_completion import CompletionItem
 
 from drivetrain.config import (
+    LaunchConfig,
     Layer,
     Option,
     RunConfig,
@@ -24,6 +28,7 @@ from drivetrain.config.foreign import importers, read_own_file
 from drivetrain.config.resolve import Resolved, resolve
 from drivetrain.errors import ConfigError
 from drivetrain.registry import strategies
+from drivetrain_launch.hosts.remote import RemoteHost, RemoteJob, read_hostfile, read_hosts, select
 from drivetrain_launch.hosts.surroundings import FEWEST_KEY, Surroundings, check_agreement
 
 
@@ -86,6 +91,24 @@ TORCHRUN_RANKS = {
 """torchrun's words for a number of ranks."""
 
 
+SETTINGS: dict[str, Any] = {
+    "help_option_names": ["-h", "--help"],
+    "max_content_width": 100,
+}
+"""Settings of the contexts of commands."""
+
+BEFORE_SCRIPT: dict[str, Any] = {**SETTINGS, "allow_interspersed_args": False}
+"""The same, for commands with a script: options behind it are the script's."""
+
+UNDERSCORES: dict[str, Any] = {"token_normalize_func": lambda name: name.replace("_", "-")}
+"""Settings of commands that take ``_`` for ``-`` in the names of options."""
+
+
+complete_file = click.Path().shell_complete
+complete_folder = click.Path(file_okay=False).shell_complete
+"""Let the shell offer files, or folders."""
+
+
 class GroupedOption(click.Option):
     """An option that is shown under a heading.
 
@@ -103,7 +126,7 @@ class GroupedOption(click.Option):
 
 
 class GroupedCommand(click.Command):
-    """A command that shows its options under headings, and takes ``_`` for ``-`` in their names."""
+    """A command that shows its options under headings."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Read the command line; an option of another launcher is answered with its counterpart.
@@ -176,42 +199,63 @@ def counterpart(option: str) -> str:
     return ""
 
 
+def grouped_option(group: str, *names: str, **settings: Any) -> Callable[..., Any]:
+    """Return the decorator of an option under a heading of the help."""
+    return click.option(*names, cls=GroupedOption, group=group, **settings)
+
+
 def knob_flags(*groups: str) -> Callable[..., Any]:
     """Return a decorator that adds the flags of knobs, under some headings or under all."""
+    knobs = dict(knobs_of(RunConfig))
+    shown = []
+    for flag in FLAGS:
+        metavar, key, default = "NAME", "strategy", "the installed default"
+        text = "How the step is spread over the ranks; the strategies are listed below."
+        if flag.key != STRATEGY_KEY:
+            knob, key = knobs[flag.key], flag.key
+            metavar, text = flag.metavar or _metavar(knob), flag.help or knob.help
+            default = "none" if knob.default == "" else str(knob.default)
+        if flag.value is not None:
+            key += f": {flag.value}"
+        text += f" [default: {default}] [YAML: {key}]"
+        if flag.group in groups or not groups:
+            shown.append(_flag_option(replace(flag, metavar=metavar, help=text)))
+    return _all_of(shown)
+
+
+def worded_flags(**words: tuple[str, str]) -> Callable[..., Any]:
+    """Return a decorator that adds flags of knobs in the words of one command.
+
+    Args:
+        words: what stands for the argument, and the help, by the flag's parameter.
+    """
+    flags = {flag.parameter: flag for flag in FLAGS}
+    return _all_of(
+        _flag_option(replace(flags[name], metavar=metavar, help=text))
+        for name, (metavar, text) in words.items()
+    )
+
+
+def rest_argument(
+    name: str = "arguments", metavar: str = "[ARGS]...", **settings: Any
+) -> Callable[..., Any]:
+    """Return the decorator of an argument that takes all words that are left, options too."""
+    settings |= {"nargs": -1, "type": click.UNPROCESSED, "shell_complete": complete_file}
+    return click.argument(name, metavar=metavar, **settings)
+
+
+script_argument = rest_argument("script", "SCRIPT [ARGS]...")
+"""Decorates a command with a script and the script's arguments."""
+
+
+def _all_of(decorators: Iterable[Callable[..., Any]]) -> Callable[..., Any]:
+    """Return one decorator for several, whose options the help shows in this order."""
+    last_first = tuple(decorators)[::-1]
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        knobs = dict(knobs_of(RunConfig))
-        for flag in reversed(FLAGS):
-            if flag.group in groups or not groups:
-                function = _flag_option(flag, knobs)(function)
+        for each in last_first:
+            function = each(function)
         return function
-
-    return decorate
-
-
-def source_options(group: str = "Configuration") -> Callable[..., Any]:
-    """Return a decorator that adds ``--config`` and ``--set`` under a heading."""
-
-    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        function = click.option(
-            "--set",
-            "assignments",
-            cls=GroupedOption,
-            group=group,
-            metavar="KEY=VALUE",
-            multiple=True,
-            shell_complete=complete_key,
-            help="Set any knob by its YAML key, for example accumulation=4; repeatable.",
-        )(function)
-        return click.option(
-            "--config",
-            "config",
-            cls=GroupedOption,
-            group=group,
-            metavar="FILE",
-            shell_complete=complete_file,
-            help="YAML file, such as 'drivetrain config' writes. [default: none]",
-        )(function)
 
     return decorate
 
@@ -268,26 +312,14 @@ def command_line_layer(flags: Mapping[str, Any], assignments: Iterable[str]) -> 
     return Layer(values, origins)
 
 
-def _flag_option(flag: Flag, knobs: Mapping[str, Option]) -> Callable[..., Any]:
-    settings: dict[str, Any] = {"cls": GroupedOption, "group": flag.group, "default": None}
+def _flag_option(flag: Flag) -> Callable[..., Any]:
+    settings: dict[str, Any] = {"is_flag": True} if flag.value else {"metavar": flag.metavar}
     if flag.key == STRATEGY_KEY:
-        help_text = "How the step is spread over the ranks; the strategies are listed below."
-        settings |= {"metavar": "NAME", "shell_complete": _complete_strategy}
-        default = "the installed default"
-    else:
-        knob = knobs[flag.key]
-        help_text = flag.help or knob.help
-        default = "none" if knob.default == "" else str(knob.default)
-        if flag.value is not None:
-            settings["is_flag"] = True
-        else:
-            settings["metavar"] = flag.metavar or _metavar(knob)
-            if flag.metavar == FOLDER:
-                settings["shell_complete"] = complete_folder
-    yaml_key = "strategy" if flag.key == STRATEGY_KEY else flag.key
-    yaml_key += f": {flag.value}" if flag.value is not None else ""
-    settings["help"] = f"{help_text} [default: {default}] [YAML: {yaml_key}]"
-    return click.option(*flag.names, flag.parameter, **settings)
+        settings["shell_complete"] = _complete_strategy
+    elif flag.metavar == FOLDER:
+        settings["shell_complete"] = complete_folder
+    names = (*flag.names, flag.parameter)
+    return grouped_option(flag.group, *names, default=None, help=flag.help, **settings)
 
 
 def _metavar(knob: Option) -> str:
@@ -327,14 +359,19 @@ def knobs_of(cls: type, prefix: str = "") -> Iterator[tuple[str, Option]]:
             yield prefix + knob.name, knob
 
 
+def _offered(texts: Mapping[str, str], incomplete: str, suffix: str = "") -> list[CompletionItem]:
+    """Return the words that begin as typed, with their help."""
+    return [
+        CompletionItem(word + suffix, help=text)
+        for word, text in texts.items()
+        if word.startswith(incomplete)
+    ]
+
+
 def _complete_strategy(
     ctx: click.Context, param: click.Parameter, incomplete: str
 ) -> list[CompletionItem]:
-    return [
-        CompletionItem(name, help=summary)
-        for name, summary in described_strategies()
-        if name.startswith(incomplete)
-    ]
+    return _offered(dict(described_strategies()), incomplete)
 
 
 def complete_key(
@@ -349,11 +386,7 @@ def complete_key(
     if incomplete.startswith("strategy.") and name in registry.names:
         options = knobs_of(registry.load(name).Config, "strategy.")
         offered |= {key: knob.help for key, knob in options}
-    return [
-        CompletionItem(f"{key}=", help=text)
-        for key, text in offered.items()
-        if key.startswith(incomplete)
-    ]
+    return _offered(offered, incomplete, "=")
 
 
 def known_keys() -> dict[str, str]:
@@ -366,23 +399,171 @@ def complete_known_key(
     ctx: click.Context, param: click.Parameter, incomplete: str
 ) -> list[CompletionItem]:
     """Offer the keys that every run has, and the strategies."""
-    offered = {**known_keys(), **dict(described_strategies())}
-    return [
-        CompletionItem(key, help=text)
-        for key, text in offered.items()
-        if key.startswith(incomplete)
+    return _offered({**known_keys(), **dict(described_strategies())}, incomplete)
+
+
+source_options = _all_of(
+    [
+        grouped_option(
+            "Configuration",
+            "--config",
+            metavar="FILE",
+            shell_complete=complete_file,
+            help="YAML file, such as 'drivetrain config' writes. [default: none]",
+        ),
+        grouped_option(
+            "Configuration",
+            *("--set", "assignments"),
+            metavar="KEY=VALUE",
+            multiple=True,
+            shell_complete=complete_key,
+            help="Set any knob by its YAML key, for example accumulation=4; repeatable.",
+        ),
     ]
+)
+"""Decorates a command with ``--config`` and ``--set``."""
 
 
-def complete_file(
-    ctx: click.Context, param: click.Parameter, incomplete: str
-) -> list[CompletionItem]:
-    """Let the shell offer files."""
-    return [CompletionItem(incomplete, type="file")]
+# --- hosts to start over ssh, of ``drivetrain launch`` and ``test`` ---
 
 
-def complete_folder(
-    ctx: click.Context, param: click.Parameter, incomplete: str
-) -> list[CompletionItem]:
-    """Let the shell offer folders."""
-    return [CompletionItem(incomplete, type="dir")]
+SELECTION = "HOST:0,1@HOST"
+OPTIONS = (
+    ("--hosts", "HOST:N,...", "Start N ranks on each of these hosts over ssh. [default: none]"),
+    (
+        "--hostfile",
+        "FILE",
+        "Start on the hosts of a file with lines such as 'n1 slots=8'. [default: none]",
+    ),
+    (
+        "--include",
+        SELECTION,
+        "Of the hosts, take these alone, with these devices. [default: all]",
+    ),
+    ("--exclude", SELECTION, "Of the hosts, leave out these, or these devices. [default: none]"),
+    ("--export", "NAME[=TEXT]", "Give hosts this variable, too; repeatable. [default: none]"),
+    ("--env-file", "FILE", "Give hosts the variables of lines NAME=TEXT. [default: none]"),
+)
+"""Names, arguments and help of the options."""
+
+REPEATABLE = "--export"
+
+TOPOLOGY = "--topology"
+OF_HOST_0 = (*(name for name, _, _ in OPTIONS), TOPOLOGY, "--rdzv-endpoint")
+"""Options that the started hosts do not get: the machine that starts them decides."""
+
+_ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)(?:=(.*))?", re.DOTALL)
+
+
+host_options = _all_of(
+    [
+        grouped_option(
+            HOSTS_GROUP,
+            name,
+            metavar=metavar,
+            help=text,
+            multiple=name == REPEATABLE,
+            shell_complete=complete_file if metavar == "FILE" else None,
+        )
+        for name, metavar, text in OPTIONS
+    ]
+)
+"""Decorates a command with the options; their values are keyword arguments."""
+
+
+def chosen_hosts(
+    flags: Mapping[str, Any], chosen: Container[str], *, standalone: bool
+) -> list[RemoteHost]:
+    """Return the hosts to start over ssh; none without ``--hosts`` and ``--hostfile``.
+
+    Args:
+        flags: values of the options.
+        chosen: keys of the configuration that the command line sets.
+        standalone: whether one host was asked for.
+
+    Raises:
+        ConfigError: the options contradict each other, or a host is malformed.
+    """
+    hosts, hostfile = flags["hosts"], flags["hostfile"]
+    include, exclude = flags["include"], flags["exclude"]
+    if hosts is not None and hostfile is not None:
+        raise ConfigError("--hosts and --hostfile: expected one of them, found both")
+    if hosts is None and hostfile is None:
+        if (include, exclude, flags["env_file"]) != (None, None, None) or flags["export"]:
+            raise ConfigError(
+                "--include, --exclude, --export and --env-file are for hosts that are started over "
+                "ssh; give --hostfile or --hosts, too"
+            )
+        return []
+    if standalone or "launch.nnodes" in chosen or "launch.node_rank" in chosen:
+        raise ConfigError(
+            "--hosts and --hostfile start the run on every host: leave out --nnodes, --node-rank "
+            "and --standalone"
+        )
+    found = read_hostfile(Path(hostfile)) if hostfile is not None else read_hosts(hosts)
+    return select(found, include, exclude)
+
+
+def without_hosts(words: Sequence[str]) -> list[str]:
+    """Leave the options about hosts out of a command line."""
+    kept, rest = [], iter(words)
+    for word in rest:
+        name, equals, _ = word.partition("=")
+        if name.replace("_", "-") not in OF_HOST_0:
+            kept.append(word)
+        elif not equals:
+            next(rest, None)
+    return kept
+
+
+def remote_job(
+    command: str,
+    hosts: Sequence[RemoteHost],
+    flags: Mapping[str, Any],
+    *,
+    launch: LaunchConfig,
+    script: Sequence[str] = (),
+) -> RemoteJob:
+    """Return the job that runs this command, with its words, on hosts.
+
+    Raises:
+        ConfigError: a variable for the hosts is malformed, or not set.
+    """
+    given: Sequence[str] = click.get_current_context().meta[GIVEN_WORDS]
+    head = without_hosts(given[: len(given) - len(script)])
+    variables = dict(_exported(flags["export"], flags["env_file"]))
+    return RemoteJob(
+        hosts=hosts,
+        words=(*head, *script),
+        grace_s=launch.grace_s,
+        endpoint=launch.rdzv_endpoint,
+        command=command,
+        variables=variables,
+    )
+
+
+def _exported(words: Sequence[str], file: str | None) -> Iterator[tuple[str, str]]:
+    """Yield the variables of a file, and then those of the command line."""
+    if file is not None:
+        try:
+            lines = Path(file).read_text(encoding="utf-8").splitlines()
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"--env-file: cannot read {file!r}: {error}; check the path"
+            ) from error
+        for number, line in enumerate(lines, start=1):
+            if (text := line.strip()) and not text.startswith("#"):
+                yield _variable(text, f"{file}:{number}")
+    for word in words:
+        yield _variable(word, f"--export {word}")
+
+
+def _variable(text: str, where: str) -> tuple[str, str]:
+    match = _ASSIGNMENT.fullmatch(text)
+    if match is None:
+        raise ConfigError(f"{where}: expected NAME or NAME=TEXT, found {text!r}")
+    if match[2] is None and match[1] not in os.environ:
+        raise ConfigError(
+            f"{where}: the variable {match[1]} is not set here; set it, or give {match[1]}=TEXT"
+        )
+    return match[1], os.environ[match[1]] if match[2] is None else match[2]

@@ -14,9 +14,9 @@ from drivetrain.hardware.description import Hardware
 from drivetrain.hardware.sizes import size_text
 from drivetrain.links.compressor import Honesty
 from drivetrain.paper.transformer import GptShape
-from drivetrain_launch.commands.options import complete_file
+from drivetrain_launch.commands.options import BEFORE_SCRIPT, complete_file, rest_argument
+from drivetrain_launch.console import show_table
 from drivetrain_launch.forecast.plan_text import explained, file_of, found_rows
-from drivetrain_launch.tables import show_table
 
 if TYPE_CHECKING:
     from drivetrain.planner.predict import Prediction, Predictor, Task
@@ -33,13 +33,7 @@ _LINK = re.compile(r"(\d+(?:\.\d+)?)\s*(GB/s|Gbit/s|MB/s|Mbit/s)", re.IGNORECASE
 _RATES = {"gb/s": 1.0, "gbit/s": 1 / 8, "mb/s": 1e-3, "mbit/s": 1e-3 / 8}
 
 
-@click.command(
-    context_settings={
-        "allow_interspersed_args": False,
-        "help_option_names": ["-h", "--help"],
-        "max_content_width": 100,
-    },
-)
+@click.command(context_settings=BEFORE_SCRIPT)
 @click.option("--gpt", metavar="KEY=VALUE,...", help="Sizes of a GPT: "
               + ", ".join(GptShape.keys()) + ".")  # fmt: skip
 @click.option("--hf", metavar="FILE", help="A config.json of transformers, or its folder; no "
@@ -75,8 +69,7 @@ _RATES = {"gb/s": 1.0, "gbit/s": 1 / 8, "mb/s": 1e-3, "mbit/s": 1e-3 / 8}
               help="Write the configuration of the (first) layout for `drivetrain launch "
               "--config`.")  # fmt: skip
 @click.argument("script", required=False, metavar="[SCRIPT]", shell_complete=complete_file)
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[ARGS]...",
-                shell_complete=complete_file)  # fmt: skip
+@rest_argument()
 def command(
     layout: str | None,
     explain: str | None,
@@ -93,7 +86,9 @@ def command(
     until it prepares its model. Nothing is trained and no device is needed: see docs/planning.md
     for the method, and for its errors on published measurements.
     """
+    from drivetrain.planner.layout import read_layout
     from drivetrain.planner.predict import Predictor
+    from drivetrain.planner.search import search
 
     if layout is not None and explain is not None:
         raise ConfigError("expected one of --layout and --explain, found both; leave one out")
@@ -101,9 +96,9 @@ def command(
     chosen = layout or explain
     if chosen is not None and chosen != BEST:
         predictor = Predictor(task)
-        _show(predictor, _one(predictor, chosen), as_json, trace, file)
+        _show(predictor, predictor.predict(read_layout(chosen)), as_json, trace, file)
         return
-    found = _search(task, precision, Honesty(allow))
+    found = search(task, precision, Honesty(allow))
     if chosen == BEST:
         _show(Predictor(task), found.best[0], as_json, trace, file)
         return
@@ -215,12 +210,6 @@ def _with_link(hardware: Hardware, rate: str | None) -> Hardware:
     return hardware.model_copy(update={"links": links})
 
 
-def _one(predictor: "Predictor", layout: str) -> "Prediction":
-    from drivetrain.planner.layout import read_layout
-
-    return predictor.predict(read_layout(layout))
-
-
 def _show(
     predictor: "Predictor",
     first: "Prediction",
@@ -249,12 +238,6 @@ def _write(file: Path, text: str) -> None:
         raise ConfigError(
             f"cannot write {str(file)!r}: {error.strerror or error}; choose another file"
         ) from error
-
-
-def _search(task: "Task", precision: str, allow: Honesty) -> "Found":
-    from drivetrain.planner.search import search
-
-    return search(task, precision, allow)
 
 
 def show_found(task: "Task", found: "Found", *, methods: bool = False) -> None:

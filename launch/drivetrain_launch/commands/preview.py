@@ -9,11 +9,11 @@ from drivetrain.hardware.sizes import size_text
 from drivetrain.links.automatic import Sender, choose_links
 from drivetrain.strategy import Run, find_strategy
 from drivetrain.telemetry.link import bytes_between_hosts
+from drivetrain_launch.console import show_table, yaml_text
 from drivetrain_launch.forecast.host_order import ranks_of
 from drivetrain_launch.forecast.planning import EXAMPLE, example_model, plan, plan_on
-from drivetrain_launch.hosts.hostfile import RemoteHost
+from drivetrain_launch.hosts.remote import RemoteHost
 from drivetrain_launch.ranks.placement import accelerators, cores, local_ranks
-from drivetrain_launch.tables import show_table, yaml_text
 
 
 def preview(resolved: Resolved, listed: Sequence[RemoteHost] = ()) -> None:

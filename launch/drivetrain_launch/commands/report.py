@@ -11,7 +11,8 @@ from drivetrain.reporting import measures
 from drivetrain.reporting.history import RunHistory, load_history
 from drivetrain.reporting.page import missing_packages, write_report
 from drivetrain.reporting.summary import differences, in_seconds, summary_of
-from drivetrain_launch.tables import show_table
+from drivetrain_launch.commands.options import SETTINGS
+from drivetrain_launch.console import show_table
 
 COMPARISON = Path("comparison")
 """Where the report of several runs goes, in the working directory."""
@@ -20,7 +21,7 @@ MOST_RANKS = 16
 """Ranks with a column in the table of the time of a step."""
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.command(context_settings=SETTINGS)
 @click.argument("folders", nargs=-1, required=True, metavar="DIR...")
 @click.option(
     "--output",

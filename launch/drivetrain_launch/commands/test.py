@@ -5,15 +5,20 @@ from typing import Any
 
 import click
 
-from drivetrain_launch.commands.host_options import chosen_hosts, host_options, remote_job
-from drivetrain_launch.commands.launch import check_seat, launch
+from drivetrain_launch.commands.launch import check_slot, launch
 from drivetrain_launch.commands.options import (
     HOSTS_GROUP,
+    SETTINGS,
+    UNDERSCORES,
     GroupedCommand,
-    GroupedOption,
+    chosen_hosts,
     command_line_layer,
+    grouped_option,
+    host_options,
     knob_flags,
+    remote_job,
     resolve_command_line,
+    worded_flags,
 )
 from drivetrain_launch.hosts.remote import run_hosts
 from drivetrain_launch.hosts.surroundings import KEYS, recognise
@@ -23,36 +28,18 @@ USUAL_RANKS = "2"
 """Processes on one host, where nobody says how many."""
 
 
-@click.command(
-    cls=GroupedCommand,
-    context_settings={
-        "token_normalize_func": lambda name: name.replace("_", "-"),
-        "help_option_names": ["-h", "--help"],
-        "max_content_width": 100,
-    },
+@click.command(cls=GroupedCommand, context_settings=SETTINGS | UNDERSCORES)
+@worded_flags(
+    nproc_per_node=(
+        "N|auto",
+        "Processes to compare with one. [default: 2; on several hosts auto]",
+    ),
+    cpu=("", "Leave accelerators alone."),
+    strategy=("NAME", "Strategy to check. [default: the installed default]"),
 )
-@click.option(
-    "--nproc-per-node",
-    cls=GroupedOption,
-    group="Processes",
-    metavar="N|auto",
-    help="Processes to compare with one. [default: 2; on several hosts auto]",
-)
-@click.option(
-    "--cpu", cls=GroupedOption, group="Processes", is_flag=True, help="Leave accelerators alone."
-)
-@click.option(
-    "--strategy",
-    cls=GroupedOption,
-    group="Training",
-    metavar="NAME",
-    help="Strategy to check. [default: the installed default]",
-)
-@click.option(
-    "--set",
-    "assignments",
-    cls=GroupedOption,
-    group="Training",
+@grouped_option(
+    "Training",
+    *("--set", "assignments"),
     metavar="KEY=VALUE",
     multiple=True,
     help="Set any knob, for example strategy.KEY=VALUE; repeatable.",
@@ -74,7 +61,7 @@ def command(assignments: tuple[str, ...], **flags: Any) -> int:
     if "launch.preflight" not in chosen:
         flags["preflight"] = "full"
     resolved = resolve_command_line(None, assignments, flags, surroundings)
-    check_seat(resolved, surroundings)
+    check_slot(resolved, surroundings)
     from drivetrain_launch.forecast.planning import check_run
 
     check_run(resolved)

@@ -1,13 +1,14 @@
 """``drivetrain verify``: a script's numbers under its strategy, compared with the right ones."""
 
+import json
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -15,14 +16,22 @@ from drivetrain.config.resolve import Resolved
 from drivetrain.errors import ConfigError
 from drivetrain_launch.commands.launch import check_script
 from drivetrain_launch.commands.options import (
+    BEFORE_SCRIPT,
+    UNDERSCORES,
     GroupedCommand,
-    GroupedOption,
-    complete_file,
+    grouped_option,
     resolve_command_line,
+    script_argument,
     source_options,
+    worded_flags,
 )
+from drivetrain_launch.console import show_table
 from drivetrain_launch.ranks.placement import accelerators, cores, local_ranks, threads
 from drivetrain_launch.ranks.worker import as_accelerate_words
+
+if TYPE_CHECKING:
+    from drivetrain.verify import Comparison, Difference
+    from drivetrain_launch.verification import Finding
 
 ALL = "all"
 """In the place of a strategy's name: every installed one."""
@@ -34,95 +43,58 @@ INCOMPARABLE = 8
 """Exit code when there is nothing to compare: other batches, or no step."""
 
 
-@click.command(
-    cls=GroupedCommand,
-    options_metavar="[OPTIONS]",
-    context_settings={
-        "allow_interspersed_args": False,
-        "token_normalize_func": lambda name: name.replace("_", "-"),
-        "help_option_names": ["-h", "--help"],
-        "max_content_width": 100,
-    },
+@click.command(cls=GroupedCommand, context_settings=BEFORE_SCRIPT | UNDERSCORES)
+@source_options
+@worded_flags(
+    strategy=(
+        f"NAME|{ALL}",
+        "Strategy to verify, or every installed one. [default: the configuration's]",
+    ),
+    precision=(
+        "no|bf16|fp16",
+        "Precision of the runs; differences are repeated in fp64. [default: the configuration's]",
+    ),
+    nproc_per_node=("N|auto", "Processes of the verified run. [default: the configuration's]"),
+    cpu=("", "Leave accelerators alone."),
 )
-@source_options()
-@click.option(
-    "--strategy",
-    cls=GroupedOption,
-    group="Training",
-    metavar=f"NAME|{ALL}",
-    help="Strategy to verify, or every installed one. [default: the configuration's]",
-)
-@click.option(
-    "--precision",
-    "--mixed-precision",
-    "precision",
-    cls=GroupedOption,
-    group="Training",
-    metavar="no|bf16|fp16",
-    help="Precision of the runs; differences are repeated in fp64. [default: the configuration's]",
-)
-@click.option(
-    "--nproc-per-node",
-    cls=GroupedOption,
-    group="Processes",
-    metavar="N|auto",
-    help="Processes of the verified run. [default: the configuration's]",
-)
-@click.option(
-    "--cpu", cls=GroupedOption, group="Processes", is_flag=True, help="Leave accelerators alone."
-)
-@click.option(
+@grouped_option(
+    "Comparison",
     "--steps",
-    cls=GroupedOption,
-    group="Comparison",
     type=click.IntRange(min=1),
     default=3,
     metavar="N",
     help="Optimizer steps to compare; then the script is ended. [default: 3]",
 )
-@click.option(
+@grouped_option(
+    "Comparison",
     "--limit",
-    cls=GroupedOption,
-    group="Comparison",
     type=click.FloatRange(min=1),
     default=600.0,
     metavar="SECONDS",
     help="Time that one run of the script may take. [default: 600]",
 )
-@click.option(
+@grouped_option(
+    "Output",
     "--keep",
-    cls=GroupedOption,
-    group="Output",
     metavar="DIR",
     help="New folder in which records and output of all runs stay. [default: removed]",
 )
-@click.option(
-    "--json", "as_json", cls=GroupedOption, group="Output", is_flag=True, help="Print JSON."
-)
-@click.option(
-    "-m",
-    "module",
-    cls=GroupedOption,
-    group="Script",
+@grouped_option("Output", "--json", "as_json", is_flag=True, help="Print JSON.")
+@grouped_option(
+    "Script",
+    *("-m", "module"),
     is_flag=True,
     help="SCRIPT is the name of a module, as in 'python -m'.",
 )
-@click.option(
+@grouped_option(
+    "Script",
     "--as-accelerate",
-    cls=GroupedOption,
-    group="Script",
     may_lack_value=True,
     metavar="[=PACKAGE,...]",
     help="The script's 'import accelerate', and that of the packages, finds drivetrain, in every "
     "run.",
 )
-@click.argument(
-    "script",
-    nargs=-1,
-    type=click.UNPROCESSED,
-    metavar="SCRIPT [ARGS]...",
-    shell_complete=complete_file,
-)
+@script_argument
 def command(
     config: str | None,
     assignments: tuple[str, ...],
@@ -148,7 +120,6 @@ def command(
         )
     arguments = check_script(script, module=module)
     ranks, resolved = _placed(resolved)
-    from drivetrain_launch.commands.findings import show_finding, show_findings, show_json
     from drivetrain_launch.verification import Examination, Job, forms
 
     with _folder(flags["keep"]) as folder:
@@ -165,9 +136,11 @@ def command(
             findings = [examination.finding(label, form) for label, form in forms(ranks)]
         else:
             findings = [examination.finding("")]
-            _show_output(findings)
+            if (attempt := findings[0].attempt) is not None and attempt.code:  # a traceback first
+                print(attempt.output, file=sys.stderr, end="", flush=True)
     if as_json:
-        show_json(" ".join(arguments), findings)
+        plain = {"script": " ".join(arguments), "findings": list(map(_plain, findings))}
+        print(json.dumps(plain, indent=2))
     elif everything:
         show_findings(findings)
     else:
@@ -211,18 +184,126 @@ def _folder(keep: str | None) -> Iterator[Path]:
     yield folder
 
 
-def _show_output(findings: Sequence[Any]) -> None:
-    """Print the traceback of a script that failed, before anything of ours."""
-    for finding in findings:
-        if finding.attempt is not None and finding.attempt.code:
-            print(finding.attempt.output, file=sys.stderr, end="", flush=True)
-
-
-def _code(findings: Sequence[Any], everything: bool) -> int:
+def _code(findings: "Sequence[Finding]", everything: bool) -> int:
     results = {finding.result for finding in findings}
     if not everything and findings[0].attempt is not None and findings[0].attempt.code:
-        code: int = findings[0].attempt.code
-        return code
+        return findings[0].attempt.code
     if results & {"error", "failed", "hung"}:
         return DIFFERENT
     return INCOMPARABLE if "incomparable" in results else 0
+
+
+# --- the report: one configuration in full, several as a table, or JSON ---
+
+
+KINDS = {
+    "start": "first weights",
+    "loss": "losses",
+    "gradient norm": "gradient norms",
+    "stepped gradient": "stepped gradients",
+    "optimizer state": "optimizer states",
+    "weight": "weights",
+    "note": "notes",
+}
+"""What is compared, and the word for it in tables."""
+
+VERDICTS = {
+    "equal": "equal to the last bit",
+    "rounding": "equal but for rounding",
+    "error": "error",
+    "incomparable": "not compared",
+    "refused": "refused",
+    "failed": "failed",
+    "hung": "hung",
+}
+
+
+def show_finding(finding: "Finding") -> None:
+    """Print the report about one configuration."""
+    comparison = finding.comparison
+    if comparison is not None:
+        show_table(
+            f"{finding.label} on {_mesh(finding)}, {comparison.steps} steps, against whole models "
+            f"on {_ranks(finding.mesh['dp'])}",
+            ("compared", "numbers", "not equal", "largest difference", "in fp64"),
+            list(_rows(comparison, finding.repeated)),
+        )
+    for remark in finding.remarks:
+        print(remark)
+    verdict = VERDICTS[finding.result]
+    print(f"{verdict}: {finding.reason}" if finding.reason else verdict)
+    if finding.errors:
+        first, worst = finding.errors[0], max(finding.errors, key=lambda each: each.relative)
+        print(f"  first: {describe(first)}")
+        if worst is not first:
+            print(f"  worst: {describe(worst)}")
+        names = {each.name for each in finding.errors if each.name}
+        print(f"  {len(finding.errors)} numbers, {len(names)} parameters and buffers differ")
+
+
+def show_findings(findings: "Sequence[Finding]") -> None:
+    """Print a table with a line for each configuration."""
+    kinds = ("loss", "gradient norm", "weight")
+    rows = []
+    for finding in findings:
+        used = finding.repeated or finding.comparison
+        largest = [f"{used.largest(kind):.0e}" if used else "" for kind in kinds]  # type: ignore[arg-type]
+        said = describe(finding.errors[0]) if finding.errors else finding.reason
+        said = "; ".join([*([said] if said else []), *finding.remarks])
+        rows.append((finding.label, VERDICTS[finding.result], *largest, said))
+    show_table(
+        "Largest relative differences, in fp64 where there is any",
+        ("strategy", "verdict", *(KINDS[kind] for kind in kinds), "remark"),
+        rows,
+    )
+
+
+def describe(difference: "Difference") -> str:
+    """Return one line about a difference: where it is, and how large."""
+    place = f" ({difference.where})" if difference.where else ""
+    name = f" of {difference.name}" if difference.name else ""
+    size = f"{difference.absolute:.1e} apart, {difference.relative:.1e} of its scale"
+    if difference.of_change is not None:
+        size = f"{difference.absolute:.1e} apart, {difference.of_change:.1%} of the step's change"
+    return (
+        f"step {difference.step}, {difference.kind}{name}{place}: found {difference.found:.9g}, "
+        f"expected {difference.expected:.9g}; {size}"
+    )
+
+
+def _rows(comparison: "Comparison", repeated: "Comparison | None") -> Iterator[tuple[str, ...]]:
+    for kind, word in KINDS.items():
+        count = comparison.compared.get(kind, 0)  # type: ignore[call-overload]
+        if count:
+            unequal = sum(each.kind == kind for each in comparison.differences)
+            fp64 = f"{repeated.largest(kind):.1e}" if repeated else ""  # type: ignore[arg-type]
+            largest = comparison.largest(kind)  # type: ignore[arg-type]
+            yield word, str(count), str(unequal), f"{largest:.1e}", fp64
+
+
+def _mesh(finding: "Finding") -> str:
+    return ", ".join(f"{name}={size}" for name, size in finding.mesh.items())
+
+
+def _ranks(count: int) -> str:
+    return "one rank" if count == 1 else f"{count} ranks"
+
+
+def _plain(finding: "Finding") -> dict[str, Any]:
+    def sizes(comparison: "Comparison | None") -> dict[str, float] | None:
+        if comparison is None:
+            return None
+        return {kind: comparison.largest(kind) for kind in comparison.compared}
+
+    return {
+        "label": finding.label,
+        "result": finding.result,
+        "mesh": dict(finding.mesh),
+        "steps": finding.comparison.steps if finding.comparison else 0,
+        "largest": sizes(finding.comparison),
+        "largest_in_fp64": sizes(finding.repeated),
+        "errors": len(finding.errors),
+        "first": asdict(finding.errors[0]) if finding.errors else None,
+        "reason": finding.reason,
+        "remarks": list(finding.remarks),
+    }

@@ -9,7 +9,7 @@ from drivetrain.hardware.catalog import load_hardware
 from drivetrain.planner.placement import HostOrder, HostPlacement
 from drivetrain.strategy import find_strategy
 from drivetrain_launch.forecast.planning import example_model, plan_on
-from drivetrain_launch.hosts.hostfile import RemoteHost
+from drivetrain_launch.hosts.remote import RemoteHost
 
 
 def hosts_in_order(

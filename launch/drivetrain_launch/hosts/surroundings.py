@@ -6,11 +6,11 @@ Variables are read with errors that name them.
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from drivetrain.config.document import Layer, ValueOrigin
 from drivetrain.errors import ConfigError
-from drivetrain_launch.ranks.placement import Endpoint, Seat
+from drivetrain_launch.ranks.placement import Endpoint, Slot
 
 OVERRIDE = (
     "correct it, or give --nnodes, --node-rank and --rdzv-endpoint, with which no variables are "
@@ -150,7 +150,7 @@ def _expanded(part: str) -> list[str]:
 
 # Each recogniser turns the variables of one scheduler into keys of the configuration, with the
 # variables as their origin. A scheduler starts one launcher per host, or one process per device; in
-# the second case each process has a launcher of one rank; its seat tells its place among the ranks
+# the second case each process has a launcher of one rank; its slot tells its place among the ranks
 # of the machine, and the launchers find out which of them share a machine.
 
 
@@ -167,22 +167,26 @@ KEYS = ("launch.nnodes", "launch.node_rank", "launch.rdzv_endpoint")
 """Keys that tell of several hosts; a recogniser gives all of them."""
 
 
+Entries: TypeAlias = tuple[tuple[str, Any, str], ...]
+"""(key of the configuration, value, variables) of each value."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Surroundings:
     """The facts in a scheduler's variables.
 
     Attributes:
         name: of the scheduler.
-        entries: (key of the configuration, value, variables) of each value.
+        entries: the values.
         run: the scheduler's name of the job, equal on every host, or "".
-        seat: of the one rank of this process among the ranks of its host; None where this
+        slot: of the one rank of this process among the ranks of its host; None where this
             process starts all ranks of its host.
     """
 
     name: str
-    entries: tuple[tuple[str, Any, str], ...]
+    entries: Entries
     run: str = ""
-    seat: Seat | None = None
+    slot: Slot | None = None
 
     @property
     def layer(self) -> Layer:
@@ -248,8 +252,7 @@ def _pet(variables: Variables) -> Surroundings | None:
             said = variables.shown("PET_RDZV_ENDPOINT")
         else:
             variables.require("torchrun's PET variables", "PET_NNODES", rank, "PET_MASTER_ADDR")
-            port = variables.text("PET_MASTER_PORT") or USUAL_PORT
-            place = _endpoint(variables.text("PET_MASTER_ADDR"), port)
+            place = _master(variables, "PET_")
             said = variables.shown("PET_MASTER_ADDR", "PET_MASTER_PORT")
         index = variables.number(rank)
         if index >= count:
@@ -257,11 +260,7 @@ def _pet(variables: Variables) -> Surroundings | None:
                 f"the variables {rank}={index} and PET_NNODES={count} contradict each other: "
                 f"expected an index from 0 to {count - 1}; {OVERRIDE}"
             )
-        entries += [
-            ("launch.nnodes", count, variables.shown("PET_NNODES")),
-            ("launch.node_rank", index, variables.shown(rank)),
-            ("launch.rdzv_endpoint", place, said),
-        ]
+        entries += _hosts(variables, count, "PET_NNODES", index, rank, place, said)
     run = variables.text("PET_RDZV_ID")
     return Surroundings(name="torchrun's variables", entries=tuple(entries), run=run)
 
@@ -274,7 +273,7 @@ def _mpi(name: str, rank: str, size: str, local: str, local_size: str) -> Callab
             return None
         variables.require(name, rank, size, local, local_size)
         index, count = variables.index(rank, size), variables.number(size)
-        seat = Seat(
+        slot = Slot(
             local_rank=variables.index(local, local_size),
             local_size=variables.number(local_size),
         )
@@ -284,13 +283,8 @@ def _mpi(name: str, rank: str, size: str, local: str, local_size: str) -> Callab
                 "MASTER_ADDR, found none; give it to all of them, for example 'mpirun -x "
                 "MASTER_ADDR=$(hostname) ...'"
             )
-        port = variables.text("MASTER_PORT") or USUAL_PORT
-        place = _endpoint(variables.text("MASTER_ADDR"), port)
-        return Surroundings(
-            name=name,
-            entries=_one_rank(variables, count, size, index, rank, place, "MASTER_ADDR"),
-            seat=seat,
-        )
+        entries = _one_rank(variables, count, size, index, rank)
+        return Surroundings(name=name, entries=entries, slot=slot)
 
     return recogniser
 
@@ -326,21 +320,22 @@ def _slurm(variables: Variables) -> Surroundings | None:
     run = f"{job}.{step}"
     if tasks == nodes:
         node = variables.index("SLURM_NODEID", nodes_name)
-        entries: tuple[tuple[str, Any, str], ...] = (
-            ("launch.nnodes", nodes, variables.shown(nodes_name)),
-            ("launch.node_rank", node, variables.shown("SLURM_NODEID")),
-            ("launch.rdzv_endpoint", place, variables.shown(list_name, "SLURM_JOB_ID")),
-        )
+        said = variables.shown(list_name, "SLURM_JOB_ID")
+        entries = _hosts(variables, nodes, nodes_name, node, "SLURM_NODEID", place, said)
         return Surroundings(name="SLURM", entries=entries, run=run)
     per_node = variables.first("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
     variables.require("SLURM", "SLURM_LOCALID", per_node)
     index, node = variables.index("SLURM_PROCID", tasks_name), variables.number("SLURM_NODEID")
-    seat = Seat(
+    slot = Slot(
         local_rank=variables.number("SLURM_LOCALID"),
         local_size=tasks_on(variables.text(per_node), node),
     )
-    entries = _one_rank(variables, tasks, tasks_name, index, "SLURM_PROCID", place, list_name)
-    return Surroundings(name="SLURM", entries=entries, run=run, seat=seat)
+    said = variables.shown(list_name)
+    entries = (
+        _alone(variables, tasks_name),
+        *_hosts(variables, tasks, tasks_name, index, "SLURM_PROCID", place, said),
+    )
+    return Surroundings(name="SLURM", entries=entries, run=run, slot=slot)
 
 
 def _skypilot(variables: Variables) -> Surroundings | None:
@@ -356,11 +351,8 @@ def _skypilot(variables: Variables) -> Surroundings | None:
             f"{len(addresses)} addresses contradict each other; {OVERRIDE}"
         )
     index = variables.index("SKYPILOT_NODE_RANK", count_name)
-    entries = (
-        ("launch.nnodes", len(addresses), variables.shown(count_name)),
-        ("launch.node_rank", index, variables.shown("SKYPILOT_NODE_RANK")),
-        ("launch.rdzv_endpoint", _endpoint(addresses[0], str(SKYPILOT_PORT)), "SKYPILOT_NODE_IPS"),
-    )
+    place, rank = _endpoint(addresses[0], str(SKYPILOT_PORT)), "SKYPILOT_NODE_RANK"
+    entries = _hosts(variables, len(addresses), count_name, index, rank, place, "SKYPILOT_NODE_IPS")
     return Surroundings(name="SkyPilot", entries=entries, run=variables.text("SKYPILOT_TASK_ID"))
 
 
@@ -380,29 +372,38 @@ def _plain(variables: Variables) -> Surroundings | None:
         return None
     variables.require("one process per rank", *names, "MASTER_ADDR")
     index, count = variables.index(*names), variables.number("WORLD_SIZE")
-    seat = Seat()
+    slot = Slot()
     if variables.text("LOCAL_WORLD_SIZE"):
         local_rank = variables.index("LOCAL_RANK", "LOCAL_WORLD_SIZE")
-        seat = Seat(local_rank=local_rank, local_size=variables.number("LOCAL_WORLD_SIZE"))
-    port = variables.text("MASTER_PORT") or USUAL_PORT
-    place = _endpoint(variables.text("MASTER_ADDR"), port)
-    return Surroundings(
-        name="RANK and WORLD_SIZE",
-        entries=_one_rank(variables, count, "WORLD_SIZE", index, "RANK", place, "MASTER_ADDR"),
-        seat=seat,
-    )
+        slot = Slot(local_rank=local_rank, local_size=variables.number("LOCAL_WORLD_SIZE"))
+    entries = _one_rank(variables, count, "WORLD_SIZE", index, "RANK")
+    return Surroundings(name="RANK and WORLD_SIZE", entries=entries, slot=slot)
 
 
-def _one_rank(
-    variables: Variables, count: int, size: str, index: int, rank: str, place: str, address: str
-) -> tuple[tuple[str, Any, str], ...]:
-    """Return the entries of a process that is one rank."""
+def _hosts(
+    variables: Variables, count: int, size: str, index: int, rank: str, place: str, said: str
+) -> Entries:
+    """Return the entries about several hosts, from the variables of their number and index."""
     return (
-        ("launch.nproc_per_node", 1, f"one process per rank, {variables.shown(size)}"),
         ("launch.nnodes", count, variables.shown(size)),
         ("launch.node_rank", index, variables.shown(rank)),
-        ("launch.rdzv_endpoint", place, variables.shown(address)),
+        ("launch.rdzv_endpoint", place, said),
     )
+
+
+def _one_rank(variables: Variables, count: int, size: str, index: int, rank: str) -> Entries:
+    """Return the entries of a process that is one rank, and was told the address of the first."""
+    place, said = _master(variables), variables.shown("MASTER_ADDR")
+    return _alone(variables, size), *_hosts(variables, count, size, index, rank, place, said)
+
+
+def _alone(variables: Variables, size: str) -> tuple[str, Any, str]:
+    return "launch.nproc_per_node", 1, f"one process per rank, {variables.shown(size)}"
+
+
+def _master(variables: Variables, prefix: str = "") -> str:
+    port = variables.text(f"{prefix}MASTER_PORT") or USUAL_PORT
+    return _endpoint(variables.text(f"{prefix}MASTER_ADDR"), port)
 
 
 def _endpoint(host: str, port: str) -> str:

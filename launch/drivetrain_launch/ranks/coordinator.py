@@ -11,19 +11,24 @@ import dataclasses
 import ipaddress
 import itertools
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from drivetrain.errors import ConfigError, PreflightError
 from drivetrain.runtime.notices import PREEMPTED
-from drivetrain_launch.preflight.check import CheckedHost, Extent, Findings, HostCheck
-from drivetrain_launch.preflight.software import differences
-from drivetrain_launch.ranks.channel import Channel, NotAuthenticError, greet_client
+from drivetrain_launch.console import say, show_table
+from drivetrain_launch.ranks.channel import (
+    Channel,
+    NotAuthenticError,
+    greet_client,
+    join_store,
+)
 from drivetrain_launch.ranks.failure import Ending, IdleAttempts, Verdict, judge
-from drivetrain_launch.ranks.tunnel import join_store
-from drivetrain_launch.tables import show_table
+from drivetrain_launch.ranks.placement import HostJob
+from drivetrain_launch.ranks.preflight import CheckedHost, Extent, HostCheck, differences
+from drivetrain_launch.watching.stragglers import StragglerWatch
 
 
 @dataclass(eq=False, kw_only=True, slots=True)
@@ -73,7 +78,7 @@ class Member:
         return f"host {self.index} ({self.name})"
 
     @property
-    def place(self) -> str:
+    def machine_key(self) -> str:
         """The machine, or a text of this launcher's own."""
         return self.machine or f"host {self.index}"
 
@@ -135,32 +140,10 @@ def overdue(members: Mapping[int, Member], grace_s: float) -> bool:
     return bool(ends) and time.time() - max(ends) > grace_s
 
 
-def clash(one: Member, other: Member, count: int) -> str:
-    """Return the error of two launchers with one index."""
-    return (
-        f"launch.node_rank: {one.name} and {other.name} were started with --node-rank "
-        f"{other.index}; give each of the {count} hosts its own, from 0 to {count - 1}"
-    )
-
-
-def take_places(members: dict[int, Member], waiting: list[Member]) -> None:
-    """Let launchers that wait take the places that are free."""
-    for newcomer in list(waiting):
-        if newcomer.index not in members:
-            waiting.remove(newcomer)
-            members[newcomer.index] = newcomer
-
-
 def endings_of(members: Mapping[int, Member]) -> dict[int, Ending]:
     """Return the endings of the launchers that have told theirs, by index."""
     found = {index: member.ending for index, member in members.items()}
     return {index: ending for index, ending in found.items() if ending is not None}
-
-
-def views_of_others(members: Mapping[int, Member]) -> dict[int, dict[str, Any]]:
-    """Return the states of the ranks of other hosts than host 0, by global rank."""
-    others = [member.views for index, member in list(members.items()) if index]
-    return {view["rank"]: view for views in others for view in views}
 
 
 # --- its part of the preflight: it reaches the probes of all hosts through their launchers ---
@@ -174,18 +157,23 @@ class Preflight:
 
     Args:
         extent: of the check.
-        report: shows the findings.
 
     Attributes:
         link: bytes per second between hosts; 0 where they were not measured.
     """
 
-    def __init__(self, extent: Extent, report: Callable[[Findings], None]) -> None:
+    def __init__(self, extent: Extent) -> None:
         self.link = 0.0
         self.wanted = extent != "none"
-        self._extent, self._report = extent, report
+        self._extent = extent
         self._orders = itertools.count()
         self._replies: dict[int, asyncio.Future[Mapping[str, Any]]] = {}
+
+    def hear(self, reply: Mapping[str, Any]) -> None:
+        """Take the reply to an order."""
+        waiting = self._replies.get(reply["number"])
+        if waiting is not None and not waiting.done():
+            waiting.set_result(reply)
 
     async def run(self, members: Sequence[Member], address: str) -> str:
         """Check; return the reason why the run cannot work, or "".
@@ -194,21 +182,9 @@ class Preflight:
             members: all launchers in order; the first of each machine takes part.
             address: of host 0, as the others reach it, "" if unknown.
         """
-        try:
-            return await self._checked(members, address)
-        except Exception as error:  # nobody waits for this task: an error must not be a hang
-            return f"the check of the hosts failed: {type(error).__name__}: {error}; {SKIP}"
-
-    def hear(self, reply: Mapping[str, Any]) -> None:
-        """Take the reply to an order."""
-        waiting = self._replies.get(reply["number"])
-        if waiting is not None and not waiting.done():
-            waiting.set_result(reply)
-
-    async def _checked(self, members: Sequence[Member], address: str) -> str:
         chosen: dict[str, Member] = {}
         for each in members:
-            chosen.setdefault(each.place, each)
+            chosen.setdefault(each.machine_key, each)
         if len(chosen) == 1:
             return ""
         channels = {each.index: each.channel for each in chosen.values()}
@@ -221,7 +197,12 @@ class Preflight:
             return await self._ask(channels[index], order)
 
         found = await HostCheck(hosts=hosts, ask=ask, extent=self._extent).run()
-        self._report(found)
+        for line in found.lines():
+            say(line)
+        if found.pairs:  # of a full check
+            show_table(
+                "Between hosts: bandwidth and latency of a way; inside of a host", *found.matrix()
+            )
         self.link = found.link
         return found.refusal
 
@@ -238,27 +219,12 @@ class Preflight:
             del self._replies[number]
 
 
-def machines(members: Sequence[Member]) -> list[int]:
-    """Return the index of each launcher's machine, in order of their first launchers."""
-    places = list(dict.fromkeys(each.place for each in members))
-    return [places.index(each.place) for each in members]
-
-
 def _reachable(member: Member, address: str) -> Mapping[str, Any]:
     """Return a launcher's network, host 0's with the address by which others reach it."""
     loopback = ipaddress.ip_address(member.network["address"]).is_loopback
     if member.index or not loopback or not address:
         return member.network
     return {**member.network, "address": address}
-
-
-def show(found: Findings, say: Callable[[str], None]) -> None:
-    """Show the findings of a check, and of a full one the table of all pairs."""
-    for line in found.lines():
-        say(line)
-    if found.pairs:
-        columns, rows = found.matrix()
-        show_table("Between hosts: bandwidth and latency of a way; inside of a host", columns, rows)
 
 
 # --- the coordinator ---
@@ -283,52 +249,21 @@ LAST_WORDS_S = 3.0
 """How long host 0 stays after the last verdict until the others have read it."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RunTerms:
-    """The terms of a run over several hosts.
-
-    Attributes:
-        least: number of launchers with which an attempt begins when more do not come.
-        count: number of launchers, at most.
-        facts: values without which a launcher is not of this run, by their names.
-        max_restarts: how often ranks start again.
-        start_timeout_s: how long launchers may wait for each other.
-        grace_s: how long ranks have to save after a signal to one of the launchers.
-        hear_work: takes the times of ranks, as a launcher tells them.
-    """
-
-    least: int
-    count: int
-    facts: Mapping[str, str]
-    max_restarts: int
-    start_timeout_s: float
-    grace_s: float
-    hear_work: Callable[[Mapping[str, Any]], None]
-
-
 class Coordinator:
     """Lets launchers join, and decides for all of them.
 
     Args:
+        job: of host 0, whose settings count.
         secret: without which nobody joins.
-        terms: of the run.
-        preflight: checks the ways between hosts before the first attempt.
         new_store: starts the ranks' store on loopback for an attempt, and returns its port.
-        say: shows a line on this host.
     """
 
-    def __init__(
-        self,
-        *,
-        secret: bytes,
-        terms: RunTerms,
-        preflight: Preflight,
-        new_store: Callable[[], int],
-        say: Callable[[str], None],
-    ) -> None:
-        self._secret, self._terms, self._restarts_left = secret, terms, terms.max_restarts
-        self._new_store, self._say, self._preflight = new_store, say, preflight
-        self._listeners = {"checked": preflight.hear, "work": terms.hear_work}
+    def __init__(self, job: HostJob, secret: bytes, new_store: Callable[[], int]) -> None:
+        self._launch, self._identity, self._secret = job.launch, job.identity, secret
+        self._restarts_left, self._new_store = job.launch.max_restarts, new_store
+        self._preflight = Preflight(job.launch.preflight)
+        stragglers = StragglerWatch(job.launch.straggler_margin, say)
+        self._listeners = {"checked": self._preflight.hear, "work": stragglers.hear}
         self._checking: asyncio.Task[None] | None = None
         self._phase: Literal["meeting", "checking", "running", "over"] = "meeting"
         self._since = self._ticked = self._joined = self._begun = time.monotonic()
@@ -356,7 +291,7 @@ class Coordinator:
         except NotAuthenticError as error:
             if peer not in self._strangers:
                 self._strangers.add(peer)
-                self._say(f"a connection from {peer} was refused: {error}")
+                say(f"a connection from {peer} was refused: {error}")
         except (OSError, TimeoutError):
             pass
         finally:
@@ -377,16 +312,17 @@ class Coordinator:
                     member.channel.send("alive", missing=self._missing(), late=late(self._members))
             self._begin()
             self._let_in(now)
-            if overdue(self._members, self._terms.grace_s):
+            if overdue(self._members, self._launch.grace_s):
                 self._stop_all()
-            limit_s = self._terms.start_timeout_s
+            limit_s = self._launch.start_s
             if self._phase == "meeting" and now - self._since > limit_s:
                 text = f"{self._missing()} did not come within {limit_s:g} s; {COME}"
                 self._dismiss(PreflightError.exit_code, text)
 
     def views(self) -> dict[int, dict[str, Any]]:
         """Return the states of the ranks of other hosts, by global rank."""
-        return views_of_others(self._members)
+        others = [member.views for index, member in list(self._members.items()) if index]
+        return {view["rank"]: view for views in others for view in views}
 
     async def last_words(self) -> None:
         """Stay until every other host has read the last verdict."""
@@ -401,7 +337,7 @@ class Coordinator:
             self._refuse(channel, *self._why_over)
             return
         member = Member.of(message, channel)
-        text = misfit(message, self._terms.count, self._terms.facts) or self._differs(member)
+        text = misfit(message, self._launch.nnodes, self._identity) or self._differs(member)
         if text:
             self._refuse(channel, ConfigError.exit_code, text)
         if text or self._taken(member):
@@ -427,7 +363,11 @@ class Coordinator:
             self._joined = time.monotonic()
             self._begin()
         elif other is not None and self._phase == "meeting" and not self._attempt:
-            text = clash(other, member, self._terms.count)
+            count = self._launch.nnodes
+            text = (
+                f"launch.node_rank: {other.name} and {member.name} were started with --node-rank "
+                f"{member.index}; give each of the {count} hosts its own, from 0 to {count - 1}"
+            )
             self._refuse(member.channel, ConfigError.exit_code, text)
             self._dismiss(ConfigError.exit_code, text)
             return True
@@ -439,7 +379,10 @@ class Coordinator:
         """Begin an attempt as soon as every place is taken, or enough of them are."""
         if self._phase != "meeting":
             return
-        take_places(self._members, self._waiting)
+        for newcomer in list(self._waiting):
+            if newcomer.index not in self._members:
+                self._waiting.remove(newcomer)
+                self._members[newcomer.index] = newcomer
         if not self._enough():
             return
         if text := differences({each.shown: each.software for each in self._in_order()}):
@@ -452,7 +395,11 @@ class Coordinator:
 
     async def _check(self) -> None:
         """Check the ways between the hosts, and start, or dismiss everybody."""
-        if refusal := await self._preflight.run(self._in_order(), self._address):
+        try:
+            refusal = await self._preflight.run(self._in_order(), self._address)
+        except Exception as error:  # nobody waits for this task: an error must not be a hang
+            refusal = f"the check of the hosts failed: {type(error).__name__}: {error}; {SKIP}"
+        if refusal:
             self._dismiss(PreflightError.exit_code, refusal)
         else:
             self._start()
@@ -464,14 +411,25 @@ class Coordinator:
         """Start an attempt with the launchers that are here."""
         self._phase, self._growing, self._begun = "running", False, time.monotonic()
         self._port = self._new_store()
-        facts = {"attempt": self._attempt, "port": self._port, "address": self._address}
-        _give_places(self._in_order(), {**facts, "link": self._preflight.link})
+        members = self._in_order()
+        machines = list(dict.fromkeys(each.machine_key for each in members))
+        for index, member in enumerate(members):
+            member.channel.send(
+                "meet",
+                attempt=self._attempt,
+                sizes=[each.ranks for each in members],
+                index=index,
+                port=self._port,
+                address=self._address,
+                nodes=[machines.index(each.machine_key) for each in members],
+                link=self._preflight.link,
+            )
 
     def _enough(self) -> bool:
         """Whether an attempt can begin: after a failure, hosts that are lost may stay away long."""
         here = len(self._members)
         called = self._attempt > 0 or time.monotonic() - self._joined > LAST_CALL_S
-        return here == self._terms.count or (here >= self._terms.least and called)
+        return here == self._launch.nnodes or (here >= self._launch.least_nnodes and called)
 
     def _let_in(self, now: float) -> None:
         """Let the ranks save and end, so that hosts which wait can join: one rank is told."""
@@ -480,7 +438,7 @@ class Coordinator:
             return
         names = ", ".join(each.shown for each in newcomers)
         if not self._growing:
-            self._say(f"{names} came: the ranks are asked to save, and start again then")
+            say(f"{names} came: the ranks are asked to save, and start again then")
         self._growing, self._begun = True, now
         self._members[min(self._members)].channel.send("notice")
 
@@ -528,7 +486,8 @@ class Coordinator:
             return
         idle = self._idle_attempts.after(told.values())
         verdict = judge(told, self._restarts_left, self._lost, idle=idle)
-        if self._growing and _have_saved(verdict, told.values()):
+        noticed = any(ending.noticed for ending in told.values())  # by a scheduler
+        if self._growing and verdict.code == PREEMPTED and not noticed:
             verdict = Verdict(text="the ranks saved, and start again on more hosts", again=True)
         else:
             self._restarts_left -= verdict.again
@@ -561,17 +520,5 @@ class Coordinator:
         channel.close()
 
     def _missing(self) -> str:
-        counts = self._terms.least, self._terms.count
+        counts = self._launch.least_nnodes, self._launch.nnodes
         return missing(counts, self._members) if self._phase == "meeting" else ""
-
-
-def _give_places(members: Sequence[Member], facts: Mapping[str, Any]) -> None:
-    """Tell each launcher its place in the next attempt."""
-    sizes, nodes = [member.ranks for member in members], machines(members)
-    for place, member in enumerate(members):
-        member.channel.send("meet", index=place, sizes=sizes, nodes=nodes, **facts)
-
-
-def _have_saved(verdict: Verdict, endings: Iterable[Ending]) -> bool:
-    """Whether the ranks saved because a host asked for it, and no scheduler."""
-    return verdict.code == PREEMPTED and not any(ending.noticed for ending in endings)

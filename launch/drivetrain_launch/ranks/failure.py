@@ -14,11 +14,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from drivetrain.errors import CheckpointError, CollectiveError, ConfigError, NonFiniteError
 from drivetrain.runtime.notices import PREEMPTED
-from drivetrain_launch.console import say
 from drivetrain_launch.watching.diagnosis import Hang
-from drivetrain_launch.watching.watch import HangWatch, Hosts
 
 KILLED = 6
 """Exit code of the launcher when a signal killed the first failing rank."""
@@ -138,36 +138,21 @@ class Ending:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values for another host: moments as ages, since clocks of hosts differ."""
-        now = time.time()
-        failures = [
-            dataclasses.asdict(failure)
-            | {"time": now - failure.time, "traceback": failure.traceback[-LONGEST_TEXT:]}
-            for failure in self.failures
-        ]
-        ended = [dataclasses.asdict(end) | {"time": now - end.time} for end in self.ended]
-        return {
-            "failures": failures,
-            "ended": ended,
-            "stopped": list(self.stopped),
-            "signal": self.signal,
-            "noticed": self.noticed,
-            "saved": self.saved,
-        }
+        failures = (replace(one, traceback=one.traceback[-LONGEST_TEXT:]) for one in self.failures)
+        return dataclasses.asdict(replace(self, failures=tuple(failures))._by_age())
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "Ending":
         """Read the values of ``to_json``, with moments by this host's clock."""
+        return TypeAdapter(cls).validate_python(dict(values))._by_age()
+
+    def _by_age(self) -> "Ending":
+        """Return the ending with ages for moments, or with moments for ages."""
         now = time.time()
-        return cls(
-            failures=tuple(
-                Failure(**{**failure, "time": now - failure["time"]})
-                for failure in values["failures"]
-            ),
-            ended=tuple(EarlyEnd(**{**end, "time": now - end["time"]}) for end in values["ended"]),
-            stopped=tuple(values["stopped"]),
-            signal=int(values["signal"]),
-            noticed=bool(values["noticed"]),
-            saved=None if values["saved"] is None else int(values["saved"]),
+        return replace(
+            self,
+            failures=tuple(replace(one, time=now - one.time) for one in self.failures),
+            ended=tuple(replace(one, time=now - one.time) for one in self.ended),
         )
 
 
@@ -347,27 +332,6 @@ def _headline(root: Failure, ended: Iterable[EarlyEnd]) -> str:
 def board_of(private: Path, rank: int) -> Path:
     """Return the file in which a rank shows where it is."""
     return private / f"rank-{rank}.board"
-
-
-def watch_over(
-    pids: dict[int, int],
-    private: Path,
-    *,
-    hosts: Hosts | None,
-    stops: bool,
-    folder: Path | None,
-) -> HangWatch:
-    """Return the watch over the ranks of this host in one attempt.
-
-    Args:
-        pids: process ids of the ranks here, by global rank.
-        private: folder of their boards.
-        hosts: the other launchers; None on one host.
-        stops: whether a hang ends the run.
-        folder: for the file about a hang, or None.
-    """
-    boards = {rank: board_of(private, rank) for rank in pids}
-    return HangWatch(pids, boards, hosts=hosts, stops=stops, folder=folder, say=say)
 
 
 def blamed(ending: Ending, hang: Hang | None) -> Ending:

@@ -1,12 +1,13 @@
-"""Where the ranks of this host go: how many, at which address, with which threads and heap."""
+"""The ranks of this host: how many, their slots among all, their address, threads and heap."""
 
 import errno
 import ipaddress
 import os
 import re
 import socket
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 
 import psutil
 
@@ -51,8 +52,8 @@ class Endpoint:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Seat:
-    """The place of a single rank on its host, where a scheduler starts each rank by itself.
+class Slot:
+    """The slot of a single rank on its host, where a scheduler starts each rank by itself.
 
     Attributes:
         local_rank: its index on the host.
@@ -61,6 +62,92 @@ class Seat:
 
     local_rank: int = 0
     local_size: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostJob:
+    """The work of this host: a script, and the number and environment of its ranks.
+
+    Attributes:
+        arguments: ``(SCRIPT, ...)`` or ``("-m", MODULE, ...)``.
+        ranks: number of processes on this host.
+        launch: the launch section of the configuration.
+        variables: environment variables that every rank gets besides this process's own.
+        private: folder of this run, readable by this user only, removed by the caller.
+        config: file of the resolved configuration, beside which ranks leave marks.
+        run: a scheduler's name of the job, equal on every host, or "".
+        slot: of the one rank here, where a scheduler starts each rank by itself.
+        software: facts that must be equal on all hosts, by their names.
+        backend: the ranks' communication library.
+    """
+
+    arguments: tuple[str, ...]
+    ranks: int
+    launch: LaunchConfig
+    variables: Mapping[str, str]
+    private: Path
+    config: Path
+    run: str = ""
+    slot: Slot | None = None
+    software: Mapping[str, str] = field(default_factory=dict)
+    backend: str = "gloo"
+
+    @property
+    def identity(self) -> dict[str, str]:
+        """Values without which a launcher is not of this run, by their names in a message."""
+        least, count = self.launch.least_nnodes, self.launch.nnodes
+        few = f"{least} to " if least < count else ""
+        return {"the number of hosts": f"{few}{count}", "the job": self.run}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Assignment:
+    """The numbers of this launcher's ranks among all ranks, for one attempt.
+
+    Attributes:
+        attempt: number of the attempt, from 0, the same on every host.
+        sizes: number of ranks of each launcher, in order.
+        index: this launcher's index in ``sizes``.
+        port: of the store on this host's loopback, through which ranks find each other.
+        address: of this host for the other hosts.
+        nodes: for each launcher the index of its machine: launchers that a scheduler starts for
+            one rank each may share a machine. Empty: each has a machine of its own.
+        link: bytes per second between hosts that were measured; 0 where they were not.
+    """
+
+    attempt: int
+    sizes: Sequence[int]
+    index: int
+    port: int
+    address: str = LOOPBACK
+    nodes: Sequence[int] = ()
+    link: float = 0.0
+
+    @property
+    def node(self) -> int:
+        """Index of this launcher's machine."""
+        return self.nodes[self.index] if self.nodes else self.index
+
+    @property
+    def neighbors(self) -> Sequence[int]:
+        """Indices of the launchers on this machine, this one among them."""
+        nodes = self.nodes or range(len(self.sizes))
+        return [index for index, node in enumerate(nodes) if node == self.node]
+
+    @property
+    def first_rank(self) -> int:
+        """Global rank of the first rank here."""
+        return sum(self.sizes[: self.index])
+
+    @property
+    def size(self) -> int:
+        """Number of ranks here."""
+        return self.sizes[self.index]
+
+    @property
+    def world_size(self) -> int:
+        """Number of all ranks."""
+        return sum(self.sizes)
 
 
 def cores() -> int:
@@ -175,7 +262,7 @@ def listening_address(endpoint: Endpoint) -> str:
         ) from error
     family, _, _, _, place = found[0]
     address = str(place[0])
-    named = not _is_address(endpoint.host) and endpoint.host != "localhost"
+    named = not ip_version(endpoint.host) and endpoint.host != "localhost"
     address = "" if named and ipaddress.ip_address(address).is_loopback else address
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -195,12 +282,12 @@ def listening_address(endpoint: Endpoint) -> str:
     return address
 
 
-def _is_address(text: str) -> bool:
+def ip_version(text: str) -> int:
+    """Return the version of IP of an address; 0 for a name."""
     try:
-        ipaddress.ip_address(text)
+        return ipaddress.ip_address(text).version
     except ValueError:
-        return False
-    return True
+        return 0
 
 
 def interface_of(address: str) -> str | None:

@@ -9,10 +9,10 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from subprocess import Popen
-from typing import IO, TextIO
+from typing import IO, NamedTuple, TextIO
 
 from torch.distributed.elastic.multiprocessing.tail_log import TailLog
 
@@ -37,17 +37,11 @@ LONGEST_LINE = 65536
 """Characters after which a line is shown although it goes on."""
 
 
-@dataclass(frozen=True, slots=True)
-class Streams:
-    """The files that a rank gets as its output; None is the console.
+class Streams(NamedTuple):
+    """The files that a rank gets as its output stream and its error stream; None is the console."""
 
-    Attributes:
-        stdout: the output stream.
-        stderr: the error stream.
-    """
-
-    stdout: IO[bytes] | None
-    stderr: IO[bytes] | None
+    stdout: IO[bytes] | None = None
+    stderr: IO[bytes] | None = None
 
 
 class Output:
@@ -77,7 +71,7 @@ class Output:
         if self._folder is not None:
             return self._files(rank, self._folder)
         if rank == 0:
-            return Streams(None, None)
+            return Streams()
         read, write = os.pipe()
         self._pipes[rank] = os.fdopen(read, encoding="utf-8", errors="replace")
         quiet = self._given.enter_context(open(os.devnull, "wb"))  # noqa: SIM115, PTH123
@@ -181,13 +175,8 @@ class RankProcesses:
         output.follow()
 
     @property
-    def pids(self) -> set[int]:
-        """Process ids, which are the ids of the sessions too."""
-        return {process.pid for process in self._processes.values()}
-
-    @property
     def pids_by_rank(self) -> dict[int, int]:
-        """Process ids by global rank."""
+        """Process ids by global rank, which are the ids of the sessions too."""
         return {rank: process.pid for rank, process in self._processes.items()}
 
     @property

@@ -1,4 +1,4 @@
-"""The questions as data, with the way back: first the facts that users know, then the strategy.
+"""The questions, with the way back, on a terminal: the facts that users know, then the strategy.
 
 Most questions come from ``option(question=...)`` in the configuration of the core and of the chosen
 strategy, which may be a stranger's. The facts are asked for the proposal alone. Nothing here
@@ -6,11 +6,14 @@ imports torch before the strategy is asked for.
 """
 
 import itertools
+import shutil
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import questionary
 
 from drivetrain.config import (
     LaunchConfig,
@@ -347,11 +350,86 @@ def _question(knob: Option, key: str, default: Any) -> Question:
     choices: tuple[AnswerChoice, ...] = ()
     if knob.type is bool:
         choices = (AnswerChoice(True, "yes"), AnswerChoice(False, "no"))
-    elif knob.choices and not _takes_numbers(knob):
+    elif knob.choices and (knob.minimum, knob.maximum) == (None, None):  # no number, too
         choices = tuple(AnswerChoice(value, str(value)) for value in knob.choices)
     return Question(key=key, text=knob.question, help=knob.help, default=default, choices=choices)
 
 
-def _takes_numbers(knob: Option) -> bool:
-    """Whether a knob with choices also takes a number, as ``int | Literal["auto"]`` does."""
-    return knob.minimum is not None or knob.maximum is not None
+# --- the dialog, drawn by questionary ---
+
+
+BACK = "<"
+HINT_COLUMNS = 80
+"""Columns that a hint takes at most: more are hard to read."""
+
+_BACK_CHOICE = "back to the question before"
+
+
+def hint(text: str) -> str:
+    """Return a text in lines that break between words, on any terminal."""
+    columns = min(shutil.get_terminal_size().columns, HINT_COLUMNS)
+    return textwrap.fill(text, columns)
+
+
+def ask_all(wizard: Wizard) -> str:
+    """Ask until every question is answered, and return the file: keys, values, and comments.
+
+    Raises:
+        KeyboardInterrupt: the user pressed Ctrl-C.
+    """
+    wizard.announce = questionary.print
+    questionary.print(
+        f"Enter takes the default; {BACK!r} or the last choice goes back; Ctrl-C ends, nothing is "
+        "written."
+    )
+    while (question := wizard.current) is not None:
+        questionary.print("\n" + hint(question.help))
+        value = (_pick if question.choices else _type)(question, can_go_back=wizard.can_go_back)
+        if value == BACK:
+            wizard.back()
+            continue
+        try:
+            wizard.answer(value if question.choices else wizard.read(question, value))
+        except ConfigError as error:
+            questionary.print(hint(str(error)))
+    return wizard.text()
+
+
+def ask_where(text: str, default: Path) -> Path:
+    """Show the configuration and ask for the file to write; an existing one only when confirmed.
+
+    Raises:
+        KeyboardInterrupt: the user pressed Ctrl-C.
+    """
+    questionary.print(f"\n{text}")
+    while True:
+        path = Path(
+            questionary.text(
+                "Write it to which file?",
+                default=str(default),
+                validate=lambda text: bool(text.strip()) or "expected the path of a file",
+            ).unsafe_ask()
+        )
+        if not path.exists():
+            return path
+        if questionary.confirm(f"{path} exists. Replace it?", default=False).unsafe_ask():
+            return path
+
+
+def _pick(question: Question, *, can_go_back: bool) -> Any:
+    choices = [questionary.Choice(choice.title, choice.value) for choice in question.choices]
+    chosen = next((choice for choice in choices if choice.value == question.default), None)
+    if can_go_back:
+        choices.append(questionary.Choice(_BACK_CHOICE, BACK))
+    return questionary.select(
+        question.text, choices=choices, default=chosen, instruction=" "
+    ).unsafe_ask()
+
+
+def _type(question: Question, *, can_go_back: bool) -> str:
+    """Return the text; errors are printed, since the line below a prompt would cut them off."""
+    while True:
+        text: str = questionary.text(question.text, default=str(question.default)).unsafe_ask()
+        if text.strip() != BACK or can_go_back:
+            return text.strip()
+        questionary.print("this is the first question")

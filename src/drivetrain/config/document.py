@@ -154,7 +154,8 @@ def read_sets(assignments: Iterable[str]) -> Layer:
             )
         node = _compose(text, Path("--set " + key))
         value = None if node is None else _construct(node)
-        for dotted in _keys_of_word(key) if isinstance(value, str) else (key,):
+        inside = _WORDS.get(key, ()) if isinstance(value, str) else ()
+        for dotted in [f"{key}.{each}" for each in inside] or [key]:
             for other, before, origin in entries:
                 if other == dotted and before != value:
                     raise ConfigError(
@@ -177,11 +178,6 @@ def with_words_as_sections(values: Mapping[str, Any], prefix: str = "") -> dict[
         else:
             found[key] = value
     return found
-
-
-def _keys_of_word(key: str) -> tuple[str, ...]:
-    """Return the keys whose value a word is that stands at a key."""
-    return tuple(f"{key}.{each}" for each in _WORDS[key]) if key in _WORDS else (key,)
 
 
 def dump_yaml(values: Mapping[str, Any], comments: Mapping[str, str] | None = None) -> str:

@@ -2,8 +2,7 @@
 
 =============== ===================================================================================
 ``description`` the file: devices, links by level, hosts, each number with its source
-``catalog``     the descriptions that come with the package, and files of one's own
-``peaks``       the published peak of a device, by its name
+``catalog``     descriptions and peaks that come with the package, and files of one's own
 ``prices``      seconds of products, passes over memory and messages
 =============== ===================================================================================
 """

@@ -1,10 +1,11 @@
-"""The package's own descriptions of hardware, and files of a user."""
+"""The package's own descriptions of hardware, their published peaks, and files of a user."""
 
 import difflib
 import re
 from importlib.resources import files
 from itertools import pairwise
 from pathlib import Path
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import yaml
 from pydantic import ValidationError
@@ -12,8 +13,17 @@ from pydantic import ValidationError
 from drivetrain.errors import ConfigError
 from drivetrain.hardware.description import Hardware
 
+if TYPE_CHECKING:
+    import torch
+
 SUFFIX = ".yaml"
 _BUILTIN = files("drivetrain.hardware") / "builtin"
+
+_PRECISIONS: dict[str, Literal["fp16", "bf16", "no"]] = {
+    "torch.float16": "fp16",
+    "torch.bfloat16": "bf16",
+    "torch.float32": "no",
+}
 
 
 def hardware_names() -> list[str]:
@@ -81,3 +91,50 @@ def load_hardware(source: str) -> Hardware:
         raise ConfigError(
             f"{source} is no description of hardware:\n  " + "\n  ".join(lines)
         ) from error
+
+
+class Peak(NamedTuple):
+    """The most operations per second that a device is said to do.
+
+    Attributes:
+        operations_per_second: of dense products.
+        precision: of the factors: fp16, bf16 or fp32.
+        source: who says so.
+    """
+
+    operations_per_second: float
+    precision: str
+    source: str
+
+
+def device_name(device: "torch.device") -> str:
+    """Return the name that the driver gives a device; CPU for the processor."""
+    import torch
+
+    if device.type == "cpu":
+        return "CPU"
+    return str(torch.get_device_module(device).get_device_name(device))
+
+
+def published_peak(device: str, dtype: "torch.dtype") -> Peak | None:
+    """Return the peak of a device in the hardware catalog; None where the catalog has none.
+
+    Products of fp32 that torch may compute in TF32 have none: the catalog does not know TF32.
+
+    Args:
+        device: the name that the driver gives the device.
+        dtype: of the factors.
+    """
+    import torch
+
+    precision = _PRECISIONS.get(str(dtype))
+    may_use_tf32 = torch.get_float32_matmul_precision() != "highest"
+    if precision is None or (precision == "no" and may_use_tf32):
+        return None
+    for name in hardware_names():
+        facts = load_hardware(name).device
+        if facts.recognized_by and re.fullmatch(facts.recognized_by, device):
+            teraflops = facts.teraflops.get(precision)
+            word = "fp32" if precision == "no" else precision
+            return None if teraflops is None else Peak(teraflops * 1e12, word, facts.source)
+    return None

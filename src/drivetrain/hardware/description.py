@@ -259,16 +259,3 @@ class Hardware(BaseModel):
                     f"with {per_host} ranks each; run `drivetrain hardware measure` {how}, or "
                     "write the link's numbers and their source into the description"
                 )
-
-    @model_validator(mode="after")
-    def _ascending(self) -> "Hardware":
-        levels = (self.links.inside, self.links.between, self.links.disk)
-        for curve in (
-            self.device.memory.shares,
-            self.device.products.shares,
-            *(level.shares for level in levels),
-        ):
-            sizes = [size for size, _ in curve]
-            if sizes != sorted(set(sizes)):
-                raise ValueError(f"expected shares by ascending sizes, found {sizes}")
-        return self

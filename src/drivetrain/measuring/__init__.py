@@ -2,9 +2,8 @@
 
 =============== ===================================================================================
 ``clock``       medians and scatter of repeated timings
-``device``      products by size and dtype, passes over memory, starts of kernels
+``device``      products by size and dtype, passes over memory, starts of kernels, their kinds
 ``links``       pairs of ranks, rings, the levels of the topology
-``description`` the file that plans read, with what was measured and how far it scattered
-``__main__``    the program that every rank runs
+``__main__``    the program that every rank runs, and the file that it writes for plans
 =============== ===================================================================================
 """

@@ -57,7 +57,6 @@ class RingFigures:
     """All-reduces over a line of ranks.
 
     Attributes:
-        ranks: of the line.
         latency_us: of a message, however few steps its ring has.
         hop_us: of each step of a ring.
         gigabytes_per_second: the best rate of a rank.
@@ -65,7 +64,6 @@ class RingFigures:
         operations: how many times as long others take as half of an all-reduce.
     """
 
-    ranks: int
     latency_us: float
     hop_us: float
     gigabytes_per_second: float
@@ -183,21 +181,12 @@ def measure_ring(clock: Clock, ranks: Communicator, slowest: float) -> RingFigur
             found.append(2 * half / seconds)
     best = max(rate for _, rate in points)
     return RingFigures(
-        ranks.size,
         (alone - hop * steps) / MICRO,
         hop / MICRO,
         best / 1e9,
         [(size, rate / best) for size, rate in points],
         {name: statistics.median(found) for name, found in halves.items()},
     )
-
-
-def _rising(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return rates that never fall with the size: a slower longer ring is noise."""
-    found: list[tuple[float, float]] = []
-    for size, rate in points:
-        found.append((size, max(rate, found[-1][1] if found else 0.0)))
-    return found
 
 
 def measure_beside(clock: Clock, ranks: Communicator, slowest: float) -> BesideFigures:
@@ -278,8 +267,12 @@ def _layers(clock: Clock) -> tuple[nn.Module, Tensor]:
 def measure_disk(
     clock: Clock, folder: str | None = None
 ) -> tuple[float, list[tuple[float, float]]]:
-    """Return the bytes per second of synced writes, and (bytes, share of it) by size."""
-    points = []
+    """Return the bytes per second of synced writes, and (bytes, share of it) by size.
+
+    Rates never fall with the size: a slower longer write is noise.
+    """
+    points: list[tuple[float, float]] = []
+    best = 0.0
     for size in DISK:
         block = os.urandom(size)
 
@@ -289,9 +282,9 @@ def measure_disk(
                 file.flush()
                 os.fsync(file.fileno())
 
-        points.append((float(size), size / clock.time(f"files of {size} bytes", work).seconds))
-    points = _rising(points)
-    return points[-1][1], [(size, rate / points[-1][1]) for size, rate in points]
+        best = max(best, size / clock.time(f"files of {size} bytes", work).seconds)
+        points.append((float(size), best))
+    return best, [(size, rate / best) for size, rate in points]
 
 
 def host_pairs(

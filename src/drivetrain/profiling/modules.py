@@ -32,7 +32,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 from torch.utils.hooks import RemovableHandle
 
-from drivetrain.hardware.peaks import Peak, device_name, published_peak
+from drivetrain.hardware.catalog import Peak, device_name, published_peak
 from drivetrain.hardware.prices import TERA
 from drivetrain.log import get_logger
 from drivetrain.model.valueless import ValuelessTensor

@@ -23,7 +23,7 @@ from drivetrain.cost import Cost, ModelSpec
 from drivetrain.errors import DrivetrainError, UsageError
 from drivetrain.facade.observer import Observer
 from drivetrain.facade.prepared import PreparedModel
-from drivetrain.hardware.peaks import device_name, published_peak
+from drivetrain.hardware.catalog import device_name, published_peak
 from drivetrain.links.chosen import LinkMethods
 from drivetrain.log import get_logger
 from drivetrain.reporting.page import missing_packages

@@ -7,7 +7,7 @@ from torch import nn
 from drivetrain.hardware.catalog import load_hardware
 from drivetrain.hardware.description import KernelFacts
 from drivetrain.hardware.prices import AxisPlace, HardwarePrices
-from drivetrain.measuring import kernels
+from drivetrain.measuring import device as measured
 from drivetrain.measuring.clock import Clock, Timing
 from drivetrain.model.first_batch import Candidate
 from drivetrain.paper.seen import seen_model
@@ -97,16 +97,16 @@ def test_measured_kinds_are_priced_as_they_were_measured(monkeypatch):
     def timed(self, name, work, *, times=1, before=lambda: None):
         before()
         work()
-        calls = kernels.TINY_CALLS if name.startswith("small") else kernels.CALLS
-        calls = kernels.PARAMETERS if "update" in name else calls
+        calls = measured.TINY_CALLS if name.startswith("small") else measured.KEPT_CALLS
+        calls = measured.PARAMETERS if "update" in name else calls
         small = name.startswith("small") or "of 64 " in name
         each = 1e-3 if small else 4e-3 if name.startswith("middle") else 1e-2
         return Timing(each * (2 if "backward" in name else 1) * calls, 0.0)
 
     chosen = ("linear", "gelu", "convolution", "attention", "cross_entropy", "layer_norm")
-    monkeypatch.setattr(kernels, "_SUBJECTS", {name: kernels._SUBJECTS[name] for name in chosen})
+    monkeypatch.setattr(measured, "_SUBJECTS", {name: measured._SUBJECTS[name] for name in chosen})
     monkeypatch.setattr(Clock, "time", timed)
-    found = kernels.measure_kernels(Clock(torch.device("cpu")), CPU)
+    found = measured.measure_kernels(Clock(torch.device("cpu")), CPU)
     assert set(found) == {
         *chosen, *(f"{name} backward" for name in chosen), "update", "fused update"
     }  # fmt: skip

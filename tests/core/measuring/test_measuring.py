@@ -13,15 +13,15 @@ from drivetrain.errors import ConfigError
 from drivetrain.hardware.catalog import load_hardware
 from drivetrain.measuring import clock as clock_module
 from drivetrain.measuring import links
+from drivetrain.measuring.__main__ import described, file_text
 from drivetrain.measuring.clock import Clock, timing_of
-from drivetrain.measuring.description import described, file_text
 from drivetrain.measuring.device import DeviceFigures
 from drivetrain.measuring.links import BesideFigures, RingFigures, levels_of
 
 DEVICE = DeviceFigures(
     {"no": 0.05}, [(64, 0.5), (128, 1.0)], 8.0, 12.0, [(1e5, 0.4), (1e8, 1.0)], 4.0, 9.0
 )
-RING = RingFigures(2, 20.0, 40.0, 1.5, [(1e5, 0.3), (1e7, 1.0)])
+RING = RingFigures(20.0, 40.0, 1.5, [(1e5, 0.3), (1e7, 1.0)])
 
 
 def text(rings):

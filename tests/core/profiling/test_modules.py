@@ -12,7 +12,7 @@ from torch import nn
 
 from drivetrain import Accelerator, ProfileKwargs
 from drivetrain.communication import broadcast_object_list
-from drivetrain.hardware.peaks import published_peak
+from drivetrain.hardware.catalog import published_peak
 from drivetrain.profiling.modules import (
     FlopCounter,
     ModelSizes,

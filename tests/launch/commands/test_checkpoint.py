@@ -14,7 +14,7 @@ from drivetrain.checkpoint import Contents, ModelReader, manifest, read_export, 
 from drivetrain.checkpoint.manifest import SavedTensor
 from drivetrain.runtime.world import World
 from drivetrain.shards import Part, Shard
-from drivetrain_launch.commands.contents import summary
+from drivetrain_launch.commands.checkpoint import summary
 
 WEIGHT = torch.arange(24, dtype=torch.float32).reshape(4, 6)
 

@@ -8,8 +8,8 @@ import pytest
 import yaml
 from kubeflow_trainer_api import models
 
+from drivetrain_launch.commands.manifest import arguments_of, name_from
 from drivetrain_launch.commands.options import resolve_command_line
-from drivetrain_launch.manifests.job import arguments_of, name_from
 
 HOSTS = ("--set", "launch.nnodes=2", "--set", "strategy=zero2", "--set", "precision=no")
 FAKE_SRUN = '#!/bin/bash\nprintf "%s\\n" "${#DRIVETRAIN_SECRET}" "$@" >> "$SEEN"\nexit "$CODE"\n'

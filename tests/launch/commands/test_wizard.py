@@ -12,8 +12,7 @@ from drivetrain.errors import ConfigError
 from drivetrain.registry import strategies
 from drivetrain_launch.commands import preview
 from drivetrain_launch.forecast.planning import check_run
-from drivetrain_launch.wizard import advice
-from drivetrain_launch.wizard.dialog import hint
+from drivetrain_launch.wizard import advice, questions
 from drivetrain_launch.wizard.questions import FACTS, MEMORY, MODEL, NEED, STRATEGY_KEY, Wizard
 
 DOWN = "\x1b[B"
@@ -115,8 +114,8 @@ def test_answers_become_a_file_that_says_the_meaning_of_each_key(wizard):
 def test_hints_break_between_words(monkeypatch):
     monkeypatch.setenv("COLUMNS", "40")
     text = "auto takes the accelerators of the host; cpu leaves them alone."
-    assert hint(text).split() == text.split()
-    assert [len(line) <= 40 for line in hint(text).splitlines()] == [True, True]
+    assert questions.hint(text).split() == text.split()
+    assert [len(line) <= 40 for line in questions.hint(text).splitlines()] == [True, True]
 
 
 def test_back_keeps_the_answer_as_the_default(wizard):

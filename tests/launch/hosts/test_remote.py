@@ -8,9 +8,15 @@ import time
 import pytest
 
 from drivetrain.errors import ConfigError
-from drivetrain_launch.commands.host_options import without_hosts
-from drivetrain_launch.hosts.hostfile import RemoteHost, read_hostfile, read_hosts, select
-from drivetrain_launch.hosts.remote import RemoteJob, _orders
+from drivetrain_launch.commands.options import without_hosts
+from drivetrain_launch.hosts.remote import (
+    RemoteHost,
+    RemoteJob,
+    _orders,
+    read_hostfile,
+    read_hosts,
+    select,
+)
 from waits import wait_until
 
 SSH = """#!/bin/sh

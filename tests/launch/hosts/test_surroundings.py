@@ -6,7 +6,7 @@ from drivetrain.config.document import Layer, ValueOrigin
 from drivetrain.errors import ConfigError
 from drivetrain_launch.hosts.surroundings import check_agreement, node_names, recognise, tasks_on
 from drivetrain_launch.ranks.channel import FILE_VARIABLE, SECRET_VARIABLE, shared_secret
-from drivetrain_launch.ranks.placement import Seat
+from drivetrain_launch.ranks.placement import Slot
 
 
 def variables(text):
@@ -46,17 +46,17 @@ SKY = {
 
 
 def test_recognised():
-    for environment, hosts, seat, run in (
+    for environment, hosts, slot, run in (
         (PET, (2, 1, "job-node-0-0.job:29500"), None, ""),
         (STEP, (2, 1, "n07:31110"), None, "4711.0"),
-        (DEVICES, (8, 6, "n07:31110"), Seat(local_rank=2, local_size=4), "4711.0"),
-        (MPI, (4, 3, "n1:29500"), Seat(local_rank=1, local_size=2), ""),
-        (MPI | STEP, (4, 3, "n1:29500"), Seat(local_rank=1, local_size=2), ""),
-        (MPICH, (4, 1, "[fe80::1]:29400"), Seat(local_rank=1, local_size=2), ""),
-        (PALS, (4, 1, "n1:29500"), Seat(local_rank=1, local_size=4), ""),
+        (DEVICES, (8, 6, "n07:31110"), Slot(local_rank=2, local_size=4), "4711.0"),
+        (MPI, (4, 3, "n1:29500"), Slot(local_rank=1, local_size=2), ""),
+        (MPI | STEP, (4, 3, "n1:29500"), Slot(local_rank=1, local_size=2), ""),
+        (MPICH, (4, 1, "[fe80::1]:29400"), Slot(local_rank=1, local_size=2), ""),
+        (PALS, (4, 1, "n1:29500"), Slot(local_rank=1, local_size=4), ""),
         (SKY, (2, 1, "10.0.0.4:8008"), None, "sky-1"),
-        (PLAIN, (4, 3, "n1:1234"), Seat(), ""),
-        (PLAIN | LOCAL, (4, 3, "n1:1234"), Seat(local_rank=1, local_size=2), ""),
+        (PLAIN, (4, 3, "n1:1234"), Slot(), ""),
+        (PLAIN | LOCAL, (4, 3, "n1:1234"), Slot(local_rank=1, local_size=2), ""),
         (PLAIN | STEP, (2, 1, "n07:31110"), None, "4711.0"),
         (
             PET | {"PET_NODE_RANK": "", "JOB_COMPLETION_INDEX": "1"},
@@ -71,9 +71,9 @@ def test_recognised():
         assert (values["nnodes"], values["node_rank"], values["rdzv_endpoint"]) == hosts, (
             environment
         )
-        assert found.seat == seat, environment
+        assert found.slot == slot, environment
         assert found.run == run, environment
-        if seat:
+        if slot:
             assert values["nproc_per_node"] == 1, environment
         names = " ".join(variables for _, _, variables in found.entries)
         assert "=" in names, environment

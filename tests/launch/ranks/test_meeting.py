@@ -2,9 +2,11 @@
 
 import time
 
+from drivetrain.config import LaunchConfig
 from drivetrain_launch.ranks.coordinator import Member, late, misfit, missing, overdue
 from drivetrain_launch.ranks.failure import EarlyEnd, Ending, Failure
-from drivetrain_launch.ranks.meeting import Place, SingleHost
+from drivetrain_launch.ranks.meeting import SingleHost
+from drivetrain_launch.ranks.placement import Assignment, HostJob
 
 
 def member(index, ending=None):
@@ -20,10 +22,10 @@ def saved(seconds_ago, signal=15):
 
 
 def test_places_of_launchers_that_share_machines():
-    place = Place(attempt=0, sizes=(2, 1, 1), index=2, port=1, nodes=(0, 1, 1))
+    place = Assignment(attempt=0, sizes=(2, 1, 1), index=2, port=1, nodes=(0, 1, 1))
     assert (place.first_rank, place.size, place.world_size) == (3, 1, 4)
     assert (place.node, place.neighbors) == (1, [1, 2])
-    assert Place(attempt=0, sizes=(2, 2), index=1, port=1).neighbors == [1]
+    assert Assignment(attempt=0, sizes=(2, 2), index=1, port=1).neighbors == [1]
 
 
 def test_hosts_that_others_wait_for():
@@ -52,6 +54,8 @@ def test_a_newcomer_of_another_run_or_without_a_place_is_refused():
 
 def test_restarts_of_a_host_are_counted():
     failure = Failure(rank=0, host="n", pid=1, code=1, time=1.0)
-    host = SingleHost(1, 2, 1.0, 0.3)
+    job = HostJob(launch=LaunchConfig(max_restarts=2), arguments=(), ranks=1, variables={},
+                  private=None, config=None)  # fmt: skip
+    host = SingleHost(job)
     again = [host.conclude(Ending(failures=(failure,))).again for _ in range(3)]
     assert again == [True, True, False]

@@ -24,7 +24,7 @@ def test_a_process_that_sigkill_does_not_end_is_reported_and_not_waited_for(tmp_
         pids = ranks.pids_by_rank
     finally:
         monkeypatch.undo()
-        for pid in ranks.pids:
+        for pid in ranks.pids_by_rank.values():
             os.killpg(pid, signal.SIGKILL)
         for process in ranks._processes.values():
             process.wait()

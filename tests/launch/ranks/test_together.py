@@ -18,15 +18,16 @@ from datetime import timedelta
 import pytest
 from torch.distributed import TCPStore
 
+from drivetrain.config import LaunchConfig
 from drivetrain.errors import CollectiveError, ConfigError, PreflightError
 from drivetrain.runtime.notices import PREEMPTED
 from drivetrain.telemetry.work import RankTimes
-from drivetrain_launch.preflight.check import HostProbe
-from drivetrain_launch.ranks import coordinator, member
+from drivetrain_launch.ranks import coordinator, meeting
 from drivetrain_launch.ranks.channel import Channel, NotAuthenticError, greet_client, greet_server
 from drivetrain_launch.ranks.failure import EarlyEnd, Ending, Failure, RunOver
-from drivetrain_launch.ranks.member import Party, SeveralHosts
-from drivetrain_launch.ranks.placement import Endpoint, listening_address
+from drivetrain_launch.ranks.meeting import SeveralHosts
+from drivetrain_launch.ranks.placement import Endpoint, HostJob, Slot, listening_address
+from drivetrain_launch.ranks.preflight import HostProbe
 from waits import PATIENCE_S, wait_until
 
 SECRET = {"DRIVETRAIN_SECRET": "a secret of the tests"}
@@ -118,14 +119,13 @@ def test_two_hosts_meet_in_the_order_given_and_restart_together(sandbox):
             assert line.split()[3].rpartition(":")[0] in (own, "127.0.0.1"), lines
 
 
-def party(port, index, *, count=2, secret=b"a secret of the tests", **settings):
-    return SeveralHosts(
-        Party(
-            **{"run": "", "max_restarts": 0, "start_timeout_s": PATIENCE_S, "ranks": index + 1,
-               "grace_s": PATIENCE_S, "least": count, "straggler_margin": 0.3, **settings},
-            endpoint=Endpoint("127.0.0.1", port), index=index, count=count, secret=secret,
-        )
-    )  # fmt: skip
+def party(port, index, *, count=2, secret=b"a secret of the tests", alone=False, **more):
+    facts = {key: more.pop(key) for key in ("run", "software") if key in more}
+    more = {"start_timeout_s": PATIENCE_S, "grace_s": PATIENCE_S, **more}
+    launch = LaunchConfig(rdzv_endpoint=f"127.0.0.1:{port}", node_rank=index, nnodes=count, **more)
+    job = HostJob(launch=launch, arguments=(), variables={}, private=None, config=None,
+                  ranks=index + 1, slot=Slot() if alone else None, **facts)  # fmt: skip
+    return SeveralHosts(job, secret)
 
 
 @contextmanager
@@ -286,7 +286,7 @@ async def cut(host):
 
 def set_silence(monkeypatch, seconds):
     """Let a host that says nothing for so long be lost; the shortest is for silent ones alone."""
-    for module in (coordinator, member):
+    for module in (coordinator, meeting):
         monkeypatch.setattr(module, "BEAT_S", 0.1)
         monkeypatch.setattr(module, "LOST_S", seconds)
 
@@ -311,7 +311,7 @@ SAVED = Ending(ended=(EarlyEnd(rank=0, host="n", code=PREEMPTED, time=0),))
 def test_hosts_that_are_left_go_on_and_one_that_comes_back_joins_after_a_save(port, monkeypatch):
     monkeypatch.setattr(coordinator, "BEAT_S", 0.1)
     monkeypatch.setattr(coordinator, "SETTLE_S", 0.5)
-    settings = {"count": 3, "least": 2, "max_restarts": 1}
+    settings = {"count": 3, "min_nnodes": 2, "max_restarts": 1}
     with together(port, 0, 1, 2, **settings) as (hosts, pool), ExitStack() as stack:
         assert [p.sizes for p in pool.map(SeveralHosts.meet, hosts)] == 3 * [(1, 2, 3)]
         hosts[1]._background.call(cut(hosts[1]))
@@ -342,9 +342,9 @@ def test_scheduler_that_ends_the_run_is_not_taken_for_a_host_that_came(port, mon
     monkeypatch.setattr(coordinator, "BEAT_S", 0.1)
     monkeypatch.setattr(coordinator, "SETTLE_S", 0.0)
     monkeypatch.setattr(coordinator, "LAST_CALL_S", 0.2)
-    with together(port, 0, count=2, least=1) as (hosts, _):
+    with together(port, 0, count=2, min_nnodes=1) as (hosts, _):
         assert hosts[0].meet().sizes == (1,)
-        with joined(port, 1, count=2, least=1) as second:
+        with joined(port, 1, count=2, min_nnodes=1) as second:
             wait_until(hosts[0].notice_asked)
             verdict = hosts[0].conclude(replace(SAVED, noticed=True))
             assert (verdict.again, verdict.code) == (False, PREEMPTED)
@@ -360,7 +360,7 @@ WELL = Ending(ended=(EarlyEnd(rank=0, host="n", code=0, time=0),))
 def test_a_host_that_waits_ends_as_the_run_does(sandbox, port):
     words = ("--nproc-per-node", "1", "--nnodes", "1:2", "--rdzv-endpoint", f"127.0.0.1:{port}")
     script = sandbox.script("print()")
-    with running(port, 0, 1, count=2, least=1) as (hosts, pool):
+    with running(port, 0, 1, count=2, min_nnodes=1) as (hosts, pool):
         late = sandbox.start(
             "launch", "--strategy", "toy", *words, "--node-rank", "1", script, env=SECRET
         )
@@ -372,7 +372,7 @@ def test_a_host_that_waits_ends_as_the_run_does(sandbox, port):
 
 
 def test_what_comes_right_behind_the_place_is_not_forgotten(port):
-    with together(port, 0, 1, check="none") as (hosts, _):
+    with together(port, 0, 1, preflight="none") as (hosts, _):
         wait_until(lambda: hosts[0]._coordinator._phase == "running")
         hosts[0]._background.call(tell(hosts[0], "notice"))
         hosts[1]._background.call(cut(hosts[1]))
@@ -416,9 +416,9 @@ def wait_for_line(capsys, expected):
 
 
 def test_who_waits_for_ranks_of_another_host_says_so(port, capsys, monkeypatch):
-    for module in (coordinator, member):
+    for module in (coordinator, meeting):
         monkeypatch.setattr(module, "BEAT_S", 0.1)
-    monkeypatch.setattr(member, "FIRST_REMINDER_S", 0.5)
+    monkeypatch.setattr(meeting, "FIRST_REMINDER_S", 0.5)
     with running(port, 0, 1) as (hosts, pool):
         first = pool.submit(hosts[1].conclude, WELL)
         name = re.escape(socket.gethostname())
@@ -429,11 +429,11 @@ def test_who_waits_for_ranks_of_another_host_says_so(port, capsys, monkeypatch):
 def test_the_first_attempt_waits_for_more_hosts_than_the_fewest(port, monkeypatch):
     monkeypatch.setattr(coordinator, "BEAT_S", 0.1)
     monkeypatch.setattr(coordinator, "LAST_CALL_S", PATIENCE_S)
-    with together(port, 0, 2, count=4, least=2) as (hosts, pool):
+    with together(port, 0, 2, count=4, min_nnodes=2) as (hosts, pool):
         met = [pool.submit(host.meet) for host in hosts]
         time.sleep(0.5)
         assert not any(each.done() for each in met)
-        with joined(port, 1, count=4, least=2) as third:
+        with joined(port, 1, count=4, min_nnodes=2) as third:
             monkeypatch.setattr(coordinator, "LAST_CALL_S", 0.0)
             places = [each.result(PATIENCE_S) for each in met]
             assert [(p.index, p.sizes) for p in places] == [(0, (1, 2, 3)), (2, (1, 2, 3))]
@@ -484,9 +484,9 @@ def test_every_host_ends_with_the_same_line_about_other_software(port):
     texts = set()
     with ThreadPoolExecutor() as pool:
         list(pool.map(SeveralHosts.join, hosts))
-        for meeting in [pool.submit(host.meet) for host in hosts]:
+        for met in [pool.submit(host.meet) for host in hosts]:
             with pytest.raises(ConfigError, match="the hosts differ in torch's version") as caught:
-                meeting.result(PATIENCE_S)
+                met.result(PATIENCE_S)
             texts.add(str(caught.value))
         list(pool.map(lambda host: host.leave(""), hosts))
     (text,) = texts
@@ -508,7 +508,7 @@ def test_hosts_check_their_ways_before_the_first_attempt_or_not_at_all(port, cap
     said = capsys.readouterr().err
     assert re.match(r"preflight \(\d+\.\d s\): 2 hosts, every pair connects; between hosts ", said)
     assert places[0].link == places[1].link > 0
-    with together(port, 0, 1, check="none") as (hosts, pool):
+    with together(port, 0, 1, preflight="none") as (hosts, pool):
         places = list(pool.map(SeveralHosts.meet, hosts))
     assert capsys.readouterr().err == ""
     assert places[0].link == 0
@@ -543,9 +543,9 @@ def test_every_host_says_that_two_have_the_same_index(port):
         wait_until(lambda: hosts[0]._coordinator._phase == "over")
         with joined(port, 2, count=3) as late, pytest.raises(ConfigError, match=said):
             late.meet()
-        for meeting in [pool.submit(host.meet) for host in hosts]:
+        for met in [pool.submit(host.meet) for host in hosts]:
             with pytest.raises(ConfigError, match=said):
-                meeting.result(PATIENCE_S)
+                met.result(PATIENCE_S)
 
 
 def test_end_of_the_run_reports_no_cancelled_connection(port, caplog):
@@ -569,8 +569,8 @@ def test_hosts_do_not_wait_longer_than_the_start_timeout(port):
 
 
 def test_waiting_host_says_for_which(port, capsys, monkeypatch):
-    monkeypatch.setattr(member, "FIRST_REMINDER_S", 0.5)
-    with together(port, 0, check="none") as (hosts, pool):
+    monkeypatch.setattr(meeting, "FIRST_REMINDER_S", 0.5)
+    with together(port, 0, preflight="none") as (hosts, pool):
         first = pool.submit(hosts[0].meet)
         place = rf"at 127\.0\.0\.1:{port} \(\d+ s\)"
         said = wait_for_line(capsys, rf"waiting for 1 of 2 hosts \(host 1\) {place}")

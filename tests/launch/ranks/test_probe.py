@@ -9,7 +9,7 @@ from itertools import combinations
 
 import pytest
 
-from drivetrain_launch.preflight.check import (
+from drivetrain_launch.ranks.preflight import (
     CheckedHost,
     Findings,
     HostCheck,

@@ -2,7 +2,7 @@
 
 import platform
 
-from drivetrain_launch.preflight.software import differences, script_digest, software_facts
+from drivetrain_launch.ranks.preflight import differences, script_digest, software_facts
 
 
 def test_digest_follows_the_content_of_the_script(tmp_path):

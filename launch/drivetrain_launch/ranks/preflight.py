@@ -1,24 +1,30 @@
-"""Hosts are checked before a run: ways between all pairs, clocks, and what a host is told of them.
+"""Hosts are checked before a run: their software, ways between all pairs, and clocks.
 
 A host's end answers other hosts and measures the ways to them; host 0 gives each host its orders
 and judges the replies.
 """
 
 import asyncio
+import hashlib
 import os
 import secrets
 import socket
 import struct
+import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import psutil
+import torch
+
+from drivetrain import __version__
 
 CLOCKS_APART_S = 1.0
 """Seconds by which clocks may differ without a warning: lines of logs then stand in order."""
@@ -576,3 +582,82 @@ def rounds(places: Sequence[int]) -> Iterable[dict[int, int]]:
         pairs = zip(seats[: len(seats) // 2], reversed(seats[len(seats) // 2 :]), strict=True)
         yield {a: b for a, b in pairs if a is not None and b is not None}
         seats = [seats[0], seats[-1], *seats[1:-1]]
+
+
+# --- software, which must be equal on all hosts: versions, and the script ---
+
+
+SHOWN_DIGITS = 12
+"""Digits of a script's SHA-256 that a message shows: enough that two scripts never look alike."""
+
+MOST_NAMED = 8
+"""Hosts that a message names for one value."""
+
+
+def software_facts(arguments: Sequence[str]) -> dict[str, str]:
+    """Return the facts that all hosts must share, by their names in a message.
+
+    Args:
+        arguments: the words behind the launcher's options: ``(SCRIPT, ...)`` or
+            ``("-m", MODULE, ...)``, perhaps behind an option of the worker.
+    """
+    return {
+        "drivetrain's version": __version__,
+        "torch's version": torch.__version__,
+        "Python's version": "{}.{}".format(*sys.version_info),
+        "the script": script_digest(arguments),
+    }
+
+
+def script_digest(arguments: Sequence[str]) -> str:
+    """Return the first digits of the SHA-256 of a script, or of a module's file; "" without one."""
+    words = [word for word in arguments if word == "-m" or not word.startswith("--")]
+    if not words:
+        return ""
+    path = _module_file(words[1]) if words[0] == "-m" else Path(words[0])
+    if path is None or not path.is_file():
+        return ""
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:SHOWN_DIGITS]
+
+
+def differences(facts: Mapping[str, Mapping[str, str]]) -> str:
+    """Return a sentence about the first fact in which hosts differ; "" if they agree.
+
+    Args:
+        facts: of each host, by the host's name in the message; the first host is host 0.
+    """
+    for name in next(iter(facts.values()), {}):
+        hosts: dict[str, list[str]] = {}
+        for host, theirs in facts.items():
+            hosts.setdefault(theirs.get(name, ""), []).append(host)
+        if len(hosts) > 1:
+            found = "; ".join(f"{value!r} on {_listed(names)}" for value, names in hosts.items())
+            return f"the hosts differ in {name}: {found}; {_way_out(name)}"
+    return ""
+
+
+def _way_out(name: str) -> str:
+    if name == "the script":
+        return "these are digests: copy the same file to every host, and start the run again"
+    return "install the same versions on every host, and start the run again"
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:MOST_NAMED])
+    left = len(names) - MOST_NAMED
+    return f"{shown} and {left} more" if left > 0 else shown
+
+
+def _module_file(name: str) -> Path | None:
+    """Return the file of a module, which is not imported; None where there is none."""
+    path: list[str] = [str(Path.cwd()), *sys.path]
+    origin = None
+    for part in name.split("."):
+        spec = PathFinder.find_spec(part, path)
+        if spec is None:
+            return None
+        origin, path = spec.origin, list(spec.submodule_search_locations or ())
+    if path:  # a package runs its __main__
+        spec = PathFinder.find_spec("__main__", path)
+        origin = spec.origin if spec is not None else origin
+    return Path(origin) if origin else None

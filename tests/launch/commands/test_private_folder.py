@@ -3,7 +3,7 @@
 import tempfile
 
 from drivetrain.runtime.world import memory_kept_mark
-from drivetrain_launch.ranks.private_folder import memory_folder, temporary_folder
+from drivetrain_launch.commands.launch import memory_folder, temporary_folder
 
 
 def test_folders_of_other_launchers_stay_while_these_run(tmp_path, monkeypatch):

@@ -1,1 +1,0 @@
-"""Job files of schedulers, written for one configuration."""
