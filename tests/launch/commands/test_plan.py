@@ -199,7 +199,9 @@ def test_heads_that_do_not_divide_are_named():
     layout = read_layout("tp=8")
     units = GptShape(layers=2, hidden=48, heads=4, seq=8).units(1, "none", fused=True)
     with pytest.raises(ConfigError, match="tp that divides the 4 heads"):
-        layout.kind.step(layout.config, units, PaperRun({"tp": 8, "dp": 1, "pp": 1}, 1, "bf16"))
+        layout.kind.planning().step(
+            layout.config, units, PaperRun({"tp": 8, "dp": 1, "pp": 1}, 1, "bf16")
+        )
 
 
 def test_every_description_names_its_sources(command):
