@@ -44,10 +44,20 @@ SMALL = {name: case for name, case in CASES.items() if not case.large}
 
 DIVIDED = {
     name: CASES[name]
-    for name in ("mlp", "tied", "adapted", "unused", "odd_shapes", "mixed_dtypes", "batchnorm")
+    for name in [
+        "mlp",
+        "tied",
+        "adapted",
+        "unused",
+        "branching",
+        "odd_shapes",
+        "mixed_dtypes",
+        "batchnorm",
+    ]
 }
-"""Ties, frozen and missing gradients, uneven ranges, dtypes, buffers: all that can go wrong where
-state is divided, stored or sent otherwise. How modules are called is the main form's."""
+"""Ties, frozen and missing gradients, also of one rank alone, uneven ranges, dtypes, buffers: all
+that can go wrong where state is divided, stored or sent otherwise. How modules are called is the
+main form's."""
 
 
 @dataclass(frozen=True)

@@ -49,6 +49,7 @@ from drivetrain.sharding.estimate import (
     Lines,
     Regather,
     gathers_again,
+    sharing_of,
 )
 from drivetrain.sharding.gather import Gather
 from drivetrain.sharding.gradients import UnitGradients
@@ -511,13 +512,13 @@ class ShardedStrategy(Strategy[ConfigT], Generic[ConfigT]):
         return Cost(held=held, sent=sent)
 
     @classmethod
-    @abstractmethod
     def sharing(cls, config: ConfigT, run: PaperRun) -> Sharing:
-        """Return what the ranks divide, for plans.
+        """Return what the ranks divide, for plans: by default what the options say.
 
         Raises:
             ConfigError: state lies in a store whose time is not known.
         """
+        return sharing_of(config)
 
     @classmethod
     def planning(cls) -> Planning:
