@@ -27,9 +27,8 @@ from programs import run_program
 
 from drivetrain import Accelerator
 from drivetrain.collectives import connect
+from drivetrain.observe.figures import SECTIONS, StepFigures, WorkFile
 from drivetrain.runtime.mesh import Axis
-from drivetrain.telemetry.figures import SECTIONS, StepFigures
-from drivetrain.telemetry.work import WorkFile
 from drivetrain.traffic import Traffic
 
 # --- ring ---
@@ -147,7 +146,7 @@ COLD_NUMEL = 1 << 23
 @contextmanager
 def bare() -> Iterator[None]:
     """Context in which operations have no headers, and the board shows nothing."""
-    from drivetrain.collectives.order import Header
+    from drivetrain.collectives.neighbors import Header
     from drivetrain.runtime.board import Board, BoardRow
 
     class NoHeader(Header):

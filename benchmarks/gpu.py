@@ -62,7 +62,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from drivetrain import Accelerator
 from drivetrain.cost import ModelSpec
-from drivetrain.hardware.catalog import published_peak
+from drivetrain.hardware.description import published_peak
 
 OURS = ("ddp", "zero1", "zero2", "zero3", "fsdp")
 LOW = ("zero3 bf16", "fsdp bf16")

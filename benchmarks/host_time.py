@@ -23,7 +23,9 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from drivetrain import Accelerator
-from drivetrain.model import ValuelessTensor, look_at, results
+from drivetrain.model import valueless as results
+from drivetrain.model.recorder import look_at
+from drivetrain.model.valueless import ValuelessTensor
 from drivetrain_megatron.config import MegatronConfig
 from drivetrain_megatron.cost import CellLayout
 

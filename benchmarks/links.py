@@ -29,8 +29,8 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from drivetrain import Accelerator
-from drivetrain.links.chosen import EXACT
-from drivetrain.links.compressor import Compressor
+from drivetrain.compression.compressor import Compressor
+from drivetrain.compression.methods import EXACT
 from drivetrain.registry import compressors
 
 # --- rates ---

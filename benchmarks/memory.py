@@ -26,7 +26,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from drivetrain import Accelerator
 from drivetrain.cost import ModelSpec
-from drivetrain.recompute import Mode, attach, choose_blocks
+from drivetrain.model.recompute import Mode, attach, choose_blocks
 
 # --- sharded ---
 

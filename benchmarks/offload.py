@@ -26,13 +26,19 @@ from torch.optim import AdamW, Optimizer
 from drivetrain import Accelerator
 from drivetrain.store import ShardSpec, ShardStep
 from drivetrain_offload import NvmeConfig, NvmeStore
+from drivetrain_offload import stepping as disk_steps
 from drivetrain_offload.buffers import aligned_empty
-from drivetrain_offload.steps import pipeline as disk_steps
-from drivetrain_offload.steps.pipeline import SETS, NvmeStepper, Tile, TileBuffers, cut
-from drivetrain_offload.steps.rules import Rule, update_rule
-from drivetrain_offload.steps.stepping import ShardBlock, ShardWork
-from drivetrain_offload.steps.tiles import Piece, Tiler
-from drivetrain_offload.stores.files import DiskFile
+from drivetrain_offload.nvme import DiskFile
+from drivetrain_offload.stepping import (
+    SETS,
+    NvmeStepper,
+    ShardBlock,
+    ShardWork,
+    Tile,
+    TileBuffers,
+    cut,
+)
+from drivetrain_offload.tiles import Piece, Rule, Tiler, update_rule
 
 # --- step ---
 

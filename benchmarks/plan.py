@@ -26,13 +26,12 @@ from torch import Tensor, nn
 from drivetrain import Accelerator
 from drivetrain.communication import gather_object
 from drivetrain.errors import DrivetrainError
-from drivetrain.hardware.catalog import load_hardware
-from drivetrain.hardware.description import Hardware
+from drivetrain.hardware.description import Hardware, load_hardware
 from drivetrain.model.first_batch import Candidate
-from drivetrain.paper.seen import SeenModel, seen_model
-from drivetrain.paper.transformer import GptShape
 from drivetrain.planner.layout import layout_of, plain, read_layout
 from drivetrain.planner.predict import Prediction, Predictor, Task
+from drivetrain.simulator.seen import SeenModel, seen_model
+from drivetrain.simulator.transformer import GptShape
 
 # --- error ---
 

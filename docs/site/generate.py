@@ -22,8 +22,8 @@ import reference
 from drivetrain import errors, registry
 from drivetrain.config import RunConfig
 from drivetrain.config.option import options_of
+from drivetrain.parallel.options import OffloadOptions
 from drivetrain.runtime.notices import PREEMPTED
-from drivetrain.sharding.options import OffloadOptions
 from drivetrain_launch.cli import COMMANDS, INTERRUPTED, group
 from drivetrain_launch.commands.verify import DIFFERENT, INCOMPARABLE
 from drivetrain_launch.ranks.failure import KILLED, NO_PROGRESS

@@ -14,11 +14,11 @@ import yaml
 
 from drivetrain.cost import Cost, ModelSpec, TensorSpec
 from drivetrain.errors import ConfigError
+from drivetrain.parallel.options import OffloadOptions
 from drivetrain.registry import stores, strategies
 from drivetrain.runtime.mesh import Mesh
 from drivetrain.runtime.precision import Precision
 from drivetrain.runtime.world import World
-from drivetrain.sharding.options import OffloadOptions
 from drivetrain.strategy import Run
 from drivetrain.traffic import Traffic
 from drivetrain_megatron.paper.simulate import UNIT_DURATIONS, simulate

@@ -10,7 +10,7 @@ from pathlib import Path
 from drivetrain.config.resolve import resolve
 from drivetrain.registry import strategies
 from drivetrain_launch.commands.preview import example_model
-from drivetrain_launch.forecast.promises import promises_for
+from drivetrain_launch.forecast.planning import promises_for
 from drivetrain_megatron.paper.command import COLORS, MEANINGS
 from drivetrain_megatron.paper.simulate import simulate
 from drivetrain_megatron.pipeline.schedules import SCHEDULES, ActionKind, make_schedule

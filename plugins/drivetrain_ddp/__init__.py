@@ -22,7 +22,7 @@ powersgd.py          a bucket on the wire: matrices of low rank
 ==================== ================================================================
 """
 
-from drivetrain_ddp.config import DdpConfig
+from drivetrain_ddp.compression import DdpConfig
 from drivetrain_ddp.strategy import Ddp
 
 __all__ = ["Ddp", "DdpConfig"]

@@ -1,33 +1,356 @@
-"""The strategy ``ddp``: replicas that average gradients during backward (Li et al., VLDB 2020)."""
+"""The strategy ``ddp``: replicas that average gradients during backward (Li et al., VLDB 2020).
+
+Averages gradients over ranks while backward runs (Li et al., VLDB 2020, section 3.2).
+
+Source: Li et al. 2020, "PyTorch Distributed", section 3.2 (buckets, and overlap with backward).
+One synchronised backward is a round::
+
+    first hook          begin: count down from all parameters of every bucket
+    each hook           move the fresh gradient into its bucket, count down
+    bucket at zero      launch it, and the complete ones after it: always in bucket order
+    end of backward     flush: zeros for missing gradients, launch the rest, wait for the sums
+
+The end of backward is noticed by a callback of the autograd engine, by the strategy after
+``backward``, or at the latest before the optimizer steps; the first of the three ends the round. A
+round that an exception cut short is ended when the next round begins, so that every rank has sent
+every bucket.
+
+An eager round multiplies each gradient by 1/N on the way into its bucket. The first
+round, which observes the order, and every round of a model under reentrant checkpointing, where a
+gradient may come more than once, multiply and send all buckets at the end.
+"""
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import ClassVar
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from drivetrain.collectives import Communicator
+from drivetrain.compression.communicator import hosts_apart, route_linked
+from drivetrain.compression.error_feedback import take_kept
+from drivetrain.compression.methods import LinkMethods
+from drivetrain.compression.one_bit_adam import (
+    FrozenAdam,
+    check_momentum,
+    frozen_adam,
+    refuse_clipping,
+)
 from drivetrain.cost import Cost, ModelSpec
-from drivetrain.errors import ConfigError
-from drivetrain.links.chosen import LinkMethods
-from drivetrain.links.kept import take_kept
-from drivetrain.links.linked import hosts_apart, route_linked
-from drivetrain.links.one_bit_adam import FrozenAdam, check_momentum, frozen_adam, refuse_clipping
-from drivetrain.paper.contract import Planning
-from drivetrain.paper.data_parallel import DataParallelPlanning, Sharing
-from drivetrain.paper.run import PaperRun
-from drivetrain.parts.buckets import MIB, Bucket
-from drivetrain.parts.naming import named_parameters
-from drivetrain.replicated import ReplicatedStrategy
+from drivetrain.errors import ConfigError, UsageError
+from drivetrain.model.modules import named_parameters
+from drivetrain.parallel.backward import Rounds, on_gradient
+from drivetrain.parallel.buckets import MIB, Bucket
+from drivetrain.parallel.replicated import ReplicatedStrategy
 from drivetrain.runtime.precision import Precision
 from drivetrain.runtime.world import World
 from drivetrain.shards import Reader, Shard
+from drivetrain.simulator.contract import Planning
+from drivetrain.simulator.data_parallel import DataParallelPlanning, Sharing
+from drivetrain.simulator.step import PaperRun
 from drivetrain.strategy import Form, Prepared, Run
-from drivetrain_ddp.compression import CommunicationHook, Finish
-from drivetrain_ddp.config import DdpConfig
-from drivetrain_ddp.reducer import BucketReducer
+from drivetrain_ddp.compression import CommunicationHook, DdpConfig, Finish
+
+# --- averages gradients over ranks while backward runs ---
+
+
+@dataclass(slots=True, eq=False)
+class BucketSlot:
+    """One parameter's place in the buckets; it outlives a change of the buckets.
+
+    Attributes:
+        index: position in registration order among the trainable parameters.
+        name: the parameter's name, for messages.
+        parameter: the parameter.
+        round: the round in which its gradient last came.
+        place: index of the view in the bucket.
+        view: the range of the bucket that holds its gradient, in the parameter's shape.
+        address: where this range begins in memory.
+        bucket: the bucket of the view.
+    """
+
+    index: int
+    name: str
+    parameter: nn.Parameter
+    round: int = 0
+    place: int = 0
+    view: Tensor = field(init=False)
+    address: int = field(init=False)
+    bucket: "_BucketRound" = field(init=False)
+
+    def adopt(self, grad: Tensor | None, scale: float = 1.0) -> None:
+        """Make the bucket's view the parameter's gradient, with the values of ``grad`` x scale.
+
+        Raises:
+            UsageError: the gradient is sparse, or part of an autograd graph.
+        """
+        if grad is None:
+            return
+        if grad.requires_grad or grad.layout is not torch.strided:
+            raise UsageError(
+                f"the gradient of {self.name!r} is "
+                + ("part of a graph" if grad.requires_grad else f"{grad.layout}")
+                + ", expected a dense one outside of autograd; use torch.autograd.grad for "
+                "gradients of gradients, and sparse=False for embeddings"
+            )
+        if scale == 1.0:
+            self.view.copy_(grad)
+        else:
+            torch.mul(grad, scale, out=self.view)  # copy and average in one pass over memory
+        self.parameter.grad = self.view
+
+
+@dataclass(slots=True)
+class _BucketRound:
+    """A bucket and its progress in the current round.
+
+    Attributes:
+        bucket: the flat tensor and its views.
+        slots: its parameters.
+        pending: how many of its gradients have not come.
+        missing: places of parameters without any gradient on this rank.
+        finish: waits for the sum over ranks; None before launch.
+    """
+
+    bucket: Bucket
+    slots: list[BucketSlot]
+    pending: int
+    missing: list[int]
+    finish: Finish | None = None
+
+
+class BucketReducer:
+    """Owns the buckets and the parameter hooks of one model.
+
+    Args:
+        parameters: the model's parameters by name, in registration order.
+        communicator: the data-parallel axis.
+        hook: the compression of buckets on the wire.
+        config: bucket sizes.
+        rounds: the synchronised backwards of the model.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[tuple[str, nn.Parameter]],
+        communicator: Communicator,
+        hook: CommunicationHook,
+        config: DdpConfig,
+        rounds: Rounds,
+    ) -> None:
+        self.rounds = rounds
+        self._parameters = [parameter for _, parameter in parameters]
+        self._names = [name for name, _ in parameters]
+        self._communicator = communicator
+        self._hook = hook
+        self._config = config
+        self._handles: list[RemovableHandle] = []
+        self._scale = 1.0 / communicator.size
+        self._eager = False
+        self._launched = 0
+        self._trainable: list[bool] | None = None
+        self.follow()
+
+    # --- the buckets ---
+
+    def follow(self) -> None:
+        """Follow changes of ``requires_grad``, which must be the same on every rank."""
+        trainable = [parameter.requires_grad for parameter in self._parameters]
+        if trainable == self._trainable:
+            return
+        self.rounds.finish()
+        self.close()
+        self._trainable = trainable
+        chosen = [index for index, wanted in enumerate(trainable) if wanted]
+        self._slots = [
+            BucketSlot(place, self._names[index], self._parameters[index])
+            for place, index in enumerate(chosen)
+        ]
+        self._handles = [on_gradient(slot.parameter, self._make_hook(slot)) for slot in self._slots]
+        self._order = list(reversed(range(len(self._slots))))
+        self._observed: list[int] | None = None
+        self._observing = True
+        self._build()
+
+    def open_channels(self) -> None:
+        """Make the channels now, before the first round: a checkpoint is about to be loaded."""
+        for state in self._buckets:
+            self._hook.open(state.bucket, self._communicator)
+
+    def close(self) -> None:
+        """Take the hooks off; gradients stay in buckets."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def _build(self) -> None:
+        self._buckets: list[_BucketRound] = []
+        self._hook.forget()
+        self._communicator.renew_channels()
+        parameters = [slot.parameter for slot in self._slots]
+        layouts = self._config.buckets(
+            [tuple(parameter.shape) for parameter in parameters],
+            [(parameter.dtype, parameter.device) for parameter in parameters],
+            self._order,
+        )
+        names = [slot.name for slot in self._slots]
+        for layout in layouts:
+            slots = [self._slots[member] for member in layout.members]
+            bucket = Bucket(layout, [slot.parameter for slot in slots], names)
+            state = _BucketRound(bucket, slots, 0, [])
+            self._buckets.append(state)
+            for place, (slot, view) in enumerate(zip(slots, bucket.views, strict=True)):
+                slot.bucket, slot.place, slot.view = state, place, view
+                slot.address = view.data_ptr()
+
+    # --- during backward ---
+
+    def _make_hook(self, slot: BucketSlot) -> Callable[[Tensor], None]:
+        """Return a parameter's hook: a closure, the cheapest call for each parameter and step."""
+
+        def ready(parameter: Tensor) -> None:
+            if not self.rounds.synchronizing:
+                if parameter.grad is not slot.view:
+                    slot.adopt(parameter.grad)
+                return
+            self.rounds.enter()
+            if slot.round == self.rounds.count:
+                self._came_again(slot)
+            grad, scale = parameter.grad, self._scale if self._eager else 1.0
+            if grad is not slot.view:
+                slot.adopt(grad, scale)
+            elif scale != 1.0:
+                slot.view.mul_(scale)
+            self._count_down(slot)
+
+        return ready
+
+    def begin(self) -> None:
+        """Begin a round: count down from all parameters of every bucket."""
+        if self._observed is not None:
+            self._order, self._observed = self._observed, None
+            self._build()
+        self._eager = not self._observing and not self.rounds.reentrant
+        self._launched = 0
+        self._came: list[int] = []
+        for state in self._buckets:
+            state.pending = len(state.slots)
+            state.missing.clear()
+            state.finish = None
+            for slot in state.slots:
+                if slot.view.data_ptr() != slot.address:
+                    self._bring_back(slot)
+
+    def _bring_back(self, slot: BucketSlot) -> None:
+        """Put a gradient into its bucket again after ``p.grad.data = tensor``."""
+        given, parameter = slot.view, slot.parameter
+        place = slot.bucket.bucket.views
+        slot.view = place[slot.place] = slot.bucket.bucket.view(slot.place)
+        if parameter.grad is given:
+            slot.view.copy_(given)
+            parameter.grad = slot.view
+
+    def _count_down(self, slot: BucketSlot) -> None:
+        if slot.round == self.rounds.count:
+            return
+        slot.round = self.rounds.count
+        self._came.append(slot.index)
+        slot.bucket.pending -= 1
+        if not slot.bucket.pending and self._eager:
+            self._launch_complete()
+
+    def _came_again(self, slot: BucketSlot) -> None:
+        """Note a second gradient of a parameter; then buckets are sent at the end of backward.
+
+        Raises:
+            UsageError: the gradient's bucket may be on its way already.
+        """
+        self.rounds.reentrant = True
+        if self._eager:
+            raise UsageError(
+                f"{slot.name!r} got its gradient twice in one backward, which it did not in the "
+                "first one; use torch.utils.checkpoint with use_reentrant=False for a module "
+                "whose parameters are used elsewhere too"
+            )
+
+    def _launch_complete(self) -> None:
+        # In bucket order, not in order of completion: all ranks must send the same sequence.
+        while self._launched < len(self._buckets):
+            state = self._buckets[self._launched]
+            if state.pending:
+                return
+            self._launch(state)
+
+    def _launch(self, state: _BucketRound) -> None:
+        if state.pending:
+            self._fill(state)
+        if not self._eager:
+            state.bucket.flat.mul_(self._scale)
+        state.bucket.flags.fill_(1)
+        for place in state.missing:
+            state.bucket.flags[place] = 0
+        self._launched += 1
+        state.finish = self._hook.start(state.bucket, state.missing, self._communicator)
+
+    def _fill(self, state: _BucketRound) -> None:
+        """Complete a bucket: a gradient of earlier micro-batches counts, a missing one is zero."""
+        scale = self._scale if self._eager else 1.0
+        for slot in state.slots:
+            if slot.round == self.rounds.count:
+                continue
+            grad = slot.parameter.grad
+            if grad is None:
+                slot.view.zero_()
+                state.missing.append(slot.place)
+            elif grad is not slot.view:
+                slot.adopt(grad, scale)
+            elif scale != 1.0:
+                grad.mul_(scale)
+
+    # --- after backward ---
+
+    def end(self) -> None:
+        """End a round: launch the rest, wait for the sums."""
+        for state in self._buckets[self._launched :]:
+            self._launch(state)
+        for state in self._buckets:
+            self._await_sum(state)
+        if self._observing:
+            self._observe()
+
+    def _await_sum(self, state: _BucketRound) -> None:
+        if state.finish is None:
+            return
+        state.finish()
+        if not state.missing:
+            return
+        flags = state.bucket.flags.tolist()
+        for place in state.missing:
+            # Without a gradient on any rank the gradient stays None: optimizers must not step.
+            if flags[place] != 0:
+                state.slots[place].parameter.grad = state.slots[place].view
+
+    def _observe(self) -> None:
+        """Agree on rank 0's order for the next rounds; one bucket per dtype needs no order."""
+        self._observing = False
+        kinds = {(slot.parameter.dtype, slot.parameter.device) for slot in self._slots}
+        if len(self._buckets) == len(kinds):
+            return
+        came = set(self._came)
+        rest = [index for index in self._order if index not in came]
+        order = torch.tensor(self._came + rest, device=self._slots[0].parameter.device)
+        self._communicator.broadcast(order, label="order of gradients").wait()
+        observed = order.tolist()
+        if observed != self._order:
+            self._observed = observed
+
+
+# --- the strategy ``ddp`` ---
 
 
 class Ddp(ReplicatedStrategy[DdpConfig]):

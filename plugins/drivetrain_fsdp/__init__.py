@@ -20,10 +20,10 @@ dtensors.py  the shards as torch's DTensors
 options.py   the options
 ===========  ===================================================================================
 
-The step in its order, and the mechanisms that it calls, are ``drivetrain.sharding``.
+The step in its order, and the mechanisms that it calls, are ``drivetrain.parallel``.
 """
 
 from drivetrain_fsdp.fsdp import Fsdp
-from drivetrain_fsdp.options import FsdpConfig
+from drivetrain_fsdp.units import FsdpConfig
 
 __all__ = ["Fsdp", "FsdpConfig"]

@@ -10,9 +10,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from drivetrain.collectives import Communicator
 from drivetrain.errors import UsageError
-from drivetrain.sharding.layout import ParameterSlot
-from drivetrain.sharding.placement import Placement, Ranks
-from drivetrain.sharding.shard import FlatTensor
+from drivetrain.parallel.layout import ParameterSlot
+from drivetrain.parallel.placement import Placement, Ranks
+from drivetrain.parallel.shard import FlatTensor
 
 
 def as_dtensors(placement: Placement, ranks: Ranks, device: torch.device) -> dict[str, DTensor]:

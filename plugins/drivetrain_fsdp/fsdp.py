@@ -24,26 +24,32 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from drivetrain.collectives import Route
+from drivetrain.compression.communicator import route_linked, route_of_replicas
+from drivetrain.compression.methods import LinkMethods
+from drivetrain.compression.one_bit_adam import check_momentum, frozen_adam
 from drivetrain.cost import ModelSpec, TensorSpec
 from drivetrain.errors import ConfigError
-from drivetrain.links.chosen import LinkMethods
-from drivetrain.links.linked import route_linked, route_of_replicas
-from drivetrain.links.one_bit_adam import check_momentum, frozen_adam
 from drivetrain.log import get_logger
-from drivetrain.paper.contract import Planning
-from drivetrain.paper.data_parallel import Sharing
-from drivetrain.paper.run import PaperRun
-from drivetrain.parts.naming import clean_name, named_parameters
+from drivetrain.model.modules import clean_name, named_parameters
+from drivetrain.parallel.estimate import Lines, sharing_of
+from drivetrain.parallel.layout import UnitLayout
+from drivetrain.parallel.placement import Ranks
+from drivetrain.parallel.strategy import ShardedPlanning, ShardedStrategy
 from drivetrain.runtime.precision import Precision
 from drivetrain.runtime.world import World
-from drivetrain.sharding.estimate import Lines, sharing_of
-from drivetrain.sharding.layout import UnitLayout
-from drivetrain.sharding.placement import Ranks
-from drivetrain.sharding.strategy import ShardedPlanning, ShardedStrategy
+from drivetrain.simulator.contract import Planning
+from drivetrain.simulator.data_parallel import Sharing
+from drivetrain.simulator.step import PaperRun
 from drivetrain.strategy import Form, Prepared, Run
 from drivetrain_fsdp.dtensors import as_dtensors
-from drivetrain_fsdp.options import FsdpConfig
-from drivetrain_fsdp.units import UnitChoice, agreed_keys, cut_model, describe, unit_keys
+from drivetrain_fsdp.units import (
+    FsdpConfig,
+    UnitChoice,
+    agreed_keys,
+    cut_model,
+    describe,
+    unit_keys,
+)
 
 logger = get_logger(__name__)
 

@@ -7,10 +7,10 @@ from typing import Any, Literal
 
 from drivetrain.config.option import NestedStrategy, nested_strategy, option
 from drivetrain.errors import ConfigError
+from drivetrain.parallel.options import OffloadOptions
 from drivetrain.registry import strategies
 from drivetrain.runtime.mesh import Axis, Mesh
 from drivetrain.runtime.world import World
-from drivetrain.sharding.options import OffloadOptions
 from drivetrain.strategy import Strategy, find_strategy
 
 AXIS = "dp"

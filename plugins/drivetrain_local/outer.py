@@ -30,15 +30,14 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
+from drivetrain.checkpoint.saved_state import AROUND
 from drivetrain.collectives import Communicator, Handle
 from drivetrain.collectives.communicator import Finished, SumChannel
-from drivetrain.collectives.stretch import ParameterRow, Stretch
-from drivetrain.parts.blocks import repeated_blocks
-from drivetrain.parts.buckets import view_like
-from drivetrain.parts.naming import named_parameters
-from drivetrain.parts.replicate import replicate
-from drivetrain.parts.rounds import Rounds, on_gradient
-from drivetrain.parts.saved_state import AROUND
+from drivetrain.collectives.volume import ParameterRow, Stretch
+from drivetrain.model.modules import named_parameters, repeated_blocks
+from drivetrain.parallel.backward import Rounds, on_gradient
+from drivetrain.parallel.buckets import view_like
+from drivetrain.parallel.replicated import replicate
 from drivetrain.shards import HeldPart, HeldTensors
 from drivetrain.strategy import Strategy
 from drivetrain_local.options import LocalOptions

@@ -24,10 +24,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from drivetrain.checkpoint.saved_state import LINKS, OWN_MARK
 from drivetrain.collectives import Communicator
-from drivetrain.links.kept import take_kept
+from drivetrain.compression.error_feedback import take_kept
 from drivetrain.log import get_logger
-from drivetrain.parts.saved_state import LINKS, OWN_MARK
 from drivetrain.shards import Part, Reader, Shard, TensorFacts, boxes
 from drivetrain_local.outer import MOMENTUM, OUTER, UNDER_WAY
 
@@ -171,9 +171,9 @@ class WorkerReader:
 
 # --- errors that methods for slow links keep, in the checkpoint of all workers ---
 
-# Their keys are those of ``drivetrain.links.kept`` with the mark of ``local``: these are errors of
-# outer gradients, which no other strategy may add to its gradients. Before the mark is the word of
-# the part that a rank steps, where a replica is divided over ranks::
+# Their keys are those of ``drivetrain.compression.error_feedback`` with the mark of ``local``:
+# these are errors of outer gradients, which no other strategy may add to its gradients. Before the
+# mark is the word of the part that a rank steps, where a replica is divided over ranks::
 #
 #     weight, links.error.int4.1.0@          of the second worker
 #     weight, links.error.int4.1.0@0of2@     of its first tensor-parallel rank
@@ -245,7 +245,7 @@ def _is_kept(state: str) -> bool:
 class KeptReader:
     """The kept state in a checkpoint of ``local``: implements ``drivetrain.shards.Reader``.
 
-    ``drivetrain.links.kept`` reads it.
+    ``drivetrain.compression.error_feedback`` reads it.
 
     Args:
         reader: of the checkpoint.

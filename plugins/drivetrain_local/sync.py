@@ -26,9 +26,9 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from typing_extensions import override
 
 from drivetrain.collectives import Communicator, connect
+from drivetrain.compression.communicator import LinkedCommunicator
+from drivetrain.compression.methods import LinkMethods
 from drivetrain.errors import CollectiveError, ConfigError
-from drivetrain.links.chosen import LinkMethods
-from drivetrain.links.linked import LinkedCommunicator
 from drivetrain.log import get_logger
 from drivetrain.runtime.mesh import Axis, HostLevels, subset
 from drivetrain.runtime.world import World

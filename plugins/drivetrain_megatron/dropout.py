@@ -29,8 +29,7 @@ from drivetrain.data.examples import ExampleBatch
 from drivetrain.errors import UsageError
 from drivetrain.log import get_logger
 from drivetrain.model.look import Look, ModelOperation
-from drivetrain.parts.blocks import NamedModule
-from drivetrain.parts.naming import clean_name, uncompiled
+from drivetrain.model.modules import NamedModule, clean_name, uncompiled
 from drivetrain.runtime import rng
 from drivetrain_megatron.recording.calls import (
     ExampleInputs,

@@ -4,7 +4,7 @@ Outside of the model's computing such a parameter stands for the whole. Layers, 
 optimizers compute with the share, which the parameter's object has for values. Everybody else finds
 the whole: its shape; its values, which the ranks gather together; hooks that see whole gradients;
 and each rank takes its share of what is written. Only the class of the parameter changes between
-the two, as for parameters whose values are away (``drivetrain.parts.guard``), which a strategy
+the two, as for parameters whose values are away (``drivetrain.model.guard``), which a strategy
 inside of the cell may have at the same time.
 """
 
@@ -24,8 +24,7 @@ from torch.utils.hooks import RemovableHandle
 
 from drivetrain.collectives import Communicator
 from drivetrain.errors import UsageError
-from drivetrain.parts.divided_gradient import DividedGradient
-from drivetrain.parts.guard import (
+from drivetrain.model.guard import (
     FACTS,
     Arguments,
     Function,
@@ -34,9 +33,9 @@ from drivetrain.parts.guard import (
     targets,
     writes_first,
 )
-from drivetrain.parts.norms import norms_of_each
-from drivetrain.parts.rounds import after_backward, in_backward, is_of_strategy
-from drivetrain.parts.wrapping import UninheritedHook
+from drivetrain.model.modules import UninheritedHook
+from drivetrain.parallel.backward import after_backward, in_backward, is_of_strategy, norms_of_each
+from drivetrain.parallel.shown_gradients import DividedGradient
 from drivetrain_megatron.tensor.behavior import (
     SHARE,
     Own,

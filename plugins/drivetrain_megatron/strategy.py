@@ -13,28 +13,26 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from drivetrain.building import WeightSource
 from drivetrain.collectives import Communicator, connect
 from drivetrain.collectives.facts import differing, gather_facts
 from drivetrain.cost import Cost, ModelSpec
 from drivetrain.data.examples import ExampleBatch
 from drivetrain.errors import RankMismatchError
 from drivetrain.log import get_logger
-from drivetrain.model import PLANNING, untouched
-from drivetrain.paper.contract import Planning
-from drivetrain.parts.blocks import repeated_blocks
-from drivetrain.parts.guard import Elsewhere
-from drivetrain.parts.naming import held_parameters, named_parameters, uncompiled
-from drivetrain.parts.norms import clip_, combine_norms
-from drivetrain.parts.replicate import replicate
+from drivetrain.model.guard import Elsewhere
+from drivetrain.model.modules import held_parameters, named_parameters, repeated_blocks, uncompiled
+from drivetrain.model.untouched import PLANNING, untouched
+from drivetrain.parallel.backward import clip_, combine_norms
+from drivetrain.parallel.replicated import replicate
 from drivetrain.shards import (
     Shard,
     TensorFacts,
+    WeightSource,
     parameters_among,
     state_tensors,
 )
+from drivetrain.simulator.contract import Planning
 from drivetrain.strategy import Prepared, Run
-from drivetrain_megatron.cell import DataParallelCell, SameBatch, advice
 from drivetrain_megatron.config import MegatronConfig
 from drivetrain_megatron.cost import estimate
 from drivetrain_megatron.dropout import AlikeDraws, Dropout, MaskSource
@@ -44,10 +42,13 @@ from drivetrain_megatron.plan.model import ModelPlan, TensorParallel, confirmed,
 from drivetrain_megatron.recording.calls import batches_for, inputs_for
 from drivetrain_megatron.shares import Shares, on_shares
 from drivetrain_megatron.state import (
+    DataParallelCell,
     GlobalShards,
     Original,
+    SameBatch,
     SharedSource,
     WholeState,
+    advice,
     joined,
     refusing_forwards,
     shows_whole,

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from drivetrain.config import Layer, read_file
-from drivetrain.config.foreign import Importer, Translation
+from drivetrain.config.document import Importer, Translation
 from drivetrain.errors import ConfigError
 from drivetrain_migration.converters import (
     DEEPSPEED,

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from drivetrain.config import Layer
-from drivetrain.config.document import put
-from drivetrain.config.foreign import Translation
+from drivetrain.config.document import Translation, put
 from drivetrain.errors import ConfigError
 
 AUTO = "auto"

@@ -34,9 +34,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from drivetrain_offload.buffers import aligned_empty
-    from drivetrain_offload.stores.files import Transfer
-    from drivetrain_offload.stores.host import HostConfig, HostStore
-    from drivetrain_offload.stores.nvme import NvmeConfig, NvmeStore
+    from drivetrain_offload.host import HostConfig, HostStore
+    from drivetrain_offload.nvme import NvmeConfig, NvmeStore, Transfer
     from drivetrain_offload.strategy import Offload, OffloadConfig
 
 __all__ = [

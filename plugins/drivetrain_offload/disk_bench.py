@@ -59,8 +59,7 @@ def disk_bench(
     """
     from drivetrain.log import progress
     from drivetrain_offload.disk_speed import measure, suggest, usable_bytes
-    from drivetrain_offload.stores.files import check_directory, file_system
-    from drivetrain_offload.stores.nvme import MIB, NvmeConfig
+    from drivetrain_offload.nvme import MIB, NvmeConfig, check_directory, file_system
 
     ways = [
         NvmeConfig(path=str(path), request_mib=request, threads=count)
@@ -91,7 +90,7 @@ def disk_bench(
 
 
 def _is_direct(directory: Path) -> bool:
-    from drivetrain_offload.stores.files import DiskFile
+    from drivetrain_offload.nvme import DiskFile
 
     file = DiskFile(directory, request_bytes=4096, threads=1)
     file.close()

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from drivetrain_offload.buffers import ALIGNMENT, aligned_empty
-from drivetrain_offload.stores.files import DiskFile, Transfer
-from drivetrain_offload.stores.nvme import MIB
+from drivetrain_offload.nvme import MIB, DiskFile, Transfer
 
 ADAM_BYTES = 12
 """Per parameter and direction: master weight and two moments, 4 bytes each (ZeRO-Infinity, 3)."""

@@ -24,17 +24,17 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from drivetrain.checkpoint.saved_state import AROUND
 from drivetrain.cost import ModelSpec
 from drivetrain.errors import ConfigError, UsageError
 from drivetrain.log import get_logger
-from drivetrain.parts.saved_state import AROUND
+from drivetrain.parallel.estimate import Estimate
+from drivetrain.parallel.home import BoundOptimizer, Held, Home
+from drivetrain.parallel.layout import ParameterSlot, UnitLayout
+from drivetrain.parallel.options import OffloadOptions, UnitsOptions, store_knobs
+from drivetrain.parallel.shard import FlatTensor, ShardHome, followed, make_placeholder
+from drivetrain.parallel.unit import Unit
 from drivetrain.registry import stores
-from drivetrain.sharding.estimate import Estimate
-from drivetrain.sharding.home import BoundOptimizer, Held, Home
-from drivetrain.sharding.layout import ParameterSlot, UnitLayout
-from drivetrain.sharding.options import OffloadOptions, UnitsOptions, store_knobs
-from drivetrain.sharding.shard import FlatTensor, ShardHome, followed, make_placeholder
-from drivetrain.sharding.unit import Unit
 from drivetrain.store import Pending, ShardSpec, ShardStep, ShardStepper, SteppingStore, TensorStore
 from drivetrain.strategy import Run
 from drivetrain_offload.tiers import TierPlan, announce_tiers, held_by_kind, offloaded, plan_of

@@ -13,8 +13,8 @@ from typing_extensions import override
 
 from drivetrain.config.option import NestedStrategy, nested_strategy, option, options_of
 from drivetrain.errors import ConfigError
+from drivetrain.parallel.options import OffloadOptions
 from drivetrain.registry import strategies
-from drivetrain.sharding.options import OffloadOptions
 from drivetrain.strategy import Strategy, find_strategy
 
 SECTION = "offload"

@@ -34,12 +34,12 @@ from drivetrain.cost import ModelSpec, TensorSpec
 from drivetrain.errors import PreflightError
 from drivetrain.log import get_logger
 from drivetrain.memory import device_room, disk_room, host_room
-from drivetrain.parts.naming import named_parameters
+from drivetrain.model.modules import named_parameters
+from drivetrain.parallel.layout import FlatLayout, UnitLayout
+from drivetrain.parallel.options import OffloadOptions
 from drivetrain.registry import stores
 from drivetrain.runtime.precision import Precision
 from drivetrain.runtime.world import World
-from drivetrain.sharding.layout import FlatLayout, UnitLayout
-from drivetrain.sharding.options import OffloadOptions
 from drivetrain.store import SteppingStore
 from drivetrain.strategy import Run
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from drivetrain.collectives import sent_elements
 from drivetrain.cost import Cost, ModelSpec
-from drivetrain.replicated import ReplicatedStrategy
+from drivetrain.parallel.replicated import ReplicatedStrategy
 from drivetrain.runtime.precision import Precision
 from drivetrain.strategy import Run
 

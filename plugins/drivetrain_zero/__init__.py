@@ -19,10 +19,9 @@ units.py    how a model is cut into units: arithmetic
 options.py  the options
 ==========  ============================================================
 
-The step in its order, and the mechanisms that it calls, are ``drivetrain.sharding``.
+The step in its order, and the mechanisms that it calls, are ``drivetrain.parallel``.
 """
 
-from drivetrain_zero.options import Zero1Config, Zero2Config, Zero3Config
-from drivetrain_zero.zero import Zero1, Zero2, Zero3
+from drivetrain_zero.zero import Zero1, Zero1Config, Zero2, Zero2Config, Zero3, Zero3Config
 
 __all__ = ["Zero1", "Zero1Config", "Zero2", "Zero2Config", "Zero3", "Zero3Config"]

@@ -14,20 +14,205 @@ One step of N ranks, each of which owns 1/N of every unit::
                (stage 1 keeps the buffers, from stage 2 on they are given back)
     step       the user's optimizer steps this rank's fragments
                all-gather of every stepped unit        free every unit
+
+How ZeRO cuts a model into units. Arithmetic only.
+
+Stages 1 and 2 cut the model into units of a bucket's size. Stage 3 makes a unit of each repeated
+block and of each large layer outside of them; the rest of the model is another unit. Parameters
+below a threshold are not worth a message: they stay whole, in buckets as in stage 2.
+
+The options of ZeRO, and the sizes and limits that follow from them, stage by stage.
 """
 
 from collections.abc import Hashable, Sequence
-from typing import ClassVar, Generic, TypeVar
+from dataclasses import dataclass
+from typing import ClassVar, Generic, Literal, TypeVar
 
-from drivetrain.cost import ModelSpec
-from drivetrain.paper.data_parallel import Sharing
-from drivetrain.paper.run import PaperRun
-from drivetrain.sharding.estimate import sharing_of
-from drivetrain.sharding.layout import UnitLayout
-from drivetrain.sharding.strategy import ShardedStrategy
+from drivetrain.config.option import option
+from drivetrain.cost import ModelSpec, TensorSpec
+from drivetrain.parallel.buckets import MIB, plan_buckets
+from drivetrain.parallel.estimate import sharing_of
+from drivetrain.parallel.layout import (
+    ROOT,
+    CutStyle,
+    FlatLayout,
+    UnitLayout,
+    arrange,
+    arrange_whole,
+    block_of,
+    in_order_of_backward,
+    units_of_keys,
+)
+from drivetrain.parallel.options import GradientOptions, ParameterOptions, UnitsOptions
+from drivetrain.parallel.strategy import ShardedStrategy
+from drivetrain.runtime.precision import Precision
+from drivetrain.simulator.data_parallel import Sharing
+from drivetrain.simulator.step import PaperRun
 from drivetrain.strategy import Run
-from drivetrain_zero.options import Zero1Config, Zero2Config, Zero3Config
-from drivetrain_zero.units import cut_model
+
+# --- how ZeRO cuts a model into units ---
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """How large units are.
+
+    Attributes:
+        bucket_bytes: most bytes of whole parameters in one unit, in the dtype of forward.
+        cut: the way in which ranks share parameters.
+        shard_from: elements from which a parameter is kept as shards; None keeps all whole.
+        own_unit_from: elements from which a layer outside of blocks is a unit of its own.
+    """
+
+    bucket_bytes: int
+    cut: CutStyle
+    shard_from: int | None = None
+    own_unit_from: int = 1
+
+    def shards(self, spec: TensorSpec) -> bool:
+        """Return whether a parameter is kept as shards."""
+        return self.shard_from is not None and spec.numel >= max(self.shard_from, 1)
+
+
+def cut_model(
+    specs: Sequence[TensorSpec],
+    precision: Precision,
+    sizes: Sizes,
+    size: int,
+    devices: Sequence[Hashable] | None = None,
+) -> list[UnitLayout]:
+    """Cut parameters into units, in the order in which backward usually reaches them.
+
+    Args:
+        specs: the parameters in registration order.
+        precision: which dtypes they get.
+        sizes: how large units are.
+        size: number of ranks that share them.
+        devices: device of each parameter; only equal ones share a unit.
+    """
+    backwards = range(len(specs))[::-1]
+    large = [i for i in backwards if sizes.shards(specs[i])]
+    small = [i for i in backwards if not sizes.shards(specs[i])]
+    keys, loads = _unit_keys(specs, sizes), [0] * size
+    units = []
+    for key, kinds in units_of_keys(specs, large, keys, precision, devices):
+        flats = [_arrange([specs[i] for i in kind], precision, sizes, loads) for kind in kinds]
+        units.append(UnitLayout(key, tuple(flats), sharded=True))
+    kinds_of_all = units_of_keys(specs, small, [ROOT] * len(specs), precision, devices)
+    for kind in (each for _, kinds in kinds_of_all for each in kinds):
+        for bucket in _buckets(specs, kind, precision, sizes):
+            flat = _arrange([specs[i] for i in bucket], precision, sizes, loads)
+            units.append(UnitLayout(ROOT, (flat,), sharded=False))
+    return in_order_of_backward(units, specs)
+
+
+def _unit_keys(specs: Sequence[TensorSpec], sizes: Sizes) -> list[str]:
+    """Return the module prefix that each parameter is gathered with."""
+    elements: dict[str, int] = {}
+    for spec in specs:
+        owner = spec.name.rpartition(".")[0]
+        elements[owner] = elements.get(owner, 0) + spec.numel
+    keys = []
+    for spec in specs:
+        owner = spec.name.rpartition(".")[0]
+        alone = owner if elements[owner] >= sizes.own_unit_from else ROOT
+        keys.append(block_of(spec.name) or alone)
+    return keys
+
+
+def _buckets(
+    specs: Sequence[TensorSpec], members: list[int], precision: Precision, sizes: Sizes
+) -> list[list[int]]:
+    """Cut the whole parameters of one kind by size."""
+    first = specs[members[0]]
+    dtype = precision.forward_dtype(first.dtype, first.shape)
+    layouts = plan_buckets(
+        [specs[i].shape for i in members],
+        [(dtype, None)] * len(members),
+        range(len(members)),
+        bucket_bytes=sizes.bucket_bytes,
+        first_bytes=sizes.bucket_bytes,
+    )
+    return [[members[i] for i in layout.members] for layout in layouts]
+
+
+def _arrange(
+    specs: Sequence[TensorSpec], precision: Precision, sizes: Sizes, loads: list[int]
+) -> FlatLayout:
+    if sizes.cut == "whole":
+        return arrange_whole(specs, precision, loads)
+    return arrange(specs, precision, len(loads), sizes.cut)
+
+
+# --- the options of ZeRO, and the sizes and limits that follow from them, stage by stage ---
+
+
+@dataclass(frozen=True, kw_only=True)
+class Zero1Config(UnitsOptions):
+    """Options of the strategy ``zero1``."""
+
+    bucket_mib: float = option(
+        25.0, help="MiB of gradients that are reduced together", minimum=0.001, maximum=4096
+    )
+    partition: Literal["flat", "parameter"] = option(
+        "flat",
+        help="flat cuts every bucket into equal ranges; parameter gives whole parameters to one "
+        "rank each, for optimizers that need whole matrices",
+    )
+
+    @property
+    def cut(self) -> CutStyle:
+        """How parameters are divided among ranks."""
+        return "whole" if self.partition == "parameter" else "flat"
+
+    @property
+    def sizes(self) -> Sizes:
+        """How large units are."""
+        return Sizes(int(self.bucket_mib * MIB), self.cut)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Zero2Config(GradientOptions, Zero1Config):
+    """Options of the strategy ``zero2``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Zero3Config(ParameterOptions, Zero2Config):
+    """Options of the strategy ``zero3``."""
+
+    keep_below: int = option(
+        100_000,
+        help="parameters with fewer elements stay whole on every rank, as in stage 2: fewer and "
+        "larger messages",
+        minimum=0,
+    )
+    own_unit_from: int = option(
+        1_000_000,
+        help="elements from which a layer outside of the repeated blocks, such as an embedding, is "
+        "gathered and freed by itself",
+        minimum=1,
+    )
+    prefetch: int = option(
+        1, help="units that are gathered ahead of the one that computes", minimum=0, maximum=8
+    )
+
+    @property
+    def sizes(self) -> Sizes:
+        """How large units are: blocks and large layers."""
+        return Sizes(
+            int(self.bucket_mib * MIB),
+            self.cut,
+            shard_from=self.keep_below,
+            own_unit_from=self.own_unit_from,
+        )
+
+    @property
+    def ahead(self) -> int:
+        """How many units are gathered ahead of the computing unit."""
+        return self.prefetch
+
+
+# --- zeRO ---
 
 ConfigT = TypeVar("ConfigT", bound=Zero1Config)
 

@@ -69,7 +69,7 @@ _HOMES = {
         "UnknownPluginError",
         "UsageError",
     ),
-    "drivetrain.facade.options": (
+    "drivetrain.facade.settings": (
         "AutocastKwargs",
         "DDPCommunicationHookType",
         "DataLoaderConfiguration",

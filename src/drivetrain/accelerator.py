@@ -24,47 +24,42 @@ from drivetrain.aliases import AnswersArguments, extract_model_from_parallel
 from drivetrain.config import RecomputeConfig
 from drivetrain.data import PreparedLoader
 from drivetrain.errors import UsageError
-from drivetrain.facade.building import Constructions
 from drivetrain.facade.checkpoints import Decode, Encode, RunCheckpoints, check_safe
-from drivetrain.facade.gathering import Gathering
+from drivetrain.facade.exchange import Preemption
 from drivetrain.facade.gradients import WindowGradients
-from drivetrain.facade.joining import UnevenInputs
 from drivetrain.facade.observer import Observer, Observers
-from drivetrain.facade.options import (
+from drivetrain.facade.preparation import Constructions, Preparation, Recomputations, is_scheduler
+from drivetrain.facade.prepared import PreparedObjects, WholeWeights
+from drivetrain.facade.settings import (
+    Arguments,
     AutocastKwargs,
     DataLoaderConfiguration,
     GradientAccumulationPlugin,
     Handlers,
     ProfileKwargs,
     ProjectConfiguration,
-    announce_unused,
-    project_of,
-)
-from drivetrain.facade.preemption import Preemption
-from drivetrain.facade.preparation import Preparation, Recomputations, is_scheduler
-from drivetrain.facade.prepared import PreparedObjects
-from drivetrain.facade.settings import (
-    Arguments,
     Runs,
     StrategyChoice,
     agreed_world,
+    announce_unused,
     check_unchanged,
+    project_of,
     resolve_run,
 )
 from drivetrain.facade.stepping import PreparedOptimizer, PreparedScheduler
-from drivetrain.facade.weights import WholeWeights
+from drivetrain.facade.uneven import Gathering, UnevenInputs
 from drivetrain.log import Bar
+from drivetrain.observe.link import LinkChoice
+from drivetrain.observe.profile import StepProfiler
+from drivetrain.observe.recorder import LiveFigures, RunFigures
+from drivetrain.observe.report import RunReport
+from drivetrain.observe.trackers import Trackers
 from drivetrain.processes import Processes, StaysInProcess
-from drivetrain.profiling.follower import StepProfiler
-from drivetrain.reporting.run_report import RunReport
 from drivetrain.runtime import words
 from drivetrain.runtime.mesh import Mesh
-from drivetrain.runtime.scaler import LossScaler
+from drivetrain.runtime.precision import LossScaler
 from drivetrain.runtime.world import World
 from drivetrain.strategy import Run, Strategy
-from drivetrain.telemetry.link import LinkChoice
-from drivetrain.telemetry.live import LiveFigures, RunFigures
-from drivetrain.tracking import Trackers
 from drivetrain.verify.recorder import launched_observer
 
 T = TypeVar("T")

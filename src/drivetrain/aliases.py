@@ -12,11 +12,11 @@ from drivetrain.errors import RankMismatchError as DistributedOperationException
 from drivetrain.errors import UsageError
 from drivetrain.facade.stepping import PreparedOptimizer as AcceleratedOptimizer
 from drivetrain.facade.stepping import PreparedScheduler as AcceleratedScheduler
-from drivetrain.parts.naming import uncompiled
+from drivetrain.model.modules import uncompiled
+from drivetrain.observe.trackers import Tracker as GeneralTracker
 from drivetrain.processes import PartialState
 from drivetrain.runtime.precision import Precision
 from drivetrain.runtime.world import launched_config
-from drivetrain.tracking import Tracker as GeneralTracker
 
 __all__ = [
     "AcceleratedOptimizer",

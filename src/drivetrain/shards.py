@@ -79,7 +79,7 @@ class Shard:
         name: the parameter's or buffer's name in the user's model.
         state: "" for the parameter or buffer itself, else ``INDEX.KEY``: the optimizer's index in
             ``prepare`` and its state key, for example ``0.exp_avg``; or ``links.`` and what a sum
-            over a slow link keeps (``drivetrain.links.kept``).
+            over a slow link keeps (``drivetrain.compression.error_feedback``).
         tensor: the data of the part; its shape is ``part.sizes``, or 1-D for a flat range.
         shape: the global shape.
         part: which part of the global tensor ``tensor`` is.

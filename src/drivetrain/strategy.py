@@ -14,20 +14,19 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from drivetrain.building import WeightSource, fill, meta_tensors
+from drivetrain.checkpoint.saved_state import KeepsState
+from drivetrain.compression.methods import LinkMethods, OverLinks
 from drivetrain.cost import Cost, ModelSpec
 from drivetrain.data.examples import ExampleBatches
 from drivetrain.errors import UsageError
-from drivetrain.links.chosen import LinkMethods, OverLinks
-from drivetrain.paper.contract import Planning
-from drivetrain.parts.blocks import model_units
-from drivetrain.parts.naming import named_parameters
-from drivetrain.parts.saved_state import KeepsState
+from drivetrain.model.deferred import fill, meta_tensors
+from drivetrain.model.modules import model_units, named_parameters
 from drivetrain.registry import strategies
 from drivetrain.runtime.mesh import Mesh
 from drivetrain.runtime.precision import Precision
 from drivetrain.runtime.world import World
-from drivetrain.shards import Readable
+from drivetrain.shards import Readable, WeightSource
+from drivetrain.simulator.contract import Planning
 from drivetrain.traffic import Traffic
 
 ConfigT = TypeVar("ConfigT")

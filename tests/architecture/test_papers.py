@@ -25,9 +25,11 @@ PAPERS = {
         "local", "drivetrain_local/outer.py", ("Douillard et al. 2025",)
     ),
     "Li et al. 2020, PyTorch Distributed": Paper(
-        "ddp", "drivetrain_ddp/reducer.py", ("Li et al.", "2020")
+        "ddp", "drivetrain_ddp/strategy.py", ("Li et al.", "2020")
     ),
-    "Vogels et al. 2019, PowerSGD": Paper("ddp", "drivetrain_ddp/powersgd.py", ("Vogels", "2019")),
+    "Vogels et al. 2019, PowerSGD": Paper(
+        "ddp", "drivetrain_ddp/compression.py", ("Vogels", "2019")
+    ),
     "Rajbhandari et al. 2020, ZeRO": Paper(
         "zero3", "drivetrain_zero/zero.py", ("Rajbhandari et al.", "2020"), torch=False
     ),

@@ -15,7 +15,7 @@ from drivetrain.cost import ModelSpec
 from drivetrain.errors import CollectiveError, UsageError
 from drivetrain.registry import STRATEGIES
 from drivetrain.testing.conformance import StrategyConformance
-from drivetrain.testing.conformance.tcp import cut_connections
+from drivetrain.testing.conformance.accounts import cut_connections
 from drivetrain.testing.conformance.twins import Twins, everyone, plain_sgd
 from drivetrain.testing.models import CASES, Case, cross_entropy, tokens
 from towers import Gpt, Tower

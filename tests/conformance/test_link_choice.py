@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from drivetrain.collectives.facts import gather_facts
+from drivetrain.compression.automatic import COUNTED, WARM_UP
 from drivetrain.facade import checkpoints
-from drivetrain.links.automatic import COUNTED, WARM_UP
-from drivetrain.telemetry import link
+from drivetrain.observe import link
 from linked_trainings import WIDTH, Training, model_of, same, spread
 
 EXACT_STEPS = WARM_UP + COUNTED

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain.collectives.facts import gather_facts
+from drivetrain.compression.compressor import SMALLEST
 from drivetrain.errors import RankMismatchError
 from drivetrain.facade import settings
-from drivetrain.links.codec import SMALLEST
 from drivetrain.registry import compressors, strategies
 from drivetrain.strategy import find_strategy
 from linked_trainings import FORMS, WIDTH, Training, batch, model_of, same, sgd, spread

@@ -5,9 +5,9 @@ import torch
 from plan import SUBJECTS, plain_section, predicted
 
 from drivetrain import Accelerator
-from drivetrain.hardware.catalog import load_hardware
+from drivetrain.hardware.description import load_hardware
 from drivetrain.model.first_batch import Candidate
-from drivetrain.paper.seen import seen_model
+from drivetrain.simulator.seen import seen_model
 
 STEPS = 3
 

@@ -21,7 +21,7 @@ def test_import_of_a_name_that_is_not_here():
         with pytest.raises(ImportError, match=way_out):
             exec(f"from drivetrain import {name}", {})
     assert not hasattr(drivetrain, "no_such_name")
-    assert importlib.import_module("drivetrain.sharding") is drivetrain.sharding
+    assert importlib.import_module("drivetrain.parallel") is drivetrain.parallel
 
 
 def test_argument_that_is_not_here():

@@ -98,7 +98,7 @@ def test_units_that_are_freed_are_offered(strategy, monkeypatch):
         offered.append((memory._cdata, memory.nbytes()))
         offer(memory)
 
-    monkeypatch.setattr("drivetrain.sharding.unit.offer", note)
+    monkeypatch.setattr("drivetrain.parallel.unit.offer", note)
     accelerator = Accelerator(strategy=strategy, cpu=True)
     model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(4)))
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))

@@ -30,7 +30,7 @@ from drivetrain_launch.ranks.failure import CANNOT_HEAL
 from drivetrain_megatron.plan.named import STYLES
 from drivetrain_migration.converters import table_of
 from drivetrain_offload.disk_speed import ADAM_BYTES
-from drivetrain_offload.steps.pipeline import SETS, TILE_BYTES
+from drivetrain_offload.stepping import SETS, TILE_BYTES
 from foreign_files import FILES, LINES
 
 OURS = [*COMMANDS, *generate.ours(registry.COMMANDS)]

@@ -48,8 +48,8 @@ print("THE END")
 for words in ("launch --help", "estimate --help", "checkpoint export --help"):
     assert run(words.split()) == 0
 import drivetrain, drivetrain.config
-import drivetrain.reporting.page, drivetrain_launch.hosts.agent, drivetrain_launch.watching.watch
-from drivetrain.config.foreign import importers
+import drivetrain.observe.page, drivetrain_launch.hosts.remote, drivetrain_launch.watching.watch
+from drivetrain.config.document import importers
 from drivetrain.registry import strategies
 from drivetrain_launch.commands import config
 from drivetrain_launch.wizard.questions import ask_all

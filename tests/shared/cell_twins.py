@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from drivetrain import Accelerator
-from drivetrain.parts.naming import named_parameters
+from drivetrain.model.modules import named_parameters
 from huggingface_models import logits_of
 
 EXACT = {"rtol": 1e-10, "atol": 1e-12}

@@ -7,10 +7,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from drivetrain.collectives.stretch import ParameterRow, Stretch
+from drivetrain.collectives.volume import ParameterRow, Stretch
+from drivetrain.compression.communicator import LinkedCommunicator, connect_linked
+from drivetrain.compression.methods import LinkMethods
 from drivetrain.config.schema import FarConfig, LinksConfig
-from drivetrain.links.chosen import LinkMethods
-from drivetrain.links.linked import LinkedCommunicator, connect_linked
 from drivetrain.runtime.mesh import Mesh
 from drivetrain.runtime.world import World
 from drivetrain.traffic import Traffic

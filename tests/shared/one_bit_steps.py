@@ -8,10 +8,9 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW
 
 from drivetrain import Accelerator
+from drivetrain.compression.compressor import Codec, Compressor
 from drivetrain.errors import ConfigError
-from drivetrain.links.codec import Codec
-from drivetrain.links.compressor import Compressor
-from drivetrain_links import OneBit
+from drivetrain_compression import OneBit
 
 WARMUP, STEPS, TOKENS = 3, 8, 64
 LIMIT = 1e-5

@@ -1,6 +1,6 @@
 """Folders of runs as ranks write them, without a training."""
 
-from drivetrain.telemetry.figures import RUN, Journal, StartFolder, StepFigures, new_start
+from drivetrain.observe.figures import RUN, Journal, StartFolder, StepFigures, new_start
 
 FACTS = {
     "script": "train.py",

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from drivetrain import Accelerator
-from drivetrain.parts.naming import named_parameters
+from drivetrain.model.modules import named_parameters
 from drivetrain.testing.conformance.twins import everyone
 
 EXACT = {"rtol": 1e-10, "atol": 1e-12}

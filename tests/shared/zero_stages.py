@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from drivetrain import Accelerator
-from drivetrain.sharding.unit import Unit
+from drivetrain.parallel.unit import Unit
 from drivetrain.testing.conformance.twins import Twins
 
 SMALL = {"bucket_mib": 0.001}

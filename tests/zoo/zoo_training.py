@@ -13,9 +13,9 @@ from torch.optim import AdamW, Optimizer
 from torch.utils.data import DataLoader, Dataset
 
 from drivetrain import Accelerator
-from drivetrain.parts.blocks import repeated_blocks
+from drivetrain.model.modules import repeated_blocks
 from drivetrain.verify import RunRecord, StepRecord
-from drivetrain.verify.doubles import Doubles
+from drivetrain.verify.recorder import Doubles
 from families import Batch, Family, Models, Phase
 from families.family import ROWS
 

@@ -14,8 +14,14 @@ from typing import Any, Literal
 import click
 
 from drivetrain.config import Layer, Option, RunConfig, dump_yaml, options_of, read_file
-from drivetrain.config.document import ORIGINS_KEY, STRATEGY
-from drivetrain.config.foreign import Importer, Translation, importer_of, importers
+from drivetrain.config.document import (
+    ORIGINS_KEY,
+    STRATEGY,
+    Importer,
+    Translation,
+    importer_of,
+    importers,
+)
 from drivetrain.config.option import is_union
 from drivetrain.config.resolve import resolve
 from drivetrain.errors import ConfigError

@@ -19,7 +19,7 @@ from drivetrain_launch.console import show_table
 
 if TYPE_CHECKING:
     from drivetrain.cost import ModelSpec
-    from drivetrain_launch.forecast.promises import Promise
+    from drivetrain_launch.forecast.planning import Promise
 
 KINDS = ("parameters", "masters", "gradients", "optimizer")
 """Columns of their own; other kinds on the device are added up."""
@@ -60,7 +60,7 @@ def command(
     room = _room(device)
     resolved = _on_hosts(resolve_command_line(config, assignments), ranks, nnodes)
     from drivetrain_launch.forecast.models import model_of
-    from drivetrain_launch.forecast.promises import promises_for
+    from drivetrain_launch.forecast.planning import promises_for
 
     model = model_of(source, arguments)
     show(model, list(promises_for(model, resolved, ranks)), resolved, ranks, room)

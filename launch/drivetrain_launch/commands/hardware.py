@@ -6,7 +6,7 @@ from typing import Any
 import click
 
 from drivetrain.errors import ConfigError
-from drivetrain.hardware.catalog import SUFFIX, hardware_names, hardware_text, load_hardware
+from drivetrain.hardware.description import SUFFIX, hardware_names, hardware_text, load_hardware
 
 MODULE = "drivetrain.measuring"
 """The program that measures, on every rank."""

@@ -23,8 +23,7 @@ from drivetrain.config import (
     options_of,
     read_sets,
 )
-from drivetrain.config.document import put
-from drivetrain.config.foreign import importers, read_own_file
+from drivetrain.config.document import importers, put, read_own_file
 from drivetrain.config.resolve import Resolved, resolve
 from drivetrain.errors import ConfigError
 from drivetrain.registry import strategies

@@ -8,15 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from drivetrain.compression.compressor import Honesty
 from drivetrain.errors import ConfigError
-from drivetrain.hardware.catalog import load_hardware
-from drivetrain.hardware.description import Hardware
+from drivetrain.hardware.description import Hardware, load_hardware
 from drivetrain.hardware.sizes import size_text
-from drivetrain.links.compressor import Honesty
-from drivetrain.paper.transformer import GptShape
+from drivetrain.simulator.transformer import GptShape
 from drivetrain_launch.commands.options import BEFORE_SCRIPT, complete_file, rest_argument
 from drivetrain_launch.console import show_table
-from drivetrain_launch.forecast.plan_text import explained, file_of, found_rows
+from drivetrain_launch.forecast.planning import explained, file_of, found_rows
 
 if TYPE_CHECKING:
     from drivetrain.planner.predict import Prediction, Predictor, Task
@@ -219,7 +218,7 @@ def _show(
 ) -> None:
     """Print one layout in detail, and write its files."""
     if trace is not None:
-        from drivetrain.paper.step import write_trace
+        from drivetrain.simulator.step import write_trace
 
         write_trace(first.played, trace)
     if file is not None:
@@ -248,7 +247,7 @@ def show_found(task: "Task", found: "Found", *, methods: bool = False) -> None:
         found: its outcome.
         methods: whether approximate methods took part: then a column names those of each layout.
     """
-    from drivetrain.planner.fit import room_of
+    from drivetrain.planner.search import room_of
 
     unit = "tokens/s" if task.model.seq > 1 else "samples/s"
     memory = f"memory of {size_text(round(room_of(task)))}"

@@ -3,15 +3,14 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from drivetrain.compression.automatic import Sender, choose_links
 from drivetrain.config.resolve import Resolved
 from drivetrain.cost import Cost, ModelSpec
 from drivetrain.hardware.sizes import size_text
-from drivetrain.links.automatic import Sender, choose_links
+from drivetrain.observe.link import bytes_between_hosts
 from drivetrain.strategy import Run, find_strategy
-from drivetrain.telemetry.link import bytes_between_hosts
 from drivetrain_launch.console import show_table, yaml_text
-from drivetrain_launch.forecast.host_order import ranks_of
-from drivetrain_launch.forecast.planning import EXAMPLE, example_model, plan, plan_on
+from drivetrain_launch.forecast.planning import EXAMPLE, example_model, plan, plan_on, ranks_of
 from drivetrain_launch.hosts.remote import RemoteHost
 from drivetrain_launch.ranks.placement import accelerators, cores, local_ranks
 

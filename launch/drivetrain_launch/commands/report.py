@@ -7,10 +7,9 @@ from pathlib import Path
 import click
 
 from drivetrain.errors import ConfigError
-from drivetrain.reporting import measures
-from drivetrain.reporting.history import RunHistory, load_history
-from drivetrain.reporting.page import missing_packages, write_report
-from drivetrain.reporting.summary import differences, in_seconds, summary_of
+from drivetrain.observe import history as measures
+from drivetrain.observe.history import RunHistory, differences, in_seconds, load_history, summary_of
+from drivetrain.observe.page import missing_packages, write_report
 from drivetrain_launch.commands.options import SETTINGS
 from drivetrain_launch.console import show_table
 

@@ -27,8 +27,8 @@ from drivetrain.data.examples import first_rows
 from drivetrain.errors import ConfigError
 from drivetrain.hardware.sizes import parameter_count
 from drivetrain.model.first_batch import Candidate, batches_as_arguments, guessed_inputs
-from drivetrain.paper.seen import ROWS, seen_model
-from drivetrain.paper.transformer import PaperModel
+from drivetrain.simulator.seen import ROWS, seen_model
+from drivetrain.simulator.transformer import PaperModel
 
 CONFIG_FILE = "config.json"
 MATRIX = (1000, 1000)

@@ -4,6 +4,13 @@ The hosts come from ``--hosts``, or from a hostfile of DeepSpeed's format. ssh g
 arguments with a fixed command; everything else goes to the host's input, and only when all hosts
 are ready. A host that cannot be reached, or lacks the package, is named, and nothing is started
 anywhere.
+
+Runs a command of ``drivetrain`` on a host that another machine reached by ssh.
+
+The agent says that it is there. The order comes as a line of JSON on the input, not in the command
+line: words, folder, variables and the secret pass no shell, and no list of processes shows them.
+The input stays open as long as the other machine wants the run. A further line is a signal for the
+launcher here: a scheduler's notice to the other machine. The end of the input ends the run here.
 """
 
 import json
@@ -25,15 +32,65 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import IO, Any
 
 from drivetrain.errors import CollectiveError, ConfigError
-from drivetrain.runtime.notices import NOTICES
+from drivetrain.runtime.notices import NOTICES, EarlyNotice
 from drivetrain_launch.console import show
-from drivetrain_launch.hosts.agent import READY, SIGNAL
 from drivetrain_launch.hosts.surroundings import FIRST_PORT, PORTS
 from drivetrain_launch.ranks.channel import SECRET_VARIABLE
 from drivetrain_launch.ranks.placement import Endpoint, ip_version
 from drivetrain_launch.ranks.signals import Signals, Stopped
+
+# --- runs a command of ``drivetrain`` on a host that another machine reached by ssh ---
+
+READY = "drivetrain-host ready"
+"""Line of output by which the other machine sees that ssh, Python and the package work here."""
+
+LONGEST_ORDER = 4 << 20
+"""Bytes of an order, at most."""
+
+SIGNAL = "signal"
+"""Key of the number in a line that is a signal."""
+
+
+def main() -> None:
+    """Read the order and carry it out."""
+    signal.signal(signal.SIGUSR1, EarlyNotice())  # until the launcher has its own handlers
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    connection = os.fdopen(os.dup(0), "rb", buffering=0)
+    with open(os.devnull, "rb") as nothing:  # noqa: PTH123 - ranks read nothing from the connection
+        os.dup2(nothing.fileno(), 0)
+    print(READY, flush=True)
+    line = connection.readline(LONGEST_ORDER)
+    if not line:  # another host is not ready: nothing is to be started
+        return
+    order: dict[str, Any] = json.loads(line)
+    threading.Thread(target=_obey, args=(connection,), daemon=True).start()
+    from drivetrain_launch.cli import run
+
+    try:
+        os.chdir(order["folder"])
+    except OSError as error:
+        text = f"no folder {order['folder']!r}: {error.strerror}; the hosts need one file system"
+        print(f"error: {text}", file=sys.stderr)
+        sys.exit(ConfigError.exit_code)
+    os.environ.update(order["variables"])
+    sys.exit(run([order["command"], *order["words"]]))
+
+
+def _obey(connection: IO[bytes]) -> None:
+    """Send this launcher the signals that come, and SIGINT when the other machine is gone."""
+    while line := connection.readline(LONGEST_ORDER):
+        os.kill(os.getpid(), json.loads(line)[SIGNAL])
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+if __name__ == "__main__":
+    main()
+
+
+# --- starts a command on all hosts of a list over the system's ssh, and ends all of them ---
 
 _NAME = re.compile(r"(?:([A-Za-z_][A-Za-z0-9._-]{0,31})@)?([A-Za-z0-9][A-Za-z0-9._-]{0,252})")
 _LINE = re.compile(r"(\S+)(?:\s+slots=(\d+))?")
@@ -339,7 +396,7 @@ class HostConnection:
         self.host = host
         self.ready = threading.Event()
         self._complaints: deque[str] = deque(maxlen=LAST_LINES)
-        command = [sys.executable, "-P", "-m", "drivetrain_launch.hosts.agent"]
+        command = [sys.executable, "-P", "-m", "drivetrain_launch.hosts.remote"]
         if host.target not in ("localhost", "127.0.0.1", socket.gethostname()):
             remote = " ".join(shlex.quote(word) for word in command)
             settings = ("BatchMode=yes", f"ConnectTimeout={CONNECT_S}", *ALIVE)

@@ -28,7 +28,7 @@ from drivetrain_launch.ranks.channel import (
 from drivetrain_launch.ranks.failure import Ending, IdleAttempts, Verdict, judge
 from drivetrain_launch.ranks.placement import HostJob
 from drivetrain_launch.ranks.preflight import CheckedHost, Extent, HostCheck, differences
-from drivetrain_launch.watching.stragglers import StragglerWatch
+from drivetrain_launch.watching.watch import StragglerWatch
 
 
 @dataclass(eq=False, kw_only=True, slots=True)

@@ -31,8 +31,7 @@ from drivetrain_launch.ranks.processes import POLL_S, Output, RankProcesses
 from drivetrain_launch.ranks.signals import Signals, Stopped
 from drivetrain_launch.ranks.worker import LOGS_VARIABLE
 from drivetrain_launch.watching.answers import BOARD_VARIABLE
-from drivetrain_launch.watching.stragglers import WorkFiles, work_file
-from drivetrain_launch.watching.watch import HangWatch
+from drivetrain_launch.watching.watch import HangWatch, WorkFiles, work_file
 
 STOP_S = 5.0
 """How long a rank has after Ctrl-C before it is killed."""

@@ -19,8 +19,8 @@ from typing import Any, TypeAlias
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from drivetrain.errors import CollectiveError, ConfigError, DrivetrainError, PreflightError
+from drivetrain.observe.figures import RankTimes
 from drivetrain.runtime.world import loopback_store
-from drivetrain.telemetry.work import RankTimes
 from drivetrain_launch.console import say
 from drivetrain_launch.ranks.channel import (
     LONGEST_MESSAGE,
@@ -42,8 +42,7 @@ from drivetrain_launch.ranks.placement import (
     listening_address,
 )
 from drivetrain_launch.ranks.preflight import HostProbe, chosen_address, machine_id, transport_of
-from drivetrain_launch.watching.stragglers import StragglerWatch
-from drivetrain_launch.watching.watch import Hosts
+from drivetrain_launch.watching.watch import Hosts, StragglerWatch
 
 
 class SingleHost:

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from drivetrain.runtime.board import NATIVE
-from drivetrain_launch.watching.answers import main_thread, script_site
-from drivetrain_launch.watching.views import OperationView, RankView
+from drivetrain_launch.watching.answers import OperationView, RankView, main_thread, script_site
 
 SECTIONS = {
     "data": "the data loader",

@@ -14,7 +14,7 @@ from drivetrain.cost import Cost, ModelSpec
 from drivetrain.hardware.sizes import GIB, device_bytes, parameter_count, size_text
 from drivetrain.registry import Registry
 from drivetrain_launch.forecast.models import of_size
-from drivetrain_launch.forecast.promises import Promise, promises_for
+from drivetrain_launch.forecast.planning import Promise, promises_for
 from drivetrain_launch.ranks.placement import accelerators, cores, local_ranks
 
 BILLION = 10**9

@@ -14,20 +14,21 @@ from typing import Any, ClassVar
 
 from drivetrain.cost import ModelSpec
 from drivetrain.errors import ConfigError
-from drivetrain.paper.contract import PaperBound, Planning, UnitCosts, stage_bound
-from drivetrain.paper.run import PaperRun
-from drivetrain.paper.step import COMPUTE, PaperStep, PaperTask
-from drivetrain.paper.work import (
+from drivetrain.simulator.contract import PaperBound, Planning, UnitCosts, stage_bound
+from drivetrain.simulator.step import (
+    COMPUTE,
     Boundary,
     Collective,
     Direction,
     MatrixProduct,
     MemoryPass,
     Operation,
+    PaperRun,
+    PaperStep,
+    PaperTask,
     PaperUnit,
 )
 from drivetrain.strategy import Run
-from drivetrain_megatron.cell import data_parallel
 from drivetrain_megatron.config import MegatronConfig
 from drivetrain_megatron.cost import part_of
 from drivetrain_megatron.pipeline.schedules import (
@@ -37,6 +38,7 @@ from drivetrain_megatron.pipeline.schedules import (
     make_schedule,
     needs,
 )
+from drivetrain_megatron.state import data_parallel
 
 # --- tensor parallelism ---
 

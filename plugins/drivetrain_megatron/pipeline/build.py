@@ -12,20 +12,24 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 from torch.utils.hooks import RemovableHandle
 
-from drivetrain.building import WeightSource
 from drivetrain.collectives import Communicator, connect
 from drivetrain.collectives.facts import share_facts
 from drivetrain.errors import UsageError
 from drivetrain.log import get_logger
+from drivetrain.model.guard import Arguments, Elsewhere, Function, Keywords
 from drivetrain.model.look import Look
-from drivetrain.parts.blocks import NamedModule
-from drivetrain.parts.guard import Arguments, Elsewhere, Function, Keywords
-from drivetrain.parts.naming import clean_name, named_parameters
-from drivetrain.parts.wrapping import UninheritedMethod, unwrap_forward, wrap_forward
+from drivetrain.model.modules import (
+    NamedModule,
+    UninheritedMethod,
+    clean_name,
+    named_parameters,
+    unwrap_forward,
+    wrap_forward,
+)
+from drivetrain.shards import WeightSource
 from drivetrain.strategy import Run, Strategy
 from drivetrain_megatron.config import MegatronConfig
 from drivetrain_megatron.dropout import Dropout
-from drivetrain_megatron.pipeline.batches import Dims, DividedCall, MicroBatch, cut_batch
 from drivetrain_megatron.pipeline.cut import (
     StageCut,
     chosen_cut,
@@ -55,7 +59,14 @@ from drivetrain_megatron.pipeline.runner import (
 from drivetrain_megatron.pipeline.schedules import Action, ActionKind
 from drivetrain_megatron.pipeline.stage import SharedParameters, Split, split, with_copies
 from drivetrain_megatron.pipeline.stand_ins import StandIns
-from drivetrain_megatron.pipeline.transfer import Link, announce_idle_rounding
+from drivetrain_megatron.pipeline.transfer import (
+    Dims,
+    DividedCall,
+    Link,
+    MicroBatch,
+    announce_idle_rounding,
+    cut_batch,
+)
 from drivetrain_megatron.pipeline.trials import BatchTrial, LossTrial
 from drivetrain_megatron.recording.calls import ExampleInputs
 from drivetrain_megatron.recording.phases import Recording, block_order, recording_of

@@ -17,8 +17,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from drivetrain.errors import ConfigError, UsageError
 from drivetrain.model.look import BlockCall, Look, SeenTensor
+from drivetrain.model.modules import uncompiled
 from drivetrain.model.untouched import without_values
-from drivetrain.parts.naming import uncompiled
 from drivetrain_megatron.config import MegatronConfig
 from drivetrain_megatron.recording.phases import Dependency, Recording, named_blocks
 from drivetrain_megatron.recording.proxy import StageProxy

@@ -26,9 +26,9 @@ from torch.utils._pytree import (
 )
 
 from drivetrain.errors import UsageError
-from drivetrain_megatron.pipeline.batches import Dims, DividedCall, Division, MicroBatch, join
 from drivetrain_megatron.pipeline.runner import LocalStages, LossOf, StageWorker, find_loss
 from drivetrain_megatron.pipeline.schedules import make_schedule
+from drivetrain_megatron.pipeline.transfer import Dims, DividedCall, Division, MicroBatch, join
 from drivetrain_megatron.recording.proxy import (
     OTHER,
     OWN_BACKWARD,

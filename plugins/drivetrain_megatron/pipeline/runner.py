@@ -14,11 +14,10 @@ from torch.utils._pytree import tree_leaves
 
 from drivetrain.collectives import Communicator
 from drivetrain.errors import ConfigError, UsageError
-from drivetrain.model import LeftBehind
+from drivetrain.model.untouched import LeftBehind
 from drivetrain.ranges import STAGE, named_range
 from drivetrain.strategy import Strategy
 from drivetrain_megatron.dropout import Dropout
-from drivetrain_megatron.pipeline.batches import MicroBatch
 from drivetrain_megatron.pipeline.schedules import Action, ActionKind, Span, Timeline, save_trace
 from drivetrain_megatron.pipeline.stage import SharedParameters, Split, Stage
 from drivetrain_megatron.pipeline.transfer import (
@@ -27,6 +26,7 @@ from drivetrain_megatron.pipeline.transfer import (
     Link,
     Message,
     Meta,
+    MicroBatch,
     absent_like,
     is_absent,
 )

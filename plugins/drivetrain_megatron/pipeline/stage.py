@@ -18,14 +18,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_map_only
 
-from drivetrain.building import WeightSource, become
 from drivetrain.errors import UsageError
+from drivetrain.model.deferred import become
+from drivetrain.model.guard import Arguments, Function, Keywords
 from drivetrain.model.look import named_leaves, tensors_in
+from drivetrain.model.modules import BlockHooks
 from drivetrain.model.untouched import keep_padding
-from drivetrain.parts.blocks import BlockHooks
-from drivetrain.parts.guard import Arguments, Function, Keywords
+from drivetrain.shards import WeightSource
 from drivetrain.strategy import Strategy
-from drivetrain_megatron.pipeline.batches import MicroBatch
 from drivetrain_megatron.pipeline.cut import StageCut
 from drivetrain_megatron.pipeline.stand_ins import ParameterProxy, SharedCopy
 from drivetrain_megatron.pipeline.transfer import (
@@ -33,6 +33,7 @@ from drivetrain_megatron.pipeline.transfer import (
     Link,
     Message,
     Meta,
+    MicroBatch,
     absent_like,
     is_absent,
 )

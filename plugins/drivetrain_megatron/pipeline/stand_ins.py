@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from drivetrain.building import become
 from drivetrain.collectives import Communicator
 from drivetrain.collectives.facts import gather_facts
 from drivetrain.errors import UsageError
-from drivetrain.parts.guard import (
+from drivetrain.model.deferred import become
+from drivetrain.model.guard import (
     Arguments,
     Elsewhere,
     Function,
@@ -27,7 +27,7 @@ from drivetrain.parts.guard import (
     asks_facts,
     guard,
 )
-from drivetrain.parts.naming import clean_name
+from drivetrain.model.modules import clean_name
 from drivetrain_megatron.recording.proxy import StageProxy
 
 _COPIES = (nn.Parameter.__deepcopy__, nn.Parameter.__reduce_ex__)

@@ -14,10 +14,13 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 
 from drivetrain.errors import CollectiveError, UsageError
 from drivetrain.log import get_logger
-from drivetrain.model import is_left_equal, untouched
 from drivetrain.model.look import tensors_in
-from drivetrain.parts.wrapping import UninheritedHook
-from drivetrain_megatron.pipeline.batches import (
+from drivetrain.model.modules import UninheritedHook
+from drivetrain.model.untouched import is_left_equal, untouched
+from drivetrain_megatron.pipeline.losses import TargetCounter, Weights, has_negative
+from drivetrain_megatron.pipeline.runner import LocalStages, LossOf
+from drivetrain_megatron.pipeline.stage import ProxyPlace, Stage, StagePass, Watch, hidden
+from drivetrain_megatron.pipeline.transfer import (
     Dims,
     DividedCall,
     Division,
@@ -30,9 +33,6 @@ from drivetrain_megatron.pipeline.batches import (
     rows_of,
     tolerance,
 )
-from drivetrain_megatron.pipeline.losses import TargetCounter, Weights, has_negative
-from drivetrain_megatron.pipeline.runner import LocalStages, LossOf
-from drivetrain_megatron.pipeline.stage import ProxyPlace, Stage, StagePass, Watch, hidden
 from drivetrain_megatron.recording.phases import PLAIN, TensorMeta
 from drivetrain_megatron.recording.proxy import StageProxy
 from drivetrain_megatron.recording.shapes import Metas

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from drivetrain.collectives import Communicator
 from drivetrain_megatron.tensor.attention import attach_heads, head_partitions
-from drivetrain_megatron.tensor.block_code import (
+from drivetrain_megatron.tensor.behavior import (
     attach_bias,
     attach_region,
     attach_resized,

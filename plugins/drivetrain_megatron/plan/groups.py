@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from drivetrain.model.look import Look, ModelOperation, ModuleCall
-from drivetrain.model.results import Facts
+from drivetrain.model.valueless import Facts
 from drivetrain_megatron.plan.divide import GroupPlan, RegionPlan, SizeAttribute
 from drivetrain_megatron.tensor.linear import features_of, is_linear
 from drivetrain_megatron.tensor.partition import Partition, even, grouped_heads, joined, units

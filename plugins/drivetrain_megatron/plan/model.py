@@ -21,10 +21,9 @@ from drivetrain.collectives import Communicator
 from drivetrain.errors import ConfigError, UsageError
 from drivetrain.log import get_logger
 from drivetrain.model.look import Look
+from drivetrain.model.modules import NamedModule, named_parameters, uncompiled
 from drivetrain.model.untouched import keep_padding
-from drivetrain.parts.blocks import NamedModule
-from drivetrain.parts.naming import named_parameters, uncompiled
-from drivetrain.parts.rounds import mark_of_strategy
+from drivetrain.parallel.backward import mark_of_strategy
 from drivetrain.runtime import rng
 from drivetrain_megatron.config import MegatronConfig
 from drivetrain_megatron.dropout import DropoutLayout, Layouts, Site, open_attentions
@@ -43,7 +42,6 @@ from drivetrain_megatron.plan.named import (
     models_plan,
     users_plan,
 )
-from drivetrain_megatron.plan.thread_ranks import run_emulated
 from drivetrain_megatron.plan.trial import (
     SEED,
     Results,
@@ -51,6 +49,7 @@ from drivetrain_megatron.plan.trial import (
     floating_in,
     is_close,
     randomized,
+    run_emulated,
     thin_shapes,
 )
 from drivetrain_megatron.recording.calls import (

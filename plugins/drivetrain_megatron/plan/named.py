@@ -16,7 +16,7 @@ from torch import nn
 
 from drivetrain.errors import ConfigError
 from drivetrain.log import get_logger
-from drivetrain.parts.naming import clean_name, uncompiled
+from drivetrain.model.modules import clean_name, uncompiled
 from drivetrain_megatron.plan.derive import Derivation, is_named
 from drivetrain_megatron.tensor.linear import is_linear
 

@@ -16,11 +16,10 @@ from drivetrain.errors import RankMismatchError, UsageError
 from drivetrain.log import get_logger
 from drivetrain.model.first_batch import Candidate, batches_as_arguments, guessed_inputs
 from drivetrain.model.look import BlockCall, Look, SeenTensor, TensorRef
+from drivetrain.model.modules import NamedModule, repeated_blocks, uncompiled
 from drivetrain.model.recorder import look_at
-from drivetrain.model.results import ValuesNeededError
+from drivetrain.model.valueless import ValuesNeededError
 from drivetrain.nested import describe
-from drivetrain.parts.blocks import NamedModule, repeated_blocks
-from drivetrain.parts.naming import uncompiled
 from drivetrain.strategy import Run
 from drivetrain_megatron.config import MegatronConfig
 from drivetrain_megatron.recording.phases import PLAIN, blocks_for, named_blocks

@@ -21,11 +21,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten
 
 from drivetrain.errors import UsageError
+from drivetrain.model.guard import Arguments, Function, Keywords
 from drivetrain.model.look import BlockCall, Look, ModelOperation
+from drivetrain.model.modules import NamedModule, clean_name, repeated_blocks, uncompiled
 from drivetrain.model.recorder import look_at
-from drivetrain.parts.blocks import NamedModule, repeated_blocks
-from drivetrain.parts.guard import Arguments, Function, Keywords
-from drivetrain.parts.naming import clean_name, uncompiled
 from drivetrain_megatron.recording.proxy import StageProxy
 
 # --- the result of a block: which tensors travel to the next, which values stay everywhere ---

@@ -16,8 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from drivetrain.errors import UsageError
 from drivetrain.model.look import tensors_in
-from drivetrain.model.results import Facts, ValuesNeededError
-from drivetrain.model.valueless import ValuelessTensor, WriteRefusedError
+from drivetrain.model.valueless import Facts, ValuelessTensor, ValuesNeededError, WriteRefusedError
 
 _DEPTH = 100
 """Operations in a row that an expression keeps; a running sum that is never read stops there."""

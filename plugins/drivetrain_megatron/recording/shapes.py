@@ -13,12 +13,11 @@ from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only
 
 from drivetrain.log import get_logger
+from drivetrain.model.guard import Arguments, Function, Keywords, targets
 from drivetrain.model.look import tensors_in
+from drivetrain.model.modules import BlockHooks, hooks_of_script
 from drivetrain.model.untouched import without_values
 from drivetrain.model.valueless import SEED, ValuelessTensor, filled, random_like
-from drivetrain.parts.blocks import BlockHooks
-from drivetrain.parts.guard import Arguments, Function, Keywords, targets
-from drivetrain.parts.wrapping import hooks_of_script
 from drivetrain.runtime import rng
 from drivetrain_megatron.recording.phases import (
     PLAIN,

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from drivetrain.collectives import Communicator
 from drivetrain.errors import ConfigError, UsageError
-from drivetrain.parts.guard import name_of, writes_first
+from drivetrain.model.guard import name_of, writes_first
 from drivetrain_megatron.tensor.behavior import Behavior, attach, original_class
 from drivetrain_megatron.tensor.operators import (
     Edges,

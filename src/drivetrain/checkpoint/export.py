@@ -21,16 +21,15 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from drivetrain.building import Ranges, WeightSource
-from drivetrain.checkpoint.agreement import share, together
+from drivetrain.checkpoint.commit import share, together
 from drivetrain.checkpoint.loading import ModelReader, open_checkpoint
 from drivetrain.checkpoint.manifest import basename
 from drivetrain.checkpoint.tensorfile import TensorFile, sync_directory, write_bytes
 from drivetrain.errors import CheckpointError
 from drivetrain.log import get_logger
-from drivetrain.parts.naming import all_names, named_parameters, persistent_buffers
+from drivetrain.model.modules import all_names, named_parameters, persistent_buffers
 from drivetrain.runtime.world import World
-from drivetrain.shards import TensorFacts
+from drivetrain.shards import Ranges, TensorFacts, WeightSource
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

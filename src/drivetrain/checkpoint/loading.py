@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from drivetrain.checkpoint import commit
-from drivetrain.checkpoint.agreement import together
+from drivetrain.checkpoint.commit import together
 from drivetrain.checkpoint.encoding import STATE_FILE, STATE_TENSORS, Scalars, decode
 from drivetrain.checkpoint.manifest import (
     Manifest,

@@ -30,8 +30,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from drivetrain.checkpoint import commit
-from drivetrain.checkpoint.agreement import SHOWN, Group, collect, gather, share, together
-from drivetrain.checkpoint.commit import next_name, saved_steps
+from drivetrain.checkpoint.commit import (
+    SHOWN,
+    Group,
+    collect,
+    gather,
+    next_name,
+    saved_steps,
+    share,
+    together,
+)
 from drivetrain.checkpoint.encoding import Contents, Report, write_common
 from drivetrain.checkpoint.loading import CheckpointReader, open_checkpoint
 from drivetrain.checkpoint.manifest import FILE_NAME, Manifest

@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from drivetrain.checkpoint import commit
-from drivetrain.checkpoint.agreement import (
+from drivetrain.checkpoint.commit import (
     Group,
     check_same,
     collect,

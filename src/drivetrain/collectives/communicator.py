@@ -19,12 +19,13 @@ from typing import Any, Literal, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from drivetrain.collectives.stretch import Stretch, StretchParts
 from drivetrain.collectives.volume import (
     Chunks,
     Layout,
     Operation,
     Parts,
+    Stretch,
+    StretchParts,
     as_bytes,
     byte_lengths,
     checked_chunks,
@@ -156,7 +157,7 @@ def copy_all(targets: Tensors, sources: Tensors) -> None:
 
 # --- channels: the same tensors time and again, which a slow link may approximate ---
 
-# Here all of them are exact; ``drivetrain.links.linked`` has those that are not.
+# Here all of them are exact; ``drivetrain.compression.communicator`` has those that are not.
 
 
 SumChannel: TypeAlias = Callable[[Tensor], Handle]
@@ -281,7 +282,7 @@ class Channels(ABC):
         """Let channels go on with methods for slow links that were chosen between two steps.
 
         Args:
-            links: ``drivetrain.links.chosen.LinkMethods``; channels that stay exact ask for none.
+            links: ``drivetrain.compression.methods.LinkMethods``; exact channels ask for none.
         """
         return
 

@@ -22,8 +22,7 @@ import torch
 import torch.distributed as dist
 
 from drivetrain.collectives.communicator import reason
-from drivetrain.collectives.neighbors import Tag
-from drivetrain.collectives.order import Header, disagreement
+from drivetrain.collectives.neighbors import Header, Tag, disagreement
 from drivetrain.errors import CollectiveError
 from drivetrain.runtime.board import BoardRow, board
 from drivetrain.runtime.words import Word, begin_meeting, heard, reached, running, say

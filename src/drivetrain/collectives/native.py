@@ -23,7 +23,7 @@ from drivetrain.collectives.communicator import (
     flatten,
     reason,
 )
-from drivetrain.collectives.order import Header
+from drivetrain.collectives.neighbors import Header
 from drivetrain.collectives.volume import Chunks, checked_chunks, checked_parts
 from drivetrain.errors import CollectiveError
 from drivetrain.ranges import collective_range

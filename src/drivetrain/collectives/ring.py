@@ -45,8 +45,7 @@ from drivetrain.collectives.communicator import (
     reason,
 )
 from drivetrain.collectives.meeting import Wait
-from drivetrain.collectives.neighbors import Arrivals, Neighbors, Tag
-from drivetrain.collectives.order import Header
+from drivetrain.collectives.neighbors import Arrivals, Header, Neighbors, Tag
 from drivetrain.collectives.volume import (
     Chunks,
     Parts,

@@ -9,7 +9,7 @@ from torch import nn
 from torch._dynamo.eval_frame import OptimizedModule
 
 from drivetrain.accelerator import Accelerator
-from drivetrain.compat.functions import Resettable, registered
+from drivetrain.compat.names import Resettable, registered
 from drivetrain.compat.plugins import (
     DeepSpeedPlugin,
     FullyShardedDataParallelPlugin,
@@ -20,14 +20,14 @@ from drivetrain.compat.plugins import (
     TorchTensorParallelPlugin,
     translated,
 )
-from drivetrain.config.foreign import Translation
+from drivetrain.config.document import Translation
 from drivetrain.errors import UsageError
-from drivetrain.facade.options import (
+from drivetrain.facade.settings import (
     DataLoaderConfiguration,
     GradientAccumulationPlugin,
     ProjectConfiguration,
+    StrategyChoice,
 )
-from drivetrain.facade.settings import StrategyChoice
 from drivetrain.log import get_logger
 from drivetrain.runtime.world import variables
 

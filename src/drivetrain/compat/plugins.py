@@ -15,7 +15,7 @@ from torch.distributed import device_mesh
 from torch.distributed.device_mesh import DeviceMesh
 
 from drivetrain.config import Layer, ValueOrigin
-from drivetrain.config.foreign import Importer, Translation
+from drivetrain.config.document import Importer, Translation
 from drivetrain.errors import UsageError
 from drivetrain.registry import formats
 from drivetrain.runtime.world import variables

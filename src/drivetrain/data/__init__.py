@@ -8,8 +8,7 @@
 """
 
 from drivetrain.data.division import SeedableRandomSampler
-from drivetrain.data.loader import PreparedLoader
-from drivetrain.data.prepare import prepare_data_loader, skip_first_batches
+from drivetrain.data.loader import PreparedLoader, prepare_data_loader, skip_first_batches
 
 __all__ = [
     "PreparedLoader",

@@ -19,16 +19,15 @@ from torch.utils.hooks import RemovableHandle
 
 from drivetrain import checkpoint
 from drivetrain.checkpoint import CheckpointReader
-from drivetrain.checkpoint.agreement import Group, check_same, share, together
+from drivetrain.checkpoint.commit import Group, check_same, share, together
 from drivetrain.checkpoint.local import MemoryCheckpoints
+from drivetrain.compression.automatic import Sender, resume_links, saved_choice
 from drivetrain.errors import CheckpointError, UsageError
 from drivetrain.facade.gradients import WindowGradients, WindowStart
-from drivetrain.facade.options import ProjectConfiguration
 from drivetrain.facade.prepared import PreparedModel, PreparedObjects, check_count
-from drivetrain.facade.settings import Runs
-from drivetrain.links.automatic import Sender, resume_links, saved_choice
+from drivetrain.facade.settings import ProjectConfiguration, Runs
 from drivetrain.log import get_logger
-from drivetrain.parts.naming import persistent_buffers
+from drivetrain.model.modules import persistent_buffers
 from drivetrain.runtime import rng
 from drivetrain.runtime.world import World
 from drivetrain.shards import Shard

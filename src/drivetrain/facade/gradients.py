@@ -20,16 +20,15 @@ from torch.optim import Optimizer
 from drivetrain import communication
 from drivetrain.data.loader import Mark
 from drivetrain.errors import UsageError
-from drivetrain.facade.finite import FiniteCheck, StepExchanges
+from drivetrain.facade.exchange import FiniteCheck, Preemption, StepExchanges
 from drivetrain.facade.observer import Observer
-from drivetrain.facade.preemption import Preemption
 from drivetrain.facade.prepared import PreparedModel, PreparedObjects
 from drivetrain.facade.settings import Runs
-from drivetrain.parts.norms import clip_
+from drivetrain.parallel.backward import clip_
 from drivetrain.runtime import rng
 from drivetrain.runtime.gradient_state import GradientState
 from drivetrain.runtime.mesh import Axis
-from drivetrain.runtime.scaler import LossScaler
+from drivetrain.runtime.precision import LossScaler
 
 
 class WindowMean:

@@ -7,9 +7,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from drivetrain.config import Resolved
-from drivetrain.facade.prepared import PreparedModel, PreparedObjects
+from drivetrain.facade.prepared import PreparedModel, PreparedObjects, WholeWeights
 from drivetrain.facade.settings import Runs, StrategyChoice
-from drivetrain.facade.weights import WholeWeights
 
 
 class Observer:

@@ -1,32 +1,59 @@
-"""The objects that one Accelerator has prepared, and the state and precision of each model."""
+"""The objects that one Accelerator has prepared, and the whole weights of models.
 
+A model's whole weights, however a strategy divides them: in place, as a state dict, as files.
+"""
+
+import hashlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NoReturn
+from pathlib import Path
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from drivetrain import checkpoint, communication
 from drivetrain.checkpoint import ModelReader
-from drivetrain.checkpoint.agreement import gather
+from drivetrain.checkpoint.commit import gather
+from drivetrain.collectives.facts import gather_facts
 from drivetrain.cost import TensorSpec
 from drivetrain.data import PreparedLoader
-from drivetrain.errors import CheckpointError, ConfigError, UsageError
+from drivetrain.errors import CheckpointError, ConfigError, RankMismatchError, UsageError
+from drivetrain.facade.settings import Runs
 from drivetrain.facade.stepping import PreparedOptimizer, PreparedScheduler
-from drivetrain.parts.naming import all_names, clean_name, named_parameters, uncompiled
-from drivetrain.parts.rounds import UserHooks
-from drivetrain.parts.wrapping import UninheritedContext, UninheritedMethod, restore_forward
+from drivetrain.model.guard import is_guarded
+from drivetrain.model.modules import (
+    UninheritedContext,
+    UninheritedMethod,
+    all_names,
+    clean_name,
+    named_parameters,
+    restore_forward,
+    uncompiled,
+)
+from drivetrain.parallel.backward import UserHooks
+from drivetrain.parallel.whole_state import (
+    KERNELS,
+    GivenGroups,
+    Holder,
+    WholeOptimizer,
+    batched,
+    copied_state,
+    refuse_parts,
+    saving_methods,
+)
 from drivetrain.runtime.gradient_state import GradientState
 from drivetrain.runtime.precision import Precision, dtype_word
 from drivetrain.runtime.world import World
-from drivetrain.states.copies import saving_methods
-from drivetrain.states.whole import KERNELS, GivenGroups, Holder, WholeOptimizer, refuse_parts
+from drivetrain.shards import Readable
 from drivetrain.strategy import Strategy
+
+# --- the objects that one Accelerator has prepared ---
 
 
 @dataclass(slots=True, eq=False)
@@ -389,4 +416,217 @@ def check_count(subject: str, expected: int, found: int) -> None:
         raise CheckpointError(
             f"expected a checkpoint with {expected} {subject}, found {found}; prepare and register "
             "the same objects in the same order as the run that saved it"
+        )
+
+
+# --- a model's whole weights, however a strategy divides them ---
+
+_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integers by their size in bytes."""
+
+
+class TellsOfSteps(Protocol):
+    """Calls a function after each optimizer step of all ranks."""
+
+    compare_replicas: Callable[[], None] | None
+    compare_first: Callable[[], None] | None
+
+
+class WholeWeights:
+    """The whole weights of one Accelerator's prepared models.
+
+    Args:
+        prepared: the models.
+        runs: all ranks, and after how many steps their replicas are compared.
+        gradients: tells of each step.
+    """
+
+    def __init__(self, prepared: PreparedObjects, runs: Runs, gradients: TellsOfSteps) -> None:
+        self._prepared = prepared
+        self._world = runs.default.world
+        self._every = runs.config.run.check_replicas_every
+        self._compared = 0
+        if self._every and self._world.size > 1:
+            gradients.compare_replicas = self._compare_when_due
+        if self._world.size > 1:
+            gradients.compare_first = self.compare_first
+
+    @contextmanager
+    def gathered(
+        self,
+        owner: nn.Module | Tensor | Iterable[Tensor],
+        parameters: Sequence[nn.Parameter] | None,
+    ) -> Iterator[None]:
+        """Context in which parameters are whole, and may be changed. Collective."""
+        if isinstance(owner, nn.Module):
+            entry = self._prepared.model(owner)
+            chosen = list(owner.parameters()) if parameters is None else list(parameters)
+            with entry.strategy.gathered(chosen):
+                yield
+            return
+        given = [owner] if isinstance(owner, Tensor) else list(owner)
+        known = {key for entry in self._prepared.models for key in entry.names}
+        if any(id(parameter) not in known for parameter in given):
+            raise UsageError(
+                "expected parameters of prepared models, found another tensor; take them from "
+                "the model that prepare() returned"
+            )
+        with ExitStack() as stack:
+            for entry in self._prepared.models:
+                own = [p for p in given if id(p) in entry.names and isinstance(p, nn.Parameter)]
+                if own:
+                    stack.enter_context(entry.strategy.gathered(own))
+            yield
+
+    @contextmanager
+    def inference(self, model: nn.Module) -> Iterator[nn.Module]:
+        """Context in which the user's own module evaluates without gradients. Collective."""
+        entry = self._prepared.model(model)
+        inner = entry.module
+        training = [module for module in inner.modules() if module.training]
+        with entry.strategy.inference(inner), torch.no_grad():
+            inner.eval()
+            try:
+                yield inner
+            finally:
+                for module in training:
+                    module.training = True
+
+    def state_dict(self, model: nn.Module) -> dict[str, Tensor]:
+        """Return the whole model's state on every rank's CPU, by the user's names. Collective."""
+        return copied_state(*self._readable(model))
+
+    def save(
+        self,
+        model: nn.Module,
+        save_directory: str | Path,
+        max_shard_size: int | str,
+        safe_serialization: bool,
+        only_trainable: bool,
+    ) -> None:
+        """Write a model's weights in Hugging Face's layout; see ``save_model``. Collective."""
+        if not safe_serialization:
+            raise UsageError(
+                "expected safe_serialization=True, found False; no pickles are written"
+            )
+        module, owner = self._readable(model)
+        facts = {one.name: one for one in owner.state_facts(module)}
+        if only_trainable:
+            facts = {name: one for name, one in facts.items() if one.trainable}
+            if not facts:
+                raise UsageError(
+                    f"expected trainable parameters in {type(module).__name__} for "
+                    "only_trainable=True, found none; export all of it without"
+                )
+        plan = checkpoint.plan_export(facts.values(), max_shard_size)
+
+        def fetch(names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+            for batch in batched(facts[name] for name in names):
+                wanted = [one.name for one in batch]
+                with owner.whole_state(module, wanted) as state:
+                    for name in wanted:
+                        yield name, state[name]
+
+        checkpoint.write_export(Path(save_directory), plan, fetch, world=self._world)
+
+    def _compare_when_due(self) -> None:
+        steps = max((optimizer.steps for optimizer in self._prepared.optimizers), default=0)
+        if steps // self._every != self._compared // self._every:
+            self.compare_replicas(steps)
+        self._compared = steps
+
+    def compare_replicas(self, step: int) -> None:
+        """Compare the ranks' parameters bit by bit, by sums of their words. Collective.
+
+        Raises:
+            RankMismatchError: on every rank: names step, ranks and the first parameter.
+        """
+        for entry in self._prepared.models:
+            module = uncompiled(entry.module)
+            facts = {one.identity: one for one in entry.strategy.state_facts(module)}
+            names, sums = [], []
+            for batch in batched(one for one in facts.values() if one.trainable):
+                wanted = [one.name for one in batch]
+                with entry.strategy.whole_state(module, wanted) as state:
+                    sums += [_sum_of_words(state[name]) for name in wanted]
+                names += wanted
+            if sums:
+                everyone = communication.gather(torch.stack(sums).unsqueeze(0)).tolist()
+                _check_equal(names, everyone, step)
+
+    def compare_first(self) -> None:
+        """Compare what ranks hold alike, before the first gradients of a model cross. Collective.
+
+        Since ``prepare`` made them equal, forwards may have written into parameters, or the script.
+
+        Raises:
+            RankMismatchError: on every rank: names the first parameter that differs.
+        """
+        for entry in self._prepared.models:
+            if not entry.compared and not entry.strategy.steps_apart:
+                entry.compared = True
+                self._check_alike(entry)
+
+    def _check_alike(self, entry: PreparedModel) -> None:
+        line = entry.strategy.run.mesh["dp"].ranks
+        mine = {
+            name: int(_sum_of_words(parameter))
+            for name, parameter in named_parameters(entry.module).items()
+            if not is_guarded(parameter) and parameter.layout is torch.strided  # here, and whole
+        }
+        doing = "the comparison of parameters before the first gradients"
+        facts = [line[0], int(hashlib.sha256(repr(mine).encode()).hexdigest()[:12], 16)]
+        sums = {tuple(each) for each in gather_facts(facts, list[int], doing=doing)}
+        if len(sums) == len({first for first, _ in sums}):
+            return
+        lines: dict[int, dict[str, int]] = {}
+        everyone = gather_facts((line[0], mine), tuple[int, dict[str, int]], doing=doing)
+        for rank, (first, theirs) in enumerate(everyone):
+            known = lines.setdefault(first, theirs)
+            for name in (name for name in known if known[name] != theirs.get(name)):
+                raise RankMismatchError(
+                    f"expected equal parameters on all ranks before the first gradients, found "
+                    f"other values of {name!r} on ranks {first} and {rank}: a forward, or the "
+                    "script, has written what is of one rank alone, such as means of its batch. "
+                    "Write the same on all ranks, the accelerator.reduce() of it for example, or "
+                    "let a buffer hold it, which follows that of rank 0"
+                )
+
+    def _readable(self, model: nn.Module) -> tuple[nn.Module, Readable]:
+        """Return the user's uncompiled module, and who reads whole tensors of it.
+
+        Every rank has all of a model that was not prepared, an average of weights for example.
+
+        Raises:
+            UsageError: the model has parameters of a prepared one, which may be divided.
+        """
+        known = {key for entry in self._prepared.models for key in entry.names}
+        if self._prepared.has(model) or any(id(one) in known for one in model.parameters()):
+            entry = self._prepared.model(model)
+            return uncompiled(entry.module), entry.strategy
+        return uncompiled(model), Readable()
+
+
+def _sum_of_words(tensor: Tensor) -> Tensor:
+    """Return the sum of a tensor's bits as integers of its element's size, on the CPU."""
+    values = tensor.detach()
+    values = torch.view_as_real(values) if values.is_complex() else values
+    words = values.contiguous().view(_WORDS[values.element_size()])
+    return words.sum(dtype=torch.int64).cpu()
+
+
+def _check_equal(names: Sequence[str], everyone: Sequence[Sequence[int]], step: int) -> None:
+    """Refuse sums of parameters that differ between ranks."""
+    for index, name in enumerate(names):
+        sums = [each[index] for each in everyone]
+        usual, count = Counter(sums).most_common(1)[0]
+        odd = [str(rank) for rank, each in enumerate(sums) if each != usual]
+        if not odd:
+            continue
+        majority = count > len(sums) / 2
+        who = f"rank {', '.join(odd)} alone" if majority else "no majority of ranks alike"
+        raise RankMismatchError(
+            f"expected equal replicas on all ranks after step {step}, found other values of "
+            f"{name!r}: {who}; ranks updated them differently (an optimizer of another kind, code "
+            "that depends on the rank), or memory of a rank is faulty: load a checkpoint"
         )

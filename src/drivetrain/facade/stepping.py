@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from drivetrain.errors import UsageError
+from drivetrain.parallel.whole_state import WholeOptimizer
 from drivetrain.runtime.gradient_state import GradientState
-from drivetrain.states.whole import WholeOptimizer
 
 _HOOKS = (
     "_optimizer_step_pre_hooks",

@@ -11,13 +11,14 @@ from dataclasses import dataclass, field
 
 from drivetrain.errors import ConfigError
 from drivetrain.hardware.description import Hardware, KernelFacts, LinkFacts
-from drivetrain.paper.step import COMPUTE, PaperTask
-from drivetrain.paper.work import (
+from drivetrain.simulator.step import (
+    COMPUTE,
     Collective,
     HostPass,
     MatrixProduct,
     MemoryPass,
     Operation,
+    PaperTask,
     TierCopy,
 )
 

@@ -34,7 +34,7 @@ from drivetrain.compat.plugins import (
 )
 from drivetrain.data import PreparedLoader, skip_first_batches
 from drivetrain.errors import CheckpointError, UsageError
-from drivetrain.facade.options import (
+from drivetrain.facade.settings import (
     DataLoaderConfiguration,
     DistributedDataParallelKwargs,
     ProjectConfiguration,

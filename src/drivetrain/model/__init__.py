@@ -1,36 +1,14 @@
-"""One look at a user's model: its forward runs once without values, and is written down.
+"""A user's model: looked at without values, constructed without memory, and its modules at work.
 
-``look_at`` returns a ``Look``: every operation with its floating point work and bytes, every call
-of a module and of a repeated block, and which tensor follows from which. Plans (which layers are
-divided, where a pipeline is cut, which functions drop elements) are made from it, without another
-run.
-
-- ``look``: the record itself; read this file first
-- ``recorder``: the one pass over the model
-- ``valueless``: the tensors in it, which have a shape and no values
-- ``results``: results of functions of torch, by torch's fake tensors; remembered
-- ``untouched``: lets code run on a model that must leave no trace, or that has no values
-- ``first_batch``: the arguments of a model, from a batch of a loader or guessed
+============== ====================================================================================
+``look``        the record of one forward: operations, calls of modules and blocks; read this first
+``recorder``    the one pass over a model that writes it
+``valueless``   the tensors of that pass, which have a shape and no values
+``untouched``   lets code run on a model that must leave no trace, or that has no values
+``first_batch`` the arguments of a model, from a batch of a loader or guessed
+``deferred``    construction without memory: values come when they are needed
+``modules``     names outside of a run, another forward for a module, the repeated blocks
+``guard``       parameters whose values are elsewhere, or on their way
+``recompute``   blocks that forget their intermediate values and compute them again in backward
+============== ====================================================================================
 """
-
-from drivetrain.model.look import BlockCall, Look, ModelOperation, ModuleCall, SeenTensor, TensorRef
-from drivetrain.model.recorder import look_at
-from drivetrain.model.results import ValuesNeededError
-from drivetrain.model.untouched import PLANNING, LeftBehind, is_left_equal, untouched
-from drivetrain.model.valueless import ValuelessTensor
-
-__all__ = [
-    "PLANNING",
-    "BlockCall",
-    "LeftBehind",
-    "Look",
-    "ModelOperation",
-    "ModuleCall",
-    "SeenTensor",
-    "TensorRef",
-    "ValuelessTensor",
-    "ValuesNeededError",
-    "is_left_equal",
-    "look_at",
-    "untouched",
-]

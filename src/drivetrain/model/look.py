@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, keystr, tree_flatten_with_path, tree_map_only
 
-from drivetrain.model.results import Facts
-from drivetrain.parts.guard import Arguments, Function, Keywords
+from drivetrain.model.guard import Arguments, Function, Keywords
+from drivetrain.model.valueless import Facts
 
 
 class SeenTensor(NamedTuple):

@@ -11,6 +11,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
+from drivetrain.model.guard import BLANK, LOOKUPS, Arguments, Function, Keywords, targets
 from drivetrain.model.look import (
     BlockCall,
     Look,
@@ -24,12 +25,18 @@ from drivetrain.model.look import (
     tensors_in,
     to_device,
 )
-from drivetrain.model.results import Facts, WorkTally, facts_of
+from drivetrain.model.modules import BlockHooks, NamedModule, hooks_of_script, repeated_blocks
 from drivetrain.model.untouched import Substitutes, without_values
-from drivetrain.model.valueless import SEED, ValuelessTensor, WriteRefusedError, filled, random_like
-from drivetrain.parts.blocks import BlockHooks, NamedModule, repeated_blocks
-from drivetrain.parts.guard import BLANK, LOOKUPS, Arguments, Function, Keywords, targets
-from drivetrain.parts.wrapping import hooks_of_script
+from drivetrain.model.valueless import (
+    SEED,
+    Facts,
+    ValuelessTensor,
+    WorkTally,
+    WriteRefusedError,
+    facts_of,
+    filled,
+    random_like,
+)
 from drivetrain.runtime import rng
 
 

@@ -16,24 +16,22 @@ import torch
 from torch import nn
 
 from drivetrain.collectives.facts import share_facts
+from drivetrain.compression.methods import AUTO, EXACT
 from drivetrain.config import option
 from drivetrain.cost import Cost, ModelSpec
 from drivetrain.data.examples import ExampleBatch
 from drivetrain.errors import ConfigError
-from drivetrain.hardware.catalog import load_hardware, name_of_device, names_a_device
-from drivetrain.hardware.description import Hardware
+from drivetrain.hardware.description import Hardware, load_hardware, name_of_device, names_a_device
 from drivetrain.hardware.sizes import GIB, size_text
-from drivetrain.links.chosen import AUTO, EXACT
 from drivetrain.memory import host_room
 from drivetrain.model.first_batch import Candidate, batches_as_arguments, guessed_inputs
-from drivetrain.paper.contract import Planning, StrategyPick
-from drivetrain.paper.seen import seen_model
-from drivetrain.planner.candidates import permitted_methods
-from drivetrain.planner.fit import fits, judged, more_hosts, room_of
 from drivetrain.planner.layout import PlannedLayout, layout_of, plain
 from drivetrain.planner.predict import Prediction, Predictor, Task
+from drivetrain.planner.search import fits, judged, more_hosts, permitted_methods, room_of
 from drivetrain.runtime.precision import Precision
 from drivetrain.runtime.world import World
+from drivetrain.simulator.contract import Planning, StrategyPick
+from drivetrain.simulator.seen import seen_model
 from drivetrain.strategy import Form, Run, Strategy
 
 PROCESSOR = "cpu"
@@ -206,7 +204,7 @@ def _predicted(
     """Yield the prediction of every data-parallel layout that this run can have.
 
     Gradients cross hosts as ``links.far`` says; with ``auto``, by each method within
-    ``links.allow``. Which one it is then, ``drivetrain.links.automatic`` decides by measurements.
+    ``links.allow``. Which one, ``drivetrain.compression.automatic`` decides by measurements.
     """
     task = predictor.task
     chosen = run.links.name_for("gradients")

@@ -10,21 +10,31 @@ from typing import Any, Literal
 import torch
 import yaml
 
-from drivetrain.collectives.stretch import ParameterRow, Stretch
+from drivetrain.collectives.volume import ParameterRow, Stretch
+from drivetrain.compression.compressor import Honesty
+from drivetrain.compression.methods import BF16, EXACT, LinkMethods
 from drivetrain.config import DtypesConfig, Layer, RunConfig, ValueOrigin
 from drivetrain.config.resolve import resolve
 from drivetrain.config.schema import FarConfig, LinksConfig
 from drivetrain.errors import ConfigError
 from drivetrain.hardware.prices import AxisPlace, HardwarePrices
-from drivetrain.links.chosen import BF16, EXACT, LinkMethods
-from drivetrain.links.compressor import Honesty
-from drivetrain.paper.contract import Planning
-from drivetrain.paper.run import BYTES, FarMethod
-from drivetrain.paper.step import COMPUTE, STORE_LANES, PaperStep, PaperTask, PlayedStep, PlayedTask
-from drivetrain.paper.work import Collective, MatrixProduct, MemoryPass
 from drivetrain.registry import strategies
 from drivetrain.runtime.mesh import Axis
 from drivetrain.runtime.precision import Precision
+from drivetrain.simulator.contract import Planning
+from drivetrain.simulator.step import (
+    BYTES,
+    COMPUTE,
+    STORE_LANES,
+    Collective,
+    FarMethod,
+    MatrixProduct,
+    MemoryPass,
+    PaperStep,
+    PaperTask,
+    PlayedStep,
+    PlayedTask,
+)
 from drivetrain.strategy import Strategy, find_strategy
 
 

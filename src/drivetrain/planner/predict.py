@@ -5,15 +5,10 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
+from drivetrain.compression.methods import EXACT
 from drivetrain.errors import ConfigError
 from drivetrain.hardware.description import Hardware
 from drivetrain.hardware.prices import HardwarePrices, axis_places
-from drivetrain.links.chosen import EXACT
-from drivetrain.paper.contract import PaperBound, UnitCosts
-from drivetrain.paper.run import BYTES, PaperRun
-from drivetrain.paper.step import PaperStep, PlayedStep, play
-from drivetrain.paper.transformer import PaperModel
-from drivetrain.paper.work import PaperUnit
 from drivetrain.planner.layout import (
     InstalledPlans,
     PlannedLayout,
@@ -22,6 +17,9 @@ from drivetrain.planner.layout import (
     leaving_hosts,
     parts_of,
 )
+from drivetrain.simulator.contract import PaperBound, UnitCosts
+from drivetrain.simulator.step import BYTES, PaperRun, PaperStep, PaperUnit, PlayedStep, play
+from drivetrain.simulator.transformer import PaperModel
 
 TERA = 1e12
 FRAGMENTS = 1.05

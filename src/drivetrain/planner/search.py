@@ -1,22 +1,396 @@
-"""The search: every layout that installed strategies declare, judged by bounds, then played.
+"""The search over layouts: declared, bounded, predicted; what fits, and the order of hosts.
 
 Bounds come first, from the work of single units: a layout whose bound does not fit is left out. The
 others are played in full in the order of their bounds, until no bound beats the best. Approximate
 traffic between hosts comes last, where a user allows it: the forms of a few exact layouts.
+
+The layouts of a search: divisions that strategies declare, and their approximate forms.
+
+The order of hosts under measured links: hosts with much to say sit beside each other.
+
+A mesh lays axes over ranks in the order of the hosts, so that another order of the hosts is another
+placement. A ring is as fast as its slowest link; stages of a pipeline follow each other in a chain.
+
+Layouts that do not fit into memory: by how much, and the smallest changes that make them fit.
 """
 
+import itertools
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import product
 
+from drivetrain.compression.compressor import Honesty
+from drivetrain.compression.methods import AUTO, BF16, EXACT, LinkMethods, permitted
+from drivetrain.config.schema import LinksConfig
 from drivetrain.errors import ConfigError
-from drivetrain.hardware.sizes import size_text
-from drivetrain.links.compressor import Honesty
-from drivetrain.planner.candidates import APPROXIMATED, Approximations, candidates
-from drivetrain.planner.fit import fits, judged, more_hosts, room_of
-from drivetrain.planner.layout import PlannedLayout, layout_of
+from drivetrain.hardware.description import HostPairs
+from drivetrain.hardware.sizes import GIB, size_text
+from drivetrain.planner.layout import (
+    RECOMPUTE,
+    InstalledPlans,
+    PlannedLayout,
+    far_method,
+    far_settings,
+    layout_of,
+)
 from drivetrain.planner.predict import FRAGMENTS, Prediction, Predictor, Task
+from drivetrain.runtime.mesh import lines_along
+from drivetrain.simulator.step import BF16_BYTES, BYTES
+
+# --- the layouts of a search ---
+
+MICRO_BATCHES = (1, 2, 4, 8, 16)
+
+
+def candidates(task: Task, precision: str, installed: InstalledPlans) -> Iterator[dict[str, str]]:
+    """Yield the keys of every layout that installed strategies declare."""
+    return _divisions(task, precision, installed, MICRO_BATCHES, RECOMPUTE)
+
+
+def least_candidates(
+    task: Task, precision: str, installed: InstalledPlans
+) -> Iterator[dict[str, str]]:
+    """Yield the layouts with the fewest activations alone."""
+    return _divisions(task, precision, installed, MICRO_BATCHES[:1], RECOMPUTE[-1:])
+
+
+def _divisions(
+    task: Task,
+    precision: str,
+    installed: InstalledPlans,
+    micro_batches: Sequence[int],
+    modes: Sequence[str],
+) -> Iterator[dict[str, str]]:
+    size = task.model.layers, task.model.heads, task.ranks, task.per_host
+    around: list[Mapping[str, object]] = [{}]
+    for plan in installed.around.values():
+        around += plan.layouts(*size)
+    inner = [
+        (name, keys) for name, plan in installed.planned.items() for keys in plan.layouts(*size)
+    ]
+    for outside, (name, inside), micro_batch, recompute in product(
+        around, inner, micro_batches, modes
+    ):
+        own = {"micro_batch": micro_batch, "recompute": recompute, "precision": precision}
+        keys = {**outside, **inside, **own, "data_parallel": name}
+        yield {key: str(value).lower() for key, value in keys.items()}
+
+
+# --- the approximate forms of a layout ---
+
+
+SKETCHED = 5000
+"""Layouts whose bounds with a method are computed, the best exact bounds first."""
+
+APPROXIMATED = 4
+"""Exact layouts of which all forms are predicted: as many by prediction, and by bound."""
+
+
+class Approximations:
+    """The approximate forms of layouts.
+
+    Args:
+        predictor: of the task.
+        allow: how far training may be from exact training, at most.
+
+    Attributes:
+        methods: the permitted ones for gradients.
+    """
+
+    def __init__(self, predictor: Predictor, allow: Honesty) -> None:
+        self._predictor = predictor
+        self._rounds = Honesty.ROUNDING.within(allow)
+        self.methods = permitted_methods(
+            LinkMethods.configured(LinksConfig(far=far_settings(AUTO), allow=allow.value))
+        )
+
+    def lightest(
+        self, sketches: Sequence[tuple[float, PlannedLayout]], room: float
+    ) -> list[PlannedLayout]:
+        """Return the exact layouts that are the quickest by bounds with the fewest bytes.
+
+        Args:
+            sketches: exact layouts with their bounds, the best first.
+            room: bytes of memory of a device.
+        """
+        hosts = self._predictor.task.hosts
+        if hosts == 1 or not self.methods:
+            return []
+        light = min(self.methods, key=lambda name: _sent(name, hosts))
+        found: list[tuple[float, int]] = []
+        for index, (_, planned) in enumerate(sketches[:SKETCHED]):
+            with suppress(ConfigError):
+                bound = self._predictor.bound(self._form(planned, {"links": light}))
+                if bound.nbytes * FRAGMENTS <= room:
+                    found.append((bound.seconds, index))
+        return [sketches[index][1] for _, index in sorted(found)[:APPROXIMATED]]
+
+    def of(self, planned: PlannedLayout) -> Iterator[PlannedLayout]:
+        """Yield the approximate forms that a layout can have."""
+        sums = self._spans_hosts(planned, "dp")
+        stages = self._rounds and "activations" in planned.kind.channels(planned.config)
+        longer = BYTES[planned.precision].parameter > BF16_BYTES  # others cross as they are
+        for links in (EXACT, *self.methods) if sums else (EXACT,):
+            for activations in (EXACT, BF16) if stages and longer else (EXACT,):
+                if (links, activations) == (EXACT, EXACT):
+                    continue
+                with suppress(ConfigError):  # the strategy or the precision cannot take it
+                    yield self._form(planned, {"links": links, "activations": activations})
+
+    def _spans_hosts(self, planned: PlannedLayout, axis: str) -> bool:
+        axes, _ = self._predictor.divisions(planned)
+        return self._predictor.prices(planned, axes).axes[axis].spans_hosts
+
+    def _form(self, planned: PlannedLayout, methods: dict[str, str]) -> PlannedLayout:
+        named = {key: name for key, name in methods.items() if name != EXACT}
+        return layout_of({**planned.keys, **named}, self._predictor.installed)
+
+
+def permitted_methods(links: LinkMethods) -> list[str]:
+    """Return the methods for gradients that ``auto`` may choose; none under other words."""
+    auto = links.auto
+    if auto is None or "gradients" not in auto.uses:
+        return []
+    return list(permitted(auto.methods, "gradients", auto.allow))
+
+
+def _sent(name: str, hosts: int) -> float:
+    method = far_method(name, hosts)
+    return method.sent if method is not None else 1.0
+
+
+# --- the order of hosts under measured links ---
+
+MOST_EXHAUSTIVE = 7
+"""Hosts of which every order is tried; more are put in a chain of best links, then swapped."""
+
+GIGA = 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class HostOrder:
+    """An order of hosts, and its costs.
+
+    Attributes:
+        hosts: indices of the given hosts; the first one is host 0.
+        seconds: of a step's known messages over the slowest link of each line, one after the other.
+        chain: seconds per gigabyte over all links between neighbors.
+    """
+
+    hosts: tuple[int, ...]
+    seconds: float
+    chain: float
+
+
+@dataclass(frozen=True)
+class HostPlacement:
+    """Hosts and the messages of their ranks.
+
+    Attributes:
+        names: of the hosts, as given.
+        slots: ranks of each.
+        sizes: of the mesh's axes, the closest first.
+        sent: bytes that a rank sends in a step by axis, as far as they are known.
+        pairs: measured rates between hosts.
+    """
+
+    names: Sequence[str]
+    slots: Sequence[int]
+    sizes: Mapping[str, int]
+    sent: Mapping[str, float]
+    pairs: HostPairs
+
+    def __post_init__(self) -> None:
+        """Refuse hosts that were not measured.
+
+        Raises:
+            ConfigError: names them.
+        """
+        missing = sorted(set(self.names) - set(self.pairs.hosts))
+        if missing:
+            raise ConfigError(
+                f"expected measured links of every host, found none of {', '.join(missing)}; "
+                f"measured are {', '.join(self.pairs.hosts)}: run `drivetrain hardware measure` on "
+                "all hosts"
+            )
+
+    def given(self) -> HostOrder:
+        """Return the order in which the hosts were given."""
+        return self.judged(tuple(range(len(self.names))))
+
+    def best(self) -> HostOrder:
+        """Return the best order; the given one where none is better."""
+        first = self.given()
+        if len(self.names) <= MOST_EXHAUSTIVE:
+            orders: Iterator[tuple[int, ...]] = itertools.permutations(first.hosts)
+            return min([first, *map(self.judged, orders)], key=_key)
+        starts = map(self._chained, range(len(self.names)))
+        found = min([first, *map(self.judged, starts)], key=_key)
+        while True:
+            better = min(map(self.judged, _swapped(found.hosts)), key=_key)
+            if _key(better) >= _key(found):
+                return found
+            found = better
+
+    def judged(self, order: tuple[int, ...]) -> HostOrder:
+        """Return an order with its costs."""
+        of_rank = [host for host in order for _ in range(self.slots[host])]
+        seconds = chain = 0.0
+        for name in self.sizes:
+            slowest, total = math.inf, 0.0
+            for line in lines_along(name, self.sizes):
+                rates = list(self._rates([of_rank[rank] for rank in line], ring=name in self.sent))
+                slowest = min([slowest, *rates])
+                total += sum(1 / rate for rate in rates)
+            seconds += self.sent.get(name, 0.0) / (slowest * GIGA)
+            chain += total
+        return HostOrder(order, seconds, chain)
+
+    def _rates(self, hosts: Sequence[int], *, ring: bool) -> Iterator[float]:
+        """Yield the rates between neighbors on different hosts; a ring comes back to its start."""
+        ends = [*hosts, hosts[0]] if ring else hosts
+        for one, other in itertools.pairwise(ends):
+            if one != other:
+                yield self._rate(one, other)
+
+    def _rate(self, one: int, other: int) -> float:
+        return self.pairs.rate(self.names[one], self.names[other])
+
+    def _chained(self, start: int) -> tuple[int, ...]:
+        """Return the chain from a host on that always takes the best link."""
+        chain, left = [start], set(range(len(self.names))) - {start}
+        while left:
+            near = max(left, key=lambda host: (self._rate(chain[-1], host), -host))
+            chain.append(near)
+            left.remove(near)
+        return tuple(chain)
+
+
+def _swapped(order: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """Yield the orders in which two hosts have changed places, or a stretch is turned round."""
+    for first, last in itertools.combinations(range(len(order)), 2):
+        swapped = list(order)
+        swapped[first], swapped[last] = swapped[last], swapped[first]
+        yield tuple(swapped)
+        yield (*order[:first], *reversed(order[first : last + 1]), *order[last + 1 :])
+
+
+def _key(order: HostOrder) -> tuple[float, float]:
+    """Round, so that sums in another order are not better."""
+    return round(order.seconds, 9), round(order.chain, 9)
+
+
+# --- layouts that do not fit into memory ---
+
+MOST_HOSTS = 64
+"""Times the hosts at hand that are looked at."""
+
+PREDICTED = 12
+"""Layouts on more hosts that are predicted in full, the smallest bounds first."""
+
+
+RESERVED_GIB = 2.0
+"""Of a device beside its host: the driver's context and the buffers of communication; an estimate
+for some communicators, each of which takes some hundreds of MiB."""
+
+DOUBT_OF_CELLS, DOUBT_OF_STORES = 1.03, 1.10
+"""Factors on predicted times when layouts are ordered. A simpler layout is first where a cell of
+ranks promises less than 3% more, or offloaded state less than 10%: predictions are off by more
+(docs/planning.md), and those of stores were compared with no measurement."""
+
+DOUBT_OF_METHODS = 1.03
+"""The same factor for each class of honesty between a layout and an exact one: the time to encode
+is an estimate, and nobody gives up exact training for less."""
+
+
+def room_of(task: Task) -> float:
+    """Return the bytes of memory of a device that a run may use."""
+    reserved = RESERVED_GIB if task.hardware.host.runs_ahead else 0.0
+    return (task.hardware.device.memory.gib - reserved) * GIB
+
+
+def judged(prediction: Prediction) -> float:
+    """Return the seconds by which a layout is compared with others."""
+    stored = any(map(prediction.stored_most, ("host", "disk")))
+    cell = bool(prediction.planned.kind.planning().inner_option)
+    return (
+        prediction.step_seconds
+        * (DOUBT_OF_STORES if stored else 1.0)
+        * (DOUBT_OF_CELLS if cell else 1.0)
+        * DOUBT_OF_METHODS ** list(Honesty).index(prediction.planned.honesty)
+    )
+
+
+def fits(task: Task, prediction: Prediction) -> bool:
+    """Whether a layout fits into the memory of the device, and into its host's."""
+    memory = task.hardware.host.memory
+    there = prediction.stored_most("host") * task.per_host
+    return prediction.needed() <= room_of(task) and (memory is None or there <= memory.gib * GIB)
+
+
+def remedies(predictor: Predictor, planned: PlannedLayout) -> list[str]:
+    """Return changes of a layout, each of which alone makes it fit; the smallest of each kind."""
+    found: list[str] = []
+    for change in _changes(planned, predictor.installed):
+        key = next(iter(change))
+        if not any(line.startswith(f"{key}=") for line in found) and _fits(
+            predictor, {**planned.keys, **change}
+        ):
+            found.append(",".join(f"{key}={value}" for key, value in change.items()))
+    return [*found, more_hosts(predictor.task, planned.precision)]
+
+
+def _changes(planned: PlannedLayout, installed: InstalledPlans) -> Iterator[dict[str, str]]:
+    """Yield changes of keys, the smallest of each kind first."""
+    for recompute in RECOMPUTE[RECOMPUTE.index(planned.recompute) + 1 :]:
+        yield {"recompute": recompute}
+    micro_batch = planned.micro_batch // 2
+    while micro_batch:
+        yield {"micro_batch": str(micro_batch)}
+        micro_batch //= 2
+    for name in installed.planned:
+        yield {"data_parallel": name}
+    for keys in installed.every[planned.keys["data_parallel"]].layouts(1, 1, 1, 1):
+        if keys:
+            yield {key: str(value) for key, value in keys.items()}
+
+
+def _fits(predictor: Predictor, keys: dict[str, str]) -> bool:
+    try:
+        return fits(predictor.task, predictor.predict(layout_of(keys, predictor.installed)))
+    except ConfigError:
+        return False
+
+
+def _smallest(predictor: Predictor, layouts: Iterable[dict[str, str]]) -> Iterator[dict[str, str]]:
+    """Yield the smallest layouts by their bounds, where the bounds fit."""
+    bounds: list[tuple[float, dict[str, str]]] = []
+    for keys in layouts:
+        with suppress(ConfigError):
+            nbytes = predictor.bound(layout_of(keys, predictor.installed)).nbytes
+            if nbytes * FRAGMENTS <= room_of(predictor.task):
+                bounds.append((nbytes, keys))
+    yield from (keys for _, keys in sorted(bounds, key=lambda each: each[0])[:PREDICTED])
+
+
+def more_hosts(task: Task, precision: str) -> str:
+    """Return the fewest hosts, in steps of two, on which some layout fits, with that layout."""
+    factor = 2
+    while factor <= MOST_HOSTS:
+        larger = replace(task, hosts=task.hosts * factor, batch=task.batch * factor)
+        predictor = Predictor(larger)
+        for keys in _smallest(predictor, least_candidates(larger, precision, predictor.installed)):
+            if fits(larger, predictor.predict(layout_of(keys, predictor.installed))):
+                text = ",".join(f"{key}={value}" for key, value in keys.items())
+                return f"{larger.hosts} hosts (with a batch of {larger.batch}: {text})"
+        factor *= 2
+    return f"more than {task.hosts * MOST_HOSTS} hosts"
+
+
+# --- the search ---
 
 PLAYED = 10
 """Layouts that are played in full at least, the most promising bounds first."""

@@ -230,7 +230,7 @@ class World:
     def islands(self) -> tuple[str, ...]:
         """The name of every rank's island: of ranks with quick links among them.
 
-        These are the hosts, unless the run declares islands (``drivetrain.links.islands``).
+        Hosts, unless the run declares islands (``drivetrain.compression.communicator``).
         """
         return self.declared or self.hosts
 

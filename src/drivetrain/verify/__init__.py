@@ -33,8 +33,7 @@ reference the same batch instead: the mean of equal gradients is the gradient.
 """
 
 from drivetrain.verify.compare import Comparison, Difference, Verdict, compare, judge
-from drivetrain.verify.record import RecordRequest, RunRecord, StepRecord
-from drivetrain.verify.recorder import Recorder
+from drivetrain.verify.recorder import Recorder, RecordRequest, RunRecord, StepRecord
 
 __all__ = [
     "Comparison",

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from drivetrain.verify.record import RunRecord
+from drivetrain.verify.recorder import RunRecord
 
 Kind = Literal[
     "start", "loss", "gradient norm", "stepped gradient", "optimizer state", "weight", "note"

@@ -1,30 +1,289 @@
-"""Records a run inside of its ranks: losses, gradient norms, weights, and digests of batches."""
+"""Records a run inside of its ranks: losses, norms, weights, digests; and in fp64.
 
+The request to record a run, and its record: numbers and weights of each optimizer step.
+
+``drivetrain verify`` sends the request to its ranks. A record is in memory or in a folder, which
+holds ``record.json`` and one safetensors file per step: ``step-0000`` is the state before the first
+step. It is complete after every step, so a run may end at any time.
+
+A run computed in fp64, and without dropout: rounding shrinks to 1e-16, an error stays.
+
+Models, buffers and floating inputs are cast. Where code asks for fp32, bf16 or fp16 by name, as
+norms of language models do, it gets fp64 as well: a cast to fp32 in the middle of a forward would
+bring the rounding back.
+"""
+
+import dataclasses
 import hashlib
+import json
 import math
 import re
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter
+from safetensors import safe_open
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten_with_path
 
+from drivetrain.checkpoint.tensorfile import write_tensors
 from drivetrain.collectives.facts import gather_facts
-from drivetrain.config import Resolved
+from drivetrain.config import DtypesConfig, RecomputeConfig, Resolved
 from drivetrain.facade.observer import Observer
-from drivetrain.facade.prepared import PreparedModel, PreparedObjects
-from drivetrain.facade.settings import Runs, StrategyChoice
-from drivetrain.facade.weights import WholeWeights
-from drivetrain.parts.naming import clean_name, named_parameters, uncompiled
-from drivetrain.parts.rounds import in_backward
-from drivetrain.parts.wrapping import UninheritedHook
+from drivetrain.facade.prepared import PreparedModel, PreparedObjects, WholeWeights
+from drivetrain.facade.settings import Runs, StrategyChoice, resolve_strategy
+from drivetrain.model.modules import UninheritedHook, clean_name, named_parameters, uncompiled
+from drivetrain.nested import is_tensor, recursively_apply
+from drivetrain.parallel.backward import in_backward
 from drivetrain.runtime.world import record_request
-from drivetrain.verify.doubles import compute_in_doubles, in_doubles, without_dropout
-from drivetrain.verify.record import RecordRequest, RunRecord, SavedTensors, StepRecord, state_file
+
+# --- the request to record a run, and its record ---
+
+RECORD = "record.json"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RecordRequest:
+    """Which steps are recorded, and how the run differs from the script's own.
+
+    Attributes:
+        steps: the script ends after so many optimizer steps; 0 records all steps there are.
+        folder: where rank 0 writes the record; "" keeps it in memory, on every rank.
+        strategy: name and options that replace the script's; None leaves the script's own.
+        reference: whether the run defines the right numbers: nothing but the strategy is kept of
+            the configuration's ways to save memory and bytes.
+        doubles: compute in fp64, without mixed precision.
+        dropout: False sets every dropout's probability to 0.
+    """
+
+    steps: int = 0
+    folder: str = ""
+    strategy: Mapping[str, Any] | None = None
+    reference: bool = False
+    doubles: bool = False
+    dropout: bool = True
+
+    def applied(self, config: Resolved) -> Resolved:
+        """Return a configuration of the script, changed as the request says."""
+        if self.strategy is not None:
+            config = resolve_strategy(self.strategy, config)
+        run = config.run
+        if self.doubles:
+            run = replace(run, precision="no", dtypes=DtypesConfig())
+        if self.reference:
+            run = replace(run, dtypes=DtypesConfig(), recompute=RecomputeConfig())
+        return replace(config, run=run)
+
+    def write(self, path: Path) -> None:
+        """Write it to a file."""
+        path.write_text(json.dumps(dataclasses.asdict(self)), encoding="utf-8")
+
+    @classmethod
+    def read(cls, path: Path) -> "RecordRequest":
+        """Read it from a file."""
+        return cls(**json.loads(path.read_text(encoding="utf-8")))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepRecord:
+    """The numbers of one optimizer step, alike on every rank.
+
+    Attributes:
+        losses: what backward got since the step before, for each data-parallel rank in order.
+        batches: digests of what the models got since the step before, likewise.
+        norms: of the gradient of each trained parameter, before clipping, by name.
+        stepped: likewise, as the optimizer stepped with them: after what the script did to them.
+        moments: norms of the optimizers' state after the step, by key and name.
+        notes: numbers that the script added, by name.
+        cleared: of a reference, how many backwards of an accumulation window, on all data-parallel
+            ranks, had their gradients cleared before this step, and before the window's next
+            backward.
+    """
+
+    losses: tuple[tuple[float, ...], ...] = ()
+    batches: tuple[tuple[str, ...], ...] = ()
+    norms: Mapping[str, float] = field(default_factory=dict)
+    stepped: Mapping[str, float] = field(default_factory=dict)
+    moments: Mapping[str, float] = field(default_factory=dict)
+    notes: Mapping[str, float] = field(default_factory=dict)
+    cleared: int = 0
+
+
+@dataclass(kw_only=True, slots=True)
+class RunRecord:
+    """One recorded run.
+
+    Attributes:
+        strategy: its name.
+        mesh: sizes of the axes.
+        models: how many were prepared.
+        steps: the numbers of each optimizer step.
+        states: the state dict of all models before the first step, and after each one.
+        whereabouts: where a strategy keeps tensors, by name.
+        draws_masks: whether the strategy has dropout masks of its own.
+        silenced: how many dropouts were set to 0 for this run.
+    """
+
+    strategy: str = ""
+    mesh: Mapping[str, int] = field(default_factory=dict)
+    models: int = 0
+    steps: list[StepRecord] = field(default_factory=list)
+    states: list[Mapping[str, Tensor]] = field(default_factory=list)
+    whereabouts: dict[str, str] = field(default_factory=dict)
+    draws_masks: bool = False
+    silenced: int = 0
+
+    def write(self, folder: Path) -> None:
+        """Write all but the states, in place of an earlier version."""
+        values = dataclasses.asdict(replace(self, states=[])) | {"states": len(self.states)}
+        temporary = folder / f"{RECORD}.new"
+        temporary.write_text(json.dumps(values), encoding="utf-8")
+        temporary.replace(folder / RECORD)
+
+    @classmethod
+    def read(cls, folder: Path) -> "RunRecord":
+        """Read a folder; the states stay there until they are asked for.
+
+        Raises:
+            FileNotFoundError: no run was recorded there.
+        """
+        values = json.loads((folder / RECORD).read_text(encoding="utf-8"))
+        steps = TypeAdapter(list[StepRecord]).validate_python(values.pop("steps"))
+        count = values.pop("states")
+        states = [SavedTensors(state_file(folder, number)) for number in range(count)]
+        return cls(**values, steps=steps, states=list(states))
+
+
+class SavedTensors(Mapping[str, Tensor]):
+    """The tensors of a safetensors file, read one by one when they are asked for."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    @classmethod
+    def save(cls, path: Path, tensors: Mapping[str, Tensor]) -> "SavedTensors":
+        """Write tensors, and return them as they can be read again."""
+        write_tensors(path, tensors)
+        return cls(path)
+
+    def __getitem__(self, name: str) -> Tensor:
+        with safe_open(self._path, framework="pt") as file:
+            if name not in set(file.keys()):
+                raise KeyError(name)
+            tensor: Tensor = file.get_tensor(name)
+            return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        with safe_open(self._path, framework="pt") as file:
+            yield from list(file.keys())
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+def state_file(folder: Path, number: int) -> Path:
+    """Return the file of the state after a step, 0 for before the first."""
+    return folder / f"step-{number:04d}.safetensors"
+
+
+# --- a run computed in fp64, and without dropout ---
+
+_NARROW = frozenset({torch.float32, torch.bfloat16, torch.float16})
+_CASTS = frozenset({Tensor.float, Tensor.half, Tensor.bfloat16})
+_BACKWARDS = frozenset({Tensor.backward, torch.autograd.backward})
+
+
+class Doubles(TorchFunctionMode):
+    """While active, every dtype of fewer bits that torch is asked for is fp64."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Call a function of torch."""
+        if func in _CASTS:
+            return Tensor.double(args[0])
+        if func in _BACKWARDS:
+            with self:  # functions of torch run without it, and backward may run a forward again
+                return _backward(*args, **(kwargs or {}))
+        given = {key: _wide(value) for key, value in (kwargs or {}).items()}
+        return func(*map(_wide, args), **given)
+
+
+def _backward(
+    outputs: Tensor | Sequence[Tensor],
+    gradients: Any = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    inputs: Any = None,
+    **named: Any,
+) -> None:
+    """Run backward as the functions of torch do, which would leave the mode again."""
+    given = named.get("gradient", named.get("grad_tensors", gradients))
+    tensors = (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)
+    upstream = (given,) * len(tensors) if given is None or isinstance(given, Tensor) else given
+    leaves = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs or ())
+    torch.autograd.graph._engine_run_backward(
+        tensors,
+        tuple(
+            torch.ones_like(tensor) if gradient is None and tensor.requires_grad else gradient
+            for tensor, gradient in zip(tensors, upstream, strict=True)
+        ),
+        create_graph if retain_graph is None else retain_graph,
+        create_graph,
+        leaves,
+        allow_unreachable=True,
+        accumulate_grad=True,
+    )
+
+
+@cache
+def compute_in_doubles() -> None:
+    """Let this process make and compute all floating point values in fp64 from now on."""
+    torch.set_default_dtype(torch.float64)
+    Doubles().__enter__()  # type: ignore[no-untyped-call]
+
+
+def in_doubles(data: Any) -> Any:
+    """Return nested data with every floating point tensor in fp64."""
+    return recursively_apply(
+        lambda tensor: tensor.to(torch.float64),
+        data,
+        test_type=lambda item: is_tensor(item) and item.dtype in _NARROW,
+    )
+
+
+def without_dropout(model: nn.Module) -> int:
+    """Set the probabilities of all dropouts of a model to 0, and return how many there were.
+
+    They are the numbers between 0 and 1 that modules keep under a name with "drop" in it, and the
+    ``p`` of torch's own modules.
+    """
+    changed = 0
+    for module in model.modules():
+        own = isinstance(module, nn.modules.dropout._DropoutNd)
+        for name, value in list(vars(module).items()):
+            named = "drop" in name or (own and name == "p")
+            if named and isinstance(value, float) and 0 < value <= 1:
+                setattr(module, name, 0.0)
+                changed += 1
+    return changed
+
+
+def _wide(value: Any) -> Any:
+    return torch.float64 if isinstance(value, torch.dtype) and value in _NARROW else value
+
+
+# --- records a run inside of its ranks ---
 
 _STATE = re.compile(r"\d+\.")
 """Of an optimizer, and not of a link: ``INDEX.KEY``."""

@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 
 from drivetrain.checkpoint import Contents, open_checkpoint, save_checkpoint, tensorfile
-from drivetrain.checkpoint.agreement import together
+from drivetrain.checkpoint.commit import together
+from drivetrain.checkpoint.saved_state import describe_difference
 from drivetrain.errors import CheckpointError, CollectiveError
-from drivetrain.parts.saved_state import describe_difference
 from drivetrain.runtime.world import World
 from drivetrain.shards import Part, Shard
 

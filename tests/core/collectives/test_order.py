@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from drivetrain.collectives import Communicator, Handle
 from drivetrain.collectives.communicator import Request
-from drivetrain.collectives.order import Header
+from drivetrain.collectives.neighbors import Header
 from drivetrain.errors import CollectiveError
 from drivetrain.traffic import Page, Traffic
 from flat_collectives import open_ring

@@ -7,7 +7,7 @@ from torch.multiprocessing import ProcessRaisedException
 from torch.utils.data import DataLoader
 
 from drivetrain.compat import accelerate as ours
-from drivetrain.compat.functions import LOGGER_TYPE_TO_CLASS
+from drivetrain.compat.names import LOGGER_TYPE_TO_CLASS
 from drivetrain.errors import UsageError
 
 ROWS = list(range(22))

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from drivetrain import Accelerator
 from drivetrain.errors import ConfigError
-from drivetrain.hardware.catalog import hardware_text, name_of_device
+from drivetrain.hardware.description import hardware_text, name_of_device
 from drivetrain.planner import auto
 from drivetrain.planner.predict import Predictor
 

@@ -4,8 +4,8 @@ from itertools import pairwise
 
 import pytest
 
-from drivetrain.facade import finite
-from drivetrain.facade.finite import Exchange
+from drivetrain.facade import exchange as finite
+from drivetrain.facade.exchange import Exchange
 from drivetrain.runtime.world import World
 
 STEP_S = 0.6

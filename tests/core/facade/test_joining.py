@@ -8,8 +8,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from drivetrain import Accelerator, DataLoaderConfiguration, communication
-from drivetrain.facade.joining import UnevenInputs
 from drivetrain.facade.prepared import PreparedObjects
+from drivetrain.facade.uneven import UnevenInputs
 from drivetrain.runtime.gradient_state import GradientState
 from drivetrain.runtime.world import World
 

@@ -10,7 +10,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from drivetrain import Accelerator, ProjectConfiguration
-from drivetrain.facade import finite, preemption
+from drivetrain.facade import exchange as finite
+from drivetrain.facade import exchange as preemption
 from drivetrain.runtime.notices import PREEMPTED, Notice
 from drivetrain.runtime.world import World
 

@@ -181,7 +181,7 @@ def test_clipping_a_part_of_a_model_leaves_the_rest():
 
 def test_options_of_ddp_are_left_out_where_a_strategy_has_none(monkeypatch):
     said = []
-    monkeypatch.setattr("drivetrain.facade.options.logger.announce", said.append)
+    monkeypatch.setattr("drivetrain.facade.settings.logger.announce", said.append)
     kwargs = DistributedDataParallelKwargs(
         bucket_cap_mb=50, broadcast_buffers=False, comm_hook="bf16"
     )

@@ -8,7 +8,7 @@ from torch import nn
 
 from drivetrain import Accelerator, UsageError
 from drivetrain.checkpoint import read_export
-from drivetrain.states import copies
+from drivetrain.parallel import whole_state as copies
 from stacks import Stack
 
 

@@ -6,8 +6,8 @@ import transformers
 from torch import nn
 from torch.nn import functional as F
 
-from drivetrain.model import ValuelessTensor, ValuesNeededError, look_at
-from drivetrain.model.results import facts_of, freeze
+from drivetrain.model.recorder import look_at
+from drivetrain.model.valueless import ValuelessTensor, ValuesNeededError, facts_of, freeze
 
 B, T, D, HEADS, VOCABULARY = 2, 8, 16, 4, 32
 

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from drivetrain.parts.blocks import repeated_blocks
+from drivetrain.model.modules import repeated_blocks
 
 
 class Block(nn.Module):

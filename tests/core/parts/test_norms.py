@@ -9,7 +9,7 @@ from torch import nn
 
 from drivetrain.collectives import connect
 from drivetrain.errors import UsageError
-from drivetrain.parts.norms import clip_, global_norm
+from drivetrain.parallel.backward import clip_, global_norm
 from drivetrain.runtime.mesh import Mesh
 from drivetrain.runtime.world import World
 from drivetrain.traffic import Traffic

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from drivetrain.parts.wrapping import UninheritedHook, is_wrapped, unwrap_forward, wrap_forward
+from drivetrain.model.modules import UninheritedHook, is_wrapped, unwrap_forward, wrap_forward
 
 
 class Chooses(nn.Module):

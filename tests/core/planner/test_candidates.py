@@ -2,15 +2,14 @@
 
 import pytest
 
+from drivetrain.compression.compressor import Honesty
+from drivetrain.compression.methods import EXACT, LinkMethods
 from drivetrain.config.schema import FarConfig, LinksConfig
-from drivetrain.hardware.catalog import load_hardware
-from drivetrain.links.chosen import EXACT, LinkMethods
-from drivetrain.links.compressor import Honesty
-from drivetrain.paper.transformer import GptShape
-from drivetrain.planner.candidates import permitted_methods
+from drivetrain.hardware.description import load_hardware
 from drivetrain.planner.layout import run_settings
 from drivetrain.planner.predict import Task
-from drivetrain.planner.search import search
+from drivetrain.planner.search import permitted_methods, search
+from drivetrain.simulator.transformer import GptShape
 
 SHAPE = GptShape(layers=2, hidden=1024, heads=16, seq=128, vocab=512)
 

@@ -8,13 +8,12 @@ import pytest
 import yaml
 
 from drivetrain.errors import ConfigError
-from drivetrain.hardware.catalog import hardware_text
-from drivetrain.hardware.description import HostPairs
+from drivetrain.hardware.description import HostPairs, hardware_text
+from drivetrain.hardware.measure import host_pairs
 from drivetrain.hardware.prices import axis_places
-from drivetrain.measuring.links import host_pairs
-from drivetrain.planner import placement
+from drivetrain.planner import search as placement
 from drivetrain.planner.layout import leaving_hosts
-from drivetrain.planner.placement import HostPlacement
+from drivetrain.planner.search import HostPlacement
 
 
 def pairs_of(hosts, rates, other):
@@ -84,7 +83,7 @@ def test_ranks_become_hosts():
     assert found == {"hosts": ["n1", "n2"], "gigabytes_per_second": [[0.0, 2.0], [2.0, 0.0]]}
     assert host_pairs({(0, 1): 9e9}, ("n1", "n1")) is None
 
-    from drivetrain_launch.forecast.host_order import ranks_of
+    from drivetrain_launch.forecast.planning import ranks_of
     from drivetrain_launch.hosts.remote import RemoteHost
 
     resolved = SimpleNamespace(run=SimpleNamespace(launch=SimpleNamespace(nproc_per_node=4)))

@@ -5,7 +5,7 @@ import torch
 
 from drivetrain import Accelerator
 from drivetrain.errors import UsageError
-from drivetrain.runtime.scaler import LossScaler, ScaleRule
+from drivetrain.runtime.precision import LossScaler, ScaleRule
 
 CPU = torch.device("cpu")
 

@@ -11,7 +11,7 @@ from drivetrain import Accelerator
 from drivetrain.cost import ModelSpec
 from drivetrain_launch.commands.options import resolve_command_line
 from drivetrain_launch.forecast.models import of_size
-from drivetrain_launch.forecast.promises import promises_for
+from drivetrain_launch.forecast.planning import promises_for
 
 LLAMA = {
     "model_type": "llama",

@@ -8,7 +8,7 @@ import shlex
 import pytest
 import yaml
 
-from drivetrain.config.foreign import importer_of, importers
+from drivetrain.config.document import importer_of, importers
 from drivetrain_migration.converters import table_of
 from foreign_files import FILES, LINES
 

@@ -7,14 +7,14 @@ import pytest
 import yaml
 
 from drivetrain.errors import ConfigError
-from drivetrain.hardware.catalog import hardware_names, hardware_text, load_hardware
-from drivetrain.paper.run import PaperRun
-from drivetrain.paper.transformer import GptShape
+from drivetrain.hardware.description import hardware_names, hardware_text, load_hardware
 from drivetrain.planner import predict
 from drivetrain.planner.layout import read_layout
 from drivetrain.planner.search import search
+from drivetrain.simulator.step import PaperRun
+from drivetrain.simulator.transformer import GptShape
 from drivetrain_launch.commands.plan import _with_link
-from drivetrain_launch.forecast.plan_text import file_of
+from drivetrain_launch.forecast.planning import file_of
 
 TINY = ("--gpt", "layers=2,hidden=64,heads=2,seq=64", "--batch", "8")
 SMALL = ("--gpt", "layers=4,hidden=1024,heads=16,seq=1024", "--batch", "16")

@@ -219,7 +219,9 @@ def test_interrupt_while_hosts_end_with_one_that_failed_ends_the_wait(sandbox, s
         "time.sleep(3600)\n"
     )
     process = started_on_two_hosts(sandbox, ssh, text, "--set", "launch.grace_s=3600")
-    agents = [each for each in sandbox.alive() if "drivetrain_launch.hosts.agent" in each.cmdline()]
+    agents = [
+        each for each in sandbox.alive() if "drivetrain_launch.hosts.remote" in each.cmdline()
+    ]
     assert len(agents) == 2
     agents[1].suspend()  # a host that takes no part
     agents[0].send_signal(signal.SIGQUIT)

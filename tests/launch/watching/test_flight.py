@@ -10,13 +10,13 @@ import pytest
 
 from drivetrain_launch.watching.answers import (
     NEWEST,
+    RankView,
     answer,
     ask_flights,
     compare,
     newest,
     read_flight,
 )
-from drivetrain_launch.watching.views import RankView
 
 RECORDED = Path(__file__).parent / "recorded"
 """Written by torch 2.13: both ranks finished a sum of 3 numbers, rank 0 waits in one of 7."""

@@ -2,8 +2,8 @@
 
 from drivetrain.runtime.board import NATIVE
 from drivetrain_launch.watching import diagnosis
+from drivetrain_launch.watching.answers import OperationView, RankView
 from drivetrain_launch.watching.diagnosis import Usual, resting
-from drivetrain_launch.watching.views import OperationView, RankView
 
 
 def still(rank, seconds, *operations, section="forward", state=""):

@@ -7,8 +7,8 @@ from dataclasses import asdict
 
 import pytest
 
-from drivetrain.telemetry.work import RankTimes
-from drivetrain_launch.watching.stragglers import StragglerWatch, WorkFiles, work_file
+from drivetrain.observe.figures import RankTimes
+from drivetrain_launch.watching.watch import StragglerWatch, WorkFiles, work_file
 from forked_programs import launch
 
 SCRIPT = """

@@ -9,12 +9,12 @@ from torch.optim import Adam, AdamW
 from torch.utils.data import DataLoader
 
 from drivetrain import Accelerator
+from drivetrain.compression.methods import LinkMethods
 from drivetrain.config.schema import FarConfig, LinksConfig
 from drivetrain.cost import ModelSpec
 from drivetrain.errors import ConfigError, UsageError
-from drivetrain.links.chosen import LinkMethods
+from drivetrain.parallel.options import OffloadOptions
 from drivetrain.runtime.precision import Precision
-from drivetrain.sharding.options import OffloadOptions
 from drivetrain_ddp import Ddp, DdpConfig
 from drivetrain_fsdp import Fsdp, FsdpConfig
 from one_bit_steps import (

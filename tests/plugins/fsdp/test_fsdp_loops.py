@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from drivetrain import Accelerator
-from drivetrain.sharding import reduce
+from drivetrain.parallel import reduce
 
 WIDTH = 8
 FSDP = {"name": "fsdp", "unit_from": 1}

@@ -8,7 +8,7 @@ import functools
 import pytest
 import torch
 
-from drivetrain.parts.naming import clean_name
+from drivetrain.model.modules import clean_name
 from drivetrain.testing.conformance.twins import Twins, weights
 from drivetrain.testing.models import Case
 from towers import Tower

@@ -12,14 +12,13 @@ from drivetrain import Accelerator
 from drivetrain.config import NestedStrategy
 from drivetrain.cost import ModelSpec
 from drivetrain.hardware.prices import axis_places
-from drivetrain.paper.run import PaperRun
-from drivetrain.paper.work import PaperUnit
 from drivetrain.planner.layout import far_method
 from drivetrain.runtime.mesh import Axis
 from drivetrain.runtime.world import World
+from drivetrain.simulator.step import PaperRun, PaperUnit
 from drivetrain.testing.conformance.accounts import AccountChecks
 from drivetrain_local import Local, LocalOptions
-from drivetrain_local.cost import _agreement
+from drivetrain_local.strategy import _agreement
 from drivetrain_megatron.config import MegatronConfig
 from local_trainings import hosts
 from local_workers import Rounds

@@ -17,7 +17,7 @@ from cell_workers import (
 )
 from drivetrain import Accelerator, ConfigError
 from drivetrain.cost import ModelSpec
-from drivetrain.parts.naming import held_parameters
+from drivetrain.model.modules import held_parameters
 from local_workers import Rounds
 
 EXACT = 1e-11

@@ -7,7 +7,7 @@ from torch import nn
 from torch.optim import SGD
 
 from drivetrain.collectives.communicator import Finished
-from drivetrain.parts.naming import named_parameters
+from drivetrain.model.modules import named_parameters
 from drivetrain.shards import HeldPart, HeldTensors, Part, Shard
 from drivetrain_local.options import LocalOptions
 from drivetrain_local.outer import Messages, OuterSteps, fragment_of_each

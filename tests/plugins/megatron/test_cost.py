@@ -8,17 +8,18 @@ import torch
 from cases import case
 from drivetrain import Accelerator
 from drivetrain.cost import ModelSpec
-from drivetrain.parts.naming import held_parameters
+from drivetrain.model.modules import held_parameters
 from drivetrain.runtime.mesh import Mesh
 from drivetrain.runtime.precision import Precision
 from drivetrain.runtime.world import World
 from drivetrain.strategy import Run as PlannedRun
-from drivetrain.testing.conformance.tcp import is_supported, sent_bytes, sent_since
+from drivetrain.testing.conformance.accounts import is_supported, sent_bytes, sent_since
 from drivetrain.testing.conformance.twins import everyone
 from drivetrain.traffic import Traffic
-from drivetrain_megatron import Megatron, volumes
+from drivetrain_megatron import Megatron
+from drivetrain_megatron import cost as volumes
 from drivetrain_megatron.config import MegatronConfig
-from drivetrain_megatron.volumes import Activation, RanksOfAxis
+from drivetrain_megatron.cost import Activation, RanksOfAxis
 from huggingface_models import ARCHITECTURES, WIDTH, token_batch
 from word_models import WithLoss, word_loss
 

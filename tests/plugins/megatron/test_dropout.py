@@ -17,7 +17,7 @@ from cases import case
 from cell_twins import Twins, loss_of
 from drivetrain.collectives.communicator import SoloCommunicator
 from drivetrain.errors import UsageError
-from drivetrain.parts.blocks import repeated_blocks
+from drivetrain.model.modules import repeated_blocks
 from drivetrain.runtime.mesh import Axis
 from drivetrain.traffic import Traffic
 from drivetrain_megatron.dropout import (

@@ -10,10 +10,10 @@ from torch import nn
 from cases import case
 from cell_twins import loss_of
 from drivetrain import Accelerator
+from drivetrain.compression.methods import LinkMethods
 from drivetrain.cost import ModelSpec
 from drivetrain.errors import ConfigError, RankMismatchError
 from drivetrain.facade import settings
-from drivetrain.links.chosen import LinkMethods
 from drivetrain.runtime.precision import Precision
 from drivetrain_megatron import Megatron
 from drivetrain_megatron.config import MegatronConfig

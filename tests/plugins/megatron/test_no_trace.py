@@ -12,7 +12,7 @@ from torch import nn
 from cell_twins import Twins, loss_of
 from drivetrain import Accelerator, set_seed
 from drivetrain.errors import UsageError
-from drivetrain.model import untouched
+from drivetrain.model.untouched import untouched
 from drivetrain.runtime import rng
 from drivetrain.testing.conformance.twins import everyone
 from emulated_tensors import close

@@ -10,7 +10,7 @@ from torch import nn
 from cases import case
 from drivetrain import Accelerator
 from drivetrain.errors import ConfigError, RankMismatchError
-from drivetrain.parts.naming import named_parameters
+from drivetrain.model.modules import named_parameters
 from drivetrain.testing.conformance.twins import everyone
 from drivetrain_launch.cli import run
 from drivetrain_megatron.config import MegatronConfig

@@ -11,7 +11,7 @@ from cell_twins import EXACT
 from drivetrain import Accelerator
 from drivetrain.checkpoint import ExportedWeights, open_checkpoint, read_export
 from drivetrain.errors import CheckpointError, UsageError
-from drivetrain.parts.naming import held_parameters
+from drivetrain.model.modules import held_parameters
 from huggingface_models import ARCHITECTURES, VOCABULARY, logits_of, token_batch
 from stacks import Residual, Stack
 

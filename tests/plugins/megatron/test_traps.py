@@ -9,8 +9,8 @@ from torch.nn import functional as F
 from cell_twins import Twins, loss_of
 from drivetrain import Accelerator
 from drivetrain.errors import UsageError
-from drivetrain.facade.options import GradScalerKwargs
-from drivetrain.parts.naming import named_parameters
+from drivetrain.facade.settings import GradScalerKwargs
+from drivetrain.model.modules import named_parameters
 from drivetrain.testing.conformance.twins import everyone
 from huggingface_models import VOCABULARY, gpt2, llama, logits_of, token_batch
 

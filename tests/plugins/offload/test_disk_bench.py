@@ -6,8 +6,8 @@ import pytest
 
 from drivetrain_launch.cli import run
 from drivetrain_offload import disk_speed
+from drivetrain_offload import nvme as files
 from drivetrain_offload.disk_speed import Speed, suggest, usable_bytes
-from drivetrain_offload.stores import files
 
 QUICK = ("--mib", "2", "--request-mib", "0.25", "--threads", "1", "--threads", "4")
 

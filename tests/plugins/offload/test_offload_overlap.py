@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from drivetrain_offload.steps.tiles import Tiler
+from drivetrain_offload.tiles import Tiler
 from waits import PATIENCE_S
 from zero_stages import start
 

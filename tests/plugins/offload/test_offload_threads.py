@@ -10,7 +10,7 @@ pytestmark = pytest.mark.exhaustive
 LET_GO = """
 import threading, time
 from drivetrain_offload.buffers import _AlignedMapping, _tensor
-from drivetrain_offload.threads import ThreadPool
+from drivetrain_offload.buffers import ThreadPool
 
 begun = threading.Event()
 
@@ -29,7 +29,7 @@ begun.wait()
 
 ORDER = """
 import time
-from drivetrain_offload.threads import ThreadPool
+from drivetrain_offload.buffers import ThreadPool
 
 inner, outer = ThreadPool(1, "inner"), ThreadPool(1, "outer")
 

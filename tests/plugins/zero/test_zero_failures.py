@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from drivetrain.errors import CollectiveError
-from drivetrain.sharding import reduce
-from drivetrain.sharding.gradients import UnitGradients
+from drivetrain.parallel import reduce
+from drivetrain.parallel.gradients import UnitGradients
 from drivetrain.testing.conformance.twins import Twins
 from drivetrain.testing.models import Case, numbers
 from towers import Tower

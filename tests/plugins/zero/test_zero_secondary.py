@@ -11,7 +11,7 @@ from torch.optim import SGD
 from drivetrain import Accelerator
 from drivetrain.cost import ModelSpec
 from drivetrain.errors import ConfigError, UsageError
-from drivetrain.sharding import near
+from drivetrain.parallel import unit as near
 from drivetrain.testing.conformance.twins import everyone, weights
 
 HOSTS, WIDTH, LAYERS = 2, 64, 4

@@ -9,11 +9,11 @@ from torch import nn
 from drivetrain import Cost, ModelSpec, Run, UsageError, option
 from drivetrain.collectives import Handle, sent_elements
 from drivetrain.cost import TensorSpec
-from drivetrain.paper.contract import Planning
-from drivetrain.paper.data_parallel import DataParallelPlanning, Sharing
-from drivetrain.parts.buckets import MIB, Bucket, BucketLayout, plan_buckets
-from drivetrain.replicated import ReplicatedStrategy
+from drivetrain.parallel.buckets import MIB, Bucket, BucketLayout, plan_buckets
+from drivetrain.parallel.replicated import ReplicatedStrategy
 from drivetrain.runtime.precision import Precision
+from drivetrain.simulator.contract import Planning
+from drivetrain.simulator.data_parallel import DataParallelPlanning, Sharing
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

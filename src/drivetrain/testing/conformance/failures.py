@@ -3,8 +3,8 @@
 import pytest
 
 from drivetrain.errors import CollectiveError, RankMismatchError
+from drivetrain.testing.conformance.accounts import cut_connections, is_supported
 from drivetrain.testing.conformance.suite import Suite
-from drivetrain.testing.conformance.tcp import cut_connections, is_supported
 from drivetrain.testing.conformance.twins import Twins, everyone
 from drivetrain.testing.models import CASES
 

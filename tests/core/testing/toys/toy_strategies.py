@@ -3,7 +3,7 @@
 import torch
 
 from drivetrain.cost import Cost
-from drivetrain.parts.norms import clip_, global_norm
+from drivetrain.parallel.backward import clip_, global_norm
 from drivetrain_plain import Plain
 
 

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from drivetrain.errors import ConfigError
-from drivetrain.paper.transformer import GptShape
+from drivetrain.simulator.transformer import GptShape
 from drivetrain_launch.cli import run
 from drivetrain_megatron import Megatron
 from drivetrain_megatron.paper.command import Gantt, save_picture

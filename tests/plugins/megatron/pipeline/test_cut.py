@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from drivetrain.errors import ConfigError, UsageError
-from drivetrain.model import look_at
+from drivetrain.model.recorder import look_at
 from drivetrain_megatron.pipeline import cut
 from drivetrain_megatron.pipeline.cut import balanced, listed, profile, scaled_edges
 from drivetrain_megatron.recording.phases import Dependency, Recording, record

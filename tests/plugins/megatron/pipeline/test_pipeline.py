@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 from drivetrain import Accelerator
 from drivetrain.errors import CollectiveError, ConfigError, UsageError
-from drivetrain.parts.naming import named_parameters
-from drivetrain.testing.conformance.tcp import cut_connections
+from drivetrain.model.modules import named_parameters
+from drivetrain.testing.conformance.accounts import cut_connections
 from drivetrain.testing.conformance.twins import everyone
 from huggingface_models import ARCHITECTURES, VOCABULARY, gpt2, logits_of, token_batch
 from staged_twins import EXACT, Twins

@@ -15,9 +15,9 @@ from torch.utils.checkpoint import checkpoint
 import huggingface_models
 import stacks
 from drivetrain.errors import UsageError
-from drivetrain_megatron.pipeline.batches import MicroBatch
 from drivetrain_megatron.pipeline.cut import balanced, listed
 from drivetrain_megatron.pipeline.stage import split
+from drivetrain_megatron.pipeline.transfer import MicroBatch
 from drivetrain_megatron.recording.phases import record
 from drivetrain_megatron.recording.proxy import StageProxy
 

@@ -10,8 +10,8 @@ from torch import nn
 from drivetrain import Accelerator
 from drivetrain.errors import ConfigError
 from drivetrain.runtime.mesh import Axis, Mesh
-from drivetrain_megatron.cell import advice
 from drivetrain_megatron.pipeline.runner import StageWorker
+from drivetrain_megatron.state import advice
 from stacks import Lossy, Stack
 
 MICRO_BATCHES = 3

@@ -8,7 +8,7 @@ import torch
 
 from drivetrain.errors import CollectiveError, UsageError
 from drivetrain.runtime import rng
-from drivetrain_megatron.plan.thread_ranks import run_emulated
+from drivetrain_megatron.plan.trial import run_emulated
 
 SHORT, LONG = timedelta(seconds=0.3), timedelta(hours=1)
 

@@ -10,7 +10,7 @@ import transformers
 from torch import nn
 
 from drivetrain.errors import UsageError
-from drivetrain.parts.blocks import BlockHooks
+from drivetrain.model.modules import BlockHooks
 from drivetrain_megatron.pipeline.cut import balanced, kept_together
 from drivetrain_megatron.recording.calls import example_inputs
 from drivetrain_megatron.recording.phases import Carried, Constant, Passed, block_order, record

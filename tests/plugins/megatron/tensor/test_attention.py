@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from drivetrain.errors import ConfigError, UsageError
-from drivetrain_megatron.plan.thread_ranks import run_emulated
+from drivetrain_megatron.plan.trial import run_emulated
 from drivetrain_megatron.tensor.attention import attach_heads, head_partitions, keep_padded
 from drivetrain_megatron.tensor.behavior import behavior_of, detach
 from drivetrain_megatron.tensor.linear import attach_column, attach_row

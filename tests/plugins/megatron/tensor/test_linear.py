@@ -9,7 +9,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from drivetrain.errors import ConfigError, UsageError
-from drivetrain_megatron.plan.thread_ranks import run_emulated
+from drivetrain_megatron.plan.trial import run_emulated
 from drivetrain_megatron.tensor.behavior import behavior_of, detach
 from drivetrain_megatron.tensor.linear import attach_column, attach_row, enter_group
 from drivetrain_megatron.tensor.operators import Edges, TokenShards, gather

@@ -3,7 +3,7 @@
 import torch
 
 from drivetrain.collectives import sent_elements
-from drivetrain_megatron.plan.thread_ranks import run_emulated
+from drivetrain_megatron.plan.trial import run_emulated
 from drivetrain_megatron.tensor.operators import copy, gather, reduce, reduce_scatter, scatter
 from drivetrain_megatron.tensor.partition import Partition, even, packed
 from emulated_tensors import calls, close, numbers

@@ -17,7 +17,7 @@ from drivetrain.errors import ConfigError, UsageError
 from drivetrain.runtime.mesh import Mesh
 from drivetrain.runtime.world import World
 from drivetrain.traffic import Traffic
-from drivetrain_megatron.plan.thread_ranks import run_emulated
+from drivetrain_megatron.plan.trial import run_emulated
 from drivetrain_megatron.tensor.linear import attach_column
 from drivetrain_megatron.tensor.operators import Edges, TokenShards, gather
 from drivetrain_megatron.tensor.partition import Partition, even, packed

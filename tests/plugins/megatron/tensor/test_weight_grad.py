@@ -11,7 +11,7 @@ from transformers.pytorch_utils import Conv1D
 
 from drivetrain_megatron.pipeline.runner import seeded
 from drivetrain_megatron.plan.divide import BlockPlan, GroupPlan, divide
-from drivetrain_megatron.plan.thread_ranks import run_emulated
+from drivetrain_megatron.plan.trial import run_emulated
 from drivetrain_megatron.tensor.behavior import behavior_of
 from drivetrain_megatron.tensor.linear import (
     WeightGradients,

@@ -1,0 +1,411 @@
+"""PowerSGD between hosts: a matrix crosses a slow link as two thin factors.
+
+Paper: Vogels, Karimireddy, Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for
+Distributed Optimization", NeurIPS 2019, algorithms 1 and 2. For the sum over a host's ranks of a
+gradient, as a matrix M (n, m), the error E and the factor Q (m, r) of the step before::
+
+    M <- M + E                        error feedback
+    P <- sum over hosts of M Q        (n, r), sent
+    P <- orthogonalised P             the same on every host
+    Q <- sum over hosts of M' P       (m, r), sent; the next step starts with it
+    gradient <- P Q'
+    E <- M - P Q' / hosts             stays on this rank
+
+A rank has some rows of a parameter: these are a matrix, and the elements of a row that is cut go as
+they are, like vectors and small matrices. All hosts must compute alike, bit by bit: the same kind
+of processor, and the same version of torch.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from drivetrain.collectives import Communicator, Handle, Parts, chunk_bounds, sent_bytes
+from drivetrain.collectives.communicator import StagedHandle
+from drivetrain.collectives.volume import ParameterSpan, StretchParts
+from drivetrain.compression.compressor import (
+    SMALLEST,
+    Compressor,
+    ElementRange,
+    FarGather,
+    FarReduction,
+    Followed,
+    Honesty,
+    Kept,
+    are_finite,
+)
+from drivetrain.config.option import option
+from drivetrain.runtime.mesh import Axis
+
+
+@dataclass(frozen=True, slots=True)
+class LowRankMatrix:
+    """Rows of one parameter that cross as factors.
+
+    Attributes:
+        owner: the rank, along the axis between hosts, whose tensors hold them.
+        place: the elements among the tensors of the owner.
+        span: the same elements of the parameter.
+        rows: n.
+        columns: m.
+    """
+
+    owner: int
+    place: ElementRange
+    span: ParameterSpan
+    rows: int
+    columns: int
+
+
+class FactorPlan:
+    """The matrices of one reduction, and the elements that go as they are.
+
+    Args:
+        stretches: of each rank along the axis between hosts.
+        rank: columns of the factors.
+
+    Attributes:
+        rank: columns of the factors.
+        matrices: in order.
+        plain: for each rank, the other elements.
+        plain_bytes: of these.
+        ps: elements of all P.
+        qs: elements of all Q.
+        errors: elements of all E.
+    """
+
+    def __init__(self, stretches: StretchParts, rank: int) -> None:
+        self.rank = rank
+        self.matrices: list[LowRankMatrix] = []
+        self.plain: list[list[ElementRange]] = []
+        self.plain_bytes: list[int] = []
+        for owner, part in enumerate(stretches):
+            self.plain.append([])
+            self.plain_bytes.append(0)
+            for index, stretch in enumerate(part):
+                edge = 0
+                for span in stretch.spans:
+                    found = self._matrix(owner, index, span, stretch.dtype)
+                    if found is not None:
+                        self.matrices.append(found)
+                        self._leave(ElementRange(index, edge, found.place.start), stretch.dtype)
+                        edge = found.place.stop
+                self._leave(ElementRange(index, edge, stretch.numel), stretch.dtype)
+        self.ps = rank * sum(each.rows for each in self.matrices)
+        self.qs = rank * sum(each.columns for each in self.matrices)
+        self.errors = sum(each.rows * each.columns for each in self.matrices)
+
+    def _leave(self, elements: ElementRange, dtype: torch.dtype) -> None:
+        if elements.numel:
+            self.plain[-1].append(elements)
+            self.plain_bytes[-1] += elements.numel * dtype.itemsize
+
+    def _matrix(
+        self, owner: int, tensor: int, span: ParameterSpan, dtype: torch.dtype
+    ) -> LowRankMatrix | None:
+        """Return the whole rows of a span, if their factors are smaller."""
+        if not span.is_matrix or span.numel < SMALLEST or not dtype.is_floating_point:
+            return None
+        columns = span.columns
+        skipped = -span.first % columns
+        rows = (span.stop - span.start - skipped) // columns
+        if rows < self.rank or columns < self.rank:
+            return None
+        if (rows + columns) * self.rank >= rows * columns:
+            return None
+        start = span.start + skipped
+        stop = start + rows * columns
+        whole = replace(span, first=span.first + skipped, start=start, stop=stop)
+        return LowRankMatrix(owner, ElementRange(tensor, start, stop), whole, rows, columns)
+
+    def first_qs(self) -> Tensor:
+        """Return the Q of the first step: the same on every rank, without a message."""
+        generator = torch.Generator().manual_seed(0)
+        return torch.randn(self.qs, generator=generator, dtype=torch.float32)
+
+    def p(self, ps: Tensor) -> list[Tensor]:
+        """Return P (n, r) of each matrix, as views."""
+        return self._factors(ps, [each.rows for each in self.matrices])
+
+    def q(self, qs: Tensor) -> list[Tensor]:
+        """Return Q (m, r) of each matrix, as views."""
+        return self._factors(qs, [each.columns for each in self.matrices])
+
+    def _factors(self, flat: Tensor, lengths: Sequence[int]) -> list[Tensor]:
+        pieces = flat.split_with_sizes([self.rank * length for length in lengths])
+        return [each.view(-1, self.rank) for each in pieces]
+
+    def e(self, errors: Tensor) -> list[Tensor]:
+        """Return E (n, m) of each matrix, as views."""
+        pieces = errors.split_with_sizes([each.place.numel for each in self.matrices])
+        return [
+            piece.view(each.rows, each.columns)
+            for piece, each in zip(pieces, self.matrices, strict=True)
+        ]
+
+    def plain_of(self, parts: Parts) -> list[list[Tensor]]:
+        """Return the elements of each rank that go as they are."""
+        return [
+            [each.of(tensors) for each in chosen]
+            for chosen, tensors in zip(self.plain, parts, strict=True)
+        ]
+
+
+_FP32 = 4
+
+_PIECE = 2**17
+"""Numbers of a piece of a matrix: half a megabyte."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PowerSgdOptions:
+    """Options of ``powersgd``."""
+
+    rank: int = option(4, help="columns of the factors; more are more exact", minimum=1)
+
+
+class LowRankReduction(FarReduction):
+    """A sum over hosts of matrices as factors.
+
+    Args:
+        far: the ranks at one place of each host.
+        plan: the matrices.
+        everywhere: whether all ranks get all sums.
+    """
+
+    def __init__(self, far: Communicator, plan: FactorPlan, *, everywhere: bool) -> None:
+        self._far = far
+        self._plan = plan
+        self._everywhere = everywhere
+        self._qs = plan.first_qs()
+        self._errors = torch.zeros(plan.errors, dtype=torch.float32)
+
+    @override
+    def start(self, parts: Parts, *, first: Callable[[], None], label: str) -> Handle:
+        device = next(tensor.device for tensors in parts for tensor in tensors)
+        if self._errors.device != device:
+            self._qs, self._errors = self._qs.to(device), self._errors.to(device)
+        far, plan = self._far, self._plan
+        plain = plan.plain_of(parts)
+        ps = torch.empty(plan.ps, dtype=torch.float32, device=self._qs.device)
+        qs = torch.empty_like(self._qs)  # the factors of before stay, in case the step is bad
+
+        def multiply() -> None:
+            first()
+            self._multiply(parts, ps)
+
+        def turn() -> None:
+            summed.wait()
+            self._turn(parts, ps, qs)
+
+        summed = self._summed(ps, multiply, f"{label}, P")
+        turned = self._summed(qs, turn, f"{label}, Q")
+        rest = [far.reduce_parts(plain, label=label)] if any(plan.plain_bytes) else []
+        if rest and self._everywhere:
+            rest.append(far.gather_parts(plain, label=label, first=rest[0].wait))
+        sums = StagedHandle([summed, turned, *rest], ())
+        return Followed(sums, lambda: self._finish(parts, ps, qs))
+
+    @override
+    def feedback(self) -> Iterator[Kept]:
+        for each, errors in zip(self._plan.matrices, self._plan.e(self._errors), strict=True):
+            yield Kept(each.span, errors.view(-1))
+
+    @override
+    def factors(self) -> Iterator[tuple[ParameterSpan, Tensor]]:
+        for each, q in zip(self._plan.matrices, self._plan.q(self._qs), strict=True):
+            yield each.span, q
+
+    def _summed(self, factors: Tensor, first: Callable[[], None], label: str) -> Handle:
+        """Sum factors over hosts, once ``first`` has made them."""
+        chunks = [[factors[start:stop]] for start, stop in self._far.chunk(factors.numel())]
+        reduced = self._far.reduce_parts(chunks, label=label, first=first)
+        return self._far.gather_parts(chunks, label=label, first=reduced.wait)
+
+    def _multiply(self, parts: Parts, ps: Tensor) -> None:
+        """Make P of this host's gradients and errors; a NaN or infinity spoils all P."""
+        if not are_finite(parts):
+            ps.fill_(float("nan"))
+            return
+        for matrix, p, q, error in self._each(ps, self._qs):
+            # Added up as products: errors change only when the sum is known to be finite.
+            p.copy_(torch.addmm(error @ q, _view(matrix, parts).float(), q))
+
+    def _turn(self, parts: Parts, ps: Tensor, qs: Tensor) -> None:
+        """Orthogonalise the sum of P, and make Q of it."""
+        if not bool(torch.isfinite(ps.sum())):
+            qs.fill_(float("nan"))
+            return
+        for matrix, p, q, error in self._each(ps, qs):
+            p.copy_(torch.linalg.qr(p).Q)
+            q.copy_(_turned(_view(matrix, parts).float(), p).add_(_turned(error, p)))
+
+    def _finish(self, parts: Parts, ps: Tensor, qs: Tensor) -> None:
+        """Write the sums; keep errors and factors for the next one, unless a gradient is bad."""
+        finite = bool(torch.isfinite(qs.sum()))
+        for matrix, p, q, error in self._each(ps, qs):
+            gradient = _view(matrix, parts)
+            if not finite:
+                gradient.fill_(float("nan"))
+                continue
+            _write_sum(gradient, error, p, q, self._far.size)
+        if finite:
+            self._qs.copy_(qs)
+
+    def _each(
+        self, ps: Tensor, qs: Tensor
+    ) -> Iterator[tuple[LowRankMatrix, Tensor, Tensor, Tensor]]:
+        plan = self._plan
+        return zip(plan.matrices, plan.p(ps), plan.q(qs), plan.e(self._errors), strict=True)
+
+
+class LowRankGather(FarGather):
+    """A gather over hosts of updates of parameters as factors.
+
+    The owner of a matrix finds both factors of its update alone::
+
+        P <- orthogonalised (M Q),  Q <- M' P        M: new values - those of the last gather
+        values += P Q'                                on all ranks, from the same message
+
+    What the factors lack is part of the next update (``drivetrain.compression.compressor``). A new
+    run begins with another Q: its first factors fit less well, and later ones make up for it.
+
+    Args:
+        far: the ranks at one place of each host.
+        plan: the matrices.
+    """
+
+    def __init__(self, far: Communicator, plan: FactorPlan) -> None:
+        self._far = far
+        self._plan = plan
+        self._qs = plan.first_qs()
+
+    @override
+    def start(self, parts: Parts, *, first: Callable[[], None], label: str) -> Handle:
+        device = next(tensor.device for tensors in parts for tensor in tensors)
+        self._qs = self._qs.to(device)
+        ps = torch.empty(self._plan.ps, dtype=torch.float32, device=device)
+        mine = [each for each in self._factors(ps) if each[0].owner == self._far.rank]
+
+        def encode() -> None:
+            before = [_view(matrix, parts).to(torch.float32, copy=True) for matrix, *_ in mine]
+            first()
+            for (matrix, p, q), old in zip(mine, before, strict=True):
+                values = _view(matrix, parts)
+                update = values.float() - old  # no view: the next line overwrites the values
+                values.copy_(old)
+                if not bool(torch.isfinite(q.sum())):  # a checkpoint was loaded after a bad step
+                    q.normal_()
+                p.copy_(torch.linalg.qr(update @ q).Q)
+                q.copy_(_turned(update, p))
+
+        messages = self._plan.plain_of(parts)
+        for matrix, p, q in self._factors(ps):
+            messages[matrix.owner] += [p.view(-1), q.view(-1)]
+        gathered = self._far.gather_parts(messages, label=label, first=encode)
+
+        def read() -> None:
+            for matrix, p, q in self._factors(ps):
+                values = _view(matrix, parts)
+                values.copy_(torch.addmm(values.float(), p, q.T))
+
+        return Followed(gathered, read)
+
+    def _factors(self, ps: Tensor) -> Iterator[tuple[LowRankMatrix, Tensor, Tensor]]:
+        return zip(self._plan.matrices, self._plan.p(ps), self._plan.q(self._qs), strict=True)
+
+
+class PowerSgd(Compressor[PowerSgdOptions]):
+    """Matrices of low rank."""
+
+    summary: ClassVar[str] = "matrices as two factors of low rank: r (n + m) numbers for n x m"
+    honesty: ClassVar[Honesty] = Honesty.THEORY
+    updates: ClassVar[bool] = True
+    keeps_feedback = True
+    Config: ClassVar[type] = PowerSgdOptions
+
+    @override
+    def approximates(self, stretches: StretchParts) -> bool:
+        return bool(self._plan(stretches).matrices)
+
+    @override
+    def reduction(
+        self, far: Communicator, stretches: StretchParts, *, everywhere: bool
+    ) -> FarReduction:
+        return LowRankReduction(far, self._plan(stretches), everywhere=everywhere)
+
+    @override
+    def sent(
+        self, far: Axis, stretches: StretchParts, *, everywhere: bool
+    ) -> Counter[tuple[str, str]]:
+        plan = self._plan(stretches)
+        sent = Counter({(far.name, "reduce_scatter"): 0, (far.name, "all_gather"): 0})
+        for numel in (plan.ps, plan.qs):
+            lengths = [_FP32 * (stop - start) for start, stop in chunk_bounds(numel, far.size)]
+            sent[far.name, "reduce_scatter"] += sent_bytes("reduce_scatter", lengths, far.rank)
+            sent[far.name, "all_gather"] += sent_bytes("all_gather", lengths, far.rank)
+        sent[far.name, "reduce_scatter"] += sent_bytes("reduce_scatter", plan.plain_bytes, far.rank)
+        if everywhere:
+            sent[far.name, "all_gather"] += sent_bytes("all_gather", plan.plain_bytes, far.rank)
+        return sent
+
+    @override
+    def held(self, far: Axis, stretches: StretchParts, *, everywhere: bool) -> int:
+        plan = self._plan(stretches)
+        return _FP32 * (plan.errors + plan.qs)
+
+    @override
+    def rehearse(self, matrix: Tensor) -> None:
+        q = torch.randn(matrix.shape[1], self.config.rank, dtype=matrix.dtype, device=matrix.device)
+        # Twice, as of gradients and of errors.
+        p = torch.linalg.qr(torch.addmm(matrix @ q, matrix, q)).Q
+        q = _turned(matrix, p).add_(_turned(matrix, p))
+        _write_sum(matrix, torch.empty_like(matrix), p, q, 1)
+
+    @override
+    def gathering(self, far: Communicator, stretches: StretchParts, *, updates: bool) -> FarGather:
+        return LowRankGather(far, self._plan(stretches))
+
+    @override
+    def sent_gathering(self, far: Axis, stretches: StretchParts) -> Counter[tuple[str, str]]:
+        plan = self._plan(stretches)
+        lengths = list(plan.plain_bytes)
+        for matrix in plan.matrices:
+            lengths[matrix.owner] += _FP32 * plan.rank * (matrix.rows + matrix.columns)
+        return Counter({(far.name, "all_gather"): sent_bytes("all_gather", lengths, far.rank)})
+
+    def _plan(self, stretches: StretchParts) -> FactorPlan:
+        return FactorPlan(stretches, self.config.rank)
+
+
+def _view(matrix: LowRankMatrix, parts: Parts) -> Tensor:
+    """Return the gradient of a matrix, (n, m), as a view of the owner's tensors."""
+    tensors: Sequence[Tensor] = parts[matrix.owner]
+    return matrix.place.of(tensors).view(matrix.rows, matrix.columns)
+
+
+def _write_sum(gradient: Tensor, error: Tensor, p: Tensor, q: Tensor, hosts: int) -> None:
+    """Replace a gradient (n, m) by the sum P Q', and keep its error.
+
+    Some rows at a time: four passes then find them in a processor's caches.
+    """
+    rows = max(1, _PIECE // gradient.shape[1])
+    pieces = zip(*(torch.split(each, rows) for each in (gradient, error, p)), strict=True)
+    for numbers, lacking, factor in pieces:
+        lacking.add_(numbers)
+        total = numbers.to(torch.float32)  # of fp32: the gradient itself
+        torch.mm(factor, q.T, out=total)
+        lacking.sub_(total, alpha=1.0 / hosts)
+        numbers.copy_(total)
+
+
+def _turned(matrix: Tensor, p: Tensor) -> Tensor:
+    """Return M' P, (m, r), of a matrix M (n, m) and a factor P (n, r)."""
+    # Both products read M by rows: M Q as it stands, and M' P as (P' M)'. For the other forms
+    # MKL takes three to five times as long, with rank 4 and AVX-512.
+    return torch.mm(p.T, matrix).T

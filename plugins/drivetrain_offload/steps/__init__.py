@@ -1,1 +1,0 @@
-"""Optimizer steps on the CPU, over shards that a store keeps."""

@@ -1,1 +1,0 @@
-"""Where tensors live between their uses: host memory, or a file on a disk."""

@@ -1,0 +1,498 @@
+"""The communicator whose channels between hosts are approximate, and islands of ranks.
+
+Everything else between hosts is exact: maxima, buffers, the order of gradients, what a checkpoint
+reads. Inside of a host all is exact anyway::
+
+    near     the ranks of a host exchange sums of shares        exact
+    far      ranks at the same place of each host               as the method of the link says
+    near     the ranks of a host exchange their shares          exact
+
+The islands of a run: groups of ranks with quick links among them, as a file declares.
+
+Without a declaration, the ranks of one host are an island. Host names say less where a machine runs
+several containers, or where one host has two groups of devices with a slow link between them. Then
+``links.hardware`` names a description of hardware, and its ``host.devices`` is the size of islands.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from drivetrain.collectives import (
+    Communicator,
+    Handle,
+    Parts,
+    Route,
+    connect,
+    connect_over_hosts,
+    route_over_hosts,
+)
+from drivetrain.collectives.communicator import (
+    GatherChannel,
+    ReduceChannel,
+    StagedHandle,
+    SumChannel,
+)
+from drivetrain.collectives.facts import gather_facts
+from drivetrain.collectives.hierarchy import ConnectAxis, HierarchicalCommunicator
+from drivetrain.collectives.volume import Stretch, StretchParts, far_pieces
+from drivetrain.compression.compressor import FarReduction
+from drivetrain.compression.error_feedback import (
+    AwaitedChannel,
+    ParkedState,
+    SavedLinks,
+    Warmed,
+    save_count,
+    save_errors,
+    save_state,
+)
+from drivetrain.compression.methods import LinkMethods
+from drivetrain.errors import ConfigError, DrivetrainError, RankMismatchError
+from drivetrain.hardware.description import load_hardware
+from drivetrain.runtime.mesh import Axis, HostLevels, Mesh
+from drivetrain.runtime.world import World
+from drivetrain.shards import Reader, Shard
+from drivetrain.traffic import Traffic
+
+# --- the communicator of an axis over hosts whose channels between hosts are approximate ---
+
+
+class LinkedCommunicator(HierarchicalCommunicator):
+    """Levels of hosts whose channels between hosts are as the methods of the run say.
+
+    Args:
+        axis: the mesh axis.
+        levels: its ranks on this host, perhaps this one alone, and those at its place of each host.
+        connect: makes a communicator for an axis.
+        traffic: the ledger.
+        world: the device of this rank, and how long one message may take.
+        links: the methods.
+
+    Attributes:
+        channels: those of gradients that are approximate.
+    """
+
+    def __init__(
+        self,
+        axis: Axis,
+        levels: HostLevels,
+        connect: ConnectAxis,
+        traffic: Traffic,
+        world: World,
+        links: LinkMethods,
+    ) -> None:
+        super().__init__(axis, levels, connect, traffic, world.timeout)
+        for method in (links.gradients, links.parameters):
+            if method is not None:
+                method.get_ready(world.device)
+        self._links = links
+        self._host_levels = levels
+        self._device = world.device
+        self.channels: list[Warmed] = []
+        self._awaited: list[AwaitedChannel] = []
+        self._parked = ParkedState()
+        self._carried: dict[str, Tensor] = {}
+        self._summed: list[Stretch] = []
+
+    @override
+    def gradients_summed(
+        self, stretch: Stretch, label: str, replaces: SumChannel | None = None
+    ) -> SumChannel:
+        exact = super().gradients_summed(stretch, label)
+        near, far = self._collecting, self._far
+
+        def start(reduction: FarReduction, tensor: Tensor) -> Handle:
+            flat = tensor.detach().view(-1)
+            shares = [[flat[start:stop]] for start, stop in near.chunk(flat.numel())]
+            collected = near.reduce_parts(shares, label=label)
+            mine = shares[near.rank][0]
+            summands = [[mine[start:stop]] for start, stop in far.chunk(mine.numel())]
+            summed = reduction.start(summands, first=collected.wait, label=label)
+            spread = self._spreading.gather_parts(shares, label=label, first=summed.wait)
+            return StagedHandle([collected, summed, spread], ())
+
+        return self._channel(
+            exact,
+            start,
+            lambda: far_pieces(stretch, self._host_levels),
+            partial(self.gradients_summed, stretch, label),
+            replaces,
+            whole=stretch,
+        )
+
+    @override
+    def renew_channels(self) -> None:
+        spans = {span.name: span for stretch in self._summed for span in stretch.spans}
+        for channel in self.channels:
+            self._parked.park(channel)
+        self._summed.clear()
+        self.channels.clear()
+        self._awaited.clear()
+        for name, span in spans.items():  # all ranks of the host have the same ones
+            errors = torch.zeros(span.numel, dtype=torch.float32, device=self._device)
+            for first, values in self._parked.errors_of(name):
+                errors[first : first + values.numel()] = values
+            # Another rank of this host may get an element: each knows all errors of the host.
+            self._collecting.all_reduce(errors, label="errors that are kept").wait()
+            self._carried[name] = errors
+
+    def _take_over(self, stretch: Stretch, reduction: FarReduction | None) -> None:
+        """Go on with the errors that channels before this one have kept."""
+        for span, errors, _ in () if reduction is None else reduction.feedback():
+            if span.name in self._carried:
+                errors.copy_(self._carried[span.name][span.first : span.first + errors.numel()])
+        for span in stretch.spans:
+            self._carried.pop(span.name, None)
+
+    @override
+    def gradients_scattered(
+        self,
+        describe: Callable[[], StretchParts],
+        label: str,
+        replaces: ReduceChannel | None = None,
+    ) -> ReduceChannel:
+        exact = super().gradients_scattered(describe, label)
+        near = self._collecting
+
+        def start(reduction: FarReduction, parts: Parts) -> Handle:
+            near_parts, far_parts = self._in_levels(parts)
+            collected = near.reduce_parts(near_parts, label=label)
+            summed = reduction.start(far_parts, first=collected.wait, label=label)
+            return StagedHandle([collected, summed], ())
+
+        return self._channel(
+            exact,
+            start,
+            lambda: describe()[near.rank :: near.size],
+            partial(self.gradients_scattered, describe, label),
+            replaces,
+        )
+
+    def _channel(
+        self,
+        exact: Callable[..., Handle],
+        start: Callable[..., Handle],
+        describe: Callable[[], StretchParts],
+        renew: Callable[[], Callable[..., Handle]],
+        replaces: Callable[..., Handle] | None,
+        *,
+        whole: Stretch | None = None,
+    ) -> Callable[..., Handle]:
+        """Return a channel of gradients as the methods say, which takes over what others kept.
+
+        Args:
+            exact: the channel without a method.
+            start: starts the sum by a reduction between hosts.
+            describe: returns the tensors between hosts.
+            renew: makes the channel again, when a method was chosen.
+            replaces: the channel that is given up; an exact one has no state.
+            whole: the tensor that all ranks of the host sum.
+        """
+        if isinstance(replaces, AwaitedChannel):
+            self._awaited = [each for each in self._awaited if each is not replaces]
+            replaces = replaces.now
+        if isinstance(replaces, Warmed) and replaces in self.channels:
+            self.channels.remove(replaces)
+            self._parked.park(replaces)
+        links = self._links
+        if links.is_open("gradients"):
+            awaited = AwaitedChannel(exact, renew)
+            self._awaited.append(awaited)
+            return awaited
+        method, pieces = links.gradients, describe()
+        held = links.approximated("gradients", pieces)
+        reduction = None
+        if method is not None and method.approximates(held):
+            reduction = method.reduction(self._far, held, everywhere=whole is not None)
+        if whole is not None:
+            self._summed.append(whole)
+            self._take_over(whole, reduction)
+        if reduction is None:
+            return exact
+        self._parked.give(reduction)
+        spans = [span for part in pieces for stretch in part for span in stretch.spans]
+        approximate = partial(start, reduction)
+        made = Warmed(reduction, spans, links.warmup, exact, approximate, undoable=links.undoable)
+        made.sums = self._parked.sums([span.name for span in spans])
+        self.channels.append(made)
+        return made
+
+    @override
+    def take_links(self, links: LinkMethods) -> None:
+        self._links = links
+        if links.is_open("gradients"):
+            return
+        awaited, self._awaited = self._awaited, []
+        for channel in awaited:
+            channel.take_method()
+
+    @override
+    def parameters_gathered(
+        self, describe: Callable[[], StretchParts], label: str
+    ) -> GatherChannel:
+        return self._gathered(describe, label, updates=False)
+
+    @override
+    def parameters_updated(self, describe: Callable[[], StretchParts], label: str) -> GatherChannel:
+        return self._gathered(describe, label, updates=True)
+
+    @property
+    @override
+    def approximates_parameters(self) -> bool:
+        return self._links.approximates_parameters
+
+    @property
+    @override
+    def owns_apart(self) -> bool:
+        return self._links.owns_apart
+
+    def _gathered(
+        self, describe: Callable[[], StretchParts], label: str, *, updates: bool
+    ) -> GatherChannel:
+        exact = super().parameters_gathered(describe, label)
+        method, near = self._links.parameters, self._collecting
+        if method is None:
+            return exact
+        held = self._links.approximated("parameters", describe()[near.rank :: near.size])
+        if not method.approximates(held):
+            return exact
+        gathering = method.gathering(self._far, held, updates=updates)
+
+        def start(parts: Parts, first: Callable[[], None] | None) -> Handle:
+            near_parts, far_parts = self._in_levels(parts)
+            ready = first or (lambda: None)
+            gathered = gathering.start(far_parts, first=ready, label=label)
+            spread = self._spreading.gather_parts(near_parts, label=label, first=gathered.wait)
+            return StagedHandle([gathered, spread], ())
+
+        return start
+
+    @override
+    def step_decided(self, *, taken: bool) -> None:
+        for channel in self.channels:
+            channel.step_decided(taken=taken)
+
+    # --- checkpoints ---
+
+    @override
+    def kept(self) -> Iterator[Shard]:
+        method, host = self._links.name_for("gradients"), self._far.rank
+        for channel in self.channels:
+            yield from save_state(channel.reduction, method, host)
+            if self._links.warmup and host == 0:
+                # Elsewhere, a channel may be about any of these parameters alone.
+                yield from (save_count(span, channel.sums) for span in channel.spans)
+        for name, (first, errors) in self._parked:
+            yield save_errors(name, first, errors, method, host)
+        for name, errors in self._carried.items():
+            if self._collecting.rank == 0:  # every rank of the host has all of them
+                yield save_errors(name, 0, errors, method, host)
+
+    @override
+    def take_kept(self, reader: Reader) -> bool:
+        saved = SavedLinks(reader)
+        self._parked.clear()
+        self._carried.clear()
+        for channel in self.channels:
+            saved.give(channel.reduction, self._far.rank, self._far.size)
+            channel.resume(saved.sums([span.name for span in channel.spans]))
+        method = self._links.gradients
+        return method is not None and method.keeps_feedback
+
+
+def connect_linked(
+    mesh: Mesh,
+    name: str,
+    traffic: Traffic,
+    world: World,
+    links: LinkMethods,
+) -> Communicator:
+    """Return a communicator over an axis of the mesh, with channels as the links say.
+
+    Collective: every rank must call it in the same order.
+
+    Args:
+        mesh: the started axes.
+        name: of the axis.
+        traffic: the ledger; gets what is sent between hosts under the name ``NAME.far``.
+        world: the hosts of all ranks, and the device of this one.
+        links: the methods.
+
+    Raises:
+        ConfigError: hosts hold different numbers of ranks of the axis, or not in a row.
+    """
+
+    def connected(axis: Axis) -> Communicator:
+        return connect(axis, traffic, world.device, world.timeout)
+
+    count = hosts_apart(mesh, name, world, links)
+    if count is None:
+        return connect_over_hosts(mesh, name, traffic, world)
+    near = mesh.start_neighbors(name, count, world)
+    levels = HostLevels(near, mesh.start_across(name, count, world))
+    return LinkedCommunicator(mesh[name], levels, connected, traffic, world, links)
+
+
+def route_linked(mesh: Mesh, name: str, world: World, links: LinkMethods) -> Route:
+    """Return the route of data under ``connect_linked``, to count the bytes of a rank."""
+    count = hosts_apart(mesh, name, world, links)
+    if count is None:
+        return route_over_hosts(mesh, name, world)
+    levels = HostLevels(mesh.neighbors(name, count), mesh.across(name, count))
+    return Route(mesh[name], levels, links)
+
+
+def hosts_apart(mesh: Mesh, name: str, world: World, links: LinkMethods) -> int | None:
+    """Return how many ranks of an axis a host has; None if nothing is approximate between hosts.
+
+    Raises:
+        ConfigError: hosts hold different numbers of ranks of the axis, or not in a row.
+    """
+    if not links.in_levels or not mesh[name].spans_hosts:
+        return None
+    return mesh.per_host(name, world)
+
+
+def connect_replicas(
+    axis: Axis, traffic: Traffic, world: World, links: LinkMethods
+) -> Communicator:
+    """Return a communicator over ranks on different hosts, with channels as the links say.
+
+    Args:
+        axis: the ranks, started; replicas of each other's shards.
+        traffic: the ledger.
+        world: the device of this rank.
+        links: the methods.
+
+    Raises:
+        ConfigError: several of the ranks share a host.
+    """
+
+    def connected(one: Axis) -> Communicator:
+        return connect(one, traffic, world.device, world.timeout)
+
+    levels = levels_of_replicas(axis, links)
+    if levels is None:
+        return connected(axis)
+    return LinkedCommunicator(axis, levels, connected, traffic, world, links)
+
+
+def route_of_replicas(axis: Axis, links: LinkMethods) -> Route:
+    """Return the route of data under ``connect_replicas``, to count the bytes of a rank."""
+    levels = levels_of_replicas(axis, links)
+    return Route(axis) if levels is None else Route(axis, levels, links)
+
+
+def levels_of_replicas(axis: Axis, links: LinkMethods) -> HostLevels | None:
+    """Return an axis over hosts as its far level; None if nothing is approximate on it.
+
+    Raises:
+        ConfigError: several of the ranks share a host.
+    """
+    if not links.in_levels or not axis.spans_hosts:
+        return None
+    if len(set(axis.hosts)) < axis.size:
+        raise ConfigError(
+            f"expected with links.far one rank of {axis.name!r} per host, found hosts "
+            f"{', '.join(axis.hosts)}; let groups of shards be as large as hosts (shard_size), "
+            "or leave links.far out"
+        )
+    here = axis.rank
+    near = Axis(
+        name=f"{axis.name}.alone",
+        size=1,
+        rank=0,
+        ranks=axis.ranks[here : here + 1],
+        hosts=axis.hosts[here : here + 1],
+    )
+    return HostLevels(near, axis)
+
+
+# --- the islands of a run ---
+
+KEY = "links.hardware"
+
+
+@dataclass(frozen=True, slots=True)
+class _Reading:
+    """A rank's reading of the description: the size of islands, or why there is none."""
+
+    devices: int = 0
+    problem: str = ""
+
+
+def agreed_islands(world: World, hardware: str) -> World:
+    """Return the world with the islands that a description declares. Collective.
+
+    Args:
+        world: all ranks.
+        hardware: name of the description, or a file; "" leaves the hosts as islands.
+
+    Raises:
+        ConfigError: the description cannot be read, or does not fit the ranks; on every rank.
+        RankMismatchError: ranks have read different sizes; on every rank.
+    """
+    if not hardware or world.size == 1:
+        return world
+    try:
+        mine = _Reading(load_hardware(hardware).host.devices)
+    except DrivetrainError as error:  # the other ranks wait for an answer
+        mine = _Reading(problem=str(error))
+    every = gather_facts(mine, _Reading, doing=f"the sizes of islands in {KEY}")
+    for rank, reading in enumerate(every):
+        if reading.problem:
+            raise ConfigError(f"{KEY}: rank {rank}: {reading.problem}")
+        if reading != every[0]:
+            raise RankMismatchError(
+                f"{KEY}: expected the same host.devices on all ranks, found {every[0].devices} on "
+                f"rank 0 and {reading.devices} on rank {rank}; give all hosts the same file"
+            )
+    return in_islands(world, mine.devices)
+
+
+def declared_islands(world: World, hardware: str) -> World:
+    """Return a planned world with the islands that a description declares, without other ranks.
+
+    Args:
+        world: all ranks.
+        hardware: name of the description, or a file; "" leaves the hosts as islands.
+
+    Raises:
+        ConfigError: the description cannot be read, or does not fit the ranks.
+    """
+    if not hardware or world.size == 1:
+        return world
+    return in_islands(world, load_hardware(hardware).host.devices)
+
+
+def in_islands(world: World, size: int) -> World:
+    """Return the world with islands of so many consecutive ranks.
+
+    Raises:
+        ConfigError: the ranks cannot be cut into such islands, or an island has a part of a host
+            and ranks of another host.
+    """
+    if world.size % size:
+        raise ConfigError(
+            f"{KEY}: expected a number of ranks that host.devices divides, found {world.size} "
+            f"ranks and host.devices: {size}; change the number of ranks, or the description"
+        )
+    for island in _cut(range(world.size), size):
+        hosts = {world.hosts[rank] for rank in island}
+        outside = [r for r, host in enumerate(world.hosts) if host in hosts and r not in island]
+        if len(hosts) > 1 and outside:
+            raise ConfigError(
+                f"{KEY}: expected islands that lie on one host, or hold whole hosts, found with "
+                f"host.devices: {size} an island of ranks {', '.join(map(str, island))} on hosts "
+                f"{', '.join(sorted(hosts))}, which have rank {outside[0]}, too; change "
+                "host.devices, or the number of ranks per host"
+            )
+    return replace(world, declared=tuple(f"island {rank // size}" for rank in range(world.size)))
+
+
+def _cut(ranks: range, size: int) -> Iterator[range]:
+    return (ranks[start : start + size] for start in range(0, len(ranks), size))

@@ -1,0 +1,273 @@
+"""Uneven inputs: metrics without repetitions, and ranks that stand in without batches.
+
+Uneven inputs: a rank without further batches stands in until the last rank has finished.
+
+Before each training forward the ranks exchange one number: which model runs, and whether its
+backward will synchronise. A rank that left its loop keeps exchanging, takes part in the others'
+collectives, and in the end takes over the state of a rank that went on to the last batch.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from drivetrain import communication
+from drivetrain.data.sources import Rows, count_rows
+from drivetrain.errors import UsageError
+from drivetrain.facade.prepared import PreparedModel, PreparedObjects
+from drivetrain.facade.settings import Runs
+from drivetrain.log import get_logger
+from drivetrain.nested import is_tensor, recursively_apply
+from drivetrain.runtime.gradient_state import ActivePass, GradientState
+from drivetrain.runtime.mesh import Axis
+from drivetrain.runtime.precision import LossScaler
+from drivetrain.runtime.world import World
+
+# --- values that ranks exchange in a script ---
+
+logger = get_logger(__name__)
+
+
+class Gathering:
+    """The exchange of values among the ranks of one Accelerator, over the axis ``dp``.
+
+    Args:
+        runs: of the Accelerator; the default run has the axis.
+        state: knows the batch at hand.
+    """
+
+    def __init__(self, runs: Runs, state: GradientState) -> None:
+        self._runs = runs
+        self._state = state
+        self._trigger = False
+
+    @property
+    def _axis(self) -> Axis:
+        # Ranks along other axes share a batch: they would count it several times.
+        return self._runs.default.mesh["dp"]
+
+    def gather(self, tensor: Any) -> Any:
+        """Concatenate tensors of all data-parallel ranks along dim 0."""
+        self._refuse_after_end("gather")
+        return communication.gather(tensor, group=self._axis)
+
+    def gather_for_metrics(self, data: Any, as_objects: bool) -> Any:
+        """Gather tensors or objects, without what was made of samples that only repeat others."""
+        self._refuse_after_end("gather_for_metrics")
+        objects = as_objects or not _all_tensors(data)
+        mine, refusal = self._without_repetitions(data, objects=objects)
+        if not objects:
+            return communication.gather_rows(mine, "gather_for_metrics", refusal, group=self._axis)
+        held = communication.gather_object([(mine, refusal)], group=self._axis)
+        if found := next((text for _, text in held if text), ""):
+            raise UsageError(found)
+        return [item for theirs, _ in held for item in theirs]
+
+    def _without_repetitions(self, data: Any, *, objects: bool) -> tuple[Any, str]:
+        """Return what is no repetition, or why that cannot be told; of objects, a list."""
+        try:
+            if not objects:
+                return recursively_apply(self._kept, data), ""
+            kept = self._kept(data, objects=True)
+        except UsageError as error:
+            return data, str(error)
+        if isinstance(kept, list | tuple):
+            return list(kept), ""
+        rows = self._rows_of(data)
+        return [kept] if rows is None or rows.real or not rows.whole else [], ""
+
+    def _kept(self, data: Any, *, objects: bool = False) -> Any:
+        rows = self._rows_of(data)
+        return data if rows is None else rows.kept(data, objects=objects)
+
+    def _rows_of(self, data: Any) -> Rows | None:
+        """Return the rows of the batch, or of all batches, that a value was made of.
+
+        A tensor of a batch tells by itself. Otherwise it is the batch at hand, or after a loop all
+        of its batches; None where no sample was repeated.
+
+        Raises:
+            UsageError: it may be any batch of a loop that is over.
+        """
+        state, count = self._state, count_rows(data, otherwise=0)
+        rows: Rows | None = state.rows_of(data) if is_tensor(data) else None
+        done = state.finished if rows is None else None
+        if done is not None and (done.trains or done.rows is None):
+            done = None
+        if done is not None and _divides(done.total, count):
+            total: Rows = done.total
+            return total
+        if rows is None and state.at_hand is not None:
+            rows = state.at_hand.rows
+        if rows is not None and _divides(rows, count):
+            state.use(trains=False)
+        if rows is None and done is not None and _divides(done.rows, count):
+            self._check_told(done, count)
+        return rows
+
+    def _check_told(self, done: ActivePass, count: int) -> None:
+        """Refuse, or tell of, what may be made of the last batch of a loop, or of another one."""
+        if done.remainder < 0:
+            return
+        refused = UsageError(
+            f"expected gather_for_metrics() inside of the loop over the loader, found it after the "
+            f"loop, with {count} rows: the last batches only repeat samples in some of their rows, "
+            "and nothing tells whether these belong to them; call it in the loop, or once for the "
+            "rows of all batches, or take gather()"
+        )
+        if done.first is not done.rows and self._state.holds(done.first):
+            raise refused
+        logger.warning(str(refused))
+
+    def reduce(self, tensor: Any, reduction: str, scale: float) -> Any:
+        """Combine tensors of all data-parallel ranks element by element."""
+        self._refuse_after_end("reduce")
+        return communication.reduce(tensor, reduction, scale, group=self._axis)
+
+    def pad(self, tensor: Any, dim: int, pad_index: int, pad_first: bool) -> Any:
+        """Pad tensors along a dim to the longest of any data-parallel rank."""
+        return communication.pad_across_processes(
+            tensor, dim=dim, pad_index=pad_index, pad_first=pad_first, group=self._axis
+        )
+
+    def mean(self, value: float | Tensor, count: int) -> float:
+        """Return the mean over all data-parallel ranks of a rank's mean over ``count`` samples."""
+        counted = float(value) * count if count else 0.0  # the mean of nothing may be no number
+        total = torch.tensor(
+            [counted, float(count)],
+            dtype=torch.float64,
+            device=self._runs.default.world.device,
+        )
+        summed = communication.reduce(total, "sum", group=self._axis)
+        return float(summed[0] / summed[1])
+
+    def set_trigger(self) -> None:
+        """Raise this rank's flag."""
+        self._trigger = True
+
+    def check_trigger(self) -> bool:
+        """Return whether any rank raised its flag, and lower all flags. Collective."""
+        flag = torch.tensor(int(self._trigger), device=self._runs.default.world.device)
+        raised = bool(communication.reduce(flag, "max").item())
+        if raised:
+            self._trigger = False
+        return raised
+
+    def _refuse_after_end(self, operation: str) -> None:
+        """Raise when the ranks have parted: the local value would pass for that of all."""
+        if self._runs.default.world.size > 1 and not dist.is_initialized():
+            raise UsageError(
+                f"expected {operation}() before end_training(), found it after: this rank has left "
+                "the process group"
+            )
+
+
+def _divides(rows: Rows, count: int) -> bool:
+    """Whether there are so many values for each row."""
+    return rows.whole > 0 and count > 0 and count % rows.whole == 0
+
+
+def _all_tensors(data: Any) -> bool:
+    try:
+        recursively_apply(lambda tensor: tensor, data, error_on_other_type=True)
+    except TypeError:
+        return False
+    return is_tensor(data) or bool(data)
+
+
+# --- uneven inputs ---
+
+_DONE = 0
+
+
+class UnevenInputs:
+    """The loops of one Accelerator in which ranks have different numbers of batches.
+
+    Args:
+        prepared: the models, and the schedules that follow their steps.
+        state: the accumulation window.
+        scaler: must be off, since all ranks agree on a loss scale in every step.
+        world: all ranks.
+    """
+
+    def __init__(
+        self, prepared: PreparedObjects, state: GradientState, scaler: LossScaler, world: World
+    ) -> None:
+        self._prepared = prepared
+        self._state = state
+        self._scaler = scaler
+        self._world = world
+        self._joined: Sequence[PreparedModel] = ()
+        self._last_round: Sequence[int] = ()
+
+    @contextmanager
+    def joined(self, joinables: Sequence[Any], even_batches: bool | None) -> Iterator[None]:
+        """Context of one such loop over these models; see ``join_uneven_inputs``."""
+        if self._scaler.is_enabled() and self._world.size > 1:
+            raise UsageError(
+                "expected precision no or bf16 in join_uneven_inputs, found fp16, whose loss scale "
+                "all ranks agree on in every step; take bf16, or loaders with even_batches=True"
+            )
+        models = [item for item in joinables if isinstance(item, nn.Module)]
+        before = [loader.even_batches for loader in self._prepared.loaders]
+        if even_batches is not None:
+            for loader in self._prepared.loaders:
+                loader.even_batches = even_batches
+        self._joined, self._last_round = self._prepared.chosen(models), ()
+        self._state.uneven = True
+        try:
+            yield
+            if self._world.size > 1:
+                self._stand_in()
+        finally:
+            self._joined = ()
+            self._state.uneven = False
+            for loader, even in zip(self._prepared.loaders, before, strict=True):
+                loader.even_batches = even
+
+    def announce(self, entry: PreparedModel, training: bool) -> None:
+        """Tell the other ranks that a joined model runs forward; nothing outside of such a loop."""
+        if self._joined and training and self._world.size > 1 and entry in self._joined:
+            synchronizes = self._state.sync_gradients or self._state.sync_each_batch
+            self._exchange(2 * (self._joined.index(entry) + 1) + int(synchronizes))
+
+    def _exchange(self, status: int) -> int:
+        """Return the largest status of any rank: all ranks with a batch have the same one."""
+        mine = torch.tensor([status], device=self._world.device)
+        statuses = communication.gather(mine).tolist()
+        doing = max(statuses)
+        if doing != _DONE:
+            self._last_round = [rank for rank, each in enumerate(statuses) if each != _DONE]
+        return int(doing)
+
+    def _stand_in(self) -> None:
+        while (doing := self._exchange(_DONE)) != _DONE:
+            entry = self._joined[doing // 2 - 1]
+            entry.strategy.stand_in(synchronize=bool(doing % 2))
+        if len(self._last_round) in (0, self._world.size):
+            return
+        source = self._last_round[0]
+        for entry in self._joined:
+            entry.strategy.catch_up(source)
+        self._catch_up(source)
+
+    def _catch_up(self, source: int) -> None:
+        """Take over learning rates and schedules, which moved with the steps of the others."""
+        optimizers = [optimizer for entry in self._joined for optimizer in entry.optimizers]
+        groups = [groups for entry in self._joined for groups in entry.param_groups()]
+        schedules = [scheduler.state_dict() for scheduler in self._prepared.schedulers]
+        steps = [optimizer.steps for optimizer in self._prepared.optimizers]
+        groups, schedules, steps = communication.broadcast_object_list(
+            [groups, schedules, steps], source
+        )
+        for optimizer, theirs in zip(optimizers, groups, strict=True):
+            for group, values in zip(optimizer.param_groups, theirs, strict=True):
+                group.update(values)
+        for scheduler, state in zip(self._prepared.schedulers, schedules, strict=True):
+            scheduler.load_state_dict(state)
+        for prepared, taken in zip(self._prepared.optimizers, steps, strict=True):
+            prepared.steps = taken

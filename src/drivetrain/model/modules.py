@@ -1,0 +1,411 @@
+"""The modules of a model: names outside of a run, another forward, the repeated blocks.
+
+Another forward for a module, and hooks and methods that copies of a module do not inherit.
+
+The repeated blocks of a model, such as transformer layers: found, and conducted in a pass.
+"""
+
+import functools
+import inspect
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import MethodType
+from typing import Any, Protocol, TypeAlias
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from drivetrain.model.guard import Arguments, Elsewhere, Function, Keywords
+from drivetrain.nested import convert_to_fp32
+
+# --- the names of the training state outside of a run, as in the user's own model ---
+
+_COMPILED = "_orig_mod."
+"""The prefix that ``torch.compile`` puts before the names of a wrapped module."""
+
+
+def clean_name(name: str) -> str:
+    """Return a parameter's name without the prefixes of ``torch.compile``."""
+    return name.replace(_COMPILED, "")
+
+
+def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the distinct parameters in registration order; tied ones under their first name.
+
+    Those that other ranks hold are left out.
+    """
+    named = model.named_parameters()
+    return {clean_name(name): p for name, p in named if not isinstance(p, Elsewhere)}
+
+
+def held_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
+    """Yield the distinct parameters but those that other ranks hold.
+
+    Also those that a model leaves out of ``parameters()``, as one that is trained beside it.
+    """
+    yield from named_parameters(model).values()
+
+
+def all_names(model: nn.Module) -> dict[str, list[str]]:
+    """Return all names of each distinct parameter and buffer, by the first name."""
+    first: dict[int, str] = {}
+    names: dict[str, list[str]] = {}
+    for named in (model.named_parameters, model.named_buffers):
+        for name, tensor in named(remove_duplicate=False):
+            kept = first.setdefault(id(tensor), clean_name(name))
+            names.setdefault(kept, []).append(clean_name(name))
+    return names
+
+
+def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Return the distinct buffers that a state dict would hold."""
+    fleeting = set(_fleeting(model))
+    return {
+        clean_name(name): buffer for name, buffer in model.named_buffers() if name not in fleeting
+    }
+
+
+def _fleeting(model: nn.Module) -> Iterator[str]:
+    for prefix, module in model.named_modules():
+        for name in module._non_persistent_buffers_set:
+            yield f"{prefix}.{name}" if prefix else name
+
+
+def uncompiled(module: nn.Module) -> nn.Module:
+    """Return the module that ``torch.compile`` has wrapped, or the module itself."""
+    inner = getattr(module, "_orig_mod", None)
+    return inner if isinstance(inner, nn.Module) else module
+
+
+# --- another forward for a module ---
+
+_ORIGINAL = "_forward_before_prepare"
+
+
+class AroundForward(Protocol):
+    """Computes a module's outputs in place of its forward."""
+
+    def __call__(
+        self, module: nn.Module, compute: Function, args: Arguments, kwargs: Keywords
+    ) -> Any:
+        """Return the outputs of a call of the module; ``compute`` is the forward it had before."""
+
+
+def wrap_forward(module: nn.Module, key: str, around: AroundForward) -> None:
+    """Put another forward around a module's own; hooks of the module stay outside of it.
+
+    A deep copy is wrapped too and computes with its own parameters; a pickled module computes as
+    its class says.
+
+    Args:
+        module: changed in place; ``unwrap_forward`` undoes it. If it is wrapped under this key
+            already, the older wrapping is taken off first.
+        key: of the module's ``__dict__``, a key for each purpose; holds the forward from before.
+        around: called instead of the forward, with the module itself or a copy of it.
+    """
+    unwrap_forward(module, key)
+    before = module.__dict__.get("forward")
+
+    def forward(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        own = module.__dict__[key]
+        compute = MethodType(type(module).forward, module) if own is None else own
+        return around(module, compute, args, kwargs)
+
+    functools.update_wrapper(forward, module.forward)
+    forward.__name__ = "forward"  # pickle looks a method up on the class under this name
+    forward.__signature__ = _with_module(module.forward)  # type: ignore[attr-defined]
+    # In __dict__ directly: a compiled module hands attributes set on it to the module inside. A
+    # method, since deepcopy binds methods, unlike functions, to the copy.
+    module.__dict__[key] = before
+    module.__dict__["forward"] = MethodType(forward, module)
+
+
+def unwrap_forward(module: nn.Module, key: str) -> None:
+    """Give a module back the forward it had before it was wrapped under a key, if it was."""
+    if key not in module.__dict__:
+        return
+    before = module.__dict__.pop(key)
+    if before is None:
+        module.__dict__.pop("forward", None)
+    else:
+        module.__dict__["forward"] = before
+
+
+def is_wrapped(module: nn.Module, key: str) -> bool:
+    """Return whether a module is wrapped under a key; a pickle has lost the function around."""
+    own = getattr(module.__dict__.get("forward"), "__func__", None)
+    return key in module.__dict__ and own is not type(module).forward
+
+
+def _with_module(method: Callable[..., Any]) -> inspect.Signature:
+    """Return a bound method's signature with the module before its arguments.
+
+    It is called ``self`` there: a forward may have an argument of any other name.
+    """
+    module = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+    signature = inspect.signature(method)
+    return signature.replace(parameters=[module, *signature.parameters.values()])
+
+
+def compute_in(model: nn.Module, context: Callable[[], AbstractContextManager[object]]) -> None:
+    """Run the model's forward inside a context; floating point outputs become fp32.
+
+    A deep copy of the model computes in the same context, with its own parameters; a pickled model
+    computes as its class says. ``restore_forward`` undoes the change.
+    """
+    if is_wrapped(model, _ORIGINAL):
+        return
+
+    def in_context(module: nn.Module, compute: Function, args: Arguments, kwargs: Keywords) -> Any:
+        with context():
+            outputs = compute(*args, **kwargs)
+        return convert_to_fp32(outputs)
+
+    wrap_forward(model, _ORIGINAL, in_context)
+
+
+def restore_forward(model: nn.Module) -> None:
+    """Give a model back the forward it had before ``compute_in``."""
+    unwrap_forward(model, _ORIGINAL)
+
+
+class UninheritedHook:
+    """A hook on a module, of any signature, that copies and pickles of the module do not inherit.
+
+    Copies for moving averages and pickles are ordinary models: they must neither communicate nor
+    hold on to the strategy.
+
+    Args:
+        action: called with the hook's arguments; None for nothing, as in a copy.
+    """
+
+    def __init__(self, action: Callable[..., Any] | None) -> None:
+        self._action = action
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Act, and return what the action returns: a hook may replace inputs or results."""
+        return None if self._action is None else self._action(*arguments)
+
+    def __reduce__(self) -> tuple[type["UninheritedHook"], tuple[None]]:
+        return UninheritedHook, (None,)
+
+
+class UninheritedContext:
+    """The context method of one module; copies and pickles of the module have one without effect.
+
+    Args:
+        enter: makes the context.
+    """
+
+    def __init__(self, enter: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
+        self._enter = enter
+
+    def __call__(self) -> AbstractContextManager[None]:
+        """Return a new context."""
+        return self._enter()
+
+    def __reduce__(self) -> tuple[type["UninheritedContext"], tuple[()]]:
+        return UninheritedContext, ()
+
+
+class UninheritedMethod:
+    """A method of one object in the place of its class's; copies and pickles have their class's.
+
+    Args:
+        owner: a module or an optimizer.
+        name: of the method.
+        action: called with the method's arguments; None for the class's method, as in a copy.
+    """
+
+    def __init__(
+        self, owner: nn.Module | Optimizer, name: str, action: Callable[..., Any] | None = None
+    ) -> None:
+        self._owner, self._name = owner, name
+        self._action = action
+        self._before: Callable[..., Any] | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the method."""
+        action = self._action or MethodType(getattr(type(self._owner), self._name), self._owner)
+        return action(*args, **kwargs)
+
+    def put(self) -> None:
+        """Let the owner have it, until ``take_off``."""
+        self._before = self._owner.__dict__.get(self._name)
+        self._owner.__dict__[self._name] = self
+
+    def take_off(self) -> None:
+        """Let the owner have the method from before, unless it has had another one since."""
+        if self._owner.__dict__.get(self._name) is not self:
+            return
+        del self._owner.__dict__[self._name]
+        if self._before is not None:
+            self._owner.__dict__[self._name] = self._before
+
+    def __reduce__(self) -> tuple[type["UninheritedMethod"], tuple[nn.Module | Optimizer, str]]:
+        return UninheritedMethod, (self._owner, self._name)
+
+
+# --- the forward hooks that a script, or its model, has put on a module ---
+
+
+def hooks_of_script(module: nn.Module) -> dict[int, Callable[..., Any]]:
+    """Return a module's forward hooks by their numbers, without those of strategies and of looks.
+
+    The latter act on tensors, or note them, wherever the module is called.
+    """
+    return {
+        number: hook
+        for number, hook in module._forward_hooks.items()
+        if not str(getattr(hook, "__module__", "")).startswith("drivetrain")
+    }
+
+
+def is_compiled_call(module: nn.Module) -> bool:
+    """Return whether ``module.compile()`` compiled the calls of a module, hooks and forward."""
+    return module.__dict__.get("_compiled_call_impl") is not None
+
+
+# --- the repeated blocks of a model, such as transformer layers ---
+
+_LISTS = nn.ModuleList | nn.Sequential
+_NEVER_CALLED = nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict
+
+_BEFORE_HOOKS = "_forward_before_hooks"
+
+COMPILED_CALL = "_compiled_call_impl"
+"""Where ``module.compile()`` keeps the compiled call of a module, hooks and forward in one."""
+
+NamedModule: TypeAlias = tuple[str, nn.Module]
+
+
+def repeated_blocks(model: nn.Module) -> list[NamedModule]:
+    """Return the blocks that a model repeats, under the names of the user's uncompiled model.
+
+    A block stands in a ``ModuleList`` or ``Sequential`` together with another of its class, holds
+    parameters, and is more than one layer of ``torch.nn``. The outermost lists count: blocks inside
+    of blocks are not looked for. A list inside a list is a block only if it holds no blocks.
+
+    Returns:
+        (name, module) of each block in the order of registration; a module that stands in several
+        places comes once, under its first name. Empty when nothing repeats.
+    """
+    distinct: dict[int, NamedModule] = {}
+    for name, block in _search(model, ""):
+        distinct.setdefault(id(block), (clean_name(name), block))
+    return list(distinct.values())
+
+
+def model_units(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the parts of a model in their order, by the names of its modules.
+
+    These are the repeated blocks, and the largest modules beside them that hold parameters. Where
+    nothing repeats, they are the model's children; a model without children is one part.
+    """
+    plain = uncompiled(model)
+    blocks = {id(block) for _, block in repeated_blocks(model)}
+    found: dict[int, NamedModule] = {}
+    for name, part in _parts(plain, "", blocks):
+        found.setdefault(id(part), (clean_name(name), part))
+    return dict(found.values())
+
+
+def _parts(module: nn.Module, prefix: str, blocks: set[int]) -> Iterator[NamedModule]:
+    for name, child in module.named_children():
+        opened = any(id(inner) in blocks for inner in child.modules())
+        opened = opened or isinstance(child, _NEVER_CALLED)
+        if id(child) not in blocks and opened:
+            yield from _parts(child, f"{prefix}{name}.", blocks)
+        elif next(iter(child.parameters()), None) is not None:
+            yield prefix + name, child
+    if not prefix and next(module.children(), None) is None:
+        yield type(module).__name__, module
+
+
+def _search(module: nn.Module, prefix: str) -> list[NamedModule]:
+    children = [
+        (prefix + name, child) for name, child in module._modules.items() if child is not None
+    ]
+    if not isinstance(module, _LISTS):
+        return [block for name, child in children for block in _search(child, f"{name}.")]
+    counts = Counter(_kind(child) for _, child in children)
+    found = []
+    for name, child in children:
+        inside = _search(child, f"{name}.")
+        repeated = _is_block(child) and counts[_kind(child)] > 1
+        if repeated and not (inside and isinstance(child, nn.Sequential)):
+            found.append((name, child))
+        else:
+            found += inside
+    return found
+
+
+def _kind(module: nn.Module) -> type[nn.Module]:
+    return type(uncompiled(module))
+
+
+def _is_block(module: nn.Module) -> bool:
+    if isinstance(module, _NEVER_CALLED) or next(iter(module.parameters()), None) is None:
+        return False
+    whole = next(module.children(), None) is not None
+    return whole or not type(module).__module__.startswith("torch.nn.")
+
+
+class BlockConductor(Protocol):
+    """Decides about the calls of blocks during one pass."""
+
+    def call(self, index: int, compute: Function, args: Arguments, kwargs: Keywords) -> Any:
+        """Return the block's result; ``compute`` is the block's own forward."""
+
+
+class BlockHooks:
+    """Takes the place of the blocks' ``forward``, in their own ``__dict__``, until ``close``.
+
+    Outside of a pass, as when activations are computed again in backward, blocks are as they were.
+    The conductor of a block that ``block.compile()`` compiled stands around the compiled call:
+    compiled code cannot hold decisions that differ from pass to pass.
+
+    Attributes:
+        blocks: the modules, in order; none after ``close``.
+    """
+
+    def __init__(self, blocks: Sequence[NamedModule]) -> None:
+        self._conductor: BlockConductor | None = None
+        self.blocks = [block for _, block in blocks]
+        self._compiled: list[tuple[nn.Module, Function]] = []
+        for index, block in enumerate(self.blocks):
+            self._stand_before(index, block)
+
+    @contextmanager
+    def conducted(self, conductor: BlockConductor) -> Iterator[None]:
+        """Context of a pass in which a conductor decides; the conductor of an outer pass waits."""
+        outer, self._conductor = self._conductor, conductor
+        try:
+            yield
+        finally:
+            self._conductor = outer
+
+    def close(self) -> None:
+        """Give the blocks their forward back."""
+        for block in self.blocks:
+            unwrap_forward(block, _BEFORE_HOOKS)
+        for block, compiled in self._compiled:
+            block.__dict__[COMPILED_CALL] = compiled
+        self.blocks.clear()
+        self._compiled.clear()
+
+    def _stand_before(self, index: int, block: nn.Module) -> None:
+        def around(module: nn.Module, compute: Function, args: Arguments, kwargs: Keywords) -> Any:
+            if self._conductor is None or module is not block:  # a copy computes as it is
+                return compute(*args, **kwargs)
+            return self._conductor.call(index, compute, args, kwargs)
+
+        compiled = block.__dict__.get(COMPILED_CALL)
+        if compiled is None:
+            wrap_forward(block, _BEFORE_HOOKS, around)
+        else:  # copies and pickles of the block do not inherit a compiled call
+            self._compiled.append((block, compiled))
+            block.__dict__[COMPILED_CALL] = lambda *args, **kwargs: around(
+                block, compiled, args, kwargs
+            )

@@ -1,0 +1,472 @@
+"""The record of each optimizer step on one rank, from events and the clock; shown live.
+
+A step lasts until the next one begins: the script's own work after ``optimizer.step()`` belongs
+to the step that it follows. Every moment belongs to one section, or to waiting for other ranks.
+
+The figures of a run while it goes on: in the bar of its loop, and as means for its trackers.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import psutil
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from drivetrain.cost import ModelSpec
+from drivetrain.facade.observer import Observer
+from drivetrain.facade.prepared import PreparedModel, PreparedObjects, WholeWeights
+from drivetrain.facade.settings import Runs
+from drivetrain.log import Bar
+from drivetrain.model.look import tensors_in
+from drivetrain.observe.figures import StepFigures, StepSums
+from drivetrain.observe.trackers import Trackers
+from drivetrain.runtime.board import board
+from drivetrain.runtime.late import LateNumbers
+from drivetrain.runtime.precision import LossScaler
+from drivetrain.traffic import Traffic
+
+# --- the record of each optimizer step on one rank ---
+
+
+class StepClock:
+    """Sums up the seconds of each section since the last cut.
+
+    Args:
+        waited: returns the seconds that this process has waited for collectives so far; they do
+            not count for the section in which they passed.
+
+    Attributes:
+        section: the name of the section at hand; "" before the first one.
+    """
+
+    def __init__(self, waited: Callable[[], float]) -> None:
+        self._waited = waited
+        self._sections: dict[str, float] = {}
+        self.section = ""
+        self._cut_at = self._entered_at = time.perf_counter()
+        self._waited_at = waited()
+
+    def enter(self, section: str) -> None:
+        """Leave the section at hand, and enter another one; time before the first is nobody's."""
+        now, waited = time.perf_counter(), self._waited()
+        if self.section:
+            # Threads besides the program's own may wait, too: never less than nothing is left.
+            passed = max(0.0, now - self._entered_at - (waited - self._waited_at))
+            self._sections[self.section] = self._sections.get(self.section, 0.0) + passed
+        else:
+            self._cut_at = now
+        if section != self.section:
+            board.enter(section)
+        self.section, self._entered_at, self._waited_at = section, now, waited
+
+    def cut(self) -> tuple[float, dict[str, float]]:
+        """Return the seconds since the last cut, in all and by section; the next step begins."""
+        self.enter(self.section or "other")
+        seconds, self._cut_at = self._entered_at - self._cut_at, self._entered_at
+        sections, self._sections = self._sections, {}
+        return seconds, sections
+
+
+# --- the recorder ---
+
+
+MEMORY_PAUSE_S = 0.2
+"""The system and an accelerator's allocator are asked for memory no more often: it takes long."""
+
+_LOSS, _NORM, _LR, _OWN = "loss {}", "grad_norm", "lr", "own "
+
+
+class StepRecorder(Observer):
+    """Makes records; does not communicate, and waits for no device.
+
+    Args:
+        traffic: the ledger of this rank.
+        scaler: the loss scale of fp16.
+        deliver: gets each record, in order; late where numbers come from a device.
+        fail: is told what made a record impossible; then there are no more.
+
+    Attributes:
+        prepared: everything that the Accelerator has prepared.
+        clock: the sections of the step at hand.
+        models: the facts of each prepared model, as the script made it.
+        step: number of the last recorded step.
+    """
+
+    def __init__(
+        self,
+        traffic: Traffic,
+        scaler: LossScaler,
+        deliver: Callable[[StepFigures], None],
+        fail: Callable[[Exception], None],
+    ) -> None:
+        self.prepared = PreparedObjects()
+        self._runs: Runs | None = None
+        self.clock = StepClock(lambda: traffic.waited_s)
+        self.models: list[ModelSpec] = []
+        self.step = 0
+        self._traffic = traffic
+        self._scaler = scaler
+        self._deliver = deliver
+        self._fail = fail
+        self._late: deque[tuple[dict[str, Any], LateNumbers, list[float]]] = deque()
+        self._training: set[int] = set()
+        self._loader = 0
+        self._stepped = False
+        self._process = psutil.Process()
+        self._memory: dict[str, int] = {}
+        self._memory_at = -MEMORY_PAUSE_S
+        self._sent: Mapping[tuple[str, str], int] = {}
+        self._waits: Mapping[str, float] = {}
+        self._begin()
+
+    def _begin(self) -> None:
+        """Forget the values of the step before."""
+        self._losses: list[Tensor] = []
+        self._weights: list[float] = []
+        self._norm: Tensor | None = None
+        self._lr: float | Tensor | None = None
+        self._own: dict[str, float | Tensor] = {}
+        self._arrived = self._samples = self._tokens = self._skipped = 0
+        self._pending = (0, 0)
+
+    # --- the events ---
+
+    def attach(self, prepared: PreparedObjects, weights: WholeWeights, runs: Runs) -> None:
+        """Take the objects of the run."""
+        self.prepared, self._device = prepared, runs.default.world.device
+        self._runs = runs
+
+    @property
+    def planned_s(self) -> float | None:
+        """Seconds of a step, as predicted; None where nothing was planned."""
+        return None if self._runs is None else self._runs.planned_s
+
+    def before_prepare(self, model: nn.Module) -> None:
+        """Note the sizes of a model."""
+        self.models.append(replace(ModelSpec.of(model), module=None))
+
+    def fetching(self, loader: DataLoader[Any]) -> None:
+        """Enter the data section; that of evaluation for a loader that no backward has followed."""
+        self._turn()
+        self._loader = id(loader)
+        trains = not self._training or self._loader in self._training
+        self.clock.enter("data" if trains else "evaluation")
+
+    def exhausted(self) -> None:
+        """Leave the section of the loader."""
+        self.clock.enter("other")
+
+    def delivered(self, batch: Any) -> Any:
+        """Count a batch, which a backward may follow."""
+        self._pending = _size(batch)
+        if self.clock.section == "data":
+            self.clock.enter("other")
+        return batch
+
+    def handed_over(self, args: Any, kwargs: Mapping[str, Any], targets: Any) -> None:
+        """Count a batch that came from no prepared loader; the strategy computes."""
+        self._turn()
+        if self._pending == (0, 0):
+            self._pending = _size(kwargs or args)
+        self.clock.enter("forward")
+
+    def before_forward(self, entry: PreparedModel) -> None:
+        """Enter the forward."""
+        self._turn()
+        self.clock.enter("forward")
+
+    def before_backward(self) -> None:
+        """Enter the backward."""
+        self._turn()
+        self.clock.enter("backward")
+
+    def after_backward(self, loss: Tensor, weight: float | Tensor | None) -> None:
+        """Keep the loss of a micro-batch; its value is read later."""
+        self._losses.append(loss.detach())
+        self._weights.append(1.0 if weight is None else float(weight))
+        samples, tokens = self._pending
+        self._samples, self._tokens = self._samples + samples, self._tokens + tokens
+        self._pending = (0, 0)
+        if self._loader:
+            self._training.add(self._loader)
+        self.clock.enter("other")
+
+    def before_update(self) -> None:
+        """Enter the section of the optimizer."""
+        self.clock.enter("optimizer")
+
+    def clipped(self, norm: Tensor) -> None:
+        """Keep the norm; its value is read later."""
+        self._norm = norm.detach()
+
+    def after_step(self) -> None:
+        """Note the learning rate of the step, and whether it was skipped."""
+        self.clock.enter("other")
+        optimizers = self.prepared.optimizers
+        self._lr = next((each.param_groups[0].get("lr") for each in optimizers), None)
+        self._skipped = int(any(each.step_was_skipped for each in optimizers))
+        self._stepped = True
+
+    @contextmanager
+    def section(self, name: str) -> Iterator[None]:
+        """Context whose time belongs to one section, whatever was there before."""
+        before = self.clock.section
+        self.clock.enter(name)
+        try:
+            yield
+        finally:
+            self.clock.enter(before or "other")
+
+    def add(self, figures: Mapping[str, float | Tensor]) -> None:
+        """Add the script's own figures to the step at hand."""
+        self._own.update(figures)
+
+    def finish(self) -> None:
+        """Deliver the last step, and all that waits for a device."""
+        self._turn()
+        self._deliver_all(wait=True)
+
+    # --- the record ---
+
+    def _turn(self) -> None:
+        """Complete the record of a step that has ended, where the next one begins."""
+        if not self._stepped:
+            return
+        self._stepped = False
+        number = max((each.steps for each in self.prepared.optimizers), default=self.step + 1)
+        if number == self.step:  # another optimizer of the same step
+            return
+        self.step = number
+        try:
+            self._record()
+        except Exception as error:  # whatever a script gave: its training goes on
+            self._late.clear()
+            self._fail(error)
+        self._begin()
+        self._deliver_all(wait=False)
+
+    def _record(self) -> None:
+        """Keep the record of the step at hand until its values are there."""
+        numbers: dict[str, float | Tensor] = {
+            _LOSS.format(i): loss for i, loss in enumerate(self._losses)
+        }
+        named = {_NORM: self._norm, _LR: self._lr}
+        numbers |= {name: value for name, value in named.items() if value is not None}
+        late = LateNumbers(numbers | {_OWN + name: each for name, each in self._own.items()})
+        self._late.append((self._counted(), late, self._weights))
+
+    def _counted(self) -> dict[str, Any]:
+        """Return the fields of the step's record whose values do not come late."""
+        seconds, sections = self.clock.cut()
+        sent, waits = self._traffic.sent(), self._traffic.waits()
+        figures = {
+            "step": self.step,
+            "time": time.time(),
+            "seconds": seconds,
+            "sections": sections,
+            "waiting": _growth(self._waits, waits),
+            "loss_scale": self._scaler.get_scale() if self._scaler.is_enabled() else None,
+            "samples": self._samples,
+            "tokens": self._tokens,
+            "skipped": self._skipped,
+            "memory": self._measured_memory(),
+            "sent": {"/".join(key): count for key, count in _growth(self._sent, sent).items()},
+        }
+        self._sent, self._waits = sent, waits
+        return figures
+
+    def _deliver_all(self, *, wait: bool) -> None:
+        """Deliver the records whose values are there; ``wait`` for the others as well."""
+        try:
+            while self._late and (wait or self._late[0][1].ready()):
+                self._deliver_first()
+        except Exception as error:
+            self._late.clear()
+            self._fail(error)
+
+    def _deliver_first(self) -> None:
+        figures, late, weights = self._late.popleft()
+        numbers = late.read()
+        losses = [numbers[_LOSS.format(i)] for i in range(len(weights))]
+        own = {
+            name.removeprefix(_OWN): value
+            for name, value in numbers.items()
+            if name.startswith(_OWN)
+        }
+        counts: dict[str, Any] = {
+            name: int(own.pop(name)) for name in ("samples", "tokens") if name in own
+        }
+        self._deliver(
+            StepFigures(
+                loss=_mean(losses, weights) if any(weights) else None,
+                grad_norm=numbers.get(_NORM),
+                lr=numbers.get(_LR),
+                own=own,
+                **(figures | counts),
+            )
+        )
+
+    def _measured_memory(self) -> Mapping[str, int]:
+        now = time.monotonic()
+        if now - self._memory_at >= MEMORY_PAUSE_S:
+            self._memory_at = now
+            self._memory = {"resident": self._process.memory_info().rss}
+            if self._device.type != "cpu":
+                self._memory |= {
+                    "device": torch.accelerator.memory_allocated(self._device),
+                    "device_peak": torch.accelerator.max_memory_allocated(self._device),
+                }
+        return self._memory
+
+
+def _mean(losses: Sequence[float], weights: Sequence[float]) -> float:
+    """Return the weighted mean; what counts nothing may be no number."""
+    counted = [loss * weight for loss, weight in zip(losses, weights, strict=True) if weight]
+    return sum(counted) / sum(weights)
+
+
+def _growth(before: Mapping[Any, Any], after: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Return by how much sums have grown; a ledger that was cleared has grown from nothing."""
+    growth = {key: count - before.get(key, 0) for key, count in after.items()}
+    return {key: each if each > 0 else after[key] for key, each in growth.items() if each}
+
+
+def _size(batch: Any) -> tuple[int, int]:
+    """Return the rows of a batch, and its tokens where it says which of its tensors these are."""
+    words = batch.get("input_ids") if isinstance(batch, Mapping) else None
+    if isinstance(words, Tensor) and words.dim():
+        return words.shape[0], words.numel()
+    first = next((tensor for tensor in tensors_in(batch) if tensor.dim()), None)
+    return (0 if first is None else first.shape[0]), 0
+
+
+# --- the figures of a run while it goes on ---
+
+T = TypeVar("T")
+
+RECORDS = 20
+"""Rates are means over so many records: over single steps they jump."""
+
+_MEMORY = {"device": "device", "resident": "memory"}
+"""Kinds of memory and their words; the first that a record has is shown."""
+
+
+class LiveFigures:
+    """Takes the records of rank 0.
+
+    Args:
+        replicas: how many ranks have other samples; their rates are taken to be alike.
+        listen: lets a function have each record from now on.
+    """
+
+    def __init__(
+        self, replicas: int, listen: Callable[[Callable[[StepFigures], None]], None]
+    ) -> None:
+        listen(self.add)
+        self._replicas = replicas
+        self._records: deque[StepFigures] = deque(maxlen=RECORDS)
+        self._count = 0
+
+    def add(self, figures: StepFigures) -> None:
+        """Take the next record."""
+        self._records.append(figures)
+        self._count += 1
+
+    def bar(
+        self, iterable: Iterable[T], total: float | None, desc: str, every: int, disable: bool
+    ) -> Bar[T]:
+        """Return the iterable with a bar; see ``Accelerator.progress``."""
+        figures = str if isinstance(iterable, range) else self.since_now()
+        return Bar(iterable, total=total, desc=desc, disable=disable, every=every, figures=figures)
+
+    def since_now(self) -> Callable[[], str]:
+        """Return a function that gives the words, "" until the next record has come.
+
+        So the bar of an evaluation does not show the figures of the training before it.
+        """
+        begun = self._count
+        return lambda: self.text() if self._count > begun else ""
+
+    def text(self) -> str:
+        """Return ``loss=2.31, 5,120 tokens/s, memory 1.2 GiB``, or the parts that are known."""
+        last = self._records[-1]
+        parts = [] if last.loss is None else [f"loss={last.loss:.4g}"]
+        seconds = sum(record.seconds for record in self._records)
+        for unit in ("tokens", "samples"):
+            count = sum(getattr(record, unit) for record in self._records)
+            if count and seconds:
+                parts.append(f"{_rounded(self._replicas * count / seconds)} {unit}/s")
+                break
+        kind = next((kind for kind in _MEMORY if last.memory.get(kind)), None)
+        if kind is not None:
+            parts.append(f"{_MEMORY[kind]} {last.memory[kind] / 2**30:.3g} GiB")
+        return ", ".join(parts)
+
+
+def _rounded(rate: float) -> str:
+    return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
+
+
+# --- for trackers ---
+
+
+STEPS = 10
+"""Trackers get a mean over so many optimizer steps: services limit the rate of values."""
+
+PREFIX = "run/"
+
+
+class RunFigures:
+    """Collects the records of the main process's rank, and logs their means.
+
+    Args:
+        trackers: those of the run; nothing is collected before they are started.
+        replicas: ranks with a batch of their own, for rates of the whole run.
+    """
+
+    def __init__(self, trackers: Trackers, replicas: int) -> None:
+        self._trackers = trackers
+        self._replicas = replicas
+        self._sums = StepSums(lambda each: each.steps >= STEPS, self._log)
+
+    def take(self, figures: StepFigures) -> None:
+        """Log the mean of the steps since the last one, if they are enough."""
+        if self._trackers.active:
+            self._sums.add(figures)
+
+    def _log(self, figures: StepFigures) -> None:
+        self._trackers.log_run(values_of(figures, self._replicas), figures.step)
+
+
+def values_of(figures: StepFigures, replicas: int) -> dict[str, float]:
+    """Return the figures by the names that trackers know them by.
+
+    Args:
+        figures: of one rank; times and bytes become those of one step.
+        replicas: ranks with a batch of their own; rates are theirs together.
+    """
+    steps = figures.steps
+    values: dict[str, float | None] = {
+        "step": float(figures.step),
+        "loss": figures.loss,
+        "learning_rate": figures.lr,
+        "gradient_norm": figures.grad_norm,
+        "loss_scale": figures.loss_scale,
+        "step_seconds": figures.seconds / steps,
+        "samples_per_second": figures.samples_per_second * replicas or None,
+        "tokens_per_second": figures.tokens_per_second * replicas or None,
+        "memory_bytes": figures.memory.get("resident"),
+        "device_memory_bytes": figures.memory.get("device"),
+        "sent_bytes": sum(figures.sent.values()) / steps,
+        "skipped_steps": float(figures.skipped),
+    }
+    values |= {f"time/{name}": seconds / steps for name, seconds in figures.sections.items()}
+    values |= {f"waiting/{axis}": seconds / steps for axis, seconds in figures.waiting.items()}
+    values |= {name: value for name, value in figures.own.items() if name not in values}
+    return {PREFIX + name: value for name, value in values.items() if value is not None}

@@ -1,0 +1,393 @@
+"""A synchronised backward: its begin and end from hooks, and the norm of its gradients.
+
+A round begins with the first gradient of a backward. The end is whichever comes first: a callback
+of the autograd engine at the end of the backward, the strategy's own call after it, or the next
+round, after an exception. Backward inside a custom function's backward (reentrant checkpointing)
+belongs to the round around it.
+
+The norm of many tensors as one number, on one rank or over the axes that hold the pieces.
+"""
+
+import math
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.autograd.function import BackwardCFunction
+from torch.utils.hooks import RemovableHandle
+
+from drivetrain.collectives import Communicator
+from drivetrain.errors import UsageError
+
+# --- notices where a synchronised backward begins and ends ---
+
+_OF_STRATEGY = "of_strategy"
+"""The attribute of a strategy's hooks."""
+
+_current_task: Callable[[], int] = torch._C._current_graph_task_id
+
+
+class Rounds:
+    """The rounds of one model.
+
+    Args:
+        begin: called when a round begins.
+        end: called when a round ends; must send the rest.
+
+    Attributes:
+        count: rounds begun so far.
+        reentrant: whether a gradient may come more than once in a round.
+        synchronizing: whether a backward is a round; if not, gradients stay where they are.
+    """
+
+    def __init__(self, begin: Callable[[], None], end: Callable[[], None]) -> None:
+        self.count = 0
+        self.synchronizing = True
+        self.reentrant = False
+        self._begin = begin
+        self._end = end
+        self._task: int | None = None
+
+    @property
+    def under_way(self) -> bool:
+        """Whether a round has begun and not ended."""
+        return self._task is not None
+
+    def enter(self) -> None:
+        """Join the round of the running backward, or begin a round: called by every hook."""
+        task = _current_task()
+        if task == self._task:
+            return
+        nested = _inside_backward()
+        if self._task is not None and task > self._task:
+            if nested:
+                self.reentrant = True
+                return
+            self.finish()  # an exception cut the round short
+        if self._task is None:
+            self.count += 1
+            self._begin()
+        self.reentrant |= nested
+        self._task = task
+        if not nested:
+            Variable._execution_engine.queue_callback(self.finish)
+
+    def take_part(self) -> None:
+        """Run a whole round without any gradient: other ranks may have some."""
+        if self._task is None:
+            self.count += 1
+            self._begin()
+            self._task = -1
+        self.finish()
+
+    def finish(self) -> None:
+        """End the round, if one is under way."""
+        if self._task is None:
+            return
+        try:
+            with torch.no_grad():
+                self._end()
+        finally:
+            self._task = None
+
+    def give_up(self) -> None:
+        """Forget a round under way: nothing more is sent for it."""
+        self._task = None
+
+
+def in_backward() -> bool:
+    """Return whether this thread runs inside a backward, for example in a recomputed forward."""
+    return _current_task() != -1
+
+
+def after_backward(action: Callable[[], None]) -> None:
+    """Call an action when the backward that runs now is over."""
+    Variable._execution_engine.queue_callback(action)
+
+
+def mark_of_strategy(hook: Callable[..., Any]) -> None:
+    """Let a hook on a parameter be a strategy's: it runs within backward, as autograd calls it."""
+    vars(getattr(hook, "__func__", hook))[_OF_STRATEGY] = True
+
+
+def on_gradient(parameter: Tensor, hook: Callable[[Tensor], None]) -> RemovableHandle:
+    """Call a strategy's hook when a parameter's gradient has been accumulated."""
+    mark_of_strategy(hook)
+    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+    return handle
+
+
+def is_of_strategy(hook: Callable[..., Any]) -> bool:
+    """Return whether a hook is a strategy's, and none of the script."""
+    return hasattr(hook, _OF_STRATEGY)
+
+
+def _inside_backward() -> bool:
+    """Whether this backward runs inside a custom function's backward: reentrant checkpointing."""
+    code = BackwardCFunction.apply.__code__
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is code:
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
+# --- a script's hooks on parameters, run with the gradients that one process would give them ---
+
+# Autograd would run them on each rank with the gradient of that rank's rows of one micro-batch. So
+# a backward goes on without them, and when the gradients of a window are averaged they run with
+# these: as in one process with one batch as large as the window's.
+
+
+Hooks = dict[int, Callable[..., Any]]
+
+
+class UserHooks:
+    """The hooks on the parameters of one model.
+
+    Args:
+        parameters: the model's.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self._parameters = parameters
+        self._earlier: dict[nn.Parameter, Tensor | None] = {}
+
+    def found(self) -> list[nn.Parameter]:
+        """Return the parameters that have hooks of the script now."""
+        # Every backward asks every parameter, and a guarded one answers slowly.
+        with torch._C.DisableTorchFunctionSubclass():
+            return [
+                parameter
+                for parameter in self._parameters
+                if _has_script(parameter._backward_hooks)
+                or _has_script(parameter._post_accumulate_grad_hooks)
+            ]
+
+    @contextmanager
+    def aside(self, hooked: Sequence[nn.Parameter], *, averages: bool) -> Iterator[None]:
+        """Run a backward without hooks, and then the hooks if gradients are averaged now.
+
+        Args:
+            hooked: the parameters with hooks.
+            averages: whether the backward ends with averaged gradients.
+        """
+        for parameter in hooked:
+            if parameter not in self._earlier:  # hooks are for what this window's backwards bring
+                earlier = parameter.grad
+                self._earlier[parameter] = None if earlier is None else earlier.clone()
+                parameter.grad = None
+        taken = [_take(parameter) for parameter in hooked]
+        try:
+            yield
+        except BaseException:
+            for parameter in hooked:
+                if parameter.grad is None:
+                    parameter.grad = self._earlier[parameter]
+            self.forget()
+            raise
+        finally:
+            for parameter, (before, after) in zip(hooked, taken, strict=True):
+                _put_back(parameter, before, after)
+        if averages:
+            for parameter, (before, after) in zip(hooked, taken, strict=True):
+                self._run(parameter, before, after)
+
+    def forget(self) -> None:
+        """Forget gradients of before a window that was given up: the next one begins."""
+        self._earlier.clear()
+
+    def _run(self, parameter: nn.Parameter, before: Hooks, after: Hooks) -> None:
+        earlier, gradient = self._earlier.pop(parameter), parameter.grad
+        if gradient is None:
+            parameter.grad = earlier
+            return
+        with torch.no_grad():
+            for hook in before.values():
+                changed = hook(gradient)
+                gradient = gradient if changed is None else changed
+            gradient = gradient if earlier is None else gradient + earlier
+            if gradient is not parameter.grad:
+                parameter.grad = gradient
+            for hook in after.values():
+                hook(parameter)
+
+
+def _has_script(hooks: Hooks | None) -> bool:
+    """Return whether there is a hook of the script among those of a parameter."""
+    return not all(map(is_of_strategy, hooks.values())) if hooks else False
+
+
+def _of_script(hooks: Hooks | None) -> Hooks:
+    """Return the script's hooks among those of a parameter."""
+    return {key: hook for key, hook in (hooks or {}).items() if not is_of_strategy(hook)}
+
+
+def _take(parameter: nn.Parameter) -> tuple[Hooks, Hooks]:
+    """Take the script's hooks off, and return them."""
+    # The very dicts, which the handles of the hooks know.
+    lists: Any = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
+    before, after = (_of_script(hooks) for hooks in lists)
+    for hooks, taken in zip(lists, (before, after), strict=True):
+        for key in taken:
+            del hooks[key]
+    return before, after
+
+
+def _put_back(parameter: nn.Parameter, before: Hooks, after: Hooks) -> None:
+    for there, hooks in (
+        (parameter._backward_hooks, before),
+        (parameter._post_accumulate_grad_hooks, after),
+    ):
+        if there is not None:
+            there.update(hooks)
+
+
+# --- the norm of many tensors as one number ---
+
+
+def global_norm(
+    pieces: Iterable[Tensor],
+    norm_type: float = 2.0,
+    *,
+    over: Sequence[Communicator] = (),
+    device: torch.device | None = None,
+) -> Tensor:
+    """Return the p-norm of all elements of all pieces, as if they were one vector.
+
+    Norms of pieces are taken in fp32, of fp64 pieces in fp64; no value leaves the device.
+
+    Args:
+        pieces: tensors of any shape and dtype.
+        norm_type: p, positive; ``inf`` for the largest absolute value.
+        over: axes over which distinct pieces lie: one scalar all-reduce each. Without any, the
+            pieces are all there is.
+        device: where the result lies; needed when a rank may hold no piece at all, or pieces lie
+            elsewhere. None: where the first piece does.
+
+    Returns:
+        0-d, fp32 or, with fp64 pieces on this rank or on others, fp64.
+
+    Raises:
+        UsageError: norm_type is not positive.
+    """
+    if not norm_type > 0:
+        raise UsageError(f"expected a positive norm_type, or inf, found {norm_type}")
+    norms = _norms(pieces, norm_type)
+    if norms:
+        total: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    else:
+        total = torch.zeros((), device=device)
+    if device is not None:
+        total = total.to(device)  # pieces that wait in host memory do not decide where it crosses
+    if not over:
+        return total
+    return combine_norms(total, norm_type, over)
+
+
+def norms_of_each(
+    pieces: Sequence[Tensor | None],
+    norm_type: float,
+    *,
+    over: Sequence[Communicator],
+    device: torch.device,
+) -> Tensor:
+    """Return the p-norm of each of several tensors whose pieces lie on ranks.
+
+    Args:
+        pieces: this rank's piece of each tensor; None: it has none.
+        norm_type: p, positive; ``inf`` for the largest absolute value.
+        over: axes over which distinct pieces lie: one all-reduce each.
+        device: where the result lies.
+
+    Returns:
+        1-D, fp64 (fp32 on a device without fp64), the same on every rank of the axes.
+    """
+    wide = torch.float32 if device.type == "mps" else torch.float64
+    norms = torch.zeros(len(pieces), dtype=wide, device=device)
+    places = [i for i, piece in enumerate(pieces) if piece is not None and piece.numel()]
+    if places:
+        found = _norms([piece for piece in pieces if piece is not None], norm_type)
+        norms[torch.tensor(places, device=device)] = torch.stack(found).to(norms)
+    return combine_norms(norms, norm_type, over) if over else norms
+
+
+def clip_(pieces: Sequence[Tensor], norm: Tensor, max_norm: float) -> None:
+    """Scale tensors in place so that their norm, which is given, becomes at most max_norm.
+
+    The factor is ``max_norm / (norm + 1e-6)``, at most 1, as in ``torch.nn.utils``.
+    """
+    factor = clip_factor(norm, max_norm)
+    for (device, dtype), group in _grouped(pieces).items():
+        # A factor of fp64 would scale 0-d gradients, and these alone, in fp64; and on a GPU one
+        # kernel scales a whole group only if the factor is no wider than that.
+        wide = torch.float64 if dtype in (torch.float64, torch.complex128) else torch.float32
+        torch._foreach_mul_(group, factor.to(device, wide))
+
+
+def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
+    """Return the factor that clips tensors with this norm, 0-d."""
+    return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+
+
+def _norms(pieces: Iterable[Tensor], norm_type: float) -> list[Tensor]:
+    filled = [piece.detach() for piece in pieces if piece.numel()]
+    if not filled:
+        return []
+    found: dict[int, Tensor] = {}
+    for group in _grouped(filled).values():
+        found.update(zip(map(id, group), _norms_of(group, norm_type), strict=True))
+    norms = [found[id(piece)] for piece in filled]  # whatever their dtypes, summed in this order
+    device = norms[0].device
+    widest = max((norm.dtype for norm in norms), key=lambda dtype: dtype.itemsize)
+    return [norm.to(device, widest) for norm in norms]
+
+
+def _norms_of(group: list[Tensor], norm_type: float) -> Sequence[Tensor]:
+    """Return the norms of tensors of one device and dtype, in fp32 or fp64."""
+    dtype = group[0].dtype
+    wide = torch.float64 if dtype in (torch.float64, torch.complex128) else torch.float32
+    if dtype in (torch.float32, torch.float64, torch.complex64, torch.complex128):
+        return torch._foreach_norm(group, norm_type)
+    if group[0].device.type != "cpu":
+        return torch._foreach_norm(group, norm_type, wide)
+    # As if they were kept in that dtype, to the last bit, and one after the other.
+    return [torch._foreach_norm([piece.to(wide)], norm_type)[0] for piece in group]
+
+
+def combine_norms(total: Tensor, norm_type: float, over: Sequence[Communicator]) -> Tensor:
+    """Return the norm over all ranks of some axes, given the norm of this rank's tensors.
+
+    Args:
+        total: 0-d, this rank's norm.
+        norm_type: p, positive; ``inf`` for the largest absolute value.
+        over: the axes, one after the other: one scalar all-reduce each.
+
+    Returns:
+        0-d, fp64 (fp32 on a device without fp64), the same on every rank of the axes.
+    """
+    # One dtype on every rank, whatever pieces each of them has.
+    total = total.to(torch.float32 if total.device.type == "mps" else torch.float64)
+    if math.isinf(norm_type):
+        for communicator in over:
+            communicator.all_reduce(total, reduction="max", label="gradient norm").wait()
+        return total
+    total.pow_(norm_type)
+    for communicator in over:
+        communicator.all_reduce(total, label="gradient norm").wait()
+    total.pow_(1.0 / norm_type)
+    return total
+
+
+def _grouped(pieces: Iterable[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:
+    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
+    for piece in pieces:
+        if piece.numel():
+            groups[piece.device, piece.dtype].append(piece)
+    return groups

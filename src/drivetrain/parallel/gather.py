@@ -1,0 +1,582 @@
+"""Units are gathered just before use and freed after; who needs a unit next is remembered.
+
+Three mechanisms, from the fastest to the one that nothing escapes:
+
+- Hooks on a unit's module bring it before forward, free it after, and free it again in backward
+  when the gradients of the module's inputs are there.
+- The unit that followed this one last time (in forward, in backward, in evaluation: each by itself)
+  is gathered ahead. If the order changes, the wrong unit was ahead, and nothing else happens.
+- Whatever touches a parameter that is away gets its unit gathered on the spot: code outside of the
+  module by the parameter's guard, backward by hooks on the tensors that autograd saved.
+
+Every rank must need the same units in the same order. The communicator checks the order, so ranks
+that take different paths end with an error that names the units.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves, tree_map
+
+from drivetrain.collectives import Communicator
+from drivetrain.errors import StorageError, UsageError
+from drivetrain.memory import Heap
+from drivetrain.model.guard import guard, read_only, refuse_transforms, writes
+from drivetrain.parallel.backward import after_backward, in_backward
+from drivetrain.parallel.layout import ROOT
+from drivetrain.parallel.options import Until
+from drivetrain.parallel.unit import Unit
+
+_DETACHED = (Tensor.detach, Tensor.data.__get__)  # type: ignore[attr-defined]
+"""Functions that give the parameter without its history: a rank may look at its facts by itself."""
+
+
+def refusal(unit: Unit, *used: Any) -> UsageError:
+    """Return the error for a use of values that are not there.
+
+    Args:
+        unit: the unit.
+        used: arguments of the use; the error names the first of the unit's parameters in there.
+    """
+    return UsageError(
+        f"expected a parameter with values, found {_name(unit, used)} divided over the ranks "
+        "between steps: it can be read, but not changed; do that inside "
+        "'with accelerator.gathered(model):' on every rank, or take "
+        "accelerator.get_state_dict(model) or save_model()"
+    )
+
+
+def _name(unit: Unit, used: Any) -> str:
+    names = {id(slot.parameter): slot.name for slot in unit.slots}
+    found = (names[id(leaf)] for leaf in tree_leaves(used) if id(leaf) in names)
+    return f"{next(found, unit.slots[0].name)!r} of {unit.label}"
+
+
+def shares_memory(result: Any, unit: Unit) -> bool:
+    """Return whether a result, or a tensor inside it, is a view of a unit's values."""
+    for leaf in (result,) if type(result) is Tensor else _leaves(result):
+        dense = isinstance(leaf, Tensor) and leaf.layout is torch.strided
+        if dense and leaf.untyped_storage()._cdata in unit.storages:
+            return True
+    return False
+
+
+def _leaves(result: Any) -> Iterator[Any]:
+    """Yield the parts of a result, the attributes of plain objects too."""
+    for leaf in tree_leaves(result):
+        if isinstance(leaf, Tensor) or not hasattr(leaf, "__dict__"):
+            yield leaf
+        else:
+            yield from tree_leaves(list(vars(leaf).values()))
+
+
+class AbsentGuard:
+    """The guard of a sharded unit's parameters: a use gathers the unit, or is refused.
+
+    Args:
+        unit: the unit.
+        gather: gathers and frees it.
+    """
+
+    def __init__(self, unit: Unit, gather: "Gather") -> None:
+        self._unit = unit
+        self._gather = gather
+
+    def run(
+        self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Gather the unit for one use; between steps it is freed again after it.
+
+        A forward may also write into the values: it runs on every rank, and so does its write.
+
+        Raises:
+            UsageError: a write outside of a forward, which is refused on each rank by itself.
+        """
+        if writes(function, args, kwargs) and (in_backward() or not self._gather.in_forward):
+            raise refusal(self._unit, args, kwargs)
+        if self._gather.in_forward:
+            self._gather.bring(self._unit)
+            result = function(*args, **kwargs)
+            if shares_memory(result, self._unit):
+                self._gather.keep_views(self._unit)
+            return result
+        if function in _DETACHED:
+            return self._without_values(*args)
+        with ExitStack() as stack:
+            stack.enter_context(self._gather.saving())
+            stack.enter_context(self._gather.holding([self._unit]))
+            result = function(*args, **kwargs)
+            if self._unit.changed():  # from now on forgotten: no shard follows
+                raise refusal(self._unit, args, kwargs)
+            return self._copied(result, args)
+
+    def _copied(self, result: Any, used: Any) -> Any:
+        """Return a result with copies in the place of views of values that are about to be freed.
+
+        Gradients flow through a copy as through a view, as where a method beside ``forward`` reads
+        some rows of a table.
+
+        Raises:
+            UsageError: the result holds more than tensors.
+        """
+        if not shares_memory(result, self._unit):
+            return result
+        if not all(isinstance(leaf, Tensor) for leaf in tree_leaves(result)):
+            raise refusal(self._unit, used)  # such as a pickle, which would drag the unit along
+        return tree_map(lambda leaf: self._copy(leaf, used), result)
+
+    def _copy(self, leaf: Any, used: Any) -> Any:
+        if not isinstance(leaf, Tensor) or not shares_memory(leaf, self._unit):
+            return leaf
+        return read_only(leaf.clone(), refusal(self._unit, used))
+
+    def _without_values(self, parameter: nn.Parameter) -> Tensor:
+        """Return a parameter for a state dict: its facts, and an error for its values."""
+        with torch._C.DisableTorchFunctionSubclass():
+            shown = parameter.detach()
+        guard(shown, DetachedGuard(refusal(self._unit, parameter)))
+        return shown
+
+
+class DetachedGuard:
+    """The guard of a state dict's view of a sharded parameter: it has shape and dtype, no values.
+
+    Args:
+        refusal: raised for every other use.
+    """
+
+    def __init__(self, refusal: UsageError) -> None:
+        self._refusal = refusal
+
+    def run(
+        self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Refuse.
+
+        Raises:
+            UsageError: always.
+        """
+        raise self._refusal
+
+
+class LeftGuard:
+    """The guard of a unit that is still divided when its strategy is taken off.
+
+    Args:
+        unit: the unit.
+    """
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit = unit
+
+    def run(
+        self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Refuse.
+
+        Raises:
+            UsageError: always.
+        """
+        raise UsageError(
+            f"expected a parameter with values, found {_name(self._unit, (args, kwargs))}, which "
+            "was divided over the ranks, or lay in a store, when its strategy was taken off, as by "
+            "free_memory(); "
+            "take accelerator.get_state_dict(model) or save_model() before"
+        )
+
+
+def without_values(
+    storages: Mapping[int, Unit], bring_back: Callable[[Unit], None]
+) -> saved_tensors_hooks:
+    """Return the context in which autograd saves views of units without their values.
+
+    Hooks around it, such as those of checkpoints and of offloading, go on working.
+
+    Args:
+        storages: units by the identity of their storages.
+        bring_back: makes a unit whole.
+    """
+    around = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    pack, unpack = around or (None, None)
+
+    def save(tensor: Tensor) -> Any:
+        dense = tensor.layout is torch.strided  # others have no storage to ask for
+        unit = storages.get(tensor.untyped_storage()._cdata) if dense else None
+        # A node of the graph that kept its own output with the graph would never be freed.
+        kept = tensor if unit is None and pack is not None else tensor.detach()
+        return unit, tensor._version, kept if pack is None else pack(kept)
+
+    def restore(packed: Any) -> Tensor:
+        unit, version, kept = packed
+        if unit is not None:
+            if unpack is None and kept._version != version:  # autograd itself checks no such tensor
+                raise UsageError(
+                    f"expected the parameters of {unit.label} as forward has read them, found that "
+                    "one was changed in place before backward: change it before its first use in "
+                    "forward, or after backward"
+                )
+            bring_back(unit)
+        values: Tensor = kept if unpack is None else unpack(kept)
+        if unit is None:
+            return values
+        # A graph of this backward would save the view itself, without these hooks.
+        return values.detach().clone() if torch.is_grad_enabled() else values
+
+    return saved_tensors_hooks(save, restore)
+
+
+# --- gathering and freeing ---
+
+
+class Need(NamedTuple):
+    """A need of a unit: in a phase of training, for the first or a later time.
+
+    Attributes:
+        phase: ``forward``, ``backward`` or ``evaluation``.
+        unit: the unit.
+        time: how often it was needed before in this phase, plus one: another unit follows a tied
+            head than follows the embedding.
+    """
+
+    phase: str
+    unit: Unit
+    time: int
+
+
+class UsualOrder:
+    """The order in which units were needed the last time, in each phase by itself."""
+
+    def __init__(self) -> None:
+        self._next: dict[Need, Need] = {}
+        self._latest: dict[str, Need] = {}
+        self._times: Counter[tuple[str, Unit]] = Counter()
+        self._forward: dict[Unit, None] = {}  # in the order of the last need
+        self._left: Counter[Unit] = Counter()
+        self._usual: Counter[Unit] = Counter()
+        self._spared: frozenset[Unit] = frozenset()
+
+    def begin(self) -> None:
+        """Begin a forward of the model."""
+        self.interrupt()
+        self._forward.clear()
+        self._left.clear()
+
+    def interrupt(self) -> None:
+        """Forget which unit was needed last: the next one does not follow it."""
+        self._latest.clear()
+        self._times.clear()
+
+    def needed(self, phase: str, unit: Unit, count: int) -> list[Unit]:
+        """Note a need; return the units that followed the last time, so many at most."""
+        self._times[phase, unit] += 1
+        need, before = Need(phase, unit, self._times[phase, unit]), self._latest.get(phase)
+        if before is not None:
+            self._next[before] = need
+        self._latest[phase] = need
+        if phase == "forward" and unit.layout.key != ROOT:
+            self._forward.pop(unit, None)
+            self._forward[unit] = None
+        found: list[Unit] = []
+        following = self._next.get(need)
+        while following is not None and len(found) < count:
+            found.append(following.unit)
+            following = self._next.get(following)
+        return found
+
+    def left_for_good(self, unit: Unit) -> bool:
+        """Note the end of a unit's module; return whether backward begins with the unit."""
+        self._left[unit] += 1
+        # A tied layer that comes later needs it once more, and may be far away.
+        return unit in self._spared and self._left[unit] >= self._usual[unit]
+
+    def end(self, *, spared: int) -> None:
+        """End a forward of the model: with so many units at its end backward begins."""
+        if self._forward:
+            self._spared = frozenset(list(self._forward)[-spared:])
+            self._usual = self._left.copy()
+
+
+LOOKS = 64
+"""So many forwards look for writes that leave no trace, and later one in so many."""
+
+
+class Gather:
+    """The gathering and freeing of one model's sharded units.
+
+    Args:
+        units: its sharded units.
+        ahead: how many units are gathered ahead.
+        until: when a unit is freed that a training forward has gathered: after that ``forward``,
+            in ``backward``, or only when the optimizer steps (``step``).
+        neighbors: when they are freed after forward, the ranks that hold them together until
+            backward; None leaves each rank its range, as between steps.
+        most_live: how many units may be whole or on their way at once, the rest of the model not
+            counted: nothing is gathered ahead beyond that. None: as many as are asked for.
+        keep_changes: lets the shards of a whole unit follow its values.
+
+    Attributes:
+        units: its sharded units.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        *,
+        ahead: int,
+        until: Until = "forward",
+        neighbors: Communicator | None = None,
+        most_live: int | None = None,
+        keep_changes: Callable[[Unit], None],
+    ) -> None:
+        self.units = units
+        self._forward = 0
+        self._looked: Unit | None = None
+        self._keep_changes = keep_changes
+        self._by_storage = {storage: unit for unit in units for storage in unit.storages}
+        self._counted = [unit for unit in units if unit.layout.key != ROOT]
+        self._ahead = ahead
+        self._until = until
+        self._neighbors = neighbors
+        self._most_live = most_live
+        self._viewed: set[Unit] = set()
+        self._heap = Heap()
+        self._keeping = False
+        self._order = UsualOrder()
+        self._forwards: list[object] = []  # those under way, the outermost first
+        self._saving: saved_tensors_hooks | None = None  # during the outermost
+        self._cleaning = False
+        for unit in units:
+            unit.absent = AbsentGuard(unit, self)
+            unit.free()
+
+    # --- bringing and freeing ---
+
+    def bring(self, unit: Unit) -> None:
+        """Return when a unit is whole; start the next units, in the order of the last pass."""
+        if unit.whole:
+            return
+        if unit.arrival is None:
+            self._make_room()
+            unit.start()
+        if self.in_forward:  # nobody would free a unit that was started ahead between steps
+            grad = torch.is_grad_enabled()
+            phase = "backward" if in_backward() else "forward" if grad else "evaluation"
+            for following in self._order.needed(phase, unit, self._ahead):
+                if not following.live:
+                    if self._full():
+                        break
+                    following.start()
+        unit.wait_for_values()
+
+    def put_away(self, unit: Unit, outputs: Any) -> None:
+        """Free a unit after its forward, unless its backward is next or the output is a view."""
+        if shares_memory(outputs, unit):  # such as rows of a table of positions
+            self.keep_views(unit)
+        elif in_backward():
+            return  # recomputed: its backward follows
+        elif not torch.is_grad_enabled():
+            self.release(unit)
+        elif self._until == "forward" and not self._order.left_for_good(unit):
+            needed = unit.holds or unit in self._viewed
+            if self._neighbors is not None and unit.whole and not needed:
+                if unit.changed():
+                    self._keep_changes(unit)
+                unit.free_but_near(self._neighbors)
+            else:
+                self.release(unit)
+
+    def release(self, unit: Unit) -> None:
+        """Free a unit that nobody holds, or park a unit that is kept until the step."""
+        if unit.holds or not unit.live or unit in self._viewed:
+            return
+        if unit.whole and unit.changed():
+            self._keep_changes(unit)
+        if replaced := unit.replaced():
+            raise refusal(unit, replaced[0].parameter)
+        if not self._keeping:
+            unit.free()
+        elif unit.whole and not self._forwards:
+            unit.park()  # until its next use: a loss that reads it saves views without values
+
+    def keep_views(self, unit: Unit) -> None:
+        """Keep a unit until the outermost forward ends: the script has a view of its values."""
+        self._viewed.add(unit)
+
+    def release_all(self) -> None:
+        """Release every unit, and its parts on neighbors."""
+        if not self._forwards:
+            self._viewed.clear()
+        for unit in self.units:
+            self.release(unit)
+            unit.near = None
+        self._order.interrupt()
+
+    def values_changed(self) -> None:
+        """Free every unit that nobody holds: its values are no longer the right ones."""
+        self._keeping = False
+        self._viewed.clear()
+        self.release_all()
+        if self.units:
+            self._heap.relieve_growth()
+
+    @contextmanager
+    def holding(self, units: Sequence[Unit]) -> Iterator[None]:
+        """Context in which units stay whole; all ranks must enter it with the same units.
+
+        Their values are exact, also where a slow link approximates those of a forward.
+        """
+        for unit in units:
+            if unit.approximate and unit.live and not unit.holds and unit not in self._viewed:
+                unit.free()
+            unit.holds += 1
+        try:
+            for index, unit in enumerate(units):
+                for one in units[index : index + 2]:  # the next one travels meanwhile
+                    if not one.live:
+                        one.start(exact=True)
+                unit.wait_for_values()
+            yield
+        finally:
+            for unit in units:
+                unit.holds -= 1
+                self.release(unit)
+
+    def close(self) -> None:
+        """Leave units divided; the only rank has those in memory whole."""
+        self.leave()  # an interrupt may have cut a forward short
+        for unit in self.units:
+            unit.absent = LeftGuard(unit)
+            if unit.communicator.size == 1 and all(flat.shard.at_hand for flat in unit.flats):
+                with suppress(StorageError):  # told before; what is lost stays guarded
+                    unit.start()
+            elif not unit.holds:
+                unit.free()
+
+    def _full(self) -> bool:
+        """Whether no further unit may be gathered ahead. Units kept on purpose do not count."""
+        if self._most_live is None or self._until != "forward":
+            return False
+        # Asked for each unit that is gathered, so it is one pass without calls.
+        live = [unit for unit in self._counted if unit.whole or unit.arrival is not None]
+        return len(live) >= self._most_live
+
+    def _make_room(self) -> None:
+        """Free units gathered ahead in vain, if the needed unit would exceed the bound."""
+        if self._full():
+            for unit in self.units:
+                if unit.arrival is not None and not unit.whole and not unit.holds:
+                    unit.free()
+
+    # --- forwards of the model, and of modules in it ---
+
+    @property
+    def in_forward(self) -> bool:
+        """Whether the model runs forward or backward now, which free at their end."""
+        return bool(self._forwards) or in_backward()
+
+    def begin_forward(self) -> None:
+        """Begin a forward of the model."""
+        if not self.in_forward:
+            self._order.begin()
+            self._cleaning = False  # a backward that raised has not cleaned
+            if self._until == "step" and torch.is_grad_enabled():
+                self._keeping = True
+        self.enter(self)
+
+    def end_forward(self, outputs: Any) -> None:
+        """End a forward of the model; after evaluation, or an exception, everything is freed.
+
+        Raises:
+            UsageError: the result is a view of parameters that are freed.
+        """
+        self.leave(self)
+        if self.in_forward:
+            return
+        # Backward begins with the last unit, and gathers so many ahead: they need not be freed.
+        self._order.end(spared=1 + self._ahead)
+        if not torch.is_grad_enabled() or outputs is None:
+            self.release_all()
+        for unit in self.units:
+            if shares_memory(outputs, unit):
+                raise UsageError(
+                    f"expected a forward that computes its result, found that it returns a view "
+                    f"of parameters of {unit.label}, which are freed; return a clone() of it"
+                )
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Context of a forward of the model without a call of the model."""
+        owner = object()
+        if not self.in_forward:
+            self._order.begin()
+        self.enter(owner)
+        try:
+            yield
+        finally:
+            self.leave(owner)
+
+    def enter(self, owner: object) -> None:
+        """Begin the forward of the model or of a unit's module; the outermost one counts."""
+        if not self.in_forward:
+            refuse_transforms()
+            self._look_at_next()
+            self._saving = self.saving()
+            self._saving.__enter__()
+        self._forwards.append(owner)
+
+    def _look_at_next(self) -> None:
+        """Look for writes that leave no trace in one unit for each forward, in turns.
+
+        A look waits for an accelerator, so after the first forwards it becomes rare.
+        """
+        if self._looked is not None:
+            self._looked.digests = None
+        self._looked, self._forward = None, self._forward + 1
+        number, rest = (
+            (self._forward, 0) if self._forward <= LOOKS else divmod(self._forward, LOOKS)
+        )
+        if self.units and not rest:
+            self._looked = self.units[number % len(self.units)]
+            self._looked.notice_all_writes()
+
+    def leave(self, owner: object = None) -> None:
+        """End a forward and all forwards inside that an exception cut short; without owner, all.
+
+        Until backward, what is still whole is used through guards only: the values that a loss
+        reads from such a unit must be saved without values, too.
+        """
+        found = owner is None or owner in self._forwards
+        while found and self._forwards:
+            found = self._forwards.pop() is not owner
+        if self._saving is not None and not self._forwards:
+            self._saving.__exit__()
+            self._saving = None
+        if not self.in_forward:
+            self._viewed.clear()
+            for unit in self.units:
+                if unit.whole and not unit.holds:
+                    if unit.changed():
+                        self._keep_changes(unit)
+                    unit.park()
+
+    # --- what autograd saves ---
+
+    def saving(self) -> saved_tensors_hooks:
+        """Return the context in which autograd saves views of units without their values."""
+        return without_values(self._by_storage, self._bring_back)
+
+    def _bring_back(self, unit: Unit) -> None:
+        """Make a unit whole for backward; units that are left are freed at its end."""
+        if not self._cleaning and in_backward():
+            self._cleaning = True
+            after_backward(self._clean)
+        self.bring(unit)
+
+    def _clean(self) -> None:
+        self._cleaning = False
+        self.release_all()

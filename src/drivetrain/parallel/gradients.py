@@ -1,0 +1,559 @@
+"""The gradients of one unit on one rank, from autograd to the optimizer's step.
+
+::
+
+    autograd's --x 1/N--> buffer --reduce-scatter in place--> own pieces --> kept --> fragments
+
+A rank that keeps whole gradients keeps the buffer: where its own pieces are one range, the
+fragments' gradients are views of it, and micro-batches may add to it without sending anything.
+Otherwise the buffer is lent between the first gradient and the end of the reduction. Gradients of
+low precision are added up in fp32. With replicas, the reduce-scatter adds up within the ranks that
+share the unit, and an all-reduce of the owned pieces adds up over the replicas.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from drivetrain.collectives import Communicator, Handle
+from drivetrain.collectives.communicator import ReduceChannel, SumChannel, Tensors, copy_all
+from drivetrain.collectives.volume import Stretch, StretchParts
+from drivetrain.compression.one_bit_adam import FrozenAdam
+from drivetrain.errors import UsageError
+from drivetrain.parallel.layout import FlatLayout, ParameterSlot, offsets_in_bytes, stretches_of
+from drivetrain.parallel.placement import Ranks
+from drivetrain.parallel.shard import FlatTensor, make_placeholder
+from drivetrain.parallel.unit import Unit
+from drivetrain.runtime.precision import Precision
+
+
+class GradientKind(NamedTuple):
+    """The gradients of one flat tensor, as they cross ranks.
+
+    Attributes:
+        layout: of the flat tensor.
+        wire: their dtype.
+    """
+
+    layout: FlatLayout
+    wire: torch.dtype
+
+
+class GradientChannels:
+    """Makes the channels of a unit when they are needed, and again when other gradients are sent.
+
+    Args:
+        reducing: the ranks that share the unit.
+        replicas: the ranks that own the same parts of it; None: no others do.
+        label: names the unit in errors.
+        adam: turns gradients for replicas into momenta; None: gradients cross.
+    """
+
+    def __init__(
+        self,
+        reducing: Communicator,
+        replicas: Communicator | None,
+        label: str,
+        adam: FrozenAdam | None,
+    ) -> None:
+        self._reducing = reducing
+        self._replicas = replicas
+        self._label = label
+        self._adam = adam
+        self._reduced: list[GradientKind] = []
+        self._reduce: ReduceChannel | None = None
+        self._under_way: list[Callable[[], None]] = []
+        self._crossings: dict[int, SumChannel] = {}  # by identity: a layout is slow to compare
+
+    def reduce(self, kinds: Sequence[GradientKind]) -> ReduceChannel:
+        """Return the channel that sums gradients over the ranks that share the unit."""
+        chosen = list(kinds)
+        if self._reduce is None or not self._same(chosen):
+
+            def describe() -> StretchParts:
+                return stretches_of([kind.layout for kind in chosen], [k.wire for k in chosen])
+
+            self._reduced = chosen
+            self._reduce = self._reducing.gradients_scattered(
+                describe, f"gradients of {self._label}", replaces=self._reduce
+            )
+        return self._reduce
+
+    def open(self, kinds: Sequence[GradientKind]) -> None:
+        """Make all channels now, before the first round: a checkpoint is about to be loaded."""
+        if kinds:
+            self.reduce(kinds)
+        for kind in kinds:
+            if self._replicas is not None:
+                self._crossing(kind, self._replicas)
+
+    def cross(
+        self,
+        kind: GradientKind,
+        total: Tensor,
+        pieces: Mapping[nn.Parameter, Tensor],
+        *,
+        then: Callable[[Tensor], None],
+    ) -> None:
+        """Start to sum this rank's pieces of a flat tensor over the replicas, in place.
+
+        Args:
+            kind: of the flat tensor.
+            total: 1-D, all pieces.
+            pieces: their places in it, by fragment.
+            then: takes the sum, in ``finish_crossing``.
+
+        Raises:
+            UsageError: there are no replicas.
+        """
+        if self._replicas is None:
+            raise UsageError("expected replicas to add gradients up with, found none")
+        turn_back = None if self._adam is None else self._adam.exchange(pieces, self._replicas.size)
+        handle = self._crossing(kind, self._replicas)(total)
+
+        def finish() -> None:
+            handle.wait()
+            if turn_back is not None:
+                turn_back()
+            then(total)
+
+        self._under_way.append(finish)
+
+    def finish_crossing(self) -> None:
+        """Wait for the replicas, and hand their sums out in the order of ``cross``."""
+        under_way, self._under_way = self._under_way, []
+        for finish in under_way:
+            finish()
+
+    def _crossing(self, kind: GradientKind, replicas: Communicator) -> SumChannel:
+        if id(kind) not in self._crossings:
+            pieces = kind.layout.stretches(kind.wire)[self._reducing.rank]
+            stretch = Stretch.joined(pieces, kind.wire)
+            self._crossings[id(kind)] = replicas.gradients_summed(
+                stretch, f"gradients of replicas of {self._label}"
+            )
+        return self._crossings[id(kind)]
+
+    def _same(self, kinds: Sequence[GradientKind]) -> bool:
+        """Return whether the channel is about these flat tensors."""
+        pairs = zip(kinds, self._reduced, strict=False)
+        return len(kinds) == len(self._reduced) and all(a is b for a, b in pairs)
+
+
+# --- the gradients ---
+
+
+class FlatGradients:
+    """The gradients of one flat tensor: the buffer of their arrival, and this rank's kept pieces.
+
+    Args:
+        flat: the flat tensor.
+        rank: this rank among those that share the unit.
+        precision: the dtypes in which gradients cross ranks, and in which they are added up.
+        scale: of every gradient: sums over ranks become means.
+        stays: whether a buffer is kept for good; otherwise it is lent.
+
+    Attributes:
+        kind: its layout and the dtype of the wire.
+        buffer: 1-D, where gradients arrive; None while there is none.
+        filled: the parameters whose places in the buffer hold a gradient.
+    """
+
+    def __init__(
+        self, flat: FlatTensor, rank: int, precision: Precision, *, scale: float, stays: bool
+    ) -> None:
+        self.flat = flat
+        self._scale = scale
+        # A product with a number makes a tensor of it each time, which takes longer than to
+        # multiply a small gradient. Of fp32 at least: 1/3 has more digits than bf16.
+        wide = flat.layout.dtype.itemsize > torch.float32.itemsize
+        digits = torch.float64 if wide else torch.float32
+        self._factor = torch.tensor(scale, dtype=digits, device="cpu")  # no wait for a device
+        self.wire = precision.reduce_dtype(flat.layout.dtype)
+        self.kind = GradientKind(flat.layout, self.wire)
+        self.nbytes = flat.layout.numel * self.wire.itemsize
+        self.buffer: Tensor | None = None
+        self.filled: set[ParameterSlot] = set()
+        self._total = precision.accumulate_dtype(flat.layout.dtype)
+        self._owned = [slot for slot in flat.slots if slot.owned_numel]
+        self._pieces = [slice(start, stop) for start, stop in flat.pieces[rank]]
+        self._lengths = [stop - start for start, stop in flat.pieces[rank]]
+        self._stays = stays
+        self._kept: Tensor | None = None
+        self._replica_sum: Tensor | None = None
+
+    # --- filling ---
+
+    def receive(self, slot: ParameterSlot, grad: Tensor) -> None:
+        """Move a parameter's fresh gradient into the buffer, times the scale.
+
+        Raises:
+            UsageError: the gradient is sparse or part of a graph.
+        """
+        if grad.requires_grad or grad.layout is not torch.strided:
+            found = "part of a graph" if grad.requires_grad else f"{grad.layout}"
+            raise UsageError(
+                f"the gradient of {slot.name!r} is {found}, expected a dense one outside of "
+                "autograd; use torch.autograd.grad for gradients of gradients, and sparse=False "
+                "for embeddings"
+            )
+        if slot in self.filled:
+            self.buffer = self._there().to(self._total)  # a sum is about to be made
+            slot.view(self.buffer).add_(grad, alpha=self._scale)
+        else:
+            torch.mul(grad, self._factor, out=slot.view(self._there()))  # one pass over memory
+            self.filled.add(slot)
+
+    def scale(self, factor: float) -> None:
+        """Multiply gradients that were received."""
+        for slot in self.filled:
+            slot.view(self._there()).mul_(factor)
+        if self._replica_sum is not None:
+            self._replica_sum.mul_(factor)
+
+    def _there(self) -> Tensor:
+        if self.buffer is None:
+            raise UsageError("expected a buffer for gradients, found none")
+        return self.buffer
+
+    def set_aside(self) -> None:
+        """Save gradients that lie in the buffer and were not cleared: this round adds to them."""
+        if self._kept is not None and _share(self._kept, self.buffer):
+            self._move(self._kept)
+
+    def drop(self, slots: Collection[ParameterSlot]) -> None:
+        """Forget gradients that were received, or wait for replicas, of some parameters."""
+        self.filled.difference_update(slots)
+        if self._replica_sum is not None:
+            for slot in self.flat.slots:
+                if slot in slots:
+                    self._replica_sum[slot.local].zero_()
+
+    def _move(self, kept: Tensor) -> None:
+        """Keep the gradients that fragments have, if any, in other memory."""
+        having = self.flat.with_gradients()
+        self._kept = kept.clone() if having else self._kept
+        for slot in having:
+            self._follow(slot)
+            self.hand_out(slot)
+
+    def waits(self, slot: ParameterSlot) -> bool:
+        """Return whether gradients of a parameter wait here to be averaged."""
+        return slot in self.filled or self._replica_sum is not None
+
+    def has(self, slot: ParameterSlot) -> bool:
+        """Return whether a parameter has a gradient here, averaged or not."""
+        if slot in self.filled or self._replica_sum is not None:  # waits(): asked for each gradient
+            return True
+        fragment = self.flat.fragments.get(slot)
+        return fragment is not None and fragment.grad is not None
+
+    # --- reducing ---
+
+    def outgoing(self) -> Tensor:
+        """Return the gradients to reduce, 1-D, in the dtype of the wire; zeros where none came."""
+        buffer = self._there()
+        for slot in self.flat.slots:
+            if slot not in self.filled:
+                slot.view(buffer).zero_()
+        self.filled.clear()
+        return buffer.to(self.wire)
+
+    def keep_owned(self, sent: Tensor) -> None:
+        """Keep this rank's pieces of the mean over ranks; the rest is of no use."""
+        self._keep([sent[piece] for piece in self._pieces])
+
+    def add_to_replica_sum(self, sent: Tensor) -> None:
+        """Add this rank's pieces to the sum that is to cross to the replicas."""
+        total, pieces = self._replica_sum, [sent[piece] for piece in self._pieces]
+        if total is None:
+            total = torch.empty(self.flat.owned, dtype=self._total, device=sent.device)
+            copy_all(total.split_with_sizes(self._lengths), pieces)
+            self._replica_sum = total
+        else:
+            for place, piece in zip(total.split_with_sizes(self._lengths), pieces, strict=True):
+                place.add_(piece)
+
+    def crossing(self) -> tuple[Tensor, dict[nn.Parameter, Tensor]]:
+        """Return the gradients to add up over replicas, 1-D, and each fragment's place in them."""
+        if self._replica_sum is None:
+            raise UsageError("expected gradients for other replicas, found none")
+        total = self._replica_sum.to(self.wire)
+        return total, {held: slot.piece(total) for slot, held in self.flat.fragments.items()}
+
+    def keep_crossed(self, crossed: Tensor) -> None:
+        """Keep the sum over replicas."""
+        self._keep(crossed.split_with_sizes(self._lengths))
+        self._replica_sum = None
+
+    # --- keeping ---
+
+    def _keep(self, pieces: Tensors) -> None:
+        """Add this rank's pieces to the gradients of fragments; keep them where there is none."""
+        having = self.flat.with_gradients()
+        if not having:
+            self._keep_anew(pieces)
+            return
+        for slot in having:
+            self._follow(slot)
+        self.to_sum_dtype()
+        if self._kept is not None:
+            fresh = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+            for slot in self._owned:
+                kept, values = self._kept[slot.local], fresh[slot.local]
+                if slot in having:
+                    kept.add_(values.to(kept.device))
+                else:
+                    kept.copy_(values)
+
+    def _keep_anew(self, pieces: Tensors) -> None:
+        flat, device = self.flat, self.flat.gradient_device
+        # The first gradient of a window waits as it came where a store has the master.
+        dtype = self.wire if flat.masters_left else self._total
+        kept = self._kept
+        in_place = self._stays and len(pieces) == 1 and _share(pieces[0], self.buffer)
+        if in_place and pieces[0].device == device and pieces[0].dtype is dtype:
+            self._kept = pieces[0]
+            return
+        if kept is None or kept.dtype is not dtype or _share(kept, self.buffer):
+            self._kept = kept = torch.empty(flat.owned, dtype=dtype, device=device)
+        copy_all(kept.split_with_sizes(self._lengths), pieces)
+
+    def to_sum_dtype(self) -> None:
+        """Keep gradients in the dtype of sums: they are about to be changed in place."""
+        if self._kept is not None and self._kept.dtype is not self._total:
+            self._kept = self._kept.to(self._total)
+            for slot in self.flat.with_gradients():
+                self.hand_out(slot)
+
+    def give_away(self) -> None:
+        """Let go of the memory of taken gradients: the taker reads this memory.
+
+        Those that fragments still have, as where another optimizer steps them, move.
+        """
+        kept, self._kept = self._kept, None
+        if kept is not None:
+            self._move(kept)
+            if _share(kept, self.buffer):
+                self.buffer = None
+
+    # --- handing out ---
+
+    def hand_out(self, slot: ParameterSlot) -> None:
+        """Give a parameter's fragment its gradient."""
+        fragment = self.flat.fragment(slot) if slot.owned_numel else None
+        if fragment is None or self._kept is None:
+            return
+        piece = slot.piece(self._kept)
+        if self.flat.masters_left and fragment.dtype is not piece.dtype:
+            make_placeholder(slot, fragment, piece.dtype)
+        fragment.grad = piece if piece.dtype is fragment.dtype else piece.to(fragment.dtype)
+
+    def assign(self, slot: ParameterSlot, values: Tensor) -> None:
+        """Let a parameter have a gradient that the script has made.
+
+        Args:
+            slot: the parameter's.
+            values: this rank's piece, in fragment shape.
+        """
+        if not slot.owned_numel:
+            return
+        if self._kept is None:
+            flat = self.flat
+            self._kept = torch.zeros(flat.owned, dtype=self._total, device=flat.gradient_device)
+        slot.piece(self._kept).copy_(values)
+        self.hand_out(slot)
+
+    def _follow(self, slot: ParameterSlot) -> None:
+        """Take over changes of a handed out gradient without a share in the kept memory.
+
+        Elements that nobody changed keep the digits that the fragment's dtype has no room for.
+        """
+        grad = self.flat.fragments[slot].grad
+        if grad is not None and self._kept is not None and not _share(grad, self._kept):
+            piece = slot.piece(self._kept)
+            piece.copy_(torch.where(piece.to(grad.dtype) == grad, piece, grad))
+
+
+def _share(one: Tensor, other: Tensor | None) -> bool:
+    """Return whether two tensors lie in the same memory."""
+    if other is None:
+        return False
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+
+
+class UnitGradients:
+    """The gradients of one unit, reduced together by one reduce-scatter.
+
+    Args:
+        unit: the unit.
+        precision: the dtypes of gradients.
+        ranks: those that train the model.
+        adam: turns gradients for replicas into momenta; None: gradients cross.
+        scale: of every gradient: sums over ranks become means.
+        stays: whether buffers are kept for good; otherwise they are lent.
+
+    Attributes:
+        flats: the gradients of each of its flat tensors.
+        of: those that each parameter's gradient belongs to.
+        awaited: the parameters with a gradient to come in this round.
+        came: the parameters whose gradients have come in this round.
+        pending: how many gradients are still to come.
+        present: those with a gradient on this rank since gradients were last handed out.
+        opened: whether there are buffers for gradients to arrive in.
+        reduction: the reduce-scatter under way.
+    """
+
+    def __init__(
+        self,
+        unit: Unit,
+        precision: Precision,
+        ranks: Ranks,
+        adam: FrozenAdam | None,
+        *,
+        scale: float,
+        stays: bool,
+    ) -> None:
+        self.unit = unit
+        self.awaited: list[ParameterSlot] = []
+        self.came: set[ParameterSlot] = set()
+        self.pending = 0
+        self.present: set[ParameterSlot] = set()
+        self.opened = False
+        self.reduction: Handle | None = None
+        self._stays = stays
+        self._reducing = ranks.reducing
+        self._replicas = ranks.replicas
+        rank = ranks.sharing.rank
+        self.flats = [
+            FlatGradients(flat, rank, precision, scale=scale, stays=stays) for flat in unit.flats
+        ]
+        self.of = {slot: flat for flat in self.flats for slot in flat.flat.slots}
+        self._active: list[FlatGradients] = []
+        self._opened_for: list[ParameterSlot] = []
+        self._starts = [0]
+        self._lent: Tensor | None = None
+        self._sent: list[tuple[FlatGradients, Tensor]] = []
+        self._channels = GradientChannels(ranks.reducing, ranks.replicas, unit.label, adam)
+
+    def begin(self) -> bool:
+        """Begin a round; return whether any gradient is expected."""
+        self.awaited = self._trained()
+        self.pending = len(self.awaited)
+        self.came.clear()
+        return self.pending > 0
+
+    def _trained(self) -> list[ParameterSlot]:
+        # A guarded parameter answers slowly, and here every one is asked.
+        with torch._C.DisableTorchFunctionSubclass():
+            return [slot for slot in self.unit.slots if slot.parameter.requires_grad]
+
+    @property
+    def done(self) -> bool:
+        """Whether the reduction is over."""
+        return self.reduction is None or self.reduction.done()
+
+    # --- filling ---
+
+    def buffer_nbytes(self) -> int:
+        """Return the bytes of a buffer for gradients of the parameters that are trained now."""
+        trained = self._trained()
+        if trained != self._opened_for:
+            self._opened_for = trained
+            active = {self.of[slot] for slot in trained}
+            self._active = [flat for flat in self.flats if flat in active]
+            self._starts = offsets_in_bytes(flat.nbytes for flat in self._active)
+        return self._starts[-1]
+
+    def open(self, lent: Tensor | None) -> None:
+        """Let gradients arrive in a lent buffer, or else in the buffers that stay."""
+        self.opened = True
+        self._lent = lent
+        for flat, start in zip(self._active, self._starts, strict=False):
+            if lent is not None:
+                flat.buffer = lent[start : start + flat.nbytes].view(flat.wire)
+            elif flat.buffer is None:
+                flat.buffer = torch.zeros_like(flat.flat.values, dtype=flat.wire)
+            else:
+                flat.set_aside()
+
+    def forget(self, slots: Collection[ParameterSlot]) -> Tensor | None:
+        """Drop received gradients; return the lent buffer once it is empty."""
+        self.present.difference_update(slots)
+        idle = self.opened and self.reduction is None
+        for flat in self.flats:
+            flat.drop(slots)
+            idle &= not flat.filled
+        return self._close() if idle else None
+
+    # --- reducing ---
+
+    def send(self) -> None:
+        """Send the buffers on their way; parameters without a gradient count as zeros."""
+        parts: list[list[Tensor]] = [[] for _ in range(self._reducing.size)]
+        for flat in self._active:
+            self.present |= flat.filled
+            sent = flat.outgoing()
+            self._sent.append((flat, sent))
+            flat.flat.add_parts(sent, parts)
+        self.reduction = self._channels.reduce([flat.kind for flat in self._active])(parts)
+
+    def keep_owned(self, *, replicate: bool) -> Tensor | None:
+        """Wait for the reduction and keep this rank's pieces; return the lent buffer.
+
+        Args:
+            replicate: whether replicas are about to hand gradients out: what they own is added up.
+        """
+        if self.reduction is None:
+            return None
+        self.reduction.wait()
+        self.reduction = None
+        sent, self._sent = self._sent, []
+        for flat, reduced in sent:
+            keep = flat.keep_owned if self._replicas is None else flat.add_to_replica_sum
+            keep(reduced)
+        if self._replicas is not None and replicate:
+            for flat in self._active:
+                self._channels.cross(flat.kind, *flat.crossing(), then=flat.keep_crossed)
+        return self._close()
+
+    def open_channels(self) -> None:
+        """Make the channels now, before the first round: a checkpoint is about to be loaded."""
+        self.buffer_nbytes()
+        self._channels.open([flat.kind for flat in self._active])
+
+    def finish(self) -> None:
+        """Wait for the replicas."""
+        self._channels.finish_crossing()
+
+    def _close(self) -> Tensor | None:
+        """Take away the buffers that do not stay; return the lent buffer."""
+        self.opened = False
+        lent, self._lent = self._lent, None
+        for flat in self._active:
+            # A buffer that sums were made in is larger than one that stays.
+            if not self._stays or (flat.buffer is not None and flat.buffer.dtype is not flat.wire):
+                flat.buffer = None
+        return lent
+
+    # --- handing out ---
+
+    def deliver(self, present: Iterator[int]) -> list[ParameterSlot]:
+        """Give fragments their gradients, where some rank had one for the awaited parameter.
+
+        Args:
+            present: goes on with a number per awaited parameter, 0 where no rank had a gradient.
+
+        Returns:
+            The parameters that have a gradient, and had none on this rank.
+        """
+        elsewhere = []
+        for slot, some in zip(self.awaited, present, strict=False):
+            if some:
+                self.of[slot].hand_out(slot)
+                if slot not in self.came:
+                    elsewhere.append(slot)
+        self.present.clear()
+        return elsewhere

@@ -1,0 +1,239 @@
+"""Fragments in optimizers' groups in the place of parameters; the optimizers stay the user's.
+
+Group dictionaries stay the same objects, so schedulers and weight decay go on working. State that
+an optimizer already has is cut like the parameter it belongs to.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
+
+from drivetrain.errors import UsageError
+from drivetrain.parallel.home import BoundOptimizer, Home
+from drivetrain.parallel.hooks import StepEvents
+from drivetrain.parallel.layout import CutStyle, ParameterSlot
+from drivetrain.parallel.placement import Placement
+from drivetrain.parallel.suitability import misfit
+from drivetrain.shards import HeldTensors, ParameterPiece
+
+_FUSED = (SGD, Adam, AdamW, Adagrad)
+"""Optimizers whose fused kernel does the same arithmetic in one pass over memory."""
+
+_EXACT = (torch.float32, torch.float64)
+"""Dtypes in which it rounds alike; in others it computes in fp32, where torch's loops do not."""
+
+_PIECES: Mapping[CutStyle, tuple[str, str]] = {
+    "flat": ("ranges of flattened parameters", "set partition: parameter"),
+    "rows": ("some rows of a parameter", "take a strategy with partition: parameter"),
+}
+"""The parts of a parameter that ranks own, and the way out for who cannot step them."""
+
+
+def check_suits(optimizer: Optimizer, cut: CutStyle) -> None:
+    """Refuse an optimizer that cannot step a rank's fragments.
+
+    Args:
+        optimizer: left as it is.
+        cut: how parameters are divided among ranks.
+
+    Raises:
+        UsageError: says what the optimizer needs.
+    """
+    found = misfit(optimizer, cut)
+    if found is None:
+        return
+    name = type(optimizer).__name__
+    if found.needs_matrices:
+        pieces, way_out = _PIECES[cut]
+        raise UsageError(
+            f"expected an element-wise optimizer, since ranks own {pieces}, found {name}, whose "
+            f"step {found.why}; {way_out}"
+        )
+    raise UsageError(
+        f"expected an optimizer that steps each parameter by itself, found {name}, whose step "
+        f"{found.why}; use a strategy that replicates parameters"
+    )
+
+
+_SWITCHES = ("train", "eval")
+"""Methods of schedule-free optimizers."""
+
+
+class Fragments(HeldTensors):
+    """The fragments that the optimizers of one model hold.
+
+    Args:
+        placement: the parameters that lie in units; more may come.
+        home: who steps them.
+        fused: whether to take the fused kernel where the user left the choice open.
+        step: is told about optimizers' steps.
+    """
+
+    def __init__(self, placement: Placement, home: Home, step: StepEvents, *, fused: bool) -> None:
+        self._placement = placement
+        self._home = home
+        self._step = step
+        self._fused = fused
+        self._bound: dict[Optimizer, BoundOptimizer] = {}
+
+    def __iter__(self) -> Iterator[BoundOptimizer]:
+        return iter(self._bound.values())
+
+    def add(self, optimizer: Optimizer) -> None:
+        """Bind one more optimizer."""
+        bound = BoundOptimizer(optimizer)
+        self._rebind(bound)
+        self._bound[optimizer] = bound
+        bound.handles.append(optimizer.register_step_pre_hook(self._before_step))
+        bound.handles.append(optimizer.register_step_post_hook(self._after_step))
+        self._take_zero_grad(bound)
+        for name in _SWITCHES:
+            self._take_switch(bound, name)
+
+    def take_changes(self, optimizer: Optimizer) -> bool:
+        """Bind added parameters, and take over replaced memory: a store's step may begin."""
+        self._adopt_strays(self._bound[optimizer])
+        self._placement.take_changes()
+        return True
+
+    def dtype(self, tensor: nn.Parameter) -> torch.dtype:
+        """Return the dtype of a fragment's master: a placeholder has a gradient's at times."""
+        slot = self._slot_of(tensor)
+        return super().dtype(tensor) if slot is None else slot.master
+
+    def piece(self, tensor: nn.Parameter) -> ParameterPiece:
+        """Return which elements of its parameter a fragment has."""
+        slot = self._slot_of(tensor)
+        if slot is None:
+            return super().piece(tensor)
+        return ParameterPiece(slot.shape, slot.outer_dim, slot.owned[0])
+
+    def values(self, tensor: nn.Parameter) -> Tensor:
+        """Return the values of a fragment, also where a store keeps them."""
+        slot = self._slot_at_rest(tensor)
+        if slot is None:
+            return super().values(tensor)
+        values = self._home.master(self._placement.flat_of(slot), slot).values
+        return values.as_strided(slot.fragment_shape, slot.fragment_strides)
+
+    def set_values(self, tensor: nn.Parameter, values: Tensor) -> None:
+        """Replace the values of a fragment, also where a store keeps them."""
+        slot = self._slot_at_rest(tensor)
+        if slot is None:
+            super().set_values(tensor, values)
+        else:
+            flat = self._placement.flat_of(slot)
+            self._home.set_master(flat, slot, slot.fragment_in_order(values))
+
+    def _slot_at_rest(self, tensor: nn.Parameter) -> ParameterSlot | None:
+        """Return the place of a fragment, when no store steps it; None for other tensors."""
+        slot = self._slot_of(tensor)
+        if slot is not None:
+            self._placement.unit_of(slot).wait_for_step()
+        return slot
+
+    def _slot_of(self, tensor: nn.Parameter) -> ParameterSlot | None:
+        return next((b.fragments[tensor] for b in self if tensor in b.fragments), None)
+
+    def close(self) -> None:
+        """Take the hooks off."""
+        for bound in self:
+            for handle in bound.handles:
+                handle.remove()
+            for name in ("zero_grad", *_SWITCHES):
+                bound.optimizer.__dict__.pop(name, None)
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        bound = self._bound[optimizer]
+        self._adopt_strays(bound)
+        if any((*args[1:], *kwargs.values())) and self._home.steps(bound):
+            raise UsageError(
+                "expected step() without a closure, found one: a store takes the steps of an "
+                "offloaded optimizer; compute the loss before step()"
+            )
+        self._step.before_step(bound)
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._step.after_step(self._bound[optimizer])
+
+    def _take_zero_grad(self, bound: BoundOptimizer) -> None:
+        """Let ``zero_grad`` reach gradients of micro-batches that were not sent, too.
+
+        It lies in the optimizer's ``__dict__``, which copies and pickles of optimizers leave out.
+        """
+        given = bound.optimizer.zero_grad
+
+        def zero_grad(set_to_none: bool = True) -> None:
+            self._adopt_strays(bound)
+            # First: it may end a backward that was cut short.
+            self._step.before_zero_grad(bound, set_to_none=set_to_none)
+            given(set_to_none)
+
+        bound.optimizer.__dict__["zero_grad"] = zero_grad
+
+    def _take_switch(self, bound: BoundOptimizer, name: str) -> None:
+        """Let parameters follow a schedule-free optimizer, whose switches write into fragments."""
+        given = getattr(bound.optimizer, name, None)
+        if not callable(given):
+            return
+
+        def switch() -> None:
+            self._placement.wait_for_values()  # the last step's values are still being sent
+            self._placement.take_changes()
+            given()
+            self._step.after_step(bound)
+
+        bound.optimizer.__dict__[name] = switch
+
+    def _adopt_strays(self, bound: BoundOptimizer) -> None:
+        """Bind whole parameters that came into the groups, as by ``add_param_group``."""
+        slots = self._placement.slots
+        for group in bound.optimizer.param_groups:
+            if not slots.keys().isdisjoint(group["params"]):
+                self._rebind(bound)
+                return
+
+    def _rebind(self, bound: BoundOptimizer) -> None:
+        for group in bound.optimizer.param_groups:
+            held = [self._replace(bound, parameter) for parameter in group["params"]]
+            group["params"] = [one for one in held if one is not None]
+            if self._fused and type(bound.optimizer) in _FUSED and _leaves_choice(group):
+                group["fused"] = True
+        self._home.adopt(bound)
+
+    def _replace(self, bound: BoundOptimizer, parameter: nn.Parameter) -> nn.Parameter | None:
+        """Return the fragment in a parameter's place; None if this rank has no share."""
+        slot = self._placement.slots.get(parameter)
+        if slot is None:
+            return parameter
+        bound.slots[slot.name] = slot
+        bound.units.add(self._placement.unit_of(slot))
+        fragment = self._placement.flat_of(slot).fragment(slot)
+        state = bound.optimizer.state.pop(parameter, None)
+        if fragment is not None:
+            bound.fragments[fragment] = slot
+            bound.held[slot] = fragment
+            if state is not None:
+                cut = {key: _cut(value, slot) for key, value in state.items()}
+                bound.optimizer.state[fragment] = cut
+        return fragment
+
+
+def _cut(value: Any, slot: ParameterSlot) -> Any:
+    if not isinstance(value, Tensor) or value.shape != slot.shape or not slot.shape:
+        return value
+    return slot.cut(value)
+
+
+def _leaves_choice(group: Mapping[str, Any]) -> bool:
+    # The fused kernel of SGD wants momentum of all parameters or of none: not so after thawing.
+    others = ("capturable", "differentiable", "momentum")
+    return (
+        group.get("foreach") is None
+        and group.get("fused") is None
+        and not any(group.get(option) for option in others)
+        and all(parameter.dtype in _EXACT for parameter in group["params"])
+    )

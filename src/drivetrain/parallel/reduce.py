@@ -1,0 +1,350 @@
+"""Averages gradients over ranks while backward runs, and leaves each rank its own ranges.
+
+One synchronised backward is a round::
+
+    first gradient      begin: count down from all parameters of every unit
+    each gradient       add: move it into its unit's buffer, count down
+    unit at zero        send its reduce-scatter, and those after it that are complete: always in the
+                        order of the units, which is the same on all ranks
+    end of backward     finish: zeros for what is missing, send the rest, wait, hand gradients out
+
+A parameter that got no gradient on any rank must not move, not even by an optimizer's momentum; so
+the ranks take the maximum of one byte per parameter: whether any of them had a gradient for it.
+
+Where units have replicas, rounds of an accumulation window end without handing gradients out: what
+is added up over replicas is the window's sum.
+
+Between backward and step the gradients can be read, scaled and clipped. A factor for what a store
+steps is not multiplied in: it goes with the step, which reads each gradient once anyway. Whoever
+asks for the gradients themselves gets them with their factors.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from drivetrain.compression.one_bit_adam import FrozenAdam
+from drivetrain.errors import UsageError
+from drivetrain.parallel.backward import Rounds, clip_, clip_factor, global_norm
+from drivetrain.parallel.buckets import LentBuffers
+from drivetrain.parallel.gradients import FlatGradients, UnitGradients
+from drivetrain.parallel.home import Home
+from drivetrain.parallel.layout import ParameterSlot
+from drivetrain.parallel.placement import Placement, Ranks
+from drivetrain.parallel.shown_gradients import ShownGradients
+from drivetrain.parallel.unit import Unit
+from drivetrain.strategy import Run
+
+PATIENCE_S = 5.0
+"""How long backward waits for a buffer before taking another: far longer than a reduction."""
+
+_NAP_S = 50e-6
+"""Between two looks whether a reduction is over."""
+
+
+class Reduce:
+    """The reduction of one model's gradients, and this rank's share of the result.
+
+    Args:
+        ranks: those that train the model.
+        placement: its units.
+        home: who steps the gradients.
+        rounds: its synchronised backwards.
+        run: dtypes of gradients, and the device of the model.
+        buffers: gradients pass through them; if none are lent, every unit keeps one of its own.
+        adam: turns gradients for replicas into momenta; None: gradients cross.
+
+    Attributes:
+        synchronizing: whether backward sends gradients; otherwise they stay in the buffers.
+        replicating: whether replicas then add theirs up, and gradients are handed out.
+        units: the gradients of each unit, in the order in which units are sent.
+        shown: what stands at the parameters' ``grad``.
+        buffers: those that gradients pass through, if they do not stay.
+    """
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        placement: Placement,
+        home: Home,
+        rounds: Rounds,
+        run: Run,
+        buffers: LentBuffers,
+        adam: FrozenAdam | None = None,
+    ) -> None:
+        self.synchronizing = True
+        self.replicating = True
+        self.units: list[UnitGradients] = []
+        self._ranks = ranks
+        self._placement = placement
+        self._home = home
+        self._rounds = rounds
+        self.buffers = buffers
+        stays = not buffers.in_flight
+        self._watch = partial(
+            UnitGradients,
+            precision=run.precision,
+            ranks=ranks,
+            adam=adam,
+            scale=1.0 / ranks.everyone.size,
+            stays=stays,
+        )
+        self._device = run.world.device
+        self.shown = ShownGradients(ranks, self, self._device)
+        self._active: list[UnitGradients] = []
+        self._sent = 0
+        self._replicates = True
+        self._patience_s = PATIENCE_S
+        self._flying: deque[UnitGradients] = deque()  # sent, the oldest first
+
+    def watch(self, units: Sequence[Unit]) -> None:
+        """Reduce the gradients of more units, after those of the others."""
+        for unit in map(self._watch, units):
+            self.units.append(unit)
+            self.shown.watch(unit)
+
+    def open_channels(self) -> None:
+        """Make the channels of all units: a checkpoint is about to be loaded into them."""
+        for unit in self.units:
+            unit.open_channels()
+
+    def close(self) -> None:
+        """Give up a round that was cut short, and the buffers."""
+        self._rounds.give_up()
+        self.shown.clear(self.shown.of)
+        self.buffers.close()
+
+    # --- during backward ---
+
+    def begin(self) -> None:
+        """Begin a round: count down from all parameters of every unit."""
+        self._active = [unit for unit in self.units if unit.begin()]
+        self._sent = 0
+        self.shown.changed()
+        # For the whole round: one cut short may end where the script synchronises again.
+        self._replicates = self.replicating
+
+    def receive(self, unit: UnitGradients, slot: ParameterSlot) -> None:
+        """Move a parameter's fresh gradient into its unit's buffer; send nothing."""
+        flat, shown = unit.of[slot], self.shown.of[slot]
+        with torch._C.DisableTorchFunctionSubclass():  # a guarded parameter answers slowly
+            grad = slot.parameter.grad
+            if grad is shown:
+                grad = shown.take_arrived()
+            else:
+                if flat.has(slot):  # the script has cleared it
+                    self.shown.drop_cleared(slot)
+                slot.parameter.grad = shown
+        if grad is not None:
+            if not unit.opened:
+                self._open(unit)
+            flat.receive(slot, grad)
+
+    def add(self, unit: UnitGradients, slot: ParameterSlot) -> bool:
+        """Receive a gradient, and count it; return whether its unit is complete.
+
+        Raises:
+            UsageError: the gradient came before, and was sent.
+        """
+        if slot in unit.came:
+            self._came_again(unit, slot)
+            self.receive(unit, slot)
+            return False
+        unit.came.add(slot)
+        self.receive(unit, slot)
+        unit.pending -= 1
+        return not unit.pending and not self._rounds.reentrant
+
+    def send_complete(self) -> None:
+        """Send the complete units, up to the first unit that is not complete."""
+        while self._sent < len(self._active) and not self._active[self._sent].pending:
+            self._send_next()
+
+    def finish(self) -> None:
+        """End a round: send the rest, wait, and give fragments their gradients."""
+        while self._sent < len(self._active):
+            self._send_next()
+        agreed = self._agree_on_present() if self._replicates else None
+        while self._flying:
+            self._keep_oldest()
+        if self._ranks.replicas is not None:
+            for unit in self._active:
+                unit.finish()
+        if agreed is not None:
+            present = iter(agreed())
+            for unit in self._active:
+                for slot in unit.deliver(present):
+                    self.shown.show(slot)
+
+    def _came_again(self, unit: UnitGradients, slot: ParameterSlot) -> None:
+        """A gradient grew after it was complete: fine unless it was sent already."""
+        self._rounds.reentrant = True
+        if unit.reduction or self._active.index(unit) < self._sent:
+            raise UsageError(
+                f"{slot.name!r} got its gradient twice in one backward, the second time after it "
+                "was sent; use torch.utils.checkpoint with use_reentrant=False"
+            )
+
+    def _open(self, unit: UnitGradients) -> None:
+        self.settle(unit)
+        nbytes = unit.buffer_nbytes()
+        unit.open(self._lend(nbytes) if self.buffers.in_flight else None)
+
+    def _send_next(self) -> None:
+        unit = self._active[self._sent]
+        if not unit.opened:
+            self._open(unit)
+        unit.send()
+        self._flying.append(unit)
+        self._sent += 1
+        while self._flying and self._flying[0].done:  # its buffer is free, and replicas can begin
+            self._keep_oldest()
+
+    def _keep_oldest(self) -> None:
+        lent = self._flying.popleft().keep_owned(replicate=self._replicates)
+        if lent is not None:
+            self.buffers.take_back(lent)
+
+    def _agree_on_present(self) -> Callable[[], Sequence[int]]:
+        """Begin to agree on one byte per active parameter, 1 where some rank has a gradient.
+
+        A rank that has all gradients knows the answer. It does not read it, since a read would
+        wait until the device has done the whole backward.
+        """
+        mine = [int(slot in unit.present) for unit in self._active for slot in unit.awaited]
+        everyone, every = self._ranks.everyone, all(mine)
+        if everyone.size == 1 or not mine:
+            return lambda: mine
+        flags = (
+            torch.ones(len(mine), dtype=torch.uint8, device=self._device)
+            if every
+            else torch.tensor(mine, dtype=torch.uint8, device=self._device)
+        )
+        handle = everyone.all_reduce(
+            flags, reduction="max", label="which parameters have gradients"
+        )
+
+        def agreed() -> Sequence[int]:
+            handle.wait()
+            return mine if every else flags.tolist()
+
+        return agreed
+
+    def _lend(self, nbytes: int) -> Tensor:
+        """Lend a buffer; when all are out, wait for the oldest reduction first.
+
+        But not for long: another rank may send that unit only when its backward ends, since it has
+        no gradient for a parameter of it, and may need this rank for a gather until then.
+        """
+        while self._flying and self.buffers.exhausted and self._oldest_is_over():
+            self._keep_oldest()
+        return self.buffers.take(nbytes)
+
+    def _oldest_is_over(self) -> bool:
+        """Return whether the oldest reduction ended within the patience that is left."""
+        if self._device.type != "cpu":
+            return True  # this thread does not wait there, only the stream does
+        until = time.monotonic() + self._patience_s
+        while not self._flying[0].done:
+            if time.monotonic() > until:
+                self._patience_s = 0.0  # such a model does it again: it is not asked twice
+                return False
+            time.sleep(_NAP_S)
+        return True
+
+    # --- between backward and step ---
+
+    def read(self, only: Collection[nn.Parameter] | None = None) -> Iterator[Tensor]:
+        """Yield this rank's gradients, of some parameters or of all, to be read and changed."""
+        found = self._complete(only)
+        self.shown.changed()
+        self._to_sum_dtype([s for s in found if self._placement.flat_of(s).masters_left])
+        yield from self._placement.gradients(only).values()
+
+    def scale(self, factor: float) -> None:
+        """Multiply this rank's gradients, also in buffers."""
+        self._multiply(self._home.scale(self._complete(None), factor), factor)
+        self.shown.changed()
+        for unit in self.units:
+            for flat in () if unit.reduction else unit.flats:
+                flat.scale(factor)
+
+    def clip(
+        self, max_norm: float, norm_type: float, only: Collection[nn.Parameter] | None
+    ) -> Tensor:
+        """Scale this rank's gradients to a global norm of at most max_norm.
+
+        One number crosses the wire.
+
+        Returns:
+            The norm before, 0-d.
+        """
+        found = self._complete(only)
+        over = [self._ranks.sharing] if self._ranks.sharing.size > 1 else []  # replicas have equals
+        gradients = list(found.values())
+        norm = global_norm(gradients, norm_type, over=over, device=self._device)
+        self.shown.changed()
+        if not self._home.active:
+            clip_(gradients, norm, max_norm)
+        elif found:
+            factor = float(clip_factor(norm, max_norm))
+            self._multiply(self._home.scale(found, factor), factor)
+        return norm
+
+    def forget(self, only: Iterable[ParameterSlot] | None, *, set_to_none: bool) -> None:
+        """Drop gradients that wait to be sent or multiplied, before gradients are cleared.
+
+        Args:
+            only: whose gradients; None: all.
+            set_to_none: whether they are dropped; otherwise zeros are written.
+        """
+        slots = None if only is None else set(only)
+        self.shown.changed()
+        for unit in self.units:
+            lent = unit.forget(set(unit.unit.slots) if slots is None else slots)
+            if lent is not None:
+                self.buffers.take_back(lent)
+        self._home.forget(slots)
+        if not set_to_none:  # a step under way reads where zeros are about to be written
+            self._placement.wait_for_steps()
+
+    def give_away(self, slots: Collection[ParameterSlot]) -> None:
+        """Let go of the memory of these parameters' gradients: somebody else reads it."""
+        for flat in self._flats(slots):
+            flat.give_away()
+
+    def _complete(self, only: Collection[nn.Parameter] | None) -> dict[ParameterSlot, Tensor]:
+        """Return gradients that nobody changes any more, and that wait for no factor."""
+        self.shown.follow(only if only is None else self._placement.slots_of(only))
+        wanted = {self._placement.unit_of(slot) for slot in self._placement.gradients(only)}
+        for unit in self.units:
+            if unit.unit in wanted:
+                self.settle(unit)
+        return self._placement.gradients(only)
+
+    def settle(self, unit: UnitGradients) -> None:
+        """Make a unit's gradients ready for a change."""
+        unit.unit.wait_for_step()  # a step under way reads them
+        late = self._home.due(unit.unit.slots)
+        if late:
+            self._to_sum_dtype(late)
+            for slot, factor in late.items():
+                self._multiply([slot], factor)
+
+    def _to_sum_dtype(self, slots: Collection[ParameterSlot]) -> None:
+        for flat in self._flats(slots):
+            flat.to_sum_dtype()
+
+    def _flats(self, slots: Collection[ParameterSlot]) -> Iterator[FlatGradients]:
+        for unit in self.units if slots else ():
+            yield from {unit.of[slot] for slot in slots if slot in unit.of}
+
+    def _multiply(self, slots: Iterable[ParameterSlot], factor: float) -> None:
+        for slot in slots:
+            fragment = self._placement.fragment_of(slot)
+            if fragment is not None and fragment.grad is not None:
+                fragment.grad.mul_(factor)

@@ -1,0 +1,405 @@
+"""Data parallelism with whole state on every rank: all of a strategy's contract but the average.
+
+One synchronised backward is a round (``drivetrain.parallel.backward``)::
+
+    first gradient      begin()
+    each gradient       gradient_came(parameter): may send what is complete, while backward goes on
+    end of backward     average(): sends the rest, and waits; then rank 0's buffers replace the
+                        others', so that every rank evaluates with the same ones
+
+A subclass says how gradients are averaged, and what that costs.
+
+Makes tensors equal to rank 0's: parameters and buffers at first, buffers after backward.
+"""
+
+from abc import abstractmethod
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, Generic, TypeVar
+
+import torch
+import torch.autograd.grad_mode
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from drivetrain.checkpoint.saved_state import ReplicatedState
+from drivetrain.collectives import Communicator
+from drivetrain.compression.communicator import connect_linked
+from drivetrain.cost import Cost, ModelSpec
+from drivetrain.errors import UsageError
+from drivetrain.model.modules import UninheritedHook, held_parameters
+from drivetrain.parallel.backward import Rounds, clip_, global_norm, on_gradient
+from drivetrain.shards import Reader, Shard
+from drivetrain.strategy import Prepared, Run, Strategy
+
+# --- makes tensors equal to rank 0's ---
+
+# --- tensors that share memory: who moves parameters would untie them without a word ---
+
+
+def check_apart(tensors: Mapping[str, Tensor]) -> None:
+    """Refuse tensors that are trained and share elements with others, or among themselves.
+
+    One process would update all of them by a step of one. In memory of their own they would part.
+
+    Args:
+        tensors: parameters and buffers by name, each object once; any shapes and strides.
+
+    Raises:
+        UsageError: names the tensors.
+    """
+    sharing: dict[int, list[tuple[str, Tensor]]] = defaultdict(list)
+    for name, tensor in tensors.items():
+        if tensor.layout is torch.strided and not tensor.is_meta and tensor.numel():
+            _check_by_itself(name, tensor)
+            sharing[tensor.untyped_storage()._cdata].append((name, tensor))
+    for members in sharing.values():
+        if len(members) > 1:
+            _check_storage(members)
+
+
+def distinct(tensor: Tensor) -> Tensor:
+    """Return the elements of an expanded tensor that lie at different places."""
+    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        if stride == 0 and size > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
+
+
+def _check_by_itself(name: str, tensor: Tensor) -> None:
+    if tensor.requires_grad and distinct(tensor).numel() != tensor.numel():
+        raise UsageError(
+            f"expected parameters with a place in memory for each element, found {name!r}, which "
+            "is expanded: no optimizer can update it; train what it is expanded from, or a "
+            "clone() of it"
+        )
+
+
+def _check_storage(members: Sequence[tuple[str, Tensor]]) -> None:
+    near: list[tuple[str, Tensor]] = []
+    for name, tensor in sorted(members, key=lambda member: _span(member[1])):
+        near = [(other, one) for other, one in near if _span(one)[1] > _span(tensor)[0]]
+        for other, one in near:
+            if (one.requires_grad or tensor.requires_grad) and _meet(one, tensor):
+                raise UsageError(
+                    f"expected parameters with memory of their own, found {other!r} and {name!r}, "
+                    "which share elements without being one parameter; tie weights by the "
+                    "parameter itself (head.weight = embedding.weight), or clone() one of them"
+                )
+        near.append((name, tensor))
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """Return the first byte of a tensor in its storage, and the one after its last."""
+    first = int(tensor.storage_offset())
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    last = first + sum((size - 1) * stride for size, stride in steps)
+    return first * tensor.itemsize, (last + 1) * tensor.itemsize
+
+
+def _meet(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors whose spans overlap have an element in common."""
+    if one.itemsize != other.itemsize:
+        return True
+    spans = _span(one), _span(other)
+    first, stop = (edge // one.itemsize for edge in (min(spans)[0], max(s[1] for s in spans)))
+    taken = torch.zeros(stop - first, dtype=torch.bool, device="cpu")
+    _place(taken, distinct(one), first).fill_(True)
+    return bool(_place(taken, other, first).any())
+
+
+def _place(taken: Tensor, tensor: Tensor, first: int) -> Tensor:
+    return taken.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset() - first)
+
+
+# --- equal values ---
+
+
+_MOST_BYTES = 32 << 20
+"""Most bytes in one message: replicating a model must not need a second one in memory."""
+
+
+def replicate(
+    tensors: Iterable[Tensor], communicator: Communicator, label: str, *, source: int = 0
+) -> None:
+    """Copy tensors from one rank, tensors of equal dtype and device together.
+
+    Args:
+        tensors: any shapes and strides, expanded ones too; the same on every rank.
+        communicator: over the ranks that hold a copy.
+        label: name of the messages in errors.
+        source: index on the axis of the rank that has the right values.
+    """
+    if communicator.size == 1:
+        return
+    with torch.no_grad():
+        for group in _groups(tensors):
+            flat = torch.cat([tensor.detach().reshape(-1) for tensor in group])
+            communicator.broadcast(flat, source, label=label).wait()
+            if communicator.rank != source:
+                _scatter(flat, group)
+
+
+def _scatter(flat: Tensor, tensors: list[Tensor]) -> None:
+    offset = 0
+    for tensor in tensors:
+        piece = flat[offset : offset + tensor.numel()].view(tensor.shape)
+        # A buffer that autograd saved in an earlier forward stays valid for its backward.
+        with torch.autograd.grad_mode._unsafe_preserve_version_counter(tensor):
+            tensor.copy_(piece)
+        offset += tensor.numel()
+
+
+def _groups(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = defaultdict(list)
+    for tensor in tensors:
+        kinds[tensor.dtype, tensor.device].append(distinct(tensor.detach()))
+    for group in kinds.values():
+        batch: list[Tensor] = []
+        nbytes = 0
+        for tensor in group:
+            if batch and nbytes + tensor.nbytes > _MOST_BYTES:
+                yield batch
+                batch, nbytes = [], 0
+            batch.append(tensor)
+            nbytes += tensor.nbytes
+        yield batch
+
+
+class ForwardHook(UninheritedHook):
+    """A forward pre-hook that acts before training forwards, in the model itself only.
+
+    Args:
+        action: called, without arguments, before each training forward with gradients.
+    """
+
+    def __call__(self, *arguments: Any) -> None:
+        """Act before a training forward, but not when a checkpoint recomputes it in backward."""
+        recomputing = torch._C._current_graph_task_id() != -1
+        training = arguments[0].training and torch.is_grad_enabled()
+        if self._action is not None and training and not recomputing:
+            self._action()
+
+
+# --- data parallelism with whole state on every rank ---
+
+ConfigT = TypeVar("ConfigT")
+
+_ADAM_STATES = 2
+"""An optimizer with this many states is Adam, which also counts steps per parameter."""
+
+
+class ReplicatedStrategy(Strategy[ConfigT], Generic[ConfigT]):
+    """Whole models over the mesh axis ``dp``; one object per prepared model.
+
+    ``prepare`` returns the very objects it was given: everything happens in hooks.
+
+    Attributes:
+        model: the user's model.
+        parameters: its parameters, each once.
+        ranks: the axis, whose collectives are counted.
+        rounds: the synchronised backwards.
+        state: what ranks save.
+        closing: takes off what was made, the latest first.
+    """
+
+    model: nn.Module
+    parameters: Sequence[nn.Parameter]
+    state: ReplicatedState
+
+    def __init__(self, config: ConfigT, run: Run) -> None:
+        super().__init__(config, run)
+        self.ranks = connect_linked(run.mesh, "dp", run.traffic, run.world, run.links)
+        self.rounds = Rounds(self.begin, self.after_backward)
+        self.closing = ExitStack()
+        self.closing.callback(self.ranks.close)
+        self._hooked: dict[nn.Parameter, RemovableHandle] = {}
+
+    @classmethod
+    def axes(cls, config: ConfigT, world_size: int) -> Mapping[str, int]:
+        """Return one axis, ``dp``, over all ranks."""
+        return {"dp": world_size}
+
+    def prepare(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> Prepared:
+        """Make the ranks' parameters and buffers equal to rank 0's and hook into backward."""
+        self.model = model
+        self.parameters = tuple(held_parameters(model))
+        self.state = ReplicatedState(model, ())
+        replicate([*self.parameters, *model.buffers()], self.ranks, "replicate model")
+        if self.ranks.size > 1:
+            self.closing.callback(self._let_go)
+            self.follow()
+            handle = model.register_forward_pre_hook(ForwardHook(self.before_forward))
+            self.closing.callback(handle.remove)
+        return Prepared(model, tuple(map(self.bind, optimizers)))
+
+    def bind(self, optimizer: Optimizer) -> Optimizer:
+        """Save, load and step one more optimizer."""
+        self.state.add(optimizer)
+        handle = optimizer.register_step_pre_hook(lambda *_: self.rounds.finish())
+        self.closing.callback(handle.remove)
+        return optimizer
+
+    # --- one step, in its order ---
+
+    def before_forward(self) -> None:
+        """End a round that an exception in backward cut short, and see who trains now."""
+        if self.rounds.synchronizing:
+            self.rounds.finish()
+            self.follow()
+
+    def follow(self) -> None:
+        """Follow changes of ``requires_grad``, which must be the same on every rank."""
+        for parameter in self.parameters:
+            if parameter.requires_grad is (parameter in self._hooked):
+                continue
+            if parameter in self._hooked:
+                self._hooked.pop(parameter).remove()
+            else:
+                self._hooked[parameter] = on_gradient(parameter, self._hook_of(parameter))
+
+    def backward(self, loss: Tensor, **options: Any) -> None:
+        """Run backward; unless accumulating, return with averaged gradients."""
+        if self.ranks.size == 1 or not self.rounds.synchronizing:
+            loss.backward(**options)  # type: ignore[no-untyped-call]
+            return
+        self.follow()
+        rounds = self.rounds.count
+        loss.backward(**options)  # type: ignore[no-untyped-call]
+        if self.rounds.count == rounds:
+            self.rounds.take_part()  # no parameter got a gradient; other ranks may wait
+        else:
+            self.rounds.finish()
+
+    def _hook_of(self, parameter: nn.Parameter) -> Callable[[Tensor], None]:
+        def came(_: Tensor) -> None:
+            if self.rounds.synchronizing:
+                self.rounds.enter()
+                self.gradient_came(parameter)
+
+        return came
+
+    def _let_go(self) -> None:
+        self.rounds.give_up()
+        for handle in self._hooked.values():
+            handle.remove()
+
+    def begin(self) -> None:
+        """Begin a round; by default there is nothing to make ready."""
+
+    def gradient_came(self, parameter: nn.Parameter) -> None:
+        """Take a gradient that autograd has accumulated; by default wait for the others."""
+
+    @abstractmethod
+    def average(self) -> None:
+        """End a round: every parameter's gradient is the mean over the ranks.
+
+        A gradient that some ranks lack counts as zeros; one that all ranks lack stays None, so that
+        no momentum moves the parameter. All ranks must send in the same order.
+        """
+
+    def after_backward(self) -> None:
+        """Average, and let buffers follow rank 0's."""
+        self.average()
+        replicate(self.model.buffers(), self.ranks, "buffers after backward")
+
+    @contextmanager
+    def accumulating(self, enabled: bool = True) -> Iterator[None]:
+        """Keep gradients local inside."""
+        before, self.rounds.synchronizing = self.rounds.synchronizing, not enabled
+        try:
+            yield
+        finally:
+            self.rounds.synchronizing = before
+
+    def gradients(self, only: Collection[nn.Parameter] | None = None) -> Iterator[Tensor]:
+        """Yield the gradients of all parameters, without None."""
+        self.rounds.finish()
+        chosen = self.parameters if only is None else only
+        return (parameter.grad for parameter in chosen if parameter.grad is not None)
+
+    def clip_grad_norm(
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        *,
+        only: Collection[nn.Parameter] | None = None,
+    ) -> Tensor:
+        """Scale the gradients to a norm of at most max_norm; all ranks have the same ones."""
+        gradients = list(self.gradients(only))
+        norm = global_norm(gradients, norm_type, device=self.run.world.device)
+        clip_(gradients, norm, max_norm)
+        return norm
+
+    # --- state ---
+
+    def shards(self) -> Iterator[Shard]:
+        """Yield the tensors that this rank saves; ranks share them out evenly by bytes."""
+        return self.state.shards(self.ranks.rank, self.ranks.size)
+
+    def check_load(self, reader: Reader) -> None:
+        """Compare names and shapes."""
+        self.state.check(reader)
+
+    def load(self, reader: Reader) -> None:
+        """Load everything on every rank, in place."""
+        self.state.load(reader)
+
+    def load_states(self, index: int, reader: Reader, names: Collection[str]) -> None:
+        """Replace the state of an optimizer on every rank."""
+        self.state.load_states(index, reader, names)
+
+    def stand_in(self, *, synchronize: bool) -> None:
+        """Reduce gradients and broadcast buffers as the others do, with zeros."""
+        self.before_forward()
+        if synchronize:
+            zero = torch.zeros((), device=self.run.world.device, requires_grad=True)
+            self.backward(zero)
+
+    def catch_up(self, source: int) -> None:
+        """Take over parameters, buffers and optimizer state of one rank.
+
+        Raises:
+            UsageError: some ranks have optimizer state that others lack.
+        """
+        tensors = self.state.tensors()
+        index = self.run.mesh["dp"].ranks.index(source)
+        count = torch.tensor([len(tensors), -len(tensors)], device=self.run.world.device)
+        self.ranks.all_reduce(count, reduction="max", label="state of ranks").wait()
+        most, least = int(count[0]), -int(count[1])
+        if most != least:
+            raise UsageError(
+                f"expected optimizer state on every rank, found {least} to {most} tensors; give "
+                "every rank at least one batch"
+            )
+        replicate(tensors, self.ranks, "take over state", source=index)
+
+    def close(self) -> None:
+        """Take the hooks off and end the communication thread; gradients stay readable."""
+        self.closing.close()
+
+    @staticmethod
+    def whole(
+        model: ModelSpec, sent: Mapping[tuple[str, str], int], gradients: int | None = None
+    ) -> Cost:
+        """Return the cost of whole state.
+
+        Args:
+            model: parameters, buffers and states.
+            sent: bytes that rank 0 sends per step by (axis, operation).
+            gradients: bytes of gradients, and of what is held to average them; None: the former.
+        """
+        trainable = [spec for spec in model.parameters if spec.trainable]
+        trained = sum(spec.nbytes for spec in trainable)
+        steps = 4 * len(trainable) if model.states >= _ADAM_STATES else 0
+        return Cost(
+            held={
+                "parameters": sum(spec.nbytes for spec in model.parameters),
+                "gradients": trained if gradients is None else gradients,
+                "optimizer": model.states * trained + steps,
+                "buffers": sum(spec.nbytes for spec in model.buffers),
+            },
+            sent={key: nbytes for key, nbytes in sent.items() if nbytes},
+        )

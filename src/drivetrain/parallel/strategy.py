@@ -1,0 +1,800 @@
+"""The sharded engine: one step of ZeRO and of FSDP in its order, and their contract.
+
+A strategy over units cuts a model into units (``plan``); its options say which kinds of state are
+divided, and so which of the lines below do something. One step of N ranks::
+
+    forward    all-gather a unit before its module, and the next ones ahead; free it after its
+               module (where parameters stay whole: wait for the all-gather of the last step)
+    backward   all-gather it again where autograd reads it; free it when its module's backward is
+               over
+               reduce-scatter each unit's gradients as soon as the last of them has come
+    step       the user's optimizer steps this rank's fragments
+               free every unit (where parameters stay whole: all-gather the stepped ones)
+
+The training state in global coordinates: saving and loading this rank's share.
+
+A unit holds parameters in the order of their memory. For a contiguous parameter the owned range is
+a range of the flattened parameter; for any other (channels_last, transposed) it is a few boxes.
+"""
+
+from abc import abstractmethod
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import (
+    AbstractContextManager,
+    ExitStack,
+    closing,
+    contextmanager,
+    nullcontext,
+    suppress,
+)
+from math import prod
+from typing import Any, ClassVar, Generic, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from drivetrain.checkpoint.saved_state import ReplicatedState, check_fits, state_keys, weights_in
+from drivetrain.compression.communicator import route_linked
+from drivetrain.compression.error_feedback import kept_by, take_kept
+from drivetrain.compression.one_bit_adam import FrozenAdam, refuse_clipping
+from drivetrain.cost import Cost, ModelSpec, TensorSpec
+from drivetrain.errors import CheckpointError, CollectiveError, StorageError, UsageError
+from drivetrain.model.modules import named_parameters, persistent_buffers
+from drivetrain.parallel.backward import Rounds
+from drivetrain.parallel.buckets import LentBuffers
+from drivetrain.parallel.estimate import (
+    DISK,
+    NOWHERE,
+    OFFLOAD,
+    PLACE,
+    Estimate,
+    Lines,
+    Regather,
+    gathers_again,
+    sharing_of,
+)
+from drivetrain.parallel.gather import Gather
+from drivetrain.parallel.gradients import UnitGradients
+from drivetrain.parallel.home import BoundOptimizer, Held, Home, home_kind, open_home
+from drivetrain.parallel.hooks import StepHooks
+from drivetrain.parallel.layout import ParameterSlot, UnitLayout
+from drivetrain.parallel.optimizers import Fragments, check_suits
+from drivetrain.parallel.options import UnitsOptions
+from drivetrain.parallel.placement import Placement, Ranks, connect_line, edits_accepted
+from drivetrain.parallel.reduce import Reduce
+from drivetrain.parallel.replicated import replicate
+from drivetrain.parallel.shard import FlatTensor, followed
+from drivetrain.parallel.unit import Unit, is_ahead, route_secondary, why_only_read
+from drivetrain.shards import HeldTensors, Part, Reader, Shard, WeightSource, boxes
+from drivetrain.simulator.contract import Planning
+from drivetrain.simulator.data_parallel import DataParallelPlanning, Sharing
+from drivetrain.simulator.step import PaperRun
+from drivetrain.strategy import Prepared, Run, Strategy
+
+# --- the training state in global coordinates ---
+
+_SCALARS = frozenset({"step", "mu_product", "mu", "eta"})
+"""State of torch's optimizers that is one number, whatever the parameter's shape."""
+
+
+class ShardedState:
+    """Parameters, buffers and optimizer state of one model.
+
+    Args:
+        model: the user's model.
+        placement: the parameters that lie in units.
+        optimizers: those that train them, in the order of ``prepare``.
+        home: where masters and states lie.
+        ranks: those that train the model; the first one saves what all of them hold.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        placement: Placement,
+        optimizers: Iterable[BoundOptimizer],
+        home: Home,
+        ranks: Ranks,
+    ) -> None:
+        self._model = model
+        self._placement = placement
+        self._slots = {slot.name: slot for slot in placement}
+        self._optimizers = list(optimizers)
+        self._beside = ReplicatedState(model, [bound.optimizer for bound in self._optimizers])
+        self._home = home
+        self._ranks = ranks
+
+    def shards(self) -> Iterator[Shard]:
+        """Yield the shards that this rank saves; together the ranks yield each element once."""
+        if self._ranks.first:
+            for name, tensor in self._whole().items():
+                shape = tuple(tensor.shape)
+                yield Shard(name, "", tensor.detach(), shape, Part.whole(shape))
+            for index in range(len(self._optimizers)):
+                yield from self._beside.states(index, self._whole().keys())
+        if not self._ranks.original:
+            return
+        units = self._placement.units
+        replaced = {slot for unit in units for slot in unit.replaced()}
+        ahead = {flat for unit in units for flat in unit.flats if is_ahead(unit, flat)}
+        for name, slot in self._slots.items():
+            if slot.owned_numel:
+                held = self._weight(slot, replaced, ahead)
+                yield from _shards(name, "", slot, held)
+            elif not slot.numel and self._ranks.first:
+                empty = torch.empty(slot.shape, dtype=slot.master, device="cpu")
+                yield Shard(name, "", empty, slot.shape, Part.whole(slot.shape))
+        for index, bound in enumerate(self._optimizers):
+            yield from self._fragments_states(index, [slot.name for slot in bound.held])
+
+    def states(self, index: int, names: Collection[str]) -> Iterator[Shard]:
+        """Yield this rank's share of an optimizer's state for some parameters."""
+        if self._ranks.first:
+            yield from self._beside.states(index, names)
+        if self._ranks.original:
+            yield from self._fragments_states(index, names)
+
+    def _fragments_states(self, index: int, names: Iterable[str]) -> Iterator[Shard]:
+        bound = self._optimizers[index]
+        for slot in (bound.slots[name] for name in names if name in bound.slots):
+            if slot in bound.held:
+                yield from self._optimizer_shards(index, bound, slot)
+
+    def check(self, reader: Reader) -> None:
+        """Raise a CheckpointError if names or shapes of a checkpoint differ."""
+        expected = {(name, ""): tuple(t.shape) for name, t in self._whole().items()}
+        expected |= {(name, ""): slot.shape for name, slot in self._slots.items()}
+        held = {(i, name) for i, bound in enumerate(self._optimizers) for name in bound.slots}
+        check_fits(reader, expected, held | self._beside.held())
+        keys = state_keys(reader)
+        for index, bound in enumerate(self._optimizers):
+            for name, slot in bound.slots.items():
+                for key in keys.get((name, index), []):
+                    _check_state(reader, slot, index, key)
+
+    def load(self, reader: Reader) -> None:
+        """Load this rank's share, and read nothing else.
+
+        Raises:
+            CheckpointError: names or shapes differ; nothing was changed.
+        """
+        self.check(reader)
+        with torch.no_grad():
+            for name, tensor in weights_in(reader, self._whole()).items():
+                tensor.copy_(reader.read(name))
+            for slot in weights_in(reader, self._slots).values():
+                self._load_master(reader, slot)
+        for index, bound in enumerate(self._optimizers):
+            self._load_states(index, reader, {*bound.slots, *self._whole()})
+
+    def load_states(self, index: int, reader: Reader, names: Collection[str]) -> None:
+        """Load this rank's share of an optimizer's state for some parameters.
+
+        Raises:
+            CheckpointError: shapes differ; nothing was changed.
+        """
+        self.check(reader)
+        self._load_states(index, reader, names)
+
+    @torch.no_grad()
+    def _load_states(self, index: int, reader: Reader, names: Collection[str]) -> None:
+        bound, keys = self._optimizers[index], state_keys(reader)
+        self._beside.load_states(index, reader, names)
+        for slot in (bound.slots[name] for name in names if name in bound.slots):
+            found = keys.get((slot.name, index), [])
+            if found:  # schedule-free optimizers change frozen ones, too
+                self._placement.flat_of(slot).trained = True
+            if slot in bound.held:
+                states: dict[str, Any] = dict(reader.scalars(slot.name, index))
+                for key in found:
+                    states[key] = _read_state(reader, f"{index}.{key}", key, slot)
+                self._home.set_states(bound, slot, states)
+
+    def _whole(self) -> dict[str, Tensor]:
+        """Return the tensors of every rank: buffers, and parameters outside of units."""
+        rest = {
+            name: parameter
+            for name, parameter in named_parameters(self._model).items()
+            if name not in self._slots
+        }
+        return {**rest, **persistent_buffers(self._model)}
+
+    def _weight(
+        self,
+        slot: ParameterSlot,
+        replaced: Collection[ParameterSlot],
+        ahead: Collection[FlatTensor],
+    ) -> Held:
+        """Return this rank's share of a parameter, with what the script wrote beside a master."""
+        flat = self._placement.flat_of(slot)
+        held = self._home.master(flat, slot)
+        if slot in replaced:
+            return _followed(held, _owned_data(slot))
+        return _followed(held, flat.values[slot.own]) if flat in ahead else held
+
+    def _optimizer_shards(
+        self, index: int, bound: BoundOptimizer, slot: ParameterSlot
+    ) -> Iterator[Shard]:
+        for key, held in self._home.states(bound, slot):
+            name, values = f"{index}.{key}", held.values
+            if slot.divided and values.shape == slot.fragment_shape:
+                in_order = held._replace(values=slot.fragment_in_order(values))
+                yield from _shards(slot.name, name, slot, in_order)
+            elif slot.owned[0] == 0:  # the owner of the first element speaks for all
+                shape = tuple(values.shape)
+                yield Shard(slot.name, name, values, shape, Part.whole(shape), held.fresh)
+
+    def _load_master(self, reader: Reader, slot: ParameterSlot) -> None:
+        if slot.owned_numel:
+            values = torch.empty(slot.owned_numel, dtype=slot.master, device="cpu")
+            _read(reader, "", slot, values)
+            self._home.set_master(self._placement.flat_of(slot), slot, values)
+
+
+def _owned_data(slot: ParameterSlot) -> Tensor:
+    """Return this rank's share of the data that the script set on a parameter."""
+    return slot.in_memory_order(slot.parameter.detach())[slice(*slot.owned)]
+
+
+def _followed(held: Held, own: Tensor) -> Held:
+    """Return a master with what the script wrote into the parameter's values beside it.
+
+    The master itself stays: an average may be swapped out again before the next step.
+    """
+    own = own.detach().to(held.values.device)
+    if torch.equal(held.values.to(own.dtype), own):
+        return held
+    return Held(followed(held.values, own), fresh=True)
+
+
+def _check_state(reader: Reader, slot: ParameterSlot, index: int, key: str) -> None:
+    """Refuse state of whole parameters where ranks own ranges, before any value changes."""
+    shape = reader.shape(slot.name, f"{index}.{key}")
+    if shape and shape != slot.shape and slot.divided:
+        raise CheckpointError(
+            f"expected state {key!r} of {slot.name!r} to have the parameter's shape {slot.shape}, "
+            f"or none, found {shape}; it belongs to a whole parameter: set partition: parameter, "
+            "or take a strategy that has it"
+        )
+
+
+def _shards(name: str, state: str, slot: ParameterSlot, held: Held) -> Iterator[Shard]:
+    for part, piece in _pieces(slot, held.values):
+        yield Shard(name, state, piece, slot.shape, part, held.fresh)
+
+
+def _read_state(reader: Reader, state: str, key: str, slot: ParameterSlot) -> Tensor:
+    """Return this rank's share of a state tensor, in the fragment's shape; others whole."""
+    shape = reader.shape(slot.name, state)
+    scalar = shape == () and key in _SCALARS
+    if not slot.divided or shape != slot.shape or scalar:
+        return reader.read(slot.name, state)
+    owned = torch.empty(slot.owned_numel, dtype=slot.master, device="cpu")
+    _read(reader, state, slot, owned)
+    return owned.as_strided(slot.fragment_shape, slot.fragment_strides)
+
+
+def _read(reader: Reader, state: str, slot: ParameterSlot, owned: Tensor) -> None:
+    """Fill the owned range of a parameter from a checkpoint."""
+    if slot.contiguous:
+        if slot.owned_numel:
+            owned.copy_(reader.read(slot.name, state, Part.range_of(slot.shape, *slot.owned)))
+        return
+    for part, piece in _pieces(slot, owned, copy=False):
+        piece.copy_(reader.read(slot.name, state, part))
+
+
+def _pieces(
+    slot: ParameterSlot, owned: Tensor, *, copy: bool = True
+) -> Iterator[tuple[Part, Tensor]]:
+    """Yield the parts that the owned range consists of, with their elements.
+
+    Args:
+        slot: the parameter.
+        owned: 1-D, its owned elements in the order of memory.
+        copy: whether elements that are not in the part's order are copied into it; without, the
+            tensor is a view of ``owned`` that can be written.
+    """
+    if slot.contiguous:
+        yield Part.range_of(slot.shape, *slot.owned), owned
+        return
+    dims = sorted(range(len(slot.shape)), key=lambda dim: -slot.strides[dim])
+    memory = Part.range_of(tuple(slot.shape[dim] for dim in dims), *slot.owned)
+    back = [dims.index(dim) for dim in range(len(dims))]
+    for box in boxes(memory):
+        piece = owned[box.start : box.start + prod(box.sizes)].view(box.sizes).permute(back)
+        part = Part(
+            tuple(box.offsets[i] for i in back),
+            tuple(box.sizes[i] for i in back),
+        )
+        yield part, piece.contiguous() if copy else piece
+
+
+# --- the sharded engine ---
+
+ConfigT = TypeVar("ConfigT", bound=UnitsOptions)
+
+
+class ShardedStrategy(Strategy[ConfigT], Generic[ConfigT]):
+    """A strategy over units, over the mesh axis ``dp``; one object per prepared model.
+
+    A subclass cuts the model (``plan``); its options say what is divided. ``prepare`` returns the
+    very objects it was given: parameters become views of units, and the optimizers' groups hold
+    this rank's fragments of them.
+
+    Attributes:
+        model: the user's model, once there is one.
+        home: where shards lie between steps.
+        ranks: those that train the model.
+        neighbors: the ranks that keep freed units together until backward; None: there are none.
+        placement: the model's units.
+        rounds: the synchronised backwards.
+        reduce: averages gradients.
+        gather: brings and frees sharded units.
+        optimizers: they hold this rank's fragments.
+        hooks: on the model, its modules and its parameters.
+        adam: steps with frozen variances, where momenta cross a link; None: gradients do.
+    """
+
+    adam: FrozenAdam | None = None
+    rounds: Rounds
+    reduce: Reduce
+    gather: Gather
+    optimizers: Fragments
+    hooks: StepHooks
+
+    def __init__(self, config: ConfigT, run: Run) -> None:
+        near = config.near(run.mesh)
+        super().__init__(config, run)
+        self.model = nn.Module()  # until there is one
+        self.home = open_home(config.offload, run)
+        self.ranks = self.connect()
+        self.summing, self.linked = self.ranks.summing, self.ranks.communicators
+        self.placement = Placement(
+            self.ranks, self.home, self._cut, config.places, run.world.device
+        )
+        self.neighbors = None
+        self._made = ExitStack()  # what close() takes off, the latest first
+        self._made.callback(self.home.close)
+        self._made.callback(self.ranks.close)
+        if near is not None:
+            axis = run.mesh.start_neighbors("dp", near.size, run.world)
+            self.neighbors = connect_line(run, axis)
+            self._made.callback(self.neighbors.close)
+        self._made.callback(self._leave)
+
+    def connect(self) -> Ranks:
+        """Connect the ranks that share the model; divided parameters have queues of their own."""
+        if self.config.divides_parameters:
+            return Ranks.in_queues(self.run, keeping=self.config)
+        return Ranks.in_one_queue(self.run)
+
+    def _cut(
+        self, specs: Sequence[TensorSpec], devices: Sequence[Hashable] | None = None
+    ) -> Sequence[UnitLayout]:
+        spec = ModelSpec(tuple(specs), module=self.model)
+        return self.plan(self.config, spec, self.run, devices)
+
+    def whereabouts(self, module: nn.Module) -> Mapping[str, str]:
+        """Return the unit of each parameter."""
+        return {slot.name: f"unit {self.placement.unit_of(slot).label}" for slot in self.placement}
+
+    @property
+    def forward_is_collective(self) -> bool:
+        """Whether a forward gathers units."""
+        divided = any(not unit.resident for unit in self.placement.units)
+        return divided and self.ranks.sharing.size > 1
+
+    # --- taking over ---
+
+    def materialize(self, model: nn.Module, source: WeightSource) -> None:
+        """Remember where the values come from: units ask for them one by one."""
+        self.placement.remember(model, source)
+
+    def prepare(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> Prepared:
+        """Make everything that a step needs, once; parameters become views of units."""
+        config = self.config
+        self.model = model
+        self.check(optimizers)
+        buffers = self.lent_buffers(model, optimizers)
+        self.rounds = Rounds(self.before_gradients, self.after_backward)
+        place, home = self.placement, self.home
+        reduce = Reduce(self.ranks, place, home, self.rounds, self.run, buffers, self.adam)
+        self.reduce = self._made.enter_context(closing(reduce))
+        self.take(place.lay_out(model))
+        fused = config.fused and self.adam is None  # whose steps take the state of torch's loops
+        held = Fragments(place, home, self, fused=fused)
+        self.optimizers = self._made.enter_context(closing(held))
+        for optimizer in optimizers:
+            self.give_fragments(optimizer)
+        gather = Gather(
+            [unit for unit in place.units if not unit.resident],
+            ahead=config.ahead,
+            until=config.until,
+            neighbors=self.neighbors,
+            most_live=config.most_live,
+            keep_changes=self.keep_changes,
+        )
+        self.gather = self._made.enter_context(closing(gather))
+        self.hooks = self._made.enter_context(closing(StepHooks(model, gather, self)))
+        self.hooks.watch_gradients(self.reduce.units)
+        return Prepared(model, tuple(optimizers))
+
+    def check(self, optimizers: Iterable[Optimizer]) -> None:
+        """Refuse optimizers that cannot step a rank's fragments.
+
+        Raises:
+            ConfigError: momenta are exchanged, and an optimizer is no plain Adam or AdamW.
+            UsageError: says which partition they need.
+        """
+        for optimizer in optimizers:
+            check_suits(optimizer, self.config.cut)
+            if self.adam:
+                self.adam.check(optimizer)
+
+    def lent_buffers(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> LentBuffers:
+        """Plan the units, and show the place of each state; return the buffers of gradients.
+
+        Raises:
+            PreflightError: some rank has too little room for its part.
+        """
+        specs = [TensorSpec.of(name, p) for name, p in named_parameters(model).items()]
+        units, lent = self._cut(specs), self.config.lent_buffers
+        each = self.estimate(self.config, units, self.run).lent_bytes() if lent else 0
+        rank = self.ranks.sharing.rank
+        self.home.announce(model, optimizers, units, self.run, rank=rank, lent=lent * each)
+        return LentBuffers(lent, each, self.run.world.device)
+
+    def take(self, units: Sequence[Unit]) -> None:
+        """Choose homes for more units, and reduce their gradients."""
+        self.home.choose(units)
+        self.reduce.watch(units)
+
+    def follow(self) -> None:
+        """Follow changes of ``requires_grad``; every rank must make the same ones."""
+        if thawed := self.placement.follow():
+            self.take(thawed)
+        self.hooks.watch_gradients(self.reduce.units)
+
+    def keep_changes(self, unit: Unit) -> None:
+        """Let shards and masters follow values that a forward has written into parameters.
+
+        Raises:
+            UsageError: updates are held back, which the forward has not seen; a slow link sent
+                approximate values, from which no shard can follow; or other hosts, which keep the
+                values for good, would not learn of the changes.
+        """
+        if reason := why_only_read(unit, delayed=self.config.offload.delayed):
+            raise UsageError(
+                "expected a forward that only reads parameters, found that it changes some of "
+                f"{unit.label}, {reason}"
+            )
+        unit.keep_changes()
+        self.home.values_changed(unit)
+        self.placement.note_written(unit)
+
+    def bind(self, optimizer: Optimizer) -> Optimizer:
+        """Give one more optimizer its fragments."""
+        self.check([optimizer])
+        self.give_fragments(optimizer)
+        return optimizer
+
+    def give_fragments(self, optimizer: Optimizer) -> None:
+        """Let an optimizer that was checked step this rank's fragments."""
+        self.optimizers.add(optimizer)
+        if self.adam:
+            self.adam.add(optimizer)
+
+    # --- one step, in its order ---
+
+    def before_forward(self) -> None:
+        """Make ready for a training forward; parameters that began to train join the units.
+
+        Its modules gather their units and free them: ``hooks.ModuleHook``.
+        """
+        if self.reduce.synchronizing:
+            self.rounds.finish()  # what an exception in backward cut short
+            self.follow()
+
+    def backward(self, loss: Tensor, **options: Any) -> None:
+        """Run backward; unless gradients stay local, return with this rank's part of the mean."""
+        self.gather.leave()  # no forward is under way here, only ones that an interrupt cut short
+        if not self.reduce.synchronizing:
+            loss.backward(**options)  # type: ignore[no-untyped-call]
+            return
+        self.follow()
+        before = self.rounds.count
+        loss.backward(**options)  # type: ignore[no-untyped-call]
+        if self.rounds.count == before:
+            self.rounds.take_part()  # the loss reached no parameter here; others may wait
+        else:
+            self.rounds.finish()
+
+    def before_gradients(self) -> None:
+        """Begin a synchronised backward: its first gradient has come."""
+        self.reduce.begin()
+
+    def gradient_came(self, unit: UnitGradients, slot: ParameterSlot) -> None:
+        """Move a gradient into its unit's buffer; reduce-scatter the units that are complete."""
+        if not self.reduce.synchronizing:
+            self.reduce.receive(unit, slot)
+            return
+        self.rounds.enter()
+        if self.reduce.add(unit, slot):
+            self.reduce.send_complete()
+
+    def after_backward(self) -> None:
+        """Wait for the reduce-scatters: each fragment's gradient is its part of the mean.
+
+        Buffers follow rank 0's here, so that every rank evaluates with the same ones.
+        """
+        self.reduce.finish()
+        self.gather.release_all()
+        if self.config.buffers == "broadcast":
+            replicate(self.model.buffers(), self.ranks.everyone, "buffers after backward")
+
+    def before_step(self, bound: BoundOptimizer) -> None:
+        """Submit the step of state that a store keeps; the optimizer itself steps the rest."""
+        self.rounds.finish()
+        self.reduce.shown.follow(bound.slots.values())
+        self.placement.take_changes()
+        self.home.submit(bound)
+
+    def after_step(self, bound: BoundOptimizer) -> None:
+        """Free every unit, whose values are no longer the right ones; what stays whole follows."""
+        self.gather.values_changed()
+        self.reduce.give_away(self.home.give_back(bound))
+        self.placement.send_around(bound.units)
+
+    # --- around the step ---
+
+    def before_compiled_forward(self) -> None:
+        """Wait for all values: a compiled forward does not ask the parameters' guards."""
+        self.placement.wait_for_values()
+
+    def running(self) -> AbstractContextManager[None]:
+        """Gather the units of a forward that does not call the model."""
+        return self.gather.running()
+
+    @contextmanager
+    def accumulating(self, enabled: bool = True) -> Iterator[None]:
+        """Keep gradients local inside, or where they are reduced each time, from replicas only."""
+        reduce, reducing = self.reduce, self.config.reduces_each
+        before = reduce.synchronizing, reduce.replicating
+        if not reducing:
+            reduce.synchronizing = not enabled
+        elif self.ranks.replicas is not None:
+            reduce.replicating = not enabled
+        try:
+            yield
+        finally:
+            reduce.synchronizing, reduce.replicating = before
+
+    def gradients(self, only: Collection[nn.Parameter] | None = None) -> Iterator[Tensor]:
+        """Yield the gradients of this rank's fragments."""
+        self.rounds.finish()
+        yield from self.reduce.read(only)
+
+    def will_scale(self, factor: float) -> None:
+        """Let momenta have the factor before they cross."""
+        if self.adam:
+            self.adam.factor = factor
+
+    def scale_gradients(self, factor: float) -> None:
+        """Multiply the gradients of fragments and in buffers."""
+        self.rounds.finish()
+        self.reduce.scale(factor)
+
+    def clip_grad_norm(
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        *,
+        only: Collection[nn.Parameter] | None = None,
+    ) -> Tensor:
+        """Scale the gradients to a norm of at most max_norm: one number crosses the wire.
+
+        Raises:
+            UsageError: momenta are exchanged.
+        """
+        refuse_clipping(self.adam)
+        self.rounds.finish()
+        return self.reduce.clip(max_norm, norm_type, only)
+
+    def before_zero_grad(self, bound: BoundOptimizer | None, *, set_to_none: bool) -> None:
+        """Drop gradients of micro-batches that were not sent, too; without optimizer, all."""
+        self.rounds.finish()  # what an exception cut short must not come after this
+        slots = None if bound is None else bound.slots.values()
+        self.reduce.forget(slots, set_to_none=set_to_none)
+        if slots is not None and set_to_none:
+            self.reduce.shown.clear(slots)
+        if bound is None:
+            self.placement.clear_gradients(set_to_none=set_to_none)
+
+    # --- state ---
+
+    def shards(self) -> Iterator[Shard]:
+        """Yield this rank's range of every parameter and of its optimizer state."""
+        yield from self._state().shards()
+        yield from kept_by(self.summing)
+
+    def check_load(self, reader: Reader) -> None:
+        """Compare names and shapes."""
+        self._state().check(reader)
+
+    def load(self, reader: Reader) -> None:
+        """Load this rank's ranges; those of the others arrive when they are needed."""
+        self.placement.take_changes()
+        self.gather.values_changed()
+        self.placement.wait_for_values()
+        self.home.drop_late()
+        self._state().load(reader)
+        self.placement.send_around(self.placement.units, exact=True)
+        self.placement.wait_for_values()
+        self.reduce.open_channels()
+        take_kept(self.summing, reader, self.run.links.name_for("gradients"))
+
+    divides_states = True  # optimizers hold fragments
+
+    def states(self, index: int, names: Collection[str]) -> Iterator[Shard]:
+        """Yield the state of this rank's fragments."""
+        yield from self._state().states(index, names)
+
+    def load_states(self, index: int, reader: Reader, names: Collection[str]) -> None:
+        """Replace the state of this rank's fragments."""
+        self._state().load_states(index, reader, names)
+
+    def names(self) -> Mapping[int, str]:
+        """Return the parameter's name of every fragment, by identity."""
+        held = ((self.placement.fragment_of(slot), slot.name) for slot in self.placement)
+        return {id(fragment): name for fragment, name in held if fragment is not None}
+
+    @property
+    def held_tensors(self) -> HeldTensors:
+        """The fragments, whose values a store may keep."""
+        return self.optimizers
+
+    def _state(self) -> ShardedState:
+        self.placement.wait_for_steps()
+        return ShardedState(self.model, self.placement, self.optimizers, self.home, self.ranks)
+
+    @contextmanager
+    def gathered(
+        self, parameters: Iterable[nn.Parameter], *, modify: bool = True
+    ) -> Iterator[None]:
+        """Keep parameters whole; with ``modify``, rank 0's changes become everybody's."""
+        self.placement.wait_for_steps()
+        if modify and self.home.take_over_late():  # changes come on top of what is newest
+            self.gather.values_changed()
+            self.placement.send_around(self.placement.units)
+        units = self.placement.units_of(parameters)
+        for unit in units:
+            if unit.resident:
+                unit.wait_for_values()
+                if unit.approximate:
+                    unit.start(exact=True)
+                    unit.wait_for_values()
+        held = self.gather.holding([unit for unit in units if not unit.resident])
+        accepted = edits_accepted(units, self.ranks.everyone, self.home)
+        with held, accepted if modify else nullcontext():
+            yield
+
+    def close(self) -> None:
+        """Take everything off; parameters that are whole become ordinary ones.
+
+        Divided parameters stay divided, unless this is the only rank. Where a rank or a store
+        failed, what did not arrive stays guarded.
+        """
+        self._made.close()
+
+    def _leave(self) -> None:
+        with suppress(CollectiveError, StorageError):
+            self.placement.wait_for_values()
+            self.placement.wait_for_steps()
+
+    # --- before a run: what it holds and sends ---
+
+    @classmethod
+    def axes(cls, config: ConfigT, world_size: int) -> Mapping[str, int]:
+        """Return one axis, ``dp``, over all ranks."""
+        return {"dp": world_size}
+
+    @classmethod
+    @abstractmethod
+    def plan(
+        cls,
+        config: ConfigT,
+        model: ModelSpec,
+        run: Run,
+        devices: Sequence[Hashable] | None = None,
+    ) -> list[UnitLayout]:
+        """Cut parameters into units, in the order in which backward usually reaches them.
+
+        Args:
+            config: the options.
+            model: its parameters; those that lie in no unit, too.
+            run: its mesh and dtypes.
+            devices: the device of each parameter; only equal ones share a unit.
+        """
+
+    @classmethod
+    def channels(cls, config: ConfigT) -> frozenset[str]:
+        """Return gradients, and values of parameters where these are divided, or updates."""
+        return config.channels
+
+    @classmethod
+    def changes_links(cls, config: ConfigT) -> bool:
+        """Return True: every channel goes on with methods that are chosen later."""
+        return True
+
+    @classmethod
+    def lines(cls, config: ConfigT, run: Run) -> Lines:
+        """Return the ranks that the cost is about."""
+        everyone = route_linked(run.mesh, "dp", run.world, run.links)
+        return Lines(everyone, everyone, secondary=route_secondary(run, config))
+
+    @classmethod
+    def estimate(cls, config: ConfigT, units: Sequence[UnitLayout], run: Run) -> Estimate:
+        """Return the sums over a plan of units."""
+        return Estimate(units, run.precision, cls.lines(config, run))
+
+    @classmethod
+    def cost(cls, config: ConfigT, model: ModelSpec, run: Run) -> Cost:
+        """Return the cost by ``drivetrain.parallel.estimate``."""
+        units = cls.plan(config, model, run)
+        estimate = cls.estimate(config, units, run)
+        regather = None
+        if config.until == "forward":  # a unit that is freed after forward comes back
+            over = config.near(run.mesh) or cls.lines(config, run).sharing.axis
+            # Backward begins with as many as it holds then: the last one and those gathered ahead.
+            regather = Regather(over, gathers_again(units, model.module, 1 + config.ahead))
+        sent = estimate.sent(
+            reductions=run.accumulation if config.reduces_each else 1,
+            gathers=1 if config.until == "step" else run.accumulation,
+            buffers=model.buffers if config.buffers == "broadcast" else (),
+            regather=regather,
+        )
+        held = home_kind(config.offload).held(estimate, model, config, run)
+        return Cost(held=held, sent=sent)
+
+    @classmethod
+    def sharing(cls, config: ConfigT, run: PaperRun) -> Sharing:
+        """Return what the ranks divide, for plans: by default what the options say.
+
+        Raises:
+            ConfigError: state lies in a store whose time is not known.
+        """
+        return sharing_of(config)
+
+    @classmethod
+    def planning(cls) -> Planning:
+        """Return plans of the step of data parallelism over what the options divide."""
+        return ShardedPlanning(cls, cls.sharing)
+
+
+class ShardedPlanning(DataParallelPlanning):
+    """Plans of a strategy over units, whose optimizer state may lie in a store."""
+
+    layout_keys: ClassVar[Mapping[str, str]] = {OFFLOAD: OFFLOAD}
+
+    def stepped(self, config: Any, model: ModelSpec, run: Run) -> Mapping[str, tuple[int, int]]:
+        """Return the range of each trainable parameter of which this rank has a fragment."""
+        rank = self.kind.lines(config, run).sharing.axis.rank
+        flats = [flat for unit in self.kind.plan(config, model, run) for flat in unit.trainable]
+        return {place.name: place.shares[rank] for flat in flats for place in flat.places}
+
+    def options_of_layout(self, keys: Mapping[str, str]) -> Mapping[str, Any]:
+        """Return the options of the keys; a store on a disk gets a directory."""
+        options = dict(super().options_of_layout(keys))
+        store = options.pop(OFFLOAD, NOWHERE)
+        if store != NOWHERE:
+            place = {"path": PLACE} if store == DISK else {}
+            options[OFFLOAD] = {"optimizer": store, **place}
+        return options
+
+    def layouts(
+        self, blocks: int, heads: int, ranks: int, per_host: int
+    ) -> Iterable[Mapping[str, Any]]:
+        """Return state on the device, in host memory, and on a disk."""
+        return ({}, {OFFLOAD: "cpu"}, {OFFLOAD: DISK})

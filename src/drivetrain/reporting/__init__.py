@@ -1,1 +1,0 @@
-"""The report of a run: pages, pictures and summaries made of the records in its folder."""

@@ -1,0 +1,120 @@
+"""Kernels by kind: their prices, and figures that give the measured times back."""
+
+import pytest
+import torch
+from torch import nn
+
+from drivetrain.hardware import measure as measured
+from drivetrain.hardware.clock import Clock, Timing
+from drivetrain.hardware.description import KernelFacts, load_hardware
+from drivetrain.hardware.prices import AxisPlace, HardwarePrices
+from drivetrain.model.first_batch import Candidate
+from drivetrain.simulator.seen import seen_model
+from drivetrain.simulator.step import Collective, MatrixProduct, MemoryPass, PaperTask
+
+CPU = load_hardware("cpu")
+
+
+def with_kernels(**found):
+    """Return the description of processors with some kinds."""
+    device = CPU.device.model_copy(
+        update={"kernels": {kind: KernelFacts(times=times, start_us=start)
+                            for kind, (times, start) in found.items()}}
+    )  # fmt: skip
+    return HardwarePrices(CPU.model_copy(update={"device": device}), {}, "no")
+
+
+def test_kinds_have_factors_and_starts_of_their_own():
+    plain, kinds = with_kernels(), with_kernels(gelu=(3.0, 40.0), update=(2.0, 7.0))
+    gelu = MemoryPass(1e6, 1e6, kind="gelu")
+    assert kinds.price(gelu) == pytest.approx(3 * plain.price(gelu))
+    assert plain.start(gelu) == pytest.approx(15e-6)  # dispatch_us
+    assert kinds.start(gelu) == pytest.approx(40e-6)
+    update = MemoryPass(8e6, 0, kind="update", starts=8)
+    assert kinds.start(update) == pytest.approx(56e-6)
+    assert kinds.price(update) == pytest.approx(2 * plain.price(update))
+
+    plain = with_kernels()
+    prices = with_kernels(gelu=([(1e5, 4.0), (1e7, 2.0)], 0.0), linear=([(1e6, 1.0)], 0.0))
+    for nbytes, times in ((1e3, 4.0), (1e5, 4.0), (1e6, 3.0), (1e9, 2.0)):
+        gelu = MemoryPass(nbytes, nbytes, kind="gelu")
+        assert prices.price(gelu) == pytest.approx(times * plain.price(gelu))
+    several = MemoryPass(2e6, 2e6, launches=2, kind="gelu")
+    assert prices.price(several) == pytest.approx(3 * plain.price(several))
+
+    prices = with_kernels(gelu=(1.0, 40.0))
+    gelu = MemoryPass(1e6, 1e6, kind="gelu")
+    seconds = prices.seconds(PaperTask("a", (gelu, gelu)))
+    assert seconds == pytest.approx(2 * (prices.price(gelu) + 40e-6))
+    ahead = HardwarePrices(load_hardware("h100"), {}, "bf16")
+    operations = (gelu,) * 3
+    device = sum(map(ahead.price, operations))
+    starts = sum(map(ahead.start, operations))
+    assert ahead.seconds(PaperTask("a", operations)) == pytest.approx(max(device, starts))
+
+
+def test_messages_wait_for_processors_and_share_links():
+    links = CPU.links.model_copy(update={"in_training_us": 500.0})
+    waits = CPU.model_copy(update={"links": links})
+    message = Collective("dp", "all_reduce", 1e6)
+    for together, more in ((2, 500e-6), (1, 0.0)):
+        places = {"dp": AxisPlace(2, together, 1)}
+        plain, inside = (HardwarePrices(each, places, "no") for each in (CPU, waits))
+        assert inside.price(message) - plain.price(message) == pytest.approx(more)
+        bare = inside.without_latency()
+        halves = 2 * bare.price(Collective("dp", "all_reduce", 5e5))
+        assert halves == pytest.approx(bare.price(message))
+        assert halves < plain.price(message)
+
+    message = Collective("dp", "all_reduce", 1e9)
+    one, other = (
+        HardwarePrices(CPU, {"dp": AxisPlace(4, 1, beside)}, "no").without_latency().price(message)
+        for beside in (32, 64)
+    )
+    assert other == pytest.approx(2 * one)
+
+
+def test_inputs_of_a_model_get_no_gradient():
+    model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4))
+    units = seen_model(model, [Candidate("x", (torch.zeros(2, 8),), {})]).units(
+        4, "none", fused=True
+    )
+    back = [
+        (each.kind, each.for_weights)
+        for unit in units
+        for each in unit.backward
+        if isinstance(each, MatrixProduct)
+    ]
+    assert sorted(back) == [("linear backward", False), *[("linear backward", True)] * 2]
+    assert sum(len(unit.sizes) for unit in units) == 4
+
+
+def test_measured_kinds_are_priced_as_they_were_measured(monkeypatch):
+    """Forward of every kind takes 1, 4 and 10 ms by its size, and backward twice as long."""
+
+    def timed(self, name, work, *, times=1, before=lambda: None):
+        before()
+        work()
+        calls = measured.TINY_CALLS if name.startswith("small") else measured.KEPT_CALLS
+        calls = measured.PARAMETERS if "update" in name else calls
+        small = name.startswith("small") or "of 64 " in name
+        each = 1e-3 if small else 4e-3 if name.startswith("middle") else 1e-2
+        return Timing(each * (2 if "backward" in name else 1) * calls, 0.0)
+
+    chosen = ("linear", "gelu", "convolution", "attention", "cross_entropy", "layer_norm")
+    monkeypatch.setattr(measured, "_SUBJECTS", {name: measured._SUBJECTS[name] for name in chosen})
+    monkeypatch.setattr(Clock, "time", timed)
+    found = measured.measure_kernels(Clock(torch.device("cpu")), CPU)
+    assert set(found) == {
+        *chosen, *(f"{name} backward" for name in chosen), "update", "fused update"
+    }  # fmt: skip
+    prices = with_kernels(**{kind: (each.times, each.start_us) for kind, each in found.items()})
+    gelu = MemoryPass(2.0 * 512 * 1024 * 4, 0, kind="gelu")
+    assert prices.seconds(PaperTask("a", (gelu,))) == pytest.approx(1e-2, rel=0.01)
+    gelu = MemoryPass(2.0 * 128 * 512 * 4, 0, kind="gelu")
+    assert prices.seconds(PaperTask("a", (gelu,))) == pytest.approx(4e-3, rel=0.01)
+    linear = MatrixProduct(64, 256, 1024, kind="linear")
+    assert prices.seconds(PaperTask("a", (linear,))) == pytest.approx(4e-3, rel=0.01)
+    linear = MatrixProduct(512, 256, 1024, kind="linear")
+    assert prices.seconds(PaperTask("a", (linear,))) == pytest.approx(1e-2, rel=0.01)
+    assert prices.seconds(PaperTask("a", linear.backward())) == pytest.approx(2e-2, rel=0.02)

@@ -1,0 +1,107 @@
+"""Measured descriptions of hardware: levels of links, scatter, and files that plans read."""
+
+import itertools
+import time
+
+import pytest
+import torch
+import yaml
+from drivetrain.measuring.__main__ import described, file_text
+
+from drivetrain import Accelerator
+from drivetrain.collectives import connect
+from drivetrain.errors import ConfigError
+from drivetrain.hardware import clock as clock_module
+from drivetrain.hardware import measure as links
+from drivetrain.hardware.clock import Clock, timing_of
+from drivetrain.hardware.description import load_hardware
+from drivetrain.hardware.measure import BesideFigures, DeviceFigures, RingFigures, levels_of
+
+DEVICE = DeviceFigures(
+    {"no": 0.05}, [(64, 0.5), (128, 1.0)], 8.0, 12.0, [(1e5, 0.4), (1e8, 1.0)], 4.0, 9.0
+)
+RING = RingFigures(20.0, 40.0, 1.5, [(1e5, 0.3), (1e7, 1.0)])
+
+
+def text(rings):
+    values = described(
+        "mine", "the test", DEVICE, rings=rings, disk=(1e9, [(1e5, 0.5), (1e7, 1.0)]),
+        beside=BesideFigures(0.2, 1.5), per_host=2,
+    )  # fmt: skip
+    return file_text(values, ["a note"])
+
+
+def test_what_was_measured_is_a_description(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text(text([RING, RING]))
+    found = load_hardware(str(path))
+    assert found.device.teraflops == {"no": 0.05}
+    assert found.links.inside.gigabytes_per_second == 1.5
+    assert found.host.devices == 2
+    assert path.read_text().startswith("# a note\n")
+
+
+def test_links_that_nobody_measured_say_so():
+    links_of = yaml.safe_load(text([RING, None]))["links"]
+    assert links_of["inside"]["source"] == "the test"
+    assert links_of["between"]["source"].startswith("NOT MEASURED")
+    links_of = yaml.safe_load(text([None, RING]))["links"]
+    assert links_of["inside"]["source"].startswith("NOT MEASURED")
+    assert links_of["between"]["source"] == "the test"
+
+
+def test_levels_follow_from_the_matrix():
+    """Two hosts of two devices on a network a tenth as fast; pairs inside scatter a little."""
+    rates = {
+        (one, other): 9.0 + one if one // 2 == other // 2 else 0.9 + 0.1 * one
+        for one, other in itertools.combinations(range(4), 2)
+    }
+    assert levels_of(rates, 4) == [[(0, 1), (2, 3)], [(0, 1, 2, 3)]]
+    assert levels_of({(0, 1): 1.0}, 2) == [[(0, 1)]]
+
+
+def test_rounds_are_pooled_and_scatter_noted_by_name():
+    # Three slow rounds of seven say more than the one quick round at their end.
+    clock = Clock(torch.device("cpu"))
+    for milliseconds in (4, 4, 4, 1):
+        seconds = clock.time("work", lambda ms=milliseconds: time.sleep(ms / 1e3)).seconds
+    assert seconds > 3.9e-3
+    assert timing_of([3.0, 1.0, 2.0]).seconds == 2.0
+
+    times = itertools.chain([0.0] * 2, itertools.cycle([0.001, 0.004]))
+    clock = Clock(torch.device("cpu"))
+    clock.time("steady", lambda: time.sleep(0.005))
+    clock.time("jumpy", lambda: time.sleep(next(times)))
+    assert "jumpy" in clock.loud
+    assert clock.loud["jumpy"] > clock_module.LOUD
+    assert timing_of([1.0, 1.0, 1.0]).scatter == 0
+    assert timing_of([1.0, 9.0, 1.0, 0.1, 1.0]).scatter == 0  # without the two extremes
+
+
+@pytest.mark.ranks(2)
+def test_pairs_and_rings_of_two_ranks():
+    links.RINGS, links.LARGE = (2**12, 2**14, 2**16), 2**16
+    accelerator = Accelerator(cpu=True)
+    world = accelerator.world
+    clock = Clock(world.device)
+    pairs = links.measure_pairs(clock, world)
+    assert set(pairs) == {(0, 1)}
+    ranks = connect(accelerator.mesh["dp"], accelerator.traffic, world.device, world.timeout)
+    ring = links.measure_ring(clock, ranks, pairs[0, 1][1])
+    # Another line, such as that between hosts, has timings of its own.
+    assert {name.rpartition(" ")[2] for name in clock.samples if "ring" in name} == {"dp"}
+    shares = [share for _, share in ring.shares]
+    assert max(shares) == 1.0
+    assert ring.gigabytes_per_second > 0
+    assert 0 <= links.measure_beside(clock, ranks, pairs[0, 1][1]).slowdown <= 1
+    assert links.measure_waiting(clock, ranks) >= 0
+    assert len(clock.samples["short trainings alone"]) == len(clock.samples["a ring alone"])
+    ranks.close()
+    accelerator.end_training()
+
+
+def test_a_file_with_another_ending_is_refused(tmp_path):
+    from drivetrain_launch.cli import run
+
+    assert run(["hardware", "measure", str(tmp_path / "mine.json")]) == ConfigError.exit_code
+    assert run(["hardware", "measure", str(tmp_path / "no" / "m.yaml")]) == ConfigError.exit_code

@@ -1,0 +1,79 @@
+"""What stands at ``p.grad`` where it cannot be a whole gradient: refused by name, and no memory.
+
+What it can be is a matter of ``tests/loops/ways/gradients.py``.
+"""
+
+import pytest
+import torch
+from torch import nn
+
+from drivetrain import Accelerator
+from drivetrain.errors import CollectiveError, UsageError
+from drivetrain.parallel.shown_gradients import DividedGradient
+
+
+def trained(strategy, **options):
+    accelerator = Accelerator(cpu=True, strategy=strategy, **options)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return accelerator, *accelerator.prepare(model, optimizer)
+
+
+def backward(accelerator, model):
+    accelerator.backward(model(torch.ones(2, 8)).square().mean())
+
+
+@pytest.mark.ranks(2)
+def test_a_gradient_in_mid_window_can_be_cleared_and_not_read():
+    accelerator, model, _ = trained("zero1", gradient_accumulation_steps=2)
+    weight = model[0].weight
+    with accelerator.accumulate(model):
+        backward(accelerator, model)
+        for use in (lambda g: g.mul_(2), lambda g: g.norm(), lambda g: g.tolist()):
+            with pytest.raises(UsageError, match=r"'0\.weight'.*mid-window.*sync_gradients"):
+                use(weight.grad)
+        weight.grad.zero_()
+        assert isinstance(weight.grad, DividedGradient)
+    with accelerator.accumulate(model):
+        backward(accelerator, model)
+        assert weight.grad.norm() > 0
+    accelerator.free_memory()
+    assert weight.grad is None
+
+
+@pytest.mark.ranks(2)
+def test_it_has_no_memory_is_made_once_and_says_what_it_is():
+    accelerator, model, optimizer = trained("zero2")
+    seen = set()
+    for _ in range(2):
+        backward(accelerator, model)
+        grad = model[0].weight.grad
+        seen.add(id(grad))
+        assert grad.data is grad
+        assert repr(grad) == f"{grad}"
+        assert "of 0.weight, shape (16, 8)" in repr(grad)
+        assert not grad.untyped_storage().nbytes()
+        with pytest.raises(UsageError, match="memory"):
+            grad.data_ptr()
+        with pytest.raises(UsageError, match="out"):
+            torch.mul(grad, 2.0, out=grad)
+        rows = grad[3:5]
+        with pytest.raises(UsageError, match=r"written into.*p\.grad\[index\] = value"):
+            rows.mul_(2.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert model[0].weight.grad is None
+    assert len(seen) == 1
+    accelerator.free_memory()
+
+
+@pytest.mark.ranks(2)
+def test_a_rank_that_reads_alone_is_named():
+    accelerator, model, optimizer = trained("zero2")
+    backward(accelerator, model)
+    with pytest.raises(CollectiveError, match="gradient norm"):
+        if accelerator.is_main_process:
+            model[0].weight.grad.norm()
+        optimizer.step()
+    accelerator.free_memory()

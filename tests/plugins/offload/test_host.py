@@ -1,0 +1,105 @@
+"""The store cpu: page-locked where there is an accelerator, copies that do not wait."""
+
+import gc
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from drivetrain_offload import HostConfig, HostStore, aligned_empty, buffers, host
+
+
+class Runtime:
+    """Stands in for the accelerator's runtime: notes what is locked."""
+
+    def __init__(self, code=0):
+        self.code = code
+        self.locked = {}
+
+    def cudaHostRegister(self, address, nbytes, flags):
+        if self.code == 0:
+            self.locked[address] = nbytes
+        return self.code
+
+    def cudaHostUnregister(self, address):
+        del self.locked[address]
+        return 0
+
+
+def install(monkeypatch, runtime):
+    monkeypatch.setattr(buffers, "_runtime", lambda: runtime)
+    monkeypatch.setattr(buffers, "_forget_failure", lambda: None)
+    monkeypatch.setattr(host, "can_page_lock", lambda: True)
+
+    def check(code):
+        if code:
+            raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(buffers.torch.cuda, "check_error", check)
+
+
+def test_pages_are_locked_once_per_tensor_and_unlocked_with_it(monkeypatch):
+    runtime = Runtime()
+    install(monkeypatch, runtime)
+    store = HostStore()
+    store.put("k", torch.arange(3000.0))
+    first = store.fetch("k")
+    assert runtime.locked == {first.data_ptr(): 12288}
+    store.put("k", torch.zeros(3000))
+    assert runtime.locked == {first.data_ptr(): 12288}
+    assert not first.any()
+    view = first[5:7].detach()
+    store.put("k", torch.ones(5))
+    del first
+    assert len(runtime.locked) == 2  # the view still lies there
+    del view
+    gc.collect()
+    assert list(runtime.locked.values()) == [4096]
+    store.close()
+    gc.collect()
+    assert runtime.locked == {}
+
+
+def test_pages_that_cannot_be_locked_are_said_once_and_none_where_asked(monkeypatch, caplog):
+    install(monkeypatch, Runtime(code=2))
+    store = HostStore()
+    store.put("a", torch.ones(3))
+    store.put("b", torch.ones(3))
+    assert torch.equal(store.fetch("a"), torch.ones(3))
+    assert caplog.text.count("could not be page-locked (out of memory)") == 1
+    runtime = Runtime()
+    install(monkeypatch, runtime)
+    store = HostStore(HostConfig(page_locked=False))
+    store.put("k", torch.ones(3))
+    assert runtime.locked == {}
+
+
+def test_fetch_waits_for_its_own_copy_and_flush_for_all(monkeypatch):
+    waited, store = [], HostStore()
+    for name in "abc":
+        store.put(name, torch.ones(1))
+        store._copies[name] = SimpleNamespace(synchronize=partial(waited.append, name))
+    store.fetch("b")
+    assert waited == ["b"]
+    store.put("c", torch.zeros(1))
+    assert waited == ["b", "c"]
+    store.flush()
+    store.flush()
+    assert waited == ["b", "c", "a"]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_copies_from_a_gpu():
+    store = HostStore()
+    source = torch.arange(2**22, device="cuda", dtype=torch.float32)
+    for turn in range(3):
+        store.put("k", source)
+        source.add_(1)
+        found = store.fetch("k")
+        assert found.is_pinned()
+        assert torch.equal(found, torch.arange(2**22, dtype=torch.float32) + turn)
+    store.flush()
+    assert aligned_empty(10, page_locked=True).is_pinned()
+    store.close()
