@@ -282,11 +282,9 @@ AROUND = (
     "processes.py",
     "runtime/",
     "collectives/",
-    "parts/collectives/",
     "traffic.py",
-    "parts/traffic.py",
 )
-"""What lies around a strategy in the core, before and after it was laid out anew."""
+"""What lies around a strategy in the core."""
 
 
 def trace(options: argparse.Namespace) -> dict[str, dict[str, int]]:

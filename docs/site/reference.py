@@ -18,14 +18,14 @@ from drivetrain.config.option import Option, options_of
 
 ROOT = Path(__file__).parents[2]
 TOPIC = re.compile(r"^ {4}# --- (.+) ---$", re.MULTILINE)
-PROMISED = re.compile(r"`((?:building|collectives|parts|sharding)\.\w[\w.]*)")
+PROMISED = re.compile(r"`((?:model|collectives|parallel)\.\w[\w.]*)")
 
 HOMES_BY_TOPIC = {
     "Processes": ("processes", "notebook"),
     "Collectives": ("communication",),
     "Local SGD": ("local_sgd",),
     "Data": ("data", "data.division", "nested"),
-    "Options of an Accelerator": ("facade.options",),
+    "Options of an Accelerator": ("facade.settings",),
     "Log and progress": ("log",),
     "Random numbers": ("runtime.rng", "data.loader"),
     "Memory": ("memory",),
@@ -36,7 +36,7 @@ HOMES_BY_TOPIC = {
     "Available packages": ("availability",),
     "The contract of plugins": (
         *("strategy", "cost", "shards", "store", "config"),
-        *("registry", "tracking", "testing.conformance"),
+        *("registry", "observe.trackers", "testing.conformance"),
     ),
 }
 """Modules of ``drivetrain`` whose public names the pages list, in the order of the pages."""

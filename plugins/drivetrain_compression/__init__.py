@@ -2,11 +2,9 @@
 
 ===============  ===================================================================
 ``compiled.py``  codes in C, compiled on the user's machine: ``blocks.c`` and ``topk.c``
-``casts.py``     numbers rounded to half precision
-``blocks.py``    blocks of integers with a scale each
+``blocks.py``    blocks of integers with a scale each, or numbers rounded to half precision
 ``onebit.py``    signs with a scale per block
 ``powersgd.py``  matrices as two factors of low rank
-``factors.py``   which elements are such a matrix, and which go as they are
 ``topk.py``      the largest numbers of each chunk
 ===============  ===================================================================
 

@@ -1,4 +1,4 @@
-/* Encodings of drivetrain.links in one pass over memory each, for processors.
+/* Encodings of drivetrain_compression in one pass over memory each, for processors.
 
    The bytes and numbers are those of blocks.py and onebit.py, which say what they mean; only the
    mean of onebit adds up in another order. Floating point is exact IEEE (no fast math, nothing is

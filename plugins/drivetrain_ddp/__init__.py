@@ -14,11 +14,8 @@ parameters), received the same; held: parameters, gradients and optimizer state,
 trailing element of each parameter tells all ranks whether any rank had a gradient for it.
 
 ==================== ================================================================
-config.py            the knobs
-strategy.py          ``Ddp``: the contract, bytes held and sent
-reducer.py           hooks, readiness, launch and end of buckets (steps 2-5)
-compression.py       a bucket on the wire: whole, or in half precision
-powersgd.py          a bucket on the wire: matrices of low rank
+strategy.py          ``Ddp``: the contract, bytes held and sent; buckets (steps 2-5)
+compression.py       a bucket on the wire: whole, in half precision, or of low rank
 ==================== ================================================================
 """
 

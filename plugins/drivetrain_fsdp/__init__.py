@@ -15,9 +15,8 @@ inside of a group and 2 f_R P/S between groups.
 
 ===========  ===================================================================================
 fsdp.py      the strategy: its step as a table, units, and the groups of ranks that divide the model
-units.py     which parameters are a unit, which modules run a forward, which rows a rank owns
+units.py     which parameters are a unit, which rows of each a rank owns, and the options
 dtensors.py  the shards as torch's DTensors
-options.py   the options
 ===========  ===================================================================================
 
 The step in its order, and the mechanisms that it calls, are ``drivetrain.parallel``.

@@ -18,11 +18,10 @@ parallelism, and nobody has proved that.
 
 ============ ==========================================================================
 options.py   the knobs
-strategy.py  ``Local``: the contract, and what the strategy inside of a worker does alone
+strategy.py  ``Local``: the contract, what the strategy inside of a worker does alone, costs
 outer.py     the outer steps: DiLoCo, Streaming DiLoCo; their messages; the warm-up
 sync.py      who takes part in an exchange: the agreement, late workers, communicators
 state.py     the state of all workers in one checkpoint, and whole outer weights
-cost.py      bytes held and sent, and the mean step of a round, on paper
 ============ ==========================================================================
 """
 

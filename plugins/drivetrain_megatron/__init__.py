@@ -12,11 +12,11 @@ A folder of this table imports only the folders above it:
 ``tensor``    layers, operators and losses that compute with a rank's share
 ``plan``      which layers are divided: guessed from the structure, and tried
 ``pipeline``  stages, schedules, and the script's loop over them
-``paper``     schedules on paper: simulation, formulas, charts, the command ``schedule``
+``simulator`` schedules on paper: simulation, formulas, charts, the command ``schedule``
 ============= =====================================================================================
 
-``strategy`` is the contract, ``config`` its options, ``cell`` the data-parallel strategy inside,
-``state`` the way between a rank's tensors and the whole model's, ``shares`` what a script finds
+``strategy`` is the contract, ``config`` its options, ``state`` the data-parallel strategy inside
+and the way between a rank's tensors and the whole model's, ``shares`` what a script finds
 under the names of divided parameters, ``dropout`` masks that are equal wherever activations are
 equal, ``cost`` the promised bytes: a rank holds 1/tp of every divided tensor, and the tensors of
 its stages only.

@@ -36,11 +36,11 @@ from drivetrain.strategy import Prepared, Run
 from drivetrain_megatron.config import MegatronConfig
 from drivetrain_megatron.cost import estimate
 from drivetrain_megatron.dropout import AlikeDraws, Dropout, MaskSource
-from drivetrain_megatron.paper.step import CellPlanning
 from drivetrain_megatron.pipeline.build import PipelineBuilder
 from drivetrain_megatron.plan.model import ModelPlan, TensorParallel, confirmed, describe
 from drivetrain_megatron.recording.calls import batches_for, inputs_for
 from drivetrain_megatron.shares import Shares, on_shares
+from drivetrain_megatron.simulator.step import CellPlanning
 from drivetrain_megatron.state import (
     DataParallelCell,
     GlobalShards,

@@ -18,15 +18,11 @@ engine.py                keeps state in a store; submits an update per unit, for
 tiers.py                 the bytes of each tier, compared with the room of the machine
 strategy.py              the strategy ``offload``: another strategy by name, with stores chosen
 disk_bench.py            the command ``drivetrain disk-bench``; disk_speed.py measures for it
-steps/rules.py           the states that torch's optimizers keep, and the kernel that updates them
-steps/tiles.py           such an update over tiles that stay in the cache, on threads of its own
-steps/stepping.py        steps of shards in a store: blocks, counters, what both steppers share
-steps/pipeline.py        the stepper on a disk: reads tile i + 1, updates tile i, writes tile i - 1
-stores/host.py           the store ``cpu``, and the stepper in host memory
-stores/nvme.py           the store ``nvme``
-stores/files.py          a file without a name, its directory, and the sums of its blocks
-buffers.py               aligned and page-locked memory, and its way back to the system
-threads.py               threads that serve as long as the process lives
+tiles.py                 the states of torch's optimizers, and updates in tiles that fit the cache
+stepping.py              the steps of both stores; on a disk: read i + 1, update i, write tile i - 1
+host.py                  the store ``cpu``, and the stepper in host memory
+nvme.py                  the store ``nvme``: a file without a name, and the sums of its blocks
+buffers.py               aligned and page-locked memory; threads that serve as long as the process
 =======================  =========================================================================
 """
 
@@ -50,13 +46,13 @@ __all__ = [
 ]
 
 _HOMES = {
-    "HostConfig": "stores.host",
-    "HostStore": "stores.host",
-    "NvmeConfig": "stores.nvme",
-    "NvmeStore": "stores.nvme",
+    "HostConfig": "host",
+    "HostStore": "host",
+    "NvmeConfig": "nvme",
+    "NvmeStore": "nvme",
     "Offload": "strategy",
     "OffloadConfig": "strategy",
-    "Transfer": "stores.files",
+    "Transfer": "nvme",
     "aligned_empty": "buffers",
 }
 

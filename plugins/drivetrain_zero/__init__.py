@@ -13,12 +13,6 @@ With P elements, N ranks and f = (N-1)/N a rank sends f P for the reduction and 
 updated parameters per step, as much as data parallelism does; stage 3 gathers once more for
 backward: 3 f P.
 
-==========  ============================================================
-zero.py     the strategies: the step of all three stages as a table
-units.py    how a model is cut into units: arithmetic
-options.py  the options
-==========  ============================================================
-
 The step in its order, and the mechanisms that it calls, are ``drivetrain.parallel``.
 """
 

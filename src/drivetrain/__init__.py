@@ -102,7 +102,7 @@ _HOMES = {
     "drivetrain.shards": ("Part", "Reader", "Shard"),
     "drivetrain.store": ("TensorStore",),
     "drivetrain.strategy": ("Form", "Prepared", "Run", "Strategy"),
-    "drivetrain.tracking": ("Tracker",),
+    "drivetrain.observe.trackers": ("Tracker",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

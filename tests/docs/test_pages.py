@@ -255,7 +255,7 @@ def test_names_of_the_api_exist():
     assert names
     assert set(", ".join(names).split(", ")) <= set(drivetrain.__all__)
     text = (DOCS / "writing-a-plugin.md").read_text()
-    mechanisms = set(re.findall(r"`((?:building|collectives|parts|sharding)\.\w[\w.]*)", text))
+    mechanisms = set(re.findall(r"`((?:model|collectives|parallel)\.\w[\w.]*)", text))
     assert len(mechanisms) > 10
     for name in mechanisms:
         package, *path = name.split(".")

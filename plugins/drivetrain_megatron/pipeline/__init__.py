@@ -6,5 +6,5 @@ all together.
 
 From a call to a step: ``build`` chooses the level, by the place where the loss is made
 (``losses``), as ``trials`` allow; ``schedules`` order the actions of ranks; ``runner`` carries them
-out on each stage, and ``transfer`` sends, on micro-batches (``batches``).
+out on each stage, and ``transfer`` cuts micro-batches and sends.
 """

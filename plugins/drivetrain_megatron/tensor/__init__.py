@@ -7,11 +7,11 @@ activations between the blocks along the sequence (sequence parallelism). From t
 ============== ===================================================================================
 ``partition``  which ranges of a dim each rank holds
 ``operators``  the conjugate pairs: a collective in forward, its counterpart in backward
-``behavior``   gives one module of the user another forward, and takes it away again
+``behavior``   gives one module another forward, and takes it away again; parts of a block whose
+               weights are in no layer, and code that counts with sizes
 ``vocabulary`` embeddings and logits cut by words, and the loss of such logits
 ``linear``     layers cut by columns or by rows, of torch and of Hugging Face
 ``attention``  ``nn.MultiheadAttention`` on local heads
-``block_code`` parts of a block whose weights are in no layer, and code that counts with sizes
 ============== ===================================================================================
 
 Bytes that one rank sends per micro-batch, A being the bytes of one activation and t the ranks: a

@@ -1,8 +1,10 @@
-"""Descriptions of hardware, and the prices of work on it.
+"""Descriptions of hardware, measurements for them, and the prices of work on it.
 
 =============== ===================================================================================
-``description`` the file: devices, links by level, hosts, each number with its source
-``catalog``     descriptions and peaks that come with the package, and files of one's own
+``description`` the file: devices, links by level, hosts; those that come with the package
+``sizes``       sizes as users type and read them
 ``prices``      seconds of products, passes over memory and messages
+``clock``       medians and scatter of repeated timings
+``measure``     devices, pairs of ranks, rings, a disk: for a description of one's own
 =============== ===================================================================================
 """

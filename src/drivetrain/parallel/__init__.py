@@ -1,23 +1,28 @@
-"""Sharded units: parameters, gradients and optimizer states divided among ranks, unit by unit.
+"""The engine that data-parallel strategies share: state divided in units, or replicated.
 
 A unit is a set of parameters that are gathered and freed together. A strategy says how a model is
 cut into units, what each rank owns of a parameter, and what happens at each event of a step. The
 mechanisms that it calls are here, from the bottom up:
 
-============= ==================================================================
-layout.py     which parameter lies where, who owns what: arithmetic, one parameter's geometry
-shard.py      this rank's part of a flat tensor between its uses
-unit.py       flat tensors that are gathered by one all-gather, and freed together
-estimate.py   bytes held and sent, and what plans need to know
-options.py    the options that strategies share
-home.py       where shards lie and who steps them: beside the model, or elsewhere
-placement.py  the ranks of a model, and its parameters in units
-gather.py     when units are gathered and freed; parameters used while values are away
-gradients.py  one unit's gradients, from autograd to fragments
-reduce.py     when units are reduced during backward
-hooks.py      the events of a step
-optimizers.py fragments in the place of parameters in optimizers
-state.py      checkpoints
-strategy.py   the contract, but for the step
-============= ==================================================================
+================== ===============================================================================
+layout.py          which parameter lies where, who owns what: arithmetic
+shard.py           this rank's part of a flat tensor between its uses
+unit.py            flat tensors that are gathered by one all-gather, and freed together
+estimate.py        bytes held and sent, and what plans need to know
+options.py         the options that strategies share
+home.py            where shards lie and who steps them: beside the model, or elsewhere
+placement.py       the ranks of a model, and its parameters in units
+gather.py          when units are gathered and freed; parameters used while values are away
+gradients.py       one unit's gradients, from autograd to fragments
+reduce.py          when units are reduced during backward
+shown_gradients.py what a script finds at ``p.grad``, and what it has done to it
+hooks.py           the events of a step
+optimizers.py      fragments in the place of parameters in optimizers
+strategy.py        the contract of strategies over units: the step in its order, checkpoints
+replicated.py      the contract where every rank holds all state whole, but for the average
+buckets.py         gradients side by side in one flat tensor
+backward.py        where a synchronised backward begins and ends; norms of many tensors
+whole_state.py     optimizers and models as one process has them
+suitability.py     whether an optimizer or a layer fits what ranks do with it, by experiment
+================== ===============================================================================
 """

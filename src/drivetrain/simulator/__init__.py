@@ -1,10 +1,11 @@
 """The simulator: a strategy's work in one step, drawn before anything runs.
 
 ================= =================================================================================
-``work``          operations of kernels, and the units of a model: what is computed, kept, divided
+``step``          operations of kernels, units of a model, and the graph of tasks: played against
+                  prices, it has seconds, the peak of memory, and a trace
+``contract``      what plans ask of a strategy
 ``transformer``   a GPT by its sizes alone
-``run``           what a strategy knows when it draws a step
-``step``          the graph of tasks, played against prices: seconds, the peak of memory, a trace
+``seen``          a model's units from looks at the module itself
 ``data_parallel`` draws the step of any kind of data parallelism
 ================= =================================================================================
 """

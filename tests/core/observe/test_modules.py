@@ -343,7 +343,7 @@ def said():
     lines = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
-    logger = logging.getLogger("drivetrain.profiling")
+    logger = logging.getLogger("drivetrain.observe")
     level = logger.level
     logger.setLevel(logging.INFO)
     logger.addHandler(handler)

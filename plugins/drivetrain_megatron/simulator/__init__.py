@@ -2,7 +2,7 @@
 
 ============ ======================================================================================
 ``simulate`` runs a schedule without computing: time, idle time and memory, and promised times
-``draw``     a Gantt chart on the terminal, or as a picture
-``command``  ``drivetrain schedule``
+``command``  ``drivetrain schedule``: a Gantt chart on the terminal, or as a picture
+``step``     the step of a cell, for plans
 ============ ======================================================================================
 """

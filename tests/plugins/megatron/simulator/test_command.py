@@ -13,9 +13,6 @@ from drivetrain.errors import ConfigError
 from drivetrain.simulator.transformer import GptShape
 from drivetrain_launch.cli import run
 from drivetrain_megatron import Megatron
-from drivetrain_megatron.paper.command import Gantt, save_picture
-from drivetrain_megatron.paper.simulate import simulate
-from drivetrain_megatron.paper.step import cut_into_stages, divided
 from drivetrain_megatron.pipeline.schedules import (
     SCHEDULES,
     Action,
@@ -26,6 +23,9 @@ from drivetrain_megatron.pipeline.schedules import (
     save_trace,
     to_trace,
 )
+from drivetrain_megatron.simulator.command import Gantt, save_picture
+from drivetrain_megatron.simulator.simulate import simulate
+from drivetrain_megatron.simulator.step import cut_into_stages, divided
 
 MEASURED = Timeline(
     (

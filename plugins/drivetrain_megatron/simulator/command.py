@@ -16,7 +16,6 @@ from rich.table import Table
 from rich.text import Text
 
 from drivetrain.errors import ConfigError
-from drivetrain_megatron.paper.simulate import Formula, promised, simulate
 from drivetrain_megatron.pipeline.schedules import (
     SCHEDULES,
     Action,
@@ -27,6 +26,7 @@ from drivetrain_megatron.pipeline.schedules import (
     make_schedule,
     save_trace,
 )
+from drivetrain_megatron.simulator.simulate import Formula, promised, simulate
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
