@@ -54,6 +54,28 @@ class Run:
     examples: ExampleBatches = field(default_factory=ExampleBatches)
     links: LinkMethods = field(default_factory=LinkMethods)
 
+    def bytes_between_hosts(self, sent: Mapping[tuple[str, str], int]) -> int:
+        """Return the bytes that leave rank 0's host: messages go around in rings of neighbors.
+
+        Of the ranks that a host has on a ring, one sends to another host; a host has several rings
+        where each takes a part of its ranks. The stages of a pipeline are a chain: a rank that
+        sends to a stage on its own host stands for the rank of this host that sends to the next
+        host, as many bytes, or half as many where these are rounded.
+
+        Args:
+            sent: bytes that one rank sends by (axis, operation), from a ledger or a ``Cost``.
+        """
+        total = 0
+        for (name, operation), nbytes in sent.items():
+            axis = name.partition(".")[0]
+            try:
+                line = self.mesh[axis] if operation == "send" else self.mesh.line(name)
+            except KeyError:
+                continue  # of another strategy's mesh
+            if line.spans_hosts:
+                total += nbytes * self.world.island_size // line.hosts.count(line.hosts[line.rank])
+        return total
+
 
 class Prepared(NamedTuple):
     """The result of ``Strategy.prepare``: use these objects instead of the arguments."""

@@ -159,7 +159,7 @@ def _ordered(listed: list[RemoteHost], resolved: Resolved, topology: str) -> lis
             "--topology orders the hosts of --hosts or --hostfile, found neither; give one of "
             "them, or choose each host's --node-rank yourself"
         )
-    from drivetrain_launch.forecast.planning import hosts_in_order
+    from drivetrain_launch.commands.preview import hosts_in_order
 
     found, line = hosts_in_order(listed, resolved, topology)
     click.echo(line, err=True)

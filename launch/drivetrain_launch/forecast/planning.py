@@ -1,13 +1,8 @@
-"""The run as rank 0 will see it: what is refused and promised, and the order of hosts.
+"""The run as rank 0 will see it, laid out without a process group: refused, or promised bytes.
 
-The promises of all strategies for one model: one row of bytes for each form of a strategy.
-
-The order of listed hosts by measured links, for ``drivetrain launch --topology``.
-
-The words of ``drivetrain plan``: one layout in detail, the table of a search, the files.
+A promise is one row of bytes for one model and one form of a strategy.
 """
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -17,28 +12,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from drivetrain.compression.communicator import declared_islands
-from drivetrain.compression.compressor import Honesty
 from drivetrain.compression.methods import LinkMethods
 from drivetrain.config import Layer, ValueOrigin
 from drivetrain.config.resolve import Resolved, resolve
 from drivetrain.cost import Cost, ModelSpec, TensorSpec
 from drivetrain.errors import ConfigError, DrivetrainError
-from drivetrain.hardware.description import load_hardware, names_a_device
-from drivetrain.hardware.sizes import size_text
-from drivetrain.observe.link import bytes_between_hosts
-from drivetrain.planner.search import HostOrder, HostPlacement
+from drivetrain.hardware.description import names_a_device
 from drivetrain.registry import strategies
 from drivetrain.runtime.mesh import Mesh
 from drivetrain.runtime.precision import Precision
 from drivetrain.runtime.world import World
 from drivetrain.strategy import Form, Run, find_strategy
 from drivetrain.traffic import Traffic
-from drivetrain_launch.hosts.remote import RemoteHost
 from drivetrain_launch.ranks.placement import check_hosts
 
 if TYPE_CHECKING:
-    from drivetrain.planner.predict import Prediction, Predictor, Task
-    from drivetrain.planner.search import Found
+    pass
 
 
 # --- the run as rank 0 will see it, laid out without a process group ---
@@ -226,144 +215,6 @@ def _promise(
         kind.check_options(options, run.precision)
         kind.check_links(options, run.links, run.precision)
         cost = kind.cost(options, model, run)
-        return Promise(form, cost, between_hosts=bytes_between_hosts(cost.sent, run))
+        return Promise(form, cost, between_hosts=run.bytes_between_hosts(cost.sent))
     except DrivetrainError as error:
         return Promise(form, None, str(error).splitlines()[0])
-
-
-# --- the order of listed hosts by measured links, for ``drivetrain launch --topology`` ---
-
-
-def hosts_in_order(
-    hosts: Sequence[RemoteHost], resolved: Resolved, topology: str
-) -> tuple[list[RemoteHost], str]:
-    """Return hosts in the order in which messages are quickest, and a line about it.
-
-    Args:
-        hosts: as the user listed them.
-        resolved: the configuration: its strategy says which ranks talk.
-        topology: a description with measured rates between these hosts.
-
-    Raises:
-        ConfigError: there are no such rates, or the number of ranks of a host is not known.
-    """
-    pairs = load_hardware(topology).links.pairs
-    if pairs is None:
-        raise ConfigError(
-            f"--topology {topology}: expected rates between hosts, links.pairs, found none; run "
-            "`drivetrain hardware measure` on all hosts"
-        )
-    slots = ranks_of(hosts, resolved)
-    kind, options = find_strategy(resolved.strategy, resolved.strategy_config)
-    run = plan_on(resolved, [name for host, count in zip(hosts, slots, strict=True)
-                             for name in [host.name] * count])  # fmt: skip
-    sent: Counter[str] = Counter()
-    for (axis, _), nbytes in kind.cost(options, example_model(), run).sent.items():
-        sent[axis.partition(".")[0]] += nbytes
-    sizes = {axis.name: axis.size for axis in run.mesh.values()}
-    placement = HostPlacement([host.name for host in hosts], slots, sizes, sent, pairs)
-    given, best = placement.given(), placement.best()
-    return [hosts[index] for index in best.hosts], told(placement, given, best)
-
-
-def ranks_of(hosts: Sequence[RemoteHost], resolved: Resolved) -> list[int]:
-    """Return the ranks of each host.
-
-    Raises:
-        ConfigError: a host decides itself.
-    """
-    common = resolved.run.launch.nproc_per_node
-    found = [host.slots or (0 if common == "auto" else int(common)) for host in hosts]
-    if not all(found):
-        raise ConfigError(
-            "expected a number of ranks for each host, found hosts that decide it themselves; "
-            "write HOST:N, slots=N in the hostfile, or --nproc-per-node"
-        )
-    return found
-
-
-def told(placement: HostPlacement, given: HostOrder, best: HostOrder) -> str:
-    """Return a line about the chosen order."""
-    names = ", ".join(placement.names[index] for index in best.hosts)
-    if best.hosts == given.hosts:
-        return f"hosts stay in the order {names}: no other is better by the measured links"
-    return (
-        f"hosts in the order {names}: a billion parameters' messages take {best.seconds:.3g} s on "
-        f"the slowest links instead of {given.seconds:.3g} s, links between neighbors "
-        f"{best.chain:.3g} s per GB instead of {given.chain:.3g} s"
-    )
-
-
-# --- the words of ``drivetrain plan`` ---
-
-SHOWN = 10
-"""Rows of the table of a search."""
-
-SMALL = 0.002
-"""Shares of a step that are not shown."""
-
-
-def file_of(task: "Task", prediction: "Prediction") -> str:
-    """Return the configuration file of a layout."""
-    from drivetrain.planner.layout import run_file
-
-    return run_file(prediction.planned, prediction.micro_batches, task.hosts, task.per_host)
-
-
-def explained(predictor: "Predictor", prediction: "Prediction") -> Iterator[str]:
-    """Yield lines about one layout: its time by parts, its memory by kinds, its messages."""
-    from drivetrain.planner.search import remedies, room_of
-
-    task = predictor.task
-    yield prediction.layout
-    yield f"step     {prediction.step_seconds:.4g} s, idle {prediction.idle:.1%}"
-    unit = "tokens/s" if task.model.seq > 1 else "samples/s"
-    yield (
-        f"speed    {prediction.tokens_per_second:,.0f} {unit}, MFU {prediction.mfu:.1%} of the "
-        "devices' peak"
-    )
-    parts = sorted(prediction.parts.items(), key=lambda each: -each[1])
-    for name, seconds in parts:
-        share = seconds / prediction.step_seconds
-        if share > SMALL:
-            yield f"  {share:6.1%}  {seconds:.4g} s  {name}"
-    room, needed = room_of(task), prediction.needed()
-    yield f"memory   {size_text(round(needed))} of {size_text(round(room))}" + (
-        "" if needed <= room else f": {size_text(round(needed - room))} too much"
-    )
-    for kind, nbytes in prediction.held.items():
-        yield f"  held   {kind}: {size_text(round(nbytes))}"
-    rest = prediction.peak_bytes - sum(prediction.held.values())
-    yield f"  for a while   activations and what is gathered: {size_text(round(rest))}"
-    if len(prediction.peaks) > 1:
-        peaks = ", ".join(size_text(round(each)) for each in prediction.peaks)
-        yield f"  at the peak, by stage: {peaks}"
-    for tier in ("host", "disk"):
-        if there := prediction.stored_most(tier):
-            yield f"  on the {tier}, of a rank: {size_text(round(there))}"
-    for (axis, operation), nbytes in prediction.sent.items():
-        yield f"  sent   {operation} over {axis}: {size_text(round(nbytes))}"
-    yield f"  a host sends to others: {size_text(round(prediction.leaving))}"
-    if prediction.planned.honesty is not Honesty.EXACT:
-        yield f"  approximate between hosts: {prediction.planned.methods()}"
-    if needed > room:
-        yield f"would fit with any of: {'; '.join(remedies(predictor, prediction.planned))}"
-
-
-def found_rows(found: "Found", *, methods: bool) -> Sequence[Sequence[str]]:
-    """Return the rows of the table of a search, with the methods between hosts or without."""
-    best = found.best[0]
-    return [
-        [
-            each.layout,
-            f"{each.step_seconds:.4g} s",
-            f"{each.tokens_per_second:,.0f}",
-            f"{each.mfu:.1%}",
-            size_text(round(each.needed())),
-            size_text(round(each.leaving)),
-            *([each.planned.methods()] if methods else []),
-            f"{each.idle:.1%}",
-            each.against(best),
-        ]
-        for each in found.best[:SHOWN]
-    ]

@@ -1,7 +1,7 @@
 """The link between hosts: the bytes of a step and their seconds, and the choice of methods."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -19,29 +19,6 @@ from drivetrain.observe.figures import StepFigures, StepSums
 from drivetrain.runtime.gradient_state import GradientState
 from drivetrain.strategy import Run, Strategy
 from drivetrain.traffic import Traffic
-
-
-def bytes_between_hosts(sent: Mapping[tuple[str, str], int], run: Run) -> int:
-    """Return the bytes that leave rank 0's host, where messages go around in rings of neighbors.
-
-    Of the ranks that a host has on a ring, one sends to another host; a host has several rings
-    where each takes a part of its ranks. The stages of a pipeline are a chain: a rank that sends to
-    a stage on its own host stands for the rank of this host that sends to the next host, as many
-    bytes, or half as many where these are rounded.
-
-    Args:
-        sent: bytes that one rank sends by (axis, operation), from a ledger or a ``Cost``.
-        run: knows the axes.
-    """
-    total = 0
-    for (name, operation), nbytes in sent.items():
-        try:
-            line = run.mesh[name.partition(".")[0]] if operation == "send" else run.mesh.line(name)
-        except KeyError:
-            continue  # of another strategy's mesh
-        if line.spans_hosts:
-            total += nbytes * run.world.island_size // line.hosts.count(line.hosts[line.rank])
-    return total
 
 
 class LinkLoad:
@@ -70,7 +47,7 @@ class LinkLoad:
         self._judged = True
         parts = ((key.partition("/"), count) for key, count in figures.sent.items())
         sent = {(axis, operation): count for (axis, _, operation), count in parts}
-        nbytes = bytes_between_hosts(sent, self._run)
+        nbytes = self._run.bytes_between_hosts(sent)
         link_s = nbytes / self._link
         waiting_s = sum(figures.waiting.values()) or min(link_s, figures.seconds)
         working_s = figures.seconds - waiting_s

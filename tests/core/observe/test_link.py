@@ -4,7 +4,7 @@ import pytest
 
 from drivetrain.errors import PreflightError
 from drivetrain.observe.figures import StepFigures
-from drivetrain.observe.link import LinkLoad, bytes_between_hosts
+from drivetrain.observe.link import LinkLoad
 from drivetrain.runtime.mesh import Mesh
 from drivetrain.runtime.precision import Precision
 from drivetrain.runtime.world import LINK_VARIABLE, World, host_link
@@ -38,7 +38,7 @@ def test_bytes_are_those_of_a_host_and_not_of_its_inner_links(run):
         ("dp.near", "all_reduce"): 5000,
         ("tp of another strategy", "all_reduce"): 7,
     }
-    assert bytes_between_hosts(sent, run) == 1000 + 600
+    assert run.bytes_between_hosts(sent) == 1000 + 600
 
 
 def test_a_stage_inside_of_a_host_stands_for_the_last_one_of_the_host():
@@ -46,7 +46,7 @@ def test_a_stage_inside_of_a_host_stands_for_the_last_one_of_the_host():
     for hosts, link in (("aabb", "pp.near"), ("ab", "pp.far")):
         run = run_of("pp", hosts)
         run.mesh.name_links("pp")
-        assert bytes_between_hosts({(link, "send"): 1000}, run) == 1000
+        assert run.bytes_between_hosts({(link, "send"): 1000}) == 1000
     assert run.mesh.line("pp.far").spans_hosts
 
 

@@ -83,7 +83,7 @@ def test_ranks_become_hosts():
     assert found == {"hosts": ["n1", "n2"], "gigabytes_per_second": [[0.0, 2.0], [2.0, 0.0]]}
     assert host_pairs({(0, 1): 9e9}, ("n1", "n1")) is None
 
-    from drivetrain_launch.forecast.planning import ranks_of
+    from drivetrain_launch.commands.preview import ranks_of
     from drivetrain_launch.hosts.remote import RemoteHost
 
     resolved = SimpleNamespace(run=SimpleNamespace(launch=SimpleNamespace(nproc_per_node=4)))

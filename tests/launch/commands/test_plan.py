@@ -13,8 +13,7 @@ from drivetrain.planner.layout import read_layout
 from drivetrain.planner.search import search
 from drivetrain.simulator.step import PaperRun
 from drivetrain.simulator.transformer import GptShape
-from drivetrain_launch.commands.plan import _with_link
-from drivetrain_launch.forecast.planning import file_of
+from drivetrain_launch.commands.plan import _with_link, file_of
 
 TINY = ("--gpt", "layers=2,hidden=64,heads=2,seq=64", "--batch", "8")
 SMALL = ("--gpt", "layers=4,hidden=1024,heads=16,seq=1024", "--batch", "16")
