@@ -444,7 +444,7 @@ def cost(steps: int, view: Run, base: Run) -> float:
 
 def measure(steps: int) -> None:
     """Write the costs of views in this process in microseconds, as JSON."""
-    from drivetrain.ranges import collective_range
+    from drivetrain.runtime.ranges import collective_range
 
     count = WARMUP + steps
     found: dict[str, float] = {}

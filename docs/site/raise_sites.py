@@ -64,7 +64,7 @@ SITUATIONS: dict[str, tuple[str, ...]] = {
         "src/drivetrain/checkpoint",
         "src/drivetrain/facade/checkpoints.py",
         "src/drivetrain/facade/prepared.py",
-        "src/drivetrain/checkpoint/saved_state.py",
+        "src/drivetrain/saved_state.py",
         "src/drivetrain/shards.py",
         "src/drivetrain/parallel/strategy.py",
     ),

@@ -30,7 +30,6 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
-from drivetrain.checkpoint.saved_state import AROUND
 from drivetrain.collectives import Communicator, Handle
 from drivetrain.collectives.communicator import Finished, SumChannel
 from drivetrain.collectives.volume import ParameterRow, Stretch
@@ -38,6 +37,7 @@ from drivetrain.model.modules import named_parameters, repeated_blocks
 from drivetrain.parallel.backward import Rounds, on_gradient
 from drivetrain.parallel.buckets import view_like
 from drivetrain.parallel.replicated import replicate
+from drivetrain.saved_state import AROUND
 from drivetrain.shards import HeldPart, HeldTensors
 from drivetrain.strategy import Strategy
 from drivetrain_local.options import LocalOptions

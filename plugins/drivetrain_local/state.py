@@ -24,10 +24,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drivetrain.checkpoint.saved_state import LINKS, OWN_MARK
 from drivetrain.collectives import Communicator
 from drivetrain.compression.error_feedback import take_kept
 from drivetrain.log import get_logger
+from drivetrain.saved_state import LINKS, OWN_MARK
 from drivetrain.shards import Part, Reader, Shard, TensorFacts, boxes
 from drivetrain_local.outer import MOMENTUM, OUTER, UNDER_WAY
 

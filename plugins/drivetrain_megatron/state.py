@@ -27,7 +27,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
-from drivetrain.checkpoint.saved_state import LINKS, OWN_MARK, check_fits
 from drivetrain.collectives import Communicator
 from drivetrain.compression.methods import LinkMethods
 from drivetrain.errors import CheckpointError, ConfigError, RankMismatchError, UsageError
@@ -40,6 +39,7 @@ from drivetrain.parallel.whole_state import copied_state
 from drivetrain.runtime.mesh import Mesh
 from drivetrain.runtime.precision import Precision
 from drivetrain.runtime.world import World
+from drivetrain.saved_state import LINKS, OWN_MARK, check_fits
 from drivetrain.shards import (
     HeldPart,
     HeldTensors,

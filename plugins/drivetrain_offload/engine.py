@@ -24,7 +24,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from drivetrain.checkpoint.saved_state import AROUND
 from drivetrain.cost import ModelSpec
 from drivetrain.errors import ConfigError, UsageError
 from drivetrain.log import get_logger
@@ -35,6 +34,7 @@ from drivetrain.parallel.options import OffloadOptions, UnitsOptions, store_knob
 from drivetrain.parallel.shard import FlatTensor, ShardHome, followed, make_placeholder
 from drivetrain.parallel.unit import Unit
 from drivetrain.registry import stores
+from drivetrain.saved_state import AROUND
 from drivetrain.store import Pending, ShardSpec, ShardStep, ShardStepper, SteppingStore, TensorStore
 from drivetrain.strategy import Run
 from drivetrain_offload.tiers import TierPlan, announce_tiers, held_by_kind, offloaded, plan_of

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from drivetrain.checkpoint.saved_state import KeepsState
 from drivetrain.compression.methods import LinkMethods, OverLinks
 from drivetrain.cost import Cost, ModelSpec
 from drivetrain.data.examples import ExampleBatches
@@ -25,6 +24,7 @@ from drivetrain.registry import strategies
 from drivetrain.runtime.mesh import Mesh
 from drivetrain.runtime.precision import Precision
 from drivetrain.runtime.world import World
+from drivetrain.saved_state import KeepsState
 from drivetrain.shards import Readable, WeightSource
 from drivetrain.simulator.contract import Planning
 from drivetrain.traffic import Traffic

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from drivetrain.collectives import Communicator
 from drivetrain.errors import ConfigError, UsageError
 from drivetrain.model.untouched import LeftBehind
-from drivetrain.ranges import STAGE, named_range
+from drivetrain.runtime.ranges import STAGE, named_range
 from drivetrain.strategy import Strategy
 from drivetrain_megatron.dropout import Dropout
 from drivetrain_megatron.pipeline.schedules import Action, ActionKind, Span, Timeline, save_trace

@@ -26,8 +26,8 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from drivetrain.collectives.neighbors import Tag
 from drivetrain.errors import CollectiveError, ConfigError, UsageError
 from drivetrain.log import get_logger
-from drivetrain.ranges import WAIT, named_range
 from drivetrain.runtime.mesh import Axis, lines_along
+from drivetrain.runtime.ranges import WAIT, named_range
 from drivetrain.strategy import Run
 from drivetrain.traffic import Traffic
 

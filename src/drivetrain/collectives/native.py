@@ -26,9 +26,9 @@ from drivetrain.collectives.communicator import (
 from drivetrain.collectives.neighbors import Header
 from drivetrain.collectives.volume import Chunks, checked_chunks, checked_parts
 from drivetrain.errors import CollectiveError
-from drivetrain.ranges import collective_range
 from drivetrain.runtime.board import NATIVE, board
 from drivetrain.runtime.mesh import Axis
+from drivetrain.runtime.ranges import collective_range
 from drivetrain.traffic import Traffic
 
 # torch 2.13 renamed the two operations on one flat tensor and deprecated the old names.

@@ -55,9 +55,9 @@ from drivetrain.collectives.volume import (
     layout_of,
 )
 from drivetrain.errors import CollectiveError
-from drivetrain.ranges import collective_range
 from drivetrain.runtime.board import board
 from drivetrain.runtime.mesh import Axis
+from drivetrain.runtime.ranges import collective_range
 from drivetrain.runtime.words import CountingThread
 from drivetrain.traffic import Traffic
 

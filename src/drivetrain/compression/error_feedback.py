@@ -19,11 +19,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from drivetrain.checkpoint.saved_state import LINKS, OWN_MARK
 from drivetrain.collectives import Communicator, Handle, Parts
 from drivetrain.collectives.volume import ParameterSpan
 from drivetrain.compression.compressor import FarReduction, Kept
 from drivetrain.log import get_logger
+from drivetrain.saved_state import LINKS, OWN_MARK
 from drivetrain.shards import Part, Reader, Shard
 
 logger = get_logger(__name__)

@@ -48,7 +48,7 @@ from drivetrain.observe.trace import (
     table,
     write_part,
 )
-from drivetrain.ranges import BACKWARD, FORWARD, RECOMPUTE, STEP, is_profiled
+from drivetrain.runtime.ranges import BACKWARD, FORWARD, RECOMPUTE, STEP, is_profiled
 from drivetrain.strategy import Run
 
 # --- one profile on all ranks ---

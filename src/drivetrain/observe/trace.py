@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 
 from drivetrain.errors import UsageError
-from drivetrain.ranges import BACKWARD, COLLECTIVE, WAIT
+from drivetrain.runtime.ranges import BACKWARD, COLLECTIVE, WAIT
 from drivetrain.runtime.world import World
 
 # --- one Chrome trace of all ranks ---

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from drivetrain.checkpoint.saved_state import allocate_state, group_of
 from drivetrain.cost import ModelSpec
 from drivetrain.parallel.estimate import Estimate
 from drivetrain.parallel.layout import ParameterSlot, UnitLayout
@@ -21,6 +20,7 @@ from drivetrain.parallel.options import OffloadOptions, UnitsOptions
 from drivetrain.parallel.shard import FlatTensor, ShardHome, ShardInMemory, ShardInPlace
 from drivetrain.parallel.unit import Unit
 from drivetrain.registry import homes
+from drivetrain.saved_state import allocate_state, group_of
 from drivetrain.strategy import Run
 
 _IN_STORES = "stores"

@@ -24,13 +24,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from drivetrain.checkpoint.saved_state import ReplicatedState
 from drivetrain.collectives import Communicator
 from drivetrain.compression.communicator import connect_linked
 from drivetrain.cost import Cost, ModelSpec
 from drivetrain.errors import UsageError
 from drivetrain.model.modules import UninheritedHook, held_parameters
 from drivetrain.parallel.backward import Rounds, clip_, global_norm, on_gradient
+from drivetrain.saved_state import ReplicatedState
 from drivetrain.shards import Reader, Shard
 from drivetrain.strategy import Prepared, Run, Strategy
 

@@ -34,7 +34,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from drivetrain.checkpoint.saved_state import ReplicatedState, check_fits, state_keys, weights_in
 from drivetrain.compression.communicator import route_linked
 from drivetrain.compression.error_feedback import kept_by, take_kept
 from drivetrain.compression.one_bit_adam import FrozenAdam, refuse_clipping
@@ -66,6 +65,7 @@ from drivetrain.parallel.reduce import Reduce
 from drivetrain.parallel.replicated import replicate
 from drivetrain.parallel.shard import FlatTensor, followed
 from drivetrain.parallel.unit import Unit, is_ahead, route_secondary, why_only_read
+from drivetrain.saved_state import ReplicatedState, check_fits, state_keys, weights_in
 from drivetrain.shards import HeldTensors, Part, Reader, Shard, WeightSource, boxes
 from drivetrain.simulator.contract import Planning
 from drivetrain.simulator.data_parallel import DataParallelPlanning, Sharing

@@ -8,9 +8,9 @@ import torch.distributed as dist
 
 from drivetrain.checkpoint import Contents, open_checkpoint, save_checkpoint, tensorfile
 from drivetrain.checkpoint.commit import together
-from drivetrain.checkpoint.saved_state import describe_difference
 from drivetrain.errors import CheckpointError, CollectiveError
 from drivetrain.runtime.world import World
+from drivetrain.saved_state import describe_difference
 from drivetrain.shards import Part, Shard
 
 WHOLE = torch.arange(35, dtype=torch.float32).reshape(5, 7)

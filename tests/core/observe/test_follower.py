@@ -14,7 +14,7 @@ from drivetrain.communication import broadcast_object_list
 from drivetrain.errors import ConfigError, UsageError
 from drivetrain.observe.profile import StepWindow
 from drivetrain.observe.trace import TraceReader
-from drivetrain.ranges import STEP, is_profiled
+from drivetrain.runtime.ranges import STEP, is_profiled
 
 
 def test_steps_are_read_as_a_slice():

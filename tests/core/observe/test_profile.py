@@ -11,7 +11,7 @@ from torch import nn
 
 from drivetrain import Accelerator, ProfileKwargs
 from drivetrain.communication import broadcast_object_list
-from drivetrain.ranges import BACKWARD, COLLECTIVE, FORWARD
+from drivetrain.runtime.ranges import BACKWARD, COLLECTIVE, FORWARD
 from stacks import Lossy, Residual
 
 STRATEGIES = [
