@@ -179,7 +179,7 @@ def test_exports_that_do_not_fit(tmp_path, caplog):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("strategy", ["zero1", "zero3", "fsdp"])
+@pytest.mark.parametrize("strategy", ["fsdp", "zero1", "zero3"])
 def test_trains_as_an_ordinary_model_does(strategy):
     """With several units, of which one is used again after others."""
     found = []

@@ -83,7 +83,7 @@ def batches(name):
         yield ids, targets
 
 
-@pytest.mark.parametrize("turn", range(3))
+@pytest.mark.parametrize("turn", [2, 1, 0])
 @pytest.mark.ranks(2)
 def test_losses_that_are_handed_over(turn):
     """First a batch in which every target counts alike, so that it tells nothing of the weights."""

@@ -107,7 +107,7 @@ def test_shapes_of_blocks_that_depend_on_values():
     check_two_steps(model, batch, {"pp": 2}, tolerance=1e-10)
 
 
-@pytest.mark.parametrize("make", [compiled_in_place, compiled_around, Tabled])
+@pytest.mark.parametrize("make", [Tabled, compiled_in_place, compiled_around])
 @pytest.mark.ranks(2)
 def test_equal_to_one_process(make):
     torch.manual_seed(0)
