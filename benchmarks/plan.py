@@ -29,7 +29,7 @@ from drivetrain.errors import DrivetrainError
 from drivetrain.hardware.description import Hardware, load_hardware
 from drivetrain.model.first_batch import Candidate
 from drivetrain.planner.layout import layout_of, plain, read_layout
-from drivetrain.planner.predict import Prediction, Predictor, Task
+from drivetrain.planner.search import Prediction, Predictor, Task
 from drivetrain.simulator.seen import SeenModel, seen_model
 from drivetrain.simulator.transformer import GptShape
 

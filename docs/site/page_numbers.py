@@ -22,7 +22,7 @@ from drivetrain.runtime.world import World
 from drivetrain.strategy import Run
 from drivetrain.traffic import Traffic
 from drivetrain_megatron.pipeline.schedules import SCHEDULES, make_schedule
-from drivetrain_megatron.simulator.simulate import UNIT_DURATIONS, simulate
+from drivetrain_megatron.simulator.command import UNIT_DURATIONS, simulate
 from drivetrain_offload.disk_speed import ADAM_BYTES
 from drivetrain_offload.tiers import TierPlan, Tiers, held, tiers_of
 

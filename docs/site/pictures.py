@@ -12,8 +12,7 @@ from drivetrain.registry import strategies
 from drivetrain_launch.commands.preview import example_model
 from drivetrain_launch.forecast.planning import promises_for
 from drivetrain_megatron.pipeline.schedules import SCHEDULES, ActionKind, make_schedule
-from drivetrain_megatron.simulator.command import COLORS, MEANINGS
-from drivetrain_megatron.simulator.simulate import simulate
+from drivetrain_megatron.simulator.command import COLORS, MEANINGS, simulate
 
 FOLDER = Path(__file__).parents[1] / "pictures"
 GIB = 2**30

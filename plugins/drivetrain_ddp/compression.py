@@ -35,7 +35,7 @@ from drivetrain.collectives import Communicator, Route
 from drivetrain.collectives.communicator import SumChannel
 from drivetrain.config.option import option
 from drivetrain.errors import ConfigError
-from drivetrain.parallel.buckets import MIB, Bucket, BucketLayout, plan_buckets
+from drivetrain.parallel.replicated import MIB, Bucket, BucketLayout, plan_buckets
 from drivetrain.runtime.precision import Precision
 
 # --- a bucket on the wire ---

@@ -45,13 +45,11 @@ from drivetrain.cost import Cost, ModelSpec
 from drivetrain.errors import ConfigError, UsageError
 from drivetrain.model.modules import named_parameters
 from drivetrain.parallel.backward import Rounds, on_gradient
-from drivetrain.parallel.buckets import MIB, Bucket
-from drivetrain.parallel.replicated import ReplicatedStrategy
+from drivetrain.parallel.replicated import MIB, Bucket, ReplicatedStrategy
 from drivetrain.runtime.precision import Precision
 from drivetrain.runtime.world import World
 from drivetrain.shards import Reader, Shard
-from drivetrain.simulator.contract import Planning
-from drivetrain.simulator.data_parallel import DataParallelPlanning, Sharing
+from drivetrain.simulator.contract import DataParallelPlanning, Planning, Sharing
 from drivetrain.simulator.step import PaperRun
 from drivetrain.strategy import Form, Prepared, Run
 from drivetrain_ddp.compression import CommunicationHook, DdpConfig, Finish

@@ -14,15 +14,13 @@ parameters, gradients and states each, and whole units in use. With R groups of 
 inside of a group and 2 f_R P/S between groups.
 
 ===========  ===================================================================================
-fsdp.py      the strategy: its step as a table, units, and the groups of ranks that divide the model
-units.py     which parameters are a unit, which rows of each a rank owns, and the options
+fsdp.py      the strategy: its step as a table, units, rows, options, and the groups of ranks
 dtensors.py  the shards as torch's DTensors
 ===========  ===================================================================================
 
 The step in its order, and the mechanisms that it calls, are ``drivetrain.parallel``.
 """
 
-from drivetrain_fsdp.fsdp import Fsdp
-from drivetrain_fsdp.units import FsdpConfig
+from drivetrain_fsdp.fsdp import Fsdp, FsdpConfig
 
 __all__ = ["Fsdp", "FsdpConfig"]

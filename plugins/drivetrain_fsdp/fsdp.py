@@ -14,42 +14,624 @@ One step of N ranks, each of which owns some rows of every parameter::
                (sharding: hybrid adds the rows up over groups of ranks, once per window; with
                exchange: momentum the momenta of Adam cross between groups instead)
     step       the user's optimizer steps this rank's rows; then every unit is freed
+
+How FSDP cuts a model into units and parameters into rows, and the options for it.
+
+A unit is named by its key: the name of the module whose forward uses its parameters. Parameters of
+no unit belong to ROOT, the rest of the model. There are four ways to choose:
+
+- auto: every repeated block, every large layer outside of blocks
+- class: every module of some classes, the innermost where they nest
+- size: modules from the inside out, as soon as so many elements are in no unit yet
+- function: the modules that a function of the user's returns
+
+Auto and size need names and shapes only, so a cost is estimated where there is no model. With the
+model they leave out modules without a forward, which the names of a list's members tell as well.
+
+The options of the strategy ``fsdp``, and the units, limits and groups that follow from them.
 """
 
-from collections.abc import Hashable, Mapping, Sequence
+import difflib
+import importlib
+import itertools
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from drivetrain.collectives import Route
+from drivetrain.collectives.facts import gather_facts
 from drivetrain.compression.communicator import route_linked, route_of_replicas
 from drivetrain.compression.methods import LinkMethods
 from drivetrain.compression.one_bit_adam import check_momentum, frozen_adam
+from drivetrain.config.option import option
 from drivetrain.cost import ModelSpec, TensorSpec
-from drivetrain.errors import ConfigError
+from drivetrain.errors import ConfigError, RankMismatchError, UsageError
 from drivetrain.log import get_logger
 from drivetrain.model.modules import clean_name, named_parameters
 from drivetrain.parallel.estimate import Lines, sharing_of
-from drivetrain.parallel.layout import UnitLayout
+from drivetrain.parallel.layout import (
+    ROOT,
+    CutStyle,
+    UnitLayout,
+    arrange,
+    in_order_of_backward,
+    units_of_keys,
+)
+from drivetrain.parallel.options import ParameterOptions, Until
 from drivetrain.parallel.placement import Ranks
 from drivetrain.parallel.strategy import ShardedPlanning, ShardedStrategy
+from drivetrain.runtime.mesh import Axis, Mesh
 from drivetrain.runtime.precision import Precision
 from drivetrain.runtime.world import World
-from drivetrain.simulator.contract import Planning
-from drivetrain.simulator.data_parallel import Sharing
+from drivetrain.simulator.contract import Planning, Sharing
 from drivetrain.simulator.step import PaperRun
 from drivetrain.strategy import Form, Prepared, Run
 from drivetrain_fsdp.dtensors import as_dtensors
-from drivetrain_fsdp.units import (
-    FsdpConfig,
-    UnitChoice,
-    agreed_keys,
-    cut_model,
-    describe,
-    unit_keys,
-)
+
+# --- how FSDP cuts a model into units and parameters into rows, and the options for it ---
+
+# --- how FSDP cuts a model ---
+
+# --- modules of a model, found by the names of its parameters: which modules run a forward ---
+
+# A unit is gathered by the hooks of a module, and they run only where something calls the module.
+# Nothing calls a ``ModuleList``, nor the output projection inside of ``nn.MultiheadAttention``,
+# which reads that projection's weights itself. Where the model is not there, its names tell.
+
+
+_ATTENTION = {"in_proj_weight", "q_proj_weight"}
+"""Every ``nn.MultiheadAttention`` has a parameter of such a name, and so has every copy."""
+
+_PARAMETRIZED = "parametrizations"
+"""The place where ``torch.nn.utils.parametrize`` keeps the sources of a layer's weight."""
+
+
+def parent(name: str) -> str:
+    """Return the name of the module around a module or parameter; the model is ROOT."""
+    return name.rpartition(".")[0]
+
+
+def upwards(name: str) -> Iterator[str]:
+    """Yield a module's name and the names of the modules around it, the model last."""
+    while name:
+        yield name
+        name = parent(name)
+    yield ROOT
+
+
+def holds(module: str, name: str) -> bool:
+    """Return whether a module equals or contains another module, or a parameter, by names."""
+    return module in (ROOT, name) or name.startswith(f"{module}.")
+
+
+def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield every module once with its clean name; a compiled one before its inside, with one name.
+
+    A module that stands in several places comes under its first name.
+    """
+    for name, module in model.named_modules():
+        yield clean_name(f"{name}.")[:-1], module
+
+
+class Tree:
+    """The modules of a model that hold parameters.
+
+    Args:
+        parameters: clean names of parameters.
+        model: knows which modules have no forward; None leaves the question to the names.
+    """
+
+    def __init__(self, parameters: Iterable[str], model: nn.Module | None = None) -> None:
+        self._own: dict[str, set[str]] = {ROOT: set()}  # names of parameters right in a module
+        self._inside: dict[str, set[str]] = {ROOT: set()}  # names of all that is right in it
+        for name in parameters:
+            for inner, outer in itertools.pairwise(upwards(name)):
+                self._own.setdefault(outer, set())
+                self._inside.setdefault(outer, set()).add(inner.rpartition(".")[2])
+            self._own[parent(name)].add(name.rpartition(".")[2])
+        self._silent = set() if model is None else _without_forward(model)
+
+    @property
+    def modules(self) -> list[str]:
+        """Names of the modules, none before one around it."""
+        return sorted(self._own, key=lambda name: len(list(upwards(name))))
+
+    def is_called(self, module: str) -> bool:
+        """Return whether something calls a module, as far as can be known."""
+        return module == ROOT or not (
+            module in self._silent
+            or any(own.isdecimal() for own in self._own.get(module, ()))  # a ParameterList
+            or _PARAMETRIZED in module.split(".")
+            or any(_ATTENTION & self._own.get(outer, set()) for outer in upwards(parent(module)))
+        )
+
+    def is_list(self, module: str) -> bool:
+        """Return whether a module is a list by its names: a ``ModuleList`` or ``Sequential``."""
+        inside = self._inside.get(module, set())
+        return bool(inside) and all(name.isdecimal() for name in inside)
+
+    def user(self, around: Iterable[str]) -> str:
+        """Return the first of some modules, from the inside out, that is called and is no list."""
+        called = (name for name in around if self.is_called(name) and not self.is_list(name))
+        return next(called, ROOT)
+
+
+def _without_forward(model: nn.Module) -> set[str]:
+    return {
+        name
+        for name, module in named_modules(model)
+        if getattr(getattr(module, "forward", None), "__func__", None) is nn.Module.forward
+    }
+
+
+# --- the choice of units ---
+
+
+_SHOWN = 12
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UnitChoice:
+    """How units are chosen.
+
+    Attributes:
+        how: see this file's docstring.
+        classes: names of classes, for ``class``; a module's own or an ancestor's.
+        size: elements from which a layer outside of blocks (``auto``), or any module (``size``),
+            becomes a unit.
+        function: ``package.module:name`` or ``__main__:name``, for ``function``: returns some
+            modules of the model, its argument.
+    """
+
+    how: Literal["auto", "class", "size", "function"] = "auto"
+    classes: tuple[str, ...] = ()
+    size: int = 1_000_000
+    function: str = ""
+
+
+def unit_keys(
+    specs: Sequence[TensorSpec], choice: UnitChoice, model: nn.Module | None = None
+) -> list[str]:
+    """Return the key of the unit that each parameter belongs to, in order.
+
+    Args:
+        specs: distinct parameters under their first names, those of a compiled model as well.
+        choice: how units are chosen.
+        model: needed for ``class`` and ``function``.
+
+    Raises:
+        UsageError: no module is of a named class; the function cannot be imported or called,
+            returns objects that are no modules of the model, or has a parameter in two units; the
+            model is missing.
+    """
+    names = [clean_name(spec.name) for spec in specs]
+    tree = Tree(names, model)
+    if choice.how == "auto":
+        return _by_blocks(names, specs, tree, choice.size)
+    if choice.how == "size":
+        return _by_size(names, specs, tree, choice.size)
+    if model is None:
+        raise UsageError(
+            f"expected a model to choose units by {choice.how}, found sizes only; choose them by "
+            "auto or size here"
+        )
+    if choice.how == "class":
+        return _by_class(names, tree, choice.classes, model)
+    return _by_function(names, tree, choice.function, model)
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """The choice of a rank: the key of each parameter's unit, or why there is none."""
+
+    keys: list[str]
+    failure: str
+
+
+def agreed_keys(
+    choose: Callable[[], list[str]], names: Sequence[str], function: str, axis: Axis
+) -> list[str]:
+    """Return the key of the unit that each parameter belongs to, in order. Collective.
+
+    Args:
+        choose: returns this rank's keys.
+        names: the parameters.
+        function: the function's path, for errors.
+        axis: all must agree.
+
+    Raises:
+        RankMismatchError: on every rank, when keys differ or only others could choose.
+        Exception: of this rank's function.
+    """
+    failure: Exception | None = None
+    keys: list[str] = []
+    try:
+        keys = choose()
+    except Exception as error:
+        failure = error  # raised below, when the other ranks know
+    mine = _Choice(keys, str(failure) if failure else "")
+    told = gather_facts(mine, _Choice, doing="the comparison of units", group=axis)
+    if failure is not None:
+        raise failure
+    expected = f"expected {function} to choose the same units on every rank, found "
+    for rank, other in zip(axis.ranks, told, strict=True):
+        if other.failure:
+            raise RankMismatchError(
+                f"{expected}that it failed on rank {rank}: {other.failure}; see that rank's "
+                "own error"
+            )
+        for name, first, key in zip(names, told[0].keys, other.keys, strict=True):
+            if first != key:
+                raise RankMismatchError(
+                    f"{expected}{name!r} in {first or 'the rest of the model'} on rank "
+                    f"{axis.ranks[0]} and in {key or 'the rest of the model'} on rank {rank}; let "
+                    "it depend on nothing but the model"
+                )
+    return keys
+
+
+def cut_model(
+    specs: Sequence[TensorSpec],
+    keys: Sequence[str],
+    precision: Precision,
+    size: int,
+    devices: Sequence[Hashable] | None = None,
+) -> list[UnitLayout]:
+    """Cut parameters into units and rows, in the order in which backward usually reaches them.
+
+    Args:
+        specs: the parameters in registration order.
+        keys: the unit of each.
+        precision: which dtypes they get.
+        size: number of ranks that share them.
+        devices: device of each parameter; only equal ones share a unit.
+    """
+    units = units_of_keys(specs, range(len(specs)), keys, precision, devices)
+    return in_order_of_backward(
+        (
+            UnitLayout(
+                key,
+                tuple(arrange([specs[i] for i in kind], precision, size, "rows") for kind in kinds),
+                sharded=True,
+            )
+            for key, kinds in units
+        ),
+        specs,
+    )
+
+
+def describe(keys: Sequence[str], specs: Sequence[TensorSpec]) -> str:
+    """Return a line for the log: how many units, the largest, the rest, and the frozen share.
+
+    Args:
+        keys: the unit of each parameter.
+        specs: the parameters.
+    """
+    sizes: Counter[str] = Counter()
+    for key, spec in zip(keys, specs, strict=True):
+        sizes[key] += spec.numel
+    total, frozen = sizes.total(), sum(spec.numel for spec in specs if not spec.trainable)
+    rest = sizes.pop(ROOT, 0)
+    if sizes:
+        largest, numel = max(sizes.items(), key=lambda pair: pair[1])
+        units = f"{len(sizes)} unit{'s' if len(sizes) > 1 else ''}, the largest {largest} with "
+        text = f"{units}{_elements(numel)} elements; {_elements(rest)} in the rest of the model"
+    else:
+        text = f"one unit, the whole model with {_elements(rest)} elements"
+    if not frozen:
+        return text
+    percent = 100 if frozen == total else min(99, max(1, round(100 * frozen / total)))
+    return f"{text}; {percent} % frozen, which get no gradients"
+
+
+def _elements(numel: int) -> str:
+    for unit, word in ((10**9, "G"), (10**6, "M")):
+        if numel >= unit:
+            return f"{numel / unit:.1f} {word}"
+    return f"{numel:,}"
+
+
+def _by_blocks(
+    names: Sequence[str], specs: Sequence[TensorSpec], tree: Tree, size: int
+) -> list[str]:
+    users = [tree.user(upwards(parent(name))) for name in names]
+    sizes: Counter[str] = Counter()
+    for user, spec in zip(users, specs, strict=True):
+        sizes[user] += spec.numel
+    return [
+        _block(name, tree) or (user if sizes[user] >= size else ROOT)
+        for name, user in zip(names, users, strict=True)
+    ]
+
+
+def _block(name: str, tree: Tree) -> str:
+    """Return the outermost member of a list that holds a parameter; ROOT when there is none."""
+    members = (m for m in upwards(parent(name)) if m.rpartition(".")[2].isdecimal())
+    called = [member for member in members if tree.is_called(member)]
+    return called[-1] if called else ROOT
+
+
+def _by_size(names: Sequence[str], specs: Sequence[TensorSpec], tree: Tree, size: int) -> list[str]:
+    keys = [ROOT] * len(names)
+    waiting: dict[str, list[int]] = {}  # parameters in no unit yet, by the module that is asked
+    for index, name in enumerate(names):
+        waiting.setdefault(parent(name), []).append(index)
+    for module in reversed(tree.modules):
+        members = waiting.pop(module, [])
+        large = sum(specs[index].numel for index in members) >= max(size, 1)
+        if large and tree.is_called(module) and not tree.is_list(module):
+            for index in members:
+                keys[index] = module
+        elif module != ROOT:
+            waiting.setdefault(parent(module), []).extend(members)
+    return keys
+
+
+def _by_class(
+    names: Sequence[str], tree: Tree, classes: Sequence[str], model: nn.Module
+) -> list[str]:
+    own_names = set(tree.modules)
+    kinds = {
+        name: type(module)  # of a compiled module the inside's, which comes later
+        for name, module in named_modules(model)
+        if name in own_names and tree.is_called(name)
+    }
+    ancestors = {name: {base.__name__ for base in kind.__mro__} for name, kind in kinds.items()}
+    for wanted in classes or ("",):
+        if not any(wanted in own for own in ancestors.values()):
+            raise UsageError(_no_such_class(wanted, [kind.__name__ for kind in kinds.values()]))
+    chosen = {name for name, own in ancestors.items() if own & set(classes)}
+    return [next((m for m in upwards(parent(n)) if m in chosen), ROOT) for n in names]
+
+
+def _no_such_class(wanted: str, there: Iterable[str]) -> str:
+    counts = Counter(there)
+    near = difflib.get_close_matches(wanted, counts, n=3)
+    order = [*near, *(name for name in counts if name not in near)]
+    shown = ", ".join(f"{name} ({counts[name]})" for name in order[:_SHOWN])
+    more = f" and {len(order) - _SHOWN} more" if len(order) > _SHOWN else ""
+    return (
+        "expected the class of a module that is called and holds parameters (tied ones count where "
+        f"they come first), found {wanted!r}; name classes of this model, which has so many "
+        f"modules of each: {shown}{more}"
+    )
+
+
+def _by_function(names: Sequence[str], tree: Tree, path: str, model: nn.Module) -> list[str]:
+    units = _returned(path, tree, model)
+    label = {id(p): clean_name(name) for name, p in model.named_parameters()}
+    keys: dict[str, str] = {}
+    for unit, module in units.items():
+        for parameter in module.parameters():
+            name = label[id(parameter)]
+            other = keys.setdefault(name, unit)
+            if other != unit:
+                raise UsageError(_in_two_units(path, name, other, unit))
+    return [keys.get(name, ROOT) for name in names]
+
+
+def _in_two_units(path: str, name: str, one: str, other: str) -> str:
+    if holds(one, other) or holds(other, one):
+        reason, way_out = "one is inside of the other", "return the inner ones only"
+    else:
+        reason = "they share it"
+        way_out = "return one module around both of them, or leave at least one of them out"
+    return (
+        f"expected units of {path} that share no parameter, found {name!r} in {one or 'the model'} "
+        f"and in {other or 'the model'}: {reason}; {way_out}"
+    )
+
+
+def _returned(path: str, tree: Tree, model: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules that the user's function returns, by name and in its order."""
+    found = _function(path)(model)
+    expected = f"expected {path} to return modules of the model that it is called with, found "
+    if not isinstance(found, Iterable):
+        raise UsageError(f"{expected}{_kind(found)}; return a list of modules")
+    names = {id(module): name for name, module in named_modules(model)}
+    units = {}
+    for module in found:
+        name = names.get(id(module))
+        if name is None:
+            outside = " that is not in this model" if isinstance(module, nn.Module) else ""
+            raise UsageError(
+                f"{expected}{_kind(module)}{outside}; return modules, such as model.layers[0]"
+            )
+        if not tree.is_called(name):
+            raise UsageError(
+                f"{expected}{name!r}, {_kind(module)} that nothing calls, so nothing would gather "
+                "it; return the modules inside of it that are called, or the one around it"
+            )
+        units[name] = module
+    return units
+
+
+def _kind(thing: Any) -> str:
+    return "None" if thing is None else f"an object of class {type(thing).__name__}"
+
+
+def _function(path: str) -> Callable[[nn.Module], Any]:
+    """Import a function.
+
+    Raises:
+        UsageError: names the missing part.
+    """
+    home, _, name = path.partition(":")
+    if not all(word.isidentifier() for word in (*home.split("."), name)):
+        raise UsageError(
+            f"expected a function as 'package.module:name', found {path!r}; write the module "
+            "that Python imports, a colon and the function's name, or '__main__:name' for one in "
+            "the training script"
+        )
+    try:
+        module = importlib.import_module(home)
+    except ImportError as error:
+        raise UsageError(
+            f"expected a module to import the function of {path!r} from, found {error}; install "
+            "it, put its folder into PYTHONPATH, or write '__main__' for the training script"
+        ) from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        own = [key for key, value in vars(module).items() if callable(value)]
+        near = difflib.get_close_matches(name, own, n=1)
+        hint = f", of which {near[0]!r} is the nearest" if near else ""
+        kind = _kind(function) if hasattr(module, name) else "nothing of that name"
+        raise UsageError(
+            f"expected a function {name!r} in {home}, found {kind}; name one that is defined "
+            f"there{hint}"
+        )
+    return function  # type: ignore[no-any-return]
+
+
+# --- the options of the strategy ``fsdp``, and the units ---
+
+
+@dataclass(frozen=True, kw_only=True)
+class FsdpConfig(ParameterOptions):
+    """Options of the strategy ``fsdp``."""
+
+    sharding: Literal["full", "grad", "hybrid"] = option(
+        "full",
+        help="full divides parameters, gradients and optimizer state over all ranks; grad keeps "
+        "parameters whole from the first forward of a step until the optimizer steps; hybrid "
+        "divides inside of groups of neighbors and replicates between them",
+        question="How are parameters divided?",
+    )
+    shard_size: int = option(
+        0,
+        help="with sharding: hybrid, how many neighboring ranks divide the model; 0: those of one "
+        "host",
+        minimum=0,
+    )
+    exchange: Literal["gradients", "momentum"] = option(
+        "gradients",
+        help="tensors that methods of links.far send between groups of sharding: hybrid: "
+        "gradients, or momenta of Adam",
+    )
+    live_units: int = option(
+        2,
+        help="units that may be whole or on their way at once: the one that computes and those "
+        "that are gathered ahead",
+        minimum=1,
+        maximum=64,
+    )
+    units: Literal["auto", "class", "size", "function"] = option(
+        "auto",
+        help="what is gathered together: auto takes repeated blocks and large layers, class the "
+        "modules of unit_classes, size modules from unit_from elements on, function what "
+        "unit_function returns",
+    )
+    unit_classes: str = option(
+        "", help="with units: class, names of classes of modules, separated by commas"
+    )
+    unit_from: int = option(
+        1_000_000,
+        help="elements from which a layer outside of the repeated blocks (auto), or any module "
+        "(size), is a unit",
+        minimum=1,
+    )
+    unit_function: str = option(
+        "",
+        help="with units: function, a function as package.module:name or __main__:name that "
+        "returns modules of the model it is given, each of them a unit",
+    )
+    buffers_in_flight: int = option(
+        2, help="units whose gradients may be filled or on their way at once", minimum=2
+    )
+
+    def check(self) -> None:
+        """Refuse options that contradict each other.
+
+        Raises:
+            ConfigError: says which ones.
+        """
+        self._check_given_with("shard_size", self.shard_size, "sharding", "hybrid")
+        self._check_given_with("unit_classes", self.unit_classes, "units", "class")
+        self._check_given_with("unit_function", self.unit_function, "units", "function")
+        needed = {"class": "unit_classes", "function": "unit_function"}.get(self.units)
+        if needed is not None and not getattr(self, needed):
+            raise ConfigError(
+                f"expected {needed} with units: {self.units}, found none; set it, or take units: "
+                "auto"
+            )
+        momenta = self.exchange if self.exchange == "momentum" else ""
+        self._check_given_with("exchange", momenta, "sharding", "hybrid")
+        if momenta and self.offload.optimizer:
+            raise ConfigError(
+                "expected no store with exchange: momentum, found offload.optimizer: "
+                f"{self.offload.optimizer}: its steps know no frozen variances; leave one of them "
+                "out"
+            )
+        held = self.secondary if self.keeps_secondary else ""
+        self._check_given_with("secondary", held, "sharding", "full")
+        group = self.reshard_after_forward
+        if not isinstance(group, bool) and self.sharding != "full":
+            raise ConfigError(
+                f"expected reshard_after_forward: true or false with sharding: {self.sharding}, "
+                f"found {group}: groups of neighbors are for sharding: full"
+            )
+
+    @property
+    def cut(self) -> CutStyle:
+        """How parameters are divided among ranks: by rows."""
+        return "rows"
+
+    @property
+    def ahead(self) -> int:
+        """How many units are gathered ahead of the computing unit."""
+        return self.live_units - 1
+
+    @property
+    def most_live(self) -> int | None:
+        """How many units may be whole or on their way at once."""
+        return self.live_units
+
+    @property
+    def until(self) -> Until:
+        """When a unit is freed that a training forward has gathered."""
+        return "step" if self.sharding == "grad" else super().until
+
+    @property
+    def channels(self) -> frozenset[str]:
+        """The tensors that may cross hosts: gradients alone, where a group divides parameters."""
+        return frozenset({"gradients"}) if self.sharding == "hybrid" else super().channels
+
+    @property
+    def choice(self) -> UnitChoice:
+        """How units are chosen."""
+        names = (name.strip() for name in self.unit_classes.split(","))
+        return UnitChoice(
+            how=self.units,
+            classes=tuple(name for name in names if name),
+            size=self.unit_from,
+            function=self.unit_function,
+        )
+
+    def shard_ranks(self, mesh: Mesh, world: World) -> int:
+        """Return how many neighbors divide the model; all ranks unless replicas are asked for.
+
+        Raises:
+            ConfigError: hosts have unequal numbers of ranks, and no number is given.
+        """
+        if self.sharding != "hybrid":
+            return mesh["dp"].size
+        return self.shard_size or mesh.per_host("dp", world)
+
+    def _check_given_with(self, name: str, value: object, other: str, needed: str) -> None:
+        found = getattr(self, other)
+        if value and found != needed:
+            raise ConfigError(
+                f"expected {name} only with {other}: {needed}, found {other}: {found} with "
+                f"{name}: {value}; set {other}: {needed}, or leave {name} out"
+            )
+
+
+# --- FSDP ---
 
 logger = get_logger(__name__)
 

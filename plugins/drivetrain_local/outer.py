@@ -35,8 +35,7 @@ from drivetrain.collectives.communicator import Finished, SumChannel
 from drivetrain.collectives.volume import ParameterRow, Stretch
 from drivetrain.model.modules import named_parameters, repeated_blocks
 from drivetrain.parallel.backward import Rounds, on_gradient
-from drivetrain.parallel.buckets import view_like
-from drivetrain.parallel.replicated import replicate
+from drivetrain.parallel.replicated import replicate, view_like
 from drivetrain.saved_state import AROUND
 from drivetrain.shards import HeldPart, HeldTensors
 from drivetrain.strategy import Strategy

@@ -14,9 +14,9 @@ fp32) and writes as many; the device's bus carries 2 P bytes of bf16 gradients o
 new parameters back.
 
 =======================  =========================================================================
-engine.py                keeps state in a store; submits an update per unit, forward waits per unit
 tiers.py                 the bytes of each tier, compared with the room of the machine
-strategy.py              the strategy ``offload``: another strategy by name, with stores chosen
+strategy.py              the strategy ``offload``: another strategy by name, with stores chosen;
+                         its engine submits an update per unit, forward waits per unit
 disk_bench.py            the command ``drivetrain disk-bench``; disk_speed.py measures for it
 tiles.py                 the states of torch's optimizers, and updates in tiles that fit the cache
 stepping.py              the steps of both stores; on a disk: read i + 1, update i, write tile i - 1

@@ -1,21 +1,53 @@
-"""The strategy ``offload``: a data-parallel strategy with its stores chosen (ZeRO-Offload, 2021).
+"""The strategy ``offload``, and the engine that steps in the background, unit by unit.
 
 Paper: Ren et al., "ZeRO-Offload", USENIX ATC 2021, section 4.2: ZeRO-2 on several devices, whose
 shards of optimizer state lie in host memory.
+
+The offload engine: optimizer steps that stores take in the background, unit by unit.
+
+Papers: Ren et al., "ZeRO-Offload", USENIX ATC 2021, section 4; Rajbhandari et al., "ZeRO-Infinity",
+SC 2021, section 5.
+
+::
+
+    optimizer.step()   one update per unit is submitted, in the order in which forward needs them;
+                       the optimizer itself finds gradients of other parameters only
+    next forward       each unit waits for its own update, the others go on meanwhile
+
+With ``delayed``, the results of an update are taken over at the following step instead
+(ZeRO-Offload's one-step delayed update). Clipping costs no pass over the gradients: its factor goes
+with the update.
 """
 
 from abc import ABC
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any, ClassVar
 
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from drivetrain.config.option import NestedStrategy, nested_strategy, option, options_of
-from drivetrain.errors import ConfigError
-from drivetrain.parallel.options import OffloadOptions
-from drivetrain.registry import strategies
-from drivetrain.strategy import Strategy, find_strategy
+from drivetrain.cost import ModelSpec
+from drivetrain.errors import ConfigError, UsageError
+from drivetrain.log import get_logger
+from drivetrain.parallel.estimate import Estimate
+from drivetrain.parallel.home import BoundOptimizer, Held, Home
+from drivetrain.parallel.layout import ParameterSlot, UnitLayout
+from drivetrain.parallel.options import OffloadOptions, UnitsOptions, store_knobs
+from drivetrain.parallel.shard import FlatTensor, ShardHome, followed, make_placeholder
+from drivetrain.parallel.unit import Unit
+from drivetrain.registry import stores, strategies
+from drivetrain.saved_state import AROUND
+from drivetrain.store import Pending, ShardSpec, ShardStep, ShardStepper, SteppingStore, TensorStore
+from drivetrain.strategy import Run, Strategy, find_strategy
+from drivetrain_offload.tiers import TierPlan, announce_tiers, held_by_kind, offloaded, plan_of
+
+# --- the strategy ``offload`` ---
 
 SECTION = "offload"
 """The section of strategies that can keep state in stores."""
@@ -95,3 +127,655 @@ class Offload(Strategy[OffloadConfig], ABC):
                 "offload sets them: write them beside data_parallel"
             )
         return find_strategy(name, replace(options, **{SECTION: config.options}))
+
+
+# --- the offload engine ---
+
+logger = get_logger(__name__)
+
+
+# --- the state that a store keeps for parameters, and the new values that its steps make ---
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OffloadedParameter:
+    """A parameter whose optimizer state a store keeps and steps.
+
+    Attributes:
+        slot: the parameter's place.
+        fragment: the tensor that the optimizer holds in the parameter's place.
+        flat: the flat tensor around the slot.
+        unit: the unit of the flat tensor.
+        stepper: steps the parameter.
+        block: the parameter's block in the stepper.
+        index: the parameter's place in the block.
+        master: whether the store keeps the master, too.
+        in_memory: whether the state lies in memory; otherwise a state that is read is a copy.
+    """
+
+    slot: ParameterSlot
+    fragment: nn.Parameter
+    flat: FlatTensor
+    unit: Unit
+    stepper: ShardStepper
+    block: str
+    index: int
+    master: bool
+    in_memory: bool
+
+    def states(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the states as torch names them, in the fragment's shape; none before a step."""
+        slot = self.slot
+        for key, value in self.stepper.states(self.block, self.index):
+            if value.dim() == 1 and value.numel() == slot.owned_numel:
+                yield key, value.as_strided(slot.fragment_shape, slot.fragment_strides)
+            else:
+                yield key, value
+
+    def set_states(self, states: Mapping[str, Any]) -> None:
+        """Replace the states; tensors of the fragment's shape become 1-D."""
+        slot = self.slot
+        flat = {
+            key: slot.fragment_in_order(value)
+            if isinstance(value, Tensor) and value.shape == slot.fragment_shape and value.dim()
+            else value
+            for key, value in states.items()
+        }
+        self.stepper.set_states(self.block, self.index, flat)
+
+    def read_master(self) -> Tensor:
+        """Return the master that the store keeps, 1-D."""
+        return self.stepper.master(self.block, self.index)
+
+    def set_master(self, values: Tensor) -> None:
+        """Replace the master that the store keeps by a 1-D tensor of its dtype."""
+        self.stepper.set_master(self.block, self.index, values)
+
+    def follow_values(self) -> None:
+        """Let the master follow the parameter's whole values where those changed.
+
+        Elements that nobody changed keep the digits that the dtype of forward has no room for.
+        """
+        master = self.read_master()
+        own = self.flat.values[self.slot.own].detach().to(master.device)
+        self.set_master(followed(master, own))
+
+
+class OffloadedParameters:
+    """The parameters of one model whose optimizer state a store keeps.
+
+    Args:
+        options: say which state lies in stores.
+        store: keeps and steps optimizer state.
+
+    Attributes:
+        units: the chosen units, in the order in which backward usually reaches them.
+        parameters: by slot.
+        steppers: of the parameters, by optimizer.
+    """
+
+    def __init__(self, options: OffloadOptions, store: SteppingStore) -> None:
+        self.units: list[Unit] = []
+        self.parameters: dict[ParameterSlot, OffloadedParameter] = {}
+        self.steppers: dict[BoundOptimizer, ShardStepper] = {}
+        self._options = options
+        self._store = store
+        self._places: dict[ParameterSlot, tuple[Unit, FlatTensor]] = {}
+
+    def choose(self, units: Sequence[Unit]) -> None:
+        """Choose among more units, in backward's order, the last ones that forward needs."""
+        chosen = units[: offloaded([unit.layout for unit in units], self._options.ratio)]
+        self.units += chosen
+        for unit in chosen:
+            for flat in unit.flats:
+                self._places.update(dict.fromkeys(flat.slots, (unit, flat)))
+
+    def adopt(self, bound: BoundOptimizer) -> None:
+        """Let a store keep the states and masters of an optimizer's new parameters.
+
+        Raises:
+            UsageError: only the optimizer itself can step them, and its state is not in memory; or
+                a store steps some of them for another optimizer.
+        """
+        self._check_stepped_once(bound)
+        new = [s for s in bound.held if s in self._places and s not in self.parameters]
+        if not new:
+            return
+        stepper = self.steppers.get(bound) or self._store.stepper(bound.optimizer)
+        if stepper is None:
+            self._leave(bound.optimizer, new)
+            return
+        self.steppers.setdefault(bound, stepper)
+        _wait_for_steps({self._places[slot][0] for slot in new})
+        number = len(self.steppers)
+        groups = bound.optimizer.param_groups
+        for (unit, group), slots in self._by_unit_and_group(new, bound).items():
+            block = f"{number}: {unit.label}, {slots[0].name} and on"
+            self._adopt_block(bound, stepper, block, slots, groups[group])
+        for flat in {self._places[slot][1] for slot in new}:
+            self._leave_masters(flat)
+
+    def _adopt_block(
+        self,
+        bound: BoundOptimizer,
+        stepper: ShardStepper,
+        block: str,
+        slots: Sequence[ParameterSlot],
+        group: Mapping[str, Any],
+    ) -> None:
+        specs = [
+            ShardSpec(slot.owned_numel, slot.master, self._keeps_master(slot)) for slot in slots
+        ]
+        stepper.adopt(block, specs, group)
+        for index, (slot, spec) in enumerate(zip(slots, specs, strict=True)):
+            unit, flat = self._places[slot]
+            one = OffloadedParameter(
+                slot=slot,
+                fragment=bound.held[slot],
+                flat=flat,
+                unit=unit,
+                stepper=stepper,
+                block=block,
+                index=index,
+                master=spec.kept,
+                in_memory=self._store.in_memory,
+            )
+            self.parameters[slot] = one
+            flat.gradient_device = torch.device("cpu")
+            if one.master:
+                one.set_master(flat.shard.read(slot).to("cpu"))
+                if unit.resident:
+                    unit.notice_all_writes()
+            state = bound.optimizer.state.pop(one.fragment, None)
+            if state:
+                one.set_states(state)
+
+    def _leave_masters(self, flat: FlatTensor) -> None:
+        """Keep a flat tensor in the dtype of forward only, if a store has all of its masters."""
+        mine = [self.parameters.get(slot) for slot in flat.slots if slot.owned_numel]
+        if all(one is not None and one.master for one in mine):
+            flat.leave_masters()
+            for one in mine:
+                if one is not None:
+                    make_placeholder(one.slot, one.fragment, one.slot.master)
+
+    def _keeps_master(self, slot: ParameterSlot) -> bool:
+        """Whether the store keeps the master: it cannot be stepped where it lies, or should not."""
+        flat = self._places[slot][1]
+        return (
+            self._options.delayed
+            or flat.shard.place(slot) is None
+            or flat.values.device.type != "cpu"
+            or (flat.has_master and not self._store.in_memory)
+        )
+
+    def _leave(self, optimizer: Optimizer, slots: Sequence[ParameterSlot]) -> None:
+        name, store = type(optimizer).__name__, self._options.optimizer
+        usual = "AdamW, Adam, SGD or Adagrad of torch.optim that may take its fused kernel"
+        if any(self._keeps_master(slot) for slot in slots) or not self._store.in_memory:
+            raise UsageError(
+                f"expected an optimizer that the store {store!r} can step, found {name}; take "
+                f"{usual}, or on ranks without an accelerator offload: {{optimizer: cpu}}"
+            )
+        logger.warning_once(
+            f"{name} steps by itself, while everything waits: the store {store!r} steps {usual}"
+        )
+
+    def _check_stepped_once(self, bound: BoundOptimizer) -> None:
+        """Refuse a second optimizer for shards that a store steps: two steps at once would mix."""
+        kept = (self.parameters[slot] for slot in bound.slots.values() if slot in self.parameters)
+        stepper = self.steppers.get(bound)
+        twice = [one.slot.name for one in kept if one.stepper is not stepper]
+        if twice:
+            raise UsageError(
+                f"expected one optimizer for each offloaded parameter, found a second one for "
+                f"{twice[0]!r}; change the param groups of the first one, or call "
+                "accelerator.free_memory() and prepare the model anew with the second"
+            )
+
+    def _by_unit_and_group(
+        self, slots: Iterable[ParameterSlot], bound: BoundOptimizer
+    ) -> dict[tuple[Unit, int], list[ParameterSlot]]:
+        groups = {
+            parameter: index
+            for index, group in enumerate(bound.optimizer.param_groups)
+            for parameter in group["params"]
+        }
+        found: dict[tuple[Unit, int], list[ParameterSlot]] = defaultdict(list)
+        for slot in slots:
+            found[self._places[slot][0], groups[bound.held[slot]]].append(slot)
+        return found
+
+
+def _wait_for_steps(units: Iterable[Unit]) -> None:
+    """Return when no step is on its way into these units."""
+    for unit in units:
+        if unit.resident:
+            unit.wait_for_values()
+        unit.wait_for_step()
+
+
+class PendingValues:
+    """The new values of one unit that a store's steps make, until forward may see them.
+
+    Memory for them is taken when a step comes to them.
+
+    Attributes:
+        parameters: the parameters with new values.
+        awaited: how many steps are still to write values.
+    """
+
+    def __init__(self) -> None:
+        self.parameters: list[OffloadedParameter] = []
+        self.awaited = 0
+        self._buffers: dict[FlatTensor, Tensor] = {}
+
+    def of(self, one: OffloadedParameter, *, in_place: bool) -> Tensor | Callable[[], Tensor]:
+        """Return the tensor for a parameter's new values, 1-D, on the CPU.
+
+        Args:
+            one: the parameter.
+            in_place: whether forward may read the tensor itself.
+        """
+        place = one.flat.shard.place(one.slot)
+        if in_place and place is not None and place.device.type == "cpu":
+            return place.detach()
+        self.parameters.append(one)
+        return partial(self._room, one)
+
+    def arrive(self) -> None:
+        """Let forward see them when the last awaited step has written its part."""
+        self.awaited -= 1
+        if not self.awaited:
+            self.install()
+
+    def install(self) -> None:
+        """Let forward see them."""
+        for flat, values in self._buffers.items():
+            changed = [one.slot for one in self.parameters if one.flat is flat]
+            with torch.no_grad():
+                if sum(slot.owned_numel for slot in changed) == flat.owned:
+                    flat.shard.replace(values)
+                else:
+                    for slot in changed:
+                        flat.shard.write(slot, values[slot.local])
+        self._buffers = {}
+
+    def _room(self, one: OffloadedParameter) -> Tensor:
+        flat = one.flat
+        if flat not in self._buffers:
+            with torch.inference_mode(False):
+                self._buffers[flat] = torch.empty(flat.owned, dtype=flat.shard.dtype, device="cpu")
+        return self._buffers[flat][one.slot.local]
+
+
+# --- the engine ---
+
+
+class OffloadEngine(Home):
+    """The home whose stores keep optimizer state, and step it where it lies.
+
+    Parameters that are not offloaded are at home on the device, as in any other run.
+
+    Args:
+        options: which state lies in stores, and in which ones.
+        device: that of the model.
+
+    Raises:
+        ConfigError: a store cannot keep optimizer state, or has no option of a name.
+    """
+
+    def __init__(self, options: OffloadOptions, device: torch.device) -> None:
+        super().__init__(options, device)
+        self._stores = open_stores(options)
+        self._kept = OffloadedParameters(options, self._stores[options.optimizer])
+        self._offloaded = self._kept.parameters
+        self._factors: dict[ParameterSlot, float] = {}
+        self._hidden: dict[nn.Parameter, Tensor] = {}
+        self._late: list[tuple[BoundOptimizer, Pending, PendingValues]] = []
+
+    @property
+    def active(self) -> bool:
+        """Return True: stores step."""
+        return True
+
+    @classmethod
+    def held(
+        cls, estimate: Estimate, model: ModelSpec, config: UnitsOptions, run: Run
+    ) -> dict[str, int]:
+        """Return the bytes that a rank keeps between steps, by kind; a kind may be on disk."""
+        lent = config.lent_buffers * estimate.lent_bytes() if config.lent_buffers else 0
+        plan = TierPlan(
+            model=model,
+            units=estimate.units,
+            precision=run.precision,
+            rank=estimate.rank,
+            states={spec.name: model.states for spec in model.parameters},
+            lent=lent,
+        )
+        return held_by_kind(plan, config.offload, run.world)
+
+    # --- laying out ---
+
+    def announce(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        units: Sequence[UnitLayout],
+        run: Run,
+        *,
+        rank: int,
+        lent: int,
+    ) -> None:
+        """Show the table of tiers, and refuse a model that does not fit. Collective over ``dp``."""
+        plan = plan_of(model, optimizers, units, run, rank=rank, lent=lent)
+        announce_tiers(plan, self.options, self._stores, run)
+
+    def shard(self, flat: FlatTensor, label: str) -> ShardHome:
+        """Keep the shard of a freed flat tensor in the store of parameters, if any."""
+        store = self._stores.get(self.options.params)
+        in_place = store is not None and store.in_memory and store.device == self.device
+        if store is None or in_place or not flat.sharded:
+            return super().shard(flat, label)
+        key = f"parameters of {label}, {flat.slots[0].name} and on"
+        return ShardInStore(flat.owned, flat.layout.master, flat.own, store, key)
+
+    def choose(self, units: Sequence[Unit]) -> None:
+        """Choose the units whose state is offloaded: the last ones that forward needs."""
+        self._kept.choose(units)
+
+    def adopt(self, bound: BoundOptimizer) -> None:
+        """Let a store keep the states and masters of an optimizer's new parameters.
+
+        Raises:
+            UsageError: as ``OffloadedParameters.adopt``.
+        """
+        self._kept.adopt(bound)
+
+    # --- the step ---
+
+    def steps(self, bound: BoundOptimizer) -> bool:
+        """Return whether a store takes an optimizer's steps, so that no closure can be called."""
+        return bound in self._kept.steppers
+
+    def submit(self, bound: BoundOptimizer) -> None:
+        """Submit a step of the offloaded shards, and hide their gradients from the optimizer."""
+        stepper = self._kept.steppers.get(bound)
+        if stepper is None:
+            return
+        self._take_over(bound)
+        blocks: dict[Unit, dict[str, list[ShardStep]]] = defaultdict(lambda: defaultdict(list))
+        pending: dict[Unit, PendingValues] = defaultdict(PendingValues)
+        for slot, fragment, group in bound.members():
+            one = self._offloaded.get(slot)
+            if one is None or fragment.grad is None:
+                continue
+            step = self._step_of(one, fragment.grad, group, pending[one.unit])
+            blocks[one.unit][one.block].append(step)
+            self._hidden[fragment] = fragment.grad
+            fragment.grad = None
+        # Forward needs the last unit first: its step is the first to be over.
+        for unit in reversed([unit for unit in self._kept.units if unit in blocks]):
+            if any(flat.shard.in_store for flat in unit.flats):
+                unit.wait_for_step()  # another optimizer may be writing its part of the same shard
+            values = pending[unit]
+            values.awaited = len(blocks[unit])
+            then = None if self.options.delayed else values.arrive
+            for block, steps in blocks[unit].items():
+                update = stepper.submit(block, steps, then)
+                if self.options.delayed:
+                    self._late.append((bound, update, values))
+                else:
+                    unit.updates.append(update)
+
+    def _step_of(
+        self,
+        one: OffloadedParameter,
+        grad: Tensor,
+        group: Mapping[str, Any],
+        pending: PendingValues,
+    ) -> ShardStep:
+        slot, flat, master = one.slot, one.flat, None
+        out: Tensor | Callable[[], Tensor] | None
+        if one.master:
+            out = pending.of(one, in_place=not self.options.delayed)
+        else:
+            master = flat.shard.read(slot).detach()
+            beside = one.unit.resident and flat.shard.separate and not flat.apart
+            out = flat.values[slot.own] if beside else None
+        return ShardStep(
+            one.index,
+            group,
+            _one_dim(slot, grad),
+            master,
+            out,
+            self._factors.get(slot, 1.0),  # a gradient that stays goes on waiting for it
+        )
+
+    def give_back(self, bound: BoundOptimizer) -> Collection[ParameterSlot]:
+        """Show the gradients again, as after any step; late updates keep them for themselves."""
+        hidden, self._hidden = self._hidden, {}
+        if self.options.delayed:
+            taken = [slot for slot, fragment in bound.held.items() if fragment in hidden]
+            self.forget(taken)
+            return taken
+        for fragment, grad in hidden.items():
+            fragment.grad = grad
+        return ()
+
+    def take_over_late(self) -> bool:
+        """Wait for late updates, and let forward see them; return whether there were any."""
+        found = bool(self._late)
+        self._take_over(None)
+        return found
+
+    def _take_over(self, bound: BoundOptimizer | None) -> None:
+        due = [late for late in self._late if bound is None or late[0] is bound]
+        for _, update, _ in due:
+            update.wait()
+        for late in due:
+            late[2].install()
+            self._late.remove(late)
+
+    def drop_late(self) -> None:
+        """Wait for late updates, and let forward never see them: other values come."""
+        for _, update, _ in self._late:
+            update.wait()
+        self._late = []
+
+    # --- gradients ---
+
+    def scale(self, slots: Iterable[ParameterSlot], factor: float) -> Collection[ParameterSlot]:
+        """Let gradients be multiplied when they are stepped with; return those to multiply now."""
+        now = []
+        for slot in slots:
+            if slot not in self._offloaded or slot in self._factors:
+                now.append(slot)
+            elif factor != 1.0:
+                self._factors[slot] = factor
+        return now
+
+    def due(self, slots: Iterable[ParameterSlot]) -> Mapping[ParameterSlot, float]:
+        """Return the factors that gradients still wait for, and forget them."""
+        if not self._factors:
+            return {}
+        return {slot: self._factors.pop(slot) for slot in slots if slot in self._factors}
+
+    def forget(self, slots: Iterable[ParameterSlot] | None) -> None:
+        """Drop factors: the gradients are cleared."""
+        for slot in list(self._factors) if slots is None else slots:
+            self._factors.pop(slot, None)
+
+    # --- state ---
+
+    def master(self, flat: FlatTensor, slot: ParameterSlot) -> Held:
+        """Return the master that a store keeps; otherwise the part of the shard."""
+        one = self._offloaded.get(slot)
+        if one is None or not one.master:
+            return super().master(flat, slot)
+        return Held(one.read_master(), not one.in_memory)
+
+    def set_master(self, flat: FlatTensor, slot: ParameterSlot, values: Tensor) -> None:
+        """Write into the store, and into the shard."""
+        one = self._offloaded.get(slot)
+        if one is not None and one.master:
+            one.set_master(values)
+        super().set_master(flat, slot, values)
+
+    def values_changed(self, unit: Unit) -> None:
+        """Let masters that stores keep follow whole values that a script has changed.
+
+        Raises:
+            UsageError: updates are held back, which the values lack.
+        """
+        if self._late:
+            raise UsageError(
+                "expected no writes into parameters outside of gathered() with offload.delayed: "
+                f"true, found some into {unit.label}, whose latest update is held back; write "
+                "inside 'with accelerator.gathered(model):' on every rank, or take "
+                "offload.delayed: false"
+            )
+        for slot in unit.slots:
+            one = self._offloaded.get(slot)
+            if one is not None and one.master:
+                one.follow_values()
+
+    def states(self, bound: BoundOptimizer, slot: ParameterSlot) -> Iterator[tuple[str, Held]]:
+        """Yield the states that the store keeps, or else the states of the optimizer itself."""
+        one = self._offloaded.get(slot)
+        if one is None:
+            yield from super().states(bound, slot)
+            return
+        for key, value in one.states():
+            yield key, Held(value, not one.in_memory and value.shape == slot.fragment_shape)
+        beside = bound.optimizer.state.get(one.fragment, {})
+        yield from ((key, Held(beside[key])) for key in AROUND if key in beside)
+
+    def set_states(
+        self, bound: BoundOptimizer, slot: ParameterSlot, states: Mapping[str, Any]
+    ) -> None:
+        """Fill the store, and put the state of a strategy around into the optimizer."""
+        one = self._offloaded.get(slot)
+        if one is None:
+            super().set_states(bound, slot, states)
+            return
+        around = {key: states[key].to(slot.master) for key in AROUND if key in states}
+        one.set_states({key: value for key, value in states.items() if key not in AROUND})
+        bound.optimizer.state.pop(one.fragment, None)
+        if around:
+            bound.optimizer.state[one.fragment] = around
+
+    def close(self) -> None:
+        """End submitted updates, and release memory and files."""
+        for stepper in self._kept.steppers.values():
+            stepper.close()
+        for store in self._stores.values():
+            store.close()
+
+
+def _one_dim(slot: ParameterSlot, grad: Tensor) -> Tensor:
+    """Return a fragment's gradient in the order of its memory, 1-D, on the CPU."""
+    grad = grad.detach()
+    if grad.stride() == slot.fragment_strides:
+        return grad.as_strided((slot.owned_numel,), (1,)).to("cpu")
+    return slot.fragment_in_order(grad).to("cpu")
+
+
+# --- the stores that options name, and the shards of flat tensors that lie in them ---
+
+
+class ShardInStore(ShardHome):
+    """A shard that lies in a store and comes for every use, as the same tensor as in memory.
+
+    ``key`` names the shard in the store; the other arguments are those of ``ShardHome``.
+    """
+
+    in_store: ClassVar[bool] = True
+    at_hand: ClassVar[bool] = False
+
+    def __init__(
+        self, numel: int, dtype: torch.dtype, own: Sequence[Tensor], store: TensorStore, key: str
+    ) -> None:
+        super().__init__(numel, dtype, own)
+        self._store = store
+        self._key = key
+        self._fresh: Tensor | None = torch.empty(numel, dtype=dtype)  # until it is full
+
+    def fill(self, places: Sequence[Tensor] | None = None) -> None:
+        """Bring it, and copy it."""
+        if self._own:
+            chosen = self._own if places is None else list(places)
+            with torch.no_grad():
+                torch._foreach_copy_(chosen, self._pieces(self._fetch()))
+
+    def take(self) -> None:
+        """Put the changed values back."""
+        values = self._fetch().clone()
+        self._taken_back(values)
+        self.replace(values)
+
+    def read(self, slot: ParameterSlot) -> Tensor:
+        """Bring all of it, and return a copy of a part, which does not hold the rest."""
+        return self._fetch()[slot.local].clone()
+
+    def write(self, slot: ParameterSlot, values: Tensor) -> None:
+        """Bring it, change it and put it back; at first, wait until it was written for good."""
+        if self._fresh is not None:
+            self._fresh[slot.local].copy_(values)
+            return
+        whole = self._fetch().clone()
+        whole[slot.local].copy_(values)
+        self.replace(whole)
+
+    def replace(self, values: Tensor) -> None:
+        """Put it."""
+        self._fresh = None
+        self._store.put(self._key, values.to(self.dtype))
+
+    def flush(self) -> None:
+        """Put the first values into the store; from here on no shard stays in memory."""
+        if self._fresh is not None:
+            self.replace(self._fresh)
+
+    def narrow(self, dtype: torch.dtype) -> None:
+        """Put a narrower copy in its place."""
+        if dtype is not self.dtype:
+            values = self._fetch()
+            self.dtype = dtype
+            self.replace(values)
+
+    def ahead(self) -> None:
+        """Let the store read ahead."""
+        if self._fresh is None:
+            self._store.prefetch([self._key])
+
+    def _fetch(self) -> Tensor:
+        return self._store.fetch(self._key) if self._fresh is None else self._fresh
+
+
+def open_stores(options: OffloadOptions) -> dict[str, SteppingStore]:
+    """Open the stores that the options of one model name, each once; return them by name.
+
+    Args:
+        options: as ``check`` found them right.
+
+    Raises:
+        ConfigError: a store cannot keep optimizer state.
+    """
+    kinds = {n: stores().load(n) for n in sorted({options.optimizer, options.params} - {""})}
+    settings = dict(options.store_options)
+    if options.path:
+        settings["path"] = options.path
+    return {name: _open(name, kind, settings) for name, kind in kinds.items()}
+
+
+def _open(name: str, kind: Any, settings: dict[str, Any]) -> SteppingStore:
+    knobs = store_knobs(kind)
+    chosen = {key: value for key, value in settings.items() if key in knobs}
+    store = kind(kind.Config(**chosen)) if knobs else kind()
+    if not isinstance(store, SteppingStore):
+        raise ConfigError(
+            f"expected a store that keeps optimizer state, found {name!r}, which keeps tensors "
+            "only; take one that has stepper(), such as cpu"
+        )
+    return store

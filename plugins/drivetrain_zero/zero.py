@@ -30,7 +30,6 @@ from typing import ClassVar, Generic, Literal, TypeVar
 
 from drivetrain.config.option import option
 from drivetrain.cost import ModelSpec, TensorSpec
-from drivetrain.parallel.buckets import MIB, plan_buckets
 from drivetrain.parallel.estimate import sharing_of
 from drivetrain.parallel.layout import (
     ROOT,
@@ -44,9 +43,10 @@ from drivetrain.parallel.layout import (
     units_of_keys,
 )
 from drivetrain.parallel.options import GradientOptions, ParameterOptions, UnitsOptions
+from drivetrain.parallel.replicated import MIB, plan_buckets
 from drivetrain.parallel.strategy import ShardedStrategy
 from drivetrain.runtime.precision import Precision
-from drivetrain.simulator.data_parallel import Sharing
+from drivetrain.simulator.contract import Sharing
 from drivetrain.simulator.step import PaperRun
 from drivetrain.strategy import Run
 

@@ -49,9 +49,8 @@ from drivetrain.facade.settings import (
 from drivetrain.facade.stepping import PreparedOptimizer, PreparedScheduler
 from drivetrain.facade.uneven import Gathering, UnevenInputs
 from drivetrain.log import Bar
-from drivetrain.observe.link import LinkChoice
 from drivetrain.observe.profile import StepProfiler
-from drivetrain.observe.recorder import LiveFigures, RunFigures
+from drivetrain.observe.recorder import LinkChoice, LiveFigures, RunFigures
 from drivetrain.observe.report import RunReport
 from drivetrain.observe.trackers import Trackers
 from drivetrain.processes import Processes, StaysInProcess

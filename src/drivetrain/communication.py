@@ -21,9 +21,9 @@ from drivetrain.collectives.facts import (
     device_of,
     group_of,
     meet_everyone,
+    named,
     size_of,
 )
-from drivetrain.collectives.meeting import named
 from drivetrain.errors import UsageError
 from drivetrain.nested import describe, recursively_apply
 

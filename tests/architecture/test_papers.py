@@ -37,10 +37,10 @@ PAPERS = {
         "fsdp", "drivetrain_fsdp/fsdp.py", ("Zhao et al.", "2023")
     ),
     "Ren et al. 2021, ZeRO-Offload": Paper(
-        "offload", "drivetrain_offload/engine.py", ("Ren et al.", "2021")
+        "offload", "drivetrain_offload/strategy.py", ("Ren et al.", "2021")
     ),
     "Rajbhandari et al. 2021, ZeRO-Infinity": Paper(
-        "offload", "drivetrain_offload/engine.py", ("Rajbhandari et al.", "ZeRO-Infinity", "2021")
+        "offload", "drivetrain_offload/strategy.py", ("Rajbhandari et al.", "ZeRO-Infinity", "2021")
     ),
     "Shoeybi et al. 2019, tensor parallelism": Paper(
         "megatron", "drivetrain_megatron/tensor/operators.py", ("Shoeybi et al.", "2019")

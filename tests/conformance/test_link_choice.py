@@ -10,7 +10,7 @@ from torch import nn
 from drivetrain.collectives.facts import gather_facts
 from drivetrain.compression.automatic import COUNTED, WARM_UP
 from drivetrain.facade import checkpoints
-from drivetrain.observe import link
+from drivetrain.observe import recorder as link
 from linked_trainings import WIDTH, Training, model_of, same, spread
 
 EXACT_STEPS = WARM_UP + COUNTED

@@ -116,7 +116,7 @@ def _be(
 ) -> NoReturn:
     """Become a program."""
     from drivetrain_launch import verification
-    from drivetrain_launch.ranks import processes
+    from drivetrain_launch.ranks import engine as processes
 
     for namespace in namespaces:
         _enter(namespace)

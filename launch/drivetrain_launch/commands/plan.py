@@ -18,8 +18,7 @@ from drivetrain_launch.commands.options import BEFORE_SCRIPT, complete_file, res
 from drivetrain_launch.console import show_table
 
 if TYPE_CHECKING:
-    from drivetrain.planner.predict import Prediction, Predictor, Task
-    from drivetrain.planner.search import Found
+    from drivetrain.planner.search import Found, Prediction, Predictor, Task
     from drivetrain_launch.forecast.models import Subject
 
 LONGEST = 4096
@@ -86,8 +85,7 @@ def command(
     for the method, and for its errors on published measurements.
     """
     from drivetrain.planner.layout import read_layout
-    from drivetrain.planner.predict import Predictor
-    from drivetrain.planner.search import search
+    from drivetrain.planner.search import Predictor, search
 
     if layout is not None and explain is not None:
         raise ConfigError("expected one of --layout and --explain, found both; leave one out")
@@ -120,7 +118,7 @@ def _task(
     batch: int | None,
     **models: Any,
 ) -> "Task":
-    from drivetrain.planner.predict import Task
+    from drivetrain.planner.search import Task
 
     hardware = _with_link(load_hardware(source), link_between)
     per_host = devices_per_host or hardware.host.devices

@@ -2,22 +2,40 @@
 
 In each attempt the launcher meets the other hosts, starts its ranks, watches them, and hears what
 follows. A scheduler's notice is passed to the ranks, which have time to save.
+
+The processes of this host's ranks in one attempt, and where their output goes.
 """
 
+import itertools
 import os
 import signal
+import socket
 import sys
+import threading
 import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from subprocess import Popen
+from typing import IO, NamedTuple, TextIO
 
 import psutil
+from torch.distributed.elastic.multiprocessing.tail_log import TailLog
 
-from drivetrain.runtime.notices import NOTICES
+from drivetrain.runtime.board import ask_to_stop
+from drivetrain.runtime.notices import NOTICES, PREEMPTED
 from drivetrain.runtime.world import LINK_VARIABLE, WORK_VARIABLE, reader_mark, saved_mark
 from drivetrain_launch.console import say
 from drivetrain_launch.ranks.channel import SECRET_VARIABLE, shared_secret
-from drivetrain_launch.ranks.failure import Ending, blamed, board_of
+from drivetrain_launch.ranks.failure import (
+    EarlyEnd,
+    Ending,
+    Failure,
+    blamed,
+    board_of,
+    read_failure,
+)
 from drivetrain_launch.ranks.meeting import HostMeeting, SeveralHosts, SingleHost
 from drivetrain_launch.ranks.placement import (
     Assignment,
@@ -27,11 +45,287 @@ from drivetrain_launch.ranks.placement import (
     interface_of,
     threads,
 )
-from drivetrain_launch.ranks.processes import POLL_S, Output, RankProcesses
 from drivetrain_launch.ranks.signals import Signals, Stopped
 from drivetrain_launch.ranks.worker import LOGS_VARIABLE
-from drivetrain_launch.watching.answers import BOARD_VARIABLE
+from drivetrain_launch.watching.answers import BOARD_VARIABLE, status_of
 from drivetrain_launch.watching.watch import HangWatch, WorkFiles, work_file
+
+# --- the processes of this host's ranks in one attempt, and where their output goes ---
+
+# --- where the ranks' output goes: the console, and files where the user wants them ---
+
+# Rank 0 writes to the console itself, so that its progress bars work. Of the other ranks the
+# console shows the error stream, the rank in front of each line; a pipe carries it, so that a long
+# run fills no disk. With a folder for logs, every stream of every rank is a file there, which the
+# console follows.
+
+
+LAST_LINES_S = 1.0
+"""How long the end of an attempt waits for lines; a rank's child may hold the stream for ever."""
+
+LONGEST_LINE = 65536
+"""Characters after which a line is shown although it goes on."""
+
+
+class Streams(NamedTuple):
+    """The files that a rank gets as its output stream and its error stream; None is the console."""
+
+    stdout: IO[bytes] | None = None
+    stderr: IO[bytes] | None = None
+
+
+class Output:
+    """The output of the ranks of one attempt.
+
+    Args:
+        folder: for one file per rank and stream, or None.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        self._folder = folder
+        self._given = ExitStack()
+        self._pipes: dict[int, TextIO] = {}
+        self._threads: list[threading.Thread] = []
+        self._followed: dict[TextIO, dict[int, str]] = {sys.stdout: {}, sys.stderr: {}}
+        self._tails: list[TailLog] = []
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+
+    @property
+    def keeps(self) -> bool:
+        """Whether the output is kept in files."""
+        return self._folder is not None
+
+    def streams(self, rank: int) -> Streams:
+        """Open the streams of a rank, before it starts."""
+        if self._folder is not None:
+            return self._files(rank, self._folder)
+        if rank == 0:
+            return Streams()
+        read, write = os.pipe()
+        self._pipes[rank] = os.fdopen(read, encoding="utf-8", errors="replace")
+        quiet = self._given.enter_context(open(os.devnull, "wb"))  # noqa: SIM115, PTH123
+        return Streams(quiet, self._given.enter_context(os.fdopen(write, "wb")))
+
+    def follow(self) -> None:
+        """Show lines from now on: all ranks have started, and have their streams."""
+        self._given.close()
+        for rank, pipe in self._pipes.items():
+            thread = threading.Thread(target=_copy, args=(pipe, _prefix(rank)), daemon=True)
+            thread.start()
+            self._threads.append(thread)
+        for console, files in self._followed.items():
+            prefixes = {rank: _prefix(rank) for rank in files}
+            self._tails.append(TailLog("rank", files, console, prefixes).start())
+
+    def finish(self) -> None:
+        """Show the last lines of ranks that have ended."""
+        self._given.close()
+        for thread in self._threads:
+            thread.join(LAST_LINES_S)
+        for tail in self._tails:
+            tail.stop()
+
+    def _files(self, rank: int, folder: Path) -> Streams:
+        paths = [folder / f"rank-{rank}.{stream}.log" for stream in ("stdout", "stderr")]
+        for path in paths:
+            keep_earlier(path)
+        if rank == 0:
+            self._followed[sys.stdout][rank] = str(paths[0])
+        self._followed[sys.stderr][rank] = str(paths[1])
+        return Streams(*(self._given.enter_context(path.open("wb")) for path in paths))
+
+
+def keep_earlier(path: Path) -> None:
+    """Give a file of an earlier run another name: ``x.log`` becomes ``x.1.log``, then ``x.2.log``.
+
+    Only this launcher writes the file, so that nobody else renames it.
+    """
+    if not path.exists():
+        return
+    names = (path.with_suffix(f".{number}{path.suffix}") for number in itertools.count(1))
+    path.rename(next(name for name in names if not name.exists()))
+
+
+def _prefix(rank: int) -> str:
+    return f"[rank{rank}]: "
+
+
+def _copy(pipe: TextIO, prefix: str) -> None:
+    with pipe:
+        while line := pipe.readline(LONGEST_LINE):
+            say(prefix + line.removesuffix("\n"))
+
+
+# --- processes ---
+
+
+POLL_S = 0.05
+"""How often the launcher looks at its ranks."""
+
+KILLED_S = 10.0
+"""How long a process may take to end after SIGKILL: a disk or a driver may hold it for ever."""
+
+
+class RankProcesses:
+    """The ranks of one host in one attempt.
+
+    Args:
+        command: starts one rank; each rank leads a session of its own.
+        environments: of each rank, by its global rank.
+        private: folder of this attempt for the ranks' error files.
+        output: where their streams go.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        environments: Mapping[int, Mapping[str, str]],
+        private: Path,
+        output: Output,
+    ) -> None:
+        private.mkdir(parents=True, exist_ok=True)
+        self._private = private
+        self._output = output
+        self._processes: dict[int, Popen[bytes]] = {}
+        self._ends: dict[int, float] = {}
+        self._held: dict[int, str] = {}
+        self._told: set[int] = set()
+        self._stopped: set[int] = set()
+        for rank, environment in environments.items():
+            streams = output.streams(rank)
+            with _blocked(signal.SIGUSR1):
+                self._processes[rank] = Popen(  # noqa: S603 - a list of arguments
+                    list(command),
+                    env={**environment, "TORCHELASTIC_ERROR_FILE": str(self._error_file(rank))},
+                    stdout=streams.stdout,
+                    stderr=streams.stderr,
+                    start_new_session=True,
+                )
+        output.follow()
+
+    @property
+    def pids_by_rank(self) -> dict[int, int]:
+        """Process ids by global rank, which are the ids of the sessions too."""
+        return {rank: process.pid for rank, process in self._processes.items()}
+
+    @property
+    def over(self) -> bool:
+        """Whether no rank runs any longer."""
+        return len(self._ends) == len(self._processes)
+
+    @property
+    def failed(self) -> bool:
+        """Whether a rank has failed."""
+        return any(self._code(rank) not in (0, PREEMPTED) for rank in self._ends)
+
+    def poll(self) -> None:
+        """Look which ranks have ended."""
+        for rank in self._running():
+            if self._processes[rank].poll() is not None:
+                self._ends[rank] = time.time()
+
+    def tell(self, number: int) -> None:
+        """Send a signal to the ranks alone, and not to workers of their loaders."""
+        for rank in self._running():
+            self._told.add(rank)
+            os.kill(self._processes[rank].pid, number)
+
+    def stop(self, number: int, grace_s: float) -> None:
+        """End the ranks with all processes of their sessions, by force after the grace.
+
+        A process that the system cannot end counts as a failure.
+        """
+        self.poll()
+        self._stopped.update(self._running())
+        for rank in self._running():
+            ask_to_stop(board_of(self._private, rank))
+        self._signal_sessions(number)
+        self._await(grace_s)
+        self._signal_sessions(signal.SIGKILL)
+        self._await(KILLED_S)
+        for rank in self._running():
+            self._ends[rank] = time.time()
+            self._held[rank] = status_of(self._processes[rank].pid).get("State", "unknown")
+
+    def ending(self, asked: int = 0) -> Ending:
+        """Describe how the ranks ended; all have.
+
+        Args:
+            asked: the signal that asked this launcher to end, or 0.
+        """
+        self._output.finish()
+        host = socket.gethostname()
+        failures, ended, stopped = [], [], []
+        for rank, moment in self._ends.items():
+            code = self._code(rank)
+            failure = self._failure(rank, host, code, moment)
+            was_stopped = rank in self._stopped or (rank in self._told and _died_of_it(code))
+            if was_stopped and not failure.summary:
+                stopped.append(rank)
+            elif code in (0, PREEMPTED) and rank not in self._held:
+                ended.append(EarlyEnd(rank=rank, host=host, code=code, time=moment))
+            else:
+                failures.append(failure)
+        return Ending(
+            failures=tuple(failures), ended=tuple(ended), stopped=tuple(stopped), signal=asked
+        )
+
+    def _await(self, limit_s: float) -> None:
+        """Wait until all ranks have ended, or the time is over."""
+        deadline = time.monotonic() + limit_s
+        while not self.over and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+            self.poll()
+
+    def _failure(self, rank: int, host: str, code: int, moment: float) -> Failure:
+        pid, path = self._processes[rank].pid, self._error_file(rank)
+        failure = read_failure(rank, host, pid, code, moment, path)
+        if rank not in self._held:
+            return failure
+        summary = (
+            f"process {pid} of rank {rank} does not end after SIGKILL, state {self._held[rank]}; "
+            "look for a disk or a device of this host that does not answer"
+        )
+        return replace(failure, time=moment, summary=summary, traceback="", collateral=False)
+
+    def _error_file(self, rank: int) -> Path:
+        return self._private / f"rank-{rank}.error.json"
+
+    def _running(self) -> list[int]:
+        return [rank for rank in self._processes if rank not in self._ends]
+
+    def _code(self, rank: int) -> int:
+        """Return the exit code of a rank; 0 if its process does not end."""
+        return int(self._processes[rank].returncode or 0)
+
+    def _signal_sessions(self, number: int) -> None:
+        for rank in self._running():
+            try:
+                os.killpg(self._processes[rank].pid, number)
+            except ProcessLookupError:
+                continue
+
+
+@contextmanager
+def _blocked(number: int) -> Iterator[None]:
+    """Let processes start with a blocked signal, which waits until they unblock it.
+
+    Before a rank has a handler, the signal would end the rank.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {number})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _died_of_it(code: int) -> bool:
+    """Whether a rank ended as processes do that have no handler for SIGTERM."""
+    return code in (-signal.SIGTERM, 128 + signal.SIGTERM)
+
+
+# --- runs the ranks of this host from the first attempt to the last ---
 
 STOP_S = 5.0
 """How long a rank has after Ctrl-C before it is killed."""

@@ -18,7 +18,7 @@ from pydantic import TypeAdapter
 
 from drivetrain.errors import CheckpointError, CollectiveError, ConfigError, NonFiniteError
 from drivetrain.runtime.notices import PREEMPTED
-from drivetrain_launch.watching.diagnosis import Hang
+from drivetrain_launch.watching.watch import Hang
 
 KILLED = 6
 """Exit code of the launcher when a signal killed the first failing rank."""

@@ -37,8 +37,7 @@ from typing import Any, TypeAlias, TypeVar
 import torch.distributed as dist
 
 from drivetrain.checkpoint.encoding import STATE_FILE
-from drivetrain.checkpoint.manifest import FILE_NAME, Manifest
-from drivetrain.checkpoint.tensorfile import sync_directory
+from drivetrain.checkpoint.manifest import FILE_NAME, Manifest, sync_directory
 from drivetrain.collectives.facts import Ranks, collect_facts, gather_facts, share_facts
 from drivetrain.errors import CheckpointError
 from drivetrain.log import get_logger

@@ -23,17 +23,15 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from drivetrain.checkpoint.manifest import (
+    DTYPES,
     FILE_NAME,
+    FileRecord,
     Manifest,
     SavedTensor,
     fits,
     libraries,
     merge_tensors,
     numel,
-)
-from drivetrain.checkpoint.tensorfile import (
-    DTYPES,
-    FileRecord,
     sync_directory,
     write_bytes,
     write_tensors,

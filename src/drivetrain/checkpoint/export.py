@@ -23,8 +23,7 @@ from torch import Tensor, nn
 
 from drivetrain.checkpoint.commit import share, together
 from drivetrain.checkpoint.loading import ModelReader, open_checkpoint
-from drivetrain.checkpoint.manifest import basename
-from drivetrain.checkpoint.tensorfile import TensorFile, sync_directory, write_bytes
+from drivetrain.checkpoint.manifest import TensorFile, basename, sync_directory, write_bytes
 from drivetrain.errors import CheckpointError
 from drivetrain.log import get_logger
 from drivetrain.model.modules import all_names, named_parameters, persistent_buffers

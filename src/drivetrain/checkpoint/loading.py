@@ -23,6 +23,8 @@ from drivetrain.checkpoint import commit
 from drivetrain.checkpoint.commit import together
 from drivetrain.checkpoint.encoding import STATE_FILE, STATE_TENSORS, Scalars, decode
 from drivetrain.checkpoint.manifest import (
+    DTYPES,
+    FileRecord,
     Manifest,
     SavedPart,
     SavedTensor,
@@ -31,7 +33,6 @@ from drivetrain.checkpoint.manifest import (
     fits,
     numel,
 )
-from drivetrain.checkpoint.tensorfile import DTYPES, FileRecord
 from drivetrain.errors import CheckpointError
 from drivetrain.runtime.world import World
 from drivetrain.shards import Part, label

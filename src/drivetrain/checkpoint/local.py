@@ -42,10 +42,9 @@ from drivetrain.checkpoint.commit import (
 )
 from drivetrain.checkpoint.encoding import Contents, Report, write_common
 from drivetrain.checkpoint.loading import CheckpointReader, open_checkpoint
-from drivetrain.checkpoint.manifest import FILE_NAME, Manifest
+from drivetrain.checkpoint.manifest import FILE_NAME, FileRecord, HashedFile, Manifest, file_record
 from drivetrain.checkpoint.saving import Background, CheckpointDraft
-from drivetrain.checkpoint.tensorfile import FileRecord, HashedFile, file_record
-from drivetrain.collectives.meeting import named
+from drivetrain.collectives.facts import named
 from drivetrain.errors import CheckpointError
 from drivetrain.log import get_logger
 from drivetrain.memory import disk_room, host_room

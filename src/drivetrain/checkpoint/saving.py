@@ -47,11 +47,9 @@ from drivetrain.checkpoint.encoding import (
     write_common,
 )
 from drivetrain.checkpoint.manifest import (
+    DTYPES,
     SavedPart,
     SavedTensor,
-)
-from drivetrain.checkpoint.tensorfile import (
-    DTYPES,
     is_finite,
     sync_directory,
     write_tensors,

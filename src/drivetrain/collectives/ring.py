@@ -44,7 +44,7 @@ from drivetrain.collectives.communicator import (
     flatten,
     reason,
 )
-from drivetrain.collectives.meeting import Wait
+from drivetrain.collectives.facts import Wait
 from drivetrain.collectives.neighbors import Arrivals, Header, Neighbors, Tag
 from drivetrain.collectives.volume import (
     Chunks,

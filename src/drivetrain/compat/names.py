@@ -58,7 +58,7 @@ _HOMES = {
         *("is_initialized", "is_peft_model", "is_torch_version", "notebook_launcher"),
         *("prepare_data_loader", "register_tracker_class"),
     ),
-    "drivetrain.compat.plugins": (
+    "drivetrain.compat.accelerator": (
         *("DeepSpeedPlugin", "DynamoBackend", "FullyShardedDataParallelPlugin", "LoggerType"),
         *("MegatronLMPlugin", "ParallelismConfig", "PrecisionType", "RNGType"),
         *("TorchDynamoPlugin", "TorchTensorParallelPlugin"),

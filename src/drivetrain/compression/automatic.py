@@ -5,7 +5,7 @@ ranks agree on the figures, and ``drivetrain.compression.methods`` chooses. Meth
 strategy or the precision cannot take are no candidates.
 
 Traffic may hide behind compute. Without declared seconds of a backward, the first steps are exact
-and tell them, and the choice comes then (``drivetrain.observe.link``)::
+and tell them, and the choice comes then (``drivetrain.observe.recorder``)::
 
     prepare()                 figures of the link and of the methods; what no compute hides
     steps 1 to 5              exact, while ranks time their backward

@@ -22,8 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from drivetrain.collectives.facts import gather_facts, refuse_other_operation
-from drivetrain.collectives.meeting import meet, named
+from drivetrain.collectives.facts import gather_facts, meet, named, refuse_other_operation
 from drivetrain.errors import ConfigError, NonFiniteError
 from drivetrain.facade.prepared import PreparedModel, PreparedObjects
 from drivetrain.facade.settings import ProjectConfiguration, Runs

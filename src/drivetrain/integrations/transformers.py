@@ -25,7 +25,7 @@ from transformers.trainer import SCHEDULER_NAME
 from transformers.utils.generic import ModelOutput
 
 from drivetrain.accelerator import Accelerator
-from drivetrain.compat.plugins import (
+from drivetrain.compat.accelerator import (
     DeepSpeedPlugin,
     FullyShardedDataParallelPlugin,
     ParallelismConfig,

@@ -36,9 +36,8 @@ from drivetrain.observe.figures import (
     has_ended,
     new_start,
 )
-from drivetrain.observe.link import LinkLoad
 from drivetrain.observe.page import missing_packages
-from drivetrain.observe.recorder import StepRecorder
+from drivetrain.observe.recorder import LinkLoad, StepRecorder
 from drivetrain.runtime.precision import LossScaler
 from drivetrain.runtime.world import World, host_link, restarts, work_path
 from drivetrain.strategy import Run, find_strategy

@@ -12,15 +12,14 @@ estimate.py        bytes held and sent, and what plans need to know
 options.py         the options that strategies share
 home.py            where shards lie and who steps them: beside the model, or elsewhere
 placement.py       the ranks of a model, and its parameters in units
-gather.py          when units are gathered and freed; parameters used while values are away
+gather.py          when units are gathered and freed, by the hooks of a step
 gradients.py       one unit's gradients, from autograd to fragments
 reduce.py          when units are reduced during backward
 shown_gradients.py what a script finds at ``p.grad``, and what it has done to it
-hooks.py           the events of a step
 optimizers.py      fragments in the place of parameters in optimizers
 strategy.py        the contract of strategies over units: the step in its order, checkpoints
-replicated.py      the contract where every rank holds all state whole, but for the average
-buckets.py         gradients side by side in one flat tensor
+replicated.py      the contract where every rank holds all state whole, but for the average;
+                   buckets: gradients side by side in one flat tensor
 backward.py        where a synchronised backward begins and ends; norms of many tensors
 whole_state.py     optimizers and models as one process has them
 suitability.py     whether an optimizer or a layer fits what ranks do with it, by experiment

@@ -40,7 +40,7 @@ from drivetrain.parallel.options import UnitsOptions
 from drivetrain.parallel.unit import SecondaryLines
 from drivetrain.runtime.mesh import Axis
 from drivetrain.runtime.precision import Precision
-from drivetrain.simulator.data_parallel import Sharing
+from drivetrain.simulator.contract import Sharing
 from drivetrain.simulator.step import Stored, Tier
 
 _ADAM_STATES = 2

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from drivetrain.errors import UsageError
+from drivetrain.parallel.gather import StepEvents
 from drivetrain.parallel.home import BoundOptimizer, Home
-from drivetrain.parallel.hooks import StepEvents
 from drivetrain.parallel.layout import CutStyle, ParameterSlot
 from drivetrain.parallel.placement import Placement
 from drivetrain.parallel.suitability import misfit

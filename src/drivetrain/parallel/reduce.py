@@ -30,11 +30,11 @@ from torch import Tensor, nn
 from drivetrain.compression.one_bit_adam import FrozenAdam
 from drivetrain.errors import UsageError
 from drivetrain.parallel.backward import Rounds, clip_, clip_factor, global_norm
-from drivetrain.parallel.buckets import LentBuffers
 from drivetrain.parallel.gradients import FlatGradients, UnitGradients
 from drivetrain.parallel.home import Home
 from drivetrain.parallel.layout import ParameterSlot
 from drivetrain.parallel.placement import Placement, Ranks
+from drivetrain.parallel.replicated import LentBuffers
 from drivetrain.parallel.shown_gradients import ShownGradients
 from drivetrain.parallel.unit import Unit
 from drivetrain.strategy import Run

@@ -41,7 +41,6 @@ from drivetrain.cost import Cost, ModelSpec, TensorSpec
 from drivetrain.errors import CheckpointError, CollectiveError, StorageError, UsageError
 from drivetrain.model.modules import named_parameters, persistent_buffers
 from drivetrain.parallel.backward import Rounds
-from drivetrain.parallel.buckets import LentBuffers
 from drivetrain.parallel.estimate import (
     DISK,
     NOWHERE,
@@ -53,22 +52,20 @@ from drivetrain.parallel.estimate import (
     gathers_again,
     sharing_of,
 )
-from drivetrain.parallel.gather import Gather
+from drivetrain.parallel.gather import Gather, StepHooks
 from drivetrain.parallel.gradients import UnitGradients
 from drivetrain.parallel.home import BoundOptimizer, Held, Home, home_kind, open_home
-from drivetrain.parallel.hooks import StepHooks
 from drivetrain.parallel.layout import ParameterSlot, UnitLayout
 from drivetrain.parallel.optimizers import Fragments, check_suits
 from drivetrain.parallel.options import UnitsOptions
 from drivetrain.parallel.placement import Placement, Ranks, connect_line, edits_accepted
 from drivetrain.parallel.reduce import Reduce
-from drivetrain.parallel.replicated import replicate
+from drivetrain.parallel.replicated import LentBuffers, replicate
 from drivetrain.parallel.shard import FlatTensor, followed
 from drivetrain.parallel.unit import Unit, is_ahead, route_secondary, why_only_read
 from drivetrain.saved_state import ReplicatedState, check_fits, state_keys, weights_in
 from drivetrain.shards import HeldTensors, Part, Reader, Shard, WeightSource, boxes
-from drivetrain.simulator.contract import Planning
-from drivetrain.simulator.data_parallel import DataParallelPlanning, Sharing
+from drivetrain.simulator.contract import DataParallelPlanning, Planning, Sharing
 from drivetrain.simulator.step import PaperRun
 from drivetrain.strategy import Prepared, Run, Strategy
 

@@ -37,8 +37,14 @@ from torch.optim import Optimizer
 
 from drivetrain.checkpoint.commit import check_same, together
 from drivetrain.checkpoint.manifest import copy_overlap, numel
-from drivetrain.collectives.facts import device_of, differing, group_of, meet_everyone, size_of
-from drivetrain.collectives.meeting import named
+from drivetrain.collectives.facts import (
+    device_of,
+    differing,
+    group_of,
+    meet_everyone,
+    named,
+    size_of,
+)
 from drivetrain.communication import gather_object
 from drivetrain.errors import RankMismatchError, UsageError
 from drivetrain.model.guard import Elsewhere, read_only

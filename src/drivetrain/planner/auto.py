@@ -26,8 +26,16 @@ from drivetrain.hardware.sizes import GIB, size_text
 from drivetrain.memory import host_room
 from drivetrain.model.first_batch import Candidate, batches_as_arguments, guessed_inputs
 from drivetrain.planner.layout import PlannedLayout, layout_of, plain
-from drivetrain.planner.predict import Prediction, Predictor, Task
-from drivetrain.planner.search import fits, judged, more_hosts, permitted_methods, room_of
+from drivetrain.planner.search import (
+    Prediction,
+    Predictor,
+    Task,
+    fits,
+    judged,
+    more_hosts,
+    permitted_methods,
+    room_of,
+)
 from drivetrain.runtime.precision import Precision
 from drivetrain.runtime.world import World
 from drivetrain.simulator.contract import Planning, StrategyPick

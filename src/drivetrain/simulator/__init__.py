@@ -3,9 +3,8 @@
 ================= =================================================================================
 ``step``          operations of kernels, units of a model, and the graph of tasks: played against
                   prices, it has seconds, the peak of memory, and a trace
-``contract``      what plans ask of a strategy
+``contract``      what plans ask of a strategy; the step of any kind of data parallelism
 ``transformer``   a GPT by its sizes alone
 ``seen``          a model's units from looks at the module itself
-``data_parallel`` draws the step of any kind of data parallelism
 ================= =================================================================================
 """

@@ -1,23 +1,40 @@
-"""What plans ask of a strategy: its step on paper, a bound, its layouts, its part of a model."""
+"""What plans ask of a strategy, and the step of data parallelism that answers it.
+
+Draws the step of data parallelism: the divided state decides about the messages.
+
+Volumes follow Rajbhandari et al. 2020 (arXiv 1910.02054), section 7.
+"""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
+from itertools import groupby
 from typing import Any, ClassVar, NamedTuple
 
 from torch import nn
 
+from drivetrain.collectives.neighbors import arrivals_bytes
+from drivetrain.collectives.ring import PIECE_BYTES
 from drivetrain.cost import ModelSpec
 from drivetrain.errors import ConfigError
 from drivetrain.simulator.step import (
     ARRIVALS,
     COMPUTE,
     LENT,
+    STORE_LANES,
+    Collective,
+    MemoryPass,
+    Operation,
     PaperRun,
     PaperStep,
+    PaperTask,
     PaperUnit,
     Prices,
+    Stored,
 )
+
+# --- what plans ask of a strategy ---
 
 Draw = Callable[[Sequence[PaperUnit], PaperRun], PaperStep]
 
@@ -272,3 +289,391 @@ class Planning:
             per_host: ranks of a host.
         """
         return ({},)
+
+
+# --- draws the step of data parallelism ---
+
+AXIS = "dp"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sharing:
+    """How the ranks of the data-parallel axis share the state of a model.
+
+    Attributes:
+        optimizer: whether optimizer state is divided.
+        gradients: whether gradients are divided: they are then reduced after every micro-batch.
+        parameters: whether parameters are divided, and gathered unit by unit.
+        keeps: whether gathered parameters stay whole from forward to backward.
+        ahead: units that are gathered while another one computes.
+        whole_below: elements below which a parameter stays whole, though parameters are divided.
+        group: how many neighbors divide the state; 0 for all ranks of the axis.
+        secondary: whether the ranks of each of several hosts keep all parameters together, and
+            gather among themselves.
+        fused: whether one kernel makes the optimizer's update in one pass.
+        lent: buffers that whole gradients pass through on their way to their owners; 0: gradients
+            stay where they come.
+        bucket: most bytes of the parameters whose gradients are sent together; 0: those of a unit.
+        stored: what lies in stores between its uses.
+    """
+
+    optimizer: bool = False
+    gradients: bool = False
+    parameters: bool = False
+    keeps: bool = False
+    ahead: int = 1
+    whole_below: int = 0
+    group: int = 0
+    secondary: bool = False
+    fused: bool = False
+    lent: int = 0
+    bucket: int = 0
+    stored: Stored = Stored()
+
+
+def data_parallel_step(
+    units: Sequence[PaperUnit], run: PaperRun, sharing: Sharing | None = None
+) -> PaperStep:
+    """Return the step of one rank that trains units on its share of the batch.
+
+    Args:
+        units: in the order of forward.
+        run: see there.
+        sharing: what is divided; nothing by default.
+
+    Raises:
+        ConfigError: groups do not divide the ranks.
+    """
+    sharing = sharing or Sharing()
+    ranks = run.axes.get(AXIS, 1)
+    if sharing.group and ranks % sharing.group:
+        raise ConfigError(
+            f"expected groups that divide the {ranks} ranks of {AXIS!r}, found groups of "
+            f"{sharing.group} ranks that share one copy; change shard_group, or the ranks"
+        )
+    return _Drawing(units, run, sharing).step()
+
+
+class DataParallelPlanning(Planning):
+    """Plans of a strategy whose step follows from what its ranks divide.
+
+    Args:
+        kind: the strategy's class.
+        sharing: says how its options divide the state, or raises ConfigError.
+    """
+
+    def __init__(self, kind: Any, sharing: Callable[[Any, PaperRun], Sharing]) -> None:
+        super().__init__(kind)
+        self._sharing = sharing
+
+    def step(self, config: Any, units: Sequence[PaperUnit], run: PaperRun) -> PaperStep:
+        """Draw the step of data parallelism over what is divided."""
+        return data_parallel_step(units, run, self._sharing(config, run))
+
+
+@lru_cache(maxsize=4096)
+def _backward(unit: PaperUnit, each: int) -> tuple[Operation, ...]:
+    """Return the operations of backward, and the copy of gradients into a buffer of messages."""
+    if not (unit.elements and each):
+        return unit.computed_backward
+    return (*unit.computed_backward, MemoryPass(2.0 * unit.elements * each, 0))
+
+
+def _beside_update(
+    units: Sequence[PaperUnit], run: PaperRun, sharing: Sharing, elements: float
+) -> float:
+    """Return the bytes of the results in between of an optimizer that is not fused, in fp32.
+
+    torch's AdamW makes the root of the second moment of all parameters at once, on a processor
+    that and a quotient of one parameter after the other.
+
+    Args:
+        units: of the model.
+        run: see there.
+        sharing: see there.
+        elements: that a rank updates.
+    """
+    longest = max((unit.longest for unit in units), default=0)
+    if sharing.fused or not longest:
+        return 0.0
+    return 2.0 * 4 * longest if run.on_host else 4.0 * elements
+
+
+def _runs(units: Sequence[PaperUnit], *, alone: bool) -> Iterator[tuple[int, int, PaperUnit]]:
+    """Yield (index, count, unit): equal neighbors together, unless each is on its own."""
+    if alone:
+        yield from ((index, 1, unit) for index, unit in enumerate(units))
+        return
+    index = 0
+    for _, equal in groupby(units, key=id):
+        same = list(equal)
+        yield index, len(same), same[0]
+        index += len(same)
+
+
+def _all_gather(
+    unit: PaperUnit,
+    line: str,
+    nbytes: float,
+    after: Sequence[int],
+    phase: str = "",
+    index: int = 0,
+) -> PaperTask:
+    """Return the task of a gather of a unit's values, in a micro-batch or before all of them."""
+    message = Collective(line, "all_gather", nbytes)
+    task = PaperTask(f"gather {unit.name}", (message,), line, tuple(after), phase=phase)
+    task.micro_batch = index
+    return task
+
+
+@dataclass
+class _Drawing:
+    units: Sequence[PaperUnit]
+    run: PaperRun
+    sharing: Sharing
+    tasks: list[PaperTask] = field(default_factory=list)
+    computed: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.ranks = self.run.axes.get(AXIS, 1)
+        self.group = self.sharing.group or self.ranks
+        self.near = AXIS if self.group == self.ranks else f"{AXIS}.near"
+        self.together = self.run.together(AXIS)
+        self.far = self.run.far if self.together < self.ranks else None
+        self.secondary = self.sharing.secondary and self.together < self.ranks
+
+    def step(self) -> PaperStep:
+        m = self.run.micro_batches
+        arriving = self._arriving()
+        if self._come_late:
+            gone = -self._elements * self.run.bytes.gradient
+            self._add(PaperTask("no gradients yet", takes=float(gone)))
+        for index in range(m):
+            self._forward(index, arriving if index == 0 else {})
+            self._backward(index)
+        self._update()
+        inside = (self.far or self.secondary) and self.group == self.ranks
+        near = self.together if inside else self.group
+        axes = {**self.run.axes, f"{AXIS}.near": near, f"{AXIS}.far": self.ranks // near}
+        held, stored = self._tiers()
+        return PaperStep(self.tasks, [held], axes, [stored])
+
+    # --- the phases of a step ---
+
+    def _arriving(self) -> dict[int, int]:
+        """Update stored state and gather updated parameters; forward waits for each unit."""
+        divides = self.sharing.optimizer and self.group > 1
+        stored = self.sharing.stored
+        found: dict[int, int] = {}
+        for index, unit in enumerate(self.units):
+            if not unit.elements:
+                continue
+            before: list[int] = []
+            if stored.part:
+                elements = unit.elements * stored.part / self._parts
+                tasks = stored.update(unit, elements, self.run.bytes, len(self.tasks))
+                ended = [self._add(task) for task in tasks]
+                before = [] if stored.delayed else ended[-1:]
+            if divides and (elements := self._whole_of(unit)):
+                nbytes = elements * self.run.bytes.parameter
+                before = [self._add(_all_gather(unit, self.near, nbytes, before))]
+            if self.secondary and (elements := unit.elements - self._whole_of(unit)):
+                part = elements * self.run.bytes.parameter / self.together
+                before = [self._add(_all_gather(unit, f"{AXIS}.far", part, before))]
+            if before:
+                found[index] = before[0]
+        return found
+
+    def _forward(self, index: int, arriving: dict[int, int]) -> None:
+        for at, count, unit in _runs(self.units, alone=bool(arriving) or self._gathers):
+            after = [arriving[at]] if at in arriving else []
+            if self._gathers:
+                after = self._bring(unit, "forward", index, after)
+            task = PaperTask(unit.name, unit.forward, after=tuple(after), phase="forward")
+            task.micro_batch, task.repeat = index, count
+            task.takes, task.during = count * unit.kept, self._whole(at, 1)
+            self._add(task)
+
+    def _backward(self, index: int) -> None:
+        last = index == self.run.micro_batches - 1
+        reduces = self.ranks > 1 and (self.sharing.gradients or last)
+        bucket = 0
+        for at, count, unit in reversed(list(_runs(self.units, alone=reduces or self._gathers))):
+            after = self._bring(unit, "backward", index) if at in self._gathered_again else []
+            nbytes = self.run.bytes.gradient if reduces else 0
+            task = PaperTask(unit.name, _backward(unit, nbytes), after=tuple(after))
+            task.phase, task.micro_batch, task.repeat = "backward", index, count
+            task.frees = count * unit.kept
+            task.during = unit.transient + self._passing(unit, index) + self._whole(at, -1)
+            if self._come_late and index == 0:
+                task.takes = float(count * unit.elements * self.run.bytes.gradient)
+            computed = self._add(task)
+            bucket += unit.elements if reduces else 0
+            if bucket and (at == 0 or bucket * self.run.bytes.parameter >= self.sharing.bucket):
+                self._reduce(unit.name, bucket, computed, index, last=last)
+                bucket = 0
+
+    def _reduce(self, name: str, elements: int, computed: int, index: int, *, last: bool) -> None:
+        after = computed
+        for lane, operations in self._sums(elements * self.run.bytes.gradient, last=last):
+            task = PaperTask(f"reduce {name}", operations, lane, (after,))
+            task.phase, task.micro_batch = "backward", index
+            after = self._add(task)
+
+    def _sums(self, nbytes: float, *, last: bool) -> Iterator[tuple[str, tuple[Operation, ...]]]:
+        """Yield the lane and the operations of each message of a sum of gradients."""
+        operation = "reduce_scatter" if self.sharing.optimizer else "all_reduce"
+        whole, replicas = self.group == self.ranks, self.group < self.ranks and last
+        if self.far and whole:
+            hosts = self.ranks // self.together
+            divided = self.sharing.optimizer
+            yield from self.far.messages(AXIS, nbytes, self.together, hosts, divided=divided)
+            return
+        if self.group > 1:
+            yield self.near, (Collective(self.near, operation, nbytes),)
+        part, copies = nbytes / self.group, self.ranks // self.group
+        if replicas and self.far:
+            yield from self.far.messages(AXIS, part, 1, copies, divided=False)
+        elif replicas:
+            yield f"{AXIS}.far", (Collective(f"{AXIS}.far", "all_reduce", part),)
+
+    def _update(self) -> None:
+        beside = {COMPUTE, *STORE_LANES}
+        reduced = [index for index, task in enumerate(self.tasks) if task.lane not in beside]
+        parts = self._parts
+        elements = self._elements / parts * (1 - self.sharing.stored.part)
+        kind = "fused update" if self.sharing.fused else "update"
+        tensors = -(-sum(len(unit.sizes) for unit in self.units) // parts)
+        update = MemoryPass(elements * self.run.bytes.update, 0, kind=kind, starts=tensors)
+        # The norm of the gradients is a sum over all of them.
+        task = PaperTask("update", (update,), after=tuple(reduced[-len(self.units) :]))
+        task.during = _beside_update(self.units, self.run, self.sharing, self._elements / parts)
+        self._add(task)
+
+    # --- pieces ---
+
+    @property
+    def _come_late(self) -> bool:
+        """Whether a gradient's memory is taken when backward reaches it: no buffer waits for it."""
+        return self.ranks == 1 and not self.sharing.optimizer
+
+    @property
+    def _gathers(self) -> bool:
+        return self.sharing.parameters and self.group > 1
+
+    @property
+    def _elements(self) -> int:
+        return sum(unit.elements for unit in self.units)
+
+    @property
+    def _parts(self) -> int:
+        """Ranks that share the optimizer's state."""
+        return self.group if self.sharing.optimizer else 1
+
+    @cached_property
+    def _gathered_again(self) -> frozenset[int]:
+        """The units that are freed behind forward, and that backward reads.
+
+        The last units of forward stay, since backward begins with them. What lies outside of the
+        blocks stays from its first use to the end of backward.
+        """
+        if not self._gathers or self.sharing.keeps:
+            return frozenset()
+        freed = [
+            index
+            for index, unit in enumerate(self.units)
+            if unit.repeated and unit.elements > self._whole_of(unit)
+        ]
+        again = freed[: -1 - self.sharing.ahead]
+        return frozenset(index for index in again if self.units[index].read_in_backward)
+
+    def _whole_of(self, unit: PaperUnit) -> int:
+        """Return the elements of a unit that every rank has whole between steps."""
+        if not self.sharing.parameters:
+            return unit.elements
+        return sum(size for size in unit.sizes if size < self.sharing.whole_below)
+
+    def _bring(
+        self, unit: PaperUnit, phase: str, index: int, values: Sequence[int] = ()
+    ) -> list[int]:
+        """Gather a unit beside the unit before it, not earlier: its memory is limited."""
+        elements = unit.elements - self._whole_of(unit)
+        if not elements:
+            return list(values)
+        before = [*self.computed[-2:-1], *values]
+        nbytes = elements * self.run.bytes.parameter
+        for task in self.sharing.stored.fetch(unit, nbytes / self.group, len(self.tasks)):
+            task.after = (*task.after, *before)
+            task.phase, task.micro_batch = phase, index
+            before = [self._add(task)]
+        line = f"{AXIS}.near" if self.secondary else self.near
+        return [self._add(_all_gather(unit, line, nbytes, before, phase, index))]
+
+    def _whole(self, at: int, direction: int) -> float:
+        """Return the bytes of whole units: the computing unit, and units on their way."""
+        if not self._gathers:
+            return 0.0
+        last = at + direction * self.sharing.ahead
+        first, last = max(0, min(at, last)), max(at, last)
+        elements = sum(unit.elements for unit in self.units[first : last + 1])
+        return float((elements + self.units[at].borrowed) * self.run.bytes.parameter)
+
+    def _passing(self, unit: PaperUnit, index: int) -> float:
+        """Return the bytes of gradients that are on their way while a unit runs backward.
+
+        Where a parameter's gradient has its place already, autograd makes another tensor, which is
+        added there; at that time one gradient of an activation is left.
+        """
+        if self._come_late and index == 0:
+            return unit.passing
+        return max(unit.passing, unit.passing / 2 + unit.longest * self.run.bytes.gradient)
+
+    def _held(self) -> dict[str, float]:
+        each, elements = self.run.bytes, self._elements
+        sharing, group = self.sharing, self.group
+        whole = sum(map(self._whole_of, self.units))
+        kept = (elements - whole) / self.together if self.secondary else 0
+        return {
+            "parameters": (whole + (elements - whole) / group + kept) * each.parameter,
+            "gradients": elements * each.gradient / (group if sharing.gradients else 1),
+            "optimizer": elements * each.optimizer / self._parts,
+        }
+
+    def _tiers(self) -> tuple[dict[str, float], Mapping[str, float]]:
+        """Return the bytes on the device by kind, and those in stores."""
+        held, sharing = self._held(), self.sharing
+        stored = sharing.stored
+        gradients = self._elements * self.run.bytes.gradient / self._parts
+        there = stored.held(held["optimizer"], gradients, held["parameters"])
+        held["optimizer"] *= 1 - stored.part
+        if sharing.gradients:
+            held["gradients"] *= 1 - stored.part
+        if stored.parameters:
+            held["parameters"] = 0.0
+        if self.ranks > 1:
+            held |= self._buffers()
+        if self.far:
+            near = self.together if self.group == self.ranks else self.group
+            held["errors of links"] = 4.0 * self._elements * self.far.held / near
+        return held, there
+
+    def _buffers(self) -> dict[str, float]:
+        """Return the bytes of buffers that units use in turn, by kind."""
+        sharing, each = self.sharing, self.run.bytes.gradient
+        blocks = [unit.elements for unit in self.units if unit.repeated]
+        longest = max(blocks or [unit.elements for unit in self.units], default=0) * each
+        total = self._elements * each
+        if sharing.bucket:
+            longest = min(sharing.bucket * each // self.run.bytes.parameter, total)
+        pieces = -(-total // longest) if longest else 0
+        found: dict[str, float] = {LENT: min(sharing.lent, pieces) * longest}
+        if self.run.on_host:
+            chunk = (longest if sharing.lent else total) // self.ranks
+            found[ARRIVALS] = arrivals_bytes(min(PIECE_BYTES, chunk))
+        return {kind: nbytes for kind, nbytes in found.items() if nbytes}
+
+    def _add(self, task: PaperTask) -> int:
+        self.tasks.append(task)
+        if task.lane == COMPUTE:
+            self.computed.append(len(self.tasks) - 1)
+        return len(self.tasks) - 1

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from drivetrain.checkpoint import Background, Contents, local, open_checkpoint
 from drivetrain.checkpoint.local import FilesToCome, MemoryCheckpoints, SpreadCheckpoint, announced
-from drivetrain.checkpoint.tensorfile import FileRecord, HashedFile, write_bytes
+from drivetrain.checkpoint.manifest import FileRecord, HashedFile, write_bytes
 from drivetrain.errors import CheckpointError
 from drivetrain.runtime.world import World, memory_kept_mark
 from drivetrain.shards import Part, Shard

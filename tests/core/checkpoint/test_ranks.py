@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from drivetrain.checkpoint import Contents, open_checkpoint, save_checkpoint, tensorfile
+from drivetrain.checkpoint import Contents, open_checkpoint, save_checkpoint
+from drivetrain.checkpoint import manifest as tensorfile
 from drivetrain.checkpoint.commit import together
 from drivetrain.errors import CheckpointError, CollectiveError
 from drivetrain.runtime.world import World

@@ -9,8 +9,9 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from drivetrain.checkpoint import Contents, open_checkpoint, save_checkpoint, tensorfile
-from drivetrain.checkpoint.tensorfile import DTYPES, TensorFile, write_bytes, write_tensors
+from drivetrain.checkpoint import Contents, open_checkpoint, save_checkpoint
+from drivetrain.checkpoint import manifest as tensorfile
+from drivetrain.checkpoint.manifest import DTYPES, TensorFile, write_bytes, write_tensors
 from drivetrain.errors import CheckpointError
 from drivetrain.runtime.world import World
 from drivetrain.shards import Part, Shard

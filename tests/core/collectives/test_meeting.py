@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 
 from drivetrain import CollectiveError
-from drivetrain.collectives import meeting, ring
+from drivetrain.collectives import facts as meeting
+from drivetrain.collectives import ring
 from drivetrain.communication import gather, reduce, wait_for_everyone
 from drivetrain.runtime.words import Word, heard, say_farewell
 from drivetrain.runtime.words import begin as begin_words

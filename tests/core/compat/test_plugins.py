@@ -9,7 +9,7 @@ from torch.distributed.fsdp import CPUOffload, ShardingStrategy
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
 from drivetrain.compat import accelerate as ours
-from drivetrain.compat.plugins import translated
+from drivetrain.compat.accelerator import translated
 from drivetrain.errors import ConfigError, UsageError
 
 

@@ -16,7 +16,7 @@ from drivetrain import Accelerator
 from drivetrain.errors import ConfigError
 from drivetrain.hardware.description import hardware_text, name_of_device
 from drivetrain.planner import auto
-from drivetrain.planner.predict import Predictor
+from drivetrain.planner.search import Predictor
 
 sys.path.append(str(Path(__file__).parents[3] / "examples"))
 from train_gpt import GPT, loss_of

@@ -11,8 +11,8 @@ from drivetrain.compression.methods import LinkMethods
 from drivetrain.config.schema import FarConfig, LinksConfig
 from drivetrain.cost import ModelSpec
 from drivetrain.facade.prepared import PreparedObjects
-from drivetrain.observe import link
-from drivetrain.observe.link import LinkChoice
+from drivetrain.observe import recorder as link
+from drivetrain.observe.recorder import LinkChoice
 from drivetrain.runtime.gradient_state import GradientState
 from drivetrain.runtime.mesh import Mesh
 from drivetrain.runtime.precision import Precision

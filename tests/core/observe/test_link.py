@@ -4,7 +4,7 @@ import pytest
 
 from drivetrain.errors import PreflightError
 from drivetrain.observe.figures import StepFigures
-from drivetrain.observe.link import LinkLoad
+from drivetrain.observe.recorder import LinkLoad
 from drivetrain.runtime.mesh import Mesh
 from drivetrain.runtime.precision import Precision
 from drivetrain.runtime.world import LINK_VARIABLE, World, host_link

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from drivetrain.parallel.buckets import Bucket, plan_buckets, view_like
+from drivetrain.parallel.replicated import Bucket, plan_buckets, view_like
 from drivetrain.shards import is_dense
 
 CPU = torch.device("cpu")

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from drivetrain.errors import UsageError
-from drivetrain.parallel.buckets import BufferPool
+from drivetrain.parallel.replicated import BufferPool
 
 
 def test_buffers_are_reused_oldest_first_and_lie_apart():

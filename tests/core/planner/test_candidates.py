@@ -7,8 +7,7 @@ from drivetrain.compression.methods import EXACT, LinkMethods
 from drivetrain.config.schema import FarConfig, LinksConfig
 from drivetrain.hardware.description import load_hardware
 from drivetrain.planner.layout import run_settings
-from drivetrain.planner.predict import Task
-from drivetrain.planner.search import permitted_methods, search
+from drivetrain.planner.search import Task, permitted_methods, search
 from drivetrain.simulator.transformer import GptShape
 
 SHAPE = GptShape(layers=2, hidden=1024, heads=16, seq=128, vocab=512)

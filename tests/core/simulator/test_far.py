@@ -7,8 +7,8 @@ import pytest
 from drivetrain.errors import ConfigError
 from drivetrain.hardware.description import load_hardware
 from drivetrain.planner.layout import far_method, read_layout
-from drivetrain.planner.predict import Predictor, Task
-from drivetrain.simulator.data_parallel import Sharing, data_parallel_step
+from drivetrain.planner.search import Predictor, Task
+from drivetrain.simulator.contract import Sharing, data_parallel_step
 from drivetrain.simulator.step import FarMethod, PaperRun
 from drivetrain.simulator.transformer import GptShape
 

@@ -5,8 +5,7 @@ import json
 import pytest
 
 from drivetrain.errors import UsageError
-from drivetrain.simulator.contract import UnitCost, stage_bound
-from drivetrain.simulator.data_parallel import Sharing, data_parallel_step
+from drivetrain.simulator.contract import Sharing, UnitCost, data_parallel_step, stage_bound
 from drivetrain.simulator.step import (
     Collective,
     PaperRun,

@@ -6,9 +6,8 @@ import pytest
 
 from drivetrain.hardware.description import load_hardware
 from drivetrain.planner.layout import read_layout
-from drivetrain.planner.predict import Predictor, Task
-from drivetrain.planner.search import fits, search
-from drivetrain.simulator.data_parallel import Sharing, data_parallel_step
+from drivetrain.planner.search import Predictor, Task, fits, search
+from drivetrain.simulator.contract import Sharing, data_parallel_step
 from drivetrain.simulator.step import DISK, FROM_HOST, HOST, TO_HOST, PaperRun, Stored, play
 from drivetrain.simulator.transformer import GptShape
 

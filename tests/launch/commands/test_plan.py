@@ -8,7 +8,7 @@ import yaml
 
 from drivetrain.errors import ConfigError
 from drivetrain.hardware.description import hardware_names, hardware_text, load_hardware
-from drivetrain.planner import predict
+from drivetrain.planner import search as predict
 from drivetrain.planner.layout import read_layout
 from drivetrain.planner.search import search
 from drivetrain.simulator.step import PaperRun

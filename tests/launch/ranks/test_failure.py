@@ -22,7 +22,7 @@ from drivetrain_launch.ranks.failure import (
 )
 from drivetrain_launch.ranks.worker import LOGS_VARIABLE, code_of, fail, lost_peer, run
 from drivetrain_launch.watching.answers import OperationView, RankView
-from drivetrain_launch.watching.diagnosis import Hang
+from drivetrain_launch.watching.watch import Hang
 
 
 def failure(rank, time, *, collateral=False, code=1, summary=""):

@@ -1,6 +1,6 @@
 """Files of the ranks' output: a run keeps those of the run before it."""
 
-from drivetrain_launch.ranks.processes import Output
+from drivetrain_launch.ranks.engine import Output
 
 
 def test_a_second_run_keeps_the_logs_of_the_first(tmp_path):

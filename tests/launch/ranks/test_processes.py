@@ -4,9 +4,9 @@ import os
 import signal
 import sys
 
-from drivetrain_launch.ranks import processes
+from drivetrain_launch.ranks import engine as processes
+from drivetrain_launch.ranks.engine import Output, RankProcesses
 from drivetrain_launch.ranks.failure import Ending, judge, report
-from drivetrain_launch.ranks.processes import Output, RankProcesses
 
 
 def test_a_process_that_sigkill_does_not_end_is_reported_and_not_waited_for(tmp_path, monkeypatch):

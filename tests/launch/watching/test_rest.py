@@ -1,9 +1,9 @@
 """Ranks that stand still while nobody waits, from states of ranks that were made up."""
 
 from drivetrain.runtime.board import NATIVE
-from drivetrain_launch.watching import diagnosis
+from drivetrain_launch.watching import watch as diagnosis
 from drivetrain_launch.watching.answers import OperationView, RankView
-from drivetrain_launch.watching.diagnosis import Usual, resting
+from drivetrain_launch.watching.watch import Usual, resting
 
 
 def still(rank, seconds, *operations, section="forward", state=""):

@@ -1,8 +1,8 @@
 """The usual length of waits, from states of ranks that were made up."""
 
-from drivetrain_launch.watching import diagnosis
+from drivetrain_launch.watching import watch as diagnosis
 from drivetrain_launch.watching.answers import OperationView, RankView
-from drivetrain_launch.watching.diagnosis import Usual, diagnose
+from drivetrain_launch.watching.watch import Usual, diagnose
 
 
 def seen(rank, seconds, *, place="ring", section="forward", number=9):

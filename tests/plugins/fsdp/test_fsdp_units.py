@@ -11,8 +11,8 @@ from torch.nn.utils import parametrizations
 from drivetrain.cost import ModelSpec
 from drivetrain.errors import UsageError
 from drivetrain.model.modules import clean_name
-from drivetrain.parallel.hooks import users
-from drivetrain_fsdp.units import UnitChoice, describe, unit_keys
+from drivetrain.parallel.gather import users
+from drivetrain_fsdp.fsdp import UnitChoice, describe, unit_keys
 from huggingface_models import ARCHITECTURES, gpt2
 from stacks import Residual, Stack
 from zero_stages import start

@@ -68,9 +68,9 @@ def test_a_save_that_cannot_read_is_not_committed(which, tmp_path):
 
 PLACES = (
     "torch.nn.Linear.forward",
-    "drivetrain_offload.engine.OffloadEngine._step_of",
+    "drivetrain_offload.strategy.OffloadEngine._step_of",
     "drivetrain_offload.stepping.Stepper.submit",
-    "drivetrain_offload.engine.OffloadEngine.give_back",
+    "drivetrain_offload.strategy.OffloadEngine.give_back",
 )
 
 

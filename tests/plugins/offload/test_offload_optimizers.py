@@ -8,7 +8,7 @@ from torch.optim import SGD, AdamW
 
 from drivetrain import Accelerator
 from drivetrain.errors import UsageError
-from drivetrain_offload.engine import ShardInStore
+from drivetrain_offload.strategy import ShardInStore
 from drivetrain_offload.tiles import Tiler
 from offloaded_trainings import STRATEGIES, Free, Training, loss_of, offloads
 

@@ -9,11 +9,15 @@ from torch import nn
 from drivetrain import Cost, ModelSpec, Run, UsageError, option
 from drivetrain.collectives import Handle, sent_elements
 from drivetrain.cost import TensorSpec
-from drivetrain.parallel.buckets import MIB, Bucket, BucketLayout, plan_buckets
-from drivetrain.parallel.replicated import ReplicatedStrategy
+from drivetrain.parallel.replicated import (
+    MIB,
+    Bucket,
+    BucketLayout,
+    ReplicatedStrategy,
+    plan_buckets,
+)
 from drivetrain.runtime.precision import Precision
-from drivetrain.simulator.contract import Planning
-from drivetrain.simulator.data_parallel import DataParallelPlanning, Sharing
+from drivetrain.simulator.contract import DataParallelPlanning, Planning, Sharing
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,10 +13,9 @@ which says why in a ``pytest.skip`` or tests another promise instead.
 """
 
 from drivetrain.testing.conformance.accounts import AccountChecks
-from drivetrain.testing.conformance.failures import FailureChecks
 from drivetrain.testing.conformance.loops import LoopChecks, SeveralChecks
 from drivetrain.testing.conformance.precision import PrecisionChecks
-from drivetrain.testing.conformance.state import StateChecks
+from drivetrain.testing.conformance.state import FailureChecks, StateChecks
 
 __all__ = ["StrategyConformance"]
 

@@ -1,14 +1,23 @@
-"""State: shards cover the model once, and a saved run goes on bit by bit where it stopped."""
+"""State and failures: shards cover the model once, runs go on; a failure reaches all ranks.
+
+Failures: a failure of one rank becomes an error on the others, not a hang.
+"""
 
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
+from drivetrain.errors import CollectiveError, RankMismatchError
 from drivetrain.shards import Shard
+from drivetrain.testing.conformance.accounts import cut_connections, is_supported
 from drivetrain.testing.conformance.suite import Suite
 from drivetrain.testing.conformance.twins import Twins, adamw, everyone, weights
+from drivetrain.testing.models import CASES
+
+# --- state ---
 
 
 class StateChecks(Suite):
@@ -87,3 +96,36 @@ def _assembled(shards: list[tuple[Any, ...]]) -> dict[tuple[str, str], Tensor]:
         times = sorted(set(count.flatten().tolist()))
         assert times in ([1], []), f"elements of {name} {state} are held {times} times, not once"
     return whole
+
+
+# --- failures ---
+
+
+class FailureChecks(Suite):
+    """Errors that users will make."""
+
+    def test_one_rank_that_dies(self, world: int) -> None:
+        """When the process of one rank ends, backward fails on the others, before the timeout."""
+        if world == 1 or not is_supported():
+            pytest.skip("needs a rank to end and one to stay, and Linux")
+        accelerator = self.make_accelerator()
+        twins = Twins(accelerator, CASES["mlp"])
+        twins.backward(0)
+        twins.step()
+        everyone(None)
+        if accelerator.process_index == world - 1:
+            cut_connections()
+            accelerator.free_memory()
+            return
+        with pytest.raises(CollectiveError):
+            accelerator.backward(twins.loss(1))
+        accelerator.free_memory()
+
+    def test_ranks_with_different_models(self, world: int) -> None:
+        """``prepare`` names the first difference on every rank."""
+        if world == 1:
+            pytest.skip("needs two ranks to disagree")
+        with self.accelerator() as accelerator:
+            case = CASES["tied" if accelerator.process_index == 0 else "mlp"]
+            with pytest.raises(RankMismatchError, match="rank"):
+                accelerator.prepare(case.build())

@@ -23,8 +23,7 @@ from drivetrain_megatron.pipeline.schedules import (
     save_trace,
     to_trace,
 )
-from drivetrain_megatron.simulator.command import Gantt, save_picture
-from drivetrain_megatron.simulator.simulate import simulate
+from drivetrain_megatron.simulator.command import Gantt, save_picture, simulate
 from drivetrain_megatron.simulator.step import cut_into_stages, divided
 
 MEASURED = Timeline(
