@@ -86,10 +86,6 @@ def _obey(connection: IO[bytes]) -> None:
     os.kill(os.getpid(), signal.SIGINT)
 
 
-if __name__ == "__main__":
-    main()
-
-
 # --- starts a command on all hosts of a list over the system's ssh, and ends all of them ---
 
 _NAME = re.compile(r"(?:([A-Za-z_][A-Za-z0-9._-]{0,31})@)?([A-Za-z0-9][A-Za-z0-9._-]{0,252})")
@@ -542,3 +538,7 @@ def _end(connections: Sequence[HostConnection], signals: Signals) -> None:
         time.sleep(POLL_S)
     for connection in connections:
         connection.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -13,8 +13,9 @@ import torch
 from PIL import Image
 
 from drivetrain import Accelerator
+from drivetrain.observe.charts import Chart, charts_of
 from drivetrain.observe.history import load_history
-from drivetrain.observe.page import Chart, charts_of, write_report
+from drivetrain.observe.page import write_report
 from recorded_runs import FACTS, write_run
 
 BROWSER = next(
