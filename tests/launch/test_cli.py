@@ -67,7 +67,7 @@ def test_dry_run_shows_origin_mesh_and_cost_and_starts_nothing(command, tmp_path
     (tmp_path / "run.yaml").write_text("accumulation: 4\nstrategy: {name: toy, spoons: 3}\n")
     out = command.output(
         "launch", "--config", "run.yaml", "--nproc_per_node", "3", "--mixed-precision", "bf16",
-        "--dry-run", "no-such-script.py",
+        "--dry-run",
     )  # fmt: skip
     rows = {tuple(line.split()[:2]): line for line in out.splitlines() if line.split()}
     assert rows["accumulation", "4"].endswith("run.yaml:1")
@@ -78,6 +78,8 @@ def test_dry_run_shows_origin_mesh_and_cost_and_starts_nothing(command, tmp_path
     assert "0, 1, 2" in out
     # 1e9 fp32 elements: 4e9 bytes of parameters, twice that of Adam's state.
     assert rows["held:", "parameters"].split()[-2:] == ["3.7", "GiB"]
+    err = command.error("launch", "--dry-run", "no-such-script.py")
+    assert "cannot run the script 'no-such-script.py'" in err
     assert rows["held:", "optimizer"].split()[-2:] == ["7.5", "GiB"]
     assert "\x1b" not in out
 

@@ -162,11 +162,10 @@ def write_defaults(output: Path | None) -> int:
 
 def ask(output: Path) -> int:
     """Run the wizard on this terminal, and write the configuration."""
-    from drivetrain_launch.wizard.questions import Wizard, ask_all, ask_where
+    from drivetrain_launch.wizard.questions import Wizard, ask_all, write_where
 
     text = ask_all(Wizard(strategies()))
-    path = ask_where(text, output)
-    write(path, text, replace=True)
+    path = write_where(text, output, lambda path: write(path, text, replace=True))
     # Read the file as a run will: a mistake of ours must show here, and not in the run.
     from drivetrain_launch.forecast.planning import check_run
 
@@ -204,7 +203,9 @@ def write(path: Path, text: str, *, replace: bool) -> None:
         temporary.replace(path)
     except OSError as error:
         temporary.unlink(missing_ok=True)
-        raise ConfigError(f"cannot write {path}: {error.strerror or error}") from error
+        raise ConfigError(
+            f"cannot write {path}: {error.strerror or error}; choose another file"
+        ) from error
 
 
 # --- explain: the meaning of a key, or of all keys of a section ---

@@ -10,6 +10,7 @@ from drivetrain.errors import ConfigError
 from drivetrain.hardware.sizes import DEVICES, device_bytes, unit_of
 from drivetrain_launch.commands.options import (
     BEFORE_SCRIPT,
+    ModelCommand,
     complete_file,
     resolve_command_line,
     rest_argument,
@@ -25,7 +26,7 @@ KINDS = ("parameters", "masters", "gradients", "optimizer")
 """Columns of their own; other kinds on the device are added up."""
 
 
-@click.command(context_settings=BEFORE_SCRIPT)
+@click.command(cls=ModelCommand, context_settings=BEFORE_SCRIPT)
 @source_options
 @click.option(
     "--ranks", type=click.IntRange(min=1), default=8, help="Ranks of all hosts. [default: 8]"

@@ -29,6 +29,7 @@ from drivetrain_launch.commands.options import (
     grouped_option,
     host_options,
     knob_flags,
+    misplaced,
     remote_job,
     resolve_command_line,
     script_argument,
@@ -135,12 +136,14 @@ def command(
     if dry_run:
         from drivetrain_launch.commands.preview import preview
 
+        if script:
+            check_script(script, module=module)
         check_run(resolved)
         preview(resolved, listed)
         return 0
     arguments = check_script(script, module=module)
     check_run(resolved)
-    if text := misplaced(arguments):
+    if text := misplaced(arguments, LAUNCHERS_OWN, "launch"):
         click.echo(text, err=True)
     if listed:
         settings = resolved.run.launch
@@ -233,18 +236,6 @@ def check_script(script: tuple[str, ...], *, module: bool) -> tuple[str, ...]:
             "for a module; options of 'drivetrain launch' stand before the script"
         )
     return script
-
-
-def misplaced(arguments: tuple[str, ...]) -> str:
-    """Return the notice of the launcher's own options behind a script; "" without any."""
-    words = {word.partition("=")[0].replace("_", "-") for word in arguments}
-    found = [name for name in LAUNCHERS_OWN if name in words]
-    if not found:
-        return ""
-    return (
-        f"drivetrain: {', '.join(found)} stands after the script, which gets it as its own "
-        "argument; options of 'drivetrain launch' stand before the script"
-    )
 
 
 def make_log_dir(path: Path) -> None:

@@ -172,12 +172,26 @@ def kubernetes(
 @job_command("skypilot", counted=False)
 @_option("--accelerators", metavar="KIND:N", default="", help="Of each host, such as H100:8.")
 @_option("--spot", is_flag=True, help="Hosts that may be taken away, at a lower price.")
+@_option(
+    "--install",
+    metavar="WHEEL|URL",
+    default="",
+    help="Where each host gets drivetrain from: a wheel in this folder, or an address for pip. "
+    "[default: nowhere, it is there]",
+)
 @_RESTARTS
-def skypilot(job: "SchedulerJob", *, accelerators: str, spot: bool, restarts: int) -> str:
+def skypilot(
+    job: "SchedulerJob", *, accelerators: str, spot: bool, install: str, restarts: int
+) -> str:
     """Write a task: sky jobs launch FILE."""
     start = "Start: sky jobs launch FILE"
     notes = [f"{start} {secret_option()}" if job.hosts > 1 else start]
-    return _yaml([task(job, accelerators=accelerators, restarts=restarts, spot=spot)], notes)
+    if not install:
+        notes.append(
+            "The hosts' image must have drivetrain; else write it with --install WHEEL|URL."
+        )
+    document = task(job, accelerators=accelerators, restarts=restarts, spot=spot, install=install)
+    return _yaml([document], notes)
 
 
 def _job(
@@ -525,7 +539,9 @@ def _on_exit(action: str, codes: list[int]) -> dict[str, Any]:
 # --- task file of SkyPilot: hosts of any cloud, which may be taken away at any time ---
 
 
-def task(job: SchedulerJob, *, accelerators: str, restarts: int, spot: bool) -> dict[str, Any]:
+def task(
+    job: SchedulerJob, *, accelerators: str, restarts: int, spot: bool, install: str
+) -> dict[str, Any]:
     """Return a task for ``sky jobs launch``.
 
     Args:
@@ -533,6 +549,7 @@ def task(job: SchedulerJob, *, accelerators: str, restarts: int, spot: bool) -> 
         accelerators: of each host in SkyPilot's words, such as ``H100:8``; "" for none.
         restarts: how often the task is started again after a failure of its own.
         spot: whether the hosts may be taken away, at a lower price.
+        install: what pip installs before the run; "" for nothing: no public index has our name.
     """
     resources: dict[str, Any] = {"accelerators": accelerators} if accelerators else {}
     if spot:
@@ -548,7 +565,7 @@ def task(job: SchedulerJob, *, accelerators: str, restarts: int, spot: bool) -> 
         "resources": resources,
         # A null is asked for at the start: sky jobs launch --secret NAME=VALUE.
         **({"secrets": {SECRET_VARIABLE: None}} if job.hosts > 1 else {}),
-        "setup": "pip install drivetrain",
+        **({"setup": shlex.join(["pip", "install", install])} if install else {}),
         "run": shlex.join(job.command),
     }
 

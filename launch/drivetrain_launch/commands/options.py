@@ -222,6 +222,46 @@ def knob_flags(*groups: str) -> Callable[..., Any]:
     return _all_of(shown)
 
 
+class ModelCommand(click.Command):
+    """A command about a model, which may be a script: only a script has arguments of its own.
+
+    Options stand before or after any other model. After a script, words that are spelled like
+    options of the command are the script's, which is said.
+    """
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Read the command line, with options that follow a model which is no script."""
+        rest = self._rest(ctx, args)
+        if rest:
+            *before, model = args[: len(args) - len(rest)]
+            options_first = [*before, *rest, model]
+            if model.endswith(".py"):
+                names = [name for each in self.params for name in each.opts]
+                if text := misplaced(rest, names, ctx.info_name):
+                    click.echo(text, err=True)
+            elif not self._rest(ctx, options_first):
+                return super().parse_args(ctx, options_first)
+        return super().parse_args(ctx, args)
+
+    def _rest(self, ctx: click.Context, args: Sequence[str]) -> tuple[str, ...]:
+        """Return the words behind the model."""
+        values, _, _ = self.make_parser(ctx).parse_args(list(args))
+        rest = values.get(REST)
+        return rest if isinstance(rest, tuple) else ()  # click has an object of its own for none
+
+
+def misplaced(words: Iterable[str], options: Iterable[str], command: str | None) -> str:
+    """Return the notice of a command's own options behind a script; "" without any."""
+    spelled = {word.partition("=")[0].replace("_", "-") for word in words}
+    found = [name for name in options if name.startswith("-") and name in spelled]
+    if not found:
+        return ""
+    return (
+        f"drivetrain: {', '.join(found)} stands after the script, which gets it as its own "
+        f"argument; options of 'drivetrain {command}' stand before the script"
+    )
+
+
 def worded_flags(**words: tuple[str, str]) -> Callable[..., Any]:
     """Return a decorator that adds flags of knobs in the words of one command.
 
@@ -235,8 +275,12 @@ def worded_flags(**words: tuple[str, str]) -> Callable[..., Any]:
     )
 
 
+REST = "arguments"
+"""The parameter of the words that are left."""
+
+
 def rest_argument(
-    name: str = "arguments", metavar: str = "[ARGS]...", **settings: Any
+    name: str = REST, metavar: str = "[ARGS]...", **settings: Any
 ) -> Callable[..., Any]:
     """Return the decorator of an argument that takes all words that are left, options too."""
     settings |= {"nargs": -1, "type": click.UNPROCESSED, "shell_complete": complete_file}

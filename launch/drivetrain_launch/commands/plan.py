@@ -10,11 +10,17 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from drivetrain.compression.compressor import Honesty
+from drivetrain.config.schema import MOST_HOSTS, MOST_RANKS_OF_A_HOST
 from drivetrain.errors import ConfigError
 from drivetrain.hardware.description import Hardware, load_hardware
 from drivetrain.hardware.sizes import size_text
 from drivetrain.simulator.transformer import GptShape
-from drivetrain_launch.commands.options import BEFORE_SCRIPT, complete_file, rest_argument
+from drivetrain_launch.commands.options import (
+    BEFORE_SCRIPT,
+    ModelCommand,
+    complete_file,
+    rest_argument,
+)
 from drivetrain_launch.console import show_table
 
 if TYPE_CHECKING:
@@ -31,7 +37,7 @@ _LINK = re.compile(r"(\d+(?:\.\d+)?)\s*(GB/s|Gbit/s|MB/s|Mbit/s)", re.IGNORECASE
 _RATES = {"gb/s": 1.0, "gbit/s": 1 / 8, "mb/s": 1e-3, "mbit/s": 1e-3 / 8}
 
 
-@click.command(context_settings=BEFORE_SCRIPT)
+@click.command(cls=ModelCommand, context_settings=BEFORE_SCRIPT)
 @click.option("--gpt", metavar="KEY=VALUE,...", help="Sizes of a GPT: "
               + ", ".join(GptShape.keys()) + ".")  # fmt: skip
 @click.option("--hf", metavar="FILE", help="A config.json of transformers, or its folder; no "
@@ -44,8 +50,8 @@ _RATES = {"gb/s": 1.0, "gbit/s": 1 / 8, "mb/s": 1e-3, "mbit/s": 1e-3 / 8}
               "[default: a batch of the script's loader on every rank]")  # fmt: skip
 @click.option("--hardware", "source", metavar="NAME|FILE", required=True,
               help="Description of the devices; see `drivetrain hardware show`.")  # fmt: skip
-@click.option("--hosts", type=click.IntRange(min=1), default=1, show_default=True)
-@click.option("--devices-per-host", type=click.IntRange(min=1),
+@click.option("--hosts", type=click.IntRange(1, MOST_HOSTS), default=1, show_default=True)
+@click.option("--devices-per-host", type=click.IntRange(1, MOST_RANKS_OF_A_HOST),
               help="[default: those of the description]")  # fmt: skip
 @click.option("--link-between", metavar="RATE",
               help="What a host sends to other hosts over all its adapters, such as 100GB/s or "

@@ -78,7 +78,7 @@ def model_of(source: str, arguments: Sequence[str] = ()) -> ModelSpec:
         path /= CONFIG_FILE
     if arguments and path.suffix != ".py":
         raise ConfigError(
-            f"found arguments after {source!r}: {' '.join(arguments)}; options stand before MODEL"
+            f"found arguments after {source!r}: {' '.join(arguments)}; only a script has arguments"
         )
     if path.suffix == ".json" and path.is_file():
         return ModelSpec.of(of_transformers(path))

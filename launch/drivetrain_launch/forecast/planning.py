@@ -40,6 +40,9 @@ LAYER_SHAPE = (1000, 1000)
 EXAMPLE = "1e9 parameters in fp32 (1000 tensors of 1000 x 1000) with Adam"
 """The model in words: a dry run does not load the user's model."""
 
+MOST_RANKS = 2**17
+"""A run of more is a slip of the keyboard: the largest clusters have as many devices."""
+
 
 def plan(resolved: Resolved, ranks: int, *, on_accelerators: bool = False) -> Run:
     """Return the run as rank 0 would see it, with so many ranks on each host."""
@@ -67,7 +70,16 @@ def plan_on(resolved: Resolved, hosts: Sequence[str], *, on_accelerators: bool =
 
 
 def planned_world(ranks: int, nodes: int) -> World:
-    """Return the world of a run as rank 0 will see it, with as many ranks on each host."""
+    """Return the world of a run as rank 0 will see it, with as many ranks on each host.
+
+    Raises:
+        ConfigError: there are more ranks than any machine has: their list would fill the memory.
+    """
+    if ranks * nodes > MOST_RANKS:
+        raise ConfigError(
+            f"expected at most {MOST_RANKS:,} ranks, found {ranks * nodes:,} on {nodes:,} hosts; "
+            "check nproc_per_node and nnodes"
+        )
     hosts = tuple(f"host {host}" for host in range(nodes) for _ in range(ranks))
     return World(size=len(hosts), local_size=ranks, hosts=hosts)
 

@@ -7,6 +7,8 @@ imports torch before the strategy is asked for.
 
 import itertools
 import shutil
+import sys
+import termios
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -27,7 +29,7 @@ from drivetrain.config import (
 from drivetrain.config.document import COMMENT_COLUMNS, put
 from drivetrain.config.resolve import Resolved, resolve
 from drivetrain.config.schema import LinksConfig
-from drivetrain.errors import ConfigError
+from drivetrain.errors import ConfigError, DrivetrainError
 from drivetrain.hardware.sizes import DEVICES, device_bytes, parameter_count
 from drivetrain.registry import Registry
 from drivetrain_launch.ranks.placement import Endpoint
@@ -38,6 +40,9 @@ if TYPE_CHECKING:
 
 STRATEGY, FACTS = "strategy.", "facts."
 """Prefixes of the keys of the strategy, and of answers that no file holds."""
+
+BACK, UNKNOWN = "<", "?"
+"""Typed for the question before, and for a fact that the user does not know."""
 
 STRATEGY_KEY = "strategy.name"
 RANKS_KEY, HOSTS_KEY = "launch.nproc_per_node", "launch.nnodes"
@@ -213,14 +218,14 @@ class Wizard:
         yield Question(
             key=MEMORY,
             text=f"How much memory has each {where}?",
-            help=f"GiB, or a name: {', '.join(DEVICES)}. Enter if you do not know.",
+            help=f"GiB, or a name: {', '.join(DEVICES)}. Enter, or {UNKNOWN}, if you do not know.",
             default=self.answers.get(MEMORY, ""),
         )
         yield Question(
             key=MODEL,
             text="How large is the model?",
-            help="A number of parameters such as 7B, or the config.json of transformers. Enter if "
-            "you do not know.",
+            help="A number of parameters such as 7B, or the config.json of transformers. Enter, "
+            f"or {UNKNOWN}, if you do not know.",
             default=self.answers.get(MODEL, ""),
         )
         yield Question(
@@ -358,7 +363,6 @@ def _question(knob: Option, key: str, default: Any) -> Question:
 # --- the dialog, drawn by questionary ---
 
 
-BACK = "<"
 HINT_COLUMNS = 80
 """Columns that a hint takes at most: more are hard to read."""
 
@@ -377,12 +381,21 @@ def ask_all(wizard: Wizard) -> str:
     Raises:
         KeyboardInterrupt: the user pressed Ctrl-C.
     """
-    wizard.announce = questionary.print
+    busy: list[str] = []
+
+    def announce(line: str) -> None:
+        questionary.print(line)
+        busy.append(line)
+
+    wizard.announce = announce
     questionary.print(
-        f"Enter takes the default; {BACK!r} or the last choice goes back; Ctrl-C ends, nothing is "
-        "written."
+        f"Enter takes what stands in brackets; {BACK!r} or the last choice goes back; Ctrl-C ends, "
+        "nothing is written."
     )
     while (question := wizard.current) is not None:
+        if busy and sys.stdin.isatty():  # keys that were pressed meanwhile answer nothing
+            termios.tcflush(sys.stdin, termios.TCIFLUSH)
+        busy.clear()
         questionary.print("\n" + hint(question.help))
         value = (_pick if question.choices else _type)(question, can_go_back=wizard.can_go_back)
         if value == BACK:
@@ -395,25 +408,33 @@ def ask_all(wizard: Wizard) -> str:
     return wizard.text()
 
 
-def ask_where(text: str, default: Path) -> Path:
-    """Show the configuration and ask for the file to write; an existing one only when confirmed.
+def write_where(text: str, default: Path, write: Callable[[Path], None]) -> Path:
+    """Show the configuration, ask for a file, and write it; an existing one only when confirmed.
+
+    A file that cannot be written is asked for again: no answer is lost.
+
+    Args:
+        text: of the file.
+        default: the proposed path.
+        write: writes the text, or raises a DrivetrainError.
 
     Raises:
         KeyboardInterrupt: the user pressed Ctrl-C.
     """
     questionary.print(f"\n{text}")
     while True:
-        path = Path(
-            questionary.text(
-                "Write it to which file?",
-                default=str(default),
-                validate=lambda text: bool(text.strip()) or "expected the path of a file",
-            ).unsafe_ask()
-        )
-        if not path.exists():
-            return path
-        if questionary.confirm(f"{path} exists. Replace it?", default=False).unsafe_ask():
-            return path
+        answer = questionary.text(f"Write it to which file? [{default}]").unsafe_ask().strip()
+        path = Path(answer or default)
+        if path.exists():
+            replace = f"{path} exists. Replace it?"
+            if not questionary.confirm(replace, default=False).unsafe_ask():
+                continue
+        try:
+            write(path)
+        except DrivetrainError as error:
+            questionary.print(hint(str(error)))
+            continue
+        return path
 
 
 def _pick(question: Question, *, can_go_back: bool) -> Any:
@@ -427,9 +448,16 @@ def _pick(question: Question, *, can_go_back: bool) -> Any:
 
 
 def _type(question: Question, *, can_go_back: bool) -> str:
-    """Return the text; errors are printed, since the line below a prompt would cut them off."""
+    """Return the text, or the default for Enter alone: it is shown, and no key has to remove it.
+
+    Errors are printed, since the line below a prompt would cut them off.
+    """
+    default = str(question.default)
     while True:
-        text: str = questionary.text(question.text, default=str(question.default)).unsafe_ask()
-        if text.strip() != BACK or can_go_back:
-            return text.strip()
+        shown = f"{question.text} [{default}]" if default else question.text
+        text: str = questionary.text(shown).unsafe_ask().strip()
+        if text == UNKNOWN and question.key.startswith(FACTS):
+            return ""
+        if text != BACK or can_go_back:
+            return text or default
         questionary.print("this is the first question")

@@ -458,8 +458,12 @@ class Manifest:
                     f"there is no checkpoint {directory}; check the path"
                 ) from None
             raise CheckpointError(
-                f"expected {FILE_NAME} in {directory}, found none; it is not a checkpoint of this "
-                "library, or not a whole one"
+                f"expected {FILE_NAME} in {directory}, found {_checkpoints_below(directory)}"
+            ) from None
+        except NotADirectoryError:
+            raise CheckpointError(
+                f"expected the folder of a checkpoint, found the file {directory}; name the folder "
+                f"that holds {FILE_NAME}"
             ) from None
         except (ValueError, RecursionError) as error:
             raise CheckpointError(f"{path} is not JSON ({error}); the file is damaged") from error
@@ -547,6 +551,15 @@ def libraries() -> dict[str, str]:
     """Return the versions that a manifest records."""
     names = ("drivetrain", "torch", "safetensors")
     return {name: version(name) for name in names} | {"python": platform.python_version()}
+
+
+def _checkpoints_below(directory: Path) -> str:
+    """Return in words which checkpoints a folder holds, or that it is none itself."""
+    paths = [*directory.glob(f"*/{FILE_NAME}"), *directory.glob(f"*/*/{FILE_NAME}")]
+    if not paths:
+        return "none; it is not a checkpoint of this library, or not a whole one"
+    names = sorted((str(path.parent) for path in paths), key=lambda name: (len(name), name))
+    return f"checkpoints below it: {', '.join(names)}; name one of them"
 
 
 def _check_format(path: Path, body: Any) -> None:

@@ -7,6 +7,8 @@ from drivetrain.config.option import mapping, option, section
 
 LONGEST_WAIT_S = 31_536_000.0
 """A year: the clocks of some backends count no further than some centuries."""
+MOST_HOSTS, MOST_RANKS_OF_A_HOST = 32_768, 4096
+"""More than any machine has: a slip of the keyboard is refused before its ranks are counted."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -18,8 +20,11 @@ class LaunchConfig:
         help="Processes per host; auto: one per accelerator, or per CPU core without one.",
         question="How many processes on each host?",
         minimum=1,
+        maximum=MOST_RANKS_OF_A_HOST,
     )
-    nnodes: int = option(1, help="Number of hosts.", question="How many hosts?", minimum=1)
+    nnodes: int = option(
+        1, help="Number of hosts.", question="How many hosts?", minimum=1, maximum=MOST_HOSTS
+    )
     min_nnodes: int | None = option(
         None,
         help="Fewest hosts with which the run goes on when others are lost; unset takes nnodes.",

@@ -132,6 +132,15 @@ def test_what_is_no_checkpoint(command, tmp_path, action):
     assert code == 4
     assert out == ""
     assert "there is no checkpoint" in err
+    folder = tmp_path / "run" / "checkpoints" / "checkpoint_0"
+    folder.mkdir(parents=True)
+    (folder / "manifest.json").write_text("{}")
+    for path, message in (
+        (folder / "manifest.json", "expected the folder of a checkpoint, found the file"),
+        (tmp_path / "run", f"found checkpoints below it: {folder}; name one of them"),
+    ):
+        code, _, err = command("checkpoint", action, str(path), *more)
+        assert (code, message in err) == (4, True)
 
 
 def test_verify_finds_nothing_wrong(command, saved):

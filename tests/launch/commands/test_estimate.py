@@ -56,7 +56,7 @@ def test_every_strategy_has_a_row_with_its_bytes(command):
 
 
 def test_several_hosts_show_the_bytes_that_leave_a_host(command):
-    out = command.output("estimate", "--ranks", "8", "--nnodes", "2", "1B")
+    out = command.output("estimate", "1B", "--ranks", "8", "--nnodes", "2")  # on either side
     rows = [line.split() for line in out.splitlines()]
     (whole,) = [row for row in rows if row[:1] == ["ddp"] and row[1] != "hook"]
     (hybrid,) = [row for row in rows if row[:3] == ["fsdp", "sharding", "hybrid"]]
@@ -77,7 +77,9 @@ def test_model_of_transformers_is_built_without_values(command, tmp_path):
 def test_script_runs_until_it_prepares_its_model(command, tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
     prepare, words = Accelerator.prepare, [*sys.argv]
-    out = command.output("estimate", "--ranks", "2", "train.py", "2000")
+    code, out, err = command("estimate", "--ranks", "2", "train.py", "2000", "--device", "t4")
+    assert code == 0
+    assert "--device stands after the script, which gets it as its own argument" in err
     assert out.startswith("2,000,000 parameters")
     assert Accelerator.prepare is prepare
     assert sys.argv == words
@@ -111,7 +113,8 @@ def test_bad_source_is_one_clear_line(command, tmp_path):
         (["meta/llama-7b"], "as nothing is downloaded, give the config.json of meta/llama-7b"),
         (["broken.py"], "broken.py:2: expected accelerator.prepare(model), found before it KeyE"),
         (["--device", "abacus", "7B"], "--device: expected a number of GiB or one of t4,"),
-        (["7B", "--ranks", "2"], "found arguments after '7B': --ranks 2"),
+        (["7B", "--ranks", "3", "2"], "found arguments after '7B': --ranks 3 2; only a script"),
+        (["7B", "--ranks", f"{10**20}"], "expected at most 131,072 ranks, found 100,000,000,000"),
         (["facts.json"], "expected a configuration of transformers with a model_type"),
         (["idle.py"], "expected accelerator.prepare(model), found a script without it"),
         (["--device", "0", "7B"], "--device: expected a number of GiB or one of t4,"),

@@ -118,7 +118,7 @@ def test_file_becomes_ours_and_launches(command, folder):
             assert key in QUIET.split() or re.search(rf"\b{key}\b", text), (name, key)
         (folder / "ours.yaml").write_text(text)
         assert command("config", "check", "ours.yaml") == (0, "ok\n", ""), name
-        words = ("--config", "ours.yaml", "--cpu", "--dry-run", "train.py")
+        words = ("--config", "ours.yaml", "--cpu", "--dry-run")
         assert "Mesh:" in command.output("launch", *words), name
 
 
@@ -317,7 +317,7 @@ def test_option_of_another_launcher_is_answered_with_its_counterpart(command):
 
 def test_options_that_mean_the_same_are_taken(command, folder):
     words = ("--standalone", "--num_machines", "1", "--machine_rank", "0", "--cpu", "--dry-run")
-    assert command("launch", *words, "train.py")[0] == 0
+    assert command("launch", *words)[0] == 0
     err = command.error(
         "launch", "--standalone", "--nnodes", "2", "--rdzv_endpoint", "a:1", "train.py"
     )

@@ -4,7 +4,8 @@ import json
 
 from drivetrain import registry
 from drivetrain.config import LaunchConfig, Layer, resolve
-from drivetrain_launch.commands.launch import misplaced, without_effect
+from drivetrain_launch.commands.launch import LAUNCHERS_OWN, without_effect
+from drivetrain_launch.commands.options import misplaced
 from drivetrain_launch.ranks.placement import heap_variables, interface_of
 
 COLLECT = """
@@ -56,8 +57,11 @@ def test_script_gets_its_arguments_variables_and_config(sandbox, command):
 
 
 def test_options_of_the_launcher_behind_the_script_are_named():
-    assert misplaced(("train.py", "--lr", "1", "--cpu", "--config", "a.yaml")) == ""
-    text = misplaced(("-m", "train", "--nproc_per_node=2", "--nnodes", "2"))
+    words = ("train.py", "--lr", "1", "--cpu", "--config", "a.yaml")
+    assert misplaced(words, LAUNCHERS_OWN, "launch") == ""
+    text = misplaced(
+        ("-m", "train", "--nproc_per_node=2", "--nnodes", "2"), LAUNCHERS_OWN, "launch"
+    )
     assert "--nproc-per-node, --nnodes stands after the script" in text
 
 

@@ -108,6 +108,10 @@ def test_skypilot_gets_a_task_for_spot_hosts(command, script):
         "job_recovery": {"max_restarts_on_errors": 5, "recover_on_exit_codes": [75]},
     }
     assert shlex.split(task["run"])[-2:] == [script, "a b"]
+    assert "setup" not in task
+    assert "--install WHEEL|URL" in text
+    text = command.output("manifest", "skypilot", "--install", "a b.whl", script)
+    assert yaml.safe_load(text)["setup"] == "pip install 'a b.whl'"
 
 
 def test_the_arguments_are_the_configuration(tmp_path):
