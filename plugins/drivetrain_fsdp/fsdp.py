@@ -73,10 +73,6 @@ from drivetrain.simulator.step import PaperRun
 from drivetrain.strategy import Form, Prepared, Run
 from drivetrain_fsdp.dtensors import as_dtensors
 
-# --- how FSDP cuts a model into units and parameters into rows, and the options for it ---
-
-# --- how FSDP cuts a model ---
-
 # --- modules of a model, found by the names of its parameters: which modules run a forward ---
 
 # A unit is gathered by the hooks of a module, and they run only where something calls the module.

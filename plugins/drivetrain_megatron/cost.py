@@ -188,8 +188,6 @@ def _by_tokens(operation: Operation, activation: Activation, line: RanksOfAxis) 
     return elements * activation.itemsize
 
 
-# --- the cost of one rank of a cell ---
-
 # --- how the ranks of a cell will hold a model: planned as ``prepare`` does, and left whole ---
 
 

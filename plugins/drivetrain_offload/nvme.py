@@ -49,8 +49,6 @@ from drivetrain_offload.buffers import (
 from drivetrain_offload.stepping import WORKING_BYTES, NvmeStepper
 from drivetrain_offload.tiles import update_rule
 
-# --- one preallocated file, read and written by several requests at once ---
-
 # --- sums of blocks, in memory: a block that the disk gives back changed is noticed ---
 
 # The sum of a block is that of its words of 64 bits, modulo 2^64, which takes a small part of the

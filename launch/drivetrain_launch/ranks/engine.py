@@ -50,8 +50,6 @@ from drivetrain_launch.ranks.worker import LOGS_VARIABLE
 from drivetrain_launch.watching.answers import BOARD_VARIABLE, status_of
 from drivetrain_launch.watching.watch import HangWatch, WorkFiles, work_file
 
-# --- the processes of this host's ranks in one attempt, and where their output goes ---
-
 # --- where the ranks' output goes: the console, and files where the user wants them ---
 
 # Rank 0 writes to the console itself, so that its progress bars work. Of the other ranks the

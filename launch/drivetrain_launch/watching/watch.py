@@ -411,8 +411,6 @@ def resting(views: Mapping[int, RankView], limit_s: float, usual_s: float) -> Ha
 
 # --- the watch over the ranks of one attempt ---
 
-# --- the watch over the ranks of one attempt ---
-
 PERIOD_S = 0.5
 """Seconds between two looks."""
 

@@ -432,9 +432,6 @@ class PipelinedModel:
                 resolve(one, value)
 
 
-# --- the pipeline of a model: cut, left with this rank's stages, its calls taken over ---
-
-
 # --- calls of the model inside of a model of ``peft`` go through the pipeline of the whole ---
 
 # ``PeftModel.generate`` calls the model inside by itself. The stages are those of the whole model,

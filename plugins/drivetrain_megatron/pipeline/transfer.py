@@ -31,8 +31,6 @@ from drivetrain.runtime.ranges import WAIT, named_range
 from drivetrain.strategy import Run
 from drivetrain.traffic import Traffic
 
-# --- messages between the ranks of a pipeline ---
-
 # --- the mark of a gradient that backward does not make, in the tensor of a message ---
 
 # A gradient of zeros would not do: in one process a parameter without a gradient is left alone, one

@@ -275,8 +275,6 @@ def _reduced(flats: list[Tensor], reduction: Reduction, scale: float) -> Tensor:
     return total.mul_(scale) if scale != 1.0 else total
 
 
-# --- tries a plan before its use ---
-
 # --- copies for trials: random values, and thin matrices where the model's are large ---
 
 # A division decides about one dim of a matrix: a layer cut by columns keeps all of its input, one

@@ -191,8 +191,6 @@ _FORMULAS: dict[str, Callable[[Schedule, Mapping[ActionKind, float]], Formula | 
 }
 
 
-# --- ``drivetrain schedule`` ---
-
 # --- a Gantt chart, on the terminal, or as a PNG or SVG picture ---
 
 # One row per rank, time from left to right, one color per kind of action with the number of the

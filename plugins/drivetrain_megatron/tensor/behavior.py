@@ -277,8 +277,6 @@ class Uncompiled:
         members[name] = value
 
 
-# --- what ranks change around the layers of a block ---
-
 # --- the ends of a region of weights in no layer (Shoeybi et al. 2019, section 3) ---
 
 # Each rank computes with a share of the inner features, and with all of the inputs: the gradients

@@ -39,8 +39,6 @@ from drivetrain.runtime.gradient_state import ActivePass, GradientState
 from drivetrain.runtime.mesh import Axis
 from drivetrain.runtime.world import World
 
-# --- the loader that the training loop iterates ---
-
 # --- marks: a resumed run begins its accumulation window again ---
 
 

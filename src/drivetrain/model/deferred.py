@@ -42,8 +42,6 @@ from drivetrain.model.look import tensors_in
 from drivetrain.model.modules import clean_name
 from drivetrain.shards import Ranges, WeightSource, is_dense
 
-# --- constructs a model without memory ---
-
 # --- the schema of an operator: what it writes and makes, and whether values are needed ---
 
 Operator: TypeAlias = OpOverload[..., Any]

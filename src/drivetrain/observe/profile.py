@@ -51,8 +51,6 @@ from drivetrain.observe.trace import (
 from drivetrain.runtime.ranges import BACKWARD, FORWARD, RECOMPUTE, STEP, is_profiled
 from drivetrain.strategy import Run
 
-# --- one profile on all ranks ---
-
 # --- ranges around the forward and the backward of each unit of a model ---
 
 

@@ -38,8 +38,6 @@ from drivetrain.runtime.precision import LossScaler
 from drivetrain.strategy import Run, Strategy
 from drivetrain.traffic import Traffic
 
-# --- the record of each optimizer step on one rank, from events and the clock ---
-
 # --- the record of each optimizer step on one rank ---
 
 
@@ -74,9 +72,14 @@ class StepClock:
             board.enter(section)
         self.section, self._entered_at, self._waited_at = section, now, waited
 
-    def cut(self) -> tuple[float, dict[str, float]]:
-        """Return the seconds since the last cut, in all and by section; the next step begins."""
-        self.enter(self.section or "other")
+    def cut(self, *, at_entry: bool = False) -> tuple[float, dict[str, float]]:
+        """Return the seconds since the last cut, in all and by section; the next step begins.
+
+        Args:
+            at_entry: whether it began when the section at hand was entered.
+        """
+        if not at_entry:
+            self.enter(self.section or "other")
         seconds, self._cut_at = self._entered_at - self._cut_at, self._entered_at
         sections, self._sections = self._sections, {}
         return seconds, sections
@@ -127,6 +130,7 @@ class StepRecorder(Observer):
         self._training: set[int] = set()
         self._loader = 0
         self._stepped = False
+        self._fetched: tuple[Mapping[tuple[str, str], int], Mapping[str, float]] | None = None
         self._process = psutil.Process()
         self._memory: dict[str, int] = {}
         self._memory_at = -MEMORY_PAUSE_S
@@ -162,20 +166,23 @@ class StepRecorder(Observer):
 
     def fetching(self, loader: DataLoader[Any]) -> None:
         """Enter the data section; that of evaluation for a loader that no backward has followed."""
-        self._turn()
         self._loader = id(loader)
         trains = not self._training or self._loader in self._training
+        if trains and self._stepped:
+            self._fetched = self._traffic.sent(), self._traffic.waits()
         self.clock.enter("data" if trains else "evaluation")
 
     def exhausted(self) -> None:
-        """Leave the section of the loader."""
+        """Leave the section of the loader: no step begins."""
+        self._fetched = None
         self.clock.enter("other")
 
     def delivered(self, batch: Any) -> Any:
-        """Count a batch, which a backward may follow."""
-        self._pending = _size(batch)
+        """Count a batch, which a backward may follow; its step began when it was asked for."""
         if self.clock.section == "data":
+            self._turn()
             self.clock.enter("other")
+        self._pending = _size(batch)
         return batch
 
     def handed_over(self, args: Any, kwargs: Mapping[str, Any], targets: Any) -> None:
@@ -186,9 +193,11 @@ class StepRecorder(Observer):
         self.clock.enter("forward")
 
     def before_forward(self, entry: PreparedModel) -> None:
-        """Enter the forward."""
-        self._turn()
-        self.clock.enter("forward")
+        """Enter the forward; one without gradients evaluates, and belongs to the step before."""
+        evaluates = not torch.is_grad_enabled() or self.clock.section == "evaluation"
+        if not evaluates:
+            self._turn()
+        self.clock.enter("evaluation" if evaluates else "forward")
 
     def before_backward(self) -> None:
         """Enter the backward."""
@@ -272,8 +281,9 @@ class StepRecorder(Observer):
 
     def _counted(self) -> dict[str, Any]:
         """Return the fields of the step's record whose values do not come late."""
-        seconds, sections = self.clock.cut()
-        sent, waits = self._traffic.sent(), self._traffic.waits()
+        seconds, sections = self.clock.cut(at_entry=self._fetched is not None)
+        sent, waits = self._fetched or (self._traffic.sent(), self._traffic.waits())
+        self._fetched = None
         figures = {
             "step": self.step,
             "time": time.time(),

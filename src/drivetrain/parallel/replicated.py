@@ -46,10 +46,6 @@ from drivetrain.saved_state import ReplicatedState
 from drivetrain.shards import Reader, Shard, is_dense
 from drivetrain.strategy import Prepared, Run, Strategy
 
-# --- data parallelism with whole state on every rank ---
-
-# --- makes tensors equal to rank 0's ---
-
 # --- tensors that share memory: who moves parameters would untie them without a word ---
 
 

@@ -53,8 +53,6 @@ from drivetrain.nested import describe
 from drivetrain.shards import Part, Readable, TensorFacts
 from drivetrain.strategy import Strategy
 
-# --- an optimizer of divided parameters as one process has it ---
-
 # --- the groups as the script made them, before a strategy divides the parameters ---
 
 KERNELS = frozenset({"foreach", "fused"})

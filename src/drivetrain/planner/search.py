@@ -355,8 +355,6 @@ class Predictor:
         return self.task.model.units(micro_batch, recompute, fused=fused, width=width)
 
 
-# --- the search over layouts ---
-
 # --- the layouts of a search ---
 
 MICRO_BATCHES = (1, 2, 4, 8, 16)

@@ -55,7 +55,7 @@ def records(folder, rank=0):
 def test_every_step_is_recorded(tmp_path):
     accelerator, model, optimizer, loader = start(tmp_path)
     losses = train(accelerator, model, optimizer, loader)
-    assert accelerator.report.latest().step == 4
+    assert accelerator.report.latest().step == 3  # the last step goes on
     end(accelerator)
     found = records(tmp_path)
     assert [each.step for each in found] == [1, 2, 3, 4]
@@ -124,18 +124,32 @@ def test_figures_of_the_script_belong_to_their_step(tmp_path):
             accelerator.report(size=wrong)
 
 
-def test_evaluation_and_checkpoints_have_sections_of_their_own(tmp_path):
+def test_an_evaluation_belongs_to_the_step_before_it_also_to_the_last(tmp_path):
     accelerator, model, optimizer, loader = start(tmp_path)
     held_out = accelerator.prepare(DataLoader(TensorDataset(torch.randn(4, 2))))
-    train(accelerator, model, optimizer, loader)
-    for _ in held_out:
-        time.sleep(0.01)
-    accelerator.save_state(tmp_path / "saved")
-    train(accelerator, model, optimizer, loader)
+    for epoch in range(2):
+        train(accelerator, model, optimizer, loader)
+        with torch.no_grad():
+            for (rows,) in held_out:
+                model(rows)
+                time.sleep(0.01)
+        accelerator.report(held_out=epoch)
+        accelerator.save_state(tmp_path / f"saved{epoch}")
     end(accelerator)
-    first = records(tmp_path)[4]
-    assert first.sections["evaluation"] >= 0.03
-    assert first.sections["checkpoint"] > 0
+    found = records(tmp_path)
+    assert [each.own for each in found] == [
+        {},
+        {},
+        {},
+        {"held_out": 0},
+        {},
+        {},
+        {},
+        {"held_out": 1},
+    ]
+    for each in (found[3], found[7]):
+        assert each.sections["evaluation"] >= 0.03
+        assert each.sections["checkpoint"] > 0
 
 
 def test_a_skipped_step_is_told(tmp_path):
