@@ -193,11 +193,10 @@ class StepRecorder(Observer):
         self.clock.enter("forward")
 
     def before_forward(self, entry: PreparedModel) -> None:
-        """Enter the forward; one without gradients evaluates, and belongs to the step before."""
-        evaluates = not torch.is_grad_enabled() or self.clock.section == "evaluation"
-        if not evaluates:
+        """Enter the forward; that of an evaluation belongs to the step before."""
+        if self.clock.section != "evaluation":
             self._turn()
-        self.clock.enter("evaluation" if evaluates else "forward")
+            self.clock.enter("forward")
 
     def before_backward(self) -> None:
         """Enter the backward."""
