@@ -15,8 +15,7 @@ OBJECTS = {
     "communication.py": "functions of the public API that take a script's objects",
     "data/streams.py": "a batch of the script's dataset may hold any object",
     "data/examples.py": "a batch of the script's dataset may hold any object",
-    "facade/gathering.py": "gather_for_metrics takes a script's objects",
-    "facade/joining.py": "param groups and schedules of a script in join_uneven_inputs",
+    "facade/uneven.py": "metrics take a script's objects, uneven inputs its groups and schedules",
     "integrations/fabric.py": "a function of Fabric's API that takes a script's objects",
     "testing/conformance/twins.py": "states of the reference, which tests compare",
 }

@@ -18,7 +18,7 @@ SHORTEST_S = 2.0
 
 LAUNCHER = f"""
 import sys
-from drivetrain_launch.watching import diagnosis
+from drivetrain_launch.watching import watch as diagnosis
 diagnosis.SHORTEST_S = diagnosis.START_S = diagnosis.SHORTEST_REST_S = {SHORTEST_S}
 from drivetrain_launch.watching import watch
 watch.SHOW_S = 0.5
