@@ -10,7 +10,7 @@ header, and costs no message more::
     tags   a checksum of the header is part of the tags of all messages of the operation: ranks with
            different headers do not take each other's data, and wait
     words  a rank that has waited for half a second says in the store which operation it has under
-           way (``meeting``): equal numbers with different headers prove that the wait is in vain
+           way (``facts``): equal numbers with different headers prove that the wait is in vain
 
 The rank that finds this raises and closes its connections, which ends the wait of all others.
 """

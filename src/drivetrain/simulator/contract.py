@@ -34,7 +34,7 @@ from drivetrain.simulator.step import (
     Stored,
 )
 
-# --- what plans ask of a strategy ---
+# --- the least time and memory of a layout, from the costs of its units ---
 
 Draw = Callable[[Sequence[PaperUnit], PaperRun], PaperStep]
 
