@@ -68,9 +68,11 @@ def _told_apart(runs: Sequence[RunHistory], folders: Sequence[str]) -> list[RunH
 def _compare(runs: Sequence[RunHistory]) -> None:
     rows = [[key, *values] for key, values in differences(runs)]
     if rows:
-        show_table("Differences in configuration", ["key", *(run.name for run in runs)], rows)
+        show_table(
+            "Differences of command and configuration", ["key", *(run.name for run in runs)], rows
+        )
     else:
-        click.echo("The configurations are the same.")
+        click.echo("Commands, configurations and environments are the same.")
 
 
 def _show(run: RunHistory) -> None:

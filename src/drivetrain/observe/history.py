@@ -572,7 +572,8 @@ def _chosen(runs: Sequence[RunHistory]) -> set[str]:
 
 
 def _values(facts: Mapping[str, Any]) -> dict[str, str]:
-    found = {each["key"]: _text(each["value"]) for each in facts.get("configuration", ())}
+    found = {name: _text(value) for name, value in (facts.get("started") or {}).items()}
+    found |= {each["key"]: _text(each["value"]) for each in facts.get("configuration", ())}
     for name in ("ranks", "accumulation"):
         if name in facts:
             found[name] = _text(facts[name])

@@ -2,12 +2,14 @@
 
 import operator
 import platform
+import re
+import shlex
 import statistics
 import subprocess
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -52,6 +54,12 @@ COMPARED_STEPS = 200
 
 LAST_LINES_S = 3.0
 """How long rank 0 waits for the last lines of other ranks before it draws."""
+
+GIT_S = 2.0
+"""The longest wait for git, which compares the whole tree with a commit."""
+
+_SECRET = re.compile("token|secret|password|key", re.IGNORECASE)
+"""In the name of an option: its value belongs into no file."""
 
 
 class RunReport:
@@ -264,6 +272,11 @@ def facts_of(
     return {
         "version": 1,
         "script": Path(sys.argv[0]).name,
+        "started": {
+            "command": shlex.join(_without_secrets(sys.argv)),
+            "folder": str(Path.cwd()),
+            "commit": _commit(),
+        },
         "restarts": restarts(),
         "configuration": [
             {
@@ -297,6 +310,31 @@ def header_of(config: Resolved, run: Run) -> dict[str, Any]:
         "device": device_name(world.device),
         "place": {name: axis.rank for name, axis in run.mesh.items()},
     }
+
+
+def _without_secrets(words: Sequence[str]) -> Iterator[str]:
+    """Yield a command line's words; those that an option of such a name takes are left out."""
+    hidden = False
+    for word in words:
+        name, equals, _ = word.partition("=")
+        secret = name.startswith("-") and _SECRET.search(name) is not None
+        if hidden:
+            yield "..."
+        else:
+            yield f"{name}=..." if secret and equals else word
+        hidden = secret and not equals and not hidden
+
+
+def _commit() -> str:
+    """Return the commit of the folder at hand, with a mark of changes; "" outside of a checkout."""
+    command = ("git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*")
+    try:
+        done = subprocess.run(  # noqa: S603 - all words are our own
+            command, capture_output=True, text=True, timeout=GIT_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):  # no git, or a tree that takes long to compare
+        return ""
+    return done.stdout.strip()
 
 
 def _environment(world: World) -> dict[str, str]:

@@ -138,10 +138,15 @@ def test_differences_leave_out_options_of_one_strategy(tmp_path):
         {"key": "strategy.partition", "value": "flat", "origin": "default"},
         {"key": "seed", "value": 3, "origin": "command line: --seed 3"},
     ]
-    write_run(tmp_path / "a", range(1, 3))
-    write_run(tmp_path / "b", range(1, 3), facts={"configuration": other, "strategy": "zero1"})
+    write_run(tmp_path / "a", range(1, 3), facts={"started": {"command": "train.py --lr 1"}})
+    facts = {"configuration": other, "strategy": "zero1", "started": {"command": "train.py"}}
+    write_run(tmp_path / "b", range(1, 3), facts=facts)
     runs = [load_history(tmp_path / name) for name in "ab"]
-    assert differences(runs) == [("strategy.name", ["ddp", "zero1"]), ("seed", ["not set", "3"])]
+    assert differences(runs) == [
+        ("command", ["train.py --lr 1", "train.py"]),
+        ("strategy.name", ["ddp", "zero1"]),
+        ("seed", ["not set", "3"]),
+    ]
     assert differences([runs[0], runs[0]]) == []
 
 

@@ -79,7 +79,7 @@ def test_the_page_tells_the_run(comparison):
     ):
         assert text in page
     both = comparison[1].read_text(encoding="utf-8")
-    assert "The configurations are the same" in both or "None: the configurations" in both
+    assert "None: commands, configurations and environments are the same" in both
 
 
 def test_of_several_runs_the_rank_with_the_most_memory_is_drawn(tmp_path):

@@ -1,6 +1,9 @@
 """The figures of a run: each step on each rank, and the numbers of the run stay as they are."""
 
+import json
 import logging
+import re
+import subprocess
 import time
 from unittest import mock
 
@@ -176,6 +179,25 @@ def test_a_resumed_run_goes_on_counting(tmp_path):
     assert [each.step for each in records(tmp_path)] == [5, 6, 7, 8]
     events = [event["event"] for _, event in starts_of(tmp_path)[-1].journals()[0].events]
     assert events == ["resumed", "ended"]
+
+
+def test_the_command_is_recorded_without_secrets_and_with_its_commit(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = ["train.py", "--lr", "0.1", "--hub-token", "a", "--api_key=b", "--name", "a run"]
+    monkeypatch.setattr("sys.argv", words)
+    accelerator, *objects = start(tmp_path)
+    train(accelerator, *objects)
+    end(accelerator)
+    (facts,) = [json.loads(path.read_text()) for path in tmp_path.glob("run/*/run.json")]
+    assert facts["started"] == {
+        "command": "train.py --lr 0.1 --hub-token ... --api_key=... --name 'a run'",
+        "folder": str(tmp_path),
+        "commit": "",
+    }
+    for words in (("init", "-q"), ("commit", "-qm", "one", "--allow-empty")):
+        git = ("git", "-c", "user.name=a", "-c", "user.email=a@b.c")
+        subprocess.run([*git, *words], check=True)
+    assert re.fullmatch("[0-9a-f]{12}", run_report._commit())
 
 
 def test_reports_need_a_folder_unless_they_are_off(tmp_path):

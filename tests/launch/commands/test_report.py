@@ -27,7 +27,7 @@ def test_runs_are_compared(command, tmp_path, monkeypatch):
     assert ["accumulation", "1", "4"] in rows
     assert "x/same" in (tmp_path / "comparison" / "report.html").read_text(encoding="utf-8")
     out = command.output("report", "--no-page", "x/same", "x/same/run")
-    assert "The configurations are the same." in out
+    assert "Commands, configurations and environments are the same." in out
     assert "wrote" not in out
 
 
