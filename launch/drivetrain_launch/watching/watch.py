@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from drivetrain.observe.figures import RankTimes, Straggler, read_work, stragglers
-from drivetrain.runtime.board import NATIVE
+from drivetrain.runtime.board import DRAWING, NATIVE
 from drivetrain_launch.watching.answers import (
     STACKS,
     BoardReader,
@@ -402,7 +402,10 @@ def resting(views: Mapping[int, RankView], limit_s: float, usual_s: float) -> Ha
     found = [
         rank
         for rank, view in sorted(views.items())
-        if view.still_s >= limit_s and trains(view) and view.state != "ended"
+        if view.still_s >= limit_s
+        and trains(view)
+        and view.state != "ended"
+        and view.section != DRAWING
     ]
     if not found:
         return None

@@ -40,6 +40,7 @@ from drivetrain.observe.figures import (
 )
 from drivetrain.observe.page import missing_packages
 from drivetrain.observe.recorder import LinkLoad, StepRecorder
+from drivetrain.runtime.board import DRAWING, board
 from drivetrain.runtime.precision import LossScaler
 from drivetrain.runtime.world import World, host_link, restarts, work_path
 from drivetrain.strategy import Run, find_strategy
@@ -170,6 +171,7 @@ class RunReport:
             logger.announce(f"{problem} {self.folder.path.parent}")
             return
         self._wait_for_other_ranks()
+        board.enter(DRAWING)
         place = str(self.folder.path.parent)
         command = [sys.executable, "-m", "drivetrain.observe.page", place]
         try:

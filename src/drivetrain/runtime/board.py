@@ -39,6 +39,9 @@ NATIVE = "native"
 """End of the place of operations on a device: the host does not know when they are over, so that
 the last one submitted is shown as under way."""
 
+DRAWING = "report"
+"""The section of a rank that draws the report of a run, which has a time limit of its own."""
+
 _VERSION = 2
 _NOBODY = (-1, 0, 0)
 _NOTHING = (0, 0, 0, 0.0, 0, b"", b"", b"")

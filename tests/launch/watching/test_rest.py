@@ -1,6 +1,6 @@
 """Ranks that stand still while nobody waits, from states of ranks that were made up."""
 
-from drivetrain.runtime.board import NATIVE
+from drivetrain.runtime.board import DRAWING, NATIVE
 from drivetrain_launch.watching import watch as diagnosis
 from drivetrain_launch.watching.answers import OperationView, RankView
 from drivetrain_launch.watching.watch import Usual, resting
@@ -52,6 +52,7 @@ def test_nobody_is_named_where_ranks_wait_have_ended_or_do_not_train_yet():
     assert found(still(0, 70.0), still(1, 70.0, running("ring"))) is None
     assert found(still(0, 70.0, state="ended")) is None
     assert found(still(0, 70.0, section="")) is None
+    assert found(still(0, 70.0, section=DRAWING)) is None
     assert found(still(0, 70.0, running(f"dp/{NATIVE}"))).culprits == [0]  # the host goes on
 
 
