@@ -136,8 +136,6 @@ def command(
     if dry_run:
         from drivetrain_launch.commands.preview import preview
 
-        if script:
-            check_script(script, module=module)
         check_run(resolved)
         preview(resolved, listed)
         return 0

@@ -1,6 +1,7 @@
 """``drivetrain verify``: a script's numbers under its strategy, compared with the right ones."""
 
 import json
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -27,6 +28,7 @@ from drivetrain_launch.commands.options import (
 )
 from drivetrain_launch.console import show_table
 from drivetrain_launch.ranks.placement import accelerators, cores, local_ranks, threads
+from drivetrain_launch.ranks.signals import Signals, Stopped
 from drivetrain_launch.ranks.worker import as_accelerate_words
 
 if TYPE_CHECKING:
@@ -122,22 +124,28 @@ def command(
     ranks, resolved = _placed(resolved)
     from drivetrain_launch.verification import Examination, Job, forms
 
-    with _folder(flags["keep"]) as folder:
-        job = Job(
-            resolved=resolved,
-            arguments=(*as_accelerate_words(as_accelerate), *arguments),
-            steps=flags["steps"],
-            limit_s=flags["limit"],
-            folder=folder,
-            announce=partial(click.echo, err=True),
-        )
-        examination = Examination(job, ranks)
-        if everything:
-            findings = [examination.finding(label, form) for label, form in forms(ranks)]
-        else:
-            findings = [examination.finding("")]
-            if (attempt := findings[0].attempt) is not None and attempt.code:  # a traceback first
-                print(attempt.output, file=sys.stderr, end="", flush=True)
+    try:
+        with Signals(), _folder(flags["keep"]) as folder:
+            job = Job(
+                resolved=resolved,
+                arguments=(*as_accelerate_words(as_accelerate), *arguments),
+                steps=flags["steps"],
+                limit_s=flags["limit"],
+                folder=folder,
+                announce=partial(click.echo, err=True),
+            )
+            examination = Examination(job, ranks)
+            if everything:
+                findings = [examination.finding(label, form) for label, form in forms(ranks)]
+            else:
+                findings = [examination.finding("")]
+                if (
+                    attempt := findings[0].attempt
+                ) is not None and attempt.code:  # a traceback first
+                    print(attempt.output, file=sys.stderr, end="", flush=True)
+    except Stopped as stopped:
+        click.echo(f"stopped by {signal.Signals(stopped.number).name}", err=True)
+        return stopped.code
     if as_json:
         plain = {"script": " ".join(arguments), "findings": list(map(_plain, findings))}
         print(json.dumps(plain, indent=2))

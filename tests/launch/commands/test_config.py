@@ -112,7 +112,7 @@ def test_explain_gives_meaning_values_default_and_flag(command):
     assert out.splitlines() == [
         "launch.nproc_per_node: Processes per host; auto: one per accelerator, or per CPU",
         "core without one.",
-        "  values   a whole number or auto, at least 1",
+        "  values   a whole number or auto, at least 1 and at most 4096",
         "  default  auto",
         "  flag     --nproc-per-node",
     ]

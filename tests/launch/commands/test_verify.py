@@ -1,6 +1,7 @@
 """``drivetrain verify``: right numbers pass, wrong ones are named, and so is what cannot be run."""
 
 import json
+import signal
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch
 from drivetrain.verify import RunRecord, StepRecord
 from drivetrain_launch.verification import Attempt, Examination
 from forked_programs import run_python
+from waits import wait_until
 
 SCRIPT = """
 import os, sys, time
@@ -240,6 +242,15 @@ def test_a_script_that_hangs_is_ended(sandbox):
     done = sandbox.run("verify", *CPU, "--limit", "6", script)
     assert done.returncode == 5
     assert done.stdout.startswith("hung: no end after 6 s")
+
+
+def test_a_signal_ends_it_and_leaves_no_folder(sandbox):
+    script = sandbox.script("import time\nopen('begun', 'w').close()\ntime.sleep(600)")
+    process = sandbox.start("verify", *CPU, script)
+    wait_until((sandbox.folder / "begun").exists, "begun")
+    process.terminate()
+    assert "stopped by SIGTERM" in process.communicate()[1]
+    assert process.returncode == 128 + signal.SIGTERM
 
 
 def test_wrong_command_lines(command, tmp_path):
