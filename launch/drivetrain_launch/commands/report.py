@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from drivetrain.errors import ConfigError
-from drivetrain.observe import history as measures
+from drivetrain.observe import history
 from drivetrain.observe.history import RunHistory, differences, in_seconds, load_history, summary_of
 from drivetrain.observe.page import missing_packages, write_report
 from drivetrain_launch.commands.options import SETTINGS
@@ -78,7 +78,7 @@ def _compare(runs: Sequence[RunHistory]) -> None:
 def _show(run: RunHistory) -> None:
     numbers = [[number.name, number.value, number.note] for number in summary_of(run)]
     show_table(f"{run.name}: {run.starts[-1].outcome}", ("number", "value", "note"), numbers)
-    times = dict(list(measures.breakdown(run).items())[:MOST_RANKS])
+    times = dict(list(history.breakdown(run).items())[:MOST_RANKS])
     if times:
         parts = list(dict.fromkeys(part for each in times.values() for part in each))
         rows = [

@@ -27,9 +27,8 @@ from drivetrain.hardware.description import Hardware
 from drivetrain.hardware.prices import MICRO, HardwarePrices, size_of
 from drivetrain.model.first_batch import Candidate
 from drivetrain.runtime.world import World
-from drivetrain.simulator import step as run
 from drivetrain.simulator.seen import LOSS, seen_model
-from drivetrain.simulator.step import MatrixProduct, MemoryPass, back_kind
+from drivetrain.simulator.step import STATE_BYTES, MatrixProduct, MemoryPass, back_kind
 
 # --- measures one device ---
 
@@ -386,7 +385,7 @@ def _of_optimizer(
         optimizer = torch.optim.AdamW(parameters, fused=fused)
         timing = clock.time(f"{kind} of {elements} elements", optimizer.step)
         seconds.append(timing.seconds / PARAMETERS)
-    update = MemoryPass(PARAMETERS * TENSORS[1] * run.BYTES["no"].update, 0)
+    update = MemoryPass(PARAMETERS * TENSORS[1] * STATE_BYTES["no"].update, 0)
     times = PARAMETERS * (seconds[1] - seconds[0]) / prices.plain(update)
     return KernelFigures([(size_of(update), max(LEAST_FACTOR, times))], seconds[0] / MICRO)
 

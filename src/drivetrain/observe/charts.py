@@ -18,7 +18,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from drivetrain.observe import history as measures
+from drivetrain.observe import history
 from drivetrain.observe.figures import SECTIONS, StepFigures
 from drivetrain.observe.history import WAITING, Curve, RunHistory, in_bytes, in_seconds, in_short
 
@@ -134,8 +134,8 @@ def charts_of(runs: Sequence[RunHistory]) -> list[Chart]:
 
 
 def _loss(runs: Sequence[RunHistory]) -> Chart | None:
-    losses = [measures.mean_curve(run, lambda each: each.loss) for run in runs]
-    rates = [measures.curve(run.main, lambda each: each.lr) for run in runs]
+    losses = [history.mean_curve(run, lambda each: each.loss) for run in runs]
+    rates = [history.curve(run.main, lambda each: each.lr) for run in runs]
     if all(each.is_empty for each in losses):
         return None
     figure = Figure(figsize=(9.0, 4.6))
@@ -150,7 +150,7 @@ def _loss(runs: Sequence[RunHistory]) -> Chart | None:
 
 
 def _gradient_norm(runs: Sequence[RunHistory]) -> Chart | None:
-    norms = [measures.curve(run.main, lambda each: each.grad_norm) for run in runs]
+    norms = [history.curve(run.main, lambda each: each.grad_norm) for run in runs]
     if all(each.is_empty for each in norms):
         return None
     figure, axes = _single()
@@ -164,8 +164,8 @@ def _gradient_norm(runs: Sequence[RunHistory]) -> Chart | None:
 
 
 def _throughput(runs: Sequence[RunHistory]) -> Chart | None:
-    samples = [measures.rate_curve(run, lambda each: each.samples) for run in runs]
-    tokens = [measures.rate_curve(run, lambda each: each.tokens) for run in runs]
+    samples = [history.rate_curve(run, lambda each: each.samples) for run in runs]
+    tokens = [history.rate_curve(run, lambda each: each.tokens) for run in runs]
     shown = [
         (curves, name)
         for curves, name in ((samples, "samples per second"), (tokens, "tokens per second"))
@@ -189,7 +189,7 @@ def _throughput(runs: Sequence[RunHistory]) -> Chart | None:
 
 def _step_time(runs: Sequence[RunHistory]) -> Chart | None:
     times = [
-        measures.curve(run.main, lambda each: measures.training_seconds(each) / each.steps)
+        history.curve(run.main, lambda each: history.training_seconds(each) / each.steps)
         for run in runs
     ]
     if all(each.is_empty for each in times):
@@ -213,7 +213,7 @@ def _own(runs: Sequence[RunHistory]) -> Chart | None:
         axes.remove()
     for axes, name in zip(grid, names, strict=False):
         value = partial(_own_figure, name)
-        _lines(axes, runs, [measures.mean_curve(run, value) for run in runs], name)
+        _lines(axes, runs, [history.mean_curve(run, value) for run in runs], name)
         axes.set_xlabel("optimizer step")
     return Chart("own-figures", "Figures of the script", "Means over ranks.", figure)
 
@@ -353,7 +353,7 @@ def _time_of_a_step(runs: Sequence[RunHistory]) -> Chart | None:
 
 def _bars(run: RunHistory, *, several: bool) -> Iterator[tuple[str, dict[str, float]]]:
     """Yield a label and the seconds of a step for each rank that gets a bar."""
-    found = measures.breakdown(run)
+    found = history.breakdown(run)
     ranks = sorted(found)
     most = 4 if several else MOST_BARS
     if len(ranks) > most:
@@ -368,8 +368,8 @@ def _waited(times: dict[str, float]) -> float:
 
 
 def _bytes(runs: Sequence[RunHistory]) -> Chart | None:
-    sent = [measures.bytes_per_step(run) for run in runs]
-    promised = [measures.promised_bytes(run) or {} for run in runs]
+    sent = [history.bytes_per_step(run) for run in runs]
+    promised = [history.promised_bytes(run) or {} for run in runs]
     keys = sorted({key for found in (*sent, *promised) for key in found if found[key]})
     if not keys or not any(sent):
         return None

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from drivetrain._version import __version__
 from drivetrain.errors import DrivetrainError, PreflightError
-from drivetrain.observe import history as measures
+from drivetrain.observe import history
 from drivetrain.observe.figures import REPORT
 from drivetrain.observe.history import (
     RunHistory,
@@ -86,7 +86,7 @@ def write_report(runs: Sequence[RunHistory], folder: Path) -> Path:
 
 def _bytes_rows(run: RunHistory) -> list[tuple[str, str, str]]:
     """Return the bytes of a step by axis and operation: sent, and promised."""
-    sent, promised = measures.bytes_per_step(run), measures.promised_bytes(run)
+    sent, promised = history.bytes_per_step(run), history.promised_bytes(run)
     return [
         (
             key,

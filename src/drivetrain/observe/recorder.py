@@ -55,6 +55,7 @@ class StepClock:
     def __init__(self, waited: Callable[[], float]) -> None:
         self._waited = waited
         self._sections: dict[str, float] = {}
+        self._marked: tuple[float, dict[str, float]] | None = None
         self.section = ""
         self._cut_at = self._entered_at = time.perf_counter()
         self._waited_at = waited()
@@ -72,16 +73,28 @@ class StepClock:
             board.enter(section)
         self.section, self._entered_at, self._waited_at = section, now, waited
 
-    def cut(self, *, at_entry: bool = False) -> tuple[float, dict[str, float]]:
-        """Return the seconds since the last cut, in all and by section; the next step begins.
+    def mark(self) -> None:
+        """Let the next cut be where the section at hand was entered."""
+        if self._marked is None:
+            self._marked = self._entered_at, self._sections
+            self._sections = {}
 
-        Args:
-            at_entry: whether it began when the section at hand was entered.
-        """
-        if not at_entry:
+    def unmark(self) -> None:
+        """Let the next cut be where it is made."""
+        if self._marked is not None:
+            _, before = self._marked
+            added = self._sections.items()
+            self._sections = before | {name: before.get(name, 0.0) + each for name, each in added}
+            self._marked = None
+
+    def cut(self) -> tuple[float, dict[str, float]]:
+        """Return the seconds since the last cut, in all and by section; the next step begins."""
+        if self._marked is None:
             self.enter(self.section or "other")
-        seconds, self._cut_at = self._entered_at - self._cut_at, self._entered_at
-        sections, self._sections = self._sections, {}
+            self.mark()
+        assert self._marked is not None
+        (end, sections), self._marked = self._marked, None
+        seconds, self._cut_at = end - self._cut_at, end
         return seconds, sections
 
 
@@ -136,6 +149,7 @@ class StepRecorder(Observer):
         self._memory_at = -MEMORY_PAUSE_S
         self._sent: Mapping[tuple[str, str], int] = {}
         self._waits: Mapping[str, float] = {}
+        self._pending = (0, 0)
         self._begin()
 
     def _begin(self) -> None:
@@ -146,7 +160,6 @@ class StepRecorder(Observer):
         self._lr: float | Tensor | None = None
         self._own: dict[str, float | Tensor] = {}
         self._arrived = self._samples = self._tokens = self._skipped = 0
-        self._pending = (0, 0)
 
     # --- the events ---
 
@@ -168,25 +181,34 @@ class StepRecorder(Observer):
         """Enter the data section; that of evaluation for a loader that no backward has followed."""
         self._loader = id(loader)
         trains = not self._training or self._loader in self._training
-        if trains and self._stepped:
-            self._fetched = self._traffic.sent(), self._traffic.waits()
         self.clock.enter("data" if trains else "evaluation")
+        if not trains:
+            self._stay()
+        elif self._stepped and self._fetched is None:
+            self.clock.mark()
+            self._fetched = self._traffic.sent(), self._traffic.waits()
+
+    def _stay(self) -> None:
+        """Stay in the step at hand: the batch that was asked for begins none."""
+        self._fetched = None
+        self.clock.unmark()
 
     def exhausted(self) -> None:
-        """Leave the section of the loader: no step begins."""
-        self._fetched = None
+        """Leave the section of the loader."""
+        self._stay()
         self.clock.enter("other")
 
     def delivered(self, batch: Any) -> Any:
         """Count a batch, which a backward may follow; its step began when it was asked for."""
         if self.clock.section == "data":
-            self._turn()
             self.clock.enter("other")
         self._pending = _size(batch)
         return batch
 
     def handed_over(self, args: Any, kwargs: Mapping[str, Any], targets: Any) -> None:
         """Count a batch that came from no prepared loader; the strategy computes."""
+        if self._stepped and self._fetched is None:
+            self._pending = (0, 0)  # of an evaluation
         self._turn()
         if self._pending == (0, 0):
             self._pending = _size(kwargs or args)
@@ -246,6 +268,7 @@ class StepRecorder(Observer):
 
     def finish(self) -> None:
         """Deliver the last step, and all that waits for a device."""
+        self._stay()
         self._turn()
         self._deliver_all(wait=True)
 
@@ -280,7 +303,7 @@ class StepRecorder(Observer):
 
     def _counted(self) -> dict[str, Any]:
         """Return the fields of the step's record whose values do not come late."""
-        seconds, sections = self.clock.cut(at_entry=self._fetched is not None)
+        seconds, sections = self.clock.cut()
         sent, waits = self._fetched or (self._traffic.sent(), self._traffic.waits())
         self._fetched = None
         figures = {

@@ -23,8 +23,8 @@ from drivetrain.runtime.mesh import Axis
 from drivetrain.runtime.precision import Precision
 from drivetrain.simulator.contract import Planning
 from drivetrain.simulator.step import (
-    BYTES,
     COMPUTE,
+    STATE_BYTES,
     STORE_LANES,
     Collective,
     FarMethod,
@@ -189,9 +189,10 @@ def layout_of(keys: Mapping[str, str], installed: InstalledPlans) -> PlannedLayo
         raise ConfigError(
             f"--layout: expected recompute of {', '.join(RECOMPUTE)}, found {own['recompute']!r}"
         )
-    if own["precision"] not in BYTES:
+    if own["precision"] not in STATE_BYTES:
         raise ConfigError(
-            f"--layout: expected a precision of {', '.join(BYTES)}, found {own['precision']!r}"
+            f"--layout: expected a precision of {', '.join(STATE_BYTES)}, found "
+            f"{own['precision']!r}"
         )
     if own["activations"] not in (EXACT, BF16):
         raise ConfigError(

@@ -48,7 +48,7 @@ from drivetrain.runtime.mesh import lines_along
 from drivetrain.simulator.contract import PaperBound, UnitCosts
 from drivetrain.simulator.step import (
     BF16_BYTES,
-    BYTES,
+    STATE_BYTES,
     PaperRun,
     PaperStep,
     PaperUnit,
@@ -351,7 +351,7 @@ class Predictor:
 
     def _made(self, micro_batch: int, recompute: Any, precision: str) -> Sequence[PaperUnit]:
         fused = self.task.hardware.host.attention == "fused" and recompute != "selective"
-        width = BYTES[precision].parameter
+        width = STATE_BYTES[precision].parameter
         return self.task.model.units(micro_batch, recompute, fused=fused, width=width)
 
 
@@ -447,7 +447,7 @@ class Approximations:
         """Yield the approximate forms that a layout can have."""
         sums = self._spans_hosts(planned, "dp")
         stages = self._rounds and "activations" in planned.kind.channels(planned.config)
-        longer = BYTES[planned.precision].parameter > BF16_BYTES  # others cross as they are
+        longer = STATE_BYTES[planned.precision].parameter > BF16_BYTES  # others cross as they are
         for links in (EXACT, *self.methods) if sums else (EXACT,):
             for activations in (EXACT, BF16) if stages and longer else (EXACT,):
                 if (links, activations) == (EXACT, EXACT):

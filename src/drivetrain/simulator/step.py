@@ -441,7 +441,7 @@ class BytesPerElement:
     update: int
 
 
-BYTES: Mapping[str, BytesPerElement] = {
+STATE_BYTES: Mapping[str, BytesPerElement] = {
     "fp16": BytesPerElement(2, 2, 16, 40),
     "bf16": BytesPerElement(2, 4, 12, 36),
     "no": BytesPerElement(4, 4, 8, 32),
@@ -463,7 +463,7 @@ class PaperRun:
     Attributes:
         axes: the size of each axis, the closest first.
         micro_batches: of one step.
-        precision: a key of ``BYTES``.
+        precision: a key of ``STATE_BYTES``.
         per_host: ranks of a host.
         far: approximates sums of gradients between hosts; None: they are exact.
         on_host: whether ranks compute in the host's memory: sums then go through receive buffers,
@@ -502,11 +502,11 @@ class PaperRun:
         Raises:
             ConfigError: the precision is unknown.
         """
-        if self.precision not in BYTES:
+        if self.precision not in STATE_BYTES:
             raise ConfigError(
-                f"expected a precision of {', '.join(BYTES)}, found {self.precision!r}"
+                f"expected a precision of {', '.join(STATE_BYTES)}, found {self.precision!r}"
             )
-        return BYTES[self.precision]
+        return STATE_BYTES[self.precision]
 
 
 # --- a step on paper ---

@@ -132,6 +132,7 @@ def test_an_evaluation_belongs_to_the_step_before_it_also_to_the_last(tmp_path):
     held_out = accelerator.prepare(DataLoader(TensorDataset(torch.randn(4, 2))))
     for epoch in range(2):
         train(accelerator, model, optimizer, loader)
+        next(iter(loader))  # a batch that begins no step
         for (rows,) in held_out:
             model(rows)
             time.sleep(0.01)
