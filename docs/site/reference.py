@@ -29,6 +29,7 @@ HOMES_BY_TOPIC = {
     "Log and progress": ("log",),
     "Random numbers": ("runtime.rng", "data.loader"),
     "Memory": ("memory",),
+    "Losses": ("losses",),
     "Files": ("checkpoint",),
     "Trainer and Fabric": ("integrations.transformers", "integrations.fabric"),
     "Errors": ("errors",),
@@ -45,6 +46,7 @@ FOR_PLUGINS = "The contract of plugins"
 OUTSIDE_OF_THE_TABLE = {
     "drivetrain.integrations.transformers": ("Trainer", "use_drivetrain"),
     "drivetrain.integrations.fabric": ("DrivetrainStrategy", "register"),
+    "drivetrain.losses": ("linear_cross_entropy",),
     "drivetrain.config": ("NestedStrategy", "mapping", "nested_strategy"),
     "drivetrain.registry": ("strategies", "stores"),
     "drivetrain.store": ("SteppingStore", "ShardStepper", "ShardSpec", "ShardStep", "Pending"),

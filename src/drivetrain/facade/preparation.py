@@ -33,6 +33,7 @@ from drivetrain.facade.settings import AutocastKwargs, Runs, StrategyChoice, agr
 from drivetrain.facade.stepping import PreparedOptimizer, PreparedScheduler
 from drivetrain.facade.uneven import UnevenInputs
 from drivetrain.log import get_logger
+from drivetrain.losses import compute_in_pieces, restore_loss
 from drivetrain.model.deferred import (
     ConstructionRecording,
     RecordedWeights,
@@ -499,8 +500,8 @@ class Preparation:
         values = self._constructions.values_of(model)
         world, precision = self._runs.default.world, self._runs.default.precision
         names = _names_of(model)
-        earlier = (prepared.optimizer for prepared in self._prepared.optimizers)
-        mine = [o for o in [*optimizers, *earlier] if _holds(o, names)]
+        known = [*optimizers, *(prepared.optimizer for prepared in self._prepared.optimizers)]
+        mine = [optimizer for optimizer in known if _holds(optimizer, names)]
         agree(
             world,
             f"the model {type(model).__name__}",
@@ -514,12 +515,13 @@ class Preparation:
             place(model, world.device)
         self._prepared.note_groups(mine)
         try:
-            module, bound = strategy.prepare(model, mine)
+            module, bound = strategy.prepare(self._with_loss(model, strategy.run), mine)
             entry = PreparedModel(module, strategy, tuple(bound), names)
             entry.check_dtypes(given, precision)
             entry.norm_dtype = _norm_dtype(given)
         except BaseException:
             strategy.close()
+            restore_loss(model)
             raise
         self._announce_policies(model, given)
         self._bind(mine, bound)
@@ -674,6 +676,19 @@ class Preparation:
             for before, after in pairs:
                 if prepared.optimizer is before:
                     prepared.optimizer = after
+
+    def _with_loss(self, model: nn.Module, run: Run) -> nn.Module:
+        """Let the model compute its loss in pieces, if the configuration says so; return it."""
+        if self._runs.config.run.loss == "whole":
+            return model
+        divided = {axis: run.mesh[axis].size for axis in run.mesh if axis != "dp"}
+        if max(divided.values(), default=1) > 1:
+            raise UsageError(
+                f"loss: chunked: expected each rank to compute a whole model, found {divided}; "
+                "leave loss: whole: tp divides the logits of the vocabulary anyhow"
+            )
+        compute_in_pieces(model)
+        return model
 
     def _note_forward(self, entry: PreparedModel, module: nn.Module, inputs: Any) -> None:
         if torch.is_grad_enabled():

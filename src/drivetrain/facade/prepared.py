@@ -26,6 +26,7 @@ from drivetrain.data import PreparedLoader
 from drivetrain.errors import CheckpointError, ConfigError, RankMismatchError, UsageError
 from drivetrain.facade.settings import Runs
 from drivetrain.facade.stepping import PreparedOptimizer, PreparedScheduler
+from drivetrain.losses import restore_loss
 from drivetrain.model.guard import is_guarded
 from drivetrain.model.modules import (
     UninheritedContext,
@@ -260,6 +261,7 @@ class PreparedModel:
         if self.note is not None:
             self.note.remove()
         self.strategy.close()
+        restore_loss(self.module)
 
 
 @dataclass(slots=True, eq=False)
