@@ -1,7 +1,7 @@
 """The table of loops: ways in which scripts touch what a strategy divides, by strategies."""
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -42,6 +42,14 @@ def ways_of(topic: ModuleType) -> Mapping[str, Way]:
         for name, value in vars(topic).items()
         if callable(value) and getattr(value, "__module__", "") == topic.__name__
         if not name.startswith("_") and not isinstance(value, type)
+    }
+
+
+def titles() -> Mapping[str, Sequence[str]]:
+    """Return the names of ways by the title of their topic."""
+    return {
+        (topic.__doc__ or "").partition(":")[0].strip(): list(ways_of(topic))
+        for topic in topics().values()
     }
 
 

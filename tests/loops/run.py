@@ -1,4 +1,4 @@
-"""Runs the table of loops, way by strategy, and writes the page ``docs/loops.md``.
+"""Runs the table of loops, way by strategy, and writes their results on ``docs/inside/loops.md``.
 
 ::
 
@@ -38,9 +38,10 @@ def main(words: Sequence[str] | None = None) -> int:
     places = [(way, strategy) for way in ways for strategy in strategies]
     known = cells.run_table(arguments, places, run)
     if not arguments.no_table:
-        from loops_page import write
+        from loops_table import titles
 
-        write(known, ROOT / "docs" / "loops.md")
+        page = ROOT / "docs/inside/loops.md"
+        cells.write_results(page, known, titles(), dict.fromkeys(STRATEGIES, RANKS))
     return 1 if cells.failures(known) else 0
 
 

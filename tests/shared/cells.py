@@ -11,10 +11,11 @@ import itertools
 import json
 import multiprocessing
 import os
+import re
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -161,60 +162,74 @@ def _shown(line: Line) -> str:
 
 # --- pages ---
 
-
-def cell_on_page(line: Line | None, reasons: dict[str, int]) -> str:
-    """Return the text of a cell: ``=``, the number of a refusal in brackets, or the failure.
-
-    Args:
-        line: its result; None: it has not run.
-        reasons: the number of each refusal; may get one more.
-    """
-    if line is None:
-        return ""
-    if line["kind"] == REFUSED:
-        text = " ".join(line["text"].split())
-        return f"[{reasons.setdefault(text, len(reasons) + 1)}]"
-    if line["kind"] != EQUAL:
-        return "**wrong**" if line["kind"] == DIFFERENT else f"**{line['kind']}**"
-    return "="
+RESULTS = "\n## Results\n"
+"""The heading of a page's part that is written here; what is above it is written by hand."""
 
 
-def sums_on_page(
-    results: Mapping[Place, Line], rows: Sequence[str], columns: Mapping[str, int]
-) -> Iterator[str]:
-    """Yield a table of how many cells of each strategy ended how.
+def write_results(
+    path: Path,
+    results: Mapping[Place, Line],
+    topics: Mapping[str, Sequence[str]],
+    columns: Mapping[str, int],
+    shown: Callable[[str], str] = str,
+) -> None:
+    """Write the results on a page: how many ended how, equal rows, and the others by strategies.
 
     Args:
+        path: of the page.
         results: the line of each cell that has run.
-        rows: of the table.
+        topics: rows by topic.
         columns: strategies, and on how many ranks each runs.
+        shown: returns the text of a row.
     """
+    lines = _results(results, topics, columns, shown)
+    above = path.read_text(encoding="utf-8").partition(RESULTS)[0]
+    path.write_text(f"{above}{RESULTS}\n" + "\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _results(
+    results: Mapping[Place, Line],
+    topics: Mapping[str, Sequence[str]],
+    columns: Mapping[str, int],
+    shown: Callable[[str], str],
+) -> Iterator[str]:
     yield "| strategy | ranks | equal | refused | wrong, crashed or hung |"
     yield "|---|---|---|---|---|"
-    for strategy, ranks in columns.items():
-        lines = (results.get((row, strategy)) for row in rows)
-        kinds = [line["kind"] for line in lines if line]
-        equal, refused = kinds.count(EQUAL), kinds.count(REFUSED)
-        yield f"| `{strategy}` | {ranks} | {equal} | {refused} | {len(kinds) - equal - refused} |"
+    kinds: dict[str, dict[str, str]] = {}
+    for (row, column), line in results.items():
+        kinds.setdefault(row, {})[column] = line["kind"]
+    for column, ranks in columns.items():
+        found = [of_row[column] for of_row in kinds.values() if column in of_row]
+        equal, refused = found.count(EQUAL), found.count(REFUSED)
+        yield f"| `{column}` | {ranks} | {equal} | {refused} | {len(found) - equal - refused} |"
+    yield "\nEqual under every strategy:\n"
+    others: dict[str, list[str]] = {}
+    for topic, rows in topics.items():
+        equal_rows = []
+        for row in (row for row in rows if row in kinds):
+            found = [(c, kinds[row][c]) for c in columns if kinds[row].get(c, EQUAL) != EQUAL]
+            marks = (f"`{c}`" if kind == REFUSED else f"`{c}` **{kind}**" for c, kind in found)
+            (others.setdefault(", ".join(marks), []) if found else equal_rows).append(shown(row))
+        if equal_rows:
+            yield f"- **{topic}**: {'; '.join(equal_rows)}."
+    yield "\n| refused under | |\n|---|---|"
+    for marks, rows in others.items():
+        yield f"| {marks} | {'; '.join(rows)} |"
 
 
-def refusals_on_page(reasons: Mapping[str, int]) -> Iterator[str]:
-    """Yield the list of refusals."""
-    yield "\n## Refusals\n"
-    for reason, number in reasons.items():
-        yield f"{number}. `{reason.replace('`', chr(39))}`"
-
-
-def cells_of_page(
-    path: Path, rows: Sequence[str], columns: Sequence[str]
-) -> dict[tuple[str, str], str]:
-    """Return the text of every cell of a page, by row and column."""
-    found = {}
-    for line in path.read_text(encoding="utf-8").splitlines():
-        row, *cells = [text.strip() for text in line.strip("|").split("|")]
-        if line.startswith("|") and row in rows:
-            found.update({(row, s): text for s, text in zip(columns, cells, strict=True)})
-    return found
+def read_results(path: Path, columns: Iterable[str]) -> dict[Place, str]:
+    """Return how every cell of a page ended, by row and column."""
+    text = path.read_text(encoding="utf-8").partition(RESULTS)[2]
+    equal, _, others = text.partition("| refused under |")
+    parts = [("", rows) for rows in re.findall(r"^- \*\*.*?\*\*: (.*)\.$", equal, re.MULTILINE)]
+    parts += re.findall(r"^\| (`.*) \| (.*) \|$", others, re.MULTILINE)
+    return {
+        (re.sub(r" \d+%$", "", row), column): kinds.get(column, EQUAL)
+        for marks, rows in parts
+        for kinds in [{c: k or REFUSED for c, k in re.findall(r"`(\S+)`(?: \*\*(\w+)\*\*)?", marks)}]
+        for row in rows.split("; ")
+        for column in columns
+    }
 
 
 # --- processes ---

@@ -1,4 +1,4 @@
-"""Runs the zoo, family by strategy, and writes the table of ``docs/models.md``.
+"""Runs the zoo, family by strategy, and writes the results on ``docs/inside/models.md``.
 
 ::
 
@@ -31,16 +31,20 @@ def main(words: Sequence[str] | None = None) -> int:
     arguments = cells.parser_of(__doc__, "families", results).parse_args(words)
     cells.import_everything("peft", "transformers")
 
-    from zoo_cell import FAMILIES, STRATEGIES, is_run
+    from zoo_cell import FAMILIES, STRATEGIES, is_run, kinds, ranks_of
 
     families = cells.chosen(arguments.only, list(FAMILIES))
     strategies = cells.chosen(arguments.strategy, list(STRATEGIES))
     places = [(f, s) for f in families for s in strategies if is_run(f, s)]
     known = cells.run_table(arguments, places, Zoo().run)
     if not arguments.no_table:
-        from zoo_page import write
+        page, ranks = ROOT / "docs/inside/models.md", {name: ranks_of(name) for name in STRATEGIES}
 
-        write(known, ROOT / "docs" / "models.md")
+        def shown(family: str) -> str:
+            line = known.get((family, "tp2"), {"kind": ""})
+            return f"{family} {line['divided']:.0%}" if line["kind"] == cells.EQUAL else family
+
+        cells.write_results(page, known, kinds(), ranks, shown)
     return 1 if cells.failures(known) else 0
 
 

@@ -48,6 +48,14 @@ def is_run(family: str, strategy: str) -> bool:
     return ranks_of(strategy) == 2 or family in ON_FOUR_RANKS
 
 
+def kinds() -> Mapping[str, list[str]]:
+    """Return the families by their kind."""
+    found: dict[str, list[str]] = {}
+    for name, family in FAMILIES.items():
+        found.setdefault(family.kind.capitalize(), []).append(name)
+    return found
+
+
 def parts_of(strategy: str) -> int:
     """Return how many data-parallel ranks a strategy of the table has."""
     return 1 if STRATEGIES[strategy]["name"] == "megatron" else 2
