@@ -22,7 +22,6 @@ import reference
 from drivetrain import errors, registry
 from drivetrain.config import RunConfig
 from drivetrain.config.option import options_of
-from drivetrain.parallel.options import OffloadOptions
 from drivetrain.runtime.notices import PREEMPTED
 from drivetrain_launch.cli import COMMANDS, INTERRUPTED, group
 from drivetrain_launch.commands.verify import DIFFERENT, INCOMPARABLE
@@ -206,7 +205,6 @@ TABLES: dict[str, Callable[[Rows], Rows]] = {
     "options-of-local": lambda old: _options(old, _strategy("local")),
     "options-of-megatron": lambda old: _options(old, _strategy("megatron")),
     "options-of-offload": lambda old: _options(old, _strategy("offload")),
-    "section-offload": lambda old: _options(old, OffloadOptions),
     "options-of-stores": _stores,
     "keys-of-accelerate": partial(_imported, rows=table_of("accelerate").settings),
     "options-of-accelerate-launch": partial(_imported, rows=table_of("accelerate").options),

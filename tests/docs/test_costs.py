@@ -116,7 +116,7 @@ def test_bytes_that_offload_adds_and_leaves():
 
 def test_formulas_of_schedules_are_those_of_the_simulator():
     header = "schedule | makespan | idle | most kept, in micro-batches"
-    table = rows("docs/strategies/megatron.md", header)
+    table = rows("docs/inside/megatron.md", header)
     assert [name.strip("`") for name, *_ in table] == list(SCHEDULES)
     forward, backward = (UNIT_DURATIONS[kind] for kind in (ActionKind.FORWARD, ActionKind.BACKWARD))
     values = {"p": 4, "m": 8, "v": 2, "F": forward, "B": backward}

@@ -13,7 +13,6 @@ import click
 import pytest
 import yaml
 from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
     FSDPModule,
     FullyShardedDataParallel,
     fully_shard,
@@ -28,7 +27,6 @@ from drivetrain_fsdp import FsdpConfig
 from drivetrain_launch.cli import COMMANDS, group, run
 from drivetrain_launch.ranks.failure import CANNOT_HEAL
 from drivetrain_megatron.plan.named import STYLES
-from drivetrain_migration.converters import table_of
 from drivetrain_offload.disk_speed import ADAM_BYTES
 from drivetrain_offload.stepping import SETS, TILE_BYTES
 from foreign_files import FILES, LINES
@@ -272,20 +270,19 @@ def public(cls):
 
 def test_tables_by_hand_name_all_of_a_kind():
     plugin, fsdp = "docs/writing-a-plugin.md", "docs/strategies/fsdp.md"
+    torch_fsdp = "docs/inside/fsdp.md"
     (units,) = [f.type for f in dataclasses.fields(FsdpConfig) if f.name == "units"]
     steppers = {*public(ShardStepper), *ShardStepper.__annotations__}
     stores = {*public(SteppingStore), *SteppingStore.__annotations__} - public(TensorStore)
     wrapper = set(inspect.signature(FullyShardedDataParallel).parameters) - {"module"}
     sharding = (set(inspect.signature(fully_shard).parameters) - {"module"}) | public(FSDPModule)
-    policy = set(inspect.signature(CPUOffloadPolicy).parameters)
     expected = [
         (plugin, "method | what it owes", drivetrain.Strategy.__abstractmethods__),
         (plugin, "member | what it owes", stores),
         (plugin, "method of a stepper | what it owes", steppers),
         (fsdp, "`units` | a unit is", set(units.__args__)),
-        (fsdp, "`FullyShardedDataParallel` | here", wrapper),
-        (fsdp, "`fully_shard` and its methods | here", sharding),
-        ("docs/strategies/offload.md", "there | here", policy),
+        (torch_fsdp, "`FullyShardedDataParallel` | here", wrapper),
+        (torch_fsdp, "`fully_shard` and its methods | here", sharding),
         ("docs/strategies/megatron.md", "style | what it means", set(STYLES)),
     ]
     missing = []
@@ -293,29 +290,16 @@ def test_tables_by_hand_name_all_of_a_kind():
         first = " ".join(row[0] for row in rows(page, header))
         missing += [(header, n) for n in names if n[0] != "_" and not re.search(rf"\b{n}\b", first)]
     assert missing == []
-    for page, header, names in (expected[0], expected[3], expected[7]):
+    for page, header, names in (expected[0], expected[3], expected[6]):
         assert {n for row in rows(page, header) for n in re.findall(r"`(\w+)", row[0])} == names
 
 
 def test_maps_of_files_name_every_file():
     for name in ("ddp", "zero", "fsdp", "offload", "local", "megatron"):
-        maps = tables(f"docs/strategies/{name}.md", "file | idea")
+        maps = tables(f"docs/inside/{name}.md", "file | idea")
         shown = re.findall(r"(\w+\.py)", " ".join(row[0] for table in maps for row in table))
         files = [path.name for path in (ROOT / f"plugins/drivetrain_{name}").rglob("*.py")]
         assert sorted(shown) == sorted(file for file in files if file != "__init__.py"), name
-
-
-def test_keys_of_accelerate_that_pages_name_are_known():
-    known = {row.key.rpartition(".")[2] for row in table_of("accelerate").settings}
-    pages = [DOCS / "migrating-from-accelerate.md", *(DOCS / "strategies").glob("*.md")]
-    named = {
-        key
-        for page in pages
-        for cell in re.findall(r"^\| (.*?) \| ", page.read_text(), re.MULTILINE)
-        for key in re.findall(r"`(fsdp_[a-z_0-9]+|parallelism_config_\w+)", cell)
-    }
-    assert named >= {"fsdp_offload_params", "fsdp_activation_checkpointing"}
-    assert named - {"fsdp_config", "fsdp_plugin"} <= known
 
 
 def test_tables_of_importers_say_something_once_of_every_key():
@@ -327,7 +311,7 @@ def test_tables_of_importers_say_something_once_of_every_key():
 
 
 def test_numbers_in_sentences_are_those_of_the_code():
-    text = (DOCS / "strategies/offload.md").read_text()
+    text = (DOCS / "inside/offload.md").read_text()
     assert SETS == 3
     assert f"Three sets of buffers go round, of {TILE_BYTES >> 20} MiB for each state" in text
     assert f"| masters in the store | {ADAM_BYTES} bytes | {ADAM_BYTES} bytes |" in text

@@ -19,9 +19,7 @@ def ends_as_the_page_says(names, strategy):
     shown = read_results(PAGE, STRATEGIES)
     found = {name: run_on_rank(all_ways()[name], STRATEGIES[strategy]) for name in names}
     wrong = {
-        name: outcome
-        for name, outcome in found.items()
-        if outcome.kind != shown[name, strategy]
+        name: outcome for name, outcome in found.items() if outcome.kind != shown[name, strategy]
     }
     assert not wrong
 

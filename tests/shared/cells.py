@@ -223,13 +223,13 @@ def read_results(path: Path, columns: Iterable[str]) -> dict[Place, str]:
     equal, _, others = text.partition("| refused under |")
     parts = [("", rows) for rows in re.findall(r"^- \*\*.*?\*\*: (.*)\.$", equal, re.MULTILINE)]
     parts += re.findall(r"^\| (`.*) \| (.*) \|$", others, re.MULTILINE)
-    return {
-        (re.sub(r" \d+%$", "", row), column): kinds.get(column, EQUAL)
-        for marks, rows in parts
-        for kinds in [{c: k or REFUSED for c, k in re.findall(r"`(\S+)`(?: \*\*(\w+)\*\*)?", marks)}]
-        for row in rows.split("; ")
-        for column in columns
-    }
+    found: dict[Place, str] = {}
+    for marks, rows in parts:
+        kinds = dict(re.findall(r"`(\S+)`(?: \*\*(\w+)\*\*)?", marks))
+        for row in rows.split("; "):
+            name = re.sub(r" \d+%$", "", row)
+            found |= {(name, column): kinds.get(column, EQUAL) or REFUSED for column in columns}
+    return found
 
 
 # --- processes ---
