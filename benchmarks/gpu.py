@@ -13,6 +13,7 @@ A   1.3 B parameters, 4 x 2048 tokens: the step of each system against the bare 
 B   0.2 B, 1 x 1024 tokens, bound by the host: the same, with kernels and host time of a step
 C   compiled blocks, 1.3 B with 8 x 2048 tokens and 1.9 B with 6 x 2048: MFU
 D   compiled blocks under each strategy, the shape of A: speed-up, and the same loss
+F   a vocabulary of 152,000, 1.2 B parameters: the loss in pieces against the loss of logits
 K   two ranks on one card over NCCL, 0.2 B: bytes between steps against ``cost()``, the peak, the
     collectives of a step, and how much of their time lies beside compute
 === ================================================================================================
@@ -63,6 +64,7 @@ from torch.profiler import ProfilerActivity, profile
 from drivetrain import Accelerator
 from drivetrain.cost import ModelSpec
 from drivetrain.hardware.description import published_peak
+from drivetrain.losses import linear_cross_entropy
 
 OURS = ("ddp", "zero1", "zero2", "zero3", "fsdp")
 LOW = ("zero3 bf16", "fsdp bf16")
@@ -123,6 +125,11 @@ ROWS = (
     ),
     Row("D", MIDDLE, ("bare", "ddp", "zero2", "zero3", "fsdp", "fsdp2"), compiled=True, limit_s=90),
     Row(
+        "F",
+        Shape(layers=12, dim=2048, inner=5504, batch=4, seq=2048, vocab=152_000),
+        ("bare", "bare chunked", "fsdp bf16", "fsdp bf16 chunked"),
+    ),
+    Row(
         "K",
         Shape(layers=12, dim=1024, inner=2816, batch=1, seq=512),
         (*OURS, "fsdp2", "torch ddp"),
@@ -165,11 +172,28 @@ def chosen(only: str) -> list[tuple[Row, str]]:
 # --- a case, in its own process ---
 
 
+class LossHead(nn.Linear):
+    """A head that computes the loss in pieces where its matrix is: no logits exist whole."""
+
+    def forward(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        return linear_cross_entropy(hidden, self.weight, targets)
+
+
 class LossDecoder(peers.Decoder):
-    """A decoder with its cross entropy."""
+    """A decoder with its cross entropy, of logits or in pieces."""
+
+    def __init__(self, options: SimpleNamespace, *, chunked: bool) -> None:
+        super().__init__(options)
+        if chunked:
+            self.head.__class__ = LossHead
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        return peers.loss_of(super().forward(tokens), targets)
+        if not isinstance(self.head, LossHead):
+            return peers.loss_of(super().forward(tokens), targets)
+        x = self.token(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x), targets)
 
 
 def trained_by(system: str, model: Any, device: Any) -> tuple[Callable[..., Any], Any]:
@@ -179,7 +203,7 @@ def trained_by(system: str, model: Any, device: Any) -> tuple[Callable[..., Any]
         return torch.optim.AdamW(module.parameters(), lr=1e-4, weight_decay=0.1, fused=True)
 
     if system.partition(" ")[0] in OURS:
-        dtypes = {"dtypes": {"param": "bf16", "reduce": "fp32"}} if system.endswith("bf16") else {}
+        dtypes = {"dtypes": {"param": "bf16", "reduce": "fp32"}} if "bf16" in system else {}
         accelerator: Any = Accelerator(
             strategy=system.partition(" ")[0],
             mixed_precision="bf16",
@@ -254,7 +278,7 @@ def measured(row: Row, system: str) -> dict[str, Any]:
         dist.init_process_group("nccl" if gpu else "gloo")
     torch.manual_seed(0)
     with device:
-        model = LossDecoder(shape.options)
+        model = LossDecoder(shape.options, chunked=system.endswith("chunked"))
     if row.compiled:
         for block in model.blocks:
             block.compile()
