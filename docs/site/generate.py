@@ -196,7 +196,6 @@ TABLES: dict[str, Callable[[Rows], Rows]] = {
     "options-of-verify": partial(_flags, command="verify"),
     "options-of-schedule": partial(_flags, command="schedule"),
     "options-of-disk-bench": partial(_flags, command="disk-bench"),
-    "exit-codes": lambda old: _codes(old, *ENDS),
     "exit-codes-of-launch": lambda old: _codes(old, *ENDS, "other"),
     "exit-codes-of-verify": lambda old: _codes(old, *VERDICTS, INCOMPARABLE, "other"),
     "options-of-ddp": lambda old: _options(old, _strategy("ddp")),
@@ -217,17 +216,12 @@ TABLES: dict[str, Callable[[Rows], Rows]] = {
     "bytes-with-accelerator": partial(page_numbers.offload_bytes, device="cuda"),
     "bytes-without-accelerator": partial(page_numbers.offload_bytes, device="cpu"),
     "choices-of-llama": page_numbers.llama_choices,
-    "seconds-of-updates": page_numbers.update_seconds,
     "schedules": page_numbers.schedules,
 }
 TEXTS: dict[str, Callable[[], str]] = {
     "third-party-strategy": (
         ROOT / "examples/third_party_plugin/src/drivetrain_flat/strategy.py"
     ).read_text,
-    "tiers-of-llama": lambda: page_numbers.llama_tiers("zero2", {"optimizer": "nvme"}).describe(),
-    "shortage-of-llama": lambda: "\n".join(
-        page_numbers.llama_tiers("zero2", {"optimizer": "cpu"}).shortages()
-    ),
 }
 
 

@@ -23,7 +23,6 @@ from drivetrain.strategy import Run
 from drivetrain.traffic import Traffic
 from drivetrain_megatron.pipeline.schedules import SCHEDULES, make_schedule
 from drivetrain_megatron.simulator.command import UNIT_DURATIONS, simulate
-from drivetrain_offload.disk_speed import ADAM_BYTES
 from drivetrain_offload.tiers import TierPlan, Tiers, held, tiers_of
 
 Rows = Sequence[Sequence[str]]
@@ -40,9 +39,6 @@ POLICIES = {
     "the same, `reduce: fp32`": BF16_REDUCED_IN_FP32,
 }
 STAGES = ("zero1", "zero2", "zero3")
-BYTES_IN_MEMORY = 28
-"""Read and written in host memory for an update of a parameter, with gradients in bf16."""
-
 ROOM = {"device": 24 * GIB - 600 * 2**20, "host": 60 * GIB, "disk": 900 * GIB}
 
 
@@ -120,16 +116,6 @@ def llama_choices(old: Rows) -> Rows:
 def llama_tiers(name: str, offload: Mapping[str, Any]) -> Tiers:
     """Return the bytes that ``prepare`` prints for the shapes of Llama 2 7B on one rank in bf16."""
     return _tiers(_llama_7b(), name, offload, BF16, 1, "cuda")
-
-
-def update_seconds(old: Rows) -> Rows:
-    """Return the seconds of an update of 1e9, 7e9 and 70e9 parameters."""
-    rows = []
-    for name, *_ in old:
-        kind, speed = re.findall(r"^(memory|disk) at ([\d.]+) GB/s", name)[0]
-        nbytes = BYTES_IN_MEMORY if kind == "memory" else ADAM_BYTES
-        rows.append([name, *(f"{nbytes * n / float(speed):.4g} s" for n in (1, 7, 70))])
-    return rows
 
 
 def schedules(_: Rows) -> Rows:

@@ -315,7 +315,7 @@ def test_numbers_in_sentences_are_those_of_the_code():
     assert SETS == 3
     assert f"Three sets of buffers go round, of {TILE_BYTES >> 20} MiB for each state" in text
     assert f"| masters in the store | {ADAM_BYTES} bytes | {ADAM_BYTES} bytes |" in text
-    text = (DOCS / "operations.md").read_text()
+    text = (DOCS / "interruptions.md").read_text()
     said = re.search(r"any failure but ([\d, and]+), which would only come again", text)
     assert {int(code) for code in re.findall(r"\d+", said[1])} == CANNOT_HEAL
 
@@ -343,15 +343,15 @@ def variables_of(tree):
                 yield name
 
 
-def test_variables_are_on_the_page_on_operations():
-    """Our own, exactly; others that every run reads. Those of schedulers are on another page."""
+def test_variables_are_on_the_page_on_clusters():
+    """Our own, exactly; others that every run reads. Those of schedulers are in another table."""
     found, ours = set(), set()
     for path in SOURCES:
         text = path.read_text(encoding="utf-8")
         ours |= set(re.findall(r'"(DRIVETRAIN_[A-Z_]*[A-Z])"', text))
         if not {"testing", "compat", "hosts"} & set(path.parent.parts):
             found |= set(variables_of(ast.parse(text)))
-    page = "docs/operations.md"
+    page = "docs/clusters.md"
     cells = rows(page, "variable | read by") + rows(page, "variable | meaning")
     shown = {name for row in cells for name in re.findall(r"`(\w+)`", row[0])}
     assert ours == {name for name in shown if name.startswith("DRIVETRAIN_")}

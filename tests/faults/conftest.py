@@ -1,9 +1,9 @@
 """A folder for launched trainings, in which nothing may be left, and the times of the matrix.
 
 ``pytest tests/faults --exhaustive --times`` writes the seconds that tests measure into
-``times.toml`` and into the table of ``docs/faults.md``, and holds them to the bars of the matrix:
-they are worth something on a machine that does nothing else. Without ``--times`` no test depends on
-how long it takes.
+``times.toml`` and into the table of ``docs/inside/faults.md``, and holds them to the bars of the
+matrix: they are worth something on a machine that does nothing else. Without ``--times`` no test
+depends on how long it takes.
 """
 
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from fault_page import filled, read_times, shown, written_times
 from faulty_trainings import FaultyTrainings
 
 FOLDER = Path(__file__).parent
-TIMES, PAGE = FOLDER / "times.toml", FOLDER.parents[1] / "docs/faults.md"
+TIMES, PAGE = FOLDER / "times.toml", FOLDER.parents[1] / "docs/inside/faults.md"
 MEASURED = pytest.StashKey[dict[str, dict[str, float]]]()
 
 
@@ -24,7 +24,7 @@ def pytest_addoption(parser):
     parser.addoption(
         "--times",
         action="store_true",
-        help="write the measured seconds of each fault into times.toml and docs/faults.md",
+        help="write the measured seconds of each fault into times.toml and docs/inside/faults.md",
     )
 
 

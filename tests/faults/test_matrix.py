@@ -46,7 +46,7 @@ def test_each_test_of_a_file_of_this_folder_is_in_the_map_or_none():
 
 
 def test_the_page_on_faults_shows_each_row():
-    page = (ROOT / "docs/faults.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/inside/faults.md").read_text(encoding="utf-8")
     times = read_times(ROOT / "tests/faults/times.toml")
     assert cells(page) == [
         [row["fault"], row["follows"], shown(times.get(name, {})), row.get("missing", "")]
@@ -56,7 +56,7 @@ def test_the_page_on_faults_shows_each_row():
 
 
 def test_measured_seconds_fill_the_page():
-    page = (ROOT / "docs/faults.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/inside/faults.md").read_text(encoding="utf-8")
     times = tomllib.loads(written_times({"F22": {"all ended": 7.5}, "F1": {"all ended": 2.0}}))
     assert list(times) == ["F1", "F22"]
     column = {name: shown(seconds) for name, seconds in times.items()}

@@ -32,7 +32,7 @@ class Lanes:
 
 
 def test_state_moves_to_the_host_and_back_once_a_step():
-    """2 bytes there in bf16 and back, and 28 read and written (docs/offload-sizing.md)."""
+    """2 bytes there in bf16 and back, and 28 read and written (docs/planning.md)."""
     step = data_parallel_step(UNITS, RUN, STAGE2)
     share = SHAPE.parameters / 4
     assert step.sent()[0]["bus", TO_HOST] == pytest.approx(share * 4)  # sums are kept in fp32
