@@ -22,8 +22,8 @@ from drivetrain.errors import UsageError
 from drivetrain.model.guard import Arguments, Function, Keywords
 from drivetrain.model.modules import unwrap_forward, wrap_forward
 
-LEAST_ROWS = 128
-"""Rows of a piece, at least: fewer make a slow matrix product."""
+LEAST_ROWS = 512
+"""Rows of a piece, at least: each piece reads and writes the sum of the matrix's gradients."""
 
 LEAST_PIECES = 8
 """Pieces of a batch, at least, where it has the rows: the peak of the logits is 1/8 or less."""
@@ -123,16 +123,18 @@ class _InPieces(torch.autograd.Function):
         loss = torch.zeros((), dtype=exact, device=flat.device)
         for first in range(0, len(flat), size):
             piece = slice(first, first + size)
-            logits = F.linear(flat[piece], matrix, bias).to(exact)
-            loss += rule.loss(logits, labels[piece], weights[piece]) * share
-            if not (of_input or of_matrix or of_bias):
-                continue
-            gradient = logits.mul_(share).masked_fill_(rule.ignores(labels[piece]), 0)
+            rows = flat[piece].masked_fill(rule.ignores(labels[piece]), 0)
+            logits = F.linear(rows, matrix, bias).to(exact)
+            part, gradient = rule.loss(logits, labels[piece], weights[piece], share)
+            loss += part
+            del logits
             to_rows = gradient.to(flat.dtype)
             if to_input is not None:
                 torch.mm(to_rows, matrix, out=to_input[piece])
-            if to_matrix is not None:
-                to_matrix += to_rows.t() @ flat[piece]
+            if to_matrix is not None and exact == flat.dtype:
+                to_matrix.addmm_(to_rows.t(), rows)
+            elif to_matrix is not None:
+                to_matrix += to_rows.t() @ rows
             if to_bias is not None:
                 to_bias += gradient.sum(0)
         ctx.save_for_backward(to_input, to_matrix, to_bias)
@@ -169,8 +171,10 @@ class _Rule:
             return (~ignored).to(dtype)
         return self.weight.to(dtype)[labels.masked_fill(ignored, 0)].masked_fill(ignored, 0)
 
-    def loss(self, logits: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
-        """Return the sum of the losses of some rows, and put their gradient into ``logits``.
+    def loss(
+        self, logits: Tensor, labels: Tensor, weights: Tensor, share: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return the sum of the losses of some rows, and the gradient of their logits.
 
         With p the softmax, Z its denominator, w the weight of the row's class y, W that of all
         classes together, C their number and s the smoothing, the loss of a row is::
@@ -178,27 +182,32 @@ class _Rule:
             (1 - s) w (log Z - logit_y) + s/C (W log Z - sum of w_c logit_c) + z log^2 Z
 
         and its gradient ``a p - (1 - s) w [c = y] - s/C w_c``, with ``a = (1 - s) w + s W/C +
-        2 z log Z``.
+        2 z log Z``. The largest logit's p is 1/C at least, so log Z follows from it.
+
+        Args:
+            logits: (rows, classes).
+            labels: (rows,).
+            weights: (rows,), of each row's own class; 0 where it is ignored.
+            share: what each loss is multiplied by, 0-d.
         """
         ignored, classes = self.ignores(labels), logits.shape[1]
         own = labels.unsqueeze(1).masked_fill(ignored, 0)
-        target = logits.gather(1, own)
-        spread: Tensor | float = 0.0
+        hit, factor = weights.unsqueeze(1) * (1 - self.smoothing), share.where(~ignored, 0.0)
+        spread = total = torch.zeros_like(share)
         if self.smoothing:
             of_classes = torch.ones_like(logits[0]) if self.weight is None else self.weight
             of_classes = of_classes.to(logits.dtype) * (self.smoothing / classes)
-            spread = logits @ of_classes.unsqueeze(1)
-        largest = logits.amax(1, keepdim=True)
-        sums = logits.sub_(largest).exp_().sum(1, keepdim=True)
-        log = sums.log() + largest
-        hit = weights.unsqueeze(1) * (1 - self.smoothing)
-        total = of_classes.sum() if self.smoothing else 0.0
+            spread, total = logits @ of_classes.unsqueeze(1), of_classes.sum()
+        largest, place = logits.max(1, keepdim=True)
+        target = logits.gather(1, own)
+        gradient = logits.softmax(1)
+        log = largest - gradient.gather(1, place).log()
         losses = hit * (log - target) + (total * log - spread) + self.z_loss * log.square()
-        logits.mul_((hit + total + 2 * self.z_loss * log) / sums)
-        logits.scatter_add_(1, own, -hit)
+        gradient.mul_((hit + total + 2 * self.z_loss * log) * factor)
+        gradient.scatter_add_(1, own, -hit * factor)
         if self.smoothing:
-            logits -= of_classes
-        return losses.masked_fill(ignored, 0).sum()
+            gradient.addcmul_(of_classes, factor, value=-1)
+        return losses.mul_(factor).sum(), gradient
 
 
 # --- in the causal language models of transformers ---
