@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field, replace
 from itertools import product
 from math import prod
+from textwrap import shorten
 from typing import Any
 
 import torch
@@ -475,15 +476,24 @@ SHOWN = 3
 """How many of the parameters that stay whole are named, the largest."""
 
 
+ALL_WHOLE = (
+    ": all of them do the same work on the same samples; set tp to 1, and the ranks share the "
+    "samples instead"
+)
+"""Words where nothing is divided: they make the line a warning."""
+
+
 def describe(
     plan: ModelPlan, facts: Mapping[str, ShardingSpec], nbytes: Mapping[str, int], ranks: int
 ) -> Iterator[str]:
     """Yield lines for the user, who sees bytes of whole parameters and their facts, by name."""
     whole = [name for name, known in facts.items() if known.partition is None]
     total, kept = sum(nbytes.values()), sum(nbytes[name] for name in whole)
+    idle = len(whole) == len(facts) and not plan.sharded
     yield (
         f"tensor parallel over {ranks} ranks: {len(facts) - len(whole)} of {len(facts)} parameters "
         f"divided, {kept / max(total, 1):.1%} of the bytes stay whole on each rank"
+        f"{ALL_WHOLE if idle else ''}"
     )
     kinds: dict[int, tuple[Derivation, list[str]]] = {}
     for name, derivation in plan.blocks.items():
@@ -492,10 +502,10 @@ def describe(
         rest = "whole, but for its words" if names == [""] and plan.vocabulary else "whole"
         yield f"{_span(names)}: {_groups(derivation) or rest}"
         if derivation.untried:
-            yield f"{_span(names)} stays whole: {derivation.untried[:200]}"
+            yield f"{_span(names)} stays whole: {_shortened(derivation.untried)}"
         for row, reason in derivation.refused.items():
             if f"{names[0]}.{row}".strip(".") not in plan.vocabulary:
-                yield f"{_span(names)}: {row} stays whole: {reason[:200]}"
+                yield f"{_span(names)}: {row} stays whole: {_shortened(reason)}"
     yield from _uneven(facts, ranks)
     if kept:
         largest = sorted(whole, key=lambda name: -nbytes[name])[:SHOWN]
@@ -503,9 +513,13 @@ def describe(
         named = ", ".join(f"{name} ({nbytes[name]:,} bytes)" for name in largest)
         yield f"whole on each rank: {named}{rest}"
     if plan.note:
-        yield plan.note[:300]
+        yield _shortened(plan.note)
     if plan.vocabulary:
         yield f"by words: {', '.join(plan.vocabulary)}"
+
+
+def _shortened(reason: str) -> str:
+    return shorten(reason, 300, placeholder=" ...")
 
 
 def _uneven(facts: Mapping[str, ShardingSpec], ranks: int) -> Iterator[str]:

@@ -41,10 +41,12 @@ class ExampleBatches:
 
     Args:
         world: the ranks that need the same batches.
+        split: whether ranks divide each batch of a loader.
     """
 
-    def __init__(self, world: World | None = None) -> None:
+    def __init__(self, world: World | None = None, *, split: bool = False) -> None:
         self._world = World() if world is None else world
+        self._split = split
         self._loaders: list[DataLoader[Any]] = []
 
     def add(self, loaders: Sequence[DataLoader[Any]]) -> None:
@@ -52,17 +54,16 @@ class ExampleBatches:
         new = [one for one in loaders if all(one is not known for known in self._loaders)]
         self._loaders = [*new, *self._loaders]
 
-    def rows(self, replicas: int, *, split: bool = False) -> int:
+    def rows(self, replicas: int) -> int:
         """Return the samples of a rank's batch in the latest loader; 0 where it does not say.
 
         Args:
             replicas: ranks over which loaders are divided.
-            split: whether they divide each batch of the loader.
         """
         for loader in self._loaders:
             size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
             if isinstance(size, int):
-                return max(1, size // replicas) if split else size
+                return max(1, size // replicas) if self._split else size
         return 0
 
     def forget(self) -> None:

@@ -454,7 +454,7 @@ class Runs:
         memory: folder for checkpoints in this host's memory; None without them.
         resumption: the continuation of the run after an end.
         default: the run of its strategy.
-        planned_s: seconds of a step, as predicted with the choice of a strategy; None without one.
+        plan: the choice of the run's strategy at prepare; None where it was not left open.
     """
 
     def __init__(
@@ -465,7 +465,7 @@ class Runs:
         project: ProjectConfiguration,
     ) -> None:
         self._folder = project.project_dir
-        self.planned_s: float | None = None
+        self.plan: StrategyPick | None = None
         self._world = world
         self._state = state
         self._precision = Precision.configured(config.run)
@@ -474,7 +474,7 @@ class Runs:
         self._told_of_links = False
         self._meshes: dict[tuple[tuple[str, int], ...], Mesh] = {}
         self.config = config
-        self.examples = ExampleBatches(world)
+        self.examples = ExampleBatches(world, split=config.run.data.split_batches)
         self.memory = _memory_of(config)
         self.resumption = Resumption(
             config.run.launch.resume,
@@ -518,7 +518,7 @@ class Runs:
             return dict(pick.section)
         self.config = _with_choice(self.config, pick)
         self.default = self._lay_out(self.config)
-        self.planned_s = pick.seconds
+        self.plan = pick
         if self._folder is not None and self._world.rank == 0:
             _write_choice(Path(self._folder), pick)
         return None

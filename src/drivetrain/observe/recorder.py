@@ -35,6 +35,7 @@ from drivetrain.runtime.board import board
 from drivetrain.runtime.gradient_state import GradientState
 from drivetrain.runtime.late import LateNumbers
 from drivetrain.runtime.precision import LossScaler
+from drivetrain.simulator.contract import StrategyPick
 from drivetrain.strategy import Run, Strategy
 from drivetrain.traffic import Traffic
 
@@ -169,9 +170,9 @@ class StepRecorder(Observer):
         self._runs = runs
 
     @property
-    def planned_s(self) -> float | None:
-        """Seconds of a step, as predicted; None where nothing was planned."""
-        return None if self._runs is None else self._runs.planned_s
+    def plan(self) -> StrategyPick | None:
+        """The choice of the run's strategy at prepare; None where it was not left open."""
+        return None if self._runs is None else self._runs.plan
 
     def before_prepare(self, model: nn.Module) -> None:
         """Note the sizes of a model."""

@@ -198,11 +198,11 @@ class RunReport:
             return
         self._finished = True
         self._recorder.finish()
-        if self._recorder.planned_s is not None and self._seconds:
-            planned, measured = self._recorder.planned_s, statistics.median(self._seconds)
+        if (plan := self._recorder.plan) is not None and self._seconds:
+            measured = statistics.median(self._seconds)
             logger.announce(
-                f"planned {planned * 1e3:,.2f} ms a step, measured {measured * 1e3:,.2f} ms "
-                f"({planned / measured - 1:+.0%})"
+                f"planned {plan.seconds * 1e3:,.2f} ms a step, measured {measured * 1e3:,.2f} ms "
+                f"({plan.seconds / measured - 1:+.0%}){plan.hint}"
             )
         if self._newest is not None:
             error = getattr(sys, "last_value", None)  # of the script, when it ends by an error

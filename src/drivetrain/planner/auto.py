@@ -48,6 +48,12 @@ PROCESSOR = "cpu"
 DESCRIBED = " (described, unmeasured)"
 """Words about hardware of which only a description is known, links included."""
 
+HINT = (
+    "; {} is a description that nobody measured on this machine: `drivetrain hardware measure` "
+    "writes one, for strategy: {{name: auto, hardware: FILE}}"
+)
+"""Words after a prediction for such hardware."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AutoConfig:
@@ -171,13 +177,15 @@ def _chosen(
         f"{best.layout} of {len(found)} layouts: {best.step_seconds * 1e3:,.2f} ms a step planned, "
         f"{size_text(round(best.needed()))} of {size_text(round(room))}, on {described}"
     )
-    return StrategyPick(section, settings, line, best.step_seconds)
+    hint = HINT.format(hardware.name) if described.endswith(DESCRIBED) else ""
+    return StrategyPick(section, settings, line, best.step_seconds, hint)
 
 
 def _hardware(config: AutoConfig, world: World) -> tuple[Hardware, str]:
     """Return the description of this run's devices, and words about its origin."""
     if config.hardware:
-        return load_hardware(config.hardware), config.hardware
+        words = DESCRIBED if names_a_device(config.hardware) else ""
+        return load_hardware(config.hardware), f"{config.hardware}{words}"
     if world.device.type == PROCESSOR:
         hardware = load_hardware(PROCESSOR)
         memory = hardware.device.memory

@@ -158,12 +158,14 @@ class StrategyPick(NamedTuple):
         settings: further keys of the configuration that belong to the choice.
         reason: a line for the log.
         seconds: of a step, as predicted.
+        hint: words after the prediction, once it is compared with the run: what would mend it.
     """
 
     section: Mapping[str, Any]
     settings: Mapping[str, Any]
     reason: str
     seconds: float
+    hint: str = ""
 
 
 class Planning:

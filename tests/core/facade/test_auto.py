@@ -70,18 +70,22 @@ def hardware(folder, before, after):
 def test_the_choice_trains_as_its_pin(tmp_path):
     with said("strategy auto: ") as lines:
         accelerator, chosen = trained(
-            strategy="auto", project_dir=tmp_path / "run", config={"report": False}
+            strategy="auto",
+            project_dir=tmp_path / "run",
+            config={"report": False},
+            split_batches=True,
         )
     name = strategy_of(accelerator)
     accelerator.end_training()
     if accelerator.is_main_process:
         (line,) = lines
         assert "ms a step planned" in line
+        assert "micro_batch=2" in line  # half of the loader's 4
         assert "cpu (described, unmeasured)" in line
     pin = tmp_path / "run" / "strategy.yaml"
     section = yaml.safe_load(pin.read_text())["strategy"]
     assert section["name"] == name != "auto"
-    other, pinned = trained(config=str(pin))
+    other, pinned = trained(config=str(pin), split_batches=True)
     other.end_training()
     assert all(torch.equal(chosen[key], pinned[key]) for key in pinned)
 
@@ -97,6 +101,7 @@ def test_a_planned_run_ends_with_prediction_and_measurement_of_a_whole_window(mo
     assert planned > 0
     assert measured > 0
     assert ("(-" in line) == (planned < measured)
+    assert "`drivetrain hardware measure` writes one" in line
 
 
 @pytest.mark.ranks(2)

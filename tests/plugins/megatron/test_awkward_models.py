@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from drivetrain import Accelerator
 from drivetrain.errors import ConfigError, UsageError
 from drivetrain.testing.conformance.twins import Twins, adamw, everyone
 from drivetrain.testing.models import CASES
+from drivetrain_megatron import strategy
 from drivetrain_megatron.config import MegatronConfig
 from drivetrain_megatron.recording.calls import inputs_for
 from emulated_tensors import close
@@ -42,6 +44,16 @@ def test_reports():
         assert is_whole == (name in WHOLE), name
         assert WHOLE.get(name, "whole on each rank: ") in text
         assert ("by words: embedding, head" in text) == (name == "tied"), name
+
+
+@pytest.mark.ranks(2)
+def test_dividing_nothing_is_a_warning():
+    accelerator = Accelerator(strategy={"name": "megatron", "tp": 2}, cpu=True)
+    with mock.patch.object(strategy.logger, "warning") as warning:
+        accelerator.prepare(CASES["batchnorm"].build())
+    (line,) = warning.call_args.args
+    assert line.endswith("set tp to 1, and the ranks share the samples instead")
+    accelerator.free_memory()
 
 
 @pytest.mark.parametrize("name", NAMES)
