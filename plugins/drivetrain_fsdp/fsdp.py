@@ -782,9 +782,9 @@ class Fsdp(ShardedStrategy[FsdpConfig]):
         keys = self._agreed_keys(model, specs)
         self._keys = {spec.name: key for spec, key in zip(specs, keys, strict=True)}
         prepared = super().prepare(model, optimizers)
-        logger.announce(f"units of {type(model).__name__}: {describe(keys, specs)}")
+        logger.info(f"units of {type(model).__name__}: {describe(keys, specs)}")
         if self.config.sharding == "hybrid":
-            logger.announce(self.describe_groups())
+            logger.info(self.describe_groups())
         return prepared
 
     # --- at the border ---

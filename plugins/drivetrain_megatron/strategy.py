@@ -260,9 +260,10 @@ class Megatron(DataParallelCell):
             before = {name: p.nbytes for name, p in named_parameters(model).items()}
             self._dropout.layouts = plan.layouts
             self._facts = self._tensor.divide(model, plan)
-            for line in describe(plan, self._facts, before, self._tp.size):
-                say = logger.warning if line.endswith(ALL_WHOLE) else logger.announce
-                say(line)
+            first, *reasons = describe(plan, self._facts, before, self._tp.size)
+            (logger.warning if first.endswith(ALL_WHOLE) else logger.announce)(first)
+            for line in reasons:
+                logger.info(line)
             self._original.cut_states(optimizers, self._facts, self._tp.rank)
         self._original.check_steps_parts(optimizers, self._facts, self.config.pp)
         self._dropout.attach(model, counting=self._builder is None)

@@ -272,6 +272,12 @@ def _run(
     settings = resolved.run.launch
     available = 0 if settings.device == "cpu" else accelerators()
     ranks = local_ranks(settings, accelerators=available, cores=cores())
+    if settings.nproc_per_node == "auto" and not available:
+        click.echo(
+            f"drivetrain: {ranks} rank{'s' * (ranks > 1)}, one per CPU core of this host; "
+            "--nproc-per-node chooses another number",
+            err=True,
+        )
     path = private / "config.yaml"
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write(resolved.to_yaml(with_origins=True))

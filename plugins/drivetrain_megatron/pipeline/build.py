@@ -596,7 +596,7 @@ class PipelineBuilder:
         self.stand_ins.free()
         self._optimizers = tuple(optimizers)
         for stage, line in stage_report(recording, cut, self._axis.size).items():
-            logger.announce(f"stage {stage}: {line}")
+            logger.info(f"stage {stage}: {line}")
 
     def materialize(self, source: WeightSource) -> None:
         """Give copies of shared parameters their values, in a model that was built without any."""

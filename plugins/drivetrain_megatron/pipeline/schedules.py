@@ -20,15 +20,16 @@ Names in this file: ``p`` ranks, ``m`` micro-batches, ``v`` stages (chunks of th
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from drivetrain.errors import ConfigError
 
 
-class ActionKind(Enum):
+class ActionKind(StrEnum):
     """The kind of an action; its value is the letter that drawings and traces show."""
 
     FORWARD = "F"
@@ -50,8 +51,7 @@ class ActionKind(Enum):
         return self in (ActionKind.BACKWARD, ActionKind.WEIGHT)
 
 
-@dataclass(frozen=True, slots=True, order=False)
-class Action:
+class Action(NamedTuple):
     """One computation of one stage for one micro-batch; both are counted over all."""
 
     kind: ActionKind
@@ -245,18 +245,18 @@ class Span:
     stop: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Timeline:
     """The spans of every rank's actions, in order: worked out by ``simulate``, or measured."""
 
     ranks: tuple[tuple[Span, ...], ...]
 
-    @property
+    @cached_property
     def start(self) -> float:
         """When the first action of all ranks begins; 0 without any."""
         return min((span.start for rank in self.ranks for span in rank), default=0.0)
 
-    @property
+    @cached_property
     def makespan(self) -> float:
         """Time from the first begin to the last end over all ranks; 0 without any action."""
         stop = max((span.stop for rank in self.ranks for span in rank), default=0.0)

@@ -317,7 +317,8 @@ class _Chart:
         for span in spans:
             start, stop = (max(edge, at) for edge in self._edges(span))
             row.append(self._idle(start - at))
-            row.append(self._cell(span.action, stop - start), self._style(span.action))
+            if stop > start:
+                row.append(self._cell(span.action, stop - start), self._style(span.action))
             at = stop
         row.append(self._idle(self._columns - at))
         return row

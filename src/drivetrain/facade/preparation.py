@@ -246,14 +246,18 @@ def describe_step(
     except UsageError:
         return ""
     line = (
-        f"{ranks} ranks x batch {total // ranks} x accumulation {accumulation} = "
+        f"{ranks} rank{'s' * (ranks > 1)} x batch {total // ranks} x accumulation {accumulation} = "
         f"{total * accumulation} samples per step"
     )
+    steps = 0
     with suppress(TypeError):  # an iterable dataset has no length
-        line += f", {-(-len(loader) // accumulation)} steps per epoch"
+        steps = -(-len(loader) // accumulation)
+        line += f", {steps} steps per epoch"
     lengths = {length for each in schedulers if (length := schedule_length(each)) is not None}
     if len(lengths) == 1:
-        line += f"; the learning-rate schedule has {lengths.pop()} steps"
+        length = lengths.pop()
+        line += f"; the learning-rate schedule has {length} steps"
+        line += f", {length / steps:.4g} epochs of this loader" if steps else ""
     return line
 
 
@@ -469,6 +473,7 @@ class Preparation:
         self._recomputations = recomputations
         self._gradients = gradients
         self._uneven = uneven
+        self._elements = 0
 
     def model(
         self,
@@ -524,6 +529,7 @@ class Preparation:
             restore_loss(model)
             raise
         self._announce_policies(model, given)
+        self._elements += sum(spec.numel for spec in given)
         self._bind(mine, bound)
         self._prepared.models.append(entry)
         self._compute_in_precision(module)
@@ -627,16 +633,19 @@ class Preparation:
     def handed_back(self, results: Sequence[Any]) -> Any:
         """Return prepared objects as a script gets them, one object alone not in a tuple.
 
-        Where several ranks prepare a training loop, a line says how many samples a step has.
+        Where they are a training loop, one line says what will run, and how many samples a step
+        has.
         """
         loaders = [each for each in results if isinstance(each, PreparedLoader)]
         trains = any(isinstance(each, PreparedOptimizer) for each in results)
         ranks = self._runs.default.mesh["dp"].size
-        if ranks > 1 and trains and loaders:
+        if trains and loaders:
             schedulers = [each for each in results if isinstance(each, PreparedScheduler)]
             accumulation = self._gradients.state.num_steps
             if line := describe_step(loaders[0], ranks, accumulation, schedulers):
-                logger.announce(line)
+                precision = dtype_word(self._runs.default.precision.compute or torch.float32)
+                what = f"{self._runs.config.strategy}, {precision}, {self._elements:,} parameters"
+                logger.announce(f"{what}, {line}")
         return results[0] if len(results) == 1 else tuple(results)
 
     def forget(self) -> None:
@@ -650,6 +659,7 @@ class Preparation:
         self._prepared.forget()
         self._gradients.state.forget()
         self._runs.examples.forget()
+        self._elements = 0
 
     def refuse_foreign_parameters(self, optimizers: Sequence[Optimizer]) -> None:
         """Check that optimizers hold parameters of prepared models only, if there is a model."""
@@ -712,7 +722,7 @@ class Preparation:
         precision, scaler = self._runs.default.precision, self._gradients.scaler
         line = describe_dtypes(model, given, precision, autocast=self._autocast.enabled)
         scale = scaler.get_scale()
-        logger.announce(f"{line}, loss scale {scale:g}" if scaler.is_enabled() else line)
+        logger.info(f"{line}, loss scale {scale:g}" if scaler.is_enabled() else line)
         self._runs.announce_links()
 
 

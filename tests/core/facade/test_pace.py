@@ -53,15 +53,16 @@ def test_a_schedule_of_so_many_times_the_steps_as_ranks_is_said(monkeypatch):
     for schedule in (of_transformers, of_torch):
         said, warned = run(monkeypatch, schedule, 2 * STEPS)
         assert said == [
+            "ddp, fp32, 3 parameters, "
             "2 ranks x batch 3 x accumulation 1 = 6 samples per step, 4 steps per epoch; "
-            "the learning-rate schedule has 8 steps"
+            "the learning-rate schedule has 8 steps, 2 epochs of this loader"
         ]
         assert len(warned) == 1
         assert "has 8 steps, and the run took 4: 1 of 2" in warned[0]
         assert "step_scheduler_with=samples" in warned[0]
     samples = {"step_scheduler_with": "samples"}
     said, warned = run(monkeypatch, of_transformers, 2 * STEPS, config=samples)
-    assert said[0].endswith("the learning-rate schedule has 4 steps")
+    assert said[0].endswith("the learning-rate schedule has 4 steps, 1 epochs of this loader")
     assert warned == []
     assert run(monkeypatch, of_transformers, STEPS)[1] == []
 
