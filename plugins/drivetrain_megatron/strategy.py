@@ -37,7 +37,7 @@ from drivetrain_megatron.config import MegatronConfig
 from drivetrain_megatron.cost import estimate
 from drivetrain_megatron.dropout import AlikeDraws, Dropout, MaskSource
 from drivetrain_megatron.pipeline.build import PipelineBuilder
-from drivetrain_megatron.plan.model import ALL_WHOLE, ModelPlan, TensorParallel, confirmed, describe
+from drivetrain_megatron.plan.model import ModelPlan, TensorParallel, confirmed, describe, tell
 from drivetrain_megatron.recording.calls import batches_for, inputs_for
 from drivetrain_megatron.shares import Shares, on_shares
 from drivetrain_megatron.simulator.step import CellPlanning
@@ -260,10 +260,7 @@ class Megatron(DataParallelCell):
             before = {name: p.nbytes for name, p in named_parameters(model).items()}
             self._dropout.layouts = plan.layouts
             self._facts = self._tensor.divide(model, plan)
-            first, *reasons = describe(plan, self._facts, before, self._tp.size)
-            (logger.warning if first.endswith(ALL_WHOLE) else logger.announce)(first)
-            for line in reasons:
-                logger.info(line)
+            tell(describe(plan, self._facts, before, self._tp.size))
             self._original.cut_states(optimizers, self._facts, self._tp.rank)
         self._original.check_steps_parts(optimizers, self._facts, self.config.pp)
         self._dropout.attach(model, counting=self._builder is None)

@@ -518,6 +518,14 @@ def describe(
         yield f"by words: {', '.join(plan.vocabulary)}"
 
 
+def tell(described: Iterable[str]) -> None:
+    """Log how a model was divided: the first line is for everybody, the reasons are on INFO."""
+    first, *reasons = described
+    (logger.warning if first.endswith(ALL_WHOLE) else logger.announce)(first)
+    for line in reasons:
+        logger.info(line)
+
+
 def _shortened(reason: str) -> str:
     return shorten(reason, 300, placeholder=" ...")
 

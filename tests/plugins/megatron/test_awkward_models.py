@@ -15,8 +15,8 @@ from drivetrain import Accelerator
 from drivetrain.errors import ConfigError, UsageError
 from drivetrain.testing.conformance.twins import Twins, adamw, everyone
 from drivetrain.testing.models import CASES
-from drivetrain_megatron import strategy
 from drivetrain_megatron.config import MegatronConfig
+from drivetrain_megatron.plan import model as plan_model
 from drivetrain_megatron.recording.calls import inputs_for
 from emulated_tensors import close
 
@@ -49,7 +49,7 @@ def test_reports():
 @pytest.mark.ranks(2)
 def test_dividing_nothing_is_a_warning():
     accelerator = Accelerator(strategy={"name": "megatron", "tp": 2}, cpu=True)
-    with mock.patch.object(strategy.logger, "warning") as warning:
+    with mock.patch.object(plan_model.logger, "warning") as warning:
         accelerator.prepare(CASES["batchnorm"].build())
     (line,) = warning.call_args.args
     assert line.endswith("set tp to 1, and the ranks share the samples instead")
