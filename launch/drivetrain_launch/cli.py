@@ -97,7 +97,10 @@ def run(arguments: Sequence[str]) -> int:
     try:
         code = group.main(list(arguments), prog_name="drivetrain", standalone_mode=False)
     except click.ClickException as error:
-        error.show()
+        text = error.format_message().rstrip(".")
+        context = getattr(error, "ctx", None)
+        where = f" (see '{context.command_path} --help')" if context is not None else ""
+        click.echo(f"error: {text[:1].lower()}{text[1:]}{where}", err=True)
         return error.exit_code
     except (click.Abort, KeyboardInterrupt):
         click.echo("interrupted", err=True)

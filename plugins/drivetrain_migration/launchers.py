@@ -323,6 +323,8 @@ class Accelerate(Importer):
     )
     flags: ClassVar[Mapping[str, str]] = flags_of(rows) | {
         "config_file": "`--config` with a file of `drivetrain config import FILE`",
+        "zero_stage": "`--strategy zero1`, `zero2` or `zero3`; stage 0 is ddp",
+        "gradient_accumulation_steps": "`--set accumulation=N`",
         "tpu": "no TPUs",
     }
 

@@ -11,7 +11,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from drivetrain.errors import ConfigError
+from drivetrain.errors import ConfigError, PreflightError
 
 if TYPE_CHECKING:
     from drivetrain_offload.disk_speed import Speed
@@ -66,7 +66,10 @@ def disk_bench(
         for request in requests
         for count in threads
     ]
-    directory = check_directory(path)
+    try:
+        directory = check_directory(path)
+    except PreflightError as error:
+        raise ConfigError(str(error)) from None
     nbytes = usable_bytes(mib * MIB, shutil.disk_usage(directory).free)
     if max(way.request_bytes for way in ways) > nbytes:
         raise ConfigError(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from drivetrain.errors import CheckpointError
+from drivetrain.errors import CheckpointError, ConfigError
 from drivetrain.hardware.sizes import size_text
 from drivetrain_launch.commands.options import SETTINGS
 from drivetrain_launch.console import show_table
@@ -20,7 +20,16 @@ if TYPE_CHECKING:
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
-directory_argument = click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))
+
+def _existing(ctx: click.Context, parameter: click.Parameter, value: Path) -> Path:
+    if not value.exists():
+        raise ConfigError(f"there is no checkpoint {value}; check the path")
+    return value
+
+
+directory_argument = click.argument(
+    "directory", metavar="DIR", type=click.Path(path_type=Path), callback=_existing
+)
 
 
 @click.group(context_settings=SETTINGS)

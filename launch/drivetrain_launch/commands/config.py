@@ -124,7 +124,10 @@ def import_(source: tuple[str, ...], output: Path | None) -> None:
     else:
         write(output, text, replace=False)
         click.echo(f"wrote {output}")
-    click.echo(run_line(output or DEFAULT_PATH, hosts, script), err=output is None)
+    line = run_line(output or DEFAULT_PATH, hosts, script)
+    if output is None:
+        line = f"no file was written; with --output {DEFAULT_PATH}, {line}"
+    click.echo(line, err=output is None)
 
 
 def _trailing_output(words: Sequence[str]) -> Path | None:
@@ -355,6 +358,9 @@ def imported(source: Sequence[str]) -> tuple[str, str, int]:
 def _of_file(path: Path) -> Translation:
     if path.suffix not in TEXT_SUFFIXES and path.is_file():
         return _of_shell_script(path)
+    if not path.exists():
+        known = ", ".join(each.title for each in importers() if each.title)
+        raise ConfigError(f"expected the file of {known}, found none at {path}; check the path")
     layer = read_file(path)
     importer = importer_of(layer.values)
     if importer is not None:

@@ -127,10 +127,6 @@ def command(
             f"--standalone is for one host, found launch.nnodes: {resolved.run.launch.nnodes}; "
             "leave one of them out"
         )
-    if resolved.run.profile.steps != "":
-        from drivetrain.observe.profile import StepWindow
-
-        StepWindow.parse(resolved.run.profile.steps)
     if flags["topology"] is not None:
         listed = _ordered(listed, resolved, flags["topology"])
     if dry_run:

@@ -135,8 +135,10 @@ class GroupedCommand(click.Command):
         """
         given = list(args)
         ctx.meta[GIVEN_WORDS] = given
+        words = self._with_values(args)
         try:
-            return super().parse_args(ctx, self._with_values(args))
+            self._check_repeated(ctx, words)
+            return super().parse_args(ctx, words)
         except click.NoSuchOption as error:
             hint = counterpart(error.option_name)
             if not hint:
@@ -145,6 +147,14 @@ class GroupedCommand(click.Command):
             word = next((w for w in given if w.partition("=")[0].replace("-", "_") == plain), plain)
             option = word.partition("=")[0]
             raise click.UsageError(f"no option {option}; {hint}", ctx) from error
+
+    def _check_repeated(self, ctx: click.Context, words: Sequence[str]) -> None:
+        """Refuse an option that is given twice: click would take the last one in silence."""
+        _, _, order = self.make_parser(ctx).parse_args(list(words))
+        for each in order:
+            single = isinstance(each, click.Option) and not (each.multiple or each.is_flag)
+            if single and order.count(each) > 1:
+                raise click.UsageError(f"{each.opts[0]} is given more than once; keep one", ctx)
 
     def _with_values(self, args: Sequence[str]) -> list[str]:
         """Give an option without its optional value an empty one, which click would need."""
@@ -194,7 +204,10 @@ def counterpart(option: str) -> str:
     for importer in importers():
         if name in importer.flags:
             program, ours = " ".join(importer.programs[0]), importer.flags[name].replace("`", "")
-            return f"it is one of {program}; here: {ours}"
+            whole = (
+                "" if "--" in ours else f"; 'drivetrain config import {program} ...' translates all"
+            )
+            return f"it is one of {program}; here: {ours}{whole}"
     return ""
 
 

@@ -12,7 +12,7 @@ import click
 from drivetrain.compression.compressor import Honesty
 from drivetrain.config.schema import MOST_HOSTS, MOST_RANKS_OF_A_HOST
 from drivetrain.errors import ConfigError
-from drivetrain.hardware.description import Hardware, load_hardware
+from drivetrain.hardware.description import Hardware, hardware_names, load_hardware
 from drivetrain.hardware.sizes import size_text
 from drivetrain.simulator.transformer import GptShape
 from drivetrain_launch.commands.options import (
@@ -48,7 +48,7 @@ _RATES = {"gb/s": 1.0, "gbit/s": 1 / 8, "mb/s": 1e-3, "mbit/s": 1e-3 / 8}
               f"[default: the model's longest, at most {LONGEST}]")  # fmt: skip
 @click.option("--batch", type=click.IntRange(min=1), help="Samples of a step, of all ranks. "
               "[default: a batch of the script's loader on every rank]")  # fmt: skip
-@click.option("--hardware", "source", metavar="NAME|FILE", required=True,
+@click.option("--hardware", "source", metavar="NAME|FILE",
               help="Description of the devices; see `drivetrain hardware show`.")  # fmt: skip
 @click.option("--hosts", type=click.IntRange(1, MOST_HOSTS), default=1, show_default=True)
 @click.option("--devices-per-host", type=click.IntRange(1, MOST_RANKS_OF_A_HOST),
@@ -117,7 +117,7 @@ def command(
 
 def _task(
     *,
-    source: str,
+    source: str | None,
     hosts: int,
     devices_per_host: int | None,
     link_between: str | None,
@@ -126,6 +126,11 @@ def _task(
 ) -> "Task":
     from drivetrain.planner.search import Task
 
+    if source is None:
+        raise ConfigError(
+            f"expected --hardware, found none; known: {', '.join(hardware_names())}; or a file of "
+            "`drivetrain hardware measure`"
+        )
     hardware = _with_link(load_hardware(source), link_between)
     per_host = devices_per_host or hardware.host.devices
     try:
@@ -259,7 +264,7 @@ def show_found(task: "Task", found: "Found", *, methods: bool = False) -> None:
     if methods:
         columns.insert(columns.index("idle"), "method (class)")
     title = (
-        f"{task.model.parameters / 1e9:.3g} B parameters, batch {task.batch}, {task.ranks} x "
+        f"{task.model.parameters:,} parameters, batch {task.batch}, {task.ranks} x "
         f"{task.hardware.name}: {found.tried:,} layouts tried"
     )
     show_table(title, columns, found_rows(found, methods=methods))

@@ -96,7 +96,7 @@ def model_of(source: str, arguments: Sequence[str] = ()) -> ModelSpec:
 
 def _of_a_hub(source: str) -> str:
     """Return the way out for the name of a model on a hub; "" for other texts."""
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", source):
+    if not re.fullmatch(r"[\w-]+(?:/[\w.-]+)?", source):
         return ""
     return f", or, as nothing is downloaded, give the config.json of {source}"
 
@@ -196,9 +196,10 @@ def of_script(path: Path, arguments: Sequence[str]) -> Reached:
             runpy.run_path(str(path), run_name="__main__")
     except _Prepared:
         return found[0]
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         frames = traceback.extract_tb(error.__traceback__)
-        line = next((each.lineno for each in reversed(frames) if each.filename == str(path)), "?")
+        line = getattr(error, "lineno", None) if isinstance(error, SyntaxError) else None
+        line = line or next((f.lineno for f in reversed(frames) if f.filename == str(path)), "?")
         raise ConfigError(
             f"{path}:{line}: expected accelerator.prepare(model), found before it "
             f"{type(error).__name__}: {error}; mend the script, or give the number of parameters"

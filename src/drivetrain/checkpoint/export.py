@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from drivetrain.checkpoint.commit import share, together
 from drivetrain.checkpoint.loading import ModelReader, open_checkpoint
 from drivetrain.checkpoint.manifest import TensorFile, basename, sync_directory, write_bytes
-from drivetrain.errors import CheckpointError
+from drivetrain.errors import CheckpointError, ConfigError
 from drivetrain.log import get_logger
 from drivetrain.model.modules import all_names, named_parameters, persistent_buffers
 from drivetrain.runtime.world import World
@@ -175,12 +175,12 @@ def export_checkpoint(
 
 
 def parse_size(size: int | str) -> int:
-    """Return a size in bytes; GB is 10**9 bytes, GiB 2**30. Other texts raise a CheckpointError."""
+    """Return a size in bytes; GB is 10**9 bytes, GiB 2**30. Other texts raise a ConfigError."""
     match = _SIZE.fullmatch(str(size))
     unit = match[2].upper() if match else ""
     value = int(float(match[1]) * _UNITS["" if unit == "B" else unit]) if match else 0
     if value < 1:
-        raise CheckpointError(
+        raise ConfigError(
             f"expected a file size such as '10GB', '512MiB' or a positive number of bytes, "
             f"found {size!r}"
         )

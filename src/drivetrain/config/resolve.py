@@ -8,6 +8,7 @@ import dataclasses
 import difflib
 import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, TypeAlias
@@ -25,6 +26,7 @@ from drivetrain.config.document import (
 from drivetrain.config.option import NestedStrategy, Option, is_union, options_of
 from drivetrain.config.schema import RunConfig
 from drivetrain.errors import ConfigError, UnknownPluginError
+from drivetrain.registry import strategies
 
 FindConfig: TypeAlias = Callable[[str], tuple[str, type]]
 """Maps a strategy's name ("" for the default one) to its full name and its Config dataclass."""
@@ -91,10 +93,16 @@ def resolve(*layers: Layer, find_config: FindConfig, complete: bool = True) -> R
     if validation.problems:
         only_unknown = validation.unknown is not None and len(validation.problems) == 1
         kind = UnknownPluginError if only_unknown else ConfigError
-        raise kind("\n".join(validation.problems))
+        raise kind("\n".join(sorted(validation.problems, key=_line)))
     return Resolved(
         run=run, strategy=strategy.name, strategy_config=strategy.options, origins=origins
     )
+
+
+def _line(problem: str) -> int:
+    """Return the line of a file that a problem begins with; 0 for other origins."""
+    found = re.match(r"[^ ]+?:(\d+): ", problem)
+    return int(found[1]) if found else 0
 
 
 def checked_options(cls: type, values: Mapping[str, Any], key: str, find: FindConfig) -> Any:
@@ -270,6 +278,11 @@ class _Validation:
                 valid = [*also_valid, *knobs]
                 near = difflib.get_close_matches(str(key), valid, n=1)
                 hint = f"did you mean {near[0]!r}?" if near else f"valid keys: {', '.join(valid)}"
+                section, dot, inner = str(key).partition(".")
+                if owners := self._owners(str(key)) if prefix == f"{STRATEGY}." else []:
+                    hint = f"strategies with this option: {', '.join(owners)}"
+                elif dot:
+                    hint = f"write it nested, as {section}: {{{inner}: VALUE}}"
                 where = _where(self._origins, dotted)
                 self.problems.append(f"{where}: unknown key {dotted}; {hint}")
             elif knobs[key].is_strategy:
@@ -281,6 +294,15 @@ class _Validation:
             else:
                 self._problem(dotted, "expected a mapping", value)
         return known
+
+    def _owners(self, key: str) -> list[str]:
+        """Return the installed strategies that have an option."""
+        found, registry = [], strategies()
+        for name in registry.names:
+            with suppress(ConfigError):  # a broken plugin
+                if any(knob.name == key for knob in options_of(registry.find_config(name)[1])):
+                    found.append(name)
+        return found
 
     def _report(self, cls: type, prefix: str, error: pydantic.ValidationError) -> None:
         messages: dict[str, tuple[list[str], Any]] = {}

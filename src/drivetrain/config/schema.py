@@ -149,7 +149,9 @@ class DataConfig:
     use_seedable_sampler: bool = option(
         True, help="True derives the shuffle order from the seed and the epoch."
     )
-    data_seed: int | None = option(None, help="Seed of the shuffle order; unset takes seed.")
+    data_seed: int | None = option(
+        None, help="Seed of the shuffle order; unset takes seed.", minimum=0
+    )
     non_blocking: bool = option(False, help="True copies batches to the device asynchronously.")
 
 
@@ -301,6 +303,7 @@ class RunConfig:
         help="Micro-batches per optimizer step.",
         question="How many micro-batches per optimizer step?",
         minimum=1,
+        maximum=100_000,
     )
     step_scheduler_with: Literal["optimizer", "samples"] = option(
         "optimizer",
@@ -336,6 +339,7 @@ class RunConfig:
         None,
         help="Seed of the shuffle order; unset takes that of the loader's own generator, or else "
         "of torch's, which set_seed() sets.",
+        minimum=0,
     )
     recompute: RecomputeConfig = section(
         RecomputeConfig, help="Which activations are computed again in backward."

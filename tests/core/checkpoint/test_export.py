@@ -17,7 +17,7 @@ from drivetrain.checkpoint import (
     write_export,
 )
 from drivetrain.checkpoint.export import parse_size
-from drivetrain.errors import CheckpointError
+from drivetrain.errors import CheckpointError, ConfigError
 from drivetrain.runtime.world import World
 from drivetrain.shards import Part, Ranges, Shard, TensorFacts
 
@@ -125,7 +125,7 @@ def test_sizes():
     sizes = {"10GB": 10**10, "512MiB": 2**29, "1.5 kb": 1500, 7: 7, "7": 7, "7B": 7}
     assert {text: parse_size(text) for text in sizes} == sizes
     for text in ("", "GB", "-1GB", 0, -5, "10 apples", "0MB"):
-        with pytest.raises(CheckpointError, match="expected a file size such as '10GB'"):
+        with pytest.raises(ConfigError, match="expected a file size such as '10GB'"):
             parse_size(text)
 
 

@@ -27,7 +27,8 @@ def imported(command, *words):
     """Import something; return the values, the whole text and the command to run."""
     code, out, err = command("config", "import", *words)
     assert code == 0, err
-    return yaml.safe_load(out), out, err.strip().removeprefix("run: ")
+    run = err.strip().removeprefix("no file was written; with --output drivetrain.yaml, ")
+    return yaml.safe_load(out), out, run.removeprefix("run: ")
 
 
 EXPECTED = yaml.safe_load("""

@@ -73,7 +73,7 @@ def test_few_threads_are_suggested_where_more_bring_little_and_no_more_than_ther
 def test_mistakes(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for arguments, code, says in (
-        (("gone",), 3, "gone: expected a directory, found nothing"),
+        (("gone",), 2, "gone: expected a directory, found nothing"),
         ((".", "--mib", "1", "--request-mib", "4"), 2, "raise --mib"),
         ((".", "--threads", "0"), 2, "threads: expected 1 to 256, found 0"),
         ((".", "--request-mib", "0.3"), 2, "request_mib: expected a multiple of 4096"),
