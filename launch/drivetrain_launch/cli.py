@@ -36,6 +36,14 @@ COMMANDS = {
     "manifest": "Write the job file of SLURM, Kubernetes or SkyPilot.",
     "completion": "Print the completion script of a shell.",
 }
+HEADINGS = {
+    "Train": ("launch", "config", "manifest"),
+    "Plan": ("estimate", "plan", "hardware"),
+    "Check": ("test", "verify", "env"),
+    "Look back": ("report", "checkpoint"),
+    "Shell": ("completion",),
+}
+"""The commands under the headings of the help."""
 
 
 class Commands(click.Group):
@@ -69,8 +77,9 @@ class Commands(click.Group):
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """List the commands without importing them."""
-        with formatter.section("Commands"):
-            formatter.write_dl(list(COMMANDS.items()))
+        for heading, names in HEADINGS.items():
+            with formatter.section(heading):
+                formatter.write_dl([(name, COMMANDS[name]) for name in names])
         added = _added(commands())
         if added:
             with formatter.section("Commands of plugins"):

@@ -42,7 +42,10 @@ def command() -> None:
 @click.option("--all", "every", is_flag=True, help="Show every tensor and every file.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 def inspect(directory: Path, every: bool, as_json: bool) -> None:
-    """Show the contents of a checkpoint, layers that repeat in one row; no tensor is read."""
+    """Show the contents of a checkpoint.
+
+    Layers that repeat are in one row; no tensor is read.
+    """
     from drivetrain.checkpoint import describe
 
     found = describe(directory)
@@ -55,7 +58,10 @@ def inspect(directory: Path, every: bool, as_json: bool) -> None:
 @command.command()
 @directory_argument
 def verify(directory: Path) -> int:
-    """Check every file and every tensor: print 'ok', or all that is wrong and exit with 4."""
+    """Check every file and every tensor.
+
+    Print 'ok', or all that is wrong and exit with 4.
+    """
     from drivetrain.checkpoint import describe, find_problems
 
     problems = find_problems(directory)
@@ -91,7 +97,10 @@ def verify(directory: Path) -> int:
     help="Check checksums first, or sizes only. [default: full]",
 )
 def export(directory: Path, output: Path, dtype: str | None, **options: Any) -> None:
-    """Write the weights as Hugging Face style safetensors, one tensor in memory at a time."""
+    """Write the weights as Hugging Face style safetensors.
+
+    One tensor is in memory at a time.
+    """
     import torch
 
     from drivetrain.checkpoint import export_checkpoint

@@ -90,9 +90,9 @@ def check(file: str) -> None:
 @command.command("explain")
 @click.argument("key", metavar="KEY", shell_complete=complete_known_key)
 def explain(key: str) -> None:
-    """Explain a key, such as launch.timeout_s, the keys of a section, or the options of a strategy.
+    """Explain a key, a section, or a strategy.
 
-    KEY is also strategy.OPTION, or the name of a strategy.
+    KEY is a key, such as launch.timeout_s, a section, strategy.OPTION, or the name of a strategy.
     """
     click.echo(explained(key))
 

@@ -3,9 +3,11 @@
 import json
 import os
 import platform
+import re
 import resource
 import shutil
 from collections.abc import Mapping
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,10 @@ CGROUP_LIMITS = (
     Path("/sys/fs/cgroup/memory.max"),
     Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
 )
+LIBRARIES = ("numpy", "transformers", "accelerate", "peft")
+"""Packages whose versions matter for a bug, beside torch."""
+
+PROCESSORS = Path("/proc/cpuinfo")
 NO_LIMIT = 1 << 60
 """cgroup v1 writes a number near 2**63 when there is no limit."""
 
@@ -46,6 +52,7 @@ def collect() -> dict[str, dict[str, Any]]:
             "drivetrain": __version__,
             "python": platform.python_version(),
             "torch": torch.__version__,
+            **{name: _version(name) for name in LIBRARIES},
         },
         "plugins": {
             registry.group: ", ".join(registry.names) or "none"
@@ -62,12 +69,19 @@ def machine() -> dict[str, Any]:
     """Return system, cores, memory and disk."""
     return {
         "system": platform.platform(),
+        "processor": processor(PROCESSORS),
         "cores": os.cpu_count(),
         "cores for this process": cores(),
         "memory": _gibibytes(psutil.virtual_memory().total),
         "memory available": _gibibytes(psutil.virtual_memory().available),
         "disk free here": _gibibytes(shutil.disk_usage(".").free),
     }
+
+
+def processor(file: Path) -> str:
+    """Return the name of the processor, as the system lists it."""
+    names = re.findall(r"^model name\s*: (.*)$", file.read_text(), re.M) if file.is_file() else []
+    return names[0] if names else platform.machine()
 
 
 def accelerator_names() -> dict[str, Any]:
@@ -87,7 +101,7 @@ def limits() -> dict[str, Any]:
     """Return the limits that training runs hit: open files, locked memory, memory of the cgroup."""
     return {
         "open files": _limit(resource.RLIMIT_NOFILE),
-        "locked memory": _limit(resource.RLIMIT_MEMLOCK),
+        "locked memory": _limit(resource.RLIMIT_MEMLOCK, " bytes"),
         "processes": _limit(resource.RLIMIT_NPROC),
         "cgroup memory": cgroup_memory(CGROUP_LIMITS),
         "shared memory free": _gibibytes(shutil.disk_usage("/dev/shm").free)  # noqa: S108
@@ -125,9 +139,16 @@ def markdown(facts: Mapping[str, Mapping[str, Any]]) -> str:
     return "\n".join(lines).rstrip()
 
 
-def _limit(kind: int) -> str:
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _limit(kind: int, unit: str = "") -> str:
     soft, _ = resource.getrlimit(kind)
-    return "unlimited" if soft == resource.RLIM_INFINITY else str(soft)
+    return "unlimited" if soft == resource.RLIM_INFINITY else f"{soft}{unit}"
 
 
 def _gibibytes(count: float) -> str:

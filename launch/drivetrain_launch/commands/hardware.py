@@ -14,13 +14,16 @@ MODULE = "drivetrain.measuring"
 
 @click.group()
 def command() -> None:
-    """Show or measure descriptions of hardware, which ``drivetrain plan`` reads."""
+    """Show or measure descriptions of hardware, which 'drivetrain plan' reads."""
 
 
 @command.command()
 @click.argument("source", metavar="[NAME|FILE]", required=False)
 def show(source: str | None) -> None:
-    """Print a description with the sources of its numbers; without a name, list the names."""
+    """Print a description, or list their names.
+
+    A description has the sources of its numbers.
+    """
     if source is None:
         for name in hardware_names():
             facts = load_hardware(name)
@@ -43,7 +46,9 @@ def show(source: str | None) -> None:
 @click.option("--node-rank", type=click.IntRange(min=0), help="Index of this host, from 0.")
 @click.option("--rdzv-endpoint", metavar="HOST:PORT", help="Where the hosts meet.")
 def measure(target: Path, **flags: Any) -> int:
-    """Measure devices, memory, links and disk, and write a description to FILE, in two minutes.
+    """Measure this hardware, and write its description.
+
+    Devices, memory, links and disk are measured in two minutes. The description goes to FILE.
 
     With several hosts, run it on each of them, as `drivetrain launch`: FILE is written on host 0.
     Lines of the file say which figures scattered by more than 20%.

@@ -113,6 +113,8 @@ def command(
     """Run SCRIPT on several processes.
 
     Everything after SCRIPT belongs to the script. Values on the command line win over the file.
+
+    Example: drivetrain launch --nproc-per-node 2 --strategy zero2 train.py
     """
     chosen = command_line_layer(flags, assignments).origins
     listed = chosen_hosts(flags, chosen, standalone=standalone)

@@ -50,9 +50,11 @@ _RATES = {"gb/s": 1.0, "gbit/s": 1 / 8, "mb/s": 1e-3, "mbit/s": 1e-3 / 8}
               "[default: a batch of the script's loader on every rank]")  # fmt: skip
 @click.option("--hardware", "source", metavar="NAME|FILE",
               help="Description of the devices; see `drivetrain hardware show`.")  # fmt: skip
-@click.option("--hosts", type=click.IntRange(1, MOST_HOSTS), default=1, show_default=True)
-@click.option("--devices-per-host", type=click.IntRange(1, MOST_RANKS_OF_A_HOST),
-              help="[default: those of the description]")  # fmt: skip
+@click.option("--nnodes", "--hosts", "hosts", type=click.IntRange(1, MOST_HOSTS), default=1,
+              help="Hosts.", show_default=True)  # fmt: skip
+@click.option("--nproc-per-node", "--devices-per-host", "devices_per_host",
+              type=click.IntRange(1, MOST_RANKS_OF_A_HOST),
+              help="Devices of a host. [default: those of the description]")  # fmt: skip
 @click.option("--link-between", metavar="RATE",
               help="What a host sends to other hosts over all its adapters, such as 100GB/s or "
               "25Gbit/s. [default: the description's]")  # fmt: skip

@@ -215,6 +215,9 @@ KINDS = {
 }
 """What is compared, and the word for it in tables."""
 
+LARGE = 1e-3
+"""A relative difference that does not look like rounding."""
+
 VERDICTS = {
     "equal": "equal to the last bit",
     "rounding": "equal but for rounding",
@@ -238,6 +241,9 @@ def show_finding(finding: "Finding") -> None:
         )
     for remark in finding.remarks:
         print(remark)
+    large = comparison and any(comparison.largest(kind) > LARGE for kind in comparison.compared)
+    if finding.result == "rounding" and finding.repeated and large:
+        print("repeated in fp64 the large differences vanish: they come of rounding, no mistake")
     verdict = VERDICTS[finding.result]
     print(f"{verdict}: {finding.reason}" if finding.reason else verdict)
     if finding.errors:

@@ -375,7 +375,7 @@ def _bytes(runs: Sequence[RunHistory]) -> Chart | None:
         return None
     bars = [(run.name, found) for run, found in zip(runs, sent, strict=True)]
     if len(runs) == 1:
-        bars = [("sent", sent[0]), ("promised by cost()", promised[0])]
+        bars = [("sent", sent[0]), ("promised", promised[0])]
     figure = Figure(figsize=(9.0, 1.2 + 0.3 * len(bars) * len(keys)))
     axes = figure.subplots()
     height = 0.8 / len(bars)

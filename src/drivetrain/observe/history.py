@@ -535,7 +535,7 @@ def _stragglers(run: RunHistory) -> Number | None:
 def _resources(run: RunHistory) -> list[Number | None]:
     sent = sum(bytes_per_step(run).values())
     promised = promised_bytes(run)
-    note = "" if promised is None else f"promised by cost(): {in_bytes(sum(promised.values()))}"
+    note = "" if promised is None else f"promised: {in_bytes(sum(promised.values()))}"
     every = [each for records in run.ranks.values() for each in records]
     device = max((each.memory.get("device_peak", 0) for each in every), default=0)
     resident = max((each.memory.get("resident", 0) for each in every), default=0)

@@ -29,6 +29,21 @@ def test_a_short_last_window_is_divided_as_by_accelerate(made_by, gradient):
     assert last == gradient
 
 
+@pytest.mark.ranks(2)
+def test_places_of_a_process_along_the_axes():
+    tensors = {"name": "megatron", "tp": 2}
+    for strategy, place in (("ddp", (0, 0, 1)), (tensors, (1, 0, 0))):
+        accelerator = ours.Accelerator(cpu=True, strategy=strategy)
+        found = (
+            accelerator.tensor_parallel_rank,
+            accelerator.pipeline_parallel_rank,
+            accelerator.data_parallel_rank,
+        )
+        assert found == tuple(each * accelerator.process_index for each in place)
+        assert accelerator.multi_device
+        assert accelerator.should_save_model == accelerator.is_main_process
+
+
 def test_what_is_not_here_names_the_way_out():
     assert ours.Accelerator(cpu=True).fp8_recipe_handler is None
 

@@ -15,7 +15,9 @@ def test_env_describes_the_machine(command):
     assert facts["versions"]["torch"] == torch.__version__
     assert facts["versions"]["drivetrain"] == drivetrain.__version__
     assert "toy" in facts["plugins"]["drivetrain.strategies"]
+    assert facts["versions"]["numpy"][0].isdecimal()
     assert facts["machine"]["cores"] >= 1
+    assert facts["machine"]["processor"]
     code, out, _ = command("env")
     assert out.startswith("### versions\n\n- drivetrain: ")
 
