@@ -18,7 +18,6 @@ from drivetrain.config.resolve import Resolved, resolve
 from drivetrain.cost import Cost, ModelSpec, TensorSpec
 from drivetrain.errors import ConfigError, DrivetrainError
 from drivetrain.hardware.description import names_a_device
-from drivetrain.observe.profile import StepWindow
 from drivetrain.registry import strategies
 from drivetrain.runtime.mesh import Mesh
 from drivetrain.runtime.precision import Precision
@@ -107,6 +106,8 @@ def check_run(resolved: Resolved) -> None:
     """
     check_hosts(resolved.run.launch)
     if resolved.run.profile.steps != "":
+        from drivetrain.observe.profile import StepWindow
+
         StepWindow.parse(resolved.run.profile.steps)
     kind, options = find_strategy(resolved.strategy, resolved.strategy_config)
     kind.check_options(options, Precision.configured(resolved.run))
