@@ -208,7 +208,7 @@ def test_it_writes_picture_and_trace(schedule, tmp_path):
 
 
 WRONG = [
-    (["--pp", "4"], "Missing option '--micro-batches'"),
+    (["--pp", "4"], "missing option '--micro-batches'"),
     (["--pp", "0", "--micro-batches", "8"], "found 0 ranks, 8 micro-batches"),
     (["--pp", "4000", "--micro-batches", "4000"], "at most 1,000,000 forwards, found 4000"),
     ([*SIZES, "--schedule", "2f2b"], "'2f2b' is not one of 'gpipe', '1f1b', 'interleaved'"),
