@@ -1,8 +1,9 @@
-"""PowerSGD between hosts: a matrix crosses a slow link as two thin factors.
+"""PowerSGD: a matrix crosses a slow link as two thin factors.
 
 Paper: Vogels, Karimireddy, Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for
 Distributed Optimization", NeurIPS 2019, algorithms 1 and 2. For the sum over a host's ranks of a
-gradient, as a matrix M (n, m), the error E and the factor Q (m, r) of the step before::
+gradient, as a matrix M (n, m), the error E and the factor Q (m, r) of the step before (the warm
+start)::
 
     M <- M + E                        error feedback
     P <- sum over hosts of M Q        (n, r), sent
@@ -14,30 +15,37 @@ gradient, as a matrix M (n, m), the error E and the factor Q (m, r) of the step 
 A rank has some rows of a parameter: these are a matrix, and the elements of a row that is cut go as
 they are, like vectors and small matrices. All hosts must compute alike, bit by bit: the same kind
 of processor, and the same version of torch.
+
+``hook: powersgd`` of ``ddp`` is the same sum, in which every rank stands for a host.
 """
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from drivetrain.collectives import Communicator, Handle, Parts, chunk_bounds, sent_bytes
-from drivetrain.collectives.communicator import StagedHandle
+from drivetrain.collectives import Communicator, Handle, Parts, Route, chunk_bounds, sent_bytes
+from drivetrain.collectives.communicator import Deferred, StagedHandle
 from drivetrain.collectives.volume import ParameterSpan, StretchParts
 from drivetrain.compression.compressor import (
     SMALLEST,
     Compressor,
+    Crossing,
     ElementRange,
     FarGather,
     FarReduction,
     Followed,
     Honesty,
     Kept,
+    OnWire,
     are_finite,
+    as_it_is,
+    is_finite,
 )
 from drivetrain.config.option import option
 from drivetrain.runtime.mesh import Axis
@@ -68,19 +76,34 @@ class FactorPlan:
     Args:
         stretches: of each rank along the axis between hosts.
         rank: columns of the factors.
+        between_ranks: whether every rank stands for a host. Then small matrices cross as factors,
+            too, and factors of fp64 gradients are fp64.
+        on_wire: maps the dtype of numbers to the dtype in which they cross.
 
     Attributes:
         rank: columns of the factors.
+        dtype: of factors and errors.
         matrices: in order.
         plain: for each rank, the other elements.
-        plain_bytes: of these.
+        plain_bytes: of these, as they cross.
         ps: elements of all P.
         qs: elements of all Q.
         errors: elements of all E.
+        on_wire: maps the dtype of numbers to the dtype in which they cross.
     """
 
-    def __init__(self, stretches: StretchParts, rank: int) -> None:
+    def __init__(
+        self,
+        stretches: StretchParts,
+        rank: int,
+        *,
+        between_ranks: bool = False,
+        on_wire: OnWire = as_it_is,
+    ) -> None:
         self.rank = rank
+        self.dtype = torch.float32
+        self.on_wire = on_wire
+        self._smallest = 0 if between_ranks else SMALLEST
         self.matrices: list[LowRankMatrix] = []
         self.plain: list[list[ElementRange]] = []
         self.plain_bytes: list[int] = []
@@ -93,6 +116,8 @@ class FactorPlan:
                     found = self._matrix(owner, index, span, stretch.dtype)
                     if found is not None:
                         self.matrices.append(found)
+                        if between_ranks:
+                            self.dtype = torch.promote_types(self.dtype, stretch.dtype)
                         self._leave(ElementRange(index, edge, found.place.start), stretch.dtype)
                         edge = found.place.stop
                 self._leave(ElementRange(index, edge, stretch.numel), stretch.dtype)
@@ -103,13 +128,13 @@ class FactorPlan:
     def _leave(self, elements: ElementRange, dtype: torch.dtype) -> None:
         if elements.numel:
             self.plain[-1].append(elements)
-            self.plain_bytes[-1] += elements.numel * dtype.itemsize
+            self.plain_bytes[-1] += elements.numel * self.on_wire(dtype).itemsize
 
     def _matrix(
         self, owner: int, tensor: int, span: ParameterSpan, dtype: torch.dtype
     ) -> LowRankMatrix | None:
         """Return the whole rows of a span, if their factors are smaller."""
-        if not span.is_matrix or span.numel < SMALLEST or not dtype.is_floating_point:
+        if not span.is_matrix or span.numel < self._smallest or not dtype.is_floating_point:
             return None
         columns = span.columns
         skipped = -span.first % columns
@@ -126,7 +151,7 @@ class FactorPlan:
     def first_qs(self) -> Tensor:
         """Return the Q of the first step: the same on every rank, without a message."""
         generator = torch.Generator().manual_seed(0)
-        return torch.randn(self.qs, generator=generator, dtype=torch.float32)
+        return torch.randn(self.qs, generator=generator, dtype=self.dtype)
 
     def p(self, ps: Tensor) -> list[Tensor]:
         """Return P (n, r) of each matrix, as views."""
@@ -156,8 +181,6 @@ class FactorPlan:
         ]
 
 
-_FP32 = 4
-
 _PIECE = 2**17
 """Numbers of a piece of a matrix: half a megabyte."""
 
@@ -183,7 +206,7 @@ class LowRankReduction(FarReduction):
         self._plan = plan
         self._everywhere = everywhere
         self._qs = plan.first_qs()
-        self._errors = torch.zeros(plan.errors, dtype=torch.float32)
+        self._errors = torch.zeros(plan.errors, dtype=plan.dtype)
 
     @override
     def start(self, parts: Parts, *, first: Callable[[], None], label: str) -> Handle:
@@ -191,25 +214,41 @@ class LowRankReduction(FarReduction):
         if self._errors.device != device:
             self._qs, self._errors = self._qs.to(device), self._errors.to(device)
         far, plan = self._far, self._plan
-        plain = plan.plain_of(parts)
-        ps = torch.empty(plan.ps, dtype=torch.float32, device=self._qs.device)
-        qs = torch.empty_like(self._qs)  # the factors of before stay, in case the step is bad
+        plain = [Crossing(tensors, plan.on_wire) for tensors in plan.plain_of(parts)]
+        rest = [each.sent for each in plain]
+        # The factors of before stay, in case the step is bad.
+        ps, qs = (
+            torch.empty(numel, dtype=plan.on_wire(plan.dtype), device=device)
+            for numel in (plan.ps, plan.qs)
+        )
+        bases = ps if ps.dtype == plan.dtype else torch.empty_like(ps, dtype=plan.dtype)
 
         def multiply() -> None:
             first()
             self._multiply(parts, ps)
+            for each in plain:
+                each.leave()
 
         def turn() -> None:
             summed.wait()
-            self._turn(parts, ps, qs)
+            self._turn(parts, ps, bases, qs)
+
+        def turned() -> Handle:
+            return self._summed(qs, turn, f"{label}, Q")
+
+        def finish() -> None:
+            for each in plain:
+                each.arrive()
+            self._finish(parts, bases, qs)
 
         summed = self._summed(ps, multiply, f"{label}, P")
-        turned = self._summed(qs, turn, f"{label}, Q")
-        rest = [far.reduce_parts(plain, label=label)] if any(plan.plain_bytes) else []
-        if rest and self._everywhere:
-            rest.append(far.gather_parts(plain, label=label, first=rest[0].wait))
-        sums = StagedHandle([summed, turned, *rest], ())
-        return Followed(sums, lambda: self._finish(parts, ps, qs))
+        # An accelerator would wait for the sum of P at once, in the midst of a backward.
+        sums = [summed, turned() if device.type == "cpu" else Deferred(lambda: turned().wait())]
+        if any(plan.plain_bytes):
+            sums.append(far.reduce_parts(rest, label=label))
+            if self._everywhere:
+                sums.append(far.gather_parts(rest, label=label, first=sums[-1].wait))
+        return Followed(StagedHandle(sums, ()), finish)
 
     @override
     def feedback(self) -> Iterator[Kept]:
@@ -229,31 +268,28 @@ class LowRankReduction(FarReduction):
 
     def _multiply(self, parts: Parts, ps: Tensor) -> None:
         """Make P of this host's gradients and errors; a NaN or infinity spoils all P."""
-        if not are_finite(parts):
-            ps.fill_(float("nan"))
-            return
         for matrix, p, q, error in self._each(ps, self._qs):
             # Added up as products: errors change only when the sum is known to be finite.
-            p.copy_(torch.addmm(error @ q, _view(matrix, parts).float(), q))
+            p.copy_(torch.addmm(error @ q, _view(matrix, parts).to(q.dtype), q))
+        ps.masked_fill_(~are_finite(parts), float("nan"))
 
-    def _turn(self, parts: Parts, ps: Tensor, qs: Tensor) -> None:
-        """Orthogonalise the sum of P, and make Q of it."""
-        if not bool(torch.isfinite(ps.sum())):
-            qs.fill_(float("nan"))
-            return
-        for matrix, p, q, error in self._each(ps, qs):
-            p.copy_(torch.linalg.qr(p).Q)
-            q.copy_(_turned(_view(matrix, parts).float(), p).add_(_turned(error, p)))
+    def _turn(self, parts: Parts, ps: Tensor, bases: Tensor, qs: Tensor) -> None:
+        """Orthogonalise the sum of P, and make Q of it; after a NaN all is NaN."""
+        factors = zip(self._plan.p(bases), self._each(ps, qs), strict=True)
+        for base, (matrix, p, q, error) in factors:
+            base.copy_(torch.linalg.qr(p.to(base.dtype)).Q)
+            gradient = _view(matrix, parts).to(base.dtype)
+            q.copy_(_turned(gradient, base).add_(_turned(error, base)))
 
-    def _finish(self, parts: Parts, ps: Tensor, qs: Tensor) -> None:
+    def _finish(self, parts: Parts, bases: Tensor, qs: Tensor) -> None:
         """Write the sums; keep errors and factors for the next one, unless a gradient is bad."""
-        finite = bool(torch.isfinite(qs.sum()))
-        for matrix, p, q, error in self._each(ps, qs):
+        finite = bool(is_finite(qs))
+        for matrix, p, q, error in self._each(bases, qs):
             gradient = _view(matrix, parts)
             if not finite:
                 gradient.fill_(float("nan"))
                 continue
-            _write_sum(gradient, error, p, q, self._far.size)
+            _write_sum(gradient, error, p, q.to(p.dtype), self._far.size)
         if finite:
             self._qs.copy_(qs)
 
@@ -289,15 +325,15 @@ class LowRankGather(FarGather):
     def start(self, parts: Parts, *, first: Callable[[], None], label: str) -> Handle:
         device = next(tensor.device for tensors in parts for tensor in tensors)
         self._qs = self._qs.to(device)
-        ps = torch.empty(self._plan.ps, dtype=torch.float32, device=device)
+        ps = torch.empty(self._plan.ps, dtype=self._plan.dtype, device=device)
         mine = [each for each in self._factors(ps) if each[0].owner == self._far.rank]
 
         def encode() -> None:
-            before = [_view(matrix, parts).to(torch.float32, copy=True) for matrix, *_ in mine]
+            before = [_view(matrix, parts).to(ps.dtype, copy=True) for matrix, *_ in mine]
             first()
             for (matrix, p, q), old in zip(mine, before, strict=True):
                 values = _view(matrix, parts)
-                update = values.float() - old  # no view: the next line overwrites the values
+                update = values.to(old.dtype) - old  # no view: the next line overwrites the values
                 values.copy_(old)
                 if not bool(torch.isfinite(q.sum())):  # a checkpoint was loaded after a bad step
                     q.normal_()
@@ -312,7 +348,7 @@ class LowRankGather(FarGather):
         def read() -> None:
             for matrix, p, q in self._factors(ps):
                 values = _view(matrix, parts)
-                values.copy_(torch.addmm(values.float(), p, q.T))
+                values.copy_(torch.addmm(values.to(p.dtype), p, q.T))
 
         return Followed(gathered, read)
 
@@ -321,13 +357,31 @@ class LowRankGather(FarGather):
 
 
 class PowerSgd(Compressor[PowerSgdOptions]):
-    """Matrices of low rank."""
+    """Matrices of low rank.
+
+    Args:
+        config: the options.
+        between_ranks: whether every rank stands for a host.
+        on_wire: maps the dtype of numbers to the dtype in which they cross.
+    """
 
     summary: ClassVar[str] = "matrices as two factors of low rank: r (n + m) numbers for n x m"
     honesty: ClassVar[Honesty] = Honesty.THEORY
     updates: ClassVar[bool] = True
     keeps_feedback = True
     Config: ClassVar[type] = PowerSgdOptions
+
+    def __init__(
+        self,
+        config: PowerSgdOptions,
+        *,
+        between_ranks: bool = False,
+        on_wire: OnWire = as_it_is,
+    ) -> None:
+        super().__init__(config)
+        self._plan = partial(
+            FactorPlan, rank=config.rank, between_ranks=between_ranks, on_wire=on_wire
+        )
 
     @override
     def approximates(self, stretches: StretchParts) -> bool:
@@ -341,23 +395,22 @@ class PowerSgd(Compressor[PowerSgdOptions]):
 
     @override
     def sent(
-        self, far: Axis, stretches: StretchParts, *, everywhere: bool
+        self, far: Route, stretches: StretchParts, *, everywhere: bool
     ) -> Counter[tuple[str, str]]:
         plan = self._plan(stretches)
-        sent = Counter({(far.name, "reduce_scatter"): 0, (far.name, "all_gather"): 0})
-        for numel in (plan.ps, plan.qs):
-            lengths = [_FP32 * (stop - start) for start, stop in chunk_bounds(numel, far.size)]
-            sent[far.name, "reduce_scatter"] += sent_bytes("reduce_scatter", lengths, far.rank)
-            sent[far.name, "all_gather"] += sent_bytes("all_gather", lengths, far.rank)
-        sent[far.name, "reduce_scatter"] += sent_bytes("reduce_scatter", plan.plain_bytes, far.rank)
-        if everywhere:
-            sent[far.name, "all_gather"] += sent_bytes("all_gather", plan.plain_bytes, far.rank)
-        return sent
+        itemsize = plan.on_wire(plan.dtype).itemsize
+        factors = [
+            [itemsize * (stop - start) for start, stop in chunk_bounds(numel, far.axis.size)]
+            for numel in (plan.ps, plan.qs)
+        ]
+        gathered = [*factors, plan.plain_bytes] if everywhere else factors
+        sums = [far.passed("reduce_scatter", each) for each in (*factors, plan.plain_bytes)]
+        return sum((*sums, *(far.passed("all_gather", each) for each in gathered)), Counter())
 
     @override
     def held(self, far: Axis, stretches: StretchParts, *, everywhere: bool) -> int:
         plan = self._plan(stretches)
-        return _FP32 * (plan.errors + plan.qs)
+        return plan.dtype.itemsize * (plan.errors + plan.qs)
 
     @override
     def rehearse(self, matrix: Tensor) -> None:
@@ -376,11 +429,9 @@ class PowerSgd(Compressor[PowerSgdOptions]):
         plan = self._plan(stretches)
         lengths = list(plan.plain_bytes)
         for matrix in plan.matrices:
-            lengths[matrix.owner] += _FP32 * plan.rank * (matrix.rows + matrix.columns)
+            numel = plan.rank * (matrix.rows + matrix.columns)
+            lengths[matrix.owner] += plan.dtype.itemsize * numel
         return Counter({(far.name, "all_gather"): sent_bytes("all_gather", lengths, far.rank)})
-
-    def _plan(self, stretches: StretchParts) -> FactorPlan:
-        return FactorPlan(stretches, self.config.rank)
 
 
 def _view(matrix: LowRankMatrix, parts: Parts) -> Tensor:
@@ -398,7 +449,7 @@ def _write_sum(gradient: Tensor, error: Tensor, p: Tensor, q: Tensor, hosts: int
     pieces = zip(*(torch.split(each, rows) for each in (gradient, error, p)), strict=True)
     for numbers, lacking, factor in pieces:
         lacking.add_(numbers)
-        total = numbers.to(torch.float32)  # of fp32: the gradient itself
+        total = numbers.to(p.dtype)  # of this dtype: the gradient itself
         torch.mm(factor, q.T, out=total)
         lacking.sub_(total, alpha=1.0 / hosts)
         numbers.copy_(total)

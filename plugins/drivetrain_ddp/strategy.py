@@ -293,7 +293,7 @@ class BucketReducer:
         for place in state.missing:
             state.bucket.flags[place] = 0
         self._launched += 1
-        state.finish = self._hook.start(state.bucket, state.missing, self._communicator)
+        state.finish = self._hook.start(state.bucket, self._communicator)
 
     def _fill(self, state: _BucketRound) -> None:
         """Complete a bucket: a gradient of earlier micro-batches counts, a missing one is zero."""
@@ -527,10 +527,10 @@ class MomentumHook(CommunicationHook):
         self._adam = adam
 
     @override
-    def start(self, bucket: Bucket, missing: Sequence[int], communicator: Communicator) -> Finish:
+    def start(self, bucket: Bucket, communicator: Communicator) -> Finish:
         gradients = dict(zip(bucket.parameters, bucket.views, strict=True))
         turn_back = self._adam.exchange(gradients, communicator.size)
-        wait = super().start(bucket, missing, communicator)
+        wait = super().start(bucket, communicator)
 
         def finish() -> None:
             wait()

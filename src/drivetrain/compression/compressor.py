@@ -39,19 +39,59 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from hashlib import sha256
-from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from drivetrain.collectives import Communicator, Handle, Parts, sent_bytes
+from drivetrain.collectives import Communicator, Handle, Parts, Route, sent_bytes
 from drivetrain.collectives.volume import ParameterSpan, Stretch, StretchParts
 from drivetrain.runtime.mesh import Axis
 
 # --- the contract of methods for slow links ---
 
 MethodConfigT = TypeVar("MethodConfigT")
+
+
+OnWire: TypeAlias = Callable[[torch.dtype], torch.dtype]
+"""Maps the dtype of numbers to the dtype in which they cross."""
+
+
+def as_it_is(dtype: torch.dtype) -> torch.dtype:
+    """Return the same dtype."""
+    return dtype
+
+
+class Crossing:
+    """Tensors as they cross: they themselves, or rounded copies of them.
+
+    Args:
+        tensors: whose values are to cross.
+        on_wire: says in which dtype.
+
+    Attributes:
+        sent: crosses for each of the tensors.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], on_wire: OnWire) -> None:
+        dtypes = [on_wire(each.dtype) for each in tensors]
+        self.sent = [
+            each if dtype == each.dtype else torch.empty_like(each, dtype=dtype)
+            for each, dtype in zip(tensors, dtypes, strict=True)
+        ]
+        pairs = zip(tensors, self.sent, strict=True)
+        self._rounded = [(each, sent) for each, sent in pairs if sent is not each]
+
+    def leave(self) -> None:
+        """Round the values that are about to cross."""
+        for each, sent in self._rounded:
+            sent.copy_(each)
+
+    def arrive(self) -> None:
+        """Give the tensors the values that have come."""
+        for each, sent in self._rounded:
+            each.copy_(sent)
 
 
 class Honesty(StrEnum):
@@ -188,7 +228,7 @@ class Compressor(ABC, Generic[MethodConfigT]):
 
     @abstractmethod
     def sent(
-        self, far: Axis, stretches: StretchParts, *, everywhere: bool
+        self, far: Route, stretches: StretchParts, *, everywhere: bool
     ) -> Counter[tuple[str, str]]:
         """Return the bytes that a rank sends in one reduction, by (axis, operation)."""
 
@@ -307,13 +347,12 @@ class Codec(Compressor[MethodConfigT]):
 
     @override
     def sent(
-        self, far: Axis, stretches: StretchParts, *, everywhere: bool
+        self, far: Route, stretches: StretchParts, *, everywhere: bool
     ) -> Counter[tuple[str, str]]:
         lengths = [MessageLayout(self, each).nbytes for each in stretches]
-        sent = Counter({(far.name, "all_to_all"): sent_bytes("all_to_all", lengths, far.rank)})
-        if everywhere:
-            sent[far.name, "all_gather"] = sent_bytes("all_gather", lengths, far.rank)
-        return sent
+        swapped = sent_bytes("all_to_all", lengths, far.axis.rank)
+        sent = Counter({(far.axis.name, "all_to_all"): swapped})
+        return sent + far.passed("all_gather", lengths) if everywhere else sent
 
     @override
     def held(self, far: Axis, stretches: StretchParts, *, everywhere: bool) -> int:
@@ -647,7 +686,7 @@ class EncodedReduction(FarReduction):
 
         def encode() -> None:
             first()
-            finite = not self._keeps or are_finite(parts)
+            finite = not self._keeps or bool(are_finite(parts))
             mark(outgoing[far.rank], finite=finite)
             for rank in self._others:
                 layout, message = self._layouts[rank], outgoing[rank]
@@ -827,13 +866,12 @@ def read_message(
         part.copy_(values)
 
 
-def is_finite(tensor: Tensor) -> bool:
+def is_finite(tensor: Tensor) -> Tensor:
     """Return whether all elements are finite; each is read once."""
     # A sum is finite only if all elements are; one of half precision could overflow.
-    total = tensor.sum(dtype=torch.float32 if tensor.element_size() < 4 else None)
-    return bool(torch.isfinite(total))
+    return torch.isfinite(tensor.sum(dtype=torch.float32 if tensor.element_size() < 4 else None))
 
 
-def are_finite(parts: Parts) -> bool:
-    """Return whether all elements of all tensors are finite."""
-    return all(is_finite(tensor) for tensors in parts for tensor in tensors)
+def are_finite(parts: Parts) -> Tensor:
+    """Return whether all elements of all tensors, of which there is one at least, are finite."""
+    return torch.stack([is_finite(tensor) for tensors in parts for tensor in tensors]).all()

@@ -21,7 +21,7 @@ from typing import Any, Final
 
 import torch
 
-from drivetrain.collectives import Communicator, chunk_bounds, sent_bytes
+from drivetrain.collectives import Communicator, Route, chunk_bounds, sent_bytes
 from drivetrain.collectives.volume import ParameterRow, Stretch, StretchParts
 from drivetrain.compression.compressor import Compressor, Honesty
 from drivetrain.config.resolve import checked_options
@@ -189,7 +189,7 @@ class MethodOnLink:
         if self.method is None or not self.method.approximates(pieces):
             return self._exact(tensor)
         if self.use.name == "gradients":
-            sent = self.method.sent(far, pieces, everywhere=self.use.everywhere)
+            sent = self.method.sent(Route(far), pieces, everywhere=self.use.everywhere)
         else:
             sent = self.method.sent_gathering(far, pieces)
         return sent.total() * self.link.per_host
@@ -520,7 +520,7 @@ class LinkMethods:
         stretches = self.approximated("gradients", stretches)
         if self.gradients is None or not self.gradients.approximates(stretches):
             return None
-        return self.gradients.sent(far, stretches, everywhere=everywhere)
+        return self.gradients.sent(Route(far), stretches, everywhere=everywhere)
 
     def held(self, far: Axis, stretches: StretchParts, *, everywhere: bool) -> int:
         """Return the bytes that a rank keeps from one sum to the next."""

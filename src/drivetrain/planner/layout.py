@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 import yaml
 
-from drivetrain.collectives.volume import ParameterRow, Stretch
+from drivetrain.collectives.volume import ParameterRow, Route, Stretch
 from drivetrain.compression.compressor import Honesty
 from drivetrain.compression.methods import BF16, EXACT, LinkMethods
 from drivetrain.config import DtypesConfig, Layer, RunConfig, ValueOrigin
@@ -410,7 +410,7 @@ def far_method(name: str, hosts: int) -> FarMethod | None:
     edges = [numel * index // hosts for index in range(hosts + 1)]
     pieces = [[whole.cut(*edges[index : index + 2])] for index in range(hosts)]
     sent, divided = (
-        sum(methods.gradients.sent(far, pieces, everywhere=everywhere).values()) / whole.nbytes
+        methods.gradients.sent(Route(far), pieces, everywhere=everywhere).total() / whole.nbytes
         for everywhere in (True, False)
     )
     held = methods.gradients.held(far, pieces, everywhere=True) / whole.nbytes

@@ -283,9 +283,14 @@ def test_compressed_training_still_learns_and_ranks_agree(hook: str):
 
 @pytest.mark.ranks(2)
 def test_powersgd_sends_later_what_it_could_not_send_at_once():
-    """The mean over steps of what ranks get tends to the mean of their gradients."""
+    """The mean over steps of what ranks get tends to the mean of their gradients.
+
+    Every other step no rank has a gradient: what is kept must wait.
+    """
     model = nn.Linear(12, 12, bias=False).double()
-    strategy = start(model, DdpConfig(hook="powersgd", powersgd_rank=1, powersgd_start_step=0))
+    other = nn.Linear(1, 1).double()
+    config = DdpConfig(hook="powersgd", powersgd_rank=1, powersgd_start_step=0)
+    strategy = start(nn.ModuleList([model, other]), config)
     seeds = [torch.Generator().manual_seed(rank) for rank in range(2)]
     gradients = [torch.randn(12, 12, generator=seed, dtype=torch.float64) for seed in seeds]
     mean, total, steps = sum(gradients) / 2, torch.zeros_like(model.weight), 60
@@ -293,5 +298,8 @@ def test_powersgd_sends_later_what_it_could_not_send_at_once():
         model.zero_grad()
         strategy.backward((model.weight * gradients[strategy.run.world.rank]).sum())
         total += model.weight.grad
+        model.zero_grad()
+        strategy.backward(other.weight.sum())
+        assert model.weight.grad is None
     assert (total / steps - mean).norm() < 0.2 * mean.norm()
     strategy.close()
