@@ -5,7 +5,7 @@ import torch
 from drivetrain.collectives.volume import ParameterRow, Stretch
 from drivetrain.compression.compressor import Codec
 from drivetrain_compression.onebit import OneBit, OneBitOptions
-from drivetrain_compression.powersgd import FactorPlan, _write_sum
+from drivetrain_compression.powersgd import FactorPlan
 from drivetrain_compression.topk import CHUNK, TopK, TopKOptions
 
 BLOCK = 64
@@ -91,13 +91,3 @@ def test_a_piece_of_a_matrix_has_whole_rows_and_elements_that_go_as_they_are():
     (matrix,) = plan.matrices
     assert (matrix.rows, matrix.columns, matrix.span.first) == (48, 60, 120)
     assert [tuple(each) for each in plan.plain[0]] == [(0, 0, 50), (0, 2930, 2935)]
-
-
-def test_a_host_keeps_its_share_of_what_a_sum_lacks():
-    generator = torch.Generator().manual_seed(5)
-    gradient, error = (torch.randn(8, 6, generator=generator) for _ in range(2))
-    p, q = (torch.randn(size, 2, generator=generator) for size in (8, 6))
-    due = gradient + error
-    _write_sum(gradient, error, p, q, 4)
-    torch.testing.assert_close(gradient, p @ q.T)
-    torch.testing.assert_close(error, due - p @ q.T / 4)
