@@ -53,10 +53,10 @@ from drivetrain.config.document import importers
 from drivetrain.registry import strategies
 from drivetrain_launch.commands import config
 from drivetrain_launch.wizard.questions import ask_all
-from drivetrain_launch.wizard.questions import Wizard
+from drivetrain_launch.wizard.questions import Seen, Wizard
 assert len(list(importers())) >= 3
-wizard = Wizard(strategies())
-for answer in (2, 1, "cpu", "64", "7B", "memory", "bf16", 1):
+wizard = Wizard(strategies(), Seen(cores=2, memory=64 << 30))
+for answer in ("here", "7B", "bf16"):
     wizard.read(wizard.current, str(answer))
     wizard.answer(answer)
 assert "torch" not in sys.modules

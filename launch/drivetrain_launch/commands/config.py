@@ -1,6 +1,7 @@
 """``drivetrain config``: writes, shows and checks the configuration file."""
 
 import difflib
+import json
 import os
 import re
 import shlex
@@ -9,7 +10,7 @@ import textwrap
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
@@ -37,6 +38,9 @@ from drivetrain_launch.commands.options import (
     source_options,
 )
 from drivetrain_launch.console import yaml_text
+
+if TYPE_CHECKING:
+    from drivetrain_launch.wizard.questions import Wizard
 
 DEFAULT_PATH = Path("drivetrain.yaml")
 
@@ -164,18 +168,79 @@ def write_defaults(output: Path | None) -> int:
 
 
 def ask(output: Path) -> int:
-    """Run the wizard on this terminal, and write the configuration."""
-    from drivetrain_launch.wizard.questions import Wizard, ask_all, write_where
+    """Run the wizard on this terminal, and write the configuration.
 
-    text = ask_all(Wizard(strategies()))
-    path = write_where(text, output, lambda path: write(path, text, replace=True))
+    Raises:
+        KeyboardInterrupt: the user pressed Ctrl-C, and was asked whether to keep the answers.
+    """
+    import questionary
+
+    from drivetrain_launch.wizard.questions import Wizard, ask_all, look
+
+    draft = output.with_suffix(".draft.json")
+    answers = _draft(draft)
+    click.echo("Looking at this machine ...")
+    wizard = Wizard(strategies(), look(), answers)
+    try:
+        path = ask_all(wizard, output, lambda path, text: write(path, text, replace=True))
+    except KeyboardInterrupt:
+        keep = f"Keep the answers in {draft}, for the next 'drivetrain config'?"
+        if wizard.answers and questionary.confirm(keep).unsafe_ask():
+            write(draft, json.dumps(wizard.answers, indent=2) + "\n", replace=True)
+        raise
     # Read the file as a run will: a mistake of ours must show here, and not in the run.
     from drivetrain_launch.forecast.planning import check_run
 
-    resolved = resolve(read_file(path), find_config=strategies().find_config)
-    check_run(resolved)
-    click.echo(f"wrote {path}\n{run_line(path, resolved.run.launch.nnodes, 'train.py')}")
+    check_run(resolve(read_file(path), find_config=strategies().find_config))
+    draft.unlink(missing_ok=True)
+    click.echo(f"wrote {path}\n{start_line(path, wizard)}")
     return 0
+
+
+def _draft(path: Path) -> dict[str, Any]:
+    """Return the answers of a draft: none where there is no draft.
+
+    Raises:
+        ConfigError: the file holds something else.
+    """
+    if not path.exists():
+        return {}
+    try:
+        answers = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{path}: expected a draft of 'drivetrain config', found {error}; remove the file"
+        ) from error
+    if not isinstance(answers, dict):
+        raise ConfigError(f"{path}: expected a draft of 'drivetrain config'; remove the file")
+    click.echo(f"The answers of {path} stand in brackets.")
+    return answers
+
+
+def start_line(path: Path, wizard: "Wizard") -> str:
+    """Return the commands that start the run of the wizard's answers, for the user to copy."""
+    from drivetrain_launch.wizard.questions import KUBERNETES, MODEL, PLACE, SLURM, SSH
+
+    machines, model, place = wizard.machines, wizard.answers[MODEL], wizard.answers[PLACE]
+    script = shlex.quote(model if model.endswith(".py") else EXAMPLE_SCRIPT)
+    file = f"--config {shlex.quote(str(path))}"
+    if place == SSH:
+        hosts = ",".join(f"{name}:{machines.ranks}" for name in machines.names)
+        return f"run: drivetrain launch --hosts {hosts} {file} {script}"
+    if place not in (SLURM, KUBERNETES):
+        return run_line(path, machines.count, script)
+    image, job, start = (
+        ("", path.with_suffix(".sh"), "sbatch")
+        if place == SLURM
+        else (" --image IMAGE", path.with_suffix(".job.yaml"), "kubectl apply -f")
+    )
+    numbers = {"nnodes": machines.count, "nproc_per_node": machines.ranks}
+    sets = " ".join(f"--set launch.{key}={number}" for key, number in numbers.items())
+    target = shlex.quote(str(job))
+    return (
+        f"run: drivetrain manifest {place}{image} {file} {sets} --output {target} {script}\n"
+        f"then: {start} {target}"
+    )
 
 
 def run_line(path: Path, hosts: int, script: str) -> str:

@@ -6,16 +6,14 @@ user's ranks (``Strategy.cost``); the proposal compares these numbers, and knows
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from math import inf
 from typing import Any
 
 from drivetrain.config.resolve import Resolved
 from drivetrain.cost import Cost, ModelSpec
-from drivetrain.hardware.sizes import GIB, device_bytes, parameter_count, size_text
+from drivetrain.hardware.sizes import DEVICES, GIB, parameter_count, size_text
 from drivetrain.registry import Registry
 from drivetrain_launch.forecast.models import of_size
 from drivetrain_launch.forecast.planning import Promise, promises_for
-from drivetrain_launch.ranks.placement import accelerators, cores, local_ranks
 
 BILLION = 10**9
 """Parameters of the model for which strategies are compared when its size is not known."""
@@ -32,18 +30,24 @@ class Situation:
     """The user's answers before the strategy.
 
     Attributes:
-        resolved: the core's keys.
-        memory: of a device, or of a host where ranks compute on the CPU; "" is unknown.
+        resolved: the core's keys, with a number of ranks.
+        on_accelerators: whether ranks compute there, and not on the CPU.
+        room: bytes for a rank, of its device or of its share of a host's memory; None: unknown.
+        beside: bytes of host memory for a rank beside its device; None: unknown, or no device.
         model: number of parameters, or a path; "" is unknown.
-        need: what hurts: nothing, memory, speed or link.
         spec: the facts of the model, where a path names it.
+        slow: whether the link between hosts is slow.
+        approximate: whether gradients may be approximated there by a method without a proof.
     """
 
     resolved: Resolved
-    memory: str
+    on_accelerators: bool
+    room: int | None
+    beside: int | None
     model: str
-    need: str
     spec: ModelSpec | None = None
+    slow: bool = False
+    approximate: bool = False
 
     @property
     def size(self) -> str:
@@ -51,6 +55,33 @@ class Situation:
         if not self.model:
             return "each billion of parameters"
         return f"{self.model} parameters" if self.spec is None else f"the model of {self.model}"
+
+    def fits(self, contender: "Contender") -> bool:
+        """Whether nothing is known to be too small for a form."""
+        return self.lacking(contender) == (0, 0)
+
+    def lacking(self, contender: "Contender") -> tuple[int, int]:
+        """Return the bytes that lack for a form: of a device, and of host memory for a rank."""
+        pairs = ((contender.needed, self.room), (contender.in_host_memory, self.beside))
+        device, host = (0 if room is None else max(0, need - room) for need, room in pairs)
+        return (device, host) if self.model else (0, 0)
+
+    def memory(self, contender: "Contender") -> str:
+        """Say what a form holds on a device, and whether that fits."""
+        held = f"holds {_gib(contender.held)} {self.where}"
+        if self.room is not None and self.model:
+            return f"{held}, and fits in {_gib(self.room)} with room for activations"
+        return f"{held}, and needs {self.needed(contender)} with room for activations"
+
+    def needed(self, contender: "Contender") -> str:
+        """Say which device a form needs."""
+        size = _gib(contender.needed)
+        return f"devices of {size}" if self.on_accelerators else f"{size} {self.where}"
+
+    @property
+    def where(self) -> str:
+        """The memory of a rank in words."""
+        return "on a device" if self.on_accelerators else "of host memory for each rank"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,37 +103,25 @@ class Proposal:
 
 def propose(situation: Situation, registry: Registry) -> Proposal:
     """Compare the promises of all strategies and propose one."""
-    launch = situation.resolved.run.launch
-    available = 0 if launch.device == "cpu" else accelerators()
-    on_accelerators = launch.device != "cpu" and bool(available or situation.memory)
-    per_host = launch.nproc_per_node
-    left_open = per_host == "auto"
-    if per_host == "auto":
-        per_host = local_ranks(launch, accelerators=available, cores=cores())
-    ranks = per_host * launch.nnodes
-    room = device_bytes(situation.memory) if situation.memory else None
-    if room is not None and not on_accelerators:
-        room //= per_host
+    run, on_accelerators = situation.resolved.run, situation.on_accelerators
+    ranks = int(run.launch.nproc_per_node) * run.launch.nnodes
     promises = promises_for(
         situation.spec or of_size(parameter_count(situation.model) or BILLION),
         situation.resolved,
         ranks,
         on_accelerators=on_accelerators,
     )
-    # Forms with sizes for this number of ranks would not do for another number.
     candidates = [
         Contender(promise, on_accelerators=on_accelerators)
         for promise in promises
-        if promise.cost is not None and not (left_open and promise.cost.uncounted)
+        if promise.cost is not None
     ]
-    chosen, why = _choose(candidates, situation.need, room, registry.default())
-    machine = ", as many as this machine starts" if left_open else ""
-    where = f"{situation.size} on {ranks} rank{'s' if ranks > 1 else ''}{machine}"
+    chosen, why = _choose(candidates, situation, registry.default())
     return Proposal(
         strategy=chosen.promise.name,
         options=chosen.promise.options,
         form=chosen.promise.form,
-        reason=f"{why}, for {where}",
+        reason=f"{why}, for {situation.size} on {ranks} rank{'s' if ranks > 1 else ''}",
     )
 
 
@@ -115,6 +134,8 @@ class Contender:
 
     Attributes:
         held: bytes in the memory of the device.
+        needed: bytes that the device must have, with those that are left for activations.
+        in_host_memory: bytes that a rank keeps beside its device.
         elsewhere: bytes that travel between the device and another memory in every step.
         sent: bytes that a rank sends in a step, as far as they are known.
         counted: whether they are known.
@@ -126,52 +147,64 @@ class Contender:
         in_host_memory = promise.in_host_memory
         self.promise = promise
         self.held = promise.on_device + (0 if on_accelerators else in_host_memory)
-        self.elsewhere = promise.on_disk + (in_host_memory if on_accelerators else 0)
+        self.needed = int(self.held / (1 - LEFT_FOR_ACTIVATIONS))
+        self.in_host_memory = in_host_memory if on_accelerators else 0
+        self.elsewhere = promise.on_disk + self.in_host_memory
         self.sent = cost.total_sent
         self.counted = not cost.uncounted
         self.between_hosts = promise.between_hosts
 
 
 def _choose(
-    candidates: Sequence[Contender], need: str, room: int | None, default: str
+    candidates: Sequence[Contender], situation: Situation, default: str
 ) -> tuple[Contender, str]:
     """Return the best candidate, and why, without the situation that the numbers hold for."""
-    usable = inf if room is None else room * (1 - LEFT_FOR_ACTIVATIONS)
-    least = min(candidates, key=lambda each: each.held)
-    fitting = [each for each in candidates if each.held <= usable]
+    fitting = [each for each in candidates if situation.fits(each)]
     if not fitting:
-        return least, (
-            f"nothing fits in {_gib(room or 0)} with room for activations, and this form comes "
-            f"closest with {_gib(least.held)}"
-        )
+        return _closest(candidates, situation)
     known = [each for each in fitting if each.counted] or fitting
-    fits = "" if room is None else f", and fits in {_gib(room)} with room for activations"
-    if need == "memory":
-        least = min(known, key=lambda each: each.held)
-        return least, f"it holds the fewest bytes on a device, {_gib(least.held)}{fits}"
     near = [each for each in known if not each.elsewhere] or known
-    usual = next((each for each in near if each.promise.name == default), None)
-    if need == "nothing" and usual is not None:
-        return usual, f"it is the usual strategy, holds {_gib(usual.held)} on a device{fits}"
-    among = "" if room is None else f" of all forms that fit in {_gib(room)}"
     exact = [each for each in near if each.promise.exact] or near
-    if need == "link" and any(each.between_hosts for each in near):
-        return _least_between_hosts(near, exact, among, default)
+    allowed = near if situation.approximate else exact
+    if situation.slow and any(each.between_hosts for each in allowed):
+        return _least_between_hosts(allowed, exact, situation, default)
+    usual = next((each for each in exact if each.promise.name == default), None)
+    small = usual is not None and usual.needed <= min(DEVICES.values()) * GIB
+    if usual is not None and (situation.room is not None or not situation.model or small):
+        return usual, f"it is the usual strategy, {situation.memory(usual)}"
+    if situation.room is None:
+        least = min(exact, key=lambda each: each.held)
+        return least, (
+            f"it fits on the smallest devices of all forms that keep nothing beside them: it "
+            f"{situation.memory(least)}"
+        )
     best = _fewest(exact, lambda each: each.sent, default)
     return best, (
-        f"it sends the fewest bytes{among}, {_gib(best.sent)} in a step, and holds "
-        f"{_gib(best.held)} on a device"
+        f"it sends the fewest bytes of all forms that fit, {_gib(best.sent)} in a step, "
+        f"{situation.memory(best)}"
+    )
+
+
+def _closest(candidates: Sequence[Contender], situation: Situation) -> tuple[Contender, str]:
+    """Return the form that lacks the fewest bytes, and how many."""
+    least = min(candidates, key=lambda each: sum(situation.lacking(each)))
+    device, host = situation.lacking(least)
+    lacking = [f"{_gib(device)} {situation.where}"] if device else []
+    lacking += [f"{_gib(host)} of host memory for each rank"] if host else []
+    return least, (
+        f"nothing fits, and this form comes closest: it needs {situation.needed(least)} with room "
+        f"for activations, and lacks {' and '.join(lacking)}"
     )
 
 
 def _least_between_hosts(
-    near: Sequence[Contender], exact: Sequence[Contender], among: str, default: str
+    allowed: Sequence[Contender], exact: Sequence[Contender], situation: Situation, default: str
 ) -> tuple[Contender, str]:
-    """Return the form with the fewest bytes between hosts; an approximation is no obstacle."""
-    best = _fewest(near, lambda each: each.between_hosts, default)
+    """Return the form with the fewest bytes between hosts."""
+    best = _fewest(allowed, lambda each: each.between_hosts, default)
     why = (
-        f"it sends the fewest bytes from a host to the others{among}, "
-        f"{_gib(best.between_hosts)} in a step, and holds {_gib(best.held)} on a device"
+        f"it sends the fewest bytes from a host to the others, {_gib(best.between_hosts)} in a "
+        f"step, {situation.memory(best)}"
     )
     if best.promise.exact:
         return best, why

@@ -1,16 +1,19 @@
-"""The questions, with the way back, on a terminal: the facts that users know, then the strategy.
+"""The questions, with the way back, on a terminal: what the wizard cannot see, then the strategy.
 
-Most questions come from ``option(question=...)`` in the configuration of the core and of the chosen
-strategy, which may be a stranger's. The facts are asked for the proposal alone. Nothing here
-imports torch before the strategy is asked for.
+The wizard looks at the machine first. It asks where the run starts, for the model, and for the
+strategy, whose own questions come from ``option(question=...)`` in its configuration; it may be a
+stranger's. Nothing here imports torch before the wizard looks, or the strategy is asked for.
 """
 
 import itertools
+import os
+import re
 import shutil
 import sys
 import termios
 import textwrap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,39 +33,200 @@ from drivetrain.config.document import COMMENT_COLUMNS, put
 from drivetrain.config.resolve import Resolved, resolve
 from drivetrain.config.schema import LinksConfig
 from drivetrain.errors import ConfigError, DrivetrainError
-from drivetrain.hardware.sizes import DEVICES, device_bytes, parameter_count
+from drivetrain.hardware.sizes import DEVICES, GIB, device_bytes, parameter_count, size_text
 from drivetrain.registry import Registry
-from drivetrain_launch.ranks.placement import Endpoint
+from drivetrain_launch.hosts.remote import RemoteHost, read_hostfile, read_hosts
+from drivetrain_launch.ranks.placement import Endpoint, accelerators, cores
 
 if TYPE_CHECKING:
     from drivetrain.cost import ModelSpec
     from drivetrain_launch.wizard.advice import Proposal
 
 STRATEGY, FACTS = "strategy.", "facts."
-"""Prefixes of the keys of the strategy, and of answers that no file holds."""
+"""Prefixes of the keys of the strategy, and of answers that no file holds as they are."""
 
-BACK, UNKNOWN = "<", "?"
-"""Typed for the question before, and for a fact that the user does not know."""
+BACK, NOT_YET = "<", "not yet"
+"""Typed for the question before, and for a model that is not known; ``?`` says that, too."""
 
 STRATEGY_KEY = "strategy.name"
-RANKS_KEY, HOSTS_KEY = "launch.nproc_per_node", "launch.nnodes"
-ENDPOINT_KEY, DEVICE_KEY = "launch.rdzv_endpoint", "launch.device"
-FAR_KEY, ALLOW_KEY = "links.far", "links.allow"
-MEMORY, MODEL, NEED = "facts.memory", "facts.model", "facts.need"
+PLACE, HOSTS, LINK, MODEL = "facts.place", "facts.hosts", "facts.link", "facts.model"
 
-EXACT, AUTO = "exact", "auto"
-"""The values of ``links.far`` without approximations, and with those that ``prepare()`` chooses."""
-
-ALLOW_KNOB = next(knob for knob in options_of(LinksConfig) if knob.question)
-"""The one question about links: how far training may be from exact training."""
-
-NEEDS: Mapping[str, str] = {
-    "nothing": "nothing yet",
-    "memory": "memory: the model does not fit, or hardly",
-    "speed": "speed: steps should take less time",
-    "link": "the link: devices or hosts are slowly connected",
+HERE, SLURM, SSH, KUBERNETES, HAND = "here", "slurm", "ssh", "kubernetes", "hand"
+PLACES: Mapping[str, str] = {
+    HERE: "this machine, all of it",
+    SLURM: "SLURM: a batch script starts the hosts",
+    SSH: "ssh: this machine starts a list of hosts",
+    KUBERNETES: "Kubernetes: a job file starts the hosts",
+    HAND: "by hand: a command on each host, or a part of this machine (1 x DEVICES)",
 }
-"""What can hurt, and the line on the screen."""
+"""Where a run starts, and the line on the screen."""
+
+FAST, EXACT, EMPIRICAL = "fast", "exact", "empirical"
+LINKS: Mapping[str, str] = {
+    FAST: "quickly: what is sent between hosts hardly counts",
+    EXACT: "slowly; exact: the same sums as on one host",
+    "rounding": "slowly; rounding: what is sent may be rounded, to bf16 for example",
+    "theory": "slowly; theory: training may take another way that is proved to converge",
+    EMPIRICAL: "slowly; empirical: another way that was good in experiments, without a proof",
+}
+"""How hosts are connected, and how far training may be from exact training to send less."""
+
+HOSTS_FORM = "HOSTS x DEVICES x MEMORY"
+MEETING_PORT = 29400
+"""The port of host 0 where hosts meet that are started by hand."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Machines:
+    """The hosts of a run.
+
+    Attributes:
+        count: number of hosts.
+        ranks: of each host.
+        names: of the hosts; empty where a scheduler chooses them, and for this machine.
+        cpu: whether ranks compute on the CPU.
+        room: bytes for a rank: of its device, or of its share of a host's memory; None: unknown.
+        beside: bytes of host memory for a rank beside its device; None: unknown, or no device.
+    """
+
+    count: int
+    ranks: int
+    names: Sequence[str] = ()
+    cpu: bool = False
+    room: int | None = None
+    beside: int | None = None
+
+
+def read_machines(text: str, place: str) -> Machines:
+    """Read ``HOSTS x DEVICES x MEMORY``; memory may be left out.
+
+    Raises:
+        ConfigError: the text is something else, or hosts are named where they cannot be.
+    """
+    hosts, *rest = re.split(r"\s+x\s+", text.strip())
+    if len(rest) not in (1, 2) or not rest[0].isdecimal() or not int(rest[0]):
+        raise ConfigError(
+            f"expected {HOSTS_FORM}, such as 4 x 8 x h100 or n1,n2 x 2 x cpu, found {text!r}"
+        )
+    ranks, memory = int(rest[0]), "".join(rest[1:])
+    cpu = memory == "cpu"
+    room = device_bytes(memory) if memory and not cpu else None
+    if hosts.isdecimal():
+        if int(hosts) < 1 or place == SSH or (place == HAND and int(hosts) > 1):
+            least = "a number from 1" if place in (SLURM, KUBERNETES) else "names, such as n1,n2"
+            raise ConfigError(f"expected {least} for the hosts, found {hosts}")
+        return Machines(count=int(hosts), ranks=ranks, cpu=cpu, room=room)
+    if place in (SLURM, KUBERNETES):
+        raise ConfigError(
+            f"expected the number of hosts, which the scheduler chooses, found {hosts!r}"
+        )
+    listed = read_hosts(hosts)
+    if any(host.slots for host in listed):
+        raise ConfigError(f"expected names alone, and their devices after x, found {hosts!r}")
+    names = tuple(host.target for host in listed)
+    return Machines(count=len(names), ranks=ranks, names=names, cpu=cpu, room=room)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Seen:
+    """What the wizard sees before it asks.
+
+    Attributes:
+        cores: of this machine, for this process.
+        memory: bytes of host memory that are free.
+        devices: number of accelerators.
+        device: their name.
+        device_memory: bytes of each.
+        nodes: of the job of SLURM around this process; 0 outside of one.
+        notes: lines about SLURM, Kubernetes, a hostfile and the configuration of ssh.
+        hosts: of the hostfile.
+    """
+
+    cores: int
+    memory: int
+    devices: int = 0
+    device: str = ""
+    device_memory: int = 0
+    nodes: int = 0
+    notes: Sequence[str] = ()
+    hosts: Sequence[RemoteHost] = ()
+
+    @property
+    def text(self) -> str:
+        """What is seen, in lines."""
+        devices = "no accelerator"
+        if self.devices:
+            memory = size_text(self.device_memory)
+            devices = f"{self.devices} accelerators ({self.device}, {memory} each)"
+        machine = f"{devices}, {self.cores} CPU cores, {size_text(self.memory)} of memory free"
+        return "\n".join([f"This machine: {machine}.", *self.notes])
+
+    @property
+    def machines(self) -> Machines:
+        """This machine: a rank for each of its devices, or else of its cores."""
+        ranks = self.devices or self.cores
+        share = self.memory // ranks
+        if not self.devices:
+            return Machines(count=1, ranks=ranks, cpu=True, room=share)
+        return Machines(count=1, ranks=ranks, room=self.device_memory, beside=share)
+
+    def hosts_of(self, place: str) -> str:
+        """Return the hosts at a place as far as they are seen, each like this machine; or ""."""
+        names = [host.target for host in self.hosts]
+        hosts = str(self.nodes or "") if place == SLURM else ",".join(names)
+        if not hosts or place == KUBERNETES:
+            return ""
+        slots = {host.slots for host in self.hosts} if place != SLURM else {None}
+        ranks = slots.pop() or self.machines.ranks
+        memory = f"{self.device_memory / GIB:.0f}" if self.devices else "cpu"
+        return f"{hosts} x {ranks} x {memory}"
+
+
+def look() -> Seen:
+    """Look at this machine, the variables of schedulers, a hostfile, and ssh's configuration."""
+    import torch
+
+    from drivetrain.memory import host_room
+
+    count, device = accelerators(), torch.accelerator.current_accelerator()
+    facts: Any = None
+    if count and device is not None:
+        facts = torch.get_device_module(device).get_device_properties(0)
+    notes: list[str] = []
+    nodes = os.environ.get("SLURM_JOB_NUM_NODES") or os.environ.get("SLURM_NNODES", "")
+    if nodes.isdecimal():
+        notes.append(f"SLURM: this is a job of {nodes} hosts.")
+    elif shutil.which("sbatch"):
+        notes.append("SLURM: it starts jobs from here.")
+    if "KUBERNETES_SERVICE_HOST" in os.environ:
+        notes.append("Kubernetes: this is a pod.")
+    hosts: Sequence[RemoteHost] = ()
+    if Path("hostfile").is_file():
+        try:
+            hosts = read_hostfile(Path("hostfile"))
+            notes.append(f"hostfile: {_listed([host.target for host in hosts])}.")
+        except ConfigError as error:
+            notes.append(f"hostfile: {error}")
+    with suppress(OSError, ValueError):
+        config = (Path.home() / ".ssh" / "config").read_text(encoding="utf-8")
+        lines = re.findall(r"(?im)^\s*Host\s+(.+)$", config)
+        if names := [n for line in lines for n in line.split() if not set(n) & set("*?!")]:
+            notes.append(f"~/.ssh/config: {_listed(names)}.")
+    return Seen(
+        cores=cores(),
+        memory=host_room(),
+        devices=count if facts else 0,
+        device=facts.name if facts else "",
+        device_memory=facts.total_memory if facts else 0,
+        nodes=int(nodes) if nodes.isdecimal() else 0,
+        notes=notes,
+        hosts=hosts,
+    )
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+    return ", ".join(names[:8]) + more
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,11 +262,13 @@ class Wizard:
 
     Args:
         registry: the installed strategies.
+        seen: what need not be asked.
         answers: answers so far, by dotted key; a later visit offers them as defaults.
         announce: takes a line before work that takes seconds.
     """
 
     registry: Registry
+    seen: Seen
     answers: dict[str, Any] = field(default_factory=dict)
     announce: Callable[[str], None] = lambda line: None
     _position: int = 0
@@ -119,6 +285,12 @@ class Wizard:
         """Whether a question was answered before this one."""
         return self._position > 0
 
+    @property
+    def machines(self) -> Machines:
+        """The hosts of the run."""
+        place = self.answers[PLACE]
+        return self.seen.machines if place == HERE else read_machines(self.answers[HOSTS], place)
+
     def answer(self, value: Any) -> None:
         """Take the answer to the current question and move on.
 
@@ -134,14 +306,9 @@ class Wizard:
                 key: old for key, old in self.answers.items() if not key.startswith(STRATEGY)
             }
         self._judge(question, value)
+        if question.key == PLACE and self.answers.get(PLACE) != value:
+            self.answers.pop(HOSTS, None)  # which are written in another way there
         self.answers[question.key] = value
-        if question.key == HOSTS_KEY and value == 1:
-            self.answers.pop(ENDPOINT_KEY, None)
-        if question.key == ALLOW_KEY:
-            self.answers[FAR_KEY] = AUTO if value != ALLOW_KNOB.default else EXACT
-        elif not self._asks_for_approximations:
-            self.answers.pop(ALLOW_KEY, None)
-            self.answers.pop(FAR_KEY, None)
         self._position += 1
 
     def back(self) -> None:
@@ -155,6 +322,8 @@ class Wizard:
             ConfigError: the text is not a value, or not an allowed one.
         """
         value: Any = text.strip()
+        if question.key == MODEL and value in ("", "?"):
+            value = NOT_YET
         if not question.key.startswith(FACTS):
             value = read_sets([f"{question.key}={text}"]).values
             for part in question.key.split("."):
@@ -165,35 +334,38 @@ class Wizard:
         return value
 
     def text(self) -> str:
-        """Return the file: the reason for the strategy, and every key with its meaning."""
-        name = self.answers.get(STRATEGY_KEY)
+        """Return the file: the reason for the strategy, and each key with its meaning."""
         lines: list[str] = []
-        if name is not None and self._proposal().strategy == name:
+        if self._proposal().strategy == self.answers[STRATEGY_KEY]:
             why = f"Proposed: {self._proposal().form}, because {self._proposal().reason}."
             lines = textwrap.wrap(why, COMMENT_COLUMNS - len("# "))
         head = "".join(f"# {line}\n" for line in lines)
-        return head + dump_yaml(self.values(), self.comments())
-
-    def comments(self) -> dict[str, str]:
-        """Return the meaning of each answered key, for the file."""
-        name = self.answers.get(STRATEGY_KEY)
-        meanings = {question.key: question.help for question in self._questions()}
-        if name is not None:
-            meanings[STRATEGY_KEY] = self.registry.load(name).summary
-        return {key: text for key, text in meanings.items() if key in self.answers}
+        meanings = {f"launch.{knob.name}": knob.help for knob in options_of(LaunchConfig)}
+        meanings |= {f"links.{knob.name}": knob.help for knob in options_of(LinksConfig)}
+        meanings |= {question.key: question.help for question in self._questions()}
+        meanings[STRATEGY_KEY] = self.registry.load(self.answers[STRATEGY_KEY]).summary
+        return head + dump_yaml(self.values(), meanings)
 
     def values(self) -> dict[str, Any]:
-        """Return the answers as the nested values of a configuration file, the strategy's first."""
-        nested: dict[str, Any] = {}
-        for key in sorted(self.answers, key=lambda key: not key.startswith(STRATEGY)):
-            if not key.startswith(FACTS):
-                put(nested, key, self.answers[key])
-        return nested
+        """Return the nested values of the file: the strategy, and all that is no default.
+
+        Hosts that ssh or a scheduler starts stand in the command: the file is the same for others.
+        """
+        chosen = {STRATEGY_KEY: self.answers[STRATEGY_KEY]}
+        knobs = [(STRATEGY, self.registry.load(chosen[STRATEGY_KEY]).Config), ("", RunConfig)]
+        for prefix, cls in knobs:
+            for knob in options_of(cls):
+                value = self.answers.get(prefix + knob.name, knob.default)
+                if knob.question and value != knob.default:
+                    chosen[prefix + knob.name] = value
+        place = self.answers[PLACE]
+        started = {key: value for key, value in self._launch().items() if key.endswith("device")}
+        chosen |= self._launch() if place in (HERE, HAND) else started
+        return _nested(chosen | self._links())
 
     # --- the questions, in their order ---
 
     def _questions(self) -> Iterator[Question]:
-        yield from self._of(LaunchConfig, "launch.")
         yield from self._facts()
         yield from self._of(RunConfig, "")
         yield self._strategy_question()
@@ -204,7 +376,7 @@ class Wizard:
     def _of(self, cls: type, prefix: str) -> Iterator[Question]:
         for knob in options_of(cls):
             key = prefix + knob.name
-            if knob.question and (key != ENDPOINT_KEY or self.answers.get(HOSTS_KEY, 1) != 1):
+            if knob.question:
                 yield _question(knob, key, self.answers.get(key, self._usual(knob, key)))
 
     def _usual(self, knob: Option, key: str) -> Any:
@@ -214,49 +386,54 @@ class Wizard:
         return self._proposal().options.get(knob.name, knob.default)
 
     def _facts(self) -> Iterator[Question]:
-        where = "host" if self.answers.get(DEVICE_KEY) == "cpu" else "device"
+        seen = SLURM if self.seen.nodes > 1 else SSH if self.seen.hosts else HERE
         yield Question(
-            key=MEMORY,
-            text=f"How much memory has each {where}?",
-            help=f"GiB, or a name: {', '.join(DEVICES)}. Enter, or {UNKNOWN}, if you do not know.",
-            default=self.answers.get(MEMORY, ""),
+            key=PLACE,
+            text="Where does it run?",
+            help="The wizard ends with the command that starts the run there.",
+            default=self.answers.get(PLACE, seen),
+            choices=_choices(PLACES),
         )
+        place = self.answers.get(PLACE, seen)
+        if place != HERE:
+            hosts = "a number" if place in (SLURM, KUBERNETES) else "names, host 0 first"
+            example = "4 x 8 x h100" if place in (SLURM, KUBERNETES) else "n1,n2 x 8 x h100"
+            yield Question(
+                key=HOSTS,
+                text="Which hosts?",
+                help=f"{HOSTS_FORM}, such as {example}. HOSTS is {hosts}; DEVICES those of a host; "
+                f"MEMORY the GiB of a device, its name ({', '.join(DEVICES)}), or cpu to compute "
+                "there. Leave MEMORY out if you do not know it.",
+                default=self.answers.get(HOSTS, self.seen.hosts_of(place)),
+            )
+            if HOSTS in self.answers and self.machines.count > 1:
+                yield Question(
+                    key=LINK,
+                    text="How are the hosts connected?",
+                    help="A slow link decides what is sent. The words say how far training may be "
+                    "from exact training, to send less.",
+                    default=self.answers.get(LINK, FAST),
+                    choices=_choices(LINKS),
+                )
         yield Question(
             key=MODEL,
-            text="How large is the model?",
-            help="A number of parameters such as 7B, or the config.json of transformers. Enter, "
-            f"or {UNKNOWN}, if you do not know.",
-            default=self.answers.get(MODEL, ""),
+            text="Which model?",
+            help="A script (it runs until prepare()), a config.json of transformers or its folder, "
+            f"a number of parameters such as 7B, or {NOT_YET!r}.",
+            default=self.answers.get(MODEL, NOT_YET),
         )
-        yield Question(
-            key=NEED,
-            text="What hurts?",
-            help="Decides between the strategies that fit.",
-            default=self.answers.get(NEED, next(iter(NEEDS))),
-            choices=tuple(AnswerChoice(need, title) for need, title in NEEDS.items()),
-        )
-
-        if self._asks_for_approximations:
-            yield _question(ALLOW_KNOB, ALLOW_KEY, self.answers.get(ALLOW_KEY, ALLOW_KNOB.default))
-
-    @property
-    def _asks_for_approximations(self) -> bool:
-        """Whether a link between hosts hurts, so that approximations could help."""
-        return self.answers.get(NEED) == "link" and self.answers.get(HOSTS_KEY, 1) != 1
 
     def _strategy_question(self) -> Question:
         proposal = self._proposal()
         default = self.answers.get(STRATEGY_KEY, proposal.strategy)
         ordered = sorted(self.registry.choices, key=lambda name: name != default)
-        choices = tuple(
-            AnswerChoice(name, f"{name}: {self.registry.load(name).summary}") for name in ordered
-        )
+        titles = {name: f"{name}: {self.registry.load(name).summary}" for name in ordered}
         return Question(
             key=STRATEGY_KEY,
             text="How is the training step spread over the ranks?",
             help=f"Proposed: {proposal.form}, because {proposal.reason}.",
             default=default,
-            choices=choices,
+            choices=_choices(titles),
         )
 
     def _proposal(self) -> "Proposal":
@@ -267,76 +444,95 @@ class Wizard:
         if str(known) not in self._proposals:
             self.announce("Comparing the installed strategies, which takes a few seconds ...")
             run = {key: value for key, value in known.items() if not key.startswith(FACTS)}
+            machines, model = self.machines, known[MODEL]
             situation = Situation(
-                resolved=self._resolved(run),
-                memory=known[MEMORY],
-                model=known[MODEL],
-                need=known[NEED],
-                spec=self._models.get(known[MODEL]),
+                resolved=self._resolved({**run, **self._launch(), **self._links()}),
+                on_accelerators=not machines.cpu,
+                room=machines.room,
+                beside=machines.beside,
+                model="" if model == NOT_YET else model,
+                spec=self._models.get(model),
+                slow=self._link != FAST,
+                approximate=self._link == EMPIRICAL,
             )
             self._proposals[str(known)] = propose(situation, self.registry)
         return self._proposals[str(known)]
 
+    @property
+    def _link(self) -> str:
+        """How the hosts are connected; one host is, quickly, with itself."""
+        return str(self.answers.get(LINK, FAST)) if self.machines.count > 1 else FAST
+
+    # --- answers as keys of the configuration ---
+
+    def _launch(self) -> dict[str, Any]:
+        """Return the keys about ranks and hosts, with a name in place of a scheduler's host 0."""
+        machines = self.machines
+        found: dict[str, Any] = {"launch.nproc_per_node": machines.ranks}
+        if machines.cpu and self.answers[PLACE] != HERE:
+            found["launch.device"] = "cpu"
+        if machines.count > 1:
+            first = RemoteHost((*machines.names, "host0")[0]).name
+            found["launch.nnodes"] = machines.count
+            found["launch.rdzv_endpoint"] = str(Endpoint(first, MEETING_PORT))
+        return found
+
+    def _links(self) -> dict[str, Any]:
+        chosen = {"links.allow": self._link, "links.far": "auto"}
+        return chosen if self._link not in (FAST, EXACT) else {}
+
     # --- judging an answer ---
 
     def _judge(self, question: Question, value: Any) -> None:
-        """Refuse a wrong value; after the last question about the strategy, all that cannot run."""
+        """Refuse a wrong value; of the strategy, all that cannot run on these ranks."""
+        if question.choices and value not in [each.value for each in question.choices]:
+            allowed = ", ".join(str(each.value) for each in question.choices)
+            raise ConfigError(f"expected one of {allowed}, found {value!r}")
         if question.key.startswith(FACTS):
             self._judge_fact(question.key, value)
-            return
-        name = self.answers.get(STRATEGY_KEY)
-        own = {STRATEGY_KEY: name} if name and question.key.startswith(STRATEGY) else {}
-        self._resolved({**own, question.key: value}, complete=False)
-        if question.key == ENDPOINT_KEY:
-            Endpoint.parse(str(value))
-        if question.key.startswith(STRATEGY):
-            answers = {**self.answers, question.key: value}
-            following = Wizard(self.registry, answers, _proposals=self._proposals)
-            if len(list(following._questions())) == self._position + 1:
-                self._judge_whole({k: v for k, v in answers.items() if not k.startswith(FACTS)})
+        elif question.key.startswith(STRATEGY):
+            self._judge_strategy(question.key, value)
+        else:
+            self._resolved({question.key: value}, complete=False)
 
     def _judge_fact(self, key: str, value: str) -> None:
-        """Refuse a fact that the proposal could not read; "" is for users who do not know."""
-        if key == NEED and value not in NEEDS:
-            raise ConfigError(f"expected one of {', '.join(NEEDS)}, found {value!r}")
-        if key == MEMORY and value:
-            device_bytes(value)
-        if key == MODEL and value and value not in self._models and not parameter_count(value):
-            path = Path(value) / "config.json" if Path(value).is_dir() else Path(value)
-            if path.suffix != ".json" or not path.is_file():
-                raise ConfigError(
-                    "expected a number of parameters such as 7B, or a config.json or its folder, "
-                    f"found {value!r}"
-                )
+        """Refuse hosts or a model that the proposal could not read."""
+        if key == HOSTS:
+            from drivetrain_launch.forecast.planning import planned_world
+
+            machines = read_machines(value, self.answers[PLACE])
+            planned_world(machines.ranks, machines.count)
+        if key == MODEL and value != NOT_YET and not parameter_count(value):
             from drivetrain_launch.forecast.models import model_of
 
-            self._models[value] = model_of(value)
+            if value not in self._models:
+                self.announce(f"Reading the model of {value} ...")
+                self._models[value] = model_of(value)
 
-    def _judge_whole(self, answers: Mapping[str, Any]) -> None:
-        """Refuse a file that ``launch`` would refuse, on this machine or any other."""
-        from drivetrain_launch.forecast.planning import check_run
+    def _judge_strategy(self, key: str, value: Any) -> None:
+        """Refuse ranks that cannot be divided so, and after the last question a wrong file."""
+        from drivetrain_launch.forecast.planning import check_run, plan
 
-        resolved = self._resolved(answers)
-        check_run(resolved)
-        if resolved.run.launch.nproc_per_node == "auto":
-            try:
-                check_run(self._resolved({**answers, RANKS_KEY: 1}))
-            except ConfigError as error:
-                raise ConfigError(
-                    f"{error}. The number of processes is left open (auto), so any number must "
-                    "do: choose other sizes, or go back and give the number"
-                ) from error
+        following = Wizard(self.registry, self.seen, {**self.answers, key: value})
+        following._proposals = self._proposals
+        asked = [question.key for question in following._questions()]
+        kept = [each for each in asked[: self._position + 1] if not each.startswith(FACTS)]
+        answers = {each: following.answers[each] for each in kept}
+        whole = len(asked) == self._position + 1
+        run = {**answers, **self._launch(), **self._links()}
+        resolved = self._resolved(run, complete=whole)
+        if whole:
+            check_run(resolved)
+        elif key != STRATEGY_KEY:
+            plan(resolved, self.machines.ranks)
 
     def _resolved(self, answers: Mapping[str, Any], *, complete: bool = True) -> Resolved:
         """Let the schema judge values; its errors name no place in a file, since there is none."""
-        nested: dict[str, Any] = {}
-        for key, value in answers.items():
-            put(nested, key, value)
         find_config: Callable[[str], tuple[str, type]] = self.registry.find_config
         if STRATEGY_KEY not in answers:
             find_config = _no_strategy
         try:
-            return resolve(Layer(nested), find_config=find_config, complete=complete)
+            return resolve(Layer(_nested(answers)), find_config=find_config, complete=complete)
         except ConfigError as error:
             raise ConfigError(str(error).removeprefix("configuration: ")) from error
 
@@ -360,6 +556,17 @@ def _question(knob: Option, key: str, default: Any) -> Question:
     return Question(key=key, text=knob.question, help=knob.help, default=default, choices=choices)
 
 
+def _nested(answers: Mapping[str, Any]) -> dict[str, Any]:
+    nested: dict[str, Any] = {}
+    for key, value in answers.items():
+        put(nested, key, value)
+    return nested
+
+
+def _choices(titles: Mapping[str, str]) -> tuple[AnswerChoice, ...]:
+    return tuple(AnswerChoice(value, title) for value, title in titles.items())
+
+
 # --- the dialog, drawn by questionary ---
 
 
@@ -375,8 +582,13 @@ def hint(text: str) -> str:
     return textwrap.fill(text, columns)
 
 
-def ask_all(wizard: Wizard) -> str:
-    """Ask until every question is answered, and return the file: keys, values, and comments.
+def ask_all(wizard: Wizard, default: Path, write: Callable[[Path, str], None]) -> Path:
+    """Ask until every question is answered and the file is written, and return its path.
+
+    Args:
+        wizard: asks.
+        default: the proposed path.
+        write: writes a text, or raises a DrivetrainError.
 
     Raises:
         KeyboardInterrupt: the user pressed Ctrl-C.
@@ -389,75 +601,75 @@ def ask_all(wizard: Wizard) -> str:
 
     wizard.announce = announce
     questionary.print(
-        f"Enter takes what stands in brackets; {BACK!r} or the last choice goes back; Ctrl-C ends, "
-        "nothing is written."
+        f"{wizard.seen.text}\n\nEnter takes what stands in brackets, or is marked; {BACK!r} goes "
+        "back; Ctrl-C ends."
     )
-    while (question := wizard.current) is not None:
+    while True:
+        question = wizard.current
         if busy and sys.stdin.isatty():  # keys that were pressed meanwhile answer nothing
             termios.tcflush(sys.stdin, termios.TCIFLUSH)
         busy.clear()
+        if question is None:
+            if path := _written(wizard.text(), default, write):
+                return path
+            wizard.back()
+            continue
         questionary.print("\n" + hint(question.help))
-        value = (_pick if question.choices else _type)(question, can_go_back=wizard.can_go_back)
+        value = _pick(question) if question.choices else _type(question.text, question.default)
         if value == BACK:
+            if not wizard.can_go_back:
+                questionary.print("this is the first question")
             wizard.back()
             continue
         try:
             wizard.answer(value if question.choices else wizard.read(question, value))
         except ConfigError as error:
             questionary.print(hint(str(error)))
-    return wizard.text()
 
 
-def write_where(text: str, default: Path, write: Callable[[Path], None]) -> Path:
+def _written(text: str, default: Path, write: Callable[[Path, str], None]) -> Path | None:
     """Show the configuration, ask for a file, and write it; an existing one only when confirmed.
 
-    A file that cannot be written is asked for again: no answer is lost.
-
-    Args:
-        text: of the file.
-        default: the proposed path.
-        write: writes the text, or raises a DrivetrainError.
-
-    Raises:
-        KeyboardInterrupt: the user pressed Ctrl-C.
+    A file that cannot be written is asked for again: no answer is lost. None is the way back.
     """
     questionary.print(f"\n{text}")
     while True:
-        answer = questionary.text(f"Write it to which file? [{default}]").unsafe_ask().strip()
-        path = Path(answer or default)
+        answer = _type("Write it to which file?", str(default))
+        if answer == BACK:
+            return None
+        path = Path(answer)
         if path.exists():
             replace = f"{path} exists. Replace it?"
-            if not questionary.confirm(replace, default=False).unsafe_ask():
+            choices = (AnswerChoice(False, "no"), AnswerChoice(True, "yes"))
+            if _pick(Question(key="", text=replace, help="", default=False, choices=choices)) in (
+                False,
+                BACK,
+            ):
                 continue
         try:
-            write(path)
+            write(path, text)
         except DrivetrainError as error:
             questionary.print(hint(str(error)))
             continue
         return path
 
 
-def _pick(question: Question, *, can_go_back: bool) -> Any:
+def _pick(question: Question) -> Any:
     choices = [questionary.Choice(choice.title, choice.value) for choice in question.choices]
     chosen = next((choice for choice in choices if choice.value == question.default), None)
-    if can_go_back:
-        choices.append(questionary.Choice(_BACK_CHOICE, BACK))
-    return questionary.select(
-        question.text, choices=choices, default=chosen, instruction=" "
-    ).unsafe_ask()
+    choices.append(questionary.Choice(_BACK_CHOICE, BACK))
+    asked = questionary.select(question.text, choices=choices, default=chosen, instruction=" ")
+    keys: Any = asked.application.key_bindings
+    keys.add(BACK, eager=True)(lambda event: event.app.exit(result=BACK))
+    return asked.unsafe_ask()
 
 
-def _type(question: Question, *, can_go_back: bool) -> str:
+def _type(question: str, default: Any) -> str:
     """Return the text, or the default for Enter alone: it is shown, and no key has to remove it.
 
-    Errors are printed, since the line below a prompt would cut them off.
+    Errors are printed, since the line below a prompt would cut them off. Text before ``<`` is
+    forgotten.
     """
-    default = str(question.default)
-    while True:
-        shown = f"{question.text} [{default}]" if default else question.text
-        text: str = questionary.text(shown).unsafe_ask().strip()
-        if text == UNKNOWN and question.key.startswith(FACTS):
-            return ""
-        if text != BACK or can_go_back:
-            return text or default
-        questionary.print("this is the first question")
+    shown = f"{question} [{default}]" if default != "" else question
+    text: str = questionary.text(shown).unsafe_ask().strip()
+    return BACK if text.endswith(BACK) else text or str(default)

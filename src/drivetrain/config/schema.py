@@ -18,13 +18,10 @@ class LaunchConfig:
     nproc_per_node: int | Literal["auto"] = option(
         "auto",
         help="Processes per host; auto: one per accelerator, or per CPU core without one.",
-        question="How many processes on each host?",
         minimum=1,
         maximum=MOST_RANKS_OF_A_HOST,
     )
-    nnodes: int = option(
-        1, help="Number of hosts.", question="How many hosts?", minimum=1, maximum=MOST_HOSTS
-    )
+    nnodes: int = option(1, help="Number of hosts.", minimum=1, maximum=MOST_HOSTS)
     min_nnodes: int | None = option(
         None,
         help="Fewest hosts with which the run goes on when others are lost; unset takes nnodes.",
@@ -34,7 +31,6 @@ class LaunchConfig:
     rdzv_endpoint: str = option(
         "",
         help="HOST:PORT where the hosts meet; needed with nnodes > 1.",
-        question="Where do the hosts meet? HOST:PORT of host 0, such as 10.0.0.1:29400.",
     )
     max_restarts: int = option(
         0, help="How often all processes are started again after a failure.", minimum=0
@@ -48,7 +44,6 @@ class LaunchConfig:
     device: Literal["auto", "cpu"] = option(
         "auto",
         help="auto takes the accelerators of the host; cpu leaves them alone.",
-        question="Which devices?",
     )
     threads_per_rank: int | Literal["auto"] = option(
         "auto",
@@ -265,7 +260,6 @@ class LinksConfig:
         "exact",
         help="How far from exact training a method may be that auto chooses, at most; exact "
         "chooses none.",
-        question="How far may training be from exact training, to send less between hosts?",
     )
     mbit_per_s: float = option(
         0.0,
@@ -301,7 +295,6 @@ class RunConfig:
     accumulation: int = option(
         1,
         help="Micro-batches per optimizer step.",
-        question="How many micro-batches per optimizer step?",
         minimum=1,
         maximum=100_000,
     )
