@@ -206,13 +206,11 @@ def _draft(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        answers = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        answers = dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
         raise ConfigError(
             f"{path}: expected a draft of 'drivetrain config', found {error}; remove the file"
         ) from error
-    if not isinstance(answers, dict):
-        raise ConfigError(f"{path}: expected a draft of 'drivetrain config'; remove the file")
     click.echo(f"The answers of {path} stand in brackets.")
     return answers
 
@@ -229,17 +227,16 @@ def start_line(path: Path, wizard: "Wizard") -> str:
         return f"run: drivetrain launch --hosts {hosts} {file} {script}"
     if place not in (SLURM, KUBERNETES):
         return run_line(path, machines.count, script)
-    image, job, start = (
-        ("", path.with_suffix(".sh"), "sbatch")
+    image, suffix, start = (
+        ("", ".sh", "sbatch")
         if place == SLURM
-        else (" --image IMAGE", path.with_suffix(".job.yaml"), "kubectl apply -f")
+        else (" --image IMAGE", ".job.yaml", "kubectl apply -f")
     )
-    numbers = {"nnodes": machines.count, "nproc_per_node": machines.ranks}
-    sets = " ".join(f"--set launch.{key}={number}" for key, number in numbers.items())
-    target = shlex.quote(str(job))
+    sets = f"--set launch.nnodes={machines.count} --set launch.nproc_per_node={machines.ranks}"
+    job = shlex.quote(str(path.with_suffix(suffix)))
     return (
-        f"run: drivetrain manifest {place}{image} {file} {sets} --output {target} {script}\n"
-        f"then: {start} {target}"
+        f"run: drivetrain manifest {place}{image} {file} {sets} --output {job} {script}\n"
+        f"then: {start} {job}"
     )
 
 

@@ -25,6 +25,10 @@ ALIKE = 0.01
 """Forms whose bytes differ by no larger share send the same, as far as time is concerned."""
 
 
+SMALLEST = min(DEVICES.values()) * GIB
+"""Bytes that every device has, also one of which nothing is known."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Situation:
     """The user's answers before the strategy.
@@ -55,10 +59,6 @@ class Situation:
         if not self.model:
             return "each billion of parameters"
         return f"{self.model} parameters" if self.spec is None else f"the model of {self.model}"
-
-    def fits(self, contender: "Contender") -> bool:
-        """Whether nothing is known to be too small for a form."""
-        return self.lacking(contender) == (0, 0)
 
     def lacking(self, contender: "Contender") -> tuple[int, int]:
         """Return the bytes that lack for a form: of a device, and of host memory for a rank."""
@@ -159,7 +159,7 @@ def _choose(
     candidates: Sequence[Contender], situation: Situation, default: str
 ) -> tuple[Contender, str]:
     """Return the best candidate, and why, without the situation that the numbers hold for."""
-    fitting = [each for each in candidates if situation.fits(each)]
+    fitting = [each for each in candidates if not sum(situation.lacking(each))]
     if not fitting:
         return _closest(candidates, situation)
     known = [each for each in fitting if each.counted] or fitting
@@ -169,10 +169,10 @@ def _choose(
     if situation.slow and any(each.between_hosts for each in allowed):
         return _least_between_hosts(allowed, exact, situation, default)
     usual = next((each for each in exact if each.promise.name == default), None)
-    small = usual is not None and usual.needed <= min(DEVICES.values()) * GIB
-    if usual is not None and (situation.room is not None or not situation.model or small):
+    unknown = situation.room is None and situation.model
+    if usual is not None and (not unknown or usual.needed <= SMALLEST):
         return usual, f"it is the usual strategy, {situation.memory(usual)}"
-    if situation.room is None:
+    if unknown:
         least = min(exact, key=lambda each: each.held)
         return least, (
             f"it fits on the smallest devices of all forms that keep nothing beside them: it "

@@ -48,7 +48,7 @@ STRATEGY, FACTS = "strategy.", "facts."
 BACK, NOT_YET = "<", "not yet"
 """Typed for the question before, and for a model that is not known; ``?`` says that, too."""
 
-STRATEGY_KEY = "strategy.name"
+STRATEGY_KEY, DEVICE_KEY = "strategy.name", "launch.device"
 PLACE, HOSTS, LINK, MODEL = "facts.place", "facts.hosts", "facts.link", "facts.model"
 
 HERE, SLURM, SSH, KUBERNETES, HAND = "here", "slurm", "ssh", "kubernetes", "hand"
@@ -358,10 +358,10 @@ class Wizard:
                 value = self.answers.get(prefix + knob.name, knob.default)
                 if knob.question and value != knob.default:
                     chosen[prefix + knob.name] = value
-        place = self.answers[PLACE]
-        started = {key: value for key, value in self._launch().items() if key.endswith("device")}
-        chosen |= self._launch() if place in (HERE, HAND) else started
-        return _nested(chosen | self._links())
+        launch = self._launch()
+        if self.answers[PLACE] not in (HERE, HAND):
+            launch = {key: value for key, value in launch.items() if key == DEVICE_KEY}
+        return _nested({**chosen, **launch, **self._links()})
 
     # --- the questions, in their order ---
 
@@ -470,7 +470,7 @@ class Wizard:
         machines = self.machines
         found: dict[str, Any] = {"launch.nproc_per_node": machines.ranks}
         if machines.cpu and self.answers[PLACE] != HERE:
-            found["launch.device"] = "cpu"
+            found[DEVICE_KEY] = "cpu"
         if machines.count > 1:
             first = RemoteHost((*machines.names, "host0")[0]).name
             found["launch.nnodes"] = machines.count
@@ -574,6 +574,7 @@ HINT_COLUMNS = 80
 """Columns that a hint takes at most: more are hard to read."""
 
 _BACK_CHOICE = "back to the question before"
+NO_YES = (AnswerChoice("no", "no"), AnswerChoice("yes", "yes"))
 
 
 def hint(text: str) -> str:
@@ -615,7 +616,10 @@ def ask_all(wizard: Wizard, default: Path, write: Callable[[Path, str], None]) -
             wizard.back()
             continue
         questionary.print("\n" + hint(question.help))
-        value = _pick(question) if question.choices else _type(question.text, question.default)
+        if question.choices:
+            value = _pick(question.text, question.choices, question.default)
+        else:
+            value = _type(question.text, question.default)
         if value == BACK:
             if not wizard.can_go_back:
                 questionary.print("this is the first question")
@@ -638,14 +642,8 @@ def _written(text: str, default: Path, write: Callable[[Path, str], None]) -> Pa
         if answer == BACK:
             return None
         path = Path(answer)
-        if path.exists():
-            replace = f"{path} exists. Replace it?"
-            choices = (AnswerChoice(False, "no"), AnswerChoice(True, "yes"))
-            if _pick(Question(key="", text=replace, help="", default=False, choices=choices)) in (
-                False,
-                BACK,
-            ):
-                continue
+        if path.exists() and _pick(f"{path} exists. Replace it?", NO_YES, "no") != "yes":
+            continue
         try:
             write(path, text)
         except DrivetrainError as error:
@@ -654,11 +652,11 @@ def _written(text: str, default: Path, write: Callable[[Path, str], None]) -> Pa
         return path
 
 
-def _pick(question: Question) -> Any:
-    choices = [questionary.Choice(choice.title, choice.value) for choice in question.choices]
-    chosen = next((choice for choice in choices if choice.value == question.default), None)
+def _pick(question: str, answers: Sequence[AnswerChoice], default: Any) -> Any:
+    choices = [questionary.Choice(answer.title, answer.value) for answer in answers]
+    chosen = next((choice for choice in choices if choice.value == default), None)
     choices.append(questionary.Choice(_BACK_CHOICE, BACK))
-    asked = questionary.select(question.text, choices=choices, default=chosen, instruction=" ")
+    asked = questionary.select(question, choices=choices, default=chosen, instruction=" ")
     keys: Any = asked.application.key_bindings
     keys.add(BACK, eager=True)(lambda event: event.app.exit(result=BACK))
     return asked.unsafe_ask()

@@ -446,6 +446,13 @@ def test_sizes_of_the_proposed_form_are_the_defaults_of_its_questions(command):
     assert f"# Proposed: {proposal.form}, because nothing fits" in wizard.text()
 
 
+def test_sizes_that_do_not_divide_the_ranks_are_refused_where_they_are_typed(wizard):
+    answered(wizard, "megatron")
+    with pytest.raises(ConfigError, match=r"a multiple of tp x pp = 3 x 1 = 3, found 2"):
+        wizard.answer(3)
+    wizard.answer(2)
+
+
 # --- all that the wizard writes, launches ---
 
 TYPED = {
