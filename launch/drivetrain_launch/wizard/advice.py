@@ -175,7 +175,7 @@ def _choose(
     if unknown:
         least = min(exact, key=lambda each: each.held)
         return least, (
-            f"it fits on the smallest devices of all forms that keep nothing beside them: it "
+            "of all forms that keep nothing elsewhere it fits on the smallest devices: it "
             f"{situation.memory(least)}"
         )
     best = _fewest(exact, lambda each: each.sent, default)

@@ -174,9 +174,9 @@ class Seen:
         """Return the hosts at a place as far as they are seen, each like this machine; or ""."""
         names = [host.target for host in self.hosts]
         hosts = str(self.nodes or "") if place == SLURM else ",".join(names)
-        if not hosts or place == KUBERNETES:
-            return ""
         slots = {host.slots for host in self.hosts} if place != SLURM else {None}
+        if not hosts or place == KUBERNETES or len(slots) > 1:
+            return ""
         ranks = slots.pop() or self.machines.ranks
         memory = f"{self.device_memory / GIB:.0f}" if self.devices else "cpu"
         return f"{hosts} x {ranks} x {memory}"
@@ -195,7 +195,7 @@ def look() -> Seen:
     notes: list[str] = []
     nodes = os.environ.get("SLURM_JOB_NUM_NODES") or os.environ.get("SLURM_NNODES", "")
     if nodes.isdecimal():
-        notes.append(f"SLURM: this is a job of {nodes} hosts.")
+        notes.append(f"SLURM: this is a job of {nodes} host{'s' if nodes != '1' else ''}.")
     elif shutil.which("sbatch"):
         notes.append("SLURM: it starts jobs from here.")
     if "KUBERNETES_SERVICE_HOST" in os.environ:

@@ -110,6 +110,7 @@ def test_what_is_seen_of_hosts_is_the_default(wizard):
     seen = replace(A100, hosts=listed)
     assert Wizard(strategies(), seen).current.default == "ssh"
     assert seen.hosts_of("ssh") == "n1,n2 x 4 x 80"
+    assert replace(A100, hosts=questions.read_hosts("n1:4,n2:8")).hosts_of("ssh") == ""
     job = replace(CPU, nodes=3)
     assert Wizard(strategies(), job).current.default == "slurm"
     assert job.hosts_of("slurm") == "3 x 2 x cpu"
@@ -259,7 +260,7 @@ def test_wizard_through_a_terminal(sandbox):
     terminal = start()
     for line in (
         "CPU cores, ",
-        "SLURM: this is a job of 1 hosts.",
+        "SLURM: this is a job of 1 host.",
         "Kubernetes: this is a pod.",
         "hostfile: n1, n2.",
         "~/.ssh/config: a, b.",
