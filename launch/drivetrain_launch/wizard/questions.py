@@ -36,6 +36,7 @@ from drivetrain.errors import ConfigError, DrivetrainError
 from drivetrain.hardware.sizes import DEVICES, GIB, device_bytes, parameter_count, size_text
 from drivetrain.registry import Registry
 from drivetrain_launch.hosts.remote import RemoteHost, read_hostfile, read_hosts
+from drivetrain_launch.hosts.surroundings import Variables
 from drivetrain_launch.ranks.placement import Endpoint, accelerators, cores
 
 if TYPE_CHECKING:
@@ -193,12 +194,13 @@ def look() -> Seen:
     if count and device is not None:
         facts = torch.get_device_module(device).get_device_properties(0)
     notes: list[str] = []
-    nodes = os.environ.get("SLURM_JOB_NUM_NODES") or os.environ.get("SLURM_NNODES", "")
+    variables = Variables(os.environ)
+    nodes = variables.text(variables.first("SLURM_NNODES", "SLURM_JOB_NUM_NODES"))
     if nodes.isdecimal():
         notes.append(f"SLURM: this is a job of {nodes} host{'s' if nodes != '1' else ''}.")
     elif shutil.which("sbatch"):
         notes.append("SLURM: it starts jobs from here.")
-    if "KUBERNETES_SERVICE_HOST" in os.environ:
+    if variables.text("KUBERNETES_SERVICE_HOST"):
         notes.append("Kubernetes: this is a pod.")
     hosts: Sequence[RemoteHost] = ()
     if Path("hostfile").is_file():
