@@ -30,7 +30,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from drivetrain import Accelerator
 from drivetrain.compression.compressor import Compressor
-from drivetrain.compression.methods import EXACT
+from drivetrain.config.outline import EXACT
 from drivetrain.registry import compressors
 
 # --- rates ---

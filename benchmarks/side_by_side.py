@@ -363,7 +363,8 @@ def with_drivetrain(options: argparse.Namespace) -> Step:
     from drivetrain.runtime.world import World
     from drivetrain.strategy import Run
     from drivetrain.traffic import Traffic
-    from drivetrain_ddp import Ddp, DdpConfig
+    from drivetrain_ddp.options import DdpConfig
+    from drivetrain_ddp.strategy import Ddp
 
     world = World.discover(cpu=True)
     config = DdpConfig(**json.loads(options.config))

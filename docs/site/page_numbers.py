@@ -189,14 +189,13 @@ def _bytes(name: str, options: Mapping[str, Any], precision: Precision) -> str:
 def _dtypes_of(name: str, section: str) -> list[str]:
     given = {key: DTYPES[value] for key, value in yaml.safe_load(f"{{{section}}}").items()}
     precision = Precision.of(name, **given)
-    names = {dtype: word for word, dtype in DTYPES.items() if dtype}
-    param = names[precision.param or torch.float32]
-    compute = names[precision.compute or torch.float32]
-    master = names[precision.master] if precision.master else f"the {param} parameter"
+    param = precision.param or "fp32"
+    compute = precision.compute or "fp32"
+    master = precision.master or f"the {param} parameter"
     return [
         param,
         f"{compute}, scaled" if name == "fp16" else compute,
-        names[precision.reduce] if precision.reduce else param,
+        precision.reduce or param,
         master.replace("fp32 parameter", "parameter"),
         *_bytes_of(precision),
     ]

@@ -14,12 +14,8 @@ parameters), received the same; held: parameters, gradients and optimizer state,
 trailing element of each parameter tells all ranks whether any rank had a gradient for it.
 
 ==================== ================================================================
+options.py           the options, and what may be set together
 strategy.py          ``Ddp``: the contract, bytes held and sent; buckets (steps 2-5)
 compression.py       a bucket on the wire: whole, in half precision, or of low rank
 ==================== ================================================================
 """
-
-from drivetrain_ddp.compression import DdpConfig
-from drivetrain_ddp.strategy import Ddp
-
-__all__ = ["Ddp", "DdpConfig"]

@@ -21,9 +21,8 @@ gradient may come more than once, multiply and send all buckets at the end.
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -34,25 +33,29 @@ from typing_extensions import override
 from drivetrain.collectives import Communicator
 from drivetrain.compression.communicator import hosts_apart, route_linked
 from drivetrain.compression.error_feedback import take_kept
-from drivetrain.compression.methods import LinkMethods
 from drivetrain.compression.one_bit_adam import (
     FrozenAdam,
-    check_momentum,
     frozen_adam,
     refuse_clipping,
 )
 from drivetrain.cost import Cost, ModelSpec
 from drivetrain.errors import ConfigError, UsageError
+from drivetrain.hardware.sizes import MIB
 from drivetrain.model.modules import named_parameters
 from drivetrain.parallel.backward import Rounds, on_gradient
-from drivetrain.parallel.replicated import MIB, Bucket, ReplicatedStrategy
-from drivetrain.runtime.precision import Precision
+from drivetrain.parallel.replicated import (
+    Bucket,
+    BucketLayout,
+    ReplicatedStrategy,
+    plan_buckets,
+)
 from drivetrain.runtime.world import World
 from drivetrain.shards import Reader, Shard
 from drivetrain.simulator.contract import DataParallelPlanning, Planning, Sharing
 from drivetrain.simulator.step import PaperRun
 from drivetrain.strategy import Form, Prepared, Run
-from drivetrain_ddp.compression import CommunicationHook, DdpConfig, Finish
+from drivetrain_ddp.compression import CommunicationHook, Finish, hook_of
+from drivetrain_ddp.options import DdpConfig, DdpOutline
 
 # --- averages gradients over ranks while backward runs ---
 
@@ -191,7 +194,8 @@ class BucketReducer:
         self._hook.forget()
         self._communicator.renew_channels()
         parameters = [slot.parameter for slot in self._slots]
-        layouts = self._config.buckets(
+        layouts = buckets_of(
+            self._config,
             [tuple(parameter.shape) for parameter in parameters],
             [(parameter.dtype, parameter.device) for parameter in parameters],
             self._order,
@@ -351,53 +355,22 @@ class BucketReducer:
 # --- the strategy ``ddp`` ---
 
 
-class Ddp(ReplicatedStrategy[DdpConfig]):
+class Ddp(DdpOutline, ReplicatedStrategy[DdpConfig]):
     """Data parallelism over the mesh axis ``dp``; one object per prepared model."""
-
-    summary: ClassVar[str] = "every rank holds the whole model, and gradients are averaged"
-    Config: ClassVar[type] = DdpConfig
 
     def __init__(self, config: DdpConfig, run: Run) -> None:
         super().__init__(config, run)
         far = hosts_apart(run.mesh, "dp", run.world, run.links) is not None
         self._adam = frozen_adam("ddp", config.exchange, run.links, far=far)
-        self._hook = MomentumHook(self._adam) if self._adam else config.compression(run.precision)
+        self._hook = MomentumHook(self._adam) if self._adam else hook_of(config, run.precision)
         self.summing = [self.ranks]
         if self._adam:
             self.closing.callback(self._adam.close)
 
     @classmethod
-    def check_options(cls, config: DdpConfig, precision: Precision) -> None:
-        """Refuse masters, which every rank would hold whole, and two compressions."""
-        precision.refuse(
-            "ddp",
-            "param",
-            "master",
-            instead="convert the model itself, or take a strategy that keeps master copies",
-        )
-        config.compression(precision)
-
-    @classmethod
-    def channels(cls, config: DdpConfig) -> frozenset[str]:
-        """Return gradients: parameters are never sent after the start."""
-        return frozenset({"gradients"})
-
-    @classmethod
     def changes_links(cls, config: DdpConfig) -> bool:
         """Return True: every channel goes on with methods that are chosen later."""
         return True
-
-    @classmethod
-    def check_links(cls, config: DdpConfig, links: LinkMethods, precision: Precision) -> None:
-        """Refuse parameters, and gradients that the option ``hook`` compresses, too."""
-        super().check_links(config, links, precision)
-        if links.gradients is not None and config.hook != "none":
-            raise ConfigError(
-                f"ddp: expected links.far.gradients or strategy.hook, found both: "
-                f"{links.name_for('gradients')} and {config.hook}; leave one of them out"
-            )
-        if config.exchange == "momentum":
-            check_momentum("ddp", links, precision)
 
     def prepare(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> Prepared:
         """Lay out the buckets, and hook into backward."""
@@ -482,8 +455,8 @@ class Ddp(ReplicatedStrategy[DdpConfig]):
         shapes = [spec.shape for spec in trainable]
         kinds = [(spec.dtype, None) for spec in trainable]
         order = range(len(trainable))[::-1]
-        layouts = config.buckets(shapes, kinds, order) if route.axis.size > 1 else []
-        hook, sent, gradients = config.compression(run.precision), Counter[tuple[str, str]](), 0
+        layouts = buckets_of(config, shapes, kinds, order) if route.axis.size > 1 else []
+        hook, sent, gradients = hook_of(config, run.precision), Counter[tuple[str, str]](), 0
         for layout in layouts:
             sent += hook.sent(layout, names, route)
             gradients += layout.nbytes + hook.held(layout, names, route)
@@ -501,6 +474,22 @@ class Ddp(ReplicatedStrategy[DdpConfig]):
         """Return gradients as they are, and of low rank where hosts are connected by a network."""
         compressed = [Form({"hook": "powersgd"}, exact=False)] if world.spans_hosts else []
         return [Form(), *compressed]
+
+
+def buckets_of(
+    config: DdpConfig,
+    shapes: Sequence[tuple[int, ...]],
+    kinds: Sequence[tuple[torch.dtype, Hashable]],
+    order: Sequence[int],
+) -> list[BucketLayout]:
+    """Return the buckets of the sizes that the options name; see ``plan_buckets``."""
+    return plan_buckets(
+        shapes,
+        kinds,
+        order,
+        bucket_bytes=int(config.bucket_mib * MIB),
+        first_bytes=int(config.first_bucket_mib * MIB),
+    )
 
 
 def _sharing(config: DdpConfig, run: PaperRun) -> Sharing:

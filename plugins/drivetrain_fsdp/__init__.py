@@ -14,13 +14,10 @@ parameters, gradients and states each, and whole units in use. With R groups of 
 inside of a group and 2 f_R P/S between groups.
 
 ===========  ===================================================================================
-fsdp.py      the strategy: its step as a table, units, rows, options, and the groups of ranks
+options.py   the options, and the units and groups that follow from them
+fsdp.py      the strategy: its step as a table, units, rows, and the groups of ranks
 dtensors.py  the shards as torch's DTensors
 ===========  ===================================================================================
 
 The step in its order, and the mechanisms that it calls, are ``drivetrain.parallel``.
 """
-
-from drivetrain_fsdp.fsdp import Fsdp, FsdpConfig
-
-__all__ = ["Fsdp", "FsdpConfig"]

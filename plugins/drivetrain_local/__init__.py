@@ -17,15 +17,10 @@ the other workers. The trajectory is one of its own: experiments have found it a
 parallelism, and nobody has proved that.
 
 ============ ==========================================================================
-options.py   the knobs
+options.py   the knobs, and what may be set together
 strategy.py  ``Local``: the contract, what the strategy inside of a worker does alone, costs
 outer.py     the outer steps: DiLoCo, Streaming DiLoCo; their messages; the warm-up
 sync.py      who takes part in an exchange: the agreement, late workers, communicators
 state.py     the state of all workers in one checkpoint, and whole outer weights
 ============ ==========================================================================
 """
-
-from drivetrain_local.options import LocalOptions
-from drivetrain_local.strategy import Local
-
-__all__ = ["Local", "LocalOptions"]

@@ -1,17 +1,19 @@
-"""The knobs of ``local``, and the strategy inside of a worker that they name."""
+"""The knobs of ``local``, and the strategy inside of a worker that they name. No torch."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from math import prod
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from drivetrain.config.option import NestedStrategy, nested_strategy, option
+from drivetrain.config.outline import Outline, find_outline
+from drivetrain.config.policy import Policy
 from drivetrain.errors import ConfigError
 from drivetrain.parallel.options import OffloadOptions
-from drivetrain.registry import strategies
-from drivetrain.runtime.mesh import Axis, Mesh
-from drivetrain.runtime.world import World
-from drivetrain.strategy import Strategy, find_strategy
+
+if TYPE_CHECKING:
+    from drivetrain.runtime.mesh import Axis, Mesh
+    from drivetrain.runtime.world import World
 
 AXIS = "dp"
 
@@ -98,14 +100,14 @@ class LocalOptions:
         """The share of the model whose exchanges are under way at a time, at most."""
         return -(-self.delay * self.fragments // self.every) / self.fragments
 
-    def strategy_inside(self) -> tuple[type[Strategy[Any]], Any]:
-        """Return the class of the strategy inside of a worker, and its options.
+    def outline_inside(self) -> tuple[type[Outline[Any]], Any]:
+        """Return the outline of the strategy inside of a worker, and its options.
 
         Raises:
             ConfigError: it is not installed, needs more ranks than a worker has, or takes over a
                 step of stores one step late.
         """
-        kind, options = find_strategy(self.inner.name, self.inner.options)
+        kind, options = find_outline(self.inner.name, self.inner.options)
         if self.workers == "ranks":
             self._check_one_rank(kind, options)
         if any(stores.delayed for stores in _stores(options)):
@@ -118,10 +120,10 @@ class LocalOptions:
 
     def stored_inside(self) -> float:
         """Return the share of parameters whose optimizer state stores inside of a worker keep."""
-        stores = getattr(self.strategy_inside()[1], "offload", None)
+        stores = getattr(self.outline_inside()[1], "offload", None)
         return stores.ratio if isinstance(stores, OffloadOptions) and stores.optimizer else 0.0
 
-    def _check_one_rank(self, kind: type[Strategy[Any]], options: Any) -> None:
+    def _check_one_rank(self, kind: type[Outline[Any]], options: Any) -> None:
         """Refuse a strategy inside that needs several ranks, where each rank is a worker.
 
         Raises:
@@ -136,32 +138,7 @@ class LocalOptions:
                 "a worker by itself; set workers: hosts, or name a strategy over the axis dp alone"
             ) from error
 
-    def axes(self, world_size: int) -> dict[str, int]:
-        """Return the axes of the strategy inside, ``dp`` last: a worker's ranks are neighbors.
-
-        Raises:
-            ConfigError: the strategy inside has no axis ``dp``, does not fit the number of ranks,
-                or divides replicas although workers may be late.
-        """
-        kind, options = self.strategy_inside()
-        axes = dict(kind.axes(options, world_size))
-        if AXIS not in axes:
-            raise ConfigError(
-                f"strategy.inner: expected a strategy with the axis {AXIS}, over which batches are "
-                f"divided, found {self.inner.name!r} over {', '.join(axes)}; name another one"
-            )
-        replicas = axes.pop(AXIS)
-        if self.late_s and replicas < world_size:
-            shown = " x ".join(f"{name}={size}" for name, size in axes.items())
-            raise ConfigError(
-                f"strategy.late_s: expected a strategy inside over the axis {AXIS} alone, such as "
-                f"ddp or zero1, found {self.inner.name!r} with {shown}: exchanges without late "
-                "workers are not tested with divided replicas; leave late_s at 0, or name another "
-                "strategy"
-            )
-        return {**axes, AXIS: replicas}
-
-    def ranks_of_worker(self, mesh: Mesh, world: World) -> int:
+    def ranks_of_worker(self, mesh: "Mesh", world: "World") -> int:
         """Return how many neighbors on the axis ``dp`` are of one worker.
 
         Raises:
@@ -184,12 +161,12 @@ class LocalOptions:
                 )
         return count
 
-    def planned(self, mesh: Mesh, world: World) -> tuple[Axis, Axis]:
+    def planned(self, mesh: "Mesh", world: "World") -> "tuple[Axis, Axis]":
         """Return the ranks of this worker, and those at this rank's place of each, not started."""
         count = self.ranks_of_worker(mesh, world)
         return mesh.neighbors(AXIS, count), mesh.across(AXIS, count)
 
-    def started(self, mesh: Mesh, world: World) -> tuple[Axis, Axis]:
+    def started(self, mesh: "Mesh", world: "World") -> "tuple[Axis, Axis]":
         """Return the same axes with process groups. Collective the first time."""
         count = self.ranks_of_worker(mesh, world)
         near = mesh.start_neighbors(AXIS, count, world)
@@ -203,5 +180,58 @@ def _stores(options: Any) -> Iterator[OffloadOptions]:
         if isinstance(value, OffloadOptions):
             yield value
         elif isinstance(value, NestedStrategy):
-            _, inside = find_strategy(value.name or strategies().default(), value.options)
+            _, inside = find_outline(value.name, value.options)
             yield from _stores(inside)
+
+
+class LocalOutline(Outline[LocalOptions]):
+    """The outline of ``local``."""
+
+    summary: ClassVar[str] = "hosts take steps by themselves, and exchange weights now and then"
+    Config: ClassVar[type] = LocalOptions
+
+    @classmethod
+    def axes(cls, config: LocalOptions, world_size: int) -> Mapping[str, int]:
+        """Return the axes of the strategy inside, ``dp`` last: a worker's ranks are neighbors.
+
+        Raises:
+            ConfigError: the strategy inside has no axis ``dp``, does not fit the number of ranks,
+                or divides replicas although workers may be late.
+        """
+        kind, options = config.outline_inside()
+        axes = dict(kind.axes(options, world_size))
+        if AXIS not in axes:
+            raise ConfigError(
+                f"strategy.inner: expected a strategy with the axis {AXIS}, over which batches are "
+                f"divided, found {config.inner.name!r} over {', '.join(axes)}; name another one"
+            )
+        replicas = axes.pop(AXIS)
+        if config.late_s and replicas < world_size:
+            shown = " x ".join(f"{name}={size}" for name, size in axes.items())
+            raise ConfigError(
+                f"strategy.late_s: expected a strategy inside over the axis {AXIS} alone, such as "
+                f"ddp or zero1, found {config.inner.name!r} with {shown}: exchanges without late "
+                "workers are not tested with divided replicas; leave late_s at 0, or name another "
+                "strategy"
+            )
+        return {**axes, AXIS: replicas}
+
+    @classmethod
+    def check_options(cls, config: LocalOptions, precision: Policy) -> None:
+        """Refuse late workers with a loss scale; let the strategy inside refuse the rest.
+
+        Raises:
+            ConfigError: a loss scale needs all ranks at each step, and workers may be late.
+        """
+        if config.late_s and precision.needs_scaling:
+            raise ConfigError(
+                "strategy.late_s: expected precision: bf16 or no, found fp16, whose loss scale all "
+                "ranks agree on at each step; change one of them"
+            )
+        kind, options = config.outline_inside()
+        kind.check_options(options, precision)
+
+    @classmethod
+    def channels(cls, config: LocalOptions) -> frozenset[str]:
+        """Return gradients: the outer ones."""
+        return frozenset({"gradients"})

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,13 +21,12 @@ from drivetrain.collectives.facts import Ranks
 from drivetrain.collectives.volume import ParameterRow, Stretch
 from drivetrain.compression.compressor import Compressor, Honesty
 from drivetrain.cost import Cost, ModelSpec
-from drivetrain.errors import ConfigError, UsageError
+from drivetrain.errors import UsageError
 from drivetrain.log import get_logger
 from drivetrain.model.modules import clean_name, held_parameters, named_parameters
 from drivetrain.parallel.options import OffloadOptions
 from drivetrain.parallel.replicated import replicate
 from drivetrain.runtime.mesh import Axis, HostLevels
-from drivetrain.runtime.precision import Precision
 from drivetrain.runtime.world import World
 from drivetrain.shards import HeldPart, HeldTensors, Reader, Shard, TensorFacts, WeightSource
 from drivetrain.simulator.contract import Planning
@@ -40,8 +39,8 @@ from drivetrain.simulator.step import (
     PaperTask,
     PaperUnit,
 )
-from drivetrain.strategy import Form, Prepared, Run, Strategy
-from drivetrain_local.options import AXIS, LocalOptions
+from drivetrain.strategy import Form, Prepared, Run, Strategy, find_strategy
+from drivetrain_local.options import AXIS, LocalOptions, LocalOutline
 from drivetrain_local.outer import Messages, OuterSteps, StepCount, WarmUp, fragment_of_each, wide
 from drivetrain_local.state import (
     JoinedWeights,
@@ -55,6 +54,17 @@ from drivetrain_local.state import (
 )
 from drivetrain_local.sync import WorkerLine, alone, links_of_workers, run_inside, told_numbers
 
+
+def strategy_inside(config: LocalOptions) -> tuple[type[Strategy[Any]], Any]:
+    """Return the class of the strategy inside of a worker, and its options.
+
+    Raises:
+        ConfigError: as ``outline_inside``.
+    """
+    config.outline_inside()
+    return find_strategy(config.inner.name, config.inner.options)
+
+
 # --- the cost of local steps, and a step on paper ---
 
 Sent = Counter[tuple[str, str]]
@@ -63,7 +73,7 @@ Sent = Counter[tuple[str, str]]
 def estimate(config: LocalOptions, model: ModelSpec, run: Run) -> Cost:
     """Return the bytes that a rank holds, and the bytes that rank 0 sends per step of a round."""
     near, far = config.planned(run.mesh, run.world)
-    kind, options = config.strategy_inside()
+    kind, options = strategy_inside(config)
     inside = run_inside(run, near)
     cost = kind.cost(options, model, inside)
     if far.size == 1:
@@ -190,7 +200,7 @@ class LocalPlanning(Planning):
         ranks = run.axes.get(AXIS, 1)
         worker = run.together(AXIS) if config.workers == "hosts" and AXIS in run.axes else 1
         workers = -(-ranks // worker)
-        kind, options = config.strategy_inside()
+        kind, options = strategy_inside(config)
         alone = replace(run, axes={**run.axes, AXIS: worker}, far=None)
         inside = kind.planning().step(options, units, alone)
         if workers == 1:
@@ -230,7 +240,7 @@ def _exchange(nbytes: float, workers: int, run: PaperRun) -> tuple[Operation, ..
 # --- the strategy ``local`` ---
 
 
-class Worker(Strategy[LocalOptions]):
+class Worker(LocalOutline, Strategy[LocalOptions]):
     """The methods of a worker that the strategy inside carries out."""
 
     def __init__(self, config: LocalOptions, run: Run) -> None:
@@ -238,38 +248,13 @@ class Worker(Strategy[LocalOptions]):
         self._near, self._far = config.started(run.mesh, run.world)
         self._everyone = run.mesh.start_around(AXIS, self._near, run.world)
         self._alone = self._far.size == 1
-        kind, options = config.strategy_inside()
+        kind, options = strategy_inside(config)
         self._inner: Strategy[Any] = kind(options, run_inside(run, self._near))
 
     @classmethod
     def crosses_links(cls, config: LocalOptions, world: World) -> bool:
         """Return whether there are several workers: on one host, too, if each rank is one."""
         return world.spans_hosts or (config.workers == "ranks" and world.size > 1)
-
-    @classmethod
-    def axes(cls, config: LocalOptions, world_size: int) -> Mapping[str, int]:
-        """Return the axes of the strategy inside, ``dp`` last and over all workers."""
-        return config.axes(world_size)
-
-    @classmethod
-    def check_options(cls, config: LocalOptions, precision: Precision) -> None:
-        """Refuse late workers with a loss scale; let the strategy inside refuse the rest.
-
-        Raises:
-            ConfigError: a loss scale needs all ranks at each step, and workers may be late.
-        """
-        if config.late_s and precision.compute == torch.float16:
-            raise ConfigError(
-                "strategy.late_s: expected precision: bf16 or no, found fp16, whose loss scale all "
-                "ranks agree on at each step; change one of them"
-            )
-        kind, options = config.strategy_inside()
-        kind.check_options(options, precision)
-
-    @classmethod
-    def channels(cls, config: LocalOptions) -> frozenset[str]:
-        """Return gradients: the outer ones."""
-        return frozenset({"gradients"})
 
     @classmethod
     def variants(cls, world_size: int) -> Sequence[Mapping[str, Any]]:
@@ -284,7 +269,7 @@ class Worker(Strategy[LocalOptions]):
     @classmethod
     def stages(cls, config: LocalOptions) -> Sequence[str]:
         """Return the axes of a pipeline inside of workers."""
-        kind, options = config.strategy_inside()
+        kind, options = strategy_inside(config)
         return kind.stages(options)
 
     @property
@@ -511,9 +496,6 @@ class Local(Stepping):
     ``prepare`` returns what the strategy inside returns: outer steps happen in hooks of optimizers.
     With one worker there is nobody to exchange with, and the strategy inside does everything.
     """
-
-    summary: ClassVar[str] = "hosts take steps by themselves, and exchange weights now and then"
-    Config: ClassVar[type] = LocalOptions
 
     @classmethod
     def cost(cls, config: LocalOptions, model: ModelSpec, run: Run) -> Cost:

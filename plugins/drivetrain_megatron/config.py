@@ -1,10 +1,12 @@
-"""The knobs of the strategy ``megatron``."""
+"""The knobs of the strategy ``megatron``, and what may be set together. No torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 from drivetrain.config.option import NestedStrategy, mapping, nested_strategy, option
+from drivetrain.config.outline import FarLinks, Outline, find_outline
+from drivetrain.config.policy import Policy
 from drivetrain.errors import ConfigError
 
 AXES = ("tp", "dp", "pp")
@@ -115,3 +117,61 @@ class MegatronConfig:
             raise ConfigError(
                 "expected pp above 1 with trace_dir, found pp: 1; set pp, or leave trace_dir out"
             )
+
+
+def outline_inside(config: MegatronConfig) -> tuple[type[Outline[Any]], Any]:
+    """Return the outline of the data-parallel strategy and its options.
+
+    Raises:
+        ConfigError: it is not installed, or is none: it lays ranks out on other axes than ``dp``.
+    """
+    name = config.data_parallel.name
+    kind, options = find_outline(name, config.data_parallel.options)
+    axes = set(kind.axes(options, 1))
+    if axes != {"dp"}:
+        raise ConfigError(
+            f"strategy.data_parallel: expected a strategy over the axis dp alone, found {name!r} "
+            f"over {', '.join(sorted(axes))}; name one that replicates or shards a whole model"
+        )
+    return kind, options
+
+
+class MegatronOutline(Outline[MegatronConfig]):
+    """The outline of ``megatron``."""
+
+    summary: ClassVar[str] = "ranks share layers (tensor) and blocks (pipeline) of one replica"
+    Config: ClassVar[type] = MegatronConfig
+
+    @classmethod
+    def axes(cls, config: MegatronConfig, world_size: int) -> Mapping[str, int]:
+        """Return the axes tp, dp and pp in the configured order."""
+        return config.sizes(world_size)
+
+    @classmethod
+    def check_options(cls, config: MegatronConfig, precision: Policy) -> None:
+        """Let the data-parallel strategy refuse options and dtypes."""
+        kind, options = outline_inside(config)
+        kind.check_options(options, precision)
+
+    @classmethod
+    def channels(cls, config: MegatronConfig) -> frozenset[str]:
+        """Return those of the data-parallel strategy, and activations with a pipeline."""
+        kind, options = outline_inside(config)
+        found = kind.channels(options)
+        return found | {"activations"} if config.pp > 1 else found
+
+    @classmethod
+    def check_links(cls, config: MegatronConfig, links: FarLinks, precision: Policy) -> None:
+        """Let the data-parallel strategy refuse methods for gradients and parameters.
+
+        Raises:
+            ConfigError: the same, or activations shall be rounded and there is no pipeline.
+        """
+        if links.rounds_activations and config.pp == 1:
+            raise ConfigError(
+                "expected links.far.activations: exact without a pipeline, which alone sends "
+                f"activations between hosts, found {links.activations!r} and pp: 1; leave it out, "
+                "or set pp above 1"
+            )
+        kind, options = outline_inside(config)
+        kind.check_links(options, links.with_exact_activations(), precision)

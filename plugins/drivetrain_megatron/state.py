@@ -29,7 +29,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from drivetrain.collectives import Communicator
 from drivetrain.compression.methods import LinkMethods
-from drivetrain.errors import CheckpointError, ConfigError, RankMismatchError, UsageError
+from drivetrain.errors import CheckpointError, RankMismatchError, UsageError
 from drivetrain.model.deferred import meta_tensors
 from drivetrain.model.guard import Elsewhere, refuse_transforms
 from drivetrain.model.modules import UninheritedHook, named_parameters, persistent_buffers
@@ -37,24 +37,22 @@ from drivetrain.parallel.replicated import replicate
 from drivetrain.parallel.suitability import misfit
 from drivetrain.parallel.whole_state import copied_state
 from drivetrain.runtime.mesh import Mesh
-from drivetrain.runtime.precision import Precision
+from drivetrain.runtime.parts import Part, boxes
 from drivetrain.runtime.world import World
 from drivetrain.saved_state import LINKS, OWN_MARK, check_fits
 from drivetrain.shards import (
     HeldPart,
     HeldTensors,
-    Part,
     Ranges,
     Readable,
     Reader,
     Shard,
     TensorFacts,
     WeightSource,
-    boxes,
     state_tensors,
 )
 from drivetrain.strategy import Run, Strategy, find_strategy
-from drivetrain_megatron.config import MegatronConfig
+from drivetrain_megatron.config import MegatronConfig, MegatronOutline, outline_inside
 from drivetrain_megatron.pipeline.build import PipelinedModel
 from drivetrain_megatron.shares import Shares, on_shares
 from drivetrain_megatron.tensor.operators import gathered
@@ -520,17 +518,10 @@ def data_parallel(config: MegatronConfig) -> tuple[type[Strategy[Any]], Any]:
     """Return the class of the data-parallel strategy and its options.
 
     Raises:
-        ConfigError: it is not installed, or is none: it lays ranks out on other axes than ``dp``.
+        ConfigError: as ``outline_inside``.
     """
-    name = config.data_parallel.name
-    kind, options = find_strategy(name, config.data_parallel.options)
-    axes = set(kind.axes(options, 1))
-    if axes != {"dp"}:
-        raise ConfigError(
-            f"strategy.data_parallel: expected a strategy over the axis dp alone, found {name!r} "
-            f"over {', '.join(sorted(axes))}; name one that replicates or shards a whole model"
-        )
-    return kind, options
+    outline_inside(config)
+    return find_strategy(config.data_parallel.name, config.data_parallel.options)
 
 
 def advice(mesh: Mesh) -> str:
@@ -551,7 +542,7 @@ def advice(mesh: Mesh) -> str:
     )
 
 
-class DataParallelCell(Strategy[MegatronConfig]):
+class DataParallelCell(MegatronOutline, Strategy[MegatronConfig]):
     """The methods of a cell that its data-parallel strategy carries out."""
 
     _model: nn.Module
@@ -568,38 +559,9 @@ class DataParallelCell(Strategy[MegatronConfig]):
         self._pipeline: PipelinedModel | None = None
 
     @classmethod
-    def check_options(cls, config: MegatronConfig, precision: Precision) -> None:
-        """Let the data-parallel strategy refuse options and dtypes."""
-        kind, options = data_parallel(config)
-        kind.check_options(options, precision)
-
-    @classmethod
     def stages(cls, config: MegatronConfig) -> Sequence[str]:
         """Return the axis of the pipeline."""
         return ("pp",)
-
-    @classmethod
-    def channels(cls, config: MegatronConfig) -> frozenset[str]:
-        """Return those of the data-parallel strategy, and activations with a pipeline."""
-        kind, options = data_parallel(config)
-        found = kind.channels(options)
-        return found | {"activations"} if config.pp > 1 else found
-
-    @classmethod
-    def check_links(cls, config: MegatronConfig, links: LinkMethods, precision: Precision) -> None:
-        """Let the data-parallel strategy refuse methods for gradients and parameters.
-
-        Raises:
-            ConfigError: the same, or activations shall be rounded and there is no pipeline.
-        """
-        if links.rounds_activations and config.pp == 1:
-            raise ConfigError(
-                "expected links.far.activations: exact without a pipeline, which alone sends "
-                f"activations between hosts, found {links.activations!r} and pp: 1; leave it out, "
-                "or set pp above 1"
-            )
-        kind, options = data_parallel(config)
-        kind.check_links(options, links.with_exact_activations(), precision)
 
     @classmethod
     def changes_links(cls, config: MegatronConfig) -> bool:

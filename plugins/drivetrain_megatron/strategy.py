@@ -7,7 +7,7 @@ strategy, which does not know them as parts.
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -191,9 +191,6 @@ class Megatron(DataParallelCell):
     ``prepare`` returns the very model it was given: its layers compute in parts.
     """
 
-    summary: ClassVar[str] = "ranks share layers (tensor) and blocks (pipeline) of one replica"
-    Config: ClassVar[type] = MegatronConfig
-
     def __init__(self, config: MegatronConfig, run: Run) -> None:
         super().__init__(config, run)
         world = run.world
@@ -218,11 +215,6 @@ class Megatron(DataParallelCell):
     def planning(cls) -> Planning:
         """Return plans of cells."""
         return CellPlanning(cls)
-
-    @classmethod
-    def axes(cls, config: MegatronConfig, world_size: int) -> Mapping[str, int]:
-        """Return the axes tp, dp and pp in the configured order."""
-        return config.sizes(world_size)
 
     @classmethod
     def variants(cls, world_size: int) -> Sequence[Mapping[str, Any]]:

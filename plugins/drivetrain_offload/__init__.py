@@ -15,6 +15,7 @@ new parameters back.
 
 =======================  =========================================================================
 tiers.py                 the bytes of each tier, compared with the room of the machine
+options.py               the options, and the strategy that ``offload`` stands for
 strategy.py              the strategy ``offload``: another strategy by name, with stores chosen;
                          its engine submits an update per unit, forward waits per unit
 disk_bench.py            the command ``drivetrain disk-bench``; disk_speed.py measures for it
@@ -30,9 +31,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from drivetrain_offload.buffers import aligned_empty
-    from drivetrain_offload.host import HostConfig, HostStore
-    from drivetrain_offload.nvme import NvmeConfig, NvmeStore, Transfer
-    from drivetrain_offload.strategy import Offload, OffloadConfig
+    from drivetrain_offload.host import HostStore
+    from drivetrain_offload.nvme import NvmeStore, Transfer
+    from drivetrain_offload.options import HostConfig, NvmeConfig, OffloadConfig
+    from drivetrain_offload.strategy import Offload
 
 __all__ = [
     "HostConfig",
@@ -46,12 +48,12 @@ __all__ = [
 ]
 
 _HOMES = {
-    "HostConfig": "host",
+    "HostConfig": "options",
     "HostStore": "host",
-    "NvmeConfig": "nvme",
+    "NvmeConfig": "options",
     "NvmeStore": "nvme",
     "Offload": "strategy",
-    "OffloadConfig": "strategy",
+    "OffloadConfig": "options",
     "Transfer": "nvme",
     "aligned_empty": "buffers",
 }

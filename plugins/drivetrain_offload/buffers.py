@@ -22,11 +22,10 @@ import torch
 from torch import Tensor
 
 from drivetrain.log import get_logger
+from drivetrain_offload.options import ALIGNMENT
 
 # --- aligned host memory, page-locked for accelerators ---
 
-ALIGNMENT = 4096
-"""Bytes; direct I/O takes addresses, offsets and lengths that are multiples, on common disks."""
 
 _PORTABLE = 1
 """``cudaHostRegisterPortable``: page-locked for every device of the process."""

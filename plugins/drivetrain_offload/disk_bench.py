@@ -57,9 +57,11 @@ def disk_bench(
 
     An Adam step reads 12 bytes and writes 12 bytes per parameter and rank.
     """
+    from drivetrain.hardware.sizes import MIB
     from drivetrain.log import progress
     from drivetrain_offload.disk_speed import measure, suggest, usable_bytes
-    from drivetrain_offload.nvme import MIB, NvmeConfig, check_directory, file_system
+    from drivetrain_offload.nvme import check_directory, file_system
+    from drivetrain_offload.options import NvmeConfig
 
     ways = [
         NvmeConfig(path=str(path), request_mib=request, threads=count)

@@ -8,8 +8,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from drivetrain_offload.buffers import ALIGNMENT, aligned_empty
-from drivetrain_offload.nvme import MIB, DiskFile, Transfer
+from drivetrain.hardware.sizes import MIB
+from drivetrain_offload.buffers import aligned_empty
+from drivetrain_offload.nvme import DiskFile, Transfer
+from drivetrain_offload.options import ALIGNMENT
 
 ADAM_BYTES = 12
 """Per parameter and direction: master weight and two moments, 4 bytes each (ZeRO-Infinity, 3)."""

@@ -7,7 +7,6 @@ page-locked, so that copies go on beside computation.
 
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -15,8 +14,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from drivetrain.config.option import option
 from drivetrain_offload.buffers import aligned_empty, can_page_lock, computing_pool
+from drivetrain_offload.options import HostConfig
 from drivetrain_offload.stepping import (
     MASTER,
     ShardBlock,
@@ -29,17 +28,6 @@ from drivetrain_offload.tiles import TILE_BYTES, Rule, Tiler, update_rule
 
 CACHE_LINE = 64
 """Bytes; shards in memory begin at multiples, so that no two of them share a line of the cache."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class HostConfig:
-    """Options of the store ``cpu``."""
-
-    page_locked: bool = option(
-        True,
-        help="whether memory is page-locked where there is an accelerator, so that copies do not "
-        "wait",
-    )
 
 
 class HostStepper(Stepper):

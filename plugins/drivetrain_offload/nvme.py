@@ -35,17 +35,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.optim import Optimizer
 
-from drivetrain.config.option import option
 from drivetrain.errors import ConfigError, PreflightError, StorageError, UsageError
+from drivetrain.hardware.sizes import MIB
 from drivetrain.log import get_logger
 from drivetrain_offload.buffers import (
-    ALIGNMENT,
     AlignedPool,
     ThreadPool,
     can_page_lock,
     give_back_memory,
     padded,
 )
+from drivetrain_offload.options import ALIGNMENT, NvmeConfig
 from drivetrain_offload.stepping import WORKING_BYTES, NvmeStepper
 from drivetrain_offload.tiles import update_rule
 
@@ -520,62 +520,6 @@ def _release(fd: int, named: Path | None) -> None:
 
 
 # --- the store ``nvme`` ---
-
-MIB = 2**20
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class NvmeConfig:
-    """Options of the store ``nvme``."""
-
-    path: str = option("", help="directory on a local disk where each rank's file lies")
-    request_mib: float = option(
-        4.0,
-        help="MiB of one request to the disk; drivetrain disk-bench suggests a value",
-        minimum=ALIGNMENT / MIB,
-        maximum=1024,
-    )
-    threads: int = option(
-        8,
-        help="requests in flight, of reads and of writes each; drivetrain disk-bench suggests a "
-        "value",
-        minimum=1,
-        maximum=256,
-    )
-    staging_mib: float = option(
-        256.0, help="MiB of host memory for tensors that are on their way to the disk", minimum=1
-    )
-    release_memory: bool = option(
-        True,
-        help="whether the process gives freed memory back to the system at once, which takes some "
-        "time; otherwise it may keep several times what it uses",
-    )
-    verify: bool = option(
-        False,
-        help="whether each block that is read must have the sum of the block that was written; "
-        "needs host memory for 1 of 512 bytes of the file",
-    )
-
-    def __post_init__(self) -> None:
-        """Check numbers that come from Python and not from a file.
-
-        Raises:
-            ConfigError: a number is out of its range, or a request is no whole number of blocks.
-        """
-        if not ALIGNMENT / MIB <= self.request_mib <= 1024 or self.request_bytes % ALIGNMENT:
-            raise ConfigError(
-                f"request_mib: expected a multiple of {ALIGNMENT} bytes up to 1024 MiB, found "
-                f"{self.request_mib:g} MiB; 1, 4 and 16 are common"
-            )
-        if not 1 <= self.threads <= 256:
-            raise ConfigError(f"threads: expected 1 to 256, found {self.threads}")
-        if self.staging_mib < 1:
-            raise ConfigError(f"staging_mib: expected 1 or more, found {self.staging_mib:g}")
-
-    @property
-    def request_bytes(self) -> int:
-        """Bytes of one request."""
-        return int(self.request_mib * MIB)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,3 @@ backward: 3 f P.
 
 The step in its order, and the mechanisms that it calls, are ``drivetrain.parallel``.
 """
-
-from drivetrain_zero.zero import Zero1, Zero1Config, Zero2, Zero2Config, Zero3, Zero3Config
-
-__all__ = ["Zero1", "Zero1Config", "Zero2", "Zero2Config", "Zero3", "Zero3Config"]

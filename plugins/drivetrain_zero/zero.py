@@ -20,20 +20,15 @@ How ZeRO cuts a model into units. Arithmetic only.
 Stages 1 and 2 cut the model into units of a bucket's size. Stage 3 makes a unit of each repeated
 block and of each large layer outside of them; the rest of the model is another unit. Parameters
 below a threshold are not worth a message: they stay whole, in buckets as in stage 2.
-
-The options of ZeRO, and the sizes and limits that follow from them, stage by stage.
 """
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
-from typing import ClassVar, Generic, Literal, TypeVar
+from typing import Generic, TypeVar
 
-from drivetrain.config.option import option
 from drivetrain.cost import ModelSpec, TensorSpec
 from drivetrain.parallel.estimate import sharing_of
 from drivetrain.parallel.layout import (
     ROOT,
-    CutStyle,
     FlatLayout,
     UnitLayout,
     arrange,
@@ -42,36 +37,23 @@ from drivetrain.parallel.layout import (
     in_order_of_backward,
     units_of_keys,
 )
-from drivetrain.parallel.options import GradientOptions, ParameterOptions, UnitsOptions
-from drivetrain.parallel.replicated import MIB, plan_buckets
+from drivetrain.parallel.replicated import plan_buckets
 from drivetrain.parallel.strategy import ShardedStrategy
 from drivetrain.runtime.precision import Precision
 from drivetrain.simulator.contract import Sharing
 from drivetrain.simulator.step import PaperRun
 from drivetrain.strategy import Run
+from drivetrain_zero.options import (
+    Sizes,
+    Zero1Config,
+    Zero1Outline,
+    Zero2Config,
+    Zero2Outline,
+    Zero3Config,
+    Zero3Outline,
+)
 
 # --- how ZeRO cuts a model into units ---
-
-
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """How large units are.
-
-    Attributes:
-        bucket_bytes: most bytes of whole parameters in one unit, in the dtype of forward.
-        cut: the way in which ranks share parameters.
-        shard_from: elements from which a parameter is kept as shards; None keeps all whole.
-        own_unit_from: elements from which a layer outside of blocks is a unit of its own.
-    """
-
-    bucket_bytes: int
-    cut: CutStyle
-    shard_from: int | None = None
-    own_unit_from: int = 1
-
-    def shards(self, spec: TensorSpec) -> bool:
-        """Return whether a parameter is kept as shards."""
-        return self.shard_from is not None and spec.numel >= max(self.shard_from, 1)
 
 
 def cut_model(
@@ -144,74 +126,6 @@ def _arrange(
     return arrange(specs, precision, len(loads), sizes.cut)
 
 
-# --- the options of ZeRO, and the sizes and limits that follow from them, stage by stage ---
-
-
-@dataclass(frozen=True, kw_only=True)
-class Zero1Config(UnitsOptions):
-    """Options of the strategy ``zero1``."""
-
-    bucket_mib: float = option(
-        25.0, help="MiB of gradients that are reduced together", minimum=0.001, maximum=4096
-    )
-    partition: Literal["flat", "parameter"] = option(
-        "flat",
-        help="flat cuts every bucket into equal ranges; parameter gives whole parameters to one "
-        "rank each, for optimizers that need whole matrices",
-    )
-
-    @property
-    def cut(self) -> CutStyle:
-        """How parameters are divided among ranks."""
-        return "whole" if self.partition == "parameter" else "flat"
-
-    @property
-    def sizes(self) -> Sizes:
-        """How large units are."""
-        return Sizes(int(self.bucket_mib * MIB), self.cut)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Zero2Config(GradientOptions, Zero1Config):
-    """Options of the strategy ``zero2``."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Zero3Config(ParameterOptions, Zero2Config):
-    """Options of the strategy ``zero3``."""
-
-    keep_below: int = option(
-        100_000,
-        help="parameters with fewer elements stay whole on every rank, as in stage 2: fewer and "
-        "larger messages",
-        minimum=0,
-    )
-    own_unit_from: int = option(
-        1_000_000,
-        help="elements from which a layer outside of the repeated blocks, such as an embedding, is "
-        "gathered and freed by itself",
-        minimum=1,
-    )
-    prefetch: int = option(
-        1, help="units that are gathered ahead of the one that computes", minimum=0, maximum=8
-    )
-
-    @property
-    def sizes(self) -> Sizes:
-        """How large units are: blocks and large layers."""
-        return Sizes(
-            int(self.bucket_mib * MIB),
-            self.cut,
-            shard_from=self.keep_below,
-            own_unit_from=self.own_unit_from,
-        )
-
-    @property
-    def ahead(self) -> int:
-        """How many units are gathered ahead of the computing unit."""
-        return self.prefetch
-
-
 # --- zeRO ---
 
 ConfigT = TypeVar("ConfigT", bound=Zero1Config)
@@ -241,22 +155,13 @@ class Zero(ShardedStrategy[ConfigT], Generic[ConfigT]):
         return sharing_of(config, bucket=sizes.bucket_bytes)
 
 
-class Zero1(Zero[Zero1Config]):
+class Zero1(Zero1Outline, Zero[Zero1Config]):
     """Optimizer states are divided (5.1); parameters and gradients are whole on every rank."""
 
-    summary: ClassVar[str] = "as ddp, but every rank keeps and steps 1/N of the optimizer state"
-    Config: ClassVar[type] = Zero1Config
 
-
-class Zero2(Zero[Zero2Config]):
+class Zero2(Zero2Outline, Zero[Zero2Config]):
     """Gradients are divided too (5.2): whole ones exist for the buckets on their way only."""
 
-    summary: ClassVar[str] = "as zero1, and every rank keeps 1/N of the gradients"
-    Config: ClassVar[type] = Zero2Config
 
-
-class Zero3(Zero[Zero3Config]):
+class Zero3(Zero3Outline, Zero[Zero3Config]):
     """Parameters are divided too (5.3): whole ones exist for the units in use only."""
-
-    summary: ClassVar[str] = "as zero2, and every rank keeps 1/N of the parameters"
-    Config: ClassVar[type] = Zero3Config

@@ -19,8 +19,9 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 
-from drivetrain import checkpoint, data
+from drivetrain import data
 from drivetrain.aliases import AnswersArguments, extract_model_from_parallel
+from drivetrain.checkpoint import encoding
 from drivetrain.config import RecomputeConfig
 from drivetrain.data import PreparedLoader
 from drivetrain.errors import UsageError
@@ -1006,7 +1007,7 @@ class Accelerator(AnswersArguments, StaysInProcess, Processes):
             safe_serialization: write safetensors.
         """
         if self.is_main_process:
-            checkpoint.save(obj, f, safe_serialization=safe_serialization)
+            encoding.save(obj, f, safe_serialization=safe_serialization)
 
     # --- experiment trackers: only the main process writes ---
 

@@ -2,7 +2,8 @@
 
 A plugin is a distribution with an entry point in one of seven groups; the core lists and imports no
 plugin by name. Loading is lazy: asking for names imports no plugin, and neither does asking for a
-summary or a role, for which a second entry point has the same target.
+summary or a role, for which a second entry point has the same target. An outline is the part of a
+plugin that configurations need: a second entry point is named by the plugin's target.
 """
 
 import difflib
@@ -23,6 +24,7 @@ FORMATS = "drivetrain.formats"
 COMPRESSORS = "drivetrain.compressors"
 SUMMARIES = "drivetrain.summaries"
 ROLES = "drivetrain.roles"
+OUTLINES = "drivetrain.outlines"
 
 _KINDS = {
     STRATEGIES: "strategy",
@@ -68,6 +70,24 @@ class Registry:
             ConfigError: the plugin is installed but cannot be imported, or two distributions
                 provide one of this name.
         """
+        return self._imported(name, self._entry(name))
+
+    def outline(self, name: str) -> Any:
+        """Import and return what configurations need of a plugin: by default all of the plugin.
+
+        Entry points of ``drivetrain.outlines`` have the plugin's own target for a name.
+
+        Raises:
+            UnknownPluginError: as ``load``.
+            ConfigError: as ``load``.
+        """
+        entry = self._entry(name)
+        lines = _installed(OUTLINES, _search_path())
+        found = [line for line in lines if line.name == entry.value]
+        return self._imported(name, found[0] if found else entry)
+
+    def _entry(self, name: str) -> EntryPoint:
+        """Return the entry point of a name, which imports nothing."""
         entries = self._entries.get(name)
         if entries is None:
             near = difflib.get_close_matches(name, self.names, n=1)
@@ -80,12 +100,14 @@ class Registry:
                 f"two distributions provide the {self.kind} {name!r}: "
                 f"{' and '.join(sorted(entries))}; uninstall one"
             )
-        ((value, entry),) = entries.items()
+        return next(iter(entries.values()))
+
+    def _imported(self, name: str, entry: EntryPoint) -> Any:
         try:
             return entry.load()
         except Exception as error:
             raise ConfigError(
-                f"the {self.kind} {name!r} ({value}) cannot be imported: "
+                f"the {self.kind} {name!r} ({entry.value}) cannot be imported: "
                 f"{type(error).__name__}: {error}; reinstall the distribution that provides it"
             ) from error
 
@@ -123,7 +145,7 @@ class Registry:
     def find_config(self, name: str) -> tuple[str, type]:
         """Return the full name ("" means the default) and the plugin's Config dataclass."""
         name = name or self.default()
-        return name, self.load(name).Config
+        return name, self.outline(name).Config
 
     def _only(self, role: str) -> str:
         """Return the name of the one plugin with a role: no plugin is imported."""
@@ -149,7 +171,7 @@ class Registry:
         return found
 
 
-@lru_cache(maxsize=len(_KINDS) + 2)
+@lru_cache(maxsize=len(_KINDS) + 3)
 def _installed(group: str, path: tuple[tuple[str, int], ...]) -> EntryPoints:
     """Return a group's entry points: the declarations of every distribution are read."""
     return entry_points(group=group)

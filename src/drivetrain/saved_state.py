@@ -11,7 +11,8 @@ from torch.optim import Optimizer
 from drivetrain.collectives.facts import Ranks
 from drivetrain.errors import CheckpointError, UsageError
 from drivetrain.model.modules import named_parameters, persistent_buffers
-from drivetrain.shards import Part, Reader, Shard, label
+from drivetrain.runtime.parts import Part, label
+from drivetrain.shards import Reader, Shard
 
 T = TypeVar("T")
 

@@ -4,17 +4,18 @@ A strategy spreads one model's training step over the ranks of a mesh. The facad
 object per prepared model, so nothing about a run is global, and it never asks which strategy it is.
 """
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from drivetrain.compression.methods import LinkMethods, OverLinks
+from drivetrain.config.outline import ConfigT, working
 from drivetrain.cost import Cost, ModelSpec
 from drivetrain.data.examples import ExampleBatches
 from drivetrain.errors import UsageError
@@ -29,8 +30,6 @@ from drivetrain.shards import Readable, WeightSource
 from drivetrain.simulator.contract import Planning
 from drivetrain.traffic import Traffic
 
-ConfigT = TypeVar("ConfigT")
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
@@ -38,7 +37,7 @@ class Run:
 
     Attributes:
         world: this process among all processes.
-        mesh: the axes that ``Strategy.axes`` asked for, by name.
+        mesh: the axes that ``Outline.axes`` asked for, by name.
         precision: the dtypes of parameters, compute, reduction and master copies.
         accumulation: micro-batches per optimizer step.
         traffic: the ledger that every collective adds to.
@@ -106,9 +105,8 @@ def find_strategy(name: str, options: Any = None) -> tuple[type["Strategy[Any]"]
     Raises:
         ConfigError: it is not installed, or its options do not fit together.
     """
-    registry = strategies()
-    kind: type[Strategy[Any]] = registry.load(name or registry.default())
-    return kind.stands_for(kind.Config() if options is None else options)
+    name, options = working(name, options)
+    return strategies().load(name), options
 
 
 class Comparable:
@@ -157,50 +155,13 @@ class Strategy(
     Readable,
     KeepsState,
     Comparable,
-    OverLinks,
-    ABC,
-    Generic[ConfigT],
+    OverLinks[ConfigT],
 ):
-    """One way of spreading a training step over the ranks of a mesh.
-
-    Attributes:
-        summary: one sentence for the wizard and ``launch --help``.
-        Config: a frozen dataclass whose fields are declared with ``option()``.
-    """
-
-    summary: ClassVar[str]
-    Config: ClassVar[type]
+    """One way of spreading a training step over the ranks of a mesh."""
 
     def __init__(self, config: ConfigT, run: Run) -> None:
         self.config = config
         self.run: Run = run
-
-    @classmethod
-    def stands_for(cls, config: ConfigT) -> "tuple[type[Strategy[Any]], Any]":
-        """Return the strategy that does the work, and its options: by default this class.
-
-        A strategy may only be another strategy with some options set: then it returns the other, is
-        asked nothing else, and no object of it is made.
-
-        Raises:
-            ConfigError: the options do not fit together.
-        """
-        return cls, config
-
-    @classmethod
-    def check_options(cls, config: ConfigT, precision: Precision) -> None:
-        """Refuse options and dtypes that no model can be prepared with; by default none.
-
-        ``config check`` and the launcher call it before ranks start, and ``prepare`` does.
-
-        Args:
-            config: of ``stands_for``.
-            precision: the dtypes of the run.
-
-        Raises:
-            ConfigError: says which ones, and the way out.
-        """
-        return
 
     @classmethod
     def planning(cls) -> Planning:
@@ -211,17 +172,6 @@ class Strategy(
     def forward_is_collective(self) -> bool:
         """Whether ranks of ``dp`` need each other in a forward: they must run the same ones."""
         return False
-
-    @classmethod
-    @abstractmethod
-    def axes(cls, config: ConfigT, world_size: int) -> Mapping[str, int]:
-        """Return the size of each mesh axis, the closest (fastest varying) first.
-
-        Loaders are divided over the axis named ``dp``.
-
-        Raises:
-            ConfigError: the world size does not fit the configuration.
-        """
 
     @abstractmethod
     def prepare(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> Prepared:

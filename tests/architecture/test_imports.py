@@ -1,9 +1,16 @@
 """The dependency rule: the core knows no plugin, plugins know no other plugin, by syntax tree."""
 
 import ast
+import subprocess
+import sys
 from collections.abc import Iterator
 from importlib.metadata import entry_points
 from pathlib import Path
+
+from drivetrain.checkpoint.encoding import Contents
+from drivetrain.checkpoint.saving import save_checkpoint
+from drivetrain.registry import strategies
+from drivetrain.runtime.world import World
 
 ROOT = Path(__file__).parents[2]
 PLUGINS = sorted(path.name for path in (ROOT / "plugins").iterdir() if path.is_dir())
@@ -74,3 +81,23 @@ def test_only_world_and_launch_read_the_environment():
         tree = ast.parse(path.read_text(encoding="utf-8"))
         names = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
         assert not names & {"environ", "getenv"}, relative
+
+
+TORCHLESS = """
+import sys
+from drivetrain_launch.cli import run
+for line in sys.argv[1:]:
+    assert run(line.split(",")) == 0, line
+    assert "torch" not in sys.modules, line
+"""
+
+
+def test_commands_about_files_import_no_torch(tmp_path):
+    save_checkpoint(tmp_path / "saved", Contents(models=[], state={"steps": []}), world=World())
+    lines = [f"checkpoint,inspect,{tmp_path / 'saved'}", "config,explain,strategy.buffers"]
+    for name in strategies().names:
+        file = tmp_path / f"{name}.yaml"
+        file.write_text(f"strategy: {name}\nlaunch: {{nproc_per_node: 2}}\n")
+        commands = ("check", file), ("show", "--config", file), ("explain", name)
+        lines += [",".join(("config", *map(str, words))) for words in commands]
+    subprocess.run([sys.executable, "-c", TORCHLESS, *lines], check=True, stdout=subprocess.DEVNULL)

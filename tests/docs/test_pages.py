@@ -23,7 +23,7 @@ import generate
 from doc_pages import DOCS, PAGES, ROOT, blocks, rows, tables
 from drivetrain import errors, registry
 from drivetrain.store import ShardStepper, SteppingStore, TensorStore
-from drivetrain_fsdp import FsdpConfig
+from drivetrain_fsdp.options import FsdpConfig
 from drivetrain_launch.cli import COMMANDS, group, run
 from drivetrain_launch.ranks.failure import CANNOT_HEAL
 from drivetrain_megatron.plan.named import STYLES

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from drivetrain.checkpoint import find_problems
+from drivetrain.checkpoint.loading import find_problems
 from faulty_trainings import ENDED_S, STEPS, FaultyTrainings
 from waits import PATIENCE_S, wait_until
 

@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 from drivetrain import Accelerator
-from drivetrain.checkpoint import export_checkpoint, find_problems, read_export
+from drivetrain.checkpoint.export import export_checkpoint, read_export
+from drivetrain.checkpoint.loading import find_problems
 from drivetrain.registry import strategies
 
 NAMES = strategies().names

@@ -16,7 +16,7 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import StepLR
 
 from drivetrain import Accelerator
-from drivetrain.checkpoint import read_export
+from drivetrain.checkpoint.export import read_export
 from drivetrain.testing.conformance.twins import everyone, weights
 
 STRATEGIES = {

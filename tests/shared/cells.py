@@ -99,7 +99,7 @@ def import_everything(*modules: str) -> None:
     import torch
 
     torch.set_num_threads(1)
-    for name in (*modules, "drivetrain.checkpoint", "torch.distributed"):
+    for name in (*modules, "drivetrain.checkpoint.export", "torch.distributed"):
         importlib.import_module(name)
     from drivetrain.registry import strategies
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from drivetrain.shards import Part
+from drivetrain.runtime.parts import Part
 
 
 class InMemory:

@@ -7,7 +7,8 @@ from drivetrain.runtime.precision import Precision
 from drivetrain.runtime.world import World
 from drivetrain.strategy import Run
 from drivetrain.traffic import Traffic
-from drivetrain_ddp import Ddp, DdpConfig
+from drivetrain_ddp.options import DdpConfig
+from drivetrain_ddp.strategy import Ddp
 
 SMALL = DdpConfig(bucket_mib=0.001, first_bucket_mib=0.001)
 

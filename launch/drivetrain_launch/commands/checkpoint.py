@@ -5,18 +5,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
+from drivetrain.checkpoint.description import Description, describe, tensor_bytes
+from drivetrain.checkpoint.manifest import SavedTensor
 from drivetrain.errors import CheckpointError, ConfigError
 from drivetrain.hardware.sizes import size_text
 from drivetrain_launch.commands.options import SETTINGS
 from drivetrain_launch.console import show_table
-
-if TYPE_CHECKING:
-    from drivetrain.checkpoint import Description
-    from drivetrain.checkpoint.manifest import SavedTensor
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
@@ -46,8 +44,6 @@ def inspect(directory: Path, every: bool, as_json: bool) -> None:
 
     Layers that repeat are in one row; no tensor is read.
     """
-    from drivetrain.checkpoint import describe
-
     found = describe(directory)
     if as_json:
         click.echo(json.dumps(found.to_json(), indent=2))
@@ -62,7 +58,7 @@ def verify(directory: Path) -> int:
 
     Print 'ok', or all that is wrong and exit with 4.
     """
-    from drivetrain.checkpoint import describe, find_problems
+    from drivetrain.checkpoint.loading import find_problems
 
     problems = find_problems(directory)
     for problem in problems:
@@ -103,7 +99,7 @@ def export(directory: Path, output: Path, dtype: str | None, **options: Any) -> 
     """
     import torch
 
-    from drivetrain.checkpoint import export_checkpoint
+    from drivetrain.checkpoint.export import export_checkpoint
 
     wanted = None if dtype is None else getattr(torch, DTYPES[dtype])
     plan = export_checkpoint(directory, output, dtype=wanted, **options)
@@ -112,7 +108,7 @@ def export(directory: Path, output: Path, dtype: str | None, **options: Any) -> 
     click.echo(f"wrote {size_text(plan.total_bytes)} to {', '.join(plan.files)} in {output}")
 
 
-def show(found: "Description", *, every: bool) -> None:
+def show(found: Description, *, every: bool) -> None:
     """Print a checkpoint as tables for people."""
     manifest = found.manifest
     steps = "unknown" if found.steps is None else ", ".join(map(str, found.steps)) or "none"
@@ -137,9 +133,7 @@ def show(found: "Description", *, every: bool) -> None:
         show_table("Files", ("file", "size"), files)
 
 
-def _show_tensors(title: str, tensors: "Sequence[SavedTensor]") -> None:
-    from drivetrain.checkpoint.loading import tensor_bytes
-
+def _show_tensors(title: str, tensors: Sequence[SavedTensor]) -> None:
     columns = ("name", "optimizer state", "dtype", "shape", "size", "parts")
     rows = [
         (
@@ -175,8 +169,8 @@ class Parameter:
     """
 
     name: str
-    values: "SavedTensor | None" = None
-    states: "list[SavedTensor]" = field(default_factory=list)
+    values: SavedTensor | None = None
+    states: list[SavedTensor] = field(default_factory=list)
 
     @property
     def kind(self) -> tuple[object, ...]:
@@ -187,7 +181,7 @@ class Parameter:
         return len(self.name.split(".")), _pattern(self.name), facts, states
 
 
-def summary(tensors: "Iterable[SavedTensor]") -> list[tuple[str, ...]]:
+def summary(tensors: Iterable[SavedTensor]) -> list[tuple[str, ...]]:
     """Return rows of ``COLUMNS``, in the order in which the tensors come, and one with the sums."""
     parameters: dict[str, Parameter] = {}
     for tensor in tensors:
@@ -205,8 +199,6 @@ def summary(tensors: "Iterable[SavedTensor]") -> list[tuple[str, ...]]:
 
 
 def _row(name: str, parameters: Sequence[Parameter]) -> tuple[str, ...]:
-    from drivetrain.checkpoint.loading import tensor_bytes
-
     values = [one.values for one in parameters if one.values is not None]
     states = [state for one in parameters for state in one.states]
     shapes = {shape_text(one.shape) for one in values}

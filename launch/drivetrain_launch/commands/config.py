@@ -24,7 +24,7 @@ from drivetrain.config.document import (
     importers,
 )
 from drivetrain.config.option import is_union
-from drivetrain.config.resolve import resolve
+from drivetrain.config.resolve import Resolved, resolve
 from drivetrain.errors import ConfigError
 from drivetrain.registry import strategies
 from drivetrain_launch.commands.options import (
@@ -37,7 +37,7 @@ from drivetrain_launch.commands.options import (
     rest_argument,
     source_options,
 )
-from drivetrain_launch.console import yaml_text
+from drivetrain_launch.console import show_table, yaml_text
 
 if TYPE_CHECKING:
     from drivetrain_launch.wizard.questions import Wizard
@@ -76,8 +76,6 @@ def command(ctx: click.Context, use_default: bool, output: Path | None) -> int:
 @source_options
 def show(config: str | None, assignments: tuple[str, ...]) -> None:
     """Show every key with its value and where that came from."""
-    from drivetrain_launch.commands.preview import show_configuration
-
     show_configuration(resolve_command_line(config, assignments))
 
 
@@ -85,7 +83,7 @@ def show(config: str | None, assignments: tuple[str, ...]) -> None:
 @click.argument("file", metavar="FILE", shell_complete=complete_file)
 def check(file: str) -> None:
     """Check a file: print 'ok', or every error in it and exit with 2."""
-    from drivetrain_launch.forecast.planning import check_run
+    from drivetrain_launch.forecast.checking import check_run
 
     check_run(resolve_command_line(file, ()))
     click.echo("ok")
@@ -189,7 +187,7 @@ def ask(output: Path) -> int:
             write(draft, json.dumps(wizard.answers, indent=2) + "\n", replace=True)
         raise
     # Read the file as a run will: a mistake of ours must show here, and not in the run.
-    from drivetrain_launch.forecast.planning import check_run
+    from drivetrain_launch.forecast.checking import check_run
 
     check_run(resolve(read_file(path), find_config=strategies().find_config))
     draft.unlink(missing_ok=True)
@@ -273,6 +271,16 @@ def write(path: Path, text: str, *, replace: bool) -> None:
         ) from error
 
 
+def show_configuration(resolved: Resolved, *, every: bool = True) -> None:
+    """Print all knobs, or the chosen ones, with values and origins."""
+    found = list(resolved.rows())
+    kept = [row for row in found if every or row[2].kind != "default" or row[0] == "strategy.name"]
+    rows = [(key, yaml_text(value), origin.text) for key, value, origin in kept]
+    left = len(found) - len(kept)
+    more = f" ({left} more keys at their default: drivetrain config show)" if left else ""
+    show_table(f"Configuration{more}", ("key", "value", "origin"), rows)
+
+
 # --- explain: the meaning of a key, or of all keys of a section ---
 
 
@@ -308,7 +316,7 @@ def explained(key: str) -> str:
     if key in knobs:
         return _explained(key, knobs[key])
     if key in strategies().names:
-        kind = strategies().load(key)
+        kind = strategies().outline(key)
         return _listed(f"{key}: {kind.summary}.", kind.Config)
     if key.startswith(f"{STRATEGY}."):
         return _of_strategies(key.removeprefix(f"{STRATEGY}."))
@@ -356,7 +364,7 @@ def _of_strategies(name: str) -> str:
     """Return the texts about an option of that name, with the strategies that share each text."""
     registry, texts, known = strategies(), dict[str, list[str]](), set[str]()
     for strategy in registry.names:
-        for prefix, cls in _sections(registry.load(strategy).Config, ""):
+        for prefix, cls in _sections(registry.outline(strategy).Config, ""):
             for knob in options_of(cls):
                 known.add(prefix + knob.name)
                 if prefix + knob.name == name:
@@ -493,7 +501,7 @@ def _is_ours(layer: Layer) -> bool:
 
 def _check(translation: Translation) -> None:
     """Read the translation as a run will: a mistake of ours must show here, and not in the run."""
-    from drivetrain_launch.forecast.planning import check_run
+    from drivetrain_launch.forecast.checking import check_run
 
     text = dump_yaml(translation.values)
     try:

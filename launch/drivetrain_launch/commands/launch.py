@@ -16,21 +16,18 @@ import click
 
 from drivetrain.config.resolve import Resolved
 from drivetrain.errors import ConfigError
+from drivetrain_launch.commands.hosts import TOPOLOGY, chosen_hosts, host_options, remote_job
 from drivetrain_launch.commands.options import (
     BEFORE_SCRIPT,
     FLAGS,
     HOSTS_GROUP,
-    TOPOLOGY,
     UNDERSCORES,
     GroupedCommand,
-    chosen_hosts,
     command_line_layer,
     complete_file,
     grouped_option,
-    host_options,
     knob_flags,
     misplaced,
-    remote_job,
     resolve_command_line,
     script_argument,
     source_options,
@@ -122,7 +119,7 @@ def command(
     surroundings = None if explicit else recognise(os.environ)
     resolved = resolve_command_line(config, assignments, flags, surroundings)
     check_slot(resolved, surroundings)
-    from drivetrain_launch.forecast.planning import check_run
+    from drivetrain_launch.forecast.checking import check_run
 
     if standalone and resolved.run.launch.nnodes > 1:
         raise ConfigError(

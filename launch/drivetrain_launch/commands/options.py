@@ -4,18 +4,14 @@ Help text and default come from the ``option()`` declarations. The command line 
 configuration, whose origins quote the user's words.
 """
 
-import os
-import re
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import click
 from click.shell_completion import CompletionItem
 
 from drivetrain.config import (
-    LaunchConfig,
     Layer,
     Option,
     RunConfig,
@@ -27,7 +23,6 @@ from drivetrain.config.document import importers, put, read_own_file
 from drivetrain.config.resolve import Resolved, resolve
 from drivetrain.errors import ConfigError
 from drivetrain.registry import strategies
-from drivetrain_launch.hosts.remote import RemoteHost, RemoteJob, read_hostfile, read_hosts, select
 from drivetrain_launch.hosts.surroundings import FEWEST_KEY, Surroundings, check_agreement
 
 
@@ -232,7 +227,7 @@ def knob_flags(*groups: str) -> Callable[..., Any]:
         text += f" [default: {default}] [YAML: {key}]"
         if flag.group in groups or not groups:
             shown.append(_flag_option(replace(flag, metavar=metavar, help=text)))
-    return _all_of(shown)
+    return all_of(shown)
 
 
 class ModelCommand(click.Command):
@@ -282,7 +277,7 @@ def worded_flags(**words: tuple[str, str]) -> Callable[..., Any]:
         words: what stands for the argument, and the help, by the flag's parameter.
     """
     flags = {flag.parameter: flag for flag in FLAGS}
-    return _all_of(
+    return all_of(
         _flag_option(replace(flags[name], metavar=metavar, help=text))
         for name, (metavar, text) in words.items()
     )
@@ -304,7 +299,7 @@ script_argument = rest_argument("script", "SCRIPT [ARGS]...")
 """Decorates a command with a script and the script's arguments."""
 
 
-def _all_of(decorators: Iterable[Callable[..., Any]]) -> Callable[..., Any]:
+def all_of(decorators: Iterable[Callable[..., Any]]) -> Callable[..., Any]:
     """Return one decorator for several, whose options the help shows in this order."""
     last_first = tuple(decorators)[::-1]
 
@@ -440,7 +435,7 @@ def complete_key(
     offered = known_keys()
     registry, name = strategies(), ctx.params.get(STRATEGY_FLAG.parameter)
     if incomplete.startswith("strategy.") and name in registry.names:
-        options = knobs_of(registry.load(name).Config, "strategy.")
+        options = knobs_of(registry.outline(name).Config, "strategy.")
         offered |= {key: knob.help for key, knob in options}
     return _offered(offered, incomplete, "=")
 
@@ -458,7 +453,7 @@ def complete_known_key(
     return _offered({**known_keys(), **dict(described_strategies())}, incomplete)
 
 
-source_options = _all_of(
+source_options = all_of(
     [
         grouped_option(
             "Configuration",
@@ -478,148 +473,3 @@ source_options = _all_of(
     ]
 )
 """Decorates a command with ``--config`` and ``--set``."""
-
-
-# --- hosts to start over ssh, of ``drivetrain launch`` and ``test`` ---
-
-
-SELECTION = "HOST:0,1@HOST"
-OPTIONS = (
-    ("--hosts", "HOST:N,...", "Start N ranks on each of these hosts over ssh. [default: none]"),
-    (
-        "--hostfile",
-        "FILE",
-        "Start on the hosts of a file with lines such as 'n1 slots=8'. [default: none]",
-    ),
-    (
-        "--include",
-        SELECTION,
-        "Of the hosts, take these alone, with these devices. [default: all]",
-    ),
-    ("--exclude", SELECTION, "Of the hosts, leave out these, or these devices. [default: none]"),
-    ("--export", "NAME[=TEXT]", "Give hosts this variable, too; repeatable. [default: none]"),
-    ("--env-file", "FILE", "Give hosts the variables of lines NAME=TEXT. [default: none]"),
-)
-"""Names, arguments and help of the options."""
-
-REPEATABLE = "--export"
-
-TOPOLOGY = "--topology"
-OF_HOST_0 = (*(name for name, _, _ in OPTIONS), TOPOLOGY, "--rdzv-endpoint")
-"""Options that the started hosts do not get: the machine that starts them decides."""
-
-_ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)(?:=(.*))?", re.DOTALL)
-
-
-host_options = _all_of(
-    [
-        grouped_option(
-            HOSTS_GROUP,
-            name,
-            metavar=metavar,
-            help=text,
-            multiple=name == REPEATABLE,
-            shell_complete=complete_file if metavar == "FILE" else None,
-        )
-        for name, metavar, text in OPTIONS
-    ]
-)
-"""Decorates a command with the options; their values are keyword arguments."""
-
-
-def chosen_hosts(
-    flags: Mapping[str, Any], chosen: Container[str], *, standalone: bool
-) -> list[RemoteHost]:
-    """Return the hosts to start over ssh; none without ``--hosts`` and ``--hostfile``.
-
-    Args:
-        flags: values of the options.
-        chosen: keys of the configuration that the command line sets.
-        standalone: whether one host was asked for.
-
-    Raises:
-        ConfigError: the options contradict each other, or a host is malformed.
-    """
-    hosts, hostfile = flags["hosts"], flags["hostfile"]
-    include, exclude = flags["include"], flags["exclude"]
-    if hosts is not None and hostfile is not None:
-        raise ConfigError("--hosts and --hostfile: expected one of them, found both")
-    if hosts is None and hostfile is None:
-        if (include, exclude, flags["env_file"]) != (None, None, None) or flags["export"]:
-            raise ConfigError(
-                "--include, --exclude, --export and --env-file are for hosts that are started over "
-                "ssh; give --hostfile or --hosts, too"
-            )
-        return []
-    if standalone or "launch.nnodes" in chosen or "launch.node_rank" in chosen:
-        raise ConfigError(
-            "--hosts and --hostfile start the run on every host: leave out --nnodes, --node-rank "
-            "and --standalone"
-        )
-    found = read_hostfile(Path(hostfile)) if hostfile is not None else read_hosts(hosts)
-    return select(found, include, exclude)
-
-
-def without_hosts(words: Sequence[str]) -> list[str]:
-    """Leave the options about hosts out of a command line."""
-    kept, rest = [], iter(words)
-    for word in rest:
-        name, equals, _ = word.partition("=")
-        if name.replace("_", "-") not in OF_HOST_0:
-            kept.append(word)
-        elif not equals:
-            next(rest, None)
-    return kept
-
-
-def remote_job(
-    command: str,
-    hosts: Sequence[RemoteHost],
-    flags: Mapping[str, Any],
-    *,
-    launch: LaunchConfig,
-    script: Sequence[str] = (),
-) -> RemoteJob:
-    """Return the job that runs this command, with its words, on hosts.
-
-    Raises:
-        ConfigError: a variable for the hosts is malformed, or not set.
-    """
-    given: Sequence[str] = click.get_current_context().meta[GIVEN_WORDS]
-    head = without_hosts(given[: len(given) - len(script)])
-    variables = dict(_exported(flags["export"], flags["env_file"]))
-    return RemoteJob(
-        hosts=hosts,
-        words=(*head, *script),
-        grace_s=launch.grace_s,
-        endpoint=launch.rdzv_endpoint,
-        command=command,
-        variables=variables,
-    )
-
-
-def _exported(words: Sequence[str], file: str | None) -> Iterator[tuple[str, str]]:
-    """Yield the variables of a file, and then those of the command line."""
-    if file is not None:
-        try:
-            lines = Path(file).read_text(encoding="utf-8").splitlines()
-        except (OSError, ValueError) as error:
-            raise ConfigError(
-                f"--env-file: cannot read {file!r}: {error}; check the path"
-            ) from error
-        for number, line in enumerate(lines, start=1):
-            if (text := line.strip()) and not text.startswith("#"):
-                yield _variable(text, f"{file}:{number}")
-    for word in words:
-        yield _variable(word, f"--export {word}")
-
-
-def _variable(text: str, where: str) -> tuple[str, str]:
-    match = _ASSIGNMENT.fullmatch(text)
-    if match is None:
-        raise ConfigError(f"{where}: expected NAME or NAME=TEXT, found {text!r}")
-    if match[2] is None and match[1] not in os.environ:
-        raise ConfigError(
-            f"{where}: the variable {match[1]} is not set here; set it, or give {match[1]}=TEXT"
-        )
-    return match[1], os.environ[match[1]] if match[2] is None else match[2]

@@ -12,7 +12,8 @@ from drivetrain.hardware.description import load_hardware
 from drivetrain.hardware.sizes import size_text
 from drivetrain.planner.search import HostOrder, HostPlacement
 from drivetrain.strategy import Run, find_strategy
-from drivetrain_launch.console import show_table, yaml_text
+from drivetrain_launch.commands.config import show_configuration
+from drivetrain_launch.console import show_table
 from drivetrain_launch.forecast.planning import EXAMPLE, example_model, plan, plan_on
 from drivetrain_launch.hosts.remote import RemoteHost
 from drivetrain_launch.ranks.placement import accelerators, cores, local_ranks
@@ -111,16 +112,6 @@ def _link(run: Run, name: str, sent: int | None) -> tuple[str, str, str]:
     if sent is None:
         return link, "depends on the batch", "depends on the batch" if line.spans_hosts else "0 B"
     return link, size_text(sent), size_text(run.bytes_between_hosts({(name, ""): sent}))
-
-
-def show_configuration(resolved: Resolved, *, every: bool = True) -> None:
-    """Print all knobs, or the chosen ones, with values and origins."""
-    found = list(resolved.rows())
-    kept = [row for row in found if every or row[2].kind != "default" or row[0] == "strategy.name"]
-    rows = [(key, yaml_text(value), origin.text) for key, value, origin in kept]
-    left = len(found) - len(kept)
-    more = f" ({left} more keys at their default: drivetrain config show)" if left else ""
-    show_table(f"Configuration{more}", ("key", "value", "origin"), rows)
 
 
 def _cost_rows(cost: Cost) -> Iterator[tuple[str, str]]:

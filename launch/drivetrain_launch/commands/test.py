@@ -5,18 +5,16 @@ from typing import Any
 
 import click
 
+from drivetrain_launch.commands.hosts import chosen_hosts, host_options, remote_job
 from drivetrain_launch.commands.launch import check_slot, launch
 from drivetrain_launch.commands.options import (
     HOSTS_GROUP,
     SETTINGS,
     UNDERSCORES,
     GroupedCommand,
-    chosen_hosts,
     command_line_layer,
     grouped_option,
-    host_options,
     knob_flags,
-    remote_job,
     resolve_command_line,
     worded_flags,
 )
@@ -62,7 +60,7 @@ def command(assignments: tuple[str, ...], **flags: Any) -> int:
         flags["preflight"] = "full"
     resolved = resolve_command_line(None, assignments, flags, surroundings)
     check_slot(resolved, surroundings)
-    from drivetrain_launch.forecast.planning import check_run
+    from drivetrain_launch.forecast.checking import check_run
 
     check_run(resolved)
     if listed:

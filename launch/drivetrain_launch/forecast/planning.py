@@ -6,8 +6,7 @@ A promise is one row of bytes for one model and one form of a strategy.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -17,18 +16,13 @@ from drivetrain.config import Layer, ValueOrigin
 from drivetrain.config.resolve import Resolved, resolve
 from drivetrain.cost import Cost, ModelSpec, TensorSpec
 from drivetrain.errors import ConfigError, DrivetrainError
-from drivetrain.hardware.description import names_a_device
 from drivetrain.registry import strategies
 from drivetrain.runtime.mesh import Mesh
 from drivetrain.runtime.precision import Precision
 from drivetrain.runtime.world import World
 from drivetrain.strategy import Form, Run, find_strategy
 from drivetrain.traffic import Traffic
-from drivetrain_launch.ranks.placement import check_hosts
-
-if TYPE_CHECKING:
-    pass
-
+from drivetrain_launch.ranks.placement import check_size
 
 # --- the run as rank 0 will see it, laid out without a process group ---
 
@@ -39,9 +33,6 @@ LAYERS = 1000
 LAYER_SHAPE = (1000, 1000)
 EXAMPLE = "1e9 parameters in fp32 (1000 tensors of 1000 x 1000) with Adam"
 """The model in words: a dry run does not load the user's model."""
-
-MOST_RANKS = 2**17
-"""A run of more is a slip of the keyboard: the largest clusters have as many devices."""
 
 
 def plan(resolved: Resolved, ranks: int, *, on_accelerators: bool = False) -> Run:
@@ -73,13 +64,9 @@ def planned_world(ranks: int, nodes: int) -> World:
     """Return the world of a run as rank 0 will see it, with as many ranks on each host.
 
     Raises:
-        ConfigError: there are more ranks than any machine has: their list would fill the memory.
+        ConfigError: as ``check_size``.
     """
-    if ranks * nodes > MOST_RANKS:
-        raise ConfigError(
-            f"expected at most {MOST_RANKS:,} ranks, found {ranks * nodes:,} on {nodes:,} hosts; "
-            "check nproc_per_node and nnodes"
-        )
+    check_size(ranks, nodes)
     hosts = tuple(f"host {host}" for host in range(nodes) for _ in range(ranks))
     return World(size=len(hosts), local_size=ranks, hosts=hosts)
 
@@ -93,44 +80,6 @@ def example_model() -> ModelSpec:
         ),
         states=2,
     )
-
-
-def check_run(resolved: Resolved) -> None:
-    """Check a resolved configuration against the strategy, its dtypes, the ranks and the hosts.
-
-    The machine is not looked at: the file may be for another one. So ``nproc_per_node: auto``
-    leaves the number of ranks open.
-
-    Raises:
-        ConfigError: settings that ``prepare()``, or the launcher, would refuse.
-    """
-    check_hosts(resolved.run.launch)
-    if resolved.run.profile.steps != "":
-        from drivetrain.observe.profile import StepWindow
-
-        StepWindow.parse(resolved.run.profile.steps)
-    kind, options = find_strategy(resolved.strategy, resolved.strategy_config)
-    kind.check_options(options, Precision.configured(resolved.run))
-    links = LinkMethods.configured(resolved.run.links, undoable=resolved.run.skips_steps)
-    kind.check_links(options, links, Precision.configured(resolved.run))
-    settings = resolved.run.launch
-    if settings.nproc_per_node == "auto":
-        return
-    hardware = resolved.run.links.hardware  # a file may lie on the hosts of the run alone
-    described_here = names_a_device(hardware) or Path(hardware).exists()
-    for hosts in range(settings.nnodes, settings.least_nnodes - 1, -1):
-        world = planned_world(settings.nproc_per_node, hosts)
-        try:
-            if described_here:
-                world = declared_islands(world, hardware)
-            Mesh.plan(kind.axes(options, world.size), world)
-        except ConfigError as error:
-            if hosts == settings.nnodes:
-                raise
-            raise ConfigError(
-                f"launch.min_nnodes: the run could not go on with {hosts} hosts of "
-                f"{settings.nproc_per_node} ranks: {error}"
-            ) from error
 
 
 # --- the promises of all strategies for one model ---

@@ -16,6 +16,9 @@ from drivetrain.errors import ConfigError
 
 LOOPBACK = "127.0.0.1"
 
+MOST_RANKS = 2**17
+"""A run of more is a slip of the keyboard: the largest clusters have as many devices."""
+
 _MMAP_THRESHOLD = 32 << 20
 """Smallest block that is mapped and unmapped by itself; glibc allows no more."""
 
@@ -242,6 +245,20 @@ def check_hosts(launch: LaunchConfig) -> None:
         )
     if launch.rdzv_endpoint:
         Endpoint.parse(launch.rdzv_endpoint)
+
+
+def check_size(ranks: int, nodes: int) -> int:
+    """Return the number of ranks of so many hosts with as many ranks on each.
+
+    Raises:
+        ConfigError: there are more ranks than any machine has: their list would fill the memory.
+    """
+    if ranks * nodes > MOST_RANKS:
+        raise ConfigError(
+            f"expected at most {MOST_RANKS:,} ranks, found {ranks * nodes:,} on {nodes:,} hosts; "
+            "check nproc_per_node and nnodes"
+        )
+    return ranks * nodes
 
 
 def listening_address(endpoint: Endpoint) -> str:

@@ -373,7 +373,7 @@ class Wizard:
         yield self._strategy_question()
         name = self.answers.get(STRATEGY_KEY)
         if name is not None:
-            yield from self._of(self.registry.load(name).Config, STRATEGY)
+            yield from self._of(self.registry.outline(name).Config, STRATEGY)
 
     def _of(self, cls: type, prefix: str) -> Iterator[Question]:
         for knob in options_of(cls):
@@ -513,7 +513,8 @@ class Wizard:
 
     def _judge_strategy(self, key: str, value: Any) -> None:
         """Refuse ranks that cannot be divided so, and after the last question a wrong file."""
-        from drivetrain_launch.forecast.planning import check_run, plan
+        from drivetrain_launch.forecast.checking import check_run
+        from drivetrain_launch.forecast.planning import plan
 
         following = Wizard(self.registry, self.seen, {**self.answers, key: value})
         following._proposals = self._proposals

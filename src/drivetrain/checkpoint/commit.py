@@ -25,7 +25,6 @@ speak over one group.
 """
 
 import ctypes
-import json
 import os
 import re
 import secrets
@@ -36,7 +35,7 @@ from typing import Any, TypeAlias, TypeVar
 
 import torch.distributed as dist
 
-from drivetrain.checkpoint.encoding import STATE_FILE
+from drivetrain.checkpoint.description import STATE_FILE, UNREADABLE, read_state
 from drivetrain.checkpoint.manifest import FILE_NAME, Manifest, sync_directory
 from drivetrain.collectives.facts import Ranks, collect_facts, gather_facts, share_facts
 from drivetrain.errors import CheckpointError
@@ -508,18 +507,6 @@ class Resumption:
         stored = self._root if self._world.is_main and not self.begins_anew else None
         found = [_batch_of(root) for root in (stored, self._memory) if root is not None]
         return max(filter(None, found), key=lambda facts: facts[_STEPS], default={})
-
-
-UNREADABLE = (OSError, ValueError, KeyError, TypeError, RecursionError)
-"""The errors of ``read_state``, and of whoever takes a damaged state for a state."""
-
-
-def read_state(directory: Path) -> dict[str, Any]:
-    """Return the state of a checkpoint as JSON has it, which nobody has verified."""
-    state: dict[str, Any] = json.loads((directory / STATE_FILE).read_text(encoding="utf-8"))[
-        "state"
-    ]
-    return state
 
 
 def _batch_of(root: Path) -> dict[str, int]:

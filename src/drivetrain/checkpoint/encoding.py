@@ -22,8 +22,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from drivetrain.checkpoint.description import STATE_FILE, decode
 from drivetrain.checkpoint.manifest import (
-    DTYPES,
     FILE_NAME,
     FileRecord,
     Manifest,
@@ -34,10 +34,11 @@ from drivetrain.checkpoint.manifest import (
     numel,
     sync_directory,
     write_bytes,
-    write_tensors,
 )
+from drivetrain.checkpoint.tensor_file import DTYPES, write_tensors
 from drivetrain.errors import CheckpointError
-from drivetrain.shards import Shard, label
+from drivetrain.runtime.parts import label
+from drivetrain.shards import Shard
 
 
 def check_plain(value: Any, where: str) -> None:
@@ -62,28 +63,6 @@ def encode(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
         raise CheckpointError(
             f"{where} contains itself or is nested too deeply; a checkpoint holds plain values only"
         ) from None
-
-
-def decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Return the value that ``encode`` was given, from parsed JSON and the stored tensors by key.
-
-    Raises:
-        CheckpointError: a tag that this version does not know, or a tensor that is not there.
-    """
-    if isinstance(value, list):
-        return [decode(item, tensors) for item in value]
-    if not isinstance(value, dict):
-        return value
-    tag = next(iter(value), "")
-    if not tag.startswith("$"):
-        return {key: decode(item, tensors) for key, item in value.items()}
-    try:
-        return _untag(tag, value[tag], tensors)
-    except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(
-            f"expected a known tag with its value, found {{{tag!r}: ...}} ({error!r}); the state "
-            "is damaged or was written by a newer version"
-        ) from error
 
 
 def _encode(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
@@ -120,19 +99,6 @@ def _pairs(value: Mapping[Any, Any], where: str, tensors: dict[str, Tensor]) -> 
                 "the keys of a dict in a checkpoint must be str or int"
             )
     return [[key, _encode(item, f"{where}[{key!r}]", tensors)] for key, item in value.items()]
-
-
-def _untag(tag: str, value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    if tag == "$tensor":
-        return tensors[value]
-    if tag == "$float":
-        return float(value)
-    if tag == "$tuple":
-        return tuple(decode(item, tensors) for item in value)
-    if tag in ("$dict", "$counter"):
-        pairs = {key: decode(item, tensors) for key, item in value}
-        return Counter(pairs) if tag == "$counter" else pairs
-    raise KeyError(tag)
 
 
 # --- what one rank saves, and staged copies ---
@@ -299,6 +265,8 @@ def _equal(one: Any, other: Any) -> bool:
 # --- a report from each rank to rank 0, and the files in common ---
 
 
+STATE_TENSORS = "state.safetensors"
+
 SCALARS = "scalars"
 """The name of scalars in the file of the state, and in messages."""
 
@@ -366,10 +334,6 @@ class Report:
         tensors: dict[str, Tensor] = {}
         self.scalars = encode([dict(one) for one in scalars], SCALARS, tensors)
         self.tensors = pack(tensors)
-
-
-STATE_FILE = "state.json"
-STATE_TENSORS = "state.safetensors"
 
 
 def write_common(draft: Path, reports: list[Report], contents: Contents) -> dict[str, FileRecord]:

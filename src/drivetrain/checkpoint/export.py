@@ -23,7 +23,8 @@ from torch import Tensor, nn
 
 from drivetrain.checkpoint.commit import share, together
 from drivetrain.checkpoint.loading import ModelReader, open_checkpoint
-from drivetrain.checkpoint.manifest import TensorFile, basename, sync_directory, write_bytes
+from drivetrain.checkpoint.manifest import basename, sync_directory, write_bytes
+from drivetrain.checkpoint.tensor_file import TensorFile
 from drivetrain.errors import CheckpointError, ConfigError
 from drivetrain.log import get_logger
 from drivetrain.model.modules import all_names, named_parameters, persistent_buffers

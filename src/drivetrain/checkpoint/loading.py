@@ -9,8 +9,6 @@ import difflib
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any, Self
@@ -21,21 +19,21 @@ from torch import Tensor
 
 from drivetrain.checkpoint import commit
 from drivetrain.checkpoint.commit import together
-from drivetrain.checkpoint.encoding import STATE_FILE, STATE_TENSORS, Scalars, decode
+from drivetrain.checkpoint.description import STATE_FILE, decode
+from drivetrain.checkpoint.encoding import STATE_TENSORS, Scalars
 from drivetrain.checkpoint.manifest import (
-    DTYPES,
     FileRecord,
     Manifest,
     SavedPart,
     SavedTensor,
-    copy_overlap,
     first_overlap,
     fits,
     numel,
 )
+from drivetrain.checkpoint.tensor_file import DTYPES, copy_overlap
 from drivetrain.errors import CheckpointError
+from drivetrain.runtime.parts import Part, label
 from drivetrain.runtime.world import World
-from drivetrain.shards import Part, label
 
 _TORCH_DTYPES = {code: dtype for dtype, code in DTYPES.items()}
 
@@ -306,54 +304,6 @@ def _check_digests(directory: Path, files: Mapping[str, FileRecord], world: Worl
 # --- looks at a checkpoint from outside of a run ---
 
 
-_BYTES = {code: dtype.itemsize for dtype, code in DTYPES.items()}
-
-
-@dataclass(frozen=True, slots=True)
-class Description:
-    """The contents of a checkpoint.
-
-    Attributes:
-        directory: its place.
-        manifest: as read from its file.
-        steps: the count of each optimizer; None when the state has no counts.
-    """
-
-    directory: Path
-    manifest: Manifest
-    steps: tuple[int, ...] | None
-
-    @property
-    def file_bytes(self) -> int:
-        """Bytes of all files but the manifest."""
-        return sum(record.size for record in self.manifest.files.values())
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the description as plain data for JSON."""
-        manifest = self.manifest
-        return {
-            "directory": str(self.directory),
-            "version": manifest.version,
-            "world_size": manifest.world_size,
-            "libraries": dict(manifest.libraries),
-            "steps": None if self.steps is None else list(self.steps),
-            "bytes": self.file_bytes,
-            "files": {name: record.size for name, record in manifest.files.items()},
-            "models": [
-                {"tensors": [_row(tensor) for tensor in tensors], "aliases": dict(aliases)}
-                for tensors, aliases in zip(manifest.models, manifest.aliases, strict=True)
-            ],
-        }
-
-
-def describe(directory: Path) -> Description:
-    """Return the contents of a checkpoint, from its manifest and its state alone."""
-    manifest, steps = Manifest.read(directory), None
-    with suppress(*commit.UNREADABLE, CheckpointError):  # verify says what is wrong with the file
-        steps = tuple(map(int, decode(commit.read_state(directory)["steps"], {})))
-    return Description(directory, manifest, steps)
-
-
 def find_problems(directory: Path) -> list[str]:
     """Return all faults of a checkpoint: an empty list when the checkpoint can be loaded.
 
@@ -379,11 +329,6 @@ def find_problems(directory: Path) -> list[str]:
         if not any(problems[part.file] for part in tensor.parts):
             found += filter(None, (_part_problem(files, saved, tensor) for saved in tensor.parts))
     return found
-
-
-def tensor_bytes(tensor: SavedTensor) -> int:
-    """Return the bytes of a whole tensor in the dtype it is saved in."""
-    return prod(tensor.shape) * _BYTES[tensor.dtype]
 
 
 def _part_problem(files: "_Files", saved: SavedPart, tensor: SavedTensor) -> str:
@@ -412,14 +357,3 @@ def _file_problem(path: Path, record: FileRecord) -> str:
     if digest != record.sha256:
         return f"{path}: expected sha256 {record.sha256}, found {digest}"
     return ""
-
-
-def _row(tensor: SavedTensor) -> dict[str, Any]:
-    return {
-        "name": tensor.name,
-        "state": tensor.state,
-        "dtype": tensor.dtype,
-        "shape": list(tensor.shape),
-        "bytes": tensor_bytes(tensor),
-        "parts": len(tensor.parts),
-    }

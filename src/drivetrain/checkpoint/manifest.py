@@ -4,15 +4,7 @@ It is written last, so a directory with a manifest is a complete checkpoint. It 
 and SHA-256 of every other file and of itself. Reading it believes nothing: every name must be a
 plain file name, every part must lie inside its tensor, and all parts must add up to the tensor.
 
-Every part is a few boxes, so every copy between two parts is a few copies between overlapping
-boxes, done by strided views.
-
-Files written once, durably, and hashed on the way: safetensors files among them.
-
-The safetensors library can write a file, but not hash it, nor refuse to follow a planted link, nor
-work without numpy; the format is a length, a JSON header and the bytes, so files are written here,
-and read with the library. Tensors go out through one small buffer: a tensor on an accelerator is
-never copied to the CPU whole.
+Files written once, durably, and hashed on the way. Nothing here imports torch.
 """
 
 import hashlib
@@ -20,7 +12,6 @@ import json
 import os
 import platform
 import re
-import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
@@ -29,36 +20,19 @@ from math import prod
 from pathlib import Path
 from typing import Any, Self, TypeAlias, TypeVar
 
-import torch
-from torch import Tensor
-
 from drivetrain.errors import CheckpointError
-from drivetrain.shards import Box, Part, boxes, label
+from drivetrain.runtime.parts import Part, boxes, label
 
 # --- files written once, durably, and hashed on the way ---
 
-BUFFER_BYTES = 16 * 2**20
-"""Bytes of a tensor that are in flight between its device and the file."""
-
-DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint64: "U64",
-    torch.uint32: "U32",
-    torch.uint16: "U16",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-    torch.complex64: "C64",
-}
-"""The name of each dtype in the safetensors format."""
+CODES: Mapping[str, tuple[str, int]] = {
+    "F64": ("float64", 8), "F32": ("float32", 4), "F16": ("float16", 2), "BF16": ("bfloat16", 2),
+    "F8_E4M3": ("float8_e4m3fn", 1), "F8_E5M2": ("float8_e5m2", 1),
+    "I64": ("int64", 8), "I32": ("int32", 4), "I16": ("int16", 2), "I8": ("int8", 1),
+    "U64": ("uint64", 8), "U32": ("uint32", 4), "U16": ("uint16", 2), "U8": ("uint8", 1),
+    "BOOL": ("bool", 1), "C64": ("complex64", 8),
+}  # fmt: skip
+"""The dtypes of safetensors files: what torch calls them, and the bytes of an element."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,86 +98,6 @@ class HashedFile:
             os.close(self._fd)
 
 
-class TensorFile(HashedFile):
-    """A new safetensors file whose tensors are announced first, then added in turn.
-
-    Args:
-        path: the file; it must not exist.
-        tensors: dtype and shape of each tensor, in the order in which ``add`` gets them. Wider
-            dtypes must come first so that every tensor is aligned.
-        metadata: strings kept in the header.
-    """
-
-    def __init__(
-        self,
-        path: Path,
-        tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]],
-        metadata: Mapping[str, str] | None = None,
-    ) -> None:
-        header = _header(tensors, metadata)
-        super().__init__(path)
-        self._expected = [(key, dtype, tuple(shape)) for key, (dtype, shape) in tensors.items()]
-        self._next = 0
-        self._buffer = bytearray()
-        self.write(header)
-
-    def add(self, key: str, tensor: Tensor) -> None:
-        """Write the next announced tensor, from any device and of any strides.
-
-        Raises:
-            CheckpointError: another tensor was announced, or this one holds no data.
-        """
-        found = (key, tensor.dtype, tuple(tensor.shape))
-        expected = self._expected[self._next] if self._next < len(self._expected) else None
-        if found != expected:
-            raise CheckpointError(
-                f"expected {expected} next in {self.path}, found {found}; tensors must be written "
-                "in the order and with the dtype and shape that were announced"
-            )
-        if tensor.is_meta or tensor.layout is not torch.strided:
-            raise CheckpointError(
-                f"expected the tensor {key!r} to hold strided data, found device {tensor.device}, "
-                f"layout {tensor.layout}; materialise it before saving"
-            )
-        self._next += 1
-        content = tensor.detach().contiguous().view(-1).view(torch.uint8)
-        for chunk in torch.split(content, BUFFER_BYTES):
-            if len(self._buffer) < len(chunk):
-                self._buffer = bytearray(len(chunk))
-            if len(chunk):
-                torch.frombuffer(self._buffer, dtype=torch.uint8)[: len(chunk)].copy_(chunk)
-                self.write(memoryview(self._buffer)[: len(chunk)])
-
-    def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
-        super().__exit__(kind, *error)
-        if kind is None and self._next < len(self._expected):
-            missing = [key for key, _, _ in self._expected[self._next :]]
-            raise CheckpointError(f"{self.path} lacks announced tensors: {missing[:4]}")
-
-
-def is_finite(tensor: Tensor) -> bool:
-    """Return whether all numbers of a tensor are finite."""
-    if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.dtype.itemsize == 1:
-        return True
-    # A finite sum is read off faster; a sum of finite numbers may be too large.
-    return bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all())
-
-
-def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileRecord:
-    """Write a new safetensors file durably and return its size and digest.
-
-    Raises:
-        CheckpointError: a dtype that the format lacks, or a tensor without data.
-        OSError: the file exists, or the disk refuses.
-    """
-    keys = sorted(tensors, key=lambda key: -tensors[key].dtype.itemsize)  # else as given
-    plan = {key: (tensors[key].dtype, tensors[key].shape) for key in keys}
-    with TensorFile(path, plan) as file:
-        for key in keys:
-            file.add(key, tensors[key])
-    return file.record
-
-
 def write_bytes(path: Path, data: bytes) -> FileRecord:
     """Write a new file durably and return its size and digest."""
     with HashedFile(path) as file:
@@ -220,32 +114,6 @@ def sync_directory(directory: Path) -> None:
         raise OSError(error.errno, error.strerror, str(directory)) from error
     finally:
         os.close(descriptor)
-
-
-def _header(
-    tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]], metadata: Mapping[str, str] | None
-) -> bytes:
-    header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
-    end = 0
-    for key, (dtype, shape) in tensors.items():
-        if key == "__metadata__":
-            raise CheckpointError(
-                f"a tensor cannot be called {key!r} in a safetensors file; rename it"
-            )
-        if dtype not in DTYPES:
-            raise CheckpointError(
-                f"the tensor {key!r} has dtype {dtype}, which safetensors files cannot hold; "
-                f"convert it to one of {', '.join(sorted(DTYPES.values()))}"
-            )
-        begin, end = end, end + prod(shape) * dtype.itemsize
-        header[key] = {
-            "dtype": DTYPES[dtype],
-            "shape": list(shape),
-            "data_offsets": [begin, end],
-        }
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return struct.pack("<Q", len(text)) + text
 
 
 # --- the manifest of a checkpoint ---
@@ -269,31 +137,6 @@ def fits(part: Part, shape: Sequence[int]) -> bool:
         for offset, size, extent in zip(part.offsets, part.sizes, shape, strict=True)
     )
     return inside and (part.flat is None or 0 <= part.flat[0] <= part.flat[1] <= prod(part.sizes))
-
-
-def copy_overlap(target: Tensor, wanted: Part, source: Tensor, saved: Part) -> int:
-    """Copy the elements that two parts of one global tensor share.
-
-    Args:
-        target: 1-D, contiguous, the memory of the wanted part; written.
-        wanted: the part of ``target``.
-        source: 1-D, contiguous, the memory of the saved part; only the shared elements are read.
-        saved: the part of ``source``.
-
-    Returns:
-        How many elements were copied.
-    """
-    if _overlap(wanted.offsets, wanted.sizes, saved.offsets, saved.sizes) is None:
-        return 0
-    copied = 0
-    pieces = list(boxes(saved))
-    for goal in boxes(wanted):
-        for piece in pieces:
-            common = _overlap(goal.offsets, goal.sizes, piece.offsets, piece.sizes)
-            if common is not None:
-                _window(target, goal, *common).copy_(_window(source, piece, *common))
-                copied += prod(common[1])
-    return copied
 
 
 def first_overlap(parts: Sequence[Part]) -> tuple[Part, Part] | None:
@@ -324,19 +167,19 @@ def _overlapping(ordered: Sequence[Extent]) -> Iterator[tuple[Extent, Extent]]:
         for other in ordered[index + 1 :]:
             if other[0][0] >= offsets[0] + sizes[0]:
                 break
-            if _overlap(offsets, sizes, *other) is not None:
+            if overlap(offsets, sizes, *other) is not None:
                 yield (offsets, sizes), other
 
 
 def _first_shared(some: Sequence[Part], others: Sequence[Part]) -> tuple[Part, Part] | None:
     for one, other in product(some, others):
         for box, second in product(boxes(one), boxes(other)):
-            if _overlap(box.offsets, box.sizes, second.offsets, second.sizes) is not None:
+            if overlap(box.offsets, box.sizes, second.offsets, second.sizes) is not None:
                 return one, other
     return None
 
 
-def _overlap(
+def overlap(
     offsets: tuple[int, ...],
     sizes: tuple[int, ...],
     other_offsets: tuple[int, ...],
@@ -350,14 +193,6 @@ def _overlap(
     )
     extent = tuple(end - begin for begin, end in zip(low, high, strict=True))
     return (low, extent) if all(size > 0 for size in extent) else None
-
-
-def _window(memory: Tensor, box: Box, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
-    """Return the view of a box's memory that is the given smaller box, in global coordinates."""
-    view = memory[box.start : box.start + prod(box.sizes)].view(box.sizes)
-    for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
-        view = view.narrow(dim, offset - box.offsets[dim], size)
-    return view
 
 
 # --- the manifest ---
@@ -626,7 +461,7 @@ def _tensor_from_json(body: Mapping[str, Any], listed: Callable[[str], str]) -> 
             for saved in body["parts"]
         ),
     )
-    if tensor.dtype not in DTYPES.values():
+    if tensor.dtype not in CODES:
         raise CheckpointError(
             f"{label(tensor.name, tensor.state)} has the unknown dtype {tensor.dtype!r}"
         )

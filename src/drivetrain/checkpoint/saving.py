@@ -46,14 +46,8 @@ from drivetrain.checkpoint.encoding import (
     check_shard,
     write_common,
 )
-from drivetrain.checkpoint.manifest import (
-    DTYPES,
-    SavedPart,
-    SavedTensor,
-    is_finite,
-    sync_directory,
-    write_tensors,
-)
+from drivetrain.checkpoint.manifest import SavedPart, SavedTensor, sync_directory
+from drivetrain.checkpoint.tensor_file import DTYPES, is_finite, write_tensors
 from drivetrain.errors import CheckpointError
 from drivetrain.log import get_logger
 from drivetrain.runtime.world import World

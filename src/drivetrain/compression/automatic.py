@@ -25,7 +25,6 @@ from drivetrain.collectives import connect, sent_elements
 from drivetrain.collectives.facts import gather_facts, share_facts
 from drivetrain.compression.compressor import Compressor, Honesty
 from drivetrain.compression.methods import (
-    EXACT,
     NO_TIME,
     AutomaticLinks,
     CrossingTensor,
@@ -40,6 +39,7 @@ from drivetrain.compression.methods import (
     choose,
     permitted,
 )
+from drivetrain.config.outline import EXACT
 from drivetrain.cost import TensorSpec
 from drivetrain.errors import ConfigError
 from drivetrain.hardware.clock import Clock
@@ -152,7 +152,7 @@ does; the choice comes after them."""
 class Sender(NamedTuple):
     """Who sends: a strategy with its options, and the precision."""
 
-    kind: type[OverLinks]
+    kind: type[OverLinks[Any]]
     config: Any
     precision: Precision
 

@@ -23,8 +23,9 @@ from drivetrain.collectives import Communicator, Handle, Parts
 from drivetrain.collectives.volume import ParameterSpan
 from drivetrain.compression.compressor import FarReduction, Kept
 from drivetrain.log import get_logger
+from drivetrain.runtime.parts import Part
 from drivetrain.saved_state import LINKS, OWN_MARK
-from drivetrain.shards import Part, Reader, Shard
+from drivetrain.shards import Reader, Shard
 
 logger = get_logger(__name__)
 

@@ -17,20 +17,21 @@ with equal facts choose alike.
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Final
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from drivetrain.collectives import Communicator, Route, chunk_bounds, sent_bytes
 from drivetrain.collectives.volume import ParameterRow, Stretch, StretchParts
 from drivetrain.compression.compressor import Compressor, Honesty
+from drivetrain.config.outline import EXACT, ConfigT, FarLinks, Outline
 from drivetrain.config.resolve import checked_options
 from drivetrain.config.schema import LinksConfig
 from drivetrain.errors import ConfigError
 from drivetrain.registry import compressors, strategies
 from drivetrain.runtime.mesh import Axis
-from drivetrain.runtime.precision import Precision
 from drivetrain.runtime.world import World
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +111,7 @@ class CrossingTensor:
 
     rows: int
     columns: int
-    dtype: torch.dtype
+    dtype: "torch.dtype"
 
     @property
     def numel(self) -> int:
@@ -274,12 +275,6 @@ def _pieces(tensor: CrossingTensor, link: SlowLink) -> tuple[Axis, StretchParts]
 # --- the methods of a run, from the configuration ---
 
 
-EXACT: Final = "exact"
-"""The word for no method: all is sent as it is."""
-
-BF16: Final = "bf16"
-"""The method for activations: each number is rounded to bfloat16."""
-
 AUTO = "auto"
 """The word for a method that ``drivetrain.compression.automatic`` chooses."""
 
@@ -309,15 +304,10 @@ class AutomaticLinks:
 
 
 @dataclass(frozen=True, slots=True)
-class LinkMethods:
+class LinkMethods(FarLinks):
     """The methods between hosts, and the bytes that they send.
 
     Attributes:
-        gradients: sums gradients; None: exactly.
-        parameters: gathers parameters; None: exactly.
-        warmup: sums of gradients, of each channel, that are exact before the method begins.
-        names: of these two methods.
-        activations: ``BF16`` rounds what stages of a pipeline send each other; or ``exact``.
         auto: what is still to be chosen; until then, it is exact.
         paying: chosen methods by use: these leave tensors exact for which they do not pay.
         undoable: whether steps may be skipped; then sums keep their state of before a step, too.
@@ -327,9 +317,6 @@ class LinkMethods:
 
     gradients: Compressor[Any] | None = None
     parameters: Compressor[Any] | None = None
-    warmup: int = 0
-    names: tuple[str, str] = (EXACT, EXACT)
-    activations: str = EXACT
     auto: AutomaticLinks | None = None
     paying: Mapping[str, MethodOnLink] = field(default_factory=dict)
     undoable: bool = False
@@ -436,20 +423,11 @@ class LinkMethods:
         return self.in_channels or bool(self.awaited)
 
     @property
-    def rounds_activations(self) -> bool:
-        """Whether stages of a pipeline on different hosts send each other rounded numbers."""
-        return self.activations == BF16
-
-    @property
     def honesty(self) -> Honesty:
         """How far training may be from exact training, at most."""
         used = [each.honesty_of(use) for use, each in self._methods.items() if each is not None]
         used += [Honesty.ROUNDING] if self.rounds_activations else []
         return max(used, key=list(Honesty).index, default=Honesty.EXACT)
-
-    @property
-    def _methods(self) -> dict[str, Compressor[Any] | None]:
-        return {"gradients": self.gradients, "parameters": self.parameters}
 
     @property
     def approximates_parameters(self) -> bool:
@@ -460,22 +438,6 @@ class LinkMethods:
     def owns_apart(self) -> bool:
         """Whether owners keep values apart from gathered ones, which are approximate or may be."""
         return self.parameters is not None or "parameters" in self.awaited
-
-    @property
-    def used_for(self) -> list[str]:
-        """The uses with a method, of ``gradients``, ``parameters`` and ``activations``."""
-        used = [use for use, method in self._methods.items() if method is not None]
-        return [*used, "activations"] if self.rounds_activations else used
-
-    def name_for(self, use: str) -> str:
-        """Return the name of the method for gradients, parameters or activations."""
-        gradients, parameters = self.names
-        names = {"gradients": gradients, "parameters": parameters, "activations": self.activations}
-        return names[use]
-
-    def with_exact_activations(self) -> "LinkMethods":
-        """Return the same methods for gradients and parameters alone."""
-        return replace(self, activations=EXACT)
 
     def describe(self, channels: frozenset[str] = frozenset()) -> str:
         """Return a line for the log: each use, its method and how honest the method is.
@@ -572,7 +534,7 @@ def _options_for(kind: type[Compressor[Any]], given: Mapping[str, Any]) -> Any:
 # --- the part of a strategy's contract ---
 
 
-class OverLinks:
+class OverLinks(Outline[ConfigT]):
     """The part of the contract for slow links: by default a strategy sends all as it is.
 
     Attributes:
@@ -584,17 +546,6 @@ class OverLinks:
     run: Any
     summing: Sequence[Communicator] = ()
     linked: Sequence[Communicator] = ()
-
-    @classmethod
-    def channels(cls, config: Any) -> frozenset[str]:
-        """Return the kinds of tensors that the strategy sends by channels.
-
-        Returns:
-            Some of ``gradients``, ``parameters`` (their values, each time that they are used),
-            ``updates`` (of parameters that all ranks hold) and ``activations`` (between stages),
-            which a link may then approximate.
-        """
-        return frozenset()
 
     @classmethod
     def crosses_links(cls, config: Any, world: World) -> bool:
@@ -667,36 +618,3 @@ class OverLinks:
         """
         for communicator in self.summing:
             communicator.step_decided(taken=taken)
-
-    @classmethod
-    def check_links(cls, config: Any, links: LinkMethods, precision: Precision) -> None:
-        """Refuse methods that the strategy, or the precision, has no use for.
-
-        ``config check`` and the launcher call it before ranks start, and ``prepare`` does.
-
-        Raises:
-            ConfigError: says which methods, and the way out.
-        """
-        channels = cls.channels(config)
-        for use in links.used_for:
-            if use not in channels and not (use == "parameters" and "updates" in channels):
-                raise ConfigError(
-                    f"expected links.far.{use}: exact under {cls.__name__}, which sends no {use} "
-                    f"that a link may approximate, found {links.name_for(use)!r}; leave it out, or "
-                    "take a strategy that does (docs/slow-links.md)"
-                )
-        values = links.parameters
-        if values is not None and "parameters" in channels and not values.parameters:
-            raise ConfigError(
-                f"links.far.parameters: expected a method that can send values of parameters, "
-                f"which {cls.__name__} gathers for each use, found "
-                f"{links.name_for('parameters')!r}, which can send updates; take int8 or bf16, "
-                "secondary: host, which sends updates, or zero2, which keeps parameters whole"
-            )
-        method = links.gradients
-        if method is not None and method.keeps_feedback and precision.compute == torch.float16:
-            raise ConfigError(
-                f"expected precision: bf16 or no with links.far.gradients: "
-                f"{links.name_for('gradients')}, found fp16: what the method keeps for the next "
-                "step would have another loss scale; change one of them"
-            )

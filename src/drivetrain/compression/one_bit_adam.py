@@ -32,9 +32,11 @@ from torch.utils.hooks import RemovableHandle
 
 from drivetrain.compression.compressor import Honesty
 from drivetrain.compression.methods import LinkMethods
+from drivetrain.config.outline import FarLinks
+from drivetrain.config.policy import LOW_WORDS, Policy
 from drivetrain.errors import ConfigError, UsageError
 from drivetrain.log import get_logger
-from drivetrain.runtime.precision import LOW, Precision
+from drivetrain.runtime.precision import LOW
 
 logger = get_logger(__name__)
 
@@ -45,7 +47,7 @@ REFUSED = ("amsgrad", "maximize", "capturable", "differentiable", "fused")
 """Options of torch's Adam that change the update, or where ``step`` lives."""
 
 
-def check_momentum(strategy: str, links: LinkMethods, precision: Precision) -> None:
+def check_momentum(strategy: str, links: FarLinks, precision: Policy) -> None:
     """Refuse methods for which momenta are of no use, a loss scale, and gradients of low precision.
 
     Args:
@@ -68,13 +70,13 @@ def check_momentum(strategy: str, links: LinkMethods, precision: Precision) -> N
             f"{strategy}: expected links.far.warmup_steps of at least 1 with exchange: momentum, "
             f"found {links.warmup}: the exact steps find the variances; take a fifth of all steps"
         )
-    if precision.compute == torch.float16:
+    if precision.needs_scaling:
         raise ConfigError(
             f"{strategy}: expected precision: bf16 or no with exchange: momentum, found fp16: "
             "gradients of a loss scale do not add up with momenta; change one of them"
         )
-    wire = precision.reduce_dtype(precision.param or torch.float32)
-    if wire in LOW:
+    wire = precision.reduce or precision.param
+    if wire in LOW_WORDS:
         raise ConfigError(
             f"{strategy}: expected momenta of fp32 between ranks with exchange: momentum, found "
             f"{precision}, which sends gradients as {wire}; set dtypes.reduce: fp32, or take "

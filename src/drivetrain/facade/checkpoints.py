@@ -17,10 +17,12 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from drivetrain import checkpoint
-from drivetrain.checkpoint import CheckpointReader
+from drivetrain.checkpoint import commit
 from drivetrain.checkpoint.commit import Group, check_same, share, together
+from drivetrain.checkpoint.encoding import Contents
+from drivetrain.checkpoint.loading import CheckpointReader, open_checkpoint
 from drivetrain.checkpoint.local import MemoryCheckpoints
+from drivetrain.checkpoint.saving import Background, Save
 from drivetrain.compression.automatic import Sender, resume_links, saved_choice
 from drivetrain.errors import CheckpointError, UsageError
 from drivetrain.facade.gradients import WindowGradients, WindowStart
@@ -87,8 +89,8 @@ class RunFolder:
         root = _root(project)
 
         def name() -> str:
-            checkpoint.sweep(root)
-            return checkpoint.next_name(root)
+            commit.sweep(root)
+            return commit.next_name(root)
 
         directory: Path = root / self._asked(f"save in {root}", name, str)
         project.iteration = int(directory.name.rpartition("_")[2])
@@ -98,9 +100,9 @@ class RunFolder:
         """Whether there is a checkpoint, damaged or not; None: one of any automatic name."""
         if directory is None:
             root = _root(project)
-            return self._asked(f"look into {root}", lambda: bool(checkpoint.complete(root)), bool)
+            return self._asked(f"look into {root}", lambda: bool(commit.complete(root)), bool)
         target = Path(directory).resolve()
-        return self._asked(f"look for {target}", lambda: checkpoint.find(target) is not None, bool)
+        return self._asked(f"look for {target}", lambda: commit.find(target) is not None, bool)
 
     def steps(self, project: ProjectConfiguration, directory: str | Path | None) -> int:
         """Return the optimizer steps in a checkpoint; None: in the newest of an automatic name.
@@ -110,13 +112,13 @@ class RunFolder:
 
         def read() -> int:
             paths = (
-                checkpoint.complete(_root(project))
+                commit.complete(_root(project))
                 if directory is None
                 else [Path(directory).resolve()]
             )
             for path in paths:
                 with suppress(CheckpointError):
-                    return checkpoint.saved_steps(path)
+                    return commit.saved_steps(path)
             return -1
 
         return self._asked("look for the newest checkpoint", read, int)
@@ -126,7 +128,7 @@ class RunFolder:
         root = _root(project)
 
         def names() -> list[str]:
-            found = [checkpoint.latest(root), *checkpoint.complete(root)[1:]]
+            found = [commit.latest(root), *commit.complete(root)[1:]]
             return [path.name for path in found]
 
         known = self._asked(f"load from {root}", names, list[str])
@@ -140,8 +142,8 @@ class RunFolder:
         """
 
         def paths() -> list[str]:
-            automatic = checkpoint.complete(_root(project)) if project.project_dir else []
-            found = [path for path in (*self._named, *automatic) if checkpoint.is_finite(path)]
+            automatic = commit.complete(_root(project)) if project.project_dir else []
+            found = [path for path in (*self._named, *automatic) if commit.is_finite(path)]
             return [str(path) for path in sorted(found, key=lambda path: -path.stat().st_mtime)]
 
         found = list(map(Path, self._asked("go back", paths, list[str])))
@@ -157,7 +159,7 @@ class RunFolder:
         failures: list[CheckpointError] = []
         for path in paths:
             try:
-                reader = checkpoint.open_checkpoint(path, self._world, verify=verify)
+                reader = open_checkpoint(path, self._world, verify=verify)
             except CheckpointError as error:  # the same on every rank
                 failures.append(error)
                 continue
@@ -208,7 +210,7 @@ class StateLoading:
 
     def load(
         self,
-        reader: checkpoint.CheckpointReader,
+        reader: CheckpointReader,
         left: Sequence[PreparedModel],
         *,
         rewinds: bool = True,
@@ -243,9 +245,7 @@ class StateLoading:
         if rewinds:
             self._load_rng(reader)
 
-    def _check(
-        self, reader: checkpoint.CheckpointReader, loaded: Sequence[PreparedModel]
-    ) -> list[Any]:
+    def _check(self, reader: CheckpointReader, loaded: Sequence[PreparedModel]) -> list[Any]:
         """Compare everything with the checkpoint; return the states of the registered objects."""
         state = reader.state
         for i, entry in enumerate(loaded):
@@ -291,7 +291,7 @@ class StateLoading:
         for entry, progress in zip(loaded, state.get("progress", ()), strict=False):
             entry.strategy.resume(progress)
 
-    def _load_rng(self, reader: checkpoint.CheckpointReader) -> None:
+    def _load_rng(self, reader: CheckpointReader) -> None:
         """Restore this rank's generators; a rank that was not there gets a seed of its own."""
         mine = reader.rank_state(self._world.rank)
         if mine is not None:
@@ -317,7 +317,7 @@ def _take_links(entry: PreparedModel, state: Mapping[str, Any], index: int) -> N
 
 
 def _owners(
-    reader: checkpoint.CheckpointReader,
+    reader: CheckpointReader,
     prepared: Sequence[PreparedModel],
     left: Sequence[PreparedModel],
 ) -> list[PreparedModel]:
@@ -343,9 +343,7 @@ def _owners(
     return [prepared[without[i]] if i in without else next(rest) for i in range(reader.models)]
 
 
-def _state_of(
-    registered: Registered, index: int, reader: checkpoint.CheckpointReader, plain: Any
-) -> Any:
+def _state_of(registered: Registered, index: int, reader: CheckpointReader, plain: Any) -> Any:
     """Return the saved state of a registered object; an encoded state needs a codec."""
     encoded = reader.state.get("encoded", {})
     if index not in encoded:
@@ -379,7 +377,7 @@ class RunContents:
         prepared: PreparedObjects,
         gradients: WindowGradients,
         registered: Sequence[Registered],
-        resumption: checkpoint.Resumption,
+        resumption: commit.Resumption,
         world: World,
     ) -> None:
         self._prepared = prepared
@@ -388,7 +386,7 @@ class RunContents:
         self._resumption = resumption
         self._world = world
 
-    def of(self, saved: Mapping[int, bool], iteration: int) -> checkpoint.Contents:
+    def of(self, saved: Mapping[int, bool], iteration: int) -> Contents:
         """Return everything to save.
 
         Args:
@@ -403,7 +401,7 @@ class RunContents:
             for i, registered in enumerate(self._registered)
             if registered.encode is not None and self._world.is_main
         }
-        return checkpoint.Contents(
+        return Contents(
             models=[
                 shards_of(self._prepared.models[i], weights=whole) for i, whole in saved.items()
             ],
@@ -485,7 +483,7 @@ class RunCheckpoints:
         self._prepared = prepared
         self._gradients = gradients
         self._world = world
-        self.background = checkpoint.Background(world)
+        self.background = Background(world)
         self._memory: MemoryCheckpoints | None = None
         if runs.memory is not None:
             every = runs.config.run.checkpoint.local_every
@@ -526,7 +524,7 @@ class RunCheckpoints:
         automatic = self.project.automatic_checkpoint_naming
         directory = self._folder.next(self.project) if automatic else _given(output_dir)
         doing = f"save {directory}"
-        save = checkpoint.Save(directory, self._world, overwrite=overwrite)
+        save = Save(directory, self._world, overwrite=overwrite)
         with save.abandoned_on_failure():
             chosen = together(self._world, doing, partial(self._entries_to_save, save.draft))
             # Hooks often take weights out on rank 0 alone.
@@ -604,7 +602,7 @@ class RunCheckpoints:
         if input_dir is None:
             reader = self._folder.open_newest(self.project, verify)
         else:
-            reader = checkpoint.open_checkpoint(Path(input_dir), self._world, verify=verify)
+            reader = open_checkpoint(Path(input_dir), self._world, verify=verify)
         given = str(reader.directory if input_dir is None else Path(input_dir))
         with reader:
             self._loading.load(reader, self._call_load_hooks(given))
@@ -701,8 +699,8 @@ class RunCheckpoints:
 
     def _finish(
         self,
-        save: checkpoint.Save,
-        contents: checkpoint.Contents,
+        save: Save,
+        contents: Contents,
         root: Path,
         limit: int | None,
         group: Group = None,
@@ -711,13 +709,13 @@ class RunCheckpoints:
         save.finish(contents, group)
         if self._world.is_main:
             self._resumption.saved(contents.state)
-        if self._world.is_main and not checkpoint.is_finite(save.target):
+        if self._world.is_main and not commit.is_finite(save.target):
             logger.warning(
                 f"{save.target} holds weights that are infinite or NaN; the newest checkpoint "
                 "without any is kept, whatever total_limit says"
             )
         if limit is not None:
-            remove = partial(checkpoint.prune, root, limit) if self._world.is_main else list
+            remove = partial(commit.prune, root, limit) if self._world.is_main else list
             together(self._world, f"remove old checkpoints in {root}", remove, group)
 
 

@@ -21,9 +21,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from drivetrain.checkpoint import ExportedWeights, StreamedWeights
+from drivetrain.checkpoint.export import ExportedWeights, StreamedWeights
 from drivetrain.collectives import Communicator, connect
 from drivetrain.config import RecomputeConfig, options_of
+from drivetrain.config.policy import dtype_word
 from drivetrain.cost import ModelSpec, TensorSpec
 from drivetrain.data import PreparedLoader, prepare_data_loader
 from drivetrain.errors import DrivetrainError, UsageError
@@ -48,7 +49,7 @@ from drivetrain.model.recompute import KeptInputs, attach, choose_blocks, is_att
 from drivetrain.parallel.suitability import check_forward_writes
 from drivetrain.parallel.whole_state import KERNELS
 from drivetrain.runtime.mesh import Axis
-from drivetrain.runtime.precision import Precision, dtype_word
+from drivetrain.runtime.precision import DTYPES, Precision
 from drivetrain.shards import WeightSource
 from drivetrain.strategy import Run, Strategy
 
@@ -316,7 +317,7 @@ def describe_dtypes(
     param = " and ".join(
         f"{dtype_word(dtype)} ({elements[dtype]:,} in {tensors[dtype]:,})" for dtype in order
     )
-    compute = [precision.compute] if autocast and precision.compute else order
+    compute = [DTYPES[precision.compute]] if autocast and precision.compute else order
     trained = [spec for spec in given if spec.trainable]
     reduce = (
         precision.reduce_dtype(precision.forward_dtype(spec.dtype, spec.shape)) for spec in trained
@@ -534,8 +535,9 @@ class Preparation:
         self._prepared.models.append(entry)
         self._compute_in_precision(module)
         # Before the strategy's own hook, which may communicate.
-        note = UninheritedHook(functools.partial(self._note_forward, entry))
-        entry.note = module.register_forward_pre_hook(note, prepend=True)
+        entry.note = module.register_forward_pre_hook(
+            UninheritedHook(functools.partial(self._note_forward, entry)), prepend=True
+        )
         entry.offer_methods(self._gradients.state)
         self._gradients.observer.after_prepare(entry)
         return module

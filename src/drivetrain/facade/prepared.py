@@ -17,10 +17,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from drivetrain import checkpoint, communication
-from drivetrain.checkpoint import ModelReader
+from drivetrain import communication
+from drivetrain.checkpoint import export
 from drivetrain.checkpoint.commit import gather
+from drivetrain.checkpoint.loading import ModelReader
 from drivetrain.collectives.facts import gather_facts
+from drivetrain.config.policy import dtype_word
 from drivetrain.cost import TensorSpec
 from drivetrain.data import PreparedLoader
 from drivetrain.errors import CheckpointError, ConfigError, RankMismatchError, UsageError
@@ -49,7 +51,7 @@ from drivetrain.parallel.whole_state import (
     saving_methods,
 )
 from drivetrain.runtime.gradient_state import GradientState
-from drivetrain.runtime.precision import Precision, dtype_word
+from drivetrain.runtime.precision import Precision
 from drivetrain.runtime.world import World
 from drivetrain.shards import Readable
 from drivetrain.strategy import Strategy
@@ -520,7 +522,7 @@ class WholeWeights:
                     f"expected trainable parameters in {type(module).__name__} for "
                     "only_trainable=True, found none; export all of it without"
                 )
-        plan = checkpoint.plan_export(facts.values(), max_shard_size)
+        plan = export.plan_export(facts.values(), max_shard_size)
 
         def fetch(names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
             for batch in batched(facts[name] for name in names):
@@ -529,7 +531,7 @@ class WholeWeights:
                     for name in wanted:
                         yield name, state[name]
 
-        checkpoint.write_export(Path(save_directory), plan, fetch, world=self._world)
+        export.write_export(Path(save_directory), plan, fetch, world=self._world)
 
     def _compare_when_due(self) -> None:
         steps = max((optimizer.steps for optimizer in self._prepared.optimizers), default=0)

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from drivetrain import registry
-from drivetrain.checkpoint import Resumption
+from drivetrain.checkpoint.commit import Resumption
 from drivetrain.collectives.facts import differing
 from drivetrain.compression.automatic import Sender, choose_links
 from drivetrain.compression.communicator import agreed_islands

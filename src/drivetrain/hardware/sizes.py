@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from drivetrain.errors import ConfigError
 
 GIB = 2**30
+MIB = 2**20
 
 DEVICES: Mapping[str, int] = {
     "t4": 16, "v100": 32, "a10": 24, "l4": 24, "l40s": 48, "rtx3090": 24, "rtx4090": 24,

@@ -32,6 +32,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 from torch.utils.hooks import RemovableHandle
 
+from drivetrain.config.policy import dtype_word
 from drivetrain.hardware.description import Peak, device_name, published_peak
 from drivetrain.hardware.prices import TERA
 from drivetrain.log import get_logger
@@ -47,7 +48,6 @@ from drivetrain.model.valueless import ValuelessTensor
 from drivetrain.observe.history import in_short
 from drivetrain.observe.recorder import StepClock
 from drivetrain.parallel.backward import after_backward, in_backward
-from drivetrain.runtime.precision import dtype_word
 from drivetrain.strategy import Run
 
 logger = get_logger(__name__)

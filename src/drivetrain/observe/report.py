@@ -41,7 +41,7 @@ from drivetrain.observe.figures import (
 from drivetrain.observe.page import missing_packages
 from drivetrain.observe.recorder import LinkLoad, StepRecorder
 from drivetrain.runtime.board import DRAWING, board
-from drivetrain.runtime.precision import LossScaler
+from drivetrain.runtime.precision import DTYPES, LossScaler
 from drivetrain.runtime.world import World, host_link, restarts, work_path
 from drivetrain.strategy import Run, find_strategy
 
@@ -395,8 +395,12 @@ def _peak(run: Run, models: Sequence[ModelSpec]) -> dict[str, Any] | None:
     elements: Counter[torch.dtype] = Counter()
     for each in (each for model in models for each in model.parameters):
         elements[each.dtype] += each.numel
-    given = run.precision.compute or run.precision.param
-    dtype = given or max(elements, key=lambda each: elements[each], default=torch.float32)
+    word = run.precision.compute or run.precision.param
+    dtype = (
+        DTYPES[word]
+        if word
+        else max(elements, key=lambda each: elements[each], default=torch.float32)
+    )
     found = published_peak(name, dtype)
     if found is None:
         return None

@@ -1,15 +1,18 @@
-"""The options of strategies over units, and the answers that the mechanisms need from them."""
+"""The options of strategies over units, and what mechanisms ask them. No torch."""
 
 from dataclasses import dataclass, fields, is_dataclass
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 from drivetrain.config.option import mapping, option, section
-from drivetrain.cost import TensorSpec
+from drivetrain.config.outline import ReplicasOutline
 from drivetrain.errors import ConfigError
-from drivetrain.parallel.layout import CutStyle
 from drivetrain.registry import stores
-from drivetrain.runtime.mesh import Axis, Mesh
-from drivetrain.runtime.world import World
+
+if TYPE_CHECKING:
+    from drivetrain.cost import TensorSpec
+    from drivetrain.parallel.layout import CutStyle
+    from drivetrain.runtime.mesh import Axis, Mesh
+    from drivetrain.runtime.world import World
 
 Until: TypeAlias = Literal["forward", "backward", "step"]
 """When a unit is freed that a training forward has gathered."""
@@ -83,7 +86,7 @@ class OffloadOptions:
         """
         given = {**self.store_options, **({"path": self.path} if self.path else {})}
         known = {
-            name: store_knobs(stores().load(name))
+            name: store_knobs(stores().outline(name))
             for name in sorted({self.optimizer, self.params} - {""})
         }
         unknown = [key for key in given if not any(key in knobs for knobs in known.values())]
@@ -142,7 +145,7 @@ class UnitsOptions:
             )
 
     @property
-    def cut(self) -> CutStyle:
+    def cut(self) -> "CutStyle":
         """How parameters are divided among ranks."""
         return "flat"
 
@@ -181,7 +184,7 @@ class UnitsOptions:
         """When a unit is freed that a training forward has gathered."""
         return "step"
 
-    def near(self, mesh: Mesh) -> Axis | None:
+    def near(self, mesh: "Mesh") -> "Axis | None":
         """Return None: nothing is freed, so no neighbors keep it together."""
         return None
 
@@ -190,11 +193,11 @@ class UnitsOptions:
         """Return False: nothing is freed, so nobody keeps it besides."""
         return False
 
-    def secondary_ranks(self, mesh: Mesh, world: World) -> int:
+    def secondary_ranks(self, mesh: "Mesh", world: "World") -> int:
         """Return 0: nobody keeps anything besides."""
         return 0
 
-    def places(self, spec: TensorSpec) -> bool:
+    def places(self, spec: "TensorSpec") -> bool:
         """Return whether a parameter lies in a unit; a parameter that never moves needs none."""
         return spec.trainable
 
@@ -271,7 +274,7 @@ class ParameterOptions(GradientOptions):
         """Whether the ranks of each host are to keep all values together for good."""
         return self.secondary == "host"
 
-    def secondary_ranks(self, mesh: Mesh, world: World) -> int:
+    def secondary_ranks(self, mesh: "Mesh", world: "World") -> int:
         """Return how many ranks of a host keep all values together for good; 0: none do.
 
         Raises:
@@ -291,7 +294,7 @@ class ParameterOptions(GradientOptions):
         """When a unit is freed that a training forward has gathered."""
         return "forward" if self.reshard_after_forward else "backward"
 
-    def near(self, mesh: Mesh) -> Axis | None:
+    def near(self, mesh: "Mesh") -> "Axis | None":
         """Return the neighbors that keep units together until backward; None: there are none.
 
         Raises:
@@ -308,6 +311,18 @@ class ParameterOptions(GradientOptions):
         near = mesh.neighbors("dp", size)
         return None if near.size == mesh["dp"].size else near
 
-    def places(self, spec: TensorSpec) -> bool:
+    def places(self, spec: "TensorSpec") -> bool:
         """Return True: frozen parameters are divided as well."""
         return True
+
+
+UnitsT = TypeVar("UnitsT", bound=UnitsOptions)
+
+
+class UnitsOutline(ReplicasOutline[UnitsT]):
+    """The outline of a strategy over units."""
+
+    @classmethod
+    def channels(cls, config: UnitsT) -> frozenset[str]:
+        """Return gradients, and values of parameters where these are divided, or updates."""
+        return config.channels

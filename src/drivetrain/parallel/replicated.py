@@ -38,6 +38,7 @@ from torch.utils.hooks import RemovableHandle
 from drivetrain.collectives import Communicator
 from drivetrain.collectives.volume import ParameterRow, Stretch
 from drivetrain.compression.communicator import connect_linked
+from drivetrain.config.outline import ReplicasOutline
 from drivetrain.cost import Cost, ModelSpec
 from drivetrain.errors import UsageError
 from drivetrain.model.modules import UninheritedHook, held_parameters
@@ -201,7 +202,7 @@ _ADAM_STATES = 2
 """An optimizer with this many states is Adam, which also counts steps per parameter."""
 
 
-class ReplicatedStrategy(Strategy[ConfigT], Generic[ConfigT]):
+class ReplicatedStrategy(ReplicasOutline[ConfigT], Strategy[ConfigT], Generic[ConfigT]):
     """Whole models over the mesh axis ``dp``; one object per prepared model.
 
     ``prepare`` returns the very objects it was given: everything happens in hooks.
@@ -226,11 +227,6 @@ class ReplicatedStrategy(Strategy[ConfigT], Generic[ConfigT]):
         self.closing = ExitStack()
         self.closing.callback(self.ranks.close)
         self._hooked: dict[nn.Parameter, RemovableHandle] = {}
-
-    @classmethod
-    def axes(cls, config: ConfigT, world_size: int) -> Mapping[str, int]:
-        """Return one axis, ``dp``, over all ranks."""
-        return {"dp": world_size}
 
     def prepare(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> Prepared:
         """Make the ranks' parameters and buffers equal to rank 0's and hook into backward."""
@@ -416,8 +412,6 @@ class ReplicatedStrategy(Strategy[ConfigT], Generic[ConfigT]):
 
 
 # --- flat gradient buckets ---
-
-MIB = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)

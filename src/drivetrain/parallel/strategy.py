@@ -57,14 +57,15 @@ from drivetrain.parallel.gradients import UnitGradients
 from drivetrain.parallel.home import BoundOptimizer, Held, Home, home_kind, open_home
 from drivetrain.parallel.layout import ParameterSlot, UnitLayout
 from drivetrain.parallel.optimizers import Fragments, check_suits
-from drivetrain.parallel.options import UnitsOptions
+from drivetrain.parallel.options import UnitsOptions, UnitsOutline
 from drivetrain.parallel.placement import Placement, Ranks, connect_line, edits_accepted
 from drivetrain.parallel.reduce import Reduce
 from drivetrain.parallel.replicated import LentBuffers, replicate
 from drivetrain.parallel.shard import FlatTensor, followed
 from drivetrain.parallel.unit import Unit, is_ahead, route_secondary, why_only_read
+from drivetrain.runtime.parts import Part, boxes
 from drivetrain.saved_state import ReplicatedState, check_fits, state_keys, weights_in
-from drivetrain.shards import HeldTensors, Part, Reader, Shard, WeightSource, boxes
+from drivetrain.shards import HeldTensors, Reader, Shard, WeightSource
 from drivetrain.simulator.contract import DataParallelPlanning, Planning, Sharing
 from drivetrain.simulator.step import PaperRun
 from drivetrain.strategy import Prepared, Run, Strategy
@@ -313,7 +314,7 @@ def _pieces(
 ConfigT = TypeVar("ConfigT", bound=UnitsOptions)
 
 
-class ShardedStrategy(Strategy[ConfigT], Generic[ConfigT]):
+class ShardedStrategy(UnitsOutline[ConfigT], Strategy[ConfigT], Generic[ConfigT]):
     """A strategy over units, over the mesh axis ``dp``; one object per prepared model.
 
     A subclass cuts the model (``plan``); its options say what is divided. ``prepare`` returns the
@@ -693,11 +694,6 @@ class ShardedStrategy(Strategy[ConfigT], Generic[ConfigT]):
     # --- before a run: what it holds and sends ---
 
     @classmethod
-    def axes(cls, config: ConfigT, world_size: int) -> Mapping[str, int]:
-        """Return one axis, ``dp``, over all ranks."""
-        return {"dp": world_size}
-
-    @classmethod
     @abstractmethod
     def plan(
         cls,
@@ -714,11 +710,6 @@ class ShardedStrategy(Strategy[ConfigT], Generic[ConfigT]):
             run: its mesh and dtypes.
             devices: the device of each parameter; only equal ones share a unit.
         """
-
-    @classmethod
-    def channels(cls, config: ConfigT) -> frozenset[str]:
-        """Return gradients, and values of parameters where these are divided, or updates."""
-        return config.channels
 
     @classmethod
     def changes_links(cls, config: ConfigT) -> bool:

@@ -36,7 +36,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from drivetrain.checkpoint.commit import check_same, together
-from drivetrain.checkpoint.manifest import copy_overlap, numel
+from drivetrain.checkpoint.manifest import numel
+from drivetrain.checkpoint.tensor_file import copy_overlap
 from drivetrain.collectives.facts import (
     device_of,
     differing,
@@ -50,7 +51,8 @@ from drivetrain.errors import RankMismatchError, UsageError
 from drivetrain.model.guard import Elsewhere, read_only
 from drivetrain.model.modules import UninheritedMethod, clean_name
 from drivetrain.nested import describe
-from drivetrain.shards import Part, Readable, TensorFacts
+from drivetrain.runtime.parts import Part
+from drivetrain.shards import Readable, TensorFacts
 from drivetrain.strategy import Strategy
 
 # --- the groups as the script made them, before a strategy divides the parameters ---

@@ -9,23 +9,28 @@ an error says so where nothing else fits.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
 
 from drivetrain.collectives.facts import share_facts
-from drivetrain.compression.methods import AUTO, EXACT
-from drivetrain.config import option
+from drivetrain.compression.methods import AUTO
+from drivetrain.config.outline import EXACT
 from drivetrain.cost import Cost, ModelSpec
 from drivetrain.data.examples import ExampleBatch
 from drivetrain.errors import ConfigError
-from drivetrain.hardware.description import Hardware, load_hardware, name_of_device, names_a_device
+from drivetrain.hardware.description import (
+    Hardware,
+    load_hardware,
+    name_of_device,
+    names_a_device,
+)
 from drivetrain.hardware.sizes import GIB, size_text
 from drivetrain.memory import host_room
 from drivetrain.model.first_batch import Candidate, batches_as_arguments, guessed_inputs
 from drivetrain.planner.layout import PlannedLayout, layout_of, plain
+from drivetrain.planner.options import AutoConfig, AutoOutline
 from drivetrain.planner.search import (
     Prediction,
     Predictor,
@@ -36,7 +41,6 @@ from drivetrain.planner.search import (
     permitted_methods,
     room_of,
 )
-from drivetrain.runtime.precision import Precision
 from drivetrain.runtime.world import World
 from drivetrain.simulator.contract import Planning, StrategyPick
 from drivetrain.simulator.seen import seen_model
@@ -55,37 +59,8 @@ HINT = (
 """Words after a prediction for such hardware."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AutoConfig:
-    """The hardware for which a strategy is chosen."""
-
-    hardware: str = option(
-        "",
-        help="Description of the hardware: a name of `drivetrain hardware show`, or a file of "
-        "`drivetrain hardware measure`. Empty: the description of the devices' name.",
-        question="Which hardware? A name of `drivetrain hardware show` or a file; Enter: look.",
-    )
-
-
-class Auto(Strategy[AutoConfig]):
+class Auto(AutoOutline, Strategy[AutoConfig]):
     """Chooses another strategy at ``prepare``; no object of it is ever made."""
-
-    summary: ClassVar[str] = "choose for me: the layout that is predicted to be the quickest"
-    Config: ClassVar[type] = AutoConfig
-
-    @classmethod
-    def check_options(cls, config: AutoConfig, precision: Precision) -> None:
-        """Refuse an unknown name of hardware, or a file that is there and is no description.
-
-        A file that is missing here may lie on the hosts of the run: ``choose`` reads it there.
-        """
-        if config.hardware and (names_a_device(config.hardware) or Path(config.hardware).exists()):
-            load_hardware(config.hardware)
-
-    @classmethod
-    def axes(cls, config: AutoConfig, world_size: int) -> Mapping[str, int]:
-        """Return one axis, ``dp``, over all ranks, as every chosen strategy has it."""
-        return {"dp": world_size}
 
     @classmethod
     def variants(cls, world_size: int) -> Sequence[Mapping[str, Any]]:

@@ -12,8 +12,9 @@ import yaml
 
 from drivetrain.collectives.volume import ParameterRow, Route, Stretch
 from drivetrain.compression.compressor import Honesty
-from drivetrain.compression.methods import BF16, EXACT, LinkMethods
+from drivetrain.compression.methods import LinkMethods
 from drivetrain.config import DtypesConfig, Layer, RunConfig, ValueOrigin
+from drivetrain.config.outline import BF16, EXACT
 from drivetrain.config.resolve import resolve
 from drivetrain.config.schema import FarConfig, LinksConfig
 from drivetrain.errors import ConfigError

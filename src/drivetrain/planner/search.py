@@ -27,7 +27,8 @@ from itertools import product
 from typing import Any
 
 from drivetrain.compression.compressor import Honesty
-from drivetrain.compression.methods import AUTO, BF16, EXACT, LinkMethods, permitted
+from drivetrain.compression.methods import AUTO, LinkMethods, permitted
+from drivetrain.config.outline import BF16, EXACT
 from drivetrain.config.schema import LinksConfig
 from drivetrain.errors import ConfigError
 from drivetrain.hardware.description import Hardware, HostPairs

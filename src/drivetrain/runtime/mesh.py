@@ -7,11 +7,11 @@ and share a host where they can.
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import prod
 from typing import NamedTuple
 
 import torch.distributed as dist
 
+from drivetrain.config.outline import check_axes
 from drivetrain.errors import ConfigError
 from drivetrain.runtime.world import World
 
@@ -115,7 +115,7 @@ class Mesh(Mapping[str, Axis]):
         Raises:
             ConfigError: the sizes do not multiply to the world's size.
         """
-        _check(sizes, world.size)
+        check_axes(sizes, world.size)
         return cls(
             {
                 name: _start(axis, lines_along(name, sizes), world)
@@ -130,7 +130,7 @@ class Mesh(Mapping[str, Axis]):
         Raises:
             ConfigError: the sizes do not multiply to the world's size.
         """
-        _check(sizes, world.size)
+        check_axes(sizes, world.size)
         axes = {}
         for name in sizes:
             axes[name] = _axis_of(name, lines_along(name, sizes), world)
@@ -342,15 +342,6 @@ class Mesh(Mapping[str, Axis]):
 
     def __repr__(self) -> str:
         return " x ".join(f"{axis.name}={axis.size}" for axis in self._axes.values())
-
-
-def _check(sizes: Mapping[str, int], world_size: int) -> None:
-    if prod(sizes.values()) != world_size:
-        shape = " x ".join(f"{name}={size}" for name, size in sizes.items())
-        raise ConfigError(
-            f"expected mesh axes that multiply to {world_size} ranks, found {shape} = "
-            f"{prod(sizes.values())}; change the sizes or the number of ranks"
-        )
 
 
 def _axis_of(name: str, lines: Iterable[tuple[int, ...]], world: World) -> Axis:

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten_with_path
 
-from drivetrain.checkpoint.manifest import write_tensors
+from drivetrain.checkpoint.tensor_file import write_tensors
 from drivetrain.collectives.facts import gather_facts
 from drivetrain.config import DtypesConfig, RecomputeConfig, Resolved
 from drivetrain.facade.observer import Observer

@@ -7,8 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drivetrain.checkpoint.manifest import copy_overlap, fits, numel
-from drivetrain.shards import Part, boxes
+from drivetrain.checkpoint.manifest import fits, numel
+from drivetrain.checkpoint.tensor_file import copy_overlap
+from drivetrain.runtime.parts import Part, boxes
 
 shapes = st.lists(st.integers(1, 5), max_size=4).map(tuple)
 shapes_with_empty = st.lists(st.integers(0, 5), max_size=4).map(tuple)

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 from drivetrain import Accelerator, ProjectConfiguration
-from drivetrain.checkpoint import open_checkpoint, saving
+from drivetrain.checkpoint import saving
+from drivetrain.checkpoint.loading import open_checkpoint
 from drivetrain.checkpoint.saving import Background, StagingBuffers
 from drivetrain.errors import CheckpointError
 from drivetrain.runtime.world import World

@@ -8,19 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from drivetrain.checkpoint import (
-    Contents,
-    commit,
-    latest,
-    next_name,
-    open_checkpoint,
-    prune,
-    save_checkpoint,
-    sweep,
-)
+from drivetrain.checkpoint import commit
+from drivetrain.checkpoint.commit import latest, next_name, prune, sweep
+from drivetrain.checkpoint.encoding import Contents
+from drivetrain.checkpoint.loading import open_checkpoint
+from drivetrain.checkpoint.saving import save_checkpoint
 from drivetrain.errors import CheckpointError
+from drivetrain.runtime.parts import Part
 from drivetrain.runtime.world import World
-from drivetrain.shards import Part, Shard
+from drivetrain.shards import Shard
 
 WORLD = World()
 

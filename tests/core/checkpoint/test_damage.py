@@ -6,11 +6,14 @@ import json
 import pytest
 import torch
 
-from drivetrain.checkpoint import Contents, open_checkpoint, save_checkpoint
+from drivetrain.checkpoint.encoding import Contents
+from drivetrain.checkpoint.loading import open_checkpoint
 from drivetrain.checkpoint.manifest import Manifest
+from drivetrain.checkpoint.saving import save_checkpoint
 from drivetrain.errors import CheckpointError
+from drivetrain.runtime.parts import Part
 from drivetrain.runtime.world import World
-from drivetrain.shards import Part, Shard
+from drivetrain.shards import Shard
 
 WORLD = World()
 WEIGHTS = "model-0-weights-00000-of-00001.safetensors"

@@ -9,17 +9,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from drivetrain.checkpoint import (
-    Contents,
-    open_checkpoint,
-    plan_export,
-    read_export,
-    save_checkpoint,
-    write_export,
-)
+from drivetrain.checkpoint.encoding import Contents
+from drivetrain.checkpoint.export import plan_export, read_export, write_export
+from drivetrain.checkpoint.loading import open_checkpoint
+from drivetrain.checkpoint.saving import save_checkpoint
 from drivetrain.errors import CheckpointError
+from drivetrain.runtime.parts import Part
 from drivetrain.runtime.world import World
-from drivetrain.shards import Part, Shard, TensorFacts
+from drivetrain.shards import Shard, TensorFacts
 
 
 @pytest.fixture

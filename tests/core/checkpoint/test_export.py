@@ -7,19 +7,20 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from drivetrain.checkpoint import (
-    Contents,
+from drivetrain.checkpoint.encoding import Contents
+from drivetrain.checkpoint.export import (
     ExportedWeights,
     export_checkpoint,
+    parse_size,
     plan_export,
     read_export,
-    save_checkpoint,
     write_export,
 )
-from drivetrain.checkpoint.export import parse_size
+from drivetrain.checkpoint.saving import save_checkpoint
 from drivetrain.errors import CheckpointError, ConfigError
+from drivetrain.runtime.parts import Part
 from drivetrain.runtime.world import World
-from drivetrain.shards import Part, Ranges, Shard, TensorFacts
+from drivetrain.shards import Ranges, Shard, TensorFacts
 
 WORLD = World()
 

@@ -10,12 +10,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from drivetrain.checkpoint import Background, Contents, local, open_checkpoint
+from drivetrain.checkpoint import local
+from drivetrain.checkpoint.encoding import Contents
+from drivetrain.checkpoint.loading import open_checkpoint
 from drivetrain.checkpoint.local import FilesToCome, MemoryCheckpoints, SpreadCheckpoint, announced
 from drivetrain.checkpoint.manifest import FileRecord, HashedFile, write_bytes
+from drivetrain.checkpoint.saving import Background
 from drivetrain.errors import CheckpointError
+from drivetrain.runtime.parts import Part
 from drivetrain.runtime.world import World, memory_kept_mark
-from drivetrain.shards import Part, Shard
+from drivetrain.shards import Shard
 
 SIZE = 24
 

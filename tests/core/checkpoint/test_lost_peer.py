@@ -11,10 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from drivetrain.checkpoint import Contents, saving
+from drivetrain.checkpoint import saving
+from drivetrain.checkpoint.encoding import Contents
 from drivetrain.errors import DrivetrainError
+from drivetrain.runtime.parts import Part
 from drivetrain.runtime.world import World
-from drivetrain.shards import Part, Shard
+from drivetrain.shards import Shard
 from forked_programs import run_python
 
 VICTIM = 1

@@ -6,13 +6,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from drivetrain.checkpoint import Contents, open_checkpoint, save_checkpoint
 from drivetrain.checkpoint import manifest as tensorfile
 from drivetrain.checkpoint.commit import together
+from drivetrain.checkpoint.encoding import Contents
+from drivetrain.checkpoint.loading import open_checkpoint
+from drivetrain.checkpoint.saving import save_checkpoint
 from drivetrain.errors import CheckpointError, CollectiveError
+from drivetrain.runtime.parts import Part
 from drivetrain.runtime.world import World
 from drivetrain.saved_state import describe_difference
-from drivetrain.shards import Part, Shard
+from drivetrain.shards import Shard
 
 WHOLE = torch.arange(35, dtype=torch.float32).reshape(5, 7)
 

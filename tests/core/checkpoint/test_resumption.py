@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 from drivetrain import Accelerator, ProjectConfiguration
-from drivetrain.checkpoint import Resumption
-from drivetrain.checkpoint.commit import saved_steps
+from drivetrain.checkpoint.commit import Resumption, saved_steps
 from drivetrain.runtime.world import CONFIG_VARIABLE, World, saved_mark
 
 

@@ -5,12 +5,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from drivetrain.checkpoint import Contents, open_checkpoint, save_checkpoint, saving
-from drivetrain.checkpoint.encoding import Report, merge_scalars, write_common
+from drivetrain.checkpoint import saving
+from drivetrain.checkpoint.encoding import Contents, Report, merge_scalars, write_common
+from drivetrain.checkpoint.loading import open_checkpoint
 from drivetrain.checkpoint.manifest import Manifest
+from drivetrain.checkpoint.saving import save_checkpoint
 from drivetrain.errors import CheckpointError
+from drivetrain.runtime.parts import Part
 from drivetrain.runtime.world import World
-from drivetrain.shards import Part, Reader, Shard
+from drivetrain.shards import Reader, Shard
 
 WORLD = World()
 

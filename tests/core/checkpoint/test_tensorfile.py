@@ -9,12 +9,16 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from drivetrain.checkpoint import Contents, open_checkpoint, save_checkpoint
-from drivetrain.checkpoint import manifest as tensorfile
-from drivetrain.checkpoint.manifest import DTYPES, TensorFile, write_bytes, write_tensors
+from drivetrain.checkpoint import tensor_file as tensorfile
+from drivetrain.checkpoint.encoding import Contents
+from drivetrain.checkpoint.loading import open_checkpoint
+from drivetrain.checkpoint.manifest import write_bytes
+from drivetrain.checkpoint.saving import save_checkpoint
+from drivetrain.checkpoint.tensor_file import DTYPES, TensorFile, write_tensors
 from drivetrain.errors import CheckpointError
+from drivetrain.runtime.parts import Part
 from drivetrain.runtime.world import World
-from drivetrain.shards import Part, Shard
+from drivetrain.shards import Shard
 
 
 def read(path):

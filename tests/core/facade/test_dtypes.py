@@ -10,7 +10,7 @@ from torch import nn
 from drivetrain import Accelerator, AutocastKwargs
 from drivetrain.errors import ConfigError
 from drivetrain.registry import strategies
-from drivetrain_ddp import Ddp
+from drivetrain_ddp.strategy import Ddp
 
 
 def said(caplog, model, **options):

@@ -9,7 +9,7 @@ from torch import nn
 
 from drivetrain import Accelerator, CheckpointError, NonFiniteError
 from drivetrain import ProjectConfiguration as Project
-from drivetrain.checkpoint import is_finite
+from drivetrain.checkpoint.commit import is_finite
 from drivetrain.facade import exchange as finite
 
 ROW = torch.ones(1, 2)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from drivetrain import Accelerator, UsageError
-from drivetrain.checkpoint import read_export
+from drivetrain.checkpoint.export import read_export
 from drivetrain.parallel import whole_state as copies
 from stacks import Stack
 

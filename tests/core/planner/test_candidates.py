@@ -3,7 +3,8 @@
 import pytest
 
 from drivetrain.compression.compressor import Honesty
-from drivetrain.compression.methods import EXACT, LinkMethods
+from drivetrain.compression.methods import LinkMethods
+from drivetrain.config.outline import EXACT
 from drivetrain.config.schema import FarConfig, LinksConfig
 from drivetrain.hardware.description import load_hardware
 from drivetrain.planner.layout import run_settings

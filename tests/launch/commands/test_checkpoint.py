@@ -10,10 +10,15 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from drivetrain.checkpoint import Contents, ModelReader, manifest, read_export, save_checkpoint
+from drivetrain.checkpoint import manifest
+from drivetrain.checkpoint.encoding import Contents
+from drivetrain.checkpoint.export import read_export
+from drivetrain.checkpoint.loading import ModelReader
 from drivetrain.checkpoint.manifest import SavedTensor
+from drivetrain.checkpoint.saving import save_checkpoint
+from drivetrain.runtime.parts import Part
 from drivetrain.runtime.world import World
-from drivetrain.shards import Part, Shard
+from drivetrain.shards import Shard
 from drivetrain_launch.commands.checkpoint import summary
 
 WEIGHT = torch.arange(24, dtype=torch.float32).reshape(4, 6)

@@ -18,7 +18,7 @@ from drivetrain.hardware.sizes import GIB
 from drivetrain.registry import strategies
 from drivetrain_launch.commands import preview
 from drivetrain_launch.commands.config import start_line
-from drivetrain_launch.forecast.planning import check_run
+from drivetrain_launch.forecast.checking import check_run
 from drivetrain_launch.wizard import questions
 from drivetrain_launch.wizard.questions import (
     FACTS,

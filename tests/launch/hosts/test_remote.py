@@ -8,7 +8,7 @@ import time
 import pytest
 
 from drivetrain.errors import ConfigError
-from drivetrain_launch.commands.options import without_hosts
+from drivetrain_launch.commands.hosts import without_hosts
 from drivetrain_launch.hosts.remote import (
     RemoteHost,
     RemoteJob,

@@ -11,7 +11,8 @@ from torch.optim import Optimizer
 
 from drivetrain.config import option
 from drivetrain.cost import Cost, ModelSpec
-from drivetrain.shards import Part, Reader, Shard
+from drivetrain.runtime.parts import Part
+from drivetrain.shards import Reader, Shard
 from drivetrain.strategy import Prepared, Run, Strategy
 
 

@@ -10,7 +10,8 @@ from torch.utils.checkpoint import checkpoint
 
 from drivetrain.cost import ModelSpec
 from drivetrain.errors import UsageError
-from drivetrain_ddp import Ddp, DdpConfig
+from drivetrain_ddp.options import DdpConfig
+from drivetrain_ddp.strategy import Ddp
 from started_ddp import SMALL, start
 
 

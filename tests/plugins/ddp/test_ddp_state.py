@@ -10,7 +10,8 @@ from torch.optim import SGD, Adam, Optimizer
 from drivetrain.errors import CheckpointError, ConfigError
 from drivetrain.runtime.precision import Precision
 from drivetrain.runtime.world import World
-from drivetrain_ddp import Ddp, DdpConfig
+from drivetrain_ddp.options import DdpConfig
+from drivetrain_ddp.strategy import Ddp
 from read_tensors import InMemory
 from started_ddp import start
 
@@ -100,6 +101,6 @@ def test_prepare_makes_replicas_and_changes_no_object():
         assert torch.equal(value, expected[name])
     strategy.close()
     assert not model._forward_pre_hooks
-    precision = Precision(name="bf16", param=torch.bfloat16, master=torch.float32)
+    precision = Precision(name="bf16", param="bf16", master="fp32")
     with pytest.raises(ConfigError, match="master"):
         Ddp.check_options(DdpConfig(), precision)

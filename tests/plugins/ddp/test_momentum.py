@@ -15,8 +15,10 @@ from drivetrain.cost import ModelSpec
 from drivetrain.errors import ConfigError, UsageError
 from drivetrain.parallel.options import OffloadOptions
 from drivetrain.runtime.precision import Precision
-from drivetrain_ddp import Ddp, DdpConfig
-from drivetrain_fsdp import Fsdp, FsdpConfig
+from drivetrain_ddp.options import DdpConfig
+from drivetrain_ddp.strategy import Ddp
+from drivetrain_fsdp.fsdp import Fsdp
+from drivetrain_fsdp.options import FsdpConfig
 from one_bit_steps import (
     LIMIT,
     STEPS,
@@ -406,8 +408,8 @@ def test_options_that_do_not_go_together_are_refused(name):
 
 
 def test_options_that_one_strategy_alone_refuses():
-    check_links("fsdp", precision=Precision(param=torch.bfloat16, reduce=torch.float32))
-    low = Precision(param=torch.bfloat16)
+    check_links("fsdp", precision=Precision(param="bf16", reduce="fp32"))
+    low = Precision(param="bf16")
     momentum = functools.partial(FsdpConfig, exchange="momentum")
     stored = OffloadOptions(optimizer="cpu")
     for check, message in (

@@ -10,7 +10,7 @@ from collections import Counter
 import pytest
 import torch
 
-from drivetrain.checkpoint import read_export
+from drivetrain.checkpoint.export import read_export
 from drivetrain.testing.conformance.twins import adamw, everyone
 from drivetrain.testing.models import CASES
 from zero_stages import start

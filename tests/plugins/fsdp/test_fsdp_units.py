@@ -12,7 +12,8 @@ from drivetrain.cost import ModelSpec
 from drivetrain.errors import UsageError
 from drivetrain.model.modules import clean_name
 from drivetrain.parallel.gather import users
-from drivetrain_fsdp.fsdp import UnitChoice, describe, unit_keys
+from drivetrain_fsdp.fsdp import describe, unit_keys
+from drivetrain_fsdp.options import UnitChoice
 from huggingface_models import ARCHITECTURES, gpt2
 from stacks import Residual, Stack
 from zero_stages import start

@@ -17,8 +17,8 @@ from drivetrain.runtime.mesh import Axis
 from drivetrain.runtime.world import World
 from drivetrain.simulator.step import PaperRun, PaperUnit
 from drivetrain.testing.conformance.accounts import AccountChecks
-from drivetrain_local import Local, LocalOptions
-from drivetrain_local.strategy import _agreement
+from drivetrain_local.options import LocalOptions
+from drivetrain_local.strategy import Local, _agreement
 from drivetrain_megatron.config import MegatronConfig
 from local_trainings import hosts
 from local_workers import Rounds

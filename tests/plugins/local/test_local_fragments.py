@@ -8,7 +8,8 @@ from torch.optim import SGD
 
 from drivetrain.collectives.communicator import Finished
 from drivetrain.model.modules import named_parameters
-from drivetrain.shards import HeldPart, HeldTensors, Part, Shard
+from drivetrain.runtime.parts import Part
+from drivetrain.shards import HeldPart, HeldTensors, Shard
 from drivetrain_local.options import LocalOptions
 from drivetrain_local.outer import Messages, OuterSteps, fragment_of_each
 from drivetrain_local.state import write

@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from drivetrain.shards import Part
-from drivetrain_local import Local
+from drivetrain.runtime.parts import Part
 from drivetrain_local.state import KeptReader, WorkerReader, optimizers_apart, saved_workers
+from drivetrain_local.strategy import Local
 from read_tensors import InMemory
 
 VALUES = {

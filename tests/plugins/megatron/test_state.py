@@ -9,7 +9,8 @@ from torch.nn import functional as F
 from cases import case
 from cell_twins import EXACT
 from drivetrain import Accelerator
-from drivetrain.checkpoint import ExportedWeights, open_checkpoint, read_export
+from drivetrain.checkpoint.export import ExportedWeights, read_export
+from drivetrain.checkpoint.loading import open_checkpoint
 from drivetrain.errors import CheckpointError, UsageError
 from drivetrain.model.modules import held_parameters
 from huggingface_models import ARCHITECTURES, VOCABULARY, logits_of, token_batch

@@ -9,12 +9,12 @@ from drivetrain.errors import ConfigError, UnknownPluginError
 from drivetrain.parallel.options import OffloadOptions
 from drivetrain.registry import strategies
 from drivetrain.strategy import find_strategy
-from drivetrain_fsdp import Fsdp
+from drivetrain_fsdp.fsdp import Fsdp
 from drivetrain_megatron.config import MegatronConfig
 from drivetrain_megatron.state import data_parallel
 from drivetrain_offload import Offload, OffloadConfig
-from drivetrain_zero import Zero2, Zero3
-from drivetrain_zero.zero import Zero2Config, Zero3Config
+from drivetrain_zero.options import Zero2Config, Zero3Config
+from drivetrain_zero.zero import Zero2, Zero3
 
 ON_CPU = OffloadOptions(optimizer="cpu")
 

@@ -10,7 +10,8 @@ from drivetrain.cost import TensorSpec
 from drivetrain.runtime.precision import Precision
 from drivetrain.testing.conformance.twins import Twins
 from drivetrain.testing.models import Case
-from drivetrain_zero.zero import Sizes, cut_model
+from drivetrain_zero.options import Sizes
+from drivetrain_zero.zero import cut_model
 from towers import Tower
 from zero_stages import each, start, train
 

@@ -8,15 +8,10 @@ from torch import nn
 
 from drivetrain import Cost, ModelSpec, Run, UsageError, option
 from drivetrain.collectives import Handle, sent_elements
+from drivetrain.config.policy import Policy
 from drivetrain.cost import TensorSpec
-from drivetrain.parallel.replicated import (
-    MIB,
-    Bucket,
-    BucketLayout,
-    ReplicatedStrategy,
-    plan_buckets,
-)
-from drivetrain.runtime.precision import Precision
+from drivetrain.hardware.sizes import MIB
+from drivetrain.parallel.replicated import Bucket, BucketLayout, ReplicatedStrategy, plan_buckets
 from drivetrain.simulator.contract import DataParallelPlanning, Planning, Sharing
 
 
@@ -45,7 +40,7 @@ class Flat(ReplicatedStrategy[FlatConfig]):
     Config: ClassVar[type] = FlatConfig
 
     @classmethod
-    def check_options(cls, config: FlatConfig, precision: Precision) -> None:
+    def check_options(cls, config: FlatConfig, precision: Policy) -> None:
         """Refuse what is not honoured: nothing may be ignored silently."""
         precision.refuse("flat", "param", "reduce", "master", instead="leave it out")
 

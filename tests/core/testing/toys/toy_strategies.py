@@ -4,7 +4,7 @@ import torch
 
 from drivetrain.cost import Cost
 from drivetrain.parallel.backward import clip_, global_norm
-from drivetrain_plain import Plain
+from drivetrain_plain.strategy import Plain
 
 
 class ForgetsToDivide(Plain):
