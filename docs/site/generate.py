@@ -20,7 +20,6 @@ import page_numbers
 import pictures
 import reference
 from drivetrain import errors, registry
-from drivetrain.config import RunConfig
 from drivetrain.config.option import options_of
 from drivetrain.runtime.notices import PREEMPTED
 from drivetrain_launch.cli import COMMANDS, INTERRUPTED, group
@@ -109,18 +108,9 @@ def _flags(old: Rows, command: str, *, with_keys: bool = False) -> Rows:
 
 def _default(flag: click.Option) -> str:
     default = flag.default
-    if isinstance(default, tuple):
-        return ", ".join(map(str, default))
     if isinstance(default, float | int) and not isinstance(default, bool):
         return f"{default:g}"
     return f"`{default}`" if isinstance(default, str) else ""
-
-
-def _keys(_: Rows) -> Rows:
-    return [
-        [f"`{key}`", f"`{reference.default_of(knob)}`", _cell(knob.help)]
-        for key, knob in reference.knobs(RunConfig)
-    ]
 
 
 def _options(old: Rows, *configs: type) -> Rows:
@@ -169,7 +159,11 @@ def _codes(old: Rows, *codes: object) -> Rows:
 
 
 def _imported(_: Rows, rows: Sequence[Row]) -> Rows:
-    return [[f"`{row.key}`", row.there, row.here] for row in rows]
+    """Return the keys of the same meaning in one row."""
+    keys: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        keys.setdefault((row.there, row.here), []).append(f"`{row.key}`")
+    return [[", ".join(names), *meaning] for meaning, names in keys.items()]
 
 
 def _strategy(name: str) -> type:
@@ -191,11 +185,8 @@ TABLES: dict[str, Callable[[Rows], Rows]] = {
     "strategies": partial(_names, plugins=registry.strategies()),
     "trackers": partial(_names, plugins=registry.trackers()),
     "commands": _commands,
-    "keys": _keys,
     "options-of-launch": partial(_flags, command="launch", with_keys=True),
     "options-of-verify": partial(_flags, command="verify"),
-    "options-of-schedule": partial(_flags, command="schedule"),
-    "options-of-disk-bench": partial(_flags, command="disk-bench"),
     "exit-codes-of-launch": lambda old: _codes(old, *ENDS, "other"),
     "exit-codes-of-verify": lambda old: _codes(old, *VERDICTS, INCOMPARABLE, "other"),
     "options-of-ddp": lambda old: _options(old, _strategy("ddp")),

@@ -41,8 +41,9 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Write pipes of code in tables, and lists in lists, as Python-Markdown expects them."""
+    """Write pipes of code in tables, lists in lists and prompts as Python-Markdown expects them."""
     nested = re.sub(r"^ {3}- ", "    - ", markdown, flags=re.MULTILINE)
+    nested = re.sub(r"^```\n(?=\$ )", "```console\n", nested, flags=re.MULTILINE)
     return re.sub(
         r"^\|.*\|$",
         lambda row: re.sub(r"`[^`]*`", lambda code: code[0].replace("\\|", "|"), row[0]),

@@ -125,8 +125,8 @@ def page() -> str:
         "# All error messages",
         "",
         f"The {len(sites)} messages of the errors that drivetrain raises, from the code. "
-        f"`{VALUE}` stands for a value. A message names the expected and the found thing, and the "
-        "way out. [Troubleshooting](troubleshooting.md) explains the common ones.",
+        f"`{VALUE}` stands for a value. "
+        "[Troubleshooting](troubleshooting.md) explains the common ones.",
         "",
     ]
     for situation in SITUATIONS:
@@ -134,7 +134,7 @@ def page() -> str:
         here = [site for site in sites if site.situation == situation]
         for error, code in dict.fromkeys((site.error, site.code) for site in here):
             lines += [f"### {error} (exit code {code}) {{ #{situation.lower()}-{error.lower()} }}"]
-            lines += ["", "| message | way out |", "|---|---|"]
+            lines += ["", "| message | what to do |", "|---|---|"]
             for site in here:
                 if site.error == error:
                     message, _, way = site.message.rpartition("; ")

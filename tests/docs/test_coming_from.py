@@ -1,4 +1,4 @@
-"""The scripts of the pages "Coming from ..." print the same loss before and after the change."""
+"""The scripts of the page "Coming from" print the same loss before and after the change."""
 
 import json
 from pathlib import Path
@@ -9,16 +9,16 @@ from doc_pages import blocks
 from drivetrain_launch.cli import run
 from forked_programs import launch
 
-PAGES = ("accelerate", "deepspeed", "torchrun")
+PAGE = "docs/coming-from.md"
+SCRIPTS = dict(zip(("accelerate", "deepspeed", "torchrun"), blocks(PAGE, "diff"), strict=False))
 
 AT_ONCE = "import os, sys\nsys.stdout.flush()\nos._exit(0)\n"
 """Ends a script: torch's DDP sometimes waits forever where it is freed at the end of a process."""
 
 
-def side(page, sign):
-    """Return the script of a page as it is on the side of the lines with a sign."""
-    (diff,) = blocks(f"docs/coming-from/{page}.md", "diff")
-    lines = [line[1:] for line in diff.splitlines() if line[:1] in ("", " ", sign)]
+def side(program, sign):
+    """Return the script for a program as it is on the side of the lines with a sign."""
+    lines = [line[1:] for line in SCRIPTS[program].splitlines() if line[:1] in ("", " ", sign)]
     return "\n".join(lines) + "\n" + (AT_ONCE if sign == "-" else "")
 
 
@@ -28,29 +28,27 @@ def loss(folder, script, config):
     options = ["--config", config, "--cpu", "--nproc-per-node", "2"]
     done = launch(*options, "script.py", folder=folder, env={"ACCELERATE_USE_CPU": "1"})
     assert done.returncode == 0, script + done.stdout + done.stderr
-    (number,) = done.stdout.split()
-    return float(number)
+    return float(done.stdout)
 
 
 @pytest.mark.timeout(900)
 def test_before_and_after_print_the_same_loss(tmp_path, monkeypatch, capsys):
-    """All under the configuration that the JSON of DeepSpeed's page gives."""
+    """All under the configuration that the JSON of DeepSpeed gives."""
     monkeypatch.chdir(tmp_path)
-    (text,) = blocks("docs/coming-from/deepspeed.md", "json")
+    (text,) = blocks(PAGE, "json")
     Path("ds_config.json").write_text(text)
     assert run(["config", "import", "ds_config.json", "--output", "drivetrain.yaml"]) == 0
     stage = json.loads(text)["zero_optimization"]["stage"]
     assert f"name: zero{stage}" in Path("drivetrain.yaml").read_text()
-    scripts = {(page, sign): side(page, sign) for page in PAGES for sign in "-+"}
+    scripts = {(program, sign): side(program, sign) for program in SCRIPTS for sign in "-+"}
     compile(scripts["deepspeed", "-"], "deepspeed", "exec")
     # The engine of DeepSpeed is not installed: DDP's script with its clipping trains the same.
-    scripts["deepspeed", "-"] = scripts["torchrun", "-"].replace(
-        "        optimizer.step()",
-        "        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n        optimizer.step()",
-    )
+    step = "        optimizer.step()"
+    clip = "        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n"
+    scripts["deepspeed", "-"] = scripts["torchrun", "-"].replace(step, clip + step)
     losses = {which: loss(tmp_path, text, "drivetrain.yaml") for which, text in scripts.items()}
-    for page in PAGES:
-        assert losses[page, "+"] == pytest.approx(losses[page, "-"], abs=2e-4), page
+    for program in SCRIPTS:
+        assert losses[program, "+"] == pytest.approx(losses[program, "-"], abs=2e-4), program
     # Clipping changes the numbers, so a script that did not train would show.
     assert len({round(number, 3) for number in losses.values()}) >= 2
     assert all(0 < number < 5 for number in losses.values())

@@ -247,8 +247,8 @@ def test_python_blocks_compile():
 
 
 def test_names_of_the_api_exist():
-    """Imports of the migrating page, and mechanisms of the page on plugins."""
-    text = (DOCS / "migrating-from-accelerate.md").read_text()
+    """Imports of the page for users of other programs, and mechanisms of the page on plugins."""
+    text = (DOCS / "coming-from.md").read_text()
     names = re.findall(r"^\+from drivetrain import (.*)$", text, flags=re.MULTILINE)
     assert names
     assert set(", ".join(names).split(", ")) <= set(drivetrain.__all__)

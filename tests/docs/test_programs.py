@@ -6,9 +6,11 @@ import sys
 import tomllib
 
 import pytest
+import torch
 
 from doc_pages import ROOT, blocks
 from forked_programs import launch, run_python
+from trainers import sentence, tiny_llama, tokenizer
 
 QUICKSTART = """
 import torch
@@ -109,19 +111,6 @@ def interruptions():
     return README + INTERRUPTIONS.format(start=start, loop=loop)
 
 
-def trainer():
-    """The page's program before and after the change trains alike; its class stays a Trainer."""
-    program, subclass = blocks("docs/trainer.md", "python")
-    ours = "from drivetrain.integrations.transformers import Trainer"
-    before = program.replace(ours, "from transformers import Trainer").replace('"run', '"before')
-    assert before.count("integrations") == 0
-    loss = 'trainer.state.log_history[-1]["train_loss"]'
-    return (
-        f"{before}\nbefore = {loss}\n{program}\nassert abs({loss} - before) < 1e-4 * before\n"
-        f"{subclass}\nassert issubclass(Seq2SeqTrainer, type(trainer).__mro__[1])\n"
-    )
-
-
 def whole(page, before="", after=""):
     return before + "".join(blocks(f"docs/{page}.md", "python")) + after
 
@@ -131,7 +120,6 @@ def programs():
     saved = "runs/mine/checkpoints/checkpoint_{}/manifest.json"
     accuracy = "print(accuracy.item(), sum(map(len, correct)))"
     trace = ("profile_0.json", "trace.json.gz", "costs.txt", "costs.json")
-    run = ("run/export/model.safetensors", "run/checkpoint-8/drivetrain/manifest.json")
     yield "README", the_loop_of_the_readme(), (), r"\d"
     yield (
         "quickstart",
@@ -142,8 +130,6 @@ def programs():
     yield "precision", precision(), (), ""
     yield "interruptions", interruptions(), (saved.format(0),), ""
     yield "checkpoints", whole("checkpoints"), ("runs/mine/step-0/manifest.json",), ""
-    yield "trainer", trainer(), run, ""
-    yield "fabric", whole("fabric"), ("run/checkpoint/manifest.json",), ""
     watched = ("runs/mine/run/report.html", *(f"runs/mine/trace/{name}" for name in trace))
     yield "reports", whole("reports", "", WATCHED), watched, r"^0 16 "
     recompute = "".join(blocks("docs/precision.md", "python")[1:])
@@ -151,7 +137,7 @@ def programs():
     yield "notebook", whole("cli", NOTEBOOK), (), ""
 
 
-@pytest.mark.timeout(1800)  # ten programs, of which some import transformers
+@pytest.mark.timeout(1800)  # ten programs
 def test_programs_of_one_process_run(tmp_path):
     failed = []
     for name, program, files, printed in programs():
@@ -175,6 +161,36 @@ def on_two_ranks(folder, program, *options):
     done = launch("--cpu", "--nproc-per-node", "2", *options, "program.py", folder=folder)
     assert done.returncode == 0, done.stdout + done.stderr
     return re.sub(r"^\[r0\] ", "", done.stdout + done.stderr, flags=re.MULTILINE)
+
+
+def test_quickstart_shows_what_its_commands_print():
+    number = re.compile(r"(?<=loss )\d\.\d{4}$", re.MULTILINE)
+    for shown in blocks("docs/quickstart.md", "console"):
+        command, _, text = shown.removeprefix("$ ").partition("\n")
+        words = re.sub("^drivetrain", "-m drivetrain_launch", command).removeprefix("python ")
+        done = run_python(*words.split(), folder=ROOT)
+        printed = done.stderr + done.stdout
+        assert number.sub("", printed) == number.sub("", text)
+        losses = [[float(loss) for loss in number.findall(side)] for side in (printed, text)]
+        assert losses[0] == pytest.approx(losses[1], abs=0.01)
+
+
+def test_the_page_on_fine_tuning_trains_resumes_and_saves(tmp_path):
+    """Its command, with a folder as the model: an epoch, then the others, after a new start."""
+    tiny, given = tmp_path / "tiny", tiny_llama()
+    given.save_pretrained(tiny)
+    tokenizer().save_pretrained(tiny)
+    (tmp_path / "train.txt").write_text("\n".join(sentence(i, 1, 9) for i in range(40)))
+    (program,) = blocks("docs/fine-tune.md", "python")
+    (command,) = (t for t in blocks("docs/fine-tune.md", "sh") if "finetune.py" in t)
+    words = command.replace("gpt2", str(tiny)).split()[2:]
+    for epochs, expected in (("1", ["0"]), ("3", ["1", "2"])):
+        (tmp_path / "finetune.py").write_text(program.replace(", 3):", f", {epochs}):"))
+        done = launch("--cpu", *words, folder=tmp_path)
+        found = re.findall(r"^epoch (\d) loss \d+\.\d{4}$", done.stdout, re.MULTILINE)
+        assert found == expected, done.stdout + done.stderr
+    trained = type(given).from_pretrained(tmp_path / "runs/mine/model").state_dict()
+    assert not any(torch.equal(trained[name], old) for name, old in given.state_dict().items())
 
 
 GPT = f"""

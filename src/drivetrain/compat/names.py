@@ -184,7 +184,7 @@ def _real_module(name: str) -> Any:
 
 
 def _no_counterpart(name: str) -> str:
-    way_out = WAYS_OUT.get(name, "docs/migrating-from-accelerate.md lists what has one")
+    way_out = WAYS_OUT.get(name, "docs/coming-from.md lists what has one")
     return f"accelerate's {name} has no counterpart in drivetrain; {way_out}"
 
 
