@@ -30,13 +30,13 @@ HOMES_BY_TOPIC = {
     "Random numbers": ("runtime.rng", "data.loader"),
     "Memory": ("memory",),
     "Losses": ("losses",),
-    "Files": ("checkpoint",),
+    "Files": ("checkpoint.encoding", "checkpoint.export"),
     "Trainer and Fabric": ("integrations.transformers", "integrations.fabric"),
     "Errors": ("errors",),
     "Names of Accelerate": ("aliases", "runtime.gradient_state"),
     "Available packages": ("availability",),
     "The contract of plugins": (
-        *("strategy", "cost", "shards", "store", "config"),
+        *("strategy", "cost", "shards", "runtime.parts", "store", "config"),
         *("registry", "observe.trackers", "testing.conformance"),
     ),
 }

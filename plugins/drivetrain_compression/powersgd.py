@@ -35,7 +35,6 @@ from drivetrain.collectives.volume import ParameterSpan, StretchParts
 from drivetrain.compression.compressor import (
     SMALLEST,
     Compressor,
-    Crossing,
     ElementRange,
     FarGather,
     FarReduction,
@@ -43,6 +42,7 @@ from drivetrain.compression.compressor import (
     Honesty,
     Kept,
     OnWire,
+    Rounded,
     are_finite,
     as_it_is,
     is_finite,
@@ -214,7 +214,7 @@ class LowRankReduction(FarReduction):
         if self._errors.device != device:
             self._qs, self._errors = self._qs.to(device), self._errors.to(device)
         far, plan = self._far, self._plan
-        plain = [Crossing(tensors, plan.on_wire) for tensors in plan.plain_of(parts)]
+        plain = [Rounded(tensors, plan.on_wire) for tensors in plan.plain_of(parts)]
         rest = [each.sent for each in plain]
         # The factors of before stay, in case the step is bad.
         ps, qs = (

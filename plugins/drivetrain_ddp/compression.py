@@ -23,9 +23,9 @@ from drivetrain.collectives.communicator import SumChannel
 from drivetrain.collectives.volume import Stretch, StretchParts
 from drivetrain.compression.compressor import (
     Compressor,
-    Crossing,
     Followed,
     OnWire,
+    Rounded,
     as_it_is,
     is_finite,
 )
@@ -72,7 +72,7 @@ class CommunicationHook:
 
     def _channel(self, bucket: Bucket, communicator: Communicator) -> SumChannel:
         """Return the sums of a bucket."""
-        crossing = Crossing([bucket.flat], self._on_wire)
+        crossing = Rounded([bucket.flat], self._on_wire)
         stretch = self._stretch(bucket.layout, bucket.names)
         channel = communicator.gradients_summed(stretch, "gradient bucket")
 

@@ -155,10 +155,10 @@ def test_programs_of_one_process_run(tmp_path):
 # --- on two ranks ---
 
 
-def on_two_ranks(folder, program, *options):
-    """Run a program on two ranks of the CPU; return what it printed."""
+def on_ranks(folder, program, *options, ranks=2):
+    """Run a program on ranks of the CPU; return what it printed."""
     (folder / "program.py").write_text(program)
-    done = launch("--cpu", "--nproc-per-node", "2", *options, "program.py", folder=folder)
+    done = launch("--cpu", "--nproc-per-node", str(ranks), *options, "program.py", folder=folder)
     assert done.returncode == 0, done.stdout + done.stderr
     return re.sub(r"^\[r0\] ", "", done.stdout + done.stderr, flags=re.MULTILINE)
 
@@ -208,6 +208,7 @@ def prepare(accelerator):
     model = GPT(128, 4, 4, 64)
     return accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
 """
+LOGGED = "import logging; logging.basicConfig(level=logging.INFO)"
 PREPARE = "model, optimizer = prepare(accelerator)\n"
 
 
@@ -217,14 +218,14 @@ def test_program_of_the_page_on_loops(tmp_path):
         "assert accelerator.get_state_dict(model)['norm.bias'].count_nonzero() == 0\n"
         "accelerator.end_training()\n"
     )
-    program = f"{GPT}\naccelerator = Accelerator()\n{PREPARE}{program}\n{after}"
-    on_two_ranks(tmp_path, program, "--strategy", "zero3", "--set", "strategy.keep_below=0")
+    program = f"{LOGGED}\n{GPT}\naccelerator = Accelerator()\n{PREPARE}{program}\n{after}"
+    on_ranks(tmp_path, program, "--strategy", "zero3", "--set", "strategy.keep_below=0")
 
 
 def test_programs_of_the_page_on_fsdp(tmp_path):
     units, tensors = blocks("docs/strategies/fsdp.md", "python")
     programs = [
-        *(GPT, units, PREPARE),
+        *(LOGGED, GPT, units, PREPARE),
         tensors.replace(
             "dcp.load",
             "before = accelerator.get_state_dict(model)\n"
@@ -235,7 +236,7 @@ def test_programs_of_the_page_on_fsdp(tmp_path):
         "assert all(torch.equal(after[name], before[name]) for name in before)\n"
         "accelerator.end_training()\n",
     ]
-    said = on_two_ranks(tmp_path, "\n".join(programs))
+    said = on_ranks(tmp_path, "\n".join(programs))
     (line,) = blocks("docs/strategies/fsdp.md", "text")
     assert line.strip() in said
 
@@ -255,8 +256,8 @@ def test_programs_of_the_page_on_megatron(tmp_path):
         "    accelerator.print(f'loss {loss.item():.4f}')\naccelerator.end_training()\n"
     )
     found = []
-    for options in (["--nproc-per-node", "1"], pipeline):
-        said = on_two_ranks(tmp_path, program, "--strategy", "megatron", *options)
+    for ranks, options in ((1, ()), (2, pipeline)):
+        said = on_ranks(tmp_path, program, "--strategy", "megatron", *options, ranks=ranks)
         found.append([float(x) for x in re.findall(r"loss (\d+\.\d+)", said)])
     assert len(found[0]) == 3
     assert found[1] == pytest.approx(found[0], abs=2e-4)
@@ -272,7 +273,7 @@ def test_programs_of_the_page_on_megatron(tmp_path):
         ["--config", "run.yaml"],
         ["--strategy", "megatron", "--set", "strategy.tp=2"],
     ):
-        said = on_two_ranks(tmp_path, program, *options)
+        said = on_ranks(tmp_path, program, *options)
         assert [line for line in shown if line not in said] == []
 
 

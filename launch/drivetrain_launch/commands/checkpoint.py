@@ -19,15 +19,13 @@ from drivetrain_launch.console import show_table
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
-def _existing(ctx: click.Context, parameter: click.Parameter, value: Path) -> Path:
-    if not value.exists():
-        raise ConfigError(f"there is no checkpoint {value}; check the path")
-    return value
+directory_argument = click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))
 
 
-directory_argument = click.argument(
-    "directory", metavar="DIR", type=click.Path(path_type=Path), callback=_existing
-)
+def _existing(directory: Path) -> Path:
+    if not directory.exists():
+        raise ConfigError(f"there is no checkpoint {directory}; check the path")
+    return directory
 
 
 @click.group(context_settings=SETTINGS)
@@ -44,7 +42,7 @@ def inspect(directory: Path, every: bool, as_json: bool) -> None:
 
     Layers that repeat are in one row; no tensor is read.
     """
-    found = describe(directory)
+    found = describe(_existing(directory))
     if as_json:
         click.echo(json.dumps(found.to_json(), indent=2))
     else:
@@ -60,7 +58,7 @@ def verify(directory: Path) -> int:
     """
     from drivetrain.checkpoint.loading import find_problems
 
-    problems = find_problems(directory)
+    problems = find_problems(_existing(directory))
     for problem in problems:
         click.echo(f"error: {problem}", err=True)
     if problems:
@@ -102,7 +100,7 @@ def export(directory: Path, output: Path, dtype: str | None, **options: Any) -> 
     from drivetrain.checkpoint.export import export_checkpoint
 
     wanted = None if dtype is None else getattr(torch, DTYPES[dtype])
-    plan = export_checkpoint(directory, output, dtype=wanted, **options)
+    plan = export_checkpoint(_existing(directory), output, dtype=wanted, **options)
     for alias, name in plan.aliases.items():
         click.echo(f"{alias} is tied to {name} and written once")
     click.echo(f"wrote {size_text(plan.total_bytes)} to {', '.join(plan.files)} in {output}")

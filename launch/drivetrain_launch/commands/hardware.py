@@ -8,7 +8,7 @@ import click
 from drivetrain.errors import ConfigError
 from drivetrain.hardware.description import SUFFIX, hardware_names, hardware_text, load_hardware
 
-MODULE = "drivetrain.measuring"
+MODULE = "drivetrain.hardware.measuring"
 """The program that measures, on every rank."""
 
 

@@ -63,7 +63,7 @@ def as_it_is(dtype: torch.dtype) -> torch.dtype:
     return dtype
 
 
-class Crossing:
+class Rounded:
     """Tensors as they cross: they themselves, or rounded copies of them.
 
     Args:

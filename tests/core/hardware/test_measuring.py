@@ -15,7 +15,7 @@ from drivetrain.hardware import measure as links
 from drivetrain.hardware.clock import Clock, timing_of
 from drivetrain.hardware.description import load_hardware
 from drivetrain.hardware.measure import BesideFigures, DeviceFigures, RingFigures, levels_of
-from drivetrain.measuring import described, file_text
+from drivetrain.hardware.measuring import described, file_text
 
 DEVICE = DeviceFigures(
     {"no": 0.05}, [(64, 0.5), (128, 1.0)], 8.0, 12.0, [(1e5, 0.4), (1e8, 1.0)], 4.0, 9.0
