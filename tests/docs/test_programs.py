@@ -218,7 +218,7 @@ def test_program_of_the_page_on_loops(tmp_path):
         "assert accelerator.get_state_dict(model)['norm.bias'].count_nonzero() == 0\n"
         "accelerator.end_training()\n"
     )
-    program = f"{LOGGED}\n{GPT}\naccelerator = Accelerator()\n{PREPARE}{program}\n{after}"
+    program = f"{GPT}\naccelerator = Accelerator()\n{PREPARE}{program}\n{after}"
     on_ranks(tmp_path, program, "--strategy", "zero3", "--set", "strategy.keep_below=0")
 
 
@@ -268,7 +268,7 @@ def test_programs_of_the_page_on_megatron(tmp_path):
     shown = next(
         text for text in blocks(page, "text", "") if text.startswith("tensor parallel over")
     ).splitlines()
-    program = f"{GPT}\naccelerator = Accelerator()\n{PREPARE}accelerator.end_training()\n"
+    program = f"{LOGGED}\n{GPT}\naccelerator = Accelerator()\n{PREPARE}accelerator.end_training()\n"
     for options in (
         ["--config", "run.yaml"],
         ["--strategy", "megatron", "--set", "strategy.tp=2"],
