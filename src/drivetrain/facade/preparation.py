@@ -474,7 +474,7 @@ class Preparation:
         self._recomputations = recomputations
         self._gradients = gradients
         self._uneven = uneven
-        self._elements = 0
+        self._given: list[TensorSpec] = []
 
     def model(
         self,
@@ -530,7 +530,7 @@ class Preparation:
             restore_loss(model)
             raise
         self._announce_policies(model, given)
-        self._elements += sum(spec.numel for spec in given)
+        self._given += given
         self._bind(mine, bound)
         self._prepared.models.append(entry)
         self._compute_in_precision(module)
@@ -645,8 +645,10 @@ class Preparation:
             schedulers = [each for each in results if isinstance(each, PreparedScheduler)]
             accumulation = self._gradients.state.num_steps
             if line := describe_step(loaders[0], ranks, accumulation, schedulers):
-                precision = dtype_word(self._runs.default.precision.compute or torch.float32)
-                what = f"{self._runs.config.strategy}, {precision}, {self._elements:,} parameters"
+                compute = self._runs.default.precision.compute
+                dtypes = compute or _words(spec.dtype for spec in self._given)
+                elements = sum(spec.numel for spec in self._given)
+                what = f"{self._runs.config.strategy}, {dtypes}, {elements:,} parameters"
                 logger.announce(f"{what}, {line}")
         return results[0] if len(results) == 1 else tuple(results)
 
@@ -661,7 +663,7 @@ class Preparation:
         self._prepared.forget()
         self._gradients.state.forget()
         self._runs.examples.forget()
-        self._elements = 0
+        self._given.clear()
 
     def refuse_foreign_parameters(self, optimizers: Sequence[Optimizer]) -> None:
         """Check that optimizers hold parameters of prepared models only, if there is a model."""
