@@ -125,8 +125,8 @@ class _InPieces(torch.autograd.Function):
             piece = slice(first, first + size)
             rows = flat[piece].masked_fill(rule.ignores(labels[piece]), 0)
             logits = F.linear(rows, matrix, bias).to(exact)
-            part, gradient = rule.loss(logits, labels[piece], weights[piece], share)
-            loss += part
+            part, gradient = rule.loss(logits, labels[piece], weights[piece])
+            loss += part * share
             del logits
             to_rows = gradient.to(flat.dtype)
             if to_input is not None:
@@ -137,16 +137,20 @@ class _InPieces(torch.autograd.Function):
                 to_matrix += to_rows.t() @ rows
             if to_bias is not None:
                 to_bias += gradient.sum(0)
-        ctx.save_for_backward(to_input, to_matrix, to_bias)
+        ctx.save_for_backward(share, to_input, to_matrix, to_bias)
         ctx.dtype = flat.dtype
         return loss
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, factor: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients that forward has computed, times that of the loss."""
-        saved = [None if each is None else (each * factor) for each in ctx.saved_tensors]
-        grads = [None if each is None else each.to(ctx.dtype) for each in saved]
+        """Return the gradients that forward has computed, times that of the loss.
+
+        A row's share is in here, too: in fp16 the gradients of a mean over many rows would be zeros
+        before the loss scale, which is in the factor, has made them larger.
+        """
+        share, *sums = ctx.saved_tensors
+        grads = [None if each is None else (each * (factor * share)).to(ctx.dtype) for each in sums]
         return *grads, None, None, None, None
 
 
@@ -171,9 +175,7 @@ class _Rule:
             return (~ignored).to(dtype)
         return self.weight.to(dtype)[labels.masked_fill(ignored, 0)].masked_fill(ignored, 0)
 
-    def loss(
-        self, logits: Tensor, labels: Tensor, weights: Tensor, share: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def loss(self, logits: Tensor, labels: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """Return the sum of the losses of some rows, and the gradient of their logits.
 
         With p the softmax, Z its denominator, w the weight of the row's class y, W that of all
@@ -188,12 +190,11 @@ class _Rule:
             logits: (rows, classes).
             labels: (rows,).
             weights: (rows,), of each row's own class; 0 where it is ignored.
-            share: what each loss is multiplied by, 0-d.
         """
         ignored, classes = self.ignores(labels), logits.shape[1]
         own = labels.unsqueeze(1).masked_fill(ignored, 0)
-        hit, factor = weights.unsqueeze(1) * (1 - self.smoothing), share.where(~ignored, 0.0)
-        spread = total = torch.zeros_like(share)
+        hit, counts = weights.unsqueeze(1) * (1 - self.smoothing), (~ignored).to(logits.dtype)
+        spread = total = torch.zeros_like(counts)
         if self.smoothing:
             of_classes = torch.ones_like(logits[0]) if self.weight is None else self.weight
             of_classes = of_classes.to(logits.dtype) * (self.smoothing / classes)
@@ -203,11 +204,11 @@ class _Rule:
         gradient = logits.softmax(1)
         log = largest - gradient.gather(1, place).log()
         losses = hit * (log - target) + (total * log - spread) + self.z_loss * log.square()
-        gradient.mul_((hit + total + 2 * self.z_loss * log) * factor)
-        gradient.scatter_add_(1, own, -hit * factor)
+        gradient.mul_((hit + total + 2 * self.z_loss * log) * counts)
+        gradient.scatter_add_(1, own, -hit)
         if self.smoothing:
-            gradient.addcmul_(of_classes, factor, value=-1)
-        return losses.mul_(factor).sum(), gradient
+            gradient.addcmul_(of_classes, counts, value=-1)
+        return losses.mul_(counts).sum(), gradient
 
 
 # --- in the causal language models of transformers ---
