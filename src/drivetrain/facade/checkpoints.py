@@ -244,6 +244,10 @@ class StateLoading:
         together(self._world, doing, rest)
         if rewinds:
             self._load_rng(reader)
+        samples = self._prepared.samples_per_step(self._gradients.state.num_steps)
+        before = reader.state.get("samples", 0)
+        if samples and before and samples != before:
+            logger.announce(f"{samples} samples per step; the saved run had {before}")
 
     def _check(self, reader: CheckpointReader, loaded: Sequence[PreparedModel]) -> list[Any]:
         """Compare everything with the checkpoint; return the states of the registered objects."""
@@ -425,6 +429,7 @@ class RunContents:
         return {
             "step": self._gradients.step,
             **self._resumption.facts(self._gradients.state.num_steps),
+            "samples": self._prepared.samples_per_step(self._gradients.state.num_steps),
             "groups": [entry.param_groups() for entry in entries],
             "links": [saved_choice(entry.strategy.run.links) for entry in entries],
             "schedulers": [scheduler.state_dict() for scheduler in self._prepared.schedulers],

@@ -642,6 +642,7 @@ class Preparation:
         trains = any(isinstance(each, PreparedOptimizer) for each in results)
         ranks = self._runs.default.mesh["dp"].size
         if trains and loaders:
+            self._prepared.trains = loaders[0]
             schedulers = [each for each in results if isinstance(each, PreparedScheduler)]
             accumulation = self._gradients.state.num_steps
             if line := describe_step(loaders[0], ranks, accumulation, schedulers):

@@ -277,6 +277,7 @@ class PreparedObjects:
         loaders: the loaders as the script holds them.
         bound: pairs of an optimizer as given and the strategy's optimizer made of it.
         groups: those of each optimizer as the script made them.
+        trains: the loader that was prepared in one call with an optimizer, if any.
         last_run: the model whose forward ran last with gradients; None before the first.
     """
 
@@ -286,7 +287,15 @@ class PreparedObjects:
     loaders: list[PreparedLoader] = field(default_factory=list)
     bound: list[tuple[Optimizer, Optimizer]] = field(default_factory=list)
     groups: dict[Optimizer, GivenGroups] = field(default_factory=dict)
+    trains: PreparedLoader | None = None
     last_run: PreparedModel | None = None
+
+    def samples_per_step(self, accumulation: int) -> int:
+        """Return the samples of a step over all ranks; 0 where batches have no one size."""
+        try:
+            return self.trains.total_batch_size * accumulation if self.trains is not None else 0
+        except UsageError:
+            return 0
 
     def has(self, model: nn.Module) -> bool:
         """Whether a model was prepared here."""
@@ -411,7 +420,7 @@ class PreparedObjects:
         for kept in (self.models, self.optimizers, self.schedulers, self.loaders, self.bound):
             kept.clear()
         self.groups.clear()
-        self.last_run = None
+        self.last_run = self.trains = None
 
 
 def check_count(subject: str, expected: int, found: int) -> None:

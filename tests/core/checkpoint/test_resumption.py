@@ -5,6 +5,7 @@ import logging
 
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 from drivetrain import Accelerator, ProjectConfiguration
 from drivetrain.checkpoint.commit import Resumption, saved_steps
@@ -91,3 +92,17 @@ def test_never_begins_anew_until_the_run_has_saved_by_itself(tmp_path, monkeypat
     accelerator.save_state()
     _, optimizer, resumed = train(tmp_path / "run", resume="never")
     assert (resumed, optimizer.steps) == (True, 6)
+
+
+def test_another_number_of_samples_per_step_is_said_at_load(tmp_path, capfd):
+    for size, accumulation, line in ((2, 2, ""), (4, 1, ""), (2, 1, "2 samples per step; the")):
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulation)
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        accelerator.prepare(model, optimizer, DataLoader(torch.ones(8, 2), size))
+        capfd.readouterr()
+        if (size, accumulation) == (2, 2):
+            accelerator.save_state(tmp_path / "saved")
+        accelerator.load_state(tmp_path / "saved")
+        assert capfd.readouterr().err.strip() == (line and f"{line} saved run had 4")
+        accelerator.end_training()
