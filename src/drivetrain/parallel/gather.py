@@ -68,7 +68,7 @@ def refusal(unit: Unit, *used: Any) -> UsageError:
 def _name(unit: Unit, used: Any) -> str:
     names = {id(slot.parameter): slot.name for slot in unit.slots}
     found = (names[id(leaf)] for leaf in tree_leaves(used) if id(leaf) in names)
-    return f"{next(found, unit.slots[0].name)!r} of {unit.label}"
+    return repr(next(found, unit.slots[0].name))
 
 
 def shares_memory(result: Any, unit: Unit) -> bool:
@@ -153,7 +153,14 @@ class AbsentGuard:
         """Return a parameter for a state dict: its facts, and an error for its values."""
         with torch._C.DisableTorchFunctionSubclass():
             shown = parameter.detach()
-        guard(shown, DetachedGuard(refusal(self._unit, parameter)))
+        absent = UsageError(
+            f"expected values, found those of {_name(self._unit, parameter)} divided over the "
+            "ranks between steps: torch.save() on one rank cannot write them, since state_dict() "
+            "and .data have shapes and dtypes alone; call accelerator.save_model(model, "
+            "directory) or accelerator.get_state_dict(model) on every rank, or use the values "
+            "inside 'with accelerator.gathered(model):' on every rank"
+        )
+        guard(shown, DetachedGuard(absent))
         return shown
 
 
