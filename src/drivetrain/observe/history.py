@@ -154,7 +154,7 @@ def _outcome(start: StartFolder, journals: Mapping[int, RankJournal]) -> StartOu
     if failed:
         outcome = f"failed: {failed.get('error', 'no reason given')}"
     elif ended:
-        outcome = "ended"
+        outcome = "ended" if records else "ended without a step"
     return StartOutcome(
         name=start.path.name,
         began=records[0].time - records[0].seconds if records else start.facts().get("started"),
@@ -171,7 +171,7 @@ def _remarks(starts: Sequence[StartFolder], read: Sequence[Mapping[int, RankJour
     remarks = []
     for start, journals in zip(starts, read, strict=True):
         facts = start.facts()
-        if not facts:
+        if not facts and any(journal.records for journal in journals.values()):
             remarks.append(f"{start.path.name}: run.json is missing or torn: no configuration")
         missing = sorted(set(range(int(facts.get("ranks", 0)))) - set(journals))
         if missing:

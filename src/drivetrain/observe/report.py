@@ -204,7 +204,7 @@ class RunReport:
                 f"planned {plan.seconds * 1e3:,.2f} ms a step, measured {measured * 1e3:,.2f} ms "
                 f"({plan.seconds / measured - 1:+.0%}){plan.hint}"
             )
-        if self._newest is not None:
+        if self._newest is not None or (self._journal is not None and self._journal.path.exists()):
             error = getattr(sys, "last_value", None)  # of the script, when it ends by an error
             if error is None:
                 self._note("ended")

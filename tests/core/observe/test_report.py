@@ -17,6 +17,7 @@ from drivetrain.errors import UsageError
 from drivetrain.observe import recorder
 from drivetrain.observe import report as run_report
 from drivetrain.observe.figures import starts_of
+from drivetrain.observe.history import load_history
 from drivetrain.observe.recorder import StepClock
 from drivetrain.traffic import Traffic
 
@@ -180,6 +181,11 @@ def test_a_resumed_run_goes_on_counting(tmp_path):
     assert [each.step for each in records(tmp_path)] == [5, 6, 7, 8]
     events = [event["event"] for _, event in starts_of(tmp_path)[-1].journals()[0].events]
     assert events == ["resumed", "ended"]
+    accelerator, *_ = start(tmp_path)  # everything is trained
+    accelerator.load_state(tmp_path / "saved")
+    end(accelerator)
+    run = load_history(tmp_path)
+    assert (run.starts[-1].outcome, list(run.remarks)) == ("ended without a step", [])
 
 
 def test_the_command_is_recorded_without_secrets_and_with_its_commit(tmp_path, monkeypatch):
