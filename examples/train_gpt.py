@@ -11,14 +11,12 @@ held-out loss while it trains, leaves checkpoints that it can resume from, and e
 import argparse
 import math
 import sysconfig
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Subset
 
@@ -203,39 +201,26 @@ def main() -> None:
         accelerator.load_state()
         accelerator.print(f"resumed at step {counter.step}")
 
-    started, seen = time.perf_counter(), 0
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
-    with Progress(*columns, disable=not accelerator.is_main_process) as bar:
-        task = bar.add_task("training", total=args.steps, completed=counter.step)
-        for window in epochs(loader):
-            if counter.step >= args.steps:
-                break
-            with accelerator.accumulate(model):
-                loss = loss_of(model, window)
-                accelerator.backward(loss)
-                accelerator.clip_grad_norm_(model.parameters(), 1.0)
-                optimizer.step()
-                scheduler.step()
-                optimizer.zero_grad()
-            tokens = window.shape[0] * args.length  # of this rank
-            seen += tokens * accelerator.mesh["dp"].size
-            if not accelerator.sync_gradients:
-                continue
-            accelerator.report(tokens=tokens * accelerator.gradient_accumulation_steps)
-            counter.step += 1
-            speed = seen / (time.perf_counter() - started)
-            bar.update(
-                task,
-                completed=counter.step,
-                description=f"loss {loss.item():.3f}  {speed:,.0f} tokens/s",
-            )
-            if counter.step % args.eval_every == 0:
-                held_out = evaluate(accelerator, model, held_out_loader)
-                accelerator.print(
-                    f"step {counter.step}: held-out loss {held_out:.3f} nats per byte"
-                )
-            if counter.step % args.save_every == 0:
-                accelerator.save_state()
+    todo = (args.steps - counter.step) * accelerator.gradient_accumulation_steps
+    for window in accelerator.progress(epochs(loader), total=todo, every=100):
+        if counter.step >= args.steps:
+            break
+        with accelerator.accumulate(model):
+            accelerator.backward(loss_of(model, window))
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        if not accelerator.sync_gradients:
+            continue
+        tokens = window.shape[0] * args.length  # of this rank
+        accelerator.report(tokens=tokens * accelerator.gradient_accumulation_steps)
+        counter.step += 1
+        if counter.step % args.eval_every == 0:
+            held_out = evaluate(accelerator, model, held_out_loader)
+            accelerator.print(f"step {counter.step}: held-out loss {held_out:.3f} nats per byte")
+        if counter.step % args.save_every == 0:
+            accelerator.save_state()
 
     final = evaluate(accelerator, model, held_out_loader)
     accelerator.print(f"held-out loss {final:.3f} nats per byte after {counter.step} steps")
