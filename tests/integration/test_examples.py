@@ -38,7 +38,6 @@ def test_gpt_trains_saves_and_resumes_where_it_was(python, tmp_path):
     whole = python(*script, "--steps", "4")
     assert re.search(r"held-out loss \d\.\d+ nats per byte after 4 steps", whole)
     assert "sample:\ndef " in whole
-    assert "tokens/s" in whole
     checkpoints = tmp_path / "run" / "checkpoints"
     assert sorted(path.name for path in checkpoints.iterdir()) == ["checkpoint_0", "checkpoint_1"]
     resumed = python(*script, "--steps", "6", "--resume")

@@ -420,7 +420,8 @@ class PreparedObjects:
         for kept in (self.models, self.optimizers, self.schedulers, self.loaders, self.bound):
             kept.clear()
         self.groups.clear()
-        self.last_run = self.trains = None
+        self.last_run = None
+        self.trains = None
 
 
 def check_count(subject: str, expected: int, found: int) -> None:
