@@ -49,7 +49,7 @@ from drivetrain.facade.settings import (
 )
 from drivetrain.facade.stepping import PreparedOptimizer, PreparedScheduler
 from drivetrain.facade.uneven import Gathering, UnevenInputs
-from drivetrain.log import Bar
+from drivetrain.log import Bar, get_logger
 from drivetrain.observe.profile import StepProfiler
 from drivetrain.observe.recorder import LinkChoice, LiveFigures, RunFigures
 from drivetrain.observe.report import RunReport
@@ -63,6 +63,8 @@ from drivetrain.strategy import Run, Strategy
 from drivetrain.verify.recorder import launched_observer
 
 T = TypeVar("T")
+
+logger = get_logger(__name__)
 
 
 class Accelerator(AnswersArguments, StaysInProcess, Processes):
@@ -941,6 +943,8 @@ class Accelerator(AnswersArguments, StaysInProcess, Processes):
         """
         self.wait_for_checkpoint()
         found = self._checkpoints.resume(input_dir, verify=verify)
+        if found:
+            logger.announce(f"resumed at step {self._gradients.step}, from {found}")
         return bool(found and self._went_on(found))
 
     def _went_on(self, directory: str) -> str:

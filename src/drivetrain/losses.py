@@ -67,7 +67,7 @@ def linear_cross_entropy(  # noqa: PLR0913 - the arguments of torch's cross_entr
         UsageError: the shapes do not fit together, or another reduction.
     """
     flat, labels = hidden.reshape(-1, hidden.shape[-1]), target.reshape(-1)
-    _check(hidden, linear_weight, target, reduction)
+    _check(hidden, linear_weight, target, reduction, rows)
     if torch.is_autocast_enabled(hidden.device.type) and hidden.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(hidden.device.type)
         flat, linear_weight = flat.to(dtype), linear_weight.to(dtype)
@@ -77,13 +77,16 @@ def linear_cross_entropy(  # noqa: PLR0913 - the arguments of torch's cross_entr
     size = rows or max(1, min(max(LEAST_ROWS, like_input), -(-len(flat) // LEAST_PIECES)))
     rule = _Rule(weight, ignore_index, label_smoothing, z_loss, reduction == "mean")
     wanted = torch.is_grad_enabled()
-    result: Tensor = _InPieces.apply(  # type: ignore[no-untyped-call]
-        flat, linear_weight, linear_bias, labels, rule, size, wanted
-    )
+    with torch.autocast(hidden.device.type, enabled=False):
+        result: Tensor = _InPieces.apply(  # type: ignore[no-untyped-call]
+            flat, linear_weight, linear_bias, labels, rule, size, wanted
+        )
     return result
 
 
-def _check(hidden: Tensor, linear_weight: Tensor, target: Tensor, reduction: str) -> None:
+def _check(
+    hidden: Tensor, linear_weight: Tensor, target: Tensor, reduction: str, rows: int | None
+) -> None:
     fits = linear_weight.dim() == 2 and linear_weight.shape[1] == hidden.shape[-1]
     if not fits or target.shape != hidden.shape[:-1]:
         raise UsageError(
@@ -91,6 +94,8 @@ def _check(hidden: Tensor, linear_weight: Tensor, target: Tensor, reduction: str
             f"target of (...), found {tuple(hidden.shape)}, {tuple(linear_weight.shape)} and "
             f"{tuple(target.shape)}"
         )
+    if rows is not None and rows < 1:
+        raise UsageError(f"expected pieces of 1 row or more, found rows={rows}")
     if reduction not in ("mean", "sum"):
         raise UsageError(
             f"expected reduction mean or sum, found {reduction!r}; the loss of each row needs "
@@ -203,7 +208,9 @@ class _Rule:
         target = logits.gather(1, own)
         gradient = logits.softmax(1)
         log = largest - gradient.gather(1, place).log()
-        losses = hit * (log - target) + (total * log - spread) + self.z_loss * log.square()
+        losses = hit * (log - target) + (total * log - spread)
+        if self.z_loss:
+            losses += self.z_loss * log.square()
         gradient.mul_((hit + total + 2 * self.z_loss * log) * counts)
         gradient.scatter_add_(1, own, -hit)
         if self.smoothing:
@@ -243,7 +250,7 @@ def compute_in_pieces(model: nn.Module) -> None:
             "or leave loss: whole"
         )
     _check_model(module, head)
-    calls: list[_Call] = []
+    calls: list[_Call | None] = []
     wrap_forward(module, _ORIGINAL, _Around(calls))
     wrap_forward(head, _ORIGINAL, _InHead(calls))
 
@@ -345,7 +352,7 @@ class _Call:
 class _Around:
     """Stands around a model's forward: notes the labels, and gives the loss in place of logits."""
 
-    calls: list[_Call]
+    calls: list[_Call | None]
 
     def __call__(
         self, module: nn.Module, compute: Function, args: Arguments, kwargs: Keywords
@@ -357,15 +364,21 @@ class _Around:
             if parameter.kind is parameter.VAR_KEYWORD:
                 named |= named.pop(parameter.name, {})
         if named.get("labels") is None or not (module.training and torch.is_grad_enabled()):
-            return compute(*args, **kwargs)
+            self.calls.append(None)  # perhaps inside of a call with a loss
+            try:
+                return compute(*args, **kwargs)
+            finally:
+                self.calls.pop()
         call = _Call(module, named)
         own = module.__dict__.get("_loss_function")
         module.__dict__["_loss_function"] = call.function
         self.calls.append(call)
         try:
             outputs = compute(*args, **kwargs)
-        except (IndexError, RuntimeError, ValueError) as error:
-            if call.loss is None or call.is_used or isinstance(error, UsageError):
+        except torch.OutOfMemoryError:
+            raise
+        except (IndexError, RuntimeError) as error:
+            if call.loss is None or call.is_used:
                 raise
             raise call.refusal("one that computes with the logits itself") from error
         finally:
@@ -380,10 +393,11 @@ class _Around:
 class _InHead:
     """Stands around the head's forward: computes the loss of the call that is under way."""
 
-    calls: list[_Call]
+    calls: list[_Call | None]
 
     def __call__(
         self, module: nn.Module, compute: Function, args: Arguments, kwargs: Keywords
     ) -> Any:
         """Return the loss in a training call with labels, and logits otherwise."""
-        return self.calls[-1].compute(module, *args) if self.calls else compute(*args, **kwargs)
+        call = self.calls[-1] if self.calls else None
+        return compute(*args, **kwargs) if call is None else call.compute(module, *args)

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from drivetrain import Accelerator
-from drivetrain.errors import UsageError
+from drivetrain.errors import ConfigError, UsageError
 from drivetrain.losses import compute_in_pieces, linear_cross_entropy, restore_loss
 from drivetrain.testing.conformance.twins import everyone
 from huggingface_models import VOCABULARY, bert, gpt2, llama, token_batch
@@ -106,6 +106,8 @@ def test_wrong_inputs():
     hidden, matrix = torch.randn(2, 4), torch.randn(3, 4)
     with pytest.raises(UsageError, match=r"found \(2, 4\), \(3, 4\) and \(3,\)"):
         linear_cross_entropy(hidden, matrix, torch.zeros(3, dtype=torch.long))
+    with pytest.raises(UsageError, match="1 row or more, found rows=-1"):
+        linear_cross_entropy(hidden, matrix, torch.zeros(2, dtype=torch.long), rows=-1)
     with pytest.raises(UsageError, match="reduction mean or sum, found 'none'"):
         linear_cross_entropy(hidden, matrix, torch.zeros(2, dtype=torch.long), reduction="none")
 
@@ -166,5 +168,5 @@ def test_a_model_that_ranks_divide_is_refused():
     accelerator = Accelerator(
         strategy={"name": "megatron", "tp": 2}, config={"loss": "chunked"}, cpu=True
     )
-    with pytest.raises(UsageError, match=r"a whole model, found \{'tp': 2"):
+    with pytest.raises(ConfigError, match=r"a whole model, found \{'tp': 2"):
         accelerator.prepare(llama())

@@ -189,6 +189,8 @@ def test_the_page_on_fine_tuning_trains_resumes_and_saves(tmp_path):
         done = launch("--cpu", *words, folder=tmp_path)
         found = re.findall(r"^epoch (\d) loss \d+\.\d{4}$", done.stdout, re.MULTILINE)
         assert found == expected, done.stdout + done.stderr
+        went_on = re.findall(r"resumed at step 5, from .*/checkpoint_0$", done.stderr, re.MULTILINE)
+        assert len(went_on) == (epochs == "3"), done.stderr
     trained = type(given).from_pretrained(tmp_path / "runs/mine/model").state_dict()
     assert not any(torch.equal(trained[name], old) for name, old in given.state_dict().items())
 

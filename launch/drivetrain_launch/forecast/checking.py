@@ -1,9 +1,10 @@
 """Refuses a configuration that no run can have: before a model, a rank, and an import of torch."""
 
+import sys
 from pathlib import Path
 
 from drivetrain.config import RunConfig
-from drivetrain.config.outline import FarLinks, check_axes, find_outline
+from drivetrain.config.outline import FarLinks, check_axes, check_loss, find_outline
 from drivetrain.config.policy import Policy
 from drivetrain.config.resolve import Resolved
 from drivetrain.config.schema import FarConfig
@@ -26,7 +27,7 @@ def check_run(resolved: Resolved) -> None:
 
         StepWindow.parse(resolved.run.profile.steps)
     kind, options = find_outline(resolved.strategy, resolved.strategy_config)
-    precision = Policy.configured(resolved.run)
+    precision = _policy(resolved.run)
     kind.check_options(options, precision)
     kind.check_links(options, _links(resolved.run), precision)
     settings = resolved.run.launch
@@ -36,7 +37,9 @@ def check_run(resolved: Resolved) -> None:
         size = check_size(settings.nproc_per_node, hosts)
         try:
             _check_islands(resolved.run.links.hardware, settings.nproc_per_node, hosts)
-            check_axes(kind.axes(options, size), size)
+            sizes = kind.axes(options, size)
+            check_axes(sizes, size)
+            check_loss(resolved.run, sizes)
         except ConfigError as error:
             if hosts == settings.nnodes:
                 raise
@@ -46,9 +49,18 @@ def check_run(resolved: Resolved) -> None:
             ) from error
 
 
+def _policy(run: RunConfig) -> Policy:
+    """Return the dtypes; as ``prepare()`` has them where a plugin without outline brought torch."""
+    if "torch" not in sys.modules:
+        return Policy.configured(run)
+    from drivetrain.runtime.precision import Precision
+
+    return Precision.configured(run)
+
+
 def _links(run: RunConfig) -> FarLinks:
     """Return the methods for slow links: they compute with torch, so it is imported for them."""
-    if run.links.far == FarConfig():
+    if run.links.far == FarConfig() and "torch" not in sys.modules:
         return FarLinks()
     from drivetrain.compression.methods import LinkMethods
 

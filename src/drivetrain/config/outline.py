@@ -11,6 +11,7 @@ from math import prod
 from typing import Any, ClassVar, Final, Generic, Self, TypeVar
 
 from drivetrain.config.policy import Policy
+from drivetrain.config.schema import RunConfig
 from drivetrain.errors import ConfigError
 from drivetrain.registry import strategies
 
@@ -191,6 +192,20 @@ def find_outline(name: str, options: Any = None) -> tuple[type[Outline[Any]], An
     """Return the outline of the strategy that does the work, and its options; see ``working``."""
     name, options = working(name, options)
     return strategies().outline(name), options
+
+
+def check_loss(run: RunConfig, sizes: Mapping[str, int]) -> None:
+    """Refuse a loss in pieces of a model whose parts are computed by several ranks.
+
+    Raises:
+        ConfigError: ``loss: chunked`` with an axis beside ``dp``.
+    """
+    divided = {axis: size for axis, size in sizes.items() if axis != "dp" and size > 1}
+    if run.loss == "chunked" and divided:
+        raise ConfigError(
+            f"loss: chunked: expected each rank to compute a whole model, found {divided}; leave "
+            "loss: whole: tp divides the logits of the vocabulary anyhow"
+        )
 
 
 def check_axes(sizes: Mapping[str, int], world_size: int) -> None:

@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader
 from drivetrain.checkpoint.export import ExportedWeights, StreamedWeights
 from drivetrain.collectives import Communicator, connect
 from drivetrain.config import RecomputeConfig, options_of
+from drivetrain.config.outline import check_loss
 from drivetrain.config.policy import dtype_word
 from drivetrain.cost import ModelSpec, TensorSpec
 from drivetrain.data import PreparedLoader, prepare_data_loader
@@ -696,12 +697,7 @@ class Preparation:
         """Let the model compute its loss in pieces, if the configuration says so; return it."""
         if self._runs.config.run.loss == "whole":
             return model
-        divided = {axis: run.mesh[axis].size for axis in run.mesh if axis != "dp"}
-        if max(divided.values(), default=1) > 1:
-            raise UsageError(
-                f"loss: chunked: expected each rank to compute a whole model, found {divided}; "
-                "leave loss: whole: tp divides the logits of the vocabulary anyhow"
-            )
+        check_loss(self._runs.config.run, {axis: run.mesh[axis].size for axis in run.mesh})
         compute_in_pieces(model)
         return model
 

@@ -109,7 +109,7 @@ def wrap_forward(module: nn.Module, key: str, around: AroundForward) -> None:
 
     def forward(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         own = module.__dict__[key]
-        compute = MethodType(type(module).forward, module) if own is None else own
+        compute = functools.partial(type(module).forward, module) if own is None else own
         return around(module, compute, args, kwargs)
 
     functools.update_wrapper(forward, module.forward)
