@@ -119,7 +119,7 @@ class Accelerator(AnswersArguments, StaysInProcess, Processes):
         config: str | Path | Mapping[str, Any] | None = None,
         device_placement: bool = True,
         split_batches: bool | None = None,
-        mixed_precision: str | None = None,
+        mixed_precision: Literal["no", "bf16", "fp16"] | str | None = None,
         gradient_accumulation_steps: int | None = None,
         cpu: bool | None = None,
         dataloader_config: DataLoaderConfiguration | None = None,
