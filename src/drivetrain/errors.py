@@ -19,6 +19,14 @@ Every message names the expected and the found thing, and the way out.
 from typing import ClassVar
 
 
+def unreadable(error: Exception) -> str:
+    """Return in words why a text file cannot be read."""
+    if isinstance(error, UnicodeDecodeError):
+        found = error.object[error.start]
+        return f"expected text in UTF-8, found the byte 0x{found:02x} at {error.start}"
+    return getattr(error, "strerror", None) or str(error)
+
+
 class DrivetrainError(Exception):
     """Root of every error that the library raises on purpose."""
 

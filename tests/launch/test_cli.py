@@ -101,7 +101,7 @@ def test_bad_input_exits_with_2_and_says_why(command, tmp_path):
         (["--config", "list.yaml", "x.py"], "list.yaml:1: expected a mapping"),
         (["--config", "keys.yaml", "x.py"], "keys.yaml:3: unknown key launch.nnode; did you mean"),
         (["--config", ".", "x.py"], "cannot read the configuration .: Is a directory; write one"),
-        (["--config", "bytes.yaml", "x.py"], "bytes.yaml: expected a text in UTF-8"),
+        (["--config", "bytes.yaml", "x.py"], "expected text in UTF-8, found the byte 0x"),
         (["--config", "broken.yaml", "x.py"], "broken.yaml:1: expected YAML; the parser says:"),
         (["--set", "lunch.nnodes=2", "x.py"], "--set lunch.nnodes=2: unknown key lunch; did you"),
         (["--set", "seed=1.5", "x.py"], "seed: expected a valid integer, found 1.5"),

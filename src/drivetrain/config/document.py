@@ -22,7 +22,7 @@ import yaml
 
 from drivetrain.config.option import options_of
 from drivetrain.config.schema import RunConfig
-from drivetrain.errors import ConfigError
+from drivetrain.errors import ConfigError, unreadable
 from drivetrain.registry import formats
 
 # --- reads configuration text into layers of values that remember where they were written ---
@@ -123,15 +123,10 @@ def read_file(path: str | Path) -> Layer:
         text = path.read_text(encoding="utf-8")
         if text.lstrip().startswith("{"):  # JSON may be indented by tabs, YAML may not
             text = text.expandtabs()
-    except OSError as error:
+    except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"cannot read the configuration {path}: {error.strerror or error}; "
+            f"cannot read the configuration {path}: {unreadable(error)}; "
             "write one with 'drivetrain config --output PATH'"
-        ) from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(
-            f"{path}: expected a text in UTF-8, found a byte that is none at {error.start}; "
-            "is this the right file?"
         ) from error
     node = _compose(text, path)
     if node is None:

@@ -21,7 +21,7 @@ from pydantic import (
     model_validator,
 )
 
-from drivetrain.errors import ConfigError
+from drivetrain.errors import ConfigError, unreadable
 
 if TYPE_CHECKING:
     import torch
@@ -328,7 +328,7 @@ def hardware_text(source: str) -> str:
             return Path(source).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(
-                f"cannot read the hardware file {source!r}: {error}; check the path"
+                f"cannot read the hardware file {source!r}: {unreadable(error)}; check the path"
             ) from error
     names = hardware_names()
     if source.lower() not in names:

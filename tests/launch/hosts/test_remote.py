@@ -89,7 +89,7 @@ def test_variables_that_are_malformed_or_not_set(command, sandbox):
     for words, message in (
         (["--export", "NO_SUCH"], "--export NO_SUCH: the variable NO_SUCH is not set here; set"),
         (["--export", "a-b=1"], "--export a-b=1: expected NAME or NAME=TEXT, found 'a-b=1'"),
-        (["--env-file", "none"], "--env-file: cannot read 'none'"),
+        (["--env-file", "none"], "--env-file: cannot read 'none': No such file or directory;"),
         (["--env-file", "bad"], "bad:2: expected NAME or NAME=TEXT, found 'two words'"),
     ):
         (sandbox.folder / "bad").write_text("A=1\ntwo words\n")
