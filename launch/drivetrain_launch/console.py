@@ -6,12 +6,21 @@ Tables are drawn by rich on a terminal, and aligned plain text anywhere else.
 import errno
 import json
 import os
+import re
+import shutil
 import sys
 from collections.abc import Sequence
+from itertools import zip_longest
 from typing import IO
 
 GONE = (errno.EPIPE, errno.EIO)
 """Errors of a console for good: its reader, such as head, or its terminal is gone."""
+
+WIDTH = 100
+"""Columns of a table where no terminal has a width of its own."""
+
+_BREAK = re.compile(r"(?<=[^ \d] )(?=\S)|(?<=,)(?=[a-z])")
+"""Where a line of a cell may end: not between a number and its unit."""
 
 
 def show(text: str, console: IO[str]) -> None:
@@ -36,29 +45,67 @@ def _silence(console: IO[str]) -> None:
     os.close(nothing)
 
 
-def show_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table to standard output."""
-    if sys.stdout.isatty():
-        _draw(title, columns, rows)
+def show_table(
+    title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, folds: bool = False
+) -> None:
+    """Print a table to standard output, as wide as the terminal.
+
+    Args:
+        title: above the table.
+        columns: their heads.
+        rows: the cells of each.
+        folds: where there is no terminal, be as wide as WIDTH; else a row is one line, for grep.
+    """
+    drawn = sys.stdout.isatty()
+    between = (3 if drawn else 2) * len(columns) + drawn
+    width = shutil.get_terminal_size((WIDTH, 0)).columns if drawn or folds else sys.maxsize
+    head, *body = _folded((columns, *rows), width - between)
+    if drawn:
+        _draw(title, head, body)
         return
-    widths = [max(len(row[i]) for row in (columns, *rows)) for i in range(len(columns))]
+    widths = [max(len(line) for row in (head, *body) for line in row[i]) for i in range(len(head))]
     print(title)
-    for row in (columns, *rows):
-        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        print(("  " + "  ".join(cells)).rstrip())
+    for row in (head, *body):
+        for line in zip_longest(*row, fillvalue=""):
+            cells = (cell.ljust(width) for cell, width in zip(line, widths, strict=True))
+            print(("  " + "  ".join(cells)).rstrip())
     print()
 
 
-def _draw(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+def _folded(rows: Sequence[Sequence[str]], room: int) -> list[list[list[str]]]:
+    """Return the lines of each cell: the widest columns are narrowed, but no word is cut."""
+    words = [[_BREAK.split(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    least = [
+        max(len(word.rstrip()) for cell in column for word in cell)
+        for column in zip(*words, strict=True)
+    ]
+    while sum(widths) > room and (wider := [i for i, w in enumerate(widths) if w > least[i]]):
+        widths[max(wider, key=lambda i: widths[i])] -= 1
+    return [[_lines(cell, width) for cell, width in zip(row, widths, strict=True)] for row in words]
+
+
+def _lines(words: Sequence[str], width: int) -> list[str]:
+    lines = [""]
+    for word in words:
+        if lines[-1] and len(lines[-1] + word.rstrip()) > width:
+            lines.append("")
+        lines[-1] += word
+    return [line.rstrip() for line in lines]
+
+
+def _draw(
+    title: str, head: Sequence[Sequence[str]], rows: Sequence[Sequence[Sequence[str]]]
+) -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     table = Table(title=title, title_justify="left")
-    for column in columns:
-        table.add_column(column, overflow="fold")
+    for column in head:
+        table.add_column("\n".join(column), overflow="fold")
     for row in rows:
-        table.add_row(*(Text(cell) for cell in row))
+        table.add_row(*(Text("\n".join(cell)) for cell in row))
     Console().print(table)
 
 

@@ -262,14 +262,14 @@ def show_found(task: "Task", found: "Found", *, methods: bool = False) -> None:
 
     unit = "tokens/s" if task.model.seq > 1 else "samples/s"
     memory = f"memory of {size_text(round(room_of(task)))}"
-    columns = ["layout", "step", unit, "MFU", memory, "between hosts", "idle", "why not first"]
-    if methods:
-        columns.insert(columns.index("idle"), "method (class)")
+    between = ["between hosts"] * (task.hosts > 1) + ["method (class)"] * methods
+    columns = ["layout", "step", unit, "MFU", memory, *between, "idle", "why not first"]
+    common, rows = found_rows(found, between)
     title = (
         f"{task.model.parameters:,} parameters, batch {task.batch}, {task.ranks} x "
         f"{task.hardware.name}: {found.tried:,} layouts tried"
     )
-    show_table(title, columns, found_rows(found, methods=methods))
+    show_table(title + (common and f"\neach with {common}"), columns, rows, folds=True)
     for reason, count in found.left_out.items():
         click.echo(f"left out: {count:,} {reason}")
     click.echo("\nthe first one as a configuration:\n" + file_of(task, found.best[0]))
@@ -331,20 +331,34 @@ def explained(predictor: "Predictor", prediction: "Prediction") -> Iterator[str]
         yield f"would fit with any of: {'; '.join(remedies(predictor, prediction.planned))}"
 
 
-def found_rows(found: "Found", *, methods: bool) -> Sequence[Sequence[str]]:
-    """Return the rows of the table of a search, with the methods between hosts or without."""
-    best = found.best[0]
-    return [
-        [
-            each.layout,
+def found_rows(found: "Found", between: Sequence[str]) -> tuple[str, list[list[str]]]:
+    """Return the keys that all layouts share, and the rows of the table of a search.
+
+    A layout with the numbers of one before is only counted.
+
+    Args:
+        found: the outcome of the search.
+        between: columns about links between hosts.
+    """
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for each in found.best:
+        numbers = (
             f"{each.step_seconds:.4g} s",
             f"{each.tokens_per_second:,.0f}",
             f"{each.mfu:.1%}",
             size_text(round(each.needed())),
-            size_text(round(each.leaving)),
-            *([each.planned.methods()] if methods else []),
+            *[size_text(round(each.leaving))] * ("between hosts" in between),
+            *[each.planned.methods()] * ("method (class)" in between),
             f"{each.idle:.1%}",
-            each.against(best),
-        ]
-        for each in found.best[:SHOWN]
-    ]
+            each.against(found.best[0]),
+        )
+        alike.setdefault(numbers, []).append(each.layout)
+    shown = list(alike.items())[:SHOWN]
+    keys = [layouts[0].split(",") for _, layouts in shown]
+    common = [key for key in keys[0] if len(keys) > 1 and all(key in each for each in keys)]
+    rows = []
+    for own, (numbers, layouts) in zip(keys, shown, strict=True):
+        more = f"and {len(layouts) - 1} more alike" if len(layouts) > 1 else ""
+        layout = ",".join(key for key in own if key not in common)
+        rows.append([layout, *numbers[:-1], "; ".join(filter(None, (numbers[-1], more)))])
+    return ",".join(common), rows

@@ -77,7 +77,9 @@ def _compare(runs: Sequence[RunHistory]) -> None:
 
 def _show(run: RunHistory) -> None:
     numbers = [[number.name, number.value, number.note] for number in summary_of(run)]
-    show_table(f"{run.name}: {run.starts[-1].outcome}", ("number", "value", "note"), numbers)
+    show_table(
+        f"{run.name}: {run.starts[-1].outcome}", ("number", "value", "note"), numbers, folds=True
+    )
     times = dict(list(history.breakdown(run).items())[:MOST_RANKS])
     if times:
         parts = list(dict.fromkeys(part for each in times.values() for part in each))

@@ -147,7 +147,7 @@ class Prediction:
             return ""
         slower = self.step_seconds / best.step_seconds - 1
         part, seconds = difference(self.parts, best.parts)
-        return f"{slower:+.1%}: {seconds:.3g} s more for {part}"
+        return f"{slower:+.1%}: {part} {seconds:+.3g} s"
 
     def to_json(self) -> dict[str, Any]:
         """Return the numbers for ``--json``."""

@@ -13,7 +13,7 @@ from drivetrain.planner.layout import read_layout
 from drivetrain.planner.search import search
 from drivetrain.simulator.step import PaperRun
 from drivetrain.simulator.transformer import GptShape
-from drivetrain_launch.commands.plan import _with_link, file_of
+from drivetrain_launch.commands.plan import _with_link, file_of, found_rows
 
 TINY = ("--gpt", "layers=2,hidden=64,heads=2,seq=64", "--batch", "8")
 SMALL = ("--gpt", "layers=4,hidden=1024,heads=16,seq=1024", "--batch", "16")
@@ -72,15 +72,29 @@ def test_methods_have_a_column_where_they_are_allowed(command):
     slow = ("plan", *SMALL, "--hardware", "a100-80gb", "--hosts", "2", "--devices-per-host", "1",
             "--link-between", "1MB/s")  # fmt: skip
     exact = command.output(*slow)
-    assert "method (class)" not in exact
+    assert "(class)" not in exact
     assert "links" not in exact
     for text in ("layouts tried", "left out: ", "strategy:\n  name: "):
         assert text in exact
     allowed = command.output(*slow, "--allow", "theory")
-    assert "method (class)" in allowed
+    assert "(class)" in allowed
     assert "(theory)" in allowed
     section = yaml.safe_load(allowed.partition("the first one as a configuration:")[2])
     assert section["links"]["far"]["gradients"] != "exact"
+
+
+def test_shared_keys_and_layouts_of_the_same_numbers_are_said_once():
+    numbers = {"tokens_per_second": 1, "mfu": 0.5, "idle": 0.0, "needed": lambda: 2}
+    numbers |= {"leaving": 0, "planned": SimpleNamespace(methods=lambda: "exact")}
+    found = SimpleNamespace(
+        best=[
+            SimpleNamespace(layout=layout, step_seconds=step, against=lambda _: "", **numbers)
+            for layout, step in (("tp=1,pp=1", 1), ("tp=1,pp=2", 1), ("tp=1,pp=4", 2))
+        ]
+    )
+    common, rows = found_rows(found, [])
+    assert common == "tp=1"
+    assert [(row[0], row[-1]) for row in rows] == [("pp=1", "and 1 more alike"), ("pp=4", "")]
 
 
 def test_a_step_is_written_as_a_trace(command, tmp_path):
