@@ -63,7 +63,7 @@ PlanT = TypeVar("PlanT")
 LayerPlan: TypeAlias = tuple[TensorParallel | None, ModelPlan | None]
 """How layers are divided; nothing on one rank of the axis ``tp``."""
 
-_SHOWN = 300
+_SHOWN = 500
 """Characters of a rank's reasons in a message."""
 
 

@@ -944,7 +944,8 @@ class Accelerator(AnswersArguments, StaysInProcess, Processes):
         self.wait_for_checkpoint()
         found = self._checkpoints.resume(input_dir, verify=verify)
         if found:
-            logger.announce(f"resumed at step {self._gradients.step}, from {found}")
+            steps = max((each.steps for each in self._prepared.optimizers), default=0)
+            logger.announce(f"resumed at step {steps}, from {found}")
         return bool(found and self._went_on(found))
 
     def _went_on(self, directory: str) -> str:

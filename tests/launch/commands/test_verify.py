@@ -60,7 +60,7 @@ raise AssertionError("the script goes on after the last step")
 """
 
 WRONG = """
-from drivetrain_plain import Plain
+from drivetrain_plain.strategy import Plain
 
 class Scaled(Plain):
     '''Takes one gradient for a little more than it is.'''
