@@ -402,9 +402,10 @@ class Share:
         return behind
 
     def hook_behind_later(self, seeing: Callable[[nn.Parameter], None]) -> RemovableHandle:
-        """Register a script's hook behind the accumulation."""
+        """Register a hook behind the accumulation; one of a strategy around it sees the share."""
+        hook = seeing if is_of_strategy(seeing) else self.hook_behind(seeing)
         with bare([self.parameter]):
-            return self.parameter.register_post_accumulate_grad_hook(self.hook_behind(seeing))  # type: ignore[no-untyped-call,no-any-return]
+            return self.parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call,no-any-return]
 
     def copy(self, memo: dict[int, Any]) -> nn.Parameter:
         """Return a copy that stands for the whole, too."""

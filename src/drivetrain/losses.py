@@ -142,7 +142,8 @@ class _InPieces(torch.autograd.Function):
                 to_matrix += to_rows.t() @ rows
             if to_bias is not None:
                 to_bias += gradient.sum(0)
-        ctx.save_for_backward(share, to_input, to_matrix, to_bias)
+        # As torch has it: the mean of no rows is NaN, and its gradients are zeros.
+        ctx.save_for_backward(share.nan_to_num(posinf=0.0), to_input, to_matrix, to_bias)
         ctx.dtype = flat.dtype
         return loss
 

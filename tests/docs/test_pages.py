@@ -316,7 +316,7 @@ def test_numbers_in_sentences_are_those_of_the_code():
     assert f"Three sets of buffers go round, of {TILE_BYTES >> 20} MiB for each state" in text
     assert f"| masters in the store | {ADAM_BYTES} bytes | {ADAM_BYTES} bytes |" in text
     text = (DOCS / "interruptions.md").read_text()
-    said = re.search(r"any failure but ([\d, and]+), which would only come again", text)
+    said = re.search(r"any failure but exit codes ([\d, and]+), which would only come again", text)
     assert {int(code) for code in re.findall(r"\d+", said[1])} == CANNOT_HEAL
 
 

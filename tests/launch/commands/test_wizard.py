@@ -494,12 +494,15 @@ def test_auto_launches_with_the_hardware_that_the_wizard_asks_for(command, tmp_p
 
 
 def launches(wizard, path):
-    """Refuse what the wizard wrote, as the launcher would."""
+    """Refuse what the wizard wrote, as the launcher would; the command may name the ranks."""
     path.write_text(wizard.text())
-    resolved = resolve(read_file(path), find_config=strategies().find_config)
+    file, machines = read_file(path), wizard.machines
+    resolved = resolve(file, find_config=strategies().find_config)
     check_run(resolved)
     assert not any(key.startswith(FACTS) for key, _, _ in resolved.rows())
-    preview.preview(resolved)
+    started = {"nproc_per_node": machines.ranks, "nnodes": machines.count}
+    command = Layer({"launch": {**started, "rdzv_endpoint": "n1:29400"}})
+    preview.preview(resolve(file, command, find_config=strategies().find_config))
 
 
 @settings(
