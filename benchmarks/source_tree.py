@@ -154,7 +154,7 @@ def _lines_of_code(text: str) -> set[int]:
     written = (line.strip() for line in text.splitlines())
     code = {number for number, line in enumerate(written, 1) if line and line[0] != "#"}
     for node in nodes:
-        if isinstance(node, (ast.Constant, ast.JoinedStr)):
+        if isinstance(node, (ast.Constant, ast.JoinedStr)) and node.end_lineno != node.lineno:
             code |= _lines_of(node)
     for node in nodes:
         if isinstance(node, DOCUMENTED) and ast.get_docstring(node, clean=False) is not None:

@@ -116,6 +116,7 @@ def test_on_a_link_that_nothing_hides_every_strategy_takes_the_least_time(monkey
     check_slow_link("zero3", said, one_matrix)  # which stays whole, and goes on by updates
 
 
+@pytest.mark.exhaustive
 @pytest.mark.ranks(4, timeout=600)
 def test_hosts_of_two_ranks_choose_after_the_first_steps_too(monkeypatch):
     spread(monkeypatch, 2)
@@ -155,6 +156,7 @@ def test_declared_seconds_choose_at_prepare(monkeypatch):
         training.end()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.ranks(2)
 def test_a_resumed_run_goes_on_with_the_choice_bit_for_bit(monkeypatch, tmp_path):
     spread(monkeypatch)

@@ -362,6 +362,7 @@ def test_sample_of_verify_is_what_it_says():
 # --- how to contribute ---
 
 
+@pytest.mark.exhaustive
 def test_commands_for_contributors_start_and_their_paths_exist():
     """Tests are collected, not run; the defect that is shown is there."""
     text = (ROOT / "CONTRIBUTING.md").read_text()

@@ -61,7 +61,6 @@ def wait_too(training: Training, loss) -> None:
     training.accelerator.backward(loss)
 
 
-@pytest.mark.complete
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.ranks(2)
 def test_a_backward_left_out(strategy):
@@ -71,7 +70,6 @@ def test_a_backward_left_out(strategy):
     assert re.search(r"test_order_of_ranks\.py:\d+", message), message
 
 
-@pytest.mark.complete
 @pytest.mark.parametrize("strategy", ["ddp", "zero2", "fsdp"])
 @pytest.mark.ranks(3)
 def test_an_extra_gather(strategy):

@@ -24,8 +24,8 @@ from drivetrain.observe.modules import (
 
 STRATEGIES = {
     "zero3": {"name": "zero3", "keep_below": 0},
-    "fsdp": "fsdp",
     "tp": {"name": "megatron", "tp": 2},
+    "fsdp": "fsdp",
     "pp": {"name": "megatron", "pp": 2, "micro_batches": 2},
 }
 BATCH, SEQ, WIDTH, HEADS, WORDS = 4, 8, 16, 2, 32
@@ -243,7 +243,6 @@ def summed(folder, ranks=2):
     return found
 
 
-@pytest.mark.complete
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=STRATEGIES)
 def test_ranks_together_do_the_work_of_one_process(strategy, tmp_path):

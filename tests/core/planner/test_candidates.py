@@ -32,6 +32,7 @@ def found():
     return {allow: search(SLOW, "bf16", allow) for allow in classes}
 
 
+@pytest.mark.exhaustive
 def test_a_search_over_a_slow_link_stays_within_its_class(found):
     for allow, first in (
         (Honesty.EXACT, Honesty.EXACT),

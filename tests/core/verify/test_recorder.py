@@ -108,7 +108,6 @@ FORMS = ("ddp", "zero1", "zero3", "fsdp")
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.complete
 @pytest.mark.parametrize("strategy", FORMS)
 def test_data_parallel_runs_equal_the_reference(strategy):
     run, reference = recorded(strategy), recorded(strategies().reference())

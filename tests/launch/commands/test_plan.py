@@ -59,6 +59,7 @@ def test_published_steps_are_predicted(command, name):
     assert set(found["sent"]) == {"tp", "dp", "pp"}
 
 
+@pytest.mark.exhaustive
 def test_a_search_returns_layouts_that_predict_the_same(command):
     out = command.output("plan", *SMALL, *HOST, "--json")
     best, *others = json.loads(out)

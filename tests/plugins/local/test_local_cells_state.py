@@ -41,6 +41,7 @@ def test_a_round_goes_on_bit_for_bit(monkeypatch, folder, inner, rounds, at):
     goes_on_bit_for_bit(folder, lambda: CellTraining(inner, rounds), at)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("inner", [TP, PP], ids=["tp", "pp"])
 @pytest.mark.parametrize("method", ["int4", "powersgd"])

@@ -123,10 +123,12 @@ INSIDE = {"micro_batches": 4, "layers": 4, "inside": True}
 SENT = [
     ("llama-gqa", TP),
     ("gpt2", {**SHARDS, "window": 3}),
-    ("encoder", SHARDS),
-    ("llama", {**PP, "micro_batches": 2, "inside": True}),
     ("gpt2", {**PP, "window": 3}),
     ("llama", {**PP, **INSIDE, "schedule": "interleaved", "chunks": 2}),
+]
+MORE_SENT = [
+    ("encoder", SHARDS),
+    ("llama", {**PP, "micro_batches": 2, "inside": True}),
     ("llama", {**PP, **INSIDE, "schedule": "zb-h1"}),
 ]
 SENT_OF_FOUR = [
@@ -140,6 +142,7 @@ SENT_OF_FOUR = [
     "cells",
     [
         pytest.param(SENT, marks=pytest.mark.ranks(2)),
+        pytest.param(MORE_SENT, marks=[pytest.mark.ranks(2), pytest.mark.exhaustive]),
         pytest.param(SENT_OF_FOUR, marks=[pytest.mark.ranks(4), pytest.mark.exhaustive]),
     ],
 )

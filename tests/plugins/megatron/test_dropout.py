@@ -211,28 +211,27 @@ def check_training(name, dropout=0.1, windows=2, recompute=None, **options):
 @pytest.mark.ranks(2)
 def test_two_ranks():
     """Blocks that are recomputed drop the same."""
-    for name, sharded, recompute in (
-        ("gpt2", False, None),
-        ("bert", True, None),
-        ("handmade", True, None),
-        ("handmade", False, "full"),
-        ("encoder", True, "full"),
-        ("bert", True, "selective"),
-    ):
+    check_two_ranks(("gpt2", False, None), ("handmade", True, None), ("encoder", True, "full"))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.ranks(2)
+def test_two_ranks_and_other_models():
+    check_two_ranks(("bert", True, None), ("handmade", False, "full"), ("bert", True, "selective"))
+
+
+def check_two_ranks(*cells):
+    for name, sharded, recompute in cells:
         with case(name, sharded, recompute):
             check_training(name, recompute=recompute, tp=2, sequence_parallel=sharded)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.ranks(4)
 def test_four_ranks():
     check_training("gpt2", dropout=0.3, windows=1, tp=4, sequence_parallel=True)
-    check_pipeline("gpt2")
-
-
-@pytest.mark.exhaustive
-@pytest.mark.ranks(4)
-def test_four_ranks_and_other_models():
     check_training("handmade", dropout=0.3, windows=1, tp=4)
+    check_pipeline("gpt2")
     check_pipeline("encoder")
 
 

@@ -232,6 +232,7 @@ def weights(accelerator, model):
     return {name: each.clone() for name, each in accelerator.get_state_dict(model).items()}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.ranks(4)
 def test_a_data_parallel_axis_over_hosts_is_approximate_and_goes_on(monkeypatch, tmp_path):
     monkeypatch.setenv("GROUP_RANK", str(int(os.environ["RANK"]) // 2))  # two hosts

@@ -57,9 +57,9 @@ def over(inner, **options):
 TP, PP, ZERO3 = {"tp": 2}, {"pp": 2}, over("zero3", keep_below=0)
 CELLS = [
     ("llama-gqa", {**PP, "chunks": 2, "schedule": "interleaved"}),
-    ("gpt2", TP | over("zero1")),
     ("llama-mqa", TP | ZERO3),
 ]
+MORE_CELLS = [("gpt2", TP | over("zero1"))]
 CELLS_OF_FOUR = [("gpt2", TP | PP), ("llama-gqa", PP | ZERO3)]
 
 
@@ -67,6 +67,7 @@ CELLS_OF_FOUR = [("gpt2", TP | PP), ("llama-gqa", PP | ZERO3)]
     "cells",
     [
         pytest.param(CELLS, marks=pytest.mark.ranks(2)),
+        pytest.param(MORE_CELLS, marks=[pytest.mark.ranks(2), pytest.mark.exhaustive]),
         pytest.param(CELLS_OF_FOUR, marks=[pytest.mark.ranks(4), pytest.mark.exhaustive]),
     ],
 )

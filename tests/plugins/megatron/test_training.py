@@ -75,16 +75,19 @@ def test_over_data_parallel_ranks(inner):
 TP, PP = {"tp": 2}, {"pp": 2}
 CELLS = [
     ("llama-gqa", TP, torch.no_grad),
+    ("gpt2", PP, torch.inference_mode),
+]
+MORE_CELLS = [
     ("gpt2", {**PP, "schedule": "zb-h1"}, torch.no_grad),
     ("bert", {**TP, "sequence_parallel": True}, torch.inference_mode),
-    ("gpt2", PP, torch.inference_mode),
     ("llama-gqa", {"data_parallel": {"name": "zero3"}}, torch.inference_mode),
 ]
 
 
+@pytest.mark.parametrize("cells", [CELLS, pytest.param(MORE_CELLS, marks=pytest.mark.exhaustive)])
 @pytest.mark.ranks(2)
-def test_evaluation_in_between():
-    for name, options, mode in CELLS:
+def test_evaluation_in_between(cells):
+    for name, options, mode in cells:
         with case(name, options, mode):
             check(name, options, mode)
 

@@ -66,7 +66,6 @@ def interrupted_run(strategy):
     accelerator.free_memory()
 
 
-@pytest.mark.complete
 @each("sharded", "zero1", "fsdp", "fsdp kept", "grad")
 @pytest.mark.ranks(2)
 def test_an_exception_on_every_rank(strategy):

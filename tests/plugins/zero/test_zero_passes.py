@@ -64,7 +64,6 @@ AROUND = (
 )
 
 
-@pytest.mark.complete
 @pytest.mark.parametrize(("name", "turn"), [("sharded", 0), ("kept", 1), ("zero1", 2), ("fsdp", 3)])
 @pytest.mark.ranks(2)
 def test_recompute(name, turn):
