@@ -14,8 +14,14 @@ B   0.2 B, 1 x 1024 tokens, bound by the host: the same, with kernels and host t
 C   compiled blocks, 1.3 B with 8 x 2048 tokens and 1.9 B with 6 x 2048: MFU
 D   compiled blocks under each strategy, the shape of A: speed-up, and the same loss
 F   a vocabulary of 152,000, 1.2 B parameters: the loss in pieces against the loss of logits
+G   4.2 B and 8.0 B parameters, blocks recomputed, the state of AdamW in host memory (of 8.0 B three
+    quarters of it): tokens and operations per second, and bytes of the host
+H   the largest model whose promise fits into both memories: the peak against the promise
+I   the longest sequence: 1.3 B, blocks recomputed from host memory, the loss in pieces
+J   a checkpoint of 1.3 B that the loop does not wait for: seconds that it costs, and a resume
 K   two ranks on one card over NCCL, 0.2 B: bytes between steps against ``cost()``, the peak, the
     collectives of a step, and how much of their time lies beside compute
+P   ``drivetrain hardware measure``; with its prices ``drivetrain plan`` predicts ``fsdp bf16`` of A
 === ================================================================================================
 
 Each case (a row, a system) has processes of its own, with a time limit; a case that fails costs
@@ -40,26 +46,32 @@ import argparse
 import contextlib
 import itertools
 import json
+import math
 import os
+import resource
 import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import peers
+import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import DeviceType
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.profiler import ProfilerActivity, profile
+from torch.utils.checkpoint import checkpoint
 
 from drivetrain import Accelerator
 from drivetrain.cost import ModelSpec
@@ -109,6 +121,15 @@ class Row:
     ranks: int = 1
     traced: bool = False
     limit_s: int = 60
+    warm: int = 5
+    ratio: float = 1.0
+    recompute: str = ""
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """Options of drivetrain for this row."""
+        mode, _, keep = self.recompute.partition(" ")
+        return {"recompute": {"mode": mode} | ({"keep": keep} if keep else {})} if mode else {}
 
 
 SMALL = Shape(layers=12, dim=1024, inner=2816, batch=1, seq=1024)
@@ -130,6 +151,15 @@ ROWS = (
         ("bare", "bare chunked", "fsdp bf16", "fsdp bf16 chunked"),
     ),
     Row(
+        "G 4B",
+        Shape(layers=32, dim=3072, inner=9728, batch=16, seq=2048),
+        ("zero2 bf16 offload", "fsdp2 bf16 offload"),
+        steps=3,
+        warm=1,
+        recompute="full",
+        limit_s=150,
+    ),
+    Row(
         "K",
         Shape(layers=12, dim=1024, inner=2816, batch=1, seq=512),
         (*OURS, "fsdp2", "torch ddp"),
@@ -144,6 +174,39 @@ ROWS = (
         ("bare", "ddp", "fsdp bf16", "fsdp2 bf16"),
         compiled=True,
         limit_s=90,
+    ),
+    Row(
+        "G 8B",
+        Shape(layers=32, dim=4096, inner=14336, batch=16, seq=2048),
+        ("zero2 bf16 offload",),
+        steps=3,
+        warm=1,
+        ratio=0.75,
+        recompute="full",
+        limit_s=200,
+    ),
+    Row("J", MIDDLE, ("zero1 save", "fsdp bf16 save"), warm=2, limit_s=120),
+    Row("P", MIDDLE, ("plan",), limit_s=200),
+    *(
+        Row(
+            f"I {tokens}",
+            Shape(layers=24, dim=2048, inner=5504, batch=1, seq=tokens),
+            ("ddp chunked",),
+            steps=1,
+            warm=1,
+            recompute="full cpu",
+            limit_s=150,
+        )
+        for tokens in (65_536, 131_072, 262_144)
+    ),
+    Row(
+        "H",
+        Shape(layers=0, dim=5120, inner=17_920, batch=1, seq=2048),
+        ("zero2 bf16 offload",),
+        steps=1,
+        warm=1,
+        recompute="full",
+        limit_s=300,
     ),
     Row("A more", MIDDLE, ("accelerate fsdp2",)),
 )
@@ -196,22 +259,55 @@ class LossDecoder(peers.Decoder):
         return self.head(self.norm(x), targets)
 
 
-def trained_by(system: str, model: Any, device: Any) -> tuple[Callable[..., Any], Any]:
-    """Return a step of the system, and the strategy where it is drivetrain's."""
+@dataclass
+class Trained:
+    """A step of a system; the model, its optimizer and the Accelerator where it is drivetrain's."""
 
-    def adamw(module: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(module.parameters(), lr=1e-4, weight_decay=0.1, fused=True)
+    step: Callable[..., Any]
+    spec: ModelSpec
+    model: Any = None
+    optimizer: Any = None
+    accelerator: Any = None
 
+    @property
+    def promise(self) -> dict[str, int]:
+        """The bytes that drivetrain says it holds between steps."""
+        if self.accelerator is None:
+            return {}
+        strategy = self.accelerator.strategy_of(self.model)
+        promised = type(strategy).cost(strategy.config, self.spec, strategy.run)
+        parameters = sum(each.numel for each in self.spec.parameters)
+        return {"promised_bytes": promised.total_held, "parameters": parameters}
+
+
+def adamw(module: nn.Module, *, fused: bool = True) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(module.parameters(), lr=1e-4, weight_decay=0.1, fused=fused)
+
+
+def trained_by(row: Row, system: str, make: Callable[[], Any], device: Any) -> Trained:
+    """Return how the system trains the model that is made."""
+    offload = system.endswith("offload")
     if system.partition(" ")[0] in OURS:
         dtypes = {"dtypes": {"param": "bf16", "reduce": "fp32"}} if "bf16" in system else {}
+        strategy: dict[str, Any] = {"name": system.partition(" ")[0]}
+        if offload:
+            strategy["offload"] = {"optimizer": "cpu", "ratio": row.ratio}
         accelerator: Any = Accelerator(
-            strategy=system.partition(" ")[0],
+            strategy=strategy,
             mixed_precision="bf16",
             cpu=device.type == "cpu",
-            config=dtypes,
+            config=dtypes | row.config,
         )
-        prepared = accelerator.prepare(model, adamw(model))
-        return with_accelerator(accelerator, *prepared), accelerator.strategy_of(prepared[0])
+        with accelerator.building() if offload else contextlib.nullcontext():
+            model = make()
+        spec = ModelSpec.of(model)
+        prepared = accelerator.prepare(model, adamw(model, fused=not offload))
+        return Trained(with_accelerator(accelerator, *prepared), spec, *prepared, accelerator)
+    model = make()
+    spec = ModelSpec.of(model)
+    if row.recompute:
+        for block in model.blocks:
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     if system.startswith("accelerate"):
         import accelerate
 
@@ -223,9 +319,9 @@ def trained_by(system: str, model: Any, device: Any) -> tuple[Callable[..., Any]
                 transformer_cls_names_to_wrap=["Block"],
             )
         theirs = accelerate.Accelerator(mixed_precision="bf16", cpu=device.type == "cpu", **plugins)
-        return with_accelerator(theirs, *theirs.prepare(model, adamw(model))), None
+        return Trained(with_accelerator(theirs, *theirs.prepare(model, adamw(model))), spec)
     wrapped = bare(system, model)
-    return plain(wrapped, adamw(model), device), None
+    return Trained(plain(wrapped, adamw(model), device), spec)
 
 
 def bare(system: str, model: Any) -> Any:
@@ -233,8 +329,12 @@ def bare(system: str, model: Any) -> Any:
     if system == "torch ddp":
         return nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
     if system.startswith("fsdp2"):
-        low = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        options = {"mp_policy": low} if system.endswith("bf16") else {}
+        options: dict[str, Any] = {}
+        if "bf16" in system:
+            low = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+            options["mp_policy"] = low
+        if system.endswith("offload") and torch.cuda.is_available():
+            options["offload_policy"] = CPUOffloadPolicy()
         for module in (model.token, *model.blocks):
             fully_shard(module, **options)
         fully_shard([model.norm, model.head], reshard_after_forward=False, **options)
@@ -271,53 +371,141 @@ def measured(row: Row, system: str) -> dict[str, Any]:
     """Train the row's model by the system; return figures of a step."""
     gpu = torch.cuda.is_available()
     device = torch.device("cuda" if gpu else "cpu")
-    shape = row.shape if gpu else TINY
     if not gpu:
         torch.set_num_threads(1)
-    if system in {"torch ddp", "fsdp2", "fsdp2 bf16", "accelerate fsdp2"}:
-        dist.init_process_group("nccl" if gpu else "gloo")
-    torch.manual_seed(0)
-    with device:
-        model = LossDecoder(shape.options, chunked=system.endswith("chunked"))
-    if row.compiled:
-        for block in model.blocks:
-            block.compile()
-    spec = ModelSpec.of(model)
-    step, strategy = trained_by(system, model, device)
-    generator = torch.Generator().manual_seed(int(os.environ.get("RANK", "0")))
-    words = torch.randint(shape.vocab, (8, shape.batch, shape.seq + 1), generator=generator)
-    batches = itertools.cycle([(each[:, :-1], each[:, 1:]) for each in words.to(device)])
-    found = timed(lambda: step(*next(batches)), row.steps if gpu else 2, gpu=gpu)
+    shape = (row.shape if row.shape.layers else largest(row.shape)) if gpu else TINY
+    if system.startswith(("torch ddp", "fsdp2", "accelerate fsdp2")):
+        dist.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo")
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        with device:
+            model = LossDecoder(shape.options, chunked="chunked" in system)
+        if row.compiled:
+            for block in model.blocks:
+                block.compile()
+        return model
+
+    trained, batches = trained_by(row, system, make, device), batches_of(shape, device)
+
+    def step() -> Any:
+        return trained.step(*next(batches))
+
+    clock = Clock(gpu)
+    found = timed(step, row.steps if gpu else 2, row.warm, clock)
+    found["host_bytes"] = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     if gpu:
         found["device"] = torch.cuda.get_device_name()
         found |= utilisation(shape, found["step_s"], found["device"])
-    if strategy is not None:
-        promised = type(strategy).cost(strategy.config, spec, strategy.run)
-        found["promised_bytes"] = promised.total_held
+    found |= trained.promise
     if row.traced:
-        found |= traced(lambda: step(*next(batches)), gpu=gpu)
+        found |= traced(step, clock)
+    if system.endswith("save"):
+        found |= saved(trained, step, clock)
     return found
 
 
-def timed(step: Callable[[], Any], steps: int, *, gpu: bool) -> dict[str, Any]:
+def batches_of(shape: Shape, device: Any) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield words and the words that follow them, again and again."""
+    generator = torch.Generator().manual_seed(int(os.environ.get("RANK", "0")))
+    words = torch.randint(shape.vocab, (8, shape.batch, shape.seq + 1), generator=generator)
+    return itertools.cycle([(each[:, :-1], each[:, 1:]) for each in words.to(device)])
+
+
+def largest(shape: Shape) -> Shape:
+    """Return the deepest shape whose state fits, with the optimizer's in host memory.
+
+    In bf16 a parameter takes 2 bytes of the device and 14 of the host (docs/planning.md). A tenth
+    of the device is left for what a step needs, and a fifth of the free memory of the host.
+    """
+    device = 0.9 * torch.cuda.mem_get_info()[0]
+    host = 0.8 * psutil.virtual_memory().available
+    for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        with contextlib.suppress(OSError, ValueError):
+            host = min(host, 0.8 * int(Path(limit).read_text(encoding="ascii")))
+    layer = 4 * shape.dim**2 + 3 * shape.dim * shape.inner
+    return replace(shape, layers=int(min(device / 2, host / 14) / layer))
+
+
+def planned(shape: Shape) -> dict[str, Any]:
+    """Measure the hardware, and return the step that the planner predicts with it."""
+    gpu = torch.cuda.is_available()
+    shape = shape if gpu else TINY
+    command = [sys.executable, "-m", "drivetrain_launch"]
+    with tempfile.TemporaryDirectory() as folder:
+        prices = str(Path(folder) / "hardware.yaml")
+        measure = ["hardware", "measure", "--nproc-per-node", "1", *([] if gpu else ["--cpu"])]
+        subprocess.run([*command, *measure, prices], check=True, stdout=subprocess.DEVNULL)
+        model = (
+            f"layers={shape.layers},hidden={shape.dim},heads={shape.options.heads},seq={shape.seq},"
+            f"vocab={shape.vocab},ffn={shape.inner},gated=true,tied=false"
+        )
+        layout = f"dp=1,micro_batch={shape.batch},data_parallel=fsdp,precision=bf16"
+        options = ["--gpt", model, "--batch", str(shape.batch), "--layout", layout, "--json"]
+        plan = subprocess.run(
+            [*command, "plan", *options, "--hardware", prices, "--nproc-per-node", "1"],
+            check=True,
+            capture_output=True,
+            text=True,
+        )
+        predicted, described = json.loads(plan.stdout), Path(prices).read_text(encoding="utf-8")
+    return {
+        "step_s": predicted["step_seconds"],
+        "peak_bytes": predicted["peak_bytes"],
+        "host_s": 0.0,
+        "loss": math.nan,
+        "prices": described,
+    }
+
+
+def saved(trained: Trained, step: Callable[[], Any], clock: "Clock") -> dict[str, Any]:
+    """Save beside steps; return what that costs the loop, and what is read again."""
+
+    def seconds(call: Callable[[], object]) -> float:
+        clock.wait()
+        begin = time.perf_counter()
+        call()
+        clock.wait()
+        return time.perf_counter() - begin
+
+    def weights() -> dict[str, Tensor]:
+        found = trained.accelerator.get_state_dict(trained.model)
+        return {name: values.clone() for name, values in found.items()}
+
+    alone, before = statistics.median(seconds(step) for _ in range(3)), weights()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "checkpoint"
+        waited = seconds(lambda: trained.accelerator.save_state(path, wait=False))
+        waited += sum(seconds(step) - alone for _ in range(3))
+        writing = seconds(trained.accelerator.wait_for_checkpoint)
+        nbytes = sum(each.stat().st_size for each in path.rglob("*") if each.is_file())
+        trained.accelerator.load_state(path)
+    return {
+        "save_waited_s": waited,
+        "save_written_s": waited + 3 * alone + writing,
+        "save_bytes": nbytes,
+        "resumed_exactly": all(torch.equal(before[name], w) for name, w in weights().items()),
+    }
+
+
+def timed(step: Callable[[], Any], steps: int, warm: int, clock: "Clock") -> dict[str, Any]:
     """Take steps; return their time and that of the host, the last loss and the bytes in use."""
-    clock = Clock(gpu)
-    for _ in range(5):
+    for _ in range(warm):
         step()
         clock.wait()
     found: dict[str, Any] = {"torch": torch.__version__}
-    if gpu:
+    if clock.gpu:
         found["held_bytes"] = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
     found["step_s"] = statistics.median(clock.between(step for _ in range(steps)))
     host = []
-    for _ in range(5):
+    for _ in range(warm):
         clock.wait()
         begin = time.perf_counter()
         loss = step()
         host.append(time.perf_counter() - begin)
     found |= {"host_s": statistics.median(host), "loss": float(loss)}
-    if gpu:
+    if clock.gpu:
         found["peak_bytes"] = torch.cuda.max_memory_allocated()
     return found
 
@@ -326,10 +514,10 @@ class Clock:
     """Times of steps: by events of the GPU, or by the processor's clock."""
 
     def __init__(self, gpu: bool) -> None:
-        self._gpu = gpu
+        self.gpu = gpu
 
     def wait(self) -> None:
-        if self._gpu:
+        if self.gpu:
             torch.cuda.synchronize()
 
     def between(self, steps: Iterable[Callable[[], Any]]) -> list[float]:
@@ -339,13 +527,13 @@ class Clock:
             step()
             marks.append(self._mark())
         self.wait()
-        if self._gpu:
+        if self.gpu:
             pairs: Any = itertools.pairwise(marks)
             return [torch.cuda.Event.elapsed_time(a, b) / 1e3 for a, b in pairs]
         return [b - a for a, b in itertools.pairwise(marks)]
 
     def _mark(self) -> Any:
-        if not self._gpu:
+        if not self.gpu:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
@@ -363,12 +551,12 @@ def utilisation(shape: Shape, seconds: float, device: str) -> dict[str, float]:
     return found
 
 
-def traced(step: Callable[[], object], *, gpu: bool) -> dict[str, Any]:
+def traced(step: Callable[[], object], clock: "Clock") -> dict[str, Any]:
     """Return the kernels and collectives of a step, and the communication beside compute."""
-    kinds = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if gpu else [])
+    kinds = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if clock.gpu else [])
     with profile(activities=kinds) as profiler:
         step()
-        Clock(gpu).wait()
+        clock.wait()
     collectives: Counter[str] = Counter()
     kernels: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
     for event in profiler.events():
@@ -384,7 +572,7 @@ def traced(step: Callable[[], object], *, gpu: bool) -> dict[str, Any]:
             if "nccl" in event.name.lower():
                 collectives[event.name.partition("(")[0]] += 1
     found: dict[str, Any] = {"collectives": dict(sorted(collectives.items()))}
-    if gpu:
+    if clock.gpu:
         found["kernels"] = sum(map(len, kernels.values()))
         communication = united(kernels[True])
         total = sum(end - start for start, end in communication)
@@ -423,7 +611,8 @@ def work(name: str) -> None:
     """Be a process of a case, with its modules loaded: wait for a line, measure, print."""
     ((row, system),) = chosen(name)
     if sys.stdin.readline():
-        print("\n" + json.dumps(measured(row, system)), flush=True)
+        found = planned(row.shape) if system == "plan" else measured(row, system)
+        print("\n" + json.dumps(found), flush=True)
         os._exit(0)  # the groups of a process that ends are not worth waiting for
 
 
@@ -455,7 +644,8 @@ class Case:
 
     def _places(self, rank: int, port: int) -> dict[str, str]:
         meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        if self.row.ranks == 1 and self.system.partition(" ")[0] in (*OURS, "bare", "accelerate"):
+        alone = (*OURS, "bare", "accelerate", "plan")
+        if self.row.ranks == 1 and self.system.partition(" ")[0] in alone:
             return (
                 {}
                 if self.system != "accelerate fsdp2"
@@ -529,6 +719,8 @@ def table(results: dict[str, dict[str, Any]]) -> str:
             "peak GB",
             "held/promised",
             "loss",
+            "host GB",
+            "saved",
             "kernels",
             "beside compute",
             "collectives",
@@ -550,12 +742,24 @@ def table(results: dict[str, dict[str, Any]]) -> str:
                 _number(case.get("peak_bytes", 0) / 1e9, 2),
                 _number(held[0] / held[1], 3) if all(held) else "",
                 f"{case['loss']:.5f}",
+                _number(case.get("host_bytes", 0) / 1e9, 1),
+                _saved(case),
                 str(case.get("kernels", "")),
                 _number(case.get("beside_compute"), 3),
                 ", ".join(f"{k} {v}" for k, v in case.get("collectives", {}).items()),
             ]
             lines.append(f"| {system} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
+
+
+def _saved(case: dict[str, Any]) -> str:
+    if "save_bytes" not in case:
+        return ""
+    equal = "equal" if case["resumed_exactly"] else "DIFFERENT"
+    return (
+        f"{case['save_bytes'] / 1e9:.2f} GB, waited {case['save_waited_s']:.2f} s, written after "
+        f"{case['save_written_s']:.2f} s, read again {equal}"
+    )
 
 
 def _number(value: float | None, digits: int) -> str:
