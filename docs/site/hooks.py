@@ -1,7 +1,6 @@
 """Hooks of the site's builder: pages that are not committed, and links from names to the reference.
 
-README, CHANGELOG and CONTRIBUTING become pages; the reference and the list of errors are made from
-the code.
+README, CHANGELOG and CONTRIBUTING become pages; the reference is made from the code.
 """
 
 import re
@@ -17,7 +16,6 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 sys.path.insert(0, str(HERE))  # the builder loads this file by its path
 
-import raise_sites  # noqa: E402
 import reference  # noqa: E402
 
 LEFT_ALONE = re.compile(
@@ -34,7 +32,6 @@ def on_files(files: Files, config: Any) -> Files:
     pages["index.md"] = _moved("README.md")
     pages["changelog.md"] = _moved("CHANGELOG.md")
     pages["contributing.md"] = _moved("CONTRIBUTING.md")
-    pages["errors.md"] = raise_sites.page()
     for path, text in pages.items():
         files.append(File.generated(config, path, content=text))
     return files

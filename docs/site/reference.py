@@ -127,7 +127,6 @@ def _overview() -> str:
         "- [Options](options.md) of the configuration and of each strategy",
         "- [For plugins](plugins.md): the contract, and the mechanisms to build on",
         "- [The command](../cli.md)",
-        "- [All error messages](../errors.md)",
         "- [Changelog](../changelog.md) and [contributing](../contributing.md)",
         "",
     ]

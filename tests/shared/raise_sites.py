@@ -18,59 +18,6 @@ VALUE = "…"
 FEWEST_WORDS = 2
 """A text with fewer words of its own only passes another message on."""
 
-SITUATIONS: dict[str, tuple[str, ...]] = {
-    "Start": (
-        "launch/drivetrain_launch",
-        "plugins/drivetrain_migration",
-        "src/drivetrain/compat",
-        "src/drivetrain/config",
-        "src/drivetrain/notebook.py",
-        "src/drivetrain/registry.py",
-        "src/drivetrain/runtime",
-        "src/drivetrain/observe/trackers.py",
-        "src/drivetrain/facade/settings.py",
-        "src/drivetrain/integrations",
-        "src/drivetrain/verify",
-        "src/drivetrain/testing",
-        "plugins/drivetrain_megatron/simulator",
-        "plugins/drivetrain_offload/disk",
-    ),
-    "Prepare": (
-        "plugins",
-        "src/drivetrain/strategy.py",
-        "src/drivetrain/data/loader.py",
-        "src/drivetrain/facade/preparation.py",
-        "src/drivetrain/facade/prepared.py",
-        "src/drivetrain/model",
-        "src/drivetrain/parallel",
-    ),
-    "Step": (
-        "plugins/drivetrain_ddp/strategy.py",
-        "plugins/drivetrain_megatron/pipeline",
-        "plugins/drivetrain_megatron/tensor",
-        "plugins/drivetrain_offload/host.py",
-        "plugins/drivetrain_offload/nvme.py",
-        "plugins/drivetrain_offload/stepping.py",
-        "plugins/drivetrain_offload/tiles.py",
-        "src/drivetrain",
-        "src/drivetrain/model/guard.py",
-        "src/drivetrain/model/recompute.py",
-        "src/drivetrain/parallel/gather.py",
-        "src/drivetrain/parallel/gradients.py",
-        "src/drivetrain/parallel/reduce.py",
-    ),
-    "Checkpoint": (
-        "plugins/drivetrain_megatron/state.py",
-        "src/drivetrain/checkpoint",
-        "src/drivetrain/facade/checkpoints.py",
-        "src/drivetrain/facade/prepared.py",
-        "src/drivetrain/saved_state.py",
-        "src/drivetrain/shards.py",
-        "src/drivetrain/parallel/strategy.py",
-    ),
-}
-"""Where the messages of a situation come from; of several places the longest counts."""
-
 
 @dataclass(frozen=True, slots=True)
 class RaiseSite:
@@ -90,16 +37,6 @@ class RaiseSite:
     code: int
     message: str
 
-    @property
-    def situation(self) -> str:
-        """The part of a run in which the error comes."""
-        return max(
-            (len(place), title)
-            for title, places in SITUATIONS.items()
-            for place in places
-            if self.file.startswith(place)
-        )[1]
-
 
 @cache
 def collect() -> list[RaiseSite]:
@@ -116,31 +53,6 @@ def collect() -> list[RaiseSite]:
         for site in sorted(_sites(file, tree, codes), key=lambda site: -site.line)
     }
     return list(found.values())[::-1]
-
-
-def page() -> str:
-    """Return the page of all messages, by situation and class."""
-    sites = collect()
-    lines = [
-        "# All error messages",
-        "",
-        f"The {len(sites)} messages of the errors that drivetrain raises, from the code. "
-        f"`{VALUE}` stands for a value. "
-        "[Troubleshooting](troubleshooting.md) explains the common ones.",
-        "",
-    ]
-    for situation in SITUATIONS:
-        lines += [f"## {situation}", ""]
-        here = [site for site in sites if site.situation == situation]
-        for error, code in dict.fromkeys((site.error, site.code) for site in here):
-            lines += [f"### {error} (exit code {code}) {{ #{situation.lower()}-{error.lower()} }}"]
-            lines += ["", "| message | what to do |", "|---|---|"]
-            for site in here:
-                if site.error == error:
-                    message, _, way = site.message.rpartition("; ")
-                    lines.append(f"| {_cell(message or way)} | {_cell(way if message else '')} |")
-            lines.append("")
-    return "\n".join(lines)
 
 
 def _codes(trees: Iterator[ast.Module]) -> dict[str, int]:
@@ -186,8 +98,3 @@ def _text(node: ast.expr) -> str:
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
         return _text(node.left) + _text(node.right)
     return VALUE
-
-
-def _cell(text: str) -> str:
-    escaped = text.replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;")
-    return escaped.replace("*", "\\*").replace("_", "\\_").replace("`", "'")
