@@ -25,7 +25,6 @@ from drivetrain.runtime.notices import PREEMPTED
 from drivetrain_launch.cli import COMMANDS, INTERRUPTED, group
 from drivetrain_launch.commands.verify import DIFFERENT, INCOMPARABLE
 from drivetrain_launch.ranks.failure import KILLED, NO_PROGRESS
-from drivetrain_migration.converters import Row, table_of
 from page_numbers import Rows
 
 ROOT = Path(__file__).parents[2]
@@ -158,14 +157,6 @@ def _codes(old: Rows, *codes: object) -> Rows:
     return _explained([[str(code)] for code in codes], ["" for _ in codes], old)
 
 
-def _imported(_: Rows, rows: Sequence[Row]) -> Rows:
-    """Return the keys of the same meaning in one row."""
-    keys: dict[tuple[str, str], list[str]] = {}
-    for row in rows:
-        keys.setdefault((row.there, row.here), []).append(f"`{row.key}`")
-    return [[", ".join(names), *meaning] for meaning, names in keys.items()]
-
-
 def _strategy(name: str) -> type:
     found: type = registry.strategies().load(name).Config
     return found
@@ -196,11 +187,6 @@ TABLES: dict[str, Callable[[Rows], Rows]] = {
     "options-of-megatron": lambda old: _options(old, _strategy("megatron")),
     "options-of-offload": lambda old: _options(old, _strategy("offload")),
     "options-of-stores": _stores,
-    "keys-of-accelerate": partial(_imported, rows=table_of("accelerate").settings),
-    "options-of-accelerate-launch": partial(_imported, rows=table_of("accelerate").options),
-    "keys-of-deepspeed": partial(_imported, rows=table_of("deepspeed").settings),
-    "options-of-deepspeed": partial(_imported, rows=table_of("deepspeed").options),
-    "options-of-torchrun": partial(_imported, rows=table_of("torchrun").options),
     "dtypes": page_numbers.dtypes,
     "bytes-of-zero": page_numbers.zero_bytes,
     "bytes-of-fsdp": page_numbers.fsdp_bytes,

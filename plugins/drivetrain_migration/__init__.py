@@ -2,7 +2,7 @@
 
 Each program has a table of its settings, in a TOML file. A row says what a setting does there, what
 stands for it here, and which converter carries the value over; a setting that nothing stands for
-becomes a comment. The tables of docs/importing.md are made from these rows.
+becomes a comment.
 
 =============  =====================================================================================
 converters.py  a translation in the making: rows of the tables applied to the settings of a file

@@ -27,6 +27,7 @@ from drivetrain_fsdp.options import FsdpConfig
 from drivetrain_launch.cli import COMMANDS, group, run
 from drivetrain_launch.ranks.failure import CANNOT_HEAL
 from drivetrain_megatron.plan.named import STYLES
+from drivetrain_migration.converters import table_of
 from drivetrain_offload.disk_speed import ADAM_BYTES
 from drivetrain_offload.stepping import SETS, TILE_BYTES
 from foreign_files import FILES, LINES
@@ -303,11 +304,10 @@ def test_maps_of_files_name_every_file():
 
 
 def test_tables_of_importers_say_something_once_of_every_key():
-    for name, function in generate.TABLES.items():
-        if "rows" in getattr(function, "keywords", {}):
-            keys = [row.key for row in function.keywords["rows"]]
-            assert len(set(keys)) == len(keys), name
-            assert all(row.there and row.here for row in function.keywords["rows"]), name
+    for program in ("accelerate", "deepspeed", "torchrun"):
+        for table in (table_of(program).settings, table_of(program).options):
+            assert len({row.key for row in table}) == len(table), program
+            assert all(row.there and row.here for row in table)
 
 
 def test_numbers_in_sentences_are_those_of_the_code():
