@@ -1,8 +1,8 @@
 """The parts of README and docs that follow from the code: ``python docs/site/generate.py``.
 
-A part stands between ``<!-- generated: NAME -->`` and ``<!-- /generated -->``: a table, whose head
-is written by hand, or a block of text. Where a table explains rows, an explanation on the page
-stays as it is, and only a new row gets the help text of the code. Pictures are written, too.
+A part is a table between ``<!-- generated: NAME -->`` and ``<!-- /generated -->``; its head is written
+by hand. Where a table explains rows, an explanation on the page stays as it is, and only a new row
+gets the help text of the code. Pictures are written, too.
 
 ``--check`` writes nothing; it names the files that differ and exits with 1.
 """
@@ -60,8 +60,6 @@ def filled(text: str) -> str:
 
 
 def _part(name: str, lines: Sequence[str]) -> str:
-    if name in TEXTS:
-        return "\n".join([lines[0], TEXTS[name]().rstrip(), lines[-1]])
     old = [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines[2:]]
     rows = (f"| {' | '.join(row)} |" for row in TABLES[name](old))
     return "\n".join([*lines[:2], *(re.sub(r"\|  (?=\|)", "| ", row) for row in rows)])
@@ -194,11 +192,6 @@ TABLES: dict[str, Callable[[Rows], Rows]] = {
     "bytes-without-accelerator": partial(page_numbers.offload_bytes, device="cpu"),
     "choices-of-llama": page_numbers.llama_choices,
     "schedules": page_numbers.schedules,
-}
-TEXTS: dict[str, Callable[[], str]] = {
-    "third-party-strategy": (
-        ROOT / "examples/third_party_plugin/src/drivetrain_flat/strategy.py"
-    ).read_text,
 }
 
 

@@ -77,6 +77,8 @@ assert '"lr": 0.1' in settings
 assert sum('"loss": ' in line for line in values) == 16
 """
 
+PLUGIN_FILE = ROOT / "examples/third_party_plugin/src/drivetrain_flat/strategy.py"
+
 PLUGIN = """
 from drivetrain.config import options_of
 knob, size = options_of(FlatConfig)
@@ -284,13 +286,12 @@ def test_programs_of_the_page_on_megatron(tmp_path):
 
 @pytest.fixture
 def installed(tmp_path):
-    """A folder in which the package of the page on plugins lies installed, from blocks alone."""
+    """A folder in which the package of the page on plugins lies installed."""
     page = "docs/writing-a-plugin.md"
     project = tomllib.loads(blocks(page, "toml")[0])["project"]
     package = tmp_path / project["name"].replace("-", "_")
     package.mkdir()
-    modules = [t for t in blocks(page, "python") if re.search(r"class Flat\b", t)]
-    (package / "__init__.py").write_text("".join(modules))
+    (package / "__init__.py").write_text(PLUGIN_FILE.read_text())
     info = tmp_path / f"{package.name}-{project['version']}.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(
@@ -316,9 +317,9 @@ def test_the_plugin_of_the_page_equals_one_process(installed):
     """Also its test, its command and the strategy inside of another one."""
     said = python(installed, "-m", "drivetrain_launch", "test", "--cpu", "--strategy", "flat")
     assert said.startswith("ok: 2 ranks on cpu and one process differ by")
-    strategy, nested, conformance, own_test, command = blocks("docs/writing-a-plugin.md", "python")
+    nested, conformance, own_test, command = blocks("docs/writing-a-plugin.md", "python")
     whole, alone, toast = (installed / f"{name}.py" for name in ("whole", "alone", "toast"))
-    whole.write_text("\n".join([strategy, nested, conformance, PLUGIN]))
+    whole.write_text("\n".join([PLUGIN_FILE.read_text(), nested, conformance, PLUGIN]))
     python(installed, "whole.py")
     alone.write_text(own_test)
     done = python(installed, "-m", "pytest", "-q", "-p", "no:cacheprovider", "alone.py")
