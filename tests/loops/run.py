@@ -1,4 +1,4 @@
-"""Runs the table of loops, way by strategy, and writes their results on ``docs/inside/loops.md``.
+"""Runs the table of loops, way by strategy, and writes their results into ``results.md``.
 
 ::
 
@@ -40,7 +40,7 @@ def main(words: Sequence[str] | None = None) -> int:
     if not arguments.no_table:
         from loops_table import titles
 
-        page = ROOT / "docs/inside/loops.md"
+        page = HERE / "results.md"
         cells.write_results(page, known, titles(), dict.fromkeys(STRATEGIES, RANKS))
     return 1 if cells.failures(known) else 0
 

@@ -1,7 +1,7 @@
 """Loops: ways in which scripts touch what a strategy divides, equal to one process or refused.
 
 Every way is taken under each strategy, by default a share of the ways; with ``--exhaustive`` all.
-The page ``docs/inside/loops.md`` says which are refused.
+The page ``results.md`` says which are refused.
 """
 
 from pathlib import Path
@@ -12,7 +12,7 @@ from cells import EQUAL, REFUSED, read_results
 from loops_table import STRATEGIES, all_ways
 from way_kit import run_on_rank
 
-PAGE = Path(__file__).parents[2] / "docs/inside/loops.md"
+PAGE = Path(__file__).with_name("results.md")
 
 
 def ends_as_the_page_says(names, strategy):
