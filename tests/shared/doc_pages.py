@@ -15,28 +15,13 @@ def blocks(page: str | Path, *languages: str) -> list[str]:
     return [text for language, text in found if language in languages]
 
 
-def tables(page: str | Path, header: str) -> list[list[list[str]]]:
-    """Return the cells of each table under a header line, which may go on."""
-    found = re.findall(
+def rows(page: str | Path, header: str) -> list[list[str]]:
+    """Return the cells of the only table under a header line, which may go on."""
+    (text,) = re.findall(
         rf"^\| {re.escape(header)}[^\n]*\n\|[-|]+\n((?:\|.*\n)*)",
         (ROOT / page).read_text() + "\n",
         re.MULTILINE,
     )
-    assert found, f"{page} has no table {header!r}"
     return [
-        [
-            [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
-            for line in text.splitlines()
-        ]
-        for text in found
+        [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in text.splitlines()
     ]
-
-
-def rows(page: str | Path, header: str) -> list[list[str]]:
-    """Return the cells of the only table under a header line, which may go on."""
-    (found,) = tables(page, header)
-    return found
-
-
-def _cells(line: str) -> list[str]:
-    return [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
