@@ -1,8 +1,8 @@
 """The parts of README and docs that follow from the code: ``python docs/site/generate.py``.
 
-A part is a table between ``<!-- generated: NAME -->`` and ``<!-- /generated -->``; its head is written
-by hand. Where a table explains rows, an explanation on the page stays as it is, and only a new row
-gets the help text of the code. Pictures are written, too.
+A part is a table between ``<!-- generated: NAME -->`` and ``<!-- /generated -->``; its head is
+written by hand. Where a table explains rows, an explanation on the page stays as it is, and only a
+new row gets the help text of the code. Pictures are written, too.
 
 ``--check`` writes nothing; it names the files that differ and exits with 1.
 """
@@ -22,8 +22,8 @@ import reference
 from drivetrain import errors, registry
 from drivetrain.config.option import options_of
 from drivetrain.runtime.notices import PREEMPTED
-from drivetrain_launch.cli import COMMANDS, INTERRUPTED, group
-from drivetrain_launch.commands.verify import DIFFERENT, INCOMPARABLE
+from drivetrain_launch.cli import INTERRUPTED, group
+from drivetrain_launch.commands.verify import INCOMPARABLE
 from drivetrain_launch.ranks.failure import KILLED, NO_PROGRESS
 from page_numbers import Rows
 
@@ -80,13 +80,7 @@ def _cell(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|")
 
 
-def _commands(_: Rows) -> Rows:
-    added = {name: registry.commands().summary(name) for name in ours(registry.COMMANDS)}
-    texts = COMMANDS | added
-    return [[f"`drivetrain {name}`", _cell(text)] for name, text in texts.items()]
-
-
-def _flags(old: Rows, command: str, *, with_keys: bool = False) -> Rows:
+def _flags(old: Rows, command: str) -> Rows:
     """Return option, YAML key where there is one, default and meaning of a command's options."""
     found = group.get_command(click.Context(group), command)
     rows, helps = [], []
@@ -97,8 +91,7 @@ def _flags(old: Rows, command: str, *, with_keys: bool = False) -> Rows:
             default = notes.partition("]")[0] or _default(flag)
             names = " ".join([flag.opts[0], flag.metavar or ""]).strip()
             also = "".join(f", also `{name}`" for name in flag.opts[1:])
-            keys = [f"`{key[0]}`" if key else ""] if with_keys else []
-            rows.append([_cell(f"`{names}`{also}"), *keys, default])
+            rows.append([_cell(f"`{names}`{also}"), f"`{key[0]}`" if key else "", default])
             helps.append(help_text.partition("[YAML")[0])
     return _explained(rows, helps, old)
 
@@ -168,16 +161,12 @@ ENDS = sorted(
         if isinstance(kind, type) and issubclass(kind, errors.DrivetrainError)
     }
 )
-VERDICTS = (0, DIFFERENT, errors.ConfigError.exit_code, errors.CollectiveError.exit_code)
 
 TABLES: dict[str, Callable[[Rows], Rows]] = {
     "strategies": partial(_names, plugins=registry.strategies()),
     "trackers": partial(_names, plugins=registry.trackers()),
-    "commands": _commands,
-    "options-of-launch": partial(_flags, command="launch", with_keys=True),
-    "options-of-verify": partial(_flags, command="verify"),
+    "options-of-launch": partial(_flags, command="launch"),
     "exit-codes-of-launch": lambda old: _codes(old, *ENDS, "other"),
-    "exit-codes-of-verify": lambda old: _codes(old, *VERDICTS, INCOMPARABLE, "other"),
     "options-of-ddp": lambda old: _options(old, _strategy("ddp")),
     "options-of-zero": lambda old: _options(old, *map(_strategy, page_numbers.STAGES)),
     "options-of-fsdp": lambda old: _options(old, _strategy("fsdp")),
@@ -186,12 +175,10 @@ TABLES: dict[str, Callable[[Rows], Rows]] = {
     "options-of-offload": lambda old: _options(old, _strategy("offload")),
     "options-of-stores": _stores,
     "dtypes": page_numbers.dtypes,
-    "bytes-of-zero": page_numbers.zero_bytes,
     "bytes-of-fsdp": page_numbers.fsdp_bytes,
     "bytes-with-accelerator": partial(page_numbers.offload_bytes, device="cuda"),
     "bytes-without-accelerator": partial(page_numbers.offload_bytes, device="cpu"),
     "choices-of-llama": page_numbers.llama_choices,
-    "schedules": page_numbers.schedules,
 }
 
 

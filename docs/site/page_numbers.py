@@ -21,7 +21,7 @@ from drivetrain.runtime.precision import Precision
 from drivetrain.runtime.world import World
 from drivetrain.strategy import Run
 from drivetrain.traffic import Traffic
-from drivetrain_megatron.pipeline.schedules import SCHEDULES, make_schedule
+from drivetrain_megatron.pipeline.schedules import make_schedule
 from drivetrain_megatron.simulator.command import UNIT_DURATIONS, simulate
 from drivetrain_offload.tiers import TierPlan, Tiers, held, tiers_of
 
@@ -55,11 +55,6 @@ def cost(
 def dtypes(old: Rows) -> Rows:
     """Return the dtypes and the bytes per element of each precision and section ``dtypes``."""
     return [[*row[:2], *_dtypes_of(*(cell.strip("`") for cell in row[:2]))] for row in old]
-
-
-def zero_bytes(old: Rows) -> Rows:
-    """Return the bytes per element under ddp and the stages of ZeRO."""
-    return [[row[0], *_bytes_of(POLICIES[row[0]])] for row in old]
 
 
 def fsdp_bytes(old: Rows) -> Rows:
@@ -116,17 +111,6 @@ def llama_choices(old: Rows) -> Rows:
 def llama_tiers(name: str, offload: Mapping[str, Any]) -> Tiers:
     """Return the bytes that ``prepare`` prints for the shapes of Llama 2 7B on one rank in bf16."""
     return _tiers(_llama_7b(), name, offload, BF16, 1, "cuda")
-
-
-def schedules(_: Rows) -> Rows:
-    """Return makespan, idle share and kept micro-batches of each schedule for 4 ranks and 8."""
-    rows = []
-    for name in SCHEDULES:
-        chunks = 2 if name == "interleaved" else 1
-        found = timeline(name, ranks=4, micro_batches=8, chunks=chunks)
-        kept = ", ".join(f"{found.kept(rank) / chunks:g}" for rank in range(4))
-        rows.append([f"`{name}`", f"{found.makespan:g}", f"{found.idle:.1%}", kept])
-    return rows
 
 
 def timeline(name: str, *, ranks: int, micro_batches: int, chunks: int) -> Any:
