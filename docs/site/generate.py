@@ -176,8 +176,7 @@ TABLES: dict[str, Callable[[Rows], Rows]] = {
     "options-of-stores": _stores,
     "dtypes": page_numbers.dtypes,
     "bytes-of-fsdp": page_numbers.fsdp_bytes,
-    "bytes-with-accelerator": partial(page_numbers.offload_bytes, device="cuda"),
-    "bytes-without-accelerator": partial(page_numbers.offload_bytes, device="cpu"),
+    "bytes-with-accelerator": page_numbers.offload_bytes,
     "choices-of-llama": page_numbers.llama_choices,
 }
 

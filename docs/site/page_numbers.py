@@ -70,19 +70,18 @@ def fsdp_bytes(old: Rows) -> Rows:
     ]
 
 
-def offload_bytes(old: Rows, device: str) -> Rows:
-    """Return the bytes per parameter of each tier, in bf16 and in fp32."""
-    names = ("device", "host", "disk") if device == "cuda" else ("host", "disk")
+def offload_bytes(old: Rows) -> Rows:
+    """Return the bytes per parameter of each tier beside an accelerator, in bf16 and in fp32."""
     return [
         [
             *row[:3],
             *(
                 _same(
-                    formula(lambda n: bytes_of_tier(tier, name, offload, precision, n, device))  # noqa: B023
+                    formula(lambda n: bytes_of_tier(tier, name, offload, precision, n))  # noqa: B023
                     for name in re.findall(r"\w+", row[0])
                 )
                 for precision in (BF16, FP32)
-                for tier in names
+                for tier in ROOM
             ),
         ]
         for row in old
