@@ -14,15 +14,11 @@ from functools import partial
 from importlib.metadata import entry_points
 from pathlib import Path
 
-import click
-
 import page_numbers
 import pictures
-import reference
 from drivetrain import errors, registry
-from drivetrain.config.option import options_of
 from drivetrain.runtime.notices import PREEMPTED
-from drivetrain_launch.cli import INTERRUPTED, group
+from drivetrain_launch.cli import INTERRUPTED
 from drivetrain_launch.commands.verify import INCOMPARABLE
 from drivetrain_launch.ranks.failure import KILLED, NO_PROGRESS
 from page_numbers import Rows
@@ -80,58 +76,6 @@ def _cell(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|")
 
 
-def _flags(old: Rows, command: str) -> Rows:
-    """Return option, YAML key where there is one, default and meaning of a command's options."""
-    found = group.get_command(click.Context(group), command)
-    rows, helps = [], []
-    for flag in found.params if found else ():
-        if isinstance(flag, click.Option):
-            help_text, _, notes = str(flag.help).partition("[default: ")
-            key = re.findall(r"\[YAML: (.*)\]", str(flag.help))
-            default = notes.partition("]")[0] or _default(flag)
-            names = " ".join([flag.opts[0], flag.metavar or ""]).strip()
-            also = "".join(f", also `{name}`" for name in flag.opts[1:])
-            rows.append([_cell(f"`{names}`{also}"), f"`{key[0]}`" if key else "", default])
-            helps.append(help_text.partition("[YAML")[0])
-    return _explained(rows, helps, old)
-
-
-def _default(flag: click.Option) -> str:
-    default = flag.default
-    if isinstance(default, float | int) and not isinstance(default, bool):
-        return f"{default:g}"
-    return f"`{default}`" if isinstance(default, str) else ""
-
-
-def _options(old: Rows, *configs: type) -> Rows:
-    """Return name, default and meaning of options; of several classes also the class's number."""
-    stages: dict[str, list[str]] = {}
-    knobs = {}
-    for number, config in enumerate(configs, 1):
-        for knob in options_of(config):
-            knobs[knob.name] = knob
-            stages.setdefault(knob.name, []).append(str(number))
-    rows = [
-        [
-            f"`{name}`",
-            *([", ".join(stages[name])] if len(configs) > 1 else []),
-            reference.default_of(knob),
-        ]
-        for name, knob in knobs.items()
-    ]
-    return _explained(rows, [knob.help for knob in knobs.values()], old)
-
-
-def _stores(old: Rows) -> Rows:
-    rows, helps = [], []
-    for name in registry.stores().names:
-        config = getattr(registry.stores().load(name), "Config", None)
-        for knob in options_of(config) if config else ():
-            rows.append([f"`{knob.name}`", f"`{name}`", reference.default_of(knob)])
-            helps.append(knob.help)
-    return _explained(rows, helps, old)
-
-
 def _names(old: Rows, plugins: registry.Registry) -> Rows:
     """Return the name of each of our plugins of a group, and what the page says of it."""
     names = ours(plugins.group)
@@ -148,11 +92,6 @@ def _codes(old: Rows, *codes: object) -> Rows:
     return _explained([[str(code)] for code in codes], ["" for _ in codes], old)
 
 
-def _strategy(name: str) -> type:
-    found: type = registry.strategies().load(name).Config
-    return found
-
-
 ENDS = sorted(
     {0, 1, KILLED, INCOMPARABLE, PREEMPTED, NO_PROGRESS, INTERRUPTED, TERMINATED}
     | {
@@ -165,15 +104,7 @@ ENDS = sorted(
 TABLES: dict[str, Callable[[Rows], Rows]] = {
     "strategies": partial(_names, plugins=registry.strategies()),
     "trackers": partial(_names, plugins=registry.trackers()),
-    "options-of-launch": partial(_flags, command="launch"),
     "exit-codes-of-launch": lambda old: _codes(old, *ENDS, "other"),
-    "options-of-ddp": lambda old: _options(old, _strategy("ddp")),
-    "options-of-zero": lambda old: _options(old, *map(_strategy, page_numbers.STAGES)),
-    "options-of-fsdp": lambda old: _options(old, _strategy("fsdp")),
-    "options-of-local": lambda old: _options(old, _strategy("local")),
-    "options-of-megatron": lambda old: _options(old, _strategy("megatron")),
-    "options-of-offload": lambda old: _options(old, _strategy("offload")),
-    "options-of-stores": _stores,
     "dtypes": page_numbers.dtypes,
     "bytes-of-fsdp": page_numbers.fsdp_bytes,
     "bytes-with-accelerator": page_numbers.offload_bytes,

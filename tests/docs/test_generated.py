@@ -12,20 +12,21 @@ def test_generated_parts_are_those_of_the_code(capsys):
 
 
 def test_check_names_pages_that_differ_and_the_command(tmp_path, monkeypatch, capsys):
-    """A wrong cell is found and put right; an explanation by hand stays, and no row is lost."""
+    """A wrong row goes, one that lacks comes; an explanation by hand stays."""
     part = (
-        "<!-- generated: options-of-local -->\n\n| option | default | |\n|---|---|---|\n"
-        "| `every` | {} | by hand |\n\n<!-- /generated -->\n"
+        "<!-- generated: exit-codes-of-launch -->\n\n| code | meaning |\n|---|---|\n"
+        "| 0 | by hand |\n{}\n<!-- /generated -->\n"
     )
     page = tmp_path / "README.md"
-    page.write_text(part.format(29))
+    page.write_text(part.format("| 999 | not ours |\n"))
     monkeypatch.setattr(generate, "ROOT", tmp_path)
     monkeypatch.setattr(generate.pictures, "pictures", dict)
     assert generate.main(["--check"]) == 1
     assert capsys.readouterr().out == (
         "README.md differs from the code; run: python docs/site/generate.py\n"
     )
-    assert page.read_text() == part.format(29)
+    assert "| 999 | not ours |" in page.read_text()
     assert generate.main([]) == 0
-    assert "| `every` | 30 | by hand |\n| `workers` | hosts | what takes" in page.read_text()
+    assert "| 0 | by hand |\n| 1 | |" in page.read_text()
+    assert "999" not in page.read_text()
     assert generate.main(["--check"]) == 0
