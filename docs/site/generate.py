@@ -108,7 +108,6 @@ TABLES: dict[str, Callable[[Rows], Rows]] = {
     "dtypes": page_numbers.dtypes,
     "bytes-of-fsdp": page_numbers.fsdp_bytes,
     "bytes-with-accelerator": page_numbers.offload_bytes,
-    "choices-of-llama": page_numbers.llama_choices,
 }
 
 

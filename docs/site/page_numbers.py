@@ -39,7 +39,7 @@ POLICIES = {
     "the same, `reduce: fp32`": BF16_REDUCED_IN_FP32,
 }
 STAGES = ("zero1", "zero2", "zero3")
-ROOM = {"device": 24 * GIB - 600 * 2**20, "host": 60 * GIB, "disk": 900 * GIB}
+ROOM = {"device": 24 * GIB, "host": 60 * GIB, "disk": 900 * GIB}
 
 
 def cost(
@@ -87,29 +87,6 @@ def offload_bytes(old: Rows) -> Rows:
         for row in old
         for offload in [{"optimizer": row[1].strip("`"), "params": row[2].strip("`")}]
     ]
-
-
-def llama_choices(old: Rows) -> Rows:
-    """Return what each choice takes for Llama 2 7B on one rank, and whether it fits."""
-    rows = []
-    for choice, *_ in old:
-        name, *options = re.findall(r"`([^`]+)`", choice)
-        if "without" in choice:
-            kind = strategies().load(name)
-            found = kind.cost(kind.Config(), ModelSpec(tuple(_llama_7b())), _run(BF16, 1))
-            total = sum(found.held.values())
-            rows.append([choice, _gib(total), "0", "0", "yes" if total < ROOM["device"] else "no"])
-            continue
-        tiers = llama_tiers(name, dict(option.split(": ") for option in options))
-        lacking = [text.split()[0] for text in tiers.shortages()]
-        fits = f"no: {', '.join(lacking)}" if lacking else "yes"
-        rows.append([choice, *(_gib(tiers.total(tier)) for tier in ROOM), fits])
-    return rows
-
-
-def llama_tiers(name: str, offload: Mapping[str, Any]) -> Tiers:
-    """Return the bytes that ``prepare`` prints for the shapes of Llama 2 7B on one rank in bf16."""
-    return _tiers(_llama_7b(), name, offload, BF16, 1, "cuda")
 
 
 def timeline(name: str, *, ranks: int, micro_batches: int, chunks: int) -> Any:
@@ -229,25 +206,6 @@ def _blocks() -> list[TensorSpec]:
     ]
 
 
-def _llama_7b() -> list[TensorSpec]:
-    """Return the shapes of Llama 2 7B."""
-    width, wide, words = 4096, 11008, 32000
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (words, width)}
-    for i in range(32):
-        layer = f"model.layers.{i}."
-        shapes |= {f"{layer}self_attn.{name}_proj.weight": (width, width) for name in "qkvo"}
-        shapes |= {f"{layer}mlp.{name}_proj.weight": (wide, width) for name in ("gate", "up")}
-        shapes[f"{layer}mlp.down_proj.weight"] = (width, wide)
-        shapes[f"{layer}input_layernorm.weight"] = (width,)
-        shapes[f"{layer}post_attention_layernorm.weight"] = (width,)
-    shapes |= {"model.norm.weight": (width,), "lm_head.weight": (words, width)}
-    return [TensorSpec(name, shape, torch.float32, True) for name, shape in shapes.items()]
-
-
 def _same(texts: Any) -> str:
     (text,) = set(texts)
     return text
-
-
-def _gib(nbytes: float) -> str:
-    return f"{nbytes / GIB:.3g} GiB" if nbytes else "0"
