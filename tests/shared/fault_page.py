@@ -31,8 +31,9 @@ def written_times(times: Mapping[str, Mapping[str, float]]) -> str:
 
 
 def shown(seconds: Mapping[str, float]) -> str:
-    """Return the cell of a row."""
-    return "; ".join(f"{until} after {value:g} s" for until, value in seconds.items())
+    """Return the cell of a row: seconds alone are those until all have ended."""
+    texts = (f"{until} after {value:g} s" for until, value in seconds.items())
+    return "; ".join(text.removeprefix("all have ended after ") for text in texts)
 
 
 def matrix() -> dict[str, dict[str, object]]:
