@@ -1,9 +1,8 @@
 """A folder for launched trainings, in which nothing may be left, and the times of the matrix.
 
 ``pytest tests/faults --exhaustive --times`` writes the seconds that tests measure into
-``times.toml`` and into the table of ``docs/inside/faults.md``, and holds them to the bars of the
-matrix: they are worth something on a machine that does nothing else. Without ``--times`` no test
-depends on how long it takes.
+``times.toml``, and holds them to the bars of the matrix: they are worth something on a machine that
+does nothing else. Without ``--times`` no test depends on how long it takes.
 """
 
 from collections.abc import Iterator
@@ -12,11 +11,11 @@ from typing import Protocol
 
 import pytest
 
-from fault_page import filled, read_times, shown, written_times
+from fault_times import read_times, written_times
 from faulty_trainings import FaultyTrainings
 
 FOLDER = Path(__file__).parent
-TIMES, PAGE = FOLDER / "times.toml", FOLDER.parents[1] / "docs/inside/faults.md"
+TIMES = FOLDER / "times.toml"
 MEASURED = pytest.StashKey[dict[str, dict[str, float]]]()
 
 
@@ -24,7 +23,7 @@ def pytest_addoption(parser):
     parser.addoption(
         "--times",
         action="store_true",
-        help="write the measured seconds of each fault into times.toml and docs/inside/faults.md",
+        help="write the measured seconds of each fault into times.toml",
     )
 
 
@@ -40,8 +39,6 @@ def pytest_sessionfinish(session, exitstatus):
     for row, seconds in found.items():
         times[row] = {**times.get(row, {}), **seconds}
     TIMES.write_text(written_times(times), encoding="utf-8")
-    column = {row: shown(seconds) for row, seconds in times.items()}
-    PAGE.write_text(filled(PAGE.read_text(encoding="utf-8"), column), encoding="utf-8")
 
 
 class Note(Protocol):
