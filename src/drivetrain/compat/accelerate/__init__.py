@@ -33,8 +33,8 @@ class PathFinder(MetaPathFinder, Loader):
         theirs = fullname.removeprefix(f"{__name__}.")
         if theirs not in PATHS:
             raise ModuleNotFoundError(
-                f"accelerate.{theirs} has no counterpart in drivetrain; docs/migrating-from-"
-                "accelerate.md lists what has",
+                f"accelerate.{theirs} has no counterpart in drivetrain; docs/coming-from.md says "
+                "what has",
                 name=fullname,
             )
         return ModuleSpec(fullname, self, is_package=any(p.startswith(f"{theirs}.") for p in PATHS))
