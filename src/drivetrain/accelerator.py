@@ -239,6 +239,29 @@ class Accelerator(AnswersArguments, StaysInProcess, Processes):
         return self.run.mesh
 
     @property
+    def should_save_model(self) -> bool:
+        """Whether this process writes a model that all have gathered: the first of all does."""
+        return self.is_main_process
+
+    @property
+    def tensor_parallel_rank(self) -> int:
+        """This process's place among those that share layers; 0 where none do."""
+        return self._place("tp")
+
+    @property
+    def pipeline_parallel_rank(self) -> int:
+        """This process's stage of the pipeline; 0 where there is none."""
+        return self._place("pp")
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """This process's place among those that have samples of their own."""
+        return self._place("dp")
+
+    def _place(self, axis: str) -> int:
+        return self.mesh[axis].rank if axis in self.mesh else 0
+
+    @property
     def mixed_precision(self) -> str:
         """The precision of the run: no, bf16 or fp16."""
         return self.precision.name

@@ -6,11 +6,14 @@ Variables are read with errors that name them.
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, TypeAlias
+
+import psutil
 
 from drivetrain.config.document import Layer, ValueOrigin
 from drivetrain.errors import ConfigError
-from drivetrain_launch.ranks.placement import Endpoint, Slot
+from drivetrain_launch.ranks.placement import LOOPBACK, Endpoint, Slot
 
 OVERRIDE = (
     "correct it, or give --nnodes, --node-rank and --rdzv-endpoint, with which no variables are "
@@ -266,7 +269,7 @@ def _pet(variables: Variables) -> Surroundings | None:
 
 
 def _mpi(name: str, rank: str, size: str, local: str, local_size: str) -> Callable[..., Any]:
-    """Return the recogniser of an MPI: one process per device, and no address of the first."""
+    """Return the recogniser of an MPI: one process per device."""
 
     def recogniser(variables: Variables) -> Surroundings | None:
         if not variables.text(rank) or variables.number(size, minimum=1) == 1:
@@ -277,16 +280,39 @@ def _mpi(name: str, rank: str, size: str, local: str, local_size: str) -> Callab
             local_rank=variables.index(local, local_size),
             local_size=variables.number(local_size),
         )
-        if not variables.text("MASTER_ADDR"):
-            raise ConfigError(
-                f"{name} tells no process the address of the first: expected the variable "
-                "MASTER_ADDR, found none; give it to all of them, for example 'mpirun -x "
-                "MASTER_ADDR=$(hostname) ...'"
-            )
-        entries = _one_rank(variables, count, size, index, rank)
+        if variables.text("MASTER_ADDR"):
+            entries = _one_rank(variables, count, size, index, rank)
+        else:
+            host, said = _address_of_first(name, variables, index, alone=slot.local_size == count)
+            place = _endpoint(host, variables.text("MASTER_PORT") or USUAL_PORT)
+            hosts = _hosts(variables, count, size, index, rank, place, said)
+            entries = (_alone(variables, size), *hosts)
         return Surroundings(name=name, entries=entries, slot=slot)
 
     return recogniser
+
+
+def _address_of_first(
+    name: str, variables: Variables, index: int, *, alone: bool
+) -> tuple[str, str]:
+    """Return an address of the first process and who told it: one host needs none.
+
+    ``mpirun`` of Open MPI 4 tells all processes the addresses of its own host, where it starts the
+    first process, unless a list of hosts says otherwise.
+    """
+    if alone:
+        return LOOPBACK, "all processes of it are on this host"
+    uri = "OMPI_MCA_orte_hnp_uri"
+    found = re.search(r"tcp://([^,:;]+)|tcp6://\[?([^],;]+)", variables.text(uri))
+    host = (found[1] or found[2]) if found else ""
+    own = {each.address.partition("%")[0] for each in chain(*psutil.net_if_addrs().values())}
+    if not host or (index == 0 and host not in own):
+        raise ConfigError(
+            f"{name} tells no process the address of the first: expected the variable "
+            "MASTER_ADDR, found none; give it to all of them, for example 'mpirun -x "
+            "MASTER_ADDR=$(hostname) ...'"
+        )
+    return host, variables.shown(uri)
 
 
 def _slurm(variables: Variables) -> Surroundings | None:

@@ -448,29 +448,6 @@ class ScriptAccelerator(Resettable, Accelerator):
         """Whether there are several processes."""
         return self.num_processes > 1
 
-    @property
-    def should_save_model(self) -> bool:
-        """Whether this process writes what one process should write."""
-        return self.is_main_process
-
-    @property
-    def tensor_parallel_rank(self) -> int:
-        """This process's place among those that share layers; 0 where none do."""
-        return self._place("tp")
-
-    @property
-    def pipeline_parallel_rank(self) -> int:
-        """This process's stage of the pipeline; 0 where there is none."""
-        return self._place("pp")
-
-    @property
-    def data_parallel_rank(self) -> int:
-        """This process's place among those that have samples of their own."""
-        return self._place("dp")
-
-    def _place(self, axis: str) -> int:
-        return self.mesh[axis].rank if axis in self.mesh else 0
-
     def prepare_model(
         self,
         model: nn.Module,
