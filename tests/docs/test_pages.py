@@ -216,7 +216,7 @@ def test_quick_commands_print_the_shown_lines(folder, capsys, monkeypatch):
         if code != expected or missing or not out + err:
             wrong.append((page, line, code, missing))
     assert wrong == []
-    assert shown_lines > 50
+    assert shown_lines > 40
 
 
 def test_yaml_blocks_are_valid_configurations(folder, capsys):

@@ -1,8 +1,6 @@
 """The messages of the troubleshooting page are those of the code, with class and exit code."""
 
 import re
-from collections.abc import Sequence
-from functools import cache
 
 import raise_sites
 from doc_pages import DOCS
@@ -13,16 +11,10 @@ ROW = re.compile(r"^\| `([^`]+)` \| `(\w+)` (\d) \|", re.MULTILINE)
 ROWS = ROW.findall(PAGE)
 
 
-@cache
-def sites() -> Sequence[raise_sites.RaiseSite]:
-    """Return all places that raise, read once, and not while tests are collected."""
-    return raise_sites.collect()
-
-
 def matching(message: str) -> list[raise_sites.RaiseSite]:
     """Return the places in the code whose message has this part."""
     pattern = ".*".join(re.escape(part) for part in message.split(raise_sites.VALUE))
-    return [site for site in sites() if re.search(pattern, site.message)]
+    return [site for site in raise_sites.collect() if re.search(pattern, site.message)]
 
 
 def test_messages_are_in_the_code_with_class_and_exit_code():
@@ -43,7 +35,9 @@ def test_every_row_is_read_and_every_class_is_there():
 
 
 def test_all_messages_of_a_file_are_collected():
-    found = [site for site in sites() if site.file == "src/drivetrain/facade/gradients.py"]
+    found = [
+        site for site in raise_sites.collect() if site.file == "src/drivetrain/facade/gradients.py"
+    ]
     assert [site.message.partition(", ")[0] for site in found] == [
         "expected a weight for every loss of an accumulation window or for none",
         "expected one weighted backward() per micro-batch inside accumulate()",

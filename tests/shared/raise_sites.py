@@ -4,8 +4,7 @@ A message is the text of the call, with an ellipsis for each value; its class gi
 """
 
 import ast
-import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -13,10 +12,7 @@ from pathlib import Path
 from drivetrain import errors
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = ("src", "plugins", "launch")
 VALUE = "…"
-FEWEST_WORDS = 2
-"""A text with fewer words of its own only passes another message on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,22 +36,18 @@ class RaiseSite:
 
 @cache
 def collect() -> list[RaiseSite]:
-    """Return all places in the order of files and lines, each message once per class."""
+    """Return all places in the order of files and lines."""
     trees = {
         path.relative_to(ROOT).as_posix(): ast.parse(path.read_text())
-        for folder in FOLDERS
+        for folder in ("src", "plugins", "launch")
         for path in sorted((ROOT / folder).rglob("*.py"))
     }
     codes = _codes(trees.values())
-    found = {
-        (site.error, site.message): site
-        for file, tree in reversed(trees.items())
-        for site in sorted(_sites(file, tree, codes), key=lambda site: -site.line)
-    }
-    return list(found.values())[::-1]
+    found = (site for file, tree in trees.items() for site in _sites(file, tree, codes))
+    return sorted(found, key=lambda site: (site.file, site.line))
 
 
-def _codes(trees: Iterator[ast.Module]) -> dict[str, int]:
+def _codes(trees: Iterable[ast.Module]) -> dict[str, int]:
     """Return the exit code by class, for the tree of errors and all classes that derive from it."""
     codes = {
         name: kind.exit_code
@@ -76,9 +68,7 @@ def _codes(trees: Iterator[ast.Module]) -> dict[str, int]:
 def _sites(file: str, tree: ast.Module, codes: dict[str, int]) -> Iterator[RaiseSite]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and node.args and (error := _class_of(node.func)) in codes:
-            message = _text(node.args[0])
-            if len(re.findall("[a-z]+", message)) >= FEWEST_WORDS:
-                yield RaiseSite(file, node.lineno, error, codes[error], message)
+            yield RaiseSite(file, node.lineno, error, codes[error], _text(node.args[0]))
 
 
 def _class_of(function: ast.expr) -> str:
