@@ -29,7 +29,7 @@ from drivetrain.compression.compressor import (
     as_it_is,
     is_finite,
 )
-from drivetrain.compression.error_feedback import Warmed
+from drivetrain.compression.error_feedback import LinkChannel
 from drivetrain.parallel.replicated import Bucket, BucketLayout
 from drivetrain.registry import compressors
 from drivetrain.runtime.precision import Precision
@@ -167,7 +167,9 @@ class PowerSgdHook(CommunicationHook):
         def first(flat: Tensor) -> Handle:
             return exact()(flat)  # for one sum: no rounded bucket is held when compression starts
 
-        return Warmed(reduction, spans, self._start_step, first, approximate, undoable=False)
+        channel = LinkChannel(first, self._start_step)
+        channel.take_method(reduction, spans, approximate)
+        return channel
 
     @override
     def sent(

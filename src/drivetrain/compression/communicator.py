@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
-import torch
 from torch import Tensor
 from typing_extensions import override
 
@@ -42,13 +41,9 @@ from drivetrain.collectives.hierarchy import ConnectAxis, HierarchicalCommunicat
 from drivetrain.collectives.volume import Stretch, StretchParts, far_pieces
 from drivetrain.compression.compressor import FarReduction
 from drivetrain.compression.error_feedback import (
-    AwaitedChannel,
+    LinkChannel,
     ParkedState,
     SavedLinks,
-    Warmed,
-    save_count,
-    save_errors,
-    save_state,
 )
 from drivetrain.compression.methods import LinkMethods
 from drivetrain.errors import ConfigError, DrivetrainError, RankMismatchError
@@ -92,11 +87,13 @@ class LinkedCommunicator(HierarchicalCommunicator):
         self._links = links
         self._host_levels = levels
         self._device = world.device
-        self.channels: list[Warmed] = []
-        self._awaited: list[AwaitedChannel] = []
+        self.channels: list[LinkChannel] = []
+        self._awaiting: dict[LinkChannel, Callable[[], None]] = {}
         self._parked = ParkedState()
-        self._carried: dict[str, Tensor] = {}
-        self._summed: list[Stretch] = []
+        # Names of parameters whose gradients all ranks of the host sum, and of those whose errors
+        # lie on the ranks of the host that had them before.
+        self._summed: set[str] = set()
+        self._apart: set[str] = set()
 
     @override
     def gradients_summed(
@@ -119,34 +116,18 @@ class LinkedCommunicator(HierarchicalCommunicator):
             exact,
             start,
             lambda: far_pieces(stretch, self._host_levels),
-            partial(self.gradients_summed, stretch, label),
             replaces,
             whole=stretch,
         )
 
     @override
     def renew_channels(self) -> None:
-        spans = {span.name: span for stretch in self._summed for span in stretch.spans}
         for channel in self.channels:
             self._parked.park(channel)
-        self._summed.clear()
         self.channels.clear()
-        self._awaited.clear()
-        for name, span in spans.items():  # all ranks of the host have the same ones
-            errors = torch.zeros(span.numel, dtype=torch.float32, device=self._device)
-            for first, values in self._parked.errors_of(name):
-                errors[first : first + values.numel()] = values
-            # Another rank of this host may get an element: each knows all errors of the host.
-            self._collecting.all_reduce(errors, label="errors that are kept").wait()
-            self._carried[name] = errors
-
-    def _take_over(self, stretch: Stretch, reduction: FarReduction | None) -> None:
-        """Go on with the errors that channels before this one have kept."""
-        for span, errors, _ in () if reduction is None else reduction.feedback():
-            if span.name in self._carried:
-                errors.copy_(self._carried[span.name][span.first : span.first + errors.numel()])
-        for span in stretch.spans:
-            self._carried.pop(span.name, None)
+        self._awaiting.clear()
+        self._apart |= self._summed
+        self._summed.clear()
 
     @override
     def gradients_scattered(
@@ -168,7 +149,6 @@ class LinkedCommunicator(HierarchicalCommunicator):
             exact,
             start,
             lambda: describe()[near.rank :: near.size],
-            partial(self.gradients_scattered, describe, label),
             replaces,
         )
 
@@ -177,48 +157,49 @@ class LinkedCommunicator(HierarchicalCommunicator):
         exact: Callable[..., Handle],
         start: Callable[..., Handle],
         describe: Callable[[], StretchParts],
-        renew: Callable[[], Callable[..., Handle]],
         replaces: Callable[..., Handle] | None,
         *,
         whole: Stretch | None = None,
-    ) -> Callable[..., Handle]:
+    ) -> LinkChannel:
         """Return a channel of gradients as the methods say, which takes over what others kept.
 
         Args:
             exact: the channel without a method.
             start: starts the sum by a reduction between hosts.
             describe: returns the tensors between hosts.
-            renew: makes the channel again, when a method was chosen.
-            replaces: the channel that is given up; an exact one has no state.
+            replaces: the channel that is given up.
             whole: the tensor that all ranks of the host sum.
         """
-        if isinstance(replaces, AwaitedChannel):
-            self._awaited = [each for each in self._awaited if each is not replaces]
-            replaces = replaces.now
-        if isinstance(replaces, Warmed) and replaces in self.channels:
-            self.channels.remove(replaces)
-            self._parked.park(replaces)
-        links = self._links
-        if links.is_open("gradients"):
-            awaited = AwaitedChannel(exact, renew)
-            self._awaited.append(awaited)
-            return awaited
-        method, pieces = links.gradients, describe()
-        held = links.approximated("gradients", pieces)
-        reduction = None
-        if method is not None and method.approximates(held):
-            reduction = method.reduction(self._far, held, everywhere=whole is not None)
-        if whole is not None:
-            self._summed.append(whole)
-            self._take_over(whole, reduction)
-        if reduction is None:
-            return exact
-        self._parked.give(reduction)
-        spans = [span for part in pieces for stretch in part for span in stretch.spans]
-        approximate = partial(start, reduction)
-        made = Warmed(reduction, spans, links.warmup, exact, approximate, undoable=links.undoable)
-        made.sums = self._parked.sums([span.name for span in spans])
-        self.channels.append(made)
+        if isinstance(replaces, LinkChannel):
+            self._awaiting.pop(replaces, None)
+            if replaces in self.channels:
+                self.channels.remove(replaces)
+                self._parked.park(replaces)
+        made = LinkChannel(exact, self._links.warmup, undoable=self._links.undoable)
+
+        def take_method() -> None:
+            links, parked, pieces = self._links, self._parked, describe()
+            spans = [span for part in pieces for stretch in part for span in stretch.spans]
+            summed = () if whole is None else whole.spans
+            apart = [span for span in summed if span.name in self._apart]
+            for span in apart:  # another rank of this host may get an element
+                parked.share(span, self._collecting, self._device)
+            method, held = links.gradients, links.approximated("gradients", pieces)
+            if method is not None and method.approximates(held):
+                reduction = method.reduction(self._far, held, everywhere=whole is not None)
+                parked.give(reduction)
+                made.take_method(reduction, spans, partial(start, reduction))
+                made.resume(parked.sums([span.name for span in spans]))
+                self.channels.append(made)
+            for span in apart:
+                parked.drop(span.name)
+            self._summed |= {span.name for span in summed}
+            self._apart -= self._summed
+
+        if self._links.is_open("gradients"):
+            self._awaiting[made] = take_method
+        else:
+            take_method()
         return made
 
     @override
@@ -226,9 +207,9 @@ class LinkedCommunicator(HierarchicalCommunicator):
         self._links = links
         if links.is_open("gradients"):
             return
-        awaited, self._awaited = self._awaited, []
-        for channel in awaited:
-            channel.take_method()
+        awaiting, self._awaiting = self._awaiting, {}
+        for take_method in awaiting.values():
+            take_method()
 
     @override
     def parameters_gathered(
@@ -280,23 +261,14 @@ class LinkedCommunicator(HierarchicalCommunicator):
 
     @override
     def kept(self) -> Iterator[Shard]:
-        method, host = self._links.name_for("gradients"), self._far.rank
-        for channel in self.channels:
-            yield from save_state(channel.reduction, method, host)
-            if self._links.warmup and host == 0:
-                # Elsewhere, a channel may be about any of these parameters alone.
-                yield from (save_count(span, channel.sums) for span in channel.spans)
-        for name, (first, errors) in self._parked:
-            yield save_errors(name, first, errors, method, host)
-        for name, errors in self._carried.items():
-            if self._collecting.rank == 0:  # every rank of the host has all of them
-                yield save_errors(name, 0, errors, method, host)
+        method, counted = self._links.name_for("gradients"), bool(self._links.warmup)
+        return self._parked.shards(self.channels, method, self._far.rank, counted=counted)
 
     @override
     def take_kept(self, reader: Reader) -> bool:
         saved = SavedLinks(reader)
-        self._parked.clear()
-        self._carried.clear()
+        self._parked = ParkedState()
+        self._apart.clear()
         for channel in self.channels:
             saved.give(channel.reduction, self._far.rank, self._far.size)
             channel.resume(saved.sums([span.name for span in channel.spans]))

@@ -14,7 +14,8 @@ number of ranks, or under another method.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -48,30 +49,6 @@ class SavedErrors(NamedTuple):
     host: int
     first: int
     numel: int
-
-
-def save_state(reduction: FarReduction, method: str, host: int) -> Iterator[Shard]:
-    """Yield the errors of one sum on this rank, and from host 0 its factors.
-
-    Args:
-        reduction: the sum.
-        method: its method.
-        host: the number of this rank's host.
-    """
-    for span, errors, _ in reduction.feedback():
-        yield save_errors(span.name, span.first, errors, method, host)
-    for span, factor in reduction.factors() if host == 0 else ():
-        yield _shard(span.name, f"{_FACTOR}{span.first}", factor)
-
-
-def save_errors(name: str, first: int, errors: Tensor, method: str, host: int) -> Shard:
-    """Return the errors of a parameter's elements from ``first`` on, on this rank's host."""
-    return _shard(name, f"{_ERROR}{method}.{host}.{first}", errors)
-
-
-def save_count(span: ParameterSpan, sums: int) -> Shard:
-    """Return how often a channel that is about this range of a parameter has summed."""
-    return _shard(span.name, f"{_SUMS}{span.first}", torch.tensor(sums))
 
 
 class SavedLinks:
@@ -188,54 +165,50 @@ def _shard(name: str, state: str, values: Tensor) -> Shard:
 # --- a channel that is exact at first, and that can take a step back ---
 
 
-class Warmed:
-    """A channel of gradients that is exact at first.
-
-    Args:
-        reduction: the approximate sum between hosts.
-        spans: the ranges of parameters that it is about.
-        warmup: how many sums are exact.
-        exact: the channel for the first sums.
-        approximate: the channel for the others.
-        undoable: whether a step may be skipped: then errors and factors of before the step are
-            kept, too.
+@dataclass(eq=False, slots=True)
+class LinkChannel:
+    """A channel of gradients that is exact until it has a method, and through the warm-up.
 
     Attributes:
-        reduction: the approximate sum between hosts.
+        exact: starts a sum without a method.
+        warmup: how many sums are exact.
+        undoable: whether a step may be skipped: then errors and factors of before the step are
+            kept, too.
+        approximate: starts a sum by the method; None: there is none yet.
+        reduction: its sum between hosts.
         spans: the ranges of parameters that it is about.
         sums: how many there were.
     """
 
-    def __init__(
+    exact: Callable[..., Handle]
+    warmup: int
+    undoable: bool = False
+    approximate: Callable[..., Handle] | None = None
+    reduction: FarReduction = field(init=False)
+    spans: Sequence[ParameterSpan] = ()
+    sums: int = 0
+    _sums_of_step: int = 0
+    _copied: bool = False
+    _before: list[Tensor] = field(default_factory=list)
+
+    def take_method(
         self,
         reduction: FarReduction,
         spans: Sequence[ParameterSpan],
-        warmup: int,
-        exact: Callable[..., Handle],
         approximate: Callable[..., Handle],
-        *,
-        undoable: bool,
     ) -> None:
-        self.reduction = reduction
-        self.spans = spans
-        self.sums = 0
-        self._warmup = warmup
-        self._exact = exact
-        self._approximate = approximate
-        self._undoable = undoable
-        self._sums_of_step = 0
-        self._copied = False
-        self._before: list[Tensor] = []
+        """Sum by a method from now on."""
+        self.reduction, self.spans, self.approximate = reduction, spans, approximate
 
     def __call__(self, tensors: Tensor | Parts) -> Handle:
         """Start the sum."""
         self.sums += 1
         self._sums_of_step += 1
-        if self.sums <= self._warmup:
-            return self._exact(tensors)
-        if self._undoable and not self._copied:  # a step may have several sums
+        if self.approximate is None or self.sums <= self.warmup:
+            return self.exact(tensors)
+        if self.undoable and not self._copied:  # a step may have several sums
             self._copy()
-        return self._approximate(tensors)
+        return self.approximate(tensors)
 
     def step_decided(self, *, taken: bool) -> None:
         """Go on after a step; if it was skipped, as if none of its sums had been.
@@ -274,35 +247,6 @@ class Warmed:
         return [*errors, *(factor for _, factor in self.reduction.factors())]
 
 
-# --- a channel that is exact until a method is chosen, after the first steps ---
-
-
-class AwaitedChannel:
-    """A channel whose method is chosen between two steps; strategies keep the object.
-
-    Args:
-        exact: the channel until then.
-        renew: makes the channel afterwards, which may be exact, too.
-
-    Attributes:
-        now: the channel at this time.
-    """
-
-    def __init__(
-        self, exact: Callable[..., Handle], renew: Callable[[], Callable[..., Handle]]
-    ) -> None:
-        self.now = exact
-        self._renew = renew
-
-    def __call__(self, tensors: Any) -> Handle:
-        """Start the sum."""
-        return self.now(tensors)
-
-    def take_method(self) -> None:
-        """Go on with the method that was chosen."""
-        self.now = self._renew()
-
-
 # --- the state of channels that were given up, until channels of the same parameters come ---
 
 # A channel is given up when other gradients are sent: parameters were frozen, or other units of the
@@ -333,13 +277,30 @@ class ParkedState:
         self._factors: dict[str, dict[int, Tensor]] = {}
         self._sums: dict[str, int] = {}
 
-    def __iter__(self) -> Iterator[tuple[str, ParkedErrors]]:
-        """Yield all errors, with the names of their parameters."""
-        for name, pieces in self._errors.items():
-            for piece in pieces:
-                yield name, piece
+    def shards(
+        self, channels: Sequence[LinkChannel], method: str, host: int, *, counted: bool
+    ) -> Iterator[Shard]:
+        """Yield these errors and all state of channels, for a checkpoint.
 
-    def park(self, channel: Warmed) -> None:
+        Args:
+            channels: of this rank.
+            method: of the channels.
+            host: the number of this rank's host; factors and counts are those of host 0, since
+                elsewhere a channel may be about any of its parameters alone.
+            counted: whether there is a warm-up.
+        """
+        kept = [each for channel in channels for each in channel.reduction.feedback()]
+        errors = [(span.name, ParkedErrors(span.first, values)) for span, values, _ in kept]
+        errors += [(name, piece) for name, pieces in self._errors.items() for piece in pieces]
+        for name, (first, values) in errors:
+            yield _shard(name, f"{_ERROR}{method}.{host}.{first}", values)
+        for channel in channels if host == 0 else ():
+            for span, factor in channel.reduction.factors():
+                yield _shard(span.name, f"{_FACTOR}{span.first}", factor)
+            for span in channel.spans if counted else ():
+                yield _shard(span.name, f"{_SUMS}{span.first}", torch.tensor(channel.sums))
+
+    def park(self, channel: LinkChannel) -> None:
         """Keep the state of a channel that is given up."""
         for span, errors, _ in channel.reduction.feedback():
             piece = ParkedErrors(span.first, errors.clone())
@@ -349,20 +310,26 @@ class ParkedState:
         for span in channel.spans:
             self._sums[span.name] = max(channel.sums, self._sums.get(span.name, 0))
 
-    def errors_of(self, name: str) -> list[ParkedErrors]:
-        """Take away all errors of a parameter, and return them."""
-        return self._errors.pop(name, [])
+    def share(self, span: ParameterSpan, near: Communicator, device: torch.device) -> None:
+        """Let each rank of a host have all errors of a parameter on this host. Collective."""
+        errors = torch.zeros(span.numel, dtype=torch.float32, device=device)
+        for first, values in self._errors.pop(span.name, ()):
+            errors[first : first + values.numel()] = values
+        near.all_reduce(errors, label="errors that are kept").wait()
+        self._errors[span.name] = [ParkedErrors(0, errors)]
+
+    def drop(self, name: str) -> None:
+        """Forget the errors of a parameter: other ranks of this host go on with them."""
+        self._errors.pop(name, None)
 
     def give(self, reduction: FarReduction) -> None:
         """Move errors and factors of the same elements to a new sum."""
         for span, errors, _ in reduction.feedback():
-            left = [
+            self._errors[span.name] = [
                 rest
-                for piece in self._errors.pop(span.name, ())
+                for piece in self._errors.get(span.name, ())
                 for rest in _move(piece, ParkedErrors(span.first, errors))
             ]
-            if left:
-                self._errors[span.name] = left
         for span, factor in reduction.factors():
             found = self._factors.get(span.name, {}).pop(span.first, None)
             if found is not None and found.shape == factor.shape:
@@ -371,12 +338,6 @@ class ParkedState:
     def sums(self, names: Sequence[str]) -> int:
         """Return how often gradients of these parameters were summed."""
         return max((self._sums.get(name, 0) for name in names), default=0)
-
-    def clear(self) -> None:
-        """Forget everything: a checkpoint is loaded."""
-        self._errors.clear()
-        self._factors.clear()
-        self._sums.clear()
 
 
 def _move(piece: ParkedErrors, place: ParkedErrors) -> list[ParkedErrors]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from drivetrain.collectives.volume import ParameterRow, ParameterSpan, Stretch
 from drivetrain.compression.communicator import LinkedCommunicator
 from drivetrain.compression.compressor import Kept
-from drivetrain.compression.error_feedback import ParkedState, SavedLinks, Warmed, take_kept
+from drivetrain.compression.error_feedback import LinkChannel, ParkedState, SavedLinks, take_kept
 from drivetrain.shards import Shard
 from link_channels import (
     NUMEL,
@@ -173,8 +173,8 @@ def test_the_factor_of_the_same_rows_comes_before_those_of_others():
 def test_the_warm_up_counts_the_sums_of_steps_that_were_taken():
     kept, sums = Kept(ParameterSpan("weight", 9, 3, 0, 0, 9), torch.zeros(9)), []
     reduction = SimpleNamespace(feedback=lambda: [kept], factors=lambda: [])
-    ways = [lambda tensors: sums.append("exact"), lambda tensors: sums.append("approximate")]
-    warmed = Warmed(reduction, [kept.span], 3, *ways, undoable=True)
+    warmed = LinkChannel(lambda tensors: sums.append("exact"), 3, undoable=True)
+    warmed.take_method(reduction, [kept.span], lambda tensors: sums.append("approximate"))
     for summed, taken in ((1, True), (2, False), (2, True), (1, True)):
         for _ in range(summed):
             warmed(kept.errors)
@@ -192,8 +192,9 @@ def test_errors_that_a_new_sum_does_not_take_wait_at_their_places():
     parked.park(SimpleNamespace(reduction=sum_of(100, every[100:800]), spans=[], sums=0))
     taken, left = torch.zeros(300), torch.zeros(900)
     parked.give(sum_of(200, taken))
-    for _, (first, errors) in parked:
-        left[first : first + errors.numel()] += errors
+    for shard in parked.shards([], "int4", 0, counted=False):
+        first = int(shard.state.rpartition(".")[2])
+        left[first : first + shard.tensor.numel()] += shard.tensor
     assert torch.equal(taken, every[200:500])
     expected = torch.zeros(900)
     expected[100:200], expected[500:800] = every[100:200], every[500:800]
