@@ -31,7 +31,7 @@ and once on its way back.
 from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -48,19 +48,28 @@ from drivetrain_compression.compiled import Compiled, CompiledOptions, Format
 _SCALE_BYTES = 4
 
 _GROUP_BLOCKS = 8
-"""Blocks of any length whose 4-bit integers fill a multiple of 4 bytes."""
+"""Blocks of any length whose integers, or eight signs each, fill bytes."""
+
+_WORD_BITS = 32
+"""Bits of the 4 bytes that a group fills."""
 
 _UPPER = 16
 """Two 4-bit integers of -7 to 7 are a sum of one byte: the first, and 16 times the second."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class BlockOptions(CompiledOptions):
-    """Options of ``int8`` and ``int4``."""
+class ScaleOptions(CompiledOptions):
+    """Options of all blocks with a scale each, and all those of ``onebit``."""
 
     block: int = option(
         256, help="numbers that share a scale; fewer are more exact", minimum=16, maximum=65536
     )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlockOptions(ScaleOptions):
+    """Options of ``int8`` and ``int4``."""
+
     rounding: Literal["nearest", "stochastic"] = option(
         "nearest",
         help="how gradients are rounded: to the nearest integer, or by chance to one of both "
@@ -81,7 +90,54 @@ class BlockOptions(CompiledOptions):
             )
 
 
-class Blocks(Compiled[BlockOptions]):
+ScaleOptionsT = TypeVar("ScaleOptionsT", bound=ScaleOptions)
+
+
+class Scaled(Compiled[ScaleOptionsT]):
+    """Blocks of numbers of few bits, with a scale each.
+
+    Attributes:
+        bits: of a number.
+    """
+
+    bits: ClassVar[int]
+
+    @override
+    def nbytes(self, numel: int) -> int:
+        return self._scale_bytes(numel) - (-numel * self.bits // 8)
+
+    @property
+    @override
+    def group(self) -> int:
+        return max(_GROUP_BLOCKS, _WORD_BITS // self.bits) * self.config.block
+
+    @property
+    @override
+    def figure(self) -> int:
+        return self.config.block
+
+    def _scale_bytes(self, numel: int) -> int:
+        return -(-numel // self.config.block) * _SCALE_BYTES
+
+    def _parts(self, message: Tensor, numel: int) -> tuple[Tensor, Tensor]:
+        """Return the scales and the bytes of the numbers."""
+        edge = self._scale_bytes(numel)
+        return message[:edge].view(torch.float32), message[edge:]
+
+    def _in_rows(
+        self, values: Tensor, scales: Tensor, others: Tensor
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Yield all whole blocks, each a row, and then the last block if that is shorter."""
+        block = self.config.block
+        whole = values.numel() // block
+        edge = whole * block
+        if whole:
+            yield values[:edge].view(-1, block), scales[:whole], others[:edge].view(-1, block)
+        if edge < values.numel():
+            yield values[None, edge:], scales[whole:], others[None, edge:]
+
+
+class Blocks(Scaled[BlockOptions]):
     """Blocks of numbers with a scale each; a subclass says how integers become bytes.
 
     Attributes:
@@ -104,20 +160,6 @@ class Blocks(Compiled[BlockOptions]):
         fed_back = use == "gradients" and self.draws and self.keeps_feedback
         proved = not fed_back or self.config.block <= 8 * self.steps**2
         return self.honesty if proved else Honesty.EMPIRICAL
-
-    @override
-    def nbytes(self, numel: int) -> int:
-        return _SCALE_BYTES * self._count(numel) + self.integer_bytes(numel)
-
-    @property
-    @override
-    def group(self) -> int:
-        return _GROUP_BLOCKS * self.config.block
-
-    @property
-    @override
-    def figure(self) -> int:
-        return self.config.block
 
     @override
     def encode_by_torch(self, values: Tensor, message: Tensor) -> None:
@@ -166,10 +208,6 @@ class Blocks(Compiled[BlockOptions]):
             numbers.mul_(units.unsqueeze(1))
 
     @abstractmethod
-    def integer_bytes(self, numel: int) -> int:
-        """Return the bytes of so many integers."""
-
-    @abstractmethod
     def write(self, integers: Tensor, place: Tensor) -> None:
         """Write integers, fp32, as bytes, uint8; the integers may be changed."""
 
@@ -177,37 +215,14 @@ class Blocks(Compiled[BlockOptions]):
     def read(self, place: Tensor, integers: Tensor) -> None:
         """Write the integers, fp32, that bytes stand for."""
 
-    def _count(self, numel: int) -> int:
-        return -(-numel // self.config.block)
-
-    def _parts(self, message: Tensor, numel: int) -> tuple[Tensor, Tensor]:
-        """Return the scales and the bytes of the integers."""
-        edge = _SCALE_BYTES * self._count(numel)
-        return message[:edge].view(torch.float32), message[edge:]
-
-    def _in_rows(
-        self, values: Tensor, scales: Tensor, others: Tensor
-    ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Yield all whole blocks, each a row, and then the last block if that is shorter."""
-        block = self.config.block
-        whole = values.numel() // block
-        edge = whole * block
-        if whole:
-            yield values[:edge].view(-1, block), scales[:whole], others[:edge].view(-1, block)
-        if edge < values.numel():
-            yield values[None, edge:], scales[whole:], others[None, edge:]
-
 
 class Int8(Blocks):
     """Integers of 8 bits."""
 
     summary: ClassVar[str] = "blocks of 8-bit integers with a scale: a quarter of the bytes of fp32"
+    bits: ClassVar[int] = 8
     steps: ClassVar[int] = 127
     form: ClassVar[Format] = Format.INT8
-
-    @override
-    def integer_bytes(self, numel: int) -> int:
-        return numel
 
     @override
     def write(self, integers: Tensor, place: Tensor) -> None:
@@ -223,12 +238,9 @@ class Int4(Blocks):
 
     summary: ClassVar[str] = "blocks of 4-bit integers with a scale: an eighth of the bytes of fp32"
     parameters: ClassVar[bool] = False  # nobody has shown training with such values
+    bits: ClassVar[int] = 4
     steps: ClassVar[int] = 7
     form: ClassVar[Format] = Format.INT4
-
-    @override
-    def integer_bytes(self, numel: int) -> int:
-        return -(-numel // 2)
 
     @override
     def write(self, integers: Tensor, place: Tensor) -> None:

@@ -13,8 +13,6 @@ Schemes", ICML 2019, algorithm 1 and theorem II; summed in two phases as Tang et
 such a code. A strategy decides whether gradients or momenta cross.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
@@ -23,13 +21,10 @@ from torch import Tensor
 from typing_extensions import override
 
 from drivetrain.compression.compressor import Honesty
-from drivetrain.config.option import option
-from drivetrain_compression.compiled import Compiled, CompiledOptions, Format
+from drivetrain_compression.blocks import Scaled, ScaleOptions
+from drivetrain_compression.compiled import Format
 
-_SCALE_BYTES, _BITS = 4, 8
-
-_GROUP_BLOCKS = 4 * _BITS
-"""Blocks of any length whose signs fill a multiple of 4 bytes."""
+_BITS = 8
 
 _SIGNS = np.where(
     np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"),
@@ -39,43 +34,21 @@ _SIGNS = np.where(
 """The signs that each byte stands for, (256, 8)."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class OneBitOptions(CompiledOptions):
-    """Options of ``onebit``."""
-
-    block: int = option(
-        256, help="numbers that share a scale; fewer are more exact", minimum=16, maximum=65536
-    )
-
-
-class OneBit(Compiled[OneBitOptions]):
+class OneBit(Scaled[ScaleOptions]):
     """Signs with a scale for each block."""
 
     summary: ClassVar[str] = "the sign of each number, a scale per block: a 28th of the bytes"
     honesty: ClassVar[Honesty] = Honesty.THEORY
     parameters: ClassVar[bool] = False  # of values, little but the sign would be left
     keeps_feedback = True
-    Config: ClassVar[type] = OneBitOptions
+    Config: ClassVar[type] = ScaleOptions
+    bits: ClassVar[int] = 1
     form: ClassVar[Format] = Format.ONEBIT
-
-    @override
-    def nbytes(self, numel: int) -> int:
-        return self._scale_bytes(numel) - (-numel // _BITS)
-
-    @property
-    @override
-    def group(self) -> int:
-        return _GROUP_BLOCKS * self.config.block
-
-    @property
-    @override
-    def figure(self) -> int:
-        return self.config.block
 
     @override
     def encode_by_torch(self, values: Tensor, message: Tensor) -> None:
         scales, place = self._parts(message, values.numel())
-        for rows, means in self._in_rows(values, scales):
+        for rows, means, _ in self._in_rows(values, scales, values):
             torch.mean(rows.abs(), 1, out=means)
         _pack_signs(values, place)
 
@@ -83,26 +56,8 @@ class OneBit(Compiled[OneBitOptions]):
     def decode_by_torch(self, message: Tensor, values: Tensor) -> None:
         scales, place = self._parts(message, values.numel())
         _unpack_signs(place, values)
-        for rows, means in self._in_rows(values, scales):
+        for rows, means, _ in self._in_rows(values, scales, values):
             rows.mul_(means.unsqueeze(1))
-
-    def _scale_bytes(self, numel: int) -> int:
-        return -(-numel // self.config.block) * _SCALE_BYTES
-
-    def _parts(self, message: Tensor, numel: int) -> tuple[Tensor, Tensor]:
-        """Return the scales and the bytes of signs."""
-        edge = self._scale_bytes(numel)
-        return message[:edge].view(torch.float32), message[edge:]
-
-    def _in_rows(self, values: Tensor, scales: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield all whole blocks, each a row, and then the last block if that is shorter."""
-        block = self.config.block
-        whole = values.numel() // block
-        edge = whole * block
-        if whole:
-            yield values[:edge].view(whole, block), scales[:whole]
-        if edge < values.numel():
-            yield values[None, edge:], scales[whole:]
 
 
 def _pack_signs(numbers: Tensor, place: Tensor) -> None:

@@ -193,8 +193,7 @@ def test_errors_that_a_new_sum_does_not_take_wait_at_their_places():
     taken, left = torch.zeros(300), torch.zeros(900)
     parked.give(sum_of(200, taken))
     for shard in parked.shards([], "int4", 0, counted=False):
-        first = int(shard.state.rpartition(".")[2])
-        left[first : first + shard.tensor.numel()] += shard.tensor
+        left[int(shard.state.rpartition(".")[2]) :][: shard.tensor.numel()] += shard.tensor
     assert torch.equal(taken, every[200:500])
     expected = torch.zeros(900)
     expected[100:200], expected[500:800] = every[100:200], every[500:800]

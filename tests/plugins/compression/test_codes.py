@@ -4,12 +4,12 @@ import torch
 
 from drivetrain.collectives.volume import ParameterRow, Stretch
 from drivetrain.compression.compressor import Codec
-from drivetrain_compression.onebit import OneBit, OneBitOptions
+from drivetrain_compression.onebit import OneBit
 from drivetrain_compression.powersgd import FactorPlan
 from drivetrain_compression.topk import CHUNK, TopK, TopKOptions
 
 BLOCK = 64
-ONEBIT = OneBit(OneBitOptions(block=BLOCK, compiled=False))
+ONEBIT = OneBit(OneBit.Config(block=BLOCK, compiled=False))
 
 
 def sent_back(method: Codec, values: torch.Tensor) -> torch.Tensor:
@@ -40,8 +40,8 @@ def test_each_number_comes_back_as_the_mean_size_of_its_block_with_its_sign():
         assert not found[17].isfinite()
         assert torch.equal(found[BLOCK:], values[BLOCK:])
 
-    assert OneBit(OneBitOptions()).nbytes(2560) == 2560 // 8 + 4 * 10
-    assert OneBit(OneBitOptions(block=64)).nbytes(65) == 9 + 2 * 4
+    assert OneBit(OneBit.Config()).nbytes(2560) == 2560 // 8 + 4 * 10
+    assert OneBit(OneBit.Config(block=64)).nbytes(65) == 9 + 2 * 4
 
 
 def test_chunks_have_scales_and_bytes_of_their_own():
