@@ -359,6 +359,8 @@ class OffloadEngine(Home):
         ConfigError: a store cannot keep optimizer state, or has no option of a name.
     """
 
+    active: ClassVar[bool] = True
+
     def __init__(self, options: OffloadOptions, device: torch.device) -> None:
         super().__init__(options, device)
         self._stores = open_stores(options)
@@ -367,11 +369,6 @@ class OffloadEngine(Home):
         self._factors: dict[ParameterSlot, float] = {}
         self._hidden: dict[nn.Parameter, Tensor] = {}
         self._late: list[tuple[BoundOptimizer, Pending, PendingValues]] = []
-
-    @property
-    def active(self) -> bool:
-        """Return True: stores step."""
-        return True
 
     @classmethod
     def held(

@@ -22,6 +22,7 @@ are ordinary models.
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -41,6 +42,7 @@ from drivetrain.parallel.gradients import UnitGradients
 from drivetrain.parallel.home import BoundOptimizer
 from drivetrain.parallel.layout import ROOT, ParameterSlot
 from drivetrain.parallel.options import Until
+from drivetrain.parallel.reduce import Reduce
 from drivetrain.parallel.replicated import ForwardHook
 from drivetrain.parallel.unit import Unit
 
@@ -382,7 +384,9 @@ class Gather:
         if unit.whole:
             return
         if unit.arrival is None:
-            self._make_room()
+            for other in self.units if self._full() else ():  # gathered ahead in vain
+                if other.arrival is not None and not other.whole and not other.holds:
+                    other.free()
             unit.start()
         if self.in_forward:  # nobody would free a unit that was started ahead between steps
             grad = torch.is_grad_enabled()
@@ -430,6 +434,7 @@ class Gather:
 
     def release_all(self) -> None:
         """Release every unit, and its parts on neighbors."""
+        self._cleaning = False
         if not self._forwards:
             self._viewed.clear()
         for unit in self.units:
@@ -485,13 +490,6 @@ class Gather:
         # Asked for each unit that is gathered, so it is one pass without calls.
         live = [unit for unit in self._counted if unit.whole or unit.arrival is not None]
         return len(live) >= self._most_live
-
-    def _make_room(self) -> None:
-        """Free units gathered ahead in vain, if the needed unit would exceed the bound."""
-        if self._full():
-            for unit in self.units:
-                if unit.arrival is not None and not unit.whole and not unit.holds:
-                    unit.free()
 
     # --- forwards of the model, and of modules in it ---
 
@@ -595,12 +593,8 @@ class Gather:
         """Make a unit whole for backward; units that are left are freed at its end."""
         if not self._cleaning and in_backward():
             self._cleaning = True
-            after_backward(self._clean)
+            after_backward(self.release_all)
         self.bring(unit)
-
-    def _clean(self) -> None:
-        self._cleaning = False
-        self.release_all()
 
 
 # --- the hooks of one model ---
@@ -614,9 +608,6 @@ class StepEvents(Protocol):
 
     def before_compiled_forward(self) -> None:
         """A forward of a compiled model begins, which asks no guards."""
-
-    def gradient_came(self, unit: UnitGradients, slot: ParameterSlot) -> None:
-        """Autograd has accumulated a parameter's gradient."""
 
     def before_step(self, bound: BoundOptimizer) -> None:
         """An optimizer is about to step."""
@@ -639,7 +630,6 @@ class StepHooks:
 
     def __init__(self, model: nn.Module, gather: Gather, step: StepEvents) -> None:
         self._model = model
-        self._step = step
         self._gradients: dict[ParameterSlot, RemovableHandle] = {}
         self._handles = [model.register_forward_pre_hook(ForwardHook(step.before_forward))]
         if is_compiled(model):
@@ -652,14 +642,14 @@ class StepHooks:
             self._handles.append(loads)
             self._watch_modules(gather)
 
-    def watch_gradients(self, units: Sequence[UnitGradients]) -> None:
+    def watch_gradients(self, reduce: Reduce) -> None:
         """Follow changes of ``requires_grad``; every rank must make the same ones."""
         # A guarded parameter answers slowly, and here every one is asked, twice per step.
         with torch._C.DisableTorchFunctionSubclass():
-            for unit in units:
+            for unit in reduce.units:
                 for slot in unit.unit.slots:
                     if slot.parameter.requires_grad is not (slot in self._gradients):
-                        self._follow(unit, slot)
+                        self._follow(reduce, unit, slot)
 
     def close(self) -> None:
         """Take the hooks off."""
@@ -668,21 +658,16 @@ class StepHooks:
         self._handles, self._gradients = [], {}
         self._model.__dict__.pop("zero_grad", None)
 
-    def _follow(self, unit: UnitGradients, slot: ParameterSlot) -> None:
+    def _follow(self, reduce: Reduce, unit: UnitGradients, slot: ParameterSlot) -> None:
         fragment = unit.of[slot].flat.fragments.get(slot)
         if fragment is not None:  # a strategy around this one asks which fragments are stepped
             fragment.requires_grad_(slot.parameter.requires_grad)
         if slot in self._gradients:
             self._gradients.pop(slot).remove()
             return
-        step = self._step
         # For good: a gradient of today still steps a parameter that is frozen tomorrow.
         unit.of[slot].flat.trained = True
-
-        def came(parameter: Tensor) -> None:  # a closure, since it runs for each parameter
-            step.gradient_came(unit, slot)
-
-        self._gradients[slot] = on_gradient(slot.parameter, came)
+        self._gradients[slot] = on_gradient(slot.parameter, partial(reduce.came, unit, slot))
 
     def _watch_modules(self, gather: Gather) -> None:
         model = self._model

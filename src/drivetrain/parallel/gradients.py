@@ -11,7 +11,7 @@ low precision are added up in fp32. With replicas, the reduce-scatter adds up wi
 share the unit, and an all-reduce of the owned pieces adds up over the replicas.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator
 from typing import NamedTuple
 
 import torch
@@ -39,107 +39,6 @@ class GradientKind(NamedTuple):
 
     layout: FlatLayout
     wire: torch.dtype
-
-
-class GradientChannels:
-    """Makes the channels of a unit when they are needed, and again when other gradients are sent.
-
-    Args:
-        reducing: the ranks that share the unit.
-        replicas: the ranks that own the same parts of it; None: no others do.
-        label: names the unit in errors.
-        adam: turns gradients for replicas into momenta; None: gradients cross.
-    """
-
-    def __init__(
-        self,
-        reducing: Communicator,
-        replicas: Communicator | None,
-        label: str,
-        adam: FrozenAdam | None,
-    ) -> None:
-        self._reducing = reducing
-        self._replicas = replicas
-        self._label = label
-        self._adam = adam
-        self._reduced: list[GradientKind] = []
-        self._reduce: ReduceChannel | None = None
-        self._under_way: list[Callable[[], None]] = []
-        self._crossings: dict[int, SumChannel] = {}  # by identity: a layout is slow to compare
-
-    def reduce(self, kinds: Sequence[GradientKind]) -> ReduceChannel:
-        """Return the channel that sums gradients over the ranks that share the unit."""
-        chosen = list(kinds)
-        if self._reduce is None or not self._same(chosen):
-
-            def describe() -> StretchParts:
-                return stretches_of([kind.layout for kind in chosen], [k.wire for k in chosen])
-
-            self._reduced = chosen
-            self._reduce = self._reducing.gradients_scattered(
-                describe, f"gradients of {self._label}", replaces=self._reduce
-            )
-        return self._reduce
-
-    def open(self, kinds: Sequence[GradientKind]) -> None:
-        """Make all channels now, before the first round: a checkpoint is about to be loaded."""
-        if kinds:
-            self.reduce(kinds)
-        for kind in kinds:
-            if self._replicas is not None:
-                self._crossing(kind, self._replicas)
-
-    def cross(
-        self,
-        kind: GradientKind,
-        total: Tensor,
-        pieces: Mapping[nn.Parameter, Tensor],
-        *,
-        then: Callable[[Tensor], None],
-    ) -> None:
-        """Start to sum this rank's pieces of a flat tensor over the replicas, in place.
-
-        Args:
-            kind: of the flat tensor.
-            total: 1-D, all pieces.
-            pieces: their places in it, by fragment.
-            then: takes the sum, in ``finish_crossing``.
-
-        Raises:
-            UsageError: there are no replicas.
-        """
-        if self._replicas is None:
-            raise UsageError("expected replicas to add gradients up with, found none")
-        turn_back = None if self._adam is None else self._adam.exchange(pieces, self._replicas.size)
-        handle = self._crossing(kind, self._replicas)(total)
-
-        def finish() -> None:
-            handle.wait()
-            if turn_back is not None:
-                turn_back()
-            then(total)
-
-        self._under_way.append(finish)
-
-    def finish_crossing(self) -> None:
-        """Wait for the replicas, and hand their sums out in the order of ``cross``."""
-        under_way, self._under_way = self._under_way, []
-        for finish in under_way:
-            finish()
-
-    def _crossing(self, kind: GradientKind, replicas: Communicator) -> SumChannel:
-        if id(kind) not in self._crossings:
-            pieces = kind.layout.stretches(kind.wire)[self._reducing.rank]
-            stretch = Stretch.joined(pieces, kind.wire)
-            self._crossings[id(kind)] = replicas.gradients_summed(
-                stretch, f"gradients of replicas of {self._label}"
-            )
-        return self._crossings[id(kind)]
-
-    def _same(self, kinds: Sequence[GradientKind]) -> bool:
-        """Return whether the channel is about these flat tensors."""
-        pairs = zip(kinds, self._reduced, strict=False)
-        return len(kinds) == len(self._reduced) and all(a is b for a, b in pairs)
 
 
 # --- the gradients ---
@@ -199,24 +98,21 @@ class FlatGradients:
                 "autograd; use torch.autograd.grad for gradients of gradients, and sparse=False "
                 "for embeddings"
             )
+        assert self.buffer is not None
         if slot in self.filled:
-            self.buffer = self._there().to(self._total)  # a sum is about to be made
+            self.buffer = self.buffer.to(self._total)  # a sum is about to be made
             slot.view(self.buffer).add_(grad, alpha=self._scale)
         else:
-            torch.mul(grad, self._factor, out=slot.view(self._there()))  # one pass over memory
+            torch.mul(grad, self._factor, out=slot.view(self.buffer))  # one pass over memory
             self.filled.add(slot)
 
     def scale(self, factor: float) -> None:
         """Multiply gradients that were received."""
         for slot in self.filled:
-            slot.view(self._there()).mul_(factor)
+            assert self.buffer is not None
+            slot.view(self.buffer).mul_(factor)
         if self._replica_sum is not None:
             self._replica_sum.mul_(factor)
-
-    def _there(self) -> Tensor:
-        if self.buffer is None:
-            raise UsageError("expected a buffer for gradients, found none")
-        return self.buffer
 
     def set_aside(self) -> None:
         """Save gradients that lie in the buffer and were not cleared: this round adds to them."""
@@ -254,21 +150,25 @@ class FlatGradients:
 
     def outgoing(self) -> Tensor:
         """Return the gradients to reduce, 1-D, in the dtype of the wire; zeros where none came."""
-        buffer = self._there()
+        buffer = self.buffer
+        assert buffer is not None
         for slot in self.flat.slots:
             if slot not in self.filled:
                 slot.view(buffer).zero_()
         self.filled.clear()
         return buffer.to(self.wire)
 
-    def keep_owned(self, sent: Tensor) -> None:
-        """Keep this rank's pieces of the mean over ranks; the rest is of no use."""
-        self._keep([sent[piece] for piece in self._pieces])
+    def take_owned(self, sent: Tensor, *, replicas: bool) -> None:
+        """Keep this rank's pieces of the sum over ranks; the rest is of no use.
 
-    def add_to_replica_sum(self, sent: Tensor) -> None:
-        """Add this rank's pieces to the sum that is to cross to the replicas."""
+        Args:
+            sent: the whole flat tensor.
+            replicas: whether to add them to the sum that is to cross to replicas.
+        """
         total, pieces = self._replica_sum, [sent[piece] for piece in self._pieces]
-        if total is None:
+        if not replicas:
+            self._keep(pieces)
+        elif total is None:
             total = torch.empty(self.flat.owned, dtype=self._total, device=sent.device)
             copy_all(total.split_with_sizes(self._lengths), pieces)
             self._replica_sum = total
@@ -278,8 +178,7 @@ class FlatGradients:
 
     def crossing(self) -> tuple[Tensor, dict[nn.Parameter, Tensor]]:
         """Return the gradients to add up over replicas, 1-D, and each fragment's place in them."""
-        if self._replica_sum is None:
-            raise UsageError("expected gradients for other replicas, found none")
+        assert self._replica_sum is not None
         total = self._replica_sum.to(self.wire)
         return total, {held: slot.piece(total) for slot, held in self.flat.fragments.items()}
 
@@ -426,6 +325,7 @@ class UnitGradients:
         self._stays = stays
         self._reducing = ranks.reducing
         self._replicas = ranks.replicas
+        self._adam = adam
         rank = ranks.sharing.rank
         self.flats = [
             FlatGradients(flat, rank, precision, scale=scale, stays=stays) for flat in unit.flats
@@ -436,7 +336,10 @@ class UnitGradients:
         self._starts = [0]
         self._lent: Tensor | None = None
         self._sent: list[tuple[FlatGradients, Tensor]] = []
-        self._channels = GradientChannels(ranks.reducing, ranks.replicas, unit.label, adam)
+        self._reduced: list[GradientKind] = []
+        self._reduce: ReduceChannel | None = None
+        self._crossings: dict[int, SumChannel] = {}  # by identity: a layout is slow to compare
+        self._crossing: list[Callable[[], None]] = []
 
     def begin(self) -> bool:
         """Begin a round; return whether any gradient is expected."""
@@ -490,6 +393,32 @@ class UnitGradients:
 
     # --- reducing ---
 
+    def open_channels(self) -> None:
+        """Make the channels now, before the first round: a checkpoint is about to be loaded."""
+        if self.buffer_nbytes():
+            self._channel()
+
+    def _channel(self) -> ReduceChannel:
+        """Return the channel of the buffers, after those of replicas; made where needed."""
+        kinds = [flat.kind for flat in self._active]
+        if self._reduce is None or kinds != self._reduced:  # the same objects, or other parameters
+
+            def describe() -> StretchParts:
+                return stretches_of([kind.layout for kind in kinds], [k.wire for k in kinds])
+
+            self._reduced = kinds
+            self._reduce = self._reducing.gradients_scattered(
+                describe, f"gradients of {self.unit.label}", replaces=self._reduce
+            )
+        for kind in kinds:
+            if self._replicas is not None and id(kind) not in self._crossings:
+                pieces = kind.layout.stretches(kind.wire)[self._reducing.rank]
+                self._crossings[id(kind)] = self._replicas.gradients_summed(
+                    Stretch.joined(pieces, kind.wire),
+                    f"gradients of replicas of {self.unit.label}",
+                )
+        return self._reduce
+
     def send(self) -> None:
         """Send the buffers on their way; parameters without a gradient count as zeros."""
         parts: list[list[Tensor]] = [[] for _ in range(self._reducing.size)]
@@ -498,7 +427,7 @@ class UnitGradients:
             sent = flat.outgoing()
             self._sent.append((flat, sent))
             flat.flat.add_parts(sent, parts)
-        self.reduction = self._channels.reduce([flat.kind for flat in self._active])(parts)
+        self.reduction = self._channel()(parts)
 
     def keep_owned(self, *, replicate: bool) -> Tensor | None:
         """Wait for the reduction and keep this rank's pieces; return the lent buffer.
@@ -511,22 +440,33 @@ class UnitGradients:
         self.reduction.wait()
         self.reduction = None
         sent, self._sent = self._sent, []
+        replicas = self._replicas
         for flat, reduced in sent:
-            keep = flat.keep_owned if self._replicas is None else flat.add_to_replica_sum
-            keep(reduced)
-        if self._replicas is not None and replicate:
+            flat.take_owned(reduced, replicas=replicas is not None)
+        if replicas is not None and replicate:
             for flat in self._active:
-                self._channels.cross(flat.kind, *flat.crossing(), then=flat.keep_crossed)
+                self._crossing.append(self._cross(flat, replicas))
         return self._close()
 
-    def open_channels(self) -> None:
-        """Make the channels now, before the first round: a checkpoint is about to be loaded."""
-        self.buffer_nbytes()
-        self._channels.open([flat.kind for flat in self._active])
+    def _cross(self, flat: FlatGradients, replicas: Communicator) -> Callable[[], None]:
+        """Start to sum this rank's pieces over the replicas; return what waits for the sum."""
+        total, pieces = flat.crossing()
+        turn_back = None if self._adam is None else self._adam.exchange(pieces, replicas.size)
+        handle = self._crossings[id(flat.kind)](total)
+
+        def finish() -> None:
+            handle.wait()
+            if turn_back is not None:
+                turn_back()
+            flat.keep_crossed(total)
+
+        return finish
 
     def finish(self) -> None:
-        """Wait for the replicas."""
-        self._channels.finish_crossing()
+        """Wait for the replicas, and keep their sums in the order in which they were sent."""
+        crossing, self._crossing = self._crossing, []
+        for finish in crossing:
+            finish()
 
     def _close(self) -> Tensor | None:
         """Take away the buffers that do not stay; return the lent buffer."""

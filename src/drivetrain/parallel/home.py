@@ -6,7 +6,7 @@ uses. A home that lets stores step (ZeRO-Offload, ZeRO-Infinity) is a plugin, fo
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -76,16 +76,16 @@ class Home:
     Args:
         options: those of the section ``offload``.
         device: that of the model.
+
+    Attributes:
+        active: whether stores step anything; a factor for gradients may then go with their step.
     """
+
+    active: ClassVar[bool] = False
 
     def __init__(self, options: OffloadOptions, device: torch.device) -> None:
         self.options = options
         self.device = device
-
-    @property
-    def active(self) -> bool:
-        """Whether stores step anything; a factor for gradients may then go with their step."""
-        return False
 
     @classmethod
     def held(

@@ -149,6 +149,7 @@ class Placement:
     Attributes:
         units: in the order in which backward usually reaches them.
         slots: by parameter.
+        outside: the parameters that lie in no unit, by name.
     """
 
     def __init__(
@@ -167,7 +168,7 @@ class Placement:
         self._belongs = belongs
         self._device = device
         self._source: WeightSource | None = None
-        self._outside: dict[str, nn.Parameter] = {}
+        self.outside: dict[str, nn.Parameter] = {}
         self._flats: dict[ParameterSlot, FlatTensor] = {}
         self._units: dict[ParameterSlot, Unit] = {}
         self._written: dict[Unit, Tensor] = {}
@@ -209,23 +210,21 @@ class Placement:
         check_apart({**named_parameters(model), **dict(model.named_buffers())})
         ordinary = [parameter for parameter in held_parameters(model) if not parameter.is_meta]
         replicate([*ordinary, *model.buffers()], self._ranks.everyone, "replicate model")
-        self._outside = named_parameters(model)
+        self.outside = named_parameters(model)
         units = self.follow()
         self._source = None
         return units
 
     def follow(self) -> list[Unit]:
         """Make units of parameters that lie in none and belong into one now; return them."""
-        if not self._outside:
-            return []
-        specs = [TensorSpec.of(name, parameter) for name, parameter in self._outside.items()]
+        specs = [TensorSpec.of(name, parameter) for name, parameter in self.outside.items()]
         chosen = [spec for spec in specs if self._belongs(spec)]
         if not chosen:
             return []
-        devices = [self._device_of(self._outside[spec.name]) for spec in chosen]
+        devices = [self._device_of(self.outside[spec.name]) for spec in chosen]
         units = [self._make(layout) for layout in self._cut(chosen, devices)]
         for spec in chosen:
-            del self._outside[spec.name]
+            del self.outside[spec.name]
         self.units += units
         for unit in units:
             self.slots.update({slot.parameter: slot for slot in unit.slots})
@@ -234,13 +233,13 @@ class Placement:
         return units
 
     def _make(self, layout: UnitLayout) -> Unit:
-        device = self._device_of(self._outside[next(iter(layout.places)).name])
+        device = self._device_of(self.outside[next(iter(layout.places)).name])
         rank, label = self._ranks.sharing.rank, layout.key or "the rest of the model"
         flats = []
         for kind in layout.flats:
             flat = FlatTensor(
                 kind,
-                self._outside,
+                self.outside,
                 rank,
                 device,
                 sharded=layout.sharded,

@@ -53,13 +53,14 @@ class Reduce:
         ranks: those that train the model.
         placement: its units.
         home: who steps the gradients.
-        rounds: its synchronised backwards.
+        end: called when a synchronised backward ends; must send the rest.
         run: dtypes of gradients, and the device of the model.
         buffers: gradients pass through them; if none are lent, every unit keeps one of its own.
         adam: turns gradients for replicas into momenta; None: gradients cross.
 
     Attributes:
         synchronizing: whether backward sends gradients; otherwise they stay in the buffers.
+        rounds: its synchronised backwards.
         replicating: whether replicas then add theirs up, and gradients are handed out.
         units: the gradients of each unit, in the order in which units are sent.
         shown: what stands at the parameters' ``grad``.
@@ -71,7 +72,7 @@ class Reduce:
         ranks: Ranks,
         placement: Placement,
         home: Home,
-        rounds: Rounds,
+        end: Callable[[], None],
         run: Run,
         buffers: LentBuffers,
         adam: FrozenAdam | None = None,
@@ -82,7 +83,7 @@ class Reduce:
         self._ranks = ranks
         self._placement = placement
         self._home = home
-        self._rounds = rounds
+        self.rounds = Rounds(self.begin, end)
         self.buffers = buffers
         stays = not buffers.in_flight
         self._watch = partial(
@@ -114,7 +115,7 @@ class Reduce:
 
     def close(self) -> None:
         """Give up a round that was cut short, and the buffers."""
-        self._rounds.give_up()
+        self.rounds.give_up()
         self.shown.clear(self.shown.of)
         self.buffers.close()
 
@@ -144,25 +145,28 @@ class Reduce:
                 self._open(unit)
             flat.receive(slot, grad)
 
-    def add(self, unit: UnitGradients, slot: ParameterSlot) -> bool:
-        """Receive a gradient, and count it; return whether its unit is complete.
+    def came(self, unit: UnitGradients, slot: ParameterSlot, _: Tensor) -> None:
+        """Take a gradient that autograd has accumulated; send the units that are complete then.
+
+        Those go up to the first unit that is not complete.
 
         Raises:
             UsageError: the gradient came before, and was sent.
         """
+        if not self.synchronizing:
+            self.receive(unit, slot)
+            return
+        self.rounds.enter()
         if slot in unit.came:
             self._came_again(unit, slot)
             self.receive(unit, slot)
-            return False
+            return
         unit.came.add(slot)
         self.receive(unit, slot)
         unit.pending -= 1
-        return not unit.pending and not self._rounds.reentrant
-
-    def send_complete(self) -> None:
-        """Send the complete units, up to the first unit that is not complete."""
-        while self._sent < len(self._active) and not self._active[self._sent].pending:
-            self._send_next()
+        if not unit.pending and not self.rounds.reentrant:
+            while self._sent < len(self._active) and not self._active[self._sent].pending:
+                self._send_next()
 
     def finish(self) -> None:
         """End a round: send the rest, wait, and give fragments their gradients."""
@@ -182,7 +186,7 @@ class Reduce:
 
     def _came_again(self, unit: UnitGradients, slot: ParameterSlot) -> None:
         """A gradient grew after it was complete: fine unless it was sent already."""
-        self._rounds.reentrant = True
+        self.rounds.reentrant = True
         if unit.reduction or self._active.index(unit) < self._sent:
             raise UsageError(
                 f"{slot.name!r} got its gradient twice in one backward, the second time after it "
@@ -190,9 +194,18 @@ class Reduce:
             )
 
     def _open(self, unit: UnitGradients) -> None:
+        """Let gradients arrive; when all buffers are lent, wait for the oldest reduction first.
+
+        But not for long: another rank may send that unit only when its backward ends, since it has
+        no gradient for a parameter of it, and may need this rank for a gather until then.
+        """
         self.settle(unit)
-        nbytes = unit.buffer_nbytes()
-        unit.open(self._lend(nbytes) if self.buffers.in_flight else None)
+        nbytes, lent = unit.buffer_nbytes(), None
+        if self.buffers.in_flight:
+            while self._flying and self.buffers.exhausted and self._oldest_is_over():
+                self._keep_oldest()
+            lent = self.buffers.take(nbytes)
+        unit.open(lent)
 
     def _send_next(self) -> None:
         unit = self._active[self._sent]
@@ -233,16 +246,6 @@ class Reduce:
             return mine if every else flags.tolist()
 
         return agreed
-
-    def _lend(self, nbytes: int) -> Tensor:
-        """Lend a buffer; when all are out, wait for the oldest reduction first.
-
-        But not for long: another rank may send that unit only when its backward ends, since it has
-        no gradient for a parameter of it, and may need this rank for a gather until then.
-        """
-        while self._flying and self.buffers.exhausted and self._oldest_is_over():
-            self._keep_oldest()
-        return self.buffers.take(nbytes)
 
     def _oldest_is_over(self) -> bool:
         """Return whether the oldest reduction ended within the patience that is left."""
@@ -329,8 +332,7 @@ class Reduce:
     def settle(self, unit: UnitGradients) -> None:
         """Make a unit's gradients ready for a change."""
         unit.unit.wait_for_step()  # a step under way reads them
-        late = self._home.due(unit.unit.slots)
-        if late:
+        if self._home.active and (late := self._home.due(unit.unit.slots)):
             self._to_sum_dtype(late)
             for slot, factor in late.items():
                 self._multiply([slot], factor)

@@ -53,7 +53,6 @@ from drivetrain.parallel.estimate import (
     sharing_of,
 )
 from drivetrain.parallel.gather import Gather, StepHooks
-from drivetrain.parallel.gradients import UnitGradients
 from drivetrain.parallel.home import BoundOptimizer, Held, Home, home_kind, open_home
 from drivetrain.parallel.layout import ParameterSlot, UnitLayout
 from drivetrain.parallel.optimizers import Fragments, check_suits
@@ -396,10 +395,9 @@ class ShardedStrategy(UnitsOutline[ConfigT], Strategy[ConfigT], Generic[ConfigT]
         self.model = model
         self.check(optimizers)
         buffers = self.lent_buffers(model, optimizers)
-        self.rounds = Rounds(self.before_gradients, self.after_backward)
         place, home = self.placement, self.home
-        reduce = Reduce(self.ranks, place, home, self.rounds, self.run, buffers, self.adam)
-        self.reduce = self._made.enter_context(closing(reduce))
+        reduce = Reduce(self.ranks, place, home, self.after_backward, self.run, buffers, self.adam)
+        self.reduce, self.rounds = self._made.enter_context(closing(reduce)), reduce.rounds
         self.take(place.lay_out(model))
         fused = config.fused and self.adam is None  # whose steps take the state of torch's loops
         held = Fragments(place, home, self, fused=fused)
@@ -416,7 +414,7 @@ class ShardedStrategy(UnitsOutline[ConfigT], Strategy[ConfigT], Generic[ConfigT]
         )
         self.gather = self._made.enter_context(closing(gather))
         self.hooks = self._made.enter_context(closing(StepHooks(model, gather, self)))
-        self.hooks.watch_gradients(self.reduce.units)
+        self.hooks.watch_gradients(self.reduce)
         return Prepared(model, tuple(optimizers))
 
     def check(self, optimizers: Iterable[Optimizer]) -> None:
@@ -451,9 +449,9 @@ class ShardedStrategy(UnitsOutline[ConfigT], Strategy[ConfigT], Generic[ConfigT]
 
     def follow(self) -> None:
         """Follow changes of ``requires_grad``; every rank must make the same ones."""
-        if thawed := self.placement.follow():
+        if self.placement.outside and (thawed := self.placement.follow()):
             self.take(thawed)
-        self.hooks.watch_gradients(self.reduce.units)
+        self.hooks.watch_gradients(self.reduce)
 
     def keep_changes(self, unit: Unit) -> None:
         """Let shards and masters follow values that a forward has written into parameters.
@@ -508,19 +506,6 @@ class ShardedStrategy(UnitsOutline[ConfigT], Strategy[ConfigT], Generic[ConfigT]
             self.rounds.take_part()  # the loss reached no parameter here; others may wait
         else:
             self.rounds.finish()
-
-    def before_gradients(self) -> None:
-        """Begin a synchronised backward: its first gradient has come."""
-        self.reduce.begin()
-
-    def gradient_came(self, unit: UnitGradients, slot: ParameterSlot) -> None:
-        """Move a gradient into its unit's buffer; reduce-scatter the units that are complete."""
-        if not self.reduce.synchronizing:
-            self.reduce.receive(unit, slot)
-            return
-        self.rounds.enter()
-        if self.reduce.add(unit, slot):
-            self.reduce.send_complete()
 
     def after_backward(self) -> None:
         """Wait for the reduce-scatters: each fragment's gradient is its part of the mean.

@@ -431,7 +431,11 @@ class Unit:
         if self.versions is None:
             return False
         before, self.versions = self.versions, [p._version for p in self.parameters]
-        untraced = self._values_differ() and before == self.versions
+        untraced, known = False, self.digests
+        if known and self.whole:  # somebody looks, and values have come since
+            self.digests = [digest(flat) for flat in self.values]
+            differ = any(not torch.equal(*pair) for pair in zip(known, self.digests, strict=True))
+            untraced = differ and before == self.versions
         if untraced and not self.resident:
             raise UsageError(
                 f"expected a forward that writes into parameters themselves, found one that wrote "
@@ -440,13 +444,6 @@ class Unit:
                 "'with accelerator.gathered(model):'"
             )
         return untraced or before != self.versions
-
-    def _values_differ(self) -> bool:
-        """Whether values are not those that came, or were here when last asked; note them now."""
-        if not self.digests or not self.whole:  # nobody looks, or none have come since
-            return False
-        before, self.digests = self.digests, [digest(flat) for flat in self.values]
-        return any(not torch.equal(*pair) for pair in zip(before, self.digests, strict=True))
 
     def replaced(self) -> list[ParameterSlot]:
         """Return the parameters of a whole unit that the script gave other memory (``p.data =``).
