@@ -37,7 +37,8 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -68,7 +69,7 @@ from drivetrain.simulator.contract import Planning, Sharing
 from drivetrain.simulator.step import PaperRun
 from drivetrain.strategy import Form, Prepared, Run
 from drivetrain_fsdp.dtensors import as_dtensors
-from drivetrain_fsdp.options import FsdpConfig, FsdpOutline, UnitChoice
+from drivetrain_fsdp.options import FsdpConfig, FsdpOutline
 
 # --- modules of a model, found by the names of its parameters: which modules run a forward ---
 
@@ -169,13 +170,13 @@ _SHOWN = 12
 
 
 def unit_keys(
-    specs: Sequence[TensorSpec], choice: UnitChoice, model: nn.Module | None = None
+    specs: Sequence[TensorSpec], config: FsdpConfig, model: nn.Module | None = None
 ) -> list[str]:
     """Return the key of the unit that each parameter belongs to, in order.
 
     Args:
         specs: distinct parameters under their first names, those of a compiled model as well.
-        choice: how units are chosen.
+        config: says how units are chosen.
         model: needed for ``class`` and ``function``.
 
     Raises:
@@ -185,18 +186,19 @@ def unit_keys(
     """
     names = [clean_name(spec.name) for spec in specs]
     tree = Tree(names, model)
-    if choice.how == "auto":
-        return _by_blocks(names, specs, tree, choice.size)
-    if choice.how == "size":
-        return _by_size(names, specs, tree, choice.size)
+    if config.units == "auto":
+        return _by_blocks(names, specs, tree, config.unit_from)
+    if config.units == "size":
+        return _by_size(names, specs, tree, config.unit_from)
     if model is None:
         raise UsageError(
-            f"expected a model to choose units by {choice.how}, found sizes only; choose them by "
+            f"expected a model to choose units by {config.units}, found sizes only; choose them by "
             "auto or size here"
         )
-    if choice.how == "class":
-        return _by_class(names, tree, choice.classes, model)
-    return _by_function(names, tree, choice.function, model)
+    if config.units == "class":
+        classes = [name for each in config.unit_classes.split(",") if (name := each.strip())]
+        return _by_class(names, tree, classes, model)
+    return _by_function(names, tree, config.unit_function, model)
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,20 +210,24 @@ class _Choice:
 
 
 def agreed_keys(
-    choose: Callable[[], list[str]], names: Sequence[str], function: str, axis: Axis
+    choose: Callable[[], list[str]], names: Sequence[str], config: FsdpConfig, axis: Axis
 ) -> list[str]:
-    """Return the key of the unit that each parameter belongs to, in order. Collective.
+    """Return the key of the unit that each parameter belongs to, in order.
+
+    Collective where a function chooses: ranks that agree on the model agree on all other choices.
 
     Args:
         choose: returns this rank's keys.
         names: the parameters.
-        function: the function's path, for errors.
+        config: says how units are chosen.
         axis: all must agree.
 
     Raises:
         RankMismatchError: on every rank, when keys differ or only others could choose.
         Exception: of this rank's function.
     """
+    if config.units != "function":
+        return choose()
     failure: Exception | None = None
     keys: list[str] = []
     try:
@@ -232,7 +238,7 @@ def agreed_keys(
     told = gather_facts(mine, _Choice, doing="the comparison of units", group=axis)
     if failure is not None:
         raise failure
-    expected = f"expected {function} to choose the same units on every rank, found "
+    expected = f"expected {config.unit_function} to choose the same units on every rank, found "
     for rank, other in zip(axis.ranks, told, strict=True):
         if other.failure:
             raise RankMismatchError(
@@ -462,9 +468,6 @@ def _function(path: str) -> Callable[[nn.Module], Any]:
     return function  # type: ignore[no-any-return]
 
 
-# --- the options of the strategy ``fsdp``, and the units ---
-
-
 # --- FSDP ---
 
 logger = get_logger(__name__)
@@ -519,10 +522,10 @@ class Fsdp(FsdpOutline, ShardedStrategy[FsdpConfig]):
         devices: Sequence[Hashable] | None = None,
     ) -> list[UnitLayout]:
         """Cut the model into units of whole modules, and each parameter into rows."""
-        choice = config.choice
-        if model.module is None and choice.how in ("class", "function"):
-            choice = UnitChoice(size=config.unit_from)  # an estimate: these need the model itself
-        keys = unit_keys(model.parameters, choice, model.module)
+        by_names = model.module is None and config.units in ("class", "function")
+        # An estimate: these need the model itself.
+        chosen = replace(config, units="auto") if by_names else config
+        keys = unit_keys(model.parameters, chosen, model.module)
         size = cls.lines(config, run).sharing.axis.size
         return cut_model(model.parameters, keys, run.precision, size, devices)
 
@@ -533,17 +536,6 @@ class Fsdp(FsdpOutline, ShardedStrategy[FsdpConfig]):
         keys = [self._keys[spec.name] for spec in specs]
         size = self.ranks.sharing.size
         return cut_model(specs, keys, self.run.precision, size, devices)
-
-    def _agreed_keys(self, model: nn.Module, specs: Sequence[TensorSpec]) -> list[str]:
-        choice = self.config.choice
-        if choice.how != "function":  # ranks that agree on the model agree on these
-            return unit_keys(specs, choice, model)
-        return agreed_keys(
-            lambda: unit_keys(specs, choice, model),
-            [spec.name for spec in specs],
-            choice.function,
-            self.run.mesh["dp"],
-        )
 
     # --- groups of ranks ---
 
@@ -601,7 +593,12 @@ class Fsdp(FsdpOutline, ShardedStrategy[FsdpConfig]):
     def prepare(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> Prepared:
         """Choose the units, the same on all ranks, and prepare the model's step."""
         specs = [TensorSpec.of(name, p) for name, p in named_parameters(model).items()]
-        keys = self._agreed_keys(model, specs)
+        keys = agreed_keys(
+            partial(unit_keys, specs, self.config, model),
+            [spec.name for spec in specs],
+            self.config,
+            self.run.mesh["dp"],
+        )
         self._keys = {spec.name: key for spec, key in zip(specs, keys, strict=True)}
         prepared = super().prepare(model, optimizers)
         logger.info(f"units of {type(model).__name__}: {describe(keys, specs)}")

@@ -16,25 +16,6 @@ if TYPE_CHECKING:
     from drivetrain.runtime.world import World
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class UnitChoice:
-    """How units are chosen.
-
-    Attributes:
-        how: see ``drivetrain_fsdp.fsdp``.
-        classes: names of classes, for ``class``; a module's own or an ancestor's.
-        size: elements from which a layer outside of blocks (``auto``), or any module (``size``),
-            becomes a unit.
-        function: ``package.module:name`` or ``__main__:name``, for ``function``: returns some
-            modules of the model, its argument.
-    """
-
-    how: Literal["auto", "class", "size", "function"] = "auto"
-    classes: tuple[str, ...] = ()
-    size: int = 1_000_000
-    function: str = ""
-
-
 @dataclass(frozen=True, kw_only=True)
 class FsdpConfig(ParameterOptions):
     """Options of the strategy ``fsdp``."""
@@ -144,17 +125,6 @@ class FsdpConfig(ParameterOptions):
     def channels(self) -> frozenset[str]:
         """The tensors that may cross hosts: gradients alone, where a group divides parameters."""
         return frozenset({"gradients"}) if self.sharding == "hybrid" else super().channels
-
-    @property
-    def choice(self) -> UnitChoice:
-        """How units are chosen."""
-        names = (name.strip() for name in self.unit_classes.split(","))
-        return UnitChoice(
-            how=self.units,
-            classes=tuple(name for name in names if name),
-            size=self.unit_from,
-            function=self.unit_function,
-        )
 
     def shard_ranks(self, mesh: "Mesh", world: "World") -> int:
         """Return how many neighbors divide the model; all ranks unless replicas are asked for.

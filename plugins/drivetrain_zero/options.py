@@ -13,29 +13,7 @@ from drivetrain.parallel.options import (
 )
 
 if TYPE_CHECKING:
-    from drivetrain.cost import TensorSpec
     from drivetrain.parallel.layout import CutStyle
-
-
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """How large units are.
-
-    Attributes:
-        bucket_bytes: most bytes of whole parameters in one unit, in the dtype of forward.
-        cut: the way in which ranks share parameters.
-        shard_from: elements from which a parameter is kept as shards; None keeps all whole.
-        own_unit_from: elements from which a layer outside of blocks is a unit of its own.
-    """
-
-    bucket_bytes: int
-    cut: "CutStyle"
-    shard_from: int | None = None
-    own_unit_from: int = 1
-
-    def shards(self, spec: "TensorSpec") -> bool:
-        """Return whether a parameter is kept as shards."""
-        return self.shard_from is not None and spec.numel >= max(self.shard_from, 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,9 +35,9 @@ class Zero1Config(UnitsOptions):
         return "whole" if self.partition == "parameter" else "flat"
 
     @property
-    def sizes(self) -> Sizes:
-        """How large units are."""
-        return Sizes(int(self.bucket_mib * MIB), self.cut)
+    def bucket_bytes(self) -> int:
+        """Most bytes of whole parameters in one unit, in the dtype of forward."""
+        return int(self.bucket_mib * MIB)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,16 +64,6 @@ class Zero3Config(ParameterOptions, Zero2Config):
     prefetch: int = option(
         1, help="units that are gathered ahead of the one that computes", minimum=0, maximum=8
     )
-
-    @property
-    def sizes(self) -> Sizes:
-        """How large units are: blocks and large layers."""
-        return Sizes(
-            int(self.bucket_mib * MIB),
-            self.cut,
-            shard_from=self.keep_below,
-            own_unit_from=self.own_unit_from,
-        )
 
     @property
     def ahead(self) -> int:

@@ -22,6 +22,7 @@ block and of each large layer outside of them; the rest of the model is another 
 below a threshold are not worth a message: they stay whole, in buckets as in stage 2.
 """
 
+import math
 from collections.abc import Hashable, Sequence
 from typing import Generic, TypeVar
 
@@ -44,7 +45,6 @@ from drivetrain.simulator.contract import Sharing
 from drivetrain.simulator.step import PaperRun
 from drivetrain.strategy import Run
 from drivetrain_zero.options import (
-    Sizes,
     Zero1Config,
     Zero1Outline,
     Zero2Config,
@@ -59,7 +59,7 @@ from drivetrain_zero.options import (
 def cut_model(
     specs: Sequence[TensorSpec],
     precision: Precision,
-    sizes: Sizes,
+    config: Zero1Config,
     size: int,
     devices: Sequence[Hashable] | None = None,
 ) -> list[UnitLayout]:
@@ -68,27 +68,30 @@ def cut_model(
     Args:
         specs: the parameters in registration order.
         precision: which dtypes they get.
-        sizes: how large units are.
+        config: says how large units are, and how ranks share parameters.
         size: number of ranks that share them.
         devices: device of each parameter; only equal ones share a unit.
     """
+    rest, loads = [ROOT] * len(specs), [0] * size
+    least, keys = math.inf, rest
+    if isinstance(config, Zero3Config):
+        least, keys = max(config.keep_below, 1), _unit_keys(specs, config.own_unit_from)
     backwards = range(len(specs))[::-1]
-    large = [i for i in backwards if sizes.shards(specs[i])]
-    small = [i for i in backwards if not sizes.shards(specs[i])]
-    keys, loads = _unit_keys(specs, sizes), [0] * size
+    large = [i for i in backwards if specs[i].numel >= least]
+    small = [i for i in backwards if specs[i].numel < least]
     units = []
     for key, kinds in units_of_keys(specs, large, keys, precision, devices):
-        flats = [_arrange([specs[i] for i in kind], precision, sizes, loads) for kind in kinds]
+        flats = [_arrange([specs[i] for i in kind], precision, config, loads) for kind in kinds]
         units.append(UnitLayout(key, tuple(flats), sharded=True))
-    kinds_of_all = units_of_keys(specs, small, [ROOT] * len(specs), precision, devices)
+    kinds_of_all = units_of_keys(specs, small, rest, precision, devices)
     for kind in (each for _, kinds in kinds_of_all for each in kinds):
-        for bucket in _buckets(specs, kind, precision, sizes):
-            flat = _arrange([specs[i] for i in bucket], precision, sizes, loads)
+        for bucket in _buckets(specs, kind, precision, config):
+            flat = _arrange([specs[i] for i in bucket], precision, config, loads)
             units.append(UnitLayout(ROOT, (flat,), sharded=False))
     return in_order_of_backward(units, specs)
 
 
-def _unit_keys(specs: Sequence[TensorSpec], sizes: Sizes) -> list[str]:
+def _unit_keys(specs: Sequence[TensorSpec], own_unit_from: int) -> list[str]:
     """Return the module prefix that each parameter is gathered with."""
     elements: dict[str, int] = {}
     for spec in specs:
@@ -97,13 +100,13 @@ def _unit_keys(specs: Sequence[TensorSpec], sizes: Sizes) -> list[str]:
     keys = []
     for spec in specs:
         owner = spec.name.rpartition(".")[0]
-        alone = owner if elements[owner] >= sizes.own_unit_from else ROOT
+        alone = owner if elements[owner] >= own_unit_from else ROOT
         keys.append(block_of(spec.name) or alone)
     return keys
 
 
 def _buckets(
-    specs: Sequence[TensorSpec], members: list[int], precision: Precision, sizes: Sizes
+    specs: Sequence[TensorSpec], members: list[int], precision: Precision, config: Zero1Config
 ) -> list[list[int]]:
     """Cut the whole parameters of one kind by size."""
     first = specs[members[0]]
@@ -112,18 +115,18 @@ def _buckets(
         [specs[i].shape for i in members],
         [(dtype, None)] * len(members),
         range(len(members)),
-        bucket_bytes=sizes.bucket_bytes,
-        first_bytes=sizes.bucket_bytes,
+        bucket_bytes=config.bucket_bytes,
+        first_bytes=config.bucket_bytes,
     )
     return [[members[i] for i in layout.members] for layout in layouts]
 
 
 def _arrange(
-    specs: Sequence[TensorSpec], precision: Precision, sizes: Sizes, loads: list[int]
+    specs: Sequence[TensorSpec], precision: Precision, config: Zero1Config, loads: list[int]
 ) -> FlatLayout:
-    if sizes.cut == "whole":
+    if config.cut == "whole":
         return arrange_whole(specs, precision, loads)
-    return arrange(specs, precision, len(loads), sizes.cut)
+    return arrange(specs, precision, len(loads), config.cut)
 
 
 # --- zeRO ---
@@ -144,15 +147,14 @@ class Zero(ShardedStrategy[ConfigT], Generic[ConfigT]):
     ) -> list[UnitLayout]:
         """Cut into buckets (stages 1 and 2), or into blocks and large layers (stage 3)."""
         specs = [spec for spec in model.parameters if config.places(spec)]
-        return cut_model(specs, run.precision, config.sizes, run.mesh["dp"].size, devices)
+        return cut_model(specs, run.precision, config, run.mesh["dp"].size, devices)
 
     @classmethod
     def sharing(cls, config: ConfigT, run: PaperRun) -> Sharing:
         """Return what this stage divides: see the top of this file."""
-        sizes = config.sizes
-        if config.divides_parameters:
-            return sharing_of(config, whole_below=sizes.shard_from or 0)
-        return sharing_of(config, bucket=sizes.bucket_bytes)
+        if isinstance(config, Zero3Config):
+            return sharing_of(config, whole_below=config.keep_below)
+        return sharing_of(config, bucket=config.bucket_bytes)
 
 
 class Zero1(Zero1Outline, Zero[Zero1Config]):

@@ -1,7 +1,7 @@
 """The options of strategies over units, and what mechanisms ask them. No torch."""
 
 from dataclasses import dataclass, fields, is_dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, TypeVar
 
 from drivetrain.config.option import mapping, option, section
 from drivetrain.config.outline import ReplicasOutline
@@ -116,8 +116,13 @@ _DEFAULTS: dict[str, Any] = {
 
 @dataclass(frozen=True, kw_only=True)
 class UnitsOptions:
-    """The options of every strategy over units."""
+    """The options of every strategy over units.
 
+    Attributes:
+        divides_parameters: whether a rank keeps its share of the parameters between their uses.
+    """
+
+    divides_parameters: ClassVar[bool] = False
     buffers: Literal["broadcast", "none"] = option(
         "broadcast",
         help="whether rank 0's buffers (BatchNorm statistics) replace the others' after a backward",
@@ -152,12 +157,8 @@ class UnitsOptions:
     @property
     def channels(self) -> frozenset[str]:
         """The tensors that may cross hosts: gradients, and values or updates of parameters."""
-        return frozenset({"gradients", "parameters" if self.divides_parameters else "updates"})
-
-    @property
-    def divides_parameters(self) -> bool:
-        """Whether a rank keeps its share of the parameters between their uses."""
-        return False
+        values = self.divides_parameters and not self.keeps_secondary
+        return frozenset({"gradients", "parameters" if values else "updates"})
 
     @property
     def lent_buffers(self) -> int:
@@ -190,16 +191,22 @@ class UnitsOptions:
 
     @property
     def keeps_secondary(self) -> bool:
-        """Return False: nothing is freed, so nobody keeps it besides."""
+        """Whether the ranks of each host are to keep all values together for good."""
         return False
 
     def secondary_ranks(self, mesh: "Mesh", world: "World") -> int:
-        """Return 0: nobody keeps anything besides."""
-        return 0
+        """Return how many ranks of a host keep all values together for good; 0: none do.
+
+        Raises:
+            ConfigError: hosts hold different numbers of ranks, or not in a row.
+        """
+        if not (self.keeps_secondary and mesh["dp"].spans_hosts):
+            return 0
+        return mesh.per_host("dp", world)
 
     def places(self, spec: "TensorSpec") -> bool:
-        """Return whether a parameter lies in a unit; a parameter that never moves needs none."""
-        return spec.trainable
+        """Return whether a parameter lies in a unit; one that never moves is divided at most."""
+        return spec.trainable or self.divides_parameters
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,6 +237,7 @@ class GradientOptions(UnitsOptions):
 class ParameterOptions(GradientOptions):
     """The options of strategies that divide parameters, too."""
 
+    divides_parameters: ClassVar[bool] = True
     reshard_after_forward: bool | int = option(
         True,
         help="whether a unit is freed between its forward and its backward; a number of ranks "
@@ -263,31 +271,9 @@ class ParameterOptions(GradientOptions):
             )
 
     @property
-    def channels(self) -> frozenset[str]:
-        """The tensors that may cross hosts: of parameters their values, or only updates."""
-        if self.keeps_secondary:
-            return frozenset({"gradients", "updates"})
-        return super().channels
-
-    @property
     def keeps_secondary(self) -> bool:
         """Whether the ranks of each host are to keep all values together for good."""
         return self.secondary == "host"
-
-    def secondary_ranks(self, mesh: "Mesh", world: "World") -> int:
-        """Return how many ranks of a host keep all values together for good; 0: none do.
-
-        Raises:
-            ConfigError: hosts hold different numbers of ranks, or not in a row.
-        """
-        if not (self.keeps_secondary and mesh["dp"].spans_hosts):
-            return 0
-        return mesh.per_host("dp", world)
-
-    @property
-    def divides_parameters(self) -> bool:
-        """Whether a rank keeps its share of the parameters between their uses."""
-        return True
 
     @property
     def until(self) -> Until:
@@ -310,10 +296,6 @@ class ParameterOptions(GradientOptions):
             )
         near = mesh.neighbors("dp", size)
         return None if near.size == mesh["dp"].size else near
-
-    def places(self, spec: "TensorSpec") -> bool:
-        """Return True: frozen parameters are divided as well."""
-        return True
 
 
 UnitsT = TypeVar("UnitsT", bound=UnitsOptions)

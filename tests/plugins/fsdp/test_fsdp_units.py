@@ -13,15 +13,20 @@ from drivetrain.errors import UsageError
 from drivetrain.model.modules import clean_name
 from drivetrain.parallel.gather import users
 from drivetrain_fsdp.fsdp import describe, unit_keys
-from drivetrain_fsdp.options import UnitChoice
+from drivetrain_fsdp.options import FsdpConfig
 from huggingface_models import ARCHITECTURES, gpt2
 from stacks import Residual, Stack
 from zero_stages import start
 
 
+def config_of(how="auto", classes=(), size=1_000_000, function=""):
+    names = ", ".join(classes)
+    return FsdpConfig(units=how, unit_classes=names, unit_from=size, unit_function=function)
+
+
 def keys_of(model, *, names_only=False, **choice):
     specs = ModelSpec.of(model).parameters
-    keys = unit_keys(specs, UnitChoice(**choice), None if names_only else model)
+    keys = unit_keys(specs, config_of(**choice), None if names_only else model)
     return dict(zip((clean_name(spec.name) for spec in specs), keys, strict=True))
 
 
@@ -273,7 +278,7 @@ def test_ties_decide_which_modules_gather():
 
 def text_of(model, **choice):
     specs = ModelSpec.of(model).parameters
-    return describe(unit_keys(specs, UnitChoice(**choice), model), specs)
+    return describe(unit_keys(specs, config_of(**choice), model), specs)
 
 
 def test_the_line_for_the_log():

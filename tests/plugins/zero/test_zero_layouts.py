@@ -1,16 +1,18 @@
 """Where parameters lie under ZeRO: the arithmetic of units, and ties that are made late."""
 
 import itertools
+import math
 import random
 
 import pytest
 import torch
 
 from drivetrain.cost import TensorSpec
+from drivetrain.hardware.sizes import MIB
 from drivetrain.runtime.precision import Precision
 from drivetrain.testing.conformance.twins import Twins
 from drivetrain.testing.models import Case
-from drivetrain_zero.options import Sizes
+from drivetrain_zero.options import Zero1Config, Zero3Config
 from drivetrain_zero.zero import cut_model
 from towers import Tower
 from zero_stages import each, start, train
@@ -28,30 +30,32 @@ def random_specs(generator):
     return specs
 
 
-def random_sizes(generator):
-    return Sizes(
-        bucket_bytes=generator.choice([1, 64, 1000, 10**6]),
-        cut=generator.choice(["flat", "whole"]),
-        shard_from=generator.choice([None, 0, 1, 12, 100]),
-        own_unit_from=generator.choice([1, 50, 10**6]),
-    )
+def random_config(generator):
+    whole = {
+        "bucket_mib": generator.choice([1, 64, 1000, 10**6]) / MIB,
+        "partition": generator.choice(["flat", "parameter"]),
+    }
+    least, alone = generator.choice([None, 0, 1, 12, 100]), generator.choice([1, 50, 10**6])
+    if least is None:
+        return Zero1Config(**whole)
+    return Zero3Config(**whole, keep_below=least, own_unit_from=alone)
 
 
 def test_every_parameter_has_one_place_in_units_as_backward_reaches_them():
     """Of any kind, cut in any way, for any number of ranks: tests/core/sharding has the shares."""
     for seed in range(60):
         generator = random.Random(seed)
-        specs, sizes = random_specs(generator), random_sizes(generator)
+        specs, config = random_specs(generator), random_config(generator)
         size = generator.randrange(1, 6)
         by_name = {spec.name: spec for spec in specs}
-        units = cut_model(specs, Precision(), sizes, size)
+        units = cut_model(specs, Precision(), config, size)
         assert sorted(p.name for unit in units for p in unit.places) == sorted(by_name)
         for unit in units:
             for flat in unit.flats:
                 members = [by_name[place.name] for place in flat.places]
                 assert {(m.dtype, m.trainable) for m in members} == {(flat.dtype, flat.trainable)}
                 assert sum(flat.owned(rank) for rank in range(size)) == flat.numel
-                check_kind(flat, unit.sharded, members, sizes)
+                check_kind(flat, unit.sharded, members, config)
         order = list(by_name)
         first = [min(order.index(place.name) for place in unit.places) for unit in units]
         assert first == sorted(first, reverse=True)
@@ -59,26 +63,28 @@ def test_every_parameter_has_one_place_in_units_as_backward_reaches_them():
         assert len(keys) == len(set(keys)), "what is gathered together lies in two units"
 
 
-def check_kind(flat, sharded, members, sizes):
+def check_kind(flat, sharded, members, config):
     """What is cut evenly, what is not cut, what is divided, and how large a bucket may be."""
     ranks = range(len(flat.places[0].shares))
     owned = [flat.owned(rank) for rank in ranks]
-    if sizes.cut == "flat":
+    if config.cut == "flat":
         assert max(owned) - min(owned) <= 1
     for place, rank in itertools.product(flat.places, ranks):
         start, stop = place.shares[rank]
-        assert sizes.cut == "flat" or stop - start in (0, place.numel), "a cut parameter"
-    large = [sizes.shard_from is not None and m.numel >= max(sizes.shard_from, 1) for m in members]
-    assert all(one is sharded for one in large)
+        assert config.cut == "flat" or stop - start in (0, place.numel), "a cut parameter"
+    least = max(config.keep_below, 1) if config.divides_parameters else math.inf
+    assert all((m.numel >= least) is sharded for m in members)
     filled = [m for m in members if m.numel]
-    assert sharded or flat.nbytes <= sizes.bucket_bytes or len(filled) == 1
+    assert sharded or flat.nbytes <= config.bucket_bytes or len(filled) == 1
 
 
 def test_whole_parameters_are_spread():
     """No rank owns more than another by more than one parameter, over all units together."""
     specs = [TensorSpec("large", (100, 10), torch.float32, True)]
     specs += [TensorSpec(f"small{i}", (50, 10), torch.float32, True) for i in range(9)]
-    units = cut_model(specs, Precision(), Sizes(2000, "whole"), 3)
+    units = cut_model(
+        specs, Precision(), Zero1Config(bucket_mib=2000 / MIB, partition="parameter"), 3
+    )
     owned = [sum(f.owned(rank) for unit in units for f in unit.flats) for rank in range(3)]
     assert sum(owned) == 5500
     assert max(owned) - min(owned) <= 1000
