@@ -357,7 +357,8 @@ class Codec(Compressor[MethodConfigT]):
     @override
     def held(self, far: Axis, stretches: StretchParts, *, everywhere: bool) -> int:
         layouts = [MessageLayout(self, each) for each in stretches]
-        held = sum(SeedCounts.nbytes(layout.spans) for layout in layouts) if self.draws else 0
+        counts = sum(len(layout.spans) for layout in layouts) if self.draws else 0
+        held = torch.int64.itemsize * counts
         if not self.keeps_feedback:
             return held
         numels = [layout.numel for layout in layouts]
@@ -394,43 +395,16 @@ class Codec(Compressor[MethodConfigT]):
 _SEED_BYTES = 8
 
 
-class SeedCounts:
-    """How many sums there were, of each range of a parameter.
+def seed_of(spans: Sequence[ParameterSpan], rank: int, sums: int) -> int:
+    """Return the seed of a rank's message about some ranges of parameters.
 
     Args:
-        spans: the ranges.
+        spans: the ranges in the message.
+        rank: the sender, along the axis between hosts.
+        sums: how many sums of them there were.
     """
-
-    def __init__(self, spans: Sequence[ParameterSpan]) -> None:
-        self._spans = spans
-        self._counts = torch.zeros(len(spans), dtype=torch.int64)
-
-    @staticmethod
-    def nbytes(spans: Sequence[ParameterSpan]) -> int:
-        """Return the bytes of the counts of these ranges."""
-        return torch.int64.itemsize * len(spans)
-
-    def __iter__(self) -> Iterator[tuple[ParameterSpan, Tensor]]:
-        """Yield the count of each range, 0-d and no copy."""
-        return zip(self._spans, self._counts, strict=True)
-
-    def advance(self) -> None:
-        """Count one more sum of all ranges."""
-        if self._spans:
-            # Ranges that were in different sums before are in one now: no seed comes twice.
-            self._counts.fill_(self._counts.max() + 1)
-
-    def seed(self, spans: Sequence[ParameterSpan], rank: int) -> int:
-        """Return the seed of a rank's message about some of the ranges in the next sum.
-
-        Args:
-            spans: the ranges in the message.
-            rank: the sender, along the axis between hosts.
-        """
-        if not self._spans or not spans:
-            return 0
-        facts = f"{spans[0].name} {spans[0].first} {rank} {int(self._counts.max())}"
-        return int.from_bytes(sha256(facts.encode()).digest()[:_SEED_BYTES], "little")
+    facts = f"{spans[0].name} {spans[0].first} {rank} {sums}" if spans else ""
+    return int.from_bytes(sha256(facts.encode()).digest()[:_SEED_BYTES], "little")
 
 
 # --- the message of one rank's tensors ---
@@ -674,7 +648,8 @@ class EncodedReduction(FarReduction):
             if encoding.keeps_feedback
         }
         spans = [span for layout in self._layouts for span in layout.spans]
-        self._counts = SeedCounts(spans if encoding.draws else [])
+        self._drawn = spans if encoding.draws else []
+        self._sums = torch.zeros(len(self._drawn), dtype=torch.int64)
         self._keeps = encoding.keeps_feedback or encoding.draws
 
     @override
@@ -704,8 +679,9 @@ class EncodedReduction(FarReduction):
                 for rank in self._others:
                     self._keep_errors(self._layouts[rank], parts[rank], outgoing[rank])
             self._add_up(parts[far.rank], theirs, message, finite=finite)
-            if finite:
-                self._counts.advance()
+            if finite and self._drawn:
+                # Ranges that were in different sums before are in one now: no seed comes twice.
+                self._sums.fill_(self._sums.max() + 1)
 
         summed = Followed(sent, add_up)
         if not self._everywhere:
@@ -730,13 +706,13 @@ class EncodedReduction(FarReduction):
 
     @override
     def factors(self) -> Iterator[tuple[ParameterSpan, Tensor]]:
-        yield from self._counts
+        yield from zip(self._drawn, self._sums, strict=True)
 
     def _draws(self, layout: MessageLayout, device: torch.device) -> torch.Generator | None:
         """Return the draws of this rank's message about a part: no other message has the same."""
-        if not self._encoding.draws:
+        if not self._drawn:
             return None
-        seed = self._counts.seed(layout.spans, self._far.rank)
+        seed = seed_of(layout.spans, self._far.rank, int(self._sums.max()))
         return torch.Generator(device).manual_seed(seed)
 
     def _encode(self, layout: MessageLayout, tensors: Sequence[Tensor], message: Tensor) -> None:
