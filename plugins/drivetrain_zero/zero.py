@@ -85,8 +85,16 @@ def cut_model(
         units.append(UnitLayout(key, tuple(flats), sharded=True))
     kinds_of_all = units_of_keys(specs, small, rest, precision, devices)
     for kind in (each for _, kinds in kinds_of_all for each in kinds):
-        for bucket in _buckets(specs, kind, precision, config):
-            flat = _arrange([specs[i] for i in bucket], precision, config, loads)
+        whole = [specs[i] for i in kind]
+        dtype = precision.forward_dtype(whole[0].dtype, whole[0].shape)
+        for bucket in plan_buckets(
+            [spec.shape for spec in whole],
+            [(dtype, None)] * len(whole),
+            range(len(whole)),
+            bucket_bytes=config.bucket_bytes,
+            first_bytes=config.bucket_bytes,
+        ):
+            flat = _arrange([whole[i] for i in bucket.members], precision, config, loads)
             units.append(UnitLayout(ROOT, (flat,), sharded=False))
     return in_order_of_backward(units, specs)
 
@@ -103,22 +111,6 @@ def _unit_keys(specs: Sequence[TensorSpec], own_unit_from: int) -> list[str]:
         alone = owner if elements[owner] >= own_unit_from else ROOT
         keys.append(block_of(spec.name) or alone)
     return keys
-
-
-def _buckets(
-    specs: Sequence[TensorSpec], members: list[int], precision: Precision, config: Zero1Config
-) -> list[list[int]]:
-    """Cut the whole parameters of one kind by size."""
-    first = specs[members[0]]
-    dtype = precision.forward_dtype(first.dtype, first.shape)
-    layouts = plan_buckets(
-        [specs[i].shape for i in members],
-        [(dtype, None)] * len(members),
-        range(len(members)),
-        bucket_bytes=config.bucket_bytes,
-        first_bytes=config.bucket_bytes,
-    )
-    return [[members[i] for i in layout.members] for layout in layouts]
 
 
 def _arrange(

@@ -149,6 +149,25 @@ class Guard(Protocol):
         """Make the parameter's values available, unguard it, and return ``function``'s result."""
 
 
+class RefusingGuard:
+    """A guard that refuses every use.
+
+    Args:
+        refusal: returns the error for the arguments of a use.
+    """
+
+    def __init__(self, refusal: Callable[[Arguments, Keywords], UsageError]) -> None:
+        self._refusal = refusal
+
+    def run(self, function: Function, args: Arguments, kwargs: Keywords) -> Any:
+        """Refuse.
+
+        Raises:
+            UsageError: always.
+        """
+        raise self._refusal(args, kwargs)
+
+
 class GuardedParameter(nn.Parameter):
     """A parameter that asks its guard before anything reads or writes its values."""
 

@@ -35,7 +35,7 @@ from torch.utils.hooks import RemovableHandle
 from drivetrain.collectives import Communicator
 from drivetrain.errors import StorageError, UsageError
 from drivetrain.memory import Heap
-from drivetrain.model.guard import guard, read_only, refuse_transforms, writes
+from drivetrain.model.guard import RefusingGuard, guard, read_only, refuse_transforms, writes
 from drivetrain.model.modules import UninheritedHook, clean_name
 from drivetrain.parallel.backward import after_backward, in_backward, on_gradient
 from drivetrain.parallel.gradients import UnitGradients
@@ -162,55 +162,17 @@ class AbsentGuard:
             "directory) or accelerator.get_state_dict(model) on every rank, or use the values "
             "inside 'with accelerator.gathered(model):' on every rank"
         )
-        guard(shown, DetachedGuard(absent))
+        guard(shown, RefusingGuard(lambda *_: absent))
         return shown
 
 
-class DetachedGuard:
-    """The guard of a state dict's view of a sharded parameter: it has shape and dtype, no values.
-
-    Args:
-        refusal: raised for every other use.
-    """
-
-    def __init__(self, refusal: UsageError) -> None:
-        self._refusal = refusal
-
-    def run(
-        self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Any:
-        """Refuse.
-
-        Raises:
-            UsageError: always.
-        """
-        raise self._refusal
-
-
-class LeftGuard:
-    """The guard of a unit that is still divided when its strategy is taken off.
-
-    Args:
-        unit: the unit.
-    """
-
-    def __init__(self, unit: Unit) -> None:
-        self._unit = unit
-
-    def run(
-        self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Any:
-        """Refuse.
-
-        Raises:
-            UsageError: always.
-        """
-        raise UsageError(
-            f"expected a parameter with values, found {_name(self._unit, (args, kwargs))}, which "
-            "was divided over the ranks, or lay in a store, when its strategy was taken off, as by "
-            "free_memory(); "
-            "take accelerator.get_state_dict(model) or save_model() before"
-        )
+def left_divided(unit: Unit, *used: Any) -> UsageError:
+    """Return the error for a use of a unit that is still divided when its strategy is taken off."""
+    return UsageError(
+        f"expected a parameter with values, found {_name(unit, used)}, which was divided over the "
+        "ranks, or lay in a store, when its strategy was taken off, as by free_memory(); take "
+        "accelerator.get_state_dict(model) or save_model() before"
+    )
 
 
 def without_values(
@@ -476,7 +438,7 @@ class Gather:
         """Leave units divided; the only rank has those in memory whole."""
         self.leave()  # an interrupt may have cut a forward short
         for unit in self.units:
-            unit.absent = LeftGuard(unit)
+            unit.absent = RefusingGuard(partial(left_divided, unit))
             if unit.communicator.size == 1 and all(flat.shard.at_hand for flat in unit.flats):
                 with suppress(StorageError):  # told before; what is lost stays guarded
                     unit.start()

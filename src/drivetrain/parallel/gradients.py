@@ -426,7 +426,9 @@ class UnitGradients:
             self.present |= flat.filled
             sent = flat.outgoing()
             self._sent.append((flat, sent))
-            flat.flat.add_parts(sent, parts)
+            for part, pieces in zip(parts, flat.flat.pieces, strict=True):
+                for start, stop in pieces:
+                    part.append(sent[start:stop])
         self.reduction = self._channel()(parts)
 
     def keep_owned(self, *, replicate: bool) -> Tensor | None:

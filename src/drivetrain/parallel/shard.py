@@ -2,14 +2,14 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from drivetrain.errors import UsageError
 from drivetrain.model.deferred import become
-from drivetrain.model.guard import check_ordinary, guard
+from drivetrain.model.guard import RefusingGuard, check_ordinary, guard
 from drivetrain.parallel.layout import FlatLayout, ParameterSlot
 
 
@@ -168,7 +168,7 @@ class ShardInMemory(ShardHome):
             with torch.no_grad():
                 torch._foreach_copy_(self._own if places is None else list(places), self._parts)
         if places is None:
-            self.flush()
+            self._version = self.tensor._version
 
     def flush(self) -> None:
         """Remember that shard and values are the same."""
@@ -207,31 +207,6 @@ class ShardInMemory(ShardHome):
 # --- what optimizers hold in the place of a shard that a store keeps ---
 
 
-class PlaceholderGuard:
-    """The guard of a placeholder: a parameter without values in an optimizer's group.
-
-    Args:
-        name: of the parameter in whose place it stands.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def run(
-        self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Any:
-        """Refuse.
-
-        Raises:
-            UsageError: always.
-        """
-        raise UsageError(
-            f"expected values, found what an offloaded optimizer holds in the place of "
-            f"{self._name!r}: a store keeps them; read the parameter of the model, or take "
-            "accelerator.get_state_dict(model)"
-        )
-
-
 def make_placeholder(slot: ParameterSlot, fragment: nn.Parameter, dtype: torch.dtype) -> None:
     """Take the values of a parameter's fragment away: schedulers and names go on working.
 
@@ -247,7 +222,14 @@ def make_placeholder(slot: ParameterSlot, fragment: nn.Parameter, dtype: torch.d
         fragment.data = empty
     if grad is not None and grad.dtype is dtype:
         fragment.grad = grad
-    guard(fragment, PlaceholderGuard(slot.name))
+    refusal = RefusingGuard(
+        lambda *_: UsageError(
+            f"expected values, found what an offloaded optimizer holds in the place of "
+            f"{slot.name!r}: a store keeps them; read the parameter of the model, or take "
+            "accelerator.get_state_dict(model)"
+        )
+    )
+    guard(fragment, refusal)
 
 
 WholeValues = Callable[[str, nn.Parameter], Tensor]
@@ -325,12 +307,6 @@ class FlatTensor:
     def moves(self) -> bool:
         """Whether an optimizer may have changed the parameters: not if all were always frozen."""
         return self.layout.trainable or self.trained
-
-    def add_parts(self, flat: Tensor, parts: Sequence[list[Tensor]]) -> None:
-        """Add views of a tensor like the values to each rank's parts: the rank's own ranges."""
-        for part, pieces in zip(parts, self.pieces, strict=True):
-            for start, stop in pieces:
-                part.append(flat[start:stop])
 
     def adopt(self, values: WholeValues) -> None:
         """Copy the parameters' whole values in, and make the parameters views of the flat tensor.
