@@ -109,15 +109,6 @@ class CommunicationHook:
         self._channels.clear()
 
 
-def narrowing(dtype: torch.dtype) -> OnWire:
-    """Return a rule for hooks: narrow wider gradients to this dtype, leave others."""
-
-    def on_wire(given: torch.dtype) -> torch.dtype:
-        return given if given.is_complex or given.itemsize <= dtype.itemsize else dtype
-
-    return on_wire
-
-
 # --- powerSGD ---
 
 
@@ -214,6 +205,8 @@ def hook_of(config: DdpConfig, precision: Precision) -> CommunicationHook:
 
 
 def _on_wire(word: str) -> OnWire:
-    """Return the dtype on the wire for each dtype of gradients."""
-    dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16}
-    return narrowing(dtypes[word]) if word in dtypes else as_it_is
+    """Return the dtype on the wire for each dtype of gradients: wider ones are narrowed."""
+    narrow = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(word)
+    if narrow is None:
+        return as_it_is
+    return lambda dtype: dtype if dtype.is_complex or dtype.itemsize <= narrow.itemsize else narrow

@@ -53,11 +53,6 @@ class Rounds:
         self._end = end
         self._task: int | None = None
 
-    @property
-    def under_way(self) -> bool:
-        """Whether a round has begun and not ended."""
-        return self._task is not None
-
     def enter(self) -> None:
         """Join the round of the running backward, or begin a round: called by every hook."""
         task = _current_task()

@@ -138,7 +138,9 @@ class Estimate:
         sharded = [flat for unit in self.units if unit.sharded for flat in unit.flats]
         whole = [flat for unit in self.units if not unit.sharded for flat in unit.flats]
         trained = [flat for unit in self.units for flat in unit.trainable]
+        beside = [flat for flat in trained if not (lent_buffers or self._in_place(flat))]
         apart = self._lines.sharing.owns_apart
+        masters = [flat for flat in whole if apart or flat.master is not flat.dtype]
         steps = 4 * sum(map(self._fragments, trained))
         states = model.states * sum(map(self._shard, trained))
         return {
@@ -146,11 +148,11 @@ class Estimate:
             + sum(map(self._shard, sharded))
             + rest,
             "secondary": sum(self._secondary(flat) for flat in sharded),
-            "masters": sum(self._shard(flat) for flat in whole if apart or _converts(flat)),
+            "masters": sum(map(self._shard, masters)),
             "gradients": sum(self._gradients(flat, kept=not lent_buffers) for flat in trained)
             + self._kept_back(),
             "lent": lent_buffers * self.lent_bytes()
-            + sum(self._buffer(flat) for flat in trained if not lent_buffers),
+            + sum(flat.numel * self._wire(flat) for flat in beside),
             "optimizer": states + (steps if model.states >= _ADAM_STATES else 0),
             "buffers": sum(spec.nbytes for spec in model.buffers),
         }
@@ -279,10 +281,6 @@ class Estimate:
         converted = 0 if total is flat.master else self._shard(flat)
         return flat.owned(self.rank) * total.itemsize + converted
 
-    def _buffer(self, flat: FlatLayout) -> int:
-        """Return the bytes of a whole buffer that is kept beside the fragments' gradients."""
-        return 0 if self._in_place(flat) else flat.numel * self._wire(flat)
-
     def _in_place(self, flat: FlatLayout) -> bool:
         """Whether fragments' gradients are views of the buffer, if that is kept."""
         wire = self._precision.reduce_dtype(flat.dtype)
@@ -290,11 +288,6 @@ class Estimate:
         # Nothing owned is nothing to be anywhere.
         in_order = wire is total and len(flat.pieces(self.rank)) <= 1
         return in_order and total is flat.master
-
-
-def _converts(flat: FlatLayout) -> bool:
-    """Whether the optimizer updates another dtype than forward reads."""
-    return flat.master is not flat.dtype
 
 
 def add(sent: Counter[tuple[str, str]], each: Mapping[tuple[str, str], int], times: int) -> None:

@@ -191,34 +191,30 @@ class FlatGradients:
 
     def _keep(self, pieces: Tensors) -> None:
         """Add this rank's pieces to the gradients of fragments; keep them where there is none."""
-        having = self.flat.with_gradients()
-        if not having:
-            self._keep_anew(pieces)
-            return
-        for slot in having:
-            self._follow(slot)
-        self.to_sum_dtype()
-        if self._kept is not None:
-            fresh = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-            for slot in self._owned:
-                kept, values = self._kept[slot.local], fresh[slot.local]
-                if slot in having:
-                    kept.add_(values.to(kept.device))
-                else:
-                    kept.copy_(values)
-
-    def _keep_anew(self, pieces: Tensors) -> None:
         flat, device = self.flat, self.flat.gradient_device
+        if having := flat.with_gradients():
+            for slot in having:
+                self._follow(slot)
+            self.to_sum_dtype()
+            if self._kept is not None:
+                fresh = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+                for slot in self._owned:
+                    kept, values = self._kept[slot.local], fresh[slot.local]
+                    if slot in having:
+                        kept.add_(values.to(kept.device))
+                    else:
+                        kept.copy_(values)
+            return
         # The first gradient of a window waits as it came where a store has the master.
         dtype = self.wire if flat.masters_left else self._total
-        kept = self._kept
         in_place = self._stays and len(pieces) == 1 and _share(pieces[0], self.buffer)
         if in_place and pieces[0].device == device and pieces[0].dtype is dtype:
             self._kept = pieces[0]
             return
-        if kept is None or kept.dtype is not dtype or _share(kept, self.buffer):
-            self._kept = kept = torch.empty(flat.owned, dtype=dtype, device=device)
-        copy_all(kept.split_with_sizes(self._lengths), pieces)
+        whole = self._kept
+        if whole is None or whole.dtype is not dtype or _share(whole, self.buffer):
+            self._kept = whole = torch.empty(flat.owned, dtype=dtype, device=device)
+        copy_all(whole.split_with_sizes(self._lengths), pieces)
 
     def to_sum_dtype(self) -> None:
         """Keep gradients in the dtype of sums: they are about to be changed in place."""
