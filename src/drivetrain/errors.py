@@ -16,6 +16,7 @@
 Every message names the expected and the found thing, and the way out.
 """
 
+from pathlib import Path
 from typing import ClassVar
 
 
@@ -37,6 +38,20 @@ class ConfigError(DrivetrainError):
     """The configuration is wrong; the message names file, line and nearest key."""
 
     exit_code = 2
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file that a command's option names.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write {str(path)!r}: {error.strerror or error}; choose another file"
+        ) from error
 
 
 class UnknownPluginError(ConfigError):

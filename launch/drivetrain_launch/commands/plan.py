@@ -11,7 +11,7 @@ import click
 
 from drivetrain.compression.compressor import Honesty
 from drivetrain.config.schema import MOST_HOSTS, MOST_RANKS_OF_A_HOST
-from drivetrain.errors import ConfigError
+from drivetrain.errors import ConfigError, write_text
 from drivetrain.hardware.description import Hardware, hardware_names, load_hardware
 from drivetrain.hardware.sizes import size_text
 from drivetrain.simulator.transformer import GptShape
@@ -110,7 +110,7 @@ def command(
     if trace is not None:
         raise ConfigError("--trace: expected with --layout or --explain, found neither")
     if file is not None:
-        _write(file, file_of(task, found.best[0]))
+        write_text(file, file_of(task, found.best[0]))
     if as_json:
         click.echo(json.dumps([each.to_json() for each in found.best]))
     else:
@@ -233,21 +233,12 @@ def _show(
 
         write_trace(first.played, trace)
     if file is not None:
-        _write(file, file_of(predictor.task, first))
+        write_text(file, file_of(predictor.task, first))
     if as_json:
         click.echo(json.dumps(first.to_json()))
         return
     for line in explained(predictor, first):
         click.echo(line)
-
-
-def _write(file: Path, text: str) -> None:
-    try:
-        file.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(
-            f"cannot write {str(file)!r}: {error.strerror or error}; choose another file"
-        ) from error
 
 
 def show_found(task: "Task", found: "Found", *, methods: bool = False) -> None:
@@ -261,7 +252,7 @@ def show_found(task: "Task", found: "Found", *, methods: bool = False) -> None:
     from drivetrain.planner.search import room_of
 
     unit = "tokens/s" if task.model.seq > 1 else "samples/s"
-    memory = f"memory of {size_text(round(room_of(task)))}"
+    memory = f"memory of {size_text(room_of(task))}"
     between = ["between hosts"] * (task.hosts > 1) + ["method (class)"] * methods
     columns = ["layout", "step", unit, "MFU", memory, *between, "idle", "why not first"]
     common, rows = found_rows(found, between)
@@ -309,22 +300,22 @@ def explained(predictor: "Predictor", prediction: "Prediction") -> Iterator[str]
         if share > SMALL:
             yield f"  {share:6.1%}  {seconds:.4g} s  {name}"
     room, needed = room_of(task), prediction.needed()
-    yield f"memory   {size_text(round(needed))} of {size_text(round(room))}" + (
-        "" if needed <= room else f": {size_text(round(needed - room))} too much"
+    yield f"memory   {size_text(needed)} of {size_text(room)}" + (
+        "" if needed <= room else f": {size_text(needed - room)} too much"
     )
     for kind, nbytes in prediction.held.items():
-        yield f"  held   {kind}: {size_text(round(nbytes))}"
+        yield f"  held   {kind}: {size_text(nbytes)}"
     rest = prediction.peak_bytes - sum(prediction.held.values())
-    yield f"  for a while   activations and what is gathered: {size_text(round(rest))}"
+    yield f"  for a while   activations and what is gathered: {size_text(rest)}"
     if len(prediction.peaks) > 1:
-        peaks = ", ".join(size_text(round(each)) for each in prediction.peaks)
+        peaks = ", ".join(size_text(each) for each in prediction.peaks)
         yield f"  at the peak, by stage: {peaks}"
     for tier in ("host", "disk"):
         if there := prediction.stored_most(tier):
-            yield f"  on the {tier}, of a rank: {size_text(round(there))}"
+            yield f"  on the {tier}, of a rank: {size_text(there)}"
     for (axis, operation), nbytes in prediction.sent.items():
-        yield f"  sent   {operation} over {axis}: {size_text(round(nbytes))}"
-    yield f"  a host sends to others: {size_text(round(prediction.leaving))}"
+        yield f"  sent   {operation} over {axis}: {size_text(nbytes)}"
+    yield f"  a host sends to others: {size_text(prediction.leaving)}"
     if prediction.planned.honesty is not Honesty.EXACT:
         yield f"  approximate between hosts: {prediction.planned.methods()}"
     if needed > room:
@@ -346,8 +337,8 @@ def found_rows(found: "Found", between: Sequence[str]) -> tuple[str, list[list[s
             f"{each.step_seconds:.4g} s",
             f"{each.tokens_per_second:,.0f}",
             f"{each.mfu:.1%}",
-            size_text(round(each.needed())),
-            *[size_text(round(each.leaving))] * ("between hosts" in between),
+            size_text(each.needed()),
+            *[size_text(each.leaving)] * ("between hosts" in between),
             *[each.planned.methods()] * ("method (class)" in between),
             f"{each.idle:.1%}",
             each.against(found.best[0]),

@@ -26,7 +26,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from drivetrain.errors import ConfigError
+from drivetrain.errors import ConfigError, write_text
 
 
 class ActionKind(StrEnum):
@@ -73,11 +73,6 @@ class Schedule:
     stages: int
     micro_batches: int
     ranks: tuple[tuple[Action, ...], ...]
-
-    @property
-    def splits_backward(self) -> bool:
-        """Whether the gradients of weights are computed apart."""
-        return any(action.kind is ActionKind.WEIGHT for actions in self.ranks for action in actions)
 
 
 def needs(action: Action, stages: int) -> list[Action]:
@@ -300,12 +295,7 @@ def save_trace(timeline: Timeline, path: Path, *, name: str = "pipeline") -> Non
     Raises:
         ConfigError: the file cannot be written.
     """
-    try:
-        path.write_text(json.dumps(to_trace(timeline, name=name), allow_nan=False) + "\n", "utf-8")
-    except OSError as error:
-        raise ConfigError(
-            f"cannot write {str(path)!r}: {error.strerror or error}; choose another file"
-        ) from error
+    write_text(path, json.dumps(to_trace(timeline, name=name), allow_nan=False) + "\n")
 
 
 def _events(timeline: Timeline, name: str) -> Iterator[dict[str, Any]]:

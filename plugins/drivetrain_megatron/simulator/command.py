@@ -21,7 +21,8 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-from drivetrain.errors import ConfigError, UsageError
+from drivetrain.errors import ConfigError
+from drivetrain.simulator.step import PaperStep, PaperTask, play
 from drivetrain_megatron.pipeline.schedules import (
     SCHEDULES,
     Action,
@@ -58,83 +59,50 @@ def simulate(
 ) -> Timeline:
     """Run a schedule on paper, on stages of equal durations by kind of action.
 
-    A message between two ranks is under way for ``travel``.
+    A message between two ranks is under way for ``travel``; none waits for another one.
 
     Raises:
-        UsageError: the schedule is not one: the ranks wait for each other for ever, or an action is
-            missing, comes twice, or belongs to another rank.
+        UsageError: the ranks wait for each other for ever.
     """
-    _check_complete(schedule)
-    ended: dict[Action, float] = {}
-    spans: list[list[Span]] = [[] for _ in schedule.ranks]
-    waiting = True
-    while waiting:
-        progress = False
-        waiting = False
-        for rank, actions in enumerate(schedule.ranks):
-            while len(spans[rank]) < len(actions):
-                action = actions[len(spans[rank])]
-                ready = _ready(action, schedule, ended, travel)
-                if ready is None:
-                    waiting = True
-                    break
-                start = max(ready, spans[rank][-1].stop if spans[rank] else 0.0)
-                span = Span(action, start, start + durations[action.kind])
-                spans[rank].append(span)
-                ended[action] = span.stop
-                progress = True
-        if waiting and not progress:
-            raise UsageError(_deadlock(schedule, [len(done) for done in spans], ended))
-    return Timeline(tuple(map(tuple, spans)))
-
-
-def _ready(
-    action: Action, schedule: Schedule, ended: Mapping[Action, float], travel: float
-) -> float | None:
-    """Return when an action may begin; None if one of its inputs has not been computed yet."""
-    ready = 0.0
-    for need in needs(action, schedule.stages):
-        if need not in ended:
-            return None
-        # With one rank, or for two chunks of one rank, nothing travels.
-        away = (need.stage - action.stage) % len(schedule.ranks) != 0
-        ready = max(ready, ended[need] + (travel if away else 0.0))
-    return ready
-
-
-def _check_complete(schedule: Schedule) -> None:
-    halves = (
-        (ActionKind.INPUT, ActionKind.WEIGHT)
-        if schedule.splits_backward
-        else (ActionKind.BACKWARD,)
+    actions = [action for actions in schedule.ranks for action in actions]
+    places = {action: place for place, action in enumerate(actions)}
+    tasks, messages, ranks = [], [], len(schedule.ranks)
+    for action in actions:
+        after = []
+        for need in needs(action, schedule.stages):
+            # With one rank, or for two chunks of one rank, nothing travels.
+            if travel and (need.stage - action.stage) % ranks:
+                after.append(len(actions) + len(messages))
+                here = need.stage % ranks
+                lane = f"to {action}"
+                messages.append(PaperTask(lane, lane=lane, after=(places[need],), stage=here))
+            else:
+                after.append(places[need])
+        rank = action.stage % ranks
+        tasks.append(PaperTask(str(action), phase=action.kind, after=tuple(after), stage=rank))
+    step = PaperStep([*tasks, *messages], [{}] * ranks)
+    prices = _Durations({**durations, TRAVEL: travel})
+    played = ((each.start, each.stop) for each in play(step, prices).tasks)
+    return Timeline(
+        tuple(
+            tuple(Span(action, *next(played)) for action in actions) for actions in schedule.ranks
+        )
     )
-    p = len(schedule.ranks)
-    for rank, actions in enumerate(schedule.ranks):
-        expected = {
-            Action(kind, stage, micro_batch)
-            for kind in (ActionKind.FORWARD, *halves)
-            for stage in range(rank, schedule.stages, p)
-            for micro_batch in range(schedule.micro_batches)
-        }
-        found = set(actions)
-        if found != expected or len(actions) != len(found):
-            wrong = sorted(map(str, found ^ expected))[:5]
-            raise UsageError(
-                f"expected each of {len(expected)} actions once on rank {rank} of the schedule "
-                f"{schedule.name!r}, found {len(actions)} actions; these differ: {wrong}"
-            )
 
 
-def _deadlock(schedule: Schedule, done: list[int], ended: Mapping[Action, float]) -> str:
-    stuck = [
-        f"rank {rank} at {actions[count]} waits for "
-        + ", ".join(str(n) for n in needs(actions[count], schedule.stages) if n not in ended)
-        for rank, (actions, count) in enumerate(zip(schedule.ranks, done, strict=True))
-        if count < len(actions)
-    ]
-    return (
-        f"expected a schedule that ends, found ranks that wait for each other: {'; '.join(stuck)}"
-    )
+TRAVEL = ""
+"""The phase of messages, which are no actions."""
+
+
+@dataclass(frozen=True)
+class _Durations:
+    """The prices of actions, by kind."""
+
+    by_kind: Mapping[str, float]
+    slowdown: float = 0.0
+
+    def seconds(self, task: PaperTask) -> float:
+        return self.by_kind[task.phase]
 
 
 @dataclass(frozen=True, slots=True)

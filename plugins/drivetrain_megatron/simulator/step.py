@@ -82,16 +82,11 @@ def _divide(operations: Sequence[Operation], ranks: int, by_tokens: bool) -> tup
     return tuple(each for each in found if each is not None)
 
 
-_SIZES: Mapping[Direction, str] = {
-    "rows": "rows", "columns": "columns", "inner": "inner", "copies": "copies"
-}  # fmt: skip
-
-
 def _operation(operation: Operation, ranks: int, by_tokens: bool) -> Operation | None:
     """Return one rank's part; where activations enter and nothing is divided, nothing is sent."""
     match operation:
         case MatrixProduct() if operation.divided:
-            size = _SIZES[operation.divided]
+            size = operation.divided
             return replace(operation, **{size: -(-getattr(operation, size) // ranks)})
         case MemoryPass():
             cut = operation.divided == "features" or (operation.divided == "tokens" and by_tokens)

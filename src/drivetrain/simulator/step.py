@@ -21,7 +21,7 @@ from heapq import heappop, heappush
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias
 
-from drivetrain.errors import ConfigError, UsageError
+from drivetrain.errors import ConfigError, UsageError, write_text
 
 # --- the work of a step's kernels ---
 
@@ -723,15 +723,6 @@ class PlayedStep:
         """From the first start to the last end."""
         return max((each.stop for each in self.tasks), default=0.0)
 
-    @property
-    def phased(self) -> Sequence[float]:
-        """Seconds of each stage's compute that belong to a micro-batch, not to the whole step."""
-        totals = [0.0] * len(self.computing)
-        for each in self.tasks:
-            if each.task.lane == COMPUTE and each.task.phase:
-                totals[each.task.stage] += each.stop - each.start
-        return totals
-
 
 def play(step: PaperStep, prices: Prices) -> PlayedStep:
     """Run a step on paper.
@@ -866,15 +857,12 @@ class _Stage:
 
 
 def _peaks(step: PaperStep, starts: Sequence[float], stops: Sequence[float]) -> list[float]:
-    peaks = []
-    for stage, held in enumerate(step.held):
-        base = sum(held.values())
-        changes: list[tuple[float, float]] = []
-        for task, start, stop in zip(step.tasks, starts, stops, strict=True):
-            if task.stage == stage and (task.takes or task.frees or task.during):
-                changes += [(start, task.takes + task.during), (stop, -task.frees - task.during)]
-        peaks.append(base + _highest(changes))
-    return peaks
+    changes: list[list[tuple[float, float]]] = [[] for _ in step.held]
+    for task, start, stop in zip(step.tasks, starts, stops, strict=True):
+        if task.takes or task.frees or task.during:
+            mine = changes[task.stage]
+            mine += [(start, task.takes + task.during), (stop, -task.frees - task.during)]
+    return [sum(held.values()) + _highest(of) for held, of in zip(step.held, changes, strict=True)]
 
 
 def _highest(changes: Iterable[tuple[float, float]]) -> float:
@@ -923,10 +911,4 @@ def write_trace(played: PlayedStep, path: Path) -> None:
     Raises:
         ConfigError: the file cannot be written.
     """
-    text = json.dumps({"traceEvents": trace_events(played), "displayTimeUnit": "ms"})
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(
-            f"cannot write {str(path)!r}: {error.strerror or error}; choose another file"
-        ) from error
+    write_text(path, json.dumps({"traceEvents": trace_events(played), "displayTimeUnit": "ms"}))
