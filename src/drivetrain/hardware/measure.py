@@ -9,10 +9,9 @@ than a factor of two, the quick pairs belong together.
 import os
 import statistics
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import combinations, pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import psutil
 import torch
@@ -24,7 +23,8 @@ from drivetrain.collectives.communicator import Communicator
 from drivetrain.collectives.facts import gather_facts
 from drivetrain.hardware.clock import CACHES, Clock
 from drivetrain.hardware.description import Hardware
-from drivetrain.hardware.prices import MICRO, HardwarePrices, size_of
+from drivetrain.hardware.prices import GIGA, MICRO, TERA, HardwarePrices, size_of
+from drivetrain.hardware.sizes import GIB
 from drivetrain.model.first_batch import Candidate
 from drivetrain.runtime.world import World
 from drivetrain.simulator.seen import LOSS, seen_model
@@ -33,7 +33,6 @@ from drivetrain.simulator.step import STATE_BYTES, MatrixProduct, MemoryPass, ba
 # --- measures one device ---
 
 DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-GIB = 2**30
 
 SIDES = {"cpu": (64, 128, 256, 512, 1024), "device": (128, 256, 512, 1024, 2048, 4096, 8192)}
 """Rows and columns of products, by kind of device."""
@@ -55,50 +54,34 @@ CALLS = 8
 """Kernels in a row when starts are timed, and products when the smallest are."""
 
 
-@dataclass(frozen=True, slots=True)
-class KernelFigures:
-    """Kernels of one kind: see ``KernelFacts``."""
+LEAST = 1e-3
+"""Shares and times in a file are above zero."""
 
-    times: Sequence[tuple[float, float]]
-    start_us: float
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceFigures:
-    """The figures of one device, while all ranks measured theirs.
-
-    Attributes:
-        teraflops: the best rate of products, by precision.
-        efficiency: (rows, share of the best rate) of square products in the finest precision.
-        memory_gib: of the device, or this rank's part of the host's.
-        gigabytes_per_second: the best rate of a pass over memory, reads and writes together.
-        memory_shares: (bytes, share of that rate).
-        launch_us: from the start of a kernel to the next, without autograd.
-        dispatch_us: the same with autograd.
-        runs_ahead: whether the host starts kernels while earlier ones run.
-        kernels: by kind; measured beside the others.
-    """
-
-    teraflops: dict[str, float]
-    efficiency: list[tuple[int, float]]
-    memory_gib: float
-    gigabytes_per_second: float
-    memory_shares: list[tuple[float, float]]
-    launch_us: float
-    dispatch_us: float
-    runs_ahead: bool = True
-    kernels: Mapping[str, KernelFigures] = field(default_factory=dict)
+Section: TypeAlias = dict[str, Any]
+"""A section of a description, as its file has it."""
 
 
-def measure_device(clock: Clock, ranks_beside: int) -> DeviceFigures:
-    """Measure a device.
+def short(value: float) -> float:
+    """Return a number of a file: three digits, above zero."""
+    return max(float(f"{value:.3g}"), LEAST)
+
+
+def curve(points: Iterable[tuple[float, float]]) -> list[list[float]]:
+    """Return the shares of a file by size."""
+    return [[float(size), min(1.0, short(share))] for size, share in points]
+
+
+def measure_device(clock: Clock, source: str, ranks: int) -> Section:
+    """Return the sections ``device``, without kernels by kind, and ``host`` of a description.
 
     Args:
         clock: of the device.
-        ranks_beside: ranks of this host, which share its memory where they compute on processors.
+        source: of the numbers.
+        ranks: of this host, which share its memory where they compute on processors.
     """
     device = clock.device
-    kind = "cpu" if device.type == "cpu" else "device"
+    on_host = device.type == "cpu"
+    kind = "cpu" if on_host else "device"
     rates: dict[str, float] = {}
     sweep: list[tuple[int, float]] = []
     for name, dtype in DTYPES.items():
@@ -106,20 +89,37 @@ def measure_device(clock: Clock, ranks_beside: int) -> DeviceFigures:
         if found:
             rates[name] = max(rate for _, rate in found)
             sweep = sweep or found
-    best = rates["no"]
     passes = [(size, _pass(clock, size)) for size in BYTES[kind]]
     memory = max(rate for _, rate in passes)
     launch, dispatch = _starts(clock)
-    return DeviceFigures(
-        {name: rate / 1e12 for name, rate in rates.items()},
-        [(side, rate / best) for side, rate in sweep],
-        _memory(device, ranks_beside) / GIB,
-        memory / 1e9,
-        [(float(size), rate / memory) for size, rate in passes],
-        0.0 if kind == "cpu" else launch / MICRO,  # part of dispatch_us there
-        dispatch / MICRO,
-        kind != "cpu",
-    )
+    tile = 16 if on_host else 64
+    return {
+        "device": {
+            "source": source,
+            "teraflops": {name: short(rate / TERA) for name, rate in rates.items()},
+            "launch_us": short(0.0 if on_host else launch / MICRO),  # part of dispatch_us there
+            "products": {
+                "source": source,
+                "processors": 1,
+                "tiles": [[tile, tile, 1.0]],
+                "depth": 0,
+                "shares": curve((2.0 * side**3, rate / rates["no"]) for side, rate in sweep),
+            },
+            "memory": {
+                "source": source,
+                "gib": short(_memory(device, ranks) / GIB),
+                "gigabytes_per_second": short(memory / GIGA),
+                "shares": curve((size, rate / memory) for size, rate in passes),
+            },
+        },
+        "host": {
+            "source": source,
+            "devices": ranks,
+            "dispatch_us": short(dispatch / MICRO),
+            "attention": "fused",
+            "runs_ahead": not on_host,
+        },
+    }
 
 
 def _products(
@@ -222,25 +222,17 @@ class _Case(NamedTuple):
     shape: tuple[int, ...]
 
 
-def _cases(
-    make: Callable[[], nn.Module],
-    tiny: tuple[int, ...],
-    middle: tuple[int, ...],
-    large: tuple[int, ...],
-    small: Callable[[], nn.Module] | None = None,
-) -> tuple[_Case, _Case, _Case]:
-    """Return the cases of a kind; where no module is for the tiny input, one is for all."""
-    return (
-        _Case("small", small or make, tiny),
-        _Case("middle", make, middle),
-        _Case("large", make, large),
-    )
+def _cases(make: Callable[[], nn.Module], *shapes: tuple[int, ...]) -> list[_Case]:
+    """Return the cases of a kind, the smallest first."""
+    words = ("small", "middle", "large")
+    return [_Case(word, make, shape) for word, shape in zip(words, shapes, strict=True)]
 
 
 _MIDDLE, _LARGE = (128, 512), (512, 1024)
-_SUBJECTS: Mapping[str, tuple[_Case, _Case, _Case]] = {
-    "linear": _cases(lambda: nn.Linear(256, 1024), (1, 8), (64, 256), (512, 256),
-                     lambda: nn.Linear(8, 8)),
+_SUBJECTS: Mapping[str, Sequence[_Case]] = {
+    "linear": [_Case("small", lambda: nn.Linear(8, 8), (1, 8)),
+               _Case("middle", lambda: nn.Linear(256, 1024), (64, 256)),
+               _Case("large", lambda: nn.Linear(256, 1024), (512, 256))],
     "convolution": _cases(lambda: nn.Conv2d(16, 32, 3, padding=1), (1, 16, 4, 4),
                           (16, 16, 16, 16), (16, 16, 32, 32)),
     "attention": _cases(_Attention, (1, 1, 8, 8), (8, 4, 64, 48), (8, 4, 128, 64)),
@@ -265,15 +257,15 @@ def kernel_timings() -> int:
     return 6 * len(_SUBJECTS) + 4
 
 
-def measure_kernels(clock: Clock, hardware: Hardware) -> Mapping[str, KernelFigures]:
-    """Return the figures of kernels by kind.
+def measure_kernels(clock: Clock, hardware: Hardware) -> Section:
+    """Return the section of kernels by kind.
 
     Args:
         clock: of the device.
         hardware: with the measured rates of plain products and passes, and no kinds yet.
     """
     prices = HardwarePrices(hardware, {}, "no")
-    found: dict[str, KernelFigures] = {}
+    found: Section = {}
     for name, cases in _SUBJECTS.items():
         found.update(_of_module(clock, prices, name, cases))
     for kind, fused in (("update", None), ("fused update", True)):
@@ -283,8 +275,8 @@ def measure_kernels(clock: Clock, hardware: Hardware) -> Mapping[str, KernelFigu
 
 def _of_module(
     clock: Clock, prices: HardwarePrices, kind: str, cases: Sequence[_Case]
-) -> Iterator[tuple[str, KernelFigures]]:
-    """Yield the figures of forward and of backward."""
+) -> Iterator[tuple[str, Section]]:
+    """Yield the sections of forward and of backward."""
     tiny, *others = cases
     seconds = {case: _timed(clock, kind, case) for case in cases}
     for back, name in enumerate((kind, back_kind(kind))):
@@ -294,8 +286,8 @@ def _of_module(
         for case in others:
             plain = _planned(prices, case, name)
             found = (seconds[case][back] - start * plain.starts) / plain.seconds
-            times.append((plain.size, max(LEAST_FACTOR, found)))
-        yield name, KernelFigures(sorted(times), start / MICRO)
+            times.append((plain.size, found))
+        yield name, _kernel(sorted(times), start)
 
 
 class _Trained(nn.Module):
@@ -372,9 +364,7 @@ def _timed(clock: Clock, kind: str, case: _Case) -> tuple[float, float]:
     return there.seconds / calls, back.seconds / calls
 
 
-def _of_optimizer(
-    clock: Clock, prices: HardwarePrices, kind: str, fused: bool | None
-) -> KernelFigures:
+def _of_optimizer(clock: Clock, prices: HardwarePrices, kind: str, fused: bool | None) -> Section:
     seconds = []
     for elements in TENSORS:
         parameters = [
@@ -387,7 +377,12 @@ def _of_optimizer(
         seconds.append(timing.seconds / PARAMETERS)
     update = MemoryPass(PARAMETERS * TENSORS[1] * STATE_BYTES["no"].update, 0)
     times = PARAMETERS * (seconds[1] - seconds[0]) / prices.plain(update)
-    return KernelFigures([(size_of(update), max(LEAST_FACTOR, times))], seconds[0] / MICRO)
+    return _kernel([(size_of(update), times)], seconds[0])
+
+
+def _kernel(times: Sequence[tuple[float, float]], start: float) -> Section:
+    points = [[float(f"{size:.3g}"), short(max(LEAST_FACTOR, factor))] for size, factor in times]
+    return {"times": points, "start_us": short(start / MICRO)}
 
 
 # --- measures links ---
@@ -422,49 +417,6 @@ GAP = 2.0
 DISK = (10**5, 10**6, 32 * 10**6)
 
 
-@dataclass(frozen=True, slots=True)
-class RingFigures:
-    """All-reduces over a line of ranks.
-
-    Attributes:
-        latency_us: of a message, however few steps its ring has.
-        hop_us: of each step of a ring.
-        gigabytes_per_second: the best rate of a rank.
-        shares: (bytes of a rank, share of that rate).
-        operations: how many times as long others take as half of an all-reduce.
-    """
-
-    latency_us: float
-    hop_us: float
-    gigabytes_per_second: float
-    shares: list[tuple[float, float]]
-    operations: Mapping[str, float] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class BesideFigures:
-    """A collective beside training.
-
-    Attributes:
-        slowdown: seconds of compute lost per second beside it, at most 1.
-        in_training: how many times its own time it costs, at least 1.
-        in_training_us: of each collective more, however few its bytes are.
-    """
-
-    slowdown: float = 0.0
-    in_training: float = 1.0
-    in_training_us: float = 0.0
-
-
-class _PairFigures(NamedTuple):
-    """The figures of a link: its two ranks, its latency in seconds, and its bytes per second."""
-
-    first: int
-    second: int
-    seconds: float
-    bytes_per_s: float
-
-
 def measured_pairs(world: World) -> list[tuple[int, int]]:
     """Return the pairs of ranks whose links are measured."""
     every = list(combinations(range(world.size), 2))
@@ -491,8 +443,9 @@ def measure_pairs(clock: Clock, world: World) -> Mapping[tuple[int, int], tuple[
             ]
             rate = LARGE / max(seconds[1] - seconds[0], 1e-9)
             found[pair] = (seconds[0], rate)
-    rows = [_PairFigures(*pair, *figures) for pair, figures in found.items()]
-    everyone = gather_facts(rows, list[_PairFigures], doing="the figures of pairs")
+    rows = [(*pair, *figures) for pair, figures in found.items()]
+    kind = list[tuple[int, int, float, float]]
+    everyone = gather_facts(rows, kind, doing="the figures of pairs")
     return {row[:2]: row[2:] for part in everyone for row in part}
 
 
@@ -510,13 +463,14 @@ def _there_and_back(clock: Clock, first: bool, other: int, size: int) -> float:
     return clock.time(f"messages of {size} bytes to rank {other}", work).seconds
 
 
-def measure_ring(clock: Clock, ranks: Communicator, slowest: float) -> RingFigures:
-    """Return the figures of all-reduces. Collective.
+def measure_ring(clock: Clock, ranks: Communicator, slowest: float, beside: int = 1) -> Section:
+    """Return the section of a link, without source, by all-reduces. Collective.
 
     Args:
         clock: of this rank's device.
         ranks: of the line.
         slowest: bytes per second of the slowest pair in it.
+        beside: lines that are measured at the same time, whose rates add up.
     """
     steps = 2 * (ranks.size - 1)
     sizes = [size for size in RINGS if slowest > SLOW_BYTES_PER_S or size < RINGS[-1]]
@@ -550,17 +504,17 @@ def measure_ring(clock: Clock, ranks: Communicator, slowest: float) -> RingFigur
             half = timed(f"{name} of {size} bytes", lambda t=tensor, f=run: f(t).wait())  # type: ignore[misc]
             found.append(2 * half / seconds)
     best = max(rate for _, rate in points)
-    return RingFigures(
-        (alone - hop * steps) / MICRO,
-        hop / MICRO,
-        best / 1e9,
-        [(size, rate / best) for size, rate in points],
-        {name: statistics.median(found) for name, found in halves.items()},
-    )
+    return {
+        "latency_us": short((alone - hop * steps) / MICRO),
+        "hop_us": short(hop / MICRO),
+        "gigabytes_per_second": short(beside * best / GIGA),
+        "shares": curve((size, rate / best) for size, rate in points),
+        "operations": {name: short(statistics.median(found)) for name, found in halves.items()},
+    }
 
 
-def measure_beside(clock: Clock, ranks: Communicator, slowest: float) -> BesideFigures:
-    """Return the cost of an all-reduce beside the training of layers. Collective.
+def measure_beside(clock: Clock, ranks: Communicator, slowest: float) -> Section:
+    """Return the cost of an all-reduce beside the training of layers, for all links. Collective.
 
     Both take about as long, because a short one tells nothing beside the scatter of a long one.
 
@@ -592,10 +546,10 @@ def measure_beside(clock: Clock, ranks: Communicator, slowest: float) -> BesideF
     together = clock.time(f"{count} trainings beside a ring", beside).seconds
     hidden = min(alone, message)
     lost = (together - max(alone, message)) / hidden if hidden else 0.0
-    return BesideFigures(
-        min(1.0, max(0.0, lost)),
-        max(1.0, (together - alone) / message),
-    )
+    return {
+        "in_training": short(max(1.0, (together - alone) / message)),
+        "slowdown": short(min(1.0, lost)) if lost > 0 else 0,
+    }
 
 
 def measure_waiting(clock: Clock, ranks: Communicator) -> float:
@@ -634,10 +588,8 @@ def _layers(clock: Clock) -> tuple[nn.Module, Tensor]:
     return layers, torch.randn(side, side, device=clock.device)
 
 
-def measure_disk(
-    clock: Clock, folder: str | None = None
-) -> tuple[float, list[tuple[float, float]]]:
-    """Return the bytes per second of synced writes, and (bytes, share of it) by size.
+def measure_disk(clock: Clock, folder: str | None = None) -> Section:
+    """Return the section of a disk's link, without source, by synced writes.
 
     Rates never fall with the size: a slower longer write is noise.
     """
@@ -654,7 +606,12 @@ def measure_disk(
 
         best = max(best, size / clock.time(f"files of {size} bytes", work).seconds)
         points.append((float(size), best))
-    return best, [(size, rate / best) for size, rate in points]
+    return {
+        "latency_us": 1.0,
+        "hop_us": 1.0,
+        "gigabytes_per_second": short(best / GIGA),
+        "shares": curve((size, rate / best) for size, rate in points),
+    }
 
 
 def host_pairs(

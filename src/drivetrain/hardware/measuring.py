@@ -7,9 +7,8 @@ import socket
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import yaml
@@ -23,12 +22,11 @@ from drivetrain.hardware.description import UNMEASURED, Hardware
 from drivetrain.hardware.measure import (
     BYTES,
     DISK,
+    LEAST,
     QUICK_BYTES_PER_S,
     RINGS,
     SIDES,
-    BesideFigures,
-    DeviceFigures,
-    RingFigures,
+    Section,
     host_pairs,
     kernel_timings,
     levels_of,
@@ -52,13 +50,6 @@ RING_TIMINGS = 3 * len(RINGS) + 2 + 7
 """Timings of a round of rings of one line, and beside training."""
 
 
-class _Measured(NamedTuple):
-    """The figures of a rank's device, and the scatter of measurements by name."""
-
-    figures: DeviceFigures
-    loud: dict[str, float]
-
-
 def main() -> None:
     """Measure, and write the file on rank 0."""
     target = Path(sys.argv[1])
@@ -71,52 +62,52 @@ def main() -> None:
     total += ROUNDS * RING_TIMINGS * (world.size > 1)
     bar: Bar[None] = Bar(total=total, desc="measuring", disable=world.rank > 0)
     clock = Clock(world.device, advance=lambda: bar.update(1))
+    source = (
+        f"measured {time.strftime('%Y-%m-%d')} on {len(set(world.hosts))} host(s) with "
+        f"{world.local_size} rank(s) each, all at the same time, with torch {torch.__version__}"
+    )
     for _ in range(ROUNDS):
-        figures = measure_device(clock, world.local_size)
-        figures = replace(figures, kernels=measure_kernels(clock, _plain(figures)))
+        mine = measure_device(clock, source, world.local_size)
+        mine["device"]["kernels"] = measure_kernels(clock, _plain(mine))
     disk = measure_disk(clock, str(target.resolve().parent) if world.rank == 0 else None)
-    links = _measure_links(accelerator, clock, bar) if world.size > 1 else _Links()
+    links = (
+        _measure_links(accelerator, clock, bar) if world.size > 1 else _Links({}, (None, None), {})
+    )
     bar.close()
-    every = gather_facts(_Measured(figures, clock.loud), _Measured, doing="the figures of ranks")
+    kind = tuple[Section, dict[str, float]]
+    every = gather_facts((mine, clock.loud), kind, doing="the figures of ranks")
     if world.rank == 0:
-        slowest_rank, _ = min(every, key=lambda each: each[0].teraflops["no"])
+        slowest, _ = min(every, key=lambda each: each[0]["device"]["teraflops"]["no"])
         seconds = time.perf_counter() - started
-        source = (
-            f"measured {time.strftime('%Y-%m-%d')} on {len(set(world.hosts))} host(s) with "
-            f"{world.local_size} rank(s) each, all at the same time, with torch {torch.__version__}"
-        )
         values = described(
-            target.stem, source, slowest_rank, rings=links.rings, disk=disk, beside=links.beside,
-            per_host=world.local_size,
-        )  # fmt: skip
+            target.stem, source, slowest, rings=links.rings, disk=disk, beside=links.beside
+        )
         rates = {pair: rate for pair, (_, rate) in links.pairs.items()}
         if between := host_pairs(rates, world.hosts):
             values["links"]["pairs"] = {"source": source, **between}
         notes = [f"{source}, in {seconds:.0f} s; rank 0 on {socket.gethostname()}"]
-        notes += _notes([loud for _, loud in every], links.pairs, world.size, slowest_rank)
+        products = slowest["device"]["products"]["shares"]
+        notes += _notes([loud for _, loud in every], links.pairs, world.size, products)
         target.write_text(file_text(values, notes), encoding="utf-8")
         sys.stdout.write("\n".join([*notes, f"written: {target}", ""]))
     accelerator.wait_for_everyone()
     accelerator.end_training()
 
 
-def _plain(figures: DeviceFigures) -> Hardware:
+def _plain(mine: Section) -> Hardware:
     """Return a description with this device alone, which prices plain products and passes."""
-    disk = (1e9, [(1.0, 1.0)])
     values = described(
-        "this device", "this measurement", figures, rings=[None, None], disk=disk,
-        beside=BesideFigures(), per_host=1,
-    )  # fmt: skip
+        "this device", "this measurement", mine, rings=[None, None], disk=PLACEHOLDER, beside={}
+    )
     return Hardware.model_validate(values)
 
 
-@dataclass(frozen=True)
-class _Links:
+class _Links(NamedTuple):
     """The figures of links: pairs of ranks, rings inside of a host and between hosts, training."""
 
-    pairs: Mapping[tuple[int, int], tuple[float, float]] = field(default_factory=dict)
-    rings: Sequence[RingFigures | None] = (None, None)
-    beside: BesideFigures = BesideFigures()
+    pairs: Mapping[tuple[int, int], tuple[float, float]]
+    rings: Sequence[Section | None]
+    beside: Section
 
 
 def _measure_links(accelerator: Accelerator, clock: Clock, bar: Bar[None]) -> _Links:
@@ -129,33 +120,21 @@ def _measure_links(accelerator: Accelerator, clock: Clock, bar: Bar[None]) -> _L
     rounds = ROUNDS if slowest > QUICK_BYTES_PER_S else 1
     bar.update((ROUNDS - rounds) * RING_TIMINGS)
     for _ in range(rounds):
-        rings = [line and line.measured(clock, slowest) for line in lines]
+        rings = [line and measure_ring(clock, line[0], slowest, line[1]) for line in lines]
         beside = measure_beside(clock, ranks, slowest)
         if lines[0]:
-            waiting = measure_waiting(clock, lines[0].ranks)
-            beside = replace(beside, in_training_us=waiting / MICRO)
-    for each in (ranks, *(line.ranks for line in lines if line)):
+            waiting = measure_waiting(clock, lines[0][0]) / MICRO
+            beside["in_training_us"] = float(f"{waiting:.3g}")
+    for each in (ranks, *(line[0] for line in lines if line)):
         each.close()
     return _Links(pairs, rings, beside)
 
 
-class _Line(NamedTuple):
-    """A line of ranks, and how many such lines share the link of a host."""
-
-    ranks: Communicator
-    beside: int
-
-    def measured(self, clock: Clock, slowest: float) -> RingFigures:
-        """Return the figures of its rings; the rate is that of all lines of a host together."""
-        found = measure_ring(clock, self.ranks, slowest)
-        rate = self.beside * found.gigabytes_per_second
-        return replace(found, gigabytes_per_second=rate)
-
-
-def _lines(accelerator: Accelerator) -> list[_Line | None]:
+def _lines(accelerator: Accelerator) -> list[tuple[Communicator, int] | None]:
     """Return the line inside of a host and the line between hosts; None for a line of one rank.
 
-    The lines between hosts, one for each rank of a host, are measured side by side.
+    Beside each, how many such lines share the link of a host: the lines between hosts, one for each
+    rank of a host, are measured side by side.
     """
     world, mesh = accelerator.world, accelerator.mesh
     levels, axis = mesh.start_levels("dp", world), mesh["dp"]
@@ -165,7 +144,7 @@ def _lines(accelerator: Accelerator) -> list[_Line | None]:
     elif len(set(world.hosts)) > 1:
         lines.reverse()
     return [
-        _Line(connect(each, accelerator.traffic, world.device, world.timeout), beside)
+        (connect(each, accelerator.traffic, world.device, world.timeout), beside)
         if each is not None and each.size > 1
         else None
         for each, beside in lines
@@ -176,7 +155,7 @@ def _notes(
     every: Sequence[dict[str, float]],
     pairs: Mapping[tuple[int, int], tuple[float, float]],
     ranks: int,
-    slowest: DeviceFigures,
+    products: Sequence[tuple[float, float]],
 ) -> Iterator[str]:
     """Yield lines about the measurement: scatter, the matrix of bandwidths, efficiency by size."""
     loud: dict[str, float] = {}
@@ -185,7 +164,7 @@ def _notes(
             loud[name] = max(scatter, loud.get(name, 0.0))
     for name, scatter in sorted(loud.items(), key=lambda each: -each[1]):
         yield f"WARNING: {name} scattered by {scatter:.0%}: measure again on a quiet machine"
-    shown = ", ".join(f"{side}: {share:.0%}" for side, share in slowest.efficiency)
+    shown = ", ".join(f"{(size / 2) ** (1 / 3):.0f}: {share:.0%}" for size, share in products)
     yield f"square products, share of the best rate by rows: {shown}"
     if not pairs:
         yield "links: not measured, since there is one rank alone"
@@ -204,67 +183,55 @@ def _notes(
 # --- the file: a description for plans, and notes about its making ---
 
 
-TILES = {True: 64, False: 16}
-"""Rows and columns of a tile of products: of devices, and of processors."""
-
-LEAST = 1e-3
-"""Shares and times in a file are above zero."""
+PLACEHOLDER: Section = {
+    "latency_us": 1000.0,
+    "hop_us": 1000.0,
+    "gigabytes_per_second": LEAST,
+    "shares": [[1.0, 1.0]],
+    "operations": {},
+}
+"""A link that nobody measured, without source."""
 
 
 def described(
     name: str,
     source: str,
-    device: DeviceFigures,
+    device: Section,
     *,
-    rings: Sequence[RingFigures | None],
-    disk: tuple[float, Sequence[tuple[float, float]]],
-    beside: BesideFigures,
-    per_host: int,
-) -> dict[str, Any]:
+    rings: Sequence[Section | None],
+    disk: Section,
+    beside: Section,
+) -> Section:
     """Return the values of a description; links that were not measured say so.
 
     Args:
         name: of the description.
         source: when and where everything was measured, for each section.
-        device: of the slowest rank.
+        device: the sections ``device`` and ``host``, of the slowest rank.
         rings: of the ranks of one host, and of one rank per host; None for a line of one rank.
-        disk: bytes per second, and shares by size.
+        disk: its link.
         beside: of a collective beside training.
-        per_host: ranks of a host.
     """
     inside, between = rings
-    rate, shares = disk
     return {
         "version": 1,
         "name": name,
-        "device": _device(device, source),
+        "device": device["device"],
         "links": {
             "source": source,
             "reached": 1.0,
-            "in_training": _short(beside.in_training),
-            "in_training_us": float(f"{beside.in_training_us:.3g}"),
-            "slowdown": _short(beside.slowdown) if beside.slowdown else 0,
+            "in_training": 1.0,
+            "slowdown": 0,
+            **beside,
             "inside": _link(inside, between, source),
             "between": _link(between, inside, source),
-            "disk": {
-                "source": source,
-                "latency_us": 1.0,
-                "hop_us": 1.0,
-                "gigabytes_per_second": _short(rate / 1e9),
-                "shares": _curve(shares),
-            },
+            "disk": {"source": source, **disk},
         },
-        "host": {
-            "source": source,
-            "devices": per_host,
-            "dispatch_us": _short(device.dispatch_us),
-            "attention": "fused",
-            "runs_ahead": device.runs_ahead,
-        },
+        "host": device["host"],
     }
 
 
-def file_text(values: Mapping[str, Any], notes: Sequence[str]) -> str:
+def file_text(values: Section, notes: Sequence[str]) -> str:
     """Return the text of a description, with notes in front.
 
     Raises:
@@ -272,63 +239,16 @@ def file_text(values: Mapping[str, Any], notes: Sequence[str]) -> str:
     """
     Hardware.model_validate(values)
     lines = "".join(f"# {note}\n" for note in notes)
-    return lines + yaml.safe_dump(dict(values), sort_keys=False, width=100)
+    return lines + yaml.safe_dump(values, sort_keys=False, width=100)
 
 
-def _device(device: DeviceFigures, source: str) -> dict[str, Any]:
-    """Return the section of a device."""
-    tile = TILES[device.runs_ahead]
-    return {
-        "source": source,
-        "teraflops": {key: _short(each) for key, each in device.teraflops.items()},
-        "launch_us": _short(device.launch_us),
-        "kernels": {
-            kind: {
-                "times": [[float(f"{size:.3g}"), _short(times)] for size, times in each.times],
-                "start_us": _short(each.start_us),
-            }
-            for kind, each in device.kernels.items()
-        },
-        "products": {
-            "source": source,
-            "processors": 1,
-            "tiles": [[tile, tile, 1.0]],
-            "depth": 0,
-            "shares": _curve([(2.0 * side**3, share) for side, share in device.efficiency]),
-        },
-        "memory": {
-            "source": source,
-            "gib": _short(device.memory_gib),
-            "gigabytes_per_second": _short(device.gigabytes_per_second),
-            "shares": _curve(device.memory_shares),
-        },
-    }
-
-
-def _link(ring: RingFigures | None, other: RingFigures | None, source: str) -> dict[str, Any]:
+def _link(ring: Section | None, other: Section | None, source: str) -> Section:
     """Return a link; an unmeasured link is written like the other level, and says so."""
-    told = source
-    if ring is None:
-        told = f"{UNMEASURED}: no two ranks met over this link; the numbers are placeholders"
-        told += " of the other level" if other is not None else ""
-        ring = other or RingFigures(1000.0, 1000.0, LEAST, [(1.0, 1.0)])
-    rate = ring.gigabytes_per_second
-    return {
-        "source": told,
-        "latency_us": _short(ring.latency_us),
-        "hop_us": _short(ring.hop_us),
-        "gigabytes_per_second": _short(rate),
-        "shares": _curve(ring.shares),
-        "operations": {name: _short(times) for name, times in ring.operations.items()},
-    }
-
-
-def _curve(points: Sequence[tuple[float, float]]) -> list[list[float]]:
-    return [[size, max(LEAST, min(1.0, _short(share)))] for size, share in points]
-
-
-def _short(value: float) -> float:
-    return max(float(f"{value:.3g}"), LEAST)
+    if ring is not None:
+        return {"source": source, **ring}
+    told = f"{UNMEASURED}: no two ranks met over this link; the numbers are placeholders"
+    told += " of the other level" if other is not None else ""
+    return {"source": told, **(other or PLACEHOLDER)}
 
 
 if __name__ == "__main__":

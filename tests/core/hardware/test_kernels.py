@@ -108,7 +108,9 @@ def test_measured_kinds_are_priced_as_they_were_measured(monkeypatch):
     assert set(found) == {
         *chosen, *(f"{name} backward" for name in chosen), "update", "fused update"
     }  # fmt: skip
-    prices = with_kernels(**{kind: (each.times, each.start_us) for kind, each in found.items()})
+    prices = with_kernels(
+        **{kind: (each["times"], each["start_us"]) for kind, each in found.items()}
+    )
     gelu = MemoryPass(2.0 * 512 * 1024 * 4, 0, kind="gelu")
     assert prices.seconds(PaperTask("a", (gelu,))) == pytest.approx(1e-2, rel=0.01)
     gelu = MemoryPass(2.0 * 128 * 512 * 4, 0, kind="gelu")

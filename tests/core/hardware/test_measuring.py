@@ -12,30 +12,33 @@ from drivetrain.collectives import connect
 from drivetrain.errors import ConfigError
 from drivetrain.hardware import clock as clock_module
 from drivetrain.hardware import measure as links
-from drivetrain.hardware.clock import Clock, timing_of
+from drivetrain.hardware.clock import Clock, Timing, timing_of
 from drivetrain.hardware.description import load_hardware
-from drivetrain.hardware.measure import BesideFigures, DeviceFigures, RingFigures, levels_of
+from drivetrain.hardware.measure import levels_of
 from drivetrain.hardware.measuring import described, file_text
 
-DEVICE = DeviceFigures(
-    {"no": 0.05}, [(64, 0.5), (128, 1.0)], 8.0, 12.0, [(1e5, 0.4), (1e8, 1.0)], 4.0, 9.0
-)
-RING = RingFigures(20.0, 40.0, 1.5, [(1e5, 0.3), (1e7, 1.0)])
+RING = {
+    "latency_us": 20.0, "hop_us": 40.0, "gigabytes_per_second": 1.5,
+    "shares": [[1e5, 0.3], [1e7, 1.0]],
+}  # fmt: skip
 
 
-def text(rings):
-    values = described(
-        "mine", "the test", DEVICE, rings=rings, disk=(1e9, [(1e5, 0.5), (1e7, 1.0)]),
-        beside=BesideFigures(0.2, 1.5), per_host=2,
-    )  # fmt: skip
+def text(rings, device=None):
+    device = device or load_hardware("cpu").model_dump(mode="json")
+    values = described("mine", "the test", device, rings=rings, disk=RING, beside={"slowdown": 0.2})
     return file_text(values, ["a note"])
 
 
-def test_what_was_measured_is_a_description(tmp_path):
+def test_what_was_measured_is_a_description(tmp_path, monkeypatch):
+    monkeypatch.setitem(links.SIDES, "cpu", (2, 4))
+    monkeypatch.setitem(links.BYTES, "cpu", (64, 128))
+    monkeypatch.setattr(Clock, "time", lambda *_, **__: Timing(1e-6, 0.0))
     path = tmp_path / "mine.yaml"
-    path.write_text(text([RING, RING]))
+    device = links.measure_device(Clock(torch.device("cpu")), "the test", 2)
+    path.write_text(text([RING, RING], device))
     found = load_hardware(str(path))
-    assert found.device.teraflops == {"no": 0.05}
+    assert found.device.teraflops == dict.fromkeys(("no", "bf16", "fp16"), 0.001)
+    assert found.device.products.shares == [(16.0, 0.125), (128.0, 1.0)]
     assert found.links.inside.gigabytes_per_second == 1.5
     assert found.host.devices == 2
     assert path.read_text().startswith("# a note\n")
@@ -90,10 +93,10 @@ def test_pairs_and_rings_of_two_ranks():
     ring = links.measure_ring(clock, ranks, pairs[0, 1][1])
     # Another line, such as that between hosts, has timings of its own.
     assert {name.rpartition(" ")[2] for name in clock.samples if "ring" in name} == {"dp"}
-    shares = [share for _, share in ring.shares]
+    shares = [share for _, share in ring["shares"]]
     assert max(shares) == 1.0
-    assert ring.gigabytes_per_second > 0
-    assert 0 <= links.measure_beside(clock, ranks, pairs[0, 1][1]).slowdown <= 1
+    assert ring["gigabytes_per_second"] > 0
+    assert 0 <= links.measure_beside(clock, ranks, pairs[0, 1][1])["slowdown"] <= 1
     assert links.measure_waiting(clock, ranks) >= 0
     assert len(clock.samples["short trainings alone"]) == len(clock.samples["a ring alone"])
     ranks.close()
