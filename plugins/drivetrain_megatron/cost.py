@@ -59,7 +59,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from drivetrain.collectives import sent_elements
+from drivetrain.collectives import Route, sent_elements
 from drivetrain.collectives.communicator import SoloCommunicator
 from drivetrain.collectives.volume import Operation, chunk_bounds
 from drivetrain.cost import Cost, ModelSpec, TensorSpec
@@ -67,6 +67,7 @@ from drivetrain.model.look import BlockCall, Look
 from drivetrain.model.modules import named_parameters, uncompiled
 from drivetrain.model.recorder import look_at
 from drivetrain.model.untouched import PLANNING, untouched
+from drivetrain.parallel.estimate import add
 from drivetrain.strategy import Run
 from drivetrain_megatron.config import MegatronConfig
 from drivetrain_megatron.pipeline.cut import StageCut, chosen_cut
@@ -79,9 +80,12 @@ from drivetrain_megatron.recording.phases import Recording, TensorMeta, block_or
 from drivetrain_megatron.recording.proxy import StageProxy
 from drivetrain_megatron.state import data_parallel
 from drivetrain_megatron.tensor.linear import features_of, is_linear
-from drivetrain_megatron.tensor.partition import Partition, ShardingSpec
+from drivetrain_megatron.tensor.partition import ShardingSpec
 
 # --- bytes for activations ---
+
+Sent = Counter[tuple[str, str]]
+"""Bytes by axis and operation."""
 
 _STATISTICS = 3
 """Of a cross entropy: maximum, sum of exponentials, and the logit of the target."""
@@ -106,86 +110,43 @@ class Activation:
         """Number of bytes."""
         return self.numel * self.itemsize
 
-    def shard(self, line: "RanksOfAxis") -> "Activation":
+    def shard(self, line: Route) -> "Activation":
         """Return the part that a rank holds when tokens are divided."""
-        start, stop = chunk_bounds(self.tokens, line.size)[line.rank]
+        start, stop = chunk_bounds(self.tokens, line.axis.size)[line.axis.rank]
         return replace(self, tokens=stop - start)
 
+    def summed(self, line: Route) -> Sent:
+        """Return the bytes of a sum over ranks: words that come in, or go out."""
+        return line.all_reduced(self.numel, self.itemsize)
 
-@dataclass(frozen=True, slots=True)
-class RanksOfAxis:
-    """The ranks of an axis, seen from the rank that sends."""
+    def passed(self, operation: Operation, line: Route) -> Sent:
+        """Return the bytes of shards of the tokens that are gathered or scattered."""
+        each = self.rows * self.width * self.itemsize
+        bounds = chunk_bounds(self.tokens, line.axis.size)
+        return line.passed(operation, [(stop - start) * each for start, stop in bounds])
 
-    size: int
-    rank: int = 0
 
-
-def group(
-    entering: Activation, leaving: Activation, line: RanksOfAxis, *, sharded: bool
-) -> Counter[str]:
-    """Return the bytes by operation of a column-parallel and the row-parallel layer after it.
+def group(entering: Activation, leaving: Activation, line: Route, *, sharded: bool) -> Sent:
+    """Return the bytes of a column-parallel and the row-parallel layer after it.
 
     Column-parallel layers with the same input count once. ``sharded`` activations are shards of the
     sequence outside of the group.
     """
     if not sharded:
-        return whole(entering, line) + whole(leaving, line)
-    found: Counter[str] = Counter()
+        return entering.summed(line) + leaving.summed(line)
+    found = Sent()
     for activation in (entering, leaving):  # gathered one way, scattered the other
-        for operation in ("all_gather", "reduce_scatter"):
-            found[operation] += _by_tokens(operation, activation, line)
+        found += activation.passed("all_gather", line) + activation.passed("reduce_scatter", line)
     return found
 
 
-def whole(activation: Activation, line: RanksOfAxis) -> Counter[str]:
-    """Return the bytes of one sum over ranks: words that come in, or go out."""
-    return all_reduce(activation.numel, activation.itemsize, line)
-
-
-def cross_entropy(targets: int, itemsize: int, line: RanksOfAxis) -> Counter[str]:
+def cross_entropy(targets: int, itemsize: int, line: Route) -> Sent:
     """Return the bytes of the loss of divided logits; label smoothing adds a third of it.
 
     The statistics of a target have the itemsize of the logits, at least that of fp32.
     """
-    each = all_reduce(targets, itemsize, line)
-    return Counter({operation: _STATISTICS * nbytes for operation, nbytes in each.items()})
-
-
-def joined(activation: Activation, line: RanksOfAxis) -> Counter[str]:
-    """Return the bytes of one end of the part of a model that works on shards of the sequence.
-
-    The shards are joined after the last block, and those of the gradient before the first.
-    """
-    return Counter({"all_gather": _by_tokens("all_gather", activation, line)})
-
-
-def all_reduce(numel: int, itemsize: int, line: RanksOfAxis) -> Counter[str]:
-    """Return the bytes of one all-reduce."""
-    elements = sent_elements("all_reduce", numel, size=line.size, rank=line.rank)
-    return Counter({"all_reduce": elements * itemsize})
-
-
-def all_gather(numel: int, itemsize: int, features: Partition, line: RanksOfAxis) -> Counter[str]:
-    """Return the bytes of a gathering of so many numbers, whose last dim is cut like this."""
-    each = numel // features.size
-    chunks = [(start * each, stop * each) for start, stop in features.bounds]
-    elements = sent_elements(
-        "all_gather", each * features.bounds[-1][1], size=line.size, rank=line.rank, chunks=chunks
-    )
-    return Counter({"all_gather": elements * itemsize})
-
-
-def _by_tokens(operation: Operation, activation: Activation, line: RanksOfAxis) -> int:
-    each = activation.rows * activation.width
-    bounds = chunk_bounds(activation.tokens, line.size)
-    elements = sent_elements(
-        operation,
-        activation.numel,
-        size=line.size,
-        rank=line.rank,
-        chunks=[(start * each, stop * each) for start, stop in bounds],
-    )
-    return elements * activation.itemsize
+    each = line.all_reduced(targets, itemsize)
+    return Sent({key: _STATISTICS * nbytes for key, nbytes in each.items()})
 
 
 # --- how the ranks of a cell will hold a model: planned as ``prepare`` does, and left whole ---
@@ -374,9 +335,6 @@ def _share(spec: TensorSpec, ranks: int, rank: int) -> TensorSpec:
     return replace(spec, shape=(stop - start, *spec.shape[1:]))
 
 
-Sent = Counter[tuple[str, str]]
-
-
 @dataclass(frozen=True, slots=True)
 class Forward:
     """One micro-batch on its way through the blocks.
@@ -412,7 +370,7 @@ class StepVolumes:
         self, config: MegatronConfig, model: ModelSpec, layout: CellLayout, run: Run
     ) -> None:
         self._config, self._model, self._layout, self._run = config, model, layout, run
-        self._line = RanksOfAxis(config.tp, run.mesh["tp"].rank)
+        self._line = Route(run.mesh["tp"])
         self._links = StageLinks.of(run)
 
     def sent(self) -> Sent:
@@ -422,13 +380,11 @@ class StepVolumes:
         for forward, times in counts:
             if self._layout.plan is not None:
                 found = self._of_layers(self._layout.plan, forward) + self._of_gradients()
-                total.update({("tp", op): nbytes * times for op, nbytes in found.items()})
+                add(total, found, times)
             if self._layout.pipeline is not None:
-                crossing = self._over_cuts(self._layout.pipeline, forward)
-                total.update({(link, "send"): n * times for link, n in crossing.items()})
+                add(total, self._over_cuts(self._layout.pipeline, forward), times)
         if self._layout.pipeline is not None:
-            tied = self._of_ties(self._layout.pipeline)
-            total.update({(link, "send"): nbytes for link, nbytes in tied.items()})
+            total += self._of_ties(self._layout.pipeline)
             total["pp", "broadcast"] += self._of_losses(self._layout.pipeline, counts[0][0])
         return total
 
@@ -468,8 +424,8 @@ class StepVolumes:
 
     # --- tensor parallelism, in one micro-batch ---
 
-    def _of_layers(self, plan: ModelPlan, forward: Forward) -> Counter[str]:
-        found: Counter[str] = Counter()
+    def _of_layers(self, plan: ModelPlan, forward: Forward) -> Sent:
+        found = Sent()
         phases = {name: phase for phase, name in enumerate(forward.look.first_calls())}
         for name, x in forward.entering.items():
             if self._layout.has_phase(phases[name]):
@@ -481,29 +437,27 @@ class StepVolumes:
             found += self._after_blocks(plan, activations[-1])
         return found
 
-    def _before_blocks(self, plan: ModelPlan, x: Activation) -> Counter[str]:
-        found: Counter[str] = Counter()
+    def _before_blocks(self, plan: ModelPlan, x: Activation) -> Sent:
+        found = Sent()
         for layer in map(self._module.get_submodule, plan.vocabulary):
             if isinstance(layer, nn.Embedding):
-                found += whole(replace(x, width=layer.embedding_dim), self._line)
+                found += replace(x, width=layer.embedding_dim).summed(self._line)
         return found + self._end(x)
 
-    def _after_blocks(self, plan: ModelPlan, x: Activation) -> Counter[str]:
-        found: Counter[str] = Counter()
+    def _after_blocks(self, plan: ModelPlan, x: Activation) -> Sent:
+        found = Sent()
         exact = max(x.itemsize, torch.float32.itemsize)
         for layer in map(self._module.get_submodule, plan.vocabulary):
             if is_linear(layer):
-                found += whole(replace(x, width=features_of(layer)[0]), self._line)
+                found += replace(x, width=features_of(layer)[0]).summed(self._line)
                 found += cross_entropy(x.rows * x.tokens, exact, self._line)
         return found + self._end(x)
 
-    def _end(self, x: Activation) -> Counter[str]:
-        return joined(x, self._line) if self._config.sequence_parallel else Counter()
+    def _end(self, x: Activation) -> Sent:
+        return x.passed("all_gather", self._line) if self._config.sequence_parallel else Sent()
 
-    def _of_block(
-        self, name: str, derivation: Derivation, x: Activation, forward: Forward
-    ) -> Counter[str]:
-        found: Counter[str] = Counter()
+    def _of_block(self, name: str, derivation: Derivation, x: Activation, forward: Forward) -> Sent:
+        found = Sent()
         block, sharded = self._module.get_submodule(name), self._config.sequence_parallel
         for entering, leaving in (
             _widths(block, derivation) if sharded else _heads(block, derivation)
@@ -512,29 +466,31 @@ class StepVolumes:
             found += group(*ends, self._line, sharded=sharded)
         for first, last in () if sharded else _ends(derivation):
             for numel in forward.through(f"{name}.{first}", f"{name}.{last}"):
-                found += all_reduce(numel, x.itemsize, self._line)
+                found += self._line.all_reduced(numel, x.itemsize)
         for each in derivation.plan.alone:
             layer = f"{name}.{each.layer}"
             entering, leaving = forward.through(layer, layer)
             summed, cut = (leaving, entering) if each.by_rows else (entering, leaving)
-            found += all_reduce(summed, x.itemsize, self._line)
-            found += all_gather(cut, x.itemsize, each.features, self._line)
+            found += self._line.all_reduced(summed, x.itemsize)
+            of_feature = cut // each.features.size * x.itemsize
+            lengths = [(stop - start) * of_feature for start, stop in each.features.bounds]
+            found += self._line.passed("all_gather", lengths)
         return found
 
-    def _of_gradients(self) -> Counter[str]:
-        found: Counter[str] = Counter()
+    def _of_gradients(self) -> Sent:
+        found = Sent()
         for spec in self._layout.summed(self._model.parameters):
-            found += all_reduce(spec.numel, spec.dtype.itemsize, self._line)
+            found += self._line.all_reduced(spec.numel, spec.dtype.itemsize)
         return found
 
     # --- pipeline parallelism ---
 
-    def _over_cuts(self, pipeline: Pipelined, forward: Forward) -> Counter[str]:
+    def _over_cuts(self, pipeline: Pipelined, forward: Forward) -> Sent:
         """Return the bytes that this rank sends over each link for one micro-batch.
 
         They are of outputs, to the next stage, and of gradients, to the stage before.
         """
-        total: Counter[str] = Counter()
+        total = Sent()
         for stage, bound in enumerate(pipeline.cut.bounds[1:-1]):
             before, after = pipeline.holder(stage), pipeline.holder(stage + 1)
             if before == after:
@@ -542,8 +498,8 @@ class StepVolumes:
             link = self._links.name(before, after)
             for meta, numel in self._carried(forward.leaving[bound - 1]):
                 nbytes = numel * self._links.wire_dtype(before, after, meta.dtype).itemsize
-                total[link] += nbytes * (before == pipeline.rank)
-                total[link] += nbytes * (after == pipeline.rank and meta.requires_grad)
+                total[link, "send"] += nbytes * (before == pipeline.rank)
+                total[link, "send"] += nbytes * (after == pipeline.rank and meta.requires_grad)
         return total
 
     def _carried(self, metas: Sequence[TensorMeta]) -> Iterator[tuple[TensorMeta, int]]:
@@ -556,16 +512,16 @@ class StepVolumes:
                 numel = _of_shape(meta.shape, meta.dtype).shard(self._line).numel
             yield meta, numel
 
-    def _of_ties(self, pipeline: Pipelined) -> Counter[str]:
+    def _of_ties(self, pipeline: Pipelined) -> Sent:
         """Return the bytes of values to copies, and of a copy's gradient to its owner, by link."""
-        total: Counter[str] = Counter()
+        total = Sent()
         specs = {spec.name: spec for spec in self._model.parameters}
         for tie, owner, others in pipeline.lent():
             spec = self._layout.local(specs[tie.name])
             for other in others:
                 link = self._links.name(owner, other)
-                total[link] += spec.nbytes * (owner == pipeline.rank)
-                total[link] += spec.nbytes * (other == pipeline.rank and spec.trainable)
+                total[link, "send"] += spec.nbytes * (owner == pipeline.rank)
+                total[link, "send"] += spec.nbytes * (other == pipeline.rank and spec.trainable)
         return total
 
     def _of_losses(self, pipeline: Pipelined, forward: Forward) -> int:

@@ -7,9 +7,10 @@ import torch
 
 from cases import case
 from drivetrain import Accelerator
+from drivetrain.collectives import Route
 from drivetrain.cost import ModelSpec
 from drivetrain.model.modules import held_parameters
-from drivetrain.runtime.mesh import Mesh
+from drivetrain.runtime.mesh import Axis, Mesh
 from drivetrain.runtime.precision import Precision
 from drivetrain.runtime.world import World
 from drivetrain.strategy import Run as PlannedRun
@@ -19,7 +20,7 @@ from drivetrain.traffic import Traffic
 from drivetrain_megatron import Megatron
 from drivetrain_megatron import cost as volumes
 from drivetrain_megatron.config import MegatronConfig
-from drivetrain_megatron.cost import Activation, RanksOfAxis
+from drivetrain_megatron.cost import Activation
 from huggingface_models import ARCHITECTURES, WIDTH, token_batch
 from word_models import WithLoss, word_loss
 
@@ -93,27 +94,32 @@ def planned(name, *, ranks, spec=None, **options):
     return Megatron.cost(config, spec or ModelSpec.of(build(name), states=0, inputs=GIVEN), run)
 
 
+def line_of(ranks, rank=0):
+    hosts = ("here",) * ranks
+    return Route(Axis(name="tp", size=ranks, rank=rank, ranks=tuple(range(ranks)), hosts=hosts))
+
+
 def test_formulas_are_those_of_the_papers_and_ranks_together_send_what_a_ring_sends():
     for ranks in (2, 4, 8):
-        line = RanksOfAxis(ranks)
+        line = line_of(ranks)
         a = Activation(rows=3, tokens=16, width=8, itemsize=2)
         share = a.nbytes * (ranks - 1) // ranks
         for sharded in (False, True):
             assert volumes.group(a, a, line, sharded=sharded).total() == 4 * share
-        assert volumes.whole(a, line).total() == 2 * share
-        assert volumes.joined(a, line).total() == share
+        assert a.summed(line).total() == 2 * share
+        assert a.passed("all_gather", line).total() == share
         tokens = a.rows * a.tokens
-        sent = {"all_reduce": 6 * 4 * tokens * (ranks - 1) // ranks}
+        sent = {("tp", "all_reduce"): 6 * 4 * tokens * (ranks - 1) // ranks}
         assert volumes.cross_entropy(tokens, 4, line) == sent
 
     a = Activation(rows=1, tokens=4096, width=4096, itemsize=2)
     for sharded in (False, True):
-        layer = 2 * volumes.group(a, a, RanksOfAxis(8), sharded=sharded).total()
+        layer = 2 * volumes.group(a, a, line_of(8), sharded=sharded).total()
         assert layer == 8 * 4096 * 4096 * 2 * 7 // 8 == 234_881_024
 
     a = Activation(rows=2, tokens=7, width=5, itemsize=1)
     for ranks in (2, 3, 4, 9):
-        lines = [RanksOfAxis(ranks, rank) for rank in range(ranks)]
+        lines = [line_of(ranks, rank) for rank in range(ranks)]
         each = [volumes.group(a, a, line, sharded=True).total() for line in lines]
         assert sum(each) == 4 * a.nbytes * (ranks - 1)
 
@@ -157,9 +163,9 @@ def test_bytes_of_a_step(cells):
 
 def test_layers_and_few_others_are_all_there_is():
     """The statement in full, from shapes alone: layers, words in and out, cross entropy."""
-    line, a = RanksOfAxis(2), Activation(ROWS, TOKENS, WIDTH, 8)
+    line, a = line_of(2), Activation(ROWS, TOKENS, WIDTH, 8)
     expected = 2 * 2 * volumes.group(a, a, line, sharded=False).total()
-    expected += 2 * volumes.whole(a, line).total()
+    expected += 2 * a.summed(line).total()
     expected += volumes.cross_entropy(ROWS * TOKENS, 8, line).total()
     assert planned("llama", ranks=2, tp=2).sent == {("tp", "all_reduce"): expected}
 
