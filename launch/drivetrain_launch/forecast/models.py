@@ -10,7 +10,7 @@ import re
 import runpy
 import sys
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -294,19 +294,15 @@ def _guesses(model: nn.Module, seq: int | None) -> Iterator[Candidate]:
     """Yield the inputs that the model itself names, then guesses; sequences are of length seq."""
     own = vars(model).get("example_inputs")
     if own is not None:
-        yield Candidate("example_inputs of the model", *_arguments(own))
+        yield Candidate.of("example_inputs of the model", own)
         return
-    for what, guess in guessed_inputs(model):
-        if seq is None and _has_tokens(guess):
+    for guess in guessed_inputs(model):
+        given = guess.args, dict(guess.kwargs)
+        if seq is None and any(map(_is_tokens, tree_leaves(given))):
             problem = "the length of a sequence is not known: give --seq, or a script with a loader"
-            yield Candidate(what, problem=problem)
+            yield Candidate(guess.what, problem=problem)
         else:
-            long = tree_map(lambda leaf: _of_length(leaf, seq), guess)
-            yield Candidate(what, *_arguments(long))
-
-
-def _has_tokens(guess: Any) -> bool:
-    return any(_is_tokens(leaf) for leaf in tree_leaves(guess))
+            yield Candidate(guess.what, *tree_map(lambda leaf: _of_length(leaf, seq), given))
 
 
 def _is_tokens(leaf: Any) -> bool:
@@ -315,9 +311,3 @@ def _is_tokens(leaf: Any) -> bool:
 
 def _of_length(leaf: Any, seq: int | None) -> Any:
     return leaf.new_zeros(leaf.shape[0], seq) if seq and _is_tokens(leaf) else leaf
-
-
-def _arguments(given: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if isinstance(given, Mapping):
-        return (), dict(given)
-    return (tuple(given) if isinstance(given, list | tuple) else (given,)), {}

@@ -2,8 +2,9 @@
 
 import copy
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -90,10 +91,17 @@ def example_inputs(
     """
     given = inputs_of_user(model)
     if given is not None:
-        return _looked(model, *_arguments(given), stages)
+        if not isinstance(given, Mapping | list | tuple | Tensor):
+            raise UsageError(
+                f"expected model.example_inputs to be a dict, a tuple or a tensor, found a "
+                f"{type(given).__name__}: set it to the arguments of the model's forward"
+            )
+        _, args, kwargs, _ = Candidate.of("", given)
+        return _looked(model, args, kwargs, stages)
     failures: dict[str, list[str]] = {}
     needed: ValuesNeededError | None = None
-    for candidate in _candidates(uncompiled(model), examples):
+    plain = uncompiled(model)
+    for candidate in chain(batches_as_arguments(plain, examples), guessed_inputs(plain)):
         problem = candidate.problem
         if not problem:
             try:
@@ -105,12 +113,6 @@ def example_inputs(
     if needed is not None:
         raise needed  # it accepts the input, and then looks at values
     raise UsageError(_message(model, failures, had_loader=bool(examples)))
-
-
-def _candidates(model: nn.Module, examples: Sequence[ExampleBatch]) -> Iterator[Candidate]:
-    yield from batches_as_arguments(model, examples)
-    for what, guess in guessed_inputs(model):
-        yield Candidate(what, *_arguments(guess))
 
 
 def _in_one_line(text: str) -> str:
@@ -181,19 +183,6 @@ def _looked(
             model, args, kwargs, blocks=blocks, kind=StageProxy, isolated=True, training=True
         )
     return ExampleInputs(args, kwargs, look)
-
-
-def _arguments(given: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if isinstance(given, Mapping):
-        return (), dict(given)
-    if isinstance(given, list | tuple):
-        return tuple(given), {}
-    if isinstance(given, Tensor):
-        return (given,), {}
-    raise UsageError(
-        f"expected model.example_inputs to be a dict, a tuple or a tensor, found a "
-        f"{type(given).__name__}: set it to the arguments of the model's forward"
-    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,17 +22,40 @@ _SAMPLES = 4000
 """Samples of a wave: a quarter of a second at the 16 kHz of speech models."""
 
 
-def guessed_inputs(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield descriptions, and inputs on the CPU: 2 rows, sequences of length 8."""
+class Candidate(NamedTuple):
+    """Arguments with which a model can perhaps be called.
+
+    Attributes:
+        what: in a few words.
+        args: by position.
+        kwargs: by name.
+        problem: why there are none; else empty.
+    """
+
+    what: str
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = {}
+    problem: str = ""
+
+    @classmethod
+    def of(cls, what: str, given: Any) -> "Candidate":
+        """Return arguments by name from a dict, several from a list or tuple, else one."""
+        if isinstance(given, Mapping):
+            return cls(what, (), dict(given))
+        return cls(what, tuple(given) if isinstance(given, list | tuple) else (given,))
+
+
+def guessed_inputs(model: nn.Module) -> Iterator[Candidate]:
+    """Yield inputs on the CPU: 2 rows, sequences of length 8."""
     given = getattr(model, "dummy_inputs", None)
     if given is not None:
-        yield f"dummy_inputs of {type(model).__name__}", given
+        yield Candidate.of(f"dummy_inputs of {type(model).__name__}", given)
     named = dict(_by_names(model))
     main = getattr(model, "main_input_name", None)
     if main in named:
-        yield f"{main} by its name", {main: named[main]}
+        yield Candidate.of(f"{main} by its name", {main: named[main]})
     if named and set(named) != {main}:
-        yield f"{', '.join(named)} by their names", named
+        yield Candidate.of(f"{', '.join(named)} by their names", named)
     yield from _by_layers(model)
 
 
@@ -64,14 +87,14 @@ def _of(config: Any, part: str, name: str) -> Any:
     return getattr(config, name, None) or getattr(getattr(config, part, None), name, None)
 
 
-def _by_layers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def _by_layers(model: nn.Module) -> Iterator[Candidate]:
     """Yield guesses for the layers that inputs may go into, first layers first."""
     seen: set[str] = set()
     for name, module in model.named_modules():
         for what, guess in _for_layer(module):
             if what not in seen:
                 seen.add(what)
-                yield f"{what} for {name!r}", guess
+                yield Candidate.of(f"{what} for {name!r}", guess)
 
 
 def _for_layer(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -107,22 +130,6 @@ LENGTH = 17
 
 TARGETS = ("label", "target")
 """How the names of arguments begin that a forward may do without."""
-
-
-class Candidate(NamedTuple):
-    """Arguments with which a model can perhaps be called.
-
-    Attributes:
-        what: in a few words.
-        args: by position.
-        kwargs: by name.
-        problem: why there are none; else empty.
-    """
-
-    what: str
-    args: tuple[Any, ...] = ()
-    kwargs: Mapping[str, Any] = {}
-    problem: str = ""
 
 
 def batches_as_arguments(

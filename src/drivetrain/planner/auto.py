@@ -8,7 +8,7 @@ an error says so where nothing else fits.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import chain, product
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from drivetrain.hardware.description import (
 )
 from drivetrain.hardware.sizes import GIB, size_text
 from drivetrain.memory import host_room
-from drivetrain.model.first_batch import Candidate, batches_as_arguments, guessed_inputs
+from drivetrain.model.first_batch import batches_as_arguments, guessed_inputs
 from drivetrain.planner.layout import PlannedLayout, layout_of, plain
 from drivetrain.planner.options import AutoConfig, AutoOutline
 from drivetrain.planner.search import (
@@ -126,7 +126,8 @@ def _chosen(
 ) -> StrategyPick:
     world = run.world
     hardware, described = _hardware(config, world)
-    paper = seen_model(model, _candidates(model, examples))
+    batches = batches_as_arguments(model, examples, cuts=False)
+    paper = seen_model(model, chain(batches, guessed_inputs(model)))
     rows = run.examples.rows(run.mesh["dp"].size) or 1
     hosts, per_host = len(set(world.islands)), world.island_size
     hardware.check_measured(hosts, per_host)
@@ -140,7 +141,7 @@ def _chosen(
         least = min(found, key=Prediction.needed)
         raise ConfigError(
             f"no data-parallel layout fits: {least.layout} needs "
-            f"{size_text(round(least.needed()))} of {size_text(round(room))}; take "
+            f"{size_text(least.needed())} of {size_text(room)}; take "
             f"{more_hosts(task, run.precision.name)}, or divide the model over ranks: see "
             "`drivetrain plan`"
         )
@@ -150,7 +151,7 @@ def _chosen(
     settings = {} if planned.recompute == "none" else {"recompute": {"mode": planned.recompute}}
     line = (
         f"{best.layout} of {len(found)} layouts: {best.step_seconds * 1e3:,.2f} ms a step planned, "
-        f"{size_text(round(best.needed()))} of {size_text(round(room))}, on {described}"
+        f"{size_text(best.needed())} of {size_text(room)}, on {described}"
     )
     hint = HINT.format(hardware.name) if described.endswith(DESCRIBED) else ""
     return StrategyPick(section, settings, line, best.step_seconds, hint)
@@ -177,16 +178,6 @@ def _hardware(config: AutoConfig, world: World) -> tuple[Hardware, str]:
             "and name it: strategy: {name: auto, hardware: FILE}"
         )
     return load_hardware(name), f"{name}{DESCRIBED}"
-
-
-def _candidates(model: nn.Module, examples: Sequence[ExampleBatch]) -> Iterator[Candidate]:
-    """Yield the script's own batches, then inputs of the model's class and guesses."""
-    yield from batches_as_arguments(model, examples, cuts=False)
-    for what, guess in guessed_inputs(model):
-        if isinstance(guess, Mapping):
-            yield Candidate(what, (), dict(guess))
-        else:
-            yield Candidate(what, tuple(guess) if isinstance(guess, list | tuple) else (guess,))
 
 
 def _predicted(
