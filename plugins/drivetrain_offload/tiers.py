@@ -32,6 +32,7 @@ from torch.optim import SGD, Adagrad, Adam, Optimizer
 from drivetrain.collectives.facts import gather_facts
 from drivetrain.cost import ModelSpec, TensorSpec
 from drivetrain.errors import PreflightError
+from drivetrain.hardware.sizes import size_text
 from drivetrain.log import get_logger
 from drivetrain.memory import device_room, disk_room, host_room
 from drivetrain.model.modules import named_parameters
@@ -160,14 +161,12 @@ class _Account:
             offloaded: whether a store keeps the state of its optimizer.
         """
         if not self._flat.trainable:
-            return self._frozen_in_store() if self._stored else self._values_on_device()
+            if self._stored is None:
+                return self._values_on_device()
+            return [(self._stored, "parameters", self._owned * self._flat.dtype.itemsize)]
         whole = 0 if self._plan.lent else self._flat.numel * self._wire.itemsize
         gradients = (self._tiers.device, "gradients", whole)
         return [gradients, *(self._in_stores() if offloaded else self._on_device())]
-
-    def _frozen_in_store(self) -> list[Line]:
-        share = self._owned * self._flat.dtype.itemsize
-        return [(self._stored or self._tiers.device, "parameters", share)]
 
     def _in_stores(self) -> list[Line]:
         tiers, flat, owned = self._tiers, self._flat, self._owned
@@ -296,31 +295,22 @@ class Tiers:
         kinds = dict.fromkeys(kind for tier in used for kind in self.needed[tier])
         rows = [["bytes of one rank", *used]]
         for kind in kinds:
-            rows.append([kind, *(_size(self.needed[tier][kind]) for tier in used)])
+            counts = (self.needed[tier][kind] for tier in used)
+            rows.append([kind, *(size_text(count) if count else "-" for count in counts)])
         ranks = "together" if self.sharing == 1 else f"together, {self.sharing} ranks of a host"
-        rows.append([ranks, *(_size(self.total(tier)) for tier in used)])
+        rows.append([ranks, *(size_text(self.total(tier)) for tier in used)])
         rooms = (self.room.get(tier) for tier in used)
-        rows.append(["there is", *("unknown" if n is None else _size(n) for n in rooms)])
+        rows.append(["there is", *("unknown" if n is None else size_text(n) for n in rooms)])
         return "\n".join(_aligned(rows))
 
     def shortages(self) -> list[str]:
         """Return a sentence for each tier with too little room: needed, found, the way out."""
         return [
             f"{self._name(tier)}: expected at least {self._needs(tier)}, found "
-            f"{_size(self.room[tier])}; {self._way_out(tier)}"
+            f"{size_text(self.room[tier])}; {self._way_out(tier)}"
             for tier in self.used
             if self.total(tier) > self.room.get(tier, self.total(tier))
         ]
-
-    def check(self) -> None:
-        """Refuse a model that does not fit.
-
-        Raises:
-            PreflightError: names the bytes needed in each tier, and the way out.
-        """
-        shortages = self.shortages()
-        if shortages:
-            raise PreflightError("\n".join(shortages))
 
     def _way_out(self, tier: Tier) -> str:
         moved = self.needed["disk"].total() and not self.needed["host"]["optimizer"]
@@ -330,10 +320,10 @@ class Tiers:
         return f"{_NAMES[tier]} of {self.path}" if tier == "disk" and self.path else _NAMES[tier]
 
     def _needs(self, tier: Tier) -> str:
-        kinds = ", ".join(f"{kind} {_size(n)}" for kind, n in self.needed[tier].most_common())
+        kinds = ", ".join(f"{kind} {size_text(n)}" for kind, n in self.needed[tier].most_common())
         many = tier != "device" and self.sharing > 1
         each = f", each of {self.sharing} ranks of this host" if many else ""
-        return f"{_size(self.total(tier))} ({kinds}{each})"
+        return f"{size_text(self.total(tier))} ({kinds}{each})"
 
 
 def announce_tiers(
@@ -464,12 +454,3 @@ def _aligned(rows: Sequence[Sequence[str]]) -> Iterable[str]:
     for first, *others in rows:
         cells = (cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True))
         yield "  ".join([first.ljust(widths[0]), *cells])
-
-
-def _size(nbytes: int) -> str:
-    """Return a number of bytes with a unit in which it has few digits."""
-    size, units = float(nbytes), ["B", "KiB", "MiB", "GiB", "TiB"]
-    while size >= 1000 and len(units) > 1:
-        size /= 1024
-        units.pop(0)
-    return f"{size:.3g} {units[0]}" if nbytes else "-"

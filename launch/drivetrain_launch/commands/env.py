@@ -15,6 +15,7 @@ import click
 import psutil
 
 from drivetrain._version import __version__
+from drivetrain.hardware.sizes import size_text
 from drivetrain.registry import commands, stores, strategies, trackers
 from drivetrain_launch.ranks.placement import cores
 
@@ -72,9 +73,9 @@ def machine() -> dict[str, Any]:
         "processor": processor(PROCESSORS),
         "cores": os.cpu_count(),
         "cores for this process": cores(),
-        "memory": _gibibytes(psutil.virtual_memory().total),
-        "memory available": _gibibytes(psutil.virtual_memory().available),
-        "disk free here": _gibibytes(shutil.disk_usage(".").free),
+        "memory": size_text(psutil.virtual_memory().total),
+        "memory available": size_text(psutil.virtual_memory().available),
+        "disk free here": size_text(shutil.disk_usage(".").free),
     }
 
 
@@ -104,7 +105,7 @@ def limits() -> dict[str, Any]:
         "locked memory": _limit(resource.RLIMIT_MEMLOCK, " bytes"),
         "processes": _limit(resource.RLIMIT_NPROC),
         "cgroup memory": cgroup_memory(CGROUP_LIMITS),
-        "shared memory free": _gibibytes(shutil.disk_usage("/dev/shm").free)  # noqa: S108
+        "shared memory free": size_text(shutil.disk_usage("/dev/shm").free)  # noqa: S108
         if Path("/dev/shm").is_dir()  # noqa: S108
         else "none",
     }
@@ -116,7 +117,7 @@ def cgroup_memory(paths: tuple[Path, ...]) -> str:
         if path.is_file():
             text = path.read_text().strip()
             if text.isdecimal() and int(text) < NO_LIMIT:
-                return _gibibytes(int(text))
+                return size_text(int(text))
     return "none"
 
 
@@ -149,7 +150,3 @@ def _version(package: str) -> str:
 def _limit(kind: int, unit: str = "") -> str:
     soft, _ = resource.getrlimit(kind)
     return "unlimited" if soft == resource.RLIM_INFINITY else f"{soft}{unit}"
-
-
-def _gibibytes(count: float) -> str:
-    return f"{count / 2**30:.1f} GiB"

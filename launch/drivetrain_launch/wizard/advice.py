@@ -225,4 +225,4 @@ def _fewest(
 
 
 def _gib(count: float) -> str:
-    return f"{count / GIB:,.1f} GiB" if count >= GIB / 10 else size_text(int(count))
+    return f"{count / GIB:,.1f} GiB" if count >= GIB / 10 else size_text(count)

@@ -46,11 +46,11 @@ def unit_of(count: int) -> tuple[str, int]:
     )
 
 
-def size_text(count: int) -> str:
+def size_text(count: float) -> str:
     """Write a number of bytes in the largest unit that fits."""
-    size, units = float(count), ["TiB", "GiB", "MiB", "KiB"]
+    units = ["TiB", "GiB", "MiB", "KiB"]
     if count < 2**10:
-        return f"{count} B"
-    while size >= 2**10 and units:
-        size, unit = size / 2**10, units.pop()
-    return f"{size:,.1f} {unit}"
+        return f"{count:.0f} B"
+    while count >= 2**10 and units:
+        count, unit = count / 2**10, units.pop()
+    return f"{count:,.1f} {unit}"

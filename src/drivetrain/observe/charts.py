@@ -18,9 +18,10 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from drivetrain.hardware.sizes import size_text
 from drivetrain.observe import history
 from drivetrain.observe.figures import SECTIONS, StepFigures
-from drivetrain.observe.history import WAITING, Curve, RunHistory, in_bytes, in_seconds, in_short
+from drivetrain.observe.history import WAITING, Curve, RunHistory, in_seconds, in_short
 
 COLORS = ("#3366cc", "#dd6b20", "#2f855a", "#b83280", "#6b46c1", "#0987a0", "#975a16", "#4a5568")
 """One for each run, or each rank, in turn."""
@@ -384,12 +385,12 @@ def _bytes(runs: Sequence[RunHistory]) -> Chart | None:
         values = [found.get(key, 0.0) for key in keys]
         shade = PROMISE_COLOR if len(runs) == 1 and i else color
         drawn = axes.barh(places, values, height * 0.92, color=shade, label=label)
-        axes.bar_label(drawn, [in_bytes(each) for each in values], padding=3, fontsize=8)
+        axes.bar_label(drawn, [size_text(each) for each in values], padding=3, fontsize=8)
     axes.set_yticks([place + 0.4 - height / 2 for place in range(len(keys))], keys)
     axes.invert_yaxis()
     axes.grid(visible=False, axis="y")
     axes.margins(x=0.12)
-    axes.xaxis.set_major_formatter(lambda value, _: in_bytes(value) if value > 0 else "0")
+    axes.xaxis.set_major_formatter(lambda value, _: size_text(value) if value > 0 else "0")
     axes.set_xlabel("bytes of a step")
     figure.legend(loc="outside lower center", ncols=4)
     text = (

@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from drivetrain.hardware.sizes import size_text
 from drivetrain.observe.figures import (
     RUN,
     SECTIONS,
@@ -387,15 +388,6 @@ def _ranks_per_replica(history: RunHistory) -> float:
 # --- a run in a few numbers, as people write them ---
 
 
-def in_bytes(count: float) -> str:
-    """Return ``1.2 GiB``."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(count) < 1024:
-            return f"{count:.0f} B" if unit == "B" else f"{count:.3g} {unit}"
-        count /= 1024
-    return f"{count:.3g} TiB"
-
-
 def in_seconds(seconds: float) -> str:
     """Return ``310 us``, ``41 ms``, ``3.2 s``, ``4 min 10 s`` or ``2 h 05 min``."""
     if seconds < 1e-3:
@@ -535,14 +527,14 @@ def _stragglers(run: RunHistory) -> Number | None:
 def _resources(run: RunHistory) -> list[Number | None]:
     sent = sum(bytes_per_step(run).values())
     promised = promised_bytes(run)
-    note = "" if promised is None else f"promised: {in_bytes(sum(promised.values()))}"
+    note = "" if promised is None else f"promised: {size_text(sum(promised.values()))}"
     every = [each for records in run.ranks.values() for each in records]
     device = max((each.memory.get("device_peak", 0) for each in every), default=0)
     resident = max((each.memory.get("resident", 0) for each in every), default=0)
     return [
-        Number("device memory", in_bytes(device), "most of any rank") if device else None,
-        Number("memory", in_bytes(resident), "resident, most of any rank") if resident else None,
-        Number("sent in a step", in_bytes(sent), note) if sent else None,
+        Number("device memory", size_text(device), "most of any rank") if device else None,
+        Number("memory", size_text(resident), "resident, most of any rank") if resident else None,
+        Number("sent in a step", size_text(sent), note) if sent else None,
     ]
 
 

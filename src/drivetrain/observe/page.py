@@ -12,12 +12,12 @@ from pathlib import Path
 
 from drivetrain._version import __version__
 from drivetrain.errors import DrivetrainError, PreflightError
+from drivetrain.hardware.sizes import size_text
 from drivetrain.observe import history
 from drivetrain.observe.figures import REPORT
 from drivetrain.observe.history import (
     RunHistory,
     differences,
-    in_bytes,
     load_history,
     side_by_side,
     summary_of,
@@ -90,8 +90,8 @@ def _bytes_rows(run: RunHistory) -> list[tuple[str, str, str]]:
     return [
         (
             key,
-            in_bytes(sent.get(key, 0)),
-            "no promise" if promised is None else in_bytes(promised.get(key, 0)),
+            size_text(sent.get(key, 0)),
+            "no promise" if promised is None else size_text(promised.get(key, 0)),
         )
         for key in sorted({*sent, *(promised or {})})
     ]

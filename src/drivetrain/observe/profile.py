@@ -33,6 +33,7 @@ from drivetrain.errors import CollectiveError, ConfigError, UsageError
 from drivetrain.facade.observer import Observer
 from drivetrain.facade.prepared import PreparedModel, PreparedObjects, WholeWeights
 from drivetrain.facade.settings import ProfileKwargs, Runs, profiler_of
+from drivetrain.hardware.sizes import size_text
 from drivetrain.log import get_logger
 from drivetrain.observe import modules
 from drivetrain.observe.modules import ModelSizes, ModuleMeasurement
@@ -198,9 +199,9 @@ class ProfileSession:
         merged = (self._folder / MERGED).stat().st_size
         lines = [
             text,
-            f"{self._folder / MERGED}: {_size(merged)}, {len(ranks)} ranks on one clock, which may "
-            f"be {accuracy_us:.0f} us off; open it in ui.perfetto.dev. Traces of the ranks beside "
-            f"it: {_size(size)}",
+            f"{self._folder / MERGED}: {size_text(merged)}, {len(ranks)} ranks on one clock, which "
+            f"may be {accuracy_us:.0f} us off; open it in ui.perfetto.dev. Traces of the ranks "
+            f"beside it: {size_text(size)}",
         ]
         if shortest := max(each.shortest_us for each in costs):
             lines.append(
@@ -264,10 +265,6 @@ class ProfileSession:
             accuracy_ns=self._clock.accuracy_ns,
             threads=threads,
         )
-
-
-def _size(nbytes: float) -> str:
-    return f"{nbytes / 2**20:.1f} MiB"
 
 
 # --- follows the steps of a run, marks them in profiles, and profiles the configured ones ---

@@ -5,11 +5,11 @@ import math
 import numpy as np
 import pytest
 
+from drivetrain.hardware.sizes import size_text
 from drivetrain.observe import history as measures
 from drivetrain.observe.figures import Journal
 from drivetrain.observe.history import (
     differences,
-    in_bytes,
     in_seconds,
     in_short,
     load_history,
@@ -155,7 +155,7 @@ def test_curves_and_numbers_are_as_people_write_them():
     assert line.smooth().values[1:-1].tolist() == pytest.approx(line.values[1:-1].tolist())
 
     assert [in_short(each) for each in (9_999, 12_345, 4.5e6)] == ["9999", "12.3 k", "4.5 M"]
-    assert [in_bytes(each) for each in (1023, 1536, 3 << 40)] == ["1023 B", "1.5 KiB", "3 TiB"]
+    assert [size_text(each) for each in (1023, 1536, 3 << 40)] == ["1023 B", "1.5 KiB", "3.0 TiB"]
     assert [in_seconds(each) for each in (2e-4, 119, 250.4, 7500)] == [
         "200 us",
         "119 s",
@@ -169,4 +169,4 @@ def test_the_memory_of_a_summary_is_the_most_of_any_rank(tmp_path):
     memory = {"resident": 2 * gib, "device": gib, "device_peak": 3 * gib}
     write_run(tmp_path, range(1, 4), memory=memory)
     found = numbers(load_history(tmp_path))
-    assert (found["memory"], found["device memory"]) == ("2 GiB", "3 GiB")
+    assert (found["memory"], found["device memory"]) == ("2.0 GiB", "3.0 GiB")

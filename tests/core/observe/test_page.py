@@ -72,7 +72,7 @@ def test_the_page_tells_the_run(comparison):
         "1 restart, 10 steps taken again",
         "no end is recorded",
         "skipped steps",
-        "promised: 4.41 KiB",
+        "promised: 4.4 KiB",
         '<td class="number">0 B</td><td class="number">512 B</td>',  # promised, and not sent
         "<code>strategy.name</code>",
         "accuracy",
