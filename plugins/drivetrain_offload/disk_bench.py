@@ -60,7 +60,7 @@ def disk_bench(
     from drivetrain.hardware.sizes import MIB
     from drivetrain.log import progress
     from drivetrain_offload.disk_speed import measure, suggest, usable_bytes
-    from drivetrain_offload.nvme import check_directory, file_system
+    from drivetrain_offload.nvme import DiskFile, check_directory, file_system
     from drivetrain_offload.options import NvmeConfig
 
     ways = [
@@ -82,24 +82,18 @@ def disk_bench(
         measure(directory, nbytes, way.request_mib, way.threads)
         for way in progress(ways, total=len(ways), desc=str(directory), disable=as_json)
     ]
+    file = DiskFile(directory, request_bytes=4096, threads=1)
+    file.close()
     facts = {
         "path": str(directory),
         "file_system": file_system(directory),
-        "direct": _is_direct(directory),
+        "direct": file.direct,
         "bytes": nbytes,
     }
     if as_json:
         click.echo(json.dumps(_report(facts, speeds, suggest(speeds)), indent=2))
     else:
         _show(facts, speeds, suggest(speeds))
-
-
-def _is_direct(directory: Path) -> bool:
-    from drivetrain_offload.nvme import DiskFile
-
-    file = DiskFile(directory, request_bytes=4096, threads=1)
-    file.close()
-    return file.direct
 
 
 def _report(facts: dict[str, Any], speeds: "Sequence[Speed]", best: "Speed") -> dict[str, Any]:

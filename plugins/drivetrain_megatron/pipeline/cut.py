@@ -6,7 +6,7 @@ each kind of block, on random inputs.
 
 import copy
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -217,35 +217,31 @@ class _Partition:
 
     def smallest_largest(self) -> float:
         """Return the smallest possible cost of the largest stage."""
-        best = [0.0] + [_INFINITE] * self._blocks
+        return self._best(max, _INFINITE)[0]
+
+    def most_even(self, largest: float) -> tuple[int, ...]:
+        """Return the bounds with the least sum of squares and no stage above a cost."""
+        return self._best(lambda total, cost: total + cost**2, largest * (1 + 1e-12))[1]
+
+    def _best(
+        self, joined: Callable[[float, float], float], limit: float
+    ) -> tuple[float, tuple[int, ...]]:
+        """Return the least value of the partitions with no stage above a cost, and its bounds."""
+        none: tuple[float, tuple[int, ...]] = (_INFINITE, ())
+        best = [(0.0, (0,)), *[none] * self._blocks]
         for _ in range(self._stages):
-            best = [_INFINITE] + [
+            best = [none] + [
                 min(
-                    (max(best[first], cost) for first, cost in self._last(stop)),
-                    default=_INFINITE,
+                    (
+                        (joined(best[first][0], cost), (*best[first][1], stop))
+                        for first, cost in self._last(stop)
+                        if cost <= limit
+                    ),
+                    default=none,
                 )
                 for stop in range(1, self._blocks + 1)
             ]
         return best[-1]
-
-    def most_even(self, largest: float) -> tuple[int, ...]:
-        """Return the bounds with the least sum of squares and no stage above a cost."""
-        limit = largest * (1 + 1e-12)
-        best: list[tuple[float, tuple[int, ...]]] = [(0.0, (0,))]
-        best += [(_INFINITE, ())] * self._blocks
-        for _ in range(self._stages):
-            best = [(_INFINITE, ())] + [
-                min(
-                    (
-                        (best[first][0] + cost**2, (*best[first][1], stop))
-                        for first, cost in self._last(stop)
-                        if cost <= limit
-                    ),
-                    default=(_INFINITE, ()),
-                )
-                for stop in range(1, self._blocks + 1)
-            ]
-        return best[-1][1]
 
 
 _RUNS = 3

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import yaml
@@ -425,13 +425,8 @@ def methods_of(gradients: str, *, rounds_activations: bool = False) -> LinkMetho
     Raises:
         ConfigError: see ``far_method``.
     """
-    far = far_settings(gradients, BF16 if rounds_activations else EXACT)
+    far = FarConfig(gradients=gradients, activations=BF16 if rounds_activations else EXACT)
     return LinkMethods.configured(LinksConfig(far=far))
-
-
-def far_settings(gradients: str, activations: Literal["exact", "bf16"] = EXACT) -> FarConfig:
-    """Return the section ``links.far`` of a layout."""
-    return FarConfig(gradients=gradients, activations=activations)
 
 
 # --- the configuration of a layout, as ``drivetrain launch --config`` reads it ---

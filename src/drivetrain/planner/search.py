@@ -29,7 +29,7 @@ from typing import Any
 from drivetrain.compression.compressor import Honesty
 from drivetrain.compression.methods import AUTO, LinkMethods, permitted
 from drivetrain.config.outline import BF16, EXACT
-from drivetrain.config.schema import LinksConfig
+from drivetrain.config.schema import FarConfig, LinksConfig
 from drivetrain.errors import ConfigError
 from drivetrain.hardware.description import Hardware, HostPairs
 from drivetrain.hardware.prices import HardwarePrices, axis_places
@@ -40,7 +40,6 @@ from drivetrain.planner.layout import (
     PlannedLayout,
     difference,
     far_method,
-    far_settings,
     layout_of,
     leaving_hosts,
     parts_of,
@@ -361,25 +360,17 @@ class Predictor:
 MICRO_BATCHES = (1, 2, 4, 8, 16)
 
 
-def candidates(task: Task, precision: str, installed: InstalledPlans) -> Iterator[dict[str, str]]:
-    """Yield the keys of every layout that installed strategies declare."""
-    return _divisions(task, precision, installed, MICRO_BATCHES, RECOMPUTE)
-
-
-def least_candidates(
-    task: Task, precision: str, installed: InstalledPlans
+def candidates(
+    task: Task, precision: str, installed: InstalledPlans, *, least: bool = False
 ) -> Iterator[dict[str, str]]:
-    """Yield the layouts with the fewest activations alone."""
-    return _divisions(task, precision, installed, MICRO_BATCHES[:1], RECOMPUTE[-1:])
+    """Yield the keys of every layout that installed strategies declare.
 
-
-def _divisions(
-    task: Task,
-    precision: str,
-    installed: InstalledPlans,
-    micro_batches: Sequence[int],
-    modes: Sequence[str],
-) -> Iterator[dict[str, str]]:
+    Args:
+        task: of the search.
+        precision: of all layouts.
+        installed: the strategies.
+        least: whether those with the fewest activations are enough.
+    """
     size = task.model.layers, task.model.heads, task.ranks, task.per_host
     around: list[Mapping[str, object]] = [{}]
     for plan in installed.around.values():
@@ -388,7 +379,7 @@ def _divisions(
         (name, keys) for name, plan in installed.planned.items() for keys in plan.layouts(*size)
     ]
     for outside, (name, inside), micro_batch, recompute in product(
-        around, inner, micro_batches, modes
+        around, inner, MICRO_BATCHES[: 1 if least else None], RECOMPUTE[-1 if least else 0 :]
     ):
         own = {"micro_batch": micro_batch, "recompute": recompute, "precision": precision}
         keys = {**outside, **inside, **own, "data_parallel": name}
@@ -420,7 +411,7 @@ class Approximations:
         self._predictor = predictor
         self._rounds = Honesty.ROUNDING.within(allow)
         self.methods = permitted_methods(
-            LinkMethods.configured(LinksConfig(far=far_settings(AUTO), allow=allow.value))
+            LinkMethods.configured(LinksConfig(far=FarConfig(gradients=AUTO), allow=allow.value))
         )
 
     def lightest(
@@ -446,7 +437,8 @@ class Approximations:
 
     def of(self, planned: PlannedLayout) -> Iterator[PlannedLayout]:
         """Yield the approximate forms that a layout can have."""
-        sums = self._spans_hosts(planned, "dp")
+        axes, _ = self._predictor.divisions(planned)
+        sums = self._predictor.prices(planned, axes).axes["dp"].spans_hosts
         stages = self._rounds and "activations" in planned.kind.channels(planned.config)
         longer = STATE_BYTES[planned.precision].parameter > BF16_BYTES  # others cross as they are
         for links in (EXACT, *self.methods) if sums else (EXACT,):
@@ -455,10 +447,6 @@ class Approximations:
                     continue
                 with suppress(ConfigError):  # the strategy or the precision cannot take it
                     yield self._form(planned, {"links": links, "activations": activations})
-
-    def _spans_hosts(self, planned: PlannedLayout, axis: str) -> bool:
-        axes, _ = self._predictor.divisions(planned)
-        return self._predictor.prices(planned, axes).axes[axis].spans_hosts
 
     def _form(self, planned: PlannedLayout, methods: dict[str, str]) -> PlannedLayout:
         named = {key: name for key, name in methods.items() if name != EXACT}
@@ -698,7 +686,8 @@ def more_hosts(task: Task, precision: str) -> str:
     while factor <= MOST_HOSTS:
         larger = replace(task, hosts=task.hosts * factor, batch=task.batch * factor)
         predictor = Predictor(larger)
-        for keys in _smallest(predictor, least_candidates(larger, precision, predictor.installed)):
+        least = candidates(larger, precision, predictor.installed, least=True)
+        for keys in _smallest(predictor, least):
             if fits(larger, predictor.predict(layout_of(keys, predictor.installed))):
                 text = ",".join(f"{key}={value}" for key, value in keys.items())
                 return f"{larger.hosts} hosts (with a batch of {larger.batch}: {text})"
@@ -852,7 +841,7 @@ def _nowhere(
     needed, planned = smallest
     text = planned.text(predictor.divisions(planned)[0]["dp"])
     return (
-        f"no layout fits: the smallest, {text}, needs {size_text(round(needed))} of "
-        f"{size_text(round(room))} on its worst rank, {size_text(round(needed - room))} too much; "
+        f"no layout fits: the smallest, {text}, needs {size_text(needed)} of "
+        f"{size_text(room)} on its worst rank, {size_text(needed - room)} too much; "
         f"take {more_hosts(task, precision)}, or devices with more memory"
     )
