@@ -36,6 +36,7 @@ from drivetrain.hardware.sizes import size_text
 from drivetrain.log import get_logger
 from drivetrain.memory import device_room, disk_room, host_room
 from drivetrain.model.modules import named_parameters
+from drivetrain.parallel.estimate import FlatBytes
 from drivetrain.parallel.layout import FlatLayout, UnitLayout
 from drivetrain.parallel.options import OffloadOptions
 from drivetrain.registry import stores
@@ -133,7 +134,7 @@ def offloaded(units: Sequence[UnitLayout], ratio: float) -> int:
     return sum(sum_before < wanted for sum_before in before)
 
 
-class _Account:
+class _Account(FlatBytes):
     """The bytes of one flat tensor, tier by tier.
 
     Args:
@@ -146,13 +147,9 @@ class _Account:
     def __init__(
         self, plan: TierPlan, tiers: TierChoice, flat: FlatLayout, *, sharded: bool
     ) -> None:
-        self._plan = plan
+        super().__init__(flat, plan.rank, plan.precision, sharded=sharded, lent=bool(plan.lent))
+        self._states = plan.states
         self._tiers = tiers
-        self._flat = flat
-        self._sharded = sharded
-        self._owned = flat.owned(plan.rank)
-        self._wire = plan.precision.reduce_dtype(flat.dtype)
-        self._total = plan.precision.accumulate_dtype(flat.dtype)
 
     def lines(self, *, offloaded: bool) -> list[Line]:
         """Return its bytes.
@@ -160,59 +157,36 @@ class _Account:
         Args:
             offloaded: whether a store keeps the state of its optimizer.
         """
-        if not self._flat.trainable:
-            if self._stored is None:
-                return self._values_on_device()
-            return [(self._stored, "parameters", self._owned * self._flat.dtype.itemsize)]
-        whole = 0 if self._plan.lent else self._flat.numel * self._wire.itemsize
-        gradients = (self._tiers.device, "gradients", whole)
-        return [gradients, *(self._in_stores() if offloaded else self._on_device())]
+        device, stored = self._tiers.device, self._stored
+        if self.flat.trainable and offloaded:
+            return [(device, "gradients", self.whole), *self._in_stores()]
+        if not self.flat.trainable and stored is not None:
+            return [(stored, "parameters", self.owned * self.flat.dtype.itemsize)]
+        kinds = self.on_device(self._states).items()
+        return [(device, "gradients" if kind == "lent" else kind, n) for kind, n in kinds]
 
     def _in_stores(self) -> list[Line]:
-        tiers, flat, owned = self._tiers, self._flat, self._owned
-        values = owned if self._sharded else flat.numel
+        tiers, flat, owned = self._tiers, self.flat, self.owned
+        values = owned if self.sharded else flat.numel
         dtype = flat.master if self._is_master else flat.dtype
         masters = 0 if self._is_master else owned * flat.master.itemsize
         # Without an accelerator a share of a whole buffer can be read where it is.
-        there = tiers.device == "host" and self._in_whole_buffer
+        there = tiers.device == "host" and self.in_whole_buffer
         # The first gradient of a window waits as it came when the master is not the parameter.
-        kept = self._total if self._is_master else self._wire
+        kept = self.total if self._is_master else self.wire
         gradients, late = owned * kept.itemsize, owned * flat.dtype.itemsize
         return [
             (self._stored or tiers.device, "parameters", values * dtype.itemsize),
             (tiers.optimizer, "masters", masters),
-            (tiers.optimizer, "optimizer", self._state_bytes()),
+            (tiers.optimizer, "optimizer", self.state_bytes(self._states)),
             ("host", "gradients", 0 if there else gradients),
             ("host", "late updates", gradients + late if tiers.delayed else 0),
-        ]
-
-    def _on_device(self) -> list[Line]:
-        flat, owned, device = self._flat, self._owned, self._tiers.device
-        same = self._total is flat.master
-        # Fragments of another dtype have gradients of their own.
-        each = self._total.itemsize + (0 if same else flat.master.itemsize)
-        gradients = 0 if self._in_whole_buffer and same else owned * each
-        return [
-            *self._values_on_device(),
-            (device, "optimizer", self._state_bytes()),
-            (device, "gradients", gradients),
-        ]
-
-    def _values_on_device(self) -> list[Line]:
-        flat, device = self._flat, self._tiers.device
-        shard = self._owned * flat.master.itemsize
-        if self._sharded:
-            return [(device, "parameters", shard)]
-        has_master = flat.master is not flat.dtype
-        return [
-            (device, "parameters", flat.nbytes),
-            (device, "masters", shard if has_master else 0),
         ]
 
     @property
     def _stored(self) -> Tier | None:
         """Where a store keeps this rank's share of the values; None: no store does."""
-        return self._tiers.parameters if self._sharded else None
+        return self._tiers.parameters if self.sharded else None
 
     @property
     def _is_master(self) -> bool:
@@ -221,21 +195,8 @@ class _Account:
         if self._stored is not None or tiers.device != "host" or tiers.delayed:
             return False
         # The shard of what is freed may as well have the dtype of the master.
-        freely = self._sharded and tiers.optimizer == "host"
-        return freely or self._flat.master is self._flat.dtype
-
-    @property
-    def _in_whole_buffer(self) -> bool:
-        """Whether this rank's share of gradients is a part of a buffer that is kept whole."""
-        in_order = self._wire is self._total and len(self._flat.pieces(self._plan.rank)) <= 1
-        return in_order and not self._plan.lent
-
-    def _state_bytes(self) -> int:
-        elements = 0
-        for place in self._flat.places:
-            start, stop = place.shares[self._plan.rank]
-            elements += self._plan.states.get(place.name, 0) * (stop - start)
-        return elements * self._flat.master.itemsize
+        freely = self.sharded and tiers.optimizer == "host"
+        return freely or self.flat.master is self.flat.dtype
 
 
 # --- compares the bytes that a rank will keep with the room of the machine, before laying out ---

@@ -47,6 +47,10 @@ _ADAM_STATES = 2
 """An optimizer with this many states is Adam, which also counts steps per fragment."""
 
 
+KINDS = ("parameters", "secondary", "masters", "gradients", "lent", "optimizer", "buffers")
+"""Of bytes that a rank keeps between steps."""
+
+
 @dataclass(frozen=True, slots=True)
 class Lines:
     """The ranks that a cost is about: see ``drivetrain.parallel.placement.Ranks``."""
@@ -68,6 +72,68 @@ class Regather:
 
     over: Axis
     times: Mapping[str, int]
+
+
+class FlatBytes:
+    """The bytes of one flat tensor that a rank keeps on its device between steps.
+
+    Args:
+        flat: the layout of the tensor.
+        rank: this rank among those that share it.
+        precision: dtypes of gradients.
+        sharded: whether the values are freed between uses.
+        lent: whether gradients pass through buffers that are lent; else whole ones are kept.
+        apart: whether owners keep values apart from gathered ones.
+    """
+
+    def __init__(
+        self,
+        flat: FlatLayout,
+        rank: int,
+        precision: Precision,
+        *,
+        sharded: bool,
+        lent: bool,
+        apart: bool = False,
+    ) -> None:
+        self.flat, self.rank, self.sharded = flat, rank, sharded
+        self.owned = flat.owned(rank)
+        self.wire = precision.reduce_dtype(flat.dtype)
+        self.total = precision.accumulate_dtype(flat.dtype)
+        self.whole = 0 if lent else flat.numel * self.wire.itemsize
+        # Whether gradients of the share are views of the whole ones, which lie in one piece.
+        in_order = self.wire is self.total and len(flat.pieces(rank)) <= 1
+        self.in_whole_buffer = in_order and not lent
+        self._has_masters = not sharded and (apart or flat.master is not flat.dtype)
+
+    def on_device(self, states: Mapping[str, int]) -> Mapping[str, int]:
+        """Return bytes by kind, where no store has any; ``lent``: whole gradients beside a share.
+
+        Args:
+            states: how many tensors of its size an optimizer keeps for a parameter, by name.
+        """
+        flat, shard = self.flat, self.owned * self.flat.master.itemsize
+        held = {
+            "parameters": shard if self.sharded else flat.nbytes,
+            "masters": shard if self._has_masters else 0,
+        }
+        if flat.trainable:
+            held["optimizer"] = self.state_bytes(states)
+            if self.in_whole_buffer and self.total is flat.master:
+                held["gradients"] = self.whole
+            else:  # fragments of another dtype have gradients of their own
+                converted = 0 if self.total is flat.master else shard
+                held["gradients"] = self.owned * self.total.itemsize + converted
+                held["lent"] = self.whole
+        return held
+
+    def state_bytes(self, states: Mapping[str, int]) -> int:
+        """Return the bytes of the share's optimizer state."""
+        elements = 0
+        for place in self.flat.places:
+            start, stop = place.shares[self.rank]
+            elements += states.get(place.name, 0) * (stop - start)
+        return elements * self.flat.master.itemsize
 
 
 class Estimate:
@@ -135,27 +201,24 @@ class Estimate:
         """
         placed = {place.name for unit in self.units for place in unit.places}
         rest = sum(spec.nbytes for spec in model.parameters if spec.name not in placed)
-        sharded = [flat for unit in self.units if unit.sharded for flat in unit.flats]
-        whole = [flat for unit in self.units if not unit.sharded for flat in unit.flats]
-        trained = [flat for unit in self.units for flat in unit.trainable]
-        beside = [flat for flat in trained if not (lent_buffers or self._in_place(flat))]
-        apart = self._lines.sharing.owns_apart
-        masters = [flat for flat in whole if apart or flat.master is not flat.dtype]
-        steps = 4 * sum(map(self._fragments, trained))
-        states = model.states * sum(map(self._shard, trained))
-        return {
-            "parameters": sum(flat.nbytes for flat in whole)
-            + sum(map(self._shard, sharded))
-            + rest,
-            "secondary": sum(self._secondary(flat) for flat in sharded),
-            "masters": sum(map(self._shard, masters)),
-            "gradients": sum(self._gradients(flat, kept=not lent_buffers) for flat in trained)
-            + self._kept_back(),
-            "lent": lent_buffers * self.lent_bytes()
-            + sum(flat.numel * self._wire(flat) for flat in beside),
-            "optimizer": states + (steps if model.states >= _ADAM_STATES else 0),
-            "buffers": sum(spec.nbytes for spec in model.buffers),
-        }
+        states = {spec.name: model.states for spec in model.parameters}
+        total = Counter(
+            parameters=rest,
+            gradients=self._kept_back(),
+            lent=lent_buffers * self.lent_bytes(),
+            buffers=sum(spec.nbytes for spec in model.buffers),
+        )
+        lent, apart = lent_buffers > 0, self._lines.sharing.owns_apart
+        for unit in self.units:
+            for flat in unit.flats:
+                place = (flat, self.rank, self._precision)
+                account = FlatBytes(*place, sharded=unit.sharded, lent=lent, apart=apart)
+                total.update(account.on_device(states))
+                if unit.sharded:
+                    total["secondary"] += self._secondary(flat)
+                if flat.trainable and model.states >= _ADAM_STATES:
+                    total["optimizer"] += 4 * self._fragments(flat)
+        return {kind: total[kind] for kind in KINDS}
 
     def lent_bytes(self) -> int:
         """Return the bytes of one lent buffer: those of the largest unit but large single layers.
@@ -256,9 +319,6 @@ class Estimate:
     def _wire(self, flat: FlatLayout) -> int:
         return self._precision.reduce_dtype(flat.dtype).itemsize
 
-    def _shard(self, flat: FlatLayout) -> int:
-        return flat.owned(self.rank) * flat.master.itemsize
-
     def _secondary(self, flat: FlatLayout) -> int:
         """Return the bytes of this rank's secondary shard."""
         lines = self._lines.secondary
@@ -271,23 +331,6 @@ class Estimate:
         """Return how many parameters this rank owns a piece of."""
         shares = [place.shares[self.rank] for place in flat.places]
         return sum(stop > start for start, stop in shares)
-
-    def _gradients(self, flat: FlatLayout, *, kept: bool) -> int:
-        """Return the bytes of the fragments' gradients between steps."""
-        if kept and self._in_place(flat):
-            return flat.numel * self._wire(flat)  # views of a buffer
-        total = self._precision.accumulate_dtype(flat.dtype)
-        # Fragments of another dtype have gradients of their own.
-        converted = 0 if total is flat.master else self._shard(flat)
-        return flat.owned(self.rank) * total.itemsize + converted
-
-    def _in_place(self, flat: FlatLayout) -> bool:
-        """Whether fragments' gradients are views of the buffer, if that is kept."""
-        wire = self._precision.reduce_dtype(flat.dtype)
-        total = self._precision.accumulate_dtype(flat.dtype)
-        # Nothing owned is nothing to be anywhere.
-        in_order = wire is total and len(flat.pieces(self.rank)) <= 1
-        return in_order and total is flat.master
 
 
 def add(sent: Counter[tuple[str, str]], each: Mapping[tuple[str, str], int], times: int) -> None:
