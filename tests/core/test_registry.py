@@ -21,13 +21,13 @@ def entries(group):
 
 
 def test_roles_need_no_import_and_the_reference_is_not_for_training(monkeypatch):
-    monkeypatch.setattr(registry, "_installed", lambda group, path: entries(group))
+    monkeypatch.setattr(registry, "_installed", lambda group: entries(group))
     strategies = registry.strategies()
     assert strategies.reference() == "exact"
     assert strategies.choices == ["mine", "yours"]
     with pytest.raises(ConfigError, match=r"one default strategy, found \['mine', 'yours'\]"):
         strategies.default()
-    monkeypatch.setattr(registry, "_installed", lambda group, path: entries(group)[:1])
+    monkeypatch.setattr(registry, "_installed", lambda group: entries(group)[:1])
     assert registry.strategies().default() == "mine"
     with pytest.raises(ConfigError, match="one reference strategy, found none"):
         registry.strategies().reference()

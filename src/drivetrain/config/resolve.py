@@ -10,10 +10,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any, TypeAlias
-
-import pydantic
+from typing import Any, Literal, TypeAlias, get_args, get_origin
 
 from drivetrain.config.document import (
     ORIGINS_KEY,
@@ -223,16 +220,12 @@ class _Validation:
         before = len(self.problems)
         known = self._known(cls, values, prefix, also_valid)
         try:
-            result: Any = _adapter(cls).validate_python(known)
-        except pydantic.ValidationError as error:
-            self._report(cls, prefix, error)
-            self._check_limits(cls, known, prefix)
-            return None
+            result = self._object(cls, known, prefix)
         except ConfigError as error:
             self._refused(prefix, error)
             return None
-        self._check_limits(cls, plain(result), prefix)
-        if self._complete:
+        self._check_limits(cls, known if result is None else plain(result), prefix)
+        if self._complete and result is not None:
             self._check_together(result, prefix)
         return result if len(self.problems) == before else None
 
@@ -304,14 +297,22 @@ class _Validation:
                     found.append(name)
         return found
 
-    def _report(self, cls: type, prefix: str, error: pydantic.ValidationError) -> None:
-        messages: dict[str, tuple[list[str], Any]] = {}
-        for detail in error.errors():
-            path = [str(part) for part in detail["loc"] if isinstance(part, str)]
-            key = prefix + _known_path(cls, path)
-            messages.setdefault(key, ([], detail["input"]))[0].append(detail["msg"])
-        for key, (wanted, found) in messages.items():
-            self._problem(key, _expected(wanted), found)
+    def _object(self, cls: type, known: Mapping[str, Any], prefix: str) -> Any:
+        """Return an object of values that have the types of the knobs; None where one has not."""
+        before = len(self.problems)
+        typed: dict[str, Any] = {}
+        for knob in options_of(cls):
+            if knob.name not in known:
+                continue
+            key, value = prefix + knob.name, known[knob.name]
+            if knob.is_section:
+                typed[knob.name] = self._object(knob.type, value, f"{key}.")
+                continue
+            try:
+                typed[knob.name] = _typed(knob.type, value)
+            except _MISFITS:
+                self._problem(key, f"expected {_in_words(knob.type)}", value)
+        return cls(**typed) if len(self.problems) == before else None
 
     def _check_limits(self, cls: type, values: Mapping[str, Any], prefix: str) -> None:
         for knob in options_of(cls):
@@ -366,30 +367,64 @@ def _limit_broken(knob: Option, value: float) -> str:
     return ""
 
 
-def _known_path(cls: type, path: list[str]) -> str:
-    """Keep the leading part of a pydantic location that names fields, not union members."""
-    kept: list[str] = []
-    for part in path:
-        knobs = {knob.name: knob for knob in options_of(cls)}
-        if part not in knobs:
-            break
-        kept.append(part)
-        if not knobs[part].is_section or is_union(knobs[part].type):
-            break
-        cls = knobs[part].type
-    return ".".join(kept)
+_BOOLEANS = {
+    **dict.fromkeys(("true", "t", "yes", "y", "on", "1"), True),
+    **dict.fromkeys(("false", "f", "no", "n", "off", "0"), False),
+}
+_TYPES_IN_WORDS = {
+    bool: "a valid boolean",
+    int: "a valid integer",
+    float: "a valid number",
+    str: "a valid string",
+}
+_MISFITS = (ValueError, TypeError, OverflowError, LookupError)
+"""What is raised where a value is not of a type: by Python's types and tables, too."""
 
 
-@lru_cache(maxsize=64)
-def _adapter(cls: type) -> pydantic.TypeAdapter[Any]:
-    """Return the validator of a configuration dataclass, which pydantic takes 15 ms to make."""
-    return pydantic.TypeAdapter(cls)
+def _typed(kind: Any, value: Any) -> Any:  # noqa: PLR0911 - a way for each type
+    """Return a value as the type of a knob: numbers and booleans may be written as text.
+
+    Raises:
+        ValueError: or another one of ``_MISFITS``: it does not stand for such a value.
+    """
+    if type(value) is kind or (kind is type(None) and value is None):
+        return value
+    if kind is bool:
+        return _BOOLEANS[str(value).lower()]
+    if kind in (int, float) and not isinstance(value, bool):
+        number = kind(value)
+        if isinstance(value, str) or number == value:
+            return number
+    elif kind is str and isinstance(value, str):
+        return str.__str__(value)  # of a member of an enum, too
+    elif get_origin(kind) is Literal:
+        choices = get_args(kind)
+        return choices[choices.index(value)]
+    elif is_union(kind):
+        for member in sorted(get_args(kind), key=lambda member: member is not type(value)):
+            with suppress(*_MISFITS):
+                return _typed(member, value)
+    elif _is_mapping(kind) and isinstance(value, Mapping):
+        names, values = get_args(kind)
+        return {_typed(names, name): _typed(values, each) for name, each in value.items()}
+    raise ValueError(value)
 
 
-def _expected(messages: list[str]) -> str:
-    """Say in our words which values pydantic expected: a message for each member of a union."""
-    wanted = [re.sub(r", (unable|got) .*", "", message) for message in messages]
-    return " or ".join(wanted).replace("Input should be", "expected").replace(" or expected", " or")
+def _in_words(kind: Any) -> str:
+    """Return what a knob of a type expects."""
+    members = get_args(kind)
+    if get_origin(kind) is Literal:
+        return " or ".join(", ".join(map(repr, members)).rsplit(", ", 1))
+    if is_union(kind):
+        return " or ".join(_in_words(member) for member in members if member is not type(None))
+    if _is_mapping(kind):
+        return f"a mapping to {_in_words(members[1])}"
+    return _TYPES_IN_WORDS.get(kind, str(kind))
+
+
+def _is_mapping(kind: Any) -> bool:
+    origin = get_origin(kind)
+    return isinstance(origin, type) and issubclass(origin, Mapping)
 
 
 def _where(origins: Mapping[str, ValueOrigin], key: str) -> str:
