@@ -58,13 +58,22 @@ from drivetrain.processes import Processes, StaysInProcess
 from drivetrain.runtime import words
 from drivetrain.runtime.mesh import Mesh
 from drivetrain.runtime.precision import LossScaler
-from drivetrain.runtime.world import World
+from drivetrain.runtime.world import World, record_request
 from drivetrain.strategy import Run, Strategy
-from drivetrain.verify.recorder import launched_observer
 
 T = TypeVar("T")
 
 logger = get_logger(__name__)
+
+
+def _launched_observer() -> Observer:
+    """Return the recorder that this process was started with, or an observer that does nothing."""
+    path = record_request()
+    if not path:
+        return Observer()
+    from drivetrain.verify.recorder import launched_recorder  # no other run needs it
+
+    return launched_recorder(path)
 
 
 class Accelerator(AnswersArguments, StaysInProcess, Processes):
@@ -142,7 +151,7 @@ class Accelerator(AnswersArguments, StaysInProcess, Processes):
             dataloader=dataloader_config,
             accumulation=gradient_accumulation_plugin,
         )
-        observer = launched_observer()
+        observer = _launched_observer()
         self.config = observer.configured(resolve_run(arguments, handlers))
         self._owns_group = not dist.is_initialized()
         self.world = World.discover(

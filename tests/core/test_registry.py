@@ -21,7 +21,7 @@ def entries(group):
 
 
 def test_roles_need_no_import_and_the_reference_is_not_for_training(monkeypatch):
-    monkeypatch.setattr(registry, "_installed", lambda group: entries(group))
+    monkeypatch.setattr(registry, "_installed", entries)
     strategies = registry.strategies()
     assert strategies.reference() == "exact"
     assert strategies.choices == ["mine", "yours"]

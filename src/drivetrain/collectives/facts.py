@@ -31,7 +31,6 @@ from weakref import WeakKeyDictionary, finalize
 
 import torch
 import torch.distributed as dist
-from pydantic import TypeAdapter, ValidationError
 
 from drivetrain.collectives.communicator import reason
 from drivetrain.collectives.neighbors import Header, Tag, disagreement
@@ -587,6 +586,8 @@ def _read_all(texts: Sequence[str], kind: type[FactsT], doing: str) -> list[Fact
 
 
 def _read(text: str, kind: type[FactsT], doing: str, rank: int) -> FactsT:
+    from pydantic import TypeAdapter, ValidationError  # slow to load
+
     try:
         return TypeAdapter(kind).validate_json(text, strict=True)
     except ValidationError as error:

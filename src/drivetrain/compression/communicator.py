@@ -47,7 +47,6 @@ from drivetrain.compression.error_feedback import (
 )
 from drivetrain.compression.methods import LinkMethods
 from drivetrain.errors import ConfigError, DrivetrainError, RankMismatchError
-from drivetrain.hardware.description import load_hardware
 from drivetrain.runtime.mesh import Axis, HostLevels, Mesh
 from drivetrain.runtime.world import World
 from drivetrain.shards import Reader, Shard
@@ -411,7 +410,7 @@ def agreed_islands(world: World, hardware: str) -> World:
     if not hardware or world.size == 1:
         return world
     try:
-        mine = _Reading(load_hardware(hardware).host.devices)
+        mine = _Reading(_devices_of_a_host(hardware))
     except DrivetrainError as error:  # the other ranks wait for an answer
         mine = _Reading(problem=str(error))
     every = gather_facts(mine, _Reading, doing=f"the sizes of islands in {KEY}")
@@ -438,7 +437,13 @@ def declared_islands(world: World, hardware: str) -> World:
     """
     if not hardware or world.size == 1:
         return world
-    return in_islands(world, load_hardware(hardware).host.devices)
+    return in_islands(world, _devices_of_a_host(hardware))
+
+
+def _devices_of_a_host(hardware: str) -> int:
+    from drivetrain.hardware.description import load_hardware  # slow to load
+
+    return load_hardware(hardware).host.devices
 
 
 def in_islands(world: World, size: int) -> World:

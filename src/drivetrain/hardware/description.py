@@ -376,15 +376,6 @@ class Peak(NamedTuple):
     source: str
 
 
-def device_name(device: "torch.device") -> str:
-    """Return the name that the driver gives a device; CPU for the processor."""
-    import torch
-
-    if device.type == "cpu":
-        return "CPU"
-    return str(torch.get_device_module(device).get_device_name(device))
-
-
 def published_peak(device: str, dtype: "torch.dtype") -> Peak | None:
     """Return the peak of a device in the hardware catalog; None where the catalog has none.
 

@@ -7,7 +7,7 @@ The repeated blocks of a model, such as transformer layers: found, and conducted
 
 import functools
 import inspect
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import MethodType
@@ -409,3 +409,41 @@ class BlockHooks:
             block.__dict__[COMPILED_CALL] = lambda *args, **kwargs: around(
                 block, compiled, args, kwargs
             )
+
+
+# --- the sizes of modules, for tables ---
+
+
+class ModelSizes:
+    """The elements of the parameters inside each module of a run's models, as the script made them.
+
+    A shared parameter counts once in each module.
+    """
+
+    def __init__(self) -> None:
+        self._inside: defaultdict[str, dict[int, int]] = defaultdict(dict)
+        self._models = 0
+
+    def add(self, model: nn.Module) -> None:
+        """Note a model that is about to be prepared."""
+        name = name_of(model, self._models)
+        self._models += 1
+        for parameter, tensor in model.named_parameters(remove_duplicate=False):
+            for around in names_around(f"{name}.{clean_name(parameter)}".rpartition(".")[0]):
+                self._inside[around][id(tensor)] = tensor.numel()
+
+    def by_module(self) -> dict[str, int]:
+        """Return the elements by the name of the module."""
+        return {name: sum(found.values()) for name, found in self._inside.items()}
+
+
+def name_of(model: nn.Module, number: int) -> str:
+    """Return the name of a model in tables: its class, and a number where it is not the first."""
+    name = type(uncompiled(model)).__name__
+    return f"{name}-{number}" if number else name
+
+
+def names_around(name: str) -> list[str]:
+    """Return a module's name, and the names of all modules around it."""
+    parts = name.split(".")
+    return [".".join(parts[:count]) for count in range(1, len(parts) + 1)]

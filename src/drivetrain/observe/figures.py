@@ -26,13 +26,15 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
 from statistics import median_low
-from typing import Any, ClassVar, TextIO
-
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from typing import TYPE_CHECKING, Any, ClassVar, TextIO
 
 from drivetrain.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
 
 # --- the records of a run ---
 
@@ -69,7 +71,7 @@ class StepFigures:
         own: the script's own figures.
     """
 
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(ser_json_inf_nan="strings")
+    __pydantic_config__: ClassVar[Mapping[str, str]] = {"ser_json_inf_nan": "strings"}
 
     step: int
     steps: int = 1
@@ -100,7 +102,7 @@ class StepFigures:
 
     def to_json(self) -> str:
         """Return one line of JSON: no NaN, which JSON does not know, and nothing empty."""
-        return _STEP_FIGURES.dump_json(self, exclude_defaults=True).decode()
+        return _record_type().dump_json(self, exclude_defaults=True).decode()
 
     @classmethod
     def from_json(cls, line: str) -> "StepFigures":
@@ -109,8 +111,10 @@ class StepFigures:
         Raises:
             ConfigError: the line is no record.
         """
+        from pydantic import ValidationError
+
         try:
-            return _STEP_FIGURES.validate_json(line)
+            return _record_type().validate_json(line)
         except ValidationError as error:
             reason = error.errors()[0]["msg"]
             raise ConfigError(
@@ -118,7 +122,11 @@ class StepFigures:
             ) from None
 
 
-_STEP_FIGURES = TypeAdapter(StepFigures)
+@cache
+def _record_type() -> "TypeAdapter[StepFigures]":
+    from pydantic import TypeAdapter  # slow to load: runs without a folder write no record
+
+    return TypeAdapter(StepFigures)
 
 
 def merged(first: StepFigures, second: StepFigures) -> StepFigures:

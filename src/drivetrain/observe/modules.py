@@ -33,15 +33,17 @@ from torch.utils.flop_counter import flop_registry
 from torch.utils.hooks import RemovableHandle
 
 from drivetrain.config.policy import dtype_word
-from drivetrain.hardware.description import Peak, device_name, published_peak
+from drivetrain.hardware.description import Peak, published_peak
 from drivetrain.hardware.prices import TERA
 from drivetrain.log import get_logger
 from drivetrain.model.guard import Arguments, Keywords
 from drivetrain.model.modules import (
     COMPILED_CALL,
+    ModelSizes,
     UninheritedHook,
-    clean_name,
     is_compiled_call,
+    name_of,
+    names_around,
     uncompiled,
 )
 from drivetrain.model.valueless import ValuelessTensor
@@ -399,7 +401,7 @@ class StepWork:
     def whole(self) -> dict[str, ModuleWork]:
         """Return the work of each module on all ranks, with the modules inside of it."""
         return _summed(
-            (around, work) for name, work in self.own().items() for around in _around(name)
+            (around, work) for name, work in self.own().items() for around in names_around(name)
         )
 
     def plain(self) -> dict[str, Any]:
@@ -484,40 +486,11 @@ class StepWork:
         return work.rate / self.peak.operations_per_second
 
 
-class ModelSizes:
-    """The elements of the parameters inside each module of a run's models, as the script made them.
-
-    A shared parameter counts once in each module.
-    """
-
-    def __init__(self) -> None:
-        self._inside: defaultdict[str, dict[int, int]] = defaultdict(dict)
-        self._models = 0
-
-    def add(self, model: nn.Module) -> None:
-        """Note a model that is about to be prepared."""
-        name = name_of(model, self._models)
-        self._models += 1
-        for parameter, tensor in model.named_parameters(remove_duplicate=False):
-            for around in _around(f"{name}.{clean_name(parameter)}".rpartition(".")[0]):
-                self._inside[around][id(tensor)] = tensor.numel()
-
-    def by_module(self) -> dict[str, int]:
-        """Return the elements by the name of the module."""
-        return {name: sum(found.values()) for name, found in self._inside.items()}
-
-
 def _summed(items: Iterable[tuple[str, ModuleWork]]) -> dict[str, ModuleWork]:
     sums: defaultdict[str, ModuleWork] = defaultdict(ModuleWork)
     for name, work in items:
         sums[name].add(work)
     return dict(sums)
-
-
-def _around(name: str) -> list[str]:
-    """Return a module's name, and the names of all modules around it."""
-    parts = name.split(".")
-    return [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
 
 
 def _by_place(item: tuple[str, Any]) -> tuple[Any, ...]:
@@ -599,7 +572,7 @@ class ModuleMeasurement:
             modules[name].seconds[phase] = passed
         work = RankWork(
             rank,
-            device_name(self._run.world.device),
+            self._run.world.device_name,
             seconds,
             modules,
             {str(dtype): count for dtype, count in self._counter.dtypes.items()},
@@ -638,7 +611,7 @@ class ModuleMeasurement:
             return Peak(self._teraflops * TERA, "", "profile.peak_teraflops"), words
         counts = sum((Counter(rank.dtypes) for rank in ranks), Counter[str]())
         device = self._run.world.device
-        name = device_name(device)
+        name = self._run.world.device_name
         if not counts:
             return None, "no product was counted"
         key, most = counts.most_common(1)[0]
@@ -658,9 +631,3 @@ class ModuleMeasurement:
 
     def _file(self, rank: int) -> Path:
         return self._folder / f"modules_{rank}.json"
-
-
-def name_of(model: nn.Module, number: int) -> str:
-    """Return the name of a model in tables: its class, and a number where it is not the first."""
-    name = type(uncompiled(model)).__name__
-    return f"{name}-{number}" if number else name

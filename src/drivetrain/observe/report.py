@@ -26,7 +26,6 @@ from drivetrain.cost import Cost, ModelSpec
 from drivetrain.errors import DrivetrainError, UsageError
 from drivetrain.facade.observer import Observer
 from drivetrain.facade.prepared import PreparedModel
-from drivetrain.hardware.description import device_name, published_peak
 from drivetrain.log import get_logger
 from drivetrain.observe.figures import (
     REPORT,
@@ -38,7 +37,6 @@ from drivetrain.observe.figures import (
     has_ended,
     new_start,
 )
-from drivetrain.observe.page import missing_packages
 from drivetrain.observe.recorder import LinkLoad, StepRecorder
 from drivetrain.runtime.board import DRAWING, board
 from drivetrain.runtime.precision import DTYPES, LossScaler
@@ -167,6 +165,8 @@ class RunReport:
         self._drawn = True
         if not self._run.world.is_main:
             return
+        from drivetrain.observe.page import missing_packages
+
         if problem := missing_packages():
             logger.announce(f"{problem} {self.folder.path.parent}")
             return
@@ -309,7 +309,7 @@ def header_of(config: Resolved, run: Run) -> dict[str, Any]:
         "peers": " ".join(f"{name}={run.mesh[name].rank}" for name in stages),
         "rank": world.rank,
         "host": world.hosts[world.rank],
-        "device": device_name(world.device),
+        "device": world.device_name,
         "place": {name: axis.rank for name, axis in run.mesh.items()},
     }
 
@@ -345,7 +345,7 @@ def _environment(world: World) -> dict[str, str]:
         "torch": torch.__version__,
         "python": platform.python_version(),
         "system": platform.platform(),
-        "device": device_name(world.device),
+        "device": world.device_name,
         "backend": world.backend or "none, one process",
         "threads of a rank": str(torch.get_num_threads()),
     }
@@ -391,7 +391,9 @@ def _peak(run: Run, models: Sequence[ModelSpec]) -> dict[str, Any] | None:
     """
     if run.world.device.type == "cpu":
         return None
-    name = device_name(run.world.device)
+    from drivetrain.hardware.description import published_peak  # slow to load
+
+    name = run.world.device_name
     elements: Counter[torch.dtype] = Counter()
     for each in (each for model in models for each in model.parameters):
         elements[each.dtype] += each.numel

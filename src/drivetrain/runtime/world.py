@@ -174,6 +174,13 @@ class World:
     timeout: timedelta = timedelta(minutes=10)
     declared: tuple[str, ...] = ()
 
+    @property
+    def device_name(self) -> str:
+        """The name that the driver gives the device; CPU for the processor."""
+        if self.device.type == "cpu":
+            return "CPU"
+        return str(torch.get_device_module(self.device).get_device_name(self.device))
+
     @classmethod
     def discover(
         cls,

@@ -41,7 +41,6 @@ from drivetrain.facade.settings import Runs, StrategyChoice, resolve_strategy
 from drivetrain.model.modules import UninheritedHook, clean_name, named_parameters, uncompiled
 from drivetrain.nested import is_tensor, recursively_apply
 from drivetrain.parallel.backward import in_backward
-from drivetrain.runtime.world import record_request
 
 # --- the request to record a run, and its record ---
 
@@ -501,10 +500,9 @@ class Recorder(Observer):
             self.record.write(Path(self._request.folder))
 
 
-def launched_observer() -> Observer:
-    """Return the recorder that this process was started with, or an observer that does nothing."""
-    path = record_request()
-    return Recorder(RecordRequest.read(Path(path)), _launched_record(path)) if path else Observer()
+def launched_recorder(path: str) -> Observer:
+    """Return the recorder of the request with which this process was started."""
+    return Recorder(RecordRequest.read(Path(path)), _launched_record(path))
 
 
 @cache
