@@ -23,6 +23,7 @@ gradient may come more than once, multiply and send all buckets at the end.
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -51,11 +52,13 @@ from drivetrain.parallel.replicated import (
 )
 from drivetrain.runtime.world import World
 from drivetrain.shards import Reader, Shard
-from drivetrain.simulator.contract import DataParallelPlanning, Planning, Sharing
-from drivetrain.simulator.step import PaperRun
-from drivetrain.strategy import Form, Prepared, Run
+from drivetrain.strategy import DataParallelPlanning, Form, Planning, Prepared, Run
 from drivetrain_ddp.compression import CommunicationHook, Finish, hook_of
 from drivetrain_ddp.options import DdpConfig, DdpOutline
+
+if TYPE_CHECKING:
+    from drivetrain.simulator.contract import Sharing
+    from drivetrain.simulator.step import PaperRun
 
 # --- averages gradients over ranks while backward runs ---
 
@@ -492,12 +495,14 @@ def buckets_of(
     )
 
 
-def _sharing(config: DdpConfig, run: PaperRun) -> Sharing:
+def _sharing(config: DdpConfig, run: "PaperRun") -> "Sharing":
     if config.hook != "none":
         raise ConfigError(
             f"expected hook: none in a step on paper, found {config.hook}: the time of "
             "compression is not drawn; leave hook out"
         )
+    from drivetrain.simulator.contract import Sharing  # loaded by who plans
+
     return Sharing(bucket=round(config.bucket_mib * MIB))
 
 

@@ -65,9 +65,9 @@ from drivetrain.parallel.strategy import ShardedPlanning, ShardedStrategy
 from drivetrain.runtime.mesh import Axis
 from drivetrain.runtime.precision import Precision
 from drivetrain.runtime.world import World
-from drivetrain.simulator.contract import Planning, Sharing
+from drivetrain.simulator.contract import Sharing
 from drivetrain.simulator.step import PaperRun
-from drivetrain.strategy import Form, Prepared, Run
+from drivetrain.strategy import Form, Planning, Prepared, Run
 from drivetrain_fsdp.dtensors import as_dtensors
 from drivetrain_fsdp.options import FsdpConfig, FsdpOutline
 

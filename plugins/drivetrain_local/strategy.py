@@ -29,7 +29,6 @@ from drivetrain.parallel.replicated import replicate
 from drivetrain.runtime.mesh import Axis, HostLevels
 from drivetrain.runtime.world import World
 from drivetrain.shards import HeldPart, HeldTensors, Reader, Shard, TensorFacts, WeightSource
-from drivetrain.simulator.contract import Planning
 from drivetrain.simulator.step import (
     COMPUTE,
     Collective,
@@ -39,7 +38,7 @@ from drivetrain.simulator.step import (
     PaperTask,
     PaperUnit,
 )
-from drivetrain.strategy import Form, Prepared, Run, Strategy, find_strategy
+from drivetrain.strategy import Form, Planning, Prepared, Run, Strategy, find_strategy
 from drivetrain_local.options import AXIS, LocalOptions, LocalOutline
 from drivetrain_local.outer import Messages, OuterSteps, StepCount, WarmUp, fragment_of_each, wide
 from drivetrain_local.state import (

@@ -31,8 +31,7 @@ from drivetrain.shards import (
     parameters_among,
     state_tensors,
 )
-from drivetrain.simulator.contract import Planning
-from drivetrain.strategy import Prepared, Run
+from drivetrain.strategy import Planning, Prepared, Run
 from drivetrain_megatron.config import MegatronConfig
 from drivetrain_megatron.cost import estimate
 from drivetrain_megatron.dropout import AlikeDraws, Dropout, MaskSource

@@ -83,6 +83,41 @@ def test_only_world_and_launch_read_the_environment():
         assert not names & {"environ", "getenv"}, relative
 
 
+ORDINARY = """
+import sys
+import torch
+from drivetrain import Accelerator
+accelerator = Accelerator(strategy="ddp")
+model = torch.nn.Linear(2, 2)
+model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+accelerator.backward(model(torch.ones(1, 2)).sum())
+optimizer.step()
+print(*sys.modules)
+"""
+
+IDLE = {
+    "pydantic",
+    "drivetrain.checkpoint.export",
+    "drivetrain.checkpoint.local",
+    "drivetrain.hardware.clock",
+    "drivetrain.hardware.description",
+    "drivetrain.model.valueless",
+    "drivetrain.observe.history",
+    "drivetrain.observe.modules",
+    "drivetrain.observe.trace",
+    "drivetrain.simulator.step",
+    "drivetrain.verify.recorder",
+}
+"""What an ordinary run has no use for, and what takes long to load."""
+
+
+def test_an_ordinary_run_loads_nothing_that_it_has_no_use_for():
+    command = [sys.executable, "-c", ORDINARY]
+    loaded = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+    assert "drivetrain_ddp.strategy" in loaded
+    assert not IDLE.intersection(loaded)
+
+
 TORCHLESS = """
 import sys
 from drivetrain_launch.cli import run

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from drivetrain.cost import ModelSpec
 from drivetrain.errors import ConfigError
-from drivetrain.simulator.contract import PaperBound, Planning, UnitCosts, stage_bound
+from drivetrain.simulator.contract import PaperBound, UnitCosts, stage_bound
 from drivetrain.simulator.step import (
     COMPUTE,
     Boundary,
@@ -28,7 +28,7 @@ from drivetrain.simulator.step import (
     PaperTask,
     PaperUnit,
 )
-from drivetrain.strategy import Run
+from drivetrain.strategy import Planning, Run
 from drivetrain_megatron.config import MegatronConfig
 from drivetrain_megatron.cost import part_of
 from drivetrain_megatron.pipeline.schedules import (

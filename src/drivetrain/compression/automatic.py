@@ -17,7 +17,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -42,11 +42,13 @@ from drivetrain.compression.methods import (
 from drivetrain.config.outline import EXACT
 from drivetrain.cost import TensorSpec
 from drivetrain.errors import ConfigError
-from drivetrain.hardware.clock import Clock
 from drivetrain.runtime.mesh import Mesh
 from drivetrain.runtime.precision import Precision
 from drivetrain.runtime.world import World, host_link
 from drivetrain.traffic import Traffic
+
+if TYPE_CHECKING:
+    from drivetrain.hardware.clock import Clock
 
 FIRST, LARGEST, GROWTH = 2**14, 2**24, 4
 """Numbers of the smallest and of the largest sum that measures a link: 64 KiB and 64 MiB."""
@@ -82,6 +84,8 @@ def slowest_times(
     methods: Mapping[str, Compressor[Any]], device: torch.device
 ) -> dict[str, EncodingTime]:
     """Return the time that each method takes on the slowest rank. Collective where ranks run."""
+    from drivetrain.hardware.clock import Clock  # loaded by who measures
+
     mine = _times(methods, Clock(device))
     every = gather_facts(
         mine, dict[str, tuple[float, float]], doing="the time of methods for slow links"
@@ -95,7 +99,9 @@ def slowest_times(
     return slowest
 
 
-def _times(methods: Mapping[str, Compressor[Any]], clock: Clock) -> dict[str, tuple[float, float]]:
+def _times(
+    methods: Mapping[str, Compressor[Any]], clock: "Clock"
+) -> dict[str, tuple[float, float]]:
     """Return the seconds of each method for the small and the large matrix on this rank."""
     found = {}
     for name, method in methods.items():

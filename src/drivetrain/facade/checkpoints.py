@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -21,7 +21,6 @@ from drivetrain.checkpoint import commit
 from drivetrain.checkpoint.commit import Group, check_same, share, together
 from drivetrain.checkpoint.encoding import Contents
 from drivetrain.checkpoint.loading import CheckpointReader, open_checkpoint
-from drivetrain.checkpoint.local import MemoryCheckpoints
 from drivetrain.checkpoint.saving import Background, Save
 from drivetrain.compression.automatic import Sender, resume_links, saved_choice
 from drivetrain.errors import CheckpointError, UsageError
@@ -33,6 +32,9 @@ from drivetrain.model.modules import persistent_buffers
 from drivetrain.runtime import rng
 from drivetrain.runtime.world import World
 from drivetrain.shards import Shard
+
+if TYPE_CHECKING:
+    from drivetrain.checkpoint.local import MemoryCheckpoints
 
 logger = get_logger(__name__)
 
@@ -491,8 +493,10 @@ class RunCheckpoints:
         self.background = Background(world)
         self._memory: MemoryCheckpoints | None = None
         if runs.memory is not None:
+            from drivetrain.checkpoint import local  # no other run needs it
+
             every = runs.config.run.checkpoint.local_every
-            self._memory = MemoryCheckpoints(runs.memory, every, world, self.background)
+            self._memory = local.MemoryCheckpoints(runs.memory, every, world, self.background)
             gradients.preemption.call_between_steps(self.save_in_memory)
         self._registered: list[Registered] = []
         self._folder = RunFolder(world)

@@ -14,14 +14,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from drivetrain.checkpoint.export import ExportedWeights, StreamedWeights
 from drivetrain.collectives import Communicator, connect
 from drivetrain.config import RecomputeConfig, options_of
 from drivetrain.config.outline import check_loss
@@ -54,6 +53,9 @@ from drivetrain.runtime.precision import DTYPES, Precision
 from drivetrain.shards import WeightSource
 from drivetrain.strategy import Run, Strategy
 
+if TYPE_CHECKING:
+    from drivetrain.checkpoint.export import ExportedWeights
+
 # --- models that are constructed without memory ---
 
 
@@ -66,7 +68,7 @@ class Construction(NamedTuple):
     """
 
     recording: ConstructionRecording
-    weights: ExportedWeights | None
+    weights: "ExportedWeights | None"
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +108,10 @@ class Constructions:
         """Context in which tensors are made without memory, and recorded; see ``building``."""
         if self._is_building:
             raise UsageError("expected one building() at a time, found one inside of another")
+        from drivetrain.checkpoint.export import (
+            ExportedWeights,  # loaded by who exports, or reads it
+        )
+
         exported = None if weights is None else ExportedWeights(Path(weights))
         construction = Construction(ConstructionRecording(), exported)
         self._constructions.append(construction)
@@ -155,6 +161,8 @@ class Constructions:
         source: WeightSource = RecordedWeights([c.recording for c in used])
         recorded = list(everything.values())
         for weights in {id(c.weights): c.weights for c in used if c.weights is not None}.values():
+            from drivetrain.checkpoint.export import StreamedWeights
+
             streamed = StreamedWeights(weights, model, source)
             streamed.fill_real()
             source, recorded = streamed, streamed.remaining(everything)

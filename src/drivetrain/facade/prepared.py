@@ -18,7 +18,6 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from drivetrain import communication
-from drivetrain.checkpoint import export
 from drivetrain.checkpoint.commit import gather
 from drivetrain.checkpoint.loading import ModelReader
 from drivetrain.collectives.facts import gather_facts
@@ -532,6 +531,8 @@ class WholeWeights:
                     f"expected trainable parameters in {type(module).__name__} for "
                     "only_trainable=True, found none; export all of it without"
                 )
+        from drivetrain.checkpoint import export  # loaded by who exports
+
         plan = export.plan_export(facts.values(), max_shard_size)
 
         def fetch(names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:

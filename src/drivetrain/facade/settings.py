@@ -31,8 +31,7 @@ from drivetrain.runtime.gradient_state import GradientState
 from drivetrain.runtime.mesh import Mesh
 from drivetrain.runtime.precision import Precision, ScaleRule
 from drivetrain.runtime.world import World, launched_config, memory_folder, reader_mark
-from drivetrain.simulator.contract import StrategyPick
-from drivetrain.strategy import Run, Strategy, find_strategy
+from drivetrain.strategy import Run, Strategy, StrategyPick, find_strategy
 from drivetrain.traffic import Traffic
 
 # --- option objects of the Accelerator's constructor ---

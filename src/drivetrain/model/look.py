@@ -6,14 +6,16 @@ numbers of its arguments and results; so the operations are a graph of dependenc
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, keystr, tree_flatten_with_path, tree_map_only
 
 from drivetrain.model.guard import Arguments, Function, Keywords
-from drivetrain.model.valueless import Facts
+
+if TYPE_CHECKING:
+    from drivetrain.model.valueless import Facts
 
 
 class SeenTensor(NamedTuple):
@@ -25,7 +27,7 @@ class SeenTensor(NamedTuple):
         known: whether it has values: it follows from the inputs and buffers alone.
     """
 
-    facts: Facts
+    facts: "Facts"
     requires_grad: bool
     known: bool
 

@@ -35,8 +35,7 @@ from drivetrain.runtime.board import board
 from drivetrain.runtime.gradient_state import GradientState
 from drivetrain.runtime.late import LateNumbers
 from drivetrain.runtime.precision import LossScaler
-from drivetrain.simulator.contract import StrategyPick
-from drivetrain.strategy import Run, Strategy
+from drivetrain.strategy import Run, Strategy, StrategyPick
 from drivetrain.traffic import Traffic
 
 # --- the record of each optimizer step on one rank ---

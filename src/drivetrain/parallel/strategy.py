@@ -65,9 +65,9 @@ from drivetrain.parallel.unit import Unit, is_ahead, route_secondary, why_only_r
 from drivetrain.runtime.parts import Part, boxes
 from drivetrain.saved_state import ReplicatedState, check_fits, state_keys, weights_in
 from drivetrain.shards import HeldTensors, Reader, Shard, WeightSource
-from drivetrain.simulator.contract import DataParallelPlanning, Planning, Sharing
+from drivetrain.simulator.contract import Sharing
 from drivetrain.simulator.step import PaperRun
-from drivetrain.strategy import Prepared, Run, Strategy
+from drivetrain.strategy import DataParallelPlanning, Planning, Prepared, Run, Strategy
 
 # --- the training state in global coordinates ---
 

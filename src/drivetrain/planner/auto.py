@@ -42,9 +42,8 @@ from drivetrain.planner.search import (
     room_of,
 )
 from drivetrain.runtime.world import World
-from drivetrain.simulator.contract import Planning, StrategyPick
 from drivetrain.simulator.seen import seen_model
-from drivetrain.strategy import Form, Run, Strategy
+from drivetrain.strategy import Form, Planning, Run, Strategy, StrategyPick
 
 PROCESSOR = "cpu"
 """The kind of device, and the description, of processes that compute on processors."""

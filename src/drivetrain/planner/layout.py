@@ -22,7 +22,6 @@ from drivetrain.hardware.prices import AxisPlace, HardwarePrices
 from drivetrain.registry import strategies
 from drivetrain.runtime.mesh import Axis
 from drivetrain.runtime.precision import Precision
-from drivetrain.simulator.contract import Planning
 from drivetrain.simulator.step import (
     COMPUTE,
     STATE_BYTES,
@@ -36,7 +35,7 @@ from drivetrain.simulator.step import (
     PlayedStep,
     PlayedTask,
 )
-from drivetrain.strategy import Strategy, find_strategy
+from drivetrain.strategy import Planning, Strategy, find_strategy
 
 
 class InstalledPlans:
