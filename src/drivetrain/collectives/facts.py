@@ -26,7 +26,7 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn, TypeAlias, TypedDict, TypeVar
+from typing import Any, NoReturn, TypeAlias, TypedDict, TypeVar, get_args, get_origin
 from weakref import WeakKeyDictionary, finalize
 
 import torch
@@ -586,7 +586,11 @@ def _read_all(texts: Sequence[str], kind: type[FactsT], doing: str) -> list[Fact
 
 
 def _read(text: str, kind: type[FactsT], doing: str, rank: int) -> FactsT:
-    from pydantic import TypeAdapter, ValidationError  # slow to load
+    with suppress(ValueError):
+        value: Any = json.loads(text)
+        if _is_plain(kind, value):
+            return value  # type: ignore[no-any-return]
+    from pydantic import TypeAdapter, ValidationError  # slow to load: ordinary runs do without
 
     try:
         return TypeAdapter(kind).validate_json(text, strict=True)
@@ -595,3 +599,13 @@ def _read(text: str, kind: type[FactsT], doing: str, rank: int) -> FactsT:
             f"{doing}: expected facts of rank {rank} that all ranks understand, found others "
             f"({error.errors()[0]['msg']}); start the same version on every host"
         ) from error
+
+
+def _is_plain(kind: Any, value: Any) -> bool:
+    """Whether a value has a type that JSON itself knows: texts, numbers, lists and mappings."""
+    inner = get_args(kind)
+    if get_origin(kind) is list:
+        return type(value) is list and all(_is_plain(*inner, each) for each in value)
+    if get_origin(kind) is dict and inner[0] is str:
+        return type(value) is dict and all(_is_plain(inner[1], each) for each in value.values())
+    return kind in (str, int, float, bool) and type(value) is kind
