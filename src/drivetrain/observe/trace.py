@@ -730,9 +730,9 @@ class ProfileSession:
         merged = (self._folder / MERGED).stat().st_size
         lines = [
             text,
-            f"{self._folder / MERGED}: {size_text(merged)}, {len(ranks)} ranks on one clock, which may "
-            f"be {accuracy_us:.0f} us off; open it in ui.perfetto.dev. Traces of the ranks beside "
-            f"it: {size_text(size)}",
+            f"{self._folder / MERGED}: {size_text(merged)}, {len(ranks)} ranks on one clock, which "
+            f"may be {accuracy_us:.0f} us off; open it in ui.perfetto.dev. Traces of the ranks "
+            f"beside it: {size_text(size)}",
         ]
         if shortest := max(each.shortest_us for each in costs):
             lines.append(
