@@ -21,7 +21,7 @@ BILLION = 1e9
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
-@click.argument("path", type=click.Path(path_type=Path))
+@click.argument("path", metavar="DIR", type=click.Path(path_type=Path))
 @click.option(
     "--mib",
     type=click.IntRange(min=1),
@@ -56,6 +56,8 @@ def disk_bench(
     """Measure a disk with the code of the store nvme; the file is gone afterwards.
 
     An Adam step reads 12 bytes and writes 12 bytes per parameter and rank.
+
+    Example: drivetrain disk-bench /mnt/nvme
     """
     from drivetrain.hardware.sizes import MIB
     from drivetrain.log import progress

@@ -7,6 +7,7 @@ import pytest
 from drivetrain.errors import ConfigError
 from drivetrain.registry import strategies
 from drivetrain_launch import cli
+from drivetrain_launch.commands import preview
 from drivetrain_launch.commands.options import FLAGS, command_line_layer
 
 
@@ -63,7 +64,8 @@ def test_flag_and_set_that_contradict_are_refused():
             command_line_layer({"strategy": "toy"}, [assignment])
 
 
-def test_dry_run_shows_origin_mesh_and_cost_and_starts_nothing(command, tmp_path):
+def test_dry_run_shows_origin_mesh_and_cost_and_starts_nothing(command, tmp_path, monkeypatch):
+    monkeypatch.setattr(preview, "accelerators", lambda: 1)  # fewer than the file has ranks
     (tmp_path / "run.yaml").write_text("accumulation: 4\nstrategy: {name: toy, spoons: 3}\n")
     out = command.output(
         "launch", "--config", "run.yaml", "--nproc_per_node", "3", "--mixed-precision", "bf16",
@@ -80,6 +82,9 @@ def test_dry_run_shows_origin_mesh_and_cost_and_starts_nothing(command, tmp_path
     assert rows["held:", "parameters"].split()[-2:] == ["3.7", "GiB"]
     assert rows["held:", "optimizer"].split()[-2:] == ["7.5", "GiB"]
     assert "\x1b" not in out
+    out = command.output("launch", "--strategy", "toy", "--dry-run")
+    assert out.startswith("The number of ranks is open, launch.nproc_per_node: auto: planned are")
+    assert "Mesh: dp=1 (1 x 1 ranks)" in out
 
 
 def test_bad_input_exits_with_2_and_says_why(command, tmp_path):

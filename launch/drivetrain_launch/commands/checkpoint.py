@@ -10,21 +10,22 @@ from typing import Any
 import click
 
 from drivetrain.checkpoint.description import Description, describe, tensor_bytes
-from drivetrain.checkpoint.manifest import SavedTensor
+from drivetrain.checkpoint.manifest import SavedTensor, absent
 from drivetrain.errors import CheckpointError, ConfigError
 from drivetrain.hardware.sizes import size_text
-from drivetrain_launch.commands.options import SETTINGS
+from drivetrain_launch.commands.options import FOLDER, SETTINGS, json_option
 from drivetrain_launch.console import show_table
 
+CONFIG_FILE = "config.json"
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
-directory_argument = click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))
+directory_argument = click.argument("directory", metavar=FOLDER, type=click.Path(path_type=Path))
 
 
 def _existing(directory: Path) -> Path:
     if not directory.exists():
-        raise ConfigError(f"there is no checkpoint {directory}; check the path")
+        raise ConfigError(absent(directory))
     return directory
 
 
@@ -36,11 +37,13 @@ def command() -> None:
 @command.command()
 @directory_argument
 @click.option("--all", "every", is_flag=True, help="Show every tensor and every file.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
+@json_option
 def inspect(directory: Path, every: bool, as_json: bool) -> None:
     """Show the contents of a checkpoint.
 
     Layers that repeat are in one row; no tensor is read.
+
+    Example: drivetrain checkpoint inspect runs/mine/checkpoints/checkpoint_0
     """
     found = describe(_existing(directory))
     if as_json:
@@ -55,6 +58,8 @@ def verify(directory: Path) -> int:
     """Check every file and every tensor.
 
     Print 'ok', or all that is wrong and exit with 4.
+
+    Example: drivetrain checkpoint verify runs/mine/checkpoints/checkpoint_0
     """
     from drivetrain.checkpoint.loading import find_problems
 
@@ -75,7 +80,11 @@ def verify(directory: Path) -> int:
 @command.command()
 @directory_argument
 @click.option(
-    "--output", required=True, type=click.Path(path_type=Path), help="Folder for the files."
+    "--output",
+    required=True,
+    type=click.Path(path_type=Path),
+    metavar=FOLDER,
+    help="Folder for the files.",
 )
 @click.option("--model", default=0, metavar="INDEX", help="Which prepared model. [default: 0]")
 @click.option(
@@ -90,20 +99,35 @@ def verify(directory: Path) -> int:
     default="full",
     help="Check checksums first, or sizes only. [default: full]",
 )
-def export(directory: Path, output: Path, dtype: str | None, **options: Any) -> None:
+@click.option("--overwrite", is_flag=True, help="Replace an export in the folder.")
+def export(
+    directory: Path, output: Path, dtype: str | None, overwrite: bool, **options: Any
+) -> None:
     """Write the weights as Hugging Face style safetensors.
 
     One tensor is in memory at a time.
+
+    Example: drivetrain checkpoint export runs/mine/checkpoints/checkpoint_0 --output weights
     """
     import torch
 
-    from drivetrain.checkpoint.export import export_checkpoint
+    from drivetrain.checkpoint.export import export_checkpoint, exported_in
 
+    if not overwrite and (found := exported_in(output)):
+        raise ConfigError(
+            f"--output: expected a folder without an export, found {found[0]} in {output}; choose "
+            "another folder, or replace the export with --overwrite"
+        )
     wanted = None if dtype is None else getattr(torch, DTYPES[dtype])
     plan = export_checkpoint(_existing(directory), output, dtype=wanted, **options)
     for alias, name in plan.aliases.items():
         click.echo(f"{alias} is tied to {name} and written once")
     click.echo(f"wrote {size_text(plan.total_bytes)} to {', '.join(plan.files)} in {output}")
+    if not (output / CONFIG_FILE).exists():
+        click.echo(
+            f"{CONFIG_FILE} and the tokenizer's files were not copied, as a checkpoint has none: "
+            f"copy them from the model's folder into {output}"
+        )
 
 
 def show(found: Description, *, every: bool) -> None:

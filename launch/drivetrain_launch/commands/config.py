@@ -25,7 +25,7 @@ from drivetrain.config.document import (
 )
 from drivetrain.config.option import is_union
 from drivetrain.config.resolve import Resolved, resolve
-from drivetrain.errors import ConfigError
+from drivetrain.errors import ConfigError, in_words
 from drivetrain.registry import strategies
 from drivetrain_launch.commands.options import (
     FLAGS,
@@ -55,11 +55,15 @@ DEFAULT_PATH = Path("drivetrain.yaml")
 @click.option(
     "--output",
     type=click.Path(path_type=Path),
+    metavar="FILE",
     help=f"File to write. [default: {DEFAULT_PATH}]",
 )
 @click.pass_context
 def command(ctx: click.Context, use_default: bool, output: Path | None) -> int:
-    """Answer a few questions and write the configuration file."""
+    """Answer a few questions and write the configuration file.
+
+    Example: drivetrain config --output drivetrain.yaml
+    """
     if ctx.invoked_subcommand is not None:
         return 0
     if use_default:
@@ -75,14 +79,20 @@ def command(ctx: click.Context, use_default: bool, output: Path | None) -> int:
 @command.command("show")
 @source_options
 def show(config: str | None, assignments: tuple[str, ...]) -> None:
-    """Show every key with its value and where that came from."""
+    """Show every key with its value and where that came from.
+
+    Example: drivetrain config show --config drivetrain.yaml --set accumulation=4
+    """
     show_configuration(resolve_command_line(config, assignments))
 
 
 @command.command("check")
 @click.argument("file", metavar="FILE", shell_complete=complete_file)
 def check(file: str) -> None:
-    """Check a file: print 'ok', or every error in it and exit with 2."""
+    """Check a file: print 'ok', or every error in it and exit with 2.
+
+    Example: drivetrain config check drivetrain.yaml
+    """
     from drivetrain_launch.forecast.checking import check_run
 
     check_run(resolve_command_line(file, ()))
@@ -95,6 +105,8 @@ def explain(key: str) -> None:
     """Explain a key, a section, or a strategy.
 
     KEY is a key, such as launch.timeout_s, a section, strategy.OPTION, or the name of a strategy.
+
+    Example: drivetrain config explain launch.timeout_s
     """
     click.echo(explained(key))
 
@@ -106,6 +118,7 @@ def explain(key: str) -> None:
 @click.option(
     "--output",
     type=click.Path(path_type=Path),
+    metavar="FILE",
     help="File to write. [default: standard output]",
 )
 @rest_argument("source", "SOURCE...", required=True)
@@ -115,6 +128,8 @@ def import_(source: tuple[str, ...], output: Path | None) -> None:
     SOURCE is a file of Accelerate (YAML) or DeepSpeed (JSON), a script of the shell that calls
     torchrun, accelerate or deepspeed, or such a call itself. Settings that no key stands for become
     comments.
+
+    Example: drivetrain config import ds_config.json --output drivetrain.yaml
     """
     if Path(source[0]).is_file():
         file, *rest = source
@@ -207,7 +222,7 @@ def _draft(path: Path) -> dict[str, Any]:
         answers = dict(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError) as error:
         raise ConfigError(
-            f"{path}: expected a draft of 'drivetrain config', found {error}; remove the file"
+            f"{path}: expected a draft of 'drivetrain config': {in_words(error)}; remove the file"
         ) from error
     click.echo(f"The answers of {path} stand in brackets.")
     return answers

@@ -17,6 +17,7 @@ import psutil
 from drivetrain._version import __version__
 from drivetrain.hardware.sizes import size_text
 from drivetrain.registry import commands, stores, strategies, trackers
+from drivetrain_launch.commands.options import SETTINGS, json_option
 from drivetrain_launch.ranks.placement import cores
 
 PREFIXES = ("NCCL_", "GLOO_", "OMP_", "TORCH_", "DRIVETRAIN_")
@@ -36,8 +37,8 @@ NO_LIMIT = 1 << 60
 """cgroup v1 writes a number near 2**63 when there is no limit."""
 
 
-@click.command()
-@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of Markdown.")
+@click.command(context_settings=SETTINGS)
+@json_option
 def command(as_json: bool) -> None:
     """Describe this machine, for a bug report; paste it as it is."""
     facts = collect()

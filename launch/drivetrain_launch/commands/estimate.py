@@ -1,20 +1,25 @@
 """``drivetrain estimate``: the bytes that each strategy promises to hold and send for a model."""
 
-from dataclasses import replace
-from typing import TYPE_CHECKING
+import json
+from typing import TYPE_CHECKING, Any
 
 import click
 
+from drivetrain.config import LaunchConfig
 from drivetrain.config.resolve import Resolved
 from drivetrain.errors import ConfigError
-from drivetrain.hardware.sizes import DEVICES, device_bytes, unit_of
+from drivetrain.hardware.description import hardware_names, load_hardware, names_a_device
+from drivetrain.hardware.sizes import DEVICES, GIB, device_bytes, unit_of
 from drivetrain_launch.commands.options import (
     BEFORE_SCRIPT,
     ModelCommand,
     complete_file,
+    grouped_option,
+    json_option,
     resolve_command_line,
     rest_argument,
     source_options,
+    worded_flags,
 )
 from drivetrain_launch.console import show_table
 
@@ -25,68 +30,104 @@ if TYPE_CHECKING:
 KINDS = ("parameters", "masters", "gradients", "optimizer")
 """Columns of their own; other kinds on the device are added up."""
 
+USUAL_RANKS = 8
+"""Ranks of a host where nobody says how many."""
+
 
 @click.command(cls=ModelCommand, context_settings=BEFORE_SCRIPT)
 @source_options
-@click.option(
-    "--ranks", type=click.IntRange(min=1), default=8, help="Ranks of all hosts. [default: 8]"
+@worded_flags(
+    nproc_per_node=("N", "Ranks of a host. [default: the configuration's; 8 where that is auto]"),
+    nnodes=("N", "Number of hosts. [default: the configuration's]"),
 )
-@click.option(
-    "--nnodes",
-    type=click.IntRange(min=1),
-    help="Hosts, each with as many ranks. [default: the configuration's, which is 1]",
+@click.option("--ranks", type=click.IntRange(min=1), hidden=True, help="Ranks of all hosts.")
+@grouped_option(
+    "Hardware",
+    "--hardware",
+    former=("--device",),
+    metavar="NAME|GIB|FILE",
+    help="Memory of a rank's device, for the column of what fits: in GiB, by name "
+    f"({', '.join(DEVICES)}), or a description as of 'drivetrain plan'.",
 )
-@click.option(
-    "--device",
-    metavar="NAME|GIB",
-    help=f"Memory of a rank's device, in GiB or by name: {', '.join(DEVICES)}.",
-)
+@json_option
 @click.argument("source", metavar="MODEL", shell_complete=complete_file)
 @rest_argument()
 def command(
     config: str | None,
     assignments: tuple[str, ...],
-    ranks: int,
-    nnodes: int | None,
-    device: str | None,
+    ranks: int | None,
+    hardware: str | None,
+    as_json: bool,
     source: str,
     arguments: tuple[str, ...],
+    **flags: Any,
 ) -> None:
     """Show the bytes that every strategy holds and sends for MODEL, on rank 0, with Adam.
 
     MODEL is a config.json of transformers or its folder, a script (run as one process until it
     prepares its model, with ARGS), MODULE:FUNCTION, or a number of parameters such as 7B.
     Activations are not counted.
+
+    Example: drivetrain estimate --nproc-per-node 8 --hardware h100 7B
     """
-    room = _room(device)
-    resolved = _on_hosts(resolve_command_line(config, assignments), ranks, nnodes)
+    room = _room(hardware)
+    resolved = resolve_command_line(config, assignments, flags)
+    ranks = _all_ranks(resolved.run.launch, ranks)
     from drivetrain_launch.forecast.models import model_of
     from drivetrain_launch.forecast.planning import promises_for
 
     model = model_of(source, arguments)
-    show(model, list(promises_for(model, resolved, ranks)), resolved, ranks, room)
+    promises = list(promises_for(model, resolved, ranks))
+    if as_json:
+        click.echo(json.dumps([_plain(promise, room) for promise in promises]))
+    else:
+        show(model, promises, resolved, ranks, room)
 
 
-def _room(device: str | None) -> int | None:
-    if device is None:
+def _room(hardware: str | None) -> int | None:
+    """Return the bytes of a device.
+
+    Raises:
+        ConfigError: it is no name, no number, and no description.
+    """
+    if hardware is None:
         return None
+    if not names_a_device(hardware) or hardware.lower() in hardware_names():
+        return int(load_hardware(hardware).device.memory.gib * GIB)
     try:
-        return device_bytes(device)
+        return device_bytes(hardware)
     except ConfigError as error:
-        raise ConfigError(f"--device: {error}") from None
+        raise ConfigError(f"--hardware: {error}") from None
 
 
-def _on_hosts(resolved: Resolved, ranks: int, hosts: int | None) -> Resolved:
-    """Return the configuration on so many hosts, which must divide the ranks."""
-    launch = resolved.run.launch
-    hosts = hosts or launch.nnodes
-    if ranks % hosts:
+def _all_ranks(launch: LaunchConfig, given: int | None) -> int:
+    """Return the ranks of all hosts, which every host has as many of."""
+    hosts, per_host = launch.nnodes, launch.nproc_per_node
+    if given is None:
+        return hosts * (USUAL_RANKS if per_host == "auto" else per_host)
+    if given % hosts:
         raise ConfigError(
-            f"--ranks: expected a multiple of the {hosts} hosts, found {ranks}; every host has as "
-            "many ranks"
+            f"--ranks: expected a multiple of the {hosts} hosts, found {given}; every host has as "
+            "many ranks, --nproc-per-node"
         )
-    launch = replace(launch, nnodes=hosts)
-    return replace(resolved, run=replace(resolved.run, launch=launch))
+    return given
+
+
+def _plain(promise: "Promise", room: int | None) -> dict[str, Any]:
+    """Return one form for JSON, in bytes: what rank 0 holds and sends, or why it cannot run."""
+    if promise.cost is None:
+        return {"strategy": promise.form, "refusal": promise.refusal}
+    return {
+        "strategy": promise.form,
+        "on_device": promise.on_device,
+        "held": dict(promise.cost.held),
+        "host": promise.in_host_memory,
+        "disk": promise.on_disk,
+        "sent": promise.cost.total_sent,
+        "leaves_host": promise.between_hosts,
+        "not_counted": dict(promise.cost.uncounted),
+        "fits": None if room is None else promise.on_device <= room,
+    }
 
 
 def show(

@@ -7,12 +7,19 @@ import click
 
 from drivetrain.errors import ConfigError
 from drivetrain.hardware.description import SUFFIX, hardware_names, hardware_text, load_hardware
+from drivetrain_launch.commands.options import (
+    SETTINGS,
+    UNDERSCORES,
+    GroupedCommand,
+    resolve_command_line,
+    worded_flags,
+)
 
 MODULE = "drivetrain.hardware.measuring"
 """The program that measures, on every rank."""
 
 
-@click.group()
+@click.group(context_settings=SETTINGS)
 def command() -> None:
     """Show or measure descriptions of hardware, which 'drivetrain plan' reads."""
 
@@ -23,6 +30,8 @@ def show(source: str | None) -> None:
     """Print a description, or list their names.
 
     A description has the sources of its numbers.
+
+    Example: drivetrain hardware show h100
     """
     if source is None:
         for name in hardware_names():
@@ -37,14 +46,15 @@ def show(source: str | None) -> None:
     click.echo(hardware_text(source), nl=False)
 
 
-@command.command()
+@command.command(cls=GroupedCommand, context_settings=UNDERSCORES)
 @click.argument("target", metavar="FILE", type=click.Path(path_type=Path))
-@click.option("--nproc-per-node", default="auto", metavar="N|auto", show_default=True,
-              help="Processes of this host, one per device.")  # fmt: skip
-@click.option("--cpu", is_flag=True, help="Leave accelerators alone.")
-@click.option("--nnodes", type=click.IntRange(min=1), help="Number of hosts. [default: 1]")
-@click.option("--node-rank", type=click.IntRange(min=0), help="Index of this host, from 0.")
-@click.option("--rdzv-endpoint", metavar="HOST:PORT", help="Where the hosts meet.")
+@worded_flags(
+    nproc_per_node=("N|auto", "Ranks of this host, one per device. [default: auto]"),
+    cpu=("", "Leave accelerators alone."),
+    nnodes=("N", "Number of hosts. [default: 1]"),
+    node_rank=("N", "Index of this host, from 0. [default: 0]"),
+    rdzv_endpoint=("HOST:PORT", "Where the hosts meet; needed with nnodes > 1. [default: none]"),
+)
 def measure(target: Path, **flags: Any) -> int:
     """Measure this hardware, and write its description.
 
@@ -52,13 +62,13 @@ def measure(target: Path, **flags: Any) -> int:
 
     With several hosts, run it on each of them, as `drivetrain launch`: FILE is written on host 0.
     Lines of the file say which figures scattered by more than 20%.
+
+    Example: drivetrain hardware measure mine.yaml
     """
     from drivetrain_launch.commands.launch import launch
-    from drivetrain_launch.commands.options import resolve_command_line
 
     if target.suffix != SUFFIX:
         raise ConfigError(f"expected a file that ends with {SUFFIX}, found {str(target)!r}")
     if not target.resolve().parent.is_dir():
         raise ConfigError(f"cannot write {str(target)!r}: there is no such folder; make it first")
-    given = {name: value for name, value in flags.items() if value not in (None, False)}
-    return launch(resolve_command_line(None, (), given), ("-m", MODULE, str(target.resolve())))
+    return launch(resolve_command_line(None, (), flags), ("-m", MODULE, str(target.resolve())))

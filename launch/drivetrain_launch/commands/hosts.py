@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from drivetrain.config import LaunchConfig
-from drivetrain.errors import ConfigError, unreadable
+from drivetrain.errors import ConfigError, in_words
 from drivetrain_launch.commands.options import (
     GIVEN_WORDS,
     HOSTS_GROUP,
@@ -141,7 +141,7 @@ def _exported(words: Sequence[str], file: str | None) -> Iterator[tuple[str, str
             lines = Path(file).read_text(encoding="utf-8").splitlines()
         except (OSError, ValueError) as error:
             raise ConfigError(
-                f"--env-file: cannot read {file!r}: {unreadable(error)}; check the path"
+                f"--env-file: cannot read {file!r}: {in_words(error)}; check the path"
             ) from error
         for number, line in enumerate(lines, start=1):
             if (text := line.strip()) and not text.startswith("#"):

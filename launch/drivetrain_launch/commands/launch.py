@@ -28,6 +28,7 @@ from drivetrain_launch.commands.options import (
     grouped_option,
     knob_flags,
     misplaced,
+    module_option,
     resolve_command_line,
     script_argument,
     source_options,
@@ -61,12 +62,7 @@ LAUNCHERS_OWN = tuple(
 @click.command(cls=GroupedCommand, context_settings=BEFORE_SCRIPT | UNDERSCORES)
 @source_options
 @knob_flags()
-@grouped_option(
-    "Script",
-    *("-m", "--module", "module"),
-    is_flag=True,
-    help="SCRIPT is the name of a module, as in 'python -m'.",
-)
+@module_option
 @grouped_option(
     "Script",
     "--as-accelerate",

@@ -24,11 +24,14 @@ from drivetrain_launch.commands.launch import check_script
 from drivetrain_launch.commands.options import (
     BEFORE_SCRIPT,
     SETTINGS,
+    UNDERSCORES,
     GroupedCommand,
     grouped_option,
+    module_option,
     resolve_command_line,
     script_argument,
     source_options,
+    worded_flags,
 )
 from drivetrain_launch.hosts.surroundings import KEYS
 from drivetrain_launch.ranks.channel import SECRET_VARIABLE
@@ -57,7 +60,8 @@ def job_command(
         local: whether the script is started from the folder at hand, and can be looked for.
         counted: whether the file says how many accelerators a host has.
     """
-    shared = (source_options, _NAME, *((_DEVICES,) if counted else ()), _NOTICE)
+    devices = (_DEVICES,) if counted else ()
+    shared = (source_options, module_option, _RANKS, _NAME, *devices, _NOTICE)
 
     def decorate(write: Callable[..., str]) -> click.Command:
         @functools.wraps(write)
@@ -65,22 +69,30 @@ def job_command(
             config: str | None,
             assignments: tuple[str, ...],
             script: tuple[str, ...],
+            module: bool,
             output: Path | None,
             **given: Any,
         ) -> None:
-            resolved = resolve_command_line(config, assignments)
-            arguments = check_script(script, module=False) if local else _named_script(script)
-            facts = {key: given.pop(key) for key in ("name", "notice")}
+            flags = {key: given.pop(key) for key in ("nnodes", "nproc_per_node")}
+            resolved = resolve_command_line(config, assignments, flags)
+            arguments = (check_script if local else _named_script)(script, module=module)
+            facts = {"notice": given.pop("notice"), "name": given.pop("name")}
+            facts["name"] = facts["name"] or name_from(script[0])
             devices = _devices(resolved, given.pop("devices")) if counted else 0
             _write(write(_job(resolved, arguments, devices, **facts), **given), output)
 
         for option in (script_argument, _OUTPUT, *reversed(shared)):
             function = option(function)
-        return command.command(name, cls=GroupedCommand, context_settings=BEFORE_SCRIPT)(function)
+        settings = BEFORE_SCRIPT | UNDERSCORES
+        return command.command(name, cls=GroupedCommand, context_settings=settings)(function)
 
     return decorate
 
 
+_RANKS = worded_flags(
+    nproc_per_node=("N|auto", "Ranks of a host. [default: the configuration's]"),
+    nnodes=("N|MIN:MAX", "Number of hosts. [default: the configuration's]"),
+)
 _option = functools.partial(grouped_option, "Job")
 
 _NAME = _option(
@@ -90,7 +102,7 @@ _DEVICES = _option(
     "--devices",
     metavar="N",
     type=int,
-    help="Accelerators of each host, 0 for the CPU. [default: launch.nproc_per_node]",
+    help="Accelerators of each host, 0 for the CPU. [default: one per rank]",
 )
 _NOTICE = _option(
     "--notice",
@@ -130,7 +142,10 @@ _RESTARTS = _option(
 def slurm(
     job: "SchedulerJob", *, time: str, partition: str, account: str, sbatch: tuple[str, ...]
 ) -> str:
-    """Write a batch script: sbatch FILE."""
+    """Write a batch script: sbatch FILE.
+
+    Example: drivetrain manifest slurm --nnodes 4 --nproc-per-node 8 --output job.sbatch train.py
+    """
     given = {"time": time, "partition": partition, "account": account}
     directives = (*(f"--{key}={value}" for key, value in given.items() if value), *sbatch)
     for directive in directives:
@@ -163,7 +178,10 @@ def slurm(
 def kubernetes(
     job: "SchedulerJob", *, image: str, kind: str, namespace: str, device_name: str, restarts: int
 ) -> str:
-    """Write the objects of a job: kubectl apply -f FILE."""
+    """Write the objects of a job: kubectl apply -f FILE.
+
+    Example: drivetrain manifest kubernetes --image IMAGE --nnodes 4 --nproc-per-node 8 train.py
+    """
     pods = Pods(image=image, restarts=restarts, namespace=namespace, device=device_name)
     notes = [f"First, once: {secret_command(job, pods)}"] if job.hosts > 1 else []
     return _yaml((trainjob if kind == "trainjob" else jobset)(job, pods), notes)
@@ -183,7 +201,10 @@ def kubernetes(
 def skypilot(
     job: "SchedulerJob", *, accelerators: str, spot: bool, install: str, restarts: int
 ) -> str:
-    """Write a task: sky jobs launch FILE."""
+    """Write a task: sky jobs launch FILE.
+
+    Example: drivetrain manifest skypilot --nnodes 4 --accelerators H100:8 train.py
+    """
     start = "Start: sky jobs launch FILE"
     notes = [f"{start} {secret_option()}" if job.hosts > 1 else start]
     if not install:
@@ -198,7 +219,7 @@ def _job(
     resolved: Resolved, arguments: tuple[str, ...], devices: int, *, name: str, notice: int
 ) -> "SchedulerJob":
     return SchedulerJob(
-        name=name or name_from(arguments[0]),
+        name=name,
         hosts=resolved.run.launch.nnodes,
         least=resolved.run.launch.least_nnodes,
         devices=devices,
@@ -220,13 +241,14 @@ def _devices(resolved: Resolved, devices: int | None) -> int:
     if found == "auto":
         raise ConfigError(
             "expected the number of accelerators of a host, found launch.nproc_per_node: auto, "
-            "which only the host itself can count; add --devices N, 0 for the CPU"
+            "which only the host itself can count; add --nproc-per-node N, or --devices 0 for the "
+            "CPU"
         )
     return found
 
 
-def _named_script(script: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the script and its arguments; the file itself lies in the container image.
+def _named_script(script: tuple[str, ...], *, module: bool) -> tuple[str, ...]:
+    """Return the arguments of a rank; the file itself lies in the container image.
 
     Raises:
         ConfigError: there is none.
@@ -234,9 +256,9 @@ def _named_script(script: tuple[str, ...]) -> tuple[str, ...]:
     if not script:
         raise ConfigError(
             "expected a SCRIPT to run, found none; for example: "
-            "drivetrain manifest kubernetes --image IMAGE --devices 8 train.py"
+            "drivetrain manifest kubernetes --image IMAGE --nproc-per-node 8 train.py"
         )
-    return script
+    return ("-m", *script) if module else script
 
 
 def _yaml(documents: list[dict[str, Any]], notes: list[str]) -> str:
@@ -310,7 +332,7 @@ class SchedulerJob:
                 f"expected a job name of at most 40 lower-case letters, digits and hyphens that "
                 f"starts with a letter, found {self.name!r}; choose one with --name"
             )
-        for key, minimum in (("hosts", 1), ("devices", 0), ("notice", 1)):
+        for key, minimum in (("devices", 0), ("notice", 1)):
             if (value := getattr(self, key)) < minimum:
                 raise ConfigError(f"--{key}: expected at least {minimum}, found {value}")
 

@@ -5,6 +5,7 @@ configuration, whose origins quote the user's words.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -107,16 +108,31 @@ class GroupedOption(click.Option):
     """An option that is shown under a heading.
 
     Args:
+        names: its spellings, the usual one first.
         group: the heading.
+        former: spellings of earlier versions, which are taken and not shown.
         may_lack_value: whether the value may be left out, and stands behind ``=`` alone.
     """
 
     def __init__(
-        self, *args: Any, group: str = "Other", may_lack_value: bool = False, **kwargs: Any
+        self,
+        names: Sequence[str],
+        *,
+        group: str = "Other",
+        former: Sequence[str] = (),
+        may_lack_value: bool = False,
+        **kwargs: Any,
     ) -> None:
-        super().__init__(*args, **kwargs)
+        super().__init__([*names, *former], **kwargs)
         self.group = group
+        self.former = former
         self.may_lack_value = may_lack_value
+
+    def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
+        """Return the spellings of today with the help."""
+        shown = copy(self)
+        shown.opts = [name for name in self.opts if name not in self.former]
+        return super(GroupedOption, shown).get_help_record(ctx)
 
 
 class GroupedCommand(click.Command):
@@ -230,7 +246,7 @@ def knob_flags(*groups: str) -> Callable[..., Any]:
     return all_of(shown)
 
 
-class ModelCommand(click.Command):
+class ModelCommand(GroupedCommand):
     """A command about a model, which may be a script: only a script has arguments of its own.
 
     Options stand before or after any other model. After a script, words that are spelled like
@@ -473,3 +489,12 @@ source_options = all_of(
     ]
 )
 """Decorates a command with ``--config`` and ``--set``."""
+
+module_option = grouped_option(
+    "Script",
+    *("-m", "--module", "module"),
+    is_flag=True,
+    help="SCRIPT is the name of a module, as in 'python -m'.",
+)
+json_option = grouped_option("Output", "--json", "as_json", is_flag=True, help="Print JSON.")
+"""Decorate a command with ``--module`` and ``--json``."""

@@ -19,6 +19,8 @@ from drivetrain_launch.commands.options import (
     BEFORE_SCRIPT,
     ModelCommand,
     complete_file,
+    grouped_option,
+    json_option,
     rest_argument,
 )
 from drivetrain_launch.console import show_table
@@ -38,40 +40,71 @@ _RATES = {"gb/s": 1.0, "gbit/s": 1 / 8, "mb/s": 1e-3, "mbit/s": 1e-3 / 8}
 
 
 @click.command(cls=ModelCommand, context_settings=BEFORE_SCRIPT)
-@click.option("--gpt", metavar="KEY=VALUE,...", help="Sizes of a GPT: "
+@grouped_option("Model", "--gpt", metavar="KEY=VALUE,...", help="Sizes of a GPT: "
               + ", ".join(GptShape.keys()) + ".")  # fmt: skip
-@click.option("--hf", metavar="FILE", help="A config.json of transformers, or its folder; no "
-              "weights are read.", shell_complete=complete_file)  # fmt: skip
-@click.option("--model", "factory", metavar="PACKAGE:FUNCTION",
+@grouped_option(
+    "Model",
+    "--hf",
+    metavar="FILE",
+    help="A config.json of transformers, or its folder; no weights are read.",
+    shell_complete=complete_file,
+)
+@grouped_option("Model", "--model", "factory", metavar="MODULE:FUNCTION",
               help="A function that returns the model.")  # fmt: skip
-@click.option("--seq", type=click.IntRange(min=1), help="Tokens of a sample, for --hf and --model. "
-              f"[default: the model's longest, at most {LONGEST}]")  # fmt: skip
-@click.option("--batch", type=click.IntRange(min=1), help="Samples of a step, of all ranks. "
-              "[default: a batch of the script's loader on every rank]")  # fmt: skip
-@click.option("--hardware", "source", metavar="NAME|FILE",
+@grouped_option(
+    "Model",
+    "--seq",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Tokens of a sample, for --hf and --model. "
+    f"[default: the model's longest, at most {LONGEST}]",
+)
+@grouped_option(
+    "Model",
+    "--batch",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Samples of a step, of all ranks. [default: a batch of the script's loader on every rank]",
+)
+@grouped_option("Hardware", "--hardware", "source", metavar="NAME|FILE",
               help="Description of the devices; see `drivetrain hardware show`.")  # fmt: skip
-@click.option("--nnodes", "--hosts", "hosts", type=click.IntRange(1, MOST_HOSTS), default=1,
-              help="Hosts.", show_default=True)  # fmt: skip
-@click.option("--nproc-per-node", "--devices-per-host", "devices_per_host",
-              type=click.IntRange(1, MOST_RANKS_OF_A_HOST),
-              help="Devices of a host. [default: those of the description]")  # fmt: skip
-@click.option("--link-between", metavar="RATE",
+@grouped_option(
+    "Hardware",
+    "--nnodes",
+    "hosts",
+    former=("--hosts",),
+    metavar="N",
+    type=click.IntRange(1, MOST_HOSTS),
+    default=1,
+    help="Hosts.",
+    show_default=True,
+)
+@grouped_option(
+    "Hardware",
+    "--nproc-per-node",
+    "devices_per_host",
+    former=("--devices-per-host",),
+    metavar="N",
+    type=click.IntRange(1, MOST_RANKS_OF_A_HOST),
+    help="Devices of a host. [default: those of the description]",
+)
+@grouped_option("Hardware", "--link-between", metavar="RATE",
               help="What a host sends to other hosts over all its adapters, such as 100GB/s or "
               "25Gbit/s. [default: the description's]")  # fmt: skip
-@click.option("--layout", metavar="KEY=VALUE,...", help="Predict this layout alone.")
-@click.option("--explain", metavar="KEY=VALUE,...|best",
+@grouped_option("Layouts", "--layout", metavar="KEY=VALUE,...", help="Predict this layout alone.")
+@grouped_option("Layouts", "--explain", metavar="KEY=VALUE,...|best",
               help="Show one layout in detail: its time by parts, its memory by kinds, and what "
               "would make it fit.")  # fmt: skip
-@click.option("--precision", type=click.Choice(["fp16", "bf16", "no"]), default="bf16",
+@grouped_option("Layouts", "--precision", type=click.Choice(["fp16", "bf16", "no"]), default="bf16",
               show_default=True, help="Of the layouts that are searched.")  # fmt: skip
-@click.option("--allow", type=click.Choice([each.value for each in Honesty]),
+@grouped_option("Layouts", "--allow", type=click.Choice([each.value for each in Honesty]),
               default=Honesty.EXACT.value, show_default=True,
               help="How far training may be from exact training, at most: a search then weighs "
               "methods for slow links, too.")  # fmt: skip
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-@click.option("--trace", type=click.Path(path_type=Path), metavar="FILE",
+@json_option
+@grouped_option("Output", "--trace", type=click.Path(path_type=Path), metavar="FILE",
               help="With --layout or --explain: write the step as a Chrome trace.")  # fmt: skip
-@click.option("--write", "file", type=click.Path(path_type=Path), metavar="FILE",
+@grouped_option("Output", "--write", "file", type=click.Path(path_type=Path), metavar="FILE",
               help="Write the configuration of the (first) layout for `drivetrain launch "
               "--config`.")  # fmt: skip
 @click.argument("script", required=False, metavar="[SCRIPT]", shell_complete=complete_file)
@@ -91,6 +124,8 @@ def command(
     The model comes from --gpt, --hf, --model, or from SCRIPT, which is run with ARGS as one process
     until it prepares its model. Nothing is trained and no device is needed: see docs/planning.md
     for the method, and for its errors on published measurements.
+
+    Example: drivetrain plan --hf config.json --batch 512 --hardware h100 --nnodes 8
     """
     from drivetrain.planner.layout import read_layout
     from drivetrain.planner.search import Predictor, search

@@ -28,7 +28,6 @@ def preview(resolved: Resolved, listed: Sequence[RemoteHost] = ()) -> None:
 
     Raises:
         ConfigError: the strategy does not fit this number of ranks.
-        PreflightError: there are too few accelerators.
     """
     run, shape = _planned(resolved, listed)
     kind, options = find_strategy(resolved.strategy, resolved.strategy_config)
@@ -63,8 +62,15 @@ def _planned(resolved: Resolved, listed: Sequence[RemoteHost]) -> tuple[Run, str
             host.name for host, count in zip(listed, counts, strict=True) for _ in range(count)
         ]
         return plan_on(resolved, names), f"{' + '.join(map(str, counts))} ranks"
-    available = 0 if settings.device == "cpu" else accelerators()
-    ranks = local_ranks(settings, accelerators=available, cores=cores())
+    if settings.nproc_per_node != "auto":  # perhaps of other machines than this one
+        ranks = settings.nproc_per_node
+    else:
+        available = 0 if settings.device == "cpu" else accelerators()
+        ranks = local_ranks(settings, accelerators=available, cores=cores())
+        print(
+            f"The number of ranks is open, launch.nproc_per_node: auto: planned are the {ranks} of "
+            "a host like this machine; --nproc-per-node, --nnodes or --hosts plan others.\n"
+        )
     return plan(resolved, ranks), f"{settings.nnodes} x {ranks} ranks"
 
 

@@ -25,7 +25,7 @@ MOST_RANKS = 16
 @click.option(
     "--output",
     type=click.Path(path_type=Path),
-    metavar="FOLDER",
+    metavar="DIR",
     help="Where report.html and its pictures go.  [default: beside the run's records; several "
     "runs: ./comparison]",
 )
@@ -34,6 +34,8 @@ def command(folders: tuple[str, ...], output: Path | None, no_page: bool) -> Non
     """Show recorded runs, and make the report of a run or of a comparison.
 
     DIR is the project_dir of a run, the folder run in it, or the folder of a single start.
+
+    Example: drivetrain report runs/mine runs/other
     """
     chosen = list(dict.fromkeys(folders))
     runs = _told_apart([load_history(folder) for folder in chosen], chosen)

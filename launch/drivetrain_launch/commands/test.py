@@ -13,9 +13,9 @@ from drivetrain_launch.commands.options import (
     UNDERSCORES,
     GroupedCommand,
     command_line_layer,
-    grouped_option,
     knob_flags,
     resolve_command_line,
+    source_options,
     worded_flags,
 )
 from drivetrain_launch.hosts.remote import run_hosts
@@ -27,6 +27,7 @@ USUAL_RANKS = "2"
 
 
 @click.command(cls=GroupedCommand, context_settings=SETTINGS | UNDERSCORES)
+@source_options
 @worded_flags(
     nproc_per_node=(
         "N|auto",
@@ -35,20 +36,15 @@ USUAL_RANKS = "2"
     cpu=("", "Leave accelerators alone."),
     strategy=("NAME", "Strategy to check. [default: the installed default]"),
 )
-@grouped_option(
-    "Training",
-    *("--set", "assignments"),
-    metavar="KEY=VALUE",
-    multiple=True,
-    help="Set any knob, for example strategy.KEY=VALUE; repeatable.",
-)
 @knob_flags(HOSTS_GROUP)
 @host_options
-def command(assignments: tuple[str, ...], **flags: Any) -> int:
+def command(config: str | None, assignments: tuple[str, ...], **flags: Any) -> int:
     """Train a small model on several ranks and compare it with one process.
 
     On several hosts, measure the bandwidth and latency between all pairs of them first. Exits with
     0 when losses and weights agree, with 1 when they do not.
+
+    Example: drivetrain test --nproc-per-node 2 --strategy fsdp
     """
     chosen = command_line_layer(flags, assignments).origins
     listed = chosen_hosts(flags, chosen, standalone=False)
@@ -58,7 +54,7 @@ def command(assignments: tuple[str, ...], **flags: Any) -> int:
         flags["nproc_per_node"] = USUAL_RANKS
     if "launch.preflight" not in chosen:
         flags["preflight"] = "full"
-    resolved = resolve_command_line(None, assignments, flags, surroundings)
+    resolved = resolve_command_line(config, assignments, flags, surroundings)
     check_slot(resolved, surroundings)
     from drivetrain_launch.forecast.checking import check_run
 

@@ -21,6 +21,8 @@ from drivetrain_launch.commands.options import (
     UNDERSCORES,
     GroupedCommand,
     grouped_option,
+    json_option,
+    module_option,
     resolve_command_line,
     script_argument,
     source_options,
@@ -56,7 +58,7 @@ INCOMPARABLE = 8
         "no|bf16|fp16",
         "Precision of the runs; differences are repeated in fp64. [default: the configuration's]",
     ),
-    nproc_per_node=("N|auto", "Processes of the verified run. [default: the configuration's]"),
+    nproc_per_node=("N|auto", "Ranks of the verified run. [default: the configuration's]"),
     cpu=("", "Leave accelerators alone."),
 )
 @grouped_option(
@@ -81,13 +83,8 @@ INCOMPARABLE = 8
     metavar="DIR",
     help="New folder in which records and output of all runs stay. [default: removed]",
 )
-@grouped_option("Output", "--json", "as_json", is_flag=True, help="Print JSON.")
-@grouped_option(
-    "Script",
-    *("-m", "module"),
-    is_flag=True,
-    help="SCRIPT is the name of a module, as in 'python -m'.",
-)
+@json_option
+@module_option
 @grouped_option(
     "Script",
     "--as-accelerate",
@@ -110,6 +107,8 @@ def command(
 
     The script stays as it is. Exits with 0 when both runs agree but for rounding, with 1 when they
     do not, with 8 when there is nothing to compare, and else as 'drivetrain launch' does.
+
+    Example: drivetrain verify --strategy fsdp --nproc-per-node 2 train.py
     """
     everything = flags["strategy"] == ALL
     if everything:

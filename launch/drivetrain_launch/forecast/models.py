@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 from drivetrain import Accelerator
 from drivetrain.cost import ModelSpec, TensorSpec
 from drivetrain.data.examples import first_rows
-from drivetrain.errors import ConfigError
+from drivetrain.errors import ConfigError, in_words
 from drivetrain.hardware.sizes import parameter_count
 from drivetrain.model.first_batch import Candidate, batches_as_arguments, guessed_inputs
 from drivetrain.simulator.seen import ROWS, seen_model
@@ -130,9 +130,9 @@ def of_transformers(path: Path) -> nn.Module:
         ) from error
     try:
         facts: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(
-            f"{path}: expected a configuration of transformers in JSON, found {error}; give the "
+            f"{path}: expected a configuration of transformers: {in_words(error)}; give the "
             "config.json of a model"
         ) from error
     kind = facts.pop("model_type", None)
@@ -246,13 +246,13 @@ def subject_of_config(source: str, seq: int | None) -> Subject:
 
 
 def subject_of_function(source: str, seq: int | None) -> Subject:
-    """Return the model that ``package:factory`` makes.
+    """Return the model that ``module:function`` makes.
 
     Raises:
         ConfigError: there is no such function, it returns no module, or no inputs are known.
     """
     if not FACTORY.fullmatch(source):
-        raise ConfigError(f"--model: expected PACKAGE:FUNCTION, found {source!r}")
+        raise ConfigError(f"--model: expected MODULE:FUNCTION, found {source!r}")
     model = of_function(source)
     return Subject(seen_model(model, _guesses(model, seq)))
 

@@ -571,7 +571,10 @@ def schedule(
     trace: Path | None,
     **durations: Any,
 ) -> None:
-    """Draw when the ranks of a pipeline compute and wait; nothing is trained."""
+    """Draw when the ranks of a pipeline compute and wait; nothing is trained.
+
+    Example: drivetrain schedule --pp 4 --micro-batches 8 --schedule all
+    """
     times = Durations(**durations)
     if name == ALL:
         if output or trace:

@@ -313,7 +313,7 @@ class Predictor:
             rest = " x ".join(f"{key} {size}" for key, size in axes.items() if key != "dp") or "1"
             raise ConfigError(
                 f"--layout: expected dp={dp}, which {task.ranks} ranks leave beside {rest}, found "
-                f"dp={planned.dp}; change dp, another axis, --hosts or --devices-per-host"
+                f"dp={planned.dp}; change dp, another axis, --nnodes or --nproc-per-node"
             )
         share, rest_of_batch = divmod(task.batch, dp * planned.micro_batch)
         if rest_of_batch:

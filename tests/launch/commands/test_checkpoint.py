@@ -140,6 +140,8 @@ def test_what_is_no_checkpoint(command, tmp_path, action):
     folder = tmp_path / "run" / "checkpoints" / "checkpoint_0"
     folder.mkdir(parents=True)
     (folder / "manifest.json").write_text("{}")
+    beside = command.error("checkpoint", action, str(folder.parent / "checkpoint_1"), *more)
+    assert f"checkpoint_1; those beside it: {folder}; name one of them" in beside
     for path, message in (
         (folder / "manifest.json", "expected the folder of a checkpoint, found the file"),
         (tmp_path / "run", f"found checkpoints below it: {folder}; name one of them"),
@@ -176,7 +178,7 @@ def test_verify_sees_a_damaged_manifest_and_a_newer_format(command, saved):
     err = command.error("checkpoint", "verify", str(saved), code=4)
     assert "expected format version 1" in err
     (saved / "manifest.json").write_text("{")
-    assert "is not JSON" in command("checkpoint", "verify", str(saved))[2]
+    assert "is damaged: expected JSON, found" in command("checkpoint", "verify", str(saved))[2]
 
 
 def test_verify_sees_parts_that_overlap_and_are_of_the_wrong_kind(command, saved):
@@ -218,6 +220,7 @@ def test_export_is_what_loaders_read(command, saved, tmp_path):
     code, out, err = command("checkpoint", "export", str(saved), "--output", "out")
     assert (code, err) == (0, "")
     assert "head.weight is tied to embedding.weight and written once" not in out  # saved once
+    assert "tokenizer's files were not copied" in out
     found = load_file(tmp_path / "out" / "model.safetensors")
     assert sorted(found) == ["embedding.weight", "norm.count", "norm.weight"]
     assert torch.equal(found["embedding.weight"], WEIGHT)
@@ -234,7 +237,10 @@ def test_export_options(command, saved, tmp_path):
     found = dict(read_export(tmp_path / "out"))
     assert found["embedding.weight"].dtype == torch.bfloat16
     assert found["norm.count"].dtype == torch.int64
-    assert command(*arguments[:5], "--model", "1", "--verify", "size")[0] == 0
+    other = (*arguments[:5], "--model", "1", "--verify", "size")
+    assert "found model-00001-of-00002.safetensors in out; choose" in command.error(*other)
+    assert dict(read_export(tmp_path / "out")).keys() == found.keys()
+    assert command(*other, "--overwrite")[0] == 0
     assert dict(read_export(tmp_path / "out"))["bias"].tolist() == [1.0, 1e6]
     assert files(tmp_path / "out") == ["model.safetensors"]
 

@@ -91,6 +91,8 @@ def test_check_is_as_strict_as_prepare(command, tmp_path):
         ("strategy: {name: megatron, sequence_parallel: true}\n", "expected tp above 1"),
         ("strategy: {name: megatron, tp: 2}\nprecision: bf16\ndtypes: {param: bf16}\n", "ddp: exp"),
         ("strategy: {name: ddp, hook: bf16}\nprecision: bf16\ndtypes: {reduce: bf16}\n", "both"),
+        ("strategy: {name: local, inner: auto}\n", "strategy.inner: expected a strategy that"),
+        ("strategy: {name: megatron, data_parallel: auto}\n", "found 'auto', which chooses one"),
         ("launch: {nnodes: 2}\n", "expected HOST:PORT of host 0"),
     ):
         for how in (("config", "check"), ("launch", "--cpu", "--dry-run", "--config")):

@@ -43,7 +43,7 @@ def table(out):
 
 
 def test_every_strategy_has_a_row_with_its_bytes(command):
-    out = command.output("estimate", "--ranks", "4", "--device", "a100", "8B")
+    out = command.output("estimate", "--nproc-per-node", "4", "--hardware", "a100", "8B")
     rows = table(out)
     assert {"ddp", "zero1", "zero2", "zero3", "fsdp", "megatron", "offload", "toy"} <= set(rows)
     # 8e9 fp32 elements are 29.8 GiB; Adam keeps two more of each.
@@ -53,10 +53,17 @@ def test_every_strategy_has_a_row_with_its_bytes(command):
     assert rows["zero3"][-1] == "yes"
     # Optimizer states and a share of the gradients wait in host memory.
     assert rows["offload"][-4:-2] == ["29.80", "0.00"]
+    command.output("config", "--default", "--output", "run.yaml")
+    where = ("--config", "run.yaml", "--nproc-per-node", "4", "--hardware", "a100-80gb", "--json")
+    found = json.loads(command.output("estimate", *where, "8B"))
+    plain = {each["strategy"]: each for each in found}
+    assert plain["zero1"]["held"]["optimizer"] == pytest.approx(8 * 8 * 10**9 / 4)
+    assert [plain[name]["fits"] for name in ("ddp (as configured)", "zero3")] == [False, True]
 
 
 def test_several_hosts_show_the_bytes_that_leave_a_host(command):
-    out = command.output("estimate", "1B", "--ranks", "8", "--nnodes", "2")  # on either side
+    words = ("--nproc-per-node", "4", "--nnodes", "2")  # on either side of the model
+    out = command.output("estimate", "1B", *words)
     rows = [line.split() for line in out.splitlines()]
     (whole,) = [row for row in rows if row[:1] == ["ddp"] and row[1] != "hook"]
     (hybrid,) = [row for row in rows if row[:3] == ["fsdp", "sharding", "hybrid"]]
@@ -77,9 +84,9 @@ def test_model_of_transformers_is_built_without_values(command, tmp_path):
 def test_script_runs_until_it_prepares_its_model(command, tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
     prepare, words = Accelerator.prepare, [*sys.argv]
-    code, out, err = command("estimate", "--ranks", "2", "train.py", "2000", "--device", "t4")
+    code, out, err = command("estimate", "--ranks", "2", "train.py", "2000", "--hardware", "t4")
     assert code == 0
-    assert "--device stands after the script, which gets it as its own argument" in err
+    assert "--hardware stands after the script, which gets it as its own argument" in err
     assert out.startswith("2,000,000 parameters")
     assert Accelerator.prepare is prepare
     assert sys.argv == words
@@ -112,12 +119,12 @@ def test_bad_source_is_one_clear_line(command, tmp_path):
         (["nowhere.json"], "found 'nowhere.json'; check the path"),
         (["meta/llama-7b"], "as nothing is downloaded, give the config.json of meta/llama-7b"),
         (["broken.py"], "broken.py:2: expected accelerator.prepare(model), found before it KeyE"),
-        (["--device", "abacus", "7B"], "--device: expected a number of GiB or one of t4,"),
+        (["--hardware", "abacus", "7B"], "--hardware: expected a number of GiB or one of t4,"),
         (["7B", "--ranks", "3", "2"], "found arguments after '7B': --ranks 3 2; only a script"),
         (["7B", "--ranks", f"{10**20}"], "expected at most 131,072 ranks, found 100,000,000,000"),
         (["facts.json"], "expected a configuration of transformers with a model_type"),
         (["idle.py"], "expected accelerator.prepare(model), found a script without it"),
-        (["--device", "0", "7B"], "--device: expected a number of GiB or one of t4,"),
+        (["--device", "0", "7B"], "--hardware: expected a number of GiB or one of t4,"),
         (["unknown.json"], "unknown.json: transformers cannot build this model: "),
         (["torch.nn:Nothing"], "cannot find torch.nn:Nothing"),
         (["os:getcwd"], "expected a torch.nn.Module, found str"),
@@ -191,5 +198,5 @@ def test_hosts_share_the_ranks_and_hybrid_shards_stay_inside(command):
     assert (code, err) == (
         2,
         "error: --ranks: expected a multiple of the 3 hosts, found 8; every host has as many "
-        "ranks\n",
+        "ranks, --nproc-per-node\n",
     )

@@ -50,6 +50,7 @@ def test_script_gets_its_arguments_variables_and_config(sandbox, command):
         wanted |= {"GLOO_SOCKET_IFNAME": interface_of("127.0.0.1")}
         wanted |= heap_variables(LaunchConfig(device="cpu"), accelerators=0)
         assert found["env"].items() >= wanted.items()
+        assert ("TQDM_DISABLE" in found["env"]) == (rank > 0)
         assert found["env"]["DRIVETRAIN_CONFIG"].startswith(str(sandbox.temporary))
         assert found["modes"] == [0o600, 0o700]
     _, out, _ = command("config", "show", "--config", "seen.yaml")

@@ -62,8 +62,9 @@ def test_a_batch_script_requeues_a_run_that_saved(command, script, cluster):
 
 
 def test_a_batch_script_of_an_elastic_run_keeps_the_nodes_that_are_left(command, script, cluster):
-    asked = ("--devices", "8", "--set", "launch.min_nnodes=1", script)
+    asked = ("--nnodes", "1:2", "--nproc-per-node", "8", script)
     batch = command.output("manifest", "slurm", *HOSTS, *asked)
+    assert "#SBATCH --gpus-per-node=8\n" in batch
     assert "#SBATCH --no-kill\n" in batch
     ended, seen = cluster(batch, 93)
     assert (ended, seen[1:3]) == (93, ["--no-kill", "--kill-on-bad-exit=0"])
@@ -143,6 +144,7 @@ def test_a_wrong_request_is_one_line(command, script):
         (("slurm", "--devices", "0", "--sbatch", "x", "train.py"), "an option of sbatch"),
         (("slurm", "--devices", "0", "--time", "1\n2", "train.py"), "in one line"),
         (("slurm", "--devices", "0", "other.py"), "cannot run the script 'other.py'"),
+        (("slurm", "--devices", "0", "-m", "other.run"), "no module named 'other'"),
         (("slurm", "--devices", "0", "--output", "train.py", "train.py"), "expected a new file"),
         (("kubernetes", "--image", "i", "--devices", "1"), "expected a SCRIPT"),
     ):

@@ -305,7 +305,7 @@ def test_a_model_that_cannot_be_had_is_one_clear_line(command, tmp_path):
         ((), "expected one of --gpt, --hf, --model, a script, found none"),
         (("--gpt", "layers=2", "--hf", "config.json"), "found --gpt and --hf"),
         (("--hf", "nowhere.json"), "found no file 'nowhere.json'"),
-        (("--model", "nothing"), "expected PACKAGE:FUNCTION, found 'nothing'"),
+        (("--model", "nothing"), "expected MODULE:FUNCTION, found 'nothing'"),
         (("--seq", "8", "train.py"), "found a script, which says it itself"),
         (("missing.py",), "found no file 'missing.py'"),
         (("ends.py",), "expected accelerator.prepare(model), found a script without it"),
