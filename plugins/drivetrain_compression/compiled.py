@@ -26,6 +26,7 @@ from typing_extensions import override
 
 from drivetrain.compression.compressor import Codec
 from drivetrain.config.option import option
+from drivetrain.errors import in_words
 from drivetrain.log import get_logger
 from drivetrain.runtime.world import cache_folder
 
@@ -278,7 +279,7 @@ def built(folder: Path) -> Path:
                 _run([compiler, *FLAGS, "-o", str(made), *map(str, SOURCES), "-lm"])
                 made.replace(path)
     except OSError as error:
-        raise KernelError(f"cannot keep a library in {folder}: {error}") from error
+        raise KernelError(f"cannot keep a library in {folder}: {in_words(error)}") from error
     return path
 
 

@@ -16,16 +16,49 @@
 Every message names the expected and the found thing, and the way out.
 """
 
+import os
+import re
+from collections.abc import Iterable
+from json import JSONDecodeError
 from pathlib import Path
 from typing import ClassVar
 
 
-def unreadable(error: Exception) -> str:
-    """Return in words why a text file cannot be read."""
+def in_words(error: Exception) -> str:
+    """Return in words why something cannot be read or reached, without numbers and codecs."""
     if isinstance(error, UnicodeDecodeError):
         found = error.object[error.start]
         return f"expected text in UTF-8, found the byte 0x{found:02x} at {error.start}"
-    return getattr(error, "strerror", None) or str(error)
+    if isinstance(error, JSONDecodeError):
+        rest = error.doc[error.pos :].split()
+        what = repr(rest[0][:20]) if rest else "the end of the text"
+        return f"expected JSON, found {what} in line {error.lineno}, column {error.colno}"
+    if isinstance(error, OSError):
+        numbers = [error.errno or 0]
+        if numbers[0] <= 0:  # of several addresses, or of a name: these have numbers of their own
+            numbers = [int(each) for each in re.findall(r"\[Errno (\d+)\]", str(error))]
+        said = ", ".join(dict.fromkeys(map(os.strerror, numbers)))
+        return said or error.strerror or str(error) or "no answer"
+    if isinstance(error, KeyError):
+        return f"expected the key {error}, found none"
+    return str(error)
+
+
+def expected(messages: Iterable[str]) -> str:
+    """Say in our words which values pydantic expected: a message for each member of a union."""
+    wanted = [re.sub(r", (unable|got) .*", "", message) for message in messages]
+    text = " or ".join(wanted).replace("Input should be", "expected").replace(" or expected", " or")
+    for theirs, ours in _PYDANTIC.items():
+        text = text.replace(theirs, ours)
+    return text
+
+
+_PYDANTIC = {
+    "Value error, ": "",
+    "Field required": "expected a value",
+    "Extra inputs are not permitted": "unknown key",
+    "Invalid JSON: ": "expected JSON, but ",
+}
 
 
 class DrivetrainError(Exception):

@@ -34,7 +34,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any
 
-from drivetrain.errors import CollectiveError, ConfigError, unreadable
+from drivetrain.errors import CollectiveError, ConfigError, in_words
 from drivetrain.runtime.notices import NOTICES, EarlyNotice
 from drivetrain_launch.console import show
 from drivetrain_launch.hosts.surroundings import FIRST_PORT, PORTS
@@ -137,7 +137,7 @@ def read_hostfile(path: Path) -> list[RemoteHost]:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"--hostfile: cannot read {str(path)!r}: {unreadable(error)}; check the path"
+            f"--hostfile: cannot read {str(path)!r}: {in_words(error)}; check the path"
         ) from error
     hosts = []
     for number, line in enumerate(lines, start=1):

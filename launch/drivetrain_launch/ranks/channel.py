@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from drivetrain.errors import ConfigError, unreadable
+from drivetrain.errors import ConfigError, in_words
 from drivetrain_launch.ranks.placement import LOOPBACK
 
 SECRET_VARIABLE = "DRIVETRAIN_SECRET"  # noqa: S105 - the name of a variable
@@ -50,7 +50,7 @@ def shared_secret() -> bytes:
             return _checked(Path(path).read_text(encoding="utf-8"), f"{FILE_VARIABLE}: {path}")
         except (OSError, ValueError) as error:
             raise ConfigError(
-                f"{FILE_VARIABLE}: cannot read {path!r}: {unreadable(error)}; {WAY_OUT}"
+                f"{FILE_VARIABLE}: cannot read {path!r}: {in_words(error)}; {WAY_OUT}"
             ) from error
     return _own_file()
 
@@ -65,7 +65,7 @@ def _own_file() -> bytes:
         text = path.read_text(encoding="utf-8")
     except (OSError, RuntimeError, ValueError) as error:
         raise ConfigError(
-            f"several hosts share a secret, and there is none: {unreadable(error)}; {WAY_OUT}"
+            f"several hosts share a secret, and there is none: {in_words(error)}; {WAY_OUT}"
         ) from error
     if status.st_uid != os.geteuid() or status.st_mode & 0o077:
         raise ConfigError(

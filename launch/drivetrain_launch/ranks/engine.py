@@ -402,6 +402,10 @@ def _attempts(job: HostJob, meeting: HostMeeting, signals: Signals, started: set
             signals.keep(signal.SIGUSR1)
 
 
+BARS = ("TQDM_DISABLE", "HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS")
+"""Variables that keep libraries from drawing bars: the first rank alone draws them."""
+
+
 def _start(job: HostJob, assignment: Assignment, private: Path, output: Output) -> RankProcesses:
     # -P keeps the working directory from hiding modules of the standard library.
     worker = ("-P", "-u", "-m", "drivetrain_launch.ranks.worker", str(os.getpid()))
@@ -434,6 +438,8 @@ def _environment(job: HostJob, assignment: Assignment, local_rank: int) -> dict[
     slot = _slot(job, assignment, local_rank)
     if limit := threads(job.launch, slot.local_size, cores=cores()):
         variables["OMP_NUM_THREADS"] = limit
+    for name in BARS if rank != "0" else ():
+        variables.setdefault(name, "1")
     return {
         **variables,
         **job.variables,

@@ -18,7 +18,13 @@ from typing import Any, TypeAlias
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from drivetrain.errors import CollectiveError, ConfigError, DrivetrainError, PreflightError
+from drivetrain.errors import (
+    CollectiveError,
+    ConfigError,
+    DrivetrainError,
+    PreflightError,
+    in_words,
+)
 from drivetrain.observe.figures import RankTimes
 from drivetrain.runtime.world import loopback_store
 from drivetrain_launch.console import say
@@ -152,7 +158,7 @@ class Leader:
                 if time.monotonic() > deadline:
                     raise PreflightError(
                         f"cannot reach host 0 at {self.endpoint} within {limit_s:g} s: "
-                        f"{error or 'no answer'}; check that host 0 was started with --node-rank 0 "
+                        f"{in_words(error)}; check that host 0 was started with --node-rank 0 "
                         "and that the port is open"
                     ) from error
                 await asyncio.sleep(AGAIN_S)
@@ -235,8 +241,8 @@ class SeveralHosts:
             ) from error
         except OSError as error:
             raise PreflightError(
-                f"cannot reach host 0 at {endpoint}: {error}; check that host 0 was started with "
-                "--node-rank 0 and that the port is open between the hosts"
+                f"cannot reach host 0 at {endpoint}: {in_words(error)}; check that host 0 was "
+                "started with --node-rank 0 and that the port is open between the hosts"
             ) from error
 
     def meet(self) -> Assignment:
@@ -474,7 +480,7 @@ async def _answer(probe: HostProbe, channel: Channel, order: dict[str, Any]) -> 
     try:
         reply = await asyncio.to_thread(probe.carry_out, order)
     except OSError as error:
-        reply = {"error": str(error)}
+        reply = {"error": in_words(error)}
     channel.send("checked", number=order["number"], **reply)
 
 

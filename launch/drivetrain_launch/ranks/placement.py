@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 
 from drivetrain.config import LaunchConfig
-from drivetrain.errors import ConfigError
+from drivetrain.errors import ConfigError, in_words
 
 LOOPBACK = "127.0.0.1"
 
@@ -274,8 +274,8 @@ def listening_address(endpoint: Endpoint) -> str:
         found = socket.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM)
     except OSError as error:
         raise ConfigError(
-            f"cannot find the address of {endpoint.host!r}: {error}; expected a name or an address "
-            "of host 0 in --rdzv-endpoint"
+            f"cannot find the address of {endpoint.host!r}: {in_words(error)}; expected a name or "
+            "an address of host 0 in --rdzv-endpoint"
         ) from error
     family, _, _, _, place = found[0]
     address = str(place[0])

@@ -25,7 +25,7 @@ from drivetrain.checkpoint.commit import share, together
 from drivetrain.checkpoint.loading import ModelReader, open_checkpoint
 from drivetrain.checkpoint.manifest import basename, sync_directory, write_bytes
 from drivetrain.checkpoint.tensor_file import TensorFile
-from drivetrain.errors import CheckpointError, ConfigError
+from drivetrain.errors import CheckpointError, ConfigError, in_words
 from drivetrain.log import get_logger
 from drivetrain.model.modules import all_names, named_parameters, persistent_buffers
 from drivetrain.runtime.world import World
@@ -225,10 +225,16 @@ def _publish(directory: Path, plan: ExportPlan, drafts: dict[str, Path]) -> None
     (directory / INDEX).unlink(missing_ok=True)
     for name in used:  # the index last: it is what makes the files a model
         drafts[name].replace(directory / name)
-    for path in directory.iterdir():
-        if _EXPORTED.fullmatch(path.name) and path.name not in used:
-            path.unlink()
+    for name in exported_in(directory):
+        if name not in used:
+            (directory / name).unlink()
     sync_directory(directory)
+
+
+def exported_in(directory: Path) -> list[str]:
+    """Return the names of the files of an export in a folder, which need not exist."""
+    found = directory.iterdir() if directory.is_dir() else ()
+    return sorted(path.name for path in found if _EXPORTED.fullmatch(path.name))
 
 
 def _discard(paths: Iterable[Path]) -> None:
@@ -425,7 +431,10 @@ def _indexed(index: Path) -> dict[Path, list[str] | None]:
     try:
         found = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CheckpointError(f"{index} is not an index of an export: {error!r}") from error
+        raise CheckpointError(
+            f"{index}: expected the index of an export, with weight_map: {in_words(error)}; export "
+            "the model again"
+        ) from error
     if not isinstance(found, dict):
         raise CheckpointError(f"expected weight_map in {index} to be a mapping, found {found!r}")
     names: dict[Path, list[str]] = {}

@@ -31,7 +31,7 @@ from drivetrain.checkpoint.manifest import (
     numel,
 )
 from drivetrain.checkpoint.tensor_file import DTYPES, copy_overlap
-from drivetrain.errors import CheckpointError
+from drivetrain.errors import CheckpointError, in_words
 from drivetrain.runtime.parts import Part, label
 from drivetrain.runtime.world import World
 
@@ -128,7 +128,9 @@ class CheckpointReader:
             body = json.loads(path.read_text(encoding="utf-8"))
             return {key: decode(body[key], tensors) for key in ("state", "scalars")}
         except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}") from error
+            raise CheckpointError(
+                f"{path} is damaged: {in_words(error)}; take another checkpoint"
+            ) from error
 
 
 class ModelReader:

@@ -20,7 +20,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, Self, TypeAlias, TypeVar
 
-from drivetrain.errors import CheckpointError
+from drivetrain.errors import CheckpointError, in_words
 from drivetrain.runtime.parts import Part, boxes, label
 
 # --- files written once, durably, and hashed on the way ---
@@ -289,19 +289,19 @@ class Manifest:
             body = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             if not directory.exists():
-                raise CheckpointError(
-                    f"there is no checkpoint {directory}; check the path"
-                ) from None
-            raise CheckpointError(
-                f"expected {FILE_NAME} in {directory}, found {_checkpoints_below(directory)}"
-            ) from None
+                raise CheckpointError(absent(directory)) from None
+            none = "none; it is not a checkpoint of this library, or not a whole one"
+            below = f"checkpoints below it: {names}" if (names := _named_below(directory)) else none
+            raise CheckpointError(f"expected {FILE_NAME} in {directory}, found {below}") from None
         except NotADirectoryError:
             raise CheckpointError(
                 f"expected the folder of a checkpoint, found the file {directory}; name the folder "
                 f"that holds {FILE_NAME}"
             ) from None
         except (ValueError, RecursionError) as error:
-            raise CheckpointError(f"{path} is not JSON ({error}); the file is damaged") from error
+            raise CheckpointError(
+                f"{path} is damaged: {in_words(error)}; take another checkpoint"
+            ) from error
         _check_format(path, body)
         try:
             return cls._parse(body)
@@ -388,13 +388,18 @@ def libraries() -> dict[str, str]:
     return {name: version(name) for name in names} | {"python": platform.python_version()}
 
 
-def _checkpoints_below(directory: Path) -> str:
-    """Return in words which checkpoints a folder holds, or that it is none itself."""
+def absent(directory: Path) -> str:
+    """Say that there is no such checkpoint, and which there are beside it."""
+    names = _named_below(directory.parent)
+    way_out = f"those beside it: {names}" if names else "check the path"
+    return f"there is no checkpoint {directory}; {way_out}"
+
+
+def _named_below(directory: Path) -> str:
+    """Return the checkpoints that a folder holds, with the request to name one; "" for none."""
     paths = [*directory.glob(f"*/{FILE_NAME}"), *directory.glob(f"*/*/{FILE_NAME}")]
-    if not paths:
-        return "none; it is not a checkpoint of this library, or not a whole one"
     names = sorted((str(path.parent) for path in paths), key=lambda name: (len(name), name))
-    return f"checkpoints below it: {', '.join(names)}; name one of them"
+    return f"{', '.join(names)}; name one of them" if names else ""
 
 
 def _check_format(path: Path, body: Any) -> None:

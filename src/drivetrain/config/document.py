@@ -22,7 +22,7 @@ import yaml
 
 from drivetrain.config.option import options_of
 from drivetrain.config.schema import RunConfig
-from drivetrain.errors import ConfigError, unreadable
+from drivetrain.errors import ConfigError, in_words
 from drivetrain.registry import formats
 
 # --- reads configuration text into layers of values that remember where they were written ---
@@ -125,7 +125,7 @@ def read_file(path: str | Path) -> Layer:
             text = text.expandtabs()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"cannot read the configuration {path}: {unreadable(error)}; "
+            f"cannot read the configuration {path}: {in_words(error)}; "
             "write one with 'drivetrain config --output PATH'"
         ) from error
     node = _compose(text, path)

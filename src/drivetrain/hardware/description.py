@@ -21,7 +21,7 @@ from pydantic import (
     model_validator,
 )
 
-from drivetrain.errors import ConfigError, unreadable
+from drivetrain.errors import ConfigError, expected, in_words
 
 if TYPE_CHECKING:
     import torch
@@ -328,7 +328,7 @@ def hardware_text(source: str) -> str:
             return Path(source).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(
-                f"cannot read the hardware file {source!r}: {unreadable(error)}; check the path"
+                f"cannot read the hardware file {source!r}: {in_words(error)}; check the path"
             ) from error
     names = hardware_names()
     if source.lower() not in names:
@@ -351,10 +351,15 @@ def load_hardware(source: str) -> Hardware:
     try:
         return Hardware.model_validate(yaml.safe_load(text))
     except yaml.YAMLError as error:
-        raise ConfigError(f"{source}: expected YAML, found {error}; mend the file") from error
+        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+        line = f":{mark.line + 1}" if mark else ""
+        raise ConfigError(
+            f"{source}{line}: expected YAML; the parser says: {problem or error}; mend the file"
+        ) from error
     except ValidationError as error:
         lines = (
-            f"{'.'.join(map(str, each['loc'])) or 'file'}: {each['msg']}, found {each['input']!r}"
+            f"{'.'.join(map(str, each['loc'])) or 'file'}: {expected([each['msg']])}, found "
+            f"{'nothing' if each['type'] == 'missing' else repr(each['input'])}"
             for each in error.errors()
         )
         raise ConfigError(

@@ -31,7 +31,7 @@ from pathlib import Path
 from statistics import median_low
 from typing import TYPE_CHECKING, Any, ClassVar, TextIO
 
-from drivetrain.errors import ConfigError
+from drivetrain.errors import ConfigError, expected
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
@@ -116,7 +116,7 @@ class StepFigures:
         try:
             return _record_type().validate_json(line)
         except ValidationError as error:
-            reason = error.errors()[0]["msg"]
+            reason = expected([error.errors()[0]["msg"]])
             raise ConfigError(
                 f"expected a record of a step, found {line[:80]!r}: {reason}"
             ) from None

@@ -40,7 +40,7 @@ from torch import nn
 from torch.profiler import record_function
 
 from drivetrain.communication import wait_for_everyone
-from drivetrain.errors import UsageError
+from drivetrain.errors import UsageError, in_words
 from drivetrain.facade.prepared import PreparedObjects
 from drivetrain.facade.settings import ProfileKwargs, profiler_of
 from drivetrain.hardware.sizes import size_text
@@ -94,14 +94,14 @@ class TraceReader:
             try:
                 yield dict(json.loads(text[: list_begins.start()].rstrip(_SPACE) + "}"))
             except ValueError as error:
-                raise self._torn(str(error)) from error
+                raise self._torn(in_words(error)) from error
             text = text[list_begins.end() :].lstrip(_SPACE)
             while not text.startswith("]", at):
                 try:
                     event, at = _DECODER.raw_decode(text, at)
                 except ValueError as error:
                     if not (more := file.read(_CHUNK)):
-                        raise self._torn(str(error)) from error
+                        raise self._torn(in_words(error)) from error
                     text, at = (text[at:] + more).lstrip(_SPACE), 0
                 else:
                     yield dict(event)

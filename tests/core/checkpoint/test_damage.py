@@ -77,8 +77,8 @@ def test_no_checkpoint_at_all(tmp_path):
     refuses(tmp_path, "expected manifest.json in")
     other = "expected the format 'drivetrain-checkpoint' .* found 'other'"
     for text, message in (
-        ("{", "is not JSON"),
-        ("[" * 100_000, "is not JSON"),
+        ("{", "is damaged: expected JSON, found the end of the text in line 1"),
+        ("[" * 100_000, "is damaged"),
         ('{"format": "other"}', other),
     ):
         (tmp_path / "manifest.json").write_text(text)
