@@ -204,7 +204,10 @@ class Accelerator(AnswersArguments, StaysInProcess, Processes):
         self._trackers = Trackers(
             log_with, logging_dir=self.logging_dir, is_main=self.is_main_process
         )
-        self.report = RunReport(self.config, self.run, self.scaler, self.project_dir)
+        notice = self._preemption  # and not this object, which the report's end outlives
+        self.report = RunReport(
+            self.config, self.run, self.scaler, self.project_dir, lambda: notice.agreed
+        )
         self.report.listen(RunFigures(self._trackers, self.mesh["dp"].size).take)
         self._live = LiveFigures(self.mesh["dp"].size, self.report.listen)
         self._link_choice = LinkChoice(self.gradient_state, self.traffic)
@@ -978,6 +981,7 @@ class Accelerator(AnswersArguments, StaysInProcess, Processes):
         if found:
             steps = max((each.steps for each in self._prepared.optimizers), default=0)
             logger.announce(f"resumed at step {steps}, from {found}")
+            self.report.went_on_at = steps
         return bool(found and self._went_on(found))
 
     def _went_on(self, directory: str) -> str:

@@ -41,6 +41,7 @@ class StartOutcome:
         began: seconds since 1970; None where nothing says so.
         first: number of its first step; 0 without a step.
         last: number of its last step.
+        seconds: from the begin of its first step to the end of its last one.
         resumed: the checkpoint that it went on from; "" for none.
         outcome: how it ended.
         good: whether that is the end of a whole run.
@@ -50,6 +51,7 @@ class StartOutcome:
     began: float | None
     first: int
     last: int
+    seconds: float
     resumed: str
     outcome: str
     good: bool
@@ -155,15 +157,17 @@ def _outcome(start: StartFolder, journals: Mapping[int, RankJournal]) -> StartOu
     if failed:
         outcome = f"failed: {failed.get('error', 'no reason given')}"
     elif ended:
-        outcome = "ended" if records else "ended without a step"
+        said = ended.get("outcome", "ended")
+        outcome = said if records else f"{said} without a step"
     return StartOutcome(
         name=start.path.name,
         began=records[0].time - records[0].seconds if records else start.facts().get("started"),
         first=records[0].step - records[0].steps + 1 if records else 0,
         last=records[-1].step if records else 0,
+        seconds=sum(each.seconds for each in records),
         resumed=str(_event(journals, "resumed").get("source", "")),
         outcome=outcome,
-        good=bool(ended and not failed),
+        good=bool(ended and not failed) and ended.get("outcome") != "preempted",
     )
 
 
@@ -437,13 +441,14 @@ def _training(run: RunHistory) -> list[Number | None]:
     loss = mean_curve(run, lambda each: each.loss)
     known = loss.values[np.isfinite(loss.values)]
     began = run.main[0].time - run.main[0].seconds
+    whole, trained = run.main[-1].time - began, sum(start.seconds for start in run.starts)
     skipped = sum(each.skipped for each in run.main)
     bad = sum(each.loss is not None and not np.isfinite(each.loss) for each in run.main)
     smooth = loss.smooth().values
     last = smooth[np.isfinite(smooth)]
     return [
         Number("steps", f"{run.main[-1].step:,}", _restarts(run)),
-        Number("duration", in_seconds(run.main[-1].time - began), _when(began)),
+        Number("duration", in_seconds(trained), _when(began, whole - trained)),
         Number("loss", f"{last[-1]:.4g}", f"at first {known[0]:.4g}") if len(known) else None,
         Number("skipped steps", str(skipped), "gradients were not finite") if skipped else None,
         Number("losses not finite", str(bad), "of the lowest rank") if bad else None,
@@ -458,8 +463,10 @@ def _restarts(run: RunHistory) -> str:
     return f"{count} restart{'s' * (count > 1)}{again}"
 
 
-def _when(seconds: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(seconds))
+def _when(began: float, between: float) -> str:
+    """Return when the first step began, and the time between the starts where that is worth it."""
+    said = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(began))
+    return said + (f"; {in_seconds(between)} between starts not counted" if between >= 1 else "")
 
 
 def _speed(run: RunHistory) -> list[Number | None]:

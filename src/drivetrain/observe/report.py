@@ -71,15 +71,24 @@ class RunReport:
         run: the run of its strategy.
         scaler: the loss scale of fp16.
         project_dir: where the folder ``run`` goes; None keeps the newest figures in memory alone.
+        preempted: whether a scheduler's notice ends the run.
 
     Attributes:
+        went_on_at: the step at which ``resume`` has found the run; None before.
         folder: this start of the script in the run's folder; None where nothing is written.
         observer: follows the steps.
     """
 
     def __init__(
-        self, config: Resolved, run: Run, scaler: LossScaler, project_dir: str | Path | None
+        self,
+        config: Resolved,
+        run: Run,
+        scaler: LossScaler,
+        project_dir: str | Path | None,
+        preempted: Callable[[], bool],
     ) -> None:
+        self.went_on_at: int | None = None
+        self._preempted = preempted
         asked = config.run.report
         if asked and project_dir is None:
             raise UsageError(
@@ -204,12 +213,19 @@ class RunReport:
                 f"planned {plan.seconds * 1e3:,.2f} ms a step, measured {measured * 1e3:,.2f} ms "
                 f"({plan.seconds / measured - 1:+.0%}){plan.hint}"
             )
+        error = getattr(sys, "last_value", None)  # of the script, when it ends by an error
         if self._newest is not None or (self._journal is not None and self._journal.path.exists()):
-            error = getattr(sys, "last_value", None)  # of the script, when it ends by an error
             if error is None:
-                self._note("ended")
+                self._note("ended", outcome="preempted" if self._preempted() else "ended")
             else:
                 self._note("failed", error=f"{type(error).__name__}: {error}"[:500])
+        untrained = self._enabled and self._newest is None and error is None
+        if untrained and self.went_on_at is not None and not self._preempted():
+            logger.announce(
+                f"nothing left to train: the run ended at step {self.went_on_at}; to train further "
+                "raise the script's number of steps or epochs, or begin anew with "
+                "launch.resume: never"
+            )
         if self._journal is not None:
             self._journal.close()
 

@@ -3,6 +3,7 @@
 import os
 import signal
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -12,18 +13,20 @@ from torch.utils.data import DataLoader, TensorDataset
 from drivetrain import Accelerator, ProjectConfiguration
 from drivetrain.facade import exchange as finite
 from drivetrain.facade import exchange as preemption
+from drivetrain.observe import report as run_report
+from drivetrain.observe.history import load_history
 from drivetrain.runtime.notices import PREEMPTED, Notice
 from drivetrain.runtime.world import World
 
 STEPS = 8
 
 
-def start(folder, strategy="ddp", naming=True):
+def start(folder, strategy="ddp", naming=True, report=False):
     preemption.is_launched = lambda: True
     finite.PERIOD_S = 0.0  # in each step
     project = ProjectConfiguration(project_dir=folder, automatic_checkpoint_naming=naming)
     accelerator = Accelerator(
-        cpu=True, strategy=strategy, project_config=project, config={"report": False}
+        cpu=True, strategy=strategy, project_config=project, config={"report": report}
     )
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 4), nn.Dropout(0.3), nn.Linear(4, 1))
@@ -64,7 +67,7 @@ def kill_myself(*_):
 def test_the_notice_of_one_rank_saves_on_all_and_resumes_exactly(tmp_path, strategy, number):
     straight = start(tmp_path / "straight", strategy)
     expected = train(straight)
-    told = start(tmp_path / "told", strategy)
+    told = start(tmp_path / "told", strategy, report=True)
     seen = []
 
     def notice(step):
@@ -77,7 +80,9 @@ def test_the_notice_of_one_rank_saves_on_all_and_resumes_exactly(tmp_path, strat
     assert ended.value.code == 75
     steps = told[0].gather(torch.tensor([seen[-1]])).tolist()
     assert steps[0] == steps[1] < STEPS
-    told[0].end_training()
+    with mock.patch.object(run_report, "missing_packages", return_value="drawn elsewhere:"):
+        told[0].end_training()
+    assert load_history(tmp_path / "told").starts[-1].outcome == "preempted"
     resumed = start(tmp_path / "told", strategy)
     assert resumed[0].resume()
     assert train(resumed) == expected[steps[0] :]

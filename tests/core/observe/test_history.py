@@ -75,6 +75,12 @@ def test_starts_again_and_restarts_are_told_apart(tmp_path):
     assert any("1 earlier start" in remark for remark in run.remarks)
     assert len(load_history(first.path).main) == 10
 
+    write_run((tmp_path / "2"), range(1, 4))  # steps of 0.1 s
+    write_run((tmp_path / "2"), range(101, 104), events=["resumed"])
+    run = load_history(tmp_path / "2")
+    assert numbers(run)["duration"] == "600 ms"
+    assert notes(run)["duration"].endswith("UTC; 9.7 s between starts not counted")
+
     write_run((tmp_path / "1"), range(1, 4), end="failed")
     write_run((tmp_path / "1"), range(1, 6), facts={"restarts": 1})
     run = load_history(tmp_path / "1")

@@ -168,7 +168,7 @@ def test_a_skipped_step_is_told(tmp_path):
     assert records(tmp_path)[0].loss_scale is not None
 
 
-def test_a_resumed_run_goes_on_counting(tmp_path):
+def test_a_resumed_run_goes_on_counting(tmp_path, capsys):
     accelerator, *objects = start(tmp_path)
     train(accelerator, *objects)
     accelerator.save_state(tmp_path / "saved")
@@ -182,8 +182,9 @@ def test_a_resumed_run_goes_on_counting(tmp_path):
     events = [event["event"] for _, event in starts_of(tmp_path)[-1].journals()[0].events]
     assert events == ["resumed", "ended"]
     accelerator, *_ = start(tmp_path)  # everything is trained
-    accelerator.load_state(tmp_path / "saved")
+    accelerator.resume(tmp_path / "saved")
     end(accelerator)
+    assert "nothing left to train: the run ended at step 4; to train" in capsys.readouterr().err
     run = load_history(tmp_path)
     assert (run.starts[-1].outcome, list(run.remarks)) == ("ended without a step", [])
 
