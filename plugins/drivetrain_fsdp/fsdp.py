@@ -603,7 +603,8 @@ class Fsdp(FsdpOutline, ShardedStrategy[FsdpConfig]):
         prepared = super().prepare(model, optimizers)
         logger.info(f"units of {type(model).__name__}: {describe(keys, specs)}")
         if self.config.sharding == "hybrid":
-            logger.info(self.describe_groups())
+            undivided = 1 == self.ranks.sharing.axis.size < self.ranks.everyone.size
+            (logger.warning if undivided else logger.info)(self.describe_groups())
         return prepared
 
     # --- at the border ---

@@ -6,7 +6,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from drivetrain.config.option import NestedStrategy, nested_strategy, option
-from drivetrain.config.outline import Outline, find_outline
+from drivetrain.config.outline import Outline, find_inside, find_outline
 from drivetrain.config.policy import Policy
 from drivetrain.errors import ConfigError
 from drivetrain.parallel.options import OffloadOptions
@@ -104,10 +104,10 @@ class LocalOptions:
         """Return the outline of the strategy inside of a worker, and its options.
 
         Raises:
-            ConfigError: it is not installed, needs more ranks than a worker has, or takes over a
-                step of stores one step late.
+            ConfigError: it is not installed, only chooses another one, needs more ranks than a
+                worker has, or takes over a step of stores one step late.
         """
-        kind, options = find_outline(self.inner.name, self.inner.options)
+        kind, options = find_inside("strategy.inner", self.inner)
         if self.workers == "ranks":
             self._check_one_rank(kind, options)
         if any(stores.delayed for stores in _stores(options)):

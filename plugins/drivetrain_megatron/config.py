@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from drivetrain.config.option import NestedStrategy, mapping, nested_strategy, option
-from drivetrain.config.outline import FarLinks, Outline, find_outline
+from drivetrain.config.outline import FarLinks, Outline, find_inside
 from drivetrain.config.policy import Policy
 from drivetrain.errors import ConfigError
 
@@ -126,7 +126,7 @@ def outline_inside(config: MegatronConfig) -> tuple[type[Outline[Any]], Any]:
         ConfigError: it is not installed, or is none: it lays ranks out on other axes than ``dp``.
     """
     name = config.data_parallel.name
-    kind, options = find_outline(name, config.data_parallel.options)
+    kind, options = find_inside("strategy.data_parallel", config.data_parallel)
     axes = set(kind.axes(options, 1))
     if axes != {"dp"}:
         raise ConfigError(

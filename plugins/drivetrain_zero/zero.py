@@ -26,7 +26,13 @@ import math
 from collections.abc import Hashable, Sequence
 from typing import Generic, TypeVar
 
+from torch import nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
 from drivetrain.cost import ModelSpec, TensorSpec
+from drivetrain.log import get_logger
+from drivetrain.model.modules import named_parameters
 from drivetrain.parallel.estimate import sharing_of
 from drivetrain.parallel.layout import (
     ROOT,
@@ -43,7 +49,7 @@ from drivetrain.parallel.strategy import ShardedStrategy
 from drivetrain.runtime.precision import Precision
 from drivetrain.simulator.contract import Sharing
 from drivetrain.simulator.step import PaperRun
-from drivetrain.strategy import Run
+from drivetrain.strategy import Prepared, Run
 from drivetrain_zero.options import (
     Zero1Config,
     Zero1Outline,
@@ -52,6 +58,8 @@ from drivetrain_zero.options import (
     Zero3Config,
     Zero3Outline,
 )
+
+logger = get_logger(__name__)
 
 # --- how ZeRO cuts a model into units ---
 
@@ -159,3 +167,16 @@ class Zero2(Zero2Outline, Zero[Zero2Config]):
 
 class Zero3(Zero3Outline, Zero[Zero3Config]):
     """Parameters are divided too (5.3): whole ones exist for the units in use only."""
+
+    @override
+    def prepare(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> Prepared:
+        """Prepare the model's step, and warn where all parameters stay whole."""
+        largest = max((each.numel() for each in named_parameters(model).values()), default=0)
+        least = self.config.keep_below
+        if self.ranks.sharing.axis.size > 1 and 0 < largest < least:
+            logger.warning(
+                f"zero3 divides no parameter of {type(model).__name__}: expected some of at least "
+                f"keep_below = {least:,} elements, found at most {largest:,}; all stay whole, as "
+                f"under zero2: set strategy.keep_below to {largest} or less"
+            )
+        return super().prepare(model, optimizers)

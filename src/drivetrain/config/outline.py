@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, ClassVar, Final, Generic, Self, TypeVar
 
+from drivetrain.config.option import NestedStrategy
 from drivetrain.config.policy import Policy
 from drivetrain.config.schema import RunConfig
 from drivetrain.errors import ConfigError
@@ -169,6 +170,30 @@ class ReplicasOutline(Outline[ConfigT]):
     def axes(cls, config: ConfigT, world_size: int) -> Mapping[str, int]:
         """Return one axis, ``dp``, over all ranks."""
         return {"dp": world_size}
+
+
+class ChoosingOutline(ReplicasOutline[ConfigT]):
+    """The outline of a strategy that chooses another one for the whole run."""
+
+
+def find_inside(key: str, nested: NestedStrategy) -> tuple[type[Outline[Any]], Any]:
+    """Return the outline of a strategy inside of another one, and its options.
+
+    Args:
+        key: of the configuration, for errors.
+        nested: the strategy inside.
+
+    Raises:
+        ConfigError: it is not installed, or only chooses another one.
+    """
+    kind, options = find_outline(nested.name, nested.options)
+    if issubclass(kind, ChoosingOutline):
+        raise ConfigError(
+            f"{key}: expected a strategy that does the work, found {nested.name!r}, which chooses "
+            "one for the whole run; name one, such as zero2, or set strategy: "
+            f"{nested.name} alone"
+        )
+    return kind, options
 
 
 def working(name: str, options: Any = None) -> tuple[str, Any]:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from drivetrain.config.option import option
-from drivetrain.config.outline import ReplicasOutline
+from drivetrain.config.outline import ChoosingOutline
 from drivetrain.config.policy import Policy
 from drivetrain.hardware.description import load_hardware, names_a_device
 
@@ -22,7 +22,7 @@ class AutoConfig:
     )
 
 
-class AutoOutline(ReplicasOutline[AutoConfig]):
+class AutoOutline(ChoosingOutline[AutoConfig]):
     """The outline of ``auto``, whose ranks are replicas under every strategy that it chooses."""
 
     summary: ClassVar[str] = "choose for me: the layout that is predicted to be the quickest"

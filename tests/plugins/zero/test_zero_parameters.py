@@ -6,6 +6,7 @@ and those without a gradient in a step.
 
 import copy
 import io
+import logging
 
 import pytest
 import torch
@@ -52,6 +53,25 @@ def test_dtypes_that_do_not_train(strategy):
     dtypes = [found[name].dtype for name in ("codes", "mask", "filter")]
     assert dtypes == [torch.int8, torch.bool, torch.complex128]
     accelerator.free_memory()
+
+
+@pytest.mark.ranks(2)
+def test_a_model_of_small_parameters_is_said_to_stay_whole():
+    said = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logger = logging.getLogger("drivetrain_zero.zero")
+    logger.addHandler(handler)
+    try:
+        for least in (100_000, HIDDEN * OUT):
+            accelerator = start({"name": "zero3", "keep_below": least})
+            model = linear(HIDDEN, OUT)
+            accelerator.prepare(model, SGD(model.parameters(), lr=0.1))
+            accelerator.free_memory()
+    finally:
+        logger.removeHandler(handler)
+    assert len(said) == accelerator.is_main_process  # of the first one
+    assert all(f"set strategy.keep_below to {HIDDEN * OUT} or less" in text for text in said)
 
 
 @pytest.mark.complete
