@@ -5,6 +5,7 @@ The bar has the methods of tqdm's that training scripts call, and is drawn by ri
 
 import functools
 import logging
+import os
 import sys
 import time
 import weakref
@@ -28,7 +29,7 @@ _PAUSE_S = 0.5
 _SCREENS_PER_S = 1
 """How often a terminal shows the bars anew: each time takes processor time."""
 _BAR_WIDTH = 20
-"""Characters of a bar: with count, rate and times it leaves room for text on 80 columns."""
+"""Characters of a bar, at most: an eighth of the line."""
 _LINE_S = 30.0
 """Seconds between the lines of a bar that is written to a file, such as a batch job's log."""
 
@@ -247,13 +248,12 @@ class Bar(Generic[T]):
         return last or now - self._drawn_at >= _LINE_S
 
     def _draw_bar(self, elapsed: float) -> None:
-        text = " ".join(filter(None, (self.desc, self._shown())))
         if self._shown_line is None:
-            self._shown_line = _BarLine(self.total, time.monotonic() - elapsed, text=text)
+            self._shown_line = _BarLine(self.total, time.monotonic() - elapsed, self.desc)
             # Scripts forget to close bars; an open one would leave the terminal without a cursor.
             self._stop = weakref.finalize(self, _started(self._shown_line).stop)
-        self._shown_line.done, self._shown_line.text = self.n, text
-        self._shown_line.rate = _rate(self.n, elapsed)
+        self._shown_line.done, self._shown_line.text = self.n, self._shown()
+        self._shown_line.desc, self._shown_line.rate = self.desc, _rate(self.n, elapsed)
 
     def _shown(self) -> str:
         """Return the run's figures and the script's."""
@@ -297,13 +297,15 @@ class _BarLine:
     Attributes:
         total: steps; None: not known.
         begun: when the bar began, on the monotonic clock.
+        desc: before the bar; cut where the line has no room for it beside the text.
         done: steps so far.
         rate: steps per second, as text.
-        text: after the bar, the count and the times; it alone is cut.
+        text: after the bar, the count and the times; cut at the end of the line.
     """
 
     total: float | None
     begun: float
+    desc: str
     done: float = 0
     rate: str = ""
     text: str = ""
@@ -313,17 +315,25 @@ class _BarLine:
 
         elapsed = time.monotonic() - self.begun
         clock, count, full = _clock(elapsed), f"{self.done:g}", 0
+        wide = _console().width
+        bar = max(5, min(_BAR_WIDTH, wide // 8))
         if self.total:
             count += f"/{self.total:g}"
-            full = round(_BAR_WIDTH * min(1.0, self.done / self.total))
+            full = round(bar * min(1.0, self.done / self.total))
             if 0 < self.done < self.total:
                 clock += f" of {_clock(elapsed * self.total / self.done)}"
         mark = "-" if _console().options.ascii_only else "━"
+        rate = f" {self.rate}" if self.rate else ""
+        room = wide - bar - len(f"  {count}{rate} {clock} ")
+        desc = Text(self.desc)  # at least half of the room is left to the text
+        desc.truncate(max(1, room // 2, room - len(self.text)), overflow="ellipsis")
         return Text.assemble(
+            desc,
+            " " if self.desc else "",
             (mark * full, "bar.complete"),
-            (mark * (_BAR_WIDTH - full), "bar.back"),
+            (mark * (bar - full), "bar.back"),
             (f" {count}", "progress.download"),
-            f" {self.rate}" if self.rate else "",
+            rate,
             (f" {clock} ", "progress.elapsed"),
             self.text,
             no_wrap=True,
@@ -364,7 +374,12 @@ def progress(
         desc: text before the bar.
         disable: iterate without a bar.
     """
-    return Bar(iterable, total=total, desc=desc, disable=disable or rank() != 0)
+    return Bar(iterable, total=total, desc=desc, disable=disable or not _draws())
+
+
+def _draws() -> bool:
+    """Whether this process draws bars: the first rank, also before the ranks have joined."""
+    return rank() == 0 and os.environ.get("RANK", "0") == "0"
 
 
 def tqdm(
@@ -381,7 +396,7 @@ def tqdm(
         main_process_only: show the bar on rank 0 only.
         kwargs: keyword arguments of tqdm; ours knows desc, total and disable, and lets the rest be.
     """
-    hidden = bool(kwargs.pop("disable", False)) or (main_process_only and rank() != 0)
+    hidden = bool(kwargs.pop("disable", False)) or (main_process_only and not _draws())
     if is_tqdm_available():
         from tqdm.auto import tqdm as real  # type: ignore[import-untyped, unused-ignore]
 

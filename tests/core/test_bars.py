@@ -61,9 +61,12 @@ def test_long_texts_leave_bar_count_and_rate_alone(monkeypatch):
         bar.update(450)
         bar.set_postfix(loss=0.03226, lr=0.001, grad_norm=12.35, tokens_per_second=1234567)
     last = next(line for line in reversed(text.getvalue().splitlines()) if "/900" in line)
+    shown_line = last.rpartition("\x1b[2K")[2]
+    assert shown_line.startswith("a long")
+    assert len(shown_line) <= 80
+    assert "loss=0.03226" in last
     assert "450/900" in last
     assert "it/s" in last
-    assert "a long" in last
     assert "tokens_per_second" not in last
 
 

@@ -435,9 +435,10 @@ class LiveFigures:
         return lambda: self.text() if self._count > begun else ""
 
     def text(self) -> str:
-        """Return ``loss=2.31, 5,120 tokens/s, memory 1.2 GiB``, or the parts that are known."""
+        """Return ``loss=2.31 (rank 0), 5,120 tokens/s, memory 1.2 GiB``, or what is known."""
         last = self._records[-1]
-        parts = [] if last.loss is None else [f"loss={last.loss:.4g}"]
+        whose = " (rank 0)" if self._replicas > 1 else ""
+        parts = [] if last.loss is None else [f"loss={last.loss:.4g}{whose}"]
         seconds = sum(record.seconds for record in self._records)
         for unit in ("tokens", "samples"):
             count = sum(getattr(record, unit) for record in self._records)

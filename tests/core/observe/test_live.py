@@ -107,8 +107,8 @@ def test_rates_are_those_of_all_replicas():
     assert shown() == ""
     record = {"loss": 2.0, "seconds": 0.5, "samples": 8, "memory": {"resident": 3 * 2**29}}
     live.add(StepFigures(step=1, **record))
-    assert shown() == "loss=2, 64 samples/s, memory 1.5 GiB"
+    assert shown() == "loss=2 (rank 0), 64 samples/s, memory 1.5 GiB"
     live.add(StepFigures(step=2, **{**record, "tokens": 1000, "memory": {"device": 2**30}}))
-    assert shown() == "loss=2, 4,000 tokens/s, device 1 GiB"
+    assert shown() == "loss=2 (rank 0), 4,000 tokens/s, device 1 GiB"
     live.add(StepFigures(step=3))
     assert "loss" not in shown()
