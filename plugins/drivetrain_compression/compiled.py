@@ -304,7 +304,7 @@ def _run(command: list[str]) -> str:
             check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise KernelError(f"cannot compile: {error}") from error
+        raise KernelError(f"cannot compile with {command[0]}: {in_words(error)}") from error
     if ended.returncode:
         lines = ended.stderr.strip().splitlines() or [f"exit code {ended.returncode}"]
         said = next((line for line in lines if "error" in line), lines[-1])

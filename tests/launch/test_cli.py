@@ -27,6 +27,19 @@ def test_launch_help_states_default_and_yaml_key_of_every_flag(command):
         assert line in listed
 
 
+def test_help_of_each_command_has_an_example_and_one_name_per_thing(command):
+    for words in (
+        *("launch", "estimate", "plan", "verify", "test", "report", "schedule", "disk-bench"),
+        *("config show", "config check", "hardware show", "hardware measure", "manifest slurm"),
+        *("checkpoint inspect", "checkpoint verify", "checkpoint export"),
+    ):
+        text = " ".join(command.output(*words.split(), "--help").split())
+        assert f"Example: drivetrain {words} " in text
+        assert not {"--devices-per-host", "--ranks", "--device", "PATH"} & set(text.split()), words
+    with_hosts = [word for word in ("plan", "test") if "--hosts" in command.output(word, "--help")]
+    assert with_hosts == ["test"]  # a list of names
+
+
 def test_version(command):
     assert command("--version")[1].startswith("drivetrain, version ")
 

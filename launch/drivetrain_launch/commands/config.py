@@ -219,8 +219,10 @@ def _draft(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        answers = dict(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError) as error:
+        answers = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(answers, dict):
+            raise ValueError(f"expected a mapping, found {answers!r}")
+    except (OSError, ValueError) as error:
         raise ConfigError(
             f"{path}: expected a draft of 'drivetrain config': {in_words(error)}; remove the file"
         ) from error

@@ -314,8 +314,10 @@ def find_problems(directory: Path) -> list[str]:
     """
     try:
         manifest = Manifest.read(directory)
-    except (CheckpointError, OSError) as error:
+    except CheckpointError as error:
         return [str(error)]
+    except OSError as error:
+        return [f"cannot read the manifest of {directory}: {in_words(error)}"]
     problems = {
         name: _file_problem(directory / name, record) for name, record in manifest.files.items()
     }

@@ -307,7 +307,7 @@ class Manifest:
             return cls._parse(body)
         except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
             raise CheckpointError(
-                f"{path} is not a valid manifest: {type(error).__name__}: {error}"
+                f"{path} is not a valid manifest: {in_words(error)}; take another checkpoint"
             ) from error
 
     @classmethod

@@ -23,7 +23,7 @@ from drivetrain.collectives.facts import share_facts
 from drivetrain.compression.methods import LinkMethods
 from drivetrain.config import Resolved
 from drivetrain.cost import Cost, ModelSpec
-from drivetrain.errors import DrivetrainError, UsageError
+from drivetrain.errors import DrivetrainError, UsageError, in_words
 from drivetrain.facade.observer import Observer
 from drivetrain.facade.prepared import PreparedModel
 from drivetrain.log import get_logger
@@ -268,8 +268,8 @@ class RunReport:
         self._journal = None
         self._listeners.clear()
         logger.warning(
-            f"the figures of the run are not recorded from here on: {type(error).__name__}: "
-            f"{error}; report: false keeps the recorder out"
+            f"the figures of the run are not recorded from here on: {in_words(error)}; report: "
+            "false keeps the recorder out"
         )
 
 
