@@ -41,72 +41,45 @@ _RATES = {"gb/s": 1.0, "gbit/s": 1 / 8, "mb/s": 1e-3, "mbit/s": 1e-3 / 8}
 
 @click.command(cls=ModelCommand, context_settings=BEFORE_SCRIPT)
 @grouped_option("Model", "--gpt", metavar="KEY=VALUE,...", help="Sizes of a GPT: "
-              + ", ".join(GptShape.keys()) + ".")  # fmt: skip
-@grouped_option(
-    "Model",
-    "--hf",
-    metavar="FILE",
-    help="A config.json of transformers, or its folder; no weights are read.",
-    shell_complete=complete_file,
-)
+                + ", ".join(GptShape.keys()) + ".")  # fmt: skip
+@grouped_option("Model", "--hf", metavar="FILE", shell_complete=complete_file,
+                help="A config.json of transformers, or its folder; no weights are read."
+                )  # fmt: skip
 @grouped_option("Model", "--model", "factory", metavar="MODULE:FUNCTION",
-              help="A function that returns the model.")  # fmt: skip
-@grouped_option(
-    "Model",
-    "--seq",
-    type=click.IntRange(min=1),
-    metavar="N",
-    help="Tokens of a sample, for --hf and --model. "
-    f"[default: the model's longest, at most {LONGEST}]",
-)
-@grouped_option(
-    "Model",
-    "--batch",
-    type=click.IntRange(min=1),
-    metavar="N",
-    help="Samples of a step, of all ranks. [default: a batch of the script's loader on every rank]",
-)
+                help="A function that returns the model.")  # fmt: skip
+@grouped_option("Model", "--seq", type=click.IntRange(min=1), metavar="N",
+                help="Tokens of a sample, for --hf and --model. "
+                f"[default: the model's longest, at most {LONGEST}]")  # fmt: skip
+@grouped_option("Model", "--batch", type=click.IntRange(min=1), metavar="N",
+                help="Samples of a step, of all ranks. [default: a batch of the script's loader on "
+                "every rank]")  # fmt: skip
 @grouped_option("Hardware", "--hardware", "source", metavar="NAME|FILE",
-              help="Description of the devices; see `drivetrain hardware show`.")  # fmt: skip
-@grouped_option(
-    "Hardware",
-    "--nnodes",
-    "hosts",
-    former=("--hosts",),
-    metavar="N",
-    type=click.IntRange(1, MOST_HOSTS),
-    default=1,
-    help="Hosts.",
-    show_default=True,
-)
-@grouped_option(
-    "Hardware",
-    "--nproc-per-node",
-    "devices_per_host",
-    former=("--devices-per-host",),
-    metavar="N",
-    type=click.IntRange(1, MOST_RANKS_OF_A_HOST),
-    help="Devices of a host. [default: those of the description]",
-)
+                help="Description of the devices; see `drivetrain hardware show`.")  # fmt: skip
+@grouped_option("Hardware", "--nnodes", "hosts", former=("--hosts",), metavar="N", default=1,
+                type=click.IntRange(1, MOST_HOSTS), help="Hosts.", show_default=True)  # fmt: skip
+@grouped_option("Hardware", "--nproc-per-node", "devices_per_host", metavar="N",
+                former=("--devices-per-host",), type=click.IntRange(1, MOST_RANKS_OF_A_HOST),
+                help="Devices of a host. [default: those of the description]")  # fmt: skip
 @grouped_option("Hardware", "--link-between", metavar="RATE",
-              help="What a host sends to other hosts over all its adapters, such as 100GB/s or "
-              "25Gbit/s. [default: the description's]")  # fmt: skip
+                help="What a host sends to other hosts over all its adapters, such as 100GB/s or "
+                "25Gbit/s. [default: the description's]")  # fmt: skip
 @grouped_option("Layouts", "--layout", metavar="KEY=VALUE,...", help="Predict this layout alone.")
 @grouped_option("Layouts", "--explain", metavar="KEY=VALUE,...|best",
-              help="Show one layout in detail: its time by parts, its memory by kinds, and what "
-              "would make it fit.")  # fmt: skip
+                help="Show one layout in detail: its time by parts, its memory by kinds, and what "
+                "would make it fit.")  # fmt: skip
 @grouped_option("Layouts", "--precision", type=click.Choice(["fp16", "bf16", "no"]), default="bf16",
-              show_default=True, help="Of the layouts that are searched.")  # fmt: skip
+                show_default=True, help="Of the layouts that are searched.")  # fmt: skip
 @grouped_option("Layouts", "--allow", type=click.Choice([each.value for each in Honesty]),
-              default=Honesty.EXACT.value, show_default=True,
-              help="How far training may be from exact training, at most: a search then weighs "
-              "methods for slow links, too.")  # fmt: skip
+                default=Honesty.EXACT.value, show_default=True,
+                help="How far training may be from exact training, at most: a search then weighs "
+                "methods for slow links, too.")  # fmt: skip
 @json_option
 @grouped_option("Output", "--trace", type=click.Path(path_type=Path), metavar="FILE",
-              help="With --layout or --explain: write the step as a Chrome trace.")  # fmt: skip
-@grouped_option("Output", "--write", "file", type=click.Path(path_type=Path), metavar="FILE",
-              help="Write the configuration of the (first) layout for `drivetrain launch "
-              "--config`.")  # fmt: skip
+                help="With --layout or --explain: write the step as a Chrome trace.")  # fmt: skip
+@grouped_option("Output", "--output", "file", former=("--write",), metavar="FILE",
+                type=click.Path(path_type=Path),
+                help="Write the configuration of the (first) layout for `drivetrain launch "
+                "--config`.")  # fmt: skip
 @click.argument("script", required=False, metavar="[SCRIPT]", shell_complete=complete_file)
 @rest_argument()
 def command(

@@ -18,7 +18,7 @@ from drivetrain_launch.commands.plan import _with_link, file_of, found_rows
 TINY = ("--gpt", "layers=2,hidden=64,heads=2,seq=64", "--batch", "8")
 SMALL = ("--gpt", "layers=4,hidden=1024,heads=16,seq=1024", "--batch", "16")
 H100 = load_hardware("h100")
-HOST = ("--hardware", "a100-80gb", "--hosts", "1", "--devices-per-host", "8")
+HOST = ("--hardware", "a100-80gb", "--nnodes", "1", "--nproc-per-node", "8")
 
 # Published steps on A100 80 GB hosts of 8, fp16, sequences of 2048, vocabulary 51200: sizes of the
 # model, batch, hosts, layout, and the share of the peak that the step's own operations reach.
@@ -372,7 +372,7 @@ def test_the_file_of_a_layout_launches(command, tmp_path):
     (tmp_path / "train.py").write_text(RUNS)
     layout = ("--layout", "micro_batch=4,recompute=full,precision=no,data_parallel=zero2")
     where = ("--hardware", "cpu", "--devices-per-host", "2", "--batch", "16", *layout)
-    command.output("plan", *where, "--write", "best.yaml", "train.py")
+    command.output("plan", *where, "--output", "best.yaml", "train.py")
     assert "precision: 'no'" in (tmp_path / "best.yaml").read_text()
     out = command.output("launch", "--cpu", "--config", "best.yaml", "--dry-run", "train.py")
     rows = [line.split()[:2] for line in out.splitlines()]
