@@ -47,6 +47,7 @@ def in_words(error: Exception) -> str:
 def expected(messages: Iterable[str]) -> str:
     """Say in our words which values pydantic expected: a message for each member of a union."""
     wanted = [re.sub(r", (unable|got) .*", "", message) for message in messages]
+    wanted = [re.sub(r"valid dictionary( or instance of \w+)?", "mapping", each) for each in wanted]
     text = " or ".join(wanted).replace("Input should be", "expected").replace(" or expected", " or")
     for theirs, ours in _PYDANTIC.items():
         text = text.replace(theirs, ours)
