@@ -16,10 +16,9 @@
 Every message names the expected and the found thing, and the way out.
 """
 
+import json
 import os
 import re
-from collections.abc import Iterable
-from json import JSONDecodeError
 from pathlib import Path
 from typing import ClassVar
 
@@ -29,7 +28,7 @@ def in_words(error: Exception) -> str:
     if isinstance(error, UnicodeDecodeError):
         found = error.object[error.start]
         return f"expected text in UTF-8, found the byte 0x{found:02x} at {error.start}"
-    if isinstance(error, JSONDecodeError):
+    if isinstance(error, json.JSONDecodeError):
         rest = error.doc[error.pos :].split()
         what = repr(rest[0][:20]) if rest else "the end of the text"
         return f"expected JSON, found {what} in line {error.lineno}, column {error.colno}"
@@ -44,7 +43,7 @@ def in_words(error: Exception) -> str:
     return str(error)
 
 
-def expected(messages: Iterable[str]) -> str:
+def expected(messages: list[str]) -> str:
     """Say in our words which values pydantic expected: a message for each member of a union."""
     wanted = [re.sub(r", (unable|got) .*", "", message) for message in messages]
     wanted = [re.sub(r"valid dictionary( or instance of \w+)?", "mapping", each) for each in wanted]

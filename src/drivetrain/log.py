@@ -5,7 +5,6 @@ The bar has the methods of tqdm's that training scripts call, and is drawn by ri
 
 import functools
 import logging
-import os
 import sys
 import time
 import weakref
@@ -374,12 +373,7 @@ def progress(
         desc: text before the bar.
         disable: iterate without a bar.
     """
-    return Bar(iterable, total=total, desc=desc, disable=disable or not _draws())
-
-
-def _draws() -> bool:
-    """Whether this process draws bars: the first rank, also before the ranks have joined."""
-    return rank() == 0 and os.environ.get("RANK", "0") == "0"
+    return Bar(iterable, total=total, desc=desc, disable=disable or rank() != 0)
 
 
 def tqdm(
@@ -396,7 +390,7 @@ def tqdm(
         main_process_only: show the bar on rank 0 only.
         kwargs: keyword arguments of tqdm; ours knows desc, total and disable, and lets the rest be.
     """
-    hidden = bool(kwargs.pop("disable", False)) or (main_process_only and not _draws())
+    hidden = bool(kwargs.pop("disable", False)) or (main_process_only and rank() != 0)
     if is_tqdm_available():
         from tqdm.auto import tqdm as real  # type: ignore[import-untyped, unused-ignore]
 

@@ -232,7 +232,14 @@ def _draft(path: Path) -> dict[str, Any]:
 
 def start_line(path: Path, wizard: "Wizard") -> str:
     """Return the commands that start the run of the wizard's answers, for the user to copy."""
-    from drivetrain_launch.wizard.questions import KUBERNETES, MODEL, PLACE, SLURM, SSH
+    from drivetrain_launch.wizard.questions import (
+        KUBERNETES,
+        MEETING_PORT,
+        MODEL,
+        PLACE,
+        SLURM,
+        SSH,
+    )
 
     machines, model, place = wizard.machines, wizard.answers[MODEL], wizard.answers[PLACE]
     script = shlex.quote(model if model.endswith(".py") else EXAMPLE_SCRIPT)
@@ -247,11 +254,13 @@ def start_line(path: Path, wizard: "Wizard") -> str:
         if place == SLURM
         else (" --image IMAGE", ".job.yaml", "kubectl apply -f")
     )
-    sets = f"--set launch.nnodes={machines.count} --set launch.nproc_per_node={machines.ranks}"
+    ranks = f"--nnodes {machines.count} --nproc-per-node {machines.ranks}"
     job = shlex.quote(str(path.with_suffix(suffix)))
     return (
-        f"run: drivetrain manifest {place}{image} {file} {sets} --output {job} {script}\n"
-        f"then: {start} {job}"
+        f"run: drivetrain manifest {place}{image} {file} {ranks} --output {job} {script}\n"
+        f"then: {start} {job}\n"
+        f"look first: drivetrain launch --dry-run {file} {ranks} --rdzv-endpoint "
+        f"host0:{MEETING_PORT}"
     )
 
 

@@ -214,6 +214,8 @@ def test_the_command_at_the_end_is_one_that_is_accepted(command, tmp_path):
             job = Path(shlex.split(then[0])[-1]).read_text()
             assert "strategy.tp=2" in job
             assert ("--nodes=2" if place == "slurm" else "nvidia.com/gpu") in job
+            out = command.output(*shlex.split(then[1].partition(": ")[2])[1:])
+            assert f"dp={2 if place == 'slurm' else 4} x pp=1 (2 x" in out, out
     wizard = Wizard(strategies(), CPU)
     at(wizard, MODEL)
     with pytest.raises(ConfigError, match=r"mine.py:1: .* found before it SystemExit"):
