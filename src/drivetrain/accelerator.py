@@ -545,7 +545,7 @@ class Accelerator(AnswersArguments, StaysInProcess, Processes):
         Args:
             iterable: a loader, or anything else; a ``range``, as of epochs, is counted alone.
             total: its length, when it does not know it.
-            desc: text before the figures.
+            desc: text before the bar.
             every: steps from line to line; 0 writes one each 30 seconds.
             disable: iterate without a bar.
         """

@@ -22,6 +22,7 @@ from drivetrain_launch.hosts.remote import run_hosts
 from drivetrain_launch.hosts.surroundings import KEYS, recognise
 
 MODULE = "drivetrain_launch.commands.selfcheck"
+RANKS_KEY = "launch.nproc_per_node"
 USUAL_RANKS = "2"
 """Processes on one host, where nobody says how many."""
 
@@ -31,7 +32,8 @@ USUAL_RANKS = "2"
 @worded_flags(
     nproc_per_node=(
         "N|auto",
-        "Processes to compare with one. [default: 2; on several hosts auto]",
+        "Ranks to compare with one. [default: the configuration's; 2 where that is auto, on "
+        "several hosts auto]",
     ),
     cpu=("", "Leave accelerators alone."),
     strategy=("NAME", "Strategy to check. [default: the installed default]"),
@@ -50,11 +52,14 @@ def command(config: str | None, assignments: tuple[str, ...], **flags: Any) -> i
     listed = chosen_hosts(flags, chosen, standalone=False)
     explicit = bool(listed) or any(key in chosen for key in KEYS)
     surroundings = None if explicit else recognise(os.environ)
-    if surroundings is None and not explicit and flags["nproc_per_node"] is None:
-        flags["nproc_per_node"] = USUAL_RANKS
     if "launch.preflight" not in chosen:
         flags["preflight"] = "full"
     resolved = resolve_command_line(config, assignments, flags, surroundings)
+    settings = resolved.run.launch
+    alone = surroundings is None and not explicit and settings.nnodes == 1
+    if alone and settings.nproc_per_node == "auto" and RANKS_KEY not in chosen:
+        flags["nproc_per_node"] = USUAL_RANKS
+        resolved = resolve_command_line(config, assignments, flags)
     check_slot(resolved, surroundings)
     from drivetrain_launch.forecast.checking import check_run
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from drivetrain_launch.commands import selfcheck
+from drivetrain_launch.commands import test as check
 from drivetrain_launch.commands.selfcheck import SelfcheckResult, compare
 from forked_programs import run_python
 
@@ -33,6 +34,20 @@ def test_self_check_notices_a_strategy_that_does_not_average(sandbox):
     done = run_python(*words, folder=sandbox.folder, env=env)
     assert done.returncode == 1, done.stderr
     assert done.stdout.startswith("MISMATCH: 2 ranks on cpu and one process differ by ")
+
+
+def test_ranks_are_those_of_the_configuration_and_else_two(command, tmp_path, monkeypatch):
+    found = []
+
+    def launched(resolved, *rest):
+        found.append(resolved.run.launch.nproc_per_node)
+        return 0
+
+    monkeypatch.setattr(check, "launch", launched)
+    (tmp_path / "run.yaml").write_text("strategy: toy\nlaunch: {nproc_per_node: 4}\n")
+    for words in (("--config", "run.yaml"), ("--set", "launch.nproc_per_node=3"), ()):
+        command.output("test", "--cpu", *words)
+    assert found == [4, 3, 2]
 
 
 def test_comparison_takes_nan_and_missing_weights_for_a_mismatch():
