@@ -49,7 +49,7 @@ WAYS_OUT = {
 
 AS_IT_IS = "or run the script as it was written, with 'drivetrain launch --as-accelerate'"
 STRATEGY = "take Accelerator(strategy='name') or strategy={'name': ..., option: value}"
-COMPILE = "take torch.compile(model) before prepare"
+COMPILE = "take config={'compile': 'blocks'}, or torch.compile(model) before prepare"
 
 ARGUMENTS = {
     **dict.fromkeys(("deepspeed_plugin", "deepspeed_plugins", "fsdp_plugin"), STRATEGY),

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
@@ -86,7 +87,9 @@ class Parallel:
     """Mixed into the class of a module that has a behavior."""
 
     _drivetrain_original: type[nn.Module]
+    _ranks_share_forward = True
 
+    @_disable_dynamo
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Compute by the behavior.
 

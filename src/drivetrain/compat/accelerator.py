@@ -411,6 +411,8 @@ class ScriptAccelerator(Resettable, Accelerator):
         chosen = dict(found.values)
         strategy = chosen.pop("strategy", strategy)
         accumulation = _accumulation(gradient_accumulation_steps, chosen)
+        if self._compilation.use_regional_compilation:
+            chosen["compile"] = _blocks_of(self._compilation, config)
         if not isinstance(config, str | Path):
             config = {**SCHEDULE, **chosen, **(config or {})}
         super().__init__(
@@ -571,15 +573,29 @@ def _first(plugins: Any) -> Any:
     return next(iter(plugins.values()), None) if isinstance(plugins, Mapping) else plugins
 
 
+def _blocks_of(plugin: TorchDynamoPlugin, config: Any) -> str:
+    """Return the option ``compile`` of a plugin that wants the repeated blocks compiled."""
+    backend = str(plugin.backend or "no").lower()
+    if plugin.disable or backend == "no":
+        return "none"
+    if backend != "inductor" or plugin.mode not in (None, "default") or plugin.options:
+        raise UsageError(
+            "expected backend='inductor' without mode and options for use_regional_compilation, "
+            f"found {plugin!r}; leave them out, or compile the blocks in the script"
+        )
+    if isinstance(config, str | Path):
+        raise UsageError(
+            f"expected use_regional_compilation=False beside the file {config}, found True; write "
+            "compile: blocks into the file"
+        )
+    return "blocks"
+
+
 def _compiled(model: nn.Module, plugin: TorchDynamoPlugin) -> nn.Module:
     backend = str(plugin.backend or "no").lower()
-    if backend == "no" or plugin.disable or isinstance(model, OptimizedModule):
+    found = plugin.disable or plugin.use_regional_compilation or isinstance(model, OptimizedModule)
+    if backend == "no" or found:
         return model
-    if plugin.use_regional_compilation:
-        raise UsageError(
-            "expected use_regional_compilation=False, found True; compile the model's blocks in "
-            "the script, with torch.compile"
-        )
     compiled: nn.Module = torch.compile(  # type: ignore[assignment]
         model,
         backend=backend,

@@ -337,6 +337,11 @@ class RunConfig:
     recompute: RecomputeConfig = section(
         RecomputeConfig, help="Which activations are computed again in backward."
     )
+    compile: Literal["none", "blocks"] = option(
+        "none",
+        help="blocks: torch.compile of the blocks that a model repeats, once for each class; their "
+        "hooks and what strategies send stay outside.",
+    )
     loss: Literal["whole", "chunked"] = option(
         "whole",
         help="chunked: causal language models of transformers compute their training loss some "

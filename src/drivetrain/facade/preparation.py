@@ -35,6 +35,7 @@ from drivetrain.facade.stepping import PreparedOptimizer, PreparedScheduler
 from drivetrain.facade.uneven import UnevenInputs
 from drivetrain.log import get_logger
 from drivetrain.losses import compute_in_pieces, restore_loss
+from drivetrain.model.compiled import compile_blocks, restore_blocks
 from drivetrain.model.deferred import (
     ConstructionRecording,
     RecordedWeights,
@@ -363,6 +364,7 @@ class Recomputation:
     def close(self) -> None:
         """Give the blocks back their own forward."""
         restore(self.model)
+        restore_blocks(self.model)
         if self.communicator is not None:
             self.communicator.close()
 
@@ -392,9 +394,13 @@ class Recomputations:
         """Attach the configured recompute, unless the script has told its own for this model."""
         options = self._runs.config.run.recompute
         told = is_attached(model) or any(known.model is model for known in self._recomputations)
-        if options.mode != "none" and not told:
+        if (options.mode != "none" or self._compiles) and not told:
             _, run = self._runs.of(choice)
             self._attach(options, model, run)
+
+    @property
+    def _compiles(self) -> bool:
+        return self._runs.config.run.compile == "blocks"
 
     def stop(self) -> None:
         """Give every model back its own forwards."""
@@ -406,6 +412,11 @@ class Recomputations:
         """Attach recompute with these options, in place of the one attached before."""
         _check("mode", options.mode)
         _check("keep", options.keep)
+        if self._compiles and options.mode == "selective":
+            raise UsageError(
+                "compile: blocks: expected recompute full or none, found selective, which cannot "
+                "tell the operations of a compiled block apart; change one of them"
+            )
         axis = _axis_of_replicas(run, options.partition) if options.partition else None
         patterns = [name for name in map(str.strip, options.blocks.split(",")) if name]
         chosen = []
@@ -413,6 +424,8 @@ class Recomputations:
             chosen = choose_blocks(model, patterns, every=options.every)
         self._stop(model)
         recomputation = Recomputation(model)
+        if self._compiles:  # first, so that recompute is around it
+            compile_blocks(model)
         if options.mode != "none":
             if axis is not None:
                 recomputation.communicator = connect(

@@ -509,6 +509,8 @@ class Runs:
         kind, options = find_strategy(resolved.strategy, resolved.strategy_config)
         free = choice is None and not any(key.startswith(RECOMPUTE) for key in resolved.origins)
         modes = RECOMPUTE_MODES if free else (resolved.run.recompute.mode,)
+        if resolved.run.compile != "none":
+            modes = tuple(mode for mode in modes if mode != "selective")
         pick = kind.planning().choose(options, model, run, modes)
         if pick is None:
             return choice

@@ -152,16 +152,17 @@ def engine_of(args: Any) -> dict[str, Any]:
         UsageError: the arguments choose two engines, or a setting changes results.
         ConfigError: a setting is unknown, or contradicts another one.
     """
+    compilation = {"compile": "blocks"} if args.torch_compile else {}
     plugins = engines_in(args)
     if not plugins:
-        return {}
+        return {"config": compilation} if compilation else {}
     found = translated(plugins)
     for remark in found.remarks:
         logger.announce(f"training arguments: {remark}")
     if args.deepspeed:
         # Else transformers asks DeepSpeed for a model's parameters.
         unset_hf_deepspeed_config()  # type: ignore[no-untyped-call]
-    values = dict(found.values)
+    values = {**found.values, **compilation}
     return {"strategy": values.pop("strategy", None), "config": values or None}
 
 
@@ -186,9 +187,11 @@ def refuse_other_engines(args: Any, model: Any) -> None:
     Raises:
         UsageError: names the argument, and its counterpart.
     """
-    if args.torch_compile:
+    backend = args.torch_compile_backend, args.torch_compile_mode
+    if args.torch_compile and backend not in {("inductor", None), ("inductor", "default")}:
         raise UsageError(
-            "expected no torch_compile in the training arguments, found True; pass "
+            "expected torch_compile_backend='inductor' without a torch_compile_mode, found "
+            f"{backend[0]!r} and {backend[1]!r}; leave them out, or pass "
             "Trainer(model=torch.compile(model))"
         )
     if args.n_gpu > 1:

@@ -262,6 +262,16 @@ def hooks_of_script(module: nn.Module) -> dict[int, Callable[..., Any]]:
     }
 
 
+COMPILED_FORWARD = "_forward_before_compile"
+"""Where a block that runs compiled, between its hooks, keeps the forward of before."""
+
+
+def compiles_inside(module: nn.Module) -> bool:
+    """Return whether torch compiles what a module calls: hooks inside would change its graphs."""
+    wrapped = uncompiled(module) is not module or COMPILED_FORWARD in module.__dict__
+    return wrapped or is_compiled_call(module)
+
+
 def is_compiled_call(module: nn.Module) -> bool:
     """Return whether ``module.compile()`` compiled the calls of a module, hooks and forward."""
     return module.__dict__.get("_compiled_call_impl") is not None

@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from drivetrain.model.modules import compiles_inside
 from drivetrain.model.valueless import ValuelessTensor
 from drivetrain.runtime import rng
 
@@ -34,6 +35,7 @@ def untouched(model: nn.Module, seed: int | None = None) -> Iterator[None]:
 
     Inside, buffers, tensors and generators that modules hold are copies, also those in lists, dicts
     and sets; parameters and other objects are the model's own. A seed decides all that is drawn.
+    What is compiled runs as it is written.
     """
     modules = list(model.modules())
     saved = [pair for module in modules for pair in _contents(module)]
@@ -42,7 +44,8 @@ def untouched(model: nn.Module, seed: int | None = None) -> Iterator[None]:
         _put_copies(modules)
         if seed is not None:
             rng.set_seed(seed)
-        yield
+        with _uncompiled(modules):
+            yield
     finally:
         rng.restore(state)
         for owner, before in saved:
@@ -213,8 +216,7 @@ def without_values(
     """
     with untouched(model):
         keep_padding(model)
-        with _uncompiled(list(model.modules())):
-            yield _substitute(model, kind, unknown)
+        yield _substitute(model, kind, unknown)
 
 
 def keep_padding(model: nn.Module) -> None:
@@ -229,10 +231,8 @@ def keep_padding(model: nn.Module) -> None:
 
 
 def _uncompiled(modules: Sequence[nn.Module]) -> AbstractContextManager[object]:
-    """Run compiled modules eagerly: tensors without values cannot be compiled."""
-    compiled = any(
-        hasattr(module, "_orig_mod") or module._compiled_call_impl is not None for module in modules
-    )
+    """Run compiled modules eagerly: a look is not worth a graph, and some have no values."""
+    compiled = any(map(compiles_inside, modules))
     return torch.compiler.set_stance("force_eager") if compiled else nullcontext()
 
 

@@ -41,6 +41,7 @@ from drivetrain.model.modules import (
     COMPILED_CALL,
     ModelSizes,
     UninheritedHook,
+    compiles_inside,
     is_compiled_call,
     name_of,
     names_around,
@@ -155,7 +156,7 @@ class ModuleTrail:
             ),
             module.register_forward_hook(UninheritedHook(leave), always_call=True),
         ]
-        if self._inside and uncompiled(module) is module:
+        if self._inside and not compiles_inside(module):
             for child, inner in module.named_children():
                 self._watch(f"{name}.{child}", inner)
 

@@ -76,7 +76,7 @@ class RecordRequest:
         if self.doubles:
             run = replace(run, precision="no", dtypes=DtypesConfig())
         if self.reference:
-            run = replace(run, dtypes=DtypesConfig(), recompute=RecomputeConfig())
+            run = replace(run, dtypes=DtypesConfig(), recompute=RecomputeConfig(), compile="none")
         return replace(config, run=run)
 
     def write(self, path: Path) -> None:
