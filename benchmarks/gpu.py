@@ -5,6 +5,7 @@
     python benchmarks/gpu.py --minutes 8 --out build/gpu
     python benchmarks/gpu.py --only A,B/zero3 --out build/gpu
     python benchmarks/gpu.py --resume --out build/gpu          # what is missing there
+    python benchmarks/gpu.py --pairs 20                        # compile: blocks, here and now
 
 === ================================================================================================
 row what
@@ -616,6 +617,37 @@ def work(name: str) -> None:
         os._exit(0)  # the groups of a process that ends are not worth waiting for
 
 
+# --- compile: blocks, in one process ---
+
+PAIRED = Shape(layers=4, dim=256, inner=704, batch=2, seq=128, vocab=1000, head=64)
+
+
+def paired(pairs: int) -> None:
+    """Print the time of a compiled step against the eager one before or after it, by strategy."""
+    torch.set_num_threads(1)
+    words = torch.randint(PAIRED.vocab, (PAIRED.batch, PAIRED.seq + 1))
+    print("| strategy | eager, ms | compiled, ms | compiled / eager |\n|---|---|---|---|")
+    for strategy in OURS:
+        steps = []
+        for mode in ("none", "blocks"):
+            torch.manual_seed(0)
+            model: Any = LossDecoder(PAIRED.options, chunked=False)
+            accelerator: Any = Accelerator(strategy=strategy, cpu=True, config={"compile": mode})
+            optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+            step = with_accelerator(accelerator, *accelerator.prepare(model, optimizer))
+            steps.append(lambda step=step: step(words[:, :-1], words[:, 1:]))
+        times = [[seconds(step) for step in steps] for _ in range(pairs + 2)][2:]
+        eager, blocks = (1e3 * statistics.median(each) for each in zip(*times, strict=True))
+        ratio = statistics.median(after / before for before, after in times)
+        print(f"| `{strategy}` | {eager:.1f} | {blocks:.1f} | {ratio:.3f} |", flush=True)
+
+
+def seconds(step: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    step()
+    return time.perf_counter() - begin
+
+
 # --- the program ---
 
 
@@ -772,8 +804,14 @@ def main() -> None:
     parser.add_argument("--only", default="", help="rows (A) or cases (A/zero3), with commas")
     parser.add_argument("--out", type=Path, default=Path("build/gpu"), help="folder of results")
     parser.add_argument("--resume", action="store_true", help="leave out what OUT has results of")
+    parser.add_argument(
+        "--pairs", type=int, default=0, help="so many steps eager and with compile: blocks, on CPU"
+    )
     parser.add_argument("--worker", default="", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.pairs:
+        paired(options.pairs)
+        return
     if options.worker:
         work(options.worker)
         return

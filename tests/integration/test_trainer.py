@@ -166,6 +166,8 @@ def usual(**changed: object) -> SimpleNamespace:
         "fsdp_plugin_args": None,
         "parallelism_config": None,
         "torch_compile": False,
+        "torch_compile_backend": None,
+        "torch_compile_mode": None,
         "n_gpu": 0,
         "gradient_accumulation_steps": 1,
         "accelerator_config": SimpleNamespace(gradient_accumulation_kwargs=None),
@@ -263,12 +265,18 @@ def test_arguments_without_counterpart_are_refused_in_one_line():
         assert "\n" not in str(raised.value), changed
 
 
+def test_torch_compile_compiles_the_blocks():
+    given = usual(torch_compile=True, torch_compile_backend="inductor")
+    refuse_other_engines(given, None)
+    assert engine_of(given) == {"config": {"compile": "blocks"}}
+
+
 # --- training arguments, models and classes that have no meaning here ---
 
 
 def test_other_engines_are_refused_in_one_line():
     for changed, message in (
-        ({"torch_compile": True}, r"pass Trainer\(model=torch.compile\(model\)\)"),
+        ({"torch_compile": True, "torch_compile_backend": "eager"}, "found 'eager' and None"),
         ({"n_gpu": 4}, "expected one GPU for each process, found 4"),
         ({"sync_ref_model": True}, "expected sync_ref_model=False, found True"),
     ):

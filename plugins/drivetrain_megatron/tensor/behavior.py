@@ -87,7 +87,7 @@ class Parallel:
     """Mixed into the class of a module that has a behavior."""
 
     _drivetrain_original: type[nn.Module]
-    _ranks_share_forward = True
+    _ranks_share_forward = True  # drivetrain.model.compiled.SHARED
 
     @_disable_dynamo
     def forward(self, *args: Any, **kwargs: Any) -> Any:

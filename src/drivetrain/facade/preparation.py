@@ -425,7 +425,7 @@ class Recomputations:
         self._stop(model)
         recomputation = Recomputation(model)
         if self._compiles:  # first, so that recompute is around it
-            compile_blocks(model)
+            compile_blocks(model, run.world.device)
         if options.mode != "none":
             if axis is not None:
                 recomputation.communicator = connect(

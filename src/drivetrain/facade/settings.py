@@ -508,9 +508,9 @@ class Runs:
         resolved, run = self.of(choice)
         kind, options = find_strategy(resolved.strategy, resolved.strategy_config)
         free = choice is None and not any(key.startswith(RECOMPUTE) for key in resolved.origins)
-        modes = RECOMPUTE_MODES if free else (resolved.run.recompute.mode,)
-        if resolved.run.compile != "none":
-            modes = tuple(mode for mode in modes if mode != "selective")
+        modes: Sequence[str] = RECOMPUTE_MODES if free else (resolved.run.recompute.mode,)
+        if free and resolved.run.compile != "none":
+            modes = [mode for mode in modes if mode != "selective"]
         pick = kind.planning().choose(options, model, run, modes)
         if pick is None:
             return choice

@@ -10,5 +10,6 @@
 ``modules``     names outside of a run, another forward for a module, the repeated blocks
 ``guard``       parameters whose values are elsewhere, or on their way
 ``recompute``   blocks that forget their intermediate values and compute them again in backward
+``compiled``    blocks that run by ``torch.compile``, between their hooks
 ============== ====================================================================================
 """

@@ -6,6 +6,7 @@ argument of the graph, so that all blocks of a class have one.
 """
 
 import importlib
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,26 +27,32 @@ logger = get_logger(__name__)
 
 BACKEND = "inductor"
 
+_NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+"""Folders of torch and of this package."""
+
 SHARED = "_ranks_share_forward"
 """An attribute of modules in whose forward ranks exchange tensors: they stay outside of graphs."""
 
 
-def compile_blocks(model: nn.Module) -> None:
+def compile_blocks(model: nn.Module, device: torch.device) -> None:
     """Let the blocks that a model repeats, or else the model, run compiled from the first call on.
 
     A deep copy of a block is compiled, too; a pickled one computes as its class says.
 
     Args:
-        model: changed in place; ``restore_blocks`` undoes it. What the user compiled stays as it
-            is.
+        model: changed in place; ``restore_blocks`` undoes it. A block that the user compiled, or
+            that has a forward of its own, stays as it is.
+        device: where it will run.
 
     Raises:
         UsageError: there is no C++ compiler.
     """
-    _check_compiler(model)
+    if BACKEND == "inductor" and device.type == "cpu":
+        _check_compiler()
     around = _Compiled()
     for block in [block for _, block in repeated_blocks(model)] or [model]:
-        if not any(map(compiles_inside, (model, *block.modules()))):
+        own = "forward" in block.__dict__  # another one than its class's
+        if not own and not any(map(compiles_inside, (model, *block.modules()))):
             wrap_forward(block, COMPILED_FORWARD, around)
 
 
@@ -55,9 +62,7 @@ def restore_blocks(model: nn.Module) -> None:
         unwrap_forward(module, COMPILED_FORWARD)
 
 
-def _check_compiler(model: nn.Module) -> None:
-    if BACKEND != "inductor" or any(p.is_cuda for p in model.parameters()):
-        return  # Triton has its own for GPUs
+def _check_compiler() -> None:
     try:
         importlib.import_module("torch._inductor.cpp_builder").get_cpp_compiler()
     except RuntimeError as error:
@@ -72,11 +77,14 @@ class _Compiled:
 
     def __init__(self) -> None:
         self._called: dict[Function, Function] = {}  # in the place of each class's forward
+        self._in_pieces: set[Function] = set()
 
     def __call__(
         self, module: nn.Module, compute: Function, args: Arguments, kwargs: Keywords
     ) -> Any:
         """Return the block's outputs."""
+        if torch.compiler.is_compiling():  # inside of what the script compiles
+            return compute(*args, **kwargs)
         forward: Function = type(module).forward
         called = self._called.get(forward)
         if called is None:
@@ -88,29 +96,30 @@ class _Compiled:
                 parameter.new_empty(0)
         try:
             return called(module, *args, **kwargs)
-        except _errors() as error:  # while it makes the graph: nothing has run
-            self._called[forward] = _instead(module, error)
+        except _errors() as error:
+            if forward in self._in_pieces:
+                raise  # some may have run
+            self._give_up(module, error)
         return self(module, compute, args, kwargs)
 
-
-def _instead(module: nn.Module, error: Exception) -> Function:
-    """Return what runs where a block cannot be one graph, and say so."""
-    forward: Function = type(module).forward
-    name = type(module).__name__
-    shared = [each for each in module.modules() if getattr(each, SHARED, False)]
-    if shared and module not in shared:
-        logger.announce(
-            f"compile: blocks: {name} is compiled in pieces, around {len(shared)} modules whose "
-            "forward ranks share"
-        )
-        return torch.compile(forward, backend=BACKEND)
-    if shared:
-        reason = "ranks share its forward"
-    else:
-        reason = f"torch.compile stops at {_place(error) or forward.__qualname__}: "
-        reason += str(error).strip().partition("\n")[0]
-    logger.warning(f"compile: blocks: {name} runs as it is written: {reason}")
-    return forward
+    def _give_up(self, module: nn.Module, error: Exception) -> None:
+        """Let blocks that cannot be one graph run in pieces, or as they are, and say so."""
+        forward: Function = type(module).forward
+        name = f"compile: blocks: {type(module).__name__}"
+        shared = [each for each in module.modules() if getattr(each, SHARED, False)]
+        if shared and module not in shared:
+            self._in_pieces.add(forward)
+            self._called[forward] = torch.compile(forward, backend=BACKEND)
+            logger.announce(
+                f"{name} is compiled in pieces, around {len(shared)} modules whose forward ranks "
+                "share"
+            )
+            return
+        self._called[forward] = forward
+        reason = str(error).strip().partition("\n")[0]
+        stop = f"torch.compile stops at {_place(error) or forward.__qualname__}: {reason}"
+        why = "ranks share its forward" if shared else stop
+        logger.warning(f"{name} runs as it is written: {why}")
 
 
 def _errors() -> tuple[type[Exception], ...]:
@@ -122,9 +131,5 @@ def _errors() -> tuple[type[Exception], ...]:
 def _place(error: Exception) -> str:
     """Return file and line of the script, or of the model's package, where a graph breaks."""
     frames = getattr(error, "real_stack", None) or ()
-    own = [f"{frame.filename}:{frame.lineno}" for frame in frames if not _is_inside(frame.filename)]
-    return own[-1] if own else ""
-
-
-def _is_inside(path: str) -> bool:
-    return "/torch/" in path or "/drivetrain" in path
+    others = [frame for frame in frames if not frame.filename.startswith(_NOT_THE_USERS)]
+    return f"{others[-1].filename}:{others[-1].lineno}" if others else ""

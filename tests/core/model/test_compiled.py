@@ -1,0 +1,141 @@
+"""Compiled blocks train as eager ones, send as much, and make one graph for each class."""
+
+import copy
+import functools
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import nn
+
+from drivetrain import Accelerator
+from drivetrain.errors import UsageError
+from drivetrain.model import compiled
+from drivetrain.testing.conformance.twins import Twins
+from drivetrain.testing.models import Case
+from towers import Block, Tower
+
+TOWER = Case("tower", functools.partial(Tower, 4))
+
+
+@contextmanager
+def backend(name):
+    """Context in which graphs are counted anew, and made by a backend."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiled, "BACKEND", name)
+        yield
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+
+
+@pytest.fixture
+def quick():
+    with backend("aot_eager"):
+        yield
+
+
+def graphs() -> int:
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "config"),
+    [
+        ({"name": "fsdp"}, {"recompute": {"mode": "full"}}),
+        ({"name": "megatron", "tp": 2}, {}),
+        ({"name": "zero3"}, {}),
+        ({"name": "ddp"}, {}),
+    ],
+    ids=["fsdp", "tp", "zero3", "ddp"],
+)
+@pytest.mark.ranks(2)
+@pytest.mark.filterwarnings("ignore")  # torch.compile's own
+def test_trains_as_one_process_with_the_collectives_of_eager_blocks(strategy, config):
+    """Also the blocks that backward computes again, whose parameters no hook brings."""
+    sent = []
+    with backend("inductor" if strategy["name"] == "ddp" else "aot_eager"):
+        for mode in ("none", "blocks"):
+            accelerator = Accelerator(
+                strategy=strategy, cpu=True, config={"compile": mode, **config}
+            )
+            twins = Twins(accelerator, TOWER)
+            made = []
+            for step in range(3):
+                twins.backward(step)
+                twins.step()
+                made.append(graphs())
+            twins.check()
+            entries = accelerator.traffic.entries()
+            sent.append({key: (entry.calls, entry.bytes) for key, entry in entries.items()})
+            accelerator.free_memory()
+    assert sent[0] == sent[1]
+    assert made == ([made[0]] * 3 if "tp" in strategy else [1] * 3)
+    assert made[0] > 0
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.filterwarnings("ignore")
+def test_other_shapes_and_evaluation_take_one_more_graph_each():
+    accelerator = Accelerator(cpu=True, config={"compile": "blocks"})
+    plain = Tower(3)
+    model = accelerator.prepare(copy.deepcopy(plain))
+    x = torch.randn(8, 7, dtype=torch.float64)
+    made = []
+    for rows in (8, 6, 4, 8):
+        torch.testing.assert_close(model(x[:rows]), plain(x[:rows]))
+        made.append(graphs())
+    assert made == [1, 2, 2, 2]
+    with torch.no_grad():
+        torch.testing.assert_close(model.eval()(x), plain(x))
+    assert graphs() == 3
+    assert list(model.state_dict()) == list(plain.state_dict())
+    average = copy.deepcopy(model)
+    average.first.weight.data.zero_()
+    assert not torch.equal(average(x), model(x))
+    accelerator.free_memory()
+    assert all("forward" not in block.__dict__ for block in model.blocks)
+
+
+class Reading(Block):
+    """A block whose way depends on a value."""
+
+    def forward(self, x):
+        if x.sum() > 0:  # the line of the break
+            x = x * 2
+        return super().forward(x)
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_block_that_is_no_graph_runs_as_written_with_one_warning(monkeypatch):
+    said = []
+    monkeypatch.setattr(compiled.logger, "warning", said.append)
+    model = Tower(1)
+    model.blocks = nn.ModuleList(Reading() for _ in range(2))
+    expected = model(x := torch.ones(2, 7, dtype=torch.float64))
+    compiled.compile_blocks(model, torch.device("cpu"))
+    torch.testing.assert_close(model(x), expected)
+    model(x)
+    (line,) = said
+    at = Reading.forward.__code__.co_firstlineno + 1
+    assert f"Reading runs as it is written: torch.compile stops at {__file__}:{at}: " in line
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.filterwarnings("ignore")
+def test_a_model_without_blocks_is_compiled_whole():
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    expected = model(x := torch.ones(2, 3))
+    compiled.compile_blocks(model, torch.device("cpu"))
+    torch.testing.assert_close(model(x), expected)
+    assert graphs() == 1
+
+
+def test_what_cannot_be_compiled_is_refused(monkeypatch):
+    accelerator = Accelerator(cpu=True, config={"compile": "blocks"})
+    with pytest.raises(UsageError, match="expected recompute full or none, found selective"):
+        accelerator.recompute(Tower(2), mode="selective")
+    monkeypatch.setattr("torch._inductor.config.cpp.cxx", ("no-such-compiler",))
+    with pytest.raises(UsageError, match=r"expected a C\+\+ compiler, found none"):
+        accelerator.prepare(Tower(2))
