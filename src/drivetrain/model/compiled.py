@@ -116,9 +116,16 @@ class _Compiled:
             )
             return
         self._called[forward] = forward
-        reason = str(error).strip().partition("\n")[0]
-        stop = f"torch.compile stops at {_place(error) or forward.__qualname__}: {reason}"
-        why = "ranks share its forward" if shared else stop
+        if shared:
+            why = "ranks share its forward"
+        elif isinstance(error, torch._dynamo.exc.FailOnRecompileLimitHit):
+            why = (
+                "its calls need more graphs than torch._dynamo.config.recompile_limit; models of "
+                "transformers need one for all without a cache: model.config.use_cache = False"
+            )
+        else:
+            reason = str(error).strip().partition("\n")[0]
+            why = f"torch.compile stops at {_place(error) or forward.__qualname__}: {reason}"
         logger.warning(f"{name} runs as it is written: {why}")
 
 

@@ -108,6 +108,7 @@ class Reading(Block):
 
 
 @pytest.mark.usefixtures("quick")
+@pytest.mark.filterwarnings("ignore")
 def test_a_block_that_is_no_graph_runs_as_written_with_one_warning(monkeypatch):
     said = []
     monkeypatch.setattr(compiled.logger, "warning", said.append)
