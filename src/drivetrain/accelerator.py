@@ -51,7 +51,7 @@ from drivetrain.facade.stepping import PreparedOptimizer, PreparedScheduler
 from drivetrain.facade.uneven import Gathering, UnevenInputs
 from drivetrain.log import Bar, get_logger
 from drivetrain.observe.profile import StepProfiler
-from drivetrain.observe.recorder import LinkChoice, LiveFigures, RunFigures
+from drivetrain.observe.recorder import ExplainsShortage, LinkChoice, LiveFigures, RunFigures
 from drivetrain.observe.report import RunReport
 from drivetrain.observe.trackers import Trackers
 from drivetrain.processes import Processes, StaysInProcess
@@ -222,7 +222,7 @@ class Accelerator(AnswersArguments, StaysInProcess, Processes):
             observer: told of the events of all models; the last one that was given counts.
         """
         self._gradients.observer = Observers(
-            self.report.observer, self._profiler, self._link_choice, observer
+            self.report.observer, self._profiler, self._link_choice, ExplainsShortage(), observer
         )
         self._gradients.observer.attach(self._prepared, self._weights, self._runs)
 

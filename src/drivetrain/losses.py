@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from drivetrain.errors import UsageError
+from drivetrain.memory import is_out_of_memory
 from drivetrain.model.guard import Arguments, Function, Keywords
 from drivetrain.model.modules import unwrap_forward, wrap_forward
 
@@ -240,20 +241,27 @@ def compute_in_pieces(model: nn.Module) -> None:
     Raises:
         UsageError: it holds no such model, or one whose head or loss is of another kind.
     """
-    heads = ((module, _head(module)) for module in model.modules())
-    module, head = next(
-        ((module, head) for module, head in heads if head is not None), (None, None)
-    )
-    if module is None or head is None:
-        raise UsageError(
-            f"loss: chunked: expected a causal language model of transformers, found "
-            f"{type(model).__name__}; call drivetrain.losses.linear_cross_entropy in the script, "
-            "or leave loss: whole"
-        )
-    _check_model(module, head)
+    module, head = language_model_in(model)
     calls: list[_Call | None] = []
     wrap_forward(module, _ORIGINAL, _Around(calls))
     wrap_forward(head, _ORIGINAL, _InHead(calls))
+
+
+def language_model_in(model: nn.Module) -> tuple[nn.Module, nn.Linear]:
+    """Return the model of transformers whose loss can be computed in pieces, and its head.
+
+    Raises:
+        UsageError: it holds no such model, or one whose head or loss is of another kind.
+    """
+    heads = ((module, _head(module)) for module in model.modules())
+    for module, head in heads:
+        if head is not None:
+            return module, _checked(module, head)
+    raise UsageError(
+        f"loss: chunked: expected a causal language model of transformers, found "
+        f"{type(model).__name__}; call drivetrain.losses.linear_cross_entropy in the script, "
+        "or leave loss: whole"
+    )
 
 
 def restore_loss(model: nn.Module) -> None:
@@ -269,7 +277,7 @@ def _head(module: nn.Module) -> nn.Module | None:
     return head
 
 
-def _check_model(model: nn.Module, head: nn.Module) -> None:
+def _checked(model: nn.Module, head: nn.Module) -> nn.Linear:
     loss = getattr(model, "loss_function", None)
     if type(head) is not nn.Linear:
         raise UsageError(
@@ -281,6 +289,7 @@ def _check_model(model: nn.Module, head: nn.Module) -> None:
             f"loss: chunked: expected {type(model).__name__} to compute {_CAUSAL}, found "
             f"{getattr(loss, '__name__', loss)}; leave loss: whole"
         )
+    return head
 
 
 class _Call:
@@ -376,10 +385,8 @@ class _Around:
         self.calls.append(call)
         try:
             outputs = compute(*args, **kwargs)
-        except torch.OutOfMemoryError:
-            raise
         except (IndexError, RuntimeError) as error:
-            if call.loss is None or call.is_used:
+            if call.loss is None or call.is_used or is_out_of_memory(error):
                 raise
             raise call.refusal("one that computes with the logits itself") from error
         finally:

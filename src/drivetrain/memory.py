@@ -5,8 +5,10 @@ import functools
 import gc
 import inspect
 import mmap
+import resource
 import shutil
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,6 +19,9 @@ from drivetrain.errors import UsageError
 
 _SHRINK = 0.9
 """Factor of the batch size after each failure, rounded down."""
+
+tries_again: ContextVar[bool] = ContextVar("tries_again", default=False)
+"""Whether an allocator's error makes ``find_executable_batch_size`` try again: it means nothing."""
 
 
 class CallError(UsageError, TypeError):
@@ -56,11 +61,14 @@ def find_executable_batch_size(
         _check_call(inner, starting_batch_size, args, kwargs)
         batch_size = starting_batch_size
         while batch_size > 0:
+            token = tries_again.set(True)
             try:
                 return inner(batch_size, *args, **kwargs)
             except Exception as error:
-                if not _is_out_of_memory(error):
+                if not (is_out_of_memory(error) or _may_be_too_large(error)):
                     raise
+            finally:
+                tries_again.reset(token)
             # Out of the except clause: there the traceback keeps the failed try's tensors alive.
             release_memory()
             batch_size = _next_size(batch_size, reduce_batch_size_fn)
@@ -96,11 +104,16 @@ def _next_size(batch_size: int, rule: Callable[[], int] | None) -> int:
     return smaller
 
 
-def _is_out_of_memory(error: Exception) -> bool:
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether an error says that an allocator got no memory, of a device or of the host."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    texts = ("out of memory", "can't allocate memory", "CUDNN_STATUS_NOT_SUPPORTED")
+    texts = ("out of memory", "can't allocate memory")
     return isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
+
+
+def _may_be_too_large(error: Exception) -> bool:
+    return isinstance(error, RuntimeError) and "CUDNN_STATUS_NOT_SUPPORTED" in str(error)
 
 
 def _check_call(
@@ -217,9 +230,14 @@ _KINDS = {
 def host_room() -> int:
     """Return the bytes of host memory that this process may still take.
 
-    The machine has them available, and no control group sets a lower limit.
+    The machine has them available, and neither a control group nor ``ulimit -v`` sets a lower
+    limit.
     """
-    return min([psutil.virtual_memory().available, *group_rooms(GROUPS, MEMBERSHIP)])
+    rooms = [psutil.virtual_memory().available, *group_rooms(GROUPS, MEMBERSHIP)]
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit != resource.RLIM_INFINITY:
+        rooms.append(max(0, limit - psutil.Process().memory_info().vms))
+    return min(rooms)
 
 
 def disk_room(path: str | Path) -> int:

@@ -76,6 +76,7 @@ FLAGS = (
     Flag(HOSTS_GROUP, "launch.rdzv_endpoint", ("--rdzv-endpoint",), metavar="HOST:PORT"),
     Flag(HOSTS_GROUP, "launch.preflight", ("--preflight",)),
     Flag("Output", "profile.steps", ("--profile",), metavar="STEPS"),
+    Flag("Output", "memory_snapshot", ("--memory-snapshot",), metavar=FOLDER),
     Flag("Output", "launch.log_dir", ("--log-dir",), metavar=FOLDER),
 )
 

@@ -316,6 +316,11 @@ class RunConfig:
     profile: ProfileConfig = section(
         ProfileConfig, help="Which steps are profiled, and where the profile goes."
     )
+    memory_snapshot: str = option(
+        "",
+        help="Folder for torch's record of an allocator, a file of each CUDA device that is out of "
+        "memory; on a disk that all hosts share. Empty records nothing.",
+    )
     check_replicas_every: int = option(
         0,
         help="Compare the parameters of all ranks bit by bit after each so many optimizer steps; 0 "

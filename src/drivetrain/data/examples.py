@@ -42,17 +42,20 @@ class ExampleBatches:
     Args:
         world: the ranks that need the same batches.
         split: whether ranks divide each batch of a loader.
+
+    Attributes:
+        loaders: the latest first.
     """
 
     def __init__(self, world: World | None = None, *, split: bool = False) -> None:
         self._world = World() if world is None else world
         self._split = split
-        self._loaders: list[DataLoader[Any]] = []
+        self.loaders: list[DataLoader[Any]] = []
 
     def add(self, loaders: Sequence[DataLoader[Any]]) -> None:
         """Put loaders in front of the known loaders."""
-        new = [one for one in loaders if all(one is not known for known in self._loaders)]
-        self._loaders = [*new, *self._loaders]
+        new = [one for one in loaders if all(one is not known for known in self.loaders)]
+        self.loaders = [*new, *self.loaders]
 
     def rows(self, replicas: int) -> int:
         """Return the samples of a rank's batch in the latest loader; 0 where it does not say.
@@ -60,7 +63,7 @@ class ExampleBatches:
         Args:
             replicas: ranks over which loaders are divided.
         """
-        for loader in self._loaders:
+        for loader in self.loaders:
             size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
             if isinstance(size, int):
                 return max(1, size // replicas) if self._split else size
@@ -68,15 +71,15 @@ class ExampleBatches:
 
     def forget(self) -> None:
         """Let go of all loaders."""
-        self._loaders = []
+        self.loaders = []
 
     def read(self) -> Sequence[ExampleBatch]:
         """Return a batch, or a problem, for each loader: rank 0's on every rank. Collective."""
         if self._world.size == 1:
-            return [first_rows(loader) for loader in self._loaders]
+            return [first_rows(loader) for loader in self.loaders]
         sent: list[ExampleBatch] = []
         if self._world.rank == 0:  # others may have rows of their own, or other loaders
-            sent = [_able_to_travel(first_rows(loader)) for loader in self._loaders]
+            sent = [_able_to_travel(first_rows(loader)) for loader in self.loaders]
         return communication.broadcast_object_list(sent)
 
 

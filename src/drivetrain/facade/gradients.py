@@ -24,6 +24,7 @@ from drivetrain.facade.exchange import FiniteCheck, Preemption, StepExchanges
 from drivetrain.facade.observer import Observer
 from drivetrain.facade.prepared import PreparedModel, PreparedObjects
 from drivetrain.facade.settings import Runs
+from drivetrain.memory import is_out_of_memory, tries_again
 from drivetrain.parallel.backward import clip_
 from drivetrain.runtime import rng
 from drivetrain.runtime.gradient_state import GradientState
@@ -262,6 +263,7 @@ class WindowGradients:
         if state.sync_gradients:
             self._start_window(counted=True)
         with ExitStack() as stack:
+            stack.enter_context(self.explained())
             stack.enter_context(state.next_micro_batch())
             if state.num_steps > 1 and state.micro_batch == 1:
                 self._begun = WindowStart(self._prepared, state.windows)
@@ -272,6 +274,20 @@ class WindowGradients:
             yield
         if state.sync_gradients:
             self.scaler.update()
+
+    @contextmanager
+    def explained(self) -> Iterator[None]:
+        """Context in which an allocator's error says who holds memory, and what would fit."""
+        try:
+            yield
+        except Exception as error:
+            self.explain(error)
+            raise
+
+    def explain(self, error: Exception) -> None:
+        """Tell the observer of an error, if it is one of an allocator that the script will see."""
+        if is_out_of_memory(error) and not tries_again.get():
+            self.observer.out_of_memory(error)
 
     def loss_of(
         self,
@@ -291,7 +307,8 @@ class WindowGradients:
             )
             return loss
         self.observer.handed_over(args, kwargs, targets)
-        loss = entry.strategy.loss(entry.model, args, kwargs, targets, loss_fn)
+        with self.explained():
+            loss = entry.strategy.loss(entry.model, args, kwargs, targets, loss_fn)
         # A strategy may run parts of the model only: then the model's own hook has noted nothing.
         self._prepared.last_run = entry
         return loss
@@ -321,7 +338,10 @@ class WindowGradients:
             self.compare_first()
         strategy = self._prepared.running().strategy
         counts, ranks = not self._mean.counts_nothing, self._runs.default.world.size
-        with self._prepared.in_backward(ranks=ranks, counts=counts, averages=synced):
+        with (
+            self.explained(),
+            self._prepared.in_backward(ranks=ranks, counts=counts, averages=synced),
+        ):
             strategy.backward(scaled, **options)
         strategy.publish(loss)
         self.state.backwards += 1
@@ -429,6 +449,7 @@ class WindowGradients:
         """Tell the observer that an optimizer has stepped, or left out a step."""
         if not self.state.uneven:
             self._runs.default.traffic.end_step()
+        self._prepared.last_call = None
         self.observer.after_step()
         self.preemption.after_step()
         if self.compare_replicas is not None and not self.state.uneven:

@@ -68,6 +68,9 @@ class Observer:
     def after_step(self) -> None:
         """See that an optimizer has stepped, or left out a step."""
 
+    def out_of_memory(self, error: Exception) -> None:
+        """See an allocator's error that leaves a step, on this rank alone: do not communicate."""
+
 
 class Observers(Observer):
     """Several observers, told of each event one after the other.

@@ -9,6 +9,7 @@ Models that are constructed without memory, and get their values when they are p
 
 import dataclasses
 import functools
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -496,7 +497,6 @@ class Preparation:
         self._recomputations = recomputations
         self._gradients = gradients
         self._uneven = uneven
-        self._given: list[TensorSpec] = []
 
     def model(
         self,
@@ -536,29 +536,32 @@ class Preparation:
             [*self._runs.default.links.facts(), *values.facts, *_facts(model, mine, names)],
         )
         values.check()
-        given = ModelSpec.of(model).parameters
-        strategy = self._runs.strategy(choice, given)
+        given = dataclasses.replace(ModelSpec.of(model), module=None)
+        strategy = self._runs.strategy(choice, given.parameters)
         self._constructions.give_values(model, mine, strategy, values)
         if placed:
             place(model, world.device)
         self._prepared.note_groups(mine)
         try:
             module, bound = strategy.prepare(self._with_loss(model, strategy.run), mine)
-            entry = PreparedModel(module, strategy, tuple(bound), names)
-            entry.check_dtypes(given, precision)
-            entry.norm_dtype = _norm_dtype(given)
+            entry = PreparedModel(module, strategy, tuple(bound), names, given)
+            entry.check_dtypes(given.parameters, precision)
+            entry.norm_dtype = _norm_dtype(given.parameters)
         except BaseException:
             strategy.close()
             restore_loss(model)
             raise
-        self._announce_policies(model, given)
-        self._given += given
+        self._announce_policies(model, given.parameters)
         self._bind(mine, bound)
         self._prepared.models.append(entry)
         self._compute_in_precision(module)
-        # Before the strategy's own hook, which may communicate.
-        entry.note = module.register_forward_pre_hook(
-            UninheritedHook(functools.partial(self._note_forward, entry)), prepend=True
+        before = UninheritedHook(functools.partial(self._note_forward, entry))
+        entry.notes = (
+            # Before the strategy's own hook, which may communicate.
+            module.register_forward_pre_hook(before, prepend=True),
+            module.register_forward_hook(
+                UninheritedHook(self._note_end), with_kwargs=True, always_call=True
+            ),
         )
         entry.offer_methods(self._gradients.state)
         self._gradients.observer.after_prepare(entry)
@@ -590,9 +593,15 @@ class Preparation:
                 given, bound = bound, entry.strategy.bind(bound)
                 self._prepared.groups[bound] = self._prepared.groups[given]
                 entry.optimizers = (*entry.optimizers, bound)
-        gradients, whole = self._gradients, self._prepared.whole
+        gradients = self._gradients
         prepared = PreparedOptimizer(
-            optimizer, bound, gradients.state, gradients.before_step, gradients.after_step, whole
+            optimizer,
+            bound,
+            gradients.state,
+            gradients.before_step,
+            gradients.after_step,
+            self._prepared.whole,
+            gradients.explained,
         )
         self._prepared.optimizers.append(prepared)
         return prepared
@@ -669,8 +678,9 @@ class Preparation:
             accumulation = self._gradients.state.num_steps
             if line := describe_step(loaders[0], ranks, accumulation, schedulers):
                 compute = self._runs.default.precision.compute
-                dtypes = compute or _words(spec.dtype for spec in self._given)
-                elements = sum(spec.numel for spec in self._given)
+                given = [spec for each in self._prepared.models for spec in each.given.parameters]
+                dtypes = compute or _words(spec.dtype for spec in given)
+                elements = sum(spec.numel for spec in given)
                 what = f"{self._runs.config.strategy}, {dtypes}, {elements:,} parameters"
                 logger.announce(f"{what}, {line}")
         return results[0] if len(results) == 1 else tuple(results)
@@ -686,7 +696,6 @@ class Preparation:
         self._prepared.forget()
         self._gradients.state.forget()
         self._runs.examples.forget()
-        self._given.clear()
 
     def refuse_foreign_parameters(self, optimizers: Sequence[Optimizer]) -> None:
         """Check that optimizers hold parameters of prepared models only, if there is a model."""
@@ -729,6 +738,14 @@ class Preparation:
             self._uneven.announce(entry, module.training)
         else:
             self._gradients.state.evaluate()
+
+    def _note_end(self, module: nn.Module, args: Any, kwargs: Any, outputs: Any) -> None:
+        if torch.compiler.is_compiling():  # there, torch calls no hook for an error
+            return
+        if torch.is_grad_enabled():
+            self._prepared.last_call = args, kwargs
+        if isinstance(error := sys.exception(), Exception):
+            self._gradients.explain(error)
 
     def _compute_in_precision(self, model: nn.Module) -> None:
         run = self._runs.default

@@ -5,9 +5,9 @@ A model's whole weights, however a strategy divides them: in place, as a state d
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
@@ -22,7 +22,7 @@ from drivetrain.checkpoint.commit import gather
 from drivetrain.checkpoint.loading import ModelReader
 from drivetrain.collectives.facts import gather_facts
 from drivetrain.config.policy import dtype_word
-from drivetrain.cost import TensorSpec
+from drivetrain.cost import Cost, ModelSpec, TensorSpec
 from drivetrain.data import PreparedLoader
 from drivetrain.errors import CheckpointError, ConfigError, RankMismatchError, UsageError
 from drivetrain.facade.settings import Runs
@@ -67,11 +67,12 @@ class PreparedModel:
         strategy: the strategy object of this model alone.
         optimizers: the strategy's optimizers, unwrapped, in the order given.
         names: parameter name by identity, as the user's model has it.
+        given: the facts of the model as the script made it, without the module.
         scale: loss scale of the gradients at hand; None before the first backward.
         unscaled: whether the gradients at hand were divided by their scale, and carry 1.0.
         made_with: the loss scale that divided them.
         overflow: whether the gradients at hand are infinite somewhere.
-        note: handle of the hook that notes which model runs.
+        notes: handles of the hooks that note which model runs, and how its forward ends.
         used: whether a step has used the gradients at hand.
         norm_dtype: of the norm of its gradients, as torch has it, whatever a strategy sums in.
         methods: those that the model has in place of its class's, while it is prepared.
@@ -85,11 +86,12 @@ class PreparedModel:
     strategy: Strategy[Any]
     optimizers: tuple[Optimizer, ...] = ()
     names: dict[int, str] = field(default_factory=dict)
+    given: ModelSpec = ModelSpec(())
     scale: float | None = None
     unscaled: bool = False
     made_with: float = 1.0
     overflow: bool = False
-    note: RemovableHandle | None = None
+    notes: tuple[RemovableHandle, ...] = ()
     used: bool = False
     norm_dtype: torch.dtype = torch.float32
     methods: list[UninheritedMethod] = field(default_factory=list)
@@ -109,6 +111,26 @@ class PreparedModel:
     def module(self) -> nn.Module:
         """The user's own module."""
         return self.strategy.unwrap(self.model)
+
+    @property
+    def states(self) -> int:
+        """How many tensors the optimizers keep for most of their parameters; 0 before a step."""
+        counts = Counter(
+            sum(isinstance(value, Tensor) and value.dim() > 0 for value in state.values())
+            for optimizer in self.optimizers
+            for state in optimizer.state.values()
+            if isinstance(state, Mapping)
+        )
+        return counts.most_common(1)[0][0] if counts else 0
+
+    def promised(self, states: int) -> Cost:
+        """Return what the strategy promises to hold and send, with so many states.
+
+        Raises:
+            DrivetrainError: sizes alone are not enough for the strategy.
+        """
+        given = replace(self.given, states=states)
+        return type(self.strategy).cost(self.strategy.config, given, self.strategy.run)
 
     def check_parameters(self) -> None:
         """Refuse parameters that came after ``prepare``: nobody would average their gradients."""
@@ -259,8 +281,8 @@ class PreparedModel:
         self.model.__dict__.pop("no_sync", None)
         for method in self.methods:
             method.take_off()
-        if self.note is not None:
-            self.note.remove()
+        for note in self.notes:
+            note.remove()
         self.strategy.close()
         restore_loss(self.module)
 
@@ -278,6 +300,7 @@ class PreparedObjects:
         groups: those of each optimizer as the script made them.
         trains: the loader that was prepared in one call with an optimizer, if any.
         last_run: the model whose forward ran last with gradients; None before the first.
+        last_call: arguments of that forward, by position and by name; None after a step.
     """
 
     models: list[PreparedModel] = field(default_factory=list)
@@ -288,6 +311,7 @@ class PreparedObjects:
     groups: dict[Optimizer, GivenGroups] = field(default_factory=dict)
     trains: PreparedLoader | None = None
     last_run: PreparedModel | None = None
+    last_call: tuple[tuple[Any, ...], Mapping[str, Any]] | None = None
 
     def samples_per_step(self, accumulation: int) -> int:
         """Return the samples of a step over all ranks; 0 where batches have no one size."""
@@ -419,7 +443,7 @@ class PreparedObjects:
         for kept in (self.models, self.optimizers, self.schedulers, self.loaders, self.bound):
             kept.clear()
         self.groups.clear()
-        self.last_run = None
+        self.last_run = self.last_call = None
         self.trains = None
 
 

@@ -381,6 +381,9 @@ RECOMPUTE = "recompute"
 """The section of activation recompute; a choice respects it where somebody has set it."""
 
 RECOMPUTE_MODES = ("none", "selective", "full")
+RECORDED = 100_000
+"""Allocations that torch remembers for ``memory_snapshot``, with their stacks."""
+
 CHOICE_FILE = "strategy.yaml"
 """The file in the project's folder in which a choice can be found, and pinned."""
 
@@ -471,6 +474,8 @@ class Runs:
         self._links = LinkMethods.configured(config.run.links, undoable=config.run.skips_steps)
         self._traffic = Traffic()
         self._told_of_links = False
+        if config.run.memory_snapshot and world.device.type == "cuda":
+            torch.cuda.memory._record_memory_history(max_entries=RECORDED)
         self._meshes: dict[tuple[tuple[str, int], ...], Mesh] = {}
         self.config = config
         self.examples = ExampleBatches(world, split=config.run.data.split_batches)

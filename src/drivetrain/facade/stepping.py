@@ -2,6 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -37,6 +38,7 @@ class PreparedOptimizer(Optimizer):
             gradient.
         after_step: called after each step, also a skipped one.
         whole: returns the whole of an optimizer that ranks divide; None: each has all of it.
+        explained: the context of a step, which explains an allocator's error.
 
     Attributes:
         steps: how many windows have ended, with skipped steps.
@@ -50,6 +52,7 @@ class PreparedOptimizer(Optimizer):
         before_step: Callable[[Optimizer], bool],
         after_step: Callable[[], None],
         whole: Callable[[Optimizer], WholeOptimizer | None],
+        explained: Callable[[], AbstractContextManager[None]],
     ) -> None:
         # Optimizer.__init__ is not called on purpose: groups and state are the wrapped object's.
         self.__dict__.update((name, OrderedDict()) for name in _HOOKS)
@@ -59,6 +62,7 @@ class PreparedOptimizer(Optimizer):
         self._before_step = before_step
         self._after_step = after_step
         self._whole_of = whole
+        self._explained = explained
         self._skipped = False
         self._used = False
         self.steps = 0
@@ -132,9 +136,10 @@ class PreparedOptimizer(Optimizer):
             return None
         self.steps += 1
         self._used = self._window.stepped = True
-        self._skipped = not self._before_step(self.optimizer)
-        loss = None if self._skipped else self._step(*(() if closure is None else (closure,)))
-        self._after_step()
+        with self._explained():
+            self._skipped = not self._before_step(self.optimizer)
+            loss = None if self._skipped else self._step(*(() if closure is None else (closure,)))
+            self._after_step()
         return loss
 
     def _step(self, *args: Any, **kwargs: Any) -> Any:
@@ -204,6 +209,7 @@ class PreparedOptimizer(Optimizer):
                 "_before_step": _take,
                 "_after_step": _ignore,
                 "_whole_of": _nothing,
+                "_explained": nullcontext,
             }
         )
 

@@ -45,7 +45,6 @@ from drivetrain.model.modules import (
     is_compiled_call,
     name_of,
     names_around,
-    uncompiled,
 )
 from drivetrain.model.valueless import ValuelessTensor
 from drivetrain.observe.history import in_short

@@ -12,18 +12,17 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, TypeVar
 
 import psutil
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from drivetrain.collectives.facts import gather_facts
 from drivetrain.compression.automatic import COUNTED, WARM_UP, Sender, settle_links
-from drivetrain.cost import ModelSpec, TensorSpec
 from drivetrain.facade.observer import Observer
 from drivetrain.facade.prepared import PreparedModel, PreparedObjects, WholeWeights
 from drivetrain.facade.settings import Runs
@@ -119,7 +118,6 @@ class StepRecorder(Observer):
     Attributes:
         prepared: everything that the Accelerator has prepared.
         clock: the sections of the step at hand.
-        models: the facts of each prepared model, as the script made it.
         step: number of the last recorded step.
     """
 
@@ -133,7 +131,6 @@ class StepRecorder(Observer):
         self.prepared = PreparedObjects()
         self._runs: Runs | None = None
         self.clock = StepClock(lambda: traffic.waited_s)
-        self.models: list[ModelSpec] = []
         self.step = 0
         self._traffic = traffic
         self._scaler = scaler
@@ -172,10 +169,6 @@ class StepRecorder(Observer):
     def plan(self) -> StrategyPick | None:
         """The choice of the run's strategy at prepare; None where it was not left open."""
         return None if self._runs is None else self._runs.plan
-
-    def before_prepare(self, model: nn.Module) -> None:
-        """Note the sizes of a model."""
-        self.models.append(replace(ModelSpec.of(model), module=None))
 
     def fetching(self, loader: DataLoader[Any]) -> None:
         """Enter the data section; that of evaluation for a loader that no backward has followed."""
@@ -558,6 +551,27 @@ class LinkLoad:
         )
 
 
+# --- an allocator's error in a step ---
+
+
+class ExplainsShortage(Observer):
+    """Lets an allocator's error say who holds this rank's memory, and what would fit."""
+
+    def attach(self, prepared: PreparedObjects, weights: WholeWeights, runs: Runs) -> None:
+        """Take the models of the run."""
+        self._prepared, self._runs, self._resident = prepared, runs, 0
+
+    def after_prepare(self, entry: PreparedModel) -> None:
+        """Note the memory of the process before a step."""
+        self._resident = psutil.Process().memory_info().rss
+
+    def out_of_memory(self, error: Exception) -> None:
+        """Add a note to the error."""
+        from drivetrain.planner.shortage import explain  # a run without one needs no planner
+
+        explain(error, self._prepared, self._runs, self._resident)
+
+
 # --- the seconds of a backward in the first steps, by which methods are chosen ---
 
 # ``links.far: auto`` lets traffic hide behind compute, so the choice needs the seconds of a
@@ -575,14 +589,12 @@ class TimedModel:
 
     Attributes:
         entry: the prepared model.
-        tensors: its parameters, as the script made it.
         has_run: whether its forward ran since the last step, so that a backward may reach it.
         last_s: seconds of the last backward since the last step; None before one.
         steps: seconds of the last backward of each step.
     """
 
     entry: PreparedModel
-    tensors: Sequence[TensorSpec]
     has_run: bool = False
     last_s: float | None = None
     steps: list[float] = field(default_factory=list)
@@ -610,7 +622,6 @@ class LinkChoice(Observer):
     def __init__(self, state: GradientState, traffic: Traffic) -> None:
         self._state, self._traffic = state, traffic
         self._prepared = PreparedObjects()
-        self._tensors: Sequence[TensorSpec] = ()
         self._timed: list[TimedModel] = []
         self._begun = 0.0
 
@@ -618,13 +629,9 @@ class LinkChoice(Observer):
         """Take the models of the run."""
         self._prepared = prepared
 
-    def before_prepare(self, model: nn.Module) -> None:
-        """Note the parameters that cross: a strategy may cut them."""
-        self._tensors = ModelSpec.of(model).parameters
-
     def after_prepare(self, entry: PreparedModel) -> None:
         """Time a model whose choice is open."""
-        timed = TimedModel(entry, self._tensors)
+        timed = TimedModel(entry)
         if timed.is_open:
             self._timed.append(timed)
 
@@ -667,7 +674,7 @@ def _settle(timed: TimedModel) -> None:
     slowest = max(gather_facts(mine, float, doing="the seconds of a backward"))
     strategy = timed.strategy
     sender = Sender(type(strategy), strategy.config, strategy.run.precision)
-    links, lines = settle_links(strategy.run.links, sender, timed.tensors, slowest)
+    links, lines = settle_links(strategy.run.links, sender, timed.entry.given.parameters, slowest)
     strategy.take_links(links)
     for line in lines:
         logger.announce(line)

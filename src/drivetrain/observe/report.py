@@ -9,9 +9,8 @@ import subprocess
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from drivetrain._version import __version__
 from drivetrain.collectives.facts import share_facts
 from drivetrain.compression.methods import LinkMethods
 from drivetrain.config import Resolved
-from drivetrain.cost import Cost, ModelSpec
+from drivetrain.cost import ModelSpec
 from drivetrain.errors import DrivetrainError, UsageError, in_words
 from drivetrain.facade.observer import Observer
 from drivetrain.facade.prepared import PreparedModel
@@ -253,13 +252,13 @@ class RunReport:
 
     def _write_facts(self, folder: StartFolder) -> None:
         """Write the facts at first, and again for other models or methods for slow links."""
-        prepared, models = self._recorder.prepared.models, self._recorder.models
+        prepared = self._recorder.prepared.models
         links = [entry.strategy.run.links for entry in prepared]
         known = self._links
         if known is not None and len(links) <= len(known) and all(map(operator.is_, links, known)):
             return  # nothing was chosen or prepared since then; models may be forgotten at the end
         self._links = links
-        facts = facts_of(self._config, self._run, prepared, models)
+        facts = facts_of(self._config, self._run, prepared)
         folder.write_facts({"started": self._started, **facts})
 
     def _stop(self, error: Exception) -> None:
@@ -276,16 +275,13 @@ class RunReport:
 # --- facts of a run besides its figures: configuration, environment, models, promised bytes ---
 
 
-def facts_of(
-    config: Resolved, run: Run, entries: Sequence[PreparedModel], models: Sequence[ModelSpec]
-) -> dict[str, Any]:
+def facts_of(config: Resolved, run: Run, entries: Sequence[PreparedModel]) -> dict[str, Any]:
     """Return the facts of a run as JSON holds them.
 
     Args:
         config: the resolved configuration.
         run: the run of its strategy.
         entries: the prepared models.
-        models: the facts of each, as the script made it.
     """
     return {
         "version": 1,
@@ -311,8 +307,8 @@ def facts_of(
         "accumulation": run.accumulation,
         "hosts": list(dict.fromkeys(run.world.hosts)),
         "environment": _environment(run.world),
-        "models": [_described(entry, spec) for entry, spec in zip(entries, models, strict=False)],
-        "peak": _peak(run, models),
+        "models": [_described(entry) for entry in entries],
+        "peak": _peak(run, [entry.given for entry in entries]),
     }
 
 
@@ -367,19 +363,17 @@ def _environment(world: World) -> dict[str, str]:
     }
 
 
-def _described(entry: PreparedModel, spec: ModelSpec) -> dict[str, Any]:
+def _described(entry: PreparedModel) -> dict[str, Any]:
     """Return a model's size, and the bytes that its strategy promises to hold and send."""
-    strategy = entry.strategy
+    tensors = entry.given.parameters
     facts: dict[str, Any] = {
         "name": type(entry.module).__name__,
-        "parameters": sum(each.numel for each in spec.parameters),
-        "trained": sum(each.numel for each in spec.parameters if each.trainable),
-        "strategy": type(strategy).__name__,
+        "parameters": sum(each.numel for each in tensors),
+        "trained": sum(each.numel for each in tensors if each.trainable),
+        "strategy": type(entry.strategy).__name__,
     }
     try:
-        promised: Cost = type(strategy).cost(
-            strategy.config, replace(spec, states=_states(entry)), strategy.run
-        )
+        promised = entry.promised(entry.states)
     except DrivetrainError as error:  # sizes alone may not be enough for a strategy
         return facts | {"no_promise": str(error).splitlines()[0]}
     return facts | {
@@ -387,17 +381,6 @@ def _described(entry: PreparedModel, spec: ModelSpec) -> dict[str, Any]:
         "sent": {"/".join(key): count for key, count in promised.sent.items()},
         "uncounted": dict(promised.uncounted),
     }
-
-
-def _states(entry: PreparedModel) -> int:
-    """Return how many tensors the optimizers keep for most of their parameters."""
-    counts = Counter(
-        sum(isinstance(value, Tensor) and value.dim() > 0 for value in state.values())
-        for optimizer in entry.optimizers
-        for state in optimizer.state.values()
-        if isinstance(state, Mapping)
-    )
-    return counts.most_common(1)[0][0] if counts else 0
 
 
 def _peak(run: Run, models: Sequence[ModelSpec]) -> dict[str, Any] | None:

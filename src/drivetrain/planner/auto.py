@@ -8,7 +8,7 @@ an error says so where nothing else fits.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, product
+from itertools import product
 from typing import Any
 
 import torch
@@ -124,9 +124,8 @@ def _chosen(
     examples: Sequence[ExampleBatch],
 ) -> StrategyPick:
     world = run.world
-    hardware, described = _hardware(config, world)
-    batches = batches_as_arguments(model, examples, cuts=False)
-    paper = seen_model(model, chain(batches, guessed_inputs(model)))
+    hardware, described = hardware_of(config.hardware, world)
+    paper = seen_model(model, candidates_of(model, examples))
     rows = run.examples.rows(run.mesh["dp"].size) or 1
     hosts, per_host = len(set(world.islands)), world.island_size
     hardware.check_measured(hosts, per_host)
@@ -156,11 +155,19 @@ def _chosen(
     return StrategyPick(section, settings, line, best.step_seconds, hint)
 
 
-def _hardware(config: AutoConfig, world: World) -> tuple[Hardware, str]:
-    """Return the description of this run's devices, and words about its origin."""
-    if config.hardware:
-        words = DESCRIBED if names_a_device(config.hardware) else ""
-        return load_hardware(config.hardware), f"{config.hardware}{words}"
+def hardware_of(source: str, world: World) -> tuple[Hardware, str]:
+    """Return the description of a run's devices, and words about its origin.
+
+    Args:
+        source: name or file of a description; "" finds one by the devices' name.
+        world: of the run.
+
+    Raises:
+        ConfigError: no description is known.
+    """
+    if source:
+        words = DESCRIBED if names_a_device(source) else ""
+        return load_hardware(source), f"{source}{words}"
     if world.device.type == PROCESSOR:
         hardware = load_hardware(PROCESSOR)
         memory = hardware.device.memory
@@ -177,6 +184,12 @@ def _hardware(config: AutoConfig, world: World) -> tuple[Hardware, str]:
             "and name it: strategy: {name: auto, hardware: FILE}"
         )
     return load_hardware(name), f"{name}{DESCRIBED}"
+
+
+def candidates_of(model: nn.Module, examples: Sequence[ExampleBatch]) -> Iterator[Candidate]:
+    """Yield the script's own batches, then inputs of the model's class and guesses."""
+    yield from batches_as_arguments(model, examples, cuts=False)
+    yield from guessed_inputs(model)
 
 
 def _predicted(

@@ -381,9 +381,14 @@ class SeenModel:
                 unit = widened(_between(one, other, part), width / self.width)
                 made[id(one)] = replace(unit, recompute=recompute)
             found.append(made[id(one)])
-        less, more = map(_logits, self.looks.values())
-        found[-1] = with_loss(found[-1], less + part * (more - less), width)
+        found[-1] = with_loss(found[-1], self.logits(micro_batch), width)
         return found
+
+    def logits(self, micro_batch: int) -> float:
+        """Return the elements that go into the loss of a micro-batch."""
+        few, many = self.looks
+        less, more = map(_logits, self.looks.values())
+        return less + (micro_batch - few) / (many - few) * (more - less)
 
     @property
     def _look(self) -> Look:
