@@ -318,8 +318,8 @@ class RunConfig:
     )
     memory_snapshot: str = option(
         "",
-        help="Folder for torch's record of an allocator, a file of each CUDA device that is out of "
-        "memory; on a disk that all hosts share. Empty records nothing.",
+        help="Folder for torch's record of the allocations of each CUDA device that runs out of "
+        "memory; empty records none.",
     )
     check_replicas_every: int = option(
         0,

@@ -28,7 +28,7 @@ from drivetrain.hardware.description import (
 )
 from drivetrain.hardware.sizes import GIB, size_text
 from drivetrain.memory import host_room
-from drivetrain.model.first_batch import batches_as_arguments, guessed_inputs
+from drivetrain.model.first_batch import Candidate, batches_as_arguments, guessed_inputs
 from drivetrain.planner.layout import PlannedLayout, layout_of, plain
 from drivetrain.planner.options import AutoConfig, AutoOutline
 from drivetrain.planner.search import (

@@ -110,10 +110,10 @@ def _lines(error: str, prepared: PreparedObjects, runs: Runs, resident: int) -> 
     if entry is None:
         return
     # What a process on processors has beside its tensors, the interpreter and its libraries.
-    beside = resident - sum(promised.get(kind, 0) for kind in _MADE_FIRST)
-    beside = max(0, beside) if world.device.type == "cpu" else 0
+    others = resident - sum(promised.get(kind, 0) for kind in _MADE_FIRST)
+    others = max(0, others) if world.device.type == "cpu" else 0
     try:
-        ladder = Ladder(entry, runs, prepared.last_call, held.total() + asked, beside)
+        ladder = Ladder(entry, runs, prepared.last_call, held.total() + asked, others)
         yield from ladder.lines(held.total() + left)
     except ConfigError as problem:
         yield f"{UNJUDGED}; nobody knows which fits: {problem}"

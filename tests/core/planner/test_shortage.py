@@ -94,7 +94,7 @@ def test_an_error_has_one_note_wherever_it_leaves_a_step(where):
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])
 def test_the_account_is_that_of_the_rank(strategy):
     accelerator, model, _ = prepared(width=256, strategy=strategy)
-    with pytest.raises(RuntimeError, match="allocate") as error:
+    with pytest.raises(RuntimeError, match="allocate") as error, accelerator.gathered(model):
         model(torch.ones(MOST + 1, 256))
     note = note_of(error)
     assert note.startswith(f"out of memory on rank {accelerator.process_index} ")
@@ -102,7 +102,7 @@ def test_the_account_is_that_of_the_rank(strategy):
         held, promised = bytes_of(note, kind)
         assert held == promised
     gathered, _ = bytes_of(note, "gathered for use")
-    assert (gathered != "0 B") == (strategy == "zero3")  # the block that failed
+    assert (gathered != "0 B") == (strategy == "zero3")
     accelerator.end_training()
 
 
