@@ -239,10 +239,12 @@ def start_line(path: Path, wizard: "Wizard") -> str:
         PLACE,
         SLURM,
         SSH,
+        words_of,
     )
 
     machines, model, place = wizard.machines, wizard.answers[MODEL], wizard.answers[PLACE]
-    script = shlex.quote(model if model.endswith(".py") else EXAMPLE_SCRIPT)
+    words = words_of(model)
+    script = shlex.join(words if words[0].endswith(".py") else [EXAMPLE_SCRIPT])
     file = f"--config {shlex.quote(str(path))}"
     if place == SSH:
         hosts = ",".join(f"{name}:{machines.ranks}" for name in machines.names)

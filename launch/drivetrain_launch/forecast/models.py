@@ -202,7 +202,8 @@ def of_script(path: Path, arguments: Sequence[str]) -> Reached:
         line = line or next((f.lineno for f in reversed(frames) if f.filename == str(path)), "?")
         raise ConfigError(
             f"{path}:{line}: expected accelerator.prepare(model), found before it "
-            f"{type(error).__name__}: {error}; mend the script, or give the number of parameters"
+            f"{type(error).__name__}: {error}; give the arguments that the "
+            "script needs, correct it, or give the number of parameters"
         ) from error
     finally:
         setattr(Accelerator, prepare.__name__, prepare)

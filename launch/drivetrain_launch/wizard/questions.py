@@ -8,6 +8,7 @@ stranger's. Nothing here imports torch before the wizard looks, or the strategy 
 import itertools
 import os
 import re
+import shlex
 import shutil
 import sys
 import termios
@@ -420,8 +421,8 @@ class Wizard:
         yield Question(
             key=MODEL,
             text="Which model?",
-            help="A script (it runs until prepare()), a config.json of transformers or its folder, "
-            f"a number of parameters such as 7B, or {NOT_YET!r}.",
+            help="A script with its arguments (it runs until prepare()), a config.json of "
+            f"transformers or its folder, a number of parameters such as 7B, or {NOT_YET!r}.",
             default=self.answers.get(MODEL, NOT_YET),
         )
 
@@ -509,7 +510,8 @@ class Wizard:
 
             if value not in self._models:
                 self.announce(f"Reading the model of {value} ...")
-                self._models[value] = model_of(value)
+                source, *arguments = words_of(value)
+                self._models[value] = model_of(source, arguments)
 
     def _judge_strategy(self, key: str, value: Any) -> None:
         """Refuse ranks that cannot be divided so, and after the last question a wrong file."""
@@ -548,6 +550,20 @@ class NoOptions:
 def _no_strategy(name: str) -> tuple[str, type]:
     """Stand for the default strategy, which takes long to import, where no option is judged."""
     return name, NoOptions
+
+
+def words_of(model: str) -> list[str]:
+    """Return a model's source and its arguments, written as for a shell.
+
+    Raises:
+        ConfigError: a quotation does not end.
+    """
+    if Path(model).exists():
+        return [model]
+    try:
+        return shlex.split(model)
+    except ValueError as error:
+        raise ConfigError(f"cannot read {model!r}: {error}; quote it as for a shell") from error
 
 
 def _question(knob: Option, key: str, default: Any) -> Question:

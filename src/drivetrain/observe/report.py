@@ -170,6 +170,8 @@ class RunReport:
         self.finish()
         if self.folder is None or self._drawn or self._newest is None or self._failed:
             return
+        if self._preempted():  # who gave notice does not wait for a drawing
+            return
         self._drawn = True
         if not self._run.world.is_main:
             return

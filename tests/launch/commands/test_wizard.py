@@ -188,7 +188,7 @@ def test_back_keeps_the_answer_as_the_default(wizard):
 
 def test_the_command_at_the_end_is_one_that_is_accepted(command, tmp_path):
     (tmp_path / "train.py").write_text("")
-    (tmp_path / "mine.py").write_text("import sys; sys.exit(2)")
+    (tmp_path / "mine.py").write_text("import sys; sys.exit(sys.argv[1])")
     path = Path("run.yaml")
     for place, hosts, launch in (
         ("hand", "1 x 2 x cpu", {"nproc_per_node": 2, "device": "cpu"}),
@@ -218,10 +218,10 @@ def test_the_command_at_the_end_is_one_that_is_accepted(command, tmp_path):
             assert f"dp={2 if place == 'slurm' else 4} x pp=1 (2 x" in out, out
     wizard = Wizard(strategies(), CPU)
     at(wizard, MODEL)
-    with pytest.raises(ConfigError, match=r"mine.py:1: .* found before it SystemExit"):
-        wizard.answer("mine.py")
-    wizard.answers |= {PLACE: "here", MODEL: "mine.py"}
-    assert start_line(path, wizard).endswith("launch --config run.yaml mine.py")
+    with pytest.raises(ConfigError, match=r"mine.py:1: .* found before it SystemExit: 3"):
+        wizard.answer("mine.py 3")
+    wizard.answers |= {PLACE: "here", MODEL: "mine.py 'two words'"}
+    assert start_line(path, wizard).endswith("launch --config run.yaml mine.py 'two words'")
 
 
 def test_typed_answers_are_held_to_the_limits(wizard):
