@@ -66,7 +66,9 @@ def simulate(
     """
     actions = [action for actions in schedule.ranks for action in actions]
     places = {action: place for place, action in enumerate(actions)}
-    tasks, messages, ranks = [], [], len(schedule.ranks)
+    tasks: list[PaperTask] = []
+    messages: list[PaperTask] = []
+    ranks = len(schedule.ranks)
     for action in actions:
         after = []
         for need in needs(action, schedule.stages):
@@ -80,9 +82,8 @@ def simulate(
                 after.append(places[need])
         rank = action.stage % ranks
         tasks.append(PaperTask(str(action), phase=action.kind, after=tuple(after), stage=rank))
-    step = PaperStep([*tasks, *messages], [{}] * ranks)
-    prices = _Durations({**durations, TRAVEL: travel})
-    played = ((each.start, each.stop) for each in play(step, prices).tasks)
+    step = PaperStep([*tasks, *messages], [{} for _ in schedule.ranks])
+    played = ((each.start, each.stop) for each in play(step, _Times(durations, travel)).tasks)
     return Timeline(
         tuple(
             tuple(Span(action, *next(played)) for action in actions) for actions in schedule.ranks
@@ -90,19 +91,16 @@ def simulate(
     )
 
 
-TRAVEL = ""
-"""The phase of messages, which are no actions."""
-
-
 @dataclass(frozen=True)
-class _Durations:
-    """The prices of actions, by kind."""
+class _Times:
+    """The prices of actions by kind, and of messages, which have no phase."""
 
-    by_kind: Mapping[str, float]
+    durations: Mapping[ActionKind, float]
+    travel: float
     slowdown: float = 0.0
 
     def seconds(self, task: PaperTask) -> float:
-        return self.by_kind[task.phase]
+        return self.durations[ActionKind(task.phase)] if task.phase else self.travel
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,10 +74,10 @@ def main() -> None:
         _measure_links(accelerator, clock, bar) if world.size > 1 else _Links({}, (None, None), {})
     )
     bar.close()
-    kind = tuple[Section, dict[str, float]]
-    every = gather_facts((mine, clock.loud), kind, doing="the figures of ranks")
+    mine["loud"] = clock.loud
+    every = gather_facts(mine, Section, doing="the figures of ranks")
     if world.rank == 0:
-        slowest, _ = min(every, key=lambda each: each[0]["device"]["teraflops"]["no"])
+        slowest = min(every, key=lambda each: each["device"]["teraflops"]["no"])
         seconds = time.perf_counter() - started
         values = described(
             target.stem, source, slowest, rings=links.rings, disk=disk, beside=links.beside
@@ -87,7 +87,7 @@ def main() -> None:
             values["links"]["pairs"] = {"source": source, **between}
         notes = [f"{source}, in {seconds:.0f} s; rank 0 on {socket.gethostname()}"]
         products = slowest["device"]["products"]["shares"]
-        notes += _notes([loud for _, loud in every], links.pairs, world.size, products)
+        notes += _notes([each["loud"] for each in every], links.pairs, world.size, products)
         target.write_text(file_text(values, notes), encoding="utf-8")
         sys.stdout.write("\n".join([*notes, f"written: {target}", ""]))
     accelerator.wait_for_everyone()
