@@ -8,7 +8,6 @@ importing torch. Every name that a training script written for Accelerate import
 import gc
 import importlib
 from importlib.util import find_spec
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from drivetrain._version import __version__ as __version__
@@ -116,26 +115,20 @@ __all__ = sorted(["__version__", *_HOME_OF])  # noqa: PLE0605 - computed from th
 def __getattr__(name: str) -> Any:
     home = _HOME_OF.get(name)
     if home is not None:
-        return getattr(_imported(home), name)
+        # What an import makes stays. A look for garbage in the middle of it, which goes through all
+        # objects of torch, takes as long as half of the import.
+        looks = gc.isenabled()
+        gc.disable()
+        try:
+            return getattr(importlib.import_module(home), name)
+        finally:
+            if looks:
+                gc.enable()
     if not name.startswith("_") and find_spec(f"{__name__}.{name}") is None:
         way_out = importlib.import_module("drivetrain.aliases").missing_name(name)
         if way_out:  # an AttributeError would lose the text in 'from drivetrain import name'
             raise ImportError(way_out)
     raise AttributeError(f"module 'drivetrain' has no attribute {name!r}")
-
-
-def _imported(home: str) -> ModuleType:
-    """Import a module, and let Python look for garbage after that: all that an import makes stays.
-
-    A look at all objects of torch, which the import sets off, takes as long as half of the import.
-    """
-    looks = gc.isenabled()
-    gc.disable()
-    try:
-        return importlib.import_module(home)
-    finally:
-        if looks:
-            gc.enable()
 
 
 def __dir__() -> list[str]:

@@ -83,7 +83,7 @@ class Registry:
             ConfigError: as ``load``.
         """
         entry = self._entry(name)
-        lines = _installed(OUTLINES)
+        lines = _installed(_search_path())[OUTLINES]
         found = [line for line in lines if line.name == entry.value]
         return self._imported(name, found[0] if found else entry)
 
@@ -123,7 +123,7 @@ class Registry:
         Entry points of ``drivetrain.summaries`` have such lines for names, and the plugin's own
         target. A plugin without one is described by the packages that provide the plugin.
         """
-        lines = _installed(SUMMARIES)
+        lines = _installed(_search_path())[SUMMARIES]
         found = [line.name for line in lines if line.value in self._entries[name]]
         return found[0] if found else f"from {self.origin(name)}"
 
@@ -159,7 +159,7 @@ class Registry:
         return claimants[0]
 
     def _with_role(self, role: str) -> list[str]:
-        lines = _installed(ROLES)
+        lines = _installed(_search_path())[ROLES]
         targets = {line.value for line in lines if line.name == role}
         return [name for name in self.names if targets.intersection(self._entries[name])]
 
@@ -167,20 +167,18 @@ class Registry:
     def _entries(self) -> dict[str, dict[str, EntryPoint]]:
         """By name, then by target: a clash of names concerns only a caller of this name."""
         found: dict[str, dict[str, EntryPoint]] = {}
-        for entry in _installed(self.group):
+        for entry in _installed(_search_path())[self.group]:
             found.setdefault(entry.name, {})[entry.value] = entry
         return found
 
 
-def _installed(group: str) -> EntryPoints:
-    return _by_group(_search_path())[group]
-
-
 @lru_cache(maxsize=1)
-def _by_group(path: tuple[tuple[str, int], ...]) -> Mapping[str, EntryPoints]:
+def _installed(path: tuple[tuple[str, int], ...]) -> Mapping[str, EntryPoints]:
     """Return the entry points of our groups: the declarations of every distribution are read."""
-    every = entry_points()
-    return {group: every.select(group=group) for group in (*_KINDS, SUMMARIES, ROLES, OUTLINES)}
+    every, found = entry_points(), {}
+    for group in (*_KINDS, SUMMARIES, ROLES, OUTLINES):
+        found[group] = every.select(group=group)
+    return found
 
 
 def _search_path() -> tuple[tuple[str, int], ...]:

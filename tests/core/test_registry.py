@@ -7,27 +7,28 @@ import pytest
 from drivetrain import registry
 from drivetrain.errors import ConfigError
 
-
-def entries(group):
-    found = {
+ENTRIES = {
+    group: [EntryPoint(name, value, group) for name, value in found]
+    for group, found in {
         registry.STRATEGIES: [("mine", "mine:Mine"), ("yours", "yours:Yours"), ("exact", "e:E")],
         registry.ROLES: [
             ("default", "mine:Mine"),
             ("default", "yours:Yours"),
             ("reference", "e:E"),
         ],
-    }
-    return [EntryPoint(name, value, group) for name, value in found[group]]
+    }.items()
+}
 
 
 def test_roles_need_no_import_and_the_reference_is_not_for_training(monkeypatch):
-    monkeypatch.setattr(registry, "_installed", entries)
+    monkeypatch.setattr(registry, "_installed", lambda path: ENTRIES)
     strategies = registry.strategies()
     assert strategies.reference() == "exact"
     assert strategies.choices == ["mine", "yours"]
     with pytest.raises(ConfigError, match=r"one default strategy, found \['mine', 'yours'\]"):
         strategies.default()
-    monkeypatch.setattr(registry, "_installed", lambda group: entries(group)[:1])
+    first = {group: found[:1] for group, found in ENTRIES.items()}
+    monkeypatch.setattr(registry, "_installed", lambda path: first)
     assert registry.strategies().default() == "mine"
     with pytest.raises(ConfigError, match="one reference strategy, found none"):
         registry.strategies().reference()

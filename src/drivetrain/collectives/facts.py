@@ -605,7 +605,7 @@ def _is_plain(kind: Any, value: Any) -> bool:
     """Whether a value has a type that JSON itself knows: texts, numbers, lists and mappings."""
     inner = get_args(kind)
     if get_origin(kind) is list:
-        return type(value) is list and all(_is_plain(*inner, each) for each in value)
+        return type(value) is list and all(_is_plain(inner[0], each) for each in value)
     if get_origin(kind) is dict and inner[0] is str:
         return type(value) is dict and all(_is_plain(inner[1], each) for each in value.values())
     return kind in (str, int, float, bool) and type(value) is kind

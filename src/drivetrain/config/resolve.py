@@ -377,6 +377,7 @@ _TYPES_IN_WORDS = {
     float: "a valid number",
     str: "a valid string",
 }
+_MAPPINGS = (dict, Mapping)
 _MISFITS = (ValueError, TypeError, OverflowError, LookupError)
 """What is raised where a value is not of a type: by Python's types and tables, too."""
 
@@ -387,7 +388,7 @@ def _typed(kind: Any, value: Any) -> Any:  # noqa: PLR0911 - a way for each type
     Raises:
         ValueError: or another one of ``_MISFITS``: it does not stand for such a value.
     """
-    if type(value) is kind or (kind is type(None) and value is None):
+    if type(value) is kind or (is_union(kind) and type(value) in get_args(kind)):
         return value
     if kind is bool:
         return _BOOLEANS[str(value).lower()]
@@ -401,10 +402,10 @@ def _typed(kind: Any, value: Any) -> Any:  # noqa: PLR0911 - a way for each type
         choices = get_args(kind)
         return choices[choices.index(value)]
     elif is_union(kind):
-        for member in sorted(get_args(kind), key=lambda member: member is not type(value)):
+        for member in get_args(kind):
             with suppress(*_MISFITS):
                 return _typed(member, value)
-    elif _is_mapping(kind) and isinstance(value, Mapping):
+    elif get_origin(kind) in _MAPPINGS and isinstance(value, Mapping):
         names, values = get_args(kind)
         return {_typed(names, name): _typed(values, each) for name, each in value.items()}
     raise ValueError(value)
@@ -417,14 +418,9 @@ def _in_words(kind: Any) -> str:
         return " or ".join(", ".join(map(repr, members)).rsplit(", ", 1))
     if is_union(kind):
         return " or ".join(_in_words(member) for member in members if member is not type(None))
-    if _is_mapping(kind):
+    if get_origin(kind) in _MAPPINGS:
         return f"a mapping to {_in_words(members[1])}"
     return _TYPES_IN_WORDS.get(kind, str(kind))
-
-
-def _is_mapping(kind: Any) -> bool:
-    origin = get_origin(kind)
-    return isinstance(origin, type) and issubclass(origin, Mapping)
 
 
 def _where(origins: Mapping[str, ValueOrigin], key: str) -> str:
