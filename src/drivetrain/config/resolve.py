@@ -218,13 +218,11 @@ class _Validation:
             also_valid: further keys to name in hints.
         """
         before = len(self.problems)
-        known = self._known(cls, values, prefix, also_valid)
         try:
-            result = self._object(cls, known, prefix)
+            result = self._object(cls, values, prefix, also_valid)
         except ConfigError as error:
             self._refused(prefix, error)
             return None
-        self._check_limits(cls, known if result is None else plain(result), prefix)
         if self._complete and result is not None:
             self._check_together(result, prefix)
         return result if len(self.problems) == before else None
@@ -254,12 +252,13 @@ class _Validation:
         options = {key: value for key, value in section.items() if key != "name"}
         return NestedStrategy(name, self.build(config_class, options, prefix))
 
-    def _known(
+    def _object(
         self, cls: type, values: Mapping[str, Any], prefix: str, also_valid: tuple[str, ...] = ()
-    ) -> dict[str, Any]:
-        """Return the values of known keys, adding a problem for each unknown one."""
+    ) -> Any:
+        """Return an object of the known keys; None where a value has not the type of its knob."""
         knobs = {knob.name: knob for knob in options_of(cls)}
         known: dict[str, Any] = {}
+        fits = True
         for knob in knobs.values():
             if knob.is_strategy:
                 nested = values.get(knob.name, {})
@@ -268,25 +267,34 @@ class _Validation:
         for key, value in values.items():
             dotted = prefix + str(key)
             if key not in knobs:
-                valid = [*also_valid, *knobs]
-                near = difflib.get_close_matches(str(key), valid, n=1)
-                hint = f"did you mean {near[0]!r}?" if near else f"valid keys: {', '.join(valid)}"
-                section, dot, inner = str(key).partition(".")
-                if owners := self._owners(str(key)) if prefix == f"{STRATEGY}." else []:
-                    hint = f"strategies with this option: {', '.join(owners)}"
-                elif dot:
-                    hint = f"write it nested, as {section}: {{{inner}: VALUE}}"
-                where = _where(self._origins, dotted)
-                self.problems.append(f"{where}: unknown key {dotted}; {hint}")
+                self._unknown(str(key), prefix, [*also_valid, *knobs])
             elif knobs[key].is_strategy:
                 continue
             elif not knobs[key].is_section:
-                known[key] = value
+                try:
+                    known[key] = _typed(knobs[key].type, value)
+                    message = _limit_broken(knobs[key], known[key])
+                except _MISFITS:
+                    message, fits = f"expected {_in_words(knobs[key].type)}", False
+                if message:
+                    self._problem(dotted, message, value)
             elif isinstance(value, Mapping):
-                known[key] = self._known(knobs[key].type, value, dotted + ".")
+                known[key] = self._object(knobs[key].type, value, dotted + ".")
+                fits = fits and known[key] is not None
             else:
                 self._problem(dotted, "expected a mapping", value)
-        return known
+        return cls(**known) if fits else None
+
+    def _unknown(self, key: str, prefix: str, valid: list[str]) -> None:
+        near = difflib.get_close_matches(key, valid, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"valid keys: {', '.join(valid)}"
+        section, dot, inner = key.partition(".")
+        if owners := self._owners(key) if prefix == f"{STRATEGY}." else []:
+            hint = f"strategies with this option: {', '.join(owners)}"
+        elif dot:
+            hint = f"write it nested, as {section}: {{{inner}: VALUE}}"
+        where = _where(self._origins, prefix + key)
+        self.problems.append(f"{where}: unknown key {prefix}{key}; {hint}")
 
     def _owners(self, key: str) -> list[str]:
         """Return the installed strategies that have an option."""
@@ -296,33 +304,6 @@ class _Validation:
                 if any(knob.name == key for knob in options_of(registry.find_config(name)[1])):
                     found.append(name)
         return found
-
-    def _object(self, cls: type, known: Mapping[str, Any], prefix: str) -> Any:
-        """Return an object of values that have the types of the knobs; None where one has not."""
-        before = len(self.problems)
-        typed: dict[str, Any] = {}
-        for knob in options_of(cls):
-            if knob.name not in known:
-                continue
-            key, value = prefix + knob.name, known[knob.name]
-            if knob.is_section:
-                typed[knob.name] = self._object(knob.type, value, f"{key}.")
-                continue
-            try:
-                typed[knob.name] = _typed(knob.type, value)
-            except _MISFITS:
-                self._problem(key, f"expected {_in_words(knob.type)}", value)
-        return cls(**typed) if len(self.problems) == before else None
-
-    def _check_limits(self, cls: type, values: Mapping[str, Any], prefix: str) -> None:
-        for knob in options_of(cls):
-            value, key = values.get(knob.name), prefix + knob.name
-            if knob.is_section:
-                self._check_limits(knob.type, value or {}, key + ".")
-            elif isinstance(value, int | float) and not isinstance(value, bool):
-                message = _limit_broken(knob, value)
-                if message:
-                    self._problem(key, message, value)
 
     def _check_together(self, config: Any, prefix: str) -> None:
         """Report the contradictions in a dataclass and in its sections."""
@@ -359,10 +340,10 @@ def _plain(value: Any) -> Any:
     return dict(value) if isinstance(value, Mapping) else value
 
 
-def _limit_broken(knob: Option, value: float) -> str:
-    if knob.minimum is not None and not value >= knob.minimum:
+def _limit_broken(knob: Option, value: Any) -> str:
+    if knob.minimum is not None and type(value) in (int, float) and not value >= knob.minimum:
         return f"expected at least {knob.minimum:g}"
-    if knob.maximum is not None and not value <= knob.maximum:
+    if knob.maximum is not None and type(value) in (int, float) and not value <= knob.maximum:
         return f"expected at most {knob.maximum:g}"
     return ""
 
