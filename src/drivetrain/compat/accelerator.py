@@ -411,8 +411,7 @@ class ScriptAccelerator(Resettable, Accelerator):
         chosen = dict(found.values)
         strategy = chosen.pop("strategy", strategy)
         accumulation = _accumulation(gradient_accumulation_steps, chosen)
-        if self._compilation.use_regional_compilation:
-            chosen["compile"] = _blocks_of(self._compilation, config)
+        chosen |= _blocks_of(self._compilation, config)
         if not isinstance(config, str | Path):
             config = {**SCHEDULE, **chosen, **(config or {})}
         super().__init__(
@@ -573,11 +572,11 @@ def _first(plugins: Any) -> Any:
     return next(iter(plugins.values()), None) if isinstance(plugins, Mapping) else plugins
 
 
-def _blocks_of(plugin: TorchDynamoPlugin, config: Any) -> str:
-    """Return the option ``compile`` of a plugin that wants the repeated blocks compiled."""
+def _blocks_of(plugin: TorchDynamoPlugin, config: Any) -> dict[str, str]:
+    """Return the option ``compile``, if a plugin wants the repeated blocks compiled."""
     backend = str(plugin.backend or "no").lower()
-    if plugin.disable or backend == "no":
-        return "none"
+    if not plugin.use_regional_compilation or plugin.disable or backend == "no":
+        return {}
     if backend != "inductor" or plugin.mode not in (None, "default") or plugin.options:
         raise UsageError(
             "expected backend='inductor' without mode and options for use_regional_compilation, "
@@ -588,7 +587,7 @@ def _blocks_of(plugin: TorchDynamoPlugin, config: Any) -> str:
             f"expected use_regional_compilation=False beside the file {config}, found True; write "
             "compile: blocks into the file"
         )
-    return "blocks"
+    return {"compile": "blocks"}
 
 
 def _compiled(model: nn.Module, plugin: TorchDynamoPlugin) -> nn.Module:

@@ -116,3 +116,16 @@ def test_an_accelerator_takes_them_and_says_what_has_no_effect(monkeypatch, capl
     assert accelerator.state.fsdp_plugin is None
     with pytest.raises(UsageError, match="keep one"):
         ours.Accelerator(strategy="ddp", deepspeed_plugin=plugin)
+
+
+def test_regional_compilation_compiles_the_blocks():
+    plugin = ours.TorchDynamoPlugin("inductor", use_regional_compilation=True)
+    accelerator = ours.Accelerator(cpu=True, dynamo_plugin=plugin)
+    assert accelerator.config.run.compile == "blocks"
+    with pytest.raises(UsageError, match="expected backend='inductor' without mode"):
+        ours.Accelerator(
+            cpu=True,
+            dynamo_plugin=ours.TorchDynamoPlugin("eager", "x", use_regional_compilation=True),
+        )
+    with pytest.raises(UsageError, match="write compile: blocks into the file"):
+        ours.Accelerator(cpu=True, dynamo_plugin=plugin, config="run.yaml")
