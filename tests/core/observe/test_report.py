@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from drivetrain import Accelerator, GradScalerKwargs
 from drivetrain.errors import UsageError
-from drivetrain.observe import recorder
+from drivetrain.observe import page, recorder
 from drivetrain.observe import report as run_report
 from drivetrain.observe.figures import starts_of
 from drivetrain.observe.history import load_history
@@ -48,7 +48,7 @@ def train(accelerator, model, optimizer, loader, *, clip=True):
 
 def end(accelerator):
     """End a training, without a drawing of its report."""
-    with mock.patch.object(run_report, "missing_packages", return_value="drawn elsewhere:"):
+    with mock.patch.object(page, "missing_packages", return_value="drawn elsewhere:"):
         accelerator.end_training()
 
 
