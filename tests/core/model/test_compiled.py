@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import os
 from contextlib import contextmanager
 
 import pytest
@@ -28,6 +29,7 @@ def backend(name):
         yield
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
+    os.environ.pop("_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR", None)  # inductor's, for its libraries
 
 
 @pytest.fixture
