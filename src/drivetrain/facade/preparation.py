@@ -555,17 +555,19 @@ class Preparation:
         self._bind(mine, bound)
         self._prepared.models.append(entry)
         self._compute_in_precision(module)
-        before = UninheritedHook(functools.partial(self._note_forward, entry))
-        entry.notes = (
-            # Before the strategy's own hook, which may communicate.
-            module.register_forward_pre_hook(before, prepend=True),
-            module.register_forward_hook(
-                UninheritedHook(self._note_end), with_kwargs=True, always_call=True
-            ),
-        )
+        self._follow_forwards(entry, module)
         entry.offer_methods(self._gradients.state)
         self._gradients.observer.after_prepare(entry)
         return module
+
+    def _follow_forwards(self, entry: PreparedModel, module: nn.Module) -> None:
+        before = UninheritedHook(functools.partial(self._note_forward, entry))
+        after = UninheritedHook(self._note_end)
+        entry.notes = (
+            # Before the strategy's own hook, which may communicate.
+            module.register_forward_pre_hook(before, prepend=True),
+            module.register_forward_hook(after, with_kwargs=True, always_call=True),
+        )
 
     def evaluated(self, model: nn.Module, *, placed: bool) -> nn.Module:
         """Give a model that is not trained its values, its place and its precision."""
