@@ -752,24 +752,29 @@ def _played(step: PaperStep, prices: Prices) -> tuple[list[float], list[float]]:
     tasks = step.tasks
     needs, followers = _needs(tasks)
     starts, stops = [0.0] * len(tasks), [0.0] * len(tasks)
-    stages = [_Stage(prices.slowdown) for _ in step.held]
-    ends: list[tuple[float, int]] = []
+    stages = [_Stage(prices.slowdown) for _ in step.held] if prices.slowdown else []
+    ends: list[_End] = []
     ready = [index for index, count in enumerate(needs) if not count]
     now = 0.0
     while ready or ends:
         for index in ready:
             starts[index] = now
             task = tasks[index]
-            for end in stages[task.stage].start(index, task.lane, prices.seconds(task), now):
+            seconds = prices.seconds(task)
+            if not stages:  # nothing slows a task down
+                heappush(ends, (now + seconds, index))
+                continue
+            for end in stages[task.stage].start(index, task.lane, seconds, now):
                 heappush(ends, end)
         ready = []
         now, index = heappop(ends)
-        task = tasks[index]
-        if not stages[task.stage].is_over(index, now):
-            continue
+        if stages:
+            stage = stages[tasks[index].stage]
+            if not stage.is_over(index, now):
+                continue
+            for end in stage.stop(index, now):
+                heappush(ends, end)
         stops[index] = now
-        for end in stages[task.stage].stop(index, now):
-            heappush(ends, end)
         for follower in followers[index]:
             needs[follower] -= 1
         ready = [each for each in followers[index] if not needs[each]]
@@ -823,7 +828,7 @@ class _Stage:
 
     def start(self, index: int, lane: str, seconds: float, now: float) -> Iterator[_End]:
         """Start a task; yield when it ends, and the new ends of tasks with another pace."""
-        if lane in STORE_LANES or not self.slowdown:
+        if lane in STORE_LANES:
             group = self.apart
         else:
             group = self.computing if lane == COMPUTE else self.beside
