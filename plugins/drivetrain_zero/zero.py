@@ -177,6 +177,6 @@ class Zero3(Zero3Outline, Zero[Zero3Config]):
             logger.warning(
                 f"zero3 divides no parameter of {type(model).__name__}: expected some of at least "
                 f"keep_below = {least:,} elements, found at most {largest:,}; all stay whole, as "
-                f"under zero2: set strategy.keep_below to {largest} or less"
+                f"under zero2: set its keep_below to {largest} or less"
             )
         return super().prepare(model, optimizers)

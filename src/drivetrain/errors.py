@@ -32,7 +32,7 @@ def in_words(error: Exception) -> str:
         rest = error.doc[error.pos :].split()
         what = repr(rest[0][:20]) if rest else "the end of the text"
         return f"expected JSON, found {what} in line {error.lineno}, column {error.colno}"
-    if isinstance(error, OSError):
+    if isinstance(error, OSError) and type(error).__module__ != "ssl":  # numbers of its own
         numbers = [error.errno or 0]
         if numbers[0] <= 0:  # of several addresses, or of a name: these have numbers of their own
             numbers = [int(each) for each in re.findall(r"\[Errno (\d+)\]", str(error))]
@@ -40,7 +40,7 @@ def in_words(error: Exception) -> str:
         return said or error.strerror or str(error) or "no answer"
     if isinstance(error, KeyError):
         return f"expected the key {error}, found none"
-    return str(error)
+    return str(error) or type(error).__name__
 
 
 def expected(messages: list[str]) -> str:

@@ -12,6 +12,7 @@ from drivetrain.hardware.description import hardware_names, load_hardware, names
 from drivetrain.hardware.sizes import DEVICES, GIB, device_bytes, unit_of
 from drivetrain_launch.commands.options import (
     BEFORE_SCRIPT,
+    UNDERSCORES,
     ModelCommand,
     complete_file,
     grouped_option,
@@ -34,7 +35,7 @@ USUAL_RANKS = 8
 """Ranks of a host where nobody says how many."""
 
 
-@click.command(cls=ModelCommand, context_settings=BEFORE_SCRIPT)
+@click.command(cls=ModelCommand, context_settings=BEFORE_SCRIPT | UNDERSCORES)
 @source_options
 @worded_flags(
     nproc_per_node=("N", "Ranks of a host. [default: the configuration's; 8 where that is auto]"),

@@ -17,6 +17,7 @@ from drivetrain.hardware.sizes import size_text
 from drivetrain.simulator.transformer import GptShape
 from drivetrain_launch.commands.options import (
     BEFORE_SCRIPT,
+    UNDERSCORES,
     ModelCommand,
     complete_file,
     grouped_option,
@@ -39,7 +40,7 @@ _LINK = re.compile(r"(\d+(?:\.\d+)?)\s*(GB/s|Gbit/s|MB/s|Mbit/s)", re.IGNORECASE
 _RATES = {"gb/s": 1.0, "gbit/s": 1 / 8, "mb/s": 1e-3, "mbit/s": 1e-3 / 8}
 
 
-@click.command(cls=ModelCommand, context_settings=BEFORE_SCRIPT)
+@click.command(cls=ModelCommand, context_settings=BEFORE_SCRIPT | UNDERSCORES)
 @grouped_option("Model", "--gpt", metavar="KEY=VALUE,...", help="Sizes of a GPT: "
                 + ", ".join(GptShape.keys()) + ".")  # fmt: skip
 @grouped_option("Model", "--hf", metavar="FILE", shell_complete=complete_file,

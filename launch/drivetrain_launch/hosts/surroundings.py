@@ -4,6 +4,7 @@ Variables are read with errors that name them.
 """
 
 import re
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import chain
@@ -282,37 +283,36 @@ def _mpi(name: str, rank: str, size: str, local: str, local_size: str) -> Callab
         )
         if variables.text("MASTER_ADDR"):
             entries = _one_rank(variables, count, size, index, rank)
-        else:
-            host, said = _address_of_first(name, variables, index, alone=slot.local_size == count)
-            place = _endpoint(host, variables.text("MASTER_PORT") or USUAL_PORT)
-            hosts = _hosts(variables, count, size, index, rank, place, said)
-            entries = (_alone(variables, size), *hosts)
-        return Surroundings(name=name, entries=entries, slot=slot)
+            return Surroundings(name=name, entries=entries, slot=slot)
+        host, job, said = _first_of_open_mpi(name, variables, index, slot.local_size == count)
+        port = variables.text("MASTER_PORT") or str(FIRST_PORT + zlib.crc32(job.encode()) % PORTS)
+        hosts = _hosts(variables, count, size, index, rank, _endpoint(host, port), said)
+        entries = (_alone(variables, size), *hosts)
+        return Surroundings(name=name, entries=entries, slot=slot, run=job)
 
     return recogniser
 
 
-def _address_of_first(
-    name: str, variables: Variables, index: int, *, alone: bool
-) -> tuple[str, str]:
-    """Return an address of the first process and who told it: one host needs none.
+def _first_of_open_mpi(
+    name: str, variables: Variables, index: int, on_one_host: bool
+) -> tuple[str, str, str]:
+    """Return the first process's address, the job, and the variables that told them.
 
     ``mpirun`` of Open MPI 4 tells all processes the addresses of its own host, where it starts the
-    first process, unless a list of hosts says otherwise.
+    first process, unless a list of hosts says otherwise. Of several nobody knows which one all
+    hosts reach.
     """
-    if alone:
-        return LOOPBACK, "all processes of it are on this host"
-    uri = "OMPI_MCA_orte_hnp_uri"
-    found = re.search(r"tcp://([^,:;]+)|tcp6://\[?([^],;]+)", variables.text(uri))
-    host = (found[1] or found[2]) if found else ""
+    uri, job = "OMPI_MCA_orte_hnp_uri", variables.first("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")
+    found = re.search(r"tcp6?://\[?([^];]+?)\]?:\d+", variables.text(uri))
+    hosts = [LOOPBACK] if on_one_host else found[1].split(",") if found else []
     own = {each.address.partition("%")[0] for each in chain(*psutil.net_if_addrs().values())}
-    if not host or (index == 0 and host not in own):
+    if len(hosts) != 1 or not variables.text(job) or (index == 0 and hosts[0] not in own):
         raise ConfigError(
             f"{name} tells no process the address of the first: expected the variable "
             "MASTER_ADDR, found none; give it to all of them, for example 'mpirun -x "
             "MASTER_ADDR=$(hostname) ...'"
         )
-    return host, variables.shown(uri)
+    return hosts[0], variables.text(job), variables.shown(job if on_one_host else uri)
 
 
 def _slurm(variables: Variables) -> Surroundings | None:

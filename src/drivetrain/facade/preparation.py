@@ -491,6 +491,7 @@ class Preparation:
         uneven: UnevenInputs,
     ) -> None:
         self._prepared = prepared
+        self._handled: BaseException | None = None
         self._runs = runs
         self._autocast = autocast
         self._constructions = constructions
@@ -734,6 +735,7 @@ class Preparation:
         return model
 
     def _note_forward(self, entry: PreparedModel, module: nn.Module, inputs: Any) -> None:
+        self._handled = sys.exception()  # the script's, around this call
         if torch.is_grad_enabled():
             self._prepared.last_run = entry
             self._gradients.observer.before_forward(entry)
@@ -746,8 +748,10 @@ class Preparation:
             return
         if torch.is_grad_enabled():
             self._prepared.last_call = args, kwargs
-        if isinstance(error := sys.exception(), Exception):
+        error = sys.exception()
+        if isinstance(error, Exception) and error is not self._handled:
             self._gradients.explain(error)
+        self._handled = None
 
     def _compute_in_precision(self, model: nn.Module) -> None:
         run = self._runs.default

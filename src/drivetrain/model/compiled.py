@@ -8,6 +8,7 @@ argument of the graph, so that all blocks of a class have one.
 import importlib
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -58,8 +59,12 @@ def compile_blocks(model: nn.Module, device: torch.device) -> None:
 
 def restore_blocks(model: nn.Module) -> None:
     """Give the blocks of a model the forward back that they had before ``compile_blocks``."""
+    dynamo: Any = torch._dynamo
     for module in model.modules():
-        unwrap_forward(module, COMPILED_FORWARD)
+        if COMPILED_FORWARD in module.__dict__:
+            unwrap_forward(module, COMPILED_FORWARD)
+            # Graphs belong to the class's code, and their number has a limit.
+            dynamo.reset_code(type(module).forward.__code__)
 
 
 def _check_compiler() -> None:
@@ -72,12 +77,25 @@ def _check_compiler() -> None:
         ) from error
 
 
+def _bring_values(block: nn.Module) -> None:
+    """Have a block's divided values, as where backward computes it again: then no hooks run."""
+    for parameter in block.parameters():
+        if is_guarded(parameter):
+            parameter.new_empty(0)
+
+
 class _Compiled:
     """Stands around the forward of a model's blocks, and compiles that of each class once."""
 
     def __init__(self) -> None:
         self._called: dict[Function, Function] = {}  # in the place of each class's forward
         self._in_pieces: set[Function] = set()
+        self._given_up: set[Function] = set()
+        # Blocks with a graph keep it when others give up: backward may compute them again.
+        self._with_graph: WeakSet[nn.Module] = WeakSet()
+
+    def __deepcopy__(self, memo: Any) -> "_Compiled":
+        return self
 
     def __call__(
         self, module: nn.Module, compute: Function, args: Arguments, kwargs: Keywords
@@ -86,20 +104,34 @@ class _Compiled:
         if torch.compiler.is_compiling():  # inside of what the script compiles
             return compute(*args, **kwargs)
         forward: Function = type(module).forward
+        if forward in self._given_up and module not in self._with_graph:
+            return compute(*args, **kwargs)
         called = self._called.get(forward)
         if called is None:
             called = self._called[forward] = torch.compile(forward, backend=BACKEND, fullgraph=True)
-        if called is forward:
-            return compute(*args, **kwargs)
-        for parameter in module.parameters():
-            if is_guarded(parameter):  # as where backward computes a block again: no hooks run
-                parameter.new_empty(0)
+        _bring_values(module)
+        exc: Any = torch._dynamo.exc
         try:
-            return called(module, *args, **kwargs)
-        except _errors() as error:
+            outputs = called(module, *args, **kwargs)
+        except exc.BackendCompilerFailed as error:
+            raise UsageError(
+                f"compile: blocks: expected {BACKEND} to compile {type(module).__name__}, found "
+                f"that it fails ({str(error).strip().partition(chr(10))[0]}); install what it "
+                "needs, or leave compile: none"
+            ) from error
+        except (
+            exc.Unsupported,
+            exc.InternalTorchDynamoError,
+            exc.FailOnRecompileLimitHit,
+        ) as error:  # it cannot be one graph
             if forward in self._in_pieces:
                 raise  # some may have run
-            self._give_up(module, error)
+            self._with_graph.discard(module)
+            if forward not in self._given_up:
+                self._give_up(module, error)
+        else:
+            self._with_graph.add(module)
+            return outputs
         return self(module, compute, args, kwargs)
 
     def _give_up(self, module: nn.Module, error: Exception) -> None:
@@ -115,24 +147,17 @@ class _Compiled:
                 "share"
             )
             return
-        self._called[forward] = forward
+        self._given_up.add(forward)
         if shared:
             why = "ranks share its forward"
         elif isinstance(error, torch._dynamo.exc.FailOnRecompileLimitHit):
-            why = (
-                "its calls need more graphs than torch._dynamo.config.recompile_limit; models of "
-                "transformers need one for all without a cache: model.config.use_cache = False"
-            )
+            why = "its calls need more graphs than torch._dynamo.config.recompile_limit"
+            if type(module).__module__.startswith("transformers."):
+                why += "; one is enough without a cache: model.config.use_cache = False"
         else:
             reason = str(error).strip().partition("\n")[0]
             why = f"torch.compile stops at {_place(error) or forward.__qualname__}: {reason}"
         logger.warning(f"{name} runs as it is written: {why}")
-
-
-def _errors() -> tuple[type[Exception], ...]:
-    """Return what torch raises where it cannot make one graph."""
-    exc: Any = torch._dynamo.exc
-    return exc.Unsupported, exc.InternalTorchDynamoError, exc.FailOnRecompileLimitHit
 
 
 def _place(error: Exception) -> str:

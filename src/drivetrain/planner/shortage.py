@@ -113,7 +113,7 @@ def _lines(error: str, prepared: PreparedObjects, runs: Runs, resident: int) -> 
     others = resident - sum(promised.get(kind, 0) for kind in _MADE_FIRST)
     others = max(0, others) if world.device.type == "cpu" else 0
     try:
-        ladder = Ladder(entry, runs, prepared.last_call, held.total() + asked, others)
+        ladder = Ladder(entry, runs, prepared.last_call, held.total(), asked, others)
         yield from ladder.lines(held.total() + left)
     except ConfigError as problem:
         yield f"{UNJUDGED}; nobody knows which fits: {problem}"
@@ -213,7 +213,8 @@ class Ladder:
         entry: the model that ran.
         runs: see ``explain``.
         call: arguments of its forward, by position and by name; None: the loaders know better.
-        now: bytes that the process holds, and those that it asked for.
+        now: bytes that the process holds.
+        asked: bytes of the request that failed.
         beside: bytes of the process before any step, beside tensors.
 
     Raises:
@@ -226,6 +227,7 @@ class Ladder:
         runs: Runs,
         call: tuple[tuple[Any, ...], Mapping[str, Any]] | None,
         now: int,
+        asked: int,
         beside: int,
     ) -> None:
         self._entry, self._runs = entry, runs
@@ -258,7 +260,10 @@ class Ladder:
             run.precision.name, EXACT, EXACT, keys,
         )  # fmt: skip
         self._beyond = 0.0
-        self._beyond = max(beside, now - self._needs(Change("", self._now)))
+        needed = self._needs(Change("", self._now))
+        if asked > needed:
+            raise ConfigError("one request is larger than the whole step is estimated to be")
+        self._beyond = max(beside, now + asked - needed)
 
     def lines(self, room: int) -> Iterator[str]:
         """Yield lines about the step, and the smallest change that fits into so many bytes."""
@@ -290,6 +295,8 @@ class Ladder:
         now, accumulation = self._now, self._run.accumulation
         if self._paper.layers:
             for mode in RECOMPUTE[RECOMPUTE.index(now.recompute) + 1 :]:
+                if mode == "selective" and self._runs.config.run.compile != "none":
+                    continue  # refused beside compiled blocks
                 yield Change(f"recompute: {{mode: {mode}}}", replace(now, recompute=mode))
         whole = now.micro_batch
         small = [each for each in range(1, isqrt(whole) + 1) if whole % each == 0]

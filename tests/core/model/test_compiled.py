@@ -77,6 +77,40 @@ def test_trains_as_one_process_with_the_collectives_of_eager_blocks(strategy, co
     assert made[0] > 0
 
 
+class Scaled(Block):
+    """A number of a block is a part of its graph."""
+
+    scale = 1
+
+    def forward(self, x):
+        return super().forward(x) / self.scale
+
+
+class ScaledTower(Tower):
+    block = Scaled
+
+    def __init__(self, blocks):
+        super().__init__(blocks)
+        for number, block in enumerate(self.blocks, 1):
+            block.scale = number
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.filterwarnings("ignore")  # torch.compile's own
+def test_blocks_keep_their_graphs_for_backward_when_the_class_needs_too_many(caplog):
+    config = {"compile": "blocks", "recompute": {"mode": "full"}}
+    accelerator = Accelerator(cpu=True, config=config)
+    many = torch._dynamo.config.recompile_limit + 2
+    twins = Twins(accelerator, Case("scaled", functools.partial(ScaledTower, many)))
+    for step in range(2):
+        twins.backward(step)
+        twins.step()
+    twins.check()
+    assert "Scaled runs as it is written: its calls need more graphs" in caplog.text
+    accelerator.free_memory()
+    assert graphs() > 0
+
+
 @pytest.mark.usefixtures("quick")
 @pytest.mark.filterwarnings("ignore")
 def test_other_shapes_and_evaluation_take_one_more_graph_each():

@@ -30,8 +30,10 @@ MPI = variables(
     "OMPI_COMM_WORLD_RANK=3 OMPI_COMM_WORLD_SIZE=4 OMPI_COMM_WORLD_LOCAL_RANK=1 "
     "OMPI_COMM_WORLD_LOCAL_SIZE=2 MASTER_ADDR=n1"
 )
-FROM_MPIRUN = variables("MASTER_ADDR= OMPI_MCA_orte_hnp_uri=3512.0;tcp://10.0.0.4,172.17.0.1:4711")
-ONE_HOST = variables("MASTER_ADDR= OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=2")
+JOB = "MASTER_ADDR= OMPI_MCA_ess_base_jobid=3512"
+FROM_MPIRUN = variables(f"{JOB} OMPI_MCA_orte_hnp_uri=3512.0;tcp://10.0.0.4:4711")
+ONE_HOST = variables(f"{JOB} OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=2")
+TWO_ADDRESSES = {"OMPI_MCA_orte_hnp_uri": "3512.0;tcp://10.0.0.4,172.17.0.1:4711"}
 MPICH = variables(
     "PMI_RANK=1 PMI_SIZE=4 MPI_LOCALRANKID=1 MPI_LOCALNRANKS=2 MASTER_ADDR=fe80::1 "
     "MASTER_PORT=29400"
@@ -54,8 +56,8 @@ def test_recognised():
         (DEVICES, (8, 6, "n07:31110"), Slot(local_rank=2, local_size=4), "4711.0"),
         (MPI, (4, 3, "n1:29500"), Slot(local_rank=1, local_size=2), ""),
         (MPI | STEP, (4, 3, "n1:29500"), Slot(local_rank=1, local_size=2), ""),
-        (MPI | FROM_MPIRUN, (4, 3, "10.0.0.4:29500"), Slot(local_rank=1, local_size=2), ""),
-        (MPI | ONE_HOST, (2, 1, "127.0.0.1:29500"), Slot(local_rank=1, local_size=2), ""),
+        (MPI | FROM_MPIRUN, (4, 3, "10.0.0.4:23034"), Slot(local_rank=1, local_size=2), "3512"),
+        (MPI | ONE_HOST, (2, 1, "127.0.0.1:23034"), Slot(local_rank=1, local_size=2), "3512"),
         (MPICH, (4, 1, "[fe80::1]:29400"), Slot(local_rank=1, local_size=2), ""),
         (PALS, (4, 1, "n1:29500"), Slot(local_rank=1, local_size=4), ""),
         (SKY, (2, 1, "10.0.0.4:8008"), None, "sky-1"),
@@ -121,6 +123,7 @@ def test_half_set_and_contradictory_variables():
         (PET | {"PET_MASTER_PORT": "x"}, "expected HOST:PORT"),
         (MPI | {"MASTER_ADDR": ""}, "MASTER_ADDR, found none; .*mpirun -x MASTER_ADDR="),
         (MPI | FROM_MPIRUN | {"OMPI_COMM_WORLD_RANK": "0"}, "MASTER_ADDR, found none"),
+        (MPI | FROM_MPIRUN | TWO_ADDRESSES, "MASTER_ADDR, found none"),
         (MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": ""}, "set OMPI_COMM_WORLD_LOCAL_SIZE"),
         (MPI | {"OMPI_COMM_WORLD_RANK": "4"}, "contradict each other: expected an index from 0 to"),
         (STEP | {"SLURM_STEP_ID": ""}, "gave this job 2 nodes .* write 'srun --ntasks-per-node=1'"),

@@ -71,7 +71,7 @@ def test_a_model_of_small_parameters_is_said_to_stay_whole():
     finally:
         logger.removeHandler(handler)
     assert len(said) == accelerator.is_main_process  # of the first one
-    assert all(f"set strategy.keep_below to {HIDDEN * OUT} or less" in text for text in said)
+    assert all(f"set its keep_below to {HIDDEN * OUT} or less" in text for text in said)
 
 
 @pytest.mark.complete
