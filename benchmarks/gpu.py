@@ -223,8 +223,8 @@ def chosen(only: str) -> list[tuple[Row, str]]:
     }
     if unknown := [each for each in wanted if each not in known]:
         sys.exit(
-            f"gpu.py: expected rows or row/system in --only, found {unknown}; known are "
-            f"{sorted(known)}"
+            f"gpu.py: known are {sorted(known)}; expected rows or row/system in --only, found "
+            f"{unknown}"
         )
     return [
         (row, system)

@@ -18,8 +18,8 @@ Every message names the expected and the found thing, and the way out.
 
 import json
 import os
+import pathlib
 import re
-from pathlib import Path
 from typing import ClassVar
 
 
@@ -73,7 +73,7 @@ class ConfigError(DrivetrainError):
     exit_code = 2
 
 
-def write_text(path: Path, text: str) -> None:
+def write_text(path: pathlib.Path, text: str) -> None:
     """Write a file that a command's option names.
 
     Raises:

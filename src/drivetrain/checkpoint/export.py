@@ -429,7 +429,7 @@ def export_files(path: Path) -> dict[Path, list[str] | None]:
 
 def _indexed(index: Path) -> dict[Path, list[str] | None]:
     try:
-        found = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        found = dict(json.loads(index.read_text(encoding="utf-8")))["weight_map"]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(
             f"{index}: expected the index of an export, with weight_map: {in_words(error)}; export "

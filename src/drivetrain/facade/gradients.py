@@ -343,7 +343,6 @@ class WindowGradients:
             self._prepared.in_backward(ranks=ranks, counts=counts, averages=synced),
         ):
             strategy.backward(scaled, **options)
-        self._prepared.last_call = None  # its tensors may be freed
         strategy.publish(loss)
         self.state.backwards += 1
         if counts:

@@ -59,12 +59,11 @@ def compile_blocks(model: nn.Module, device: torch.device) -> None:
 
 def restore_blocks(model: nn.Module) -> None:
     """Give the blocks of a model the forward back that they had before ``compile_blocks``."""
-    dynamo: Any = torch._dynamo
     for module in model.modules():
         if COMPILED_FORWARD in module.__dict__:
             unwrap_forward(module, COMPILED_FORWARD)
             # Graphs belong to the class's code, and their number has a limit.
-            dynamo.reset_code(type(module).forward.__code__)
+            torch._dynamo.reset_code(type(module).forward.__code__)  # type: ignore[attr-defined]
 
 
 def _check_compiler() -> None:

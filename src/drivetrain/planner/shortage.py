@@ -261,7 +261,7 @@ class Ladder:
         )  # fmt: skip
         self._beyond = 0.0
         needed = self._needs(Change("", self._now))
-        if asked > needed:
+        if asked > needed + now:
             raise ConfigError("one request is larger than the whole step is estimated to be")
         self._beyond = max(beside, now + asked - needed)
 

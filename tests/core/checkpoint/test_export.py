@@ -144,7 +144,7 @@ def test_damaged_exports(tmp_path):
     refused("is not whole")
     index = tmp_path / "model.safetensors.index.json"
     index.write_text("[]")
-    refused("is not an index")
+    refused("expected the index of an export, with weight_map")
     for file in ("../secret.safetensors", "/etc/passwd", "a/b", "", 3, None):
         index.write_text(json.dumps({"weight_map": {"w": file}}))
         refused("expected a plain file name")

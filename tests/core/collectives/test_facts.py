@@ -35,6 +35,8 @@ def test_facts_of_all_ranks_or_of_one():
     told = gather_facts(mine, Facts, doing="a test")
     assert told == [Facts(f"größe {each}", list(range(each))) for each in range(3)]
     assert gather_facts("", str, doing="a test") == ["", "", ""]
+    lists = gather_facts({"ranks": [rank]}, dict[str, list[int]], doing="a test")
+    assert lists == [{"ranks": [0]}, {"ranks": [1]}, {"ranks": [2]}]
     assert share_facts(mine, Facts, source=2, doing="a test") == Facts("größe 2", [0, 1])
     assert share_facts("", str, doing="a test") == ""
     assert collect_facts(mine, Facts, doing="a test") == (told if rank == 0 else [])

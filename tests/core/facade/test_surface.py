@@ -78,9 +78,10 @@ check_trigger destroy_process_group end_training local_main_process_first main_p
 set_trigger wait_for_checkpoint wait_for_everyone
 """
 PROPERTIES = """
-deepspeed_plugin device dispatch_batches distributed_type fp8_recipe_handler fsdp_plugin
-is_last_process is_local_main_process is_main_process local_process_index logging_dir mesh
-mixed_precision non_blocking num_processes optimizer_step_was_skipped preempted process_index
+data_parallel_rank deepspeed_plugin device dispatch_batches distributed_type fp8_recipe_handler
+fsdp_plugin is_last_process is_local_main_process is_main_process local_process_index
+logging_dir mesh mixed_precision non_blocking num_processes optimizer_step_was_skipped
+pipeline_parallel_rank preempted process_index should_save_model tensor_parallel_rank
 project_dir save_iteration split_batches state trackers use_distributed use_seedable_sampler
 use_stateful_dataloader
 """

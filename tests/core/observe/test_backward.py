@@ -62,7 +62,9 @@ class Events:
             traffic=self.traffic,
             links=links,
         )
-        entry = SimpleNamespace(strategy=self.strategy, model=self.model)
+        entry = SimpleNamespace(
+            strategy=self.strategy, model=self.model, given=ModelSpec.of(self.model)
+        )
         self.prepared = PreparedObjects(models=[entry])
         self.choice = LinkChoice(self.state, self.traffic)
         self.choice.attach(self.prepared, None, None)
@@ -122,7 +124,7 @@ def test_of_a_window_the_last_backward_counts_without_waiting_for_other_ranks(ev
 
 
 def test_a_loss_of_several_models_times_each_that_ran(events):
-    last = SimpleNamespace(strategy=None, model=None)
+    last = SimpleNamespace(strategy=None, model=None, given=None)
     events.prepared.models.append(last)
     for forward in (False, True):
         for _ in range(WARM_UP + COUNTED):

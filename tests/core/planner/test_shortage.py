@@ -117,7 +117,7 @@ def test_where_more_is_lacking_the_change_is_larger():
     accelerator, *_ = prepared(width=256)
     (entry,) = accelerator._prepared.models
     call = (torch.ones(16, 256, 256),), {}
-    ladder = shortage.Ladder(entry, accelerator._runs, call, now=0, beside=0)
+    ladder = shortage.Ladder(entry, accelerator._runs, call, now=0, asked=0, beside=0)
     (whole, *_) = ladder.lines(0)
     needed = float(re.search(r"needs ([\d.]+) MiB", whole)[1]) * 2**20
     (fits,) = ladder.lines(round(needed) + 2**20)
@@ -143,7 +143,7 @@ def test_a_language_model_may_need_its_loss_in_pieces():
     (entry,) = accelerator._prepared.models
     words = torch.zeros(1, 64, dtype=torch.long)
     call = (), {"input_ids": words, "labels": words, "use_cache": False}
-    ladder = shortage.Ladder(entry, accelerator._runs, call, now=0, beside=0)
+    ladder = shortage.Ladder(entry, accelerator._runs, call, now=0, asked=0, beside=0)
     (whole, *_) = ladder.lines(0)
     needed = float(re.search(r"needs ([\d.]+) MiB", whole)[1]) * 2**20
     assert named(ladder.lines(round(needed) - (800 << 10))) == "loss: chunked"

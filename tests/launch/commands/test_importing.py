@@ -307,7 +307,7 @@ def test_option_of_another_launcher_is_answered_with_its_counterpart(command):
         (("--main_process_port", "1"), "--rdzv-endpoint HOST:PORT"),
         (("--rdzv-backend", "c10d"), "no option --rdzv-backend; it is one of "),
         (("--nproc_per_node=gpu",), "--nproc-per-node gpu: take here auto"),
-        (("--dynamo_backend", "inductor"), "here: torch.compile of the model in the script"),
+        (("--dynamo_backend", "inductor"), "here: compile: blocks, or torch.compile of the model"),
         (("--tpu",), "accelerate launch; here: no TPUs"),
         (("--deepspeed", "a.json"), "here: --config with a file of drivetrain config import"),
         (("--num_gpus", "2"), "it is one of deepspeed; here: --nproc-per-node"),

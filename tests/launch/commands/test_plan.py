@@ -1,6 +1,7 @@
 """``drivetrain plan`` and ``drivetrain hardware``: published measurements, and bad input."""
 
 import json
+from itertools import chain
 from types import SimpleNamespace
 
 import pytest
@@ -152,6 +153,7 @@ def test_bounds_are_never_above_the_prediction():
 
 
 def test_bad_input_is_one_clear_line(command):
+    usual = SMALL + HOST
     for arguments, expected in (
         (("--layout", "tp=3"), "multiple of tp x pp"),
         (("--layout", "tp=8,dp=2"), "expected dp=1, which 8 ranks leave beside"),
@@ -173,7 +175,9 @@ def test_bad_input_is_one_clear_line(command):
         (("--gpt", "layers=2,hidden=64,heads=3,seq=8"), "heads that divide 64, found 3"),
         (("--gpt", "layers=x,hidden=64,heads=2,seq=8"), "a whole number for layers"),
     ):
-        err = command.error("plan", *SMALL, *HOST, *arguments)
+        options = dict(zip(usual[::2], usual[1::2], strict=True))
+        options |= dict(zip(arguments[::2], arguments[1::2], strict=True))
+        err = command.error("plan", *chain(*options.items()))
         assert expected in err, arguments
 
 
@@ -186,7 +190,7 @@ def test_a_rate_between_hosts_is_reached_in_part():
 
 def test_a_model_that_fits_nowhere_says_by_how_much(command):
     large = ("--gpt", "layers=8,hidden=40960,heads=8,seq=2048", "--batch", "2")
-    err = command.error("plan", *large, *HOST, "--devices-per-host", "2")
+    err = command.error("plan", *large, *HOST[:-1], "2")
     assert "no layout fits: the smallest, " in err
     assert "too much; take 4 hosts (with a batch of 8: " in err
 

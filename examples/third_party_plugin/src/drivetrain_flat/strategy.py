@@ -12,7 +12,8 @@ from drivetrain.config.policy import Policy
 from drivetrain.cost import TensorSpec
 from drivetrain.hardware.sizes import MIB
 from drivetrain.parallel.replicated import Bucket, BucketLayout, ReplicatedStrategy, plan_buckets
-from drivetrain.simulator.contract import DataParallelPlanning, Planning, Sharing
+from drivetrain.simulator.contract import Sharing
+from drivetrain.strategy import DataParallelPlanning, Planning
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
