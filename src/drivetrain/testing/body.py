@@ -121,6 +121,8 @@ def _joined(job: RankTest) -> Iterator[None]:
         "LOCAL_WORLD_SIZE": str(job.size),
     }
     os.environ.update(place)
+    # Of a test before, in which torch, or Python, printed an error: runs take it for their own.
+    sys.__dict__.pop("last_value", None)
     try:
         join_group(job)
         yield
