@@ -615,9 +615,6 @@ def precision(draft: Draft, setting: Setting) -> None:
     word = "no" if setting.value in (None, False) else str(setting.value)
     if word not in {"no", "bf16", "fp16", "fp8"}:
         raise setting.wrong("no, fp16, bf16 or fp8")
-    if word == "fp8":
-        draft.remark(setting, "computes products in 8 bits", "bf16")
-        word = "bf16"
     if word == "no":
         return
     before = draft.ours("precision")
@@ -627,7 +624,7 @@ def precision(draft: Draft, setting: Setting) -> None:
         )
     draft.set("precision", word, setting)
     if kind_of(draft) in SECTIONS:
-        draft.low = word
+        draft.low = "bf16" if word == "fp8" else word
 
 
 def kind(draft: Draft, setting: Setting) -> None:

@@ -72,6 +72,7 @@ _HOMES = {
         "UsageError",
     ),
     "drivetrain.facade.settings": (
+        "AORecipeKwargs",
         "AutocastKwargs",
         "DDPCommunicationHookType",
         "DataLoaderConfiguration",

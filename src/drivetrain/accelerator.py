@@ -85,7 +85,7 @@ class Accelerator(AnswersArguments, StaysInProcess, Processes):
     Args:
         strategy: name, or name and options, of the strategy; None takes the configuration's.
         config: a YAML file or a mapping with the configuration; values given here in code win.
-        mixed_precision: ``no``, ``bf16`` or ``fp16``.
+        mixed_precision: ``no``, ``bf16``, ``fp16`` or ``fp8``.
         gradient_accumulation_steps: micro-batches per optimizer step.
         cpu: compute on the CPU even when there is an accelerator.
         device_placement: move models and batches to the rank's device.
@@ -128,7 +128,7 @@ class Accelerator(AnswersArguments, StaysInProcess, Processes):
         config: str | Path | Mapping[str, Any] | None = None,
         device_placement: bool = True,
         split_batches: bool | None = None,
-        mixed_precision: Literal["no", "bf16", "fp16"] | str | None = None,
+        mixed_precision: Literal["no", "bf16", "fp16", "fp8"] | str | None = None,
         gradient_accumulation_steps: int | None = None,
         cpu: bool | None = None,
         dataloader_config: DataLoaderConfiguration | None = None,
@@ -191,7 +191,7 @@ class Accelerator(AnswersArguments, StaysInProcess, Processes):
         self._preparation = Preparation(
             self._prepared,
             self._runs,
-            self.handlers.autocast,
+            self.handlers,
             self._constructions,
             self._recomputations,
             self._gradients,

@@ -35,10 +35,9 @@ WAYS_OUT = {
     "DummyScheduler": "make a scheduler of torch.optim.lr_scheduler",
     "prepare_pippy": "take strategy: {name: ..., pp: N} of the configuration",
     "write_basic_config": "run 'drivetrain config'",
-    "FP8RecipeKwargs": "no fp8 here; mixed_precision='bf16' is the nearest",
-    "TERecipeKwargs": "no fp8 here; mixed_precision='bf16' is the nearest",
-    "AORecipeKwargs": "no fp8 here; mixed_precision='bf16' is the nearest",
-    "MSAMPRecipeKwargs": "no fp8 here; mixed_precision='bf16' is the nearest",
+    "FP8RecipeKwargs": "take mixed_precision='fp8', by torchao, and AORecipeKwargs",
+    "TERecipeKwargs": "take mixed_precision='fp8', by torchao, and AORecipeKwargs",
+    "MSAMPRecipeKwargs": "take mixed_precision='fp8', by torchao, and AORecipeKwargs",
     "MegatronLMDummyDataLoader": "prepare() the script's own loader",
     "MegatronLMDummyScheduler": "prepare() the script's own scheduler",
     "GPTTrainStep": "the script's own loop trains under any strategy",
@@ -79,7 +78,8 @@ class AcceleratorState(PartialState):
     """The processes of a run and its precision, for scripts without an Accelerator at hand.
 
     Args:
-        mixed_precision: ``no``, ``bf16`` or ``fp16``; None takes the launch configuration's.
+        mixed_precision: ``no``, ``bf16``, ``fp16`` or ``fp8``; None takes that of the launch
+            configuration.
         cpu: compute on the CPU even when there is an accelerator.
         backend: communication library; None takes the device's own.
         timeout: how long a collective may wait.
@@ -103,7 +103,7 @@ class AcceleratorState(PartialState):
 
     @property
     def mixed_precision(self) -> str:
-        """The precision of the run: no, bf16 or fp16."""
+        """The precision of the run: no, bf16, fp16 or fp8."""
         return self.precision.name
 
 

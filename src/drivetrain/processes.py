@@ -116,7 +116,7 @@ class Processes:
 
     @property
     def fp8_recipe_handler(self) -> None:
-        """None, for scripts that ask: nothing computes in fp8 here."""
+        """None, for scripts that ask: ``precision: fp8`` needs no recipe of Accelerate's."""
         return
 
     @property

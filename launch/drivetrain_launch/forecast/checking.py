@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 from drivetrain.config import RunConfig
-from drivetrain.config.outline import FarLinks, check_axes, check_loss, find_outline
+from drivetrain.config.outline import FarLinks, check_axes, check_forward, find_outline
 from drivetrain.config.policy import Policy
 from drivetrain.config.resolve import Resolved
 from drivetrain.config.schema import FarConfig
@@ -39,7 +39,7 @@ def check_run(resolved: Resolved) -> None:
             _check_islands(resolved.run.links.hardware, settings.nproc_per_node, hosts)
             sizes = kind.axes(options, size)
             check_axes(sizes, size)
-            check_loss(resolved.run, sizes)
+            check_forward(resolved.run, sizes)
         except ConfigError as error:
             if hosts == settings.nnodes:
                 raise

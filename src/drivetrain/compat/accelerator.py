@@ -37,7 +37,7 @@ from drivetrain.runtime.world import variables
 # --- accelerate's plugin objects and enums, and the strategy that plugin objects choose ---
 
 PrecisionType = StrEnum("PrecisionType", ["NO", "FP8", "FP16", "BF16"], module=__name__)
-"""Precisions of a run; fp8 is refused."""
+"""Precisions of a run."""
 
 RNGType = StrEnum("RNGType", ["TORCH", "CUDA", "XPU", "GENERATOR"], module=__name__)
 """Random number generators that follow rank 0."""
@@ -137,7 +137,7 @@ class DeepSpeedPlugin(Plugin):
     kind, section = "DEEPSPEED", "deepspeed_config"
     renamed = {"hf_ds_config": "deepspeed_config_file"}  # noqa: RUF012
     needless = frozenset({"is_train_batch_min", "msamp_opt_level", "transformer_moe_cls_names"})
-    refused = {"enable_msamp": "no fp8 here; mixed_precision='bf16' is the nearest"}  # noqa: RUF012
+    refused = {"enable_msamp": "take mixed_precision='fp8', by torchao"}  # noqa: RUF012
 
     USUAL_STAGE: ClassVar[int] = 2
     """The stage of a plugin that names none."""

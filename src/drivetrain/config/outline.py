@@ -219,17 +219,28 @@ def find_outline(name: str, options: Any = None) -> tuple[type[Outline[Any]], An
     return strategies().outline(name), options
 
 
-def check_loss(run: RunConfig, sizes: Mapping[str, int]) -> None:
-    """Refuse a loss in pieces of a model whose parts are computed by several ranks.
+def check_forward(run: RunConfig, sizes: Mapping[str, int]) -> None:
+    """Refuse changes to a model's forward that other settings leave no room for.
 
     Raises:
-        ConfigError: ``loss: chunked`` with an axis beside ``dp``.
+        ConfigError: ``loss: chunked`` with an axis beside ``dp``; ``precision: fp8`` with an axis
+            ``tp``, or with selective recompute.
     """
     divided = {axis: size for axis, size in sizes.items() if axis != "dp" and size > 1}
     if run.loss == "chunked" and divided:
         raise ConfigError(
             f"loss: chunked: expected each rank to compute a whole model, found {divided}; leave "
             "loss: whole: tp divides the logits of the vocabulary anyhow"
+        )
+    if run.precision == "fp8" and "tp" in divided:
+        raise ConfigError(
+            f"precision: fp8: expected layers that each rank holds whole, found tp: "
+            f"{divided['tp']}; take precision: bf16, or a strategy without tp"
+        )
+    if run.precision == "fp8" and run.recompute.mode == "selective":
+        raise ConfigError(
+            "precision: fp8: expected recompute full or none, found selective, which cannot tell "
+            "products in fp8 apart; change one of them"
         )
 
 

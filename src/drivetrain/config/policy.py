@@ -9,7 +9,8 @@ from drivetrain.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
-PrecisionName: TypeAlias = Literal["no", "bf16", "fp16"]
+PrecisionName: TypeAlias = Literal["no", "bf16", "fp16", "fp8"]
+Recipe: TypeAlias = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"]
 Dtype: TypeAlias = "torch.dtype | str | None"
 """A dtype, its word, or None for none of them."""
 
@@ -29,9 +30,11 @@ class Policy:
         param: dtype in which forward reads fp32 parameters of two dims or more; None leaves each
             parameter in the dtype the user gave it.
         compute: dtype of matrix products inside forward; None computes in the parameters' dtype.
+            With fp8 that of the products that are not in fp8.
         reduce: dtype in which gradients cross ranks; None sends each in its parameter's dtype.
         master: dtype of the copy the optimizer updates; None means the parameter is the master.
         master_of_given: whether parameters that the user gave in a low dtype get a master too.
+        recipe: how numbers are scaled for products in fp8; None without any.
     """
 
     name: PrecisionName = "no"
@@ -40,6 +43,7 @@ class Policy:
     reduce: str | None = None
     master: str | None = None
     master_of_given: bool = False
+    recipe: Recipe | None = None
 
     @classmethod
     def of(
@@ -49,22 +53,25 @@ class Policy:
         param: Dtype = None,
         reduce: Dtype = None,
         master: Dtype = "auto",
+        recipe: Recipe = "tensorwise",
     ) -> Self:
         """Return the policy of a name, with other dtypes than the name alone gives.
 
         Args:
-            name: no, bf16 or fp16.
+            name: no, bf16, fp16 or fp8, which is bf16 with products of blocks in fp8.
             param: dtype in which forward reads matrices: None, or the name's own.
             reduce: dtype of gradients on the wire: None, bf16, fp16 (with the name fp16) or fp32.
             master: ``auto`` keeps an fp32 master of parameters that ``param`` converts; ``fp32``
                 also of parameters given in a low dtype; None keeps no master.
+            recipe: of fp8; means nothing without it.
 
         Raises:
             ConfigError: an unknown name, or dtypes that do not fit together.
         """
-        if name not in ("no", "bf16", "fp16"):
-            raise ConfigError(f"expected a precision of no, bf16 or fp16, found {name!r}")
-        compute = None if name == "no" else name
+        computes = {"no": None, "bf16": "bf16", "fp16": "fp16", "fp8": "bf16"}
+        if name not in computes:
+            raise ConfigError(f"expected a precision of no, bf16, fp16 or fp8, found {name!r}")
+        compute = computes[name]
         read = None if param is None else dtype_word(param)
         sent = None if reduce is None else dtype_word(reduce)
         kept = None if master is None else dtype_word(master)
@@ -80,6 +87,7 @@ class Policy:
             reduce=sent,
             master=("fp32" if read is not None else None) if kept == "auto" else kept,
             master_of_given=kept == "fp32",
+            recipe=recipe if name == "fp8" else None,
         )
 
     @classmethod
@@ -95,6 +103,7 @@ class Policy:
             param=None if dtypes.param == "as_given" else dtypes.param,
             reduce=None if dtypes.reduce == "as_given" else dtypes.reduce,
             master=None if dtypes.master == "none" else dtypes.master,
+            recipe=dtypes.fp8,
         )
 
     @property
@@ -126,6 +135,7 @@ class Policy:
         return (
             f"{self.name}: param {self.param or given}, compute {self.compute or given}, "
             f"reduce {self.reduce or given}, master {self.master or 'none'}"
+            f"{f', fp8 {self.recipe}' if self.recipe else ''}"
         )
 
 

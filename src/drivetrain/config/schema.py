@@ -157,7 +157,7 @@ class DtypesConfig:
     param: Literal["as_given", "bf16", "fp16"] = option(
         "as_given",
         help="Dtype in which forward reads fp32 parameters of two dims or more; vectors keep "
-        "theirs. bf16 needs precision bf16, fp16 needs fp16.",
+        "theirs. bf16 needs precision bf16 or fp8, fp16 needs fp16.",
     )
     reduce: Literal["as_given", "bf16", "fp16", "fp32"] = option(
         "as_given",
@@ -167,6 +167,11 @@ class DtypesConfig:
         "auto",
         help="Copy that the optimizer updates. auto: fp32 for what param converts; fp32: also for "
         "parameters given in bf16 or fp16; none: the parameter itself is updated.",
+    )
+    fp8: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = option(
+        "tensorwise",
+        help="With precision fp8: a scale for each tensor (quickest), for each row, or for rows, "
+        "with gradients of weights in bf16 (most exact).",
     )
 
 
@@ -284,9 +289,10 @@ class LinksConfig:
 class RunConfig:
     """One run, without its strategy section, which the strategy's own plugin declares."""
 
-    precision: Literal["no", "bf16", "fp16"] = option(
+    precision: Literal["no", "bf16", "fp16", "fp8"] = option(
         "no",
-        help="Compute precision: no (fp32), bf16, or fp16 with a dynamic loss scale.",
+        help="Compute precision: no (fp32), bf16, fp16 with a dynamic loss scale, or fp8: bf16 "
+        "with the matrix products of blocks in fp8, by torchao.",
         question="Which precision?",
     )
     dtypes: DtypesConfig = section(

@@ -24,14 +24,14 @@ from torch.utils.data import DataLoader
 
 from drivetrain.collectives import Communicator, connect
 from drivetrain.config import RecomputeConfig, options_of
-from drivetrain.config.outline import check_loss
+from drivetrain.config.outline import check_forward
 from drivetrain.config.policy import dtype_word
 from drivetrain.cost import ModelSpec, TensorSpec
 from drivetrain.data import PreparedLoader, prepare_data_loader
 from drivetrain.errors import DrivetrainError, UsageError
 from drivetrain.facade.gradients import WindowGradients
 from drivetrain.facade.prepared import PreparedModel, PreparedObjects
-from drivetrain.facade.settings import AutocastKwargs, Runs, StrategyChoice, agree
+from drivetrain.facade.settings import Handlers, Runs, StrategyChoice, agree
 from drivetrain.facade.stepping import PreparedOptimizer, PreparedScheduler
 from drivetrain.facade.uneven import UnevenInputs
 from drivetrain.log import get_logger
@@ -46,6 +46,7 @@ from drivetrain.model.deferred import (
     stray_tensors,
     unknown_values,
 )
+from drivetrain.model.fp8 import compute_in_fp8, restore_products
 from drivetrain.model.modules import UninheritedHook, clean_name, compute_in
 from drivetrain.model.recompute import KeptInputs, attach, choose_blocks, is_attached, restore
 from drivetrain.parallel.suitability import check_forward_writes
@@ -473,7 +474,7 @@ class Preparation:
     Args:
         prepared: gets every prepared object.
         runs: the run of each strategy.
-        autocast: how forward computes.
+        handlers: how forward computes, and its products in fp8.
         constructions: where missing values of models come from.
         recomputations: attaches the configured recompute.
         gradients: of the models; decides whether an optimizer may step.
@@ -484,7 +485,7 @@ class Preparation:
         self,
         prepared: PreparedObjects,
         runs: Runs,
-        autocast: AutocastKwargs,
+        handlers: Handlers,
         constructions: Constructions,
         recomputations: Recomputations,
         gradients: WindowGradients,
@@ -493,7 +494,7 @@ class Preparation:
         self._prepared = prepared
         self._handled: BaseException | None = None
         self._runs = runs
-        self._autocast = autocast
+        self._autocast, self._fp8 = handlers.autocast, handlers.fp8
         self._constructions = constructions
         self._recomputations = recomputations
         self._gradients = gradients
@@ -544,13 +545,14 @@ class Preparation:
             place(model, world.device)
         self._prepared.note_groups(mine)
         try:
-            module, bound = strategy.prepare(self._with_loss(model, strategy.run), mine)
+            module, bound = strategy.prepare(self._with_forward(model, strategy.run), mine)
             entry = PreparedModel(module, strategy, tuple(bound), names, given)
             entry.check_dtypes(given.parameters, precision)
             entry.norm_dtype = _norm_dtype(given.parameters)
         except BaseException:
             strategy.close()
             restore_loss(model)
+            restore_products(model)
             raise
         self._announce_policies(model, given.parameters)
         self._bind(mine, bound)
@@ -726,12 +728,18 @@ class Preparation:
                 if prepared.optimizer is before:
                     prepared.optimizer = after
 
-    def _with_loss(self, model: nn.Module, run: Run) -> nn.Module:
-        """Let the model compute its loss in pieces, if the configuration says so; return it."""
-        if self._runs.config.run.loss == "whole":
-            return model
-        check_loss(self._runs.config.run, {axis: run.mesh[axis].size for axis in run.mesh})
-        compute_in_pieces(model)
+    def _with_forward(self, model: nn.Module, run: Run) -> nn.Module:
+        """Let the model compute its loss in pieces, or products in fp8, as configured; return it.
+
+        Of a run's models those without a head, or without blocks, are refused.
+        """
+        configured = self._runs.config.run
+        check_forward(configured, {axis: run.mesh[axis].size for axis in run.mesh})
+        if configured.loss == "chunked":
+            compute_in_pieces(model)
+        if (recipe := run.precision.recipe) is not None:
+            config, only = self._fp8.config, self._fp8.module_filter_func
+            compute_in_fp8(model, recipe, run.world.device, config=config, only=only)
         return model
 
     def _note_forward(self, entry: PreparedModel, module: nn.Module, inputs: Any) -> None:

@@ -28,6 +28,7 @@ from drivetrain.errors import CheckpointError, ConfigError, RankMismatchError, U
 from drivetrain.facade.settings import Runs
 from drivetrain.facade.stepping import PreparedOptimizer, PreparedScheduler
 from drivetrain.losses import restore_loss
+from drivetrain.model.fp8 import restore_products
 from drivetrain.model.guard import is_guarded
 from drivetrain.model.modules import (
     UninheritedContext,
@@ -285,6 +286,7 @@ class PreparedModel:
             note.remove()
         self.strategy.close()
         restore_loss(self.module)
+        restore_products(self.module)
 
 
 @dataclass(slots=True, eq=False)

@@ -167,6 +167,27 @@ class AutocastKwargs:
 
 
 @dataclass(slots=True)
+class AORecipeKwargs:
+    """Products in fp8 as a script says, in the place of ``dtypes.fp8``.
+
+    Attributes:
+        config: a ``Float8LinearConfig`` of torchao; None takes the recipe of the configuration.
+        module_filter_func: called with a layer and its name; True computes in fp8. None takes the
+            layers of the blocks.
+    """
+
+    config: Any = None
+    module_filter_func: Callable[[nn.Module, str], bool] | None = None
+
+    def __post_init__(self) -> None:
+        if getattr(self.config, "enable_fsdp_float8_all_gather", False):
+            raise UsageError(
+                "expected a config without enable_fsdp_float8_all_gather, found it on; parameters "
+                "are gathered in dtypes.param here: leave it False"
+            )
+
+
+@dataclass(slots=True)
 class ProfileKwargs:
     """Arguments of ``torch.profiler.profile``.
 
@@ -291,6 +312,7 @@ class Handlers:
     process_group: InitProcessGroupKwargs
     scaler: GradScalerKwargs
     autocast: AutocastKwargs
+    fp8: AORecipeKwargs
     profile: ProfileKwargs
     ddp: DistributedDataParallelKwargs | None
 
@@ -302,6 +324,7 @@ class Handlers:
             InitProcessGroupKwargs,
             GradScalerKwargs,
             AutocastKwargs,
+            AORecipeKwargs,
             ProfileKwargs,
             DistributedDataParallelKwargs,
         )
@@ -316,6 +339,7 @@ class Handlers:
             found.get(InitProcessGroupKwargs) or InitProcessGroupKwargs(),
             found.get(GradScalerKwargs) or GradScalerKwargs(),
             found.get(AutocastKwargs) or AutocastKwargs(),
+            found.get(AORecipeKwargs) or AORecipeKwargs(),
             found.get(ProfileKwargs) or ProfileKwargs(),
             found.get(DistributedDataParallelKwargs),
         )

@@ -209,7 +209,11 @@ def _predicted(
     for name, plan in predictor.installed.planned.items():
         for keys in plan.layouts(task.model.layers, task.model.heads, task.ranks, task.per_host):
             for mode, links in product(recompute, methods):
-                own = {"micro_batch": rows, "recompute": mode, "precision": run.precision.name}
+                own = {
+                    "micro_batch": rows,
+                    "recompute": mode,
+                    "precision": run.precision.compute or "no",
+                }
                 words = {**keys, **own, "data_parallel": name, "links": links}
                 try:
                     texts = {key: str(value) for key, value in words.items()}

@@ -34,6 +34,7 @@ from drivetrain.hardware.sizes import GIB, size_text
 from drivetrain.losses import LEAST_PIECES, language_model_in, restore_loss
 from drivetrain.memory import device_room, host_room
 from drivetrain.model.first_batch import Candidate
+from drivetrain.model.fp8 import restore_products
 from drivetrain.model.look import tensors_in
 from drivetrain.model.modules import restore_forward, uncompiled
 from drivetrain.model.recompute import restore
@@ -253,11 +254,11 @@ class Ladder:
         keys = {
             "micro_batch": str(rows),
             "recompute": settings.recompute.mode,
-            "precision": run.precision.name,
+            "precision": run.precision.compute or "no",
         }
         self._now = PlannedLayout(
             "", type(entry.strategy), entry.strategy.config, {}, 0, rows, settings.recompute.mode,
-            run.precision.name, EXACT, EXACT, keys,
+            run.precision.compute or "no", EXACT, EXACT, keys,
         )  # fmt: skip
         self._beyond = 0.0
         needed = self._needs(Change("", self._now))
@@ -401,6 +402,7 @@ def _bare(module: nn.Module) -> nn.Module:
         except Exception as problem:  # whatever the user's objects raise
             raise ConfigError(f"{type(module).__name__} cannot be copied: {problem}") from problem
     restore_loss(copied)
+    restore_products(copied)
     restore_forward(copied)
     restore(copied)
     return copied

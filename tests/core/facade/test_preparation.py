@@ -109,7 +109,7 @@ def test_0_is_a_seed_for_data_too():
 
 def test_wrong_arguments():
     for options, error, message in (
-        ({"mixed_precision": "fp8"}, ConfigError, "precision"),
+        ({"mixed_precision": "fp4"}, ConfigError, "precision"),
         ({"strategy": "zeero"}, UnknownPluginError, "installed: .*ddp"),
         ({"strategy": {"name": "ddp", "bucket_mb": 3}}, ConfigError, "did you mean 'bucket_mib'"),
     ):

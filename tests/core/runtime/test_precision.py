@@ -62,7 +62,7 @@ def test_reduce_changes_floats_up_to_fp32_alone():
 
 def test_dtypes_that_do_not_fit_are_refused():
     for name, dtypes, message in (
-        ("fp8", {}, "expected a precision of no, bf16 or fp16, found 'fp8'"),
+        ("fp4", {}, "expected a precision of no, bf16, fp16 or fp8, found 'fp4'"),
         ("no", {"param": BF16}, "param: bf16 needs precision: bf16, found precision: no; set"),
         ("bf16", {"param": FP16}, "param: fp16 needs precision: fp16, found precision: bf16"),
         ("bf16", {"param": FP32}, "expected as_given, bf16 or fp16, found fp32"),
@@ -86,3 +86,7 @@ def test_configuration_names_every_dtype():
     explicit = RunConfig(dtypes=DtypesConfig(master="fp32"))
     assert Precision.configured(explicit).master_of_given
     assert Precision.configured(RunConfig()) == Precision.of("no")
+    eight = RunConfig(precision="fp8", dtypes=DtypesConfig(param="bf16", fp8="rowwise"))
+    assert str(Precision.configured(eight)) == (
+        "fp8: param bf16, compute bf16, reduce as given, master fp32, fp8 rowwise"
+    )

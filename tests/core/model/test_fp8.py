@@ -1,0 +1,210 @@
+"""Products in fp8: which layers, their numbers, and that strategies train them as one process."""
+
+import copy
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from drivetrain import Accelerator, AORecipeKwargs
+from drivetrain.config.outline import check_forward
+from drivetrain.config.schema import RecomputeConfig, RunConfig
+from drivetrain.errors import ConfigError, UsageError
+from drivetrain.model.fp8 import choose_layers, compute_in_fp8, restore_products
+
+pytest.importorskip("torchao", reason="torchao is not installed: drivetrain[fp8]")
+
+CPU = torch.device("cpu")
+RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+
+
+class Block(nn.Module):
+    """Two layers that can compute in fp8, and one that cannot: 10 is no multiple of 16."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down, self.odd = nn.Linear(32, 64), nn.Linear(64, 32), nn.Linear(32, 10)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(x))) + self.odd(x).mean(-1, keepdim=True)
+
+
+class Blocks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(16, 32), nn.Linear(32, 16)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)
+
+
+def batch(step, rank):
+    torch.manual_seed(100 * step + rank)
+    return torch.randn(5, 16)  # 5 rows: no multiple of 16
+
+
+def loss_of(model, inputs):
+    return model(inputs).float().square().mean()
+
+
+def named(model):
+    return {name: each.detach().clone() for name, each in model.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "config"),
+    [
+        ("zero3", {"recompute": {"mode": "full"}}),
+        ("fsdp", {"dtypes": {"fp8": "rowwise"}}),
+        ({"name": "megatron", "pp": 2}, {"dtypes": {"fp8": "rowwise_with_gw_hp"}}),
+        ("ddp", {}),
+        ("zero2", {}),
+    ],
+    ids=["zero3", "fsdp", "pp", "ddp", "zero2"],
+)
+@pytest.mark.ranks(2)
+def test_trains_as_one_process_that_takes_the_same_micro_batches(strategy, config):
+    """Scales belong to a micro-batch, so the one process takes those of all ranks one by one.
+
+    A pipeline cuts batches: the same numbers only where scales belong to rows.
+    """
+    kwargs = {"mixed_precision": "fp8", "config": config, "cpu": True}
+    accelerator = Accelerator(strategy=strategy, **kwargs)
+    model, alone, in_bf16 = Blocks(), Blocks(), Blocks()
+    start = named(model)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.05))
+    others = [torch.optim.SGD(each.parameters(), lr=0.05) for each in (alone, in_bf16)]
+    compute_in_fp8(alone, config.get("dtypes", {}).get("fp8", "tensorwise"), CPU)
+    axis = accelerator.mesh["dp"]
+    for step in range(3):
+        accelerator.backward(loss_of(model, batch(step, axis.rank)))
+        for rank in range(axis.size):
+            for each in (alone, in_bf16):
+                with torch.autocast("cpu", torch.bfloat16):
+                    (loss_of(each, batch(step, rank)) / axis.size).backward()
+        for each in (optimizer, *others):
+            each.step()
+            each.zero_grad()
+    found = accelerator.get_state_dict(model)
+    assert {value.dtype for value in found.values()} == {torch.float32}
+
+    def apart(wanted):
+        """Return the largest distance of a parameter, as a share of its way."""
+        return max((found[n] - v).norm() / (v - start[n]).norm() for n, v in named(wanted).items())
+
+    assert apart(alone) < (0.03 if "pp" in strategy else 1e-5)  # bf16 rounds what stages exchange
+    assert apart(in_bf16) > 0.06
+    accelerator.free_memory()
+
+
+@pytest.mark.filterwarnings("ignore")  # torch.compile's own
+def test_compiled_blocks_multiply_in_fp8_in_one_graph():
+    torch._dynamo.reset()
+    config = {"compile": "blocks"}
+    plain = Blocks()
+    gradients = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("drivetrain.model.compiled.BACKEND", "aot_eager")
+        for each in ({}, config):
+            accelerator = Accelerator(mixed_precision="fp8", config=each, cpu=True)
+            model = accelerator.prepare(copy.deepcopy(plain))
+            torch._dynamo.utils.counters.clear()
+            accelerator.backward(loss_of(model, batch(0, 0)))
+            gradients.append({name: p.grad.clone() for name, p in model.named_parameters()})
+            made = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+            accelerator.free_memory()
+    torch._dynamo.reset()
+    assert made == 1
+    for name, value in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], value, rtol=1e-3, atol=1e-4)
+
+
+def test_recipes_differ_and_are_undone():
+    model, inputs = Blocks(), batch(0, 0)
+    exact = model(inputs)
+    outputs = []
+    for recipe in RECIPES[:2]:
+        compute_in_fp8(model, recipe, CPU)
+        outputs.append(model(inputs))
+        torch.testing.assert_close(outputs[-1], exact, rtol=0.2, atol=0.2)
+        copied = copy.deepcopy(model)
+        assert torch.equal(copied(inputs), outputs[-1])
+        restore_products(model)
+        assert torch.equal(model(inputs), exact)
+    assert not torch.equal(outputs[0], outputs[1])
+
+
+def test_layers_are_chosen_in_blocks_and_the_reasons_of_others_are_said(capsys):
+    model = Blocks()
+    model.blocks[0].up.weight.requires_grad_(False)
+    model.blocks[1].up.double()
+    nn.utils.parametrizations.weight_norm(model.blocks[2].up)
+    chosen, left = choose_layers(model)
+    assert set(chosen) == {f"blocks.{i}.down" for i in range(3)}
+    assert left == {
+        "first": "outside of the blocks",
+        "last": "outside of the blocks",
+        "blocks.0.up": "frozen",
+        "blocks.1.up": "given in float64",
+        "blocks.2.up": "computes in a way of its own",
+        **{f"blocks.{i}.odd": "sizes are no multiples of 16" for i in range(3)},
+    }
+    flat = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 32), nn.Linear(32, 16))
+    assert list(choose_layers(flat).chosen) == ["2"]
+    assert set(choose_layers(flat, lambda layer, name: name != "2").chosen) == {"0", "3"}
+    compute_in_fp8(model, "rowwise", CPU)
+    told = capsys.readouterr().err
+    assert "3 of 11 Linear layers of Blocks compute in fp8 (rowwise, emulated" in told
+    assert "blocks.0.odd and 2 more (sizes are no multiples of 16)" in told
+
+
+def test_accelerates_object_chooses_recipe_and_layers():
+    from torchao.float8 import Float8LinearConfig
+
+    config = Float8LinearConfig.from_recipe_name("rowwise")
+    handler = AORecipeKwargs(config, lambda layer, name: name.endswith("down"))
+    outputs = []
+    for handlers, dtypes in ([handler], {}), ([], {"dtypes": {"fp8": "rowwise"}}):
+        accelerator = Accelerator(
+            mixed_precision="fp8", kwargs_handlers=handlers, config=dtypes, cpu=True
+        )
+        assert accelerator.mixed_precision == "fp8"
+        model = accelerator.prepare(Blocks())
+        outputs.append(model(batch(0, 0)))
+        accelerator.free_memory()
+    assert not torch.equal(*outputs)  # the second has the layers up, too
+    with pytest.raises(UsageError, match="enable_fsdp_float8_all_gather"):
+        AORecipeKwargs(Float8LinearConfig(enable_fsdp_float8_all_gather=True))
+
+
+def test_what_cannot_be_is_refused(monkeypatch):
+    run = RunConfig(precision="fp8")
+    check_forward(run, {"dp": 2, "pp": 2})
+    with pytest.raises(ConfigError, match="that each rank holds whole, found tp: 2"):
+        check_forward(run, {"tp": 2})
+    selective = RunConfig(precision="fp8", recompute=RecomputeConfig(mode="selective"))
+    with pytest.raises(ConfigError, match="found selective"):
+        check_forward(selective, {})
+    accelerator = Accelerator(mixed_precision="fp8", cpu=True)
+    with pytest.raises(UsageError, match=r"found none \(0: first or last\); take precision: bf16"):
+        accelerator.prepare(nn.Sequential(nn.Linear(16, 16)))
+    model = Blocks()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "L4")
+    with pytest.raises(
+        UsageError, match=r"capability 9\.0 or newer .* rowwise, found L4 with 8\.9"
+    ):
+        compute_in_fp8(model, "rowwise", torch.device("cuda"))
+    monkeypatch.setitem(sys.modules, "torchao.float8", None)
+    with pytest.raises(UsageError, match="pip install 'drivetrain\\[fp8\\]'"):
+        accelerator.prepare(model)
+    restored = accelerator.prepare  # a refused model is as it was
+    monkeypatch.undo()
+    assert restored(model) is not None
+    accelerator.free_memory()
