@@ -125,6 +125,15 @@ def test_compiled_blocks_multiply_in_fp8_in_one_graph():
         torch.testing.assert_close(gradients[1][name], value, rtol=1e-3, atol=1e-4)
 
 
+def test_outputs_have_the_dtype_of_autocast():
+    model = Blocks()
+    compute_in_fp8(model, "tensorwise", CPU)
+    inputs = torch.randn(5, 32)
+    assert model.blocks[0].up(input=inputs).dtype is torch.float32
+    with torch.autocast("cpu", torch.bfloat16):
+        assert model.blocks[0].up(inputs).dtype is torch.bfloat16
+
+
 def test_recipes_differ_and_are_undone():
     model, inputs = Blocks(), batch(0, 0)
     exact = model(inputs)
@@ -178,6 +187,7 @@ def test_accelerates_object_chooses_recipe_and_layers():
         model = accelerator.prepare(Blocks())
         outputs.append(model(batch(0, 0)))
         accelerator.free_memory()
+        assert torch.equal(model(batch(0, 0)), Blocks()(batch(0, 0)))
     assert not torch.equal(*outputs)  # the second has the layers up, too
     with pytest.raises(UsageError, match="enable_fsdp_float8_all_gather"):
         AORecipeKwargs(Float8LinearConfig(enable_fsdp_float8_all_gather=True))
