@@ -14,6 +14,7 @@ A   1.3 B parameters, 4 x 2048 tokens: the step of each system against the bare 
 B   0.2 B, 1 x 1024 tokens, bound by the host: the same, with kernels and host time of a step
 C   compiled blocks, 1.3 B with 8 x 2048 tokens and 1.9 B with 6 x 2048: MFU
 D   compiled blocks under each strategy, the shape of A: speed-up, and the same loss
+E   products in fp8 (those of torchao's own conversion, too), compiled blocks, 2.7 B parameters
 F   a vocabulary of 152,000, 1.2 B parameters: the loss in pieces against the loss of logits
 G   4.2 B and 8.0 B parameters, blocks recomputed, the state of AdamW in host memory (of 8.0 B three
     quarters of it): tokens and operations per second, and bytes of the host
@@ -146,6 +147,13 @@ ROWS = (
         limit_s=90,
     ),
     Row("D", MIDDLE, ("bare", "ddp", "zero2", "zero3", "fsdp", "fsdp2"), compiled=True, limit_s=90),
+    Row(
+        "E",
+        Shape(layers=32, dim=2560, inner=6912, batch=4, seq=2048),
+        ("bare", "bare fp8", "ddp fp8", "fsdp bf16", "fsdp bf16 fp8", "fsdp bf16 rowwise fp8"),
+        compiled=True,
+        limit_s=100,
+    ),
     Row(
         "F",
         Shape(layers=12, dim=2048, inner=5504, batch=4, seq=2048, vocab=152_000),
@@ -289,15 +297,16 @@ def trained_by(row: Row, system: str, make: Callable[[], Any], device: Any) -> T
     """Return how the system trains the model that is made."""
     offload = system.endswith("offload")
     if system.partition(" ")[0] in OURS:
-        dtypes = {"dtypes": {"param": "bf16", "reduce": "fp32"}} if "bf16" in system else {}
+        low = {"param": "bf16", "reduce": "fp32"} if "bf16" in system else {}
+        recipe = {"fp8": "rowwise"} if "rowwise" in system else {}
         strategy: dict[str, Any] = {"name": system.partition(" ")[0]}
         if offload:
             strategy["offload"] = {"optimizer": "cpu", "ratio": row.ratio}
         accelerator: Any = Accelerator(
             strategy=strategy,
-            mixed_precision="bf16",
+            mixed_precision="fp8" if system.endswith("fp8") else "bf16",
             cpu=device.type == "cpu",
-            config=dtypes | row.config,
+            config={"dtypes": low | recipe} | row.config,
         )
         with accelerator.building() if offload else contextlib.nullcontext():
             model = make()
@@ -327,6 +336,12 @@ def trained_by(row: Row, system: str, make: Callable[[], Any], device: Any) -> T
 
 def bare(system: str, model: Any) -> Any:
     """Return the model, wrapped as a user of torch would."""
+    if system == "bare fp8":
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+        config = Float8LinearConfig(emulate=not torch.cuda.is_available())
+        for block in model.blocks:
+            convert_to_float8_training(block, config=config)
     if system == "torch ddp":
         return nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
     if system.startswith("fsdp2"):

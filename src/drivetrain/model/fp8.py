@@ -56,7 +56,7 @@ def compute_in_fp8(
     """Let the ``Linear`` layers of a model's blocks multiply in fp8; say which, and which not.
 
     Without blocks that repeat, all layers but the first and the last are looked at: these two cost
-    most accuracy. On a CPU products are emulated: slow, and the same numbers.
+    most accuracy. On a CPU products are emulated in fp32.
 
     Args:
         model: changed in place; ``restore_products`` undoes it.
@@ -78,7 +78,7 @@ def compute_in_fp8(
     products = _products(recipe, device, config)
     for layer in chosen.values():
         wrap_forward(layer, FP8_FORWARD, products)
-    emulated = ", emulated: slower than bf16" if device.type == "cpu" else ""
+    emulated = ", emulated in fp32" if device.type == "cpu" else ""
     logger.announce(
         f"precision: fp8: {len(chosen)} of {len(chosen) + len(left)} Linear layers of "
         f"{type(model).__name__} compute in fp8 ({recipe if config is None else 'config'}"
