@@ -6,6 +6,7 @@
     python benchmarks/gpu.py --only A,B/zero3 --out build/gpu
     python benchmarks/gpu.py --resume --out build/gpu          # what is missing there
     python benchmarks/gpu.py --pairs 20                        # compile: blocks, here and now
+    drivetrain launch --nproc-per-node 2 benchmarks/gpu.py --pairs 20
 
 === ================================================================================================
 row what
@@ -638,15 +639,22 @@ PAIRED = Shape(layers=4, dim=256, inner=704, batch=2, seq=128, vocab=1000, head=
 
 
 def paired(pairs: int) -> None:
-    """Print the time of a compiled step against the eager one before or after it, by strategy."""
+    """Print the time of a compiled step against the eager one before it, by strategy.
+
+    On more ranks than one (``drivetrain launch``) ``tp`` comes with the others.
+    """
     torch.set_num_threads(1)
+    torch.manual_seed(0)
     words = torch.randint(PAIRED.vocab, (PAIRED.batch, PAIRED.seq + 1))
     print("| strategy | eager, ms | compiled, ms | compiled / eager |\n|---|---|---|---|")
-    for strategy in OURS:
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    divided = [{"name": "megatron", "tp": ranks}] if ranks > 1 else []
+    for strategy in (*OURS, *divided):
         steps = []
         for mode in ("none", "blocks"):
             torch.manual_seed(0)
             model: Any = LossDecoder(PAIRED.options, chunked=False)
+            model.example_inputs = (words[:, :-1], words[:, 1:])
             accelerator: Any = Accelerator(strategy=strategy, cpu=True, config={"compile": mode})
             optimizer = torch.optim.AdamW(model.parameters(), fused=True)
             step = with_accelerator(accelerator, *accelerator.prepare(model, optimizer))
@@ -654,7 +662,8 @@ def paired(pairs: int) -> None:
         times = [[seconds(step) for step in steps] for _ in range(pairs + 2)][2:]
         eager, blocks = (1e3 * statistics.median(each) for each in zip(*times, strict=True))
         ratio = statistics.median(after / before for before, after in times)
-        print(f"| `{strategy}` | {eager:.1f} | {blocks:.1f} | {ratio:.3f} |", flush=True)
+        name = strategy if isinstance(strategy, str) else "tp"
+        accelerator.print(f"| `{name}` | {eager:.1f} | {blocks:.1f} | {ratio:.3f} |", flush=True)
 
 
 def seconds(step: Callable[[], object]) -> float:

@@ -294,6 +294,7 @@ class RegionEnds(Uncopied):
 
     ranks: Communicator
 
+    @_disable_dynamo
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Be a forward pre-hook: everything that wants a gradient enters all ranks."""
         return tree_map(self._entered, (args, kwargs))
@@ -301,6 +302,7 @@ class RegionEnds(Uncopied):
     def _entered(self, x: Any) -> Any:
         return operators.copy(x, self.ranks) if isinstance(x, Tensor) and x.requires_grad else x
 
+    @_disable_dynamo
     def leave(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Be a forward hook: the first tensor of a module's result is summed over ranks."""
         return with_first(output, lambda x: reduce(x, self.ranks))
@@ -322,12 +324,14 @@ class PaddedBias:
         start, stop = next(iter(partition.ranges[rank]), (0, 0))
         self._before, self._after = start, partition.size - stop
 
+    @_disable_dynamo
     def begin(self, module: nn.Module, args: Any) -> None:
         """Be a forward pre-hook."""
         with computing:  # before the module's own forward
             share = getattr(module, self._name)
             module.__dict__[self._name] = F.pad(share, (self._before, self._after))
 
+    @_disable_dynamo
     def end(self, module: nn.Module, args: Any, output: Any) -> None:
         """Be a forward hook, also after an error."""
         module.__dict__.pop(self._name, None)

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, autograd, nn
+from torch._compile import _disable_dynamo
 
 from drivetrain.collectives import Communicator
 from drivetrain.errors import ConfigError
@@ -752,11 +753,13 @@ class FeatureGate(Uncopied):
     edges: Edges
     features: Partition
 
+    @_disable_dynamo
     def scattered(self, module: nn.Module, args: Any) -> Any:
         """Be a forward pre-hook: the layer sees this rank's input features."""
         x, *rest = args
         return (scatter(x, self.edges.ranks, self.features), *rest)
 
+    @_disable_dynamo
     def gathered(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
         """Be a forward hook: the code after the layer sees all output features."""
         return gather(output, self.edges.ranks, self.features)
