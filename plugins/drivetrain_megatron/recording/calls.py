@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from drivetrain.collectives.facts import differing
 from drivetrain.data.examples import ExampleBatch
@@ -96,6 +96,12 @@ def example_inputs(
                 f"expected model.example_inputs to be a dict, a tuple or a tensor, found a "
                 f"{type(given).__name__}: set it to the arguments of the model's forward"
             )
+        # A model that was made without memory may have made its inputs so.
+        given = tree_map_only(
+            Tensor,
+            lambda each: torch.zeros_like(each, device="cpu") if each.is_meta else each,
+            given,
+        )
         _, args, kwargs, _ = Candidate.of("", given)
         return _looked(model, args, kwargs, stages)
     failures: dict[str, list[str]] = {}

@@ -323,7 +323,7 @@ def _chosen(
     """Keep the values that somebody chose: a default must not hide a weaker layer's choice."""
     kept: dict[str, Any] = {}
     for key, value in values.items():
-        dotted = prefix + key
+        dotted = f"{prefix}{key}"
         if isinstance(value, Mapping):
             inner = _chosen(value, origins, dotted + ".")
             if dotted in origins and "name" in value:  # a strategy that was given by its name alone

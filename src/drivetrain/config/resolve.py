@@ -150,7 +150,7 @@ def _overlay(
     layer: Layer,
 ) -> None:
     for key, value in incoming.items():
-        dotted = prefix + key
+        dotted = f"{prefix}{key}"  # refused later, if it is no text
         if isinstance(value, Mapping):
             values[key] = _as_section(values.get(key))
             _overlay(values[key], value, dotted + ".", origins, layer)
@@ -426,4 +426,4 @@ def _flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
         if isinstance(value, Mapping):
             yield from _flatten(value, f"{prefix}{key}.")
         else:
-            yield prefix + key, value
+            yield f"{prefix}{key}", value

@@ -683,7 +683,7 @@ def _file_layer(config: str | Path | Mapping[str, Any] | None) -> Layer:
         return Layer()
     if isinstance(config, Mapping):
         return Layer(
-            config, {key: ValueOrigin("file", "Accelerator(config={...})") for key in config}
+            config, {str(key): ValueOrigin("file", "Accelerator(config={...})") for key in config}
         )
     return read_file(config)
 

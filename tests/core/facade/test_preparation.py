@@ -110,6 +110,7 @@ def test_0_is_a_seed_for_data_too():
 def test_wrong_arguments():
     for options, error, message in (
         ({"mixed_precision": "fp4"}, ConfigError, "precision"),
+        ({"config": {5: 1}}, ConfigError, "unknown key 5; valid keys"),
         ({"strategy": "zeero"}, UnknownPluginError, "installed: .*ddp"),
         ({"strategy": {"name": "ddp", "bucket_mb": 3}}, ConfigError, "did you mean 'bucket_mib'"),
     ):

@@ -15,6 +15,7 @@ from drivetrain.testing.conformance.twins import everyone
 from drivetrain_launch.cli import run
 from drivetrain_megatron.config import MegatronConfig
 from drivetrain_megatron.pipeline import cut
+from drivetrain_megatron.recording.calls import example_inputs
 from stacks import Residual
 
 WIDTH = 8
@@ -101,6 +102,17 @@ def test_a_cell_alone_has_no_total(capsys):
         "sent per step: activations over tp": "not counted: depends on the batch",
         "sent per step: activations over pp": "not counted: depends on the batch",
     }
+
+
+def test_example_inputs_without_values_stand_for_others_of_their_shape():
+    """As where ``drivetrain estimate`` makes a model, and with it its inputs, without memory."""
+    with torch.device("meta"):
+        model = nn.Sequential(*(Residual(WIDTH) for _ in range(4)))
+        model.example_inputs = torch.randn(4, WIDTH)
+    args, _, look = example_inputs(model)
+    assert args[0].shape == (4, WIDTH)
+    assert not args[0].is_meta
+    assert look.blocks
 
 
 def test_gradients_between_cells_are_counted(capsys):
