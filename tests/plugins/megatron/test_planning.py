@@ -109,10 +109,9 @@ def test_example_inputs_without_values_stand_for_others_of_their_shape():
     with torch.device("meta"):
         model = nn.Sequential(*(Residual(WIDTH) for _ in range(4)))
         model.example_inputs = torch.randn(4, WIDTH)
-    args, _, look = example_inputs(model)
-    assert args[0].shape == (4, WIDTH)
-    assert not args[0].is_meta
-    assert look.blocks
+    (given,) = example_inputs(model).args
+    assert given.shape == (4, WIDTH)
+    assert not given.is_meta
 
 
 def test_gradients_between_cells_are_counted(capsys):
