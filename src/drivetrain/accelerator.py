@@ -29,6 +29,7 @@ from drivetrain.facade.checkpoints import Decode, Encode, RunCheckpoints, check_
 from drivetrain.facade.exchange import Preemption
 from drivetrain.facade.gradients import WindowGradients
 from drivetrain.facade.observer import Observer, Observers
+from drivetrain.facade.pieces import Pieces
 from drivetrain.facade.preparation import Constructions, Preparation, Recomputations, is_scheduler
 from drivetrain.facade.prepared import PreparedObjects, WholeWeights
 from drivetrain.facade.settings import (
@@ -197,6 +198,7 @@ class Accelerator(AnswersArguments, StaysInProcess, Processes):
             self._gradients,
             self._uneven,
         )
+        self._pieces = Pieces(self._runs, self._prepared, self._gradients)
         self._gathering = Gathering(self._runs, self.gradient_state)
         self._weights = WholeWeights(self._prepared, self._runs, self._gradients)
         self._checkpoints = RunCheckpoints(self._prepared, self._gradients, project, self._runs)
@@ -591,6 +593,26 @@ class Accelerator(AnswersArguments, StaysInProcess, Processes):
             models: the models that accumulate; none means all that were prepared.
         """
         return self._gradients.micro_batch(models)
+
+    def micro_batches(self, batch: Any, *models: nn.Module) -> Iterator[Any]:
+        """Iterate over the pieces of a rank's batch that ``micro_batch`` of the configuration asks.
+
+        The pieces are one micro-batch of the window, as one ``accumulate`` would be: a loop runs
+        forward and ``backward`` on each, and one step after the last. A loss counts with the rows
+        of its piece, so that the gradient is that of the mean over all rows of all ranks. Where it
+        is a mean of something else, such as tokens, pass their number: ``backward(loss, weight)``.
+        Collective, unless ``micro_batch`` is ``whole``.
+
+        Args:
+            batch: tensors in lists, tuples and dicts, the first dimension counts samples; ranks may
+                have different numbers.
+            models: the models that accumulate; none means all that were prepared.
+
+        Raises:
+            UsageError: no common first dimension, a layer such as BatchNorm that mixes rows, or a
+                pipeline, which cuts batches itself.
+        """
+        return self._pieces.of(batch, models)
 
     @property
     def gradient_accumulation_steps(self) -> int:

@@ -304,6 +304,12 @@ class RunConfig:
         minimum=1,
         maximum=100_000,
     )
+    micro_batch: int | Literal["whole", "auto"] = option(
+        "whole",
+        help="Rows that accelerator.micro_batches() cuts a rank's batch into pieces of. auto: as "
+        "many as fit into memory.",
+        minimum=1,
+    )
     step_scheduler_with: Literal["optimizer", "samples"] = option(
         "optimizer",
         help="optimizer: one scheduler step per optimizer step; samples: one per rank's batch.",

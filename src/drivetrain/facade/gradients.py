@@ -257,15 +257,25 @@ class WindowGradients:
         return self._begun if self.state.is_unfinished else None
 
     @contextmanager
-    def micro_batch(self, models: Sequence[nn.Module]) -> Iterator[None]:
-        """Context of one micro-batch of these models; of all models when there are none."""
+    def micro_batch(
+        self,
+        models: Sequence[nn.Module],
+        *,
+        first: bool = True,
+        last: bool = True,
+        rows: int | None = None,
+    ) -> Iterator[None]:
+        """Context of one micro-batch of these models; of all models when there are none.
+
+        It may be a piece of a batch: the first, the last, with so many rows.
+        """
         state = self.state
         if state.sync_gradients:
             self._start_window(counted=True)
         with ExitStack() as stack:
             stack.enter_context(self.explained())
-            stack.enter_context(state.next_micro_batch())
-            if state.num_steps > 1 and state.micro_batch == 1:
+            stack.enter_context(state.next_micro_batch(first=first, last=last, rows=rows))
+            if (state.num_steps > 1 or not last) and first and state.micro_batch == 1:
                 self._begun = WindowStart(self._prepared, state.windows)
             self.step = state.micro_batch
             if not (state.sync_gradients or state.sync_each_batch):
@@ -318,6 +328,8 @@ class WindowGradients:
     ) -> None:
         """Run backward; at the end of a window the gradients are synchronised and exact means."""
         _check_loss(loss)
+        if weight is None and self.state.rows is not None:
+            weight = self.state.rows  # pieces of a batch need not be equally large
         self.state.use(trains=True)
         if self.state.micro_batch == 0:
             self._start_window(counted=False)

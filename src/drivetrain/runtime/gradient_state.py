@@ -68,6 +68,7 @@ class GradientState:
         stepped: whether an optimizer has stepped, or left out a step, at its end.
         at_hand: the pass that delivered the batch at hand; it may have been left since.
         finished: the pass that came to its end after the last batch was delivered.
+        rows: of the piece of a batch that is at hand; None for whole batches.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class GradientState:
         self.windows = 0
         self.backwards = 0
         self.stepped = False
+        self.rows: int | None = None
         self._inside = False
         self._clear_later: list[Callable[[], None]] = []
         self.at_hand: ActivePass | None = None
@@ -198,19 +200,29 @@ class GradientState:
         return self._inside and self.num_steps > 1 and self.backwards > 0 and not self.stepped
 
     @contextmanager
-    def next_micro_batch(self) -> Iterator[None]:
-        """Context of the next micro-batch; decides whether it ends the window."""
-        if self.sync_gradients:
-            self._begin_window()
-        self.micro_batch += 1
+    def next_micro_batch(
+        self, *, first: bool = True, last: bool = True, rows: int | None = None
+    ) -> Iterator[None]:
+        """Context of the next micro-batch, or of a piece; decides whether it ends the window.
+
+        Args:
+            first: whether it is whole, or the first piece.
+            last: whether it is whole, or the last piece.
+            rows: of the piece.
+        """
+        if first:
+            if self.sync_gradients:
+                self._begin_window()
+            self.micro_batch += 1
         self._used = True
         ends_loader = self.sync_with_dataloader and self.end_of_dataloader
-        self.sync_gradients = ends_loader or self.micro_batch >= self.num_steps
-        around, self._inside = self._inside, True
+        self.sync_gradients = last and (ends_loader or self.micro_batch >= self.num_steps)
+        around, self._inside = (self._inside, self.rows), True
+        self.rows = rows
         try:
             yield
         finally:
-            self._inside = around
+            self._inside, self.rows = around
 
     def _begin_window(self) -> None:
         self.micro_batch, self.backwards, self.stepped = 0, 0, False

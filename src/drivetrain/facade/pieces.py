@@ -1,0 +1,257 @@
+"""Pieces of a batch that fit into memory: one micro-batch together, with the batch's gradient.
+
+With ``micro_batch: auto`` the pieces are as large as fits. No rank ever runs out of memory to find
+out, since the others would wait for it in a collective, and a control group of the kernel kills:
+the peak of pieces is measured, beginning with one row, and larger ones are predicted from it.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+from math import ceil, inf
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._pytree import tree_leaves
+
+from drivetrain.errors import UsageError
+from drivetrain.facade.gradients import WindowGradients
+from drivetrain.facade.prepared import PreparedObjects
+from drivetrain.facade.settings import Runs
+from drivetrain.log import get_logger
+from drivetrain.memory import Heap, device_room, host_room
+from drivetrain.nested import slice_tensors
+
+logger = get_logger(__name__)
+
+SHARE = 0.9
+"""The part of the free memory that a prediction may fill."""
+
+_STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+"""Where Linux tells the largest memory of a process, and where ``5`` makes it the present one."""
+
+
+@dataclass(slots=True)
+class Measured:
+    """What pieces have taken so far.
+
+    Attributes:
+        peaks: the most bytes above what was held before, by the elements of the largest tensor.
+    """
+
+    peaks: dict[int, int] = field(default_factory=dict)
+
+    def add(self, elements: int, peak: int) -> None:
+        """Note the peak of a piece."""
+        self.peaks[elements] = max(peak, self.peaks.get(elements, 0))
+
+    def need(self, elements: int) -> float:
+        """Return the bytes that a piece is predicted to take; infinite before the first.
+
+        Beyond the largest known piece memory goes on to grow as steeply as it ever did; one piece
+        alone counts as if all of it grew.
+        """
+        if not self.peaks:
+            return inf
+        largest = max(self.peaks)
+        peak = self.peaks[largest]
+        slopes = [
+            (peak - other) / (largest - smaller)
+            for smaller, other in self.peaks.items()
+            if smaller < largest
+        ]
+        slope = max(0.0, *slopes) if slopes else peak / largest
+        known = max((most for size, most in self.peaks.items() if size <= elements), default=0)
+        return max(known, peak + slope * (elements - largest))
+
+    def rows_that_fit(self, rows: int, per_row: int, room: float) -> int:
+        """Return the most rows, of so many elements each, whose need is in the room; at least one.
+
+        With nothing known, one row.
+        """
+        fitting = (count for count in range(rows, 1, -1) if self.need(count * per_row) <= room)
+        return next(fitting, 1)
+
+
+class Pieces:
+    """Cuts the batches of one Accelerator.
+
+    Args:
+        runs: the configuration and the ranks.
+        prepared: the models that train on the pieces.
+        gradients: their window, of which the pieces of a batch are one micro-batch.
+    """
+
+    def __init__(self, runs: Runs, prepared: PreparedObjects, gradients: WindowGradients) -> None:
+        self._runs = runs
+        self._prepared = prepared
+        self._gradients = gradients
+        self._measured = Measured()
+        self._heap = Heap()
+        self._held = 0
+        self._announced = 0
+
+    def of(self, batch: Any, models: Sequence[nn.Module]) -> Iterator[Any]:
+        """Yield the pieces of a batch; all ranks have as many, as even as possible."""
+        option = self._runs.config.run.micro_batch
+        if option == "whole":
+            with self._gradients.micro_batch(models):
+                yield batch
+            return
+        self._check_models()
+        leaves = _checked(batch)
+        rows, elements = len(leaves[0]), max(map(Tensor.numel, leaves))
+        per_row = ceil(elements / rows)
+        begin = 0
+        if option == "auto" and not self._measured.peaks and self._agreed(2, rows) == 2:
+            # One row tells what the others will take.
+            with self._piece(models, 1, per_row, first=True, last=False):
+                yield slice_tensors(batch, slice(0, 1))
+            begin = 1
+        left = rows - begin
+        largest = self._largest(left, per_row) if option == "auto" else int(option)
+        count = self._agreed(ceil(left / largest), left)
+        bounds = [begin + left * number // count for number in range(count + 1)]
+        for start, end in pairwise(bounds):
+            first, last = start == 0, end == rows
+            with self._piece(models, end - start, per_row, first=first, last=last):
+                yield slice_tensors(batch, slice(start, end))
+
+    @contextmanager
+    def _piece(
+        self, models: Sequence[nn.Module], rows: int, per_row: int, *, first: bool, last: bool
+    ) -> Iterator[None]:
+        """Context of the forward and backward of a piece, whose peak is measured."""
+        measures = self._runs.config.run.micro_batch == "auto"
+        device = self._runs.default.world.device
+        if measures:
+            if first and self._gradients.state.sync_gradients:  # gradients count as the window's
+                self._heap.relieve(-1)  # else pieces would take it, and seem to need less
+                self._held = _held(device)
+            _begin_peak(device)
+        with self._gradients.micro_batch(models, first=first, last=last, rows=rows):
+            yield
+        if measures:
+            self._measured.add(rows * per_row, max(0, _peak(device) - self._held))
+
+    def _largest(self, rows: int, per_row: int) -> int:
+        """Return the most rows of a piece that are predicted to fit on this rank, and say so."""
+        world = self._runs.default.world
+        room = _room(world.device, world.local_size)
+        found = self._measured.rows_that_fit(rows, per_row, SHARE * room)
+        need = self._measured.need(found * per_row)
+        if not self._measured.peaks:
+            return found
+        if need > SHARE * room:
+            logger.warning(
+                f"micro_batch: auto: a row of {per_row:,} elements is predicted to need "
+                f"{need / 2**20:,.0f} MiB, and {room / 2**20:,.0f} MiB are free; it is tried: "
+                "shorter rows, recompute or a strategy that divides more would need less"
+            )
+        elif found != self._announced:
+            say = logger.info if self._announced else logger.announce
+            say(
+                f"micro_batch: auto: at most {found} of {rows} rows at once, predicted to need "
+                f"{need / 2**20:,.0f} of {room / 2**20:,.0f} MiB"
+            )
+            self._announced = found
+        return found
+
+    def _agreed(self, wanted: int, rows: int) -> int:
+        """Return how many pieces all ranks make: as many as one wants, and each has rows for."""
+        world = self._runs.default.world
+        both = torch.tensor([wanted, -rows], device=world.device)
+        if world.size > 1:
+            dist.all_reduce(both, op=dist.ReduceOp.MAX)
+        most, least = map(int, both.tolist())
+        return min(most, -least)
+
+    def _check_models(self) -> None:
+        mesh = self._runs.default.mesh
+        if "pp" in mesh and mesh["pp"].size > 1:
+            raise UsageError(
+                "micro_batch: expected whole under pp, found "
+                f"{self._runs.config.run.micro_batch}: a pipeline cuts batches itself; set "
+                "strategy.micro_batches"
+            )
+        for entry in self._prepared.models:
+            for name, module in entry.module.named_modules():
+                if isinstance(module, _BatchNorm) and module.training:
+                    raise UsageError(
+                        "micro_batch: expected layers that treat each row by itself, found "
+                        f"{type(module).__name__} {name!r}, whose results depend on all rows; take "
+                        " GroupNorm or LayerNorm, put it into eval(), or leave "
+                        "micro_batch: whole"
+                    )
+
+
+def _checked(batch: Any) -> list[Tensor]:
+    """Return the tensors of a batch.
+
+    Raises:
+        UsageError: something else is in it, or tensors do not have one number of rows.
+    """
+    leaves = [leaf for leaf in tree_leaves(batch) if leaf is not None]
+    rows = {
+        len(leaf) if isinstance(leaf, Tensor) and leaf.dim() else type(leaf).__name__
+        for leaf in leaves
+    }
+    if len(rows) != 1 or not all(isinstance(each, int) and each for each in rows):
+        found = ", ".join(map(str, sorted(rows, key=str))) or "nothing"
+        raise UsageError(
+            "micro_batch: expected a batch of tensors whose first dimension counts the samples, "
+            f"found sizes and types {found}; pass micro_batches() what has such a dimension, or "
+            "leave micro_batch: whole"
+        )
+    return leaves
+
+
+def _room(device: torch.device, ranks: int) -> float:
+    """Return the bytes that this rank may still take, a share of the host's without a device."""
+    if device.type == "cpu":
+        return host_room() / ranks
+    room = device_room(device)
+    if room is None:
+        raise UsageError(
+            f"micro_batch: auto: expected a device that tells its free memory, found {device}; "
+            "give a number"
+        )
+    return room
+
+
+def _held(device: torch.device) -> int:
+    """Return the bytes that this rank holds now."""
+    if device.type != "cpu":
+        return torch.accelerator.memory_allocated(device)
+    return _of_process("VmRSS:")
+
+
+def _begin_peak(device: torch.device) -> None:
+    """Forget the peak until now."""
+    if device.type != "cpu":
+        torch.accelerator.reset_peak_memory_stats(device)
+        return
+    try:
+        _RESET.write_text("5")
+    except OSError as error:
+        raise UsageError(
+            f"micro_batch: auto: expected to measure the memory of this process by {_RESET}, found "
+            f"that it cannot be written ({error}); give a number"
+        ) from error
+
+
+def _peak(device: torch.device) -> int:
+    """Return the most bytes that were held since ``_begin_peak``."""
+    if device.type != "cpu":
+        return torch.accelerator.max_memory_allocated(device)
+    return _of_process("VmHWM:")
+
+
+def _of_process(name: str) -> int:
+    lines = (line.split() for line in _STATUS.read_text().splitlines())
+    return next(1024 * int(words[1]) for words in lines if words[0] == name)

@@ -1,0 +1,200 @@
+"""Pieces of a batch: the step of the whole batch, as large as fits, and what cannot be cut."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from drivetrain import Accelerator
+from drivetrain.errors import UsageError
+from drivetrain.facade import pieces
+from drivetrain.facade.pieces import Measured
+from drivetrain.testing.models import WIDTH
+from towers import Tower
+
+MIB = 2**20
+
+
+def batch(step, rank, rows):
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    inputs = torch.randn(rows, WIDTH, generator=generator, dtype=torch.float64)
+    counted = torch.rand(rows, generator=generator) > 0.3
+    return {"inputs": inputs, "counted": counted}
+
+
+def rows_of(step, rank):
+    return 5 + 3 * step + 2 * rank
+
+
+def squares(model, part):
+    return model(part["inputs"]).square().mean(-1)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "option", "tokens"),
+    [
+        ("zero3", "auto", False),
+        ("ddp", 2, True),
+        ("fsdp", 3, False),
+        ("ddp", "auto", False),
+        ("zero2", 4, True),
+    ],
+)
+@pytest.mark.ranks(2)
+def test_a_step_is_that_of_the_whole_batches_of_all_ranks(strategy, option, tokens):
+    """Ranks have other numbers of rows, later batches more, and the mean may be of some rows."""
+    alone = Tower()
+    accelerator = Accelerator(strategy=strategy, cpu=True, config={"micro_batch": option})
+    model = copy.deepcopy(alone)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    ours = torch.optim.SGD(alone.parameters(), lr=0.1)
+    axis = accelerator.mesh["dp"]
+    for step in range(4):
+        count = 0
+        for part in accelerator.micro_batches(batch(step, axis.rank, rows_of(step, axis.rank))):
+            count += 1
+            losses = squares(model, part)
+            if tokens:
+                weight = int(part["counted"].sum())
+                loss = (losses * part["counted"]).sum() / max(weight, 1)
+                accelerator.backward(loss, weight=weight)
+            else:
+                accelerator.backward(losses.mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        if option != "auto":
+            assert count == -(-rows_of(step, 1) // option)  # of the rank with more rows
+        whole = [batch(step, rank, rows_of(step, rank)) for rank in range(axis.size)]
+        together = {key: torch.cat([each[key] for each in whole]) for key in whole[0]}
+        losses = squares(alone, together)
+        (losses[together["counted"]] if tokens else losses).mean().backward()
+        ours.step()
+        ours.zero_grad()
+    found = accelerator.get_state_dict(model)
+    for name, value in alone.state_dict().items():
+        torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-12)
+    accelerator.free_memory()
+
+
+@pytest.mark.ranks(2)
+def test_pieces_are_one_micro_batch_of_a_window_that_the_loader_may_end():
+    rows = torch.randn(12, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    alone = Tower()
+    accelerator = Accelerator(
+        strategy="zero2", cpu=True, gradient_accumulation_steps=2, config={"micro_batch": 1}
+    )
+    model = copy.deepcopy(alone)
+    loader = DataLoader(TensorDataset(rows), batch_size=2)
+    model, optimizer, loader = accelerator.prepare(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), loader
+    )
+    ours = torch.optim.SGD(alone.parameters(), lr=0.1)
+    synced = []
+    for (inputs,) in loader:  # three batches: a window of two, and one of one
+        for part in accelerator.micro_batches(inputs):
+            accelerator.backward(model(part).square().mean())
+            synced.append(accelerator.sync_gradients)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert synced == [False, False, False, True, False, True]
+    for used in (rows[:8], rows[8:]):
+        alone(used).square().mean().backward()
+        ours.step()
+        ours.zero_grad()
+    found = accelerator.get_state_dict(model)
+    for name, value in alone.state_dict().items():
+        torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-12)
+    accelerator.free_memory()
+
+
+def test_predictions_are_lines_through_what_was_measured():
+    measured = Measured()
+    assert measured.rows_that_fit(8, 10, 100) == 1
+    measured.add(10, 50)
+    assert measured.need(20) == 100  # one piece alone: all of it may grow
+    assert measured.rows_that_fit(8, 10, 150) == 3
+    measured.add(30, 70)
+    assert measured.need(60) == 100
+    assert measured.need(20) == 60
+    assert measured.rows_that_fit(8, 10, 100) == 6
+    assert measured.rows_that_fit(8, 20, 100) == 3  # rows of twice as many elements
+    measured.add(60, 160)  # steeper than it was
+    assert measured.need(70) == 190
+    measured.add(60, 90)
+    assert measured.need(60) == 160
+    assert measured.rows_that_fit(8, 1000, 10) == 1
+
+
+def test_auto_takes_what_the_room_allows_and_says_so(monkeypatch, capsys, caplog):
+    """Activations of a row are 2 MiB here; the room is for about four rows of the first length."""
+    monkeypatch.setattr(pieces, "_room", lambda device, ranks: 12 * MIB)
+    taken = {}
+
+    def peak(device):
+        return taken["elements"] * MIB // 4
+
+    monkeypatch.setattr(pieces, "_held", lambda device: 0)
+    monkeypatch.setattr(pieces, "_peak", peak)
+    accelerator = Accelerator(cpu=True, config={"micro_batch": "auto"})
+    model = accelerator.prepare(nn.Linear(1, 1))
+
+    def counts(rows, length):
+        found = []
+        for part in accelerator.micro_batches(torch.ones(rows, length)):
+            taken["elements"] = part.numel()
+            accelerator.backward(model(part.mean(1, keepdim=True)).mean())
+            found.append(len(part))
+        return found
+
+    assert counts(9, 8) == [1, 4, 4]  # 10.8 MiB for 2 each: at most 5 rows
+    assert counts(10, 8) == [5, 5]
+    assert counts(8, 16) == [2, 2, 2, 2]
+    assert "micro_batch: auto: at most 5 of 8 rows at once" in capsys.readouterr().err
+    counts(2, 80)
+    assert "a row of 80 elements is predicted to need 20 MiB" in caplog.text
+    accelerator.free_memory()
+
+
+def test_memory_is_measured():
+    accelerator = Accelerator(cpu=True, config={"micro_batch": "auto"})
+    model = accelerator.prepare(nn.Linear(4, 1))
+    size = 64 * MIB
+    for part in accelerator.micro_batches(torch.ones(1, 4)):
+        big = torch.ones(size // 4)
+        accelerator.backward(model(part).mean() * big[0])
+        del big
+    (peak,) = accelerator._pieces._measured.peaks.values()
+    assert 0.95 * size <= peak <= 2 * size
+    accelerator.free_memory()
+
+
+def test_whole_batches_are_one_micro_batch_and_what_cannot_be_cut_is_refused():
+    accelerator = Accelerator(cpu=True)
+    words = ["not", "cut"]
+    assert list(accelerator.micro_batches(words)) == [words]
+    accelerator = Accelerator(cpu=True, config={"micro_batch": 2})
+    for wrong, found in (
+        (words, "types str"),
+        ([torch.ones(4), torch.ones(3)], "types 3, 4"),
+        (torch.tensor(1.0), "types Tensor"),
+        ({}, "types nothing"),
+    ):
+        with pytest.raises(UsageError, match=f"counts the samples, found sizes and {found}"):
+            next(accelerator.micro_batches(wrong))
+    model = accelerator.prepare(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
+    with pytest.raises(UsageError, match="found BatchNorm1d '1'"):
+        next(accelerator.micro_batches(torch.ones(4, 2)))
+    model.eval()
+    assert len(list(accelerator.micro_batches(torch.ones(4, 2)))) == 2
+    accelerator.free_memory()
+
+
+@pytest.mark.ranks(2)
+def test_pipelines_cut_batches_themselves():
+    accelerator = Accelerator(
+        strategy={"name": "megatron", "pp": 2}, cpu=True, config={"micro_batch": 2}
+    )
+    with pytest.raises(UsageError, match=r"found 2: .* set strategy\.micro_batches"):
+        next(accelerator.micro_batches(torch.ones(4, 2)))
