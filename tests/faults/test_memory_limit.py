@@ -1,6 +1,9 @@
 """A rank that takes more memory than its control group has: the system kills that rank alone."""
 
 import os
+import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -42,3 +45,52 @@ def test_a_rank_that_is_killed_for_lack_of_memory_is_named(trainings, group, too
     )
     assert "stopped with it: rank 0" in done.stderr
     assert trainings.checkpoints() == ["checkpoint_0"]
+
+
+PIECES = """
+import sys, torch
+from torch import nn
+from drivetrain import Accelerator
+
+class Deep(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x):
+        x = x * self.scale
+        for _ in range(20):
+            x = torch.sigmoid(x)
+        return x.mean()
+
+accelerator = Accelerator(cpu=True, config={"micro_batch": sys.argv[1]})
+model = accelerator.prepare(Deep())
+for length in (1 << 17, 1 << 17, 1 << 18):
+    pieces = 0
+    for piece in accelerator.micro_batches(torch.randn(24, length)):
+        accelerator.backward(model(piece))
+        pieces += 1
+    print(pieces)
+"""
+
+
+def test_pieces_fit_where_a_batch_would_be_killed(group, tmp_path):
+    """A batch keeps 250 MiB, a later one 500: more than the group leaves beside the program."""
+    script = tmp_path / "pieces.py"
+    script.write_text(PIECES)
+
+    def run(option: str) -> "subprocess.CompletedProcess[str]":
+        def enter() -> None:
+            (group / "cgroup.procs").write_text(str(os.getpid()))
+
+        command = [sys.executable, str(script), option]
+        return subprocess.run(
+            command, capture_output=True, text=True, check=False, preexec_fn=enter
+        )
+
+    assert run("whole").returncode == -signal.SIGKILL
+    done = run("auto")
+    assert done.returncode == 0, done.stderr
+    first, second, longer = map(int, done.stdout.split())
+    assert 1 < second <= first
+    assert second < longer <= 24

@@ -35,6 +35,7 @@ METHODS = {
     "load_state": "(input_dir=None, *, verify='full')",
     "resume": "(input_dir=None, *, verify='full')",
     "log": "(values, step=None, log_kwargs=None)",
+    "micro_batches": "(batch, *models)",
     "metric_mean": "(value, count)",
     "no_sync": "(model)",
     "observe": "(observer)",
