@@ -43,6 +43,13 @@ def build():
     return model, optimizer, torch.utils.data.DataLoader(data, batch_size=2)
 """
 
+PIECES = f"""{README}
+from drivetrain import Accelerator
+
+accelerator = Accelerator(config={{"micro_batch": "auto"}})
+model, optimizer, loader = accelerator.prepare(*build())
+"""
+
 NOTEBOOK = """
 import torch
 from drivetrain import Accelerator
@@ -134,7 +141,9 @@ def programs():
     yield "checkpoints", whole("checkpoints"), ("runs/mine/step-0/manifest.json",), ""
     watched = ("runs/mine/run/report.html", *(f"runs/mine/trace/{name}" for name in trace))
     yield "reports", whole("reports", "", WATCHED), watched, r"^0 16 "
-    recompute = "".join(blocks("docs/precision.md", "python")[1:])
+    _, pieces, *rest = blocks("docs/precision.md", "python")
+    yield "pieces", PIECES + pieces, (), ""
+    recompute = "".join(rest)
     yield "recompute", f"{recompute}\naccelerator.end_training()\n", (), ""
     yield "notebook", whole("cli", NOTEBOOK), (), ""
 

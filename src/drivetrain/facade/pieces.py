@@ -92,7 +92,6 @@ class Pieces:
         self._prepared = prepared
         self._gradients = gradients
         self._measured = Measured()
-        self._heap = Heap()
         self._held = 0
         self._announced = 0
 
@@ -131,7 +130,7 @@ class Pieces:
         device = self._runs.default.world.device
         if measures:
             if first and self._gradients.state.sync_gradients:  # gradients count as the window's
-                self._heap.relieve(-1)  # else pieces would take it, and seem to need less
+                Heap().relieve(-1)  # else pieces would take it, and seem to need less
                 self._held = _held(device)
             _begin_peak(device)
         with self._gradients.micro_batch(models, first=first, last=last, rows=rows):

@@ -137,7 +137,7 @@ def _told(left: dict[str, str]) -> str:
     return f"; not {', '.join(words)}" if words else ""
 
 
-def _products(recipe: str, device: torch.device, config: Any) -> "_Products":
+def _products(recipe: str, device: torch.device, config: Any) -> "_Fp8Products":
     """Return the products of a recipe on a device, by torchao.
 
     Raises:
@@ -168,14 +168,14 @@ def _products(recipe: str, device: torch.device, config: Any) -> "_Products":
         config = dataclasses.replace(config, emulate=True)
     with torch.device("meta"):
         layer = linear.Float8Linear(MULTIPLE, MULTIPLE, bias=False, config=config)
-    return _Products(multiply, layer.linear_mm_config, layer.config, device.type)
+    return _Fp8Products(multiply, layer.linear_mm_config, layer.config, device.type)
 
 
 def _version(numbers: tuple[int, int]) -> str:
     return ".".join(map(str, numbers))
 
 
-class _Products:
+class _Fp8Products:
     """Stands around the forward of ``Linear`` layers: the same, with products in fp8."""
 
     def __init__(self, multiply: Function, operands: Any, config: Any, device_type: str) -> None:
@@ -183,7 +183,7 @@ class _Products:
         self._operands, self._config = operands, config
         self._device_type = device_type
 
-    def __deepcopy__(self, memo: Any) -> "_Products":
+    def __deepcopy__(self, memo: Any) -> "_Fp8Products":
         return self
 
     def __call__(

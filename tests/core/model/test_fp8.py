@@ -1,6 +1,7 @@
 """Products in fp8: which layers, their numbers, and that strategies train them as one process."""
 
 import copy
+import importlib.util
 import sys
 
 import pytest
@@ -11,9 +12,12 @@ from drivetrain import Accelerator, AORecipeKwargs
 from drivetrain.config.outline import check_forward
 from drivetrain.config.schema import RecomputeConfig, RunConfig
 from drivetrain.errors import ConfigError, UsageError
+from drivetrain.model import fp8
 from drivetrain.model.fp8 import choose_layers, compute_in_fp8, restore_products
 
-pytest.importorskip("torchao", reason="torchao is not installed: drivetrain[fp8]")
+needs_torchao = pytest.mark.skipif(
+    importlib.util.find_spec("torchao") is None, reason="torchao is not installed: drivetrain[fp8]"
+)
 
 CPU = torch.device("cpu")
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
@@ -57,6 +61,7 @@ def named(model):
     return {name: each.detach().clone() for name, each in model.named_parameters()}
 
 
+@needs_torchao
 @pytest.mark.parametrize(
     ("strategy", "config"),
     [
@@ -103,6 +108,7 @@ def test_trains_as_one_process_that_takes_the_same_micro_batches(strategy, confi
     accelerator.free_memory()
 
 
+@needs_torchao
 @pytest.mark.filterwarnings("ignore")  # torch.compile's own
 def test_compiled_blocks_multiply_in_fp8_in_one_graph():
     torch._dynamo.reset()
@@ -125,6 +131,7 @@ def test_compiled_blocks_multiply_in_fp8_in_one_graph():
         torch.testing.assert_close(gradients[1][name], value, rtol=1e-3, atol=1e-4)
 
 
+@needs_torchao
 def test_outputs_have_the_dtype_of_autocast():
     model = Blocks()
     compute_in_fp8(model, "tensorwise", CPU)
@@ -134,6 +141,7 @@ def test_outputs_have_the_dtype_of_autocast():
         assert model.blocks[0].up(inputs).dtype is torch.bfloat16
 
 
+@needs_torchao
 def test_recipes_differ_and_are_undone():
     model, inputs = Blocks(), batch(0, 0)
     exact = model(inputs)
@@ -149,7 +157,8 @@ def test_recipes_differ_and_are_undone():
     assert not torch.equal(outputs[0], outputs[1])
 
 
-def test_layers_are_chosen_in_blocks_and_the_reasons_of_others_are_said(capsys):
+def test_layers_are_chosen_in_blocks_and_the_reasons_of_others_are_said(monkeypatch, capsys):
+    monkeypatch.setattr(fp8, "_products", lambda recipe, device, config: doubled)
     model = Blocks()
     model.blocks[0].up.weight.requires_grad_(False)
     model.blocks[1].up.double()
@@ -173,6 +182,23 @@ def test_layers_are_chosen_in_blocks_and_the_reasons_of_others_are_said(capsys):
     assert "blocks.0.odd and 2 more (sizes are no multiples of 16)" in told
 
 
+def doubled(module, compute, args, kwargs):
+    """Stands for a product in fp8, where there is no torchao."""
+    return 2 * compute(*args, **kwargs)
+
+
+def test_freed_models_compute_as_before(monkeypatch):
+    monkeypatch.setattr(fp8, "_products", lambda recipe, device, config: doubled)
+    accelerator = Accelerator(mixed_precision="fp8", cpu=True)
+    model, inputs = Blocks(), batch(0, 0)
+    exact = model(inputs)
+    prepared = accelerator.prepare(model)
+    assert not torch.allclose(prepared(inputs), exact, rtol=0.1)
+    accelerator.free_memory()
+    assert torch.equal(model(inputs), exact)
+
+
+@needs_torchao
 def test_accelerates_object_chooses_recipe_and_layers():
     from torchao.float8 import Float8LinearConfig
 
@@ -214,7 +240,4 @@ def test_what_cannot_be_is_refused(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchao.float8", None)
     with pytest.raises(UsageError, match="pip install 'drivetrain\\[fp8\\]'"):
         accelerator.prepare(model)
-    restored = accelerator.prepare  # a refused model is as it was
-    monkeypatch.undo()
-    assert restored(model) is not None
-    accelerator.free_memory()
+    assert not any("forward" in module.__dict__ for module in model.modules())
