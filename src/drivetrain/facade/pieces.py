@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves
 
+from drivetrain.collectives.facts import counts_of_everyone
 from drivetrain.errors import UsageError
 from drivetrain.facade.gradients import WindowGradients
 from drivetrain.facade.prepared import PreparedObjects
@@ -42,20 +42,26 @@ class Measured:
 
     Attributes:
         peaks: the most bytes above what was held before, by the elements of the largest tensor.
+        longest: the elements of a row, the most so far.
     """
 
     peaks: dict[int, int] = field(default_factory=dict)
+    longest: int = 0
 
-    def add(self, elements: int, peak: int) -> None:
+    def add(self, rows: int, per_row: int, peak: int) -> None:
         """Note the peak of a piece."""
+        elements = rows * per_row
         self.peaks[elements] = max(peak, self.peaks.get(elements, 0))
+        self.longest = max(self.longest, per_row)
 
-    def need(self, elements: int) -> float:
+    def need(self, rows: int, per_row: int) -> float:
         """Return the bytes that a piece is predicted to take; infinite before the first.
 
         Beyond the largest known piece memory goes on to grow as steeply as it ever did; one piece
-        alone counts as if all of it grew.
+        alone counts as if all of it grew. Longer rows may take the square of their length, as
+        attention does.
         """
+        elements = rows * per_row
         if not self.peaks:
             return inf
         largest = max(self.peaks)
@@ -67,14 +73,15 @@ class Measured:
         ]
         slope = max(0.0, *slopes) if slopes else peak / largest
         known = max((most for size, most in self.peaks.items() if size <= elements), default=0)
-        return max(known, peak + slope * (elements - largest))
+        longer = max(1.0, per_row / self.longest)
+        return longer * max(known, peak + slope * (elements - largest))
 
     def rows_that_fit(self, rows: int, per_row: int, room: float) -> int:
         """Return the most rows, of so many elements each, whose need is in the room; at least one.
 
         With nothing known, one row.
         """
-        fitting = (count for count in range(rows, 1, -1) if self.need(count * per_row) <= room)
+        fitting = (count for count in range(rows, 1, -1) if self.need(count, per_row) <= room)
         return next(fitting, 1)
 
 
@@ -102,19 +109,20 @@ class Pieces:
             with self._gradients.micro_batch(models):
                 yield batch
             return
-        self._check_models()
-        leaves = _checked(batch)
-        rows, elements = len(leaves[0]), max(map(Tensor.numel, leaves))
-        per_row = ceil(elements / rows)
+        self._check_run()
+        leaves = [leaf for leaf in tree_leaves(batch) if leaf is not None]
+        refusal = _refusal(leaves) or self._mixed()
+        rows = 1 if refusal else len(leaves[0])
+        per_row = 1 if refusal else ceil(max(map(Tensor.numel, leaves)) / rows)
         begin = 0
-        if option == "auto" and not self._measured.peaks and self._agreed(2, rows) == 2:
+        if option == "auto" and not self._measured.peaks and self._agreed(2, rows, refusal) == 2:
             # One row tells what the others will take.
             with self._piece(models, 1, per_row, first=True, last=False):
                 yield slice_tensors(batch, slice(0, 1))
             begin = 1
         left = rows - begin
         largest = self._largest(left, per_row) if option == "auto" else int(option)
-        count = self._agreed(ceil(left / largest), left)
+        count = self._agreed(ceil(left / largest), left, refusal)
         bounds = [begin + left * number // count for number in range(count + 1)]
         for start, end in pairwise(bounds):
             first, last = start == 0, end == rows
@@ -136,14 +144,14 @@ class Pieces:
         with self._gradients.micro_batch(models, first=first, last=last, rows=rows):
             yield
         if measures:
-            self._measured.add(rows * per_row, max(0, _peak(device) - self._held))
+            self._measured.add(rows, per_row, max(0, _peak(device) - self._held))
 
     def _largest(self, rows: int, per_row: int) -> int:
         """Return the most rows of a piece that are predicted to fit on this rank, and say so."""
         world = self._runs.default.world
         room = _room(world.device, world.local_size)
         found = self._measured.rows_that_fit(rows, per_row, SHARE * room)
-        need = self._measured.need(found * per_row)
+        need = self._measured.need(found, per_row)
         if not self._measured.peaks:
             return found
         if need > SHARE * room:
@@ -161,53 +169,57 @@ class Pieces:
             self._announced = found
         return found
 
-    def _agreed(self, wanted: int, rows: int) -> int:
+    def _agreed(self, wanted: int, rows: int, refusal: str) -> int:
         """Return how many pieces all ranks make: as many as one wants, and each has rows for."""
-        world = self._runs.default.world
-        both = torch.tensor([wanted, -rows], device=world.device)
-        if world.size > 1:
-            dist.all_reduce(both, op=dist.ReduceOp.MAX)
-        most, least = map(int, both.tolist())
-        return min(most, -least)
+        held = counts_of_everyone("micro_batches", "", [wanted, rows], refusal, None)
+        return min(max(wanted for wanted, _ in held), *(rows for _, rows in held))
 
-    def _check_models(self) -> None:
-        mesh = self._runs.default.mesh
-        if "pp" in mesh and mesh["pp"].size > 1:
+    def _check_run(self) -> None:
+        """Refuse runs that cut batches otherwise, or whose ranks could not agree.
+
+        Raises:
+            UsageError: a pipeline, or ``join_uneven_inputs``.
+        """
+        run = self._runs.default
+        if "pp" in run.mesh and run.mesh["pp"].size > 1:
             raise UsageError(
                 "micro_batch: expected whole under pp, found "
                 f"{self._runs.config.run.micro_batch}: a pipeline cuts batches itself; set "
                 "strategy.micro_batches"
             )
+        if self._gradients.state.uneven and run.world.size > 1:
+            raise UsageError(
+                "micro_batches(): expected as many batches on all ranks, found join_uneven_inputs()"
+                " around; leave micro_batch: whole, or let loaders even batches"
+            )
+
+    def _mixed(self) -> str:
+        """Return why a model's result for a row depends on the others; empty where none does."""
         for entry in self._prepared.models:
             for name, module in entry.module.named_modules():
                 if isinstance(module, _BatchNorm) and module.training:
-                    raise UsageError(
+                    return (
                         "micro_batch: expected layers that treat each row by itself, found "
                         f"{type(module).__name__} {name!r}, whose results depend on all rows; take "
-                        " GroupNorm or LayerNorm, put it into eval(), or leave "
-                        "micro_batch: whole"
+                        "GroupNorm or LayerNorm, put it into eval(), or leave micro_batch: whole"
                     )
+        return ""
 
 
-def _checked(batch: Any) -> list[Tensor]:
-    """Return the tensors of a batch.
-
-    Raises:
-        UsageError: something else is in it, or tensors do not have one number of rows.
-    """
-    leaves = [leaf for leaf in tree_leaves(batch) if leaf is not None]
+def _refusal(leaves: Sequence[Any]) -> str:
+    """Return why a batch of these cannot be cut into rows; empty if it can."""
     rows = {
         len(leaf) if isinstance(leaf, Tensor) and leaf.dim() else type(leaf).__name__
         for leaf in leaves
     }
-    if len(rows) != 1 or not all(isinstance(each, int) and each for each in rows):
-        found = ", ".join(map(str, sorted(rows, key=str))) or "nothing"
-        raise UsageError(
-            "micro_batch: expected a batch of tensors whose first dimension counts the samples, "
-            f"found sizes and types {found}; pass micro_batches() what has such a dimension, or "
-            "leave micro_batch: whole"
-        )
-    return leaves
+    if len(rows) == 1 and all(isinstance(each, int) and each for each in rows):
+        return ""
+    found = ", ".join(sorted(map(str, rows))) or "nothing"
+    return (
+        "micro_batch: expected a batch of tensors whose first dimension counts the samples, found "
+        f"sizes and types {found}; pass micro_batches() what has such a dimension, or leave "
+        "micro_batch: whole"
+    )
 
 
 def _room(device: torch.device, ranks: int) -> float:

@@ -112,19 +112,19 @@ def test_pieces_are_one_micro_batch_of_a_window_that_the_loader_may_end():
 def test_predictions_are_lines_through_what_was_measured():
     measured = Measured()
     assert measured.rows_that_fit(8, 10, 100) == 1
-    measured.add(10, 50)
-    assert measured.need(20) == 100  # one piece alone: all of it may grow
+    measured.add(1, 10, 50)
+    assert measured.need(2, 10) == 100  # one piece alone: all of it may grow
     assert measured.rows_that_fit(8, 10, 150) == 3
-    measured.add(30, 70)
-    assert measured.need(60) == 100
-    assert measured.need(20) == 60
+    measured.add(3, 10, 70)
+    assert measured.need(6, 10) == 100
+    assert measured.need(2, 10) == 60
     assert measured.rows_that_fit(8, 10, 100) == 6
-    assert measured.rows_that_fit(8, 20, 100) == 3  # rows of twice as many elements
-    measured.add(60, 160)  # steeper than it was
-    assert measured.need(70) == 190
-    measured.add(60, 90)
-    assert measured.need(60) == 160
-    assert measured.rows_that_fit(8, 1000, 10) == 1
+    assert measured.need(3, 20) == 200  # twice as long: the square, until it is known
+    assert measured.rows_that_fit(8, 20, 100) == 1
+    measured.add(3, 20, 160)  # steeper than it was
+    assert measured.need(7, 10) == 190
+    measured.add(6, 10, 90)
+    assert measured.need(6, 10) == 160
 
 
 def test_auto_takes_what_the_room_allows_and_says_so(monkeypatch, capsys, caplog):
@@ -150,10 +150,11 @@ def test_auto_takes_what_the_room_allows_and_says_so(monkeypatch, capsys, caplog
 
     assert counts(9, 8) == [1, 4, 4]  # 10.8 MiB for 2 each: at most 5 rows
     assert counts(10, 8) == [5, 5]
+    assert counts(8, 16) == [1] * 8  # rows of another length are not known yet
     assert counts(8, 16) == [2, 2, 2, 2]
     assert "micro_batch: auto: at most 5 of 8 rows at once" in capsys.readouterr().err
     counts(2, 80)
-    assert "a row of 80 elements is predicted to need 20 MiB" in caplog.text
+    assert "a row of 80 elements is predicted to need 100 MiB" in caplog.text
     accelerator.free_memory()
 
 
@@ -189,6 +190,19 @@ def test_whole_batches_are_one_micro_batch_and_what_cannot_be_cut_is_refused():
     model.eval()
     assert len(list(accelerator.micro_batches(torch.ones(4, 2)))) == 2
     accelerator.free_memory()
+
+
+@pytest.mark.ranks(2)
+def test_a_batch_that_one_rank_cannot_cut_is_an_error_on_all():
+    accelerator = Accelerator(cpu=True, config={"micro_batch": 2})
+    rows = [4, 3] if accelerator.process_index else [4, 4]
+    with pytest.raises(UsageError, match="found sizes and types 3, 4"):
+        next(accelerator.micro_batches([torch.ones(each) for each in rows]))
+    with (
+        accelerator.join_uneven_inputs([]),
+        pytest.raises(UsageError, match="found join_uneven_inputs"),
+    ):
+        next(accelerator.micro_batches(torch.ones(4, 2)))
 
 
 @pytest.mark.ranks(2)
