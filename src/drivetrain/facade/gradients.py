@@ -270,7 +270,9 @@ class WindowGradients:
         It may be a piece of a batch: the first, the last, with so many rows.
         """
         state = self.state
-        if state.sync_gradients:
+        if rows is not None and state.is_inside:  # pieces of the micro-batch that is under way
+            first = False
+        elif state.sync_gradients:
             self._start_window(counted=True)
         with ExitStack() as stack:
             stack.enter_context(self.explained())
@@ -433,7 +435,7 @@ class WindowGradients:
         optimizers = enumerate(self._prepared.optimizers)
         number = next(i for i, each in optimizers if each.optimizer is optimizer)
         self.scaler.record(number, overflow=bool(bad), made_with=min(bad, default=1.0))
-        if self.state.micro_batch == 0:  # no accumulate() around the step, which would update it
+        if not self.state.is_inside:  # no accumulate() around the step, which would update it
             self.scaler.update()
         return not bad
 

@@ -137,8 +137,11 @@ class Pieces:
         measures = self._runs.config.run.micro_batch == "auto"
         device = self._runs.default.world.device
         if measures:
+            if device.type == "cpu":
+                Heap().relieve(
+                    -1
+                )  # what a piece has freed lies in gaps that a larger one cannot use
             if first and self._gradients.state.sync_gradients:  # gradients count as the window's
-                Heap().relieve(-1)  # else pieces would take it, and seem to need less
                 self._held = _held(device)
             _begin_peak(device)
         with self._gradients.micro_batch(models, first=first, last=last, rows=rows):

@@ -86,6 +86,7 @@ class GradientState:
         self.stepped = False
         self.rows: int | None = None
         self._inside = False
+        self._ends_window = True
         self._clear_later: list[Callable[[], None]] = []
         self.at_hand: ActivePass | None = None
         self.finished: ActivePass | None = None
@@ -193,6 +194,11 @@ class GradientState:
         return self.windows + (self.sync_gradients and not self._inside)
 
     @property
+    def is_inside(self) -> bool:
+        """Whether the script is inside of a micro-batch's context."""
+        return self._inside
+
+    @property
     def is_unfinished(self) -> bool:
         """Whether the window at hand has micro-batches whose gradients wait for a step."""
         if not self.sync_gradients:
@@ -206,7 +212,7 @@ class GradientState:
         """Context of the next micro-batch, or of a piece; decides whether it ends the window.
 
         Args:
-            first: whether it is whole, or the first piece.
+            first: whether it is whole, or the first piece; not where ``accumulate()`` is around.
             last: whether it is whole, or the last piece.
             rows: of the piece.
         """
@@ -214,9 +220,10 @@ class GradientState:
             if self.sync_gradients:
                 self._begin_window()
             self.micro_batch += 1
+            ends_loader = self.sync_with_dataloader and self.end_of_dataloader
+            self._ends_window = ends_loader or self.micro_batch >= self.num_steps
         self._used = True
-        ends_loader = self.sync_with_dataloader and self.end_of_dataloader
-        self.sync_gradients = last and (ends_loader or self.micro_batch >= self.num_steps)
+        self.sync_gradients = last and self._ends_window
         around, self._inside = (self._inside, self.rows), True
         self.rows = rows
         try:

@@ -1,13 +1,14 @@
 """Pieces of a batch: the step of the whole batch, as large as fits, and what cannot be cut."""
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from drivetrain import Accelerator
+from drivetrain import Accelerator, GradScalerKwargs
 from drivetrain.errors import UsageError
 from drivetrain.facade import pieces
 from drivetrain.facade.pieces import Measured
@@ -78,8 +79,10 @@ def test_a_step_is_that_of_the_whole_batches_of_all_ranks(strategy, option, toke
     accelerator.free_memory()
 
 
+@pytest.mark.parametrize("around", [False, True], ids=["pieces", "accumulate"])
 @pytest.mark.ranks(2)
-def test_pieces_are_one_micro_batch_of_a_window_that_the_loader_may_end():
+def test_pieces_are_one_micro_batch_of_a_window_that_the_loader_may_end(around):
+    """Also where ``accumulate()`` is around them."""
     rows = torch.randn(12, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     alone = Tower()
     accelerator = Accelerator(
@@ -93,11 +96,12 @@ def test_pieces_are_one_micro_batch_of_a_window_that_the_loader_may_end():
     ours = torch.optim.SGD(alone.parameters(), lr=0.1)
     synced = []
     for (inputs,) in loader:  # three batches: a window of two, and one of one
-        for part in accelerator.micro_batches(inputs):
-            accelerator.backward(model(part).square().mean())
-            synced.append(accelerator.sync_gradients)
-        optimizer.step()
-        optimizer.zero_grad()
+        with accelerator.accumulate(model) if around else nullcontext():
+            for part in accelerator.micro_batches(inputs):
+                accelerator.backward(model(part).square().mean())
+                synced.append(accelerator.sync_gradients)
+            optimizer.step()
+            optimizer.zero_grad()
     assert synced == [False, False, False, True, False, True]
     for used in (rows[:8], rows[8:]):
         alone(used).square().mean().backward()
@@ -156,6 +160,26 @@ def test_auto_takes_what_the_room_allows_and_says_so(monkeypatch, capsys, caplog
     counts(2, 80)
     assert "a row of 80 elements is predicted to need 100 MiB" in caplog.text
     accelerator.free_memory()
+
+
+def test_a_skipped_step_changes_the_loss_scale_at_once():
+    scaler = GradScalerKwargs(init_scale=8.0, min_scale=1.0)
+    for option in ("whole", 2):
+        accelerator = Accelerator(
+            cpu=True,
+            mixed_precision="fp16",
+            kwargs_handlers=[scaler],
+            config={"micro_batch": option},
+        )
+        model = nn.Linear(2, 1)
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for wrong in (1.0, float("inf")):
+            for part in accelerator.micro_batches(torch.ones(4, 2)):
+                accelerator.backward(model(part).mean() * wrong)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert accelerator.scaler.get_scale() == 4.0
+        accelerator.free_memory()
 
 
 def test_memory_is_measured():
