@@ -78,7 +78,8 @@ def test_a_folder_that_vanished_is_made_again(tmp_path):
 
 SAVE = """
 import sys
-from drivetrain.checkpoint import Contents, save_checkpoint
+from drivetrain.checkpoint.encoding import Contents
+from drivetrain.checkpoint.saving import save_checkpoint
 from drivetrain.runtime.world import World
 from drivetrain.shards import Part, Shard
 import torch

@@ -49,9 +49,10 @@ class Measured:
     longest: int = 0
 
     def add(self, rows: int, per_row: int, peak: int) -> None:
-        """Note the peak of a piece."""
+        """Note the peak of a piece, if it is larger than all before or took more than predicted."""
         elements = rows * per_row
-        self.peaks[elements] = max(peak, self.peaks.get(elements, 0))
+        if elements > max(self.peaks, default=0) or peak > self.need(rows, per_row):
+            self.peaks[elements] = peak
         self.longest = max(self.longest, per_row)
 
     def need(self, rows: int, per_row: int) -> float:
@@ -138,9 +139,8 @@ class Pieces:
         device = self._runs.default.world.device
         if measures:
             if device.type == "cpu":
-                Heap().relieve(
-                    -1
-                )  # what a piece has freed lies in gaps that a larger one cannot use
+                # What a piece has freed lies in gaps that a larger one cannot use.
+                Heap().relieve(kept=-1)
             if first and self._gradients.state.sync_gradients:  # gradients count as the window's
                 self._held = _held(device)
             _begin_peak(device)
