@@ -287,7 +287,7 @@ def forms(ranks: int) -> list[tuple[str, dict[str, Any]]]:
     registry = strategies()
     found = []
     for name in registry.choices:
-        for options in registry.load(name).variants(ranks):
+        for options in registry.load(name).planning().variants(ranks):
             words = [name, *(f"{key}={value}" for key, value in options.items())]
             found.append((" ".join(words), {"name": name, **options}))
     return found

@@ -34,6 +34,7 @@ from typing_extensions import override
 from drivetrain.collectives import Communicator
 from drivetrain.compression.communicator import hosts_apart, route_linked
 from drivetrain.compression.error_feedback import take_kept
+from drivetrain.compression.methods import LinkMethods
 from drivetrain.compression.one_bit_adam import (
     FrozenAdam,
     frozen_adam,
@@ -366,14 +367,8 @@ class Ddp(DdpOutline, ReplicatedStrategy[DdpConfig]):
         far = hosts_apart(run.mesh, "dp", run.world, run.links) is not None
         self._adam = frozen_adam("ddp", config.exchange, run.links, far=far)
         self._hook = MomentumHook(self._adam) if self._adam else hook_of(config, run.precision)
-        self.summing = [self.ranks]
         if self._adam:
             self.closing.callback(self._adam.close)
-
-    @classmethod
-    def changes_links(cls, config: DdpConfig) -> bool:
-        """Return True: every channel goes on with methods that are chosen later."""
-        return True
 
     def prepare(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> Prepared:
         """Lay out the buckets, and hook into backward."""
@@ -419,6 +414,15 @@ class Ddp(DdpOutline, ReplicatedStrategy[DdpConfig]):
         if self._adam:
             self._adam.factor = factor
 
+    def step_decided(self, *, taken: bool) -> None:
+        """Let sums that keep errors go on, or back to those of before a skipped step."""
+        self.ranks.step_decided(taken=taken)
+
+    def take_links(self, links: LinkMethods) -> None:
+        """Let the buckets go on with methods that were chosen between two steps."""
+        super().take_links(links)
+        self.ranks.take_links(links)
+
     def clip_grad_norm(
         self,
         max_norm: float,
@@ -443,7 +447,7 @@ class Ddp(DdpOutline, ReplicatedStrategy[DdpConfig]):
         """Load everything on every rank, in place."""
         super().load(reader)
         self._reducer.open_channels()
-        take_kept(self.summing, reader, self.run.links.name_for("gradients"))
+        take_kept([self.ranks], reader, self.run.links.name_for("gradients"))
 
     @classmethod
     def cost(cls, config: DdpConfig, model: ModelSpec, run: Run) -> Cost:
@@ -470,10 +474,17 @@ class Ddp(DdpOutline, ReplicatedStrategy[DdpConfig]):
     @classmethod
     def planning(cls) -> Planning:
         """Return plans of whole state, and of all-reduces beside the last backward."""
-        return DataParallelPlanning(cls, _sharing)
+        return DdpPlanning(cls, _sharing)
 
-    @classmethod
-    def forms(cls, world: World) -> Sequence[Form]:
+
+class DdpPlanning(DataParallelPlanning):
+    """Plans of whole state, whose gradients may cross links in other forms."""
+
+    def changes_links(self, config: DdpConfig) -> bool:
+        """Return True: every channel goes on with methods that are chosen later."""
+        return True
+
+    def forms(self, world: World) -> Sequence[Form]:
         """Return gradients as they are, and of low rank where hosts are connected by a network."""
         compressed = [Form({"hook": "powersgd"}, exact=False)] if world.spans_hosts else []
         return [Form(), *compressed]

@@ -481,6 +481,11 @@ class FsdpPlanning(ShardedPlanning):
         "shard_group": "shard_size",
     }
 
+    def forms(self, world: World) -> Sequence[Form]:
+        """Return division over all ranks, and inside of each of several hosts."""
+        inside = world.spans_hosts and world.island_size > 1
+        return [Form(), *([Form({"sharding": "hybrid"})] if inside else [])]
+
     def options_of_layout(self, keys: Mapping[str, str]) -> Mapping[str, Any]:
         """Return the options of division inside of groups, where a size of groups is given."""
         options = super().options_of_layout(keys)
@@ -538,12 +543,6 @@ class Fsdp(FsdpOutline, ShardedStrategy[FsdpConfig]):
         return cut_model(specs, keys, self.run.precision, size, devices)
 
     # --- groups of ranks ---
-
-    @classmethod
-    def forms(cls, world: World) -> Sequence[Form]:
-        """Return division over all ranks, and inside of each of several hosts."""
-        inside = world.spans_hosts and world.island_size > 1
-        return [Form(), *([Form({"sharding": "hybrid"})] if inside else [])]
 
     @classmethod
     def lines(cls, config: FsdpConfig, run: Run) -> Lines:

@@ -7,7 +7,7 @@ The cost of local steps, and a step on paper: the strategy inside, and a round's
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -28,7 +28,7 @@ from drivetrain.parallel.options import OffloadOptions
 from drivetrain.parallel.replicated import replicate
 from drivetrain.runtime.mesh import Axis, HostLevels
 from drivetrain.runtime.world import World
-from drivetrain.shards import HeldPart, HeldTensors, Reader, Shard, TensorFacts, WeightSource
+from drivetrain.shards import HeldPart, Reader, Shard
 from drivetrain.simulator.step import (
     COMPUTE,
     Collective,
@@ -38,7 +38,16 @@ from drivetrain.simulator.step import (
     PaperTask,
     PaperUnit,
 )
-from drivetrain.strategy import Form, Planning, Prepared, Run, Strategy, find_strategy
+from drivetrain.strategy import (
+    Form,
+    Pace,
+    Planning,
+    Prepared,
+    Run,
+    Strategy,
+    StrategyAround,
+    find_strategy,
+)
 from drivetrain_local.options import AXIS, LocalOptions, LocalOutline
 from drivetrain_local.outer import Messages, OuterSteps, StepCount, WarmUp, fragment_of_each, wide
 from drivetrain_local.state import (
@@ -182,6 +191,27 @@ _BYTES = 4
 class LocalPlanning(Planning):
     """Plans of rounds of local steps; a search proposes none: it takes exact strategies alone."""
 
+    def crosses_links(self, config: LocalOptions, world: World) -> bool:
+        """Return whether there are several workers: on one host, too, if each rank is one."""
+        return world.spans_hosts or (config.workers == "ranks" and world.size > 1)
+
+    def variants(self, world_size: int) -> Sequence[Mapping[str, Any]]:
+        """Return none: a trajectory of its own equals no other."""
+        return ()
+
+    def forms(self, world: World) -> Sequence[Form]:
+        """Return the form for hosts that a network connects."""
+        return [Form({}, exact=False)] if world.spans_hosts else []
+
+    def stages(self, config: LocalOptions) -> Sequence[str]:
+        """Return the axes of a pipeline inside of workers."""
+        kind, options = strategy_inside(config)
+        return kind.planning().stages(options)
+
+    def advises_against(self, config: LocalOptions, method: Compressor[Any]) -> bool:
+        """Return whether a method's errors and the outer momentum make each other grow."""
+        return method.sparse and config.outer_momentum > 0
+
     def layouts(
         self, blocks: int, heads: int, ranks: int, per_host: int
     ) -> Iterable[Mapping[str, Any]]:
@@ -239,182 +269,21 @@ def _exchange(nbytes: float, workers: int, run: PaperRun) -> tuple[Operation, ..
 # --- the strategy ``local`` ---
 
 
-class Worker(LocalOutline, Strategy[LocalOptions]):
-    """The methods of a worker that the strategy inside carries out."""
-
-    def __init__(self, config: LocalOptions, run: Run) -> None:
-        super().__init__(config, run)
-        self._near, self._far = config.started(run.mesh, run.world)
-        self._everyone = run.mesh.start_around(AXIS, self._near, run.world)
-        self._alone = self._far.size == 1
-        kind, options = strategy_inside(config)
-        self._inner: Strategy[Any] = kind(options, run_inside(run, self._near))
-
-    @classmethod
-    def crosses_links(cls, config: LocalOptions, world: World) -> bool:
-        """Return whether there are several workers: on one host, too, if each rank is one."""
-        return world.spans_hosts or (config.workers == "ranks" and world.size > 1)
-
-    @classmethod
-    def variants(cls, world_size: int) -> Sequence[Mapping[str, Any]]:
-        """Return none: a trajectory of its own equals no other."""
-        return ()
-
-    @classmethod
-    def forms(cls, world: World) -> Sequence[Form]:
-        """Return the form for hosts that a network connects."""
-        return [Form({}, exact=False)] if world.spans_hosts else []
-
-    @classmethod
-    def stages(cls, config: LocalOptions) -> Sequence[str]:
-        """Return the axes of a pipeline inside of workers."""
-        kind, options = strategy_inside(config)
-        return kind.stages(options)
-
-    @property
-    def forward_is_collective(self) -> bool:
-        """Whether the ranks of a worker need each other in a forward."""
-        return self._inner.forward_is_collective
-
-    @property
-    def draws_masks(self) -> bool:
-        """Whether dropout has masks of the inner strategy's own."""
-        return self._inner.draws_masks
-
-    @property
-    def divides_states(self) -> bool:
-        """Whether the ranks of a worker divide the state of its optimizers."""
-        return self._inner.divides_states
-
-    @property
-    def states_among(self) -> Ranks:
-        """The ranks of the worker: each worker's optimizers have a state of their own."""
-        return self._near
-
-    def states(self, index: int, names: Collection[str]) -> Iterator[Shard]:
-        """Yield this rank's share of the state of the worker's optimizer."""
-        return self._inner.states(index, names)
-
-    def load_states(self, index: int, reader: Reader, names: Collection[str]) -> None:
-        """Replace the state of the worker's optimizer; outer weights stay."""
-        self._inner.load_states(index, reader, names)
-
-    def materialize(self, model: nn.Module, source: WeightSource) -> None:
-        """Let the strategy inside give the model its values, the same for every worker."""
-        self._inner.materialize(model, source)
-
-    def loss(
-        self,
-        model: nn.Module,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        targets: Any,
-        loss_fn: Callable[[Any, Any], Tensor],
-    ) -> Tensor:
-        """Return the loss of a batch."""
-        return self._inner.loss(model, args, kwargs, targets, loss_fn)
-
-    def publish(self, loss: Tensor) -> None:
-        """Give ranks of the worker the value of a loss that they did not compute."""
-        self._inner.publish(loss)
-
-    def share_outputs(self) -> None:
-        """Let training calls return outputs with values on every rank."""
-        self._inner.share_outputs()
-
-    def gradients(self, only: Collection[nn.Parameter] | None = None) -> Iterator[Tensor]:
-        """Yield the pieces of gradient that this rank's optimizers read."""
-        return self._inner.gradients(only)
-
-    def will_scale(self, factor: float) -> None:
-        """Tell the strategy inside."""
-        self._inner.will_scale(factor)
-
-    def scale_gradients(self, factor: float) -> None:
-        """Multiply all gradients at hand."""
-        self._inner.scale_gradients(factor)
-
-    def step_decided(self, *, taken: bool) -> None:
-        """Tell the strategy inside; outer sums come after the decision."""
-        self._inner.step_decided(taken=taken)
-
-    def clip_grad_norm(
-        self,
-        max_norm: float,
-        norm_type: float = 2.0,
-        *,
-        only: Collection[nn.Parameter] | None = None,
-    ) -> Tensor:
-        """Scale the worker's gradients to a norm of at most max_norm; each worker has its own."""
-        return self._inner.clip_grad_norm(max_norm, norm_type, only=only)
-
-    @contextmanager
-    def uncounted(self, module: nn.Module) -> Iterator[None]:
-        """Context around a backward of the worker that counts nothing."""
-        with self._inner.uncounted(module):
-            yield
-
-    def running(self) -> AbstractContextManager[None]:
-        """Context in which a strategy around this one runs the model's forward."""
-        return self._inner.running()
-
-    def inference(self, module: nn.Module) -> AbstractContextManager[None]:
-        """Context for many forwards, with the worker's own weights."""
-        return self._inner.inference(module)
-
-    @property
-    def held_tensors(self) -> HeldTensors:
-        """The tensors that optimizers hold, and the values of this worker."""
-        return self._inner.held_tensors
-
-    def names(self) -> Mapping[int, str]:
-        """Return the names of the tensors that optimizers hold, by ``id``."""
-        return self._inner.names()
-
-    def unwrap(self, model: nn.Module) -> nn.Module:
-        """Return the user's own module."""
-        return self._inner.unwrap(model)
-
-    def units(self, module: nn.Module) -> Mapping[str, nn.Module]:
-        """Return the modules of this rank's computation in their order."""
-        return self._inner.units(module)
-
-    def whereabouts(self, module: nn.Module) -> Mapping[str, str]:
-        """Return where tensors lie inside of a worker."""
-        return self._inner.whereabouts(module)
-
-    def state_facts(self, module: nn.Module) -> Sequence[TensorFacts]:
-        """Describe the tensors of the whole model's state dict."""
-        return self._inner.state_facts(module)
-
-    def dtensors(self) -> Mapping[str, Tensor]:
-        """Return the shards of the worker's own parameters."""
-        return self._inner.dtensors()
-
-    def stand_in(self, *, synchronize: bool) -> None:
-        """Take part in a step of this worker; several workers count steps, and cannot."""
-        if not self._alone:
-            super().stand_in(synchronize=synchronize)
-        self._inner.stand_in(synchronize=synchronize)
-
-    def catch_up(self, source: int) -> None:
-        """Take over the training state of one rank of the only worker."""
-        if not self._alone:
-            super().catch_up(source)
-        self._inner.catch_up(source)
-
-
 # --- which steps all workers take together, and how many were taken ---
 
 
 _COUNT = "local_steps_"
 
 
-class Stepping(Worker):
+class Stepping(LocalOutline, StrategyAround[LocalOptions]):
     """The methods of a worker that are about steps: its connections, its warm-up, its counts."""
 
     def __init__(self, config: LocalOptions, run: Run) -> None:
-        super().__init__(config, run)
+        self._near, self._far = config.started(run.mesh, run.world)
+        self._everyone = run.mesh.start_around(AXIS, self._near, run.world)
+        self._alone = self._far.size == 1
+        kind, options = strategy_inside(config)
+        super().__init__(config, run, kind(options, run_inside(run, self._near)))
         self._closing = ExitStack()  # in the opposite order: hooks go before what they call
         self._outer: list[OuterSteps] = []
         self._parts: dict[str, HeldPart] = {}  # of every parameter of the model
@@ -435,23 +304,37 @@ class Stepping(Worker):
         return sum(late.missed for outer in self._outer for late in outer.late)
 
     @property
-    def steps_apart(self) -> bool:
-        """Whether there is more than one worker, and the warm-up is over."""
-        return not self._alone and not self._all_warm_up
-
-    @property
     def _all_warm_up(self) -> bool:
         return bool(self._outer) and all(outer.warms_up for outer in self._outer)
 
     @property
-    def steps_with(self) -> Axis | None:
-        """The ranks of the worker, where the workers do not wait for late ones."""
-        return None if self._all_warm_up else self.will_step_with
+    def pace(self) -> Pace:
+        """Workers step by themselves once the warm-up is over, and may leave late ones out then."""
+        later = self._near if self.config.late_s and not self._alone else None
+        if self._all_warm_up:
+            return Pace(later=later)
+        return Pace(not self._alone, later, later)
 
     @property
-    def will_step_with(self) -> Axis | None:
-        """The ranks of the worker, where late ones are left out after the warm-up."""
-        return self._near if self.config.late_s and not self._alone else None
+    def states_among(self) -> Ranks:
+        """The ranks of the worker: each worker's optimizers have a state of their own."""
+        return self._near
+
+    def stand_in(self, *, synchronize: bool) -> None:
+        """Take part in a step of this worker; several workers count steps, and cannot."""
+        if not self._alone:
+            raise self._refusal("stand in for a rank without batches")
+        super().stand_in(synchronize=synchronize)
+
+    def catch_up(self, source: int) -> None:
+        """Take over the training state of one rank of the only worker."""
+        if not self._alone:
+            raise self._refusal(f"take over the state of rank {source}")
+        super().catch_up(source)
+
+    def dtensors(self) -> Mapping[str, Tensor]:
+        """Return the shards of the worker's own parameters."""
+        return self._inner.dtensors()
 
     def backward(self, loss: Tensor, **options: Any) -> None:
         """Run backward; unless accumulating, return with gradients averaged over the worker.
@@ -471,11 +354,11 @@ class Stepping(Worker):
     def progress(self) -> Mapping[str, int]:
         """Return the steps of each optimizer, beside the counts of the strategy inside."""
         counts = {f"{_COUNT}{index}": count.steps for index, count in enumerate(self._counts)}
-        return {**self._inner.progress(), **counts}
+        return {**super().progress(), **counts}
 
     def resume(self, progress: Mapping[str, int]) -> None:
         """Go on counting where a saved run was."""
-        self._inner.resume(progress)
+        super().resume(progress)
         for index, count in enumerate(self._counts):
             count.resume(progress.get(f"{_COUNT}{index}", 0))
 
@@ -502,11 +385,6 @@ class Local(Stepping):
         return estimate(config, model, run)
 
     @classmethod
-    def advises_against(cls, config: LocalOptions, method: Compressor[Any]) -> bool:
-        """Return whether a method's errors and the outer momentum make each other grow."""
-        return method.sparse and config.outer_momentum > 0
-
-    @classmethod
     def planning(cls) -> Planning:
         """Return the plan of the mean step of a round."""
         return LocalPlanning(cls)
@@ -527,7 +405,9 @@ class Local(Stepping):
         self._fragments = fragment_of_each(model, parameters, self.config.fragments)
         prepared = self._around(optimizers, lambda: self._inner.prepare(model, optimizers))
         # A pipeline runs several backwards in one: only the end of all of them averages.
-        pipelined = any(self.run.mesh[name].size > 1 for name in self.stages(self.config))
+        pipelined = any(
+            self.run.mesh[name].size > 1 for name in self.planning().stages(self.config)
+        )
         if self.config.warmup_steps and not pipelined:
             self._warm_up.follow(model)
         return prepared
@@ -609,7 +489,7 @@ class Local(Stepping):
             f"its own ({Honesty.EMPIRICAL}){self.run.links.note(self.channels(self.config))}"
         )
         method = self.run.links.gradients
-        if method is not None and self.advises_against(self.config, method):
+        if method is not None and self.planning().advises_against(self.config, method):
             _warn_of_divergence(self.run.links.name_for("gradients"), self.config.outer_momentum)
 
     # --- whole weights: the outer ones ---

@@ -28,7 +28,6 @@ from torch.optim import Optimizer
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from drivetrain.collectives import Communicator
-from drivetrain.compression.methods import LinkMethods
 from drivetrain.errors import CheckpointError, RankMismatchError, UsageError
 from drivetrain.model.deferred import meta_tensors
 from drivetrain.model.guard import Elsewhere, refuse_transforms
@@ -42,7 +41,6 @@ from drivetrain.runtime.world import World
 from drivetrain.saved_state import LINKS, OWN_MARK, check_fits
 from drivetrain.shards import (
     HeldPart,
-    HeldTensors,
     Ranges,
     Readable,
     Reader,
@@ -51,7 +49,7 @@ from drivetrain.shards import (
     WeightSource,
     state_tensors,
 )
-from drivetrain.strategy import Run, Strategy, find_strategy
+from drivetrain.strategy import Run, Strategy, StrategyAround, find_strategy
 from drivetrain_megatron.config import MegatronConfig, MegatronOutline, outline_inside
 from drivetrain_megatron.pipeline.build import PipelinedModel
 from drivetrain_megatron.shares import Shares, on_shares
@@ -542,7 +540,7 @@ def advice(mesh: Mesh) -> str:
     )
 
 
-class DataParallelCell(MegatronOutline, Strategy[MegatronConfig]):
+class DataParallelCell(MegatronOutline, StrategyAround[MegatronConfig]):
     """The methods of a cell that its data-parallel strategy carries out."""
 
     _model: nn.Module
@@ -553,21 +551,9 @@ class DataParallelCell(MegatronOutline, Strategy[MegatronConfig]):
     _shares: Shares
 
     def __init__(self, config: MegatronConfig, run: Run) -> None:
-        super().__init__(config, run)
         kind, options = data_parallel(config)
-        self._inner: Strategy[Any] = kind(options, run)
+        super().__init__(config, run, kind(options, run))
         self._pipeline: PipelinedModel | None = None
-
-    @classmethod
-    def stages(cls, config: MegatronConfig) -> Sequence[str]:
-        """Return the axis of the pipeline."""
-        return ("pp",)
-
-    @classmethod
-    def changes_links(cls, config: MegatronConfig) -> bool:
-        """Ask the data-parallel strategy; a pipeline mixes forwards and backwards."""
-        kind, options = data_parallel(config)
-        return config.pp == 1 and kind.changes_links(options)
 
     @contextmanager
     def uncounted(self, module: nn.Module) -> Iterator[None]:
@@ -581,11 +567,6 @@ class DataParallelCell(MegatronOutline, Strategy[MegatronConfig]):
             yield
         finally:
             self._pipeline.counts = True
-
-    def take_links(self, links: LinkMethods) -> None:
-        """Let the data-parallel strategy go on with methods that were chosen between two steps."""
-        super().take_links(links)
-        self._inner.take_links(links)
 
     @property
     def draws_masks(self) -> bool:
@@ -603,53 +584,28 @@ class DataParallelCell(MegatronOutline, Strategy[MegatronConfig]):
         with self._inner.inference(module) if self._is_one_rank else nullcontext():
             yield
 
-    @property
-    def held_tensors(self) -> HeldTensors:
-        """The tensors that optimizers hold, of the data-parallel strategy."""
-        return self._inner.held_tensors
-
     def gradients(self, only: Collection[nn.Parameter] | None = None) -> Iterator[Tensor]:
         """Yield the pieces of gradient that this rank's optimizers read."""
         here = None if only is None else [p for p in only if not isinstance(p, Elsewhere)]
         with self._shares.open():
             return iter(list(self._inner.gradients(here)))
 
-    def will_scale(self, factor: float) -> None:
-        """Tell the strategy inside."""
-        self._inner.will_scale(factor)
-
     @on_shares
     def scale_gradients(self, factor: float) -> None:
         """Multiply all gradients at hand."""
         self._inner.scale_gradients(factor)
 
-    def step_decided(self, *, taken: bool) -> None:
-        """Let the data-parallel strategy keep the errors of its sums, or go back."""
-        self._inner.step_decided(taken=taken)
-
     @on_shares
     def stand_in(self, *, synchronize: bool) -> None:
         """Take part in one step of the other data-parallel ranks; a cell of several cannot."""
         if not self._is_one_rank:
-            super().stand_in(synchronize=synchronize)
-        self._inner.stand_in(synchronize=synchronize)
+            raise self._refusal("stand in for a rank without batches")
+        super().stand_in(synchronize=synchronize)
 
     @on_shares
     def catch_up(self, source: int) -> None:
         """Take over the training state of one rank."""
         self._inner.catch_up(source)
-
-    def progress(self) -> Mapping[str, int]:
-        """Return the counters of the data-parallel strategy."""
-        return self._inner.progress()
-
-    def resume(self, progress: Mapping[str, int]) -> None:
-        """Go on counting where a saved run was."""
-        self._inner.resume(progress)
-
-    def names(self) -> Mapping[int, str]:
-        """Return the names of the tensors that optimizers hold, by ``id``."""
-        return self._inner.names()
 
     def held_parts(self) -> Mapping[str, HeldPart]:
         """Return this tensor-parallel rank's part of each divided parameter."""
@@ -702,10 +658,6 @@ class DataParallelCell(MegatronOutline, Strategy[MegatronConfig]):
                 partition = alike(facts.shape[0], self._tp.size) if facts.shape else None
             if partition is not None:
                 self._shares.add(name, parameter, partition, facts.shape)
-
-    def unwrap(self, model: nn.Module) -> nn.Module:
-        """Return the user's own module."""
-        return self._inner.unwrap(model)
 
     def _chosen(self, only: Collection[nn.Parameter] | None) -> Iterable[nn.Parameter]:
         chosen = named_parameters(self._model).values() if only is None else only

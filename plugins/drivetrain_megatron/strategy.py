@@ -215,11 +215,6 @@ class Megatron(DataParallelCell):
         """Return plans of cells."""
         return CellPlanning(cls)
 
-    @classmethod
-    def variants(cls, world_size: int) -> Sequence[Mapping[str, Any]]:
-        """Return all ranks on the axis tp, and all on the axis pp."""
-        return ({"tp": world_size}, {"pp": world_size})
-
     def whereabouts(self, module: nn.Module) -> Mapping[str, str]:
         """Return the pipeline stage of each tensor, and whether the ranks of tp divide it."""
         return self._whole.described(module, self._facts)

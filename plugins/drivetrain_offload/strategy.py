@@ -43,7 +43,7 @@ from drivetrain.parallel.unit import Unit
 from drivetrain.registry import stores
 from drivetrain.saved_state import AROUND
 from drivetrain.store import Pending, ShardSpec, ShardStep, ShardStepper, SteppingStore, TensorStore
-from drivetrain.strategy import Run, Strategy
+from drivetrain.strategy import Planning, Run, Strategy
 from drivetrain_offload.options import OffloadConfig, OffloadOutline
 from drivetrain_offload.tiers import TierPlan, announce_tiers, held_by_kind, offloaded, plan_of
 
@@ -58,7 +58,15 @@ class Offload(OffloadOutline, Strategy[OffloadConfig], ABC):
 
     @override
     @classmethod
-    def variants(cls, world_size: int) -> Sequence[Mapping[str, Any]]:
+    def planning(cls) -> Planning:
+        """Return the form that is compared."""
+        return OffloadForms(cls)
+
+
+class OffloadForms(Planning):
+    """The form of ``offload`` that is compared; plans ask the strategy for which it stands."""
+
+    def variants(self, world_size: int) -> Sequence[Mapping[str, Any]]:
         """Return the form with the optimizer's state in host memory."""
         return ({"optimizer": "cpu"},)
 

@@ -7,26 +7,27 @@ object per prepared model, so nothing about a run is global, and it never asks w
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from drivetrain.compression.methods import LinkMethods, OverLinks
-from drivetrain.config.outline import ConfigT, working
+from drivetrain.compression.compressor import Compressor
+from drivetrain.compression.methods import LinkMethods
+from drivetrain.config.outline import ConfigT, Outline, working
 from drivetrain.cost import Cost, ModelSpec
 from drivetrain.data.examples import ExampleBatches
 from drivetrain.errors import ConfigError, UsageError
 from drivetrain.model.deferred import fill, meta_tensors
 from drivetrain.model.modules import model_units, named_parameters
 from drivetrain.registry import strategies
-from drivetrain.runtime.mesh import Mesh
+from drivetrain.runtime.mesh import Axis, Mesh
 from drivetrain.runtime.precision import Precision
 from drivetrain.runtime.world import World
 from drivetrain.saved_state import KeepsState
-from drivetrain.shards import Readable, WeightSource
+from drivetrain.shards import HeldTensors, Readable, Reader, Shard, TensorFacts, WeightSource
 from drivetrain.traffic import Traffic
 
 if TYPE_CHECKING:
@@ -112,7 +113,7 @@ def find_strategy(name: str, options: Any = None) -> tuple[type["Strategy[Any]"]
     return strategies().load(name), options
 
 
-# --- what plans ask of a strategy ---
+# --- what is asked of a strategy before a run ---
 
 
 class StrategyPick(NamedTuple):
@@ -134,7 +135,9 @@ class StrategyPick(NamedTuple):
 
 
 class Planning:
-    """The answers of a strategy to ``drivetrain plan``; by default there is no plan.
+    """What a strategy says before a run: its forms, its steps on paper, its use of slow links.
+
+    By default there is one form, and no plan.
 
     Attributes:
         layout_keys: keys of ``--layout`` that are about this strategy, with the option that each
@@ -150,6 +153,46 @@ class Planning:
 
     def __init__(self, kind: Any) -> None:
         self.kind = kind
+
+    # --- its forms ---
+
+    def variants(self, world_size: int) -> Sequence[Mapping[str, Any]]:
+        """Return the options of each form in which ``verify --strategy all`` tries it."""
+        return ({},)
+
+    def forms(self, world: World) -> Sequence[Form]:
+        """Return the forms whose costs ``estimate`` and the wizard compare: those of ``verify``."""
+        return [Form(options) for options in self.variants(world.size)]
+
+    def stages(self, config: Any) -> Sequence[str]:
+        """Return the axes whose ranks compute other parts of the model: by default none."""
+        return ()
+
+    # --- the choice of methods for slow links ---
+
+    def crosses_links(self, config: Any, world: World) -> bool:
+        """Return whether ranks of a world send anything by the methods for slow links.
+
+        By default they do where the world has several hosts.
+        """
+        return world.spans_hosts
+
+    def changes_links(self, config: Any) -> bool:
+        """Return whether methods may be chosen after the first steps, by ``take_links``.
+
+        Then a backward is the compute beside the sums of gradients, and its half the compute beside
+        gathers of values. By default methods are chosen at ``prepare()`` alone.
+        """
+        return False
+
+    def advises_against(self, config: Any, method: Compressor[Any]) -> bool:
+        """Return whether training by a method for gradients is known to go wrong.
+
+        A run may name such a method; ``auto`` leaves the method out. By default none is known.
+        """
+        return False
+
+    # --- its steps on paper ---
 
     def step(self, config: Any, units: Sequence["PaperUnit"], run: "PaperRun") -> "PaperStep":
         """Draw the step of the ranks of one replica.
@@ -282,23 +325,19 @@ class DataParallelPlanning(Planning):
 # --- the contract ---
 
 
+@contextmanager
+def _zero_gradients(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    trained = [one for one in parameters if one.requires_grad]
+    hooks = [each.register_hook(torch.zeros_like) for each in trained]  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
 class Comparable:
-    """The part of the contract for commands that compare forms, ranks, or the modules of a run."""
-
-    @classmethod
-    def variants(cls, world_size: int) -> Sequence[Mapping[str, Any]]:
-        """Return the options of each form in which ``verify --strategy all`` tries it."""
-        return ({},)
-
-    @classmethod
-    def forms(cls, world: World) -> Sequence[Form]:
-        """Return the forms whose costs ``estimate`` and the wizard compare: those of ``verify``."""
-        return [Form(options) for options in cls.variants(world.size)]
-
-    @classmethod
-    def stages(cls, config: Any) -> Sequence[str]:
-        """Return the axes whose ranks compute other parts of the model: by default none."""
-        return ()
+    """The part of the contract for commands that compare runs, or the modules of a run."""
 
     def units(self, module: nn.Module) -> Mapping[str, nn.Module]:
         """Return the modules of this rank's computation in their order, by name.
@@ -324,12 +363,22 @@ class Comparable:
         return {}
 
 
-class Strategy(
-    Readable,
-    KeepsState,
-    Comparable,
-    OverLinks[ConfigT],
-):
+class Pace(NamedTuple):
+    """Which ranks take their steps together; by default all do.
+
+    Attributes:
+        apart: whether ranks of ``dp`` take steps by themselves: their norms and weights differ.
+        ranks: those that wait for each other at every step, None for all. Nobody waits for the
+            other ranks at a step, so no rank learns there what they have found.
+        later: those of ``ranks`` at later steps, where the first steps wait for all ranks.
+    """
+
+    apart: bool = False
+    ranks: Axis | None = None
+    later: Axis | None = None
+
+
+class Strategy(Readable, KeepsState, Comparable, Outline[ConfigT]):
     """One way of spreading a training step over the ranks of a mesh."""
 
     def __init__(self, config: ConfigT, run: Run) -> None:
@@ -338,7 +387,7 @@ class Strategy(
 
     @classmethod
     def planning(cls) -> Planning:
-        """Return what plans ask of the strategy; by default it has no plan."""
+        """Return what the strategy says before a run; by default it has one form, and no plan."""
         return Planning(cls)
 
     @property
@@ -441,6 +490,13 @@ class Strategy(
         if pieces:
             torch._foreach_mul_(pieces, factor)
 
+    def will_scale(self, factor: float) -> None:
+        """Learn the factor of ``scale_gradients`` after the synchronised backward that comes.
+
+        By default the sums of gradients do not depend on it.
+        """
+        return
+
     @abstractmethod
     def clip_grad_norm(
         self,
@@ -460,6 +516,26 @@ class Strategy(
             The norm before clipping, 0-d, the same on all ranks.
         """
 
+    def step_decided(self, *, taken: bool) -> None:
+        """Note whether optimizers are about to step with the gradients at hand.
+
+        The facade calls it on every rank, before each step, with the same answer. Sums of gradients
+        that keep errors go back to those of before a step that is skipped; by default none do.
+
+        Args:
+            taken: False if all ranks skip the step, as ``on_nonfinite: skip`` says.
+        """
+        return
+
+    @property
+    def pace(self) -> Pace:
+        """Which ranks take their steps together."""
+        return Pace()
+
+    def take_links(self, links: LinkMethods) -> None:
+        """Go on with methods that were chosen between two steps, the same on all ranks."""
+        self.run = replace(self.run, links=links)
+
     @classmethod
     @abstractmethod
     def cost(cls, config: ConfigT, model: ModelSpec, run: Run) -> Cost:
@@ -473,8 +549,7 @@ class Strategy(
         """
         return nullcontext()
 
-    @contextmanager
-    def uncounted(self, module: nn.Module) -> Iterator[None]:
+    def uncounted(self, module: nn.Module) -> AbstractContextManager[None]:
         """Context around the backward of a micro-batch that counts nothing: it adds zeros.
 
         Its loss, and whatever its graph computes, may be no numbers. All ranks take part in the
@@ -483,13 +558,7 @@ class Strategy(
         Args:
             module: as ``unwrap`` returns it; the graph may pass through it.
         """
-        trained = [one for one in named_parameters(module).values() if one.requires_grad]
-        hooks = [each.register_hook(torch.zeros_like) for each in trained]  # type: ignore[no-untyped-call]
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
+        return _zero_gradients(named_parameters(module).values())
 
     def running(self) -> AbstractContextManager[None]:
         """Context in which a strategy around this one runs the model's forward without calling it.
@@ -544,3 +613,150 @@ class Strategy(
     def _refusal(self, what: str) -> UsageError:
         even = "give every rank as many batches with even_batches=True"
         return UsageError(f"{type(self).__name__} cannot {what}; {even}")
+
+
+class StrategyAround(Strategy[ConfigT]):
+    """A strategy around another one, to which it leaves all that it does not do in its own way.
+
+    What the strategy inside holds stands in the coordinates of the model that it was given:
+    ``shards``, ``load``, ``gathered`` and ``whole_state`` are each subclass's own.
+
+    Args:
+        config: the options.
+        run: of the whole strategy.
+        inner: the strategy inside.
+    """
+
+    def __init__(self, config: ConfigT, run: Run, inner: Strategy[Any]) -> None:
+        super().__init__(config, run)
+        self._inner = inner
+
+    @property
+    def forward_is_collective(self) -> bool:
+        """Whether ranks need each other in a forward of the strategy inside."""
+        return self._inner.forward_is_collective
+
+    @property
+    def draws_masks(self) -> bool:
+        """Whether dropout has masks of the inner strategy's own."""
+        return self._inner.draws_masks
+
+    def materialize(self, model: nn.Module, source: WeightSource) -> None:
+        """Let the strategy inside give the model its values."""
+        self._inner.materialize(model, source)
+
+    def loss(
+        self,
+        model: nn.Module,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        targets: Any,
+        loss_fn: Callable[[Any, Any], Tensor],
+    ) -> Tensor:
+        """Return the loss of a batch."""
+        return self._inner.loss(model, args, kwargs, targets, loss_fn)
+
+    def publish(self, loss: Tensor) -> None:
+        """Give ranks the value of a loss that they did not compute."""
+        self._inner.publish(loss)
+
+    def share_outputs(self) -> None:
+        """Let training calls return outputs with values on every rank."""
+        self._inner.share_outputs()
+
+    def gradients(self, only: Collection[nn.Parameter] | None = None) -> Iterator[Tensor]:
+        """Yield the pieces of gradient that this rank's optimizers read."""
+        return self._inner.gradients(only)
+
+    def will_scale(self, factor: float) -> None:
+        """Tell the strategy inside."""
+        self._inner.will_scale(factor)
+
+    def scale_gradients(self, factor: float) -> None:
+        """Multiply all gradients at hand."""
+        self._inner.scale_gradients(factor)
+
+    def step_decided(self, *, taken: bool) -> None:
+        """Tell the strategy inside."""
+        self._inner.step_decided(taken=taken)
+
+    def take_links(self, links: LinkMethods) -> None:
+        """Let the strategy inside go on with methods that were chosen between two steps."""
+        super().take_links(links)
+        self._inner.take_links(links)
+
+    def clip_grad_norm(
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        *,
+        only: Collection[nn.Parameter] | None = None,
+    ) -> Tensor:
+        """Scale gradients to a norm of at most max_norm."""
+        return self._inner.clip_grad_norm(max_norm, norm_type, only=only)
+
+    def uncounted(self, module: nn.Module) -> AbstractContextManager[None]:
+        """Context around a backward that counts nothing."""
+        return self._inner.uncounted(module)
+
+    def running(self) -> AbstractContextManager[None]:
+        """Context in which a strategy around this one runs the model's forward."""
+        return self._inner.running()
+
+    def inference(self, module: nn.Module) -> AbstractContextManager[None]:
+        """Context for many forwards without gradients."""
+        return self._inner.inference(module)
+
+    @property
+    def divides_states(self) -> bool:
+        """Whether ranks divide the state of optimizers."""
+        return self._inner.divides_states
+
+    def states(self, index: int, names: Collection[str]) -> Iterator[Shard]:
+        """Yield this rank's share of the state of an optimizer."""
+        return self._inner.states(index, names)
+
+    def load_states(self, index: int, reader: Reader, names: Collection[str]) -> None:
+        """Replace the state of an optimizer."""
+        self._inner.load_states(index, reader, names)
+
+    @property
+    def held_tensors(self) -> HeldTensors:
+        """The tensors that optimizers hold."""
+        return self._inner.held_tensors
+
+    def names(self) -> Mapping[int, str]:
+        """Return the names of the tensors that optimizers hold, by ``id``."""
+        return self._inner.names()
+
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        """Return the user's own module."""
+        return self._inner.unwrap(model)
+
+    def units(self, module: nn.Module) -> Mapping[str, nn.Module]:
+        """Return the modules of this rank's computation in their order."""
+        return self._inner.units(module)
+
+    def whereabouts(self, module: nn.Module) -> Mapping[str, str]:
+        """Return where tensors lie."""
+        return self._inner.whereabouts(module)
+
+    def state_facts(self, module: nn.Module) -> Sequence[TensorFacts]:
+        """Describe the tensors of the whole model's state dict."""
+        return self._inner.state_facts(module)
+
+    def progress(self) -> Mapping[str, int]:
+        """Return the counts of the strategy inside."""
+        return self._inner.progress()
+
+    def resume(self, progress: Mapping[str, int]) -> None:
+        """Go on counting where a saved run was."""
+        self._inner.resume(progress)
+
+    def stand_in(self, *, synchronize: bool) -> None:
+        """Take part in a step of the other ranks, without a batch."""
+        self._inner.stand_in(synchronize=synchronize)
+
+    def catch_up(self, source: int) -> None:
+        """Take over the training state of one rank."""
+        self._inner.catch_up(source)

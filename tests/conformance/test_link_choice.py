@@ -220,7 +220,7 @@ def test_gradients_may_be_chosen_after_parameters(monkeypatch):
             strategy.take_links(training.links.decided({}, ["parameters"]))
             assert training.links.names == ("auto", "exact")
         assert training.train(2).links.name_for("gradients") == "bf16"
-        (communicator,) = {id(each): each for each in strategy.summing}.values()
+        (communicator,) = {id(each): each for each in strategy.ranks.summing}.values()
         names = [span.name for channel in communicator.channels for span in channel.spans]
         found.append(sorted(names))
         training.end()

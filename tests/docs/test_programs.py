@@ -94,8 +94,8 @@ assert TestFlat.worlds == (1, 2, 3, 4)
 from drivetrain import Accelerator
 accelerator = Accelerator()
 inner = inner_of(OuterConfig(inner=NestedStrategy('zero1')), accelerator.run)
-assert type(inner) is strategies().load('zero1')
-assert type(inner_of(OuterConfig(), accelerator.run)) is strategies().load(strategies().default())
+assert type(inner) is find_strategy('zero1')[0]
+assert type(inner_of(OuterConfig(), accelerator.run)) is find_strategy('')[0]
 """
 
 

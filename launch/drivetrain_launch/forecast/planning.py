@@ -148,7 +148,9 @@ def promises_for(
     hosts = resolved.run.launch.nnodes
     world = declared_islands(planned_world(ranks // hosts, hosts), resolved.run.links.hardware)
     forms: list[tuple[str, Form]] = [
-        (name, form) for name in registry.choices for form in registry.load(name).forms(world)
+        (name, form)
+        for name in registry.choices
+        for form in registry.load(name).planning().forms(world)
     ]
     promise = partial(_promise, model, ranks=ranks, on_accelerators=on_accelerators)
     if chosen:

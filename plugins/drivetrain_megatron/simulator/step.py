@@ -315,6 +315,19 @@ class CellPlanning(Planning):
     layout_keys: ClassVar[Mapping[str, str]] = LAYOUT_KEYS
     inner_option: ClassVar[str] = "data_parallel"
 
+    def variants(self, world_size: int) -> Sequence[Mapping[str, Any]]:
+        """Return all ranks on the axis tp, and all on the axis pp."""
+        return ({"tp": world_size}, {"pp": world_size})
+
+    def stages(self, config: MegatronConfig) -> Sequence[str]:
+        """Return the axis of the pipeline."""
+        return ("pp",)
+
+    def changes_links(self, config: MegatronConfig) -> bool:
+        """Ask the data-parallel strategy; a pipeline mixes forwards and backwards."""
+        kind, options = data_parallel(config)
+        return config.pp == 1 and kind.planning().changes_links(options)
+
     def step(self, config: MegatronConfig, units: Sequence[PaperUnit], run: PaperRun) -> PaperStep:
         """Draw the step of a cell; the strategy inside draws that of each stage.
 

@@ -34,7 +34,6 @@ from drivetrain.compression.methods import (
     LinkUse,
     MethodOnLink,
     Outlook,
-    OverLinks,
     SlowLink,
     choose,
     permitted,
@@ -158,7 +157,7 @@ does; the choice comes after them."""
 class Sender(NamedTuple):
     """Who sends: a strategy with its options, and the precision."""
 
-    kind: type[OverLinks[Any]]
+    kind: Any  # a class of strategies, whose contract is above this folder
     config: Any
     precision: Precision
 
@@ -264,7 +263,8 @@ def _waits(wish: AutomaticLinks, sender: Sender, world: World) -> bool:
     Ranks time the work of processors: an accelerator may still compute when its host goes on.
     """
     declared = bool(wish.backward_s)
-    return not declared and sender.kind.changes_links(sender.config) and world.device.type == "cpu"
+    changes = sender.kind.planning().changes_links(sender.config)
+    return not declared and changes and world.device.type == "cpu"
 
 
 def _on_link(
@@ -303,7 +303,9 @@ def candidates_for(
         name: method
         for name, method in permitted(wish.methods, use.name, wish.allow).items()
         if _fits(key, name, method, sender)
-        and not (key == "gradients" and sender.kind.advises_against(sender.config, method))
+        and not (
+            key == "gradients" and sender.kind.planning().advises_against(sender.config, method)
+        )
     }
 
 

@@ -19,16 +19,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from drivetrain.collectives import Communicator, Route, chunk_bounds, sent_bytes
+from drivetrain.collectives import Route, chunk_bounds, sent_bytes
 from drivetrain.collectives.volume import ParameterRow, Stretch, StretchParts
 from drivetrain.compression.compressor import Compressor, Honesty
-from drivetrain.config.outline import EXACT, ConfigT, FarLinks, Outline
+from drivetrain.config.outline import EXACT, FarLinks
 from drivetrain.config.resolve import checked_options
 from drivetrain.config.schema import LinksConfig
 from drivetrain.errors import ConfigError
 from drivetrain.registry import compressors, strategies
 from drivetrain.runtime.mesh import Axis
-from drivetrain.runtime.world import World
 
 if TYPE_CHECKING:
     import torch
@@ -529,92 +528,3 @@ def _options_for(kind: type[Compressor[Any]], given: Mapping[str, Any]) -> Any:
     names = {field.name for field in fields(kind.Config)}
     own = {key: value for key, value in given.items() if key in names}
     return checked_options(kind.Config, own, "links.far.options", strategies().find_config)
-
-
-# --- the part of a strategy's contract ---
-
-
-class OverLinks(Outline[ConfigT]):
-    """The part of the contract for slow links: by default a strategy sends all as it is.
-
-    Attributes:
-        run: has the methods for slow links.
-        summing: the communicators whose channels sum the strategy's gradients.
-        linked: all communicators with channels; left empty where these are in ``summing``.
-    """
-
-    run: Any
-    summing: Sequence[Communicator] = ()
-    linked: Sequence[Communicator] = ()
-
-    @classmethod
-    def crosses_links(cls, config: Any, world: World) -> bool:
-        """Return whether ranks of a world send anything by the methods for slow links.
-
-        By default they do where the world has several hosts.
-        """
-        return world.spans_hosts
-
-    @classmethod
-    def changes_links(cls, config: Any) -> bool:
-        """Return whether methods may be chosen after the first steps, by ``take_links``.
-
-        Then a backward is the compute beside the sums of gradients, and its half the compute beside
-        gathers of values. By default methods are chosen at ``prepare()`` alone.
-        """
-        return False
-
-    @classmethod
-    def advises_against(cls, config: Any, method: Compressor[Any]) -> bool:
-        """Return whether training by a method for gradients is known to go wrong.
-
-        A run may name such a method; ``auto`` leaves the method out. By default none is known.
-        """
-        return False
-
-    def will_scale(self, factor: float) -> None:
-        """Learn the factor of ``scale_gradients`` after the synchronised backward that comes.
-
-        By default the sums of gradients do not depend on it. A strategy around another strategy
-        tells it.
-        """
-        return
-
-    def take_links(self, links: LinkMethods) -> None:
-        """Go on with methods that were chosen between two steps, the same on all ranks.
-
-        A strategy with ``changes_links`` around another strategy extends it.
-        """
-        self.run = replace(self.run, links=links)
-        for communicator in self.linked or self.summing:
-            communicator.take_links(links)
-
-    @property
-    def steps_apart(self) -> bool:
-        """Whether ranks of ``dp`` take steps by themselves: then their norms and weights differ."""
-        return False
-
-    @property
-    def steps_with(self) -> Axis | None:
-        """The ranks that wait for each other at every step; None means all ranks.
-
-        Nobody waits for the other ranks at a step, so no rank learns there what they have found.
-        """
-        return None
-
-    @property
-    def will_step_with(self) -> Axis | None:
-        """The ranks of ``steps_with`` at later steps, where the first steps wait for all ranks."""
-        return self.steps_with
-
-    def step_decided(self, *, taken: bool) -> None:
-        """Note whether optimizers are about to step with the gradients at hand.
-
-        The facade calls it on every rank, before each step, with the same answer. Sums of gradients
-        that keep errors go back to those of before a step that is skipped.
-
-        Args:
-            taken: False if all ranks skip the step, as ``on_nonfinite: skip`` says.
-        """
-        for communicator in self.summing:
-            communicator.step_decided(taken=taken)

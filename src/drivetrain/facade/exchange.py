@@ -274,7 +274,7 @@ class FiniteCheck:
             ConfigError: the policy lets ranks leave out steps that others take, now or later.
         """
         for entry in entries:
-            self._check_policy(entry.strategy.will_step_with)
+            self._check_policy(entry.strategy.pace.later)
         if not self._looks:
             return
         step = self._step()

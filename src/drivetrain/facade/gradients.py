@@ -391,7 +391,7 @@ class WindowGradients:
         norm = _clip_together(chosen, max_norm, norm_type, self._runs.default.world.device)
         # It speaks for all gradients of all ranks, unless ranks step by themselves.
         whole = [entry for entry, only in chosen if only is None]
-        if not any(entry.strategy.steps_apart for entry in whole):
+        if not any(entry.strategy.pace.apart for entry in whole):
             self.finite.see_norm(whole, norm)
         return norm
 
@@ -445,11 +445,11 @@ class WindowGradients:
             return True
         self.finite.look(entries)
         bad = self.finite.is_norm_bad(entries)
-        ranks = next((e.strategy.steps_with for e in entries if e.strategy.steps_with), None)
+        ranks = next((e.strategy.pace.ranks for e in entries if e.strategy.pace.ranks), None)
         due = (exchange := self._exchanges.among(ranks)).is_due()
         if not bad and (due or self.finite.must_tell(entries)):
             told = self.preemption.heard and ranks is None
-            apart = ranks is None and any(entry.strategy.steps_apart for entry in entries)
+            apart = ranks is None and any(entry.strategy.pace.apart for entry in entries)
             exchanged = exchange.tell(told=told, bad=self.finite.found(entries), apart=apart)
             self.preemption.told = self.preemption.told or exchanged.told
             bad = exchanged.bad

@@ -400,7 +400,9 @@ class PreparedObjects:
                 f"expected parameters of prepared models, found {len(foreign)} of {len(wanted)} "
                 "that belong to none; pass model.parameters() of what prepare() returned"
             )
-        parts = any(entry.strategy.stages(entry.strategy.config) for entry in self.models)
+        parts = any(
+            entry.strategy.planning().stages(entry.strategy.config) for entry in self.models
+        )
         return list(self.models) if others or parts or not wanted else owners
 
     def running(self) -> PreparedModel:
@@ -604,7 +606,7 @@ class WholeWeights:
             RankMismatchError: on every rank: names the first parameter that differs.
         """
         for entry in self._prepared.models:
-            if not entry.compared and not entry.strategy.steps_apart:
+            if not entry.compared and not entry.strategy.pace.apart:
                 entry.compared = True
                 self._check_alike(entry)
 

@@ -584,7 +584,9 @@ class Runs:
         open_still = links.auto is not None and not spans  # over hosts, the choice has its own line
         if (links.active or open_still) and not told:
             kind, options = find_strategy(self.config.strategy, self.config.strategy_config)
-            crossed = spans or (links.active and kind.crosses_links(options, self._world))
+            crossed = spans or (
+                links.active and kind.planning().crosses_links(options, self._world)
+            )
             alone = "" if crossed else "; all ranks are on one host, so that nothing is approximate"
             logger.announce(f"{links.describe(kind.channels(options))}{alone}")
 

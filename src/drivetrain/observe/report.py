@@ -318,7 +318,7 @@ def header_of(config: Resolved, run: Run) -> dict[str, Any]:
     """Return the facts of one rank: who it is, where on the mesh, and who does the same work."""
     world = run.world
     strategy, options = find_strategy(config.strategy, config.strategy_config)
-    stages = [name for name in strategy.stages(options) if name in run.mesh]
+    stages = [name for name in strategy.planning().stages(options) if name in run.mesh]
     return {
         "peers": " ".join(f"{name}={run.mesh[name].rank}" for name in stages),
         "rank": world.rank,

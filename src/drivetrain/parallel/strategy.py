@@ -36,6 +36,7 @@ from torch.optim import Optimizer
 
 from drivetrain.compression.communicator import route_linked
 from drivetrain.compression.error_feedback import kept_by, take_kept
+from drivetrain.compression.methods import LinkMethods
 from drivetrain.compression.one_bit_adam import FrozenAdam, refuse_clipping
 from drivetrain.cost import Cost, ModelSpec, TensorSpec
 from drivetrain.errors import CheckpointError, CollectiveError, StorageError, UsageError
@@ -347,7 +348,6 @@ class ShardedStrategy(UnitsOutline[ConfigT], Strategy[ConfigT], Generic[ConfigT]
         self.model = nn.Module()  # until there is one
         self.home = open_home(config.offload, run)
         self.ranks = self.connect()
-        self.summing, self.linked = self.ranks.summing, self.ranks.communicators
         self.placement = Placement(
             self.ranks, self.home, self._cut, config.places, run.world.device
         )
@@ -564,6 +564,17 @@ class ShardedStrategy(UnitsOutline[ConfigT], Strategy[ConfigT], Generic[ConfigT]
         if self.adam:
             self.adam.factor = factor
 
+    def step_decided(self, *, taken: bool) -> None:
+        """Let sums that keep errors go on, or back to those of before a skipped step."""
+        for communicator in self.ranks.summing:
+            communicator.step_decided(taken=taken)
+
+    def take_links(self, links: LinkMethods) -> None:
+        """Let every connection go on with methods that were chosen between two steps."""
+        super().take_links(links)
+        for communicator in self.ranks.communicators:
+            communicator.take_links(links)
+
     def scale_gradients(self, factor: float) -> None:
         """Multiply the gradients of fragments and in buffers."""
         self.rounds.finish()
@@ -600,7 +611,7 @@ class ShardedStrategy(UnitsOutline[ConfigT], Strategy[ConfigT], Generic[ConfigT]
     def shards(self) -> Iterator[Shard]:
         """Yield this rank's range of every parameter and of its optimizer state."""
         yield from self._state().shards()
-        yield from kept_by(self.summing)
+        yield from kept_by(self.ranks.summing)
 
     def check_load(self, reader: Reader) -> None:
         """Compare names and shapes."""
@@ -616,7 +627,7 @@ class ShardedStrategy(UnitsOutline[ConfigT], Strategy[ConfigT], Generic[ConfigT]
         self.placement.send_around(self.placement.units, exact=True)
         self.placement.wait_for_values()
         self.reduce.open_channels()
-        take_kept(self.summing, reader, self.run.links.name_for("gradients"))
+        take_kept(self.ranks.summing, reader, self.run.links.name_for("gradients"))
 
     divides_states = True  # optimizers hold fragments
 
@@ -697,11 +708,6 @@ class ShardedStrategy(UnitsOutline[ConfigT], Strategy[ConfigT], Generic[ConfigT]
         """
 
     @classmethod
-    def changes_links(cls, config: ConfigT) -> bool:
-        """Return True: every channel goes on with methods that are chosen later."""
-        return True
-
-    @classmethod
     def lines(cls, config: ConfigT, run: Run) -> Lines:
         """Return the ranks that the cost is about."""
         everyone = route_linked(run.mesh, "dp", run.world, run.links)
@@ -750,6 +756,10 @@ class ShardedPlanning(DataParallelPlanning):
     """Plans of a strategy over units, whose optimizer state may lie in a store."""
 
     layout_keys: ClassVar[Mapping[str, str]] = {OFFLOAD: OFFLOAD}
+
+    def changes_links(self, config: Any) -> bool:
+        """Return True: every channel goes on with methods that are chosen later."""
+        return True
 
     def stepped(self, config: Any, model: ModelSpec, run: Run) -> Mapping[str, tuple[int, int]]:
         """Return the range of each trainable parameter of which this rank has a fragment."""

@@ -43,7 +43,7 @@ from drivetrain.planner.search import (
 )
 from drivetrain.runtime.world import World
 from drivetrain.simulator.seen import seen_model
-from drivetrain.strategy import Form, Planning, Run, Strategy, StrategyPick
+from drivetrain.strategy import Planning, Run, Strategy, StrategyPick
 
 PROCESSOR = "cpu"
 """The kind of device, and the description, of processes that compute on processors."""
@@ -62,16 +62,6 @@ class Auto(AutoOutline, Strategy[AutoConfig]):
     """Chooses another strategy at ``prepare``; no object of it is ever made."""
 
     @classmethod
-    def variants(cls, world_size: int) -> Sequence[Mapping[str, Any]]:
-        """Return no form: the strategies that may be chosen have theirs."""
-        return ()
-
-    @classmethod
-    def forms(cls, world: World) -> Sequence[Form]:
-        """Return no form, as ``variants`` does."""
-        return ()
-
-    @classmethod
     def cost(cls, config: AutoConfig, model: ModelSpec, run: Run) -> Cost:
         """Return that nothing is known yet."""
         return Cost(uncounted={"dp": "everything of the strategy that prepare() chooses"})
@@ -84,6 +74,10 @@ class Auto(AutoOutline, Strategy[AutoConfig]):
 
 class ChoosesPlan(Planning):
     """Chooses a data-parallel strategy by the predictions of plans."""
+
+    def variants(self, world_size: int) -> Sequence[Mapping[str, Any]]:
+        """Return no form: the strategies that may be chosen have theirs."""
+        return ()
 
     def choose(
         self, config: AutoConfig, model: nn.Module, run: Run, recompute: Sequence[str]

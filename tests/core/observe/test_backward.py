@@ -53,7 +53,7 @@ class Events:
         self.model = torch.nn.Linear(MATRIX, MATRIX, bias=False)
         kind, config, links = chosen(self.model)
         self.strategy = object.__new__(kind)
-        self.strategy.config = config
+        self.strategy.config, self.strategy.ranks = config, SimpleNamespace(take_links=bool)
         self.strategy.run = Run(
             world=WORLD,
             mesh=Mesh.plan({"dp": 2}, WORLD),

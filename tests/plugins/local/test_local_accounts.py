@@ -121,8 +121,8 @@ def test_ranks_and_workers_agree_and_cross_links():
     assert sent[1] == {key: 4 * count for key, count in sent[0].items()}
 
     world = World(size=2, local_size=2, hosts=("a", "a"))
-    assert Local.crosses_links(LocalOptions(workers="ranks"), world)
-    assert not Local.crosses_links(LocalOptions(), world)
+    assert Local.planning().crosses_links(LocalOptions(workers="ranks"), world)
+    assert not Local.planning().crosses_links(LocalOptions(), world)
 
 
 def test_steps_on_paper():

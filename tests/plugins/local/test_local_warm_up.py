@@ -84,7 +84,7 @@ def test_an_accumulation_inside_of_another_one_does_not_end_it():
 @pytest.mark.ranks(2)
 def test_ranks_step_together_in_the_warm_up_and_apart_afterwards():
     warm = Training(local(ROUNDS), check_replicas_every=1, on_nonfinite="skip")
-    assert not warm.strategy.steps_apart
+    assert not warm.strategy.pace.apart
     warm.run(0, 2, clip=1.0)
 
     def infinite(model, inputs):
@@ -94,9 +94,9 @@ def test_ranks_step_together_in_the_warm_up_and_apart_afterwards():
     warm.run(2, 3, clip=1.0, loss=infinite)
     check_same_bits(warm.own(), before)  # all ranks have skipped the step
     warm.run(3, 4, clip=1.0)
-    assert not warm.strategy.steps_apart
+    assert not warm.strategy.pace.apart
     warm.run(4, 5, clip=1.0)  # the fourth step, which is the last of the warm-up
-    assert warm.strategy.steps_apart
+    assert warm.strategy.pace.apart
     check_alike_on_all_ranks(warm.own())
     warm.run(5, 6)
     own = warm.own()["last.weight"]
@@ -124,7 +124,7 @@ def test_checkpoints_with_another_number_of_workers(monkeypatch, folder, at):
     if at < 4:  # the steps of data parallelism do not depend on the workers
         four.run(at, 4)
         check_equal(two.outer(), four.outer())
-    assert two.strategy.steps_apart
+    assert two.strategy.pace.apart
     four.close()
     two.close()
 
@@ -135,12 +135,12 @@ def test_the_last_worker_counts_the_steps_of_the_warm_up(folder):
     two = Training(local(ROUNDS)).run(0, 3)
     two.accelerator.save_state(folder)
     one = Training(local(ROUNDS, workers="hosts"))  # both ranks are on one host
-    assert not one.strategy.steps_apart
+    assert not one.strategy.pace.apart
     one.accelerator.load_state(folder)
     one.run(3, 6)
     one.accelerator.save_state(folder, overwrite=True)
     two.accelerator.load_state(folder)
-    assert two.strategy.steps_apart
+    assert two.strategy.pace.apart
     check_same_bits(two.outer(), one.outer())
     one.close()
     two.close()
@@ -149,11 +149,11 @@ def test_the_last_worker_counts_the_steps_of_the_warm_up(folder):
 @pytest.mark.ranks(2)
 def test_late_workers_are_waited_for_in_the_warm_up():
     late = Training(local(ROUNDS, late_s=60.0))
-    assert late.strategy.steps_with is None
+    assert late.strategy.pace.ranks is None
     late.run(0, 4)
     exact = Training("ddp").run(0, 4)
     check_equal(late.outer(), exact.outer())
-    assert late.strategy.steps_with is not None
+    assert late.strategy.pace.ranks is not None
     late.run(4, 8)
     check_equal(late.outer(), ByHand(2, 1, ROUNDS, adamw).train(8))
     late.close()
