@@ -610,7 +610,7 @@ class Accelerator(AnswersArguments, StaysInProcess, Processes):
 
         Raises:
             UsageError: no common first dimension, a layer such as BatchNorm that mixes rows, or a
-                pipeline, which cuts batches itself.
+                pipeline, which cuts batches itself; the batch before was left early.
         """
         return self._pieces.of(batch, models)
 

@@ -145,7 +145,11 @@ class Pieces:
                 self._held = _held(device)
             _begin_peak(device)
         with self._gradients.micro_batch(models, first=first, last=last, rows=rows):
-            yield
+            try:
+                yield
+            except GeneratorExit:
+                self._gradients.state.left_early = not last
+                raise
         if measures:
             self._measured.add(rows, per_row, max(0, _peak(device) - self._held))
 

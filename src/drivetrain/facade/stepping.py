@@ -131,7 +131,12 @@ class PreparedOptimizer(Optimizer):
         self.optimizer.zero_grad(set_to_none=set_to_none)
 
     def step(self, closure: Callable[[], float] | None = None) -> Any:
-        """Update the parameters, at the end of a window only."""
+        """Update the parameters, at the end of a window only.
+
+        Raises:
+            UsageError: a batch was left before its last piece.
+        """
+        self._window.check_whole()
         if not self._window.sync_gradients:
             return None
         self.steps += 1

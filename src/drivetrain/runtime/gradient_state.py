@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from drivetrain.errors import UsageError
 from drivetrain.nested import recursively_apply
 
 
@@ -69,6 +70,7 @@ class GradientState:
         at_hand: the pass that delivered the batch at hand; it may have been left since.
         finished: the pass that came to its end after the last batch was delivered.
         rows: of the piece of a batch that is at hand; None for whole batches.
+        left_early: whether the script left a batch before its last piece.
     """
 
     def __init__(
@@ -85,6 +87,7 @@ class GradientState:
         self.backwards = 0
         self.stepped = False
         self.rows: int | None = None
+        self.left_early = False
         self._inside = False
         self._ends_window = True
         self._clear_later: list[Callable[[], None]] = []
@@ -215,7 +218,11 @@ class GradientState:
             first: whether it is whole, or the first piece; not where ``accumulate()`` is around.
             last: whether it is whole, or the last piece.
             rows: of the piece.
+
+        Raises:
+            UsageError: the batch before was left early.
         """
+        self.check_whole()
         if first:
             if self.sync_gradients:
                 self._begin_window()
@@ -230,6 +237,19 @@ class GradientState:
             yield
         finally:
             self._inside, self.rows = around
+
+    def check_whole(self) -> None:
+        """Refuse to go on after a batch that was left before its last piece.
+
+        Raises:
+            UsageError: on each rank that left it: no rank has sent the gradients of its pieces.
+        """
+        if self.left_early:
+            raise UsageError(
+                "expected the loop over micro_batches() to reach the last piece, with which "
+                "gradients are sent, found that it was left before; let it run to its end, with a "
+                "loss times 0 for pieces that shall not count, or go on by load_state()"
+            )
 
     def _begin_window(self) -> None:
         self.micro_batch, self.backwards, self.stepped = 0, 0, False
@@ -256,7 +276,7 @@ class GradientState:
 
     def forget(self) -> None:
         """Let a new window begin, and let go of passes that are over: the gradients are gone."""
-        self.sync_gradients = True
+        self.sync_gradients, self.left_early = True, False
         self._clear_later = []
         self.at_hand, self.finished, self._fresh = self.active_pass, None, []
         self._trained = None

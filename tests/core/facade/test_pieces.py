@@ -113,6 +113,23 @@ def test_pieces_are_one_micro_batch_of_a_window_that_the_loader_may_end(around):
     accelerator.free_memory()
 
 
+def test_a_batch_that_is_left_before_its_last_piece_is_an_error():
+    accelerator = Accelerator(strategy="ddp", cpu=True, config={"micro_batch": 1})
+    model = Tower()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    rows = torch.randn(3, WIDTH, dtype=torch.float64)
+    for taken, refused in ((3, False), (2, True)):
+        for number, part in enumerate(accelerator.micro_batches(rows), 1):
+            accelerator.backward(model(part).square().mean())
+            if number == taken:
+                break
+        with pytest.raises(UsageError, match="left before") if refused else nullcontext():
+            optimizer.step()
+    with pytest.raises(UsageError, match="left before"):
+        next(accelerator.micro_batches(rows))
+    accelerator.free_memory()
+
+
 def test_predictions_are_lines_through_what_was_measured():
     measured = Measured()
     assert measured.rows_that_fit(8, 10, 100) == 1
