@@ -104,7 +104,8 @@ class FlatBytes:
         # Whether gradients of the share are views of the whole ones, which lie in one piece.
         in_order = self.wire is self.total and len(flat.pieces(rank)) <= 1
         self.in_whole_buffer = in_order and not lent
-        self._has_masters = not sharded and (apart or flat.master is not flat.dtype)
+        separate = apart or flat.master is not flat.dtype or len(flat.pieces(rank)) > 1
+        self._has_masters = not sharded and separate  # as Home.shard decides
 
     def on_device(self, states: Mapping[str, int]) -> Mapping[str, int]:
         """Return bytes by kind, where no store has any; ``lent``: whole gradients beside a share.
