@@ -3,12 +3,15 @@
 The rows of a batch (its tokens) are taken in pieces: the logits of one piece are made, turned into
 its loss and in place into their own gradient, which is multiplied into the gradients of the inputs
 and of the matrix, and given back. So both gradients are known when the loss is, and a batch of
-8,192 tokens over 152,000 words holds the logits of a few hundred rows instead of 5 GB.
+8,192 tokens over 152,000 words holds the logits of a few hundred rows instead of 5 GB. Ranks may
+divide the classes: they sum up three numbers of each row, and once the gradient of the inputs.
 
 Papers: Hsu et al., "Liger Kernel: Efficient Triton Kernels for LLM Training", 2024, section 3.2
-(fused linear cross entropy); Chowdhery et al., "PaLM", 2022, section 5 (the z-loss).
+(fused linear cross entropy); Chowdhery et al., "PaLM", 2022, section 5 (the z-loss); Shoeybi et
+al., "Megatron-LM", 2019, section 3 (divided classes).
 """
 
+import functools
 import inspect
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +20,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
+from torch.overrides import handle_torch_function, has_torch_function
 
+from drivetrain.collectives import Communicator
 from drivetrain.errors import UsageError
 from drivetrain.memory import is_out_of_memory
 from drivetrain.model.guard import Arguments, Function, Keywords
@@ -28,6 +33,52 @@ LEAST_ROWS = 512
 
 LEAST_PIECES = 8
 """Pieces of a batch, at least, where it has the rows: the peak of the logits is 1/8 or less."""
+
+
+@dataclass(frozen=True, slots=True)
+class Classes:
+    """Which classes a matrix has rows of: all, or a range where ranks divide them.
+
+    Attributes:
+        first: the first of them.
+        total: the classes of all ranks.
+        ranks: those that divide them; None for one rank with all.
+    """
+
+    first: int
+    total: int
+    ranks: Communicator | None = None
+
+    def rows(self, size: int) -> int:
+        """Return the rows of a piece: the ranks' number divides them, so pieces send no more."""
+        ranks = 1 if self.ranks is None else self.ranks.size
+        return max(size // ranks, 1) * ranks
+
+    def own(self, of_classes: Tensor, count: int) -> Tensor:
+        """Return the numbers of this rank's classes, of numbers of all."""
+        return of_classes[self.first : self.first + count]
+
+    def here(self, labels: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """Return the places of classes among this rank's ``count``, and which are elsewhere."""
+        if self.ranks is None:
+            return labels, torch.zeros_like(labels, dtype=torch.bool)
+        places = labels - self.first
+        elsewhere = (places < 0) | (places >= count)
+        return places.masked_fill(elsewhere, 0), elsewhere
+
+    def sum(self, own: Tensor) -> Tensor:
+        """Return the sum over ranks, in place."""
+        if self.ranks is not None:
+            self.ranks.all_reduce(own).wait()
+        return own
+
+    def log_sum(self, own: Tensor) -> Tensor:
+        """Return the logarithm of the sum of exponentials, of this rank's own."""
+        if self.ranks is None:
+            return own
+        largest = own.clone()
+        self.ranks.all_reduce(largest, reduction="max").wait()
+        return self.sum((own - largest).exp_()).log_().add_(largest)
 
 
 def linear_cross_entropy(  # noqa: PLR0913 - the arguments of torch's cross_entropy
@@ -42,6 +93,7 @@ def linear_cross_entropy(  # noqa: PLR0913 - the arguments of torch's cross_entr
     z_loss: float = 0.0,
     reduction: str = "mean",
     rows: int | None = None,
+    classes: Classes | None = None,
 ) -> Tensor:
     """Return ``cross_entropy(linear(hidden, linear_weight, linear_bias), target)`` in pieces.
 
@@ -60,6 +112,8 @@ def linear_cross_entropy(  # noqa: PLR0913 - the arguments of torch's cross_entr
         reduction: ``mean`` over the rows that count, by their weights, or ``sum``.
         rows: rows of a piece; by default so many that their logits are about as large as
             ``hidden``, at least 128, and at most an eighth of the batch.
+        classes: those of ``linear_weight`` and ``linear_bias``, where ranks divide them; all other
+            arguments are the same on these ranks. None: all.
 
     Returns:
         The loss, 0-d, fp32 or fp64. It can be differentiated once.
@@ -67,22 +121,51 @@ def linear_cross_entropy(  # noqa: PLR0913 - the arguments of torch's cross_entr
     Raises:
         UsageError: the shapes do not fit together, or another reduction.
     """
+    given = hidden, linear_weight, target
+    if has_torch_function(given):  # whoever looks on, or has no values, sees one function
+        made: Tensor = handle_torch_function(
+            linear_cross_entropy,
+            given,
+            *given,
+            linear_bias=linear_bias,
+            weight=weight,
+            ignore_index=ignore_index,
+            label_smoothing=label_smoothing,
+            z_loss=z_loss,
+            reduction=reduction,
+            rows=rows,
+            classes=classes,
+        )
+        return made
     flat, labels = hidden.reshape(-1, hidden.shape[-1]), target.reshape(-1)
     _check(hidden, linear_weight, target, reduction, rows)
     if torch.is_autocast_enabled(hidden.device.type) and hidden.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(hidden.device.type)
         flat, linear_weight = flat.to(dtype), linear_weight.to(dtype)
         linear_bias = None if linear_bias is None else linear_bias.to(dtype)
-    classes, features = linear_weight.shape
-    like_input = -(-len(flat) * features // classes)
-    size = rows or max(1, min(max(LEAST_ROWS, like_input), -(-len(flat) // LEAST_PIECES)))
-    rule = _Rule(weight, ignore_index, label_smoothing, z_loss, reduction == "mean")
+    count, features = linear_weight.shape
+    classes = classes or Classes(0, count)
+    like_input = -(-len(flat) * features // count)
+    size = rows or min(max(LEAST_ROWS, like_input), -(-len(flat) // LEAST_PIECES))
+    size = classes.rows(size)
+    rule = _Rule(classes, weight, ignore_index, label_smoothing, z_loss, reduction == "mean")
     wanted = torch.is_grad_enabled()
     with torch.autocast(hidden.device.type, enabled=False):
         result: Tensor = _InPieces.apply(  # type: ignore[no-untyped-call]
             flat, linear_weight, linear_bias, labels, rule, size, wanted
         )
     return result
+
+
+def _without_values(
+    hidden: Tensor, linear_weight: Tensor, target: Tensor, **options: Any
+) -> Tensor:
+    """Return a tensor like the loss, by as much work as its logits take."""
+    exact = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    return F.linear(hidden, linear_weight).sum(dtype=exact)
+
+
+linear_cross_entropy.without_values = _without_values  # type: ignore[attr-defined]
 
 
 def _check(
@@ -145,7 +228,7 @@ class _InPieces(torch.autograd.Function):
                 to_bias += gradient.sum(0)
         # As torch has it: the mean of no rows is NaN, and its gradients are zeros.
         ctx.save_for_backward(share.nan_to_num(posinf=0.0), to_input, to_matrix, to_bias)
-        ctx.dtype = flat.dtype
+        ctx.dtype, ctx.classes = flat.dtype, rule.classes
         return loss
 
     @staticmethod
@@ -158,6 +241,8 @@ class _InPieces(torch.autograd.Function):
         """
         share, *sums = ctx.saved_tensors
         grads = [None if each is None else (each * (factor * share)).to(ctx.dtype) for each in sums]
+        if grads[0] is not None:
+            ctx.classes.sum(grads[0])
         return *grads, None, None, None, None
 
 
@@ -165,6 +250,7 @@ class _InPieces(torch.autograd.Function):
 class _Rule:
     """What counts in the loss: the arguments of ``linear_cross_entropy``, by its names."""
 
+    classes: Classes
     weight: Tensor | None
     ignore_index: int
     smoothing: float
@@ -191,30 +277,34 @@ class _Rule:
             (1 - s) w (log Z - logit_y) + s/C (W log Z - sum of w_c logit_c) + z log^2 Z
 
         and its gradient ``a p - (1 - s) w [c = y] - s/C w_c``, with ``a = (1 - s) w + s W/C +
-        2 z log Z``. The largest logit's p is 1/C at least, so log Z follows from it.
+        2 z log Z``. The largest logit's p is 1/C at least, so log Z follows from it. The softmax is
+        that of this rank's classes first, to which the Z of all is a factor.
 
         Args:
-            logits: (rows, classes).
+            logits: (rows, classes), of this rank's classes.
             labels: (rows,).
             weights: (rows,), of each row's own class; 0 where it is ignored.
         """
-        ignored, classes = self.ignores(labels), logits.shape[1]
+        ignored, classes = self.ignores(labels), self.classes
         own = labels.unsqueeze(1).masked_fill(ignored, 0)
         hit, counts = weights.unsqueeze(1) * (1 - self.smoothing), (~ignored).to(logits.dtype)
         spread = total = torch.zeros_like(counts)
         if self.smoothing:
-            of_classes = torch.ones_like(logits[0]) if self.weight is None else self.weight
-            of_classes = of_classes.to(logits.dtype) * (self.smoothing / classes)
-            spread, total = logits @ of_classes.unsqueeze(1), of_classes.sum()
+            each = logits.new_ones(classes.total) if self.weight is None else self.weight
+            each = each.to(logits.dtype) * (self.smoothing / classes.total)
+            of_classes, total = classes.own(each, logits.shape[1]), each.sum()
+            spread = classes.sum(logits @ of_classes.unsqueeze(1))
         largest, place = logits.max(1, keepdim=True)
-        target = logits.gather(1, own)
+        own, elsewhere = classes.here(own, logits.shape[1])
+        target = classes.sum(logits.gather(1, own).masked_fill(elsewhere, 0))
         gradient = logits.softmax(1)
-        log = largest - gradient.gather(1, place).log()
+        here = largest - gradient.gather(1, place).log()
+        log = classes.log_sum(here)
         losses = hit * (log - target) + (total * log - spread)
         if self.z_loss:
             losses += self.z_loss * log.square()
-        gradient.mul_((hit + total + 2 * self.z_loss * log) * counts)
-        gradient.scatter_add_(1, own, -hit)
+        gradient.mul_((hit + total + 2 * self.z_loss * log) * counts * (here - log).exp())
+        gradient.scatter_add_(1, own, -hit.masked_fill(elsewhere, 0))
         if self.smoothing:
             gradient.addcmul_(of_classes, counts, value=-1)
         return losses.mul_(counts).sum(), gradient
@@ -224,6 +314,9 @@ class _Rule:
 
 _ORIGINAL = "_forward_before_chunked_loss"
 _CAUSAL = "ForCausalLMLoss"
+
+DIVIDED = "_drivetrain_loss_in_pieces"
+"""The method of a head that a strategy has changed: ``linear_cross_entropy`` without its matrix."""
 
 
 def compute_in_pieces(model: nn.Module) -> None:
@@ -292,6 +385,13 @@ def _checked(model: nn.Module, head: nn.Module) -> nn.Linear:
     return head
 
 
+def head_loss(head: nn.Module, hidden: Tensor, target: Tensor, **options: Any) -> Tensor:
+    """Return ``linear_cross_entropy`` with the matrix and bias of a linear layer."""
+    matrix: Any = head.weight
+    bias: Any = head.bias
+    return linear_cross_entropy(hidden, matrix, target, linear_bias=bias, **options)
+
+
 class _Call:
     """One training call of a model with labels.
 
@@ -316,11 +416,10 @@ class _Call:
         if shifted is None:
             shifted = F.pad(labels, (0, 1), value=ignored)[..., 1:]
         items = self.arguments.get("num_items_in_batch")
-        loss = linear_cross_entropy(
+        own: Any = getattr(head, DIVIDED, functools.partial(head_loss, head))
+        loss: Tensor = own(
             hidden,
-            head.weight,  # type: ignore[arg-type]
             shifted.to(hidden.device).reshape(hidden.shape[:-1]),
-            linear_bias=head.bias,  # type: ignore[arg-type]
             ignore_index=ignored,
             reduction="mean" if items is None else "sum",
         )

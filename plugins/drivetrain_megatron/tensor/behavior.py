@@ -14,7 +14,8 @@ import copy
 import functools
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -29,6 +30,7 @@ from torch.utils._pytree import tree_map
 from drivetrain.collectives import Communicator
 from drivetrain.errors import UsageError
 from drivetrain.log import get_logger
+from drivetrain.losses import head_loss
 from drivetrain.model.modules import uncompiled
 from drivetrain_megatron.tensor import operators
 from drivetrain_megatron.tensor.operators import Edges, Uncopied, reduce
@@ -67,6 +69,10 @@ class Behavior(Uncopied, ABC):
     def forward(self, module: Any, *args: Any, **kwargs: Any) -> Any:
         """Compute the output that the module's own forward has with whole parameters."""
 
+    def loss(self, module: Any, hidden: Tensor, target: Tensor, **options: Any) -> Tensor:
+        """Compute ``head_loss`` of ``drivetrain.losses``: of a whole layer, unless overridden."""
+        return head_loss(module, hidden, target, **options)
+
 
 class Own(Behavior):
     """The forward of the module's own class."""
@@ -96,6 +102,23 @@ class Parallel:
         Raises:
             UsageError: another tensor stands in the place of a share.
         """
+        with self._on_shares():
+            return self.__dict__[_KEY].forward(self, *args, **kwargs)
+
+    @_disable_dynamo
+    def _drivetrain_loss_in_pieces(self, *args: Any, **options: Any) -> Tensor:
+        """Be ``drivetrain.losses.DIVIDED``: compute the loss of a head by the behavior.
+
+        Raises:
+            UsageError: as ``forward``.
+        """
+        with self._on_shares():
+            found: Tensor = self.__dict__[_KEY].loss(self, *args, **options)
+            return found
+
+    @contextmanager
+    def _on_shares(self) -> Iterator[None]:
+        """Context in which parameters are shares."""
         module: Any = self
         for child, name in module.__dict__.get(_SHARED, ()):
             owner = module._modules.get(child) if child else module
@@ -103,7 +126,7 @@ class Parallel:
             if type(held) in _ORDINARY and not hasattr(held, SHARE):
                 raise _other_values(f"{child}.{name}" if child else name, module)
         with computing:
-            return self.__dict__[_KEY].forward(self, *args, **kwargs)
+            yield
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         new = memo[id(self)] = self.__copy__()

@@ -20,7 +20,8 @@ from torch import Tensor, autograd, nn
 from torch._compile import _disable_dynamo
 
 from drivetrain.collectives import Communicator
-from drivetrain.errors import ConfigError
+from drivetrain.errors import ConfigError, UsageError
+from drivetrain.losses import Classes, head_loss
 from drivetrain_megatron.tensor.behavior import (
     Behavior,
     attach,
@@ -45,7 +46,7 @@ from drivetrain_megatron.tensor.operators import (
     start_sum,
     unviewed,
 )
-from drivetrain_megatron.tensor.partition import Partition
+from drivetrain_megatron.tensor.partition import Partition, check_words
 from drivetrain_megatron.tensor.vocabulary import ShardedLogits
 
 # --- the two halves of backward ---
@@ -628,6 +629,20 @@ class ColumnLinear(Behavior):
                 out = column_product(x, weight, bias, product)
         return ShardedLogits.of(out, ranks, self.outputs) if self.logits else out
 
+    def loss(self, module: Any, hidden: Tensor, target: Tensor, **options: Any) -> Tensor:
+        """Compute the loss of the logits of all ranks, whose inputs are whole on each."""
+        words, ranks = self.outputs, self.edges.ranks
+        if not self.logits or min(words.local_sizes) == 0:
+            raise UsageError(
+                "loss: chunked: expected a head of which each rank has some words, found one that "
+                f"ranks divide as {words.ranges}; take a smaller tp, or leave loss: whole"
+            )
+        if not is_outline(hidden):
+            check_words(target.masked_fill(target == options["ignore_index"], 0), words.size, "targets")
+        start, _ = words.range_of(ranks.rank)
+        classes = Classes(start, words.size, ranks)
+        return head_loss(module, hidden, target, classes=classes, **options)
+
 
 @dataclass(frozen=True)
 class RowLinear(Behavior):
@@ -644,6 +659,17 @@ class RowLinear(Behavior):
     inputs: Partition
     transposed: bool = False
     keeper: WeightGradients | None = None
+
+    def loss(self, module: Any, hidden: Tensor, target: Tensor, **options: Any) -> Tensor:
+        """Refuse to be a head.
+
+        Raises:
+            UsageError: always.
+        """
+        raise UsageError(
+            "loss: chunked: expected a head that ranks divide by words, found one divided by "
+            "features; leave it out of the plan, or leave loss: whole"
+        )
 
     def forward(self, module: Any, x: Tensor) -> Tensor:
         """Return the whole output, or this rank's shard of its sequence, shape (..., out)."""

@@ -223,15 +223,9 @@ def check_forward(run: RunConfig, sizes: Mapping[str, int]) -> None:
     """Refuse changes to a model's forward that other settings leave no room for.
 
     Raises:
-        ConfigError: ``loss: chunked`` with an axis beside ``dp``; ``precision: fp8`` with an axis
-            ``tp``, or with selective recompute.
+        ConfigError: ``precision: fp8`` with an axis ``tp``, or with selective recompute.
     """
     divided = {axis: size for axis, size in sizes.items() if axis != "dp" and size > 1}
-    if run.loss == "chunked" and divided:
-        raise ConfigError(
-            f"loss: chunked: expected each rank to compute a whole model, found {divided}; leave "
-            "loss: whole: tp divides the logits of the vocabulary anyhow"
-        )
     if run.precision == "fp8" and "tp" in divided:
         raise ConfigError(
             f"precision: fp8: expected layers that each rank holds whole, found tp: "
