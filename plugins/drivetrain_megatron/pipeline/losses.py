@@ -26,6 +26,7 @@ from torch.utils._pytree import (
 )
 
 from drivetrain.errors import UsageError
+from drivetrain.losses import linear_cross_entropy
 from drivetrain_megatron.pipeline.runner import LocalStages, LossOf, StageWorker, find_loss
 from drivetrain_megatron.pipeline.schedules import make_schedule
 from drivetrain_megatron.pipeline.transfer import Dims, DividedCall, Division, MicroBatch, join
@@ -124,7 +125,7 @@ class TargetCounter(TorchFunctionMode):
     ) -> Any:
         """Call a function of torch; note the targets of a loss."""
         kwargs = kwargs or {}
-        if func in (F.cross_entropy, F.nll_loss):
+        if func in (F.cross_entropy, F.nll_loss, linear_cross_entropy):
             given = inspect.signature(func).bind(*args, **kwargs)
             given.apply_defaults()
             self._note(given.arguments)

@@ -133,3 +133,24 @@ def test_divided_words(build, options):
     sent = {key: count for key, count in cell.accelerator.traffic.sent().items() if count}
     assert sent == {key: count for key, count in cost.sent.items() if count}
     cell.close()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"pp": 2}, {"pp": 2, "schedule": "zb-h1"}, {"pp": 2, "micro_batches": 1}],
+)
+@pytest.mark.complete
+@pytest.mark.ranks(2)
+def test_stages(options):
+    """The last stage computes each micro-batch's loss, of unequal numbers of targets."""
+    for build in (llama, gpt2):
+        cell = Cell(build, **options)
+        cell.check()
+        cell.close()
+
+
+@pytest.mark.ranks(4)
+def test_stages_of_divided_words():
+    cell = Cell(gpt2, pp=2, tp=2)
+    cell.check()
+    cell.close()
