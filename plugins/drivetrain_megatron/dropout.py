@@ -796,7 +796,8 @@ def _states() -> list[Any]:
 
 def _equal(before: list[Any], after: list[Any]) -> bool:
     """Whether nothing was drawn; NumPy may have been imported meanwhile."""
-    return len(before) == len(after) and all(
-        bool((a == b).all()) if hasattr(a, "all") else a == b
-        for a, b in zip(before, after, strict=True)
-    )
+    with torch._C.DisableTorchFunction():  # whoever looks on looks for the script's comparisons
+        return len(before) == len(after) and all(
+            bool((a == b).all()) if hasattr(a, "all") else a == b
+            for a, b in zip(before, after, strict=True)
+        )

@@ -264,9 +264,12 @@ class _Rule:
     def of_rows(self, labels: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the weight of each row's own class, 0 where it is ignored: (rows,)."""
         ignored = labels == self.ignore_index
-        if self.weight is None:
+        if self.weight is None and self.classes.ranks is None:
             return (~ignored).to(dtype)
-        return self.weight.to(dtype)[labels.masked_fill(ignored, 0)].masked_fill(ignored, 0)
+        ones = torch.ones(self.classes.total, dtype=dtype, device=labels.device)
+        weight = ones if self.weight is None else self.weight.to(dtype)
+        # Refuses labels that are no class, which no rank would find among its own.
+        return weight.gather(0, labels.masked_fill(ignored, 0)).masked_fill_(ignored, 0)
 
     def loss(self, logits: Tensor, labels: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """Return the sum of the losses of some rows, and the gradient of their logits.

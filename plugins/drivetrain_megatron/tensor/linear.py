@@ -46,7 +46,7 @@ from drivetrain_megatron.tensor.operators import (
     start_sum,
     unviewed,
 )
-from drivetrain_megatron.tensor.partition import Partition, check_words
+from drivetrain_megatron.tensor.partition import Partition
 from drivetrain_megatron.tensor.vocabulary import ShardedLogits
 
 # --- the two halves of backward ---
@@ -637,8 +637,6 @@ class ColumnLinear(Behavior):
                 "loss: chunked: expected a head of which each rank has some words, found one that "
                 f"ranks divide as {words.ranges}; take a smaller tp, or leave loss: whole"
             )
-        if not is_outline(hidden):
-            check_words(target.masked_fill(target == options["ignore_index"], 0), words.size, "targets")
         start, _ = words.range_of(ranks.rank)
         classes = Classes(start, words.size, ranks)
         return head_loss(module, hidden, target, classes=classes, **options)

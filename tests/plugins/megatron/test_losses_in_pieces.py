@@ -11,9 +11,12 @@ from torch.utils._pytree import tree_leaves
 
 from drivetrain import Accelerator
 from drivetrain.cost import ModelSpec
+from drivetrain.losses import Classes, linear_cross_entropy
 from drivetrain.model.modules import named_parameters
-from drivetrain.testing.conformance.accounts import sent_bytes
 from drivetrain.testing.conformance.twins import everyone
+from drivetrain_megatron.pipeline.losses import Weights
+from drivetrain_megatron.plan.trial import run_emulated
+from drivetrain_megatron.tensor.partition import even
 from huggingface_models import VOCABULARY, WIDTH, gpt2, llama, token_batch
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
@@ -49,57 +52,72 @@ def whole_loss(model, ids, labels):
 class Cell:
     """A model of a cell, and the same in one process."""
 
-    def __init__(self, build, *, accumulation=1, precision="no", **options):
+    def __init__(self, build, *, window=1, **options):
         torch.manual_seed(0)
         model = build()
-        self.twin = copy.deepcopy(model)
+        self.window, self.twin = window, copy.deepcopy(model)
         self.accelerator = Accelerator(
             strategy={"name": "megatron", **options},
-            gradient_accumulation_steps=accumulation,
+            gradient_accumulation_steps=window,
             config={"loss": "chunked"},
-            mixed_precision=precision,
             cpu=True,
         )
         ids, labels = batch(0)
-        spec = {"input_ids": ids, "labels": labels, "use_cache": False}
-        model.example_inputs = spec
+        given = {"input_ids": ids, "labels": labels, "use_cache": False}
+        model.example_inputs = given
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
+        self.strategy = self.accelerator.strategy_of(self.model)
         self.other = torch.optim.SGD(self.twin.parameters(), lr=0.1)
-        self.spec = ModelSpec.of(copy.deepcopy(self.twin), states=0, inputs=((), spec))
+        spec = ModelSpec.of(self.twin, states=0, inputs=((), given))
+        self.cost = type(self.strategy).cost(self.strategy.config, spec, self.strategy.run)
 
-    def step(self, seed):
-        """Take a step in both, and compare losses and gradients before it."""
-        ids, labels = batch(seed)
-        output = self.model(input_ids=ids, labels=labels, use_cache=False)
-        assert output.logits is None
-        self.accelerator.backward(output.loss)
-        expected = whole_loss(self.twin, ids, labels)
-        expected.backward()
-        assert output.loss.item() == pytest.approx(expected.item(), rel=1e-12)
+    def backward(self, seed):
+        """Run forward and backward of a window in both, and compare losses and gradients."""
+        losses = []
+        for micro in range(self.window):
+            ids, labels = batch(self.window * seed + micro)
+            with self.accelerator.accumulate(self.model):
+                output = self.model(input_ids=ids, labels=labels, use_cache=False)
+                assert output.logits is None
+                self.accelerator.backward(output.loss)
+            expected = whole_loss(self.twin, ids, labels)
+            (expected / self.window).backward()
+            losses.append((output.loss, expected))
+        for found, expected in losses:
+            assert found.item() == pytest.approx(expected.item(), rel=1e-12)
         wanted = dict(self.twin.named_parameters())
         for name, parameter in named_parameters(self.model).items():
             torch.testing.assert_close(
                 parameter.grad, wanted[name].grad, **EXACT, msg=lambda text, n=name: f"{n}: {text}"
             )
+
+    def step(self):
         for each in (self.optimizer, self.other):
             each.step()
             each.zero_grad()
 
     def check(self, steps=3):
+        """Compare steps, the weights after them, logits without gradients, and bytes."""
         for seed in range(steps):
-            self.step(seed)
+            self.backward(seed)
+            self.step()
         state = self.accelerator.get_state_dict(self.model)
         for name, value in self.twin.state_dict().items():
             torch.testing.assert_close(state[name], value, **EXACT)
         ids, labels = batch(7)
-        self.model.eval()
-        self.twin.eval()
         with torch.no_grad():
             logits = self.model(input_ids=ids, labels=labels, use_cache=False).logits
             expected = self.twin(input_ids=ids, use_cache=False).logits
         torch.testing.assert_close(logits + 0, expected, **EXACT)
-        self.model.train()
+        self.accelerator.traffic.clear()
+        with self.accelerator.accumulate(self.model):
+            output = self.model(input_ids=ids, labels=labels, use_cache=False)
+            self.accelerator.backward(output.loss)
+            self.optimizer.step()
+        sent = {key: count for key, count in self.accelerator.traffic.sent().items() if count}
+        if self.window == 1:
+            assert sent == {key: count for key, count in self.cost.sent.items() if count}
 
     def close(self):
         everyone(None)
@@ -121,36 +139,64 @@ def test_divided_words(build, options):
     cell = Cell(build, **options)
     cell.check()
     ids, labels = batch(9)
-    cell.accelerator.traffic.clear()
-    with Logits(VOCABULARY - VOCABULARY // 2) as logits:  # of the last rank
-        output = cell.model(input_ids=ids, labels=labels, use_cache=False)
-        cell.accelerator.backward(output.loss)
+    with Logits(VOCABULARY - VOCABULARY // 2) as logits:  # of the last rank: others have WIDTH
+        cell.accelerator.backward(cell.model(input_ids=ids, labels=labels, use_cache=False).loss)
     assert logits.most <= ROWS * TOKENS // 8
-    assert logits.most > 1 or cell.accelerator.process_index == 0  # whose words are as many as WIDTH
-    cell.optimizer.step()
-    strategy = cell.accelerator.strategy_of(cell.model)
-    cost = type(strategy).cost(strategy.config, cell.spec, strategy.run)
-    sent = {key: count for key, count in cell.accelerator.traffic.sent().items() if count}
-    assert sent == {key: count for key, count in cost.sent.items() if count}
+    assert logits.most > 1 or cell.accelerator.process_index == 0
+    with pytest.raises((IndexError, RuntimeError), match="out of bounds"):
+        cell.model(input_ids=ids, labels=labels + VOCABULARY)
     cell.close()
 
 
 @pytest.mark.parametrize(
     "options",
-    [{"pp": 2}, {"pp": 2, "schedule": "zb-h1"}, {"pp": 2, "micro_batches": 1}],
+    [{}, {"schedule": "zb-h1"}, {"micro_batches": 1}, {"window": 2}],
 )
 @pytest.mark.complete
 @pytest.mark.ranks(2)
 def test_stages(options):
     """The last stage computes each micro-batch's loss, of unequal numbers of targets."""
     for build in (llama, gpt2):
-        cell = Cell(build, **options)
+        cell = Cell(build, pp=2, **options)
         cell.check()
+        known = {} if options.keys() & {"micro_batches", "window"} else {Weights.TARGETS}
+        assert {*cell.strategy._pipeline._losses._known.values()} == {*known}
         cell.close()
 
 
 @pytest.mark.ranks(4)
-def test_stages_of_divided_words():
-    cell = Cell(gpt2, pp=2, tp=2)
+def test_stages_and_replicas_of_divided_words():
+    cell = Cell(gpt2, pp=2, tp=2, sequence_parallel=True)
+    cell.check()
+    assert {*cell.strategy._pipeline._losses._known.values()} == {Weights.TARGETS}
+    cell.close()
+    cell = Cell(llama, tp=2, data_parallel={"name": "zero3"})
     cell.check()
     cell.close()
+
+
+def test_each_option_where_ranks_divide_the_classes():
+    torch.manual_seed(0)
+    hidden, matrix = torch.randn(30, 6, dtype=torch.float64), torch.randn(11, 6).double()
+    bias, weight, target = torch.randn(11).double(), torch.rand(11).double(), torch.arange(30) % 12
+    options = {"ignore_index": 11, "weight": weight, "label_smoothing": 0.1, "z_loss": 0.3}
+
+    def loss_and_gradients(own=slice(0, 11), classes=None):
+        sides = [each.clone().requires_grad_() for each in (hidden, matrix[own], bias[own])]
+        loss = linear_cross_entropy(
+            *sides[:2], target, linear_bias=sides[2], classes=classes, **options
+        )
+        return loss.detach(), *torch.autograd.grad(2 * loss, sides)
+
+    def of_rank(ranks):
+        ((start, stop),) = even(0, 11, 3).ranges[ranks.rank]
+        return loss_and_gradients(slice(start, stop), Classes(start, 11, ranks))
+
+    loss, to_hidden, *to_words = loss_and_gradients()
+    found = run_emulated(3, of_rank)
+    for each in found:
+        torch.testing.assert_close(each[:2], (loss, to_hidden), **EXACT)
+    for words, shares in zip(
+        to_words, zip(*(each[2:] for each in found), strict=True), strict=True
+    ):
+        torch.testing.assert_close(torch.cat(shares), words, **EXACT)
