@@ -111,7 +111,7 @@ def linear_cross_entropy(  # noqa: PLR0913 - the arguments of torch's cross_entr
         z_loss: factor of the mean square of the logarithm of the softmax's denominator.
         reduction: ``mean`` over the rows that count, by their weights, or ``sum``.
         rows: rows of a piece; by default so many that their logits are about as large as
-            ``hidden``, at least 128, and at most an eighth of the batch.
+            ``hidden``, at least 512, and at most an eighth of the batch.
         classes: those of ``linear_weight`` and ``linear_bias``, where ranks divide them; all other
             arguments are the same on these ranks. None: all.
 

@@ -362,7 +362,7 @@ class RunConfig:
     loss: Literal["whole", "chunked"] = option(
         "whole",
         help="chunked: causal language models of transformers compute their training loss some "
-        "rows at a time, and their logits never exist whole; not where tp or pp divides a model.",
+        "rows at a time, and their logits never exist whole.",
     )
     links: LinksConfig = section(
         LinksConfig, help="Approximations of what crosses a slow link; by default there are none."
