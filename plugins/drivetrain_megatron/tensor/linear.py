@@ -630,12 +630,16 @@ class ColumnLinear(Behavior):
         return ShardedLogits.of(out, ranks, self.outputs) if self.logits else out
 
     def loss(self, module: Any, hidden: Tensor, target: Tensor, **options: Any) -> Tensor:
-        """Compute the loss of the logits of all ranks, whose inputs are whole on each."""
+        """Compute the loss of the logits of all ranks, whose inputs are whole on each.
+
+        Raises:
+            UsageError: a rank has no words.
+        """
         words, ranks = self.outputs, self.edges.ranks
         if not self.logits or min(words.local_sizes) == 0:
             raise UsageError(
-                "loss: chunked: expected a head of which each rank has some words, found one that "
-                f"ranks divide as {words.ranges}; take a smaller tp, or leave loss: whole"
+                "loss: chunked: expected a head of which each rank has words, found ranks with "
+                f"{words.local_sizes} of its features; take a smaller tp, or leave loss: whole"
             )
         start, _ = words.range_of(ranks.rank)
         classes = Classes(start, words.size, ranks)

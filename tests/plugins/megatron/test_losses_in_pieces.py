@@ -5,17 +5,21 @@ from math import prod
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from drivetrain import Accelerator
 from drivetrain.cost import ModelSpec
-from drivetrain.losses import Classes, linear_cross_entropy
+from drivetrain.errors import UsageError
+from drivetrain.losses import DIVIDED, Classes, linear_cross_entropy
 from drivetrain.model.modules import named_parameters
 from drivetrain.testing.conformance.twins import everyone
 from drivetrain_megatron.pipeline.losses import Weights
 from drivetrain_megatron.plan.trial import run_emulated
+from drivetrain_megatron.tensor.linear import attach_column, attach_row
+from drivetrain_megatron.tensor.operators import Edges
 from drivetrain_megatron.tensor.partition import even
 from huggingface_models import VOCABULARY, WIDTH, gpt2, llama, token_batch
 
@@ -200,3 +204,17 @@ def test_each_option_where_ranks_divide_the_classes():
         to_words, zip(*(each[2:] for each in found), strict=True), strict=True
     ):
         torch.testing.assert_close(torch.cat(shares), words, **EXACT)
+
+
+def test_heads_that_cannot_be_computed_in_pieces():
+    """One of three ranks has none of two words; a head cut by features has parts of all logits."""
+
+    def loss(ranks, attach, *cut, **options):
+        head = nn.Linear(6, 2)
+        attach(head, Edges(ranks), even(-1, *cut, 3), **options)
+        getattr(head, DIVIDED)(torch.zeros(4, 6), torch.zeros(4, dtype=torch.long))
+
+    with pytest.raises(UsageError, match=r"found ranks with \(0, 1, 1\)"):
+        run_emulated(3, lambda ranks: loss(ranks, attach_column, 2, logits=True))
+    with pytest.raises(UsageError, match="divided by features"):
+        run_emulated(3, lambda ranks: loss(ranks, attach_row, 6))
