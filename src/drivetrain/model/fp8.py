@@ -118,8 +118,6 @@ def _reason(layer: nn.Linear) -> str | None:
         return "computes in a way of its own"
     if layer.in_features % MULTIPLE or layer.out_features % MULTIPLE:
         return f"sizes are no multiples of {MULTIPLE}"
-    if not layer.weight.requires_grad:
-        return "frozen"
     if layer.weight.dtype not in (torch.float32, torch.bfloat16):
         return f"given in {str(layer.weight.dtype).removeprefix('torch.')}"
     return None
@@ -175,6 +173,22 @@ def _version(numbers: tuple[int, int]) -> str:
     return ".".join(map(str, numbers))
 
 
+class _FrozenProduct(torch.autograd.Function):
+    """A product with a frozen weight: torchao's own would compute the weight's gradient as well."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, weight: Tensor, products: "_Fp8Products") -> Tensor:
+        """Return the outputs."""
+        ctx.save_for_backward(weight)
+        ctx.products = products
+        return products.outputs(inputs, weight)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        """Return the gradient of the inputs."""
+        return ctx.products.input_gradient(gradient, *ctx.saved_tensors), None, None
+
+
 class _Fp8Products:
     """Stands around the forward of ``Linear`` layers: the same, with products in fp8."""
 
@@ -182,6 +196,16 @@ class _Fp8Products:
         self._multiply = multiply
         self._operands, self._config = operands, config
         self._device_type = device_type
+        # The gradient of the inputs is a product, too, with the gradient of the outputs as inputs.
+        self._backward_operands = operands._replace(output=operands.grad_input)
+        self._backward_config = dataclasses.replace(
+            config,
+            cast_config_input=config.cast_config_grad_output,
+            cast_config_weight=config.cast_config_weight_for_grad_input,
+            cast_config_input_for_grad_weight=None,
+            cast_config_weight_for_grad_input=None,
+            cast_config_grad_output_for_grad_weight=None,
+        )
 
     def __deepcopy__(self, memo: Any) -> "_Fp8Products":
         return self
@@ -194,5 +218,17 @@ class _Fp8Products:
         (inputs,) = (*args, *kwargs.values())
         if torch.is_autocast_enabled(self._device_type):
             inputs = inputs.to(torch.get_autocast_dtype(self._device_type))
-        outputs: Tensor = self._multiply(inputs, layer.weight.t(), self._operands, self._config)
+        if layer.weight.requires_grad:
+            outputs = self.outputs(inputs, layer.weight)
+        else:
+            outputs = _FrozenProduct.apply(inputs, layer.weight, self)  # type: ignore[no-untyped-call]
         return outputs if layer.bias is None else outputs + layer.bias.to(outputs.dtype)
+
+    def outputs(self, inputs: Tensor, weight: Tensor) -> Tensor:
+        """Return the outputs of a layer without its bias."""
+        return cast(Tensor, self._multiply(inputs, weight.t(), self._operands, self._config))
+
+    def input_gradient(self, gradient: Tensor, weight: Tensor) -> Tensor:
+        """Return the gradient of a layer's inputs, from that of its outputs."""
+        operands, config = self._backward_operands, self._backward_config
+        return cast(Tensor, self._multiply(gradient, weight, operands, config))

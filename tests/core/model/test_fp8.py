@@ -3,10 +3,13 @@
 import copy
 import importlib.util
 import sys
+from collections import Counter
 
+import peft
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from drivetrain import Accelerator, AORecipeKwargs
 from drivetrain.config.outline import check_forward
@@ -58,30 +61,18 @@ def loss_of(model, inputs):
 
 
 def named(model):
-    return {name: each.detach().clone() for name, each in model.named_parameters()}
+    trained = ((name, each) for name, each in model.named_parameters() if each.requires_grad)
+    return {name: each.detach().clone() for name, each in trained}
 
 
-@needs_torchao
-@pytest.mark.parametrize(
-    ("strategy", "config"),
-    [
-        ("zero3", {"recompute": {"mode": "full"}}),
-        ("fsdp", {"dtypes": {"fp8": "rowwise"}}),
-        ({"name": "megatron", "pp": 2}, {"dtypes": {"fp8": "rowwise_with_gw_hp"}}),
-        ("ddp", {}),
-        ("zero2", {}),
-    ],
-    ids=["zero3", "fsdp", "pp", "ddp", "zero2"],
-)
-@pytest.mark.ranks(2)
-def test_trains_as_one_process_that_takes_the_same_micro_batches(strategy, config):
+def check_trains_as_one_process(strategy, config, make=Blocks):
     """Scales belong to a micro-batch, so the one process takes those of all ranks one by one.
 
     A pipeline cuts batches: the same numbers only where scales belong to rows.
     """
     kwargs = {"mixed_precision": "fp8", "config": config, "cpu": True}
     accelerator = Accelerator(strategy=strategy, **kwargs)
-    model, alone, in_bf16 = Blocks(), Blocks(), Blocks()
+    model, alone, in_bf16 = make(), make(), make()
     start = named(model)
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.05))
     others = [torch.optim.SGD(each.parameters(), lr=0.05) for each in (alone, in_bf16)]
@@ -109,11 +100,51 @@ def test_trains_as_one_process_that_takes_the_same_micro_batches(strategy, confi
 
 
 @needs_torchao
+@pytest.mark.parametrize(
+    ("strategy", "config"),
+    [
+        ("zero3", {"recompute": {"mode": "full"}}),
+        ("fsdp", {"dtypes": {"fp8": "rowwise"}}),
+        ({"name": "megatron", "pp": 2}, {"dtypes": {"fp8": "rowwise_with_gw_hp"}}),
+        ("ddp", {}),
+        ("zero2", {}),
+    ],
+    ids=["zero3", "fsdp", "pp", "ddp", "zero2"],
+)
+@pytest.mark.ranks(2)
+def test_trains_as_one_process_that_takes_the_same_micro_batches(strategy, config):
+    check_trains_as_one_process(strategy, config)
+
+
+def adapted():
+    """Return a model whose layers in fp8 are frozen, inside of adapters of peft."""
+    config = peft.LoraConfig(r=2, target_modules=["up", "down"], init_lora_weights=False)
+    return peft.get_peft_model(Blocks(), config)  # random like the model: its seed is set there
+
+
+@needs_torchao
+@pytest.mark.parametrize(
+    ("strategy", "config"),
+    [
+        ({"name": "zero3", "keep_below": 0}, {"recompute": {"mode": "full"}}),
+        ("fsdp", {"dtypes": {"fp8": "rowwise"}}),
+        ("ddp", {"dtypes": {"fp8": "rowwise_with_gw_hp"}}),
+    ],
+    ids=["zero3", "fsdp", "ddp"],
+)
+@pytest.mark.ranks(2)
+def test_adapted_models_train_as_one_process(strategy, config):
+    check_trains_as_one_process(strategy, config, adapted)
+
+
+@needs_torchao
 @pytest.mark.filterwarnings("ignore")  # torch.compile's own
 def test_compiled_blocks_multiply_in_fp8_in_one_graph():
     torch._dynamo.reset()
     config = {"compile": "blocks"}
     plain = Blocks()
+    for block in plain.blocks:
+        block.up.weight.requires_grad_(False)
     gradients = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("drivetrain.model.compiled.BACKEND", "aot_eager")
@@ -122,13 +153,46 @@ def test_compiled_blocks_multiply_in_fp8_in_one_graph():
             model = accelerator.prepare(copy.deepcopy(plain))
             torch._dynamo.utils.counters.clear()
             accelerator.backward(loss_of(model, batch(0, 0)))
-            gradients.append({name: p.grad.clone() for name, p in model.named_parameters()})
+            trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+            gradients.append({name: p.grad.clone() for name, p in trained})
             made = torch._dynamo.utils.counters["stats"]["unique_graphs"]
             accelerator.free_memory()
     torch._dynamo.reset()
     assert made == 1
     for name, value in gradients[0].items():
         torch.testing.assert_close(gradients[1][name], value, rtol=1e-3, atol=1e-4)
+
+
+class Products(TorchDispatchMode):
+    """Counts matrix products."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.calls[function] += 1
+        return function(*args, **(kwargs or {}))
+
+
+@needs_torchao
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_frozen_layers_compute_the_same_without_gradients_of_their_weights(recipe):
+    layer = Blocks().blocks[0].up
+    flat = nn.Sequential(nn.Identity(), nn.Linear(16, 16), layer, nn.Linear(64, 16))
+    compute_in_fp8(flat, recipe, CPU)
+    found = []
+    for frozen in (False, True):
+        layer.weight.requires_grad_(not frozen)
+        torch.manual_seed(1)
+        inputs = torch.randn(3, 5, 32, requires_grad=True)
+        with Products() as products, torch.autocast("cpu", torch.bfloat16):
+            outputs = layer(inputs)
+            (outputs.float() ** 3).sum().backward()
+        assert products.calls[torch.ops.aten.mm.default] == (2 if frozen else 3)
+        found.append((outputs, inputs.grad))
+    for trained, same in zip(*found, strict=True):
+        assert torch.equal(trained, same)
 
 
 @needs_torchao
@@ -160,15 +224,14 @@ def test_recipes_differ_and_are_undone():
 def test_layers_are_chosen_in_blocks_and_the_reasons_of_others_are_said(monkeypatch, capsys):
     monkeypatch.setattr(fp8, "_products", lambda recipe, device, config: doubled)
     model = Blocks()
-    model.blocks[0].up.weight.requires_grad_(False)
+    model.blocks[0].down.requires_grad_(False)
     model.blocks[1].up.double()
     nn.utils.parametrizations.weight_norm(model.blocks[2].up)
     chosen, left = choose_layers(model)
-    assert set(chosen) == {f"blocks.{i}.down" for i in range(3)}
+    assert set(chosen) == {"blocks.0.up", *(f"blocks.{i}.down" for i in range(3))}
     assert left == {
         "first": "outside of the blocks",
         "last": "outside of the blocks",
-        "blocks.0.up": "frozen",
         "blocks.1.up": "given in float64",
         "blocks.2.up": "computes in a way of its own",
         **{f"blocks.{i}.odd": "sizes are no multiples of 16" for i in range(3)},
@@ -178,7 +241,7 @@ def test_layers_are_chosen_in_blocks_and_the_reasons_of_others_are_said(monkeypa
     assert set(choose_layers(flat, lambda layer, name: name != "2").chosen) == {"0", "3"}
     compute_in_fp8(model, "rowwise", CPU)
     told = capsys.readouterr().err
-    assert "3 of 11 Linear layers of Blocks compute in fp8 (rowwise, emulated" in told
+    assert "4 of 11 Linear layers of Blocks compute in fp8 (rowwise, emulated" in told
     assert "blocks.0.odd and 2 more (sizes are no multiples of 16)" in told
 
 
