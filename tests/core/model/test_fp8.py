@@ -3,7 +3,8 @@
 import copy
 import importlib.util
 import sys
-from collections import Counter
+from collections import Counter, namedtuple
+from dataclasses import make_dataclass
 
 import peft
 import pytest
@@ -248,6 +249,31 @@ def test_layers_are_chosen_in_blocks_and_the_reasons_of_others_are_said(monkeypa
 def doubled(module, compute, args, kwargs):
     """Stands for a product in fp8, where there is no torchao."""
     return 2 * compute(*args, **kwargs)
+
+
+CASTS = ("input", "grad_output", "weight", "weight_for_grad_input")
+LATER = ("input_for_grad_weight", "grad_output_for_grad_weight")
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_the_gradient_of_a_frozen_layers_inputs_is_a_product_of_its_own(frozen):
+    """Stands without torchao: which casts each of its products is given."""
+    names = [f"cast_config_{each}" for each in (*CASTS, *LATER)]
+    config = make_dataclass("Config", names)(*CASTS, *LATER)
+    calls = []
+
+    def multiply(inputs, weight, operands, config):
+        calls.append((operands.output, config.cast_config_input, config.cast_config_weight))
+        return inputs @ weight
+
+    operands = namedtuple("Operands", "output grad_input")("forward", "backward")
+    layer = nn.Linear(16, 16).requires_grad_(not frozen)
+    inputs = torch.randn(2, 16, requires_grad=True)
+    products = fp8._Fp8Products(multiply, operands, config, "cpu")
+    products(layer, layer.forward, (inputs,), {}).sum().backward()
+    backward = [("backward", "grad_output", "weight_for_grad_input")] if frozen else []
+    assert calls == [("forward", "input", "weight"), *backward]
+    torch.testing.assert_close(inputs.grad, layer.weight.detach().sum(0).expand(2, 16))
 
 
 def test_freed_models_compute_as_before(monkeypatch):
