@@ -423,7 +423,10 @@ class PromisedLoss:
                 "nothing else"
             )
         factor = slope_of(loss, self._promised)
-        shares = shares_of(self._weights, self._batches, self._outline)
+        with self._autocast:
+            for batch in self._batches:  # looks at new shapes, in which no targets count
+                stages.dtype(batch)
+            shares = shares_of(self._weights, self._batches, self._outline)
         plan = make_schedule(schedule, stages.ranks, len(self._batches), len(stages.workers))
         actions = plan.ranks[stages.rank]
         for worker in stages.workers.values():

@@ -44,7 +44,8 @@ class Logits(TorchDispatchMode):
 
 
 def batch(seed):
-    ids = token_batch(seed, rows=ROWS, length=TOKENS)
+    """Return words and labels; every third batch is of TOKENS, others are longer."""
+    ids = token_batch(seed, rows=ROWS, length=TOKENS + 2 * (seed % 3))
     return ids, ids.where(ids % 5 > 0, -100)
 
 
@@ -56,13 +57,14 @@ def whole_loss(model, ids, labels):
 class Cell:
     """A model of a cell, and the same in one process."""
 
-    def __init__(self, build, *, window=1, **options):
+    def __init__(self, build, *, window=1, precision="no", **options):
         torch.manual_seed(0)
         model = build()
         self.window, self.twin = window, copy.deepcopy(model)
         self.accelerator = Accelerator(
             strategy={"name": "megatron", **options},
             gradient_accumulation_steps=window,
+            mixed_precision=precision,
             config={"loss": "chunked"},
             cpu=True,
         )
@@ -109,7 +111,7 @@ class Cell:
         state = self.accelerator.get_state_dict(self.model)
         for name, value in self.twin.state_dict().items():
             torch.testing.assert_close(state[name], value, **EXACT)
-        ids, labels = batch(7)
+        ids, labels = batch(6)
         with torch.no_grad():
             logits = self.model(input_ids=ids, labels=labels, use_cache=False).logits
             expected = self.twin(input_ids=ids, use_cache=False).logits
@@ -166,6 +168,17 @@ def test_stages(options):
         known = {} if options.keys() & {"micro_batches", "window"} else {Weights.TARGETS}
         assert {*cell.strategy._pipeline._losses._known.values()} == {*known}
         cell.close()
+
+
+@pytest.mark.ranks(2)
+def test_stages_in_bf16():
+    cell = Cell(lambda: llama().float(), pp=2, precision="bf16")
+    for seed in range(2):
+        ids, labels = batch(seed)
+        loss = cell.model(input_ids=ids, labels=labels, use_cache=False).loss
+        cell.accelerator.backward(loss)
+        assert loss.item() == pytest.approx(whole_loss(cell.twin, ids, labels).item(), rel=1e-2)
+    cell.close()
 
 
 @pytest.mark.ranks(4)
