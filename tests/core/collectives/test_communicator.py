@@ -1,5 +1,7 @@
 """Collectives on parts: tensors of many sizes and dtypes at once, packed into few messages."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
@@ -136,6 +138,29 @@ def test_parameters_that_need_gradients():
         mine = weight.flatten()[:6] if communicator.rank == 0 else weight.flatten()[6:]
         assert mine.tolist() == [2.0 * communicator.rank] * 6
         communicator.barrier()
+        communicator.close()
+
+
+@pytest.mark.ranks(3)
+def test_what_is_sent_may_be_written_just_before():
+    for communicator in (open_ring(Traffic()), open_native(Traffic())):
+        rank, others = communicator.rank, [r for r in range(3) if r != communicator.rank]
+
+        def write(tensors, rank=rank):
+            for other, each in enumerate(tensors):
+                each.fill_(10 * rank + other)
+
+        swapped, arrived, gathered, summed = (list(torch.zeros(3, 4)) for _ in range(4))
+        handles = [
+            communicator.all_to_all(swapped, arrived, first=partial(write, swapped)),
+            communicator.gather_parts([[t] for t in gathered], first=partial(write, gathered)),
+            communicator.reduce_parts([[t] for t in summed], first=partial(write, summed)),
+        ]
+        for handle in handles:
+            handle.wait()
+        assert [int(arrived[r][0]) for r in others] == [10 * r + rank for r in others]
+        assert [int(each[0]) for each in gathered] == [0, 11, 22]
+        assert int(summed[rank][0]) == 30 + 3 * rank
         communicator.close()
 
 
