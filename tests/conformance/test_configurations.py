@@ -18,7 +18,7 @@ from drivetrain.testing.conformance import StrategyConformance
 from drivetrain.testing.conformance.accounts import cut_connections
 from drivetrain.testing.conformance.twins import Twins, everyone, plain_sgd
 from drivetrain.testing.models import CASES, Case, cross_entropy, tokens
-from towers import Gpt, Tower
+from stacks import Gpt, Tower
 
 STEPS, HOSTS = 2, 2
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 VOCABULARY = 97
 """Words: no power of two, so that no number of ranks divides them."""
@@ -148,3 +149,24 @@ def _prepared(model: nn.Module) -> nn.Module:
             if parameter.dim() < 2:
                 parameter.add_(torch.randn_like(parameter), alpha=0.2)
     return model
+
+
+class WithLoss(nn.Module):
+    """A model that makes its loss itself, in fp64."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    @property
+    def dummy_inputs(self):
+        return {"input_ids": token_batch(0)}
+
+    def forward(self, input_ids):
+        return {"loss": word_loss(self.model(input_ids), input_ids)}
+
+
+def word_loss(output, ids):
+    """Return the mean cross entropy of each word by its own logits."""
+    logits = logits_of(output)
+    return F.cross_entropy(logits.view(-1, logits.shape[-1]), ids.view(-1))

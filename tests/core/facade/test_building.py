@@ -10,7 +10,7 @@ from torch import nn
 
 from drivetrain import Accelerator, CheckpointError, RankMismatchError, UsageError, communication
 from drivetrain.testing.models import cross_entropy, tokens
-from towers import Gpt
+from stacks import Gpt
 
 
 @pytest.mark.ranks(2)

@@ -13,7 +13,7 @@ from drivetrain.errors import UsageError
 from drivetrain.facade import pieces
 from drivetrain.facade.pieces import Measured
 from drivetrain.testing.models import WIDTH
-from towers import Tower
+from stacks import Tower
 
 MIB = 2**20
 

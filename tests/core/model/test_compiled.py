@@ -14,7 +14,7 @@ from drivetrain.errors import UsageError
 from drivetrain.model import compiled
 from drivetrain.testing.conformance.twins import Twins
 from drivetrain.testing.models import Case
-from towers import Block, Tower
+from stacks import Block, Tower
 
 
 class Gated(Block):

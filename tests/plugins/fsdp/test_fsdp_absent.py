@@ -14,7 +14,7 @@ from torch import nn
 from drivetrain.errors import DrivetrainError, UsageError
 from drivetrain.testing.conformance.twins import Twins, weights
 from drivetrain.testing.models import HIDDEN, WIDTH, Case, linear, numbers
-from towers import Block, Tower
+from stacks import Block, Tower
 from zero_stages import FSDP, assert_freed, each, start
 
 

@@ -11,10 +11,11 @@ from collections import Counter
 import pytest
 import torch
 from side_by_side import Gpt
-from torch import Tensor, nn
+from torch import Tensor
 
 from drivetrain.cost import ModelSpec
 from huggingface_models import gpt2
+from stacks import LowRank
 from zero_stages import MASTERS, start
 
 SMALL = {"name": "fsdp", "unit_from": 100}
@@ -37,24 +38,11 @@ def gpt(*, tied=False, frozen=0):
     return model
 
 
-class LowRank(nn.Module):
-    """A frozen layer with a trained correction of low rank."""
-
-    def __init__(self, base):
-        super().__init__()
-        self.base = base.requires_grad_(False)
-        self.down = nn.Linear(base.in_features, 2, bias=False)
-        self.up = nn.Linear(2, base.out_features, bias=False)
-
-    def forward(self, x):
-        return self.base(x) + self.up(self.down(x))
-
-
 def low_rank():
     """Train corrections of the blocks' projections alone."""
     model = gpt().requires_grad_(False)
     for block in model.blocks:
-        block.qkv = LowRank(block.qkv)
+        block.qkv = LowRank(block.qkv, 2)
     return model
 
 

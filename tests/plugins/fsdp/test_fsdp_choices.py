@@ -13,7 +13,7 @@ import torch.distributed as dist
 from drivetrain.errors import ConfigError, RankMismatchError, UsageError
 from drivetrain.testing.conformance.twins import Twins, adamw
 from drivetrain.testing.models import Case, cross_entropy, tokens
-from towers import Block, Gpt
+from stacks import Block, Gpt
 from zero_stages import start, train, units_of
 
 GPT = Case(name="gpt", factory=functools.partial(Gpt, norm=True), batch=tokens, loss=cross_entropy)

@@ -14,8 +14,8 @@ from torch import nn
 from drivetrain import communication
 from drivetrain.testing.conformance.twins import Twins
 from drivetrain.testing.models import Case
-from huggingface_models import gpt2, llama, logits_of, token_batch
-from word_models import PlainBlocks
+from huggingface_models import VOCABULARY, gpt2, llama, logits_of, token_batch
+from stacks import words
 from zero_stages import start
 
 EXACT = {"rtol": 1e-10, "atol": 1e-12}
@@ -23,7 +23,7 @@ FSDP = {"name": "fsdp", "unit_from": 1}
 MODELS = {
     "llama": lambda: llama(kv_heads=2),
     "gpt2": gpt2,
-    "blocks": lambda: PlainBlocks().double(),
+    "blocks": lambda: words(VOCABULARY, 8, 6, act=nn.GELU).double(),
 }
 
 

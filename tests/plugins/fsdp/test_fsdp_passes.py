@@ -11,7 +11,7 @@ import torch
 from drivetrain.model.modules import clean_name
 from drivetrain.testing.conformance.twins import Twins, weights
 from drivetrain.testing.models import Case
-from towers import Tower
+from stacks import Tower
 from zero_stages import start
 
 FULL = {"name": "fsdp"}

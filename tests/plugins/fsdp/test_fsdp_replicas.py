@@ -12,7 +12,7 @@ from torch import nn
 from drivetrain.testing.conformance.precision import in_fp32
 from drivetrain.testing.conformance.twins import Twins, adamw, everyone, momentum
 from drivetrain.testing.models import OUT, Case, numbers, squared_error
-from towers import Tower
+from stacks import Tower
 from zero_stages import assert_freed, start
 
 WINDOW = 3

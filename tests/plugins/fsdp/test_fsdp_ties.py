@@ -11,7 +11,7 @@ import torch
 
 from drivetrain.testing.conformance.twins import Twins, adamw
 from drivetrain.testing.models import Case, cross_entropy, tokens
-from towers import Gpt
+from stacks import Gpt
 from zero_stages import assert_freed, evaluate, start, train_window, units_of
 
 

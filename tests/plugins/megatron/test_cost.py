@@ -21,8 +21,7 @@ from drivetrain_megatron import Megatron
 from drivetrain_megatron import cost as volumes
 from drivetrain_megatron.config import MegatronConfig
 from drivetrain_megatron.cost import Activation
-from huggingface_models import ARCHITECTURES, WIDTH, token_batch
-from word_models import WithLoss, word_loss
+from huggingface_models import ARCHITECTURES, WIDTH, WithLoss, token_batch, word_loss
 
 ROWS, TOKENS = 4, 7
 

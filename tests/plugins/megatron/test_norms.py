@@ -6,8 +6,8 @@ import torch
 from cases import case
 from cell_twins import Twins
 from drivetrain.testing.conformance.twins import everyone
-from huggingface_models import gpt2, llama, token_batch
-from word_models import PlainBlocks
+from huggingface_models import VOCABULARY, gpt2, llama, token_batch
+from stacks import words
 
 CELLS = [
     ({"tp": 2, "data_parallel": {"name": "zero1"}, "sequence_parallel": True}, 2.0),
@@ -56,9 +56,9 @@ def test_subset():
 @pytest.mark.ranks(2)
 def test_gradients_that_are_none():
     torch.manual_seed(0)
-    both = Twins(PlainBlocks(3).double(), tp=2)
+    both = Twins(words(VOCABULARY, 8, 6, blocks=3, act=torch.nn.GELU).double(), tp=2)
     for used in (2, 1, 3):
-        both.model.used = both.twin.used = used
+        both.model.order = both.twin.order = tuple(range(used))
         both.backward(token_batch(used))
         missing = {n for n, v in both.model.named_parameters() if v.grad is None}
         assert missing == {n for n, v in both.twin.named_parameters() if v.grad is None}

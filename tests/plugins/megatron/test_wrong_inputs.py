@@ -16,8 +16,7 @@ from cell_twins import Twins, loss_of
 from drivetrain import Accelerator
 from drivetrain.errors import CollectiveError, RankMismatchError, UsageError
 from drivetrain.testing.conformance.twins import everyone
-from huggingface_models import gpt2, llama, logits_of, token_batch
-from word_models import word_loss
+from huggingface_models import gpt2, llama, logits_of, token_batch, word_loss
 
 IN_VAIN_S = 4
 """The timeout of a test that waits for it."""

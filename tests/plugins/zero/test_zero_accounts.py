@@ -12,7 +12,7 @@ from torch import nn
 
 from drivetrain.cost import ModelSpec
 from drivetrain.testing.conformance.twins import everyone
-from towers import Block
+from stacks import Block
 from zero_stages import SHARDED, start
 
 DIM = 48

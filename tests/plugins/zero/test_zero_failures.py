@@ -16,7 +16,7 @@ from drivetrain.parallel import reduce
 from drivetrain.parallel.gradients import UnitGradients
 from drivetrain.testing.conformance.twins import Twins
 from drivetrain.testing.models import Case, numbers
-from towers import Tower
+from stacks import Tower
 from zero_stages import FSDP, SHARDED, STAGES, assert_freed, each, evaluate, start, train_window
 
 WAITING = {"launch": {"timeout_s": 3600.0}}

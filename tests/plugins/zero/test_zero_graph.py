@@ -18,7 +18,7 @@ from torch.optim import SGD
 from drivetrain.errors import UsageError
 from drivetrain.testing.conformance.twins import Twins
 from drivetrain.testing.models import HIDDEN, OUT, ROWS, WIDTH, Case, linear, numbers, squared_error
-from towers import Block, Tower
+from stacks import Block, Tower
 from zero_stages import SHARDED, assert_freed, calls, each, start, train, train_reducing_once
 
 

@@ -14,7 +14,7 @@ from drivetrain.testing.conformance.twins import Twins
 from drivetrain.testing.models import Case
 from drivetrain_zero.options import Zero1Config, Zero3Config
 from drivetrain_zero.zero import cut_model
-from towers import Tower
+from stacks import Tower
 from zero_stages import each, start, train
 
 

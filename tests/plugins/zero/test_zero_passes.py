@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from drivetrain.testing.conformance.twins import Twins, momentum
 from drivetrain.testing.models import Case, numbers, squared_error
-from towers import Block, Tower
+from stacks import Block, Tower
 from zero_stages import SHARDED, STAGES, assert_freed, each, start, train_reducing_once
 
 

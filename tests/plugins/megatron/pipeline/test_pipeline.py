@@ -15,9 +15,16 @@ from drivetrain.errors import CollectiveError, ConfigError, UsageError
 from drivetrain.model.modules import named_parameters
 from drivetrain.testing.conformance.accounts import cut_connections
 from drivetrain.testing.conformance.twins import everyone
-from huggingface_models import ARCHITECTURES, VOCABULARY, gpt2, logits_of, token_batch
+from huggingface_models import (
+    ARCHITECTURES,
+    VOCABULARY,
+    WithLoss,
+    gpt2,
+    logits_of,
+    token_batch,
+    word_loss,
+)
 from staged_twins import EXACT, Twins
-from word_models import WithLoss, word_loss
 
 ROOT = Path(__file__).parents[4]
 
