@@ -1,9 +1,7 @@
 """``strategy: auto``: the choice at prepare, alike on all ranks, pinned, and equal to its pin."""
 
-import logging
 import re
 import sys
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -17,23 +15,10 @@ from drivetrain.errors import ConfigError
 from drivetrain.hardware.description import hardware_text, name_of_device
 from drivetrain.planner import auto
 from drivetrain.planner.search import Predictor
+from said import said
 
 sys.path.append(str(Path(__file__).parents[3] / "examples"))
 from train_gpt import GPT, loss_of
-
-
-@contextmanager
-def said(words):
-    """Yield the lines of the log with these words."""
-    lines, handler = [], logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())
-    handler.addFilter(lambda record: words in record.getMessage())
-    logger = logging.getLogger("drivetrain")
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    yield lines
-    logger.removeHandler(handler)
-    logger.setLevel(logging.NOTSET)
 
 
 def trained(steps=3, **options):
@@ -68,7 +53,7 @@ def hardware(folder, before, after):
 
 @pytest.mark.ranks(2)
 def test_the_choice_trains_as_its_pin(tmp_path):
-    with said("strategy auto: ") as lines:
+    with said("drivetrain", "strategy auto: ") as lines:
         accelerator, chosen = trained(
             strategy="auto",
             project_dir=tmp_path / "run",
@@ -93,7 +78,7 @@ def test_the_choice_trains_as_its_pin(tmp_path):
 def test_a_planned_run_ends_with_prediction_and_measurement_of_a_whole_window(monkeypatch):
     tasks = []
     monkeypatch.setattr(auto, "Predictor", lambda task: tasks.append(task) or Predictor(task))
-    with said(" ms a step, measured ") as lines:
+    with said("drivetrain", " ms a step, measured ") as lines:
         trained(strategy="auto", gradient_accumulation_steps=3)[0].end_training()
     assert [task.batch for task in tasks] == [3 * 4]
     (line,) = lines

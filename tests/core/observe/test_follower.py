@@ -2,7 +2,6 @@
 
 import json
 import logging
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ from drivetrain.errors import ConfigError, UsageError
 from drivetrain.observe.profile import StepWindow
 from drivetrain.observe.trace import TraceReader
 from drivetrain.runtime.ranges import STEP, is_profiled
+from said import said
 
 
 def test_steps_are_read_as_a_slice():
@@ -86,7 +86,7 @@ def test_the_steps_that_were_asked_for_are_profiled(tmp_path, accumulation):
 
 @pytest.mark.ranks(2)
 def test_a_run_that_ends_too_early_says_so_and_leaves_what_there_is(tmp_path):
-    with said() as lines:
+    with said("drivetrain.observe.profile", level=logging.WARNING) as lines:
         folder, *_ = run(tmp_path, {"steps": "10:12"})
     assert not (folder / "out").exists()
     if torch.distributed.get_rank() == 0:
@@ -96,26 +96,12 @@ def test_a_run_that_ends_too_early_says_so_and_leaves_what_there_is(tmp_path):
         assert "steps 11 to 12 were asked for, and the run ended after 5" in line
     else:
         assert not lines
-    with said() as lines:
+    with said("drivetrain.observe.profile", level=logging.WARNING) as lines:
         folder, *_ = run(tmp_path, {"steps": "3:9"})
     assert steps_in(folder / "out") == ["step 4", "step 5", "step 6"]  # whose batch was read
     assert (folder / "out/trace.json.gz").is_file()
     ended = [line for line in lines if "the profile has the first 2 of them" in line]
     assert len(ended) == (torch.distributed.get_rank() == 0)
-
-
-@contextmanager
-def said():
-    """Yield the list of what the profiler says from now on."""
-    lines = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())
-    logger = logging.getLogger("drivetrain.observe.profile")
-    logger.addHandler(handler)
-    try:
-        yield lines
-    finally:
-        logger.removeHandler(handler)
 
 
 def test_two_profiles_at_once_are_refused(tmp_path):

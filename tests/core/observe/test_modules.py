@@ -1,7 +1,6 @@
 """The work of modules: as closed forms say, on all ranks as in one process, without a trace."""
 
 import json
-import logging
 from collections import Counter
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +20,7 @@ from drivetrain.observe.modules import (
     RankWork,
     StepWork,
 )
+from said import said
 
 STRATEGIES = {
     "zero3": {"name": "zero3", "keep_below": 0},
@@ -248,7 +248,7 @@ def summed(folder, ranks=2):
 def test_ranks_together_do_the_work_of_one_process(strategy, tmp_path):
     folder = Path(broadcast_object_list([str(tmp_path)])[0])
     losses, state, *rest = run(folder, strategy, {})
-    with said() as lines:
+    with said("drivetrain.observe") as lines:
         found = run(folder, strategy, {"steps": ":1", "peak_teraflops": 0.001})
     assert found[0] == losses
     assert all(torch.equal(state[name], found[1][name]) for name in state)
@@ -272,11 +272,11 @@ def test_ranks_together_do_the_work_of_one_process(strategy, tmp_path):
 
 @pytest.mark.parametrize("mode", ["full", "selective"])
 def test_recomputed_forwards_have_a_column_of_their_own(mode, tmp_path):
-    with said() as lines:  # here modules are left out
+    with said("drivetrain.observe") as lines:  # here modules are left out
         plain = run(tmp_path / "plain", "ddp", {"steps": ":1", "modules": False}, recompute=mode)
     assert not [line for line in lines if "floating point" in line or "not measured" in line]
     assert not (tmp_path / "plain/out/modules.txt").exists()
-    with said() as lines:
+    with said("drivetrain.observe") as lines:
         found = run(tmp_path, "ddp", {"steps": ":1"}, recompute=mode)
     assert found[0] == plain[0]
     (printed,) = [line for line in lines if "floating point operations" in line]
@@ -296,7 +296,7 @@ def test_recomputed_forwards_have_a_column_of_their_own(mode, tmp_path):
 
 @pytest.mark.parametrize("steps", ["2:4", "2:3"])
 def test_a_run_that_ends_before_says_so(steps, tmp_path):
-    with said() as lines:
+    with said("drivetrain.observe") as lines:
         run(tmp_path, "ddp", {"steps": steps})
     assert len([line for line in lines if "the work of modules was not measured" in line]) == 1
     assert not (tmp_path / "out/modules.txt").exists()
@@ -334,23 +334,6 @@ def test_a_profile_of_the_script_measures_the_two_steps_after_it(tmp_path):
     merged = json.loads((tmp_path / "modules.json").read_text())
     assert merged["modules"]["Tied"]["parameters"] == sum(each.numel() for each in net.parameters())
     accelerator.free_memory()
-
-
-@contextmanager
-def said():
-    """Yield the list of what the profiler says from now on."""
-    lines = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())
-    logger = logging.getLogger("drivetrain.observe")
-    level = logger.level
-    logger.setLevel(logging.INFO)
-    logger.addHandler(handler)
-    try:
-        yield lines
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
 
 
 # --- peaks ---

@@ -12,6 +12,7 @@ from drivetrain.model.first_batch import Candidate
 from drivetrain.simulator.seen import seen_model
 from drivetrain.simulator.step import Boundary, MatrixProduct, flops_of
 from drivetrain.simulator.transformer import GptShape
+from stacks import Residual
 
 sys.path.append(str(Path(__file__).parents[3] / "examples"))
 from train_gpt import GPT
@@ -126,15 +127,13 @@ def test_a_gpt_is_the_gpt_of_its_sizes():
 
 
 def test_a_product_without_a_partner_stays_whole():
-    class Block(nn.Module):
+    class Block(Residual):
         def __init__(self):
-            super().__init__()
-            self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8)
+            super().__init__(8, 32, act=nn.ReLU)
             self.alone = nn.Linear(8, 8)
 
         def forward(self, x):
-            x = x + self.alone(x)
-            return x + self.down(self.up(x).relu())
+            return super().forward(x + self.alone(x))
 
     model = nn.Sequential(Block(), Block(), nn.Linear(8, 2))
     paper = seen_model(model, [Candidate("rows", (torch.ones(2, 8),), {})])
