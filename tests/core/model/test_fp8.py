@@ -18,6 +18,7 @@ from drivetrain.config.schema import RecomputeConfig, RunConfig
 from drivetrain.errors import ConfigError, UsageError
 from drivetrain.model import fp8
 from drivetrain.model.fp8 import choose_layers, compute_in_fp8, restore_products
+from stacks import Residual, Stack
 
 needs_torchao = pytest.mark.skipif(
     importlib.util.find_spec("torchao") is None, reason="torchao is not installed: drivetrain[fp8]"
@@ -27,29 +28,22 @@ CPU = torch.device("cpu")
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 
 
-class Block(nn.Module):
+class Block(Residual):
     """Two layers that can compute in fp8, and one that cannot: 10 is no multiple of 16."""
 
     def __init__(self):
-        super().__init__()
-        self.up, self.down, self.odd = nn.Linear(32, 64), nn.Linear(64, 32), nn.Linear(32, 10)
+        super().__init__(32)
+        self.odd = nn.Linear(32, 10)
 
     def forward(self, x):
-        return x + self.down(torch.tanh(self.up(x))) + self.odd(x).mean(-1, keepdim=True)
+        return super().forward(x) + self.odd(x).mean(-1, keepdim=True)
 
 
-class Blocks(nn.Module):
+class Blocks(Stack):
     def __init__(self):
-        super().__init__()
         torch.manual_seed(0)
-        self.first, self.last = nn.Linear(16, 32), nn.Linear(32, 16)
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
-
-    def forward(self, x):
-        x = self.first(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.last(x)
+        first, last = nn.Linear(16, 32), nn.Linear(32, 16)
+        super().__init__((Block() for _ in range(3)), first=first, last=last)
 
 
 def batch(step, rank):
