@@ -1,6 +1,5 @@
 """Bytes that pages state as formulas, against the costs of strategies and against real steps."""
 
-import copy
 import re
 
 import pytest
@@ -14,6 +13,7 @@ from drivetrain.runtime.precision import Precision
 from drivetrain_megatron.pipeline.schedules import SCHEDULES, ActionKind
 from drivetrain_megatron.simulator.command import UNIT_DURATIONS
 from page_numbers import BF16, BF16_REDUCED_IN_FP32, BLOCKS, ELEMENTS, FP32, SIDE, bytes_of_tier
+from stacks import words
 
 RANKS, GROUP, WINDOW = 4, 2, 3
 STAYS = 3 / BLOCKS
@@ -140,36 +140,12 @@ A = ROWS * LENGTH * WIDTH * 4
 """Bytes of one activation in fp32."""
 
 
-class Block(nn.Module):
-    """An MLP with whole parameters beside it: one group of a column and a row."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(3 * WIDTH, WIDTH)
-
-    def forward(self, x):
-        return x + self.down(torch.relu(self.up(self.norm(x))))
-
-
-class Words(nn.Module):
-    def __init__(self, blocks):
-        super().__init__()
-        self.embedding, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
-        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
-
-    def forward(self, tokens):
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-
 def sent(blocks, **options):
     """Return the bytes that a third step sends, which compares no batches any more."""
     torch.manual_seed(0)
     accelerator = Accelerator(strategy={"name": "megatron", **options}, cpu=True)
-    model = accelerator.prepare(copy.deepcopy(Words(blocks)))
+    given = {"blocks": blocks, "bias": False, "act": nn.ReLU, "norm": nn.LayerNorm}
+    model = accelerator.prepare(words(WORDS, WIDTH, 3 * WIDTH, **given))
     tokens = torch.arange(ROWS * LENGTH).view(ROWS, LENGTH) % WORDS
     for _ in range(3):
         accelerator.run.traffic.clear()
@@ -183,8 +159,8 @@ def sent(blocks, **options):
 @pytest.mark.ranks(2, timeout=280)
 def test_bytes_sent_by_megatron():
     """A boundary of stages costs an activation; the loss goes from the last rank to the first."""
-    f, words = 1 / 2, ROWS * LENGTH * 4
-    outside = 2 * f * A + 2 * f * A + 3 * 2 * f * words  # embedding, head, loss
+    f, labels = 1 / 2, ROWS * LENGTH * 4
+    outside = 2 * f * A + 2 * f * A + 3 * 2 * f * labels  # embedding, head, loss
     for blocks in (2, 3):
         assert sent(blocks, tp=2) == {("tp", "all_reduce"): blocks * 4 * f * A + outside}
         partial = blocks * 3 * WIDTH * 4  # norm, and the row's bias

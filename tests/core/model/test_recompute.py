@@ -11,7 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from drivetrain.errors import UsageError
 from drivetrain.model import recompute as replay
 from drivetrain.model.recompute import attach, choose_blocks, is_attached, restore
-from stacks import Stack
+from stacks import Residual, Stack
 
 WIDTH, LENGTH, ROWS = 32, 48, 4
 
@@ -164,7 +164,7 @@ def partly_frozen(mode, frozen):
 
 
 def written_into(mode):
-    model = build(InPlace, mode=mode)
+    model = build(lambda: InPlace(WIDTH), mode=mode)
     torch.manual_seed(0)
     x = model.first(inputs())
     for block in model.blocks:
@@ -180,12 +180,8 @@ def test_frozen_parameters_and_writing_in_place():
         assert same(written_into(mode), written_into(None))
 
 
-class InPlace(nn.Module):
+class InPlace(Residual):
     """Writes into the results of its matrix products, and its result is written into."""
-
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x):
         return self.down(torch.sigmoid_(self.up(x)).mul(2).tanh_())

@@ -16,35 +16,19 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from drivetrain import Accelerator, UsageError
 from drivetrain.testing.conformance.twins import everyone, weights
+from stacks import Oddities
 
 SMALL = {"name": "fsdp", "unit_from": 8}
 HYBRID = {**SMALL, "sharding": "hybrid", "shard_size": 2}
 
 
-class Net(nn.Module):
-    """Rows that divide by nothing, fewer than ranks or none, 0-d, frozen and tied parameters."""
-
-    def __init__(self, *, awkward=True):
-        super().__init__()
-        self.token = nn.Embedding(7, 5)
-        self.blocks = nn.ModuleList(nn.Linear(5, 5) for _ in range(2))
-        self.fixed = nn.Linear(5, 5).requires_grad_(False)
-        self.one = nn.Parameter(torch.randn(1, 5))
-        self.scale = nn.Parameter(torch.tensor(1.5) if awkward else torch.tensor([1.5]))
-        self.empty = nn.Parameter(torch.empty(0, 5))
-        self.head = nn.Linear(5, 7, bias=False)
-        self.head.weight = self.token.weight
-
-    def forward(self, tokens):
-        x = self.token(tokens) * self.scale + self.one
-        for block in self.blocks:
-            x = x + torch.tanh(block(self.fixed(x)))
-        return self.head(x) + (x @ self.empty.t()).sum()
-
-
-def build(seed=3, **options):
+def build(seed=3, *, awkward=True):
+    """Return a model some of whose rows divide by nothing; where not awkward, without 0-d ones."""
     torch.manual_seed(seed)
-    return Net(**options)
+    model = Oddities(7, 5)
+    if not awkward:
+        model.scale = nn.Parameter(torch.tensor([1.5]))
+    return model
 
 
 def start(strategy, model):
@@ -92,7 +76,7 @@ def test_facts_are_those_of_distribute_tensor(strategy, world):
         expected = weights(accelerator, model)
         found = accelerator.dtensors(model)
         assert list(found) == list(model.state_dict()), "order and names are the model's"
-        assert found["head.weight"] is found["token.weight"]
+        assert found["last.weight"] is found["first.weight"]
         for name, wanted in expected.items():
             tensor = found[name]
             assert isinstance(tensor, DTensor)

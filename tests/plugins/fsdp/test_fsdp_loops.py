@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from drivetrain import Accelerator
 from drivetrain.parallel import reduce
+from stacks import Stack
 
 WIDTH = 8
 FSDP = {"name": "fsdp", "unit_from": 1}
@@ -33,20 +34,16 @@ class Block(nn.Module):
         return x + torch.tanh(self.b(x)) if both else x
 
 
-class Net(nn.Module):
+class Net(Stack):
     """A layer, blocks, one of several heads, and maybe another one beside it."""
 
     def __init__(self):
-        super().__init__()
-        self.first = layer()
-        self.blocks = nn.ModuleList(Block() for _ in range(5))
+        super().__init__((Block() for _ in range(5)), first=layer())
         self.heads = nn.ModuleList(layer() for _ in range(3))
         self.other = layer()
 
     def forward(self, x, head=0, *, both=True, other=False):
-        x = self.first(x)
-        for block in self.blocks:
-            x = block(x, both)
+        x = super().forward(x, both)
         return self.heads[head](x) + (self.other(x) if other else 0)
 
 

@@ -19,6 +19,7 @@ from drivetrain_megatron.config import MegatronConfig
 from drivetrain_megatron.plan import model as plan_model
 from drivetrain_megatron.recording.calls import inputs_for
 from emulated_tensors import close
+from stacks import words
 
 WHOLE = {
     "adapted": "the model: whole",
@@ -97,26 +98,16 @@ def test_plan_for_what_cannot_be_tried():
         planned(CASES["mixed_dtypes"].build(), plan=plan)
 
 
-class Widened(nn.Module):
-    """Tokens come in, nothing repeats; the sizes of one layer are those of the vocabulary."""
-
-    def __init__(self):
-        super().__init__()
-        self.tokens, self.head = nn.Embedding(22, 8), nn.Linear(8, 22)
-        self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 8)
-
-    def forward(self, ids):
-        x = self.tokens(ids)
-        return self.head(x + self.down(F.gelu(self.up(x))))
-
-
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["whole", "shards"])
 @pytest.mark.ranks(2)
 def test_one_block_that_takes_tokens(sequence_parallel):
-    """Its layers are divided in groups and by words; compiled, it trains the same."""
+    """Its layers are divided in groups and by words; compiled, it trains the same.
+
+    The sizes of one layer are those of the vocabulary.
+    """
     for compiled in (False, True):
         torch.manual_seed(1)
-        model = Widened().double()
+        model = words(22, 8, 12, blocks=1, act=nn.GELU).double()
         twin = copy.deepcopy(model)
         strategy = {"name": "megatron", "tp": 2, "sequence_parallel": sequence_parallel}
         accelerator = Accelerator(strategy=strategy, cpu=True)
@@ -124,7 +115,9 @@ def test_one_block_that_takes_tokens(sequence_parallel):
             model = torch.compile(model, backend="aot_eager")
         prepared = accelerator.prepare(model)
         facts = accelerator.strategy_of(prepared)._facts
-        assert [name for name, known in facts.items() if known.partition is None] == ["down.bias"]
+        assert [name for name, known in facts.items() if known.partition is None] == [
+            "blocks.0.down.bias"
+        ]
         ids = torch.arange(14).view(2, 7)
         loss, expected = loss_of(prepared, ids), loss_of(twin, ids)
         close(loss.detach(), expected.detach())

@@ -16,6 +16,7 @@ from torch.optim import SGD, AdamW
 from drivetrain.errors import UsageError
 from drivetrain.testing.conformance.twins import Twins, adamw, weights
 from drivetrain.testing.models import CASES, HIDDEN, OUT, WIDTH, Case, linear
+from said import said
 from zero_stages import each, start, train
 
 
@@ -57,21 +58,14 @@ def test_dtypes_that_do_not_train(strategy):
 
 @pytest.mark.ranks(2)
 def test_a_model_of_small_parameters_is_said_to_stay_whole():
-    said = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
-    logger = logging.getLogger("drivetrain_zero.zero")
-    logger.addHandler(handler)
-    try:
+    with said("drivetrain_zero.zero", level=logging.WARNING) as lines:
         for least in (100_000, HIDDEN * OUT):
             accelerator = start({"name": "zero3", "keep_below": least})
             model = linear(HIDDEN, OUT)
             accelerator.prepare(model, SGD(model.parameters(), lr=0.1))
             accelerator.free_memory()
-    finally:
-        logger.removeHandler(handler)
-    assert len(said) == accelerator.is_main_process  # of the first one
-    assert all(f"set its keep_below to {HIDDEN * OUT} or less" in text for text in said)
+    assert len(lines) == accelerator.is_main_process  # of the first one
+    assert all(f"set its keep_below to {HIDDEN * OUT} or less" in text for text in lines)
 
 
 @pytest.mark.complete

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from divided_steps import check_two_steps
 from drivetrain.errors import CollectiveError, UsageError
+from stacks import Stack
 from staged_twins import Twins
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute")  # which compilation reads
@@ -28,22 +29,18 @@ class Block(nn.Module):
         return x + self.up(x if table is None else x + table[: x.shape[1]]).tanh()
 
 
-class Words(nn.Module):
+class Words(Stack):
     """Blocks between an embedding and a head, with the loss."""
 
     block = Block
 
     def __init__(self):
-        super().__init__()
-        self.words, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
-        self.blocks = nn.ModuleList(self.block() for _ in range(3))
+        first, last = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
+        super().__init__((self.block() for _ in range(3)), first=first, last=last)
         self.double()
 
-    def forward(self, ids):
-        x = self.words(ids)
-        for block in self.blocks:
-            x = block(x)
-        return {"loss": F.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())}
+    def forward(self, ids, *args):
+        return {"loss": mean(super().forward(ids, *args), ids)}
 
 
 class Tabled(Words):
@@ -54,10 +51,7 @@ class Tabled(Words):
         self.table = nn.Parameter(torch.randn(WIDTH, WIDTH).double())
 
     def forward(self, ids):
-        x, table = self.words(ids), self.table
-        for block in self.blocks:
-            x = block(x, table)
-        return {"loss": F.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())}
+        return super().forward(ids, self.table)
 
 
 def compiled_in_place():
@@ -72,7 +66,7 @@ def compiled_around():
     model = Words()
     for index, block in enumerate(model.blocks):
         model.blocks[index] = torch.compile(block, backend="eager")
-    model.head.compile(backend="eager")
+    model.last.compile(backend="eager")
     return model
 
 
@@ -92,10 +86,10 @@ class Crossing(Words):
     block = Routed
 
     def forward(self, ids, others):
-        x, memory, bias = self.words(ids), F.one_hot(others % WIDTH, WIDTH).double(), None
+        x, memory, bias = self.first(ids), F.one_hot(others % WIDTH, WIDTH).double(), None
         for block in self.blocks:
             x, bias = block(x, memory, bias)
-        return {"loss": F.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())}
+        return {"loss": mean(self.last(x), ids)}
 
 
 @pytest.mark.ranks(2)
@@ -160,13 +154,7 @@ def test_a_forward_that_writes_into_a_parameter_is_refused_by_name():
 
 
 class Logits(Words):
-    """Returns logits."""
-
-    def forward(self, ids):
-        x = self.words(ids)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
+    forward = Stack.forward
 
 
 def mean(output, ids):
@@ -181,7 +169,7 @@ def total(output, ids):
 def test_ranks_with_other_loss_functions_are_told_so():
     """Also in a later call, when each rank has decided about the function that it knows."""
     torch.manual_seed(0)
-    both = Twins(Logits(), {"ids": IDS})
+    both = Twins(Logits(), {"x": IDS})
     accelerator, model = both.accelerator, both.model
     for _ in range(2):
         accelerator.pipeline_step(model, IDS, IDS, loss_fn=mean)
@@ -198,7 +186,7 @@ class Tied(Words):
 
     def __init__(self):
         super().__init__()
-        self.head.weight = self.words.weight
+        self.last.weight = self.first.weight
 
 
 @pytest.mark.parametrize("write", ["data", "value"])
@@ -236,6 +224,6 @@ def test_values_that_a_script_changes_reach_the_copies(write):
     is_owner = accelerator.mesh["pp"].rank == 0
     with pytest.raises(UsageError if is_owner else CollectiveError) as caught, torch.no_grad():
         model(IDS)
-    copies = "'words.weight', of which other pipeline stages have copies"
+    copies = "'first.weight', of which other pipeline stages have copies"
     assert not is_owner or copies in str(caught.value)
     accelerator.free_memory()

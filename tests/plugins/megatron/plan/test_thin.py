@@ -7,7 +7,7 @@ from torch import nn
 from divided_words import planned
 from drivetrain_megatron.plan import trial
 from huggingface_models import ARCHITECTURES
-from stacks import Stack
+from stacks import Residual, Stack
 
 
 def thin_from_now_on(monkeypatch):
@@ -39,12 +39,8 @@ def test_thin_trials_find_the_plans_of_whole_ones(monkeypatch, name, sharded):
         assert found.blocks[block].refused.keys() == derivation.refused.keys()
 
 
-class Halved(nn.Module):
+class Halved(Residual):
     """Code that reads a weight of a layer itself: a thin matrix does not fit it."""
-
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
 
     def forward(self, x):
         return x + (self.up(x).relu() @ self.down.weight.t() / 2) + self.down.bias
@@ -52,27 +48,19 @@ class Halved(nn.Module):
 
 def test_a_block_that_reads_its_weights_is_tried_as_it_is(monkeypatch):
     thin_from_now_on(monkeypatch)
-    plan = planned(Stack([Halved(), Halved()], first=nn.Linear(16, 16)))
+    plan = planned(Stack([Halved(16), Halved(16)], first=nn.Linear(16, 16)))
     assert not any(derivation.untried for derivation in plan.blocks.values())
 
 
 def test_tied_matrices_become_thin_together():
-    class Tied(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.words, self.head = nn.Embedding(3000, 64), nn.Linear(64, 3000)
-            self.head.weight = self.words.weight
-            self.up, self.down = nn.Linear(64, 2048), nn.Linear(2048, 64)
-
-        def forward(self, ids):
-            return self.head(self.down(self.up(self.words(ids))))
-
-    model = Tied()
-    thin = trial.random_copy(model, torch.Generator(), {"down"}, torch.float64)
-    assert thin.head.weight is thin.words.weight
-    assert thin.words.weight.shape == (3000, trial.FEATURES)
-    assert thin.down.weight.shape == (trial.FEATURES, 2048)
-    assert thin.down.bias.shape == (trial.FEATURES,)
-    assert thin.up.weight.shape == (2048, trial.FEATURES)
+    ends = {"first": nn.Embedding(3000, 64), "last": nn.Linear(64, 3000)}
+    model = Stack([nn.Linear(64, 2048), nn.Linear(2048, 64)], **ends, tied=True)
+    thin = trial.random_copy(model, torch.Generator(), {"blocks.1"}, torch.float64)
+    assert thin.last.weight is thin.first.weight
+    assert thin.first.weight.shape == (3000, trial.FEATURES)
+    up, down = thin.blocks
+    assert down.weight.shape == (trial.FEATURES, 2048)
+    assert down.bias.shape == (trial.FEATURES,)
+    assert up.weight.shape == (2048, trial.FEATURES)
     ids = torch.arange(6).view(2, 3)
     assert thin(ids).shape == model(ids).shape

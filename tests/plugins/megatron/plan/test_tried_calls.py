@@ -8,17 +8,13 @@ from cell_twins import Twins
 from drivetrain_megatron.plan.trial import run_block
 from drivetrain_megatron.recording.calls import Call
 from emulated_tensors import close
-from stacks import Stack
+from stacks import Residual, Stack
 
 WIDTH, INNER, LAYERS = 6, 8, 2
 
 
-class Gated(nn.Module):
+class Gated(Residual):
     """Scales its hidden features by a gate that the model computes once for all blocks."""
-
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, INNER), nn.Linear(INNER, WIDTH)
 
     def forward(self, x, gate):
         return x + self.down(self.up(x).tanh() * gate)
@@ -26,19 +22,18 @@ class Gated(nn.Module):
 
 class Gates(Stack):
     def __init__(self):
-        super().__init__(Gated() for _ in range(LAYERS))
+        super().__init__(Gated(WIDTH, INNER) for _ in range(LAYERS))
         self.gate = nn.Linear(WIDTH, 1)
 
     def forward(self, x):
         return super().forward(x, self.gate(x).sigmoid())
 
 
-class Remembering(nn.Module):
+class Remembering(Residual):
     """Keeps its last hidden features in a state, if there is one."""
 
     def __init__(self, index):
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, INNER), nn.Linear(INNER, WIDTH)
+        super().__init__(WIDTH, INNER)
         self.after = nn.Sequential(nn.Linear(WIDTH, INNER), nn.Tanh(), nn.Linear(INNER, WIDTH))
         self.index = index
 
@@ -63,7 +58,7 @@ def numbers():
 
 
 def test_a_trial_has_the_gradients_of_all_activations():
-    block, x, gate = Gated().double(), numbers(), numbers()[..., :1]
+    block, x, gate = Gated(WIDTH, INNER).double(), numbers(), numbers()[..., :1]
     results = run_block(block, Call((x, gate.requires_grad_()), {}))
     assert [gradient.shape for gradient in results.given] == [x.shape, gate.shape]
     assert all(gradient.abs().max() > 0 for gradient in results.given)
