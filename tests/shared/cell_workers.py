@@ -13,23 +13,12 @@ from torch.optim import AdamW, Optimizer
 
 from drivetrain import Accelerator
 from local_workers import ByHand, Rounds
+from stacks import Residual, Stack
 
 WORDS, LENGTH, ROWS = 13, 6, 2
 ONCE, STREAMING = Rounds(every=3), Rounds(every=4, fragments=2, delay=3, keep=0.5)
 TP: Mapping[str, Any] = {"name": "megatron", "tp": 2}
 PP: Mapping[str, Any] = {"name": "megatron", "pp": 2}
-
-
-class WordBlock(nn.Module):
-    def __init__(self, width: int, inner: int, dropout: float) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up = nn.Linear(width, inner)
-        self.down = nn.Linear(inner, width)
-        self.dropout = nn.Dropout(dropout)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return hidden + self.dropout(self.down(F.gelu(self.up(self.norm(hidden)))))
 
 
 class Positions(nn.Module):
@@ -41,7 +30,7 @@ class Positions(nn.Module):
         return hidden + self.table[: hidden.shape[1]]
 
 
-class TiedWords(nn.Module):
+class TiedWords(Stack):
     """Blocks between an embedding and a head with its weights; uneven, frozen, 0-d parameters.
 
     Args:
@@ -61,14 +50,12 @@ class TiedWords(nn.Module):
         frozen: bool = True,
         dtype: torch.dtype = torch.float64,
     ) -> None:
-        super().__init__()
         torch.manual_seed(13)
-        self.words = nn.Embedding(WORDS, width)
-        self.blocks = nn.ModuleList(WordBlock(width, inner, dropout) for _ in range(4))
-        self.last = nn.LayerNorm(width)
+        ends = {"first": nn.Embedding(WORDS, width), "last": nn.Linear(width, WORDS, bias=False)}
+        kinds = {"act": nn.GELU, "norm": nn.LayerNorm, "drop": dropout}
+        super().__init__((Residual(width, inner, **kinds) for _ in range(4)), **ends, tied=True)
+        self.norm = nn.LayerNorm(width)
         self.scale = nn.Parameter(torch.tensor(1.5))
-        self.head = nn.Linear(width, WORDS, bias=False)
-        self.head.weight = self.words.weight
         self.positions = Positions(width, frozen=frozen)
         self.to(dtype)
 
@@ -77,10 +64,8 @@ class TiedWords(nn.Module):
         return {"ids": word_batch(0, 0)}
 
     def forward(self, ids: Tensor) -> Tensor:
-        hidden = self.positions(self.words(ids))
-        for block in self.blocks:
-            hidden = block(hidden)
-        return self.head(self.last(hidden) * self.scale)
+        hidden = self.body(self.positions(self.first(ids)))
+        return self.last(self.norm(hidden) * self.scale)
 
 
 def wide_words() -> TiedWords:
@@ -106,7 +91,7 @@ def word_fragment(name: str, fragments: int = 2) -> int:
     first, _, rest = name.partition(".")
     if first == "blocks":
         return int(rest.partition(".")[0]) % fragments
-    return 0 if first in ("words", "scale") else fragments - 1
+    return 0 if first in ("first", "scale") else fragments - 1
 
 
 def adamw(model: nn.Module) -> Optimizer:

@@ -8,35 +8,20 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from stacks import Residual, Stack
+
 WIDTH, ROWS = 6, 4
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return inputs + torch.tanh(self.linear(self.norm(inputs)))
-
-
-class Blocks(nn.Module):
+class Blocks(Stack):
     """Some blocks between two layers, in fp64."""
 
     def __init__(self, blocks: int = 3) -> None:
-        super().__init__()
         torch.manual_seed(11)
-        self.first = nn.Linear(5, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
-        self.last = nn.Linear(WIDTH, 3)
+        first, last = nn.Linear(5, WIDTH), nn.Linear(WIDTH, 3)
+        layers = (Residual(WIDTH, norm=nn.LayerNorm) for _ in range(blocks))
+        super().__init__(layers, first=first, last=last)
         self.double()
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        hidden = self.first(inputs)
-        for block in self.blocks:
-            hidden = block(hidden)
-        return self.last(hidden)
 
 
 def batch(step: int, rank: int) -> Tensor:

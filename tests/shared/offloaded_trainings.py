@@ -5,34 +5,25 @@ from torch import nn
 from torch.optim import AdamW
 
 from drivetrain import Accelerator
+from stacks import Residual, Stack
 
 STEPS = 4
 WORDS, WIDTH = 31, 24
 
 
-class Net(nn.Module):
+class Net(Stack):
     """A tied head, a frozen layer, a parameter of no dims, one of odd size, one that is unused."""
 
     def __init__(self):
-        super().__init__()
-        self.words = nn.Embedding(WORDS, WIDTH)
-        self.blocks = nn.ModuleList(
-            nn.Sequential(
-                nn.Linear(WIDTH, 41), nn.GELU(), nn.Linear(41, WIDTH), nn.LayerNorm(WIDTH)
-            )
-            for _ in range(3)
-        )
+        first, last = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
+        blocks = (Residual(WIDTH, 41, act=nn.GELU, norm=nn.LayerNorm) for _ in range(3))
+        super().__init__(blocks, first=first, last=last, tied=True)
         self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
         self.scale = nn.Parameter(torch.tensor(1.5))
         self.unused = nn.Parameter(torch.ones(5))
-        self.head = nn.Linear(WIDTH, WORDS, bias=False)
-        self.head.weight = self.words.weight
 
-    def forward(self, ids):
-        x = self.words(ids)
-        for block in self.blocks:
-            x = x + block(x)
-        return self.head(self.frozen(x) * self.scale)
+    def body(self, x):
+        return self.frozen(super().body(x)) * self.scale
 
 
 class Free(Net):

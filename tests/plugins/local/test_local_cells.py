@@ -43,7 +43,7 @@ def check_against(training, by_hand, steps):
     micro_batches = training.accelerator.gradient_accumulation_steps
     training.run(0, steps * micro_batches)
     outer = training.outer()
-    assert outer["head.weight"] is outer["words.weight"]
+    assert outer["last.weight"] is outer["first.weight"]
     expected = by_hand.train(steps, micro_batches)
     check_close({name: outer[name] for name in expected}, expected)
     worker = training.place // by_hand.ranks

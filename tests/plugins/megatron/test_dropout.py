@@ -319,44 +319,39 @@ def test_evaluation_drops_nothing_and_failures_leave_no_trace():
     assert found + losses_of(model, 1) == expected
 
 
-class Small(nn.Module):
-    def __init__(self, p, inplace=False):
-        super().__init__()
-        self.linear, self.dropout = nn.Linear(8, 8), nn.Dropout(p, inplace)
-
-    def forward(self, x):
-        return self.dropout(self.linear(x))
+def small(p, inplace=False, kind=nn.Sequential):
+    return kind(nn.Linear(8, 8), nn.Dropout(p, inplace)).train()
 
 
 def test_scale_and_probabilities_at_the_edges():
     x = torch.randn(500, 8)
     for inplace, p in itertools.product((False, True), (0.25, 1.0)):
-        model = Small(p, inplace).train()
+        model = small(p, inplace)
         counting(model)
         y, whole = model(x), model.eval()(x)
         kept = y != 0
         torch.testing.assert_close(y[kept], whole[kept] / (1 - p) if p < 1 else whole[kept])
         assert abs(kept.double().mean() - (1 - p)) < 0.04
         y.sum().backward()
-        assert torch.isfinite(model.linear.weight.grad).all()
-        model.train().dropout.p = 0.0
+        assert torch.isfinite(model[0].weight.grad).all()
+        model.train()[1].p = 0.0
         assert torch.equal(model(x), whole)
 
 
 def test_a_trial_drops_nothing_and_does_not_count():
-    model, x = Small(0.4).train(), torch.ones(9, 8)
+    model, x = small(0.4), torch.ones(9, 8)
     masks = counting(model)
     with masks.left_out():
-        assert torch.equal(model(x), model.linear(x))
+        assert torch.equal(model(x), model[0](x))
     assert masks.forwards == 0
-    assert not torch.equal(model(x), model.linear(x))
+    assert not torch.equal(model(x), model[0](x))
     assert masks.forwards == 1
 
 
 def test_checkpoint_of_torch_and_calls_that_repeat():
     """One module that runs several times in a forward, each time computed again in backward."""
 
-    class Repeated(Small):
+    class Repeated(nn.Sequential):
         recompute = False
 
         def forward(self, x):
@@ -366,7 +361,7 @@ def test_checkpoint_of_torch_and_calls_that_repeat():
             return x
 
     torch.manual_seed(0)
-    kept = Repeated(0.4).double()
+    kept = small(0.4, kind=Repeated).double()
     again = copy.deepcopy(kept)
     again.recompute = True
     x = torch.randn(16, 8, dtype=torch.float64)

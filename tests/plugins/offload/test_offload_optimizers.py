@@ -70,8 +70,8 @@ def test_two_optimizers_step_one_unit_at_once(name, tmp_path, monkeypatch):
 def test_late_updates_of_two_optimizers_that_leave_one_parameter_out():
     """Each takes over its own; ranks go on with equal parameters, one step late."""
     accelerator, model = started("zero1", LATE)
-    start = model.words.weight.detach().clone()
-    one, two = SGD([model.words.weight], lr=0.1), SGD(model.blocks.parameters(), lr=1)
+    start = model.first.weight.detach().clone()
+    one, two = SGD([model.first.weight], lr=0.1), SGD(model.blocks.parameters(), lr=1)
     model, one, two = accelerator.prepare(model, one, two)
     for seed in range(3):
         accelerator.backward(loss_of(model, 10 * seed + accelerator.process_index))
@@ -82,7 +82,7 @@ def test_late_updates_of_two_optimizers_that_leave_one_parameter_out():
             optimizer.step()
         for optimizer in (one, two):
             optimizer.zero_grad()
-        words = model.words.weight.detach()
+        words = model.first.weight.detach()
         assert torch.equal(words, start) is (seed == 0)
         everyone = accelerator.gather(words.reshape(1, -1))
         assert torch.equal(everyone[0], everyone[1])

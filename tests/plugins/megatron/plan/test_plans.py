@@ -1,9 +1,7 @@
 """Plans of the user and of the model: done as written, or refused on every rank with the reason."""
 
 import copy
-import logging
 import math
-from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
 from typing import ClassVar
@@ -22,7 +20,8 @@ from drivetrain.errors import ConfigError
 from drivetrain.testing.conformance.twins import everyone
 from drivetrain_megatron.plan import named, trial
 from huggingface_models import ARCHITECTURES, llama, token_batch
-from stacks import Stack
+from said import said
+from stacks import LowRank, Residual, Stack
 
 ATTENTION = {
     **{f"*.self_attn.{name}_proj": "colwise" for name in "qkv"},
@@ -167,27 +166,13 @@ def test_every_rank_refuses_with_the_same_words():
         assert len(set(everyone(str(found.value)))) == 1
 
 
-class Added(nn.Module):
-    """A linear layer with a small pair of layers beside it."""
-
-    def __init__(self, base, rank=3):
-        super().__init__()
-        self.base = base
-        outputs, inputs = base.weight.shape
-        self.down = nn.Linear(inputs, rank, bias=False, dtype=base.weight.dtype)
-        self.up = nn.Linear(rank, outputs, bias=False, dtype=base.weight.dtype)
-
-    def forward(self, x):
-        return self.base(x) + self.up(self.down(x))
-
-
 @pytest.mark.ranks(2)
 def test_adapters_of_rows():
     """Two layers read the divided features: that group stays whole, numbers are right."""
     model = build().requires_grad_(False)
     for name, module in list(model.named_modules()):
         if name.endswith(("q_proj", "o_proj", "down_proj")):
-            model.set_submodule(name, Added(module))
+            model.set_submodule(name, LowRank(module))
     both = Twins(model, tp=2)
     both.train(token_batch(0))
     both.close()
@@ -222,11 +207,7 @@ def test_a_plan_of_a_model_forbids_nothing_where_it_is_silent():
     assert {name for name in blocks if not blocks[name].plan.groups} == {"text.0", "text.1"}
 
 
-class OneHead(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 8)
-
+class OneHead(Residual):
     def forward(self, x):
         inner = self.up(x)
         heads = inner.view(*inner.shape[:-1], 1, inner.shape[-1])
@@ -235,7 +216,7 @@ class OneHead(nn.Module):
 
 def test_features_of_one_head_are_divided():
     """One rank got all of them, and the others none."""
-    (group,) = planned(nn.Sequential(OneHead(), OneHead())).blocks["0"].plan.groups
+    (group,) = planned(nn.Sequential(OneHead(8, 12), OneHead(8, 12))).blocks["0"].plan.groups
     assert group.inputs.local_sizes == (6, 6)
 
 
@@ -245,25 +226,18 @@ def test_features_of_one_head_are_divided():
 FEATURES = 16
 
 
-class Factorised(nn.Module):
+class Factorised(Stack):
     """A projection in front of the blocks, as wide as there are positions; a head behind them."""
 
     def __init__(self, positions):
-        super().__init__()
-        self.words, self.positions = (
-            nn.Embedding(WORDS, FEATURES),
-            nn.Embedding(positions, FEATURES),
-        )
-        self.wider = nn.Linear(FEATURES, WIDE)
-        self.blocks = nn.ModuleList(PostNorm(WIDE) for _ in range(2))
-        self.head = nn.Linear(WIDE, WORDS)
+        ends = {"first": nn.Embedding(WORDS, FEATURES), "last": nn.Linear(WIDE, WORDS)}
+        super().__init__((PostNorm(WIDE) for _ in range(2)), **ends)
+        self.positions, self.wider = nn.Embedding(positions, FEATURES), nn.Linear(FEATURES, WIDE)
         self.temperature = nn.Parameter(torch.tensor(0.5))
 
     def forward(self, ids):
-        x = self.wider(self.words(ids) + self.positions(torch.arange(ids.shape[1])))
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x) * self.temperature
+        x = self.wider(self.first(ids) + self.positions(torch.arange(ids.shape[1])))
+        return self.last(self.body(x)) * self.temperature
 
 
 class ScaledEmbedding(nn.Embedding):
@@ -293,7 +267,7 @@ def test_a_projection_in_front_of_blocks_is_no_head():
         torch.manual_seed(0)
         divided, mine, theirs = trained(Factorised(positions).double(), TP2, batch())
         assert "wider.weight" not in divided
-        assert {"words.weight", "head.weight"} <= divided
+        assert {"first.weight", "last.weight"} <= divided
         torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-11)
 
 
@@ -408,27 +382,10 @@ class Decoder(nn.Module):
         return self.lm_head(self.ln_f(x))
 
 
-@contextmanager
-def lines_of_report():
-    """Collect what the plugin says inside of the context."""
-    lines = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())
-    logger = logging.getLogger("drivetrain_megatron")
-    level = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    try:
-        yield lines
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
-
-
 def check(form, sizes, **options):
     """Train two steps beside one process; all layers of attention must be divided."""
     torch.manual_seed(0)
-    with lines_of_report() as lines:
+    with said("drivetrain_megatron") as lines:
         both = Twins(Decoder(form, *sizes).double(), **options)
     facts = both.accelerator.strategy_of(both.model)._facts
     for layer in (*form.columns, "c_proj"):
@@ -437,9 +394,9 @@ def check(form, sizes, **options):
         assert len(set(partition.local_sizes)) == 1
     if both.accelerator.is_main_process:
         named = ", ".join(f"attn.{name}" for name in form.columns)
-        said = "\n".join(lines)
-        assert f"2 blocks h.0 to h.1: {named} -> attn.c_proj; up -> down" in said
-        assert "stays whole" not in said
+        text = "\n".join(lines)
+        assert f"2 blocks h.0 to h.1: {named} -> attn.c_proj; up -> down" in text
+        assert "stays whole" not in text
     # Sequences of other lengths than the first: what was tried must hold for all.
     generator = torch.Generator().manual_seed(0)
     both.train(*(torch.randint(OWN_WORDS, (3, 9 + n), generator=generator) for n in range(2)))
