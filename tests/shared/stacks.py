@@ -63,13 +63,14 @@ class Stack(nn.Module):
         tied: ``last`` has the weight of ``first``.
 
     Attributes:
-        order: the blocks that run, in their order.
+        order: the numbers of the blocks that run, in their order; all where None.
     """
+
+    order = None
 
     def __init__(self, blocks, *, first=None, last=None, tied=False):
         super().__init__()
         self.first, self.blocks, self.last = first, nn.ModuleList(blocks), last
-        self.order = tuple(range(len(self.blocks)))
         if tied:
             last.weight = first.weight
 
@@ -78,8 +79,8 @@ class Stack(nn.Module):
         return x if self.last is None else self.last(x)
 
     def body(self, x, *args, **kwargs):
-        for i in self.order:
-            x = self.blocks[i](x, *args, **kwargs)
+        for block in self.blocks if self.order is None else [self.blocks[i] for i in self.order]:
+            x = block(x, *args, **kwargs)
         return x
 
 
@@ -130,6 +131,7 @@ class Tower(Stack):
     def __init__(self, blocks=3, *, around=None, dropout=0.0):
         first, last = linear(WIDTH, WIDTH), linear(WIDTH, OUT)
         super().__init__((self.block() for _ in range(blocks)), first=first, last=last)
+        self.order = tuple(range(blocks))
         self.around = around or (lambda block, x: block(x))
         for block in self.blocks:
             block.drop.p = dropout
