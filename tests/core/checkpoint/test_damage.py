@@ -1,7 +1,6 @@
 """A checkpoint that is not what was written is refused, by file, with expected and found."""
 
 import hashlib
-import json
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ from drivetrain.errors import CheckpointError
 from drivetrain.runtime.parts import Part
 from drivetrain.runtime.world import World
 from drivetrain.shards import Shard
+from manifests import rewrite
 
 WORLD = World()
 WEIGHTS = "model-0-weights-00000-of-00001.safetensors"
@@ -83,17 +83,6 @@ def test_no_checkpoint_at_all(tmp_path):
     ):
         (tmp_path / "manifest.json").write_text(text)
         refuses(tmp_path, message)
-
-
-def rewrite(directory, change):
-    """Change the manifest as somebody would who knows how to sign it."""
-    path = directory / "manifest.json"
-    body = json.loads(path.read_text())
-    body.pop("sha256")
-    change(body)
-    text = json.dumps(body, sort_keys=True, separators=(",", ":"))
-    body["sha256"] = hashlib.sha256(text.encode()).hexdigest()
-    path.write_text(json.dumps(body))
 
 
 def part(body):

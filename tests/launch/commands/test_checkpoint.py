@@ -1,7 +1,6 @@
 """``drivetrain checkpoint``: shows what is there, finds whatever is wrong, exports one by one."""
 
 import gc
-import hashlib
 import json
 import weakref
 
@@ -20,6 +19,7 @@ from drivetrain.runtime.parts import Part
 from drivetrain.runtime.world import World
 from drivetrain.shards import Shard
 from drivetrain_launch.commands.checkpoint import summary
+from manifests import rewrite
 
 WEIGHT = torch.arange(24, dtype=torch.float32).reshape(4, 6)
 
@@ -59,16 +59,6 @@ def files(folder):
 
 def weights_file(directory):
     return directory / "model-0-weights-00000-of-00001.safetensors"
-
-
-def resign(directory, change):
-    """Change the manifest, or its files, as a faulty writer would have written them."""
-    path = directory / "manifest.json"
-    body = json.loads(path.read_text())
-    body.pop("sha256")
-    change(body)
-    text = json.dumps(body, sort_keys=True, separators=(",", ":"))
-    path.write_text(json.dumps({**body, "sha256": hashlib.sha256(text.encode()).hexdigest()}))
 
 
 def test_inspect_shows_every_tensor_when_asked(command, saved):
@@ -124,7 +114,7 @@ def test_a_manifest_without_aliases_is_read(command, saved):
         for model in body["models"]:
             del model["aliases"]
 
-    resign(saved, drop)
+    rewrite(saved, drop)
     out = command.output("checkpoint", "inspect", str(saved), "--json")
     assert json.loads(out)["models"][0]["aliases"] == {}
     assert command("checkpoint", "verify", str(saved))[0] == 0
@@ -174,7 +164,7 @@ def test_verify_lists_all_that_is_wrong(command, saved):
 
 
 def test_verify_sees_a_damaged_manifest_and_a_newer_format(command, saved):
-    resign(saved, lambda body: body.update(version=9))
+    rewrite(saved, lambda body: body.update(version=9))
     err = command.error("checkpoint", "verify", str(saved), code=4)
     assert "expected format version 1" in err
     (saved / "manifest.json").write_text("{")
@@ -187,7 +177,7 @@ def test_verify_sees_parts_that_overlap_and_are_of_the_wrong_kind(command, saved
         first["flat"], second["flat"] = [0, 12], [6, 18]
         body["models"][0]["tensors"][1]["parts"][0]["key"] = "none"
 
-    resign(saved, twice)
+    rewrite(saved, twice)
     err = command.error("checkpoint", "verify", str(saved), code=4)
     assert "'embedding.weight': expected each element in one part" in err
     assert "expected 12 elements of F32 as 'embedding.weight'" in err
