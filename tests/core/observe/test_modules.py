@@ -21,6 +21,7 @@ from drivetrain.observe.modules import (
     StepWork,
 )
 from said import said
+from stacks import Stack
 
 STRATEGIES = {
     "zero3": {"name": "zero3", "keep_below": 0},
@@ -58,19 +59,15 @@ class Block(nn.Module):
         return x + self.down(torch.relu(self.up(x)))
 
 
-class Net(nn.Module):
+class Net(Stack):
     def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(WORDS, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(4))
-        self.head = nn.Linear(WIDTH, WORDS)
+        first, last = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
+        super().__init__((Block() for _ in range(4)), first=first, last=last)
         self.example_inputs = (torch.zeros(2, SEQ, dtype=torch.long),) * 2
 
     def forward(self, x, y):
-        h = self.embed(x)
-        for block in self.blocks:
-            h = block(h)
-        return {"loss": nn.functional.cross_entropy(self.head(h).flatten(0, 1), y.flatten())}
+        logits = super().forward(x)
+        return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten())}
 
 
 @contextmanager
@@ -310,7 +307,7 @@ def test_a_profile_of_the_script_measures_the_two_steps_after_it(tmp_path):
         """Has a product in its own code."""
 
         def forward(self, x, y):
-            return {"loss": (self.embed(x) @ self.embed.weight.t()).square().mean()}
+            return {"loss": (self.first(x) @ self.first.weight.t()).square().mean()}
 
     accelerator = Accelerator(cpu=True)
     accelerator.prepare(Tied())

@@ -16,7 +16,7 @@ from drivetrain.model.untouched import untouched
 from drivetrain.runtime import rng
 from drivetrain.testing.conformance.twins import everyone
 from emulated_tensors import close
-from stacks import Residual
+from stacks import Residual, Stack
 
 WORDS, WIDTH = 11, 16
 
@@ -39,25 +39,24 @@ class Block(Residual):
         return y if self.draw is None else x + self.draw(y)
 
 
-class Model(nn.Module):
+class Model(Stack):
     """Blocks between an embedding and a head that is spectrally normalised, too."""
 
     def __init__(self, draw=None, drop=0.0):
-        super().__init__()
-        self.words = nn.Embedding(WORDS, WIDTH)
-        self.blocks = nn.ModuleList(Block(draw) for _ in range(4))
-        self.head = nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WORDS))
+        last = nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WORDS))
+        first = nn.Embedding(WORDS, WIDTH)
+        super().__init__((Block(draw) for _ in range(4)), first=first, last=last)
         self.drop, self.calls = drop, {"seen": []}
         self.generator = torch.Generator().manual_seed(3)
 
     def forward(self, ids):
         self.calls["seen"].append(len(ids))
-        x = self.words(ids) + torch.rand(WIDTH, generator=self.generator)
+        x = self.first(ids) + torch.rand(WIDTH, generator=self.generator)
         for block in self.blocks:
             if self.training and self.drop and torch.rand([]) < self.drop:
                 continue
             x = block(x)
-        return self.head(x)
+        return self.last(x)
 
 
 def facts_of(model):
@@ -150,7 +149,7 @@ def test_ranks_that_share_layers_draw_alike(training):
             model(batch())  # an evaluation may draw nothing
             model.train(training)
         assert not torch.equal(found[0], found[2])
-        mine = [x.tolist() for x in found], model.words.weight.tolist()
+        mine = [x.tolist() for x in found], model.first.weight.tolist()
         first, second = everyone(mine)
         assert first == second
         accelerator.free_memory()

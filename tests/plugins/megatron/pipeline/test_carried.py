@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import SGD, AdamW
 
 from drivetrain.cost import ModelSpec
-from stacks import Residual
+from stacks import Residual, Stack
 from staged_twins import EXACT, Twins
 
 WIDTH, ROWS = 6, 4
@@ -43,34 +43,29 @@ class EncoderDecoder(nn.Module):
         return x
 
 
-class TiedAround(nn.Module):
+class TiedAround(Stack):
     """One weight makes the first tensor, which passes two blocks by, and the last."""
 
     def __init__(self):
-        super().__init__()
-        self.words = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.layers = nn.ModuleList(Block() for _ in range(4))
+        first = nn.Linear(WIDTH, WIDTH, bias=False)
+        super().__init__((Block() for _ in range(4)), first=first)
 
     def forward(self, x):
-        first = self.words(x) * 2
-        for index, layer in enumerate(self.layers):
+        first = self.first(x) * 2
+        for index, layer in enumerate(self.blocks):
             x = layer(x if index != 2 else x + first)
-        return F.linear(x, self.words.weight)
+        return F.linear(x, self.first.weight)
 
 
-class Uncounted(nn.Module):
+class Uncounted(Stack):
     """A sketch of the input is returned beside the output; the loss may leave it out."""
 
     def __init__(self):
-        super().__init__()
-        self.sketch = nn.Linear(WIDTH, 2)
-        self.layers = nn.ModuleList(Block() for _ in range(4))
+        super().__init__((Block() for _ in range(4)), first=nn.Linear(WIDTH, 2))
 
     def forward(self, x):
-        sketch = self.sketch(x)
-        for layer in self.layers:
-            x = layer(x)
-        return x, sketch.tanh()
+        sketch = self.first(x)
+        return self.body(x), sketch.tanh()
 
 
 class TwoTowers(nn.Module):

@@ -224,20 +224,15 @@ def test_a_dataclass_is_refused_by_its_name():
 WIDTH = 8
 
 
-class Illustrated(nn.Module):
+class Illustrated(Stack):
     """Returns what it makes before its blocks, too, as models of images and text do."""
 
     def __init__(self):
-        super().__init__()
-        self.image = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(Residual(WIDTH) for _ in range(2))
+        super().__init__((Residual(WIDTH) for _ in range(2)), first=nn.Linear(WIDTH, WIDTH))
 
     def forward(self, left, right):
-        features = self.image(right)
-        x = left + features
-        for block in self.blocks:
-            x = block(x)
-        return x, features
+        features = self.first(right)
+        return self.body(left + features), features
 
 
 def illustrated():
@@ -275,20 +270,18 @@ def test_gradients_of_gradients_are_refused_alike_on_all_stages(accumulation):
     both.close()
 
 
-class Scored(nn.Module):
+class Scored(Stack):
     """Returns scores, which of them are positive, a loss, and hidden states of the first block."""
 
     def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(Residual(WIDTH) for _ in range(4))
-        self.head = nn.Linear(WIDTH, 3)
+        super().__init__((Residual(WIDTH) for _ in range(4)), last=nn.Linear(WIDTH, 3))
 
     def forward(self, x, y):
         hidden = []
         for block in self.blocks:
             x = block(x)
             hidden.append(x)
-        scores, loss = self.head(x), F.cross_entropy(self.head(x), y)
+        scores, loss = self.last(x), F.cross_entropy(self.last(x), y)
         return {"loss": loss, "scores": scores, "positive": scores > 0, "hidden": hidden[0]}
 
 

@@ -11,24 +11,21 @@ from torch.nn import functional as F
 
 from drivetrain_megatron.recording.shapes import SeenCall, facts_of_calls
 from mixture_models import LABELED, LoopedExperts, huggingface
+from stacks import Stack
 from staged_twins import Twins
 
 WIDTH, ROWS = 32, 4
 
 
-class Balanced(nn.Module):
+class Balanced(Stack):
     """Blocks whose routers' logits make a further loss of the whole batch, if asked for."""
 
     def __init__(self, experts=18):
-        super().__init__()
-        self.blocks = nn.ModuleList(LoopedExperts(experts) for _ in range(4))
-        self.head = nn.Linear(WIDTH, 3)
+        super().__init__((LoopedExperts(experts) for _ in range(4)), last=nn.Linear(WIDTH, 3))
 
     def forward(self, x, balanced=True):
         logits = Collector.begin()
-        for block in self.blocks:
-            x = block(x)
-        loss = F.mse_loss(self.head(x), torch.ones_like(x[..., :3]))
+        loss = F.mse_loss(super().forward(x), torch.ones_like(x[..., :3]))
         if not balanced:
             return {"loss": loss}
         assert len(logits) == len(self.blocks)

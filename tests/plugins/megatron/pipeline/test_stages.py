@@ -55,19 +55,18 @@ class Pairs(nn.Module):
         return {"y": state["x"] * self.scale + self.shift, "total": state["total"]}
 
 
-class Between(nn.Module):
+class Between(stacks.Stack):
     """A parameter is used before every block, and one in every block and at the end."""
 
     def __init__(self, layers=4):
-        super().__init__()
-        self.layers = nn.ModuleList(Residual() for _ in range(layers))
+        super().__init__(Residual() for _ in range(layers))
         self.shared = nn.Parameter(torch.randn(WIDTH))
         self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(layers))
-        for layer in self.layers[1:]:
-            layer.up.bias = self.layers[0].up.bias
+        for layer in self.blocks[1:]:
+            layer.up.bias = self.blocks[0].up.bias
 
-    def forward(self, x):
-        for layer, norm in zip(self.layers, self.norms, strict=True):
+    def body(self, x):
+        for layer, norm in zip(self.blocks, self.norms, strict=True):
             x = layer(norm(x) * self.shared)
         return x
 
@@ -203,33 +202,28 @@ def test_memory_of_other_stages_is_free():
     assert isinstance(model.model.embed_tokens.weight, StageProxy)
 
 
-class Skip(nn.Module):
+class Skip(stacks.Stack):
     def __init__(self):
-        super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.layers = nn.ModuleList(Residual() for _ in range(4))
+        super().__init__((Residual() for _ in range(4)), first=nn.Linear(WIDTH, WIDTH))
 
-    def forward(self, x):
-        x = self.first(x)
+    def body(self, x):
         kept = []
-        for i, layer in enumerate(self.layers):
+        for i, layer in enumerate(self.blocks):
             x = layer(x + kept[1] if i == 3 else x)
             kept.append(x)
         return x
 
 
 class OuterResidual(Skip):
-    def forward(self, x):
-        x = self.first(x)
-        for layer in self.layers:
+    def body(self, x):
+        for layer in self.blocks:
             x = x + layer(x)
         return x * 2
 
 
 class InPlaceResidual(Skip):
-    def forward(self, x):
-        x = self.first(x)
-        for layer in self.layers:
+    def body(self, x):
+        for layer in self.blocks:
             x += layer(x * 2)  # the layer keeps its input for backward
         return x * 2
 
@@ -237,9 +231,9 @@ class InPlaceResidual(Skip):
 class Forgetful(Skip):
     """The first sum takes the place of a tensor that is used again."""
 
-    def forward(self, x):
-        kept = x = self.first(x)
-        for layer in self.layers:
+    def body(self, x):
+        kept = x
+        for layer in self.blocks:
             x = F.relu(x, inplace=True) + layer(x)
         return x + kept
 
@@ -249,7 +243,7 @@ class Biased(Skip):
 
     def forward(self, x):
         bias = self.first.bias.exp()
-        for layer in self.layers:
+        for layer in self.blocks:
             x = layer(x + bias)
         return x
 
@@ -259,9 +253,9 @@ class Shared(Skip):
 
     def forward(self, x):
         for _ in range(2):
-            for layer in self.layers[:2]:
+            for layer in self.blocks[:2]:
                 x = layer(x)
-            x = self.layers[3](self.layers[2](x))
+            x = self.blocks[3](self.blocks[2](x))
         return self.first(x)
 
 
@@ -279,15 +273,10 @@ def test_tensors_of_the_code_around_blocks_cross():
 class Choosy(Skip):
     """Calls other blocks, or has a skip connection, after the recording."""
 
-    order, skips = (0, 1, 2, 3), False
+    skips = False
 
-    def forward(self, x):
-        if self.skips:
-            return super().forward(x)
-        x = self.first(x)
-        for i in self.order:
-            x = self.layers[i](x)
-        return x
+    def body(self, x):
+        return super().body(x) if self.skips else stacks.Stack.body(self, x)
 
 
 def test_skips_may_come_after_the_recording_and_other_calls_than_recorded_are_refused():
@@ -309,9 +298,8 @@ def test_recomputed_blocks_send_once():
     class Recomputed(Skip):
         reentrant = False
 
-        def forward(self, x):
-            x = self.first(x)
-            for layer in self.layers:
+        def body(self, x):
+            for layer in self.blocks:
                 x = checkpoint(layer, x, use_reentrant=self.reentrant)
             return x
 
@@ -342,9 +330,6 @@ def test_chunks_of_a_rank_leave_each_others_statistics_alone():
         def __init__(self):
             super().__init__()
             self.first, self.last = nn.BatchNorm1d(5), nn.BatchNorm1d(5)
-
-        def forward(self, x):
-            return self.last(super().forward(self.first(x)))
 
     model = build(Normed)
     parts = divided(model, 4, [[0, 2], [1, 3]])
