@@ -8,6 +8,7 @@ other right end.
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch.optim import SGD, Optimizer
 from cells import CRASHED, DIFFERENT, EQUAL, REFUSED, Outcome
 from drivetrain import Accelerator, broadcast_object_list
 from drivetrain.errors import DrivetrainError
+from stacks import Residual, Stack
 
 Way = Callable[["Loop"], None]
 
@@ -28,32 +30,16 @@ RELATIVE, ABSOLUTE = 1e-8, 1e-9
 """Two orders above the rounding of fp64 in a few steps."""
 
 
-class WayBlock(nn.Module):
-    """Two layers and a way around them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 16), nn.Linear(16, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(self.up(x).tanh())
+WayBlock = partial(Residual, WIDTH, 16)
 
 
-class Words(nn.Module):
+class Words(Stack):
     """A table of words, blocks and a head: tensor and pipeline parallelism can divide it."""
 
     def __init__(self, blocks: int = 2) -> None:
-        super().__init__()
-        self.emb = nn.Embedding(WORDS, WIDTH)
-        self.blocks = nn.ModuleList(WayBlock() for _ in range(blocks))
-        self.head = nn.Linear(WIDTH, WORDS)
-        self.example_inputs = {"t": torch.arange(2 * LENGTH).view(2, LENGTH)}
-
-    def forward(self, t: Tensor) -> Tensor:
-        x = self.emb(t)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
+        first, last = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
+        super().__init__((WayBlock() for _ in range(blocks)), first=first, last=last)
+        self.example_inputs = torch.arange(2 * LENGTH).view(2, LENGTH)
 
 
 class Loop:
@@ -124,6 +110,20 @@ class Loop:
             loss.backward(**options)
         else:
             self.accelerator.backward(loss, **options)
+
+    def steps(self, model: nn.Module, optimizer: Optimizer, count: int = 2) -> Iterator[int]:
+        """Yield the number of each step when it has gradients; note the weights at the end."""
+        for step in range(count):
+            self.backward(self.loss(model, self.batch(step)))
+            yield step
+            optimizer.step()
+            optimizer.zero_grad()
+        self.weights(model)
+
+    def train(self, model: nn.Module, optimizer: Optimizer, count: int = 3) -> None:
+        """Take plain steps; note the weights at the end."""
+        for _ in self.steps(model, optimizer, count):
+            pass
 
     def accumulate(self, model: nn.Module) -> AbstractContextManager[None]:
         """Return the context of a micro-batch."""

@@ -99,7 +99,7 @@ def not_cleared_at_all(loop: Loop) -> None:
 def a_layer_kept_from_a_step_by_none(loop: Loop) -> None:
     def between(step: int, model: nn.Module) -> None:
         if step < 2:
-            for parameter in model.head.parameters():
+            for parameter in model.last.parameters():
                 parameter.grad = None
 
     _train(loop, between, make=lambda m: AdamW(m.parameters(), lr=0.02))
@@ -107,19 +107,15 @@ def a_layer_kept_from_a_step_by_none(loop: Loop) -> None:
 
 def one_layer_cleared_and_the_others_added_up(loop: Loop) -> None:
     def clear(model: nn.Module) -> None:
-        model.head.weight.grad = None
+        model.last.weight.grad = None
 
     _train(loop, _nothing, clear=clear)
 
 
 def a_second_backward_adds(loop: Loop) -> None:
     model, optimizer = loop.ready()
-    for step in range(3):
-        loop.backward(loop.loss(model, loop.batch(step)))
+    for step in loop.steps(model, optimizer, 3):
         loop.backward(loop.loss(model, loop.batch(step + 7)) * 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
-    loop.weights(model)
 
 
 def cleared_in_mid_window(loop: Loop) -> None:
@@ -247,7 +243,7 @@ def masked(loop: Loop) -> None:
 
 def multiplied_by_a_mask_of_rows(loop: Loop) -> None:
     def between(step: int, model: nn.Module) -> None:
-        model.emb.weight.grad.mul_((torch.arange(32) >= 16).to(torch.float64)[:, None])
+        model.first.weight.grad.mul_((torch.arange(32) >= 16).to(torch.float64)[:, None])
 
     _train(loop, between)
 
@@ -256,15 +252,15 @@ def rows_written_by_index(loop: Loop) -> None:
     """As new words of a table are trained alone."""
 
     def between(step: int, model: nn.Module) -> None:
-        model.emb.weight.grad[:16] = 0
-        model.head.weight.grad[3, 2:5] = torch.tensor([1.0, 2.0, 3.0])
+        model.first.weight.grad[:16] = 0
+        model.last.weight.grad[3, 2:5] = torch.tensor([1.0, 2.0, 3.0])
 
     _train(loop, between)
 
 
 def rows_written_by_a_view(loop: Loop) -> None:
     def between(step: int, model: nn.Module) -> None:
-        model.emb.weight.grad[:16].zero_()
+        model.first.weight.grad[:16].zero_()
 
     _train(loop, between)
 
@@ -323,7 +319,7 @@ def clipped_by_torch_to_the_largest(loop: Loop) -> None:
 
 def clipped_by_torch_in_two_groups(loop: Loop) -> None:
     def between(step: int, model: nn.Module) -> None:
-        for index, part in enumerate((model.blocks, model.head)):
+        for index, part in enumerate((model.blocks, model.last)):
             loop.note(f"norm {step} {index}", nn.utils.clip_grad_norm_(part.parameters(), 0.05))
 
     _train(loop, between)
@@ -372,10 +368,10 @@ def looked_at_for_nan(loop: Loop) -> None:
 
 def read_as_numbers(loop: Loop) -> None:
     def between(step: int, model: nn.Module) -> None:
-        loop.note(f"numpy {step}", torch.from_numpy(model.head.bias.grad.numpy().copy()))
-        loop.note(f"list {step}", torch.tensor(model.head.bias.grad.tolist()))
-        loop.note(f"cpu {step}", model.emb.weight.grad.cpu().float().double())
-        loop.note(f"row {step}", model.emb.weight.grad[5])
+        loop.note(f"numpy {step}", torch.from_numpy(model.last.bias.grad.numpy().copy()))
+        loop.note(f"list {step}", torch.tensor(model.last.bias.grad.tolist()))
+        loop.note(f"cpu {step}", model.first.weight.grad.cpu().float().double())
+        loop.note(f"row {step}", model.first.weight.grad[5])
 
     _train(loop, between)
 
@@ -405,8 +401,7 @@ def compared_between_tasks(loop: Loop) -> None:
 def a_sharpness_aware_step(loop: Loop) -> None:
     """SAM by hand: up along the gradient, backward again, and back."""
     model, optimizer = loop.ready()
-    for step in range(2):
-        loop.backward(loop.loss(model, loop.batch(step)))
+    for step in loop.steps(model, optimizer):
         norm = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
         moves = [p.grad * (0.05 / (norm + 1e-12)) for p in model.parameters()]
         with torch.no_grad():
@@ -417,39 +412,28 @@ def a_sharpness_aware_step(loop: Loop) -> None:
         with torch.no_grad():
             for parameter, move in zip(model.parameters(), moves, strict=True):
                 parameter.sub_(move)
-        optimizer.step()
-        optimizer.zero_grad()
-    loop.weights(model)
 
 
 def an_adversarial_move_of_weights(loop: Loop) -> None:
     """AWP: weights move along the gradient's sign, and are put back."""
     model, optimizer = loop.ready()
-    for step in range(2):
-        loop.backward(loop.loss(model, loop.batch(step)))
+    for step in loop.steps(model, optimizer):
         before = {name: p.detach().clone() for name, p in model.named_parameters()}
         for parameter in model.parameters():
             parameter.data.add_(0.01 * parameter.grad.sign())
         loop.backward(loop.loss(model, loop.batch(step)))
         for name, parameter in model.named_parameters():
             parameter.data.copy_(before[name])
-        optimizer.step()
-        optimizer.zero_grad()
-    loop.weights(model)
 
 
 def gradients_kept_from_the_first_step(loop: Loop) -> None:
     """A reference to ``p.grad`` across steps, as a memory of gradients keeps."""
     model, optimizer = loop.ready()
     memory: list[Tensor] = []
-    for step in range(3):
-        loop.backward(loop.loss(model, loop.batch(step)))
+    for _ in loop.steps(model, optimizer, 3):
         memory = memory or [p.grad.clone() for p in model.parameters()]
         for parameter, kept in zip(model.parameters(), memory, strict=True):
             parameter.grad.lerp_(kept, 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
-    loop.weights(model)
 
 
 def set_through_data(loop: Loop) -> None:

@@ -74,54 +74,38 @@ def nothing_is_clipped(loop: Loop) -> None:
     model, optimizer = loop.ready()
     exhausted = filter(lambda parameter: parameter.requires_grad, model.parameters())
     list(exhausted)
-    for step in range(2):
-        loop.backward(loop.loss(model, loop.batch(step)))
+    for step in loop.steps(model, optimizer):
         loop.note(f"norm {step}", _clip(loop, exhausted, 0.1))
         loop.note(f"norm of a list {step}", _clip(loop, [], 0.1))
-        optimizer.step()
-        optimizer.zero_grad()
-    loop.weights(model)
 
 
 def a_part_of_a_model_is_clipped(loop: Loop) -> None:
     """The ranks of a pipeline hold it, or have none of it."""
     model, optimizer = loop.ready()
-    for step in range(2):
-        loop.backward(loop.loss(model, loop.batch(step)))
-        for name in ("emb", "head"):
+    for step in loop.steps(model, optimizer):
+        for name in ("first", "last"):
             part = getattr(model, name).parameters()
             loop.note(f"norm of {name} {step}", _clip(loop, part, 0.05))
-        optimizer.step()
-        optimizer.zero_grad()
-    loop.weights(model)
 
 
 def the_lists_of_an_optimizer_are_clipped(loop: Loop) -> None:
     model = loop.model()
-    groups = [{"params": list(model.emb.parameters())}, {"params": [*model.blocks.parameters()]}]
-    groups.append({"params": list(model.head.parameters())})
+    groups = [{"params": list(model.first.parameters())}, {"params": [*model.blocks.parameters()]}]
+    groups.append({"params": list(model.last.parameters())})
     model, optimizer = loop.prepare(model, SGD(groups, lr=0.5))
-    for step in range(2):
-        loop.backward(loop.loss(model, loop.batch(step)))
+    for step in loop.steps(model, optimizer):
         loop.note(f"largest {step}", _clip(loop, _held(optimizer), 1e9, float("inf")))
         for number, group in enumerate(optimizer.param_groups):
             loop.note(f"norm of {number} {step}", _clip(loop, group["params"], 0.05))
         loop.note(f"norm {step}", _clip(loop, _held(optimizer), 0.01))
-        optimizer.step()
-        optimizer.zero_grad()
-    loop.weights(model)
 
 
 def the_values_of_an_optimizers_lists_are_clipped(loop: Loop) -> None:
     model, optimizer = loop.ready()
     clip = nn.utils.clip_grad_value_ if loop.alone else None
-    for step in range(2):
-        loop.backward(loop.loss(model, loop.batch(step)))
+    for _ in loop.steps(model, optimizer):
         clip = clip or loop.accelerator.clip_grad_value_
         clip(_held(optimizer), 1e-3)
-        optimizer.step()
-        optimizer.zero_grad()
-    loop.weights(model)
 
 
 def one_of_two_models_is_clipped(loop: Loop) -> None:
@@ -132,7 +116,7 @@ def one_of_two_models_is_clipped(loop: Loop) -> None:
         loop.backward(loop.loss(one, loop.batch(step)))
         loop.backward(loop.loss(two, loop.batch(step)))
         loop.note(f"norm {step}", _clip(loop, _held(second), 0.05))
-        loop.note(f"norm of a part {step}", _clip(loop, one.head.parameters(), 0.05))
+        loop.note(f"norm of a part {step}", _clip(loop, one.last.parameters(), 0.05))
         loop.note(f"norm of nothing {step}", _clip(loop, iter(()), 0.05))
         for optimizer in (first, second):
             optimizer.step()

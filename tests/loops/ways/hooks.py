@@ -5,17 +5,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Optimizer
+from torch.optim import SGD
 
 from way_kit import Loop
-
-
-def _train(loop: Loop, model: nn.Module, optimizer: Optimizer) -> None:
-    for step in range(3):
-        loop.backward(loop.loss(model, loop.batch(step)))
-        optimizer.step()
-        optimizer.zero_grad()
-    loop.weights(model)
 
 
 def _hooked(loop: Loop, hook: Callable[[Tensor], Any], *, before: bool) -> None:
@@ -28,7 +20,7 @@ def _hooked(loop: Loop, hook: Callable[[Tensor], Any], *, before: bool) -> None:
     if not before:
         for parameter in model.parameters():
             parameter.register_hook(hook)
-    _train(loop, model, optimizer)
+    loop.train(model, optimizer)
 
 
 def a_hook_of_before_clamps(loop: Loop) -> None:
@@ -62,13 +54,13 @@ def a_hook_keeps_old_words(loop: Loop) -> None:
         return g
 
     model = loop.model()
-    model.emb.weight.register_hook(keep_old)
-    _train(loop, *loop.prepare(model, SGD(model.parameters(), lr=0.5)))
+    model.first.weight.register_hook(keep_old)
+    loop.train(*loop.prepare(model, SGD(model.parameters(), lr=0.5)))
 
 
 def a_hook_is_removed_after_a_step(loop: Loop) -> None:
     model, optimizer = loop.ready()
-    handle = model.head.weight.register_hook(lambda g: g * 0)
+    handle = model.last.weight.register_hook(lambda g: g * 0)
     for step in range(3):
         loop.backward(loop.loss(model, loop.batch(step)))
         optimizer.step()
@@ -82,7 +74,7 @@ def a_hook_in_windows(loop: Loop) -> None:
     """It gets the gradient of the window, as one batch as large would give it."""
     loop.begin(gradient_accumulation_steps=2)
     model, optimizer = loop.ready()
-    model.head.weight.register_hook(lambda g: g.clamp(-0.01, 0.01))
+    model.last.weight.register_hook(lambda g: g.clamp(-0.01, 0.01))
     for step in range(2):
         parts = [loop.batch(2 * step), loop.batch(2 * step + 1)]
         if loop.alone:
@@ -100,13 +92,9 @@ def a_hook_in_windows(loop: Loop) -> None:
 
 def a_hook_and_two_backwards(loop: Loop) -> None:
     model, optimizer = loop.ready()
-    model.head.weight.register_hook(lambda g: g.clamp(-0.01, 0.01))
-    for step in range(2):
-        loop.backward(loop.loss(model, loop.batch(step)))
+    model.last.weight.register_hook(lambda g: g.clamp(-0.01, 0.01))
+    for step in loop.steps(model, optimizer):
         loop.backward(loop.loss(model, loop.batch(step + 7)))
-        optimizer.step()
-        optimizer.zero_grad()
-    loop.weights(model)
 
 
 def a_hook_after_accumulation_scales(loop: Loop) -> None:
@@ -118,10 +106,10 @@ def a_hook_after_accumulation_scales(loop: Loop) -> None:
         parameter.grad.clamp_(-0.01, 0.01)
 
     model = loop.model()
-    model.emb.weight.register_post_accumulate_grad_hook(halve)
+    model.first.weight.register_post_accumulate_grad_hook(halve)
     model, optimizer = loop.prepare(model, SGD(model.parameters(), lr=0.5))
-    model.head.weight.register_post_accumulate_grad_hook(clamp)
-    _train(loop, model, optimizer)
+    model.last.weight.register_post_accumulate_grad_hook(clamp)
+    loop.train(model, optimizer)
 
 
 def an_optimizer_in_backward(loop: Loop) -> None:

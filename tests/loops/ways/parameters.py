@@ -39,11 +39,7 @@ def _hooked(loop: Loop, hook: Callable[[Tensor], Tensor | None], *, early: bool)
     if not early:
         for parameter in model.parameters():
             parameter.register_hook(hook)
-    for step in range(2):
-        loop.backward(loop.loss(model, loop.batch(step)))
-        optimizer.step()
-        optimizer.zero_grad()
-    loop.weights(model)
+    loop.train(model, optimizer, 2)
 
 
 # --- facts ---
@@ -168,11 +164,11 @@ def weights_clamped_after_each_step(loop: Loop) -> None:
 
 def rows_written_and_drawn_anew(loop: Loop) -> None:
     def after(step: int, model: nn.Module) -> None:
-        model.emb.weight.data[3] = 0.25
+        model.first.weight.data[3] = 0.25
         with torch.no_grad():
             model.blocks[0].up.weight[2:9].mul_(0.5)
-            nn.init.constant_(model.head.bias, 0.1 * step)
-            model.head.weight.copy_(torch.linspace(-1, 1, 256).view(32, 8))
+            nn.init.constant_(model.last.bias, 0.1 * step)
+            model.last.weight.copy_(torch.linspace(-1, 1, 256).view(32, 8))
 
     _train(loop, after)
 
@@ -217,11 +213,7 @@ def ranks_draw_other_first_values(loop: Loop) -> None:
         for parameter in model.parameters():
             nn.init.uniform_(parameter)
     model, optimizer = loop.prepare(model, SGD(model.parameters(), lr=0.5))
-    for step in range(2):
-        loop.backward(loop.loss(model, loop.batch(step)))
-        optimizer.step()
-        optimizer.zero_grad()
-    loop.weights(model)
+    loop.train(model, optimizer, 2)
 
 
 # --- other values in the place of parameters ---
@@ -260,7 +252,7 @@ def gradients_of_a_function_of_values(loop: Loop) -> None:
         def loss(values: dict[str, Tensor]) -> Tensor:
             return functional_call(model, values, (WHOLE,)).square().mean()
 
-        return torch.func.grad(loss)(values)["head.weight"]
+        return torch.func.grad(loss)(values)["last.weight"]
 
     _with_other_values(loop, call)
 

@@ -1,6 +1,7 @@
 """Models: what a call returns, what it leaves in buffers, and what stands under a model's names."""
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD
 
+from stacks import Residual
 from way_kit import LENGTH, WIDTH, WORDS, Loop, WayBlock, Words
 
 
@@ -15,10 +17,8 @@ class _Returning(Words):
     """Returns its loss, and what it was made of; without targets no loss."""
 
     def forward(self, t: Tensor, targets: Tensor | None = None) -> dict[str, Any]:
-        x = self.emb(t)
-        for block in self.blocks:
-            x = block(x)
-        logits = self.head(x)
+        x = self.body(self.first(t))
+        logits = self.last(x)
         scores = logits.logsumexp(-1).mean(-1)
         found = {"logits": logits, "hidden": [x, {"last": x[:, -1]}], "scores": scores}
         if targets is not None:
@@ -34,11 +34,11 @@ class _Hitting(_Returning):
         return {**found, "hits": (found["logits"].argmax(-1) == t).sum()}
 
 
-class _Counting(WayBlock):
+class _Counting(Residual):
     """Counts its calls and rows, and averages what it gets."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(WIDTH, 16)
         self.register_buffer("calls", torch.zeros((), dtype=torch.long))
         self.register_buffer("average", torch.zeros(WIDTH))
 
@@ -49,17 +49,6 @@ class _Counting(WayBlock):
         return super().forward(x)
 
 
-class _Normed(WayBlock):
-    """Has a norm that averages all batches alike."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(LENGTH, momentum=None)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(self.norm(x))
-
-
 class _Around(_Returning):
     """Counts around the blocks; has a norm there."""
 
@@ -67,7 +56,7 @@ class _Around(_Returning):
         super().__init__()
         self.register_buffer("calls", torch.zeros((), dtype=torch.long))
         self.norm = nn.BatchNorm1d(LENGTH, momentum=None)
-        self.emb = nn.Sequential(self.emb, self.norm)
+        self.first = nn.Sequential(self.first, self.norm)
         self.number = 0
 
     def forward(self, t: Tensor, targets: Tensor | None = None) -> dict[str, Any]:
@@ -76,11 +65,16 @@ class _Around(_Returning):
         return super().forward(t, targets)
 
 
+def _normed() -> nn.Module:
+    """Return a block that has a norm which averages all batches alike."""
+    return WayBlock(norm=lambda width: nn.BatchNorm1d(LENGTH, momentum=None))
+
+
 def _ready(loop: Loop, model: nn.Module) -> tuple[nn.Module, Any]:
     return loop.prepare(model, SGD(model.parameters(), lr=0.5))
 
 
-def _made(kind: type[nn.Module], block: type[nn.Module] = WayBlock) -> nn.Module:
+def _made(kind: type[nn.Module], block: Callable[[], nn.Module] = WayBlock) -> nn.Module:
     torch.manual_seed(0)
     model = kind()
     model.blocks = nn.ModuleList(block() for _ in range(2))
@@ -144,7 +138,7 @@ def two_forwards_before_a_backward(loop: Loop) -> None:
 
 
 def evaluation_before_the_backward(loop: Loop) -> None:
-    model, optimizer = _ready(loop, _made(_Returning, _Normed))
+    model, optimizer = _ready(loop, _made(_Returning, _normed))
     t = torch.arange(8 * LENGTH).view(8, LENGTH) % WORDS
     for _ in range(2):
         loss = model(t, t)["loss"]
@@ -177,7 +171,7 @@ def counts_and_averages_in_blocks(loop: Loop) -> None:
 
 
 def averages_by_count_in_blocks(loop: Loop) -> None:
-    _train_with_buffers(loop, _made(_Returning, _Normed))
+    _train_with_buffers(loop, _made(_Returning, _normed))
 
 
 def counts_around_blocks(loop: Loop) -> None:
@@ -243,7 +237,7 @@ def moving_average_by_pairs(loop: Loop) -> None:
 def adapters_are_switched_off(loop: Loop) -> None:
     from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 
-    config = LoraConfig(r=2, target_modules=["up"], modules_to_save=["head"])
+    config = LoraConfig(r=2, target_modules=["up"], modules_to_save=["last"])
     model = loop.model()
     torch.manual_seed(1)
     model = get_peft_model(model, config)
@@ -252,7 +246,7 @@ def adapters_are_switched_off(loop: Loop) -> None:
     for step in range(2):
         t = loop.batch(step)
         with torch.no_grad(), model.disable_adapter():
-            before = model(t=t)
-        _step(loop, optimizer, (model(t=t) - before - 1).square().mean())
+            before = model(x=t)
+        _step(loop, optimizer, (model(x=t) - before - 1).square().mean())
     for name, value in get_peft_model_state_dict(model).items():
         loop.note(name, value)

@@ -176,13 +176,13 @@ def elements_and_options_of_groups_are_read_and_set(loop: Loop) -> None:
 
 def a_group_is_added_and_saved(loop: Loop) -> None:
     model = loop.model()
-    model.head.requires_grad_(False)
+    model.last.requires_grad_(False)
     model, optimizer = loop.prepare(
         model, AdamW([p for p in model.parameters() if p.requires_grad])
     )
     _step(loop, model, optimizer, 0)
-    model.head.requires_grad_(True)
-    optimizer.add_param_group({"params": list(model.head.parameters()), "lr": 0.1})
+    model.last.requires_grad_(True)
+    optimizer.add_param_group({"params": list(model.last.parameters()), "lr": 0.1})
     _step(loop, model, optimizer, 1, 2)
     for number, state in optimizer.state_dict()["state"].items():
         for key, value in state.items():

@@ -17,12 +17,8 @@ BOUND = 0.0625
 def _written(loop: Loop, write: Callable[[nn.Module], object]) -> None:
     """Take three steps, with a write into the model before each step."""
     model, optimizer = loop.ready(lambda m: SGD(m.parameters(), lr=0.5, momentum=0.9))
-    for step in range(3):
-        loop.backward(loop.loss(model, loop.batch(step)))
+    for _ in loop.steps(model, optimizer, 3):
         write(model)
-        optimizer.step()
-        optimizer.zero_grad()
-    loop.weights(model)
 
 
 def _beside_masters(loop: Loop, write: Callable[[nn.Module], object]) -> None:
@@ -62,7 +58,7 @@ def weights_clamped_through_data(loop: Loop) -> None:
 
 
 def a_head_made_anew(loop: Loop) -> None:
-    _written(loop, lambda model: nn.init.constant_(model.head.weight, 0.25))
+    _written(loop, lambda model: nn.init.constant_(model.last.weight, 0.25))
 
 
 def weights_clamped_beside_masters(loop: Loop) -> None:
