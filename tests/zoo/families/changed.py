@@ -9,7 +9,8 @@ from torch.utils.checkpoint import checkpoint
 from families.batches import padded_text, text
 from families.decoders import GROUPED, TEXT
 from families.family import Family, plain, transformers_model
-from families.sequences import Block, Stack, continued, texts
+from families.sequences import Decoder, continued, texts
+from stacks import Residual
 
 KIND = "changed models"
 
@@ -32,17 +33,11 @@ def _recomputed(reentrant: bool) -> nn.Module:
     return model
 
 
-class RecomputedBlock(Block):
+class RecomputedBlock(Residual):
     """Computes its activations again in backward."""
 
     def forward(self, x):
         return checkpoint(super().forward, x, use_reentrant=False)
-
-
-def _own_recomputed() -> nn.Module:
-    model = Stack(0)
-    model.blocks.extend(RecomputedBlock() for _ in range(2))
-    return model
 
 
 def _compiled() -> nn.Module:
@@ -50,7 +45,7 @@ def _compiled() -> nn.Module:
 
 
 def _compiled_blocks() -> nn.Module:
-    model = Stack()
+    model = Decoder()
     for block in model.blocks:
         block.compile(backend="eager")
     return model
@@ -73,7 +68,7 @@ CHANGED: dict[str, Family] = {
     ),
     "checkpointed": plain(KIND, lambda: _recomputed(False), text),
     "checkpointed-reentrant": plain(KIND, lambda: _recomputed(True), text),
-    "own-checkpointed": plain(KIND, _own_recomputed, texts, continued),
+    "own-checkpointed": plain(KIND, lambda: Decoder(block=RecomputedBlock), texts, continued),
     "compiled": plain(KIND, _compiled, text),
     "compiled-blocks": plain(KIND, _compiled_blocks, texts, continued),
     "bert-frozen-half": plain(KIND, _half_frozen, padded_text),

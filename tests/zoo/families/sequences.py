@@ -1,11 +1,14 @@
 """Models of text in plain torch: recurrent ones, torch's transformers, and blocks in odd places."""
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from families.batches import LENGTH, WORDS, words
 from families.family import Batch, integers, plain
+from stacks import Residual, Stack
 
 KIND = "sequences"
 WIDTH, HEADS, INNER = 32, 4, 48
@@ -84,74 +87,64 @@ def _columns(seed: int) -> Batch:
     return {"words": words(seed).t().contiguous()}
 
 
-class Block(nn.Module):
-    """A feed-forward block; ``around`` adds its input."""
-
-    def __init__(self, around: bool = True) -> None:
-        super().__init__()
-        self.around = around
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, INNER), nn.Linear(INNER, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the input's shape."""
-        inner: Tensor = self.down(F.gelu(self.up(self.norm(x))))
-        return x + inner if self.around else inner
-
-
-class Stack(nn.Module):
+class Decoder(Stack):
     """Embedding, blocks and head."""
 
-    def __init__(self, layers: int = 2, *, around: bool = True) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(WORDS, WIDTH)
+    def __init__(self, layers: int = 2, block: Callable[..., nn.Module] = Residual) -> None:
+        kinds = {"act": nn.GELU, "norm": nn.LayerNorm}
+        first, last = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
+        blocks = (block(WIDTH, INNER, **kinds) for _ in range(layers))
+        super().__init__(blocks, first=first, last=last)
         self.positions = nn.Parameter(torch.randn(LENGTH, WIDTH) * 0.1)
-        self.blocks = nn.ModuleList(Block(around) for _ in range(layers))
-        self.head = nn.Linear(WIDTH, WORDS)
 
     def encode(self, tokens: Tensor) -> Tensor:
         """Return features, shape (rows, length, width)."""
-        x: Tensor = self.embedding(tokens) + self.positions[: tokens.shape[1]]
-        for block in self.blocks:
-            x = block(x)
-        return x
+        return self.body(self.first(tokens) + self.positions[: tokens.shape[1]])
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return logits, shape (rows, length, words)."""
-        logits: Tensor = self.head(self.encode(tokens))
-        return logits
+        return self.last(self.encode(tokens))
 
 
-class OuterResidual(Stack):
+class Inner(Residual):
+    """A block to which whoever calls it adds its input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.act(self.up(self.norm(x))))
+
+
+class OuterResidual(Decoder):
     """The input of a block goes around it outside of the block."""
 
-    def encode(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens) + self.positions[: tokens.shape[1]]
+    def __init__(self) -> None:
+        super().__init__(block=Inner)
+
+    def body(self, x: Tensor) -> Tensor:
         for block in self.blocks:
             x = x + block(x)
         return x
 
 
-class TiedByUse(Stack):
+class TiedByUse(Decoder):
     """The head is a product with the embedding's weight."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.head = nn.Identity()
+        self.last = nn.Identity()
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return F.linear(self.encode(tokens), self.embedding.weight) / WIDTH
+        return F.linear(self.encode(tokens), self.first.weight) / WIDTH
 
 
 def _shared() -> nn.Module:
     """Return a stack whose blocks share one layer."""
-    model = Stack(3)
+    model = Decoder(3)
     for block in model.blocks[1:]:
         block.up = model.blocks[0].up
     return model
 
 
-class Supervised(Stack):
+class Supervised(Decoder):
     """A head after every block; the loss counts all of them."""
 
     def __init__(self) -> None:
@@ -159,12 +152,12 @@ class Supervised(Stack):
         self.heads = nn.ModuleList(nn.Linear(WIDTH, WORDS, bias=False) for _ in range(1))
 
     def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        x = self.embedding(tokens)
+        x = self.first(tokens)
         early = None
         for block in self.blocks:
             x = block(x)
             early = self.heads[0](x) if early is None else early
-        return self.head(x), early
+        return self.last(x), early
 
 
 def _supervised(model: nn.Module, batch: Batch) -> Tensor:
@@ -176,13 +169,13 @@ def _supervised(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def _frozen() -> nn.Module:
-    model = Stack(3)
-    for part in (model.embedding, model.blocks[0]):
+    model = Decoder(3)
+    for part in (model.first, model.blocks[0]):
         part.requires_grad_(False)
     return model
 
 
-class Unused(Stack):
+class Unused(Decoder):
     """Some parameters get no gradient."""
 
     def __init__(self) -> None:
@@ -191,27 +184,26 @@ class Unused(Stack):
         self.blocks[1].extra = nn.Linear(WIDTH, 3)
 
 
-class Clamped(Stack):
-    """Bounds weights in forward: those of a block from outside, and inside of the block."""
-
-    def __init__(self) -> None:
-        super().__init__(0)
-        self.blocks.extend(ClampedBlock() for _ in range(2))
-
-    def encode(self, tokens: Tensor) -> Tensor:
-        with torch.no_grad():
-            for block in self.blocks:
-                block.up.weight.clamp_(-0.1, 0.1)
-        return super().encode(tokens)
-
-
-class ClampedBlock(Block):
+class ClampedBlock(Residual):
     """Bounds its own weight in forward."""
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
             self.down.weight.clamp_(-0.1, 0.1)
         return super().forward(x)
+
+
+class Clamped(Decoder):
+    """Bounds weights in forward: those of a block from outside, and inside of the block."""
+
+    def __init__(self) -> None:
+        super().__init__(block=ClampedBlock)
+
+    def encode(self, tokens: Tensor) -> Tensor:
+        with torch.no_grad():
+            for block in self.blocks:
+                block.up.weight.clamp_(-0.1, 0.1)
+        return super().encode(tokens)
 
 
 def _padded(seed: int) -> Batch:
@@ -240,20 +232,19 @@ def _masked_mean(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def _methods(model: nn.Module, batch: Batch) -> Tensor:
-    logits = model.head(model.encode(batch["words"]))
+    logits = model.last(model.encode(batch["words"]))
     return F.cross_entropy(logits.flatten(0, 1), batch["words"].flatten())
 
 
-class Chosen(Stack):
+class Chosen(Decoder):
     """Blocks in an order that each batch names: the flow depends on values."""
 
     def forward(self, tokens: Tensor, skip: Tensor) -> Tensor:
-        x = self.embedding(tokens)
+        x = self.first(tokens)
         for index, block in enumerate(self.blocks):
             if index != int(skip.max()):
                 x = block(x)
-        logits: Tensor = self.head(x)
-        return logits
+        return self.last(x)
 
 
 def _skipping(seed: int) -> Batch:
@@ -269,9 +260,9 @@ SEQUENCES = {
     "lstm": plain(KIND, Lstm, texts, continued),
     "nn-transformer": plain(KIND, Translator, _both_texts, _translated),
     "sequence-first": plain(KIND, SequenceFirst, _columns, continued, dim=1),
-    "own-decoder": plain(KIND, Stack, texts, continued),
-    "own-method": plain(KIND, Stack, texts, _methods),
-    "outer-residual": plain(KIND, lambda: OuterResidual(around=False), texts, continued),
+    "own-decoder": plain(KIND, Decoder, texts, continued),
+    "own-method": plain(KIND, Decoder, texts, _methods),
+    "outer-residual": plain(KIND, OuterResidual, texts, continued),
     "tied-by-use": plain(KIND, TiedByUse, texts, continued),
     "shared-sublayer": plain(KIND, _shared, texts, continued),
     "deep-supervision": plain(KIND, Supervised, texts, _supervised),
@@ -279,7 +270,7 @@ SEQUENCES = {
     "clamped-weights": plain(KIND, Clamped, texts, continued),
     "unused-parts": plain(KIND, Unused, texts, continued),
     "skipped-blocks": plain(KIND, Chosen, _skipping, _chosen),
-    "loss-ignored-class": plain(KIND, Stack, _padded, _without_padding),
-    "loss-class-weights": plain(KIND, Stack, texts, _weighted),
-    "loss-masked-mean": plain(KIND, Stack, _padded, _masked_mean),
+    "loss-ignored-class": plain(KIND, Decoder, _padded, _without_padding),
+    "loss-class-weights": plain(KIND, Decoder, texts, _weighted),
+    "loss-masked-mean": plain(KIND, Decoder, _padded, _masked_mean),
 }
