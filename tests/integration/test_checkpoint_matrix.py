@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import StepLR
 from drivetrain import Accelerator
 from drivetrain.checkpoint.export import read_export
 from drivetrain.testing.conformance.twins import everyone, weights
+from stacks import Oddities
 
 STRATEGIES = {
     "ddp": {"name": "ddp"},
@@ -37,32 +38,22 @@ VOCABULARY, WIDTH = 11, 7
 SAVED, LAST = 3, 5
 
 
-class Awkward(nn.Module):
-    """Tied, frozen, unused, empty, 0-d, odd-sized and transposed parameters, and buffers."""
+class Awkward(Oddities):
+    """Unused and transposed parameters, and buffers, too."""
 
     def __init__(self):
-        super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        super().__init__(VOCABULARY, WIDTH)
         self.mix = nn.Parameter(torch.randn(WIDTH, 5).t())  # (5, 7), column by column
         self.kernel = nn.Parameter(torch.randn(3, 1, 5, 1).to(memory_format=torch.channels_last))
-        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
-        self.scale = nn.Parameter(torch.tensor(1.5))
-        self.empty = nn.Parameter(torch.empty(0, WIDTH))
-        self.fixed = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
         self.unused = nn.Linear(3, 13)
-        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
-        self.head.weight = self.embedding.weight
         self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
         self.register_buffer("factor", torch.tensor(0.5), persistent=False)
 
-    def forward(self, tokens):
+    def body(self, x):
         self.calls += 1
-        x = self.embedding(tokens) * self.factor  # (rows, width)
         image = (x @ self.mix.t())[:, None, :, None]  # (rows, 1, 5, 1)
-        x = x + F.conv2d(image, self.kernel).flatten(1).sum(1, keepdim=True) * self.scale
-        for block in self.blocks:
-            x = x + torch.tanh(block(self.fixed(x)))
-        return self.head(x) + (x @ self.empty.t()).sum()
+        x = x * self.factor + F.conv2d(image, self.kernel).flatten(1).sum(1, keepdim=True)
+        return super().body(x)
 
 
 def build():
@@ -172,7 +163,7 @@ def check_resumed(folder, saver, savers, loader, world):
     trained.accelerator.load_state(folder / f"{saver}-{savers}")
     loaded = trained.weights()
     check_close(loaded, saved, where)
-    assert trained.model.head.weight is trained.model.embedding.weight
+    assert trained.model.last.weight is trained.model.first.weight
     assert trained.model.calls.item() == SAVED, where
     assert trained.steps(SAVED, LAST) == pytest.approx(losses[SAVED:], rel=1e-9), where
     found = trained.weights()
