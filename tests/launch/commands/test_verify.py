@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from drivetrain.verify import RunRecord, StepRecord
-from drivetrain_launch.verification import Attempt, Examination
+from drivetrain_launch.verification import Attempt, Examination, _failed
 from forked_programs import run_python
 from waits import wait_until
 
@@ -196,6 +196,22 @@ def test_what_cannot_be_compared_is_shown_with_its_reason(verify):
         done = verify(script=script)
         said = f"not compared: the script ended without {lacks}\n"
         assert (done.returncode, done.stdout) == (8, said)
+
+
+@pytest.mark.parametrize(
+    ("said", "ending", "reason"),
+    [
+        ("Traceback:\n  deep()\nValueError: no corpus\n\n", "failed", "ValueError: no corpus"),
+        ("error: no\n  strategy", "refused", "no strategy"),
+        ("drivetrain.errors.CollectiveError: lost\nKilled", "failed", "Killed"),
+        ("", "failed", "exit code 3"),
+    ],
+)
+def test_the_reason_of_a_failure_is_the_first_ranks_last_words(said, ending, reason):
+    for output in (said, f"error: of a start before\nrank 1 failed first (3)\n{said}"):
+        for rest in ("", "\nstopped with it: rank 0\n"):
+            found = _failed(output + rest if said else said, 3)
+            assert (found.ending, found.reason, found.code) == (ending, reason, 3)
 
 
 class Recorded:
