@@ -24,6 +24,7 @@ from drivetrain.cost import Cost, ModelSpec
 from drivetrain.errors import UsageError
 from drivetrain.log import get_logger
 from drivetrain.model.modules import clean_name, held_parameters, named_parameters
+from drivetrain.parallel.optimizers import outermost
 from drivetrain.parallel.options import OffloadOptions
 from drivetrain.parallel.replicated import replicate
 from drivetrain.runtime.mesh import Axis, HostLevels
@@ -429,7 +430,8 @@ class Local(Stepping):
         """Count the steps of the only worker: others that come later go on from there."""
         for optimizer in prepared.optimizers:
             self._counts.append(count := StepCount())
-            self._closing.callback(optimizer.register_step_post_hook(count.after_step).remove)
+            handle = optimizer.register_step_post_hook(outermost(count.after_step))
+            self._closing.callback(handle.remove)
         return prepared
 
     def _around(self, optimizers: Sequence[Optimizer], take: Callable[[], Prepared]) -> Prepared:
@@ -448,12 +450,15 @@ class Local(Stepping):
         ]
         # Before a step a store inside has not begun; behind it values have not been sent around.
         for outer in made:
-            self._closing.callback(outer.optimizer.register_step_pre_hook(outer.before_all).remove)
-            self._closing.callback(outer.optimizer.register_step_post_hook(outer.after_step).remove)
+            before = outer.optimizer.register_step_pre_hook(outermost(outer.before_all))
+            after = outer.optimizer.register_step_post_hook(outermost(outer.after_step))
+            for handle in (before, after):
+                self._closing.callback(handle.remove)
         prepared = take()
         self._parts.update(self._inner.held_parts())
         for outer in made:
-            self._closing.callback(outer.optimizer.register_step_pre_hook(outer.before_step).remove)
+            last = outer.optimizer.register_step_pre_hook(outermost(outer.before_step))
+            self._closing.callback(last.remove)
         if any(a is not b for a, b in zip(optimizers, prepared.optimizers, strict=True)):
             raise UsageError(
                 f"expected a strategy inside of local that keeps the script's optimizers, found "

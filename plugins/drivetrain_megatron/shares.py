@@ -35,6 +35,7 @@ from drivetrain.model.guard import (
 )
 from drivetrain.model.modules import UninheritedHook
 from drivetrain.parallel.backward import after_backward, in_backward, is_of_strategy, norms_of_each
+from drivetrain.parallel.optimizers import outermost
 from drivetrain.parallel.shown_gradients import DividedGradient
 from drivetrain_megatron.tensor.behavior import (
     SHARE,
@@ -630,8 +631,8 @@ class Shares:
         """Let one more optimizer step shares."""
         if not self._all:
             return
-        self._handles.append(optimizer.register_step_pre_hook(lambda *_: self._enter()))
-        self._handles.append(optimizer.register_step_post_hook(self._after_step))
+        self._handles.append(optimizer.register_step_pre_hook(outermost(lambda *_: self._enter())))
+        self._handles.append(optimizer.register_step_post_hook(outermost(self._after_step)))
         for name in _TOUCHING:
             given = getattr(optimizer, name, None)
             if callable(given):  # in __dict__, which copies and pickles of optimizers leave out

@@ -4,7 +4,9 @@ Group dictionaries stay the same objects, so schedulers and weight decay go on w
 an optimizer already has is cut like the parameter it belongs to.
 """
 
-from collections.abc import Iterator, Mapping
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -30,6 +32,28 @@ _PIECES: Mapping[CutStyle, tuple[str, str]] = {
     "rows": ("some rows of a parameter", "take a strategy with partition: parameter"),
 }
 """The parts of a parameter that ranks own, and the way out for who cannot step them."""
+
+
+_STEP = Optimizer.profile_hook_step(lambda: None).__code__
+"""The code of torch's that calls the hooks around a step."""
+
+StepHook = Callable[[Optimizer, Any, Any], None]
+
+
+def outermost(hook: StepHook) -> StepHook:
+    """Return a hook for ``register_step_pre_hook`` or ``register_step_post_hook``, once a step.
+
+    A class whose ``step`` calls that of its base has two, and torch calls all hooks around both,
+    unless nobody has made an object of the base before.
+    """
+
+    def once(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        frames = (frame for frame, _ in traceback.walk_stack(sys._getframe(1)))
+        calls = (frame for frame in frames if frame.f_code is _STEP)
+        if sum(frame.f_locals["self"] is optimizer for frame in calls) <= 1:
+            hook(optimizer, args, kwargs)
+
+    return once
 
 
 def check_suits(optimizer: Optimizer, cut: CutStyle) -> None:
@@ -87,8 +111,8 @@ class Fragments(HeldTensors):
         bound = BoundOptimizer(optimizer)
         self._rebind(bound)
         self._bound[optimizer] = bound
-        bound.handles.append(optimizer.register_step_pre_hook(self._before_step))
-        bound.handles.append(optimizer.register_step_post_hook(self._after_step))
+        bound.handles.append(optimizer.register_step_pre_hook(outermost(self._before_step)))
+        bound.handles.append(optimizer.register_step_post_hook(outermost(self._after_step)))
         self._take_zero_grad(bound)
         for name in _SWITCHES:
             self._take_switch(bound, name)
