@@ -35,11 +35,13 @@ def shuffled(n, generator):
     return order
 
 
-def gathered(samples, epochs=1, value=int, workers=0, **config):
+def gathered(samples, epochs=1, value=int, workers=0, drop_last=False, **config):
     accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(**config))
     # Forked workers need no name under which this module could be imported.
     how = {"num_workers": workers, "multiprocessing_context": "fork"} if workers else {}
-    loader = accelerator.prepare(DataLoader(Stream(samples), batch_size=2, **how))
+    loader = accelerator.prepare(
+        DataLoader(Stream(samples), batch_size=2, drop_last=drop_last, **how)
+    )
     found = []
     for _ in range(epochs):
         for batch in loader:
@@ -54,6 +56,7 @@ def test_a_stream_that_divides_itself_is_not_divided_again():
     whole = list(range(23))
     assert gathered(lambda: parts(23), epochs=2) == sorted(whole * 2)
     assert gathered(lambda: parts(23), dispatch_batches=False) == whole
+    assert gathered(lambda: parts(23), drop_last=True) == whole[:18]  # rank 2 has 7 of them
     assert gathered(lambda: parts(400)) == list(range(400))
     size = dist.get_world_size()
     among_workers = partial(parts, 23, place=(dist.get_rank(), size))

@@ -94,6 +94,11 @@ def test_check_is_as_strict_as_prepare(command, tmp_path):
         ("strategy: {name: local, inner: auto}\n", "strategy.inner: expected a strategy that"),
         ("strategy: {name: megatron, data_parallel: auto}\n", "found 'auto', which chooses one"),
         ("launch: {nnodes: 2}\n", "expected HOST:PORT of host 0"),
+        (
+            "strategy: {name: megatron, tp: 4}\nlaunch: {nnodes: 2, min_nnodes: 1, "
+            "nproc_per_node: 2, rdzv_endpoint: '10.0.0.1:29400'}\n",
+            "launch.min_nnodes: the run could not go on with 1 hosts of 2 ranks: ",
+        ),
     ):
         for how in (("config", "check"), ("launch", "--cpu", "--dry-run", "--config")):
             (tmp_path / "run.yaml").write_text(f"seed: 1\n{text}")

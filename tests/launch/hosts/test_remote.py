@@ -1,5 +1,7 @@
 """Runs started over ssh, with a program in its place that runs the command on this machine."""
 
+import io
+import json
 import os
 import signal
 import stat
@@ -12,6 +14,7 @@ from drivetrain_launch.commands.hosts import without_hosts
 from drivetrain_launch.hosts.remote import (
     RemoteHost,
     RemoteJob,
+    _obey,
     _orders,
     read_hostfile,
     read_hosts,
@@ -248,6 +251,15 @@ def test_without_ssh_the_error_names_the_way_out(command, sandbox, monkeypatch):
         assert "install an ssh client, or type the command on each host with --nnodes" in err, (
             endpoint
         )
+
+
+def test_orders_of_a_host_are_signals_and_its_end_is_an_interrupt(monkeypatch):
+    sent = []
+    monkeypatch.setattr(os, "kill", lambda *order: sent.append(order))
+    orders = [{"signal": signal.SIGTERM}, {"signal": signal.SIGUSR1}]
+    _obey(io.BytesIO(b"".join(json.dumps(order).encode() + b"\n" for order in orders)))
+    numbers = [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT]
+    assert sent == [(os.getpid(), number) for number in numbers]
 
 
 def test_malformed_lists_of_hosts():
