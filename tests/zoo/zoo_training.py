@@ -89,14 +89,16 @@ def on_ranks(family: Family, strategy: Mapping[str, Any], divided: list[float]) 
         accelerator = Accelerator(
             strategy=dict(strategy), cpu=True, gradient_accumulation_steps=WINDOW
         )
-        sizes = [_sizes(model) for model in models]
-        loader = loader_of(family, accelerator.mesh["dp"].size)
-        *prepared, loader = accelerator.prepare(*models, *map(optimizer_of, models), loader)
-        models, optimizers = tuple(prepared[: len(models)]), prepared[len(models) :]
-        divided += [_share(whole, _sizes(m)) for whole, m in zip(sizes, models, strict=True)]
-        training = _Ranks(family, accelerator, models, optimizers, loader)
-        training.run()
-        accelerator.free_memory()
+        try:
+            sizes = [_sizes(model) for model in models]
+            loader = loader_of(family, accelerator.mesh["dp"].size)
+            *prepared, loader = accelerator.prepare(*models, *map(optimizer_of, models), loader)
+            models, optimizers = tuple(prepared[: len(models)]), prepared[len(models) :]
+            divided += [_share(whole, _sizes(m)) for whole, m in zip(sizes, models, strict=True)]
+            training = _Ranks(family, accelerator, models, optimizers, loader)
+            training.run()
+        finally:
+            accelerator.free_memory()
         return training.record
 
 
