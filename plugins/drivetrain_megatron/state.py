@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from drivetrain.collectives import Communicator
+from drivetrain.compression.methods import LinkMethods
 from drivetrain.errors import CheckpointError, RankMismatchError, UsageError
 from drivetrain.model.deferred import meta_tensors
 from drivetrain.model.guard import Elsewhere, refuse_transforms
@@ -567,6 +568,11 @@ class DataParallelCell(MegatronOutline, StrategyAround[MegatronConfig]):
             yield
         finally:
             self._pipeline.counts = True
+
+    def take_links(self, links: LinkMethods) -> None:
+        """Let the data-parallel strategy go on with methods that were chosen between two steps."""
+        super().take_links(links)
+        self._inner.take_links(links)
 
     @property
     def draws_masks(self) -> bool:

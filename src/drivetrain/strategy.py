@@ -619,7 +619,8 @@ class StrategyAround(Strategy[ConfigT]):
     """A strategy around another one, to which it leaves all that it does not do in its own way.
 
     What the strategy inside holds stands in the coordinates of the model that it was given:
-    ``shards``, ``load``, ``gathered`` and ``whole_state`` are each subclass's own.
+    ``shards``, ``load``, ``gathered`` and ``whole_state`` are each subclass's own, and so is
+    ``take_links``: what crosses a slow link may be sent by one of both alone.
 
     Args:
         config: the options.
@@ -679,11 +680,6 @@ class StrategyAround(Strategy[ConfigT]):
     def step_decided(self, *, taken: bool) -> None:
         """Tell the strategy inside."""
         self._inner.step_decided(taken=taken)
-
-    def take_links(self, links: LinkMethods) -> None:
-        """Let the strategy inside go on with methods that were chosen between two steps."""
-        super().take_links(links)
-        self._inner.take_links(links)
 
     def clip_grad_norm(
         self,
