@@ -217,9 +217,9 @@ class Messages:
 
     def _stretch(self, name: str, parameter: nn.Parameter, dtype: torch.dtype) -> Stretch:
         """Describe a tensor in a message: a piece of a matrix is encoded as part of the matrix."""
-        shape, outer_dim, first = self._inner.held_tensors.piece(parameter)
+        shape, outer_dim, first, numel = self._inner.held_tensors.piece(parameter)
         whole = Stretch.of(prod(shape), dtype, [ParameterRow(name, shape, outer_dim, 0)])
-        return whole.cut(first, first + parameter.numel())
+        return whole.cut(first, first + numel)
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:

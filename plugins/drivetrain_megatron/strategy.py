@@ -25,6 +25,7 @@ from drivetrain.model.untouched import PLANNING, untouched
 from drivetrain.parallel.backward import clip_, combine_norms
 from drivetrain.parallel.replicated import replicate
 from drivetrain.shards import (
+    HeldTensors,
     Shard,
     TensorFacts,
     WeightSource,
@@ -38,7 +39,7 @@ from drivetrain_megatron.dropout import AlikeDraws, Dropout, MaskSource
 from drivetrain_megatron.pipeline.build import PipelineBuilder
 from drivetrain_megatron.plan.model import ModelPlan, TensorParallel, confirmed, describe, tell
 from drivetrain_megatron.recording.calls import batches_for, inputs_for
-from drivetrain_megatron.shares import Shares, on_shares
+from drivetrain_megatron.shares import HeldShares, Shares, on_shares
 from drivetrain_megatron.simulator.step import CellPlanning
 from drivetrain_megatron.state import (
     DataParallelCell,
@@ -395,6 +396,11 @@ class Megatron(DataParallelCell):
         parameters = parameters_among(mine.values())
         with self._shares.open(), self._whole_here(parameters, modify=False):
             yield {name: self._whole.broadcast(places[name], mine.get(name)) for name in names}
+
+    @property
+    def held_tensors(self) -> HeldTensors:
+        """The tensors that optimizers hold: this rank's shares, also outside of a step."""
+        return HeldShares(super().held_tensors)
 
     @contextmanager
     def gathered(

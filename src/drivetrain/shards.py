@@ -179,11 +179,13 @@ class ParameterPiece(NamedTuple):
         shape: of the parameter, as this rank's modules have it.
         outer_dim: the dim of the parameter that is outermost in memory.
         first: the first element, in the order of the parameter's memory.
+        numel: elements of the tensor.
     """
 
     shape: tuple[int, ...]
     outer_dim: int
     first: int
+    numel: int
 
 
 class HeldTensors:
@@ -208,7 +210,7 @@ class HeldTensors:
 
     def piece(self, tensor: nn.Parameter) -> ParameterPiece:
         """Return which elements of a parameter a tensor has: by default, all."""
-        return ParameterPiece(tuple(tensor.shape), outer_dim(tensor), 0)
+        return ParameterPiece(tuple(tensor.shape), outer_dim(tensor), 0, tensor.numel())
 
     def values(self, tensor: nn.Parameter) -> Tensor:
         """Return the values of a tensor, behind steps under way: in place, or a copy in memory."""

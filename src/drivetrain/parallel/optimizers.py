@@ -133,7 +133,7 @@ class Fragments(HeldTensors):
         slot = self._slot_of(tensor)
         if slot is None:
             return super().piece(tensor)
-        return ParameterPiece(slot.shape, slot.outer_dim, slot.owned[0])
+        return ParameterPiece(slot.shape, slot.outer_dim, slot.owned[0], tensor.numel())
 
     def values(self, tensor: nn.Parameter) -> Tensor:
         """Return the values of a fragment, also where a store keeps them."""

@@ -55,6 +55,19 @@ def test_kept_errors_go_on_bit_for_bit(monkeypatch, folder, inner, method):
     assert said == []  # nothing is left out, whichever rank goes on with it
 
 
+@pytest.mark.ranks(4)
+def test_outer_weights_follow_what_a_script_writes(monkeypatch):
+    emulate_hosts(monkeypatch, 2)
+    training = CellTraining(TP, Rounds(every=2))
+    training.run(0, 3)
+    with training.accelerator.gathered(training.model):
+        training.model.blocks[0].up.weight.data.fill_(3.0)
+    assert training.outer()["blocks.0.up.weight"].eq(3.0).all()
+    training.run(3, 4)
+    assert training.outer()["blocks.0.up.weight"].sub(3.0).abs().max() < 0.5
+    training.close()
+
+
 def errors_of(training):
     """Return the sums of all ranks' errors, as a checkpoint gets them, by names of parameters."""
     found = {}
