@@ -51,6 +51,7 @@ from drivetrain.compression.one_bit_adam import frozen_adam
 from drivetrain.cost import ModelSpec, TensorSpec
 from drivetrain.errors import ConfigError, RankMismatchError, UsageError
 from drivetrain.log import get_logger
+from drivetrain.model.guard import Unlisted
 from drivetrain.model.modules import clean_name, named_parameters
 from drivetrain.parallel.estimate import Lines, sharing_of
 from drivetrain.parallel.layout import (
@@ -355,11 +356,14 @@ def _by_size(names: Sequence[str], specs: Sequence[TensorSpec], tree: Tree, size
 def _by_class(
     names: Sequence[str], tree: Tree, classes: Sequence[str], model: nn.Module
 ) -> list[str]:
-    own_names = set(tree.modules)
+    holders = set(tree.modules)
+    for name, module in named_modules(model):
+        if any(isinstance(value, Unlisted) for value in vars(module).values()):
+            holders.update(upwards(name))  # a class may be on other stages of a pipeline only
     kinds = {
         name: type(module)  # of a compiled module the inside's, which comes later
         for name, module in named_modules(model)
-        if name in own_names and tree.is_called(name)
+        if name in holders and tree.is_called(name)
     }
     ancestors = {name: {base.__name__ for base in kind.__mro__} for name, kind in kinds.items()}
     for wanted in classes or ("",):

@@ -24,6 +24,7 @@ from drivetrain.model.guard import (
     Function,
     Keywords,
     StandIn,
+    Unlisted,
     asks_facts,
     guard,
 )
@@ -43,7 +44,7 @@ _DRAWING = frozenset(
 )
 
 
-class ParameterProxy(StageProxy):
+class ParameterProxy(StageProxy, Unlisted):
     """A parameter of another stage, as code around blocks and scripts read the attribute.
 
     Attributes:

@@ -212,6 +212,10 @@ class Elsewhere(nn.Parameter):
         return memo.setdefault(id(self), copied)  # type: ignore[no-any-return]
 
 
+class Unlisted:
+    """Stands for such a parameter in the attributes of a module that does not list it for now."""
+
+
 class StandIn(GuardedParameter, Elsewhere):
     """The same without values: its guard decides about every use."""
 

@@ -8,12 +8,14 @@ import sys
 import types
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch import nn
 
 from drivetrain.errors import ConfigError, RankMismatchError, UsageError
 from drivetrain.testing.conformance.twins import Twins, adamw
-from drivetrain.testing.models import Case, cross_entropy, tokens
-from stacks import Block, Gpt
+from drivetrain.testing.models import WIDTH, Case, cross_entropy, tokens
+from stacks import Block, Gpt, Residual
 from zero_stages import start, train, units_of
 
 GPT = Case(name="gpt", factory=functools.partial(Gpt, norm=True), batch=tokens, loss=cross_entropy)
@@ -50,6 +52,24 @@ def test_every_choice_trains_like_one_process(monkeypatch):
     check({**by_size, "unit_from": 10**9}, {""}, 1)
     # The tied one is gathered for the embedding, too.
     check(chosen_by(monkeypatch, lambda model: [model.head]), {"", "head"})
+
+
+@pytest.mark.ranks(2)
+def test_a_class_that_only_another_stage_has():
+    def prepared(classes):
+        inside = {"name": "fsdp", "units": "class", "unit_classes": classes}
+        accelerator = start({"name": "megatron", "pp": 2, "data_parallel": inside})
+        model = nn.Sequential(Block(), Block(), Residual(WIDTH), Residual(WIDTH))
+        model.dummy_inputs = {"input": torch.zeros(2, WIDTH)}
+        try:
+            accelerator.prepare(model, adamw(model))
+        finally:
+            accelerator.free_memory()
+
+    prepared("Block")
+    there = r"found 'Nope'.*Block \(2\), Linear \(8\), Residual \(2\)"
+    with pytest.raises(UsageError, match=there):
+        prepared("Nope")
 
 
 @pytest.mark.ranks(3)
