@@ -43,6 +43,17 @@ def test_a_gradient_in_mid_window_can_be_cleared_and_not_read():
 
 
 @pytest.mark.ranks(2)
+def test_two_gradients_and_more_dims_make_whole_results():
+    accelerator, model, _ = trained("zero1")
+    backward(accelerator, model)
+    matrix, row = model[2].weight.grad, model[0].bias.grad
+    whole, whole_row = (torch.tensor(gradient.tolist()) for gradient in (matrix, row))
+    torch.testing.assert_close(matrix * row, whole * whole_row)
+    torch.testing.assert_close(matrix + torch.ones(3, 4, 16), whole + torch.ones(3, 4, 16))
+    accelerator.free_memory()
+
+
+@pytest.mark.ranks(2)
 def test_it_has_no_memory_is_made_once_and_says_what_it_is():
     accelerator, model, optimizer = trained("zero2")
     seen = set()
