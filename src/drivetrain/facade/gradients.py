@@ -75,6 +75,15 @@ class WindowMean:
             )
         return loss * weight
 
+    def keep(self) -> Callable[[], None]:
+        """Return what goes back to the losses until now."""
+        weights, finished = list(self._weights), self._finished
+
+        def put_back() -> None:
+            self._weights, self._finished = list(weights), finished
+
+        return put_back
+
     @property
     def counts_nothing(self) -> bool:
         """Whether the last loss has the weight 0: it may be no number."""
@@ -286,6 +295,42 @@ class WindowGradients:
             yield
         if state.sync_gradients:
             self.scaler.update()
+
+    def keep(self) -> Callable[[], None] | None:
+        """Return what gives the micro-batch at hand up; called before its first backward.
+
+        Gradients, losses and random numbers are those of now then, and the window goes on. None
+        where ranks could not: models whose forwards communicate, several models, or other axes.
+        """
+        run, entries = self._runs.default, self._prepared.models
+        alone = len(entries) == 1 and run.mesh["dp"].size == run.world.size
+        gradients = entries[0].strategy.keep_gradients() if alone else None
+        if gradients is None:
+            return None
+        kept = gradients, entries[0].hooks.keep(), self._mean.keep()
+        backwards, random = self.state.backwards, rng.Snapshot()
+
+        def give_up() -> None:
+            entries[0].strategy.step_decided(taken=False)
+            for put_back in kept:
+                put_back()
+            self.observer.given_up(self.state.backwards - backwards)
+            self.state.backwards, self.state.sync_gradients = backwards, False
+            rng.restore(random.packed())
+
+        return give_up
+
+    def stand_in(self, *, begun: bool) -> None:
+        """Take part in the backward of a piece that ran out of memory here.
+
+        Args:
+            begun: whether its own backward was cut short; else it had not begun.
+        """
+        nothing = torch.zeros((), device=self._runs.default.world.device, requires_grad=True)
+        if begun:
+            self._prepared.running().strategy.backward(nothing)
+        else:
+            self.backward(nothing, 0, {})
 
     @contextmanager
     def explained(self) -> Iterator[None]:
