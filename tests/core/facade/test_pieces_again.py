@@ -7,15 +7,15 @@ import pytest
 import torch
 from torch import nn
 
-from drivetrain import Accelerator
+from drivetrain import Accelerator, GradScalerKwargs
 from drivetrain.testing.models import WIDTH
 from stacks import Tower
 
 ROWS = 9
 ERRORS = (
+    (MemoryError, ""),
     (torch.OutOfMemoryError, "CUDA out of memory. Tried to allocate 2 GiB"),
     (RuntimeError, "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"),
-    (MemoryError, ""),
 )
 
 
@@ -56,6 +56,10 @@ def rows_of(batch, rank):
     return torch.randn(ROWS + rank, WIDTH, generator=generator, dtype=torch.float64)
 
 
+def squares(model):
+    return lambda part: model(part).square().mean()
+
+
 def prepared(strategy, option="auto", *, model=None, windows=2, **options):
     accelerator = Accelerator(
         strategy=strategy,
@@ -73,11 +77,12 @@ def prepared(strategy, option="auto", *, model=None, windows=2, **options):
     ("strategy", "where"),
     [
         ("ddp", "forward"),
-        ("ddp", "backward"),
         ("zero1", "backward"),
         ("zero2", "forward"),
         ("zero2", "backward"),
+        ("ddp", "backward"),
         ({"name": "zero2", "accumulate": "local"}, "forward"),
+        ({"name": "zero2", "offload": {"optimizer": "cpu"}}, "backward"),
         ("plain", "forward"),
     ],
     ids=str,
@@ -94,7 +99,7 @@ def test_a_step_is_that_of_whole_batches_though_one_rank_runs_out_of_memory(stra
         model.fits = fits
         mine = rows_of(batch, accelerator.process_index)
         expected = alone(mine).square().mean()
-        loss = accelerator.backward_in_pieces(mine, lambda part: model(part).square().mean())
+        loss = accelerator.backward_in_pieces(mine, squares(model))
         torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-12)
         window += [rows_of(batch, rank) for rank in range(2)]
         if batch % 2:
@@ -109,3 +114,116 @@ def test_a_step_is_that_of_whole_batches_though_one_rank_runs_out_of_memory(stra
     for name, value in alone.state_dict().items():
         torch.testing.assert_close(found[f"inner.{name}"], value, rtol=1e-12, atol=1e-12)
     accelerator.free_memory()
+
+
+@pytest.mark.parametrize(
+    ("strategy", "precision"), [("zero2", "no"), ("ddp", "fp16"), ("zero1", "fp16")]
+)
+@pytest.mark.ranks(2)
+def test_a_batch_that_is_taken_again_draws_the_numbers_of_one_in_smaller_pieces(
+    strategy, precision
+):
+    """Dropout's masks, and with a loss scale the same bits."""
+    states = []
+    for option, fits in ((4, 99), ("auto", 4)):
+        torch.manual_seed(0)
+        model = Shortage(Tower(dropout=0.5), where="backward")
+        if precision == "fp16":
+            model.float()
+        scaler = GradScalerKwargs(init_scale=8.0)
+        accelerator, model, optimizer = prepared(
+            strategy, option, model=model, mixed_precision=precision, kwargs_handlers=[scaler]
+        )
+        model.fits = fits
+        torch.manual_seed(accelerator.process_index)
+        for batch in range(4):
+            mine = rows_of(batch, accelerator.process_index)
+            mine = mine if precision == "no" else mine.float()
+            accelerator.backward_in_pieces(mine, squares(model))
+            optimizer.step()
+            optimizer.zero_grad()
+        assert model.errors == (option == "auto" and accelerator.process_index == 1)
+        states.append(accelerator.get_state_dict(model))
+        accelerator.free_memory()
+    for name, value in states[0].items():
+        assert torch.equal(states[1][name], value), name
+
+
+@pytest.mark.ranks(2)
+def test_gradients_of_before_the_window_and_hooks_of_the_script_stay_right():
+    """A gradient that a script has left is added to, and its hooks see what they saw."""
+    alone, seen = Tower(), []
+    for option, limits in ((4, (99, 99)), ("auto", (99, 5))):
+        model = Shortage(copy.deepcopy(alone))
+        accelerator, model, optimizer = prepared("ddp", option, model=model)
+        keep = model.inner.last.weight.register_post_accumulate_grad_hook
+        keep(lambda parameter: seen.append(parameter.grad.clone()))
+        for each in model.parameters():
+            each.grad = torch.ones_like(each)
+        for batch, model.fits in enumerate(limits):
+            mine = rows_of(batch, accelerator.process_index)
+            accelerator.backward_in_pieces(mine, squares(model))
+        if option == "auto":
+            assert model.errors == accelerator.process_index
+        gradients = [each.grad.clone() for each in model.parameters()]
+        optimizer.zero_grad()
+        accelerator.free_memory()
+    torch.testing.assert_close(seen[-1], seen[0], rtol=1e-12, atol=1e-12)
+    for each in alone.parameters():
+        each.grad = torch.ones_like(each)
+    window = [rows_of(batch, rank) for batch in range(2) for rank in range(2)]
+    alone(torch.cat(window)).square().mean().backward()
+    for ours, gradient in zip(alone.parameters(), gradients, strict=True):
+        torch.testing.assert_close(gradient, ours.grad, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("strategy", [{"name": "zero3", "keep_below": 1}, {"name": "fsdp"}])
+@pytest.mark.ranks(2)
+def test_the_error_leaves_where_ranks_need_each_other_in_a_forward(strategy):
+    model = Shortage(Tower(), ranks=(0, 1))
+    accelerator, model, _ = prepared(strategy, model=model)
+    model.fits = 4
+    with pytest.raises(torch.OutOfMemoryError):
+        accelerator.backward_in_pieces(rows_of(0, accelerator.process_index), squares(model))
+    accelerator.free_memory()
+
+
+def test_the_error_leaves_where_pieces_are_told_or_cannot_be_smaller():
+    for option, fits in (("whole", 4), (6, 4), ("auto", 0)):
+        accelerator, model, _ = prepared(
+            "ddp", option, model=Shortage(Tower(), ranks=(0,)), windows=1
+        )
+        model.fits = fits
+        with pytest.raises(torch.OutOfMemoryError):
+            accelerator.backward_in_pieces(rows_of(0, 0), squares(model))
+        accelerator.free_memory()
+
+
+def test_weights_count_and_the_report_tells_the_loss_of_the_pieces_that_count():
+    alone = Tower()
+    accelerator, model, optimizer = prepared(
+        "zero3", model=Shortage(copy.deepcopy(alone), ranks=(0,)), windows=1
+    )
+    figures = []
+    accelerator.report.listen(figures.append)
+    model.fits = 4
+    rows, counted = rows_of(0, 0), torch.tensor([1, 0, 0, 0, 0, 1, 1, 0, 1])
+
+    def compute(part):
+        losses, weight = model(part["rows"]).square().mean(-1), int(part["counted"].sum())
+        return (losses * part["counted"]).sum() / weight, weight
+
+    loss = accelerator.backward_in_pieces({"rows": rows, "counted": counted}, compute)
+    optimizer.step()
+    optimizer.zero_grad()
+    assert model.taken == [1, 8, 3, 3, 3]
+    expected = alone(rows).square().mean(-1)[counted.bool()].mean()
+    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-12)
+    expected.backward()
+    ours = torch.optim.SGD(alone.parameters(), lr=0.1)
+    ours.step()
+    found = accelerator.get_state_dict(model)
+    for name, value in alone.state_dict().items():
+        torch.testing.assert_close(found[f"inner.{name}"], value, rtol=1e-12, atol=1e-12)
+    accelerator.end_training()
+    assert figures[0].loss == pytest.approx(expected.item())
