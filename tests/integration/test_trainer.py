@@ -23,6 +23,7 @@ from drivetrain.integrations.transformers import (
     accumulation_of,
     engine_of,
     loader_options,
+    refuse_other_batches,
     refuse_other_engines,
     scores_of,
     use_drivetrain,
@@ -288,6 +289,19 @@ def test_other_engines_are_refused_in_one_line():
     model.weight.ds_id = 0
     with pytest.raises(UsageError, match="deepspeed.zero.Init has divided"):
         refuse_other_engines(usual(), model)
+
+
+def test_batches_that_would_be_cut_or_become_others_are_refused():
+    def run(ranks, option):
+        config = SimpleNamespace(run=SimpleNamespace(micro_batch=option))
+        return SimpleNamespace(num_processes=ranks, config=config)
+
+    finding = SimpleNamespace(auto_find_batch_size=True)
+    refuse_other_batches(finding, run(1, "whole"))
+    with pytest.raises(UsageError, match="expected auto_find_batch_size=False on several ranks"):
+        refuse_other_batches(finding, run(2, "whole"))
+    with pytest.raises(UsageError, match="expected whole under a Trainer, found auto"):
+        refuse_other_batches(SimpleNamespace(auto_find_batch_size=False), run(1, "auto"))
 
 
 def test_one_number_of_micro_batches():

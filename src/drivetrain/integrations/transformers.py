@@ -216,6 +216,29 @@ def refuse_other_engines(args: Any, model: Any) -> None:
         )
 
 
+def refuse_other_batches(args: Any, accelerator: Accelerator) -> None:
+    """Refuse batches that would be cut outside of the Trainer's loop, or become others on retries.
+
+    Raises:
+        UsageError: names the setting, and what has the same global batch.
+    """
+    instead = (
+        "lower per_device_train_batch_size and raise gradient_accumulation_steps by the same "
+        "factor: the global batch stays"
+    )
+    if args.auto_find_batch_size and accelerator.num_processes > 1:
+        raise UsageError(
+            "expected auto_find_batch_size=False on several ranks, found True: a rank that runs "
+            "out of memory alone leaves the others waiting, and another try would train with "
+            f"another global batch; {instead}"
+        )
+    if (found := accelerator.config.run.micro_batch) != "whole":
+        raise UsageError(
+            f"micro_batch: expected whole under a Trainer, found {found}: its loop computes whole "
+            f"batches, and knows alone what its losses are means of; {instead}"
+        )
+
+
 def loader_options(args: Any) -> DataLoaderConfiguration:
     """Return the training arguments' options of loaders, as far as they differ from the default."""
     given, usual = args.accelerator_config, type(args.accelerator_config)()
@@ -347,8 +370,9 @@ class StrategyTraining:
         """Make the Accelerator from the launch configuration and the training arguments.
 
         Raises:
-            UsageError: the arguments choose an engine or a compilation of their own, or
-                accumulate otherwise than the launch configuration.
+            UsageError: the arguments choose an engine or a compilation of their own, retry with
+                other batches, or accumulate otherwise than the launch configuration, which cuts
+                no batches.
         """
         refuse_other_engines(self.args, self.model)
         self.accelerator = TrainerAccelerator(
@@ -365,6 +389,7 @@ class StrategyTraining:
                 )
             ],
         )
+        refuse_other_batches(self.args, self.accelerator)
         steps, more = accumulation_of(self.args, self.accelerator.accumulation)
         self.args.gradient_accumulation_steps = steps
         self.accelerator.window.plugin_kwargs = more
