@@ -554,7 +554,7 @@ class Strategy(Readable, KeepsState, Comparable, Outline[ConfigT]):
 
         So the facade gives up a batch that has run out of memory on some rank, whose part in the
         exchange was a ``backward`` of a loss that reaches nothing, perhaps after one that was cut
-        short. By default None: ranks exchange more than that, as in a forward, and go no way back.
+        short. By default None: ranks exchange more, as in a forward, or keep errors of sums.
         """
         return None
 

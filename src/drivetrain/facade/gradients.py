@@ -300,20 +300,24 @@ class WindowGradients:
         """Return what gives the micro-batch at hand up; called before its first backward.
 
         Gradients, losses and random numbers are those of now then, and the window goes on. None
-        where ranks could not: models whose forwards communicate, several models, or other axes.
+        where ranks could not: models whose forwards communicate, several models, other axes, or
+        sums that keep errors.
         """
-        run, entries = self._runs.default, self._prepared.models
-        alone = len(entries) == 1 and run.mesh["dp"].size == run.world.size
-        gradients = entries[0].strategy.keep_gradients() if alone else None
+        run, entry = self._runs.default, next(iter(self._prepared.models), None)
+        if entry is None or len(self._prepared.models) > 1 or entry.strategy.run.links.gradients:
+            return None
+        alone = run.mesh["dp"].size == run.world.size
+        gradients = entry.strategy.keep_gradients() if alone else None
         if gradients is None:
             return None
-        kept = gradients, entries[0].hooks.keep(), self._mean.keep()
+        kept = gradients, entry.hooks.keep(), self._mean.keep()
+        scale = entry.scale, entry.unscaled  # of what the script has left
         backwards, random = self.state.backwards, rng.Snapshot()
 
         def give_up() -> None:
-            entries[0].strategy.step_decided(taken=False)
             for put_back in kept:
                 put_back()
+            entry.scale, entry.unscaled = scale
             self.observer.given_up(self.state.backwards - backwards)
             self.state.backwards, self.state.sync_gradients = backwards, False
             rng.restore(random.packed())

@@ -326,7 +326,7 @@ class ReplicatedStrategy(ReplicasOutline[ConfigT], Strategy[ConfigT], Generic[Co
         chosen = self.parameters if only is None else only
         return (parameter.grad for parameter in chosen if parameter.grad is not None)
 
-    def keep_gradients(self) -> Callable[[], None]:
+    def keep_gradients(self) -> Callable[[], None] | None:
         """Copy the gradients of all parameters."""
         self.rounds.finish()
         kept = [None if each.grad is None else each.grad.clone() for each in self.parameters]

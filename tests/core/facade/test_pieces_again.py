@@ -123,26 +123,32 @@ def test_a_step_is_that_of_whole_batches_though_one_rank_runs_out_of_memory(stra
 def test_a_batch_that_is_taken_again_draws_the_numbers_of_one_in_smaller_pieces(
     strategy, precision
 ):
-    """Dropout's masks, and with a loss scale the same bits."""
+    """Dropout's masks, and with a loss scale the same bits, added to what the script has left."""
     states = []
-    for option, fits in ((4, 99), ("auto", 4)):
+    for told in (True, False):
         torch.manual_seed(0)
         model = Shortage(Tower(dropout=0.5), where="backward")
         if precision == "fp16":
             model.float()
         scaler = GradScalerKwargs(init_scale=8.0)
         accelerator, model, optimizer = prepared(
-            strategy, option, model=model, mixed_precision=precision, kwargs_handlers=[scaler]
+            strategy, model=model, mixed_precision=precision, kwargs_handlers=[scaler]
         )
-        model.fits = fits
+        measured = accelerator._pieces._measured
+        if told:
+            measured.peaks, measured.longest = {WIDTH: 1}, WIDTH
         torch.manual_seed(accelerator.process_index)
-        for batch in range(4):
+        for batch, fits in enumerate((4, 4, 2, 2)):
+            if told:
+                measured.most = (4, 4, 1, 1)[batch] * WIDTH
+            else:
+                model.fits = fits
             mine = rows_of(batch, accelerator.process_index)
             mine = mine if precision == "no" else mine.float()
             accelerator.backward_in_pieces(mine, squares(model))
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
-            optimizer.zero_grad()
-        assert model.errors == (option == "auto" and accelerator.process_index == 1)
+        assert model.errors == (0 if told else 2 * accelerator.process_index)
         states.append(accelerator.get_state_dict(model))
         accelerator.free_memory()
     for name, value in states[0].items():
