@@ -1,13 +1,16 @@
 """A batch that runs out of memory on one rank: all ranks take it again, in smaller pieces."""
 
 import copy
+import resource
 import weakref
 
+import psutil
 import pytest
 import torch
 from torch import nn
 
 from drivetrain import Accelerator, GradScalerKwargs
+from drivetrain.facade import pieces
 from drivetrain.testing.models import WIDTH
 from stacks import Tower
 
@@ -233,3 +236,55 @@ def test_weights_count_and_the_report_tells_the_loss_of_the_pieces_that_count():
         torch.testing.assert_close(found[f"inner.{name}"], value, rtol=1e-12, atol=1e-12)
     accelerator.end_training()
     assert figures[0].loss == pytest.approx(expected.item())
+
+
+class Deep(nn.Module):
+    """Keeps 10 MiB of a row for backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x):
+        x = x * self.scale
+        for _ in range(20):
+            x = torch.sigmoid(x)
+        return x.mean()
+
+
+def long_rows(batch):
+    return torch.randn(16, 1 << 17, generator=torch.Generator().manual_seed(batch))
+
+
+@pytest.mark.ranks(2)
+def test_a_rank_whose_allocator_fails_frees_what_it_held(monkeypatch):
+    """One rank may take 120 MiB more, of 160 that a batch keeps; it is predicted that all fits."""
+    monkeypatch.setattr(pieces, "_room", lambda device, ranks: 2**50)
+    accelerator = Accelerator(strategy="ddp", cpu=True, config={"micro_batch": "auto"})
+    model, rank = accelerator.prepare(Deep()), accelerator.process_index
+    _, most = limits = resource.getrlimit(resource.RLIMIT_AS)
+    counts = [[], [], []]
+
+    def compute(part):
+        counts[batch].append(len(part))
+        return model(part)
+
+    try:
+        for batch in range(3):
+            rows = long_rows(batch)
+            held = psutil.Process().memory_info().vms
+            if rank:
+                resource.setrlimit(resource.RLIMIT_AS, (held + (120 << 20), most))
+            accelerator.backward_in_pieces(rows, compute)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+    first, second, third = counts
+    assert first[:2] == [1, 15]
+    assert len(first) > 2
+    assert 1 <= max(third) <= max(second) <= 8
+    (gradient,) = (each.grad for each in model.parameters())
+    alone = Deep()
+    for batch in range(3):
+        alone(long_rows(batch)).backward()
+    torch.testing.assert_close(gradient, alone.scale.grad)
+    accelerator.free_memory()
