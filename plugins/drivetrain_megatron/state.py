@@ -1,6 +1,5 @@
 """A cell: the ranks that share one replica, with a data-parallel strategy inside.
 
-``DataParallelCell`` hands everything that ``Megatron`` does not do itself to that strategy;
 ``SameBatch`` checks that the ranks got the same batch: they compute one replica's step together.
 With a loader that gives every process rows of its own, as data parallelism wants, a cell would
 compute nonsense without a word. So the ranks compare digests of their batches in the first
@@ -17,7 +16,7 @@ import ctypes
 import hashlib
 import itertools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -28,7 +27,6 @@ from torch.optim import Optimizer
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from drivetrain.collectives import Communicator
-from drivetrain.compression.methods import LinkMethods
 from drivetrain.errors import CheckpointError, RankMismatchError, UsageError
 from drivetrain.model.deferred import meta_tensors
 from drivetrain.model.guard import Elsewhere, refuse_transforms
@@ -41,7 +39,6 @@ from drivetrain.runtime.parts import Part, boxes
 from drivetrain.runtime.world import World
 from drivetrain.saved_state import LINKS, OWN_MARK, check_fits
 from drivetrain.shards import (
-    HeldPart,
     Ranges,
     Readable,
     Reader,
@@ -50,12 +47,10 @@ from drivetrain.shards import (
     WeightSource,
     state_tensors,
 )
-from drivetrain.strategy import Run, Strategy, StrategyAround, find_strategy
-from drivetrain_megatron.config import MegatronConfig, MegatronOutline, outline_inside
-from drivetrain_megatron.pipeline.build import PipelinedModel
-from drivetrain_megatron.shares import Shares, on_shares
+from drivetrain.strategy import Strategy, find_strategy
+from drivetrain_megatron.config import MegatronConfig, outline_inside
 from drivetrain_megatron.tensor.operators import gathered
-from drivetrain_megatron.tensor.partition import Partition, ShardingSpec, alike
+from drivetrain_megatron.tensor.partition import Partition, ShardingSpec
 
 # --- between a cell and the user's whole model ---
 
@@ -99,34 +94,31 @@ class Original:
             UsageError: one is not element-wise, and holds parameters of which ranks have parts; or
                 it needs all parameters at once, of which stages have some.
         """
-        for optimizer in optimizers:
-            held = self._held_by(optimizer)
-            divided = [name for name in held if facts[name].partition is not None]
-            if held and (divided or stages > 1):
-                self._check_steps(optimizer, divided, facts)
 
-    def _check_steps(
-        self, optimizer: Optimizer, divided: Sequence[str], facts: Mapping[str, ShardingSpec]
-    ) -> None:
         def shape_of(parameter: nn.Parameter) -> tuple[int, ...]:
             name = self.names.get(parameter)  # None: of another model
             return tuple(parameter.shape) if name is None else facts[name].shape
 
-        found = misfit(optimizer, "flat" if divided else "whole", shape_of)
-        if found is None:
-            return
-        name = type(optimizer).__name__
-        if divided:
+        for optimizer in optimizers:
+            held = self._held_by(optimizer)
+            divided = [name for name in held if facts[name].partition is not None]
+            if not held or not (divided or stages > 1):
+                continue
+            found = misfit(optimizer, "flat" if divided else "whole", shape_of)
+            if found is None:
+                continue
+            name = type(optimizer).__name__
+            if divided:
+                raise UsageError(
+                    "expected an element-wise optimizer under tensor parallelism, such as AdamW, "
+                    f"found {name}, whose step {found.why}, and holds {divided[0]!r}, of which "
+                    "each rank has a part; take another optimizer, or set tp: 1"
+                )
             raise UsageError(
-                "expected an element-wise optimizer under tensor parallelism, such as AdamW, "
-                f"found {name}, whose step {found.why}, and holds {divided[0]!r}, of which each "
-                "rank has a part; take another optimizer, or set tp: 1"
+                "expected an optimizer that steps each parameter by itself in a pipeline, found "
+                f"{name}, whose step {found.why}, and each stage has some parameters; take another "
+                "optimizer, or set pp: 1"
             )
-        raise UsageError(
-            "expected an optimizer that steps each parameter by itself in a pipeline, found "
-            f"{name}, whose step {found.why}, and each stage has some parameters; take another "
-            "optimizer, or set pp: 1"
-        )
 
     def cut_states(
         self, optimizers: Iterable[Optimizer], facts: Mapping[str, ShardingSpec], rank: int
@@ -356,7 +348,7 @@ def _row(tensor: Tensor | None) -> tuple[int, int]:
 # --- between a rank's parts and whole tensors: shards of a checkpoint, saved and loaded ---
 
 # A rank holds a part of some tensors, a pipeline stage holds some of the tensors. The data-parallel
-# strategy inside of a cell knows these local tensors only. ``GlobalShards`` puts the shards that
+# strategy inside of a cell knows these local tensors only. ``global_shards`` puts the shards that
 # this strategy saves into global coordinates, and ``LocalReader`` cuts parts to be loaded out of
 # whole tensors: a checkpoint does not show how the ranks shared the model.
 
@@ -391,39 +383,36 @@ def globally(
             yield Part(tuple(at), tuple(piece.shape)), piece
 
 
-class GlobalShards:
-    """Puts the shards that a cell's strategy saves into global coordinates.
+def global_shards(
+    shards: Iterable[Shard], facts: Mapping[str, ShardingSpec], rank: int
+) -> Iterator[Shard]:
+    """Yield the shards that a rank saves in global coordinates; what several ranks hold comes once.
 
-    Tensors without facts are replicated. The rank is that of the tensor-parallel axis.
+    Args:
+        shards: those that a cell's strategy saves.
+        facts: of parameters; tensors without facts are replicated.
+        rank: of the tensor-parallel axis.
+
+    Raises:
+        CheckpointError: an optimizer keeps state of a divided parameter that has neither its shape
+            nor is a single number.
     """
-
-    def __init__(self, facts: Mapping[str, ShardingSpec], rank: int) -> None:
-        self._facts = facts
-        self._rank = rank
-
-    def of(self, shards: Iterable[Shard]) -> Iterator[Shard]:
-        """Yield the global shards that this rank saves; a part that several ranks hold comes once.
-
-        Raises:
-            CheckpointError: an optimizer keeps state of a divided parameter that has neither its
-                shape nor is a single number.
-        """
-        for shard in shards:
-            facts = self._facts.get(shard.name)
-            if facts is not None and facts.partition and shard.state.startswith(LINKS):
-                yield replace(shard, state=f"{shard.state}{_mark(facts, self._rank)}")
-            elif facts is None or facts.partition is None or not shard.shape:  # a count of steps
-                if self._rank == 0:
-                    yield shard
-            elif shard.shape != facts.local_shape(self._rank):
-                raise CheckpointError(
-                    f"expected state of {shard.name!r} with the shape of its part, "
-                    f"{facts.local_shape(self._rank)}, found {shard.state!r} with {shard.shape}; "
-                    "this optimizer cannot be saved under tensor parallelism"
-                )
-            elif facts.saves(self._rank):
-                for part, piece in globally(shard.part, shard.tensor, facts.partition, self._rank):
-                    yield replace(shard, tensor=piece, shape=facts.shape, part=part)
+    for shard in shards:
+        known = facts.get(shard.name)
+        if known is not None and known.partition and shard.state.startswith(LINKS):
+            yield replace(shard, state=f"{shard.state}{_mark(known, rank)}")
+        elif known is None or known.partition is None or not shard.shape:  # a count of steps
+            if rank == 0:
+                yield shard
+        elif shard.shape != known.local_shape(rank):
+            raise CheckpointError(
+                f"expected state of {shard.name!r} with the shape of its part, "
+                f"{known.local_shape(rank)}, found {shard.state!r} with {shard.shape}; "
+                "this optimizer cannot be saved under tensor parallelism"
+            )
+        elif known.saves(rank):
+            for part, piece in globally(shard.part, shard.tensor, known.partition, rank):
+                yield replace(shard, tensor=piece, shape=known.shape, part=part)
 
 
 class LocalReader:
@@ -539,135 +528,6 @@ def advice(mesh: Mesh) -> str:
         f"tensor-parallel ranks lie on {len(hosts)} hosts ({where}): every block waits for the "
         "network between them; put tp first in order, and set tp to at most the ranks of a host"
     )
-
-
-class DataParallelCell(MegatronOutline, StrategyAround[MegatronConfig]):
-    """The methods of a cell that its data-parallel strategy carries out."""
-
-    _model: nn.Module
-    _tp: Communicator
-    _pp: Communicator
-    _original: Original
-    _facts: dict[str, ShardingSpec]
-    _shares: Shares
-
-    def __init__(self, config: MegatronConfig, run: Run) -> None:
-        kind, options = data_parallel(config)
-        super().__init__(config, run, kind(options, run))
-        self._pipeline: PipelinedModel | None = None
-
-    @contextmanager
-    def uncounted(self, module: nn.Module) -> Iterator[None]:
-        """Begin no backward through the stages of a pipeline; without one, add zeros."""
-        if self._pipeline is None:
-            with super().uncounted(module):
-                yield
-            return
-        self._pipeline.counts = False
-        try:
-            yield
-        finally:
-            self._pipeline.counts = True
-
-    def take_links(self, links: LinkMethods) -> None:
-        """Let the data-parallel strategy go on with methods that were chosen between two steps."""
-        super().take_links(links)
-        self._inner.take_links(links)
-
-    @property
-    def draws_masks(self) -> bool:
-        """True: masks count elements, and do not depend on a generator."""
-        return True
-
-    @property
-    def _is_one_rank(self) -> bool:
-        """Whether a cell has one rank, so that the strategy inside does everything."""
-        return self.config.tp * self.config.pp == 1
-
-    @contextmanager
-    def inference(self, module: nn.Module) -> Iterator[None]:
-        """Context for many forwards, which the ranks of a cell run together, on their shares."""
-        with self._inner.inference(module) if self._is_one_rank else nullcontext():
-            yield
-
-    def gradients(self, only: Collection[nn.Parameter] | None = None) -> Iterator[Tensor]:
-        """Yield the pieces of gradient that this rank's optimizers read."""
-        here = None if only is None else [p for p in only if not isinstance(p, Elsewhere)]
-        with self._shares.open():
-            return iter(list(self._inner.gradients(here)))
-
-    @on_shares
-    def scale_gradients(self, factor: float) -> None:
-        """Multiply all gradients at hand."""
-        self._inner.scale_gradients(factor)
-
-    @on_shares
-    def stand_in(self, *, synchronize: bool) -> None:
-        """Take part in one step of the other data-parallel ranks; a cell of several cannot."""
-        if not self._is_one_rank:
-            raise self._refusal("stand in for a rank without batches")
-        super().stand_in(synchronize=synchronize)
-
-    @on_shares
-    def catch_up(self, source: int) -> None:
-        """Take over the training state of one rank."""
-        self._inner.catch_up(source)
-
-    def held_parts(self) -> Mapping[str, HeldPart]:
-        """Return this tensor-parallel rank's part of each divided parameter."""
-        rank, found = self._tp.rank, {}
-        for name, facts in self._facts.items():
-            if (cut := facts.partition) is not None:
-                holders = (str(r) for r in range(cut.ranks) if cut.ranges[r] == cut.ranges[rank])
-                word = f"{'+'.join(holders)}of{cut.ranks}"
-                found[name] = HeldPart(facts.local_shape(rank), word)
-        return found
-
-    @property
-    def divides_states(self) -> bool:
-        """Whether ranks hold parts of parameters, or some of the parameters."""
-        return self._tp.size * self._pp.size > 1 or self._inner.divides_states
-
-    @on_shares
-    def check_load(self, reader: Reader) -> None:
-        """Compare names and shapes of the whole model, and those of this cell's parts."""
-        self._original.check_loads(reader, self._facts)
-        self._inner.check_load(self._local(reader))
-
-    @on_shares
-    def load(self, reader: Reader) -> None:
-        """Load this cell's parts of a checkpoint of the whole model."""
-        self._original.check_loads(reader, self._facts)
-        if self._pipeline is not None:
-            self._pipeline.stages.outdate()
-        self._inner.load(self._local(reader))
-        self._shares.steps += 1
-
-    def states(self, index: int, names: Collection[str]) -> Iterator[Shard]:
-        """Yield this rank's share of an optimizer's state, in coordinates of the whole model."""
-        return GlobalShards(self._facts, self._tp.rank).of(self._inner.states(index, names))
-
-    def load_states(self, index: int, reader: Reader, names: Collection[str]) -> None:
-        """Take this cell's parts of an optimizer's state."""
-        self.check_load(reader)
-        self._inner.load_states(index, self._local(reader), names)
-
-    def _local(self, reader: Reader) -> LocalReader:
-        """Return a reader of this cell's parts."""
-        names = {**named_parameters(self._model), **persistent_buffers(self._model)}
-        return LocalReader(reader, self._facts, names, self._tp.rank)
-
-    def _know_shares(self, model: nn.Module) -> None:
-        for name, parameter in named_parameters(model).items():
-            facts, partition = self._facts[name], self._facts[name].partition
-            if facts.partial and parameter.numel():  # all of it, and a part of the gradient
-                partition = alike(facts.shape[0], self._tp.size) if facts.shape else None
-            if partition is not None:
-                self._shares.add(name, parameter, partition, facts.shape)
-
-    def _chosen(self, only: Collection[nn.Parameter] | None) -> Iterable[nn.Parameter]:
-        chosen = named_parameters(self._model).values() if only is None else only
-        return [p for p in chosen if not isinstance(p, Elsewhere)]
 
 
 FORWARDS = 2

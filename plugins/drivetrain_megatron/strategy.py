@@ -6,54 +6,63 @@ strategy, which does not know them as parts.
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from drivetrain.collectives import Communicator, connect
+from drivetrain.collectives import connect
 from drivetrain.collectives.facts import differing, gather_facts
+from drivetrain.compression.methods import LinkMethods
 from drivetrain.cost import Cost, ModelSpec
 from drivetrain.data.examples import ExampleBatch
 from drivetrain.errors import RankMismatchError
 from drivetrain.log import get_logger
 from drivetrain.model.guard import Elsewhere
-from drivetrain.model.modules import held_parameters, named_parameters, repeated_blocks, uncompiled
+from drivetrain.model.modules import (
+    held_parameters,
+    named_parameters,
+    persistent_buffers,
+    repeated_blocks,
+    uncompiled,
+)
 from drivetrain.model.untouched import PLANNING, untouched
 from drivetrain.parallel.backward import clip_, combine_norms
 from drivetrain.parallel.replicated import replicate
 from drivetrain.shards import (
+    HeldPart,
     HeldTensors,
+    Reader,
     Shard,
     TensorFacts,
     WeightSource,
     parameters_among,
     state_tensors,
 )
-from drivetrain.strategy import Planning, Prepared, Run
-from drivetrain_megatron.config import MegatronConfig
+from drivetrain.strategy import Planning, Prepared, Run, StrategyAround
+from drivetrain_megatron.config import MegatronConfig, MegatronOutline
 from drivetrain_megatron.cost import estimate
 from drivetrain_megatron.dropout import AlikeDraws, Dropout, MaskSource
-from drivetrain_megatron.pipeline.build import PipelineBuilder
+from drivetrain_megatron.pipeline.build import PipelineBuilder, PipelinedModel
 from drivetrain_megatron.plan.model import ModelPlan, TensorParallel, confirmed, describe, tell
 from drivetrain_megatron.recording.calls import batches_for, inputs_for
 from drivetrain_megatron.shares import HeldShares, Shares, on_shares
 from drivetrain_megatron.simulator.step import CellPlanning
 from drivetrain_megatron.state import (
-    DataParallelCell,
-    GlobalShards,
+    LocalReader,
     Original,
     SameBatch,
     SharedSource,
     WholeState,
     advice,
+    data_parallel,
+    global_shards,
     joined,
     refusing_forwards,
     shows_whole,
 )
-from drivetrain_megatron.tensor.partition import ShardingSpec
+from drivetrain_megatron.tensor.partition import ShardingSpec, alike
 
 # --- the plan of each rank, by itself; they go on only if all ranks have made the same plan ---
 
@@ -77,57 +86,6 @@ class ComparedPlan(NamedTuple):
 
     facts: Sequence[str]
     reasons: Sequence[str]
-
-
-@dataclass(frozen=True, slots=True)
-class Planner:
-    """Plans dropout masks, stages and layers; ``ranks`` are those of the axis ``tp``."""
-
-    run: Run
-    config: MegatronConfig
-    dropout: Dropout
-    builder: PipelineBuilder | None
-    ranks: Communicator
-
-    def plan(self, model: nn.Module) -> LayerPlan:
-        """Return how the layers of a model are divided, alike on all ranks. Collective.
-
-        Raises:
-            RankMismatchError: as ``same_on_all_ranks``.
-        """
-        examples = batches_for(self.run, model)
-        found = same_on_all_ranks(
-            self.run, lambda: self._own(model, examples), lambda plan: self._described(model, *plan)
-        )
-        if self.builder is not None:
-            self.builder.agree()
-        return found
-
-    def _own(self, model: nn.Module, examples: Sequence[ExampleBatch]) -> LayerPlan:
-        """Return the plan of this rank."""
-        inputs = inputs_for(self.config, model, examples)
-        self.dropout.find(model, inputs, examples)
-        if self.builder is not None and inputs is not None:  # without any, inputs_for has raised
-            self.builder.plan(model, inputs)
-        if self.ranks.size == 1:
-            return None, None
-        tensor = TensorParallel.of(self.config, model, self.ranks)
-        return tensor, confirmed(model, inputs, tensor.plan(model, inputs), self.config)
-
-    def _described(
-        self, model: nn.Module, tensor: TensorParallel | None, plan: ModelPlan | None
-    ) -> ComparedPlan:
-        """Describe a plan for other ranks: the blocks of stages, the share of each parameter."""
-        blocks = [name for name, _ in self.builder.blocks] if self.builder is not None else []
-        if tensor is None or plan is None:
-            return ComparedPlan(blocks, ())
-        facts = tensor.facts(model, plan)
-        sizes = {name: parameter.nbytes for name, parameter in named_parameters(model).items()}
-        shares = [
-            f"{name} {'whole' if known.partition is None else f'divided: {known.partition}'}"
-            for name, known in facts.items()
-        ]
-        return ComparedPlan([*blocks, *shares], [*describe(plan, facts, sizes, self.ranks.size)])
 
 
 def same_on_all_ranks(
@@ -185,14 +143,15 @@ def _unlike(one: ComparedPlan, other: ComparedPlan) -> str:
 logger = get_logger(__name__)
 
 
-class Megatron(DataParallelCell):
+class Megatron(MegatronOutline, StrategyAround[MegatronConfig]):
     """Tensor and pipeline parallelism, over data parallelism.
 
     ``prepare`` returns the very model it was given: its layers compute in parts.
     """
 
     def __init__(self, config: MegatronConfig, run: Run) -> None:
-        super().__init__(config, run)
+        kind, options = data_parallel(config)
+        super().__init__(config, run, kind(options, run))
         world = run.world
         self._tp, self._pp = (
             connect(run.mesh[name], run.traffic, world.device, world.timeout)
@@ -207,6 +166,7 @@ class Megatron(DataParallelCell):
         self._source: SharedSource | None = None
         self._handles: list[RemovableHandle] = []
         self._builder = PipelineBuilder(config, run, self._pp, self._tp) if config.pp > 1 else None
+        self._pipeline: PipelinedModel | None = None
         self._synchronizing = True
         if unwise := advice(run.mesh):
             logger.announce(unwise)
@@ -241,8 +201,7 @@ class Megatron(DataParallelCell):
         blocks = repeated_blocks(model)
         # The model is whole for the last time: a pipeline is planned before layers are divided.
         with untouched(model, PLANNING):
-            planner = Planner(self.run, self.config, self._dropout, self._builder, self._tp)
-            self._tensor, plan = planner.plan(model)
+            self._tensor, plan = self._plan(model)
         if self._tensor is not None and plan is not None:
             before = {name: p.nbytes for name, p in named_parameters(model).items()}
             self._dropout.layouts = plan.layouts
@@ -273,6 +232,48 @@ class Megatron(DataParallelCell):
             self._handles.append(first)
         self._shares.cover(model, prepared.optimizers)
         return prepared
+
+    def _plan(self, model: nn.Module) -> LayerPlan:
+        """Plan dropout masks, stages and layers, alike on all ranks. Collective.
+
+        Raises:
+            RankMismatchError: as ``same_on_all_ranks``.
+        """
+        examples = batches_for(self.run, model)
+        found = same_on_all_ranks(
+            self.run,
+            lambda: self._own_plan(model, examples),
+            lambda plan: self._described(model, *plan),
+        )
+        if self._builder is not None:
+            self._builder.agree()
+        return found
+
+    def _own_plan(self, model: nn.Module, examples: Sequence[ExampleBatch]) -> LayerPlan:
+        """Return the plan of this rank."""
+        inputs = inputs_for(self.config, model, examples)
+        self._dropout.find(model, inputs, examples)
+        if self._builder is not None and inputs is not None:  # without any, inputs_for has raised
+            self._builder.plan(model, inputs)
+        if self._tp.size == 1:
+            return None, None
+        tensor = TensorParallel.of(self.config, model, self._tp)
+        return tensor, confirmed(model, inputs, tensor.plan(model, inputs), self.config)
+
+    def _described(
+        self, model: nn.Module, tensor: TensorParallel | None, plan: ModelPlan | None
+    ) -> ComparedPlan:
+        """Describe a plan for other ranks: the blocks of stages, the share of each parameter."""
+        blocks = [name for name, _ in self._builder.blocks] if self._builder is not None else []
+        if tensor is None or plan is None:
+            return ComparedPlan(blocks, ())
+        facts = tensor.facts(model, plan)
+        sizes = {name: parameter.nbytes for name, parameter in named_parameters(model).items()}
+        shares = [
+            f"{name} {'whole' if known.partition is None else f'divided: {known.partition}'}"
+            for name, known in facts.items()
+        ]
+        return ComparedPlan([*blocks, *shares], [*describe(plan, facts, sizes, self._tp.size)])
 
     @on_shares
     def _replicate(self, model: nn.Module) -> None:
@@ -345,7 +346,7 @@ class Megatron(DataParallelCell):
         """Yield the shards that this rank saves, in coordinates of the whole model."""
         copies = self._builder.copied_buffers if self._builder is not None else ()
         with self._shares.open():
-            for shard in GlobalShards(self._facts, self._tp.rank).of(self._inner.shards()):
+            for shard in global_shards(self._inner.shards(), self._facts, self._tp.rank):
                 if shard.name not in copies:
                     yield shard
 
@@ -430,6 +431,112 @@ class Megatron(DataParallelCell):
         self._shares.steps += modify
         if modify and self._pipeline is not None:
             self._pipeline.stages.outdate()
+
+    @contextmanager
+    def uncounted(self, module: nn.Module) -> Iterator[None]:
+        """Begin no backward through the stages of a pipeline; without one, add zeros."""
+        if self._pipeline is None:
+            with super().uncounted(module):
+                yield
+            return
+        self._pipeline.counts = False
+        try:
+            yield
+        finally:
+            self._pipeline.counts = True
+
+    def take_links(self, links: LinkMethods) -> None:
+        """Let the data-parallel strategy go on with methods that were chosen between two steps."""
+        super().take_links(links)
+        self._inner.take_links(links)
+
+    @property
+    def draws_masks(self) -> bool:
+        """True: masks count elements, and do not depend on a generator."""
+        return True
+
+    @property
+    def _is_one_rank(self) -> bool:
+        """Whether a cell has one rank, so that the strategy inside does everything."""
+        return self.config.tp * self.config.pp == 1
+
+    @contextmanager
+    def inference(self, module: nn.Module) -> Iterator[None]:
+        """Context for many forwards, which the ranks of a cell run together, on their shares."""
+        with self._inner.inference(module) if self._is_one_rank else nullcontext():
+            yield
+
+    def gradients(self, only: Collection[nn.Parameter] | None = None) -> Iterator[Tensor]:
+        """Yield the pieces of gradient that this rank's optimizers read."""
+        here = None if only is None else [p for p in only if not isinstance(p, Elsewhere)]
+        with self._shares.open():
+            return iter(list(self._inner.gradients(here)))
+
+    scale_gradients = on_shares(StrategyAround.scale_gradients)
+    catch_up = on_shares(StrategyAround.catch_up)
+
+    @on_shares
+    def stand_in(self, *, synchronize: bool) -> None:
+        """Take part in one step of the other data-parallel ranks; a cell of several cannot."""
+        if not self._is_one_rank:
+            raise self._refusal("stand in for a rank without batches")
+        super().stand_in(synchronize=synchronize)
+
+    def held_parts(self) -> Mapping[str, HeldPart]:
+        """Return this tensor-parallel rank's part of each divided parameter."""
+        rank, found = self._tp.rank, {}
+        for name, facts in self._facts.items():
+            if (cut := facts.partition) is not None:
+                holders = (str(r) for r in range(cut.ranks) if cut.ranges[r] == cut.ranges[rank])
+                word = f"{'+'.join(holders)}of{cut.ranks}"
+                found[name] = HeldPart(facts.local_shape(rank), word)
+        return found
+
+    @property
+    def divides_states(self) -> bool:
+        """Whether ranks hold parts of parameters, or some of the parameters."""
+        return self._tp.size * self._pp.size > 1 or self._inner.divides_states
+
+    @on_shares
+    def check_load(self, reader: Reader) -> None:
+        """Compare names and shapes of the whole model, and those of this cell's parts."""
+        self._original.check_loads(reader, self._facts)
+        self._inner.check_load(self._local(reader))
+
+    @on_shares
+    def load(self, reader: Reader) -> None:
+        """Load this cell's parts of a checkpoint of the whole model."""
+        self._original.check_loads(reader, self._facts)
+        if self._pipeline is not None:
+            self._pipeline.stages.outdate()
+        self._inner.load(self._local(reader))
+        self._shares.steps += 1
+
+    def states(self, index: int, names: Collection[str]) -> Iterator[Shard]:
+        """Yield this rank's share of an optimizer's state, in coordinates of the whole model."""
+        return global_shards(self._inner.states(index, names), self._facts, self._tp.rank)
+
+    def load_states(self, index: int, reader: Reader, names: Collection[str]) -> None:
+        """Take this cell's parts of an optimizer's state."""
+        self.check_load(reader)
+        self._inner.load_states(index, self._local(reader), names)
+
+    def _local(self, reader: Reader) -> LocalReader:
+        """Return a reader of this cell's parts."""
+        names = {**named_parameters(self._model), **persistent_buffers(self._model)}
+        return LocalReader(reader, self._facts, names, self._tp.rank)
+
+    def _know_shares(self, model: nn.Module) -> None:
+        for name, parameter in named_parameters(model).items():
+            facts, partition = self._facts[name], self._facts[name].partition
+            if facts.partial and parameter.numel():  # all of it, and a part of the gradient
+                partition = alike(facts.shape[0], self._tp.size) if facts.shape else None
+            if partition is not None:
+                self._shares.add(name, parameter, partition, facts.shape)
+
+    def _chosen(self, only: Collection[nn.Parameter] | None) -> Iterable[nn.Parameter]:
+        chosen = named_parameters(self._model).values() if only is None else only
+        return [p for p in chosen if not isinstance(p, Elsewhere)]
 
     def close(self) -> None:
         """Take hooks off and end threads; layers stay divided."""
