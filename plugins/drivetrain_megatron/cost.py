@@ -12,8 +12,7 @@ Exact, where ``ModelSpec.module`` is given:
   all its parameters, without autocast and recomputation, with one input per group of layers, whose
   only loss is a cross entropy of as many targets as there are tokens. The formulas are in
   ``volumes``. Of a pipeline over hosts, messages between stages count as ``pp.near`` inside of a
-  host and as ``pp.far`` between hosts. Clipping adds one number per axis; the check of equal
-  batches, twice, 16 bytes.
+  host and as ``pp.far`` between hosts. Clipping adds one number per axis.
 
 Estimates otherwise:
 
@@ -54,7 +53,6 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Any
 
 import torch
 from torch import nn
@@ -63,6 +61,7 @@ from drivetrain.collectives import Route, sent_elements
 from drivetrain.collectives.communicator import SoloCommunicator
 from drivetrain.collectives.volume import Operation, chunk_bounds
 from drivetrain.cost import Cost, ModelSpec, TensorSpec
+from drivetrain.model.guard import Arguments, Keywords
 from drivetrain.model.look import BlockCall, Look
 from drivetrain.model.modules import named_parameters, uncompiled
 from drivetrain.model.recorder import look_at
@@ -403,7 +402,7 @@ class StepVolumes:
             for count, times in rows.items()
         ]
 
-    def _forward(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Forward:
+    def _forward(self, args: Arguments, kwargs: Keywords) -> Forward:
         module, pipeline = uncompiled(self._module), self._layout.pipeline
         if pipeline is None:
             look = look_at(module, args, kwargs, kind=StageProxy)

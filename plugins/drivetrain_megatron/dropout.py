@@ -8,7 +8,6 @@ draws is the same on the ranks that share layers.
 import math
 import random
 import sys
-import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,9 +24,11 @@ from torch.utils.hooks import RemovableHandle
 
 from drivetrain.collectives import Communicator
 from drivetrain.collectives.communicator import SoloCommunicator
+from drivetrain.collectives.facts import differing
 from drivetrain.data.examples import ExampleBatch
 from drivetrain.errors import UsageError
 from drivetrain.log import get_logger
+from drivetrain.model.guard import Arguments, Function, Keywords
 from drivetrain.model.look import Look, ModelOperation
 from drivetrain.model.modules import NamedModule, clean_name, uncompiled
 from drivetrain.runtime import rng
@@ -209,10 +210,10 @@ class Dropping(TorchFunctionMode):
 
     def __torch_function__(
         self,
-        func: Callable[..., Any],
+        func: Function,
         types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        args: Arguments = (),
+        kwargs: Keywords | None = None,
     ) -> Any:
         """Call a function of torch, or its substitute."""
         arguments = _ARGUMENTS.get(func)
@@ -755,13 +756,8 @@ class AlikeDraws(Uncopied):
         )
 
     def _check(self) -> None:
-        states = sorted(rng.capture().items())
-        digests = [zlib.crc32(repr(state.tolist()).encode()) for _, state in states]
-        mine = torch.tensor(digests, dtype=torch.int64, device=self._device)
-        low, high = -mine, mine.clone()
-        for each in (low, high):
-            self._ranks.all_reduce(each, reduction="max", label="random generators").wait()
-        if not torch.equal(-low, high):
+        states = [repr(state.tolist()) for _, state in sorted(rng.capture().items())]
+        if differing(states, self._ranks.axis, doing="random generators"):
             raise UsageError(
                 "expected the ranks that share layers to draw the same random numbers in a "
                 "forward, found generators in different states: this forward drew and the one "

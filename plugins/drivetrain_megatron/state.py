@@ -3,8 +3,7 @@
 ``SameBatch`` checks that the ranks got the same batch: they compute one replica's step together.
 With a loader that gives every process rows of its own, as data parallelism wants, a cell would
 compute nonsense without a word. So the ranks compare digests of their batches in the first
-forwards: an all-reduce of 16 bytes per axis, and one pass over the batch. Only ranks that differ
-exchange more.
+forwards: eight bytes per axis, and one pass over the batch. Only ranks that differ exchange more.
 
 Between a cell and the user's whole model: checkpoints, state dicts, initial values.
 
@@ -15,6 +14,7 @@ another rank's part is found too.
 import ctypes
 import hashlib
 import itertools
+import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from drivetrain.collectives import Communicator
+from drivetrain.collectives.facts import differing, gather_facts
 from drivetrain.errors import CheckpointError, RankMismatchError, UsageError
 from drivetrain.model.deferred import meta_tensors
 from drivetrain.model.guard import Elsewhere, refuse_transforms
@@ -260,12 +261,6 @@ def shows_whole(module: nn.Module, owner: Readable) -> None:
     module.register_state_dict_post_hook(UninheritedHook(fill))  # type: ignore[no-untyped-call]
 
 
-_DTYPES = sorted(
-    (value for value in vars(torch).values() if isinstance(value, torch.dtype)), key=str
-)
-_ABSENT = -1
-
-
 @dataclass(frozen=True, slots=True)
 class TensorHome:
     """The pipeline rank that has a tensor, and the tensor's facts in the whole model."""
@@ -297,26 +292,27 @@ class WholeState:
             UsageError: no stage has one of them by its name.
         """
         state = state_tensors(module)
-        shape = (self._axis.size, len(self._whole), 2)
-        table = torch.zeros(shape, dtype=torch.int64, device=self._device)
-        table[self._axis.rank] = torch.tensor(
-            [_row(None if n in self.copies else state.get(n)) for n in self._whole],
-            dtype=torch.int64,
-        ).reshape(shape[1:])
-        self._axis.all_reduce(table, label="what stages hold").wait()
-        rows = table.transpose(0, 1).tolist()
+        here = {name: state[name] for name in self._whole if name in state}
+        mine = {
+            name: [str(tensor.dtype).removeprefix("torch."), str(tensor.requires_grad)]
+            for name, tensor in here.items()
+            if name not in self.copies and not isinstance(tensor, Elsewhere)
+        }
+        held = gather_facts(
+            mine, dict[str, list[str]], doing="the places of tensors", group=self._axis.axis
+        )
         found = {}
-        for facts, by_rank in zip(self._whole.values(), rows, strict=True):
-            rank = next((r for r, (dtype, _) in enumerate(by_rank) if dtype != _ABSENT), None)
+        for name, facts in self._whole.items():
+            rank = next((r for r, names in enumerate(held) if name in names), None)
             if rank is None:
                 raise UsageError(
-                    f"expected the tensors of the prepared model, found none that is {facts.name!r}"
+                    f"expected the tensors of the prepared model, found none that is {name!r}"
                     " on any stage: modules were renamed or taken away since prepare(), as by "
                     "merge_and_unload() of peft; save the model as it is, and merge in one process"
                 )
-            dtype, trainable = by_rank[rank]
-            known = replace(facts, dtype=_DTYPES[dtype], trainable=bool(trainable))
-            found[facts.name] = TensorHome(rank, known)
+            dtype, trainable = held[rank][name]
+            known = replace(facts, dtype=getattr(torch, dtype), trainable=trainable == "True")
+            found[name] = TensorHome(rank, known)
         return found
 
     def described(self, module: nn.Module, facts: Mapping[str, ShardingSpec]) -> Mapping[str, str]:
@@ -337,12 +333,6 @@ class WholeState:
             whole = mine.detach().contiguous()
         self._axis.broadcast(whole, place.rank, label="whole state").wait()
         return whole
-
-
-def _row(tensor: Tensor | None) -> tuple[int, int]:
-    if tensor is None or isinstance(tensor, Elsewhere):
-        return _ABSENT, 0
-    return _DTYPES.index(tensor.dtype), int(tensor.requires_grad)
 
 
 # --- between a rank's parts and whole tensors: shards of a checkpoint, saved and loaded ---
@@ -533,17 +523,14 @@ def advice(mesh: Mesh) -> str:
 FORWARDS = 2
 """How many forwards of each kind are checked: a loader that is wrong is wrong at once."""
 
-_TEXT_BYTES = 8192
-"""Length of a rank's description of its batch when batches differ; the rest is cut off."""
-
 
 class SameBatch(UninheritedHook):
     """A forward pre-hook that compares the batches of the ranks of a cell in the first forwards."""
 
     def __init__(self, cell: Sequence[Communicator], world: World) -> None:
         super().__init__(self._check)
-        self._cell = [axis for axis in cell if axis.size > 1]
-        self._world = world
+        self._cell = [communicator.axis for communicator in cell]
+        self._rank = world.rank
         self._left = dict.fromkeys((True, False), FORWARDS)
 
     def _check(self, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -564,29 +551,15 @@ class SameBatch(UninheritedHook):
             self._compare([*mode, *(f"{_place(path)}: {_content(leaf)}" for path, leaf in leaves)])
 
     def _compare(self, lines: Sequence[str]) -> None:
-        digest = hashlib.sha256("\n".join(lines).encode()).digest()
-        number = int.from_bytes(digest[:7], "little")  # positive, and so is its negative in range
-        bounds = torch.tensor([number, -number], dtype=torch.int64, device=self._world.device)
+        """Compare along one axis after the other; who knows of a difference tells it on."""
+        known = {self._rank: lines}
         for axis in self._cell:
-            axis.all_reduce(bounds, reduction="max", label="digest of a batch").wait()
-        if bounds[0] != -bounds[1]:
-            raise RankMismatchError(_message(self._texts(lines)))
-
-    def _texts(self, lines: Sequence[str]) -> dict[int, list[str]]:
-        """Return the lines of every rank of the cell, by the rank."""
-        mine = "\n".join([str(self._world.rank), *lines]).encode()[:_TEXT_BYTES]
-        known = torch.zeros(_TEXT_BYTES, dtype=torch.uint8, device=self._world.device)
-        known[: len(mine)] = torch.tensor(list(mine), dtype=torch.uint8)
-        for axis in self._cell:
-            everyone = known.new_zeros(axis.size, len(known))
-            everyone[axis.rank] = known
-            known = everyone.view(-1)
-            axis.all_gather(known, label="what differs in a batch").wait()
-        texts = {}
-        for text in known.view(-1, _TEXT_BYTES).tolist():
-            rank, *theirs = bytes(text).rstrip(b"\0").decode(errors="replace").split("\n")
-            texts[int(rank)] = theirs
-        return texts
+            facts = lines if len(known) == 1 else [json.dumps(known)]
+            told = differing(facts, axis, doing="the same batch", notes=[json.dumps(known)])
+            for *_, texts in told:
+                known |= {int(rank): theirs for rank, theirs in json.loads(texts).items()}
+        if len(known) > 1:
+            raise RankMismatchError(_message(known))
 
 
 def _place(path: Sequence[Any]) -> str:
@@ -611,7 +584,7 @@ def _digest(tensor: Tensor) -> str:
     return hashlib.sha256(content).hexdigest()[:12]
 
 
-def _message(texts: dict[int, list[str]]) -> str:
+def _message(texts: Mapping[int, Sequence[str]]) -> str:
     first = min(texts)
     other = next(rank for rank in sorted(texts) if texts[rank] != texts[first])
     pairs = itertools.zip_longest(texts[first], texts[other], fillvalue="nothing")

@@ -19,7 +19,7 @@ from drivetrain.cost import Cost, ModelSpec
 from drivetrain.data.examples import ExampleBatch
 from drivetrain.errors import RankMismatchError
 from drivetrain.log import get_logger
-from drivetrain.model.guard import Elsewhere
+from drivetrain.model.guard import Arguments, Elsewhere, Keywords
 from drivetrain.model.modules import (
     held_parameters,
     named_parameters,
@@ -306,8 +306,8 @@ class Megatron(MegatronOutline, StrategyAround[MegatronConfig]):
     def loss(
         self,
         model: nn.Module,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
+        args: Arguments,
+        kwargs: Keywords,
         targets: Any,
         loss_fn: Callable[[Any, Any], Tensor],
     ) -> Tensor:

@@ -203,7 +203,7 @@ class PipelinedModel:
     # --- forward ---
 
     @with_copies
-    def call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def call(self, args: Arguments, kwargs: Keywords) -> Any:
         """Carry out a call of the model; return its output, or proxies."""
         self.stages.refresh()
         if not torch.is_grad_enabled():
@@ -236,9 +236,7 @@ class PipelinedModel:
         return tree_map(lambda x: promised.loss if x is loss else x, outline)
 
     @with_copies
-    def loss(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any], targets: Any, loss_fn: LossOf
-    ) -> Tensor:
+    def loss(self, args: Arguments, kwargs: Keywords, targets: Any, loss_fn: LossOf) -> Tensor:
         """Return the loss of a batch, whose value comes with its backward (L3).
 
         The loss function gets (output, targets) of a micro-batch; where the loss of the batch does
@@ -265,9 +263,7 @@ class PipelinedModel:
             self._started = 0
         self._synchronized = False
 
-    def _divided(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any], targets: Any = None
-    ) -> DividedCall:
+    def _divided(self, args: Arguments, kwargs: Keywords, targets: Any = None) -> DividedCall:
         """Cut a call as the trial of its kind says."""
         count = self._config.micro_batches or self.stages.ranks
         whole = MicroBatch(tuple(args), kwargs, targets=targets)
@@ -657,8 +653,7 @@ class PipelineBuilder:
         if not self._config.trace_dir:
             return None
         others = "-".join(f"{name}{self._run.mesh[name].position}" for name in ("dp", "tp"))
-        folder = Path(self._config.trace_dir)
-        return StepTrace(folder, f"pipeline-{others}", self._axis, self._run.world.device)
+        return StepTrace(Path(self._config.trace_dir), f"pipeline-{others}", self._axis.axis)
 
     def close(self, model: nn.Module) -> None:
         """Give the model's calls back; parameters of other stages stay away."""

@@ -27,6 +27,7 @@ from torch.utils._pytree import (
 
 from drivetrain.errors import UsageError
 from drivetrain.losses import linear_cross_entropy
+from drivetrain.model.guard import Arguments, Keywords
 from drivetrain_megatron.pipeline.runner import LocalStages, LossOf, StageWorker, find_loss
 from drivetrain_megatron.pipeline.schedules import make_schedule
 from drivetrain_megatron.pipeline.transfer import Dims, DividedCall, Division, MicroBatch, join
@@ -117,11 +118,7 @@ class TargetCounter(TorchFunctionMode):
         self.varies = False
 
     def __torch_function__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        self, func: Any, types: Sequence[type], args: Arguments = (), kwargs: Keywords | None = None
     ) -> Any:
         """Call a function of torch; note the targets of a loss."""
         kwargs = kwargs or {}

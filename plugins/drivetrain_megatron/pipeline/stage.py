@@ -20,14 +20,14 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_map_only
 
 from drivetrain.errors import UsageError
 from drivetrain.model.deferred import become
-from drivetrain.model.guard import Arguments, Function, Keywords
+from drivetrain.model.guard import Arguments, Function, Keywords, guard, is_guarded, unguard
 from drivetrain.model.look import named_leaves, tensors_in
 from drivetrain.model.modules import BlockHooks
 from drivetrain.model.untouched import keep_padding
 from drivetrain.shards import WeightSource
 from drivetrain.strategy import Strategy
 from drivetrain_megatron.pipeline.cut import StageCut
-from drivetrain_megatron.pipeline.stand_ins import ParameterProxy, SharedCopy
+from drivetrain_megatron.pipeline.stand_ins import OtherStage, ParameterProxy, StageParameter
 from drivetrain_megatron.pipeline.transfer import (
     Direction,
     Link,
@@ -202,7 +202,8 @@ class SharedParameters:
     ) -> None:
         self._link = link
         self._lent: list[tuple[int, Tie, nn.Parameter, list[int]]] = []
-        self._copies: list[tuple[int, Tie, Tensor, int]] = []
+        self._copies: list[tuple[int, Tie, nn.Parameter, int]] = []
+        self._hidden: dict[nn.Parameter, OtherStage] = {}
         self._glimpses: dict[int, Tensor] = {}
         mine = set(owned)
         names = dict(model.named_parameters(remove_duplicate=False))
@@ -219,22 +220,22 @@ class SharedParameters:
     @contextmanager
     def computing(self) -> Iterator[None]:
         """Context in which copies have their values and gradients; nobody else gets at them."""
-        copies: list[Any] = [c for _, _, c, _ in self._copies if type(c) is SharedCopy]
-        for copy in copies:
-            copy.__class__ = nn.Parameter
+        covered = [copy for copy in self._hidden if is_guarded(copy)]
+        for copy in covered:
+            unguard(copy)
         try:
             yield
         finally:
-            for copy in copies:
-                copy.__class__ = SharedCopy
+            for copy in covered:
+                guard(copy, self._hidden[copy], StageParameter)
 
     def hide(self, has_gradient: Callable[[], bool], device: torch.device) -> None:
         """Let copies be seen in ``computing`` alone from now on."""
-        for _, _, copy, _ in self._copies:
+        for _, tie, copy, _ in self._copies:
             proxy = ParameterProxy.of(copy, device)
             proxy.has_gradient = has_gradient
-            hidden: Any = copy
-            hidden.__class__, hidden._proxy = SharedCopy, proxy
+            self._hidden[copy] = OtherStage(proxy, tie.name, tie.owner)
+            guard(copy, self._hidden[copy], StageParameter)
 
     def materialize(self, source: WeightSource, device: torch.device) -> None:
         """Give copies their values, where the model was built without any."""
@@ -320,7 +321,7 @@ def _glimpse(parameter: Tensor) -> Tensor:
     return flat[:: max(flat.numel() // _GLIMPSE, 1)].clone()
 
 
-def _take_out(model: nn.Module, parameter: nn.Parameter) -> Tensor:
+def _take_out(model: nn.Module, parameter: nn.Parameter) -> nn.Parameter:
     """Put a copy in its memory into ordinary attributes: forward finds it, no list has it."""
     copied = nn.Parameter(parameter.detach(), parameter.requires_grad)
     for module in model.modules():
@@ -469,13 +470,7 @@ class StagePass:
         found = [self._found[origin] for origin in self._end.origins if origin in self._found]
         return [tensor._version for tensor in found]
 
-    def call(
-        self,
-        index: int,
-        compute: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-    ) -> Any:
+    def call(self, index: int, compute: Function, args: Arguments, kwargs: Keywords) -> Any:
         """Compute an own block; return given tensors, or proxies, for another."""
         number = self._next
         block = self._parts.recording.called(number, index)

@@ -25,7 +25,6 @@ from drivetrain.model.guard import (
     Keywords,
     StandIn,
     Unlisted,
-    asks_facts,
     guard,
 )
 from drivetrain.model.modules import clean_name
@@ -96,7 +95,7 @@ class ParameterProxy(StageProxy, Unlisted):
         return StageProxy._apply(func, args, kwargs)
 
 
-class _OtherStage:
+class OtherStage:
     """The guard of a stand-in: its proxy takes part in every use.
 
     Args:
@@ -125,61 +124,33 @@ class _OtherStage:
         return function(*tree_map(_proxy, tuple(args)), **tree_map(_proxy, dict(kwargs)))
 
 
-class _StageParameter(StandIn):
-    """A parameter of another stage."""
+class StageParameter(StandIn):
+    """A parameter that another stage owns, and of which this one may have a copy.
 
-    _guard: _OtherStage
-
-    @property
-    def grad(self) -> Tensor | None:
-        return self._guard.proxy.grad
-
-    @grad.setter
-    def grad(self, value: Tensor | None) -> None:
-        self._guard.proxy.grad = value
-
-    def requires_grad_(self, requires_grad: bool = True) -> Tensor:
-        self._guard.proxy.requires_grad_(requires_grad)
-        return super().requires_grad_(requires_grad)
-
-
-class SharedCopy(nn.Parameter):
-    """A copy of a parameter that another stage owns, outside of the pipeline's work.
-
-    Its values may be those of before a step, and its gradient is a part: a proxy is used for it.
+    Its values may be those of before a step, and its gradient a part: a proxy is used for it.
     """
 
-    _proxy: ParameterProxy
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Function, types: Any, args: Arguments = (), kwargs: Keywords | None = None
-    ) -> Any:
-        """Answer questions about facts; put the proxy in the place of values."""
-        kwargs = kwargs or {}
-        if asks_facts(func):
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
-        return func(*tree_map(_unshared, tuple(args)), **tree_map(_unshared, dict(kwargs)))
+    _guard: OtherStage
 
     @property
     def grad(self) -> Tensor | None:
         """As of the proxy."""
-        return self._proxy.grad
+        return self._guard.proxy.grad
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
         """Leave the gradient to the owner."""
-        self._proxy.grad = value
+        self._guard.proxy.grad = value
 
-
-def _unshared(leaf: Any) -> Any:
-    return leaf._proxy if type(leaf) is SharedCopy else leaf
+    def requires_grad_(self, requires_grad: bool = True) -> Tensor:
+        """Let the proxy want a gradient, too."""
+        self._guard.proxy.requires_grad_(requires_grad)
+        return super().requires_grad_(requires_grad)
 
 
 def _proxy(leaf: Any) -> Any:
     guarding = getattr(leaf, "_guard", None) if isinstance(leaf, StandIn) else None
-    return guarding.proxy if isinstance(guarding, _OtherStage) else leaf
+    return guarding.proxy if isinstance(guarding, OtherStage) else leaf
 
 
 class StandIns:
@@ -213,7 +184,7 @@ class StandIns:
         self._axis, self._device, self._shapes = axis, device, shapes
         self._model = model
         self._before = [(module, dict(module._parameters)) for module in model.modules()]
-        self._guards: dict[nn.Parameter, _OtherStage] = {}
+        self._guards: dict[nn.Parameter, OtherStage] = {}
         self._here: list[nn.Parameter] = []
         self._without: frozenset[str] | None = None
         self.in_window: Callable[[], bool] = lambda: False
@@ -278,7 +249,7 @@ class StandIns:
         finally:
             for parameter in visiting:
                 self._empty(parameter)
-                guard(parameter, self._guards[parameter], _StageParameter)
+                guard(parameter, self._guards[parameter], StageParameter)
             for own, name, value in hidden:
                 own[name] = value
 
@@ -289,15 +260,15 @@ class StandIns:
         if values is not parameter.data:
             parameter.data.copy_(values)
 
-    def _stand_in(self, parameter: nn.Parameter, rank: int) -> _OtherStage:
+    def _stand_in(self, parameter: nn.Parameter, rank: int) -> OtherStage:
         parameter.grad = None
         self._empty(parameter)
         proxy = ParameterProxy.like(
             parameter.shape, parameter.dtype, self._device, parameter.requires_grad
         )
         self._connect(proxy, parameter)
-        made = _OtherStage(proxy, self._names[parameter], rank)
-        guard(parameter, made, _StageParameter)
+        made = OtherStage(proxy, self._names[parameter], rank)
+        guard(parameter, made, StageParameter)
         return made
 
     def _empty(self, parameter: nn.Parameter) -> None:

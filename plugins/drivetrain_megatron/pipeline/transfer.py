@@ -10,7 +10,7 @@ A call's batch cut into micro-batches along dims that are known, and tensors of 
 
 import time
 from collections import deque
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -26,6 +26,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from drivetrain.collectives.neighbors import Tag
 from drivetrain.errors import CollectiveError, ConfigError, UsageError
 from drivetrain.log import get_logger
+from drivetrain.model.guard import Keywords
 from drivetrain.runtime.mesh import Axis, lines_along
 from drivetrain.runtime.ranges import WAIT, named_range
 from drivetrain.strategy import Run
@@ -458,7 +459,7 @@ class MicroBatch:
     """
 
     args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
+    kwargs: Keywords
     rows: int = 0
     targets: Any = None
     number: int = 0

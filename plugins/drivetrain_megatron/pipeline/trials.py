@@ -14,6 +14,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 
 from drivetrain.errors import CollectiveError, UsageError
 from drivetrain.log import get_logger
+from drivetrain.model.guard import Arguments, Keywords
 from drivetrain.model.look import tensors_in
 from drivetrain.model.modules import UninheritedHook
 from drivetrain.model.untouched import is_left_equal, untouched
@@ -460,11 +461,7 @@ class _Observer(TargetCounter):
         return nullcontext()
 
     def __torch_function__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        self, func: Any, types: Sequence[type], args: Arguments = (), kwargs: Keywords | None = None
     ) -> Any:
         """Call a function of torch; note comparisons of tensors without gradient."""
         result = super().__torch_function__(func, types, args, kwargs)

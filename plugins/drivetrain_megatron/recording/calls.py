@@ -16,6 +16,7 @@ from drivetrain.data.examples import ExampleBatch
 from drivetrain.errors import RankMismatchError, UsageError
 from drivetrain.log import get_logger
 from drivetrain.model.first_batch import Candidate, batches_as_arguments, guessed_inputs
+from drivetrain.model.guard import Keywords
 from drivetrain.model.look import BlockCall, Look, SeenTensor, TensorRef
 from drivetrain.model.modules import NamedModule, repeated_blocks, uncompiled
 from drivetrain.model.recorder import look_at
@@ -37,7 +38,7 @@ class ExampleInputs:
     """Inputs of a model's forward, and a look at a forward in training with them."""
 
     args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
+    kwargs: Keywords
     look: Look
 
 
@@ -178,7 +179,7 @@ def inputs_of_user(model: nn.Module) -> Any:
 
 
 def _looked(
-    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], stages: int
+    model: nn.Module, args: tuple[Any, ...], kwargs: Keywords, stages: int
 ) -> ExampleInputs:
     model = uncompiled(model)
     if stages == 1:
@@ -199,7 +200,7 @@ class Call:
     """
 
     args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
+    kwargs: Keywords
 
     def copied(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return arguments for one more call: blocks may change caches that they are given."""

@@ -184,7 +184,7 @@ _PIECES = 2
 
 
 def blocks_for(
-    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], stages: int
+    model: nn.Module, args: Arguments, kwargs: Keywords, stages: int
 ) -> list[NamedModule]:
     """Return the modules that count as blocks, under the names of the user's uncompiled model.
 
@@ -584,7 +584,7 @@ class Recording:
         ]
 
 
-def record(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Recording:
+def record(model: nn.Module, args: Arguments, kwargs: Keywords) -> Recording:
     """Look once at a model, also on the meta device, and divide the look into phases.
 
     Raises:

@@ -7,7 +7,7 @@ are kept as an expression (``LazyValue``).
 """
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from drivetrain.errors import UsageError
+from drivetrain.model.guard import Arguments, Function, Keywords
 from drivetrain.model.look import tensors_in
 from drivetrain.model.valueless import Facts, ValuelessTensor, ValuesNeededError, WriteRefusedError
 
@@ -35,10 +36,7 @@ class LazyValue:
     """
 
     def __init__(
-        self,
-        function: Callable[..., Any] | None = None,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        self, function: Function | None = None, args: Arguments = (), kwargs: Keywords | None = None
     ) -> None:
         self._value: Tensor | None = None
         self._depth: int
@@ -191,9 +189,7 @@ class StageProxy(ValuelessTensor):
             self.origins |= _origins(tensors)
 
     @classmethod
-    def remember(
-        cls, result: Any, function: Callable[..., Any], args: Sequence[Any], kwargs: Any
-    ) -> None:
+    def remember(cls, result: Any, function: Function, args: Arguments, kwargs: Any) -> None:
         """Keep how results follow from values to come."""
         for tensor in tensors_in((args, kwargs)):
             if isinstance(tensor, StageProxy):

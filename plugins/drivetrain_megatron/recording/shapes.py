@@ -331,7 +331,7 @@ class BlockRuns:
             return self._known[key]
 
 
-def shapes_key(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def shapes_key(args: Arguments, kwargs: Keywords) -> Any:
     """Return a key that is equal for arguments of the same shapes, dtypes and plain values."""
     leaves, tree = tree_flatten((tuple(args), dict(kwargs)))
     return str(tree), tuple(
@@ -340,9 +340,7 @@ def shapes_key(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     )
 
 
-def _run(
-    block: nn.Module, compute: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def _run(block: nn.Module, compute: Function, args: Arguments, kwargs: Keywords) -> Any:
     """Return the result of a block with random values."""
     values, named = tree_map_only(
         StageProxy,
@@ -436,7 +434,7 @@ class Shapes:
         self._alike: dict[Any, int] = {}
         self._runs = BlockRuns(gates.blocks)
 
-    def of(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> CallShapes:
+    def of(self, args: Arguments, kwargs: Keywords) -> CallShapes:
         """Return the facts of the tensors of each block.
 
         Raises:
@@ -458,7 +456,7 @@ class Shapes:
         )
         return casts, self._model.training
 
-    def _run(self, mode: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> CallShapes:
+    def _run(self, mode: Any, args: Arguments, kwargs: Keywords) -> CallShapes:
         trusted = self._alike.get(mode, 0) >= _TRUSTED
         shaper = _Shaper(self._recording, trusted, self._device, self._runs)
         try:
@@ -473,7 +471,7 @@ class Shapes:
         return CallShapes(outputs, crossed, _collected(shaper.facts, crossed))
 
     def _around_blocks(
-        self, shaper: "_Shaper", args: Sequence[Any], kwargs: Mapping[str, Any]
+        self, shaper: "_Shaper", args: Arguments, kwargs: Keywords
     ) -> tuple[Crossing, ...]:
         """Run the code around blocks without values; return the tensors that cross the bounds."""
         with (

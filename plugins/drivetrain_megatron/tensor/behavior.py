@@ -31,6 +31,7 @@ from drivetrain.collectives import Communicator
 from drivetrain.errors import UsageError
 from drivetrain.log import get_logger
 from drivetrain.losses import head_loss
+from drivetrain.model.guard import Arguments, Function, Keywords
 from drivetrain.model.modules import uncompiled
 from drivetrain_megatron.tensor import operators
 from drivetrain_megatron.tensor.operators import Edges, Uncopied, reduce
@@ -418,10 +419,10 @@ class LocalSizes(TorchFunctionMode):
 
     def __torch_function__(
         self,
-        func: Callable[..., Any],
+        func: Function,
         types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        args: Arguments = (),
+        kwargs: Keywords | None = None,
     ) -> Any:
         """Call a function of torch."""
         if func in _RESHAPES and not kwargs:
@@ -450,7 +451,7 @@ class LocalSizes(TorchFunctionMode):
                 return operators.copy(bias, self._ranks).narrow(dim, start, stop - start)
         return bias
 
-    def _local(self, args: Sequence[Any]) -> Sequence[Any]:
+    def _local(self, args: Arguments) -> Sequence[Any]:
         tensor, *sizes = args
         if len(sizes) == 1 and isinstance(sizes[0], list | tuple):
             sizes = list(sizes[0])

@@ -5,7 +5,7 @@ stay divided until the loss has been made of them.
 """
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from drivetrain.collectives import Communicator
 from drivetrain.errors import ConfigError, UsageError
-from drivetrain.model.guard import name_of, writes_first
+from drivetrain.model.guard import Arguments, Function, Keywords, name_of, writes_first
 from drivetrain_megatron.tensor.behavior import Behavior, attach, original_class
 from drivetrain_megatron.tensor.operators import (
     Edges,
@@ -278,9 +278,9 @@ def _check(logits: Tensor, target: Tensor, terms: Terms) -> None:
 class TorchCall(NamedTuple):
     """A call of torch's, as ``__torch_function__`` gets it."""
 
-    func: Callable[..., Any]
-    args: Sequence[Any]
-    kwargs: Mapping[str, Any]
+    func: Function
+    args: Arguments
+    kwargs: Keywords
 
     @property
     def name(self) -> str:
@@ -408,10 +408,10 @@ class ShardedLogits(Tensor):
     @classmethod
     def __torch_function__(
         cls,
-        func: Callable[..., Any],
+        func: Function,
         types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        args: Arguments = (),
+        kwargs: Keywords | None = None
     ) -> Any:
         """Answer from facts, write, stay cut, compute the loss, or gather and go on."""
         kwargs = kwargs or {}
@@ -439,8 +439,8 @@ class ShardedLogits(Tensor):
         cls,
         func: Any,
         types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        args: Arguments = (),
+        kwargs: Keywords | None = None
     ) -> Any:
         """Run the operations of autograd itself: pass gradients on and add them up."""
         aten = torch.ops.aten
