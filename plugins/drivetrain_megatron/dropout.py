@@ -10,10 +10,10 @@ import random
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, count
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -40,7 +40,7 @@ from drivetrain_megatron.recording.calls import (
 )
 from drivetrain_megatron.recording.proxy import StageProxy
 from drivetrain_megatron.tensor.attention import attach_heads, keep_padded
-from drivetrain_megatron.tensor.behavior import Surrounding, behavior_of, release, surround
+from drivetrain_megatron.tensor.behavior import behavior_of, release, surround
 from drivetrain_megatron.tensor.operators import Edges, TokenShards, Uncopied
 from drivetrain_megatron.tensor.partition import Partition
 
@@ -383,7 +383,7 @@ class DropoutRecorder:
 
     def _beginning(self, name: str) -> Any:
         def begin(module: nn.Module, args: Any) -> None:
-            self._running.append((name, iter(range(1 << 30))))
+            self._running.append((name, count()))
 
         return begin
 
@@ -391,8 +391,8 @@ class DropoutRecorder:
         self._running.pop()
 
     def _note(self, x: Tensor, p: float) -> Tensor:
-        name, count = self._running[-1]
-        self.seen[Site(name, next(count))].append(x.detach().clone())
+        name, sites = self._running[-1]
+        self.seen[Site(name, next(sites))].append(x.detach().clone())
         return x
 
 
@@ -535,9 +535,9 @@ class Dropout(Uncopied):
         open_attentions(model, self._ranks)
         for name, module in model.named_modules():
             if name in self._names or isinstance(module, nn.Dropout):
-                surround(module, partial(_Masked, name=clean_name(name), dropout=self))
+                surround(module, partial(self._masked, clean_name(name)))
                 self._modules.append(module)
-        surround(model, partial(_Chained, dropout=self))
+        surround(model, lambda _: self.forward())
         self._modules.append(model)
 
     def follow(self, blocks: Iterable[NamedModule]) -> None:
@@ -622,6 +622,13 @@ class Dropout(Uncopied):
             keep = keep_mask(key, x.shape, p, partition=partition, rank=rank, device=x.device)
         return x * keep * (1.0 / (1.0 - p))
 
+    def _masked(self, name: str, module: nn.Module) -> AbstractContextManager[object]:
+        """Return the context in which a module drops by masks; evaluation costs nothing."""
+        if not module.training:
+            return nullcontext()
+        sites = count()  # of this call
+        return Dropping(lambda x, p: self.drop(Site(name, next(sites)), x, p))
+
     def close(self) -> None:
         """Give modules their own dropout back."""
         for handle in self._handles:
@@ -637,44 +644,6 @@ class Dropout(Uncopied):
         state = self._entered.pop(module, 0)
         if _is_ours(state):
             _set(combine(state, _AFTER_BLOCK))
-
-
-@dataclass(frozen=True)
-class _Chained(Surrounding):
-    """A model whose forward is one forward of a ``Dropout``; a stage's, of each micro-batch."""
-
-    dropout: Dropout
-
-    def forward(self, module: Any, *args: Any, **kwargs: Any) -> Any:
-        """Compute as the model does."""
-        with self.dropout.forward():
-            return self.inner.forward(module, *args, **kwargs)
-
-
-@dataclass(frozen=True)
-class _Masked(Surrounding):
-    """A module that drops by masks of a ``Dropout``."""
-
-    name: str
-    dropout: Dropout
-
-    def forward(self, module: Any, *args: Any, **kwargs: Any) -> Any:
-        """Compute as the module does; evaluation costs nothing."""
-        if not module.training:
-            return self.inner.forward(module, *args, **kwargs)
-        with Dropping(self._counted()):
-            return self.inner.forward(module, *args, **kwargs)
-
-    def _counted(self) -> Callable[[Tensor, float], Tensor]:
-        """Return the function that drops at the first, second, … site of this call."""
-        sites = 0
-
-        def drop(x: Tensor, p: float) -> Tensor:
-            nonlocal sites
-            sites += 1
-            return self.dropout.drop(Site(self.name, sites - 1), x, p)
-
-        return drop
 
 
 def _packed(state: int) -> int:
@@ -716,7 +685,7 @@ class AlikeDraws(Uncopied):
         """Begin, with the forwards of a model; on one rank alone there is nothing to do."""
         if self._ranks.size > 1:
             self._model = uncompiled(model)
-            surround(self._model, partial(_Alike, draws=self))
+            surround(self._model, self._alike)
 
     def close(self) -> None:
         """End."""
@@ -724,22 +693,23 @@ class AlikeDraws(Uncopied):
             release(self._model)
             self._model = None
 
-    def during(self, compute: Callable[[], Any], *, training: bool) -> Any:
-        """Return the result of a forward that all ranks of the axis run.
+    @contextmanager
+    def _alike(self, module: nn.Module) -> Iterator[None]:
+        """Context of a forward that all ranks of the axis run.
 
         Raises:
             UsageError: ranks drew different numbers, in a forward after one in the same mode that
                 drew nothing.
         """
+        training = module.training
         shared = self._drew[training]
         if shared:
             self._share()
         before = _states()
-        result = compute()
+        yield
         drew = self._drew[training] = not _equal(before, _states())
         if drew and not shared:
             self._check()
-        return result
 
     def _share(self) -> None:
         """Give every rank the states of the first one."""
@@ -764,19 +734,6 @@ class AlikeDraws(Uncopied):
                 "before did not; seed the ranks of a cell alike (set_seed without "
                 "device_specific), or draw in every forward"
             )
-
-
-@dataclass(frozen=True)
-class _Alike(Surrounding):
-    """A model whose forwards draw the same numbers on all ranks of an axis."""
-
-    draws: AlikeDraws
-
-    def forward(self, module: Any, *args: Any, **kwargs: Any) -> Any:
-        """Compute as the model does."""
-        return self.draws.during(
-            lambda: self.inner.forward(module, *args, **kwargs), training=module.training
-        )
 
 
 def _states() -> list[Any]:

@@ -23,7 +23,6 @@ from drivetrain_megatron.plan.divide import (
     facts_of,
 )
 from drivetrain_megatron.plan.groups import (
-    GroupDivision,
     LayerGroup,
     LinearUse,
     WeightRegion,
@@ -181,7 +180,7 @@ def _divide_attentions(
     tryout: Tryout,
 ) -> None:
     """Add torch's attentions to the plan, those whose division gives equal numbers."""
-    for name, module in tryout.trial.block.named_modules():
+    for name, module in tryout.trial.module.named_modules():
         if isinstance(module, nn.MultiheadAttention) and (layers is None or name in layers):
             if others := _of_others([name], structure):
                 found.refused[name] = others
@@ -210,14 +209,14 @@ def _divide_group(
     if others := _of_others((*group.columns, group.row), structure):
         found.refused[group.row] = others
         return
-    if owners := _shared(tryout.trial.block, group):
+    if owners := _shared(tryout.trial.module, group):
         found.refused[group.row] = f"a parameter belongs to {' and '.join(owners)}"
         return
-    plan, block = found.plan, tryout.trial.block
+    plan, block = found.plan, tryout.trial.module
     plans = (
         replace(plan, groups=(*plan.groups, attempt))
         for division in ways(group, structure.uses, tryout.ranks)
-        for attempt in _attempts(block, group, division, tryout.sequence_parallel)
+        for attempt in _attempts(block, division, tryout.sequence_parallel)
     )
     if _take_first(found, group.row, plans, tryout):
         found.plan = _with_fewest_numbers(found.plan, tryout)
@@ -234,7 +233,7 @@ def _divide_alike(
     divided = {each.row for each in found.plan.groups}
     others = [
         each
-        for each in alike(tryout.trial.block, group)
+        for each in alike(tryout.trial.module, group)
         if each.row not in divided
         and (named is None or all(is_named(name, named) for name in (*each.columns, each.row)))
     ]
@@ -250,7 +249,7 @@ def _divide_region(
     if others := _of_others([use.name for use in (*region.columns, region.row)], structure):
         found.refused[region.row.name] = others
         return
-    plan, some = found.plan, islice(ways_of(tryout.trial.block, region, tryout.ranks), _MOST_WAYS)
+    plan, some = found.plan, islice(ways_of(tryout.trial.module, region, tryout.ranks), _MOST_WAYS)
     plans = (replace(plan, regions=(*plan.regions, way)) for way in some)
     _take_first(found, region.row.name, plans, tryout)
 
@@ -259,7 +258,7 @@ def _divide_alone(
     found: Derivation, structure: BlockStructure, allowed: Container[str], tryout: Tryout
 ) -> None:
     """Divide large layers by themselves where a block would stay whole for the most part."""
-    block, sizes = tryout.trial.block, structure.sizes
+    block, sizes = tryout.trial.module, structure.sizes
     total = sum(sizes.values())
     facts = facts_of(block, found.plan, tryout.ranks)
     cut = [name for name, known in facts.items() if known.partition is not None]
@@ -316,10 +315,8 @@ def _with_fewest_numbers(plan: BlockPlan, tryout: Tryout) -> BlockPlan:
     return plan
 
 
-def _attempts(
-    block: nn.Module, group: LayerGroup, division: GroupDivision, sequence_parallel: bool
-) -> Iterator[GroupPlan]:
-    """Yield plans for a division: which numbers of the block's code change, and where it begins."""
+def _attempts(block: nn.Module, group: GroupPlan, sequence_parallel: bool) -> Iterator[GroupPlan]:
+    """Yield plans for a group: which numbers of the block's code change, and where it begins."""
     entrances = [""]
     if sequence_parallel:
         inner = _common(group.columns)
@@ -328,20 +325,19 @@ def _attempts(
             # Code that counts the tokens of its input must see all of them: so several layers
             # enter together, early. One alone can compute while its gradient travels.
             entrances = ["", around] if len(group.columns) == 1 else [around, ""]
-    for numbers, place in _changes(block, group, division):
+    for numbers, place in _changes(block, group):
         for entrance in entrances:
-            columns, inputs, sizes = division.columns, division.row, division.numbers
-            yield GroupPlan(columns, group.row, inputs, entrance, numbers, sizes, place)
+            yield replace(group, entrance=entrance, numbers=numbers, place=place)
 
 
 def _changes(
-    block: nn.Module, group: LayerGroup, division: GroupDivision
+    block: nn.Module, group: GroupPlan
 ) -> Iterator[tuple[Mapping[SizeAttribute, tuple[int, ...]], int | None]]:
     """Yield changes of the sizes in the block's code: none, attributes, reshapes, or both.
 
     Code that splits by an attribute may reshape to the sizes of its input: that needs both.
     """
-    found = _numbers(block, group, division)
+    found = _numbers(block, group)
     alone = [{number: values} for number, values in found.items()]
     choices = [{}, *alone, *([found] if len(found) > 1 else [])]  # none, one, or all
     for numbers in choices:
@@ -353,17 +349,15 @@ def _changes(
             yield numbers, place
 
 
-def _numbers(
-    block: nn.Module, group: LayerGroup, division: GroupDivision
-) -> dict[SizeAttribute, tuple[int, ...]]:
+def _numbers(block: nn.Module, group: GroupPlan) -> dict[SizeAttribute, tuple[int, ...]]:
     """Return the attributes that count a divided size, with their values on each rank."""
     owners = {parent_of(name) for name in (*group.columns, group.row)} | {_common(group.columns)}
     return {
-        SizeAttribute(owner, attribute): division.numbers[value]
+        SizeAttribute(owner, attribute): group.sizes[value]
         for owner in sorted(owners)
         if not is_linear(block.get_submodule(owner))
         for attribute, value in _counts(block.get_submodule(owner))
-        if value in division.numbers
+        if value in group.sizes
     }
 
 
@@ -418,7 +412,7 @@ def divide_block(
             continue
         tryout = Tryout(trial, ranks, sharded, others)
         found = derive(tryout, structure, layers=layers, alone=alone)
-        pairs = zip(trial.block.parameters(), block.parameters(), strict=True)
+        pairs = zip(trial.module.parameters(), block.parameters(), strict=True)
         if any(mine.shape != own.shape for mine, own in pairs) and find_misfit(
             block, call, found.plan, ranks, sequence_parallel=sharded
         ):

@@ -154,22 +154,6 @@ class LayerGroup:
     row: str
 
 
-@dataclass(frozen=True, slots=True)
-class GroupDivision:
-    """One way to divide a group.
-
-    Attributes:
-        columns: how the output features of each column-parallel layer are divided.
-        row: how the input features of the row-parallel layer are divided.
-        numbers: sizes with which the block's own code may count, such as the number of heads, and
-            their values on each rank.
-    """
-
-    columns: Mapping[str, Partition]
-    row: Partition
-    numbers: Mapping[int, tuple[int, ...]]
-
-
 def find_groups(uses: Mapping[str, LinearUse]) -> list[LayerGroup]:
     """Return the groups of a block.
 
@@ -195,7 +179,7 @@ def rows_of(uses: Mapping[str, LinearUse]) -> set[str]:
     return {group.row for group in find_groups(uses)}
 
 
-def ways(group: LayerGroup, uses: Mapping[str, LinearUse], ranks: int) -> Iterator[GroupDivision]:
+def ways(group: LayerGroup, uses: Mapping[str, LinearUse], ranks: int) -> Iterator[GroupPlan]:
     """Yield the ways to divide a group that its shapes allow, the most specific first.
 
     Raises:
@@ -207,7 +191,7 @@ def ways(group: LayerGroup, uses: Mapping[str, LinearUse], ranks: int) -> Iterat
     width, segments = uses[group.row].inputs, _segments(group, uses)
     if all(segment.size == width for segment in segments):
         row = even(0, width, ranks)
-        yield _assembled(segments, {width: row}, row, _local({width: row}, {}))
+        yield _assembled(group, segments, {width: row}, row, _local({width: row}, {}))
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +215,7 @@ def _segments(group: LayerGroup, uses: Mapping[str, LinearUse]) -> list[_Segment
 
 def _by_queries(
     group: LayerGroup, uses: Mapping[str, LinearUse], ranks: int
-) -> Iterator[GroupDivision]:
+) -> Iterator[GroupPlan]:
     """Divide grouped-query attention: some projections have the row's width, others fewer heads."""
     width = uses[group.row].inputs
     segments = _segments(group, uses)
@@ -249,12 +233,10 @@ def _by_queries(
     numbers = _local({width: q, min(sizes): kv}, {heads: (q, head_dim), kv_heads: (kv, head_dim)})
     if kv_heads < ranks:
         numbers[heads // kv_heads] = tuple(size // head_dim for size in q.local_sizes)
-    yield _assembled(segments, {width: q, min(sizes): kv}, q, numbers)
+    yield _assembled(group, segments, {width: q, min(sizes): kv}, q, numbers)
 
 
-def _by_heads(
-    group: LayerGroup, uses: Mapping[str, LinearUse], ranks: int
-) -> Iterator[GroupDivision]:
+def _by_heads(group: LayerGroup, uses: Mapping[str, LinearUse], ranks: int) -> Iterator[GroupPlan]:
     """Divide by heads: each projection has the row's width, or a multiple of it inside a head."""
     width = uses[group.row].inputs
     segments = _segments(group, uses)
@@ -266,27 +248,28 @@ def _by_heads(
         row = units(0, width, width // count, ranks)
         whole = {size: units(0, size, size // count, ranks) for size in {s.size for s in segments}}
         numbers = _local({**whole, width: row}, {count: (row, width // count)})
-        yield _assembled(segments, whole, row, numbers)
+        yield _assembled(group, segments, whole, row, numbers)
         # Or several parts one after the other, each with all heads.
         parts = {size: joined([row] * (size // width)) for size in whole if size % width == 0}
         if parts.keys() - {width}:
-            yield _assembled(segments, {**whole, **parts}, row, numbers)
+            yield _assembled(group, segments, {**whole, **parts}, row, numbers)
 
 
 def _assembled(
+    group: LayerGroup,
     segments: Sequence[_Segment],
     partitions: Mapping[int, Partition],
-    row: Partition,
-    numbers: Mapping[int, tuple[int, ...]],
-) -> GroupDivision:
-    """Return the division in which projections of one size are divided alike."""
+    inputs: Partition,
+    sizes: Mapping[int, tuple[int, ...]],
+) -> GroupPlan:
+    """Return the plan in which projections of one size are divided alike."""
     layers: dict[str, list[Partition]] = {}
     for segment in segments:
         layers.setdefault(segment.layer, []).append(partitions[segment.size])
     columns = {
         name: parts[0] if len(parts) == 1 else joined(parts) for name, parts in layers.items()
     }
-    return GroupDivision(columns, row, numbers)
+    return GroupPlan(columns, group.row, inputs, sizes=sizes)
 
 
 def _local(

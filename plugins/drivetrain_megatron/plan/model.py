@@ -44,12 +44,16 @@ from drivetrain_megatron.plan.named import (
     users_plan,
 )
 from drivetrain_megatron.plan.trial import (
+    DTYPES,
     SEED,
+    Attempt,
     Results,
+    Trial,
     backward,
+    first_trial,
     floating_in,
     is_close,
-    randomized,
+    on_meta,
     run_emulated,
     thin_shapes,
 )
@@ -600,13 +604,19 @@ def confirmed(
     if inputs is None or plan.is_whole:
         return plan
     try:
-        trial = make_whole_trial(uncompiled(model), inputs, plan.blocks, config.tp)
+        outlines = [*_outlines(uncompiled(model), inputs.look, plan.blocks, config.tp)]
+        if not outlines:
+            logger.debug("the model is too large to be tried whole: its blocks have been tried")
+            return plan
+        attempts = (
+            Attempt(outline, rows, dtype, trains, missing)
+            for trains, dtype in product((True, False), DTYPES)
+            for outline, rows, missing in outlines
+        )
+        trial = first_trial(attempts, Call(inputs.args, inputs.kwargs), _finite_run)
     except Exception as error:  # whatever the user's code raises
-        return _as_blocks_say(plan, _text(error), config)
-    if trial is None:
-        logger.debug("the model is too large to be tried as a whole: its blocks have been tried")
-        return plan
-    if trial.failure:
+        return _as_blocks_say(plan, f"{type(error).__name__}: {error}", config)
+    if not trial.trains:
         plan = _as_blocks_say(plan, trial.failure, config)
     reason = difference(trial, plan, config.tp)
     if reason and config.plan:
@@ -623,7 +633,7 @@ def _as_blocks_say(plan: ModelPlan, failure: str, config: MegatronConfig) -> Mod
     return replace(plan, vocabulary=plan.vocabulary if config.plan else [], note=note)
 
 
-def _rest_of(plan: ModelPlan, trial: "WholeTrial", reason: str, ranks: int) -> ModelPlan:
+def _rest_of(plan: ModelPlan, trial: Trial, reason: str, ranks: int) -> ModelPlan:
     """Return the part of a wrong plan that is right: without words, or nothing.
 
     Raises:
@@ -643,65 +653,13 @@ def _rest_of(plan: ModelPlan, trial: "WholeTrial", reason: str, ranks: int) -> M
     return ModelPlan({"": Derivation(untried=f"divided over ranks, {reason}")})
 
 
-@dataclass(frozen=True, slots=True)
-class WholeTrial:
-    """A copy of a model with random values, the arguments of a call, and the call's results.
-
-    Attributes:
-        model: in evaluation mode, so that nothing is dropped.
-        call: the arguments.
-        results: of one process.
-        missing: names of the blocks that the copy lacks.
-        failure: why there are no gradients to compare; "" if there are.
-    """
-
-    model: nn.Module
-    call: Call
-    results: Results
-    missing: Collection[str]
-    failure: str = ""
-
-
-def make_whole_trial(
-    model: nn.Module, inputs: ExampleInputs, blocks: Mapping[str, Derivation], ranks: int
-) -> WholeTrial | None:
-    """Run a copy of a model with random values, once: forward and backward, or forward alone.
-
-    Returns:
-        The trial; None for a model that is too large for a trial.
-
-    Raises:
-        Exception: whatever the model's code raises when it computes on the CPU with random values,
-            in fp64 and in fp32.
-        ArithmeticError: the results are not finite, so that nothing can be compared.
-    """
-    call = Call(inputs.args, inputs.kwargs)
-    failure: Exception | None = None
-    for trains, dtype in product((True, False), (torch.float64, torch.float32)):
-        for outline, rows, missing in _outlines(model, inputs.look, blocks, ranks):
-            try:
-                copied, wide = randomized(outline, call, rows, dtype)
-                with rng.fork(SEED), torch.set_grad_enabled(trains):
-                    results = _finite(_run(copy.deepcopy(copied), wide))
-                return WholeTrial(copied, wide, results, missing, "" if trains else _text(failure))
-            except Exception as error:  # whatever the user's code raises
-                failure = failure or error
-    if failure is not None:
-        raise failure
-    return None
-
-
-def _text(error: Exception | None) -> str:
-    return f"{type(error).__name__}: {error}"
-
-
-def difference(trial: WholeTrial, plan: ModelPlan, ranks: int) -> str:
+def difference(trial: Trial, plan: ModelPlan, ranks: int) -> str:
     """Return how the numbers of ranks under a plan differ from one process; "" if they do not."""
     blocks = {name: each for name, each in plan.blocks.items() if name not in trial.missing}
     expected = trial.results
 
     def one_rank(communicator: Communicator) -> tuple[Results, Mapping[str, ShardingSpec]]:
-        mine = copy.deepcopy(trial.model)
+        mine = copy.deepcopy(trial.module)
         side = TensorParallel(
             communicator, sequence_parallel=plan.sharded, named=None, strict=False
         )
@@ -711,13 +669,13 @@ def difference(trial: WholeTrial, plan: ModelPlan, ranks: int) -> str:
         return _run(mine, trial.call, expected.outputs), facts
 
     try:
-        with rng.fork(SEED), torch.set_grad_enabled(not trial.failure):
+        with rng.fork(SEED), torch.set_grad_enabled(trial.trains):
             found = run_emulated(ranks, one_rank)
             seen = found[0][0].outputs
             if any(_ranks_own(seen, expected.outputs)):
-                expected = _run(copy.deepcopy(trial.model), trial.call, seen)
+                expected = _run(copy.deepcopy(trial.module), trial.call, seen)
     except Exception as error:  # whatever the user's code says to sizes that it does not expect
-        return _text(error)
+        return f"{type(error).__name__}: {error}"
     outputs = (_other_output(results, expected) for results, _ in found)
     gradients = (
         _other_gradient(results, expected, facts, rank)
@@ -749,7 +707,9 @@ def _ranks_own(outputs: Sequence[Tensor], like: Sequence[Tensor]) -> list[bool]:
     return [index > 0 and x.shape != other.shape for index, (x, other) in pairs]
 
 
-def _finite(results: Results) -> Results:
+def _finite_run(model: nn.Module, call: Call) -> Results:
+    """Run, and refuse results with which nothing can be compared."""
+    results = _run(model, call)
     tensors = [*results.outputs, *(g for g in results.parameters.values() if g is not None)]
     if not results.outputs:
         raise ArithmeticError("no floating point tensors were found in its output")
@@ -835,11 +795,7 @@ def _list_of(block: str) -> str:
 
 def _outline(model: nn.Module, missing: Collection[str]) -> nn.Module:
     """Return a copy without values, uncompiled, that lacks these blocks."""
-    known: dict[int, Any] = {
-        id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.is_floating_point())
-        for _, p in model.named_parameters()
-    }
-    outline = copy.deepcopy(model, known)
+    outline = copy.deepcopy(model, on_meta(model))
     for module in outline.modules():
         children = [(name, child) for name, child in module._modules.items() if child is not None]
         module._modules.update((name, uncompiled(child)) for name, child in children)

@@ -23,7 +23,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar
 
@@ -67,15 +67,10 @@ class Offer:
     where: str
     flat: Tensor
 
-    def agrees(self, other: "Offer") -> bool:
-        """Whether two ranks are about to do the same thing."""
-        mine, theirs = self.call, other.call
-        return (
-            mine.operation == theirs.operation
-            and (mine.chunks, mine.source, mine.reduction)
-            == (theirs.chunks, theirs.source, theirs.reduction)
-            and (self.flat.numel(), self.flat.dtype) == (other.flat.numel(), other.flat.dtype)
-        )
+    @property
+    def facts(self) -> tuple[Request, int, torch.dtype]:
+        """What ranks must do alike."""
+        return replace(self.call, label=""), self.flat.numel(), self.flat.dtype
 
     def __str__(self) -> str:
         return f"{self.call.operation} of {self.flat.numel()} {self.flat.dtype} ({self.where})"
@@ -124,7 +119,7 @@ class Meeting:
         self._offers[rank] = offer
         self._meet(rank, offer)
         offers = [each for each in self._offers if each is not None]
-        if not all(offer.agrees(each) for each in offers):
+        if any(offer.facts != each.facts for each in offers):
             found = "; ".join(f"rank {r}: {each}" for r, each in enumerate(offers))
             raise CollectiveError(
                 f"ranks must run the same operations in the same order, found {found}; they took "
@@ -321,7 +316,7 @@ def random_copy(
         rows: names of the layers that may be cut by rows; None leaves all matrices as they are.
         dtype: of the values.
     """
-    layers = [] if rows is None else _thin_layers(model, rows)
+    layers = _thin_layers(model, rows)
     shapes = _shapes(model, layers)
     known: dict[int, Any] = {}
     for _, parameter in model.named_parameters():
@@ -351,7 +346,7 @@ def random_copy(
 
 def thin_shapes(model: nn.Module, rows: Collection[str] | None) -> dict[int, Sequence[int]]:
     """Return the shapes that parameters have in such a copy, by ``id`` of the model's own."""
-    return _shapes(model, [] if rows is None else _thin_layers(model, rows))
+    return _shapes(model, _thin_layers(model, rows))
 
 
 def randn(shape: Sequence[int], generator: torch.Generator) -> Tensor:
@@ -381,13 +376,13 @@ def _floats(tensor: Tensor) -> bool:
     return tensor.is_floating_point()
 
 
-def _thin_layers(model: nn.Module, rows: Collection[str]) -> list[_Thin]:
+def _thin_layers(model: nn.Module, rows: Collection[str] | None) -> list[_Thin]:
     """Return the layers whose matrices become thin: all that share a weight, or none of them."""
 
     def weight_of(layer: _Thin) -> int:
         return id(model.get_submodule(layer.module)._parameters["weight"])
 
-    found = list(_thin_candidates(model, rows))
+    found = [] if rows is None else list(_thin_candidates(model, rows))
     uses = Counter((weight_of(layer), layer.parameters["weight"]) for layer in found)
     owners = Counter(id(p) for module in model.modules() for p in module.parameters(False))
     return [
@@ -472,18 +467,47 @@ have the next one: they must not be the values of some parameter."""
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """A whole block with random values, the arguments of a call, and its results.
+    """A block, or a whole model, with random values, the arguments of a call, and its results.
 
-    The block is in evaluation mode, so that nothing is dropped.
+    The module is in evaluation mode, so that nothing is dropped.
 
     Attributes:
+        module: a copy.
+        call: its arguments.
+        results: of one process.
         trains: whether gradients are compared, too; a call of an evaluation has none.
+        missing: names of the blocks that the copy lacks.
+        failure: the error of the first attempt before, in words; "" without any.
     """
 
-    block: nn.Module
+    module: nn.Module
     call: Call
     results: "Results"
     trains: bool = True
+    missing: Collection[str] = ()
+    failure: str = ""
+
+
+class Attempt(NamedTuple):
+    """A way to try a module.
+
+    Attributes:
+        module: to copy.
+        rows: names of the layers that may be cut by rows: large matrices become thin in the other
+            dim; None leaves all matrices as they are.
+        dtype: of the trial: fp64, or fp32 where the code has no fp64 (products of experts).
+        trains: whether there is a backward.
+        missing: names of the blocks that the module lacks.
+    """
+
+    module: nn.Module
+    rows: Collection[str] | None
+    dtype: torch.dtype
+    trains: bool = True
+    missing: Collection[str] = ()
+
+
+DTYPES = (torch.float64, torch.float32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -509,42 +533,39 @@ class Results:
 def make_trial(
     block: nn.Module, call: Call, rows: Collection[str] | None = None, *, trains: bool = True
 ) -> Trial:
-    """Run a copy of a block with random values, once: forward and backward.
+    """Return the trial of a block; arguments as of ``Attempt`` and ``first_trial``."""
+    attempts = (Attempt(block, rows, dtype, trains) for dtype in DTYPES)
+    return first_trial(attempts, call, run_block)
 
-    It computes in fp64, or in fp32 where its code has no fp64 (products of groups of experts).
+
+def first_trial(
+    attempts: Iterable[Attempt], call: Call, run: Callable[[nn.Module, Call], Results]
+) -> Trial:
+    """Return the first of some trials that runs on the CPU.
 
     Args:
-        block: its values do not matter; it may be on the meta device.
-        call: its arguments: activations get random values, too; other tensors keep theirs.
-        rows: names of the layers that may be cut by rows: large matrices become thin in the other
-            dim; None leaves all matrices as they are.
-        trains: whether there is a backward.
+        attempts: values do not matter; modules may be on the meta device.
+        call: the arguments: activations get random values, too; other tensors keep theirs.
+        run: a copy.
 
     Raises:
-        Exception: whatever the block's code raises when it computes in fp64 on the CPU.
+        Exception: whatever the first one raised, where none runs.
+        LookupError: there is none.
     """
-    failures = []
-    for dtype in (torch.float64, torch.float32):
+    failure: Exception | None = None
+    for module, rows, dtype, trains, missing in attempts:
         try:
-            trial, wide = randomized(block, call, rows, dtype)
+            generator = torch.Generator().manual_seed(SEED)
+            copied = random_copy(module, generator, rows, dtype)
+            wide = _wide(call, generator, dtype)
             with rng.fork(SEED), torch.set_grad_enabled(trains):
                 # A copy runs: what a block keeps of a forward could not be copied for the ranks.
-                return Trial(trial, wide, run_block(copy.deepcopy(trial), wide), trains)
+                results = run(copy.deepcopy(copied), wide)
+            failed = "" if failure is None else f"{type(failure).__name__}: {failure}"
+            return Trial(copied, wide, results, trains, missing, failed)
         except Exception as error:  # whatever the user's code raises
-            failures.append(error)
-    raise failures[0]
-
-
-def randomized(
-    module: nn.Module, call: Call, rows: Collection[str] | None, dtype: torch.dtype
-) -> tuple[nn.Module, Call]:
-    """Return a copy with random values in evaluation mode, and arguments for the copy.
-
-    The arguments are those of ``make_trial``.
-    """
-    generator = torch.Generator().manual_seed(SEED)
-    copied = random_copy(module, generator, rows, dtype)
-    return copied, _wide(call, generator, dtype)
+            failure = failure or error
+    raise failure or LookupError("nothing to try")
 
 
 def verify(
@@ -560,7 +581,7 @@ def verify(
     def one_rank(communicator: Communicator) -> tuple[Results, dict[str, ShardingSpec]]:
         tokens = TokenShards() if sequence_parallel else None
         edges = Edges(communicator, tokens)
-        block = copy.deepcopy(trial.block)
+        block = copy.deepcopy(trial.module)
         facts = divide(block, plan, edges)
         with torch.set_grad_enabled(trial.trains):  # a thread has a mode of its own
             return run_block(block, trial.call, edges), facts
@@ -623,12 +644,7 @@ def run_block(block: nn.Module, call: Call, edges: Edges | None = None) -> Resul
     if given is not None:
         given.requires_grad_()
     wanted = [leaf for leaf in floating_in((args, kwargs)) if leaf.requires_grad]
-    with entered(given, given, edges) as (inside, sequence):
-        if given is not None:
-            args, kwargs = tree_map(lambda x: inside if x is given else x, (args, kwargs))
-        outputs = floating_in(block(*args, **kwargs))
-        if edges is not None and sequence is not None:
-            outputs[0] = gather(outputs[0], edges.ranks, sequence)
+    with _outputs(block, (args, kwargs), given, edges) as outputs:
         backward(outputs)
     return Results(
         [output.detach() for output in outputs],
@@ -638,16 +654,25 @@ def run_block(block: nn.Module, call: Call, edges: Edges | None = None) -> Resul
 
 
 @contextmanager
-def entered(
-    given: Tensor | None, inside: Tensor | None, edges: Edges | None
-) -> Iterator[tuple[Tensor | None, Partition | None]]:
-    """Context with the incoming activation, or a shard of the activation, and its partition."""
-    if given is None or inside is None or edges is None or edges.tokens is None:
-        yield inside, None
+def _outputs(
+    block: nn.Module, arguments: Any, inside: Tensor | None, edges: Edges | None
+) -> Iterator[list[Tensor]]:
+    """Context with the floating point outputs of a block, whole on every rank.
+
+    The first activation among the arguments is ``inside``; with tokens, a shard of it.
+    """
+    given = activation_in(arguments)
+    tokens = None if given is None or edges is None else edges.tokens
+    if given is None or inside is None or edges is None or tokens is None:
+        args, kwargs = tree_map(lambda x: inside if x is given else x, arguments)
+        yield floating_in(block(*args, **kwargs))
         return
-    with edges.tokens.of(given.shape[edges.tokens.dim]):
-        sequence = edges.tokens.partition(edges.ranks.size)
-        yield scatter(inside, edges.ranks, sequence), sequence
+    with tokens.of(given.shape[tokens.dim]):
+        sequence = tokens.partition(edges.ranks.size)
+        shard = scatter(inside, edges.ranks, sequence)
+        args, kwargs = tree_map(lambda x: shard if x is given else x, arguments)
+        first, *others = floating_in(block(*args, **kwargs))
+        yield [gather(first, edges.ranks, sequence), *others]
 
 
 def backward(outputs: Sequence[Tensor]) -> None:
@@ -705,7 +730,7 @@ def find_layouts(
 
     def recorded(communicator: Communicator, divided: bool) -> dict[Site, list[Tensor]]:
         edges = Edges(communicator, TokenShards() if tokens is not None else None)
-        block = copy.deepcopy(trial.block).train()
+        block = copy.deepcopy(trial.module).train()
         if divided:
             divide(block, plan, edges)
         open_attentions(block, communicator)
@@ -723,7 +748,7 @@ def find_layouts(
     found = {}
     for site, expected in whole.items():
         seen = [part.get(site, []) for part in parts]
-        candidates = _candidates(trial.block, plan, ranks, tokens, expected[0])
+        candidates = _candidates(trial.module, plan, ranks, tokens, expected[0])
         fitting = [each for each in candidates if _fits(each, expected, seen)]
         if not fitting:
             shapes = [[tuple(x.shape) for x in each] for each in seen]
@@ -800,7 +825,7 @@ def find_misfit(
 
     Blocks that read values cannot run without any: they fit, and a line says so.
     """
-    whole = _outlined(copy.deepcopy(block, _on_meta(block)))
+    whole = _outlined(copy.deepcopy(block, on_meta(block)))
     try:
         expected = _shapes_of(whole, call)
     except Exception as error:  # whatever the user's code raises without values
@@ -812,7 +837,7 @@ def find_misfit(
 
     def one_rank(communicator: Communicator) -> list[torch.Size]:
         edges = Edges(communicator, TokenShards() if sequence_parallel else None)
-        mine = copy.deepcopy(block, _on_meta(block))
+        mine = copy.deepcopy(block, on_meta(block))
         divide(mine, plan, edges)
         return _shapes_of(_outlined(mine), call, edges)
 
@@ -823,7 +848,7 @@ def find_misfit(
     return "" if all(each == expected for each in found) else "outputs have other shapes"
 
 
-def _on_meta(block: nn.Module) -> dict[int, Any]:
+def on_meta(block: nn.Module) -> dict[int, Any]:
     """Return parameters on the meta device for a copy of a block, by identity of its own."""
     return {
         id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.is_floating_point())
@@ -844,12 +869,8 @@ def _outlined(block: nn.Module) -> nn.Module:
 
 
 def _shapes_of(block: nn.Module, call: Call, edges: Edges | None = None) -> list[torch.Size]:
-    args, kwargs = call.copied()
-    given = activation_in((args, kwargs))
+    arguments = call.copied()
+    given = activation_in(arguments)
     outline = None if given is None else StageProxy.of(given, torch.device("cpu"))
-    with entered(given, outline, edges) as (inside, sequence):
-        args, kwargs = tree_map(lambda x: inside if x is given else x, (args, kwargs))
-        outputs = floating_in(block(*args, **kwargs))
-        if edges is not None and sequence is not None:
-            outputs[0] = gather(outputs[0], edges.ranks, sequence)
-    return [output.shape for output in outputs]
+    with _outputs(block, arguments, outline, edges) as outputs:
+        return [output.shape for output in outputs]

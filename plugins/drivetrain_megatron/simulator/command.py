@@ -10,8 +10,9 @@ wait; sends do not. Formulas: Narayanan et al. 2021 (section 2.2), Qi et al. 202
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -124,37 +125,17 @@ def promised(schedule: Schedule, durations: Mapping[ActionKind, float]) -> Formu
     its section 2.2.2, where p divides m; ZB-H1: Qi et al. 2023 (arXiv 2401.10241), section 2.3,
     where its three kinds take equally long and there are at least p micro-batches.
     """
-    formula = _FORMULAS.get(schedule.name)
-    return None if formula is None else formula(schedule, durations)
-
-
-def _whole(schedule: Schedule, durations: Mapping[ActionKind, float]) -> Formula:
-    p, m = len(schedule.ranks), schedule.micro_batches
-    both = durations[ActionKind.FORWARD] + durations[ActionKind.BACKWARD]
-    return Formula("(m+p-1)(F+B)", (m + p - 1) * both)
-
-
-def _interleaved(schedule: Schedule, durations: Mapping[ActionKind, float]) -> Formula | None:
-    p, m = len(schedule.ranks), schedule.micro_batches
-    if m % p:
-        return None
-    both = durations[ActionKind.FORWARD] + durations[ActionKind.BACKWARD]
-    return Formula("(m+(p-1)/v)(F+B)", (m * schedule.stages // p + p - 1) * both)
-
-
-def _zero_bubble(schedule: Schedule, durations: Mapping[ActionKind, float]) -> Formula | None:
-    p, m = len(schedule.ranks), schedule.micro_batches
+    name, p, m = schedule.name, len(schedule.ranks), schedule.micro_batches
     forward = durations[ActionKind.FORWARD]
+    both = forward + durations[ActionKind.BACKWARD]
+    if name in ("gpipe", "1f1b"):
+        return Formula("(m+p-1)(F+B)", (m + p - 1) * both)
+    if name == "interleaved" and m % p == 0:
+        return Formula("(m+(p-1)/v)(F+B)", (m * schedule.stages // p + p - 1) * both)
     equal = forward == durations[ActionKind.INPUT] == durations[ActionKind.WEIGHT]
-    return Formula("(3m+p-1)F", (3 * m + p - 1) * forward) if equal and m >= p else None
-
-
-_FORMULAS: dict[str, Callable[[Schedule, Mapping[ActionKind, float]], Formula | None]] = {
-    "gpipe": _whole,
-    "1f1b": _whole,
-    "interleaved": _interleaved,
-    "zb-h1": _zero_bubble,
-}
+    if name == "zb-h1" and equal and m >= p:
+        return Formula("(3m+p-1)F", (3 * m + p - 1) * forward)
+    return None
 
 
 # --- a Gantt chart, on the terminal, or as a PNG or SVG picture ---
@@ -497,11 +478,14 @@ class SimulatedRun:
         return [self.timeline.kept(rank) for rank in range(len(self.timeline.ranks))]
 
 
+_COUNT = partial(click.option, type=int, metavar="N")
+_TIME = partial(click.option, type=float, metavar="TIME", show_default=True)
+_FILE = partial(click.option, type=click.Path(path_type=Path), metavar="FILE")
+
+
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
-@click.option("--pp", type=int, required=True, metavar="N", help="Ranks of the pipeline.")
-@click.option(
-    "--micro-batches", type=int, required=True, metavar="N", help="Micro-batches per step."
-)
+@_COUNT("--pp", required=True, help="Ranks of the pipeline.")
+@_COUNT("--micro-batches", required=True, help="Micro-batches per step.")
 @click.option(
     "--schedule",
     "name",
@@ -511,55 +495,20 @@ class SimulatedRun:
     show_default=True,
     help=f"Which one to draw; {ALL} compares them.",
 )
-@click.option(
+@_COUNT(
     "--chunks",
-    type=int,
-    metavar="N",
     help="Stages per rank, of interleaved only.  [default: 2 for interleaved, else 1]",
 )
-@click.option(
-    "--forward",
-    type=float,
-    metavar="TIME",
-    default=1.0,
-    show_default=True,
-    help="Time of one micro-batch's forward on a rank.",
-)
-@click.option(
-    "--backward",
-    type=float,
-    metavar="TIME",
-    default=2.0,
-    show_default=True,
-    help="Time of its backward.",
-)
-@click.option(
+@_TIME("--forward", default=1.0, help="Time of one micro-batch's forward on a rank.")
+@_TIME("--backward", default=2.0, help="Time of its backward.")
+@_TIME(
     "--weight",
-    type=float,
-    metavar="TIME",
     help="Part of --backward for the gradients of weights, where backward is in halves.  "
     "[default: half of --backward]",
 )
-@click.option(
-    "--travel",
-    type=float,
-    metavar="TIME",
-    default=0.0,
-    show_default=True,
-    help="Time of a message between ranks.",
-)
-@click.option(
-    "--output",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="Also draw a picture, FILE.png or FILE.svg.",
-)
-@click.option(
-    "--trace",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="Also write a Chrome trace, as JSON; a unit of time becomes a second.",
-)
+@_TIME("--travel", default=0.0, help="Time of a message between ranks.")
+@_FILE("--output", help="Also draw a picture, FILE.png or FILE.svg.")
+@_FILE("--trace", help="Also write a Chrome trace, as JSON; a unit of time becomes a second.")
 def schedule(
     pp: int,
     micro_batches: int,

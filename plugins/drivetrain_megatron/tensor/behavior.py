@@ -15,7 +15,7 @@ import functools
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -85,9 +85,15 @@ class Own(Behavior):
 
 @dataclass(frozen=True)
 class Surrounding(Behavior):
-    """Adds something to the forward of a module, which has another behavior inside."""
+    """A module's behavior inside of a context that is made for each call."""
 
     inner: Behavior
+    around: Callable[[nn.Module], AbstractContextManager[object]]
+
+    def forward(self, module: Any, *args: Any, **kwargs: Any) -> Any:
+        """Compute as the module does."""
+        with self.around(module):
+            return self.inner.forward(module, *args, **kwargs)
 
 
 class Parallel:
@@ -227,13 +233,15 @@ def exchange(module: nn.Module, behavior: Behavior) -> None:
     module.__dict__[_KEY] = behavior
 
 
-def surround(module: nn.Module, make: Callable[[Behavior], Surrounding]) -> None:
-    """Surround a module's behavior, or its own forward, with another; ``release`` undoes this."""
+def surround(
+    module: nn.Module, around: Callable[[nn.Module], AbstractContextManager[object]]
+) -> None:
+    """Surround a module's behavior, or its own forward, with a context; ``release`` undoes this."""
     inner = behavior_of(module)
     if inner is None:
-        attach(module, make(Own()))
+        attach(module, Surrounding(Own(), around))
     else:
-        module.__dict__[_KEY] = make(inner)
+        exchange(module, Surrounding(inner, around))
 
 
 def release(module: nn.Module) -> None:
