@@ -75,7 +75,7 @@ from drivetrain_megatron.pipeline.transfer import MicroBatch, StageLinks, cut_ba
 from drivetrain_megatron.plan.derive import Derivation
 from drivetrain_megatron.plan.model import ModelPlan, TensorParallel, confirmed
 from drivetrain_megatron.recording.calls import inputs_for
-from drivetrain_megatron.recording.phases import Recording, TensorMeta, block_order, recording_of
+from drivetrain_megatron.recording.phases import Recording, TensorMeta, named_blocks, recording_of
 from drivetrain_megatron.recording.proxy import StageProxy
 from drivetrain_megatron.state import data_parallel
 from drivetrain_megatron.tensor.linear import features_of, is_linear
@@ -408,7 +408,7 @@ class StepVolumes:
             look = look_at(module, args, kwargs, kind=StageProxy)
             leaving: list[Sequence[TensorMeta]] = []
         else:
-            blocks = block_order(pipeline.recording, module)
+            blocks = named_blocks(pipeline.recording.names, module)
             look = look_at(module, args, kwargs, blocks=blocks, kind=StageProxy, isolated=True)
             leaving = [crossing.metas for crossing in recording_of(module, look).crossings]
         calls = look.first_calls().items()

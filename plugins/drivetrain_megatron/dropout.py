@@ -403,11 +403,6 @@ def dropping_modules(model: nn.Module, look: Look) -> frozenset[str]:
     return frozenset(seen | inside)
 
 
-def drops(module: nn.Module) -> bool:
-    """Whether a module of torch drops elements in training."""
-    return (isinstance(module, nn.Dropout) and module.p > 0.0) or _is_attention(module)
-
-
 def open_attentions(model: nn.Module, ranks: Communicator) -> None:
     """Let attentions that drop weights, and are whole on this rank, compute where masks reach them.
 
@@ -506,7 +501,11 @@ class Dropout(Uncopied):
         except UsageError:
             if inputs_of_user(model) is not None:
                 raise
-            self._names = frozenset(name for name, m in model.named_modules() if drops(m))
+            self._names = frozenset(
+                name
+                for name, module in model.named_modules()
+                if _is_attention(module) or (isinstance(module, nn.Dropout) and module.p > 0.0)
+            )
             if self._ranks.size > 1:
                 self._names |= {""}  # whatever is random in it must be equal on all of them
             else:

@@ -164,65 +164,6 @@ def _viewed(leaf: Any, copies: set[WholeCopy]) -> Any:
     return leaf
 
 
-# --- place of a gradient of which each rank has a share, for what stands at ``p.grad`` ---
-
-
-class SharePlace:
-    """Where this rank's share of a gradient lies: at ``grad`` of the parameter with the share."""
-
-    def __init__(self, share: "Share") -> None:
-        self.name = share.name
-        self._share = share
-
-    def piece(self) -> Tensor:
-        """Return this rank's share."""
-        held = self._share.held_gradient()
-        if held is None:
-            raise UsageError(
-                f"expected the gradient of {self.name!r}, found that it has been cleared since "
-                "p.grad was read; keep a clone()"
-            )
-        return held
-
-    def counted(self) -> Tensor | None:
-        """Return this rank's share, with zeros for what an earlier rank has, too."""
-        held = self._share.held_gradient()
-        partition = self._share.partition
-        if held is None or partition.is_plain:
-            return held
-        return partition.disown(_ordinary(held).clone(), self._share.model.ranks.rank)
-
-    def clear(self) -> None:
-        """Write zeros."""
-        self.piece().zero_()
-
-    def changed(self) -> None:
-        """Forget what was measured."""
-        self._share.model.forget_norms()
-
-    def cut(self, whole: Tensor) -> Tensor:
-        """Return this rank's share of a tensor of the parameter's shape."""
-        return self._share.partition.take(whole, self._share.model.ranks.rank)
-
-    def whole(self, piece: Tensor) -> Tensor:
-        """Bring the shares of all ranks together. Collective."""
-        share, label = _ordinary(piece), f"gradient of {self.name!r}"
-        narrow = share.dtype is torch.bool
-        share = share.to(torch.uint8) if narrow else share
-        known = self._share
-        whole = gathered(share, known.model.ranks, known.partition, label=label)
-        return whole.bool() if narrow else whole
-
-    def norm(self, norm_type: float) -> Tensor:
-        """Return the norm of the whole gradient. Collective, once for all gradients."""
-        return self._share.model.norm(self._share, norm_type)
-
-
-def _ordinary(piece: Tensor) -> Tensor:
-    """Return a share whole over the ranks of the strategy inside of the cell."""
-    return piece.whole() if isinstance(piece, DividedGradient) else piece
-
-
 # --- one parameter ---
 
 GradientHook: TypeAlias = Callable[[Tensor], Tensor | None]
@@ -233,7 +174,7 @@ _DATA: Any = Tensor.data
 
 
 class Share:
-    """A rank's share of one parameter, of the model or of a copy.
+    """A rank's share of one parameter, of the model or of a copy; the place of its gradient, too.
 
     Args:
         name: of the parameter.
@@ -249,7 +190,6 @@ class Share:
         partition: as given.
         model: as given.
         beneath: the class of the parameter as the strategy inside of the cell knows it.
-        place: of the gradient.
     """
 
     def __init__(
@@ -271,7 +211,6 @@ class Share:
         self._copied = copied
         self._shown: Callable[[], WholeCopy | None] = lambda: None
         self._gradient: DividedGradient | None = None
-        self.place = SharePlace(self)
         setattr(parameter, SHARE, self)
 
     def cover(self) -> None:
@@ -290,7 +229,7 @@ class Share:
         with self._bare():
             return gather(self.parameter, ranks, self.partition)
 
-    def whole(self) -> WholeTensor:
+    def values(self) -> WholeTensor:
         """Return the whole values outside of autograd. Collective."""
         ranks, label = self.ranks(), f"values of {self.name!r}"
         with torch.no_grad(), self._bare():
@@ -310,7 +249,7 @@ class Share:
             UsageError: they have another shape.
         """
         self._check_whole(whole)
-        share = self.place.cut(whole.detach())
+        share = self.cut(whole.detach())
         known, self._shown = self._shown(), lambda: None
         if known is not None:
             known.cut()
@@ -323,7 +262,7 @@ class Share:
             return None
         if self._gradient is None:
             like = self.parameter.new_empty(self._shape)  # for its facts: no memory is touched
-            self._gradient = DividedGradient(like, self.place)
+            self._gradient = DividedGradient(like, self)
         return self._gradient
 
     def assign_gradient(self, given: Tensor | None) -> None:
@@ -338,11 +277,9 @@ class Share:
         if given is not None:
             self._check_whole(given)
             if isinstance(given, DividedGradient):
-                share = (
-                    given.piece() if given.place is self.place else self.place.cut(given.whole())
-                )
+                share = given.piece() if given.place is self else self.cut(given.whole())
             else:
-                share = self.place.cut(given)
+                share = self.cut(given)
         with bare([self.parameter]):
             self.parameter.grad = share
         self.model.forget_norms()
@@ -351,6 +288,51 @@ class Share:
         """Return the gradient of the share, as the strategy inside of the cell shows it."""
         with bare([self.parameter]):
             return self.parameter.grad
+
+    def piece(self) -> Tensor:
+        """Return this rank's share of the gradient.
+
+        Raises:
+            UsageError: there is none any more.
+        """
+        held = self.held_gradient()
+        if held is None:
+            raise UsageError(
+                f"expected the gradient of {self.name!r}, found that it has been cleared since "
+                "p.grad was read; keep a clone()"
+            )
+        return held
+
+    def counted(self) -> Tensor | None:
+        """Return this rank's share of the gradient, with zeros for what an earlier rank has too."""
+        held = self.held_gradient()
+        if held is None or self.partition.is_plain:
+            return held
+        return self.partition.disown(_ordinary(held).clone(), self.model.ranks.rank)
+
+    def clear(self) -> None:
+        """Write zeros into the gradient."""
+        self.piece().zero_()
+
+    def changed(self) -> None:
+        """Forget what was measured of the gradient."""
+        self.model.forget_norms()
+
+    def cut(self, whole: Tensor) -> Tensor:
+        """Return this rank's share of a tensor of the parameter's shape."""
+        return self.partition.take(whole, self.model.ranks.rank)
+
+    def whole(self, piece: Tensor) -> Tensor:
+        """Bring the shares of a gradient together. Collective."""
+        share, label = _ordinary(piece), f"gradient of {self.name!r}"
+        narrow = share.dtype is torch.bool
+        share = share.to(torch.uint8) if narrow else share
+        whole = gathered(share, self.model.ranks, self.partition, label=label)
+        return whole.bool() if narrow else whole
+
+    def norm(self, norm_type: float) -> Tensor:
+        """Return the norm of the whole gradient. Collective, once for all gradients."""
+        return self.model.norm(self, norm_type)
 
     def _check_whole(self, given: Tensor) -> None:
         if tuple(given.shape) != self._shape:
@@ -435,7 +417,7 @@ class Share:
 
     def put(self, whole: Tensor) -> None:
         """Take this rank's share of whole values over."""
-        share = self.place.cut(whole)
+        share = self.cut(whole)
         with torch.no_grad(), self._bare():
             self.parameter.copy_(share)
 
@@ -443,6 +425,11 @@ class Share:
         """Tell one state of the values from another."""
         with bare([self.parameter]):
             return self.parameter._version, 0 if self._copied else self.model.steps
+
+
+def _ordinary(piece: Tensor) -> Tensor:
+    """Return a share whole over the ranks of the strategy inside of the cell."""
+    return piece.whole() if isinstance(piece, DividedGradient) else piece
 
 
 class ShareParameter(nn.Parameter):
@@ -481,7 +468,7 @@ class ShareParameter(nn.Parameter):
         return memo[id(self)] if id(self) in memo else self._share.copy(memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        whole = nn.Parameter(self._share.whole().plain(), self.requires_grad)
+        whole = nn.Parameter(self._share.values().plain(), self.requires_grad)
         return whole.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -518,7 +505,7 @@ def _on_whole(
         if tracked and id(parameter) not in written:
             stand_ins[parameter] = known.tracked()
         else:  # a leaf, into which autograd lets nobody write
-            stand_ins[parameter] = known.whole().requires_grad_(tracked)
+            stand_ins[parameter] = known.values().requires_grad_(tracked)
     result = _replaced(func, args, kwargs, stand_ins)
     back = {id(stand_in): parameter for parameter, stand_in in stand_ins.items()}
     return tree_map(lambda leaf: back.get(id(leaf), leaf), result)
@@ -677,7 +664,7 @@ class Shares:
         """Return the norm of a whole gradient; those of all are measured together. Collective."""
         together = self._all if share in self._all else [share]
         if share not in self._norms.get(norm_type, {}):
-            counted = [each.place.counted() for each in together]
+            counted = [each.counted() for each in together]
             device = share.parameter.device
             norms = norms_of_each(counted, norm_type, over=[self.ranks], device=device)
             self._norms[norm_type] = dict(zip(together, norms.unbind(), strict=True))

@@ -410,7 +410,8 @@ class Megatron(MegatronOutline, StrategyAround[MegatronConfig]):
         """Context in which these parameters are whole, as in the user's model, on every rank."""
         chosen = list(parameters)
         here = [p for p in chosen if not isinstance(p, Elsewhere) and not p.is_meta]
-        stages = nullcontext() if self._builder is None else self._builder.whole(chosen, modify)
+        others = None if self._builder is None else self._builder.stand_ins
+        stages = nullcontext() if others is None else others.whole(chosen, modify=modify)
         with self._whole_here(here, modify=modify), stages:
             yield
 

@@ -1,7 +1,6 @@
 """A model as a pipeline: cut into this rank's stages, and called in an ordinary training loop."""
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -69,7 +68,7 @@ from drivetrain_megatron.pipeline.transfer import (
 )
 from drivetrain_megatron.pipeline.trials import BatchTrial, LossTrial
 from drivetrain_megatron.recording.calls import ExampleInputs
-from drivetrain_megatron.recording.phases import Recording, block_order, recording_of
+from drivetrain_megatron.recording.phases import Recording, named_blocks, recording_of
 from drivetrain_megatron.recording.proxy import StageProxy, resolve
 from drivetrain_megatron.tensor.behavior import Uncompiled
 from drivetrain_megatron.tensor.linear import WeightGradients, defer_no_more, defer_weights
@@ -542,7 +541,7 @@ class PipelineBuilder:
         check_only_reads(inputs.look)
         recording = recording_of(model, inputs.look)
         self._planned = recording, chosen_cut(self._config, model, recording, inputs.look)
-        self.blocks = block_order(recording, model)
+        self.blocks = named_blocks(recording.names, model)
 
     def agree(self) -> None:
         """Let the stages begin on all ranks where they do on rank 0. Collective.
@@ -639,15 +638,6 @@ class PipelineBuilder:
         method.put()
         self._methods.append(method)
 
-    def whole(
-        self, parameters: Sequence[nn.Parameter], modify: bool
-    ) -> AbstractContextManager[None]:
-        """Return the context in which parameters of all stages are whole on each.
-
-        Those of this rank's stages are whole already.
-        """
-        return self.stand_ins.whole(parameters, modify=modify)
-
     def _trace(self) -> StepTrace | None:
         """Return the writer of traces, if asked for; other pipelines have traces of their own."""
         if not self._config.trace_dir:
@@ -664,7 +654,7 @@ class PipelineBuilder:
         unwrap_forward(model, _ORIGINAL)
         self._adapted.close()
         defer_no_more(self._deferring)
-        self._split.close()
+        self._split.parts.gates.close()
         self._uncompiled.undo()
         self._replicas.close()
 
@@ -695,7 +685,7 @@ def _around_blocks(recording: Recording, model: nn.Module) -> list[nn.Module]:
 
     Proxies cannot be compiled.
     """
-    blocks = [block for _, block in block_order(recording, model)]
+    blocks = [block for _, block in named_blocks(recording.names, model)]
     inside = {id(module) for block in blocks for module in block.modules()}
     return [module for module in model.modules() if id(module) not in inside]
 

@@ -6,9 +6,9 @@ each kind of block, on random inputs.
 
 import copy
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -98,11 +98,34 @@ def balanced(
         float(recording.between[-1]) if after is None else after,
     )
     closed = kept_together(recording)
-    partitions = _Partition(costs, edges, closed, stages)
-    largest = partitions.smallest_largest()
+    sums = list(accumulate(costs, initial=edges[0]))  # what comes first stays with block 0
+    sums[0], sums[-1] = 0.0, sums[-1] + edges[1]
+
+    def best(
+        joined: Callable[[float, float], float], limit: float
+    ) -> tuple[float, tuple[int, ...]]:
+        """Return the least value of the cuts with no stage above a cost, and its bounds."""
+        none: tuple[float, tuple[int, ...]] = (_INFINITE, ())
+        found = [(0.0, (0,)), *[none] * blocks]  # about the first k blocks
+        for _ in range(stages):
+            found = [none] + [
+                min(
+                    (
+                        (joined(found[first][0], cost), (*found[first][1], stop))
+                        for first in range(stop)
+                        if first not in closed and (cost := sums[stop] - sums[first]) <= limit
+                    ),
+                    default=none,
+                )
+                for stop in range(1, blocks + 1)
+            ]
+        return found[-1]
+
+    largest, _ = best(max, _INFINITE)
     if largest == _INFINITE:
         raise _closed(stages, blocks, closed)
-    return StageCut(partitions.most_even(largest))
+    _, bounds = best(lambda total, cost: total + cost**2, largest * (1 + 1e-12))
+    return StageCut(bounds)
 
 
 def listed(recording: Recording, stages: int, layout: Sequence[int]) -> StageCut:
@@ -194,56 +217,6 @@ def _closed(stages: int, blocks: int, closed: Mapping[int, Dependency]) -> Confi
     )
 
 
-class _Partition:
-    """Contiguous partitions of costs; ``table[s][k]`` is about the first k blocks in s stages."""
-
-    def __init__(
-        self,
-        costs: Sequence[float],
-        edges: tuple[float, float],
-        closed: Mapping[int, Dependency],
-        stages: int,
-    ) -> None:
-        self._blocks, self._stages, self._closed = len(costs), stages, closed
-        self._sums = [edges[0]]  # what comes before the first block stays with it
-        for cost in costs:
-            self._sums.append(self._sums[-1] + cost)
-        self._sums[0], self._sums[-1] = 0.0, self._sums[-1] + edges[1]
-
-    def _last(self, stop: int) -> Iterator[tuple[int, float]]:
-        """Yield where a stage that ends at a bound may begin, and what it costs then."""
-        sums = self._sums
-        return ((i, sums[stop] - sums[i]) for i in range(stop) if i not in self._closed)
-
-    def smallest_largest(self) -> float:
-        """Return the smallest possible cost of the largest stage."""
-        return self._best(max, _INFINITE)[0]
-
-    def most_even(self, largest: float) -> tuple[int, ...]:
-        """Return the bounds with the least sum of squares and no stage above a cost."""
-        return self._best(lambda total, cost: total + cost**2, largest * (1 + 1e-12))[1]
-
-    def _best(
-        self, joined: Callable[[float, float], float], limit: float
-    ) -> tuple[float, tuple[int, ...]]:
-        """Return the least value of the partitions with no stage above a cost, and its bounds."""
-        none: tuple[float, tuple[int, ...]] = (_INFINITE, ())
-        best = [(0.0, (0,)), *[none] * self._blocks]
-        for _ in range(self._stages):
-            best = [none] + [
-                min(
-                    (
-                        (joined(best[first][0], cost), (*best[first][1], stop))
-                        for first, cost in self._last(stop)
-                        if cost <= limit
-                    ),
-                    default=none,
-                )
-                for stop in range(1, self._blocks + 1)
-            ]
-        return best[-1]
-
-
 _RUNS = 3
 """How often a kind of block is timed; the first run warms up and the fastest counts."""
 
@@ -263,7 +236,7 @@ def profile(model: nn.Module, look: Look) -> list[float]:
             "expected a model with values to measure, found one on the meta device: estimate its "
             "costs instead, or give the cut as a list"
         )
-    blocks = dict(named_blocks(look, model))
+    blocks = dict(named_blocks(look.candidates, model))
     known: dict[Any, float] = {}
     seconds = []
     values = {name: _parameters(block) for name, block in blocks.items()}

@@ -495,7 +495,7 @@ def joined_blocks(made: Made, division: Division, leaf_of: LeafOf) -> dict[int, 
         block: [
             join(
                 [leaf_of(number, tensors[block][place]) for number, tensors in made.items()],
-                division.join_of(block, place),
+                division.joins[block][place] if division.joins else None,
             )
             for place in range(len(tensors))
         ]
@@ -583,11 +583,10 @@ class WholeBatch:
 
     def _shared(self, leaf: Tensor) -> Tensor:
         """Return a tensor of the output with the values of the last stage."""
-        if not isinstance(leaf, StageProxy):
-            self._stages.broadcast(leaf.detach().contiguous(), "outputs of the last stage")
+        lacks = isinstance(leaf, StageProxy)
+        values = self._stages.output_of(leaf, None if lacks else leaf, self._stages.count - 1)
+        if not lacks:
             return leaf
-        values = torch.empty(leaf.shape, dtype=leaf.dtype, device=self._stages.device)
-        self._stages.broadcast(values, "outputs of the last stage")
         # A view: the script may change it in place.
         return values.requires_grad_(leaf.requires_grad).view_as(values)
 
@@ -699,10 +698,11 @@ class Evaluation:
         if sources is None:
             self._check_trees([*passed, *outputs.values()], tree)
             sources = self._sources[call.kind] = self._found(leaves, outputs)
+        mine = {source: tree_leaves(output) for source, output in outputs.items()}
         found = [
-            self._shared(leaf, source, tree_leaves(outputs[source])[place])
-            if source in outputs
-            else self._shared(leaf, source)
+            stages.output_of(leaf, mine[source][place] if source in mine else None, source)
+            if isinstance(leaf, StageProxy)
+            else leaf  # every stage has it
             for place, (leaf, source) in enumerate(zip(leaves, sources, strict=True))
         ]
         return tree_unflatten(found, tree)
@@ -736,13 +736,3 @@ class Evaluation:
                 "pipeline (pp: 1)"
             )
         return found
-
-    def _shared(self, leaf: Any, source: int, value: Tensor | None = None) -> Any:
-        """Return a leaf of the output with the values of its stage."""
-        if not isinstance(leaf, StageProxy):
-            return leaf  # every stage has it
-        if value is None:
-            value = torch.empty(leaf.shape, dtype=leaf.dtype, device=self._stages.device)
-        shared = value.detach().contiguous()
-        self._stages.share(shared, source, "outputs of a stage")
-        return shared

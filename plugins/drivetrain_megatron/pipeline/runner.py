@@ -27,11 +27,11 @@ from drivetrain_megatron.pipeline.transfer import (
     Direction,
     Link,
     Message,
-    Meta,
     MicroBatch,
     absent_like,
     is_absent,
 )
+from drivetrain_megatron.recording.phases import TensorMeta
 from drivetrain_megatron.tensor.linear import WeightGradients
 
 # --- one stage at work: forward and backward of micro-batches, and the tensors kept between ---
@@ -93,7 +93,7 @@ class StageWorker:
         self.stage, self._parts = stage, parts
         self._besides = besides
         self._kept: dict[int, _InFlight] = {}
-        self._returned: dict[int, list[Meta]] = {}
+        self._returned: dict[int, Sequence[TensorMeta]] = {}
         self.batches: dict[int, MicroBatch] = {}
         self.outputs: dict[int, Any] = {}
         self.kept: Collection[int] | None = None
@@ -108,18 +108,16 @@ class StageWorker:
 
     # --- what the interpreter asks ---
 
-    def input_metas(self, micro_batch: int) -> list[Meta]:
+    def input_metas(self, micro_batch: int) -> Sequence[TensorMeta]:
         """Return the facts of the tensors that come from the stage before."""
-        batch = self.batches[micro_batch]
-        return [Meta(m.shape, m.dtype) for m in self.stage.receives(batch)]
+        return self.stage.receives(self.batches[micro_batch])
 
-    def output_metas(self, micro_batch: int) -> list[Meta]:
+    def output_metas(self, micro_batch: int) -> Sequence[TensorMeta]:
         """Return the facts of the gradients that come back."""
         if micro_batch in self._returned:
             return self._returned[micro_batch]
-        batch = self.batches[micro_batch]
-        sent = self.stage.sends(batch)
-        return [Meta(m.shape, m.dtype) for m in sent if m.requires_grad]
+        sent = self.stage.sends(self.batches[micro_batch])
+        return [meta for meta in sent if meta.requires_grad]
 
     def forward(self, micro_batch: int, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Run the stage; keep its graph for backward."""
@@ -543,6 +541,15 @@ class LocalStages:
     def broadcast(self, values: Tensor, label: str) -> None:
         """Give every stage, in place, the values of the last."""
         self.share(values, self.count - 1, label)
+
+    def output_of(self, like: Tensor, value: Tensor | None, source: int) -> Tensor:
+        """Return a tensor of an output with the value that one stage has; others give none."""
+        if value is None:
+            found = torch.empty(like.shape, dtype=like.dtype, device=self.device)
+        else:
+            found = value.detach().contiguous()
+        self.share(found, source, "outputs of a stage")
+        return found
 
     def refresh(self) -> None:
         """Bring copies of shared parameters up to date, if values have changed.

@@ -32,7 +32,6 @@ from drivetrain_megatron.pipeline.transfer import (
     Direction,
     Link,
     Message,
-    Meta,
     MicroBatch,
     absent_like,
     is_absent,
@@ -44,8 +43,8 @@ from drivetrain_megatron.recording.phases import (
     Recording,
     TensorMeta,
     Use,
-    block_order,
     changed,
+    named_blocks,
 )
 from drivetrain_megatron.recording.proxy import StageProxy
 from drivetrain_megatron.recording.shapes import (
@@ -156,14 +155,6 @@ def place_of(model: nn.Module, full_name: str, device: torch.device) -> ProxyPla
     return ProxyPlace(module, name, kind.of(value, device))
 
 
-def take_away(places: Iterable[ProxyPlace]) -> None:
-    """Remove parameters and buffers from their modules; proxies stand in ``__dict__``."""
-    for module, name, proxy in ((place.module, place.name, place.proxy) for place in places):
-        module._parameters.pop(name, None)
-        module._buffers.pop(name, None)
-        module.__dict__[name] = proxy
-
-
 @contextmanager
 def hidden(places: Iterable[ProxyPlace]) -> Iterator[None]:
     """Let proxies stand before parameters and buffers that stay; found first by attribute."""
@@ -257,7 +248,7 @@ class SharedParameters:
         for number, tie, parameter, stages in self._lent:
             if not parameter.requires_grad:
                 continue
-            meta = [Meta(tuple(parameter.shape), parameter.dtype)]
+            meta = [TensorMeta(tuple(parameter.shape), parameter.dtype)]
             arrivals = [
                 self._link.receive(Message(Direction.TIED, stage, tie.owner, number), meta)
                 for stage in stages
@@ -281,7 +272,7 @@ class SharedParameters:
                     self._link.send(message, [parameter.detach().clone()])
         for number, tie, copy, stage in self._copies:
             message = Message(Direction.TIED, tie.owner, stage, number)
-            arrival = self._link.receive(message, [Meta(tuple(copy.shape), copy.dtype)])
+            arrival = self._link.receive(message, [TensorMeta(tuple(copy.shape), copy.dtype)])
             with torch.no_grad():
                 (values,) = arrival.wait()
                 if not torch.equal(copy, values):  # a forward may wait that needs it as it was
@@ -816,10 +807,6 @@ class Split:
     stages: tuple[Stage, ...]
     ties: tuple[Tie, ...]
 
-    def close(self) -> None:
-        """Take the hooks off the blocks; parameters of other stages stay proxies."""
-        self.parts.gates.close()
-
 
 def split(
     model: nn.Module,
@@ -848,11 +835,14 @@ def split(
     if wrong or not owned:
         raise UsageError(f"expected stages below {cut.stages}, found {list(owned)}")
     device = device or next((p.device for p in model.parameters()), torch.device("cpu"))
-    blocks = block_order(recording, model)
+    blocks = named_blocks(recording.names, model)
     phases = {phase for stage in owned for phase in cut.phases(stage)}
     here = {block.name for index, block in enumerate(recording.blocks) if index in phases}
     keep_padding(model)
-    take_away(foreign_places(model, recording, phases, device))
+    for place in foreign_places(model, recording, phases, device):
+        place.module._parameters.pop(place.name, None)
+        place.module._buffers.pop(place.name, None)
+        place.module.__dict__[place.name] = place.proxy
     for name, block in blocks:
         if name not in here:
             take_hooks(block)

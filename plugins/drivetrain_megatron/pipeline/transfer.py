@@ -16,13 +16,14 @@ from dataclasses import dataclass
 from datetime import timedelta
 from enum import IntEnum
 from itertools import pairwise
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from drivetrain.collectives.communicator import reason
 from drivetrain.collectives.neighbors import Tag
 from drivetrain.errors import CollectiveError, ConfigError, UsageError
 from drivetrain.log import get_logger
@@ -31,6 +32,7 @@ from drivetrain.runtime.mesh import Axis, lines_along
 from drivetrain.runtime.ranges import WAIT, named_range
 from drivetrain.strategy import Run
 from drivetrain.traffic import Traffic
+from drivetrain_megatron.recording.phases import TensorMeta
 
 # --- the mark of a gradient that backward does not make, in the tensor of a message ---
 
@@ -199,13 +201,6 @@ _WORDS = {
 }
 
 
-class Meta(NamedTuple):
-    """The facts of a message's tensor; sender and receiver know them without asking."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
 @dataclass(frozen=True, slots=True)
 class Arrival:
     """Tensors on their way to this rank, with a receive under way for each.
@@ -311,7 +306,8 @@ class Link:
         if self._rank_of(message.stage) == self._axis.rank:
             self._here[message] = tuple(tensors)
             return
-        self._forget_sent()
+        while self._sending and self._sending[0][0].is_completed():
+            self._sending.popleft()
         for tensor in tensors:
             whole = tensor.detach().contiguous()
             dtype = self._wire_dtype(message, whole.dtype)
@@ -325,7 +321,7 @@ class Link:
                     )
                 self._sending.append((work, whole, message))
 
-    def receive(self, message: Message, metas: Sequence[Meta]) -> Arrival:
+    def receive(self, message: Message, metas: Sequence[TensorMeta]) -> Arrival:
         """Start to receive tensors."""
         if self._rank_of(message.source) == self._axis.rank:
             here = self._here.pop(message)
@@ -384,7 +380,7 @@ class Link:
             raise CollectiveError(
                 f"expected the {message} to go from rank {self._axis.ranks[sender]} to rank "
                 f"{self._axis.ranks[receiver]} on axis {self._axis.name!r} within "
-                f"{self._timeout.total_seconds():g} s, found: {_first_line(error)}; look at what "
+                f"{self._timeout.total_seconds():g} s, found: {reason(error)}; look at what "
                 f"rank {self._axis.ranks[other]} on host {self._axis.hosts[other]} printed last"
             ) from error
 
@@ -434,14 +430,6 @@ class Link:
     def _tag(self, message: Message) -> int:
         return self._first_tag + stream_of(message)
 
-    def _forget_sent(self) -> None:
-        while self._sending and self._sending[0][0].is_completed():
-            self._sending.popleft()
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-
 
 # --- a call's batch cut into micro-batches along dims that are known ---
 
@@ -486,10 +474,6 @@ class Division:
     joins: tuple[Dims, ...]
     kept: frozenset[int]
     failure: str = ""
-
-    def join_of(self, block: int, place: int) -> int | None:
-        """Return the dim along which one tensor of a block is joined."""
-        return self.joins[block][place] if self.joins else None
 
 
 @dataclass(frozen=True, slots=True)

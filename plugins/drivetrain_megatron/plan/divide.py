@@ -15,9 +15,10 @@ from torch._compile import _disable_dynamo
 from drivetrain.collectives import Communicator
 from drivetrain_megatron.tensor.attention import attach_heads, head_partitions
 from drivetrain_megatron.tensor.behavior import (
-    attach_bias,
-    attach_region,
-    attach_resized,
+    PaddedBias,
+    RegionEnds,
+    Resized,
+    attach,
     with_first,
 )
 from drivetrain_megatron.tensor.linear import (
@@ -222,10 +223,14 @@ def _attach(block: nn.Module, group: GroupPlan, edges: Edges) -> None:
 
 def _attach_region(block: nn.Module, region: RegionPlan, edges: Edges) -> None:
     entrance, leaving = map(block.get_submodule, (region.entrance, region.leaving))
-    attach_region(entrance, leaving, edges.ranks)
+    ends = RegionEnds(edges.ranks)
+    entrance.register_forward_pre_hook(ends.enter, with_kwargs=True)
+    leaving.register_forward_hook(ends.leave)
     for full, partition in region.summed.items():
         owner, _, name = full.rpartition(".")
-        attach_bias(block.get_submodule(owner), name, partition, edges.ranks.rank)
+        bias = PaddedBias(name, partition, edges.ranks.rank)
+        block.get_submodule(owner).register_forward_pre_hook(bias.begin)
+        block.get_submodule(owner).register_forward_hook(bias.end, always_call=True)
     _set_numbers(block, region.numbers, edges.ranks.rank)
 
 
@@ -241,7 +246,7 @@ def _resize(block: nn.Module, plan: BlockPlan, edges: Edges) -> None:
     rank = edges.ranks.rank
     sizes = {size: local[rank] for group in groups for size, local in group.sizes.items()}
     if sizes:
-        attach_resized(block, sizes, max(group.place or 0 for group in groups), edges)
+        attach(block, Resized(sizes, max(group.place or 0 for group in groups), edges))
 
 
 def _set(module: nn.Module, attribute: str, value: int) -> None:

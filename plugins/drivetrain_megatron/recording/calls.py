@@ -226,7 +226,7 @@ class Calls:
 
 def calls_in(look: Look, model: nn.Module) -> Calls:
     """Return the calls of a model's blocks in a look at the model, as it was before compilation."""
-    modules = dict(named_blocks(look, model))
+    modules = dict(named_blocks(look.candidates, model))
     calls = Calls()
     for name, call in look.first_calls().items():
         calls.blocks.append((name, modules[name]))
@@ -281,7 +281,7 @@ def uncalled_blocks(look: Look, model: nn.Module) -> dict[str, str]:
 
     LayerDrop leaves blocks out, others in each forward.
     """
-    modules = dict(named_blocks(look, model))
+    modules = dict(named_blocks(look.candidates, model))
     called = {kind_of(modules[name]): name for name in reversed(look.first_calls())}
     return {
         name: called[kind_of(block)]

@@ -9,7 +9,7 @@ keeps phases together.
 
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from itertools import pairwise
@@ -45,7 +45,7 @@ class TensorMeta(NamedTuple):
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    requires_grad: bool
+    requires_grad: bool = False
 
 
 class Carried(NamedTuple):
@@ -201,10 +201,10 @@ def blocks_for(
     return _Pieces(model, look).chosen(stages) or repeated
 
 
-def named_blocks(look: Look, model: nn.Module) -> list[NamedModule]:
-    """Return the modules that counted as blocks in a look at a model, called or not."""
+def named_blocks(names: Iterable[str], model: nn.Module) -> list[NamedModule]:
+    """Return the blocks of these names, such as the candidates of a look, called or not."""
     modules = modules_by_name(model)
-    return [(name, modules[name]) for name in look.candidates]
+    return [(name, modules[name]) for name in names]
 
 
 def modules_by_name(model: nn.Module) -> dict[str, nn.Module]:
@@ -608,12 +608,6 @@ def recording_of(model: nn.Module, look: Look) -> Recording:
     replay = _Replay(look)
     replay.run()
     return replay.recording("" if uncompiled(model) is model else "_orig_mod.")
-
-
-def block_order(recording: Recording, model: nn.Module) -> list[NamedModule]:
-    """Return a model's distinct blocks in the order of their first calls."""
-    modules = modules_by_name(model)
-    return [(name, modules[name]) for name in recording.names]
 
 
 class _Replay:

@@ -369,20 +369,6 @@ class PaddedBias:
         module.__dict__.pop(self._name, None)
 
 
-def attach_region(entrance: nn.Module, leaving: nn.Module, ranks: Communicator) -> None:
-    """Let inputs of the one module enter all ranks, and results of the other be summed."""
-    ends = RegionEnds(ranks)
-    entrance.register_forward_pre_hook(ends.enter, with_kwargs=True)
-    leaving.register_forward_hook(ends.leave)
-
-
-def attach_bias(module: nn.Module, name: str, partition: Partition, rank: int) -> None:
-    """Let a module that adds a bias before the sum find the bias with zeros for other ranks."""
-    bias = PaddedBias(name, partition, rank)
-    module.register_forward_pre_hook(bias.begin)
-    module.register_forward_hook(bias.end, always_call=True)
-
-
 # --- reshapes of a block whose code counts with the sizes of the whole ---
 
 # ``x.view(batch, length, 3, heads, dim // heads)`` asks for all heads, and the rank has some of
@@ -523,8 +509,3 @@ class Resized(Behavior):
         dim = max(given.dim() - 2, 0)
         with LocalSizes(self.numbers, self.place, dim, tokens, self.edges.ranks):
             return original_class(module).forward(module, *args, **kwargs)
-
-
-def attach_resized(module: nn.Module, numbers: Mapping[int, int], place: int, edges: Edges) -> None:
-    """Let a block's reshapes get this rank's sizes."""
-    attach(module, Resized(numbers, place, edges))

@@ -88,14 +88,14 @@ def copy(tensor: Tensor, ranks: Communicator) -> Tensor:
     """Return the tensor; backward sums its gradients over ranks."""
     if is_outline(tensor) or ranks.size == 1:
         return tensor
-    return _conjugate(tensor, lambda x: x.view_as(x), lambda grad: _summed(grad, ranks))
+    return conjugate(tensor, lambda x: x.view_as(x), lambda grad: _summed(grad, ranks))
 
 
 def reduce(tensor: Tensor, ranks: Communicator) -> Tensor:
     """Return the sum over ranks; backward passes the gradient on, equal on all ranks."""
     if is_outline(tensor) or ranks.size == 1:
         return tensor
-    return _conjugate(tensor, lambda x: _summed(x, ranks), lambda grad: grad.view_as(grad))
+    return conjugate(tensor, lambda x: _summed(x, ranks), lambda grad: grad.view_as(grad))
 
 
 def gather(
@@ -119,7 +119,7 @@ def gather(
         # Forward took what several ranks hold from the first of them.
         return partition.disown(share, ranks.rank)
 
-    return _conjugate(tensor, lambda x: gathered(x, ranks, partition), share_of)
+    return conjugate(tensor, lambda x: gathered(x, ranks, partition), share_of)
 
 
 def scatter(tensor: Tensor, ranks: Communicator, partition: Partition) -> Tensor:
@@ -227,7 +227,8 @@ def _chunks(buffer: Tensor, partition: Partition) -> list[tuple[int, int]]:
 Way: TypeAlias = Callable[[Tensor], Tensor]
 
 
-def _conjugate(tensor: Tensor, forward: Way, backward: Way) -> Tensor:
+def conjugate(tensor: Tensor, forward: Way, backward: Way) -> Tensor:
+    """Return one function of a tensor; backward applies another one to its gradient."""
     return _Conjugate.apply(tensor, forward, backward)  # type: ignore[no-any-return,no-untyped-call]
 
 
@@ -237,7 +238,7 @@ def _to_share(tensor: Tensor, ranks: Communicator, partition: Partition, forward
         return outlined(tensor, partition.dim, partition.local_size(ranks.rank))
     if _is_alone(ranks, partition):
         return tensor
-    return _conjugate(tensor, forward, lambda grad: gathered(grad, ranks, partition, add=True))
+    return conjugate(tensor, forward, lambda grad: gathered(grad, ranks, partition, add=True))
 
 
 class _Conjugate(torch.autograd.Function):
@@ -255,7 +256,7 @@ class _Conjugate(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         forth, back = ctx.ways
         again = torch.is_grad_enabled() and grad.requires_grad
-        return _conjugate(grad, back, forth) if again else back(grad), None, None
+        return conjugate(grad, back, forth) if again else back(grad), None, None
 
 
 def _summed(tensor: Tensor, ranks: Communicator) -> Tensor:

@@ -19,6 +19,7 @@ from drivetrain.model.guard import Arguments, Function, Keywords, name_of, write
 from drivetrain_megatron.tensor.behavior import Behavior, attach, original_class
 from drivetrain_megatron.tensor.operators import (
     Edges,
+    conjugate,
     gather,
     gathered,
     is_outline,
@@ -484,22 +485,6 @@ class _Unwrap(torch.autograd.Function):
         return ShardedLogits(grad, ctx.cut)
 
 
-class _Same(torch.autograd.Function):
-    """One node of autograd's graph, after which nothing is different.
-
-    Who looks for the node of a leaf, such as ``torch.autograd.graph.get_gradient_edge``, views it
-    and takes the node before the view's.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, logits: ShardedLogits) -> Tensor:
-        return ShardedLogits(logits._local, logits._cut)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad
-
-
 def _gathered(value: Any) -> Any:
     return value.gathered() if isinstance(value, ShardedLogits) else value
 
@@ -584,7 +569,8 @@ def _viewed(call: TorchCall, logits: ShardedLogits) -> Tensor | None:
             for each in call.args]  # fmt: skip
     shape = call.func(*meta, **call.kwargs).shape
     if shape == logits.shape:
-        return _Same.apply(logits)  # type: ignore[no-any-return,no-untyped-call]
+        # A node of its own: get_gradient_edge takes the one before that of a view.
+        return conjugate(logits, lambda x: ShardedLogits(logits._local, logits._cut), lambda x: x)
     if not shape or shape[-1] != logits.shape[-1]:
         return None
     local = logits.local()

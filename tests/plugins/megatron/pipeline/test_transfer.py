@@ -12,13 +12,13 @@ from drivetrain_megatron.pipeline.transfer import (
     Direction,
     Link,
     Message,
-    Meta,
     StageLinks,
     streams,
 )
+from drivetrain_megatron.recording.phases import TensorMeta
 
 STAGES = 2
-META = (Meta((2,), torch.float32),)
+META = (TensorMeta((2,), torch.float32),)
 
 
 class Tagless:

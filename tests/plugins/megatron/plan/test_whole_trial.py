@@ -139,12 +139,12 @@ def test_long_lists_are_tried_by_their_first_blocks(monkeypatch):
     model = Words(blocks=6).double()
     names = []
 
-    def counted(outline, call, rows, dtype):
-        names.append(len(outline.blocks))
-        return randomized(outline, call, rows, dtype)
+    def counted(tried, *options):
+        names.extend([len(tried.blocks)] if isinstance(tried, Words) else [])
+        return random_copy(tried, *options)
 
-    randomized = plan_model.randomized
-    monkeypatch.setattr(plan_model, "randomized", counted)
+    random_copy = trial.random_copy
+    monkeypatch.setattr(trial, "random_copy", counted)
     weights = sum(p.numel() for p in model.parameters())
     for most, blocks in ((1 << 30, [6]), (weights * 48, [2]), (weights, [])):
         monkeypatch.setattr(plan_model, "MOST_BYTES", most)

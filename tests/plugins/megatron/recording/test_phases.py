@@ -13,7 +13,7 @@ from drivetrain.errors import UsageError
 from drivetrain.model.modules import BlockHooks
 from drivetrain_megatron.pipeline.cut import balanced, kept_together
 from drivetrain_megatron.recording.calls import example_inputs
-from drivetrain_megatron.recording.phases import Carried, Constant, Passed, block_order, record
+from drivetrain_megatron.recording.phases import Carried, Constant, Passed, named_blocks, record
 from drivetrain_megatron.recording.proxy import StageProxy
 from drivetrain_megatron.recording.shapes import Shapes
 
@@ -297,7 +297,7 @@ def test_refused():
 
 
 def shapes_of(found, model):
-    return Shapes(found, model, BlockHooks(block_order(found, model)), torch.device("cpu"))
+    return Shapes(found, model, BlockHooks(named_blocks(found.names, model)), torch.device("cpu"))
 
 
 def test_shapes_are_known_for_other_inputs_and_remembered():
