@@ -4,7 +4,7 @@ The block stays the user's object and computes the user's code; only its linear 
 """
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -133,6 +133,12 @@ def divide(block: nn.Module, plan: BlockPlan, edges: Edges) -> dict[str, Shardin
     for name, known in facts.items():
         if known.partition is not None:
             cut(block.get_parameter(name), known.partition, edges.ranks.rank)
+    compute_in_parts(block, plan, edges)
+    return facts
+
+
+def compute_in_parts(block: nn.Module, plan: BlockPlan, edges: Edges) -> None:
+    """Let the layers of a block compute with this rank's share of parameters."""
     for group in plan.groups:
         _attach(block, group, edges)
     for region in plan.regions:
@@ -143,33 +149,15 @@ def divide(block: nn.Module, plan: BlockPlan, edges: Edges) -> dict[str, Shardin
         layer = block.get_submodule(each.layer)
         attach_alone(layer, edges, each.features, by_rows=each.by_rows)
     _resize(block, plan, edges)
-    return facts
 
 
 def facts_of(block: nn.Module, plan: BlockPlan, ranks: int) -> dict[str, ShardingSpec]:
     """Return the facts of every parameter of a divided block, by its name; nothing is changed."""
-    facts = {
-        name: ShardingSpec(tuple(parameter.shape), partial=name in plan.partial)
+    cuts = dict(_cuts(block, plan, ranks))
+    return {
+        name: ShardingSpec(tuple(parameter.shape), cuts.get(name), name in plan.partial)
         for name, parameter in block.named_parameters()
     }
-    for group in plan.groups:
-        for name, partition in _partitions(block, group).items():
-            facts[name] = replace(facts[name], partition=partition)
-    for region in plan.regions:
-        for name, partition in (*region.weights.items(), *region.summed.items()):
-            facts[name] = replace(facts[name], partition=partition)
-    for each in plan.alone:
-        layer = block.get_submodule(each.layer)
-        cuts = _by_rows(layer, each.features) if each.by_rows else _by_columns(layer, each.features)
-        for name, partition in cuts.items():
-            full = f"{each.layer}.{name}"
-            facts[full] = replace(facts[full], partition=partition)
-    for attention in plan.attentions:
-        module: Any = block.get_submodule(attention)
-        for name, partition in head_partitions(module, ranks).items():
-            full = f"{attention}.{name}" if attention else name
-            facts[full] = replace(facts[full], partition=partition)
-    return facts
 
 
 def cut(parameter: nn.Parameter, partition: Partition, rank: int) -> None:
@@ -181,27 +169,34 @@ def cut(parameter: nn.Parameter, partition: Partition, rank: int) -> None:
         parameter.data = partition.take(parameter.data, rank)
 
 
-def _partitions(block: nn.Module, group: GroupPlan) -> dict[str, Partition]:
-    """Return how each parameter of a group is cut, by its name in the block."""
-    layers = {
-        name: _by_columns(block.get_submodule(name), outputs)
-        for name, outputs in group.columns.items()
-    }
-    layers[group.row] = _by_rows(block.get_submodule(group.row), group.inputs)
-    return {f"{name}.{each}": cut for name, cuts in layers.items() for each, cut in cuts.items()}
+def _cuts(block: nn.Module, plan: BlockPlan, ranks: int) -> Iterator[tuple[str, Partition]]:
+    """Yield how each parameter is cut, by its name in the block."""
+    for group in plan.groups:
+        for name, outputs in group.columns.items():
+            yield from _by_columns(block, name, outputs)
+        yield from _by_rows(block, group.row, group.inputs)
+    for region in plan.regions:
+        yield from (*region.weights.items(), *region.summed.items())
+    for each in plan.alone:
+        yield from (_by_rows if each.by_rows else _by_columns)(block, each.layer, each.features)
+    for attention in plan.attentions:
+        module: Any = block.get_submodule(attention)
+        for name, partition in head_partitions(module, ranks).items():
+            yield f"{attention}.{name}".lstrip("."), partition
 
 
-def _by_columns(layer: nn.Module, outputs: Partition) -> dict[str, Partition]:
-    """Return how the parameters of a layer are cut that has a share of its output features."""
-    found = {"weight": replace(outputs, dim=1 if is_transposed(layer) else 0)}
+def _by_columns(block: nn.Module, name: str, outputs: Partition) -> Iterator[tuple[str, Partition]]:
+    """Yield how the parameters of a layer are cut that has a share of its output features."""
+    layer = block.get_submodule(name)
+    yield f"{name}.weight", replace(outputs, dim=1 if is_transposed(layer) else 0)
     if layer.bias is not None:
-        found["bias"] = replace(outputs, dim=0)
-    return found
+        yield f"{name}.bias", replace(outputs, dim=0)
 
 
-def _by_rows(layer: nn.Module, inputs: Partition) -> dict[str, Partition]:
-    """Return the same for a layer with a share of its input features: the bias is whole."""
-    return {"weight": replace(inputs, dim=0 if is_transposed(layer) else 1)}
+def _by_rows(block: nn.Module, name: str, inputs: Partition) -> Iterator[tuple[str, Partition]]:
+    """Yield the same for a layer with a share of its input features: the bias is whole."""
+    transposed = is_transposed(block.get_submodule(name))
+    yield f"{name}.weight", replace(inputs, dim=0 if transposed else 1)
 
 
 def _attach(block: nn.Module, group: GroupPlan, edges: Edges) -> None:

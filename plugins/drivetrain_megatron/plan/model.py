@@ -34,7 +34,13 @@ from drivetrain_megatron.plan.derive import (
     shared_with_others,
     structure_of,
 )
-from drivetrain_megatron.plan.divide import BlockPlan, SequenceRegion, cut, divide, facts_of
+from drivetrain_megatron.plan.divide import (
+    BlockPlan,
+    SequenceRegion,
+    compute_in_parts,
+    cut,
+    facts_of,
+)
 from drivetrain_megatron.plan.named import (
     VOCABULARY,
     WHOLE,
@@ -262,20 +268,16 @@ class TensorParallel:
         """
         facts = self.facts(model, plan)
         edges = Edges(self._ranks, self._tokens if plan.sharded else None)
-        blocks: list[NamedModule] = []
-        for name, derivation in plan.blocks.items():
-            block = model.get_submodule(name)
-            blocks.append((name, block))
-            divide(uncompiled(block), derivation.plan, edges)
         outside, size = Edges(self._ranks), self._ranks.size
         layers = [model.get_submodule(name) for name in plan.vocabulary]
         words = [words_of(layer) for layer in layers]  # while tied weights are whole
-        done: set[int] = set()
+        for name, parameter in named_parameters(model).items():
+            if (partition := facts[name].partition) is not None:
+                cut(parameter, partition, self._ranks.rank)
+        blocks = [(name, model.get_submodule(name)) for name in plan.blocks]
+        for (_, block), derivation in zip(blocks, plan.blocks.values(), strict=True):
+            compute_in_parts(uncompiled(block), derivation.plan, edges)
         for layer, rows in zip(layers, words, strict=True):
-            for parameter, dim in by_words(layer):
-                if id(parameter) not in done:  # not tied to one that is cut
-                    done.add(id(parameter))
-                    cut(parameter, even(dim, rows, size), self._ranks.rank)
             if isinstance(layer, nn.Embedding):
                 attach_vocabulary(layer, outside, even(0, rows, size))
             else:

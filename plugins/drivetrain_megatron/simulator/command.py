@@ -125,17 +125,16 @@ def promised(schedule: Schedule, durations: Mapping[ActionKind, float]) -> Formu
     its section 2.2.2, where p divides m; ZB-H1: Qi et al. 2023 (arXiv 2401.10241), section 2.3,
     where its three kinds take equally long and there are at least p micro-batches.
     """
-    name, p, m = schedule.name, len(schedule.ranks), schedule.micro_batches
+    p, m = len(schedule.ranks), schedule.micro_batches
     forward = durations[ActionKind.FORWARD]
+    if schedule.name == "zb-h1":
+        equal = forward == durations[ActionKind.INPUT] == durations[ActionKind.WEIGHT]
+        return Formula("(3m+p-1)F", (3 * m + p - 1) * forward) if equal and m >= p else None
     both = forward + durations[ActionKind.BACKWARD]
-    if name in ("gpipe", "1f1b"):
+    if schedule.name != "interleaved":
         return Formula("(m+p-1)(F+B)", (m + p - 1) * both)
-    if name == "interleaved" and m % p == 0:
-        return Formula("(m+(p-1)/v)(F+B)", (m * schedule.stages // p + p - 1) * both)
-    equal = forward == durations[ActionKind.INPUT] == durations[ActionKind.WEIGHT]
-    if name == "zb-h1" and equal and m >= p:
-        return Formula("(3m+p-1)F", (3 * m + p - 1) * forward)
-    return None
+    filled = m * schedule.stages // p + p - 1
+    return None if m % p else Formula("(m+(p-1)/v)(F+B)", filled * both)
 
 
 # --- a Gantt chart, on the terminal, or as a PNG or SVG picture ---

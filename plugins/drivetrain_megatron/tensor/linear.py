@@ -227,13 +227,6 @@ class Product(NamedTuple):
         product = torch.mm(rows_of(grad).t(), rows_of(x))
         return product.t() if self.transposed else product
 
-    def weight_grads(
-        self, grad: Tensor, x: Tensor, *, for_weight: bool = True, for_bias: bool = False
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """Return the gradients of weight and bias; None for an unwanted or later gradient."""
-        half = WeightHalf(x, grad, self.transposed, for_weight, for_bias)
-        return half.settled(self.deferral)
-
 
 def column_product(x: Tensor, weight: Tensor, bias: Tensor | None, product: Product) -> Tensor:
     """Return this rank's columns of a product, of a whole input, or of a shard of the sequence.
@@ -307,9 +300,8 @@ class _ColumnProduct(torch.autograd.Function):
                 pending = start_scattered_sum(own, product.ranks, product.sequence, own=True)
             del own
         # While the input's gradient is on its way:
-        grad_weight, grad_bias = product.weight_grads(
-            grad, x, for_weight=needs_weight, for_bias=needs_bias
-        )
+        half = WeightHalf(x, grad, product.transposed, needs_weight, needs_bias)
+        grad_weight, grad_bias = half.settled(product.deferral)
         grad_x = None if pending is None else pending.result()
         return grad_x, grad_weight, grad_bias, None
 
@@ -340,7 +332,8 @@ class _RowProduct(torch.autograd.Function):
             grad = gathered(grad, product.ranks, product.sequence)
         needs_x, needs_weight, _ = ctx.needs_input_grad
         grad_x = product.input_grad(grad, weight) if needs_x else None
-        grad_weight, _ = product.weight_grads(grad, x, for_weight=needs_weight)
+        half = WeightHalf(x, grad, product.transposed, needs_weight)
+        grad_weight, _ = half.settled(product.deferral)
         return grad_x, grad_weight, None
 
 
@@ -496,7 +489,8 @@ class _WeightLater(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None]:
         (x,) = ctx.saved_tensors
-        grad_weight, _ = ctx.product.weight_grads(grad, x.to(grad.dtype))
+        half = WeightHalf(x.to(grad.dtype), grad, ctx.product.transposed)
+        grad_weight, _ = half.settled(ctx.product.deferral)
         return grad_weight, None, None, None
 
 
