@@ -104,11 +104,6 @@ class Activation:
         """Number of elements."""
         return self.rows * self.tokens * self.width
 
-    @property
-    def nbytes(self) -> int:
-        """Number of bytes."""
-        return self.numel * self.itemsize
-
     def shard(self, line: Route) -> "Activation":
         """Return the part that a rank holds when tokens are divided."""
         start, stop = chunk_bounds(self.tokens, line.axis.size)[line.axis.rank]
@@ -281,7 +276,7 @@ def estimate(config: MegatronConfig, model: ModelSpec, run: Run) -> Cost:
         held["copies"] = sum(layout.local(s).nbytes for s in model.parameters if s.name in copies)
     sent = Counter(cost.sent)
     if model.inputs is not None:
-        sent += StepVolumes(config, model, layout, run).sent()
+        sent += StepVolumes(config, model, model.module, layout, run).sent()
         return Cost(held=held, sent=dict(sent), uncounted=cost.uncounted)
     return Cost(held=held, sent=dict(sent), uncounted=_uncounted(cost, run))
 
@@ -366,8 +361,14 @@ class StepVolumes:
     """The bytes that one rank sends in an optimizer step, for a model with module and inputs."""
 
     def __init__(
-        self, config: MegatronConfig, model: ModelSpec, layout: CellLayout, run: Run
+        self,
+        config: MegatronConfig,
+        model: ModelSpec,
+        module: nn.Module,
+        layout: CellLayout,
+        run: Run,
     ) -> None:
+        self._module = module
         self._config, self._model, self._layout, self._run = config, model, layout, run
         self._line = Route(run.mesh["tp"])
         self._links = StageLinks.of(run)
@@ -414,12 +415,6 @@ class StepVolumes:
         calls = look.first_calls().items()
         entering = {name: x for name, call in calls if (x := _activation(look, call))}
         return Forward(entering, leaving, look)
-
-    @property
-    def _module(self) -> nn.Module:
-        if self._model.module is None:
-            raise RuntimeError("the cost of a step needs the module")
-        return self._model.module
 
     # --- tensor parallelism, in one micro-batch ---
 

@@ -408,7 +408,10 @@ def open_attentions(model: nn.Module, ranks: Communicator) -> None:
 
     Torch's own function does everything inside. Attentions with options that ours has not stay.
     """
-    solo = SoloCommunicator(_alone(ranks), ranks.traffic, ranks.timeout)
+    axis = ranks.axis
+    here = slice(axis.rank, axis.rank + 1)
+    alone = replace(axis, size=1, rank=0, ranks=axis.ranks[here], hosts=axis.hosts[here])
+    solo = SoloCommunicator(alone, ranks.traffic, ranks.timeout)
     found = [m for m in model.modules() if _is_attention(m) and behavior_of(m) is None]
     if found:
         keep_padded(model)
@@ -423,14 +426,6 @@ def _is_attention(module: nn.Module) -> bool:
         and module.dropout > 0.0
         and module.bias_k is None
         and not module.add_zero_attn
-    )
-
-
-def _alone(ranks: Communicator) -> Any:
-    axis = ranks.axis
-    at = axis.rank
-    return replace(
-        axis, size=1, rank=0, ranks=axis.ranks[at : at + 1], hosts=axis.hosts[at : at + 1]
     )
 
 

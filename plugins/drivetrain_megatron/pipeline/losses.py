@@ -29,7 +29,7 @@ from drivetrain.errors import UsageError
 from drivetrain.losses import linear_cross_entropy
 from drivetrain.model.guard import Arguments, Keywords
 from drivetrain_megatron.pipeline.runner import LocalStages, LossOf, StageWorker, find_loss
-from drivetrain_megatron.pipeline.schedules import make_schedule
+from drivetrain_megatron.pipeline.schedules import ActionKind, make_schedule
 from drivetrain_megatron.pipeline.transfer import Dims, DividedCall, Division, MicroBatch, join
 from drivetrain_megatron.recording.proxy import (
     OTHER,
@@ -554,7 +554,7 @@ class WholeBatch:
             worker.batches |= dict(zip(numbers, call.parts, strict=True))
         self._seams: list[_Seam] = []
         if stages.last is None:
-            stages.act(stages.forwards(numbers))
+            stages.act(stages.actions(ActionKind.FORWARD, numbers))
             self.output = stages.outline(call.whole)
         else:
             self.output = behind_inputs(self._real(stages.last, call, outputs), call.whole)
@@ -617,7 +617,7 @@ class WholeBatch:
         """Run the backward of every micro-batch; to synchronize averages gradients over dp."""
         if self._stages.last is not None:
             self._seed(self._stages.last)
-        actions = self._stages.backwards(self._numbers)
+        actions = self._stages.actions(ActionKind.BACKWARD, self._numbers)
         self._stages.mark_final(actions if synchronize else ())
         self._stages.act(actions)
 
@@ -625,7 +625,7 @@ class WholeBatch:
         """Run the forwards; begin a graph of the whole batch at leaves."""
         last.kept = call.division.kept if outputs is None else None
         try:
-            self._stages.act(self._stages.forwards(self._numbers))
+            self._stages.act(self._stages.actions(ActionKind.FORWARD, self._numbers))
         finally:
             last.kept = None
         if outputs is not None:

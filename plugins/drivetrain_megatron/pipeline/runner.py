@@ -489,18 +489,12 @@ class LocalStages:
             # One batch alone has its whole output on the last stage.
             goes_on = worker.stage.is_last and len(batches) == 1
             worker.batches, worker.kept = dict(enumerate(batches)), None if goes_on else kept
-        self._run(self.forwards(range(len(batches))), workers)
+        self._run(self.actions(ActionKind.FORWARD, range(len(batches))), workers)
         return workers
 
-    def forwards(self, numbers: Iterable[int]) -> list[Action]:
-        """Return the forwards of micro-batches on this rank: a stage's, then the next stage's."""
-        kind, chosen = ActionKind.FORWARD, list(numbers)
-        return [Action(kind, stage, each) for stage in sorted(self.workers) for each in chosen]
-
-    def backwards(self, numbers: Iterable[int]) -> list[Action]:
-        """Return the backwards of micro-batches on this rank, from the last stage on."""
-        kind, chosen = ActionKind.BACKWARD, list(numbers)
-        stages = sorted(self.workers, reverse=True)
+    def actions(self, kind: ActionKind, numbers: Iterable[int]) -> list[Action]:
+        """Return the forwards, or backwards, of micro-batches on this rank, stage after stage."""
+        stages, chosen = sorted(self.workers, reverse=kind is ActionKind.BACKWARD), list(numbers)
         return [Action(kind, stage, each) for stage in stages for each in chosen]
 
     def mark_final(self, actions: Sequence[Action]) -> None:

@@ -24,6 +24,7 @@ from torch import nn
 from drivetrain.model.look import Look, ModelOperation, ModuleCall
 from drivetrain.model.valueless import Facts
 from drivetrain_megatron.plan.divide import GroupPlan, RegionPlan, SizeAttribute
+from drivetrain_megatron.recording.calls import kind_of
 from drivetrain_megatron.tensor.linear import features_of, is_linear
 from drivetrain_megatron.tensor.partition import Partition, even, grouped_heads, joined, units
 
@@ -485,7 +486,7 @@ def alike(block: nn.Module, group: GroupPlan) -> Iterator[GroupPlan]:
         return
     model = block.get_submodule(name)
     for index, other in block.get_submodule(around).named_children():
-        if other is not model and _kind(other) == _kind(model):
+        if other is not model and kind_of(other) == kind_of(model):
             yield _renamed(group, name, f"{around}.{index}".strip("."))
 
 
@@ -498,12 +499,8 @@ def same_in_list(block: nn.Module, layer: str) -> Iterator[str]:
         if isinstance(module, nn.ModuleList) and f"{layer}.".startswith(f"{name}.".lstrip(".")):
             mine = children.get(index)
             for other, child in children.items():
-                if mine is not None and child is not mine and _kind(child) == _kind(mine):
+                if mine is not None and child is not mine and kind_of(child) == kind_of(mine):
                     yield ".".join(part for part in (name, other, rest) if part)
-
-
-def _kind(module: nn.Module) -> object:
-    return type(module), [(name, tuple(p.shape)) for name, p in module.named_parameters()]
 
 
 def _renamed(group: GroupPlan, before: str, after: str) -> GroupPlan:

@@ -87,29 +87,6 @@ def _known(leaf: Any) -> Any:
     return found.clone() if isinstance(found, Tensor) else found
 
 
-def slope(of: LazyValue, by: LazyValue) -> Tensor:
-    """Return the derivative of a value to come by another value inside of its expression.
-
-    Args:
-        of: the value.
-        by: 0-d, still to come; where it stands does not matter if the expression is linear.
-
-    Raises:
-        UsageError: something else is in the expression, too, or it is not linear.
-    """
-    slopes = []
-    for point in (1.0, 2.0):
-        at = torch.full((), point, dtype=torch.float64, requires_grad=True)
-        with torch.enable_grad():
-            value = _at(of, by, at)
-            if value is None or not value.requires_grad:
-                raise _no_slope("one that does not follow from it")
-            slopes.append(torch.autograd.grad(value, at)[0])
-    if not torch.equal(slopes[0], slopes[1]):
-        raise _no_slope("an expression that is not linear")
-    return slopes[0]
-
-
 def _at(of: LazyValue, by: LazyValue, point: Tensor) -> Any:
     """Return a value with another one assumed; None if it does not follow from known ones."""
     if of is by:
@@ -269,17 +246,33 @@ class StageProxy(ValuelessTensor):
 
 
 def slope_of(proxy: StageProxy, by: StageProxy) -> Tensor:
-    """Return the derivative of a 0-d proxy by another proxy, fp64.
+    """Return the derivative of a 0-d proxy by another one, fp64.
+
+    Args:
+        proxy: its value is to come.
+        by: 0-d, to come inside of the expression of the first; where it stands does not matter if
+            the expression is linear.
 
     Raises:
         UsageError: it is no multiple of the other.
     """
-    if proxy._later is None or by._later is None:
+    of, inside = proxy._later, by._later
+    if of is None or inside is None:
         raise UsageError(
             f"expected a 0-d loss, found a tensor of shape {proxy.facts.shape} whose values exist "
             "on another pipeline stage; take its mean() or sum() in the model"
         )
-    return slope(proxy._later, by._later)
+    slopes = []
+    for point in (1.0, 2.0):
+        at = torch.full((), point, dtype=torch.float64, requires_grad=True)
+        with torch.enable_grad():
+            value = _at(of, inside, at)
+            if value is None or not value.requires_grad:
+                raise _no_slope("one that does not follow from it")
+            slopes.append(torch.autograd.grad(value, at)[0])
+    if not torch.equal(slopes[0], slopes[1]):
+        raise _no_slope("an expression that is not linear")
+    return slopes[0]
 
 
 def same_value(proxy: StageProxy) -> StageProxy:

@@ -78,15 +78,6 @@ class HookedCall:
         """The places of the tensors in its result among all tensors of the block."""
         return range(self.leaf, self.leaf + len(self.metas))
 
-    def tell_hooks(self, block: nn.Module, tensors: Sequence[Tensor], device: torch.device) -> None:
-        """Call the script's hooks with given tensors in the result, and proxies as arguments."""
-        module, waiting = block.get_submodule(self.name), iter(tensors)
-        args, kwargs = _filled(self.given, lambda meta: StageProxy.like(*meta[:2], device))
-        result = _filled(self.result, lambda _: next(waiting))
-        for number, hook in hooks_of_script(module).items():
-            named = (kwargs,) if number in module._forward_hooks_with_kwargs else ()
-            hook(module, args, *named, result)
-
 
 def hooked_modules(block: nn.Module) -> Modules:
     """Return the modules inside of a block on which the script has put forward hooks."""
@@ -145,10 +136,18 @@ def run_with_hooks(
 def tell_hooks(
     block: nn.Module, calls: Sequence[HookedCall], tensors: Sequence[Tensor], device: torch.device
 ) -> None:
-    """Call the script's hooks inside of a block with given tensors in the results, in order."""
+    """Call the script's hooks inside of a block.
+
+    Given tensors are in the results, in order; proxies are the arguments.
+    """
     waiting = iter(tensors)
     for call in calls:
-        call.tell_hooks(block, [next(waiting) for _ in call.leaves], device)
+        module = block.get_submodule(call.name)
+        args, kwargs = _filled(call.given, lambda meta: StageProxy.like(*meta[:2], device))
+        result = _filled(call.result, lambda _: next(waiting))
+        for number, hook in hooks_of_script(module).items():
+            named = (kwargs,) if number in module._forward_hooks_with_kwargs else ()
+            hook(module, args, *named, result)
 
 
 def _fact(leaf: Any) -> Any:
@@ -242,13 +241,6 @@ class BlockFacts(NamedTuple):
     alike: bool
 
 
-class _BlockResult(NamedTuple):
-    """The result of a block, and its calls of modules with hooks."""
-
-    result: Any
-    calls: Sequence[SeenCall]
-
-
 class BlockRuns:
     """Runs blocks on proxies, or with random values where they cannot run on proxies.
 
@@ -260,7 +252,7 @@ class BlockRuns:
 
     def __init__(self, blocks: Sequence[nn.Module]) -> None:
         self.blocks = blocks
-        self._known: dict[Any, _BlockResult] = {}
+        self._known: dict[Any, tuple[Any, Sequence[SeenCall]]] = {}
 
     def facts(
         self,
@@ -312,14 +304,17 @@ class BlockRuns:
 
     def _result(
         self, index: int, compute: Function, args: Arguments, kwargs: Keywords
-    ) -> _BlockResult:
-        """Return the result of a block, computed without values if the block can do so."""
+    ) -> tuple[Any, Sequence[SeenCall]]:
+        """Return the result of a block, and its calls of modules with hooks.
+
+        It is computed without values if the block can do so.
+        """
         again = tree_map(_copied, (tuple(args), dict(kwargs)))  # a failed run may fill a cache
         block = self.blocks[index]
         modules = hooked_modules(block)
         try:
             with calls_of(modules) as seen:
-                return _BlockResult(compute(*args, **kwargs), seen)
+                return compute(*args, **kwargs), seen
         except Exception as error:  # it may depend on values
             key = type(block), tuple(modules), shapes_key(args, kwargs)
             if key not in self._known:
@@ -327,7 +322,7 @@ class BlockRuns:
                 logger.debug(f"{type(block).__name__} runs with random values: {error}")
                 with calls_of(modules) as seen:
                     result = _run(block, compute, *again)
-                self._known[key] = tree_map_only(Tensor, StageProxy.of, _BlockResult(result, seen))
+                self._known[key] = tree_map_only(Tensor, StageProxy.of, (result, seen))
             return self._known[key]
 
 

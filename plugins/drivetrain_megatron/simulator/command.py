@@ -346,7 +346,13 @@ def _paint(figure: "Figure", timeline: Timeline, title: str, unit: str) -> None:
     count = len(timeline.ranks)
     numbered = sum(map(len, timeline.ranks)) <= _NUMBERS
     for rank, spans in enumerate(timeline.ranks):
-        _paint_rank(axes, timeline, rank)
+        axes.broken_barh(
+            [(span.start - timeline.start, span.stop - span.start) for span in spans],
+            (rank - 0.4, 0.8),
+            facecolors=[COLORS[span.action.kind][_shade(timeline, span.action)] for span in spans],
+            edgecolor="white",
+            linewidth=0.6,
+        )
         for span in spans if numbered else ():
             _write_number(axes, timeline, rank, span)
     axes.set_yticks(
@@ -364,17 +370,6 @@ def _paint(figure: "Figure", timeline: Timeline, title: str, unit: str) -> None:
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
     _paint_legend(figure, timeline)
-
-
-def _paint_rank(axes: "Axes", timeline: Timeline, rank: int) -> None:
-    spans = timeline.ranks[rank]
-    axes.broken_barh(
-        [(span.start - timeline.start, span.stop - span.start) for span in spans],
-        (rank - 0.4, 0.8),
-        facecolors=[COLORS[span.action.kind][_shade(timeline, span.action)] for span in spans],
-        edgecolor="white",
-        linewidth=0.6,
-    )
 
 
 def _write_number(axes: "Axes", timeline: Timeline, rank: int, span: Span) -> None:
@@ -562,7 +557,9 @@ def run(
     made = make_schedule(name, pp, micro_batches, chunks)
     times = durations.per_chunk(chunks)
     timeline = simulate(made, times, travel=durations.travel)
-    return SimulatedRun(made, timeline, _promise(promised(made, times), travel=durations.travel))
+    formula, without = promised(made, times), " without travel" if durations.travel else ""
+    promise = f"{formula.text} = {formula.value:.6g}{without}" if formula else ""
+    return SimulatedRun(made, timeline, promise or "none for these numbers")
 
 
 def show(outcome: SimulatedRun, title: str) -> None:
@@ -598,10 +595,3 @@ def compare(outcomes: Sequence[SimulatedRun]) -> None:
             outcome.promise,
         )
     Console(highlight=False).print(table)
-
-
-def _promise(formula: Formula | None, *, travel: float) -> str:
-    if formula is None:
-        return "none for these numbers"
-    without = " without travel" if travel else ""
-    return f"{formula.text} = {formula.value:.6g}{without}"

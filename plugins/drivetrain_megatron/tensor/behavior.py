@@ -131,7 +131,14 @@ class Parallel:
             owner = module._modules.get(child) if child else module
             held = None if owner is None else owner._parameters.get(name)
             if type(held) in _ORDINARY and not hasattr(held, SHARE):
-                raise _other_values(f"{child}.{name}" if child else name, module)
+                full = f"{child}.{name}" if child else name
+                raise UsageError(
+                    f"expected this rank's share of {full!r} in {original_class(module).__name__}, "
+                    "found another tensor in its place, as by torch.func.functional_call(), or in "
+                    "a copy that was made inside of gathered(): ranks compute together with shares "
+                    "of parameters. Copy the model outside of gathered(), and write other values "
+                    "into the parameters, or set tp: 1"
+                )
         with computing:
             yield
 
@@ -180,15 +187,6 @@ def know_shares(module: nn.Module, mine: Collection[Tensor]) -> bool:
     if found:
         module.__dict__[_SHARED] = found
     return any(not child for child, _ in found)
-
-
-def _other_values(name: str, module: nn.Module) -> UsageError:
-    return UsageError(
-        f"expected this rank's share of {name!r} in {original_class(module).__name__}, found "
-        "another tensor in its place, as by torch.func.functional_call(), or in a copy that was "
-        "made inside of gathered(): ranks compute together with shares of parameters. Copy the "
-        "model outside of gathered(), and write other values into the parameters, or set tp: 1"
-    )
 
 
 def attach(module: nn.Module, behavior: Behavior, **members: Any) -> None:

@@ -313,11 +313,6 @@ class TorchCall(NamedTuple):
         )
 
     @property
-    def is_by_element(self) -> bool:
-        """Whether each element of the first argument becomes a function of itself alone."""
-        return self.name in _BY_ELEMENT and self.has_only_numbers
-
-    @property
     def rest(self) -> Sequence[Any]:
         """The positional arguments behind the first."""
         return self.args[1:]
@@ -510,7 +505,7 @@ def _write(call: TorchCall, written: Sequence[ShardedLogits]) -> Any:
     """
     if call.is_recorded or call.replaces:
         raise _unwritable(call.name)
-    if call.is_by_element:
+    if call.name in _BY_ELEMENT and call.has_only_numbers:  # each becomes a function of itself
         call.func(written[0]._local, *call.rest)
         return written[0]
     wholes = {id(each): _plain(each) for each in written}

@@ -102,7 +102,7 @@ def test_formulas_are_those_of_the_papers_and_ranks_together_send_what_a_ring_se
     for ranks in (2, 4, 8):
         line = line_of(ranks)
         a = Activation(rows=3, tokens=16, width=8, itemsize=2)
-        share = a.nbytes * (ranks - 1) // ranks
+        share = a.numel * a.itemsize * (ranks - 1) // ranks
         for sharded in (False, True):
             assert volumes.group(a, a, line, sharded=sharded).total() == 4 * share
         assert a.summed(line).total() == 2 * share
@@ -120,7 +120,7 @@ def test_formulas_are_those_of_the_papers_and_ranks_together_send_what_a_ring_se
     for ranks in (2, 3, 4, 9):
         lines = [line_of(ranks, rank) for rank in range(ranks)]
         each = [volumes.group(a, a, line, sharded=True).total() for line in lines]
-        assert sum(each) == 4 * a.nbytes * (ranks - 1)
+        assert sum(each) == 4 * a.numel * a.itemsize * (ranks - 1)
 
 
 TP, SHARDS, PP = {"tp": 2}, {"tp": 2, "sequence_parallel": True}, {"pp": 2}
