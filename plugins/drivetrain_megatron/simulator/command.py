@@ -126,6 +126,8 @@ def promised(schedule: Schedule, durations: Mapping[ActionKind, float]) -> Formu
     where its three kinds take equally long and there are at least p micro-batches.
     """
     p, m = len(schedule.ranks), schedule.micro_batches
+    if schedule.name not in SCHEDULES:
+        return None
     forward = durations[ActionKind.FORWARD]
     if schedule.name == "zb-h1":
         equal = forward == durations[ActionKind.INPUT] == durations[ActionKind.WEIGHT]
