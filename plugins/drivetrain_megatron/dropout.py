@@ -679,7 +679,7 @@ class AlikeDraws(Uncopied):
         """Begin, with the forwards of a model; on one rank alone there is nothing to do."""
         if self._ranks.size > 1:
             self._model = uncompiled(model)
-            surround(self._model, self._alike)
+            surround(self._model, self.during)
 
     def close(self) -> None:
         """End."""
@@ -688,7 +688,7 @@ class AlikeDraws(Uncopied):
             self._model = None
 
     @contextmanager
-    def _alike(self, module: nn.Module) -> Iterator[None]:
+    def during(self, module: nn.Module) -> Iterator[None]:
         """Context of a forward that all ranks of the axis run.
 
         Raises:

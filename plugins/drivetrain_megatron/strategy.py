@@ -5,7 +5,7 @@ strategy, which does not know them as parts.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from torch import Tensor, nn
@@ -461,11 +461,9 @@ class Megatron(MegatronOutline, StrategyAround[MegatronConfig]):
         """Whether a cell has one rank, so that the strategy inside does everything."""
         return self.config.tp * self.config.pp == 1
 
-    @contextmanager
-    def inference(self, module: nn.Module) -> Iterator[None]:
+    def inference(self, module: nn.Module) -> AbstractContextManager[None]:
         """Context for many forwards, which the ranks of a cell run together, on their shares."""
-        with self._inner.inference(module) if self._is_one_rank else nullcontext():
-            yield
+        return self._inner.inference(module) if self._is_one_rank else nullcontext()
 
     def gradients(self, only: Collection[nn.Parameter] | None = None) -> Iterator[Tensor]:
         """Yield the pieces of gradient that this rank's optimizers read."""

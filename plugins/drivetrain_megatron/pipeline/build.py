@@ -29,10 +29,7 @@ from drivetrain.shards import WeightSource
 from drivetrain.strategy import Run, Strategy
 from drivetrain_megatron.config import MegatronConfig
 from drivetrain_megatron.dropout import Dropout
-from drivetrain_megatron.pipeline.cut import (
-    StageCut,
-    chosen_cut,
-)
+from drivetrain_megatron.pipeline.cut import StageCut, chosen_cut
 from drivetrain_megatron.pipeline.losses import (
     Evaluation,
     LossOrigin,

@@ -88,8 +88,6 @@ def balanced(
     """
     blocks = len(recording.blocks)
     costs = recording.costs() if costs is None else list(costs)
-    if len(costs) != blocks:
-        raise ConfigError(f"expected a cost for each of {blocks} blocks, found {len(costs)}")
     _check_number(blocks, stages)
     if not any(costs):
         costs = [1.0] * blocks  # no matrix products: blocks count the same

@@ -18,7 +18,7 @@ Names in this file: ``p`` ranks, ``m`` micro-batches, ``v`` stages (chunks of th
 """
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
@@ -90,18 +90,7 @@ def needs(action: Action, stages: int) -> list[Action]:
     return [own, Action(kind, stage + 1, micro_batch)] if stage + 1 < stages else [own]
 
 
-def gpipe(p: int, m: int) -> Schedule:
-    """Return all forwards, then all backwards."""
-    return Schedule("gpipe", p, m, tuple(_alternate(rank, p, [m], ahead=m) for rank in range(p)))
-
-
-def one_forward_one_backward(p: int, m: int) -> Schedule:
-    """Return 1F1B: rank r runs p - r - 1 forwards ahead of the first backward."""
-    ranks = (_alternate(rank, p, [m], ahead=p - rank - 1) for rank in range(p))
-    return Schedule("1f1b", p, m, tuple(ranks))
-
-
-def interleaved(p: int, m: int, v: int) -> Schedule:
+def interleaved(p: int, m: int, v: int) -> Iterator[tuple[Action, ...]]:
     """Return interleaved 1F1B: a group of p micro-batches passes through all chunks, then the next.
 
     Where p does not divide m, groups are as even as they can be and not smaller than p: with
@@ -110,26 +99,16 @@ def interleaved(p: int, m: int, v: int) -> Schedule:
     count = max(1, m // p)
     groups = [m // count + (index < m % count) for index in range(count)]
     first = (v - 1) * groups[0]
-    ranks = (_alternate(rank, p, groups, v, ahead=first + 2 * (p - rank - 1)) for rank in range(p))
-    return Schedule("interleaved", p * v, m, tuple(ranks))
+    return (_alternate(rank, p, groups, v, ahead=first + 2 * (p - rank - 1)) for rank in range(p))
 
 
-def zero_bubble(p: int, m: int) -> Schedule:
-    """Return ZB-H1: every rank keeps p micro-batches and computes weight gradients while it waits.
-
-    Worked out by running it, with forward and both halves of backward taking one unit of time. Rank
-    r keeps at most p - r micro-batches whose gradient has not come, as in 1F1B, and p of which any
-    half is missing. Within these limits a rank prefers a forward, then the gradient for which the
-    stage before waits, then weights: 3m + p - 1 units in all, where 1F1B takes 3m + 3(p - 1).
-    """
-    return Schedule("zb-h1", p, m, _ZeroBubble(p, m).run())
-
-
-SCHEDULES: dict[str, Callable[[int, int, int], Schedule]] = {
-    "gpipe": lambda p, m, v: gpipe(p, m),
-    "1f1b": lambda p, m, v: one_forward_one_backward(p, m),
+SCHEDULES: dict[str, Callable[[int, int, int], Iterable[tuple[Action, ...]]]] = {
+    # All forwards, then all backwards.
+    "gpipe": lambda p, m, v: (_alternate(rank, p, [m], ahead=m) for rank in range(p)),
+    # Rank r runs p - r - 1 forwards ahead of the first backward.
+    "1f1b": lambda p, m, v: (_alternate(rank, p, [m], ahead=p - rank - 1) for rank in range(p)),
     "interleaved": interleaved,
-    "zb-h1": lambda p, m, v: zero_bubble(p, m),
+    "zb-h1": lambda p, m, v: _ZeroBubble(p, m).run(),
 }
 
 
@@ -151,7 +130,7 @@ def make_schedule(name: str, p: int, m: int, v: int = 1) -> Schedule:
             f"expected one chunk per rank for the schedule {name!r}, found {v}; set "
             "schedule=interleaved, or chunks=1"
         )
-    return SCHEDULES[name](p, m, v)
+    return Schedule(name, p * v, m, tuple(SCHEDULES[name](p, m, v)))
 
 
 def _rounds(groups: Sequence[int], chunks: range) -> Iterator[tuple[int, int]]:
@@ -180,7 +159,13 @@ def _alternate(
 
 
 class _ZeroBubble:
-    """The state of all ranks while ZB-H1 is worked out, one unit of time after the other."""
+    """The state of all ranks while ZB-H1 is worked out, one unit of time after the other.
+
+    Forward and both halves of backward take one unit of time. Rank r keeps at most p - r
+    micro-batches whose gradient has not come, as in 1F1B, and p of which any half is missing.
+    Within these limits a rank prefers a forward, then the gradient for which the stage before
+    waits, then weights: 3m + p - 1 units in all, where 1F1B takes 3m + 3(p - 1).
+    """
 
     def __init__(self, p: int, m: int) -> None:
         self._p, self._m = p, m

@@ -392,10 +392,11 @@ class Link:
         """
         if self._axis.size == 1 or self._groups:
             return
+        whole: Any = self._axis.group
         for neighbor in {(self._axis.rank + 1), (self._axis.rank - 1)}:
             token = torch.empty(1, dtype=torch.uint8, device=self._device)
             with suppress(RuntimeError):
-                work = self._whole_group.recv([token], neighbor % self._axis.size, self._first_tag)
+                work = whole.recv([token], neighbor % self._axis.size, self._first_tag)
                 work.wait(timedelta(milliseconds=1))
 
     def reset(self) -> None:
@@ -413,16 +414,8 @@ class Link:
         return self._links.wire_dtype(*ends, dtype)
 
     def _group_of(self, message: Message) -> dist.ProcessGroup:
-        return self._groups[stream_of(message)] if self._groups else self._whole_group
-
-    @property
-    def _whole_group(self) -> dist.ProcessGroup:
-        if self._axis.group is None:
-            raise CollectiveError(
-                f"expected a started process group of axis {self._axis.name!r}, found none; build "
-                "the mesh with Mesh.build"
-            )
-        return self._axis.group
+        whole: Any = self._axis.group  # started, unless the axis has one rank
+        return self._groups[stream_of(message)] if self._groups else whole
 
     def _rank_of(self, stage: int) -> int:
         return stage % self._axis.size

@@ -15,13 +15,7 @@ from torch import nn
 
 from drivetrain.model.look import Look
 from drivetrain_megatron.dropout import DropoutLayout, Site
-from drivetrain_megatron.plan.divide import (
-    AlonePlan,
-    BlockPlan,
-    GroupPlan,
-    SizeAttribute,
-    facts_of,
-)
+from drivetrain_megatron.plan.divide import AlonePlan, BlockPlan, GroupPlan, SizeAttribute, facts_of
 from drivetrain_megatron.plan.groups import (
     LayerGroup,
     LinearUse,

@@ -14,13 +14,7 @@ from torch._compile import _disable_dynamo
 
 from drivetrain.collectives import Communicator
 from drivetrain_megatron.tensor.attention import attach_heads, head_partitions
-from drivetrain_megatron.tensor.behavior import (
-    PaddedBias,
-    RegionEnds,
-    Resized,
-    attach,
-    with_first,
-)
+from drivetrain_megatron.tensor.behavior import PaddedBias, RegionEnds, Resized, attach, with_first
 from drivetrain_megatron.tensor.linear import (
     attach_alone,
     attach_column,

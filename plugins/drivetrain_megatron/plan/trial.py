@@ -39,12 +39,7 @@ from drivetrain.log import get_logger
 from drivetrain.runtime import rng
 from drivetrain.runtime.mesh import Axis
 from drivetrain.traffic import Traffic
-from drivetrain_megatron.dropout import (
-    DropoutLayout,
-    DropoutRecorder,
-    Site,
-    open_attentions,
-)
+from drivetrain_megatron.dropout import DropoutLayout, DropoutRecorder, Site, open_attentions
 from drivetrain_megatron.plan.divide import BlockPlan, divide
 from drivetrain_megatron.recording.calls import Call
 from drivetrain_megatron.recording.proxy import StageProxy

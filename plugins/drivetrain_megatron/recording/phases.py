@@ -634,8 +634,17 @@ class _Replay:
         return len(self._blocks)
 
     def run(self) -> None:
-        """Follow the whole forward."""
-        _check_calls(self._look.blocks)
+        """Follow the whole forward.
+
+        Raises:
+            UsageError: a block calls another one, or is left out.
+        """
+        for call in self._look.blocks:
+            if call.caller is not None:
+                raise UsageError(
+                    f"expected blocks one after another, found {call.name!r} called by "
+                    f"{call.caller!r}: a pipeline cuts between blocks that do not call each other"
+                )
         position = 0
         for call in self._look.blocks:
             self._between[-1] += self._follow(range(position, call.operations.start), None)
@@ -643,7 +652,14 @@ class _Replay:
             self._between.append(0)
             position = call.operations.stop
         self._between[-1] += self._follow(range(position, len(self._look.operations)), None)
-        self._finish()
+        called = {call.name for call in self._look.blocks}
+        missing = [name for name in self._look.candidates if name not in called]
+        if missing:
+            raise UsageError(
+                f"expected every repeated block to be called in a forward, found that "
+                f"{', '.join(missing[:3])} and {max(len(missing) - 3, 0)} more were not: blocks "
+                "must not be skipped, also not at random (LayerDrop)"
+            )
 
     def _follow_block(self, call: BlockCall) -> None:
         work = self._follow(call.operations, call)
@@ -755,17 +771,6 @@ class _Replay:
             found.append(min(same)[1] if same else None)
         return tuple(found)
 
-    def _finish(self) -> None:
-        """Check that no block was left out."""
-        called = {call.name for call in self._look.blocks}
-        missing = [name for name in self._look.candidates if name not in called]
-        if missing:
-            raise UsageError(
-                f"expected every repeated block to be called in a forward, found that "
-                f"{', '.join(missing[:3])} and {max(len(missing) - 3, 0)} more were not: blocks "
-                "must not be skipped, also not at random (LayerDrop)"
-            )
-
     def recording(self, prefix: str) -> Recording:
         """Return the recording; names of parameters and buffers get a prefix."""
         aliases = self._look.aliases
@@ -822,13 +827,3 @@ def _phases_near(name: str, used: Mapping[str, int]) -> set[int]:
         if near:
             return {min(near)}
     return set()
-
-
-def _check_calls(calls: Sequence[BlockCall]) -> None:
-    """Check that blocks are called in turn."""
-    for call in calls:
-        if call.caller is not None:
-            raise UsageError(
-                f"expected blocks one after another, found {call.name!r} called by "
-                f"{call.caller!r}: a pipeline cuts between blocks that do not call each other"
-            )

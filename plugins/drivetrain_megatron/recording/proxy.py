@@ -283,16 +283,7 @@ def same_value(proxy: StageProxy) -> StageProxy:
 
 
 def resolve(proxy: StageProxy, value: Tensor) -> None:
-    """Give a proxy its value, detached and in its dtype; results of pure operations on it follow.
-
-    Raises:
-        UsageError: the shapes differ.
-    """
-    if tuple(value.shape) != proxy.facts.shape:
-        raise UsageError(
-            f"expected a value of shape {proxy.facts.shape} for a proxy, found one of "
-            f"{tuple(value.shape)}: give the value of this very tensor"
-        )
+    """Give a proxy its value, detached and in its dtype; results of operations on it follow."""
     later = proxy._later = proxy._later or LazyValue()
     later.settle(value.detach().to(proxy.facts.dtype).clone())
 

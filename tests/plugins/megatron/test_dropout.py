@@ -467,10 +467,12 @@ def test_a_draw_of_any_generator_is_noticed():
     for draw in DRAWS:
         axis = Axis(name="tp", size=1, rank=0, ranks=(0,), hosts=("here",))
         ranks = Counted(axis, Traffic(), timedelta(seconds=9))
-        draws, counts = AlikeDraws(ranks, torch.device("cpu")), []
+        draws, counts, model = AlikeDraws(ranks, torch.device("cpu")), [], nn.Identity()
         for compute in (int, int, draw, draw, int, int):
-            draws.during(compute, training=True)
+            with draws.during(model):
+                compute()
             counts.append(ranks.sent)
         assert counts == [1, 1, 1, 2, 3, 3]
-        draws.during(int, training=False)
+        with draws.during(model.eval()):
+            pass
         assert ranks.sent == 4, "evaluation is another forward"
