@@ -237,13 +237,17 @@ def profile(model: nn.Module, look: Look) -> list[float]:
     blocks = dict(named_blocks(look.candidates, model))
     known: dict[Any, float] = {}
     seconds = []
-    values = {name: _parameters(block) for name, block in blocks.items()}
+    values = {
+        name: [(module, dict(module._parameters)) for module in block.modules()]
+        for name, block in blocks.items()
+    }
     with without_values(model, StageProxy), torch.enable_grad():
         for call in look.blocks:
             block = blocks[call.name]
             kind = _kind(block, look, call)
             if kind not in known:
-                _put(values[call.name])  # of this block alone; whatever it changes is undone
+                for module, own in values[call.name]:  # whatever this block changes is undone
+                    module._parameters.update(own)
                 known[kind] = min([_once(block, look, call) for _ in range(_RUNS)][1:])
             seconds.append(known[kind])
     return seconds
@@ -254,15 +258,6 @@ def scaled_edges(recording: Recording, seconds: Sequence[float]) -> tuple[float,
     work = sum(block.work for block in recording.blocks)
     pace = sum(seconds) / work if work else 0.0
     return recording.between[0] * pace, recording.between[-1] * pace
-
-
-def _parameters(block: nn.Module) -> list[tuple[nn.Module, Mapping[str, Any]]]:
-    return [(module, dict(module._parameters)) for module in block.modules()]
-
-
-def _put(contents: Sequence[tuple[nn.Module, Mapping[str, Any]]]) -> None:
-    for module, parameters in contents:
-        module._parameters.update(parameters)
 
 
 def _kind(block: nn.Module, look: Look, call: BlockCall) -> tuple[Any, ...]:

@@ -385,29 +385,16 @@ class LocalSizes(TorchFunctionMode):
     """Puts this rank's sizes into reshapes that do not fit.
 
     Args:
-        numbers: sizes of the whole, and their values on this rank.
-        place: among several sizes that fit, counted from the right: 0, 1, …; the leftmost where
-            there are fewer.
+        of: the block, whose sizes and ranks count.
         dim: of activations that counts tokens; features and heads stand behind it.
         tokens: how many tokens a shard of the sequence has, and how many all have; None where
             activations are whole.
-        ranks: the axis, to add a whole bias to local scores; None to leave sums alone.
     """
 
-    def __init__(
-        self,
-        numbers: Mapping[int, int],
-        place: int,
-        dim: int,
-        tokens: tuple[int, int] | None,
-        ranks: Communicator | None = None,
-    ) -> None:
+    def __init__(self, of: "Resized", dim: int, tokens: tuple[int, int] | None) -> None:
         super().__init__()
-        self._numbers = numbers
-        self._place = place
-        self._dim = dim
-        self._tokens = tokens
-        self._ranks = ranks
+        self._numbers, self._place, self._ranks = of.numbers, of.place, of.edges.ranks
+        self._dim, self._tokens = dim, tokens
 
     def __torch_function__(
         self,
@@ -433,7 +420,7 @@ class LocalSizes(TorchFunctionMode):
         All ranks give a part of the gradient of the bias.
         """
         tensors = isinstance(bias, Tensor) and isinstance(scores, Tensor)
-        if not tensors or self._ranks is None or scores.dim() < bias.dim():
+        if not tensors or scores.dim() < bias.dim():
             return bias
         for dim in range(last, -bias.dim() - 1, -1):
             every, some = bias.shape[dim], scores.shape[dim]
@@ -491,7 +478,14 @@ def _replaced(sizes: Sequence[int], index: int, size: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Resized(Behavior):
-    """A block whose reshapes get this rank's sizes, see ``LocalSizes``."""
+    """A block whose reshapes get this rank's sizes, see ``LocalSizes``.
+
+    Attributes:
+        numbers: sizes of the whole, and their values on this rank.
+        place: among several sizes that fit, counted from the right: 0, 1, …; the leftmost where
+            there are fewer.
+        edges: the ranks.
+    """
 
     numbers: Mapping[int, int]
     place: int
@@ -505,5 +499,5 @@ class Resized(Behavior):
             tokens = (sequence.local_size(self.edges.ranks.rank), sequence.size)
         given = next(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
         dim = max(given.dim() - 2, 0)
-        with LocalSizes(self.numbers, self.place, dim, tokens, self.edges.ranks):
+        with LocalSizes(self, dim, tokens):
             return original_class(module).forward(module, *args, **kwargs)
