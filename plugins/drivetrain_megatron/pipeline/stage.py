@@ -648,7 +648,7 @@ class Stage:
     Args:
         parts: shared by the stages of this rank.
         index: of the stage among all stages.
-        tied: the parameters that this stage shares with others.
+        copies: names of the parameters here that an earlier stage owns.
         places: parameters of other stages of this rank, which this stage must not see.
         outer: where its own parameters outside of blocks stand, by their first names.
     """
@@ -657,7 +657,7 @@ class Stage:
         self,
         parts: ModelParts,
         index: int,
-        tied: tuple[Tie, ...],
+        copies: tuple[str, ...],
         places: Sequence[ProxyPlace],
         outer: Mapping[str, Sequence[ProxyPlace]],
     ) -> None:
@@ -668,12 +668,7 @@ class Stage:
         self.blocks = parts.cut.blocks(index)
         self.is_first = index == 0
         self.is_last = index == parts.cut.stages - 1
-        self.ties = tied
-
-    @property
-    def copies(self) -> tuple[str, ...]:
-        """Names of the parameters here that an earlier stage owns."""
-        return tuple(tie.name for tie in self.ties if tie.owner != self.index)
+        self.copies = copies
 
     @property
     def last_blocks(self) -> range:
@@ -847,9 +842,9 @@ def split(
     tied = ties(recording, cut)
     stages = []
     for index in sorted(owned):
-        mine = tuple(tie for tie in tied if index in (tie.owner, *tie.copies))
+        copies = tuple(tie.name for tie in tied if index in tie.copies)
         others = _of_other_stages(parts, index, len(owned))
-        stages.append(Stage(parts, index, mine, others, _outer_of(parts, index)))
+        stages.append(Stage(parts, index, copies, others, _outer_of(parts, index)))
     return Split(parts, tuple(stages), tied)
 
 

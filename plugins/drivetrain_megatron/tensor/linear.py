@@ -281,9 +281,16 @@ class _ColumnProduct(torch.autograd.Function):
         ctx: Any, grad: Tensor
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         product: Product = ctx.product
-        if torch.is_grad_enabled() and product.sequence is None:
-            return *_column_grads(ctx, grad), None
-        return _ColumnProduct.once(ctx, grad)  # type: ignore[no-any-return]
+        if not torch.is_grad_enabled() or product.sequence is not None:
+            return _ColumnProduct.once(ctx, grad)  # type: ignore[no-any-return]
+        x, weight = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        return (  # gradients that can be differentiated again
+            reduce(product.input_grad(grad, weight), product.ranks) if needs_x else None,
+            product.weight_grad(grad, copy(x, product.ranks)) if needs_weight else None,
+            rows_of(grad).sum(0) if needs_bias else None,
+            None,
+        )
 
     @staticmethod
     @once_differentiable
@@ -319,9 +326,16 @@ class _RowProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         product: Product = ctx.product
-        if torch.is_grad_enabled() and product.sequence is None:
-            return *_row_grads(ctx, grad), None
-        return _RowProduct.once(ctx, grad)  # type: ignore[no-any-return]
+        if not torch.is_grad_enabled() or product.sequence is not None:
+            return _RowProduct.once(ctx, grad)  # type: ignore[no-any-return]
+        x, weight = ctx.saved_tensors
+        needs_x, needs_weight, _ = ctx.needs_input_grad
+        entered = copy(grad, product.ranks)
+        return (  # gradients that can be differentiated again
+            product.input_grad(entered, weight) if needs_x else None,
+            product.weight_grad(entered, x) if needs_weight else None,
+            None,
+        )
 
     @staticmethod
     @once_differentiable
@@ -335,30 +349,6 @@ class _RowProduct(torch.autograd.Function):
         half = WeightHalf(x, grad, product.transposed, needs_weight)
         grad_weight, _ = half.settled(product.deferral)
         return grad_x, grad_weight, None
-
-
-def _column_grads(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Return the gradients of input, weight and bias, which can be differentiated again."""
-    x, weight = ctx.saved_tensors
-    product: Product = ctx.product
-    needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
-    return (
-        reduce(product.input_grad(grad, weight), product.ranks) if needs_x else None,
-        product.weight_grad(grad, copy(x, product.ranks)) if needs_weight else None,
-        rows_of(grad).sum(0) if needs_bias else None,
-    )
-
-
-def _row_grads(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gradients of input and weight, which can be differentiated again."""
-    x, weight = ctx.saved_tensors
-    product: Product = ctx.product
-    needs_x, needs_weight, _ = ctx.needs_input_grad
-    entered = copy(grad, product.ranks)
-    return (
-        product.input_grad(entered, weight) if needs_x else None,
-        product.weight_grad(entered, x) if needs_weight else None,
-    )
 
 
 # --- one entrance and one sum for column-cut layers with one input ---

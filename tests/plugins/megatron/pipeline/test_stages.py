@@ -319,7 +319,7 @@ def test_a_cache_from_outside_is_refused_and_after_close_values_are_missed_clear
         stage.run(MicroBatch((), {**LABELED, **cache}))
 
     model = build(sequential)
-    first_stage(model).close()
+    first_stage(model).parts.gates.close()
     assert "forward" not in model[1].__dict__
     with pytest.raises(UsageError, match="another pipeline stage"):
         model(NUMBERS).sum().item()
