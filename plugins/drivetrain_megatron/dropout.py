@@ -450,24 +450,22 @@ _CHECK_BITS = 16
 _AFTER_SITE, _AFTER_BLOCK = 1, 2
 
 
-class MaskSource(NamedTuple):
-    """Tells the masks of different runs (seed) and replicas (data-parallel rank) apart."""
-
-    seed: int
-    replica: int
-
-
 class Dropout(Uncopied):
     """The masks of one prepared model.
+
+    Args:
+        seed: tells the masks of different runs apart.
+        replica: the data-parallel rank, which tells those of replicas apart.
+        ranks: the axis ``tp``.
 
     Attributes:
         layouts: how the ranks divide the inputs of dropouts in blocks; all else is whole on each.
         forwards: how many have dropped elements so far.
     """
 
-    def __init__(self, source: MaskSource, ranks: Communicator) -> None:
+    def __init__(self, seed: int, replica: int, ranks: Communicator) -> None:
         self.layouts = Layouts()
-        self._source = source
+        self._source = seed, replica
         self._ranks = ranks
         self._names: frozenset[str] = frozenset()
         self.forwards = 0
@@ -552,7 +550,7 @@ class Dropout(Uncopied):
             return
         self._numbered, self._dropped = number is not None, False
         own = self.forwards if number is None else number
-        state = combine(self._source.seed, self._source.replica, own)
+        state = combine(*self._source, own)
         try:
             with rng.fork(_packed(state)):
                 yield

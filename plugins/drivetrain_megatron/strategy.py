@@ -43,7 +43,7 @@ from drivetrain.shards import (
 from drivetrain.strategy import Planning, Prepared, Run, StrategyAround
 from drivetrain_megatron.config import MegatronConfig, MegatronOutline
 from drivetrain_megatron.cost import estimate
-from drivetrain_megatron.dropout import AlikeDraws, Dropout, MaskSource
+from drivetrain_megatron.dropout import AlikeDraws, Dropout
 from drivetrain_megatron.pipeline.build import PipelineBuilder, PipelinedModel
 from drivetrain_megatron.plan.model import ModelPlan, TensorParallel, confirmed, describe, tell
 from drivetrain_megatron.recording.calls import batches_for, inputs_for
@@ -160,8 +160,7 @@ class Megatron(MegatronOutline, StrategyAround[MegatronConfig]):
         self._tensor: TensorParallel | None = None
         self._shares = Shares(self._tp)
         self._facts: dict[str, ShardingSpec] = {}
-        source = MaskSource(config.dropout_seed, run.mesh["dp"].position)
-        self._dropout = Dropout(source, self._tp)
+        self._dropout = Dropout(config.dropout_seed, run.mesh["dp"].position, self._tp)
         self._draws = AlikeDraws(self._tp, world.device)
         self._source: SharedSource | None = None
         self._handles: list[RemovableHandle] = []

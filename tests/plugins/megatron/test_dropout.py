@@ -24,7 +24,6 @@ from drivetrain_megatron.dropout import (
     AlikeDraws,
     Dropout,
     Dropping,
-    MaskSource,
     Site,
     combine,
     keep_mask,
@@ -182,7 +181,7 @@ def counting(model, replica=0, seed=0):
     """Let a model of one process drop by the same masks, without the strategy."""
     axis = Axis(name="tp", size=1, rank=0, ranks=(0,), hosts=("here",))
     ranks = SoloCommunicator(axis, Traffic(), timedelta(seconds=9))
-    dropout = Dropout(MaskSource(seed, replica), ranks)
+    dropout = Dropout(seed, replica, ranks)
     dropout.find(model, None)
     dropout.attach(model)
     dropout.follow(repeated_blocks(model))
