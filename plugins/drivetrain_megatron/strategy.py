@@ -335,7 +335,9 @@ class Megatron(MegatronOutline, StrategyAround[MegatronConfig]):
     ) -> Tensor:
         """Scale gradients to a global norm of at most max_norm; replicated gradients count once."""
         names = self._original.names
-        counted = [p for p in self._chosen(only) if self._facts[names[p]].saves(self._tp.rank)]
+        chosen = named_parameters(self._model).values() if only is None else only
+        here = [p for p in chosen if not isinstance(p, Elsewhere)]
+        counted = [p for p in here if self._facts[names[p]].saves(self._tp.rank)]
         mine = self._inner.clip_grad_norm(float("inf"), norm_type, only=counted)
         norm = combine_norms(mine, norm_type, (self._tp, self._pp))
         clip_(list(self.gradients(only)), norm, max_norm)
@@ -531,10 +533,6 @@ class Megatron(MegatronOutline, StrategyAround[MegatronConfig]):
                 partition = alike(facts.shape[0], self._tp.size) if facts.shape else None
             if partition is not None:
                 self._shares.add(name, parameter, partition, facts.shape)
-
-    def _chosen(self, only: Collection[nn.Parameter] | None) -> Iterable[nn.Parameter]:
-        chosen = named_parameters(self._model).values() if only is None else only
-        return [p for p in chosen if not isinstance(p, Elsewhere)]
 
     def close(self) -> None:
         """Take hooks off and end threads; layers stay divided."""

@@ -3,7 +3,7 @@
 import copy
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -208,7 +208,7 @@ class Call:
         return args, kwargs
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Calls:
     """The blocks of a model in one forward.
 
@@ -219,23 +219,24 @@ class Calls:
         uses: how many functions of torch took each parameter outside of blocks, by its first name.
     """
 
-    blocks: list[NamedModule] = field(default_factory=list)
-    arguments: dict[str, Call] = field(default_factory=dict)
-    uses: Counter[str] = field(default_factory=Counter)
+    blocks: Sequence[NamedModule]
+    arguments: Mapping[str, Call]
+    uses: Mapping[str, int]
 
 
 def calls_in(look: Look, model: nn.Module) -> Calls:
     """Return the calls of a model's blocks in a look at the model, as it was before compilation."""
-    modules = dict(named_blocks(look.candidates, model))
-    calls = Calls()
-    for name, call in look.first_calls().items():
-        calls.blocks.append((name, modules[name]))
-        calls.arguments[name] = Call(*look.example(call, _placeholder))
+    modules, first = dict(named_blocks(look.candidates, model)), look.first_calls()
     names = {number: name for name, number in look.parameters.items()}
-    for operation in look.operations:
-        if operation.block is None and operation.outputs:
-            calls.uses.update(names[number] for number in operation.inputs if number in names)
-    return calls
+    uses = Counter(
+        names[number]
+        for operation in look.operations
+        if operation.block is None and operation.outputs
+        for number in operation.inputs
+        if number in names
+    )
+    arguments = {name: Call(*look.example(call, _placeholder)) for name, call in first.items()}
+    return Calls([(name, modules[name]) for name in first], arguments, uses)
 
 
 def other_calls(model: nn.Module, inputs: ExampleInputs) -> dict[str, list[Call]]:
