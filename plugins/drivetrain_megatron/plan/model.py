@@ -52,9 +52,9 @@ from drivetrain_megatron.plan.named import (
 from drivetrain_megatron.plan.trial import (
     DTYPES,
     SEED,
-    Attempt,
     Results,
     Trial,
+    TrialForm,
     backward,
     first_trial,
     floating_in,
@@ -611,7 +611,7 @@ def confirmed(
             logger.debug("the model is too large to be tried whole: its blocks have been tried")
             return plan
         attempts = (
-            Attempt(outline, rows, dtype, trains, missing)
+            TrialForm(outline, rows, dtype, trains, missing)
             for trains, dtype in product((True, False), DTYPES)
             for outline, rows, missing in outlines
         )

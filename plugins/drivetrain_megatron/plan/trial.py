@@ -483,8 +483,8 @@ class Trial:
     failure: str = ""
 
 
-class Attempt(NamedTuple):
-    """A way to try a module.
+class TrialForm(NamedTuple):
+    """A form in which a module is tried.
 
     Attributes:
         module: to copy.
@@ -528,13 +528,13 @@ class Results:
 def make_trial(
     block: nn.Module, call: Call, rows: Collection[str] | None = None, *, trains: bool = True
 ) -> Trial:
-    """Return the trial of a block; arguments as of ``Attempt`` and ``first_trial``."""
-    attempts = (Attempt(block, rows, dtype, trains) for dtype in DTYPES)
+    """Return the trial of a block; arguments as of ``TrialForm`` and ``first_trial``."""
+    attempts = (TrialForm(block, rows, dtype, trains) for dtype in DTYPES)
     return first_trial(attempts, call, run_block)
 
 
 def first_trial(
-    attempts: Iterable[Attempt], call: Call, run: Callable[[nn.Module, Call], Results]
+    attempts: Iterable[TrialForm], call: Call, run: Callable[[nn.Module, Call], Results]
 ) -> Trial:
     """Return the first of some trials that runs on the CPU.
 
