@@ -90,7 +90,7 @@ class HeadAttention(Behavior):
             weights = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
         bias = module.in_proj_bias
         biases = (None,) * 3 if bias is None else bias.chunk(3)
-        local = self.heads.local_size(self.edges.ranks.rank)
+        local = self.heads.local_sizes[self.edges.ranks.rank]
         return [
             F.linear(x, weight, b).view(*x.shape[:-1], local, module.head_dim).permute(1, 2, 0, 3)
             for x, weight, b in zip((q, k, v), weights, biases, strict=True)

@@ -496,7 +496,7 @@ class Resized(Behavior):
         sequence = self.edges.sequence
         tokens = None
         if sequence is not None:
-            tokens = (sequence.local_size(self.edges.ranks.rank), sequence.size)
+            tokens = (sequence.local_sizes[self.edges.ranks.rank], sequence.size)
         given = next(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
         dim = max(given.dim() - 2, 0)
         with LocalSizes(self, dim, tokens):

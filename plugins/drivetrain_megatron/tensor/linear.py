@@ -423,7 +423,7 @@ def _later(layer: nn.Module, whole: Tensor, edges: Edges) -> DeferredProduct:
         edges.ranks, behavior.transposed, deferral=deferral_of(behavior.keeper, layer)
     )
     # Not the weight's own extent: it may be elsewhere until the layer runs.
-    outputs = behavior.outputs.local_size(edges.ranks.rank)
+    outputs = behavior.outputs.local_sizes[edges.ranks.rank]
     token: Tensor = _WeightLater.apply(layer.weight, whole, outputs, product)  # type: ignore[no-untyped-call]
     return DeferredProduct(token, product)
 

@@ -235,7 +235,7 @@ def conjugate(tensor: Tensor, forward: Way, backward: Way) -> Tensor:
 def _to_share(tensor: Tensor, ranks: Communicator, partition: Partition, forward: Way) -> Tensor:
     """Return this rank's share; backward gathers the gradients of shares."""
     if is_outline(tensor):
-        return outlined(tensor, partition.dim, partition.local_size(ranks.rank))
+        return outlined(tensor, partition.dim, partition.local_sizes[ranks.rank])
     if _is_alone(ranks, partition):
         return tensor
     return conjugate(tensor, forward, lambda grad: gathered(grad, ranks, partition, add=True))

@@ -74,10 +74,6 @@ class Partition:
         """Where each rank's share lies among the shares of all ranks, one after the other."""
         return tuple(itertools.pairwise(itertools.accumulate(self.local_sizes, initial=0)))
 
-    def local_size(self, rank: int) -> int:
-        """Return how many indices a rank holds."""
-        return self.local_sizes[rank]
-
     @functools.cached_property
     def is_simple(self) -> bool:
         """Whether each rank has at most one range, in ascending order."""
@@ -104,22 +100,15 @@ class Partition:
     def local_shape(self, rank: int, shape: Sequence[int]) -> tuple[int, ...]:
         """Return the shape of a rank's share of a tensor of this global shape."""
         local = list(shape)
-        local[self.dim] = self.local_size(rank)
+        local[self.dim] = self.local_sizes[rank]
         return tuple(local)
-
-    def sharers(self, rank: int) -> tuple[tuple[int, ...], ...]:
-        """Return, for each of a rank's ranges, its holders in ascending order."""
-        return tuple(
-            tuple(r for r, ranges in enumerate(self.ranges) if mine in ranges)
-            for mine in self.ranges[rank]
-        )
 
     @torch.no_grad()
     def disown(self, share: Tensor, rank: int) -> Tensor:
         """Set to zero, in place, the ranges that an earlier rank holds too; return the share."""
         if not self.is_plain:
-            for part, holders in zip(self._parts(share, rank), self.sharers(rank), strict=True):
-                if holders[0] != rank:
+            for part, mine in zip(self._parts(share, rank), self.ranges[rank], strict=True):
+                if any(mine in ranges for ranges in self.ranges[:rank]):
                     part.zero_()
         return share
 
