@@ -40,7 +40,8 @@ class Setting:
     where: str
 
     def __str__(self) -> str:
-        return f"{self.key}: {_flow(self.value)}"
+        words = self.value if isinstance(self.value, str) else json.dumps(self.value)
+        return f"{self.key}: {words}"
 
     @property
     def on(self) -> bool:
@@ -236,11 +237,6 @@ def _unknown(setting: Setting, known: Sequence[str]) -> str:
     return f"{setting.where}: unknown key {setting.key}; {hint}"
 
 
-def _flow(value: Any) -> str:
-    """Write a value on one line, as JSON does; a word without quotes."""
-    return value if isinstance(value, str) else json.dumps(value)
-
-
 # --- the tables, and the converters that they name ---
 
 
@@ -251,9 +247,6 @@ MIB = 1 << 20
 FP32_BYTES, LOW_BYTES = 4, 2
 LARGEST_BUCKET_MIB = 4096
 """The largest ``bucket_mib`` that strategies take."""
-
-LARGER_THAN_ANY_MODEL = 10**15
-"""Elements from which a module is a unit, where none shall be."""
 
 FSDP_STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
 """Names of ``fsdp_sharding_strategy``; older files have their numbers from 1."""
@@ -273,11 +266,13 @@ class Table(NamedTuple):
         settings: rows of the keys of its files.
         options: rows of the further options of its command line.
         switches: options without a value.
+        short: long names of one-letter options.
     """
 
     settings: Sequence[Row]
     options: Sequence[Row]
     switches: Sequence[str]
+    short: Mapping[str, str]
 
 
 @lru_cache
@@ -285,7 +280,7 @@ def table_of(program: str) -> Table:
     """Read the table of a program, which lies beside this module."""
     values = tomllib.loads(Path(__file__).with_name(f"{program}.toml").read_text("utf-8"))
     settings, options = (tuple(_rows(values.get(kind, ()))) for kind in ("settings", "options"))
-    return Table(settings, options, values["switches"])
+    return Table(settings, options, values["switches"], values["short"])
 
 
 def _rows(lines: Sequence[Sequence[Any]]) -> Iterator[Row]:
@@ -337,6 +332,17 @@ def if_on(draft: Draft, setting: Setting, values: Mapping[str, Any]) -> None:
     if setting.on:
         for key, value in values.items():
             draft.set(key, value, setting)
+
+
+def choice(
+    draft: Draft, setting: Setting, words: Mapping[str, Mapping[str, Any]], expected: str
+) -> None:
+    """Set the values of a word; refuse other words."""
+    values = words.get(str(setting.value).upper())
+    if values is None:
+        raise setting.wrong(expected)
+    for key, value in values.items():
+        draft.set(key, value, setting)
 
 
 def above_one(draft: Draft, setting: Setting, key: str, minimum: int = 1) -> None:
@@ -541,17 +547,6 @@ def sharding(draft: Draft, setting: Setting) -> None:
         draft.set("strategy.reshard_after_forward", False, setting)
 
 
-def wrap_policy(draft: Draft, setting: Setting) -> None:
-    """Choose how units are found."""
-    word = str(setting.value).upper()
-    if word not in {"NO_WRAP", "SIZE_BASED_WRAP", "TRANSFORMER_BASED_WRAP"}:
-        raise setting.wrong("TRANSFORMER_BASED_WRAP, SIZE_BASED_WRAP or NO_WRAP")
-    if word != "TRANSFORMER_BASED_WRAP":
-        draft.set("strategy.units", "size", setting)
-    if word == "NO_WRAP":
-        draft.set("strategy.unit_from", LARGER_THAN_ANY_MODEL, setting)
-
-
 def unit_classes(draft: Draft, setting: Setting) -> None:
     """Set the classes of units, where no policy says otherwise."""
     if not setting.absent and draft.strategy.get("units") is None:
@@ -637,12 +632,6 @@ def kind(draft: Draft, setting: Setting) -> None:
         draft.set("launch.device", "cpu", setting)
 
 
-def environment(draft: Draft, setting: Setting) -> None:
-    """Check that the run is on this machine."""
-    if setting.value != "LOCAL_MACHINE":
-        raise setting.wrong("LOCAL_MACHINE (others, such as SageMaker, are not supported)")
-
-
 def devices(draft: Draft, setting: Setting) -> None:
     """Remark on the choice of devices."""
     if not setting.absent and setting.value != "all":
@@ -685,18 +674,11 @@ def hosts(draft: Draft, setting: Setting) -> None:
     draft.set("launch.nnodes", Setting(setting.key, most or least, setting.where).whole(), setting)
 
 
-def machine_rank(draft: Draft, setting: Setting) -> None:
-    """Set the index of this host."""
-    if draft.hosts == 1:
-        return
-    if setting.whole(minimum=0) >= draft.hosts:
-        raise setting.wrong(f"0 to {draft.hosts - 1} with num_machines: {draft.hosts}")
-    draft.set("launch.node_rank", setting.whole(minimum=0), setting)
-
-
 def node_rank(draft: Draft, setting: Setting) -> None:
     """Set the index of this host; a variable of the shell is another one on each host."""
     if str(setting.value).startswith("$"):
         draft.remark(setting, "the index of this host", "each host takes its own `--node-rank`")
     elif draft.hosts > 1:
+        if setting.whole(minimum=0) >= draft.hosts:
+            raise setting.wrong(f"0 to {draft.hosts - 1} of {draft.hosts} hosts")
         draft.set("launch.node_rank", setting.whole(minimum=0), setting)

@@ -18,6 +18,7 @@ from drivetrain_migration.converters import (
     Draft,
     Row,
     Setting,
+    Table,
     check_paths,
     kind_of,
     settings,
@@ -38,8 +39,7 @@ DEFAULT_PORT = 29500
 def read_options(
     words: Sequence[str],
     known: Collection[str],
-    switches: Collection[str],
-    short: Mapping[str, str],
+    table: Table,
     program: str,
 ) -> tuple[dict[str, Any], list[str]]:
     """Divide the words of a command line into its options and its script, as its own parser would.
@@ -47,8 +47,7 @@ def read_options(
     Args:
         words: those after the program's.
         known: all options.
-        switches: options without a value.
-        short: long names of one-letter options.
+        table: of the program.
         program: for messages.
 
     Returns:
@@ -65,8 +64,8 @@ def read_options(
         if word == "--":
             break
         name, equals, value = word.partition("=")
-        name = short.get(name, name.lstrip("-").replace("-", "_"))
-        if name in switches:
+        name = table.short.get(name, name.lstrip("-").replace("-", "_"))
+        if name in table.switches:
             options[name] = True
         elif name not in known:
             raise ConfigError(f"{program}: unknown option {word}; remove it from the line")
@@ -166,12 +165,11 @@ def set_hosts(draft: Draft, address: str, port: str, hosts: str) -> None:
     draft.set("launch.rdzv_endpoint", f"{host}:{number}", where)
 
 
-def _draft_of_launcher(
-    program: str, words: Sequence[str], short: Mapping[str, str], folder: Path
-) -> Draft:
+def _draft_of_launcher(program: str, words: Sequence[str], folder: Path) -> Draft:
     """Return the draft of a launcher's options, over a DeepSpeed file that the script names."""
-    rows, switches = table_of(program).options, table_of(program).switches
-    options, script = read_options(words, {row.key for row in rows}, switches, short, program)
+    table = table_of(program)
+    rows = table.options
+    options, script = read_options(words, {row.key for row in rows}, table, program)
     draft = draft_of_script(script, folder, bool(options.get("module")))
     draft.read(settings(layer_of(options, {}, program), rows))
     draft.apply(rows)
@@ -199,8 +197,7 @@ class Torchrun(Importer):
 
     def translate_command(self, words: Sequence[str], folder: Path) -> Translation:
         """Translate a command line."""
-        short = {"-m": "module", "-t": "tee", "-r": "redirects"}
-        draft = _draft_of_launcher("torchrun", words, short, folder)
+        draft = _draft_of_launcher("torchrun", words, folder)
         if "rdzv_endpoint" in draft.given and draft.hosts > 1:
             endpoint = draft.given["rdzv_endpoint"]
             host, _, port = str(endpoint.value).rpartition(":")
@@ -232,8 +229,7 @@ class DeepSpeed(Importer):
 
     def translate_command(self, words: Sequence[str], folder: Path) -> Translation:
         """Translate a call of the launcher, with the JSON file that its script names."""
-        short = {"-H": "hostfile", "-i": "include", "-e": "exclude"}
-        draft = _draft_of_launcher("deepspeed", words, short, folder)
+        draft = _draft_of_launcher("deepspeed", words, folder)
         set_hosts(draft, "master_addr", "master_port", "num_nodes")
         return draft.finish()
 
@@ -339,10 +335,8 @@ class Accelerate(Importer):
     def translate_command(self, words: Sequence[str], folder: Path) -> Translation:
         """Translate a call of ``accelerate launch`` and the files in its options."""
         keys = {row.key.rpartition(".")[2]: row.key for row in self.rows}
-        switches, program = table_of("accelerate").switches, "accelerate launch"
-        options, script = read_options(
-            words, {*keys, "config_file"}, switches, {"-m": "module"}, program
-        )
+        table, program = table_of("accelerate"), "accelerate launch"
+        options, script = read_options(words, {*keys, "config_file"}, table, program)
         file = options.pop("config_file", None)
         for switch, kind in KINDS_OF_SWITCHES.items():
             if options.get(switch):
@@ -354,7 +348,7 @@ class Accelerate(Importer):
         if file is not None:
             layer = _over(read_file(folder / str(file)), layer)
         draft = draft_of_script(script, folder, bool(options.get("module")))
-        return translate_values(layer, folder, draft, table_of("accelerate").options).finish()
+        return translate_values(layer, folder, draft, table.options).finish()
 
 
 def _over(below: Layer, above: Layer) -> Layer:
