@@ -1,8 +1,8 @@
 """Which object stands for each of Accelerate's names, and the functions among them.
 
-A name of ours comes first. Names that know nothing of processes, such as big-model inference, are
-the real package's where it is installed. Every other known name is an object that says, when it
-is used, that it has no counterpart.
+A name of ours comes first; ``names.toml`` says where it is. Names that know nothing of processes,
+such as big-model inference, are the real package's where it is installed. Every other known name is
+an object that says, when it is used, that it has no counterpart.
 
 What scripts call of Accelerate beside an Accelerator: states, loaders, notebooks, trackers.
 """
@@ -10,11 +10,13 @@ What scripts call of Accelerate beside an Accelerator: states, loaders, notebook
 import difflib
 import importlib
 import operator
+import tomllib
 import warnings
-from collections.abc import Callable, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from importlib.metadata import version as installed_version
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -40,65 +42,18 @@ from drivetrain.runtime.world import World
 FOLLOWED = "1.15.0"
 """The version of Accelerate whose names and arguments these are."""
 
-PATHS = frozenset(
-    {
-        *("accelerator", "big_modeling", "checkpointing", "data_loader", "hooks", "inference"),
-        *("launchers", "local_sgd", "logging", "memory_utils", "optimizer", "parallelism_config"),
-        *("scheduler", "state", "tracking", "utils", "utils.bnb", "utils.constants"),
-        *("utils.dataclasses", "utils.deepspeed", "utils.environment", "utils.fsdp_utils"),
-        *("utils.imports", "utils.megatron_lm", "utils.memory", "utils.modeling"),
-        *("utils.offload", "utils.operations", "utils.other", "utils.random", "utils.versions"),
-    }
+_TABLE: Mapping[str, Any] = tomllib.loads(
+    Path(__file__).with_name("names.toml").read_text(encoding="utf-8")
 )
+PATHS = frozenset(_TABLE["paths"])
 """Accelerate's import paths, below the package."""
 
-_HOMES = {
-    "drivetrain.compat.names": (
-        *("DataLoaderDispatcher", "DataLoaderShard", "LOGGER_TYPE_TO_CLASS", "compare_versions"),
-        *("is_initialized", "is_peft_model", "is_torch_version", "notebook_launcher"),
-        *("prepare_data_loader", "register_tracker_class"),
-    ),
-    "drivetrain.compat.accelerator": (
-        *("DeepSpeedPlugin", "DynamoBackend", "FullyShardedDataParallelPlugin", "LoggerType"),
-        *("MegatronLMPlugin", "ParallelismConfig", "PrecisionType", "RNGType"),
-        *("TorchDynamoPlugin", "TorchTensorParallelPlugin"),
-    ),
+_PLACES: dict[str, Sequence[str]] = {
+    **{name: ("drivetrain", name) for name in drivetrain.__all__ if not name.startswith("_")},
+    **{name: (home, name) for home, names in _TABLE["ours"].items() for name in names},
+    **_TABLE["renamed"],
 }
-_OURS = {name: "drivetrain" for name in drivetrain.__all__ if not name.startswith("_")} | {
-    name: home for home, names in _HOMES.items() for name in names
-}
-_RENAMED = {
-    "Accelerator": ("drivetrain.compat.accelerator", "ScriptAccelerator"),
-    "AcceleratorState": ("drivetrain.compat.names", "ScriptAcceleratorState"),
-    "PartialState": ("drivetrain.compat.names", "ScriptPartialState"),
-    "TensorBoardTracker": ("drivetrain.observe.trackers", "TensorboardTracker"),
-    "WandBTracker": ("drivetrain.observe.trackers", "WandbTracker"),
-    "TrackioTracker": ("drivetrain.observe.trackers", "TrackioTracker"),
-    "MLflowTracker": ("drivetrain.observe.trackers", "MlflowTracker"),
-    **{
-        name: ("drivetrain.observe.trackers", name)
-        for name in (
-            *("AimTracker", "ClearMLTracker", "CometMLTracker", "DVCLiveTracker"),
-            "SwanLabTracker",
-        )
-    },
-}
-
-_REAL = (
-    *("accelerate.big_modeling", "accelerate.hooks", "accelerate.utils.bnb"),
-    *("accelerate.utils.constants", "accelerate.utils.environment", "accelerate.utils.imports"),
-    *("accelerate.utils.memory", "accelerate.utils.modeling", "accelerate.utils.offload"),
-    *("accelerate.utils.operations", "accelerate.utils.other", "accelerate.utils.versions"),
-)
-"""Modules of the real package whose functions know nothing of processes."""
-
-_DIVIDERS = frozenset(
-    {"BatchSamplerShard", "IterableDatasetShard", "SeedableRandomSampler", "SkipBatchSampler"}
-)
-"""Samplers of ``accelerate.data_loader`` that are told of processes by their caller."""
-
-_STATEFUL = {"GatheredParameters", "convert_model", "write_basic_config"}
-"""Names of these modules that do."""
+"""The module and the name of each object of ours."""
 
 
 class NoCounterpart(type):
@@ -138,10 +93,10 @@ def resolve(name: str, path: str = "") -> Any:
     """
     if name in WAYS_OUT:
         return NoCounterpart(name, (), {"__module__": __name__})
-    if name in _DIVIDERS and _real_module("accelerate.data_loader") is not None:
+    if name in _TABLE["dividers"] and _real_module("accelerate.data_loader") is not None:
         return getattr(_real_module("accelerate.data_loader"), name)
-    if name in _RENAMED or name in _OURS:
-        home, own = _RENAMED.get(name, (_OURS.get(name, ""), name))
+    if name in _PLACES:
+        home, own = _PLACES[name]
         return getattr(importlib.import_module(home), own)
     if not name.startswith("_"):
         found = _from_real_package(name, path)
@@ -154,15 +109,15 @@ def resolve(name: str, path: str = "") -> Any:
 
 def public_names() -> list[str]:
     """Return the names with a counterpart here, without the real package's."""
-    return sorted({*_RENAMED, *_OURS} - WAYS_OUT.keys())
+    return sorted(_PLACES.keys() - WAYS_OUT.keys())
 
 
 def _from_real_package(name: str, path: str) -> Any:
     """Return the installed Accelerate's object, or a refusing one; None without such a name."""
     if _real_module("accelerate") is None:
         return None
-    if name not in _STATEFUL:
-        for home in _REAL:
+    if name not in _TABLE["stateful"]:
+        for home in _TABLE["real"]:
             found = vars(_real_module(home) or object).get(name)
             if found is not None:
                 return found
@@ -171,7 +126,7 @@ def _from_real_package(name: str, path: str) -> Any:
     return NoCounterpart(name, (), {"__module__": __name__}) if known else None
 
 
-@lru_cache(maxsize=len(_REAL) + 2)
+@cache
 def _real_module(name: str) -> Any:
     """Return a module of the real package; None where it is not installed."""
     try:
