@@ -108,7 +108,7 @@ def _times(
             clock.time(
                 f"{name} of {rows} rows",
                 partial(method.rehearse, torch.randn(rows, COLUMNS, device=clock.device)),
-            ).seconds
+            )
             for rows in ROWS
         )
         found[name] = small_s, large_s

@@ -23,19 +23,6 @@ LOUD = 0.2
 """Scatter from which a measurement is said to be doubtful."""
 
 
-@dataclass(frozen=True, slots=True)
-class Timing:
-    """Seconds of one piece of work.
-
-    Attributes:
-        seconds: the median of all timings.
-        scatter: half of the range of the middle timings, over that median.
-    """
-
-    seconds: float
-    scatter: float
-
-
 @dataclass
 class Clock:
     """Times work on a device, and remembers which timings scattered.
@@ -59,8 +46,8 @@ class Clock:
         *,
         times: int = 1,
         before: Callable[[], object] = lambda: None,
-    ) -> Timing:
-        """Return the seconds of one piece of work, over its earlier timings, too.
+    ) -> float:
+        """Return the seconds of one piece of work: the median, of its earlier timings, too.
 
         Args:
             name: of the work, in all rounds and in the report of scatter.
@@ -78,24 +65,24 @@ class Clock:
             self._finish()
             if index >= WARM_UPS:
                 samples.append((time.perf_counter() - start) / times)
-        timing = timing_of(samples)
+        seconds, scatter = median_of(samples)
         self.loud.pop(name, None)
-        if timing.scatter > LOUD:
-            self.loud[name] = timing.scatter
+        if scatter > LOUD:
+            self.loud[name] = scatter
         self.advance()
-        return timing
+        return seconds
 
     def _finish(self) -> None:
         if self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)
 
 
-def timing_of(samples: list[float]) -> Timing:
-    """Return the median, and the scatter of all but the two extremes.
+def median_of(samples: list[float]) -> tuple[float, float]:
+    """Return the median, and over it half of the range of all but the two extremes.
 
     The quickest timings would say too little: a step is a sum of many kernels, some of them slow.
     """
     ordered = sorted(samples)
     middle = ordered[1:-1] or samples
     median = statistics.median(ordered)
-    return Timing(median, (middle[-1] - middle[0]) / 2 / median if median else 0.0)
+    return median, (middle[-1] - middle[0]) / 2 / median if median else 0.0

@@ -93,6 +93,10 @@ def measure_device(clock: Clock, source: str, ranks: int) -> Section:
     memory = max(rate for _, rate in passes)
     launch, dispatch = _starts(clock)
     tile = 16 if on_host else 64
+    if on_host:
+        total = psutil.virtual_memory().total / ranks
+    else:
+        total = torch.get_device_module(device).get_device_properties(device).total_memory
     return {
         "device": {
             "source": source,
@@ -107,7 +111,7 @@ def measure_device(clock: Clock, source: str, ranks: int) -> Section:
             },
             "memory": {
                 "source": source,
-                "gib": short(_memory(device, ranks) / GIB),
+                "gib": short(total / GIB),
                 "gigabytes_per_second": short(memory / GIGA),
                 "shares": curve((size, rate / memory) for size, rate in passes),
             },
@@ -130,15 +134,15 @@ def _products(
     for side in sides:
         left = torch.randn(side, side, device=clock.device).to(dtype)
         try:
-            timing = clock.time(
+            seconds = clock.time(
                 f"products of {side} in {name}",
                 lambda left=left: left @ left,  # type: ignore[misc]
                 times=1 if side > sides[len(sides) // 2] else CALLS,
             )
         except RuntimeError:  # torch has no such product for this device
             return []
-        found.append((side, 2.0 * side**3 / timing.seconds))
-        if timing.seconds > LONG_S:
+        found.append((side, 2.0 * side**3 / seconds))
+        if seconds > LONG_S:
             break
     return found
 
@@ -155,7 +159,7 @@ def _pass(clock: Clock, size: int) -> float:
         for index in range(count):
             torch.add(results[index - 1], 1.0, out=results[index])
 
-    return size * count / clock.time(f"passes of {size} bytes", work).seconds
+    return size * count / clock.time(f"passes of {size} bytes", work)
 
 
 def _starts(clock: Clock) -> tuple[float, float]:
@@ -174,14 +178,8 @@ def _starts(clock: Clock) -> tuple[float, float]:
             x = x * plain
         x.sum().backward()  # type: ignore[no-untyped-call]
 
-    launch = clock.time("starts of kernels", forward_only).seconds / STARTS
-    return launch, clock.time("starts with autograd", both).seconds / (2 * STARTS)
-
-
-def _memory(device: torch.device, ranks_beside: int) -> float:
-    if device.type == "cpu":
-        return psutil.virtual_memory().total / ranks_beside
-    return float(torch.get_device_module(device).get_device_properties(device).total_memory)
+    launch = clock.time("starts of kernels", forward_only) / STARTS
+    return launch, clock.time("starts with autograd", both) / (2 * STARTS)
 
 
 # --- kernels by kind, beside plain products and passes of their size ---
@@ -361,7 +359,7 @@ def _timed(clock: Clock, kind: str, case: _Case) -> tuple[float, float]:
         lambda: torch.autograd.grad(kept, sources, gradients),
         before=filled,
     )
-    return there.seconds / calls, back.seconds / calls
+    return there / calls, back / calls
 
 
 def _of_optimizer(clock: Clock, prices: HardwarePrices, kind: str, fused: bool | None) -> Section:
@@ -374,7 +372,7 @@ def _of_optimizer(clock: Clock, prices: HardwarePrices, kind: str, fused: bool |
             each.grad = torch.ones_like(each)
         optimizer = torch.optim.AdamW(parameters, fused=fused)
         timing = clock.time(f"{kind} of {elements} elements", optimizer.step)
-        seconds.append(timing.seconds / PARAMETERS)
+        seconds.append(timing / PARAMETERS)
     update = MemoryPass(PARAMETERS * TENSORS[1] * STATE_BYTES["no"].update, 0)
     times = PARAMETERS * (seconds[1] - seconds[0]) / prices.plain(update)
     return _kernel([(size_of(update), times)], seconds[0])
@@ -460,7 +458,7 @@ def _there_and_back(clock: Clock, first: bool, other: int, size: int) -> float:
             dist.recv(message, other)
             dist.send(message, other)
 
-    return clock.time(f"messages of {size} bytes to rank {other}", work).seconds
+    return clock.time(f"messages of {size} bytes to rank {other}", work)
 
 
 def measure_ring(clock: Clock, ranks: Communicator, slowest: float, beside: int = 1) -> Section:
@@ -486,7 +484,7 @@ def measure_ring(clock: Clock, ranks: Communicator, slowest: float, beside: int 
 
     def timed(name: str, work: Callable[[], object]) -> float:
         # Lines inside of hosts and between them have timings of their own.
-        return clock.time(f"{name} on {ranks.axis.name}", work, before=apart).seconds
+        return clock.time(f"{name} on {ranks.axis.name}", work, before=apart)
 
     alone = timed("the smallest ring", lambda: ranks.all_reduce(tiny).wait())
     half_alone = timed("the smallest all_gather", lambda: ranks.all_gather(tiny).wait())
@@ -526,24 +524,24 @@ def measure_beside(clock: Clock, ranks: Communicator, slowest: float) -> Section
     layers, x = _layers(clock)
     size = RINGS[-2] if slowest > SLOW_BYTES_PER_S else RINGS[0]
     tensor = torch.zeros(size // 4 * ranks.size, device=clock.device)
-    message = clock.time("a ring alone", lambda: ranks.all_reduce(tensor).wait()).seconds
+    message = clock.time("a ring alone", lambda: ranks.all_reduce(tensor).wait())
 
     def train(times: int) -> None:
         for _ in range(times):
             layers(x).sum().backward()
 
-    once = clock.time("a training alone", lambda: train(1)).seconds
+    once = clock.time("a training alone", lambda: train(1))
     mine = torch.tensor([min(MOST_STEPS, max(1, round(message / once)))], device=clock.device)
     ranks.all_reduce(mine, reduction="max").wait()
     count = int(mine)
-    alone = clock.time(f"{count} trainings alone", lambda: train(count)).seconds
+    alone = clock.time(f"{count} trainings alone", lambda: train(count))
 
     def beside() -> None:
         handle = ranks.all_reduce(tensor)
         train(count)
         handle.wait()
 
-    together = clock.time(f"{count} trainings beside a ring", beside).seconds
+    together = clock.time(f"{count} trainings beside a ring", beside)
     hidden = min(alone, message)
     lost = (together - max(alone, message)) / hidden if hidden else 0.0
     return {
@@ -575,9 +573,9 @@ def measure_waiting(clock: Clock, ranks: Communicator) -> float:
             layers(x).sum().backward()
             handle.wait()
 
-    ring = clock.time("a smallest ring alone", lambda: ranks.all_reduce(tiny).wait()).seconds
-    alone = clock.time("short trainings alone", trainings).seconds
-    together = clock.time("short trainings beside smallest rings", beside).seconds
+    ring = clock.time("a smallest ring alone", lambda: ranks.all_reduce(tiny).wait())
+    alone = clock.time("short trainings alone", trainings)
+    together = clock.time("short trainings beside smallest rings", beside)
     return max(0.0, (together - alone) / SHORT - ring)
 
 
@@ -604,7 +602,7 @@ def measure_disk(clock: Clock, folder: str | None = None) -> Section:
                 file.flush()
                 os.fsync(file.fileno())
 
-        best = max(best, size / clock.time(f"files of {size} bytes", work).seconds)
+        best = max(best, size / clock.time(f"files of {size} bytes", work))
         points.append((float(size), best))
     return {
         "latency_us": 1.0,

@@ -68,7 +68,11 @@ def main() -> None:
     )
     for _ in range(ROUNDS):
         mine = measure_device(clock, source, world.local_size)
-        mine["device"]["kernels"] = measure_kernels(clock, _plain(mine))
+        # A description with this device alone prices plain products and passes.
+        plain = described(
+            "this device", "this measurement", mine, rings=[None, None], disk=PLACEHOLDER, beside={}
+        )
+        mine["device"]["kernels"] = measure_kernels(clock, Hardware.model_validate(plain))
     disk = measure_disk(clock, str(target.resolve().parent) if world.rank == 0 else None)
     links = (
         _measure_links(accelerator, clock, bar) if world.size > 1 else _Links({}, (None, None), {})
@@ -92,14 +96,6 @@ def main() -> None:
         sys.stdout.write("\n".join([*notes, f"written: {target}", ""]))
     accelerator.wait_for_everyone()
     accelerator.end_training()
-
-
-def _plain(mine: Section) -> Hardware:
-    """Return a description with this device alone, which prices plain products and passes."""
-    values = described(
-        "this device", "this measurement", mine, rings=[None, None], disk=PLACEHOLDER, beside={}
-    )
-    return Hardware.model_validate(values)
 
 
 class _Links(NamedTuple):

@@ -181,7 +181,10 @@ class HardwarePrices:
             case TierCopy():
                 return self._transfer(operation)
             case HostPass():
-                return operation.nbytes * self.hardware.host.devices / self._host_rate()
+                host = self.hardware.host
+                if host.memory is None:
+                    raise ConfigError(_without_host(self.hardware.name))
+                return operation.nbytes * host.devices / (host.memory.gigabytes_per_second * GIGA)
         return 0.0
 
     def _transfer(self, transfer: TierCopy) -> float:
@@ -194,12 +197,6 @@ class HardwarePrices:
             raise ConfigError(_without_host(self.hardware.name))
         rate = link.gigabytes_per_second * GIGA * share_at(link.shares, transfer.nbytes) / sharers
         return link.latency_us * MICRO + transfer.nbytes / rate
-
-    def _host_rate(self) -> float:
-        memory = self.hardware.host.memory
-        if memory is None:
-            raise ConfigError(_without_host(self.hardware.name))
-        return memory.gigabytes_per_second * GIGA
 
     def _memory(self, nbytes: float) -> float:
         memory = self.hardware.device.memory

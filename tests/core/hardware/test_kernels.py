@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from drivetrain.hardware import measure as measured
-from drivetrain.hardware.clock import Clock, Timing
+from drivetrain.hardware.clock import Clock
 from drivetrain.hardware.description import KernelFacts, load_hardware
 from drivetrain.hardware.prices import AxisPlace, HardwarePrices
 from drivetrain.model.first_batch import Candidate
@@ -99,7 +99,7 @@ def test_measured_kinds_are_priced_as_they_were_measured(monkeypatch):
         calls = measured.PARAMETERS if "update" in name else calls
         small = name.startswith("small") or "of 64 " in name
         each = 1e-3 if small else 4e-3 if name.startswith("middle") else 1e-2
-        return Timing(each * (2 if "backward" in name else 1) * calls, 0.0)
+        return each * (2 if "backward" in name else 1) * calls
 
     chosen = ("linear", "gelu", "convolution", "attention", "cross_entropy", "layer_norm")
     monkeypatch.setattr(measured, "_SUBJECTS", {name: measured._SUBJECTS[name] for name in chosen})
