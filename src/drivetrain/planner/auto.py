@@ -29,7 +29,7 @@ from drivetrain.hardware.description import (
 from drivetrain.hardware.sizes import GIB, size_text
 from drivetrain.memory import host_room
 from drivetrain.model.first_batch import Candidate, batches_as_arguments, guessed_inputs
-from drivetrain.planner.layout import PlannedLayout, layout_of, plain
+from drivetrain.planner.layout import layout_of, plain
 from drivetrain.planner.options import AutoConfig, AutoOutline
 from drivetrain.planner.search import (
     Prediction,
@@ -212,13 +212,9 @@ def _predicted(
                 try:
                     texts = {key: str(value) for key, value in words.items()}
                     planned = layout_of(texts, predictor.installed)
-                    _check(planned, run)
+                    planned.kind.check_options(planned.config, run.precision)
                     prediction = predictor.predict(planned)
                     if not prediction.stored_most("disk"):  # which directory, only users know
                         yield prediction
                 except ConfigError:
                     continue  # this form is not for such a run
-
-
-def _check(planned: PlannedLayout, run: Run) -> None:
-    planned.kind.check_options(planned.config, run.precision)

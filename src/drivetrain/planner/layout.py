@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -31,7 +31,6 @@ from drivetrain.simulator.step import (
     MatrixProduct,
     MemoryPass,
     PaperStep,
-    PaperTask,
     PlayedStep,
     PlayedTask,
 )
@@ -81,6 +80,13 @@ OWN = {
     "activations": EXACT,
 }
 """Keys that every layout has, with their defaults; dp 0 takes the ranks that are left."""
+
+_WORDS: Mapping[str, Collection[str]] = {
+    "recompute": RECOMPUTE,
+    "precision": STATE_BYTES,
+    "activations": (EXACT, BF16),
+}
+"""The values of some of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,19 +191,9 @@ def layout_of(keys: Mapping[str, str], installed: InstalledPlans) -> PlannedLayo
         nested = {"name": inner_name, **inner_options}
         values = {**around.options_of_layout(rest), around.inner_option: nested}
     kind, config = _resolved(name, json.dumps(values, sort_keys=True), installed)
-    if own["recompute"] not in RECOMPUTE:
-        raise ConfigError(
-            f"--layout: expected recompute of {', '.join(RECOMPUTE)}, found {own['recompute']!r}"
-        )
-    if own["precision"] not in STATE_BYTES:
-        raise ConfigError(
-            f"--layout: expected a precision of {', '.join(STATE_BYTES)}, found "
-            f"{own['precision']!r}"
-        )
-    if own["activations"] not in (EXACT, BF16):
-        raise ConfigError(
-            f"--layout: expected activations of {EXACT}, {BF16}, found {own['activations']!r}"
-        )
+    for key, words in _WORDS.items():
+        if own[key] not in words:
+            raise ConfigError(f"--layout: expected {key} of {', '.join(words)}, found {own[key]!r}")
     methods = methods_of(own["links"], rounds_activations=own["activations"] == BF16)
     kind.check_links(config, methods, Precision.of(own["precision"]))
     return PlannedLayout(
@@ -316,19 +312,15 @@ def parts_of(step: PaperStep, played: PlayedStep, prices: HardwarePrices) -> Map
     before = 0.0
     for each in played.tasks:
         if each.task.stage == stage and each.task.lane == COMPUTE:
-            _add_wait(parts, each.start - before, _awaited(played, each))
+            ends = (played.tasks[index] for index in each.task.after)
+            awaited = max(ends, key=lambda one: one.stop, default=None)
+            _add_wait(parts, each.start - before, awaited)
             _add_work(parts, each, prices)
             before = each.stop
     last = max(played.tasks, key=lambda each: each.stop, default=None)
     if last is not None:
         _add_wait(parts, played.seconds - before, last)
     return {name: seconds for name, seconds in parts.items() if seconds > 0}
-
-
-def _awaited(played: PlayedStep, each: PlayedTask) -> PlayedTask | None:
-    """Return the task whose end a task waited for."""
-    before = [played.tasks[index] for index in each.task.after]
-    return max(before, key=lambda one: one.stop, default=None)
 
 
 def _add_wait(parts: "Counter[str]", seconds: float, awaited: PlayedTask | None) -> None:
@@ -338,7 +330,8 @@ def _add_wait(parts: "Counter[str]", seconds: float, awaited: PlayedTask | None)
     if awaited is None or awaited.task.lane == COMPUTE:
         parts[STAGES] += seconds  # type: ignore[assignment]
         return
-    alone = any(each.operation == "send" for each in _messages(awaited.task))
+    messages = (each for each in awaited.task.operations if isinstance(each, Collective))
+    alone = any(each.operation == "send" for each in messages)
     travel = min(seconds, awaited.stop - awaited.start) if alone else seconds
     parts[link_part(awaited.task.lane)] += travel  # type: ignore[assignment]
     parts[STAGES] += seconds - travel  # type: ignore[assignment]
@@ -360,10 +353,6 @@ def _add_work(parts: "Counter[str]", each: PlayedTask, prices: HardwarePrices) -
     alone = prices.seconds(task)
     parts[STARTS] += alone - spent  # type: ignore[assignment]
     parts[BESIDE] += total - alone  # type: ignore[assignment]
-
-
-def _messages(task: PaperTask) -> list[Collective]:
-    return [each for each in task.operations if isinstance(each, Collective)]
 
 
 def leaving_hosts(sent: Mapping[tuple[str, str], float], places: Mapping[str, AxisPlace]) -> float:

@@ -32,7 +32,7 @@ from drivetrain.config.outline import BF16, EXACT
 from drivetrain.config.schema import FarConfig, LinksConfig
 from drivetrain.errors import ConfigError
 from drivetrain.hardware.description import Hardware, HostPairs
-from drivetrain.hardware.prices import HardwarePrices, axis_places
+from drivetrain.hardware.prices import GIGA, TERA, HardwarePrices, axis_places
 from drivetrain.hardware.sizes import GIB, size_text
 from drivetrain.planner.layout import (
     RECOMPUTE,
@@ -59,7 +59,6 @@ from drivetrain.simulator.transformer import PaperModel
 
 # --- predicts one layout ---
 
-TERA = 1e12
 FRAGMENTS = 1.05
 """What an allocator takes over what it is asked for, when layouts are judged to fit (Megatron-LM,
 ``theoretical_memory_usage``)."""
@@ -228,7 +227,28 @@ class Predictor:
         """
         axes, micro_batches = self.divisions(planned)
         sample = self._sample(planned, axes, micro_batches)
-        return self._prediction(planned, axes, micro_batches, sample)
+        task, seconds = self.task, sample.seconds
+        peak, worst = max((each, index) for index, each in enumerate(sample.peaks))
+        sent = max(sample.sent, key=lambda counts: sum(counts.values()))
+        peak_flops = task.hardware.device.teraflops[planned.precision] * TERA  # type: ignore[index]
+        return Prediction(
+            layout=planned.text(axes["dp"]),
+            planned=planned,
+            axes=axes,
+            step_seconds=seconds,
+            tokens_per_second=task.batch * task.model.seq / seconds,
+            mfu=task.model.model_flops(task.batch) / (seconds * peak_flops * task.ranks),
+            peak_bytes=peak,
+            held=sample.step.held[worst],
+            sent=sent,
+            leaving=leaving_hosts(sent, axis_places(sample.step.axes, task.per_host)),
+            idle=max(0.0, 1 - sample.busy / seconds),
+            parts=sample.parts,
+            micro_batches=micro_batches,
+            peaks=sample.peaks,
+            played=sample.played,
+            stored=sample.step.stored,
+        )
 
     def bound(self, planned: PlannedLayout) -> PaperBound:
         """Return a lower bound of a layout.
@@ -263,36 +283,6 @@ class Predictor:
         played = play(step, prices)
         busy, parts = max(played.computing), parts_of(step, played, prices)
         return _Sample(step, played, played.seconds, busy, played.peaks, step.sent(), parts)
-
-    def _prediction(
-        self,
-        planned: PlannedLayout,
-        axes: Mapping[str, int],
-        micro_batches: int,
-        sample: "_Sample",
-    ) -> Prediction:
-        task, seconds = self.task, sample.seconds
-        peak, worst = max((each, index) for index, each in enumerate(sample.peaks))
-        sent = max(sample.sent, key=lambda counts: sum(counts.values()))
-        peak_flops = task.hardware.device.teraflops[planned.precision] * TERA  # type: ignore[index]
-        return Prediction(
-            layout=planned.text(axes["dp"]),
-            planned=planned,
-            axes=axes,
-            step_seconds=seconds,
-            tokens_per_second=task.batch * task.model.seq / seconds,
-            mfu=task.model.model_flops(task.batch) / (seconds * peak_flops * task.ranks),
-            peak_bytes=peak,
-            held=sample.step.held[worst],
-            sent=sent,
-            leaving=leaving_hosts(sent, axis_places(sample.step.axes, task.per_host)),
-            idle=max(0.0, 1 - sample.busy / seconds),
-            parts=sample.parts,
-            micro_batches=micro_batches,
-            peaks=sample.peaks,
-            played=sample.played,
-            stored=sample.step.stored,
-        )
 
     def divisions(self, planned: PlannedLayout) -> tuple[Mapping[str, int], int]:
         """Return the axes and the number of micro-batches.
@@ -470,8 +460,6 @@ def _sent(name: str, hosts: int) -> float:
 
 MOST_EXHAUSTIVE = 7
 """Hosts of which every order is tried; more are put in a chain of best links, then swapped."""
-
-GIGA = 1e9
 
 
 @dataclass(frozen=True, slots=True)

@@ -215,26 +215,6 @@ def _backward(unit: PaperUnit, each: int) -> tuple[Operation, ...]:
     return (*unit.computed_backward, MemoryPass(2.0 * unit.elements * each, 0))
 
 
-def _beside_update(
-    units: Sequence[PaperUnit], run: PaperRun, sharing: Sharing, elements: float
-) -> float:
-    """Return the bytes of the results in between of an optimizer that is not fused, in fp32.
-
-    torch's AdamW makes the root of the second moment of all parameters at once, on a processor
-    that and a quotient of one parameter after the other.
-
-    Args:
-        units: of the model.
-        run: see there.
-        sharing: see there.
-        elements: that a rank updates.
-    """
-    longest = max((unit.longest for unit in units), default=0)
-    if sharing.fused or not longest:
-        return 0.0
-    return 2.0 * 4 * longest if run.on_host else 4.0 * elements
-
-
 def _runs(units: Sequence[PaperUnit], *, alone: bool) -> Iterator[tuple[int, int, PaperUnit]]:
     """Yield (index, count, unit): equal neighbors together, unless each is on its own."""
     if alone:
@@ -383,7 +363,12 @@ class _Drawing:
         update = MemoryPass(elements * self.run.bytes.update, 0, kind=kind, starts=tensors)
         # The norm of the gradients is a sum over all of them.
         task = PaperTask("update", (update,), after=tuple(reduced[-len(self.units) :]))
-        task.during = _beside_update(self.units, self.run, self.sharing, self._elements / parts)
+        # Results in between of an optimizer that is not fused, in fp32: torch's AdamW makes the
+        # root of the second moment of all parameters at once, on a processor that and a quotient
+        # of one parameter after the other.
+        longest = max((unit.longest for unit in self.units), default=0)
+        if longest and not self.sharing.fused:
+            task.during = 4.0 * (2 * longest if self.run.on_host else self._elements / parts)
         self._add(task)
 
     # --- pieces ---

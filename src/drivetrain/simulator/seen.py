@@ -371,7 +371,7 @@ class SeenModel:
     def units(
         self, micro_batch: int, recompute: Recompute, *, fused: bool, width: int = 2
     ) -> Sequence[PaperUnit]:
-        """Return the units for a micro-batch: see ``PaperModel``."""
+        """Return the units for a micro-batch: see ``GptShape.units``."""
         few, many = self.looks
         part = (micro_batch - few) / (many - few)
         made: dict[int, PaperUnit] = {}
@@ -398,14 +398,11 @@ class SeenModel:
         """Return the units of a look; equal ones are the same object."""
         if (rows, fused) not in self._known:
             found: dict[Any, PaperUnit] = {}
-            units = [self._shared(found, unit) for unit in self._fresh(self.looks[rows], fused)]
-            self._known[rows, fused] = units
+            units = self._known[rows, fused] = []
+            for unit in self._fresh(self.looks[rows], fused):
+                key = unit.forward, unit.saved, unit.parameters, unit.enters, unit.repeated
+                units.append(found.setdefault(key, unit))
         return self._known[rows, fused]
-
-    @staticmethod
-    def _shared(found: dict[Any, PaperUnit], unit: PaperUnit) -> PaperUnit:
-        key = unit.forward, unit.saved, unit.parameters, unit.enters, unit.repeated
-        return found.setdefault(key, unit)
 
     def _fresh(self, look: Look, fused: bool) -> Iterator[PaperUnit]:
         owned, kept = set[int](), set[int]()

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from heapq import heappop, heappush
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias
 
@@ -752,7 +753,7 @@ def _played(step: PaperStep, prices: Prices) -> tuple[list[float], list[float]]:
     tasks = step.tasks
     needs, followers = _needs(tasks)
     starts, stops = [0.0] * len(tasks), [0.0] * len(tasks)
-    stages = [_Stage(prices.slowdown) for _ in step.held] if prices.slowdown else []
+    stages = [_Stage(prices.slowdown) for _ in step.held]
     ends: list[_End] = []
     ready = [index for index, count in enumerate(needs) if not count]
     now = 0.0
@@ -760,20 +761,15 @@ def _played(step: PaperStep, prices: Prices) -> tuple[list[float], list[float]]:
         for index in ready:
             starts[index] = now
             task = tasks[index]
-            seconds = prices.seconds(task)
-            if not stages:  # nothing slows a task down
-                heappush(ends, (now + seconds, index))
-                continue
-            for end in stages[task.stage].start(index, task.lane, seconds, now):
+            for end in stages[task.stage].start(index, task.lane, prices.seconds(task), now):
                 heappush(ends, end)
         ready = []
         now, index = heappop(ends)
-        if stages:
-            stage = stages[tasks[index].stage]
-            if not stage.is_over(index, now):
-                continue
-            for end in stage.stop(index, now):
-                heappush(ends, end)
+        stage = stages[tasks[index].stage]
+        if not stage.is_over(index, now):
+            continue
+        for end in stage.stop(index, now):
+            heappush(ends, end)
         stops[index] = now
         for follower in followers[index]:
             needs[follower] -= 1
@@ -867,15 +863,10 @@ def _peaks(step: PaperStep, starts: Sequence[float], stops: Sequence[float]) -> 
         if task.takes or task.frees or task.during:
             mine = changes[task.stage]
             mine += [(start, task.takes + task.during), (stop, -task.frees - task.during)]
-    return [sum(held.values()) + _highest(of) for held, of in zip(step.held, changes, strict=True)]
-
-
-def _highest(changes: Iterable[tuple[float, float]]) -> float:
-    level = highest = 0.0
-    for _, change in sorted(changes):
-        level += change
-        highest = max(highest, level)
-    return highest
+    return [
+        sum(held.values()) + max(accumulate((change for _, change in sorted(of)), initial=0.0))
+        for held, of in zip(step.held, changes, strict=True)
+    ]
 
 
 # --- as a Chrome trace: one process per stage, one row per lane ---

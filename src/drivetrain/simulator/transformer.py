@@ -5,10 +5,9 @@ Activations follow Korthikanti et al. 2022 (arXiv 2205.05198), section 4: a laye
 (arXiv 2104.04473), appendix: a forward has ``24 B s h^2 (1 + s / 6h)`` operations per layer.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Protocol
+from typing import TYPE_CHECKING, TypeAlias
 
 from drivetrain.errors import ConfigError
 from drivetrain.simulator.step import (
@@ -22,6 +21,9 @@ from drivetrain.simulator.step import (
     attention,
     widened,
 )
+
+if TYPE_CHECKING:
+    from drivetrain.simulator.seen import SeenModel  # loads torch
 
 LOSS_BYTES = (42, 18)
 """Bytes per logit that a cross entropy in fp32 reads and writes, in forward and backward: a cast
@@ -97,7 +99,7 @@ class GptShape:
     def units(
         self, micro_batch: int, recompute: Recompute, *, fused: bool, width: int = 2
     ) -> list[PaperUnit]:
-        """Return embedding, blocks and head for a micro-batch of sequences.
+        """Return embedding, blocks and head for a micro-batch; equal units are the same object.
 
         Args:
             micro_batch: sequences.
@@ -224,42 +226,5 @@ class GptShape:
 # --- the model of a plan ---
 
 
-class PaperModel(Protocol):
-    """A model on paper: sizes alone, or a module that was looked at."""
-
-    @property
-    def layers(self) -> int:
-        """Number of repeated blocks, between which a pipeline may be cut."""
-        ...
-
-    @property
-    def heads(self) -> int:
-        """Heads of attention that tensor parallelism divides; 0 without attention."""
-        ...
-
-    @property
-    def seq(self) -> int:
-        """Tokens of a sample; 1 where a sample is no sequence."""
-        ...
-
-    @property
-    def parameters(self) -> int:
-        """Number of distinct parameters."""
-        ...
-
-    def model_flops(self, batch: int) -> float:
-        """Return the operations of a step on a batch of samples, without recomputation."""
-        ...
-
-    def units(
-        self, micro_batch: int, recompute: Recompute, *, fused: bool, width: int = 2
-    ) -> Sequence[PaperUnit]:
-        """Return the units in the order of forward; equal ones are the same object.
-
-        Args:
-            micro_batch: samples.
-            recompute: what blocks compute again in backward.
-            fused: whether attention is one kernel that keeps no scores.
-            width: bytes of a number.
-        """
-        ...
+PaperModel: TypeAlias = "GptShape | SeenModel"
+"""A model on paper: sizes alone, or a module that was looked at."""

@@ -166,7 +166,7 @@ def test_bad_input_is_one_clear_line(command):
         (("--layout", "tp=2,tp=4"), "found tp twice"),
         (("--layout", "data_parallel=megatron"), "which holds one itself"),
         (("--layout", "recompute=half"), "expected recompute of none, selective, full"),
-        (("--layout", "precision=fp4"), "expected a precision of"),
+        (("--layout", "precision=fp4"), "expected precision of"),
         (("--hardware", "t4", "--layout", "precision=bf16"), "that t4 computes in, fp16, no"),
         (("--hardware", "t4"), "--precision that t4 computes in, fp16, no"),
         (("--link-between", "fast"), "expected a rate such as 100GB/s"),
