@@ -69,7 +69,7 @@ def written(function: Operator, args: Arguments, kwargs: Keywords) -> list[Tenso
     """Return the tensors among the arguments that a call writes."""
     found: list[Tensor] = []
     for position, argument in enumerate(function._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
+        if _writes(argument):
             value = args[position] if position < len(args) else kwargs.get(argument.name)
             found += [v for v in tree_leaves(value) if isinstance(v, Tensor)]
     return found
@@ -79,7 +79,7 @@ def is_view(function: Operator) -> bool:
     """Return whether a call makes or changes geometry alone, and touches no memory."""
     if torch.Tag.inplace_view in function.tags:
         return function._schema.name != "aten::resize_"
-    writes = any(a.alias_info is not None and a.alias_info.is_write for a in _arguments(function))
+    writes = any(map(_writes, function._schema.arguments))
     results = function._schema.returns
     return bool(results) and not writes and all(r.alias_info is not None for r in results)
 
@@ -92,23 +92,22 @@ def makes_tensors(function: Operator) -> bool:
 
 def needs_values(function: Operator) -> bool:
     """Return whether the result of a call, or its shape, depends on values."""
-    writes = any(a.alias_info is not None and a.alias_info.is_write for a in _arguments(function))
+    writes = any(map(_writes, function._schema.arguments))
     return bool(_VALUES & set(function.tags)) or not (writes or makes_tensors(function))
 
 
 def on_meta(function: Operator, args: Arguments, kwargs: Keywords) -> Any:
     """Call an operator for the shapes of its results, on the meta device."""
     named = tree_map(_without_values, dict(kwargs))
-    if any(argument.name == "device" for argument in _arguments(function)):
+    if any(argument.name == "device" for argument in function._schema.arguments):
         named["device"] = _META
     if named.get("pin_memory"):
         named["pin_memory"] = False
     return function(*tree_map(_without_values, tuple(args)), **named)
 
 
-def _arguments(function: Operator) -> Sequence[Any]:
-    arguments: Sequence[Any] = function._schema.arguments
-    return arguments
+def _writes(argument: Any) -> bool:
+    return argument.alias_info is not None and argument.alias_info.is_write
 
 
 def _without_values(value: Any) -> Any:
@@ -329,22 +328,6 @@ _APPEARANCE: dict[Callable[..., Any], Callable[[torch.device], Any]] = {
 """A tensor's answers about its device: torch's initialisations do nothing on meta."""
 
 
-class OperationMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Hands over every operation, below autograd."""
-
-    def __init__(self, recorder: "ConstructionRecording") -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._recorder = recorder
-
-    def __torch_dispatch__(
-        self, func: Operator, types: Any, args: Arguments = (), kwargs: Keywords | None = None
-    ) -> Any:
-        """Do one operation."""
-        # What the recording asks a tensor must not be answered by the other mode.
-        with torch._C.DisableTorchFunction():
-            return self._recorder.perform(func, args, kwargs or {})
-
-
 class ValueMode(TorchFunctionMode):
     """Answers questions without an operation: the device of a tensor, and the values in memory."""
 
@@ -441,14 +424,17 @@ class Versions:
 _CPU = torch.device("cpu")
 
 
-class ConstructionRecording:
+class ConstructionRecording(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """The operations of one construction, by the storages that they write.
+
+    While it is active it gets every operation, below autograd.
 
     Attributes:
         versions: tells whether tensors were changed after ``active()`` ended.
     """
 
     def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
         self._operations: list[Operation] = []
         self._writers: dict[int, list[int]] = {}  # by storage: indices of operations, ascending
         self._homes: dict[int, torch.device] = {}  # by storage: where it would ordinarily live
@@ -461,7 +447,7 @@ class ConstructionRecording:
     def active(self) -> Iterator[None]:
         """Context of the construction."""
         try:
-            with ValueMode(self), OperationMode(self):
+            with ValueMode(self), self:
                 yield
         finally:
             self._heap.relieve(0)
@@ -507,8 +493,16 @@ class ConstructionRecording:
             memory = self._repeat({place.storage for place in places})
             return [place.tensor(memory) for place in places]
 
-    def perform(self, function: Operator, args: Arguments, kwargs: Keywords) -> Any:
-        """Do one operation of the construction: record it, or run it where values are needed.
+    def __torch_dispatch__(
+        self, func: Operator, types: Any, args: Arguments = (), kwargs: Keywords | None = None
+    ) -> Any:
+        """Do one operation of the construction."""
+        # What the recording asks a tensor must not be answered by the other mode.
+        with torch._C.DisableTorchFunction():
+            return self._perform(func, args, kwargs or {})
+
+    def _perform(self, function: Operator, args: Arguments, kwargs: Keywords) -> Any:
+        """Record an operation, or run it where values are needed.
 
         Raises:
             UsageError: the operation communicates, or mixes tensors in an unrecordable way.

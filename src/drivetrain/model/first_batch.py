@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from drivetrain.data.examples import ExampleBatch
+from drivetrain.model.look import tensors_in
 
 _ROWS, _LENGTH = 2, 8
 _SIDE = 64
@@ -193,7 +194,7 @@ def _variants(model: nn.Module, call: Any, *, cuts: bool) -> Iterator[tuple[str,
     """Yield a call in the model's dtype, and as it is; each with sequences cut, and whole."""
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
     calls = [("", call)]
-    if dtype is not None and {t.dtype for t in _tensors(call) if t.is_floating_point()} - {dtype}:
+    if dtype is not None and {t.dtype for t in tensors_in(call) if t.is_floating_point()} - {dtype}:
         calls.insert(0, (f" in {dtype}", tree_map(lambda leaf: _cast(leaf, dtype), call)))
     for what, each in calls:
         short = _cut(each) if cuts else None
@@ -213,7 +214,7 @@ def _cut(call: Any) -> Any:
     as masks are.
     """
     counts: dict[int, Tensor] = {}
-    for tensor in _tensors(call):
+    for tensor in tensors_in(call):
         if tensor.dim() == 2 and not tensor.is_floating_point() and tensor.shape[1] > LENGTH:
             length = tensor.shape[1]
             filled = (tensor != 0).sum(0)
@@ -236,7 +237,3 @@ def _fullest(count: Tensor) -> int:
     """Return where the window with the highest sum begins, the first of several."""
     sums = count.unfold(0, LENGTH, 1).sum(1).tolist()
     return max(range(len(sums)), key=sums.__getitem__)
-
-
-def _tensors(tree: Any) -> Iterator[Tensor]:
-    return (leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor))

@@ -60,16 +60,14 @@ def all_names(model: nn.Module) -> dict[str, list[str]]:
 
 def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
     """Return the distinct buffers that a state dict would hold."""
-    fleeting = set(_fleeting(model))
+    fleeting = {
+        f"{prefix}.{name}" if prefix else name
+        for prefix, module in model.named_modules()
+        for name in module._non_persistent_buffers_set
+    }
     return {
         clean_name(name): buffer for name, buffer in model.named_buffers() if name not in fleeting
     }
-
-
-def _fleeting(model: nn.Module) -> Iterator[str]:
-    for prefix, module in model.named_modules():
-        for name in module._non_persistent_buffers_set:
-            yield f"{prefix}.{name}" if prefix else name
 
 
 def uncompiled(module: nn.Module) -> nn.Module:
@@ -83,13 +81,8 @@ def uncompiled(module: nn.Module) -> nn.Module:
 _ORIGINAL = "_forward_before_prepare"
 
 
-class AroundForward(Protocol):
-    """Computes a module's outputs in place of its forward."""
-
-    def __call__(
-        self, module: nn.Module, compute: Function, args: Arguments, kwargs: Keywords
-    ) -> Any:
-        """Return the outputs of a call of the module; ``compute`` is the forward it had before."""
+AroundForward: TypeAlias = Callable[[nn.Module, Function, Arguments, Keywords], Any]
+"""Computes a module's outputs in place of its forward, which is the second argument."""
 
 
 def wrap_forward(module: nn.Module, key: str, around: AroundForward) -> None:

@@ -329,7 +329,11 @@ class _Recorder(TorchFunctionMode):
         given = [leaf for _, leaf in leaves]
         try:
             if (failure := self._needing_values.get(_kind_of(block))) is None:
-                result = _tried(block, compute, args, kwargs, self._needing_values)
+                try:
+                    result = compute(*args, **kwargs)
+                except Exception as error:  # it may depend on values, or write into real tensors
+                    self._needing_values[_kind_of(block)] = error  # its kind gets some from now on
+                    raise _NeedsValues from error
             else:
                 with self._values_for(block, copied, copied_kwargs, given) as (values, named):
                     try:
@@ -431,21 +435,6 @@ class _Recorder(TorchFunctionMode):
             [block for block in self._blocks if block is not None],
             [(name, self._seen.number_of(leaf)) for name, leaf in named_leaves((output,), {})],
         )
-
-
-def _tried(
-    block: nn.Module,
-    compute: Function,
-    args: Arguments,
-    kwargs: Keywords,
-    needing_values: dict[Hashable, Exception],
-) -> Any:
-    """Run a block without values; if it fails, its kind gets some from now on."""
-    try:
-        return compute(*args, **kwargs)
-    except Exception as error:  # it may depend on values, or write into real tensors
-        needing_values[_kind_of(block)] = error
-        raise _NeedsValues from error
 
 
 def _kind_of(block: nn.Module) -> Hashable:

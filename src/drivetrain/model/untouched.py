@@ -9,7 +9,7 @@ import copy
 import random
 from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -44,7 +44,9 @@ def untouched(model: nn.Module, seed: int | None = None) -> Iterator[None]:
         _put_copies(modules)
         if seed is not None:
             rng.set_seed(seed)
-        with _uncompiled(modules):
+        # Compiled modules run eagerly: a look is not worth a graph, and some have no values.
+        compiled = any(map(compiles_inside, modules))
+        with torch.compiler.set_stance("force_eager") if compiled else nullcontext():
             yield
     finally:
         rng.restore(state)
@@ -230,16 +232,11 @@ def keep_padding(model: nn.Module) -> None:
             module.use_nested_tensor = False
 
 
-def _uncompiled(modules: Sequence[nn.Module]) -> AbstractContextManager[object]:
-    """Run compiled modules eagerly: a look is not worth a graph, and some have no values."""
-    compiled = any(map(compiles_inside, modules))
-    return torch.compiler.set_stance("force_eager") if compiled else nullcontext()
-
-
 def _substitute(
     model: nn.Module, kind: type[ValuelessTensor], unknown: Collection[str]
 ) -> Substitutes:
-    device = _device(model)
+    first = next(iter(model.parameters()), None)
+    device = torch.device("cpu") if first is None else _real(first.device)
     by_identity: dict[int, str] = {}
     parameters: dict[str, ValuelessTensor] = {}
     aliases: dict[str, list[str]] = {}
@@ -249,24 +246,19 @@ def _substitute(
             if parameter is None:
                 continue
             full = f"{prefix}.{name}" if prefix else name
-            first = by_identity.setdefault(id(parameter), full)
-            if first not in parameters:
-                parameters[first] = kind.of(parameter, _real(parameter.device))
-            module._parameters[name] = parameters[first]
-            aliases.setdefault(first, []).append(full)
+            known = by_identity.setdefault(id(parameter), full)
+            if known not in parameters:
+                parameters[known] = kind.of(parameter, _real(parameter.device))
+            module._parameters[name] = parameters[known]
+            aliases.setdefault(known, []).append(full)
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 full = f"{prefix}.{name}" if prefix else name
                 is_valued = not buffer.is_meta and full not in unknown
                 found = buffer if is_valued else kind.of(buffer, _real(buffer.device))
                 module._buffers[name] = buffers[full] = found
-    names = {first: tuple(all_names) for first, all_names in aliases.items()}
+    names = {known: tuple(all_names) for known, all_names in aliases.items()}
     return Substitutes(device, parameters, names, buffers)
-
-
-def _device(model: nn.Module) -> torch.device:
-    first = next(iter(model.parameters()), None)
-    return _real(first.device) if first is not None else torch.device("cpu")
 
 
 def _real(device: torch.device) -> torch.device:

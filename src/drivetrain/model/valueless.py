@@ -16,6 +16,7 @@ microseconds, sometimes milliseconds. So the result is kept, and asked again it 
 """
 
 import logging
+from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
@@ -99,30 +100,16 @@ class MadeTensor(NamedTuple):
     offset: int = 0
 
 
-class TypedNumber(NamedTuple):
-    """A number with its type, since 1, 1.0 and True are equal as keys."""
+class Frozen(NamedTuple):
+    """Frozen values of a list, tuple, dict or slice; or a number, since 1, 1.0 and True are equal.
+
+    Attributes:
+        kind: the class.
+        values: what is inside, pairs of a dict; the number.
+    """
 
     kind: type
-    value: Any
-
-
-class FrozenItems(NamedTuple):
-    """A list, tuple or similar of frozen values."""
-
-    kind: type
-    values: tuple[Any, ...]
-
-
-class FrozenEntries(NamedTuple):
-    """A dictionary of frozen values."""
-
-    values: tuple[tuple[Any, Any], ...]
-
-
-class FrozenSlice(NamedTuple):
-    """A slice."""
-
-    values: tuple[Any, Any, Any]
+    values: Any
 
 
 class CallResult(NamedTuple):
@@ -161,39 +148,30 @@ def freeze(value: Any, tensor: Callable[[Tensor], Any]) -> Any:
         return tensor(value)
     kind = type(value)
     if kind is float or kind is bool:
-        return TypedNumber(kind, value)
+        return Frozen(kind, value)
     if isinstance(value, list | tuple):
-        return FrozenItems(kind, tuple(freeze(item, tensor) for item in value))
+        return Frozen(kind, tuple(freeze(item, tensor) for item in value))
     if kind is dict:
-        return FrozenEntries(tuple((key, freeze(item, tensor)) for key, item in value.items()))
+        return Frozen(kind, tuple((key, freeze(item, tensor)) for key, item in value.items()))
     if kind is slice:
         ends = (value.start, value.stop, value.step)
-        return FrozenSlice(tuple(freeze(end, tensor) for end in ends))
+        return Frozen(kind, tuple(freeze(end, tensor) for end in ends))
     return value
 
 
 def thaw(value: Any, tensor: Callable[[Any], Any]) -> Any:
     """Undo ``freeze``; ``tensor`` makes the tensors."""
-    kind = type(value)
-    if kind is GivenTensor or kind is MadeTensor:
+    if isinstance(value, GivenTensor | MadeTensor):
         return tensor(value)
-    if kind is TypedNumber:
-        return value.value
-    if kind is FrozenItems:
-        return _rebuilt(value.kind, [thaw(item, tensor) for item in value.values])
-    if kind is FrozenEntries:
-        return {key: thaw(item, tensor) for key, item in value.values}
-    if kind is FrozenSlice:
-        return slice(*(thaw(item, tensor) for item in value.values))
-    return value
-
-
-def _rebuilt(kind: type, values: list[Any]) -> Any:
-    if kind is list:
+    if not isinstance(value, Frozen):
+        return value
+    kind, values = value
+    if kind in {float, bool}:
         return values
-    if hasattr(kind, "_fields"):  # a named tuple
-        return kind(*values)
-    return kind(values)
+    if kind is dict:
+        return {key: thaw(item, tensor) for key, item in values}
+    items = [thaw(item, tensor) for item in values]
+    return kind(*items) if kind is slice or hasattr(kind, "_fields") else kind(items)
 
 
 def result_of(function: Function, args: Any, kwargs: Any, surroundings: Any) -> CallResult:
@@ -294,25 +272,13 @@ class WorkTally(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise ValuesNeededError(f"{func} sends values", str(func))
         named = kwargs or {}
         result = func(*args, **named)
-        packet = func.overloadpacket
-        count = flop_registry.get(packet)
-        if packet in _ATTENTIONS:
-            self.work += _attention_work(*args[:3])
-        elif count is not None:
+        count = WORK.get(func.overloadpacket)
+        if count is not None:
             self.work += int(count(*args, **named, out_val=result))
         return result
 
 
-# torch's own counter leaves out the CPU's, and up to torch 2.11 refuses heads that share keys.
-_ATTENTIONS = {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu,
-    torch.ops.aten._scaled_dot_product_flash_attention,
-    torch.ops.aten._scaled_dot_product_efficient_attention,
-    torch.ops.aten._scaled_dot_product_cudnn_attention,
-}
-
-
-def _attention_work(query: Tensor, key: Tensor, value: Tensor) -> int:
+def _attention_work(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> int:
     """Return the work of an attention over (batch, heads, length, features).
 
     Heads of the query may share heads of the keys and values.
@@ -320,6 +286,23 @@ def _attention_work(query: Tensor, key: Tensor, value: Tensor) -> int:
     batch, heads, queries, features = query.shape
     scores = batch * heads * queries * key.shape[2]
     return 2 * scores * (features + value.shape[3])
+
+
+_aten = torch.ops.aten
+WORK: Mapping[Any, Callable[..., int]] = ChainMap(
+    {
+        _aten._scaled_dot_product_flash_attention_for_cpu: _attention_work,
+        _aten._scaled_dot_product_flash_attention: _attention_work,
+        _aten._scaled_dot_product_efficient_attention: _attention_work,
+        _aten._scaled_dot_product_cudnn_attention: _attention_work,
+        _aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[
+            _aten._scaled_dot_product_flash_attention_backward
+        ],
+    },
+    flop_registry,
+)
+"""Formulas by operation. torch's own leave out the CPU's attention, and up to torch 2.11 refuse
+heads that share keys."""
 
 
 def needs_values(op: Any) -> bool:
