@@ -121,7 +121,11 @@ class Plugin:
                     f"expected no {name} in {type(self).__name__}, found {value!r}; "
                     f"{self.refused[name]}"
                 )
-            section[self.renamed.get(name, f"{self.prefix}{name}")] = plain_value(value)
+            # An enum is its name there, an object about offload its answer.
+            word = value.name if isinstance(value, Enum) else value
+            section[self.renamed.get(name, f"{self.prefix}{name}")] = getattr(
+                word, "offload_params", word
+            )
         kind = {"distributed_type": self.kind} if self.kind else {}
         return {**kind, self.section: section}
 
@@ -319,26 +323,13 @@ def translated(plugins: Sequence[Plugin]) -> Translation:
     values: dict[str, Any] = {}
     for plugin in plugins:
         values |= plugin.as_file()
-    given = ", ".join(map(repr, plugins))
-    origins = {key: ValueOrigin("code", given) for key in values}
+    program = "accelerate"
     config = values.get("deepspeed_config", {}).get("deepspeed_config_file")
     if isinstance(config, Mapping):
-        return _importer("deepspeed").translate(
-            Layer(config, {key: ValueOrigin("code", given) for key in config}), Path.cwd()
-        )
-    return _importer("accelerate").translate(Layer(values, origins), Path.cwd())
-
-
-def _importer(program: str) -> Importer:
+        program, values = "deepspeed", dict(config)
+    origin = ValueOrigin("code", ", ".join(map(repr, plugins)))
     importer: Importer = formats().load(program)()
-    return importer
-
-
-def plain_value(value: Any) -> Any:
-    """Return a setting as a file has it: an enum's name, an offload object's answer."""
-    if isinstance(value, Enum):
-        return value.name
-    return getattr(value, "offload_params", value)
+    return importer.translate(Layer(values, dict.fromkeys(values, origin)), Path.cwd())
 
 
 # --- the Accelerator with Accelerate's arguments ---

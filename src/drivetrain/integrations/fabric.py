@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from drivetrain import communication
 from drivetrain.accelerator import Accelerator
-from drivetrain.checkpoint.manifest import FILE_NAME
+from drivetrain.checkpoint.commit import is_checkpoint
 from drivetrain.errors import CheckpointError, UsageError
 from drivetrain.facade.settings import StrategyChoice
 from drivetrain.facade.stepping import PreparedOptimizer
@@ -109,11 +109,6 @@ class FabricCheckpoints:
             "models": _keys("models", [entry.model for entry in prepared.models], state),
             "optimizers": _keys("optimizers", prepared.optimizers, state),
         }
-
-
-def is_checkpoint(path: str | Path) -> bool:
-    """Return whether a path is a checkpoint directory."""
-    return (Path(path) / FILE_NAME).is_file()
 
 
 def optimizers_in(state: Any) -> list[Optimizer]:
@@ -447,7 +442,7 @@ class FabricTraining:
         Raises:
             CheckpointError: the checkpoint holds other keys, or a file the state of optimizers.
         """
-        if is_checkpoint(path):
+        if is_checkpoint(Path(path)):
             return self._states_of_run().load(path, state, strict)
         if isinstance(state, Optimizer) or optimizers_in(state):
             raise CheckpointError(
