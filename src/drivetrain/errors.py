@@ -87,6 +87,17 @@ def write_text(path: pathlib.Path, text: str) -> None:
         ) from error
 
 
+def replace_text(path: pathlib.Path, text: str) -> None:
+    """Write a file as a whole: whoever reads it meanwhile finds the text of before.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    draft = path.with_name(f".{path.name}.draft")
+    draft.write_text(text, encoding="utf-8")
+    draft.replace(path)
+
+
 class UnknownPluginError(ConfigError):
     """Nothing installed provides a plugin of this name; the message lists the installed ones."""
 

@@ -21,7 +21,14 @@ from matplotlib.figure import Figure
 from drivetrain.hardware.sizes import size_text
 from drivetrain.observe import history
 from drivetrain.observe.figures import SECTIONS, StepFigures
-from drivetrain.observe.history import WAITING, Curve, RunHistory, in_seconds, in_short
+from drivetrain.observe.history import (
+    WAITING,
+    Curve,
+    RunHistory,
+    in_seconds,
+    in_short,
+    waited,
+)
 
 COLORS = ("#3366cc", "#dd6b20", "#2f855a", "#b83280", "#6b46c1", "#0987a0", "#975a16", "#4a5568")
 """One for each run, or each rank, in turn."""
@@ -50,28 +57,11 @@ MOST_BARS = 24
 """Ranks with a bar of their own: those that waited least and most, half of each."""
 
 
-STYLE: Any = {
-    "font.family": ["DejaVu Sans"],
-    "font.size": 9.0,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.edgecolor": "#a0aec0",
-    "axes.labelcolor": "#4a5568",
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.color": "#edf2f7",
-    "xtick.color": "#718096",
-    "ytick.color": "#718096",
-    "legend.frameon": False,
-    "legend.fontsize": 8.0,
-    "svg.fonttype": "path",
-    "figure.constrained_layout.use": True,
-}
-
-
 def style(**more: Any) -> AbstractContextManager[None]:
     """Return a context in which matplotlib draws as reports look."""
-    return mpl.rc_context(STYLE | more)
+    file = Path(__file__).with_name("report.mplstyle")
+    given: Any = mpl.rc_params_from_file(file, use_default_template=False)
+    return mpl.rc_context(given | more)
 
 
 @dataclass(frozen=True, slots=True)
@@ -358,14 +348,10 @@ def _bars(run: RunHistory, *, several: bool) -> Iterator[tuple[str, dict[str, fl
     ranks = sorted(found)
     most = 4 if several else MOST_BARS
     if len(ranks) > most:
-        by_waiting = sorted(ranks, key=lambda rank: _waited(found[rank]))
+        by_waiting = sorted(ranks, key=lambda rank: waited(found[rank]))
         ranks = sorted(by_waiting[: most // 2] + by_waiting[-most // 2 :])
     for rank in ranks:
         yield (f"{run.name}, rank {rank}" if several else f"rank {rank}"), found[rank]
-
-
-def _waited(times: dict[str, float]) -> float:
-    return sum(seconds for name, seconds in times.items() if name.startswith(WAITING))
 
 
 def _bytes(runs: Sequence[RunHistory]) -> Chart | None:

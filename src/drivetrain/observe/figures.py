@@ -31,7 +31,7 @@ from pathlib import Path
 from statistics import median_low
 from typing import TYPE_CHECKING, Any, ClassVar, TextIO
 
-from drivetrain.errors import ConfigError, expected
+from drivetrain.errors import ConfigError, expected, replace_text
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
@@ -240,7 +240,9 @@ class Journal:
         self._file: TextIO | None = None
         self._lines = 0
         self._stride = 1
-        self._sums = StepSums(self._fill_a_line, self._end_line)
+        self._sums = StepSums(
+            lambda each: each.steps >= self._stride or each.seconds >= COARSEST_S, self._end_line
+        )
         self._unwritten: list[StepFigures] = []  # lines are made many at a time, which is cheaper
         self._flushed_at = time.monotonic()
 
@@ -283,9 +285,6 @@ class Journal:
         if self._file is not None:
             self._file.close()
             self._file = None
-
-    def _fill_a_line(self, figures: StepFigures) -> bool:
-        return figures.steps >= self._stride or figures.seconds >= COARSEST_S
 
     def _end_line(self, figures: StepFigures) -> None:
         self._unwritten.append(figures)
@@ -393,9 +392,7 @@ class StartFolder:
             OSError: the file cannot be written.
         """
         self.path.mkdir(parents=True, exist_ok=True)
-        draft = self.path / f".{FACTS}"
-        draft.write_text(json.dumps(facts, indent=1, default=str) + "\n", encoding="utf-8")
-        draft.replace(self.path / FACTS)
+        replace_text(self.path / FACTS, json.dumps(facts, indent=1, default=str) + "\n")
 
     def facts(self) -> dict[str, Any]:
         """Return the facts of the run; empty where the file is missing or torn."""
@@ -519,9 +516,7 @@ class WorkFile:
     def _write(self, figures: StepFigures) -> None:
         header = self._header
         work = RankTimes.of(header["rank"], header, figures, next(self._windows))
-        draft = self._path.with_suffix(".draft")
-        draft.write_text(json.dumps(asdict(work)), encoding="utf-8")
-        draft.replace(self._path)
+        replace_text(self._path, json.dumps(asdict(work)))
 
 
 def read_work(path: Path) -> RankTimes | None:
@@ -616,7 +611,10 @@ def stragglers(works: Iterable[RankTimes], margin: float) -> list[Straggler]:
 
 
 def _in_group(group: Sequence[RankTimes], margin: float) -> list[Straggler]:
-    times = {work.rank: _seconds_in_step(work) for work in group}
+    times = {
+        work.rank: {name: work.sections.get(name, 0.0) / work.steps for name in OWN}
+        for work in group
+    }
     return [
         straggler
         for work in group
@@ -653,10 +651,6 @@ def _as_host(own: Sequence[Straggler]) -> Straggler:
     least = min(own, key=lambda each: each.seconds)
     ranks = tuple(rank for each in own for rank in each.ranks)
     return replace(least, ranks=ranks, is_host=True)
-
-
-def _seconds_in_step(work: RankTimes) -> dict[str, float]:
-    return {name: work.sections.get(name, 0.0) / work.steps for name in OWN}
 
 
 def _ms(seconds: float) -> str:

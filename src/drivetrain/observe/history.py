@@ -268,7 +268,8 @@ def rate_curve(history: RunHistory, count: Callable[[StepFigures], int]) -> Curv
         return count(each) / seconds if seconds > 0 and count(each) else None
 
     found = _combined(history, rate, np.nansum)
-    return Curve(found.steps, found.values / _ranks_per_replica(history))
+    ranks, replicas = history.facts.get("ranks", 1), (history.facts.get("mesh") or {}).get("dp", 1)
+    return Curve(found.steps, found.values / max(1.0, int(ranks) / max(1, int(replicas))))
 
 
 def training_seconds(each: StepFigures) -> float:
@@ -300,6 +301,11 @@ def breakdown(history: RunHistory) -> dict[int, dict[str, float]]:
             for axis in axes
         }
     return found
+
+
+def waited(times: Mapping[str, float]) -> float:
+    """Return the seconds of waiting for any axis, of those that ``breakdown`` found on a rank."""
+    return sum(seconds for name, seconds in times.items() if name.startswith(WAITING))
 
 
 def slow_ranks(history: RunHistory) -> list[Straggler]:
@@ -382,11 +388,6 @@ def _combined(history: RunHistory, value: Value, combine: Callable[..., Any]) ->
     some = np.isfinite(stacked).any(axis=0)
     values[some] = combine(stacked[:, some], axis=0)
     return Curve(steps, values)
-
-
-def _ranks_per_replica(history: RunHistory) -> float:
-    replicas = (history.facts.get("mesh") or {}).get("dp", 1)
-    return max(1.0, int(history.facts.get("ranks", 1)) / max(1, int(replicas)))
 
 
 # --- a run in a few numbers, as people write them ---
@@ -507,10 +508,7 @@ def _waiting(run: RunHistory) -> Number | None:
     found = breakdown(run)
     if len(found) < 2:
         return None
-    waits = {
-        rank: sum(seconds for name, seconds in times.items() if name.startswith(WAITING))
-        for rank, times in found.items()
-    }
+    waits = {rank: waited(times) for rank, times in found.items()}
     whole = sum(sum(times.values()) for times in found.values())
     least, most = min(waits, key=lambda rank: waits[rank]), max(waits.values())
     note = "of the time of all ranks"

@@ -21,7 +21,6 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -29,9 +28,9 @@ from pydantic import TypeAdapter
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
 from torch.utils.hooks import RemovableHandle
 
+from drivetrain.collectives.facts import gather_facts
 from drivetrain.config.policy import dtype_word
 from drivetrain.hardware.description import Peak, published_peak
 from drivetrain.hardware.prices import TERA
@@ -46,7 +45,7 @@ from drivetrain.model.modules import (
     name_of,
     names_around,
 )
-from drivetrain.model.valueless import ValuelessTensor
+from drivetrain.model.valueless import WORK, ValuelessTensor
 from drivetrain.observe.history import in_short
 from drivetrain.observe.recorder import StepClock
 from drivetrain.parallel.backward import after_backward, in_backward
@@ -239,20 +238,6 @@ _NO_CALL = _ModuleCall(OUTSIDE, None)
 # --- the operations of a step ---
 
 
-_aten = torch.ops.aten
-_FLASH = _aten._scaled_dot_product_flash_attention
-_FLASH_BACKWARD = _aten._scaled_dot_product_flash_attention_backward
-
-_FORMULAS: Mapping[Any, Callable[..., int]] = MappingProxyType(
-    {
-        # Attention of processors, which torch has no formulas for.
-        _aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[_FLASH],
-        _aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[_FLASH_BACKWARD],
-        **flop_registry,
-    }
-)
-
-
 class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts while it is entered, and changes nothing.
 
@@ -293,7 +278,7 @@ class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         named = dict(kwargs or {})
         result = func(*args, **named)
         kind = getattr(func, "_overloadpacket", func)
-        formula = _FORMULAS.get(kind)
+        formula = WORK.get(kind)
         if formula is not None and self._counting:
             try:
                 count = formula(*args, **named, out_val=result)
@@ -430,7 +415,7 @@ class StepWork:
     def tree(self) -> str:
         """Return a line about the step, and a row for each module, with everything inside of it."""
         rows = [
-            (_indented(name), self.parameters.get(name), work)
+            (f"{'  ' * name.count('.')}{name.rpartition('.')[2]}", self.parameters.get(name), work)
             for name, work in sorted(self.whole().items(), key=_by_place)
         ]
         return "\n".join([self._headline(), *self._rows(rows)])
@@ -500,11 +485,6 @@ def _by_place(item: tuple[str, Any]) -> tuple[Any, ...]:
     return (item[0] == OUTSIDE, *keys)
 
 
-def _indented(name: str) -> str:
-    parts = name.split(".")
-    return f"{'  ' * (len(parts) - 1)}{parts[-1]}"
-
-
 # --- the two steps ---
 
 
@@ -561,7 +541,7 @@ class ModuleMeasurement:
         self._trail.close()
 
     def write(self) -> None:
-        """Write this rank's part."""
+        """Write this rank's part; on rank 0 also add up all parts, and print them. Collective."""
         seconds, sections = (0.0, {}) if self._clock is None else self._clock.cut()
         rank = self._run.world.rank
         modules: defaultdict[str, ModuleWork] = defaultdict(lambda: ModuleWork(ranks={rank}))
@@ -578,22 +558,18 @@ class ModuleMeasurement:
             {str(dtype): count for dtype, count in self._counter.dtypes.items()},
             sorted(self._counter.unknown),
         )
-        self._file(rank).write_bytes(_RANK_WORK.dump_json(work, indent=1))
+        text = _RANK_WORK.dump_json(work, indent=1).decode()
+        (self._folder / f"modules_{rank}.json").write_text(text, encoding="utf-8")
+        texts = gather_facts(text, str, doing="the work of modules")
+        if self._run.world.is_main:
+            self._add_up([_RANK_WORK.validate_json(each) for each in texts])
 
-    def merge(self) -> None:
-        """Add up the parts of all ranks, and print the largest; on rank 0, after all wrote."""
-        files = [self._file(rank) for rank in range(self._run.world.size)]
-        there = [each for each in files if each.exists()]
-        ranks = [_RANK_WORK.validate_json(each.read_bytes()) for each in there]
+    def _add_up(self, ranks: Sequence[RankWork]) -> None:
         peak, words = self._peak(ranks)
         work = StepWork(ranks, self._sizes.by_module(), peak, words)
         (self._folder / TREE).write_text(f"{work.tree()}\n", encoding="utf-8")
         (self._folder / SUMS).write_text(json.dumps(work.plain(), indent=1), encoding="utf-8")
-        lines = [work.table(), f"all modules: {self._folder / TREE}"]
-        if len(there) < len(files):
-            missing = [rank for rank, each in enumerate(files) if each not in there]
-            lines.append(f"ranks {missing} are missing: the folder must be shared by all hosts")
-        logger.announce("\n".join(lines))
+        logger.announce(f"{work.table()}\nall modules: {self._folder / TREE}")
 
     def _turned(self, place: ModulePlace) -> None:
         """Let the clock know the place at hand."""
@@ -628,6 +604,3 @@ class ModuleMeasurement:
         )
         share = most / counts.total()
         return found, words if share >= MOSTLY else f"{words}; {share:.0%} are in this dtype"
-
-    def _file(self, rank: int) -> Path:
-        return self._folder / f"modules_{rank}.json"

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from drivetrain._version import __version__
-from drivetrain.errors import DrivetrainError, PreflightError
+from drivetrain.errors import DrivetrainError, PreflightError, replace_text
 from drivetrain.hardware.sizes import size_text
 from drivetrain.observe import history
 from drivetrain.observe.figures import REPORT
@@ -78,9 +78,8 @@ def write_report(runs: Sequence[RunHistory], folder: Path) -> Path:
         bytes_rows=_bytes_rows(runs[0]) if len(runs) == 1 else [],
         version=__version__,
     )
-    path, draft = folder / REPORT, folder / f".{REPORT}"
-    draft.write_text(page, encoding="utf-8")
-    draft.replace(path)
+    path = folder / REPORT
+    replace_text(path, page)
     return path
 
 

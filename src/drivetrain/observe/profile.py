@@ -235,9 +235,6 @@ class StepProfiler(Observer):
         elif self._measurement is not None and ended and not self._measurement.next_step():
             measurement, self._measurement = self._measurement, None
             measurement.write()
-            wait_for_everyone()
-            if self._run.world.is_main:
-                measurement.merge()
 
     def _count(self) -> bool:
         """Count a step if it has ended; return whether it has."""

@@ -34,7 +34,7 @@ from drivetrain.runtime.board import board
 from drivetrain.runtime.gradient_state import GradientState
 from drivetrain.runtime.late import LateNumbers
 from drivetrain.runtime.precision import LossScaler
-from drivetrain.strategy import Run, Strategy, StrategyPick
+from drivetrain.strategy import Run, StrategyPick
 from drivetrain.traffic import Traffic
 
 # --- the record of each optimizer step on one rank ---
@@ -102,8 +102,6 @@ class StepClock:
 
 MEMORY_PAUSE_S = 0.2
 """The system and an accelerator's allocator are asked for memory no more often: it takes long."""
-
-_LOSS, _NORM, _LR, _OWN = "loss {}", "grad_norm", "lr", "own "
 
 
 class StepRecorder(Observer):
@@ -291,12 +289,13 @@ class StepRecorder(Observer):
 
     def _record(self) -> None:
         """Keep the record of the step at hand until its values are there."""
-        numbers: dict[str, float | Tensor] = {
-            _LOSS.format(i): loss for i, loss in enumerate(self._losses)
+        numbers: dict[tuple[str, Any], float | Tensor | None] = {
+            **{("loss", i): loss for i, loss in enumerate(self._losses)},
+            **{("own", name): value for name, value in self._own.items()},
+            ("step", "grad_norm"): self._norm,
+            ("step", "lr"): self._lr,
         }
-        named = {_NORM: self._norm, _LR: self._lr}
-        numbers |= {name: value for name, value in named.items() if value is not None}
-        late = LateNumbers(numbers | {_OWN + name: each for name, each in self._own.items()})
+        late = LateNumbers({key: value for key, value in numbers.items() if value is not None})
         self._late.append((self._counted(), late, self._weights))
 
     def _counted(self) -> dict[str, Any]:
@@ -332,20 +331,16 @@ class StepRecorder(Observer):
     def _deliver_first(self) -> None:
         figures, late, weights = self._late.popleft()
         numbers = late.read()
-        losses = [numbers[_LOSS.format(i)] for i in range(len(weights))]
-        own = {
-            name.removeprefix(_OWN): value
-            for name, value in numbers.items()
-            if name.startswith(_OWN)
-        }
+        losses = [numbers["loss", i] for i in range(len(weights))]
+        own = {name: value for (kind, name), value in numbers.items() if kind == "own"}
         counts: dict[str, Any] = {
             name: int(own.pop(name)) for name in ("samples", "tokens") if name in own
         }
         self._deliver(
             StepFigures(
                 loss=_mean(losses, weights) if any(weights) else None,
-                grad_norm=numbers.get(_NORM),
-                lr=numbers.get(_LR),
+                grad_norm=numbers.get(("step", "grad_norm")),
+                lr=numbers.get(("step", "lr")),
                 own=own,
                 **(figures | counts),
             )
@@ -441,16 +436,13 @@ class LiveFigures:
         for unit in ("tokens", "samples"):
             count = sum(getattr(record, unit) for record in self._records)
             if count and seconds:
-                parts.append(f"{_rounded(self._replicas * count / seconds)} {unit}/s")
+                rate = self._replicas * count / seconds
+                parts.append(f"{rate:{',.0f' if rate >= 100 else '.3g'}} {unit}/s")
                 break
         kind = next((kind for kind in _MEMORY if last.memory.get(kind)), None)
         if kind is not None:
             parts.append(f"{_MEMORY[kind]} {last.memory[kind] / 2**30:.3g} GiB")
         return ", ".join(parts)
-
-
-def _rounded(rate: float) -> str:
-    return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
 
 
 # --- for trackers ---
@@ -472,16 +464,15 @@ class RunFigures:
 
     def __init__(self, trackers: Trackers, replicas: int) -> None:
         self._trackers = trackers
-        self._replicas = replicas
-        self._sums = StepSums(lambda each: each.steps >= STEPS, self._log)
+        self._sums = StepSums(
+            lambda each: each.steps >= STEPS,
+            lambda each: trackers.log_run(values_of(each, replicas), each.step),
+        )
 
     def take(self, figures: StepFigures) -> None:
         """Log the mean of the steps since the last one, if they are enough."""
         if self._trackers.active:
             self._sums.add(figures)
-
-    def _log(self, figures: StepFigures) -> None:
-        self._trackers.log_run(values_of(figures, self._replicas), figures.step)
 
 
 def values_of(figures: StepFigures, replicas: int) -> dict[str, float]:
@@ -605,14 +596,9 @@ class TimedModel:
     steps: list[float] = field(default_factory=list)
 
     @property
-    def strategy(self) -> Strategy[Any]:
-        """The strategy of the model."""
-        return self.entry.strategy
-
-    @property
     def is_open(self) -> bool:
         """Whether the choice is still to come: a checkpoint may have brought it."""
-        links = self.strategy.run.links
+        links = self.entry.strategy.run.links
         return any(links.is_open(use) for use in links.awaited)
 
 
@@ -677,7 +663,7 @@ def _settle(timed: TimedModel) -> None:
     """Choose the methods of a model, by the slowest rank's usual backward. Collective."""
     mine = median(timed.steps[WARM_UP:])
     slowest = max(gather_facts(mine, float, doing="the seconds of a backward"))
-    strategy = timed.strategy
+    strategy = timed.entry.strategy
     sender = Sender(type(strategy), strategy.config, strategy.run.precision)
     links, lines = settle_links(strategy.run.links, sender, timed.entry.given.parameters, slowest)
     strategy.take_links(links)

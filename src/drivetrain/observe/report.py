@@ -39,7 +39,7 @@ from drivetrain.observe.figures import (
 from drivetrain.observe.recorder import LinkLoad, StepRecorder
 from drivetrain.runtime.board import DRAWING, board
 from drivetrain.runtime.precision import DTYPES, LossScaler
-from drivetrain.runtime.world import World, host_link, restarts, work_path
+from drivetrain.runtime.world import host_link, restarts, work_path
 from drivetrain.strategy import Run, find_strategy
 
 logger = get_logger(__name__)
@@ -308,7 +308,15 @@ def facts_of(config: Resolved, run: Run, entries: Sequence[PreparedModel]) -> di
         "mesh": {name: axis.size for name, axis in run.mesh.items()},
         "accumulation": run.accumulation,
         "hosts": list(dict.fromkeys(run.world.hosts)),
-        "environment": _environment(run.world),
+        "environment": {
+            "drivetrain": __version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "system": platform.platform(),
+            "device": run.world.device_name,
+            "backend": run.world.backend or "none, one process",
+            "threads of a rank": str(torch.get_num_threads()),
+        },
         "models": [_described(entry) for entry in entries],
         "peak": _peak(run, [entry.given for entry in entries]),
     }
@@ -351,18 +359,6 @@ def _commit() -> str:
     except (OSError, subprocess.TimeoutExpired):  # no git, or a tree that takes long to compare
         return ""
     return done.stdout.strip()
-
-
-def _environment(world: World) -> dict[str, str]:
-    return {
-        "drivetrain": __version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "system": platform.platform(),
-        "device": world.device_name,
-        "backend": world.backend or "none, one process",
-        "threads of a rank": str(torch.get_num_threads()),
-    }
 
 
 def _described(entry: PreparedModel) -> dict[str, Any]:

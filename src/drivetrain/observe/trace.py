@@ -40,7 +40,7 @@ from torch import nn
 from torch.profiler import record_function
 
 from drivetrain.communication import wait_for_everyone
-from drivetrain.errors import UsageError, in_words
+from drivetrain.errors import UsageError, in_words, replace_text
 from drivetrain.facade.prepared import PreparedObjects
 from drivetrain.facade.settings import ProfileKwargs, profiler_of
 from drivetrain.hardware.sizes import size_text
@@ -227,50 +227,6 @@ class RankPlace:
     threads: Mapping[str, str] = field(default_factory=dict)
 
 
-@dataclass(slots=True)
-class _Rows:
-    """The processes and threads of one rank; only rows with events get a name."""
-
-    place: RankPlace
-    named: dict[tuple[Any, Any], str] = field(default_factory=dict)
-    used: set[tuple[Any, Any]] = field(default_factory=set)
-    own: Any = None
-
-    def learn(self, event: Event) -> None:
-        """Take a row's name."""
-        if event["name"] == "thread_name":
-            self.named[event["pid"], event["tid"]] = event["args"]["name"]
-        if event["name"] == "process_labels" and event["args"].get("labels") == "CPU":
-            self.own = event["pid"]
-
-    def number(self, pid: Any) -> int:
-        """Return the number of a process: the rank itself, or one of its devices."""
-        first = self.place.rank * _ROWS_OF_A_RANK
-        return first if pid == self.own else first + 1 + int(pid) % (_ROWS_OF_A_RANK - 1)
-
-    def names(self) -> Iterator[Event]:
-        """Yield the names of rows with events, the rank's own row first."""
-        for pid in dict.fromkeys(pid for pid, _ in sorted(self.used, key=str)):
-            device = "" if pid == self.own else f", device {pid}"
-            yield self._fact("process_name", pid, 0, {"name": f"{self.place.name}{device}"})
-            yield self._fact("process_sort_index", pid, 0, {"sort_index": self.number(pid)})
-        for pid, tid in sorted(self.used, key=str):
-            name, order = self._name(pid, tid)
-            yield self._fact("thread_name", pid, tid, {"name": name})
-            yield self._fact("thread_sort_index", pid, tid, {"sort_index": order})
-
-    def _name(self, pid: Any, tid: Any) -> tuple[str, int]:
-        """Return the name of a row, and its place: units, then the program, then the others."""
-        if tid == _UNITS_ROW:
-            return "units in backward", -2
-        if pid == self.own == tid:
-            return "program", -1
-        return self.place.threads.get(str(tid), self.named.get((pid, tid), f"thread {tid}")), 0
-
-    def _fact(self, name: str, pid: Any, tid: Any, args: Mapping[str, Any]) -> Event:
-        return {"ph": "M", "name": name, "pid": self.number(pid), "tid": tid, "args": args}
-
-
 def write_part(
     trace: Path,
     part: Path,
@@ -341,37 +297,43 @@ def shortest_kept(sizes: Mapping[float, int], most: int) -> float:
     return 0.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Rewriting:
-    """How the events of one rank are rewritten; see ``write_part``."""
+    """How the events of one rank are rewritten; see ``write_part``.
+
+    Its rows are its processes and threads; only rows with events get a name.
+    """
 
     place: RankPlace
     ranks: int
     shortest_us: float
     see: Callable[[Event], None] | None = None
-    messages: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+    _messages: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+    _named: dict[tuple[Any, Any], str] = field(default_factory=dict)
+    _used: set[tuple[Any, Any]] = field(default_factory=set)
+    _own: Any = None
 
     def events(self, reader: TraceReader) -> Iterator[Event]:
         """Yield the events of a trace with the merged trace's numbers and times."""
-        rows, place = _Rows(self.place), self.place
+        place = self.place
         base_ns = reader.facts.get("baseTimeNanoseconds", 0)
         moved_us = (base_ns - place.ahead_ns - place.begun_ns) / _MICRO
         for event in reader:
             if self.see is not None:
                 self.see(event)
             if event["ph"] == "M":
-                rows.learn(event)
+                self._learn(event)
             elif self._keeps(event):
-                moved = self._moved(event, rows, moved_us)
+                moved = self._moved(event, moved_us)
                 if str(event["name"]).startswith(_MESSAGES):
                     yield from self._apart(moved)
                 else:
                     yield moved
-        yield from rows.names()
+        yield from self._names()
 
     def _apart(self, event: Event) -> Iterator[Event]:
         """Yield the begin and the end of a message: it outlasts its call."""
-        number = next(self.messages) * self.ranks + self.place.rank
+        number = next(self._messages) * self.ranks + self.place.rank
         both = {**event, "cat": "message", "id": number}
         end = both["ts"] + both.pop("dur")
         yield {**both, "ph": "b"}
@@ -384,15 +346,49 @@ class _Rewriting:
             return False
         return event.get("cat") not in _TRIMMED or event.get("dur", 0.0) >= self.shortest_us
 
-    def _moved(self, event: Event, rows: _Rows, moved_us: float) -> Event:
+    def _moved(self, event: Event, moved_us: float) -> Event:
         if str(event["name"]).startswith(BACKWARD):
             event["tid"] = _UNITS_ROW
-        rows.used.add((event["pid"], event["tid"]))
-        event["pid"] = rows.number(event["pid"])
+        self._used.add((event["pid"], event["tid"]))
+        event["pid"] = self._number(event["pid"])
         event["ts"] = round(event["ts"] + moved_us, 3)
         if event["ph"] in _FLOWS:
             event["id"] = int(event["id"]) * self.ranks + self.place.rank
         return event
+
+    def _learn(self, event: Event) -> None:
+        """Take a row's name."""
+        if event["name"] == "thread_name":
+            self._named[event["pid"], event["tid"]] = event["args"]["name"]
+        if event["name"] == "process_labels" and event["args"].get("labels") == "CPU":
+            self._own = event["pid"]
+
+    def _number(self, pid: Any) -> int:
+        """Return the number of a process: the rank itself, or one of its devices."""
+        first = self.place.rank * _ROWS_OF_A_RANK
+        return first if pid == self._own else first + 1 + int(pid) % (_ROWS_OF_A_RANK - 1)
+
+    def _names(self) -> Iterator[Event]:
+        """Yield the names of rows with events, the rank's own row first."""
+        for pid in dict.fromkeys(pid for pid, _ in sorted(self._used, key=str)):
+            device = "" if pid == self._own else f", device {pid}"
+            yield self._fact("process_name", pid, 0, {"name": f"{self.place.name}{device}"})
+            yield self._fact("process_sort_index", pid, 0, {"sort_index": self._number(pid)})
+        for pid, tid in sorted(self._used, key=str):
+            name, order = self._name(pid, tid)
+            yield self._fact("thread_name", pid, tid, {"name": name})
+            yield self._fact("thread_sort_index", pid, tid, {"sort_index": order})
+
+    def _name(self, pid: Any, tid: Any) -> tuple[str, int]:
+        """Return the name of a row, and its place: units, then the program, then the others."""
+        if tid == _UNITS_ROW:
+            return "units in backward", -2
+        if pid == self._own == tid:
+            return "program", -1
+        return self.place.threads.get(str(tid), self._named.get((pid, tid), f"thread {tid}")), 0
+
+    def _fact(self, name: str, pid: Any, tid: Any, args: Mapping[str, Any]) -> Event:
+        return {"ph": "M", "name": name, "pid": self._number(pid), "tid": tid, "args": args}
 
 
 def _write(trace: Path, part: Path, rewriting: _Rewriting, sizes: Counter[float]) -> int:
@@ -639,6 +635,7 @@ class ProfileSession:
         self.profiler = profiler_of(options)
         folder = options.output_trace_dir
         self.folder = None if folder is None else Path(folder)
+        self._folder = Path(folder or "")  # of what is written, which nothing is without one
         self._prepared = prepared
         self._run = run
         self._clock = ClockComparison(0, 0, 0)
@@ -699,9 +696,7 @@ class ProfileSession:
         shortest = write_part(self.trace, self._part(), place, ranks=ranks, see=tally.add)
         costs = replace(tally.costs(), shortest_us=shortest)
         # The costs come last, and whole: their file says that the part is complete.
-        draft = self._costs().with_suffix(".draft")
-        draft.write_text(json.dumps(asdict(costs)), encoding="utf-8")
-        draft.replace(self._costs())
+        replace_text(self._costs(), json.dumps(asdict(costs)))
         return True
 
     def merge(self, *, wait_s: float = 0.0) -> None:
@@ -756,12 +751,6 @@ class ProfileSession:
             if len(here) == len(everyone) or time.monotonic() >= until:
                 return here
             time.sleep(POLL_S)
-
-    @property
-    def _folder(self) -> Path:
-        if self.folder is None:
-            raise UsageError("expected output_trace_dir for a profile that is written, found none")
-        return self.folder
 
     def _part(self, rank: int | None = None) -> Path:
         return self._folder / f".part_{self._run.world.rank if rank is None else rank}.gz"

@@ -5,7 +5,6 @@ They are started together, and never in the way of training.
 The trackers that come with the library: JSON lines, TensorBoard, and clients of services.
 """
 
-import functools
 import json
 import math
 import re
@@ -14,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from importlib import import_module
-from operator import attrgetter
+from operator import attrgetter, methodcaller
 from pathlib import Path
 from typing import Any, ClassVar, Self, TextIO, TypeAlias
 
@@ -209,14 +208,12 @@ class Trackers:
                 if len(waiting) > MOST_WAITING:
                     del waiting[:-1:2]
                 continue
-            try:
-                tracker.log(values, step=step)
-            except Exception as error:
-                self._without_run.append(tracker)
-                logger.warning(
-                    f"the tracker {tracker.name!r} gets no figures of the run from here on: "
-                    f"{type(error).__name__}: {error}"
-                )
+            self._attempt(
+                tracker,
+                lambda each: each.log(values, step=step),
+                "gets no figures of the run",
+                self._without_run,
+            )
 
     def get(self, name: str, unwrap: bool = False) -> Any:
         """Return a started tracker, or its wrapped object; an inert object on other processes.
@@ -238,8 +235,8 @@ class Trackers:
         for tracker in active:
             for left in self._joining.pop(id(tracker), ()):
                 if tracker not in self._failed:
-                    self._attempt(tracker, functools.partial(_write, left))
-            self._attempt(tracker, lambda each: each.finish())
+                    self._attempt(tracker, methodcaller("log", left))
+            self._attempt(tracker, methodcaller("finish"))
         self._failed, self._without_run = [], []
 
     def _made(
@@ -258,20 +255,23 @@ class Trackers:
             if tracker not in self._failed:
                 self._attempt(tracker, act)
 
-    def _attempt(self, tracker: Tracker, act: Callable[[Tracker], None]) -> None:
+    def _attempt(
+        self,
+        tracker: Tracker,
+        act: Callable[[Tracker], None],
+        problem: str = "failed and is left out",
+        failed: list[Tracker] | None = None,
+    ) -> None:
+        failed = self._failed if failed is None else failed
         try:
             act(tracker)
         except Exception as error:
-            if tracker not in self._failed:
-                self._failed.append(tracker)
+            if tracker not in failed:
+                failed.append(tracker)
                 logger.warning(
-                    f"the tracker {tracker.name!r} failed and is left out from here on: "
+                    f"the tracker {tracker.name!r} {problem} from here on: "
                     f"{type(error).__name__}: {error}"
                 )
-
-
-def _write(values: Mapping[str, float], tracker: Tracker) -> None:
-    tracker.log(values)
 
 
 class Inert:
@@ -285,32 +285,22 @@ class Inert:
             raise AttributeError(name)
         return self
 
-    def __setattr__(self, name: str, value: object) -> None:
-        del name, value
-
     def __call__(self, *args: Any, **kwargs: Any) -> Self:
         """Do nothing."""
-        del args, kwargs
         return self
 
-    def __getitem__(self, key: object) -> Self:
-        del key
-        return self
+    __getitem__ = __enter__ = __call__
 
-    def __setitem__(self, key: object, value: object) -> None:
-        del key, value
+    def __setattr__(self, *args: Any) -> None:
+        """Do nothing."""
+
+    __setitem__ = __exit__ = __setattr__
 
     def __iter__(self) -> Iterator[Any]:
         return iter(())
 
     def __bool__(self) -> bool:
         return False
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        del error
 
 
 def _without_secrets(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -466,7 +456,8 @@ class TensorboardTracker(Tracker):
     requires_logging_directory: ClassVar[bool] = True
     module: ClassVar[str] = "tensorboardX"
 
-    _writer: Any
+    writer: Any
+    """The ``SummaryWriter``: ``tracker`` by the name that scripts use."""
 
     def __init__(self, run_name: str, logging_dir: str | Path, **options: Any) -> None:
         self._folder, self._options = Path(logging_dir) / run_name, options
@@ -478,48 +469,43 @@ class TensorboardTracker(Tracker):
 
     @override
     def start(self) -> None:
-        self._writer = _writer_class()(str(self._folder), **self._options)
+        self.writer = _writer_class()(str(self._folder), **self._options)
 
     @property
     @override
     def tracker(self) -> Any:
-        return self._writer
-
-    @property
-    def writer(self) -> Any:
-        """The ``SummaryWriter``: ``tracker`` by the name that scripts use."""
-        return self._writer
+        return self.writer
 
     @override
     def store_init_configuration(self, values: Mapping[str, Any]) -> None:
         plain = (bool, int, float, str)
         shown = {k: v if isinstance(v, plain) else str(v) for k, v in values.items()}
-        self._writer.add_hparams(shown, metric_dict={})
-        self._writer.flush()
+        self.writer.add_hparams(shown, metric_dict={})
+        self.writer.flush()
 
     @override
     def log(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
         for key, value in values.items():
             number = as_number(value)
             if number is not None:
-                self._writer.add_scalar(key, number, global_step=step, **options)
+                self.writer.add_scalar(key, number, global_step=step, **options)
             elif isinstance(value, Mapping):
-                self._writer.add_scalars(key, dict(value), global_step=step, **options)
+                self.writer.add_scalars(key, dict(value), global_step=step, **options)
             else:
-                self._writer.add_text(key, str(value), global_step=step, **options)
-        self._writer.flush()
+                self.writer.add_text(key, str(value), global_step=step, **options)
+        self.writer.flush()
 
     def log_images(
         self, values: Mapping[str, Any], step: int | None = None, **options: Any
     ) -> None:
         """Write batches of images by name, each as ``SummaryWriter.add_images`` takes it."""
         for key, images in values.items():
-            self._writer.add_images(key, images, global_step=step, **options)
-        self._writer.flush()
+            self.writer.add_images(key, images, global_step=step, **options)
+        self.writer.flush()
 
     @override
     def finish(self) -> None:
-        self._writer.close()
+        self.writer.close()
 
 
 class ServiceTracker(Tracker):

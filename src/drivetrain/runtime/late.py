@@ -1,6 +1,7 @@
 """Numbers that a device is still computing: copied without a wait, read when they are there."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,15 +11,15 @@ class LateNumbers:
     """Numbers of the host, and scalar tensors of any device, by name.
 
     Args:
-        values: by name; each tensor has one element. Tensors of an accelerator are copied in the
-            order of its stream, to memory where the host finds them later.
+        values: by name, or another key; each tensor has one element. Tensors of an accelerator are
+            copied in the order of its stream, to memory where the host finds them later.
     """
 
-    def __init__(self, values: Mapping[str, float | Tensor]) -> None:
-        self._numbers: dict[str, float] = {}
-        self._names: Sequence[str] = ()
+    def __init__(self, values: Mapping[Any, float | Tensor]) -> None:
+        self._numbers: dict[Any, float] = {}
+        self._names: Sequence[Any] = ()
         self._event: torch.Event | None = None
-        waiting: dict[str, Tensor] = {}
+        waiting: dict[Any, Tensor] = {}
         for name, value in values.items():
             if not isinstance(value, Tensor):
                 self._numbers[name] = float(value)
@@ -38,7 +39,7 @@ class LateNumbers:
         """Whether ``read`` would return at once."""
         return self._event is None or bool(self._event.query())
 
-    def read(self) -> Mapping[str, float]:
+    def read(self) -> Mapping[Any, float]:
         """Return all numbers by name; waits for those of a device."""
         if self._event is not None:
             self._event.synchronize()

@@ -283,7 +283,8 @@ def _norms(
 def _number(
     step: int, kind: Kind, name: str, found: float, expected: float, scale: float, where: str
 ) -> Difference:
-    absolute = _distance(found, expected)
+    equal = found == expected or (math.isnan(found) and math.isnan(expected))
+    absolute = 0.0 if equal else abs(found - expected)  # NaN where one of them is
     return Difference(
         step=step,
         kind=kind,
@@ -324,13 +325,6 @@ def _tensor(
         of_change=absolute / change if change else None,
         where=where,
     )
-
-
-def _distance(found: float, expected: float) -> float:
-    """Return how far apart two numbers are: 0 for two NaNs, NaN for one."""
-    if found == expected or (math.isnan(found) and math.isnan(expected)):
-        return 0.0
-    return abs(found - expected)
 
 
 def _ratio(absolute: float, scale: float) -> float:

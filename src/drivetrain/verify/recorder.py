@@ -35,6 +35,7 @@ from torch.utils._pytree import tree_flatten_with_path
 from drivetrain.checkpoint.tensor_file import write_tensors
 from drivetrain.collectives.facts import gather_facts
 from drivetrain.config import DtypesConfig, RecomputeConfig, Resolved
+from drivetrain.errors import replace_text
 from drivetrain.facade.observer import Observer
 from drivetrain.facade.prepared import PreparedModel, PreparedObjects, WholeWeights
 from drivetrain.facade.settings import Runs, StrategyChoice, resolve_strategy
@@ -141,9 +142,7 @@ class RunRecord:
     def write(self, folder: Path) -> None:
         """Write all but the states, in place of an earlier version."""
         values = dataclasses.asdict(replace(self, states=[])) | {"states": len(self.states)}
-        temporary = folder / f"{RECORD}.new"
-        temporary.write_text(json.dumps(values), encoding="utf-8")
-        temporary.replace(folder / RECORD)
+        replace_text(folder / RECORD, json.dumps(values))
 
     @classmethod
     def read(cls, folder: Path) -> "RunRecord":
@@ -310,6 +309,10 @@ class Recorder(Observer):
     def __init__(self, request: RecordRequest, record: RunRecord | None = None) -> None:
         self.record = RunRecord() if record is None else record
         self._request = request
+        self._begin()
+
+    def _begin(self) -> None:
+        """Forget the numbers of the step before."""
         self._losses: list[Tensor] = []
         self._batches: list[str] = []
         self._norms: dict[str, float] = {}
@@ -396,7 +399,9 @@ class Recorder(Observer):
             return
         if not self.record.states:
             self._keep_state()
-            self._note_whereabouts()
+            for each in self._prepared.models:
+                for name, words in each.strategy.whereabouts(uncompiled(each.module)).items():
+                    self.record.whereabouts[self._qualified(each, name)] = words
         scale = 1.0 if entry.scale is None or entry.unscaled else entry.scale
         mine = named_parameters(entry.module)
         for name in _trained(entry):
@@ -430,10 +435,7 @@ class Recorder(Observer):
                     ),
                 )
             )
-            self._waiting.clear()
-            self._cleared = 0
-            self._losses, self._batches = [], []
-            self._norms, self._stepped, self._notes = {}, {}, {}
+            self._begin()
             self._keep_state()
             self._write()
             self._by_replica(())  # no rank leaves before the record is there
@@ -484,11 +486,6 @@ class Recorder(Observer):
             first = self._run.world.is_main
             kept = SavedTensors.save(path, state) if first else SavedTensors(path)
         self.record.states.append(kept)
-
-    def _note_whereabouts(self) -> None:
-        for entry in self._prepared.models:
-            for name, words in entry.strategy.whereabouts(uncompiled(entry.module)).items():
-                self.record.whereabouts[self._qualified(entry, name)] = words
 
     def _qualified(self, entry: PreparedModel, name: str) -> str:
         """Return a tensor's name, which tells the models of a run apart."""
