@@ -267,20 +267,26 @@ class Table(NamedTuple):
         options: rows of the further options of its command line.
         switches: options without a value.
         short: long names of one-letter options.
+        flags: our counterparts of options without a row, or with another one than the row's.
+        kinds: the ``distributed_type`` that a switch stands for.
+        excludes: keys that must not stand beside a file of DeepSpeed, which has them itself.
     """
 
     settings: Sequence[Row]
     options: Sequence[Row]
     switches: Sequence[str]
     short: Mapping[str, str]
+    flags: Mapping[str, str] = {}
+    kinds: Mapping[str, str] = {}
+    excludes: Sequence[str] = ()
 
 
 @lru_cache
 def table_of(program: str) -> Table:
     """Read the table of a program, which lies beside this module."""
     values = tomllib.loads(Path(__file__).with_name(f"{program}.toml").read_text("utf-8"))
-    settings, options = (tuple(_rows(values.get(kind, ()))) for kind in ("settings", "options"))
-    return Table(settings, options, values["switches"], values["short"])
+    rows = {kind: tuple(_rows(values.pop(kind, ()))) for kind in ("settings", "options")}
+    return Table(**rows, **values)
 
 
 def _rows(lines: Sequence[Sequence[Any]]) -> Iterator[Row]:

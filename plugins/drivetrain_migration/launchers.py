@@ -212,10 +212,10 @@ class DeepSpeed(Importer):
 
     title: ClassVar[str] = "a DeepSpeed configuration"
     programs: ClassVar[tuple[tuple[str, ...], ...]] = (("deepspeed",),)
-    flags: ClassVar[Mapping[str, str]] = flags_of(table_of("deepspeed").options) | dict.fromkeys(
-        (option.lstrip("-") for option in SCRIPT_OPTIONS),
-        "`--config` with a file of `drivetrain config import FILE`",
-    )
+    flags: ClassVar[Mapping[str, str]] = {
+        **flags_of(table_of("deepspeed").options),
+        **table_of("deepspeed").flags,
+    }
 
     def recognizes(self, values: Mapping[str, Any]) -> bool:
         """Return whether there are sections that DeepSpeed alone has."""
@@ -240,19 +240,6 @@ FIRST_STRATEGY = {"DEEPSPEED": WHOLE, "FSDP": "fsdp"}
 """The strategy of a kind until a row chooses another one."""
 
 OFFLOAD_DEVICES = ("offload_optimizer_device", "offload_param_device")
-FILE_EXCLUDES = (
-    *("zero_stage", "gradient_accumulation_steps", "gradient_clipping", *OFFLOAD_DEVICES),
-    *("offload_optimizer_nvme_path", "offload_param_nvme_path", "zero3_save_16bit_model"),
-)
-"""Keys that Accelerate refuses beside a file of DeepSpeed, which has them itself."""
-
-KINDS_OF_SWITCHES = {
-    "tpu": "XLA",
-    "use_deepspeed": "DEEPSPEED",
-    "use_fsdp": "FSDP",
-    "use_megatron_lm": "MEGATRON_LM",
-    "multi_gpu": "MULTI_GPU",
-}
 
 
 def translate_values(layer: Layer, folder: Path, draft: Draft, extra: Sequence[Row] = ()) -> Draft:
@@ -291,7 +278,7 @@ def _file_of_deepspeed(found: Mapping[str, Setting], folder: Path, draft: Draft)
     named = found.get(f"{DEEPSPEED}.deepspeed_config_file")
     if named is None or named.absent:
         return draft
-    keys = (f"{DEEPSPEED}.{key}" for key in FILE_EXCLUDES)
+    keys = (f"{DEEPSPEED}.{key}" for key in table_of("accelerate").excludes)
     both = [str(found[key]) for key in keys if key in found]
     if both:
         raise ConfigError(
@@ -317,12 +304,7 @@ class Accelerate(Importer):
         *table_of("accelerate").settings,
         *table_of("accelerate").options,
     )
-    flags: ClassVar[Mapping[str, str]] = flags_of(rows) | {
-        "config_file": "`--config` with a file of `drivetrain config import FILE`",
-        "zero_stage": "`--strategy zero1`, `zero2` or `zero3`; stage 0 is ddp",
-        "gradient_accumulation_steps": "`--set accumulation=N`",
-        "tpu": "no TPUs",
-    }
+    flags: ClassVar[Mapping[str, str]] = {**flags_of(rows), **table_of("accelerate").flags}
 
     def recognizes(self, values: Mapping[str, Any]) -> bool:
         """Return whether there are keys that Accelerate alone has."""
@@ -338,7 +320,7 @@ class Accelerate(Importer):
         table, program = table_of("accelerate"), "accelerate launch"
         options, script = read_options(words, {*keys, "config_file"}, table, program)
         file = options.pop("config_file", None)
-        for switch, kind in KINDS_OF_SWITCHES.items():
+        for switch, kind in table.kinds.items():
             if options.get(switch):
                 options["distributed_type"] = kind
         options.pop("tpu", None)

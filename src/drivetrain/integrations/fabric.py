@@ -8,6 +8,7 @@ models and their optimizers is a directory, from which any strategy resumes.
 import importlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -153,10 +154,8 @@ class FabricTraining:
         config: str | Path | Mapping[str, Any] | None = None,
     ) -> None:
         self._chosen: dict[str, Any] = {"strategy": strategy, "config": config}
-        self._engine: Accelerator | None = None
         self._mixed: str | None = None
         self._plugin: Any = self._helper("plugins.precision", "Precision")()
-        self._checkpoints: FabricCheckpoints | None = None
         super().__init__()
         # Fabric asks this object to hold back the synchronisation of gradients.
         self._backward_sync_control = self
@@ -164,7 +163,7 @@ class FabricTraining:
     def _helper(self, module: str, name: str) -> Any:
         return getattr(importlib.import_module(f"{self.package}.{module}"), name)
 
-    @property
+    @cached_property
     def engine(self) -> Accelerator:
         """The Accelerator of the run, made on first use.
 
@@ -172,16 +171,14 @@ class FabricTraining:
             UsageError: Fabric was to start several processes, asks for another device, or the
                 configuration accumulates.
         """
-        if self._engine is None:
-            wanted = self.parallel_devices[0].type
-            engine = Accelerator(
-                **self._chosen,
-                mixed_precision=self._mixed,
-                cpu=True if wanted == "cpu" else None,
-            )
-            self._check_run(engine, wanted)
-            self._engine = engine
-        return self._engine
+        wanted = self.parallel_devices[0].type
+        engine = Accelerator(
+            **self._chosen,
+            mixed_precision=self._mixed,
+            cpu=True if wanted == "cpu" else None,
+        )
+        self._check_run(engine, wanted)
+        return engine
 
     def _check_run(self, engine: Accelerator, wanted: str) -> None:
         asked = len(self.parallel_devices)
@@ -425,7 +422,7 @@ class FabricTraining:
                 "expected no filter and no storage_options for a state with optimizers, found "
                 f"{filter or storage_options}; leave them out, or save the model alone"
             )
-        self._states_of_run().save(path, state)
+        self._checkpoints.save(path, state)
 
     def load_checkpoint(
         self,
@@ -443,7 +440,7 @@ class FabricTraining:
             CheckpointError: the checkpoint holds other keys, or a file the state of optimizers.
         """
         if is_checkpoint(Path(path)):
-            return self._states_of_run().load(path, state, strict)
+            return self._checkpoints.load(path, state, strict)
         if isinstance(state, Optimizer) or optimizers_in(state):
             raise CheckpointError(
                 f"expected a checkpoint directory for the state of optimizers, found {path}; load "
@@ -452,10 +449,9 @@ class FabricTraining:
         rest: dict[str, Any] = super().load_checkpoint(path, state, strict, weights_only)  # type: ignore[misc]
         return rest
 
-    def _states_of_run(self) -> FabricCheckpoints:
-        if self._checkpoints is None:
-            self._checkpoints = FabricCheckpoints(self.engine)
-        return self._checkpoints
+    @cached_property
+    def _checkpoints(self) -> FabricCheckpoints:
+        return FabricCheckpoints(self.engine)
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Tensor]:
         """Return a model's whole state, on the CPU. Collective."""

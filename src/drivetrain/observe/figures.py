@@ -136,17 +136,14 @@ def merged(first: StepFigures, second: StepFigures) -> StepFigures:
     """
     whole = first.steps + second.steps
     share = second.steps / whole
-    return StepFigures(
-        step=second.step,
+    return replace(
+        second,
         steps=whole,
-        time=second.time,
         seconds=first.seconds + second.seconds,
         sections=_summed(first.sections, second.sections),
         waiting=_summed(first.waiting, second.waiting),
         loss=_mean(first.loss, second.loss, share),
-        lr=second.lr,
         grad_norm=_mean(first.grad_norm, second.grad_norm, share),
-        loss_scale=second.loss_scale,
         samples=first.samples + second.samples,
         tokens=first.tokens + second.tokens,
         skipped=first.skipped + second.skipped,

@@ -780,8 +780,6 @@ class ProfileSession:
         return RankPlace(
             rank=world.rank,
             name=f"rank {world.rank} of {world.size}{cell}{where}",
-            ahead_ns=self._clock.ahead_ns,
-            begun_ns=self._clock.begun_ns,
-            accuracy_ns=self._clock.accuracy_ns,
             threads=threads,
+            **self._clock._asdict(),
         )

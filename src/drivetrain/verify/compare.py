@@ -300,11 +300,11 @@ def _number(
 def _tensor(
     step: int, name: str, found: Tensor, expected: Tensor, before: Tensor | None, where: str
 ) -> Difference:
-    kind: Kind = "weight" if step else "start"
+    same = Difference(step=step, kind="weight" if step else "start", name=name, where=where)
     if found.shape != expected.shape:
-        return Difference(step=step, kind=kind, name=name, absolute=math.inf, relative=math.inf)
+        return replace(same, absolute=math.inf, relative=math.inf)
     if not expected.numel() or torch.equal(found, expected):
-        return Difference(step=step, kind=kind, name=name, where=where)
+        return same
     wide = torch.complex128 if expected.is_complex() else torch.float64
     mine, theirs = found.to(wide).flatten(), expected.to(wide).flatten()
     apart = torch.where(mine.isnan() & theirs.isnan(), 0.0, (mine - theirs).abs())
@@ -314,16 +314,13 @@ def _tensor(
     change = None
     if before is not None and before.shape == expected.shape:  # else that of another model
         change = float((theirs - before.to(wide).flatten()).abs().max())
-    return Difference(
-        step=step,
-        kind=kind,
-        name=name,
+    return replace(
+        same,
         found=float(mine[worst].real),
         expected=float(theirs[worst].real),
         absolute=absolute,
         relative=_ratio(absolute, float(theirs.abs().max())),
         of_change=absolute / change if change else None,
-        where=where,
     )
 
 
