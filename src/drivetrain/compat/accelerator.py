@@ -20,7 +20,7 @@ from torch.distributed import device_mesh
 from torch.distributed.device_mesh import DeviceMesh
 
 from drivetrain.accelerator import Accelerator
-from drivetrain.compat.names import Resettable, registered
+from drivetrain.compat.names import TABLE, Resettable, registered
 from drivetrain.config import Layer, ValueOrigin
 from drivetrain.config.document import Importer, Translation
 from drivetrain.errors import UsageError
@@ -69,7 +69,7 @@ class DynamoBackend(StrEnum):
 
 
 class Plugin:
-    """The given settings of a plugin object; all others are None.
+    """The given settings of a plugin object; all others are None. ``names.toml`` describes each.
 
     Attributes:
         order: names of positional arguments.
@@ -81,13 +81,17 @@ class Plugin:
         refused: settings that change results, and the way to have the same here.
     """
 
-    order: ClassVar[tuple[str, ...]] = ()
+    order: ClassVar[Sequence[str]] = ()
     kind: ClassVar[str] = ""
     section: ClassVar[str] = ""
     prefix: ClassVar[str] = ""
     renamed: ClassVar[Mapping[str, str]] = {}
-    needless: ClassVar[frozenset[str]] = frozenset()
+    needless: ClassVar[Sequence[str]] = ()
     refused: ClassVar[Mapping[str, str]] = {}
+
+    def __init_subclass__(cls) -> None:
+        for name, value in TABLE["plugins"].get(cls.__name__, {}).items():
+            setattr(cls, name, value)
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         if len(args) > len(self.order):
@@ -137,12 +141,6 @@ class Plugin:
 class DeepSpeedPlugin(Plugin):
     """ZeRO, chosen by stage or by a DeepSpeed configuration."""
 
-    order = ("hf_ds_config", "gradient_accumulation_steps", "gradient_clipping", "zero_stage")
-    kind, section = "DEEPSPEED", "deepspeed_config"
-    renamed = {"hf_ds_config": "deepspeed_config_file"}  # noqa: RUF012
-    needless = frozenset({"is_train_batch_min", "msamp_opt_level", "transformer_moe_cls_names"})
-    refused = {"enable_msamp": "take mixed_precision='fp8', by torchao"}  # noqa: RUF012
-
     USUAL_STAGE: ClassVar[int] = 2
     """The stage of a plugin that names none."""
 
@@ -167,28 +165,11 @@ class DeepSpeedPlugin(Plugin):
 
     def zero3_init_context_manager(self, enable: bool = False) -> Any:
         """Return a context without effect: models are divided by ``prepare()``."""
-        del enable
         return nullcontext()
 
 
 class FullyShardedDataParallelPlugin(Plugin):
     """Parameters divided over ranks."""
-
-    order = ("fsdp_version", "sharding_strategy", "reshard_after_forward")
-    kind, section, prefix = "FSDP", "fsdp_config", "fsdp_"
-    renamed = {  # noqa: RUF012
-        "fsdp_version": "fsdp_version",
-        "cpu_offload": "fsdp_offload_params",
-        "transformer_cls_names_to_wrap": "fsdp_transformer_layer_cls_to_wrap",
-    }
-    needless = frozenset(
-        {"limit_all_gathers", "state_dict_config", "optim_state_dict_config", "param_init_fn"}
-    )
-    refused = {  # noqa: RUF012
-        "ignored_modules": "every parameter is divided",
-        "mixed_precision_policy": "pass mixed_precision to the Accelerator, and set dtypes in the "
-        "launch configuration",
-    }
 
     def settings(self) -> dict[str, Any]:
         """Return the settings, with the classes or the size of a policy that is a function."""
@@ -211,16 +192,9 @@ class FullyShardedDataParallelPlugin(Plugin):
 class MegatronLMPlugin(Plugin):
     """Tensor and pipeline parallelism."""
 
-    order = ("tp_degree", "pp_degree")
-    kind, section, prefix = "MEGATRON_LM", "megatron_lm_config", "megatron_lm_"
-
 
 class TorchTensorParallelPlugin(Plugin):
     """Tensor parallelism."""
-
-    order = ("tp_size",)
-    section, prefix = "parallelism_config", "parallelism_config_"
-    needless = frozenset({"torch_device_mesh"})
 
 
 class ParallelismConfig(Plugin):
@@ -228,16 +202,6 @@ class ParallelismConfig(Plugin):
 
     A size that is not given comes from the environment variables of Accelerate's launcher, or is 1.
     """
-
-    order = ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "cp_backend", "sp_size")
-    section, prefix = "parallelism_config", "parallelism_config_"
-    needless = frozenset({"cp_backend", "sp_backend", "tp_handler", "cp_handler", "sp_handler"})
-
-    refused = dict.fromkeys(
-        ("cp_size", "sp_size"),
-        "no ranks share a sequence here, so each would get a batch of its own; leave it at 1, and "
-        "take tp_size or dp_shard_size, or recompute",
-    )
 
     AXES: ClassVar[tuple[str, ...]] = ("dp_replicate", "dp_shard", "cp", "sp", "tp")
     """From the ranks that are farthest from each other to the nearest."""
@@ -306,8 +270,6 @@ class ParallelismConfig(Plugin):
 
 class TorchDynamoPlugin(Plugin):
     """How models are compiled."""
-
-    order = ("backend", "mode", "fullgraph", "dynamic")
 
 
 def translated(plugins: Sequence[Plugin]) -> Translation:
@@ -501,7 +463,6 @@ class ScriptAccelerator(Resettable, Accelerator):
             map_location: without effect: tensors are read to where the model lies.
             verify: ``full`` checks the checksum of every file first, ``size`` its size only.
         """
-        del load_kwargs, map_location
         return super().load_state(input_dir, verify=verify)
 
     def save_model(

@@ -42,16 +42,18 @@ from drivetrain.runtime.world import World
 FOLLOWED = "1.15.0"
 """The version of Accelerate whose names and arguments these are."""
 
-_TABLE: Mapping[str, Any] = tomllib.loads(
+TABLE: Mapping[str, Any] = tomllib.loads(
     Path(__file__).with_name("names.toml").read_text(encoding="utf-8")
 )
-PATHS = frozenset(_TABLE["paths"])
+"""What ``names.toml`` says about Accelerate's names."""
+
+PATHS = frozenset(TABLE["paths"])
 """Accelerate's import paths, below the package."""
 
 _PLACES: dict[str, Sequence[str]] = {
     **{name: ("drivetrain", name) for name in drivetrain.__all__ if not name.startswith("_")},
-    **{name: (home, name) for home, names in _TABLE["ours"].items() for name in names},
-    **_TABLE["renamed"],
+    **{name: (home, name) for home, names in TABLE["ours"].items() for name in names},
+    **TABLE["renamed"],
 }
 """The module and the name of each object of ours."""
 
@@ -93,7 +95,7 @@ def resolve(name: str, path: str = "") -> Any:
     """
     if name in WAYS_OUT:
         return NoCounterpart(name, (), {"__module__": __name__})
-    if name in _TABLE["dividers"] and _real_module("accelerate.data_loader") is not None:
+    if name in TABLE["dividers"] and _real_module("accelerate.data_loader") is not None:
         return getattr(_real_module("accelerate.data_loader"), name)
     if name in _PLACES:
         home, own = _PLACES[name]
@@ -116,8 +118,8 @@ def _from_real_package(name: str, path: str) -> Any:
     """Return the installed Accelerate's object, or a refusing one; None without such a name."""
     if _real_module("accelerate") is None:
         return None
-    if name not in _TABLE["stateful"]:
-        for home in _TABLE["real"]:
+    if name not in TABLE["stateful"]:
+        for home in TABLE["real"]:
             found = vars(_real_module(home) or object).get(name)
             if found is not None:
                 return found
@@ -252,7 +254,6 @@ def prepare_data_loader(  # noqa: PLR0913, PLR0917 - the arguments of Accelerate
         UsageError: an argument without support, parts that are not the processes for a loader that
             one process reads for all, or a loader that cannot be divided.
     """
-    del use_stateful_dataloader
     if slice_fn_for_dispatch is not None or torch_device_mesh is not None:
         raise UsageError(
             "expected no slice_fn_for_dispatch and no torch_device_mesh; batches are cut along dim "
@@ -369,8 +370,6 @@ def notebook_launcher(  # noqa: PLR0913, PLR0917 - the arguments of Accelerate
 
     Other errors are those of ``drivetrain.notebook_launcher``.
     """
-    del use_port, master_addr, node_rank, rdzv_backend, rdzv_endpoint, rdzv_conf, rdzv_id
-    del monitor_interval, log_line_prefix_template
     if num_nodes != 1:
         raise UsageError(
             f"expected notebook_launcher to start one host, found num_nodes={num_nodes}; write the "

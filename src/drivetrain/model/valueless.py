@@ -610,10 +610,6 @@ def _no_assignment(cls: _Kind, func: Function, args: Arguments, kwargs: Keywords
     raise cls.assignment_refused()
 
 
-def _transposed(tensor: Tensor) -> Tensor:
-    return tensor.transpose(-2, -1)
-
-
 def _handlers() -> dict[Any, _Handler]:
     """Return the handlers of functions that are no operations on values."""
     handlers: dict[Any, _Handler] = {
@@ -627,7 +623,7 @@ def _handlers() -> dict[Any, _Handler]:
         Tensor.requires_grad.__set__: _on_facts,  # type: ignore[attr-defined]
         Tensor.grad.__set__: _on_facts,  # type: ignore[union-attr]
         Tensor.T.__get__: _instead(Tensor.t),  # type: ignore[attr-defined]
-        Tensor.mT.__get__: _instead(_transposed),  # type: ignore[attr-defined]
+        Tensor.mT.__get__: _instead(lambda tensor: tensor.transpose(-2, -1)),  # type: ignore[attr-defined]
         Tensor.real.__get__: _instead(torch.real),  # type: ignore[attr-defined]
         Tensor.imag.__get__: _instead(torch.imag),  # type: ignore[attr-defined]
         Tensor.backward: _no_backward,

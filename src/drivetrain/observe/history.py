@@ -38,7 +38,6 @@ class StartOutcome:
 
     Attributes:
         name: of its folder.
-        began: seconds since 1970; None where nothing says so.
         first: number of its first step; 0 without a step.
         last: number of its last step.
         seconds: from the begin of its first step to the end of its last one.
@@ -48,7 +47,6 @@ class StartOutcome:
     """
 
     name: str
-    began: float | None
     first: int
     last: int
     seconds: float
@@ -161,7 +159,6 @@ def _outcome(start: StartFolder, journals: Mapping[int, RankJournal]) -> StartOu
         outcome = said if records else f"{said} without a step"
     return StartOutcome(
         name=start.path.name,
-        began=records[0].time - records[0].seconds if records else start.facts().get("started"),
         first=records[0].step - records[0].steps + 1 if records else 0,
         last=records[-1].step if records else 0,
         seconds=sum(each.seconds for each in records),
