@@ -285,8 +285,8 @@ class Table(NamedTuple):
 def table_of(program: str) -> Table:
     """Read the table of a program, which lies beside this module."""
     values = tomllib.loads(Path(__file__).with_name(f"{program}.toml").read_text("utf-8"))
-    rows = {kind: tuple(_rows(values.pop(kind, ()))) for kind in ("settings", "options")}
-    return Table(**rows, **values)
+    rows = {kind: tuple(_rows(values.get(kind, ()))) for kind in ("settings", "options")}
+    return Table(**values | rows)
 
 
 def _rows(lines: Sequence[Sequence[Any]]) -> Iterator[Row]:

@@ -10,6 +10,7 @@ import inspect
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import accumulate
 from types import MethodType
 from typing import Any, Protocol, TypeAlias
 
@@ -448,5 +449,4 @@ def name_of(model: nn.Module, number: int) -> str:
 
 def names_around(name: str) -> list[str]:
     """Return a module's name, and the names of all modules around it."""
-    parts = name.split(".")
-    return [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
+    return list(accumulate(name.split("."), "{}.{}".format))

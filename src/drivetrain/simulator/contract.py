@@ -217,14 +217,9 @@ def _backward(unit: PaperUnit, each: int) -> tuple[Operation, ...]:
 
 def _runs(units: Sequence[PaperUnit], *, alone: bool) -> Iterator[tuple[int, int, PaperUnit]]:
     """Yield (index, count, unit): equal neighbors together, unless each is on its own."""
-    if alone:
-        yield from ((index, 1, unit) for index, unit in enumerate(units))
-        return
-    index = 0
-    for _, equal in groupby(units, key=id):
-        same = list(equal)
-        yield index, len(same), same[0]
-        index += len(same)
+    for _, equal in groupby(enumerate(units), key=lambda each: each[0] if alone else id(each[1])):
+        (index, unit), *others = equal
+        yield index, 1 + len(others), unit
 
 
 def _all_gather(
