@@ -219,41 +219,39 @@ class OffloadedInputs:
     Args:
         previous: the call before it, whose inputs backward needs next.
         window: of calls whose inputs are coming back.
+
+    Attributes:
+        items: the inputs.
     """
 
     def __init__(self, previous: "OffloadedInputs | None", window: "CopyWindow") -> None:
         self._previous = None if previous is None else weakref.ref(previous)
         self._window = window
-        self._items: list[KeptTensor] = []
+        self.items: list[KeptTensor] = []
         self._awaited = 0
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether nothing was added."""
-        return not self._items
 
     def add(self, item: KeptTensor) -> None:
         """Keep one more input, which other calls may keep, too."""
-        self._items.append(item)
+        self.items.append(item)
 
     def leave_device(self) -> None:
         """Let go of the device's memory."""
-        for item in self._items:
+        for item in self.items:
             item.leave_device()
 
     def start(self) -> None:
         """Start to bring everything back, unless that is under way."""
         if not self._awaited:
             self._window.admit(self)
-            self._awaited = len(self._items)
-            for item in self._items:
+            self._awaited = len(self.items)
+            for item in self.items:
                 item.start()
 
     def cancel(self) -> None:
         """Let go of the values that ``start`` began to bring back."""
-        if self._awaited == len(self._items):
+        if self._awaited == len(self.items):
             self._awaited = 0
-            for item in self._items:
+            for item in self.items:
                 item.cancel()
 
     def whole(self, item: KeptTensor) -> Tensor:
@@ -324,7 +322,7 @@ class KeptInputs:
     def _save(self, call: OffloadedInputs, tensor: Tensor) -> Tensor | Callable[[], Tensor]:
         if not self._moves(tensor):
             return tensor
-        if call.is_empty:
+        if not call.items:
             self._leaving.admit(call)  # first: what left before makes room
             self._last = weakref.ref(call)
         kept = self._put_away(tensor)
