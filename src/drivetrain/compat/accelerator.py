@@ -78,7 +78,8 @@ class Plugin:
         prefix: of their names there.
         renamed: names in the file that differ by more than the prefix.
         needless: settings without effect on results.
-        refused: settings that change results, and the way to have the same here.
+        refused: settings that change results unless they are off, and the way to have the same
+            here.
     """
 
     order: ClassVar[Sequence[str]] = ()
@@ -118,7 +119,8 @@ class Plugin:
         """
         section = {}
         for name, value in self.settings().items():
-            if value is None or name in self.needless:
+            idle = value is None or (name in self.refused and not value)
+            if idle or name in self.needless:
                 continue
             if name in self.refused:
                 raise UsageError(
@@ -149,8 +151,6 @@ class DeepSpeedPlugin(Plugin):
         given = dict(vars(self))
         if given.get("hf_ds_config") is None and given.get("zero_stage") is None:
             given["zero_stage"] = self.USUAL_STAGE
-        if not given.get("enable_msamp"):
-            given.pop("enable_msamp", None)
         return given
 
     @property
@@ -184,8 +184,6 @@ class FullyShardedDataParallelPlugin(Plugin):
             elif "min_num_params" in options:
                 given["auto_wrap_policy"] = "SIZE_BASED_WRAP"
                 given["min_num_params"] = options["min_num_params"]
-        if not given.get("ignored_modules"):
-            given.pop("ignored_modules", None)
         return given
 
 

@@ -40,6 +40,7 @@ from drivetrain.memory import Heap
 from drivetrain.model.guard import Arguments, Function, Keywords
 from drivetrain.model.look import tensors_in
 from drivetrain.model.modules import clean_name
+from drivetrain.nested import is_tensor
 from drivetrain.shards import Ranges, WeightSource, is_dense
 
 # --- the schema of an operator: what it writes and makes, and whether values are needed ---
@@ -507,7 +508,7 @@ class ConstructionRecording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         Raises:
             UsageError: the operation communicates, or mixes tensors in an unrecordable way.
         """
-        tensors = [v for v in tree_leaves((args, kwargs)) if _is_tensor(v)]
+        tensors = [v for v in tree_leaves((args, kwargs)) if is_tensor(v)]
         changing = written(function, args, kwargs)
         if any(t.is_meta and not self.knows(t) for t in tensors):
             return self._leave(function, args, kwargs, changing)
@@ -544,7 +545,7 @@ class ConstructionRecording(TorchDispatchMode):  # type: ignore[no-untyped-call]
             result = args[0] if function._schema.returns else None
         if draw is not None:
             self._run(function, args, kwargs, [])
-            self._heap.throw(sum(v.nbytes for v in tree_leaves(result) if _is_tensor(v)))
+            self._heap.throw(sum(v.nbytes for v in tree_leaves(result) if is_tensor(v)))
         outputs = tuple(self._new(value, home) for value in tree_leaves(result))
         operation = Operation(
             function,
@@ -570,9 +571,9 @@ class ConstructionRecording(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for captured in self._captured.pop(storage_key(tensor), []):
                 captured.keep()
         values = tree_leaves((args, kwargs))
-        known = {id(v): v for v in values if _is_tensor(v) and v.is_meta}
+        known = {id(v): v for v in values if is_tensor(v) and v.is_meta}
         real: dict[int, Tensor] = {}
-        if known and overwriting(function) and _is_tensor(args[0]) and args[0].is_meta:
+        if known and overwriting(function) and is_tensor(args[0]) and args[0].is_meta:
             target = known.pop(id(args[0]))
             real[id(target)] = torch.empty_strided(
                 target.shape, target.stride(), dtype=target.dtype, device=self.home(target)
@@ -597,7 +598,7 @@ class ConstructionRecording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Return the recording's own form of an argument."""
         if isinstance(value, torch.Generator):
             return Draw(value.device, value.get_state(), explicit=True)
-        if not _is_tensor(value):
+        if not is_tensor(value):
             return value
         if value.is_meta:
             return StorageView.of(value)
@@ -615,7 +616,7 @@ class ConstructionRecording(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _new(self, value: Any, home: torch.device) -> StorageView | None:
         """Return the place of a result if it is a new tensor, and remember its storage."""
-        if not _is_tensor(value) or storage_key(value) in self._writers:
+        if not is_tensor(value) or storage_key(value) in self._writers:
             return None
         self._storages.append(value.untyped_storage())
         self._homes[storage_key(value)] = home
@@ -688,10 +689,6 @@ def unknown_values(names: Sequence[str]) -> str:
         "construct the model inside `with accelerator.building():`, or give it values before "
         "prepare() with to_empty() and an initialisation"
     )
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, Tensor)
 
 
 def _draw(function: Operator, args: Arguments, kwargs: Keywords, home: torch.device) -> Draw | None:
