@@ -90,6 +90,19 @@ class Task:
         """Devices of all hosts."""
         return self.hosts * self.per_host
 
+    def check_precision(self, precision: str) -> None:
+        """Refuse a precision that the hardware does not compute in.
+
+        Raises:
+            ConfigError: names those that it computes in.
+        """
+        peaks = self.hardware.device.teraflops
+        if precision not in peaks:
+            raise ConfigError(
+                f"expected a precision that {self.hardware.name} computes in, {', '.join(peaks)}, "
+                f"found {precision!r}; set precision"
+            )
+
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
@@ -291,12 +304,7 @@ class Predictor:
             ConfigError: ranks or batch do not divide, or the device lacks the precision.
         """
         task = self.task
-        peaks = task.hardware.device.teraflops
-        if planned.precision not in peaks:
-            raise ConfigError(
-                f"expected a precision that {task.hardware.name} computes in, {', '.join(peaks)}, "
-                f"found {planned.precision!r}; set precision"
-            )
+        task.check_precision(planned.precision)
         axes = dict(planned.kind.axes(planned.config, task.ranks))
         dp = axes.setdefault("dp", 1)
         if planned.dp not in (0, dp):
@@ -718,12 +726,7 @@ def search(task: Task, precision: str, allow: Honesty = Honesty.EXACT) -> Found:
     Raises:
         ConfigError: no layout fits, or none divides the batch and the ranks.
     """
-    peaks = task.hardware.device.teraflops
-    if precision not in peaks:
-        raise ConfigError(
-            f"expected a --precision that {task.hardware.name} computes in, {', '.join(peaks)}, "
-            f"found {precision}"
-        )
+    task.check_precision(precision)
     predictor = Predictor(task)
     room = room_of(task)
     left_out: Counter[str] = Counter()

@@ -22,7 +22,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias
 
-from drivetrain.errors import ConfigError, UsageError, write_text
+from drivetrain.errors import UsageError, write_text
 
 # --- the work of a step's kernels ---
 
@@ -498,15 +498,7 @@ class PaperRun:
 
     @property
     def bytes(self) -> BytesPerElement:
-        """Bytes of the state of one element.
-
-        Raises:
-            ConfigError: the precision is unknown.
-        """
-        if self.precision not in STATE_BYTES:
-            raise ConfigError(
-                f"expected a precision of {', '.join(STATE_BYTES)}, found {self.precision!r}"
-            )
+        """Bytes of the state of one element."""
         return STATE_BYTES[self.precision]
 
 

@@ -168,7 +168,7 @@ def test_bad_input_is_one_clear_line(command):
         (("--layout", "recompute=half"), "expected recompute of none, selective, full"),
         (("--layout", "precision=fp4"), "expected precision of"),
         (("--hardware", "t4", "--layout", "precision=bf16"), "that t4 computes in, fp16, no"),
-        (("--hardware", "t4"), "--precision that t4 computes in, fp16, no"),
+        (("--hardware", "t4"), "a precision that t4 computes in, fp16, no"),
         (("--link-between", "fast"), "expected a rate such as 100GB/s"),
         (("--hardware", "a100"), "did you mean"),
         (("--gpt", "layers=2,hidden=64"), "expected heads, seq as well"),
