@@ -33,6 +33,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import flop_registry
 
 from drivetrain.errors import UsageError
@@ -546,18 +547,15 @@ def _on_facts(cls: _Kind, func: Function, args: Arguments, kwargs: Keywords) -> 
 def _on_values(cls: _Kind, func: Function, args: Arguments, kwargs: Keywords) -> Any:
     """Call a function that reads values, if they have become known."""
 
-    def valued(value: Any) -> Any:
-        if isinstance(value, ValuelessTensor):
-            found = value.value()
-            if found is None:
-                name = getattr(func, "__name__", None) or str(func)
-                raise cls.values_needed(f"{name.strip('_')}()")
-            return found
-        if isinstance(value, list | tuple):
-            return type(value)(valued(item) for item in value)
-        return value
+    def valued(leaf: Any) -> Any:
+        found = leaf.value() if isinstance(leaf, ValuelessTensor) else leaf
+        if found is None and leaf is not None:
+            name = getattr(func, "__name__", None) or str(func)
+            raise cls.values_needed(f"{name.strip('_')}()")
+        return found
 
-    return func(*valued(tuple(args)), **{key: valued(item) for key, item in kwargs.items()})
+    given, named = tree_map(valued, (tuple(args), dict(kwargs)))
+    return func(*given, **named)
 
 
 def _instead(function: Function) -> _Handler:

@@ -371,19 +371,15 @@ def _usable(item: Choice, installed: Registry, logging_dir: str | None) -> type[
     return item
 
 
-def _all_usable(installed: Registry, logging_dir: str | None) -> list[type[Tracker]]:
+def _all_usable(installed: Registry, logging_dir: str | None) -> list[type[Tracker] | Tracker]:
     usable = []
     for name in installed.names:
         try:
             tracker: type[Tracker] = installed.load(name)
+            if tracker.available():
+                usable.append(_usable(tracker, installed, logging_dir))
         except ConfigError as error:
             logger.warning("log_with='all' leaves one out: %s", error)
-            continue
-        problem = _problem(tracker, logging_dir)
-        if not problem:
-            usable.append(tracker)
-        elif tracker.available():
-            logger.warning("log_with='all' leaves one out: the tracker %r %s", name, problem)
     return usable
 
 

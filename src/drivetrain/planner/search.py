@@ -636,10 +636,12 @@ def remedies(predictor: Predictor, planned: PlannedLayout) -> list[str]:
     found: list[str] = []
     for change in _changes(planned, predictor.installed):
         key = next(iter(change))
-        if not any(line.startswith(f"{key}=") for line in found) and _fits(
-            predictor, {**planned.keys, **change}
-        ):
-            found.append(",".join(f"{key}={value}" for key, value in change.items()))
+        if any(line.startswith(f"{key}=") for line in found):
+            continue
+        with suppress(ConfigError):
+            changed = layout_of({**planned.keys, **change}, predictor.installed)
+            if fits(predictor.task, predictor.predict(changed)):
+                found.append(",".join(f"{key}={value}" for key, value in change.items()))
     return [*found, more_hosts(predictor.task, planned.precision)]
 
 
@@ -656,13 +658,6 @@ def _changes(planned: PlannedLayout, installed: InstalledPlans) -> Iterator[dict
     for keys in installed.every[planned.keys["data_parallel"]].layouts(1, 1, 1, 1):
         if keys:
             yield {key: str(value) for key, value in keys.items()}
-
-
-def _fits(predictor: Predictor, keys: dict[str, str]) -> bool:
-    try:
-        return fits(predictor.task, predictor.predict(layout_of(keys, predictor.installed)))
-    except ConfigError:
-        return False
 
 
 def _smallest(predictor: Predictor, layouts: Iterable[dict[str, str]]) -> Iterator[dict[str, str]]:
