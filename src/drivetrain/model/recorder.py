@@ -1,8 +1,9 @@
 """Runs a model's forward once without values, and writes every operation down."""
 
 import copy
-from collections.abc import Callable, Hashable, Iterator, MutableMapping, Sequence
+from collections.abc import Hashable, Iterator, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -293,7 +294,7 @@ class _Recorder(TorchFunctionMode):
         handles = []
         for name, module in model.named_modules():
             if module is not model:
-                begin = module.register_forward_pre_hook(self._beginning(name), prepend=True)
+                begin = module.register_forward_pre_hook(partial(self._begin, name), prepend=True)
                 end = module.register_forward_hook(self._end, with_kwargs=True, always_call=True)
                 handles += [begin, end]
         try:
@@ -302,11 +303,8 @@ class _Recorder(TorchFunctionMode):
             for handle in handles:
                 handle.remove()
 
-    def _beginning(self, name: str) -> Callable[[nn.Module, Any], None]:
-        def begin(module: nn.Module, args: Any) -> None:
-            self._running.append(_Running(name, len(self._operations)))
-
-        return begin
+    def _begin(self, name: str, module: nn.Module, args: Any) -> None:
+        self._running.append(_Running(name, len(self._operations)))
 
     def _end(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         name, start = self._running.pop()

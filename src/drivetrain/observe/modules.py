@@ -141,18 +141,11 @@ class ModuleTrail:
         if is_compiled_call(module):
             self._watch_compiled(name, module)
             return
-
-        def enter(module: nn.Module, args: Arguments, kwargs: Keywords) -> None:
-            self._enter(name, args, kwargs)
-
-        def leave(module: nn.Module, args: Any, outputs: Any) -> None:
-            self._leave(outputs)
-
+        enter = UninheritedHook(lambda module, args, kwargs: self._enter(name, args, kwargs))
+        leave = UninheritedHook(lambda module, args, outputs: self._leave(outputs))
         self._handles += [
-            module.register_forward_pre_hook(
-                UninheritedHook(enter), prepend=True, with_kwargs=True
-            ),
-            module.register_forward_hook(UninheritedHook(leave), always_call=True),
+            module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True),
+            module.register_forward_hook(leave, always_call=True),
         ]
         if self._inside and not compiles_inside(module):
             for child, inner in module.named_children():
