@@ -521,15 +521,10 @@ def measure_beside(clock: Clock, ranks: Communicator, slowest: float) -> Section
         ranks: of the line.
         slowest: bytes per second of the slowest pair in it.
     """
-    layers, x = _layers(clock)
+    train = _training(clock)
     size = RINGS[-2] if slowest > SLOW_BYTES_PER_S else RINGS[0]
     tensor = torch.zeros(size // 4 * ranks.size, device=clock.device)
     message = clock.time("a ring alone", lambda: ranks.all_reduce(tensor).wait())
-
-    def train(times: int) -> None:
-        for _ in range(times):
-            layers(x).sum().backward()
-
     once = clock.time("a training alone", lambda: train(1))
     mine = torch.tensor([min(MOST_STEPS, max(1, round(message / once)))], device=clock.device)
     ranks.all_reduce(mine, reduction="max").wait()
@@ -560,30 +555,32 @@ def measure_waiting(clock: Clock, ranks: Communicator) -> float:
         clock: of this rank's device.
         ranks: of a line inside of a host.
     """
-    layers, x = _layers(clock)
+    train = _training(clock)
     tiny = torch.zeros(ranks.size, device=clock.device)
-
-    def trainings() -> None:
-        for _ in range(SHORT):
-            layers(x).sum().backward()
 
     def beside() -> None:
         for _ in range(SHORT):
             handle = ranks.all_reduce(tiny)
-            layers(x).sum().backward()
+            train(1)
             handle.wait()
 
     ring = clock.time("a smallest ring alone", lambda: ranks.all_reduce(tiny).wait())
-    alone = clock.time("short trainings alone", trainings)
+    alone = clock.time("short trainings alone", lambda: train(SHORT))
     together = clock.time("short trainings beside smallest rings", beside)
     return max(0.0, (together - alone) / SHORT - ring)
 
 
-def _layers(clock: Clock) -> tuple[nn.Module, Tensor]:
-    """Return layers to train, and their input."""
+def _training(clock: Clock) -> Callable[[int], None]:
+    """Return a function that trains some layers so many times."""
     side = 256 if clock.device.type == "cpu" else 4096
     layers = nn.Sequential(*(nn.Linear(side, side, device=clock.device) for _ in range(LAYERS)))
-    return layers, torch.randn(side, side, device=clock.device)
+    x = torch.randn(side, side, device=clock.device)
+
+    def train(times: int) -> None:
+        for _ in range(times):
+            layers(x).sum().backward()
+
+    return train
 
 
 def measure_disk(clock: Clock, folder: str | None = None) -> Section:
