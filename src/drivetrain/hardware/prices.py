@@ -13,6 +13,7 @@ from drivetrain.errors import ConfigError
 from drivetrain.hardware.description import Hardware, KernelFacts, LinkFacts
 from drivetrain.simulator.step import (
     COMPUTE,
+    AxisPlace,
     Collective,
     HostPass,
     MatrixProduct,
@@ -23,51 +24,6 @@ from drivetrain.simulator.step import (
 )
 
 GIGA, TERA, MICRO = 1e9, 1e12, 1e-6
-NEAR = "near"
-"""The part of an axis that is a group of neighbors; see ``Mesh.neighbors``."""
-
-
-@dataclass(frozen=True, slots=True)
-class AxisPlace:
-    """How the ranks of a line of an axis lie on hosts.
-
-    Attributes:
-        ranks: of the line.
-        together: of them on one host.
-        beside: lines that share a host's link to other hosts.
-    """
-
-    ranks: int
-    together: int
-    beside: int
-
-    @property
-    def spans_hosts(self) -> bool:
-        """Whether the line crosses a network."""
-        return self.together < self.ranks
-
-
-def axis_places(axes: Mapping[str, int], per_host: int) -> dict[str, AxisPlace]:
-    """Lay axes over hosts, the first axis on neighbors.
-
-    Args:
-        axes: sizes, the closest first.
-        per_host: devices of a host.
-    """
-    found: dict[str, AxisPlace] = {}
-    strides: dict[str, int] = {}
-    stride = 1
-    for name, size in axes.items():
-        whole, _, part = name.partition(".")
-        if part:  # groups of neighbors, or the lines across them
-            near = axes.get(f"{whole}.{NEAR}", 1)
-            start = strides[whole] * (near if part != NEAR else 1)
-        else:
-            start = strides[name] = stride
-            stride *= size
-        together = max(1, min(size, per_host // start))
-        found[name] = AxisPlace(size, together, max(1, per_host // together))
-    return found
 
 
 def _without_host(name: str) -> str:
@@ -157,9 +113,7 @@ class HardwarePrices:
         return (starts or launches) * facts.start_us * MICRO
 
     def _kernels(self, operation: Operation) -> KernelFacts | None:
-        if isinstance(operation, MatrixProduct | MemoryPass):
-            return self.hardware.device.kernels.get(operation.kind)
-        return None
+        return self.hardware.device.kernels.get(getattr(operation, "kind", ""))
 
     def price(self, operation: Operation) -> float:
         """Return the seconds of one operation on the device."""

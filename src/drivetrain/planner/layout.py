@@ -18,7 +18,7 @@ from drivetrain.config.outline import BF16, EXACT
 from drivetrain.config.resolve import resolve
 from drivetrain.config.schema import FarConfig, LinksConfig
 from drivetrain.errors import ConfigError
-from drivetrain.hardware.prices import AxisPlace, HardwarePrices
+from drivetrain.hardware.prices import HardwarePrices
 from drivetrain.registry import strategies
 from drivetrain.runtime.mesh import Axis
 from drivetrain.runtime.precision import Precision
@@ -26,6 +26,7 @@ from drivetrain.simulator.step import (
     COMPUTE,
     STATE_BYTES,
     STORE_LANES,
+    AxisPlace,
     Collective,
     FarMethod,
     MatrixProduct,

@@ -32,7 +32,7 @@ from drivetrain.config.outline import BF16, EXACT
 from drivetrain.config.schema import FarConfig, LinksConfig
 from drivetrain.errors import ConfigError
 from drivetrain.hardware.description import Hardware, HostPairs
-from drivetrain.hardware.prices import GIGA, TERA, HardwarePrices, axis_places
+from drivetrain.hardware.prices import GIGA, TERA, HardwarePrices
 from drivetrain.hardware.sizes import GIB, size_text
 from drivetrain.planner.layout import (
     RECOMPUTE,
@@ -53,6 +53,7 @@ from drivetrain.simulator.step import (
     PaperStep,
     PaperUnit,
     PlayedStep,
+    axis_places,
     play,
 )
 from drivetrain.simulator.transformer import PaperModel

@@ -457,6 +457,53 @@ BF16_BYTES = 2
 """Bytes of a number in bfloat16."""
 
 
+NEAR = "near"
+"""The part of an axis that is a group of neighbors; see ``Mesh.neighbors``."""
+
+
+@dataclass(frozen=True, slots=True)
+class AxisPlace:
+    """How the ranks of a line of an axis lie on hosts.
+
+    Attributes:
+        ranks: of the line.
+        together: of them on one host.
+        beside: lines that share a host's link to other hosts.
+    """
+
+    ranks: int
+    together: int
+    beside: int
+
+    @property
+    def spans_hosts(self) -> bool:
+        """Whether the line crosses a network."""
+        return self.together < self.ranks
+
+
+def axis_places(axes: Mapping[str, int], per_host: int) -> dict[str, AxisPlace]:
+    """Lay axes over hosts, the first axis on neighbors.
+
+    Args:
+        axes: sizes, the closest first.
+        per_host: devices of a host.
+    """
+    found: dict[str, AxisPlace] = {}
+    strides: dict[str, int] = {}
+    stride = 1
+    for name, size in axes.items():
+        whole, _, part = name.partition(".")
+        if part:  # groups of neighbors, or the lines across them
+            near = axes.get(f"{whole}.{NEAR}", 1)
+            start = strides[whole] * (near if part != NEAR else 1)
+        else:
+            start = strides[name] = stride
+            stride *= size
+        together = max(1, min(size, per_host // start))
+        found[name] = AxisPlace(size, together, max(1, per_host // together))
+    return found
+
+
 @dataclass(frozen=True, slots=True)
 class PaperRun:
     """The run of which a step is drawn.
@@ -483,12 +530,8 @@ class PaperRun:
 
     def together(self, axis: str) -> int:
         """Return how many ranks of an axis lie on one host."""
-        stride = 1
-        for name, size in self.axes.items():
-            if name == axis:
-                return max(1, min(size, self.per_host // stride))
-            stride *= size
-        return 1
+        place = axis_places(self.axes, self.per_host).get(axis)
+        return 1 if place is None else place.together
 
     def between_hosts(self, activation: float) -> float:
         """Return the bytes that an activation of so many bytes takes between hosts."""

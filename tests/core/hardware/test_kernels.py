@@ -7,10 +7,10 @@ from torch import nn
 from drivetrain.hardware import measure as measured
 from drivetrain.hardware.clock import Clock
 from drivetrain.hardware.description import KernelFacts, load_hardware
-from drivetrain.hardware.prices import AxisPlace, HardwarePrices
+from drivetrain.hardware.prices import HardwarePrices
 from drivetrain.model.first_batch import Candidate
 from drivetrain.simulator.seen import seen_model
-from drivetrain.simulator.step import Collective, MatrixProduct, MemoryPass, PaperTask
+from drivetrain.simulator.step import AxisPlace, Collective, MatrixProduct, MemoryPass, PaperTask
 
 CPU = load_hardware("cpu")
 

@@ -10,10 +10,10 @@ import yaml
 from drivetrain.errors import ConfigError
 from drivetrain.hardware.description import HostPairs, hardware_text
 from drivetrain.hardware.measure import host_pairs
-from drivetrain.hardware.prices import axis_places
 from drivetrain.planner import search as placement
 from drivetrain.planner.layout import leaving_hosts
 from drivetrain.planner.search import HostPlacement
+from drivetrain.simulator.step import axis_places
 
 
 def pairs_of(hosts, rates, other):

@@ -11,11 +11,10 @@ from torch.optim import SGD
 from drivetrain import Accelerator
 from drivetrain.config import NestedStrategy
 from drivetrain.cost import ModelSpec
-from drivetrain.hardware.prices import axis_places
 from drivetrain.planner.layout import far_method
 from drivetrain.runtime.mesh import Axis
 from drivetrain.runtime.world import World
-from drivetrain.simulator.step import PaperRun, PaperUnit
+from drivetrain.simulator.step import PaperRun, PaperUnit, axis_places
 from drivetrain.testing.conformance.accounts import AccountChecks
 from drivetrain_local.options import LocalOptions
 from drivetrain_local.strategy import Local, _agreement
