@@ -263,19 +263,27 @@ class Table(NamedTuple):
     """The table of one program.
 
     Attributes:
+        programs: words with which a command line of the program may start.
         settings: rows of the keys of its files.
-        options: rows of the further options of its command line.
+        options: rows of the options of its command line.
         switches: options without a value.
         short: long names of one-letter options.
+        title: of its files, with an article.
+        marks: keys that its files alone have.
+        takes_settings: whether its command line takes the keys of its files, too.
         flags: our counterparts of options without a row, or with another one than the row's.
         kinds: the ``distributed_type`` that a switch stands for.
         excludes: keys that must not stand beside a file of DeepSpeed, which has them itself.
     """
 
+    programs: Sequence[Sequence[str]]
     settings: Sequence[Row]
     options: Sequence[Row]
     switches: Sequence[str]
     short: Mapping[str, str]
+    title: str = ""
+    marks: Sequence[str] = ()
+    takes_settings: bool = False
     flags: Mapping[str, str] = {}
     kinds: Mapping[str, str] = {}
     excludes: Sequence[str] = ()

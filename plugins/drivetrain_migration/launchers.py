@@ -165,31 +165,33 @@ def set_hosts(draft: Draft, address: str, port: str, hosts: str) -> None:
     draft.set("launch.rdzv_endpoint", f"{host}:{number}", where)
 
 
-def _draft_of_launcher(program: str, words: Sequence[str], folder: Path) -> Draft:
-    """Return the draft of a launcher's options, over a DeepSpeed file that the script names."""
-    table = table_of(program)
-    rows = table.options
-    options, script = read_options(words, {row.key for row in rows}, table, program)
-    draft = draft_of_script(script, folder, bool(options.get("module")))
-    draft.read(settings(layer_of(options, {}, program), rows))
-    draft.apply(rows)
-    return draft
+class TableImporter(Importer):
+    """An importer whose facts stand in the table of its program."""
+
+    table: ClassVar[Table]
+
+    def __init_subclass__(cls, program: str) -> None:
+        cls.table = table = table_of(program)
+        cls.title, cls.programs = table.title, tuple(map(tuple, table.programs))
+        rows = (*(table.settings if table.takes_settings else ()), *table.options)
+        cls.flags = {row.key.rpartition(".")[2]: row.here for row in rows} | dict(table.flags)
+
+    def recognizes(self, values: Mapping[str, Any]) -> bool:
+        """Return whether there are keys that files of the program alone have."""
+        return not set(self.table.marks).isdisjoint(values)
+
+    def draft_of_options(self, words: Sequence[str], folder: Path) -> Draft:
+        """Return the draft of options, over a DeepSpeed file that the script names."""
+        rows, program = self.table.options, self.programs[0][0]
+        options, script = read_options(words, {row.key for row in rows}, self.table, program)
+        draft = draft_of_script(script, folder, bool(options.get("module")))
+        draft.read(settings(layer_of(options, {}, program), rows))
+        draft.apply(rows)
+        return draft
 
 
-def flags_of(rows: Sequence[Row]) -> dict[str, str]:
-    """Return our counterpart of each option."""
-    return {row.key.rpartition(".")[2]: row.here for row in rows}
-
-
-class Torchrun(Importer):
+class Torchrun(TableImporter, program="torchrun"):
     """torchrun, which has no files of its own."""
-
-    programs: ClassVar[tuple[tuple[str, ...], ...]] = (
-        ("torchrun",),
-        ("python", "-m", "torch.distributed.run"),
-        ("python", "-m", "torch.distributed.launch"),
-    )
-    flags: ClassVar[Mapping[str, str]] = flags_of(table_of("torchrun").options)
 
     def translate(self, layer: Layer, folder: Path) -> Translation:
         """Refuse: there are no such files."""
@@ -197,7 +199,7 @@ class Torchrun(Importer):
 
     def translate_command(self, words: Sequence[str], folder: Path) -> Translation:
         """Translate a command line."""
-        draft = _draft_of_launcher("torchrun", words, folder)
+        draft = self.draft_of_options(words, folder)
         if "rdzv_endpoint" in draft.given and draft.hosts > 1:
             endpoint = draft.given["rdzv_endpoint"]
             host, _, port = str(endpoint.value).rpartition(":")
@@ -207,21 +209,8 @@ class Torchrun(Importer):
         return draft.finish()
 
 
-class DeepSpeed(Importer):
+class DeepSpeed(TableImporter, program="deepspeed"):
     """DeepSpeed: its JSON, and the command ``deepspeed``."""
-
-    title: ClassVar[str] = "a DeepSpeed configuration"
-    programs: ClassVar[tuple[tuple[str, ...], ...]] = (("deepspeed",),)
-    flags: ClassVar[Mapping[str, str]] = {
-        **flags_of(table_of("deepspeed").options),
-        **table_of("deepspeed").flags,
-    }
-
-    def recognizes(self, values: Mapping[str, Any]) -> bool:
-        """Return whether there are sections that DeepSpeed alone has."""
-        batches = {"train_batch_size", "train_micro_batch_size_per_gpu"}
-        marks = {*batches, ZERO, "gradient_accumulation_steps", "bf16", "fp16"}
-        return bool(marks & set(values))
 
     def translate(self, layer: Layer, folder: Path) -> Translation:
         """Translate a JSON file."""
@@ -229,7 +218,7 @@ class DeepSpeed(Importer):
 
     def translate_command(self, words: Sequence[str], folder: Path) -> Translation:
         """Translate a call of the launcher, with the JSON file that its script names."""
-        draft = _draft_of_launcher("deepspeed", words, folder)
+        draft = self.draft_of_options(words, folder)
         set_hosts(draft, "master_addr", "master_port", "num_nodes")
         return draft.finish()
 
@@ -291,24 +280,8 @@ def _file_of_deepspeed(found: Mapping[str, Setting], folder: Path, draft: Draft)
     return beside
 
 
-class Accelerate(Importer):
+class Accelerate(TableImporter, program="accelerate"):
     """Accelerate: its YAML, and the command ``accelerate launch``."""
-
-    title: ClassVar[str] = "an Accelerate configuration"
-    programs: ClassVar[tuple[tuple[str, ...], ...]] = (
-        ("accelerate", "launch"),
-        ("accelerate-launch",),
-        ("python", "-m", "accelerate.commands.launch"),
-    )
-    rows: ClassVar[Sequence[Row]] = (
-        *table_of("accelerate").settings,
-        *table_of("accelerate").options,
-    )
-    flags: ClassVar[Mapping[str, str]] = {**flags_of(rows), **table_of("accelerate").flags}
-
-    def recognizes(self, values: Mapping[str, Any]) -> bool:
-        """Return whether there are keys that Accelerate alone has."""
-        return bool({"distributed_type", "compute_environment", *SECTIONS.values()} & set(values))
 
     def translate(self, layer: Layer, folder: Path) -> Translation:
         """Translate a YAML file."""
@@ -316,8 +289,9 @@ class Accelerate(Importer):
 
     def translate_command(self, words: Sequence[str], folder: Path) -> Translation:
         """Translate a call of ``accelerate launch`` and the files in its options."""
-        keys = {row.key.rpartition(".")[2]: row.key for row in self.rows}
-        table, program = table_of("accelerate"), "accelerate launch"
+        table, program = self.table, "accelerate launch"
+        rows = (*table.settings, *table.options)
+        keys = {row.key.rpartition(".")[2]: row.key for row in rows}
         options, script = read_options(words, {*keys, "config_file"}, table, program)
         file = options.pop("config_file", None)
         for switch, kind in table.kinds.items():
