@@ -17,7 +17,7 @@ from typing import Any
 import click
 import yaml
 
-from drivetrain.config import Resolved
+from drivetrain.config import LaunchConfig, Resolved
 from drivetrain.errors import ConfigError
 from drivetrain.runtime.notices import PREEMPTED
 from drivetrain_launch.commands.launch import check_script
@@ -76,10 +76,16 @@ def job_command(
             flags = {key: given.pop(key) for key in ("nnodes", "nproc_per_node")}
             resolved = resolve_command_line(config, assignments, flags)
             arguments = (check_script if local else _named_script)(script, module=module)
-            facts = {"notice": given.pop("notice"), "name": given.pop("name")}
-            facts["name"] = facts["name"] or name_from(script[0])
-            devices = _devices(resolved, given.pop("devices")) if counted else 0
-            _write(write(_job(resolved, arguments, devices, **facts), **given), output)
+            launch, notice = resolved.run.launch, given.pop("notice")
+            job = SchedulerJob(
+                name=given.pop("name") or name_from(script[0]),
+                hosts=launch.nnodes,
+                least=launch.least_nnodes,
+                devices=_devices(launch, given.pop("devices")) if counted else 0,
+                notice=notice,
+                command=("drivetrain", "launch", *arguments_of(resolved, notice), *arguments),
+            )
+            _write(write(job, **given), output)
 
         for option in (script_argument, _OUTPUT, *reversed(shared)):
             function = option(function)
@@ -182,9 +188,27 @@ def kubernetes(
 
     Example: drivetrain manifest kubernetes --image IMAGE --nnodes 4 --nproc-per-node 8 train.py
     """
-    pods = Pods(image=image, restarts=restarts, namespace=namespace, device=device_name)
-    notes = [f"First, once: {secret_command(job, pods)}"] if job.hosts > 1 else []
-    return _yaml((trainjob if kind == "trainjob" else jobset)(job, pods), notes)
+    place = {"name": job.name} | ({"namespace": namespace} if namespace else {})
+    container: dict[str, Any] = {"name": _NODE, "image": image, "command": list(job.command)}
+    variables = pet_variables(job) if kind == "jobset" else []
+    notes = []
+    if job.hosts > 1:
+        reference = {"secretKeyRef": {"name": job.name, "key": _SECRET_KEY}}
+        variables.append({"name": SECRET_VARIABLE, "valueFrom": reference})
+        where = f" --namespace {namespace}" if namespace else ""
+        notes.append(
+            f"First, once: kubectl create secret generic {job.name}{where} "
+            f'--from-literal={_SECRET_KEY}="$(openssl rand -hex 32)"'
+        )
+    if variables:
+        container["env"] = variables
+    if job.devices:
+        container["resources"] = {"limits": {device_name: job.devices}}
+    documents = [
+        {"apiVersion": version, "kind": name, "metadata": dict(place), "spec": spec}
+        for version, name, spec in specifications(job, kind, container, restarts)
+    ]
+    return _yaml(documents, notes)
 
 
 @job_command("skypilot", counted=False)
@@ -206,35 +230,38 @@ def skypilot(
     Example: drivetrain manifest skypilot --nnodes 4 --accelerators H100:8 train.py
     """
     start = "Start: sky jobs launch FILE"
-    notes = [f"{start} {secret_option()}" if job.hosts > 1 else start]
-    if not install:
+    secret = f'--secret {SECRET_VARIABLE}="$(openssl rand -hex 32)"'
+    notes = [f"{start} {secret}" if job.hosts > 1 else start]
+    if not install:  # no public index has our name
         notes.append(
             "The hosts' image must have drivetrain; else write it with --install WHEEL|URL."
         )
-    document = task(job, accelerators=accelerators, restarts=restarts, spot=spot, install=install)
-    return _yaml([document], notes)
+    resources: dict[str, Any] = {"accelerators": accelerators} if accelerators else {}
+    if spot:
+        resources["use_spot"] = True
+    resources["job_recovery"] = {
+        "max_restarts_on_errors": restarts,
+        "recover_on_exit_codes": [PREEMPTED],  # saved because of a notice: no failure
+    }
+    task = {
+        "name": job.name,
+        "num_nodes": job.hosts,
+        "workdir": ".",
+        "resources": resources,
+        # A null is asked for at the start: sky jobs launch --secret NAME=VALUE.
+        **({"secrets": {SECRET_VARIABLE: None}} if job.hosts > 1 else {}),
+        **({"setup": shlex.join(["pip", "install", install])} if install else {}),
+        "run": shlex.join(job.command),
+    }
+    return _yaml([task], notes)
 
 
-def _job(
-    resolved: Resolved, arguments: tuple[str, ...], devices: int, *, name: str, notice: int
-) -> "SchedulerJob":
-    return SchedulerJob(
-        name=name,
-        hosts=resolved.run.launch.nnodes,
-        least=resolved.run.launch.least_nnodes,
-        devices=devices,
-        notice=notice,
-        command=("drivetrain", "launch", *arguments_of(resolved, notice), *arguments),
-    )
-
-
-def _devices(resolved: Resolved, devices: int | None) -> int:
+def _devices(launch: LaunchConfig, devices: int | None) -> int:
     """Return the number of accelerators of a host: as given, or one for each of its processes.
 
     Raises:
         ConfigError: only the host itself can count its processes.
     """
-    launch = resolved.run.launch
     found = launch.nproc_per_node if devices is None else devices
     if devices is None and launch.device == "cpu":
         return 0
@@ -416,9 +443,6 @@ exit $code
 _NODE = "node"
 """Name of the replicated job and of its container, which Kubeflow's operator looks for."""
 
-_TRAINER = {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
-"""Label of the job that Kubeflow's operator gives the number of hosts and the variables to."""
-
 _INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 _PORT = 29500
 """The port of host 0 where the hosts meet: the same as Kubeflow's."""
@@ -426,28 +450,8 @@ _PORT = 29500
 _SECRET_KEY = "secret"  # noqa: S105 - the key of a value, not a value
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Pods:
-    """Facts of a cluster, beyond those of the job.
-
-    Attributes:
-        image: the container image, with the script, its data and drivetrain inside.
-        restarts: how often all pods are started again after a failure.
-        namespace: of all objects; "" for the namespace of ``kubectl``.
-        device: name of an accelerator among a pod's resources.
-    """
-
-    image: str
-    restarts: int
-    namespace: str = ""
-    device: str = DEVICE
-
-
-def jobset(job: SchedulerJob, pods: Pods) -> list[dict[str, Any]]:
-    """Return the objects of a JobSet, which needs the JobSet controller alone.
-
-    The pods are told where the hosts meet by torchrun's variables ``PET_*``.
-    """
+def pet_variables(job: SchedulerJob) -> list[dict[str, Any]]:
+    """Return torchrun's variables, which tell the pods of a JobSet where the hosts meet."""
     variables: list[dict[str, Any]] = [
         {"name": "PET_NNODES", "value": str(job.hosts)},
         {"name": "PET_NODE_RANK", "valueFrom": {"fieldRef": {"fieldPath": _INDEX}}},
@@ -456,142 +460,55 @@ def jobset(job: SchedulerJob, pods: Pods) -> list[dict[str, Any]]:
     ]
     if job.devices:
         variables.append({"name": "PET_NPROC_PER_NODE", "value": str(job.devices)})
-    return [_object("jobset.x-k8s.io/v1alpha2", "JobSet", job, pods, _jobs(job, pods, variables))]
+    return variables
 
 
-def trainjob(job: SchedulerJob, pods: Pods) -> list[dict[str, Any]]:
-    """Return a TrainJob of Kubeflow Trainer 2, after the runtime with the rules of its restarts.
+def specifications(
+    job: SchedulerJob, kind: str, container: dict[str, Any], restarts: int
+) -> list[tuple[str, str, dict[str, Any]]]:
+    """Return interface, kind and specification of each object: a JobSet, or a TrainJob.
 
-    The operator itself gives the variables ``PET_*`` to the pods.
+    A JobSet is one indexed job with a pod for each host. A TrainJob of Kubeflow Trainer 2 stands
+    after the runtime with the rules of its restarts; the operator gives torchrun's variables.
     """
-    runtime = {
-        "mlPolicy": {"numNodes": job.hosts, "torch": {}},
-        "template": {"spec": _jobs(job, pods, [])},
-    }
+    spec: dict[str, Any] = yaml.safe_load(f"""
+# The pods must find each other by name before all of them are ready.
+network: {{enableDNSHostnames: true, publishNotReadyAddresses: true}}
+failurePolicy:
+  maxRestarts: {restarts}
+  rules: [{{name: futile, action: FailJobSet, onJobFailureReasons: [PodFailurePolicy]}}]
+replicatedJobs:
+- name: {_NODE}
+  replicas: 1
+  template:
+    metadata: {{labels: {{trainer.kubeflow.org/trainjob-ancestor-step: trainer}}}}
+    spec:
+      completionMode: Indexed
+      completions: {job.hosts}
+      parallelism: {job.hosts}
+      backoffLimit: 0  # a failed pod fails the job: its hosts start again together
+      podFailurePolicy:
+        rules:
+        - action: Ignore
+          onExitCodes: {{containerName: {_NODE}, operator: In, values: [{PREEMPTED}]}}
+        - action: Ignore  # evicted or preempted by Kubernetes itself
+          onPodConditions: [{{type: DisruptionTarget, status: 'True'}}]
+        - action: FailJob
+          onExitCodes: {{containerName: {_NODE}, operator: In, values: {[*FUTILE]}}}
+      template:
+        spec:
+          restartPolicy: Never
+          terminationGracePeriodSeconds: {job.notice}
+""")
+    pods = spec["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    pods["containers"] = [container]
+    if kind == "jobset":
+        return [("jobset.x-k8s.io/v1alpha2", "JobSet", spec)]
+    interface = "trainer.kubeflow.org/v1alpha1"
+    policy = {"numNodes": job.hosts, "torch": {}}
     trainer = {"numNodes": job.hosts} | ({"numProcPerNode": job.devices} if job.devices else {})
     train = {"runtimeRef": {"kind": "TrainingRuntime", "name": job.name}, "trainer": trainer}
     return [
-        _object("trainer.kubeflow.org/v1alpha1", "TrainingRuntime", job, pods, runtime),
-        _object("trainer.kubeflow.org/v1alpha1", "TrainJob", job, pods, train),
+        (interface, "TrainingRuntime", {"mlPolicy": policy, "template": {"spec": spec}}),
+        (interface, "TrainJob", train),
     ]
-
-
-def secret_command(job: SchedulerJob, pods: Pods) -> str:
-    """Return the command that makes the secret of the job's launchers, once per job name."""
-    place = f" --namespace {pods.namespace}" if pods.namespace else ""
-    return (
-        f"kubectl create secret generic {job.name}{place} "
-        f'--from-literal={_SECRET_KEY}="$(openssl rand -hex 32)"'
-    )
-
-
-def _object(
-    version: str, kind: str, job: SchedulerJob, pods: Pods, spec: dict[str, Any]
-) -> dict[str, Any]:
-    metadata = {"name": job.name} | ({"namespace": pods.namespace} if pods.namespace else {})
-    return {"apiVersion": version, "kind": kind, "metadata": metadata, "spec": spec}
-
-
-def _jobs(job: SchedulerJob, pods: Pods, variables: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the specification of a JobSet: one indexed job with a pod for each host."""
-    indexed = {
-        "completionMode": "Indexed",
-        "completions": job.hosts,
-        "parallelism": job.hosts,
-        "backoffLimit": 0,  # a failed pod fails the job: its hosts start again together
-        "podFailurePolicy": {
-            "rules": [
-                _on_exit("Ignore", [PREEMPTED]),
-                {
-                    "action": "Ignore",  # evicted or preempted by Kubernetes itself
-                    "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}],
-                },
-                _on_exit("FailJob", list(FUTILE)),
-            ]
-        },
-        "template": {
-            "spec": {
-                "restartPolicy": "Never",
-                "terminationGracePeriodSeconds": job.notice,
-                "containers": [_container(job, pods, variables)],
-            },
-        },
-    }
-    return {
-        # The pods must find each other by name before all of them are ready.
-        "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
-        "failurePolicy": {
-            "maxRestarts": pods.restarts,
-            "rules": [
-                {
-                    "name": "futile",
-                    "action": "FailJobSet",
-                    "onJobFailureReasons": ["PodFailurePolicy"],
-                }
-            ],
-        },
-        "replicatedJobs": [
-            {
-                "name": _NODE,
-                "replicas": 1,
-                "template": {"metadata": {"labels": dict(_TRAINER)}, "spec": indexed},
-            }
-        ],
-    }
-
-
-def _container(job: SchedulerJob, pods: Pods, variables: list[dict[str, Any]]) -> dict[str, Any]:
-    reference = {"secretKeyRef": {"name": job.name, "key": _SECRET_KEY}}
-    secret = [{"name": SECRET_VARIABLE, "valueFrom": reference}] if job.hosts > 1 else []
-    limits = {pods.device: job.devices} if job.devices else {}
-    return {
-        "name": _NODE,
-        "image": pods.image,
-        "command": list(job.command),
-        **({"env": [*variables, *secret]} if variables or secret else {}),
-        **({"resources": {"limits": limits}} if limits else {}),
-    }
-
-
-def _on_exit(action: str, codes: list[int]) -> dict[str, Any]:
-    requirement = {"containerName": _NODE, "operator": "In", "values": codes}
-    return {"action": action, "onExitCodes": requirement}
-
-
-# --- task file of SkyPilot: hosts of any cloud, which may be taken away at any time ---
-
-
-def task(
-    job: SchedulerJob, *, accelerators: str, restarts: int, spot: bool, install: str
-) -> dict[str, Any]:
-    """Return a task for ``sky jobs launch``.
-
-    Args:
-        job: what to run, and where.
-        accelerators: of each host in SkyPilot's words, such as ``H100:8``; "" for none.
-        restarts: how often the task is started again after a failure of its own.
-        spot: whether the hosts may be taken away, at a lower price.
-        install: what pip installs before the run; "" for nothing: no public index has our name.
-    """
-    resources: dict[str, Any] = {"accelerators": accelerators} if accelerators else {}
-    if spot:
-        resources["use_spot"] = True
-    resources["job_recovery"] = {
-        "max_restarts_on_errors": restarts,
-        "recover_on_exit_codes": [PREEMPTED],  # saved because of a notice: no failure
-    }
-    return {
-        "name": job.name,
-        "num_nodes": job.hosts,
-        "workdir": ".",
-        "resources": resources,
-        # A null is asked for at the start: sky jobs launch --secret NAME=VALUE.
-        **({"secrets": {SECRET_VARIABLE: None}} if job.hosts > 1 else {}),
-        **({"setup": shlex.join(["pip", "install", install])} if install else {}),
-        "run": shlex.join(job.command),
-    }
-
-
-def secret_option() -> str:
-    """Return the option of ``sky jobs launch`` that hands over the launchers' secret."""
-    return f'--secret {SECRET_VARIABLE}="$(openssl rand -hex 32)"'
