@@ -5,7 +5,7 @@ the library; rank 0 then repeats the whole batches with plain torch. Losses and 
 """
 
 import sys
-from dataclasses import dataclass
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
@@ -22,18 +22,8 @@ TOLERANCE = 1e-4
 
 FEATURES = 16
 
-
-@dataclass(frozen=True, slots=True)
-class SelfcheckResult:
-    """The losses and weights of one training run.
-
-    Attributes:
-        losses: mean loss of each global batch, shape (STEPS,).
-        weights: the trained parameters by name, on the CPU in fp32.
-    """
-
-    losses: Tensor
-    weights: dict[str, Tensor]
+LOSSES = "losses"
+"""The name of the mean losses of the global batches, (STEPS,), beside those of the weights."""
 
 
 def main() -> None:
@@ -55,8 +45,8 @@ def main() -> None:
         sys.exit(1)
 
 
-def train_spread(accelerator: Accelerator) -> SelfcheckResult:
-    """Train on all ranks through the library."""
+def train_spread(accelerator: Accelerator) -> dict[str, Tensor]:
+    """Train on all ranks through the library; return the losses and the weights."""
     model = build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     loader = DataLoader(data(accelerator.num_processes), batch_size=BATCH)
@@ -68,14 +58,10 @@ def train_spread(accelerator: Accelerator) -> SelfcheckResult:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(accelerator.gather(loss.detach().reshape(1)).mean().cpu())
-    weights = {
-        name: weight.detach().float().cpu()
-        for name, weight in accelerator.get_state_dict(model).items()
-    }
-    return SelfcheckResult(torch.stack(losses), weights)
+    return {LOSSES: torch.stack(losses), **accelerator.get_state_dict(model)}
 
 
-def train_alone(ranks: int, device: torch.device) -> SelfcheckResult:
+def train_alone(ranks: int, device: torch.device) -> dict[str, Tensor]:
     """Train on the same global batches in this process, with plain torch."""
     model = build().to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -86,17 +72,15 @@ def train_alone(ranks: int, device: torch.device) -> SelfcheckResult:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.detach().cpu())
-    weights = {name: weight.detach().cpu() for name, weight in model.state_dict().items()}
-    return SelfcheckResult(torch.stack(losses), weights)
+    return {LOSSES: torch.stack(losses), **model.state_dict()}
 
 
-def compare(first: SelfcheckResult, second: SelfcheckResult) -> float:
+def compare(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> float:
     """Return the largest difference; infinite when the runs cannot be compared."""
-    if first.weights.keys() != second.weights.keys() or len(first.losses) != len(second.losses):
+    if first.keys() != second.keys() or len(first[LOSSES]) != len(second[LOSSES]):
         return float("inf")
-    pairs = [(first.losses, second.losses)]
-    pairs += [(first.weights[name], second.weights[name]) for name in first.weights]
-    largest = max(float((a - b).abs().max()) for a, b in pairs)
+    pairs = [(first[name].float().cpu(), second[name].cpu()) for name in first]
+    largest = max(float((a - b).detach().abs().max()) for a, b in pairs)
     return largest if largest == largest else float("inf")  # noqa: PLR0124 - NaN is no agreement
 
 

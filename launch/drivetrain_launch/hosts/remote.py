@@ -175,9 +175,16 @@ def select(
             f"{option}: no host {', '.join(unknown)}; hosts: "
             f"{', '.join(host.name for host in found)}"
         )
-    if include is not None:
-        return [_with(host, chosen[host.name]) for host in found if host.name in chosen]
-    kept = [_without(host, chosen.get(host.name, ()), host.name in chosen) for host in found]
+    kept = []
+    for host in found:
+        devices = chosen.get(host.name)
+        if devices:
+            _check_devices(host, devices)
+            slots = range(host.slots or 0)
+            left = tuple(each for each in slots if (each in devices) == (include is not None))
+            kept.append(replace(host, slots=len(left), devices=left))
+        elif (devices is None) == (include is None):  # not left out, or named with all its devices
+            kept.append(host)
     kept = [host for host in kept if host.slots != 0]
     if not kept:
         raise ConfigError(f"{option} {text}: no host is left; leave out fewer")
@@ -198,23 +205,6 @@ def _selection(text: str, option: str) -> dict[str, tuple[int, ...]]:
         devices = match[2].split(",") if match[2] else ()
         chosen[match[1]] = tuple(sorted({int(index) for index in devices}))
     return chosen
-
-
-def _with(host: RemoteHost, devices: tuple[int, ...]) -> RemoteHost:
-    if not devices:
-        return host
-    _check_devices(host, devices)
-    return replace(host, slots=len(devices), devices=devices)
-
-
-def _without(host: RemoteHost, devices: tuple[int, ...], named: bool) -> RemoteHost:
-    if not named:
-        return host
-    if not devices:
-        return replace(host, slots=0)
-    _check_devices(host, devices)
-    left = tuple(index for index in range(host.slots or 0) if index not in devices)
-    return replace(host, slots=len(left), devices=left)
 
 
 def _check_devices(host: RemoteHost, devices: tuple[int, ...]) -> None:

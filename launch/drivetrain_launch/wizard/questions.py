@@ -15,11 +15,12 @@ import termios
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, make_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import questionary
+from questionary import Choice
 
 from drivetrain.config import (
     LaunchConfig,
@@ -232,14 +233,6 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(names[:8]) + more
 
 
-@dataclass(frozen=True, slots=True)
-class AnswerChoice:
-    """An answer to pick: its value, and the line of text on the screen."""
-
-    value: Any
-    title: str
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Question:
     """One question as data.
@@ -256,7 +249,7 @@ class Question:
     text: str
     help: str
     default: Any
-    choices: tuple[AnswerChoice, ...] = ()
+    choices: Sequence[Choice] = ()
 
 
 @dataclass(slots=True)
@@ -542,14 +535,9 @@ class Wizard:
             raise ConfigError(str(error).removeprefix("configuration: ")) from error
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class NoOptions:
-    """The options of the strategy before one is chosen."""
-
-
 def _no_strategy(name: str) -> tuple[str, type]:
     """Stand for the default strategy, which takes long to import, where no option is judged."""
-    return name, NoOptions
+    return name, make_dataclass("NoOptions", ())
 
 
 def words_of(model: str) -> list[str]:
@@ -567,11 +555,11 @@ def words_of(model: str) -> list[str]:
 
 
 def _question(knob: Option, key: str, default: Any) -> Question:
-    choices: tuple[AnswerChoice, ...] = ()
+    choices: Sequence[Choice] = ()
     if knob.type is bool:
-        choices = (AnswerChoice(True, "yes"), AnswerChoice(False, "no"))
+        choices = (Choice("yes", True), Choice("no", False))
     elif knob.choices and (knob.minimum, knob.maximum) == (None, None):  # no number, too
-        choices = tuple(AnswerChoice(value, str(value)) for value in knob.choices)
+        choices = [Choice(str(value), value) for value in knob.choices]
     return Question(key=key, text=knob.question, help=knob.help, default=default, choices=choices)
 
 
@@ -582,8 +570,8 @@ def _nested(answers: Mapping[str, Any]) -> dict[str, Any]:
     return nested
 
 
-def _choices(titles: Mapping[str, str]) -> tuple[AnswerChoice, ...]:
-    return tuple(AnswerChoice(value, title) for value, title in titles.items())
+def _choices(titles: Mapping[str, str]) -> Sequence[Choice]:
+    return [Choice(title, value) for value, title in titles.items()]
 
 
 # --- the dialog, drawn by questionary ---
@@ -593,7 +581,7 @@ HINT_COLUMNS = 80
 """Columns that a hint takes at most: more are hard to read."""
 
 _BACK_CHOICE = "back to the question before"
-NO_YES = (AnswerChoice("no", "no"), AnswerChoice("yes", "yes"))
+NO_YES = (Choice("no"), Choice("yes"))
 
 
 def hint(text: str) -> str:
@@ -671,10 +659,9 @@ def _written(text: str, default: Path, write: Callable[[Path, str], None]) -> Pa
         return path
 
 
-def _pick(question: str, answers: Sequence[AnswerChoice], default: Any) -> Any:
-    choices = [questionary.Choice(answer.title, answer.value) for answer in answers]
-    chosen = next((choice for choice in choices if choice.value == default), None)
-    choices.append(questionary.Choice(_BACK_CHOICE, BACK))
+def _pick(question: str, answers: Sequence[Choice], default: Any) -> Any:
+    chosen = next((choice for choice in answers if choice.value == default), None)
+    choices = [*answers, Choice(_BACK_CHOICE, BACK)]
     asked = questionary.select(question, choices=choices, default=chosen, instruction=" ")
     keys: Any = asked.application.key_bindings
     keys.add(BACK, eager=True)(lambda event: event.app.exit(result=BACK))

@@ -6,7 +6,6 @@ Descriptions and verification of a checkpoint need neither the model nor a proce
 """
 
 import difflib
-import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
@@ -26,6 +25,7 @@ from drivetrain.checkpoint.manifest import (
     Manifest,
     SavedPart,
     SavedTensor,
+    file_record,
     first_overlap,
     fits,
     numel,
@@ -294,8 +294,7 @@ def _check_digests(directory: Path, files: Mapping[str, FileRecord], world: Worl
     order = sorted(files, key=lambda name: (-files[name].size, name))
     for name in order[world.rank :: world.size]:
         path = directory / name
-        with path.open("rb") as file:
-            found = hashlib.file_digest(file, "sha256").hexdigest()
+        found = file_record(path).sha256
         if found != files[name].sha256:
             raise CheckpointError(
                 f"expected sha256 {files[name].sha256} of {path}, found {found}; the file was "
@@ -353,11 +352,9 @@ def _file_problem(path: Path, record: FileRecord) -> str:
     """Return the fault of a file, "" for an intact file."""
     if not path.is_file():
         return f"{path}: expected {record.size} bytes, found no such file"
-    size = path.stat().st_size
-    if size != record.size:
-        return f"{path}: expected {record.size} bytes, found {size}"
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    if digest != record.sha256:
-        return f"{path}: expected sha256 {record.sha256}, found {digest}"
+    found = file_record(path)
+    if found.size != record.size:
+        return f"{path}: expected {record.size} bytes, found {found.size}"
+    if found != record:
+        return f"{path}: expected sha256 {record.sha256}, found {found.sha256}"
     return ""

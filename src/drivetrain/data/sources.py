@@ -317,9 +317,6 @@ class BatchSource(Protocol):
     def steps(self, start: Start) -> Iterator[GlobalStep]:
         """Read the rest of an epoch."""
 
-    def __len__(self) -> int:
-        """Return the positions of a full epoch."""
-
     def batches(self, rank: int, seed: int, epoch: int) -> int:
         """Return the batches of a rank in a full epoch."""
 
@@ -408,9 +405,6 @@ class MapSource:
     def _make_reader(self, **changes: Any) -> DataLoader[Any]:
         plan = {"batch_sampler": self._plan} if self._batched else _unbatched(self._plan)
         return reader_of(self._user, self._user.dataset, self._generator, **plan, **changes)
-
-    def __len__(self) -> int:
-        return len(self._order)
 
     def batches(self, rank: int, seed: int, epoch: int) -> int:
         """Return the batches of a rank in a full epoch.

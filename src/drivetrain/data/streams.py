@@ -113,14 +113,12 @@ class IterableSource:
             **changes,
         )
 
-    def __len__(self) -> int:
-        return len(self._user.dataset)  # type: ignore[arg-type]  # raises TypeError if unsized
-
     def batches(self, rank: int, seed: int, epoch: int) -> int:
         """Return the batches of a rank in a full epoch; TypeError without a length."""
+        total = len(self._user.dataset)  # type: ignore[arg-type]
         if self._shards > 1 and self._dataset is self._user.dataset:  # its length is of the part
-            return self._cut().steps(len(self), 0)
-        return self.division.steps(len(self), rank)
+            return self._cut().steps(total, 0)
+        return self.division.steps(total, rank)
 
     def first(self, start: Start, count: int) -> list[Any]:
         """Return the first samples of the epoch, with which the next pass then begins.
@@ -380,7 +378,40 @@ class _Header:
     failure: str = ""
 
 
-class DispatchSource:
+class SourceAround:
+    """A source that reads through another one.
+
+    Args:
+        source: the other one.
+    """
+
+    def __init__(self, source: BatchSource) -> None:
+        self._source = source
+
+    @property
+    def is_dispatched(self) -> bool:
+        """Whether rank 0 alone reads, and sends to the others."""
+        return self._source.is_dispatched
+
+    @property
+    def division(self) -> OrderDivision:
+        """How the order is divided."""
+        return self._source.division
+
+    @division.setter
+    def division(self, division: OrderDivision) -> None:
+        self._source.division = division
+
+    def draw_seed(self, seed: int, epoch: int) -> int:
+        """Return the seed of an epoch's order."""
+        return self._source.draw_seed(seed, epoch)
+
+    def batches(self, rank: int, seed: int, epoch: int) -> int:
+        """Return the batches of a rank in a full epoch."""
+        return self._source.batches(rank, seed, epoch)
+
+
+class DispatchSource(SourceAround):
     """Gives every rank its share of the data that rank 0 reads; the others touch no data.
 
     Args:
@@ -396,30 +427,14 @@ class DispatchSource:
     is_dispatched = True
 
     def __init__(self, source: BatchSource, world: World, share: int, *, on_device: bool) -> None:
-        self._source = source
+        super().__init__(source)
         self._world = world
         self._share = share
         self._on_device = on_device
 
-    def __len__(self) -> int:
-        return len(self._source)
-
-    @property
-    def division(self) -> OrderDivision:
-        """How the order is divided."""
-        return self._source.division
-
-    @division.setter
-    def division(self, division: OrderDivision) -> None:
-        self._source.division = division
-
     def draw_seed(self, seed: int, epoch: int) -> int:
         """Return the seed of an epoch's order; only rank 0's counts."""
-        return self._source.draw_seed(seed, epoch) if self._world.is_main else seed + epoch
-
-    def batches(self, rank: int, seed: int, epoch: int) -> int:
-        """Return the batches of a rank in a full epoch."""
-        return self._source.batches(rank, seed, epoch)
+        return super().draw_seed(seed, epoch) if self._world.is_main else seed + epoch
 
     def steps(self, start: Start) -> Iterator[GlobalStep]:
         """Read and send on rank 0, receive elsewhere; one rank's share per step.
@@ -531,11 +546,7 @@ def _unpack(batch: Any, payload: Tensor) -> Any:
         part = payload[slot.offset : slot.offset + slot.nbytes].clone()
         return part.view(slot.dtype).reshape(slot.shape)
 
-    return recursively_apply(take, batch, test_type=_is_slot)
-
-
-def _is_slot(value: Any) -> bool:
-    return isinstance(value, _PackedTensor)
+    return recursively_apply(take, batch, test_type=lambda value: isinstance(value, _PackedTensor))
 
 
 # --- stream that ranks read as its first samples ask for: one stream for all, or parts ---
@@ -560,7 +571,7 @@ class _Kind(Enum):
     SAME, SHUFFLED, PARTS, UNKNOWN = range(4)
 
 
-class StreamSource:
+class StreamSource(SourceAround):
     """Reads a stream in one of several ways, chosen when the first pass begins. Collective then.
 
     Args:
@@ -589,34 +600,9 @@ class StreamSource:
         self._dispatches = config.dispatch_batches is None and world.size > 1
         ranks = tuple(range(axis.size)) if self._dispatches else (axis.rank,)
         self._own = IterableSource(loader, division, ranks=ranks)
-        self._source: BatchSource = self._own
+        super().__init__(self._own)
         if self._dispatches:
             self._source = DispatchSource(self._own, world, axis.rank, on_device=on_device)
-
-    def __len__(self) -> int:
-        return len(self._source)
-
-    @property
-    def is_dispatched(self) -> bool:
-        """Whether rank 0 reads for all, as long as ranks are not seen to read parts."""
-        return self._source.is_dispatched
-
-    @property
-    def division(self) -> OrderDivision:
-        """How the order is divided."""
-        return self._source.division
-
-    @division.setter
-    def division(self, division: OrderDivision) -> None:
-        self._source.division = division
-
-    def draw_seed(self, seed: int, epoch: int) -> int:
-        """Return the seed of the workers; the order is the dataset's own affair."""
-        return seed + epoch
-
-    def batches(self, rank: int, seed: int, epoch: int) -> int:
-        """Return the batches of a rank in a full epoch; TypeError without a length."""
-        return self._source.batches(rank, seed, epoch)
 
     def steps(self, start: Start) -> Iterator[GlobalStep]:
         """Read the rest of an epoch.

@@ -5,7 +5,7 @@ import torch
 
 from drivetrain_launch.commands import selfcheck
 from drivetrain_launch.commands import test as check
-from drivetrain_launch.commands.selfcheck import SelfcheckResult, compare
+from drivetrain_launch.commands.selfcheck import compare
 from forked_programs import run_python
 
 
@@ -51,11 +51,10 @@ def test_ranks_are_those_of_the_configuration_and_else_two(command, tmp_path, mo
 
 
 def test_comparison_takes_nan_and_missing_weights_for_a_mismatch():
-    good = SelfcheckResult(torch.zeros(2), {"w": torch.ones(3)})
+    good = {"losses": torch.zeros(2), "w": torch.ones(3)}
     assert compare(good, good) == 0
-    assert compare(good, SelfcheckResult(torch.zeros(2), {})) == float("inf")
-    assert compare(good, SelfcheckResult(torch.tensor([0.0, float("nan")]), good.weights)) == float(
-        "inf"
-    )
-    assert compare(good, SelfcheckResult(torch.zeros(2), {"w": torch.ones(3) + 0.25})) == 0.25
+    assert compare(good, {"losses": torch.zeros(2)}) == float("inf")
+    assert compare(good, good | {"losses": torch.tensor([0.0, float("nan")])}) == float("inf")
+    assert compare(good, good | {"losses": torch.zeros(1)}) == float("inf")
+    assert compare(good, good | {"w": torch.ones(3) + 0.25}) == 0.25
     assert selfcheck.TOLERANCE < 0.25
