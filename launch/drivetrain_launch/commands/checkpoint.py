@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -180,49 +179,24 @@ def _show_tensors(title: str, tensors: Sequence[SavedTensor]) -> None:
 COLUMNS = ("name", "shape", "dtype", "tensors", "size", "optimizer state", "its size")
 
 
-@dataclass(slots=True)
-class Parameter:
-    """One parameter or buffer of a checkpoint.
-
-    Attributes:
-        name: as the user's model has it.
-        values: its values; None where a checkpoint has the optimizer's state alone.
-        states: the tensors of optimizers for it.
-    """
-
-    name: str
-    values: SavedTensor | None = None
-    states: list[SavedTensor] = field(default_factory=list)
-
-    @property
-    def kind(self) -> tuple[object, ...]:
-        """Equal for parameters that may share a row."""
-        values = self.values
-        states = tuple(sorted((one.state, one.dtype, one.shape) for one in self.states))
-        facts = None if values is None else (values.shape, values.dtype)
-        return len(self.name.split(".")), _pattern(self.name), facts, states
-
-
 def summary(tensors: Iterable[SavedTensor]) -> list[tuple[str, ...]]:
     """Return rows of ``COLUMNS``, in the order in which the tensors come, and one with the sums."""
-    parameters: dict[str, Parameter] = {}
+    parameters: dict[str, list[SavedTensor]] = {}
     for tensor in tensors:
-        parameter = parameters.setdefault(tensor.name, Parameter(tensor.name))
-        if tensor.state:
-            parameter.states.append(tensor)
-        else:
-            parameter.values = tensor
-    ordered = sorted(parameters.values(), key=lambda one: _natural(one.name))
-    kinds: dict[tuple[object, ...], list[Parameter]] = {}
-    for parameter in ordered:
-        kinds.setdefault(parameter.kind, []).append(parameter)
-    rows = [_row(_joined([one.name for one in alike]), alike) for alike in kinds.values()]
-    return [*rows, _row("all", ordered)] if len(rows) > 1 else rows
+        parameters.setdefault(tensor.name, []).append(tensor)
+    ordered = sorted(parameters, key=_natural)
+    kinds: dict[tuple[object, ...], list[str]] = {}
+    for name in ordered:
+        facts = sorted((each.state, each.dtype, each.shape) for each in parameters[name])
+        kinds.setdefault((_pattern(name), *facts), []).append(name)
+    rows = [(_joined(alike), alike) for alike in kinds.values()]
+    rows += [("all", ordered)] if len(rows) > 1 else []
+    return [_row(name, [t for one in names for t in parameters[one]]) for name, names in rows]
 
 
-def _row(name: str, parameters: Sequence[Parameter]) -> tuple[str, ...]:
-    values = [one.values for one in parameters if one.values is not None]
-    states = [state for one in parameters for state in one.states]
+def _row(name: str, tensors: Sequence[SavedTensor]) -> tuple[str, ...]:
+    values = [each for each in tensors if not each.state]
+    states = [each for each in tensors if each.state]
     shapes = {shape_text(one.shape) for one in values}
     kinds = dict.fromkeys(f"{state.state.partition('.')[2]} {state.dtype}" for state in states)
     return (

@@ -33,6 +33,7 @@ from drivetrain_launch.commands.options import (
     complete_file,
     complete_known_key,
     described_strategies,
+    knobs_of,
     resolve_command_line,
     rest_argument,
     source_options,
@@ -333,16 +334,14 @@ def explained(key: str) -> str:
     Raises:
         ConfigError: there is no such key; the message names the nearest.
     """
-    sections = dict(_sections(RunConfig, ""))
-    knobs = {f"{prefix}{k.name}": k for prefix, cls in sections.items() for k in options_of(cls)}
+    knobs = dict(knobs_of(RunConfig, sections=True))
     if key == STRATEGY:
         lines = [f"  {name}: {summary}" for name, summary in described_strategies()]
         flag = "--strategy NAME, or the key strategy: a name, or a mapping of name and options"
         return "\n".join([f"The strategy of a run: {flag}. Installed:", *lines])
-    if f"{key}." in sections:
-        return _listed(knobs[key].help, sections[f"{key}."])
     if key in knobs:
-        return _explained(key, knobs[key])
+        knob = knobs[key]
+        return _listed(knob.help, knob.type) if knob.is_section else _explained(key, knob)
     if key in strategies().names:
         kind = strategies().outline(key)
         return _listed(f"{key}: {kind.summary}.", kind.Config)
@@ -392,25 +391,16 @@ def _of_strategies(name: str) -> str:
     """Return the texts about an option of that name, with the strategies that share each text."""
     registry, texts, known = strategies(), dict[str, list[str]](), set[str]()
     for strategy in registry.names:
-        for prefix, cls in _sections(registry.outline(strategy).Config, ""):
-            for knob in options_of(cls):
-                known.add(prefix + knob.name)
-                if prefix + knob.name == name:
-                    text = _explained(f"{STRATEGY}.{name}", knob)
-                    texts.setdefault(text, []).append(strategy)
+        options = dict(knobs_of(registry.outline(strategy).Config, sections=True))
+        known.update(options)
+        if name in options:
+            text = _explained(f"{STRATEGY}.{name}", options[name])
+            texts.setdefault(text, []).append(strategy)
     if not texts:
         near = difflib.get_close_matches(name, known, n=1)
         hint = f"did you mean {f'{STRATEGY}.{near[0]}'!r}?" if near else "see its documentation"
         raise ConfigError(f"no installed strategy has an option {name!r}; {hint}")
     return "\n\n".join(f"{text}\n  of       {', '.join(names)}" for text, names in texts.items())
-
-
-def _sections(cls: type, prefix: str) -> Iterator[tuple[str, type]]:
-    """Yield the prefix and the dataclass of a section and of all sections inside."""
-    yield prefix, cls
-    for knob in options_of(cls):
-        if knob.is_section:
-            yield from _sections(knob.type, f"{prefix}{knob.name}.")
 
 
 def _default(knob: Option) -> str:

@@ -418,13 +418,21 @@ def _get(values: Mapping[str, Any], dotted: str) -> Any:
     return value
 
 
-def knobs_of(cls: type, prefix: str = "") -> Iterator[tuple[str, Option]]:
-    """Yield the dotted key of every knob of a configuration, and the knob; sections are opened."""
+def knobs_of(
+    cls: type, prefix: str = "", *, sections: bool = False
+) -> Iterator[tuple[str, Option]]:
+    """Yield the dotted key of every knob of a configuration, and the knob; sections are opened.
+
+    Args:
+        cls: the configuration.
+        prefix: of the keys, with the dot.
+        sections: whether sections are yielded themselves, too.
+    """
     for knob in options_of(cls):
-        if knob.is_section:
-            yield from knobs_of(knob.type, f"{prefix}{knob.name}.")
-        else:
+        if sections or not knob.is_section:
             yield prefix + knob.name, knob
+        if knob.is_section:
+            yield from knobs_of(knob.type, f"{prefix}{knob.name}.", sections=sections)
 
 
 def _offered(texts: Mapping[str, str], incomplete: str, suffix: str = "") -> list[CompletionItem]:

@@ -69,13 +69,13 @@ class Variables:
             )
         return int(text)
 
-    def index(self, name: str, count_name: str) -> int:
-        """Return an index below a count.
+    def index(self, name: str, count_name: str, count: int = 0) -> int:
+        """Return an index below a count, which may be known already.
 
         Raises:
             ConfigError: the two variables contradict each other.
         """
-        index, count = self.number(name), self.number(count_name, minimum=1)
+        index, count = self.number(name), count or self.number(count_name, minimum=1)
         if index >= count:
             raise ConfigError(
                 f"the variables {name}={index} and {count_name}={count} contradict each other: "
@@ -250,20 +250,13 @@ def _pet(variables: Variables) -> Surroundings | None:
         entries.append(("launch.nproc_per_node", number, variables.shown("PET_NPROC_PER_NODE")))
     if count > 1:
         rank = variables.first("PET_NODE_RANK", "JOB_COMPLETION_INDEX")
-        if variables.text("PET_RDZV_ENDPOINT"):
-            variables.require("torchrun's PET variables", "PET_NNODES", rank)
-            place = variables.text("PET_RDZV_ENDPOINT")
-            said = variables.shown("PET_RDZV_ENDPOINT")
-        else:
-            variables.require("torchrun's PET variables", "PET_NNODES", rank, "PET_MASTER_ADDR")
+        place, said = variables.text("PET_RDZV_ENDPOINT"), variables.shown("PET_RDZV_ENDPOINT")
+        needed = ("PET_NNODES", rank) if place else ("PET_NNODES", rank, "PET_MASTER_ADDR")
+        variables.require("torchrun's PET variables", *needed)
+        if not place:
             place = _master(variables, "PET_")
             said = variables.shown("PET_MASTER_ADDR", "PET_MASTER_PORT")
-        index = variables.number(rank)
-        if index >= count:
-            raise ConfigError(
-                f"the variables {rank}={index} and PET_NNODES={count} contradict each other: "
-                f"expected an index from 0 to {count - 1}; {OVERRIDE}"
-            )
+        index = variables.index(rank, "PET_NNODES", count)
         entries += _hosts(variables, count, "PET_NNODES", index, rank, place, said)
     run = variables.text("PET_RDZV_ID")
     return Surroundings(name="torchrun's variables", entries=tuple(entries), run=run)

@@ -25,7 +25,7 @@ import sysconfig
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -33,7 +33,7 @@ from pydantic import TypeAdapter
 
 import drivetrain
 import drivetrain_launch
-from drivetrain.runtime.board import SIZE, RowView, read_board
+from drivetrain.runtime.board import SIZE, OperationView, read_board
 
 # --- what a rank answers when its launcher asks ---
 
@@ -204,10 +204,6 @@ class Recorded:
     sizes: tuple[tuple[int, ...], ...]
     over: bool
 
-    def is_like(self, other: "Recorded") -> bool:
-        """Whether two ranks enqueued the same."""
-        return (self.name, self.sizes) == (other.name, other.sizes)
-
     def __str__(self) -> str:
         return f"{self.name} of {' and '.join(str(size) for size in self.sizes) or 'nothing'}"
 
@@ -269,7 +265,7 @@ def _compared(group: str, flights: Mapping[int, Flight]) -> str:
     what = f"collective {number} of group {group!r}, {expected}"
     if absent:
         return f"{_listed(absent)} did not enqueue {what}"
-    odd = [rank for rank, found in there.items() if not found.is_like(expected)]
+    odd = [rank for rank, found in there.items() if str(found) != str(expected)]
     if odd:
         return f"{_listed(odd)} enqueued {there[odd[0]]} where others enqueued {what}"
     late = [rank for rank, found in there.items() if not found.over]
@@ -330,53 +326,6 @@ def answer(board: Path, record: Any) -> None:
 
 STEADY_S = 0.002
 """A row that is the same twice, so many seconds apart, was not written in between."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class OperationView:
-    """One order of operations of a rank.
-
-    Attributes:
-        place: name of the order, the same on all its ranks.
-        ranks: the global ranks that take part; empty where unknown.
-        submitted: how many operations the rank has handed over.
-        running: number of the operation under way, 0 for none.
-        running_s: for how many seconds it has been under way.
-        checksum: of the operation's header, 0 where it has none, or just changes.
-        name: the operation in words, such as ``all_reduce 1,204 'blocks.7'``.
-        size: its elements and dtype in words, "" where unknown.
-    """
-
-    place: str
-    ranks: Sequence[int]
-    submitted: int
-    running: int
-    running_s: float
-    checksum: int
-    name: str
-    size: str
-
-    @classmethod
-    def of(cls, row: RowView, now: float, *, steady: bool) -> "OperationView":
-        """Return the contents of a row of a board, with durations until now.
-
-        Args:
-            row: of the board.
-            now: the moment.
-            steady: whether the rank wrote nothing while the row was read.
-        """
-        label = row.label.rsplit("/", 1)[-1] if row.label.startswith("/") else row.label
-        numbered = f"{row.operation} {row.running:,} {label!r}"
-        return cls(
-            place=row.place,
-            ranks=row.ranks,
-            submitted=row.submitted,
-            running=row.running,
-            running_s=max(0.0, now - row.since) if row.running else 0.0,
-            checksum=row.checksum if steady else 0,
-            name=numbered if row.operation else label,
-            size=f"{row.elements:,} {row.dtype}" if row.dtype else "",
-        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -451,11 +400,11 @@ class BoardReader:
         earlier = memory[:]
         time.sleep(STEADY_S)
         shown = memory[:]
-        board = read_board(shown)
-        before = board if earlier == shown else read_board(earlier)
+        now = time.monotonic()
+        board = read_board(shown, now)
+        before = board if earlier == shown else read_board(earlier, now)
         if before is None or board is None:
             return None
-        now = time.monotonic()
         if shown != self._last:
             self._last, self._changed = shown, now
         return RankView(
@@ -465,7 +414,7 @@ class BoardReader:
             section=board.section,
             still_s=now - self._changed,
             operations=tuple(
-                OperationView.of(row, now, steady=row in before.rows) for row in board.rows
+                row if row in before.rows else replace(row, checksum=0) for row in board.rows
             ),
             state=state_of(self.pid),
         )

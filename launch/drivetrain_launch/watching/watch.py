@@ -28,11 +28,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from drivetrain.observe.figures import RankTimes, Straggler, read_work, stragglers
-from drivetrain.runtime.board import DRAWING, NATIVE
+from drivetrain.runtime.board import DRAWING, NATIVE, OperationView
 from drivetrain_launch.watching.answers import (
     STACKS,
     BoardReader,
-    OperationView,
     RankView,
     ask,
     ask_flights,

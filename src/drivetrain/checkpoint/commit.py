@@ -193,8 +193,9 @@ def begin(target: Path, token: str, *, overwrite: bool) -> Path:
     target.parent.mkdir(parents=True, exist_ok=True)
     recover(target)
     _check_free(target, overwrite)
-    for leftover in _leftovers(target, "tmp", "old"):
-        delete(leftover)
+    for leftover, name, _ in _leftovers(target.parent):
+        if name == target.name:
+            delete(leftover)
     draft = draft_of(target, token)
     draft.mkdir()
     return draft
@@ -245,8 +246,8 @@ def recover(target: Path) -> None:
     """Put an old checkpoint back whose replacement was killed between the two renames."""
     if target.exists():
         return
-    for old in _leftovers(target, "old"):
-        if is_checkpoint(old):
+    for old, name, kind in _leftovers(target.parent):
+        if (name, kind) == (target.name, "old") and is_checkpoint(old):
             old.rename(target)
             return
 
@@ -282,12 +283,11 @@ def sweep(root: Path) -> None:
 
     A whole checkpoint that was about to be removed goes back to its name if it is the only one.
     """
-    for path in sorted(root.iterdir()) if root.is_dir() else ():
-        match = _HIDDEN.fullmatch(path.name)
-        if not match or not _NAME.fullmatch(match[1]) or not path.is_dir() or path.is_symlink():
+    for path, name, kind in _leftovers(root):
+        if not _NAME.fullmatch(name):
             continue
-        if match[2] == "old" and not any(map(is_checkpoint, _numbered(root).values())):
-            recover(root / match[1])
+        if kind == "old" and not any(map(is_checkpoint, _numbered(root).values())):
+            recover(root / name)
         if path.is_dir():
             delete(path)
 
@@ -363,11 +363,12 @@ def _hidden(target: Path, kind: str, token: str) -> Path:
     return target.with_name(f".{target.name}.{kind}-{token}")
 
 
-def _leftovers(target: Path, *kinds: str) -> Iterator[Path]:
-    pattern = re.compile(rf"\.{re.escape(target.name)}\.({'|'.join(kinds)})-[0-9a-f]+")
-    for path in sorted(target.parent.iterdir()) if target.parent.is_dir() else ():
-        if pattern.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
-            yield path
+def _leftovers(root: Path) -> Iterator[tuple[Path, str, str]]:
+    """Yield the remains of killed saves in a folder, with the checkpoint's name and their kind."""
+    for path in sorted(root.iterdir()) if root.is_dir() else ():
+        match = _HIDDEN.fullmatch(path.name)
+        if match and path.is_dir() and not path.is_symlink():
+            yield path, match[1], match[2]
 
 
 def _numbered(root: Path) -> dict[int, Path]:

@@ -18,6 +18,7 @@ from drivetrain.config.document import (
     Layer,
     ValueOrigin,
     dump_yaml,
+    flatten,
     with_words_as_sections,
 )
 from drivetrain.config.option import NestedStrategy, Option, is_union, options_of
@@ -48,7 +49,7 @@ class Resolved:
     def rows(self) -> Iterator[tuple[str, Any, ValueOrigin]]:
         """Yield (dotted key, value, origin) of every knob, the strategy's first."""
         default = ValueOrigin("default", "default")
-        for key, value in _flatten(self.to_dict()):
+        for key, value in flatten(self.to_dict()):
             yield key, value, self.origins.get(key, default)
 
     def to_dict(self) -> dict[str, Any]:
@@ -135,7 +136,7 @@ def _merge(values: dict[str, Any], origins: dict[str, ValueOrigin], layer: Layer
                 del origins[key]
     _overlay(values, incoming, "", origins, layer)
     origins.update(layer.origins)
-    for key, _ in _flatten(incoming):
+    for key, _ in flatten(incoming):
         # A section may be given as one value: each knob in it then came from there, and no other.
         origin = _find(layer.origins, key)
         if origin is not None:
@@ -419,11 +420,3 @@ def _find(origins: Mapping[str, ValueOrigin], key: str) -> ValueOrigin | None:
             return origins[key]
         key = key.rpartition(".")[0]
     return None
-
-
-def _flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _flatten(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value

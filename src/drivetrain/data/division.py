@@ -10,10 +10,10 @@ from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain, cycle, islice
 from math import ceil
-from typing import Any, ClassVar, Self, overload
+from typing import Any, ClassVar, overload
 
 import torch
 from torch import Tensor
@@ -233,10 +233,6 @@ class OrderDivision(ABC):
     @abstractmethod
     def remainder(self, order: Sequence[Any], position: int) -> int:
         """Return the real samples of the step at a position when it is filled up, else -1."""
-
-    def with_even(self, even: bool) -> Self:
-        """Return the same division with or without filling up the last step."""
-        return replace(self, even=even)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

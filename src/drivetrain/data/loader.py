@@ -415,7 +415,7 @@ class PreparedLoader(DataLoader[Any]):
     @even_batches.setter
     def even_batches(self, even: bool) -> None:
         division = self._source.division
-        self._source.division = division.with_even(even and division.size > 1)
+        self._source.division = replace(division, even=even and division.size > 1)
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next iteration; a restored position in it is kept.
@@ -475,7 +475,17 @@ class PreparedLoader(DataLoader[Any]):
         Raises:
             CheckpointError: the state is of another version, or counts in other units.
         """
-        _check(state, self._source.division.unit)
+        unit = self._source.division.unit
+        if state.get("version") != STATE_VERSION:
+            raise CheckpointError(
+                f"expected a loader state of version {STATE_VERSION}, found "
+                f"{state.get('version')!r}; load it with the version of drivetrain that wrote it"
+            )
+        if state["unit"] != unit:
+            raise CheckpointError(
+                f"expected a position in {unit}, found one in {state['unit']}; resume with the "
+                "same kind of sampler or batch sampler"
+            )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where a state was taken, with any number of ranks.
@@ -567,20 +577,6 @@ class PreparedLoader(DataLoader[Any]):
         if self._delivery.observer is not None:
             self._delivery.observer.end(one, finished=finished)
             self._progress.marks.end(self._delivery.observer)
-
-
-def _check(state: Mapping[str, Any], unit: str) -> None:
-    """Refuse a state of another version, or in other units."""
-    if state.get("version") != STATE_VERSION:
-        raise CheckpointError(
-            f"expected a loader state of version {STATE_VERSION}, found "
-            f"{state.get('version')!r}; load it with the version of drivetrain that wrote it"
-        )
-    if state["unit"] != unit:
-        raise CheckpointError(
-            f"expected a position in {unit}, found one in {state['unit']}; resume with the same "
-            "kind of sampler or batch sampler"
-        )
 
 
 # --- turns the user's loader into this rank's part of it ---

@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 ROWS = 24
 """Orders of operations that a board shows; a rank with more shows the first ones."""
@@ -47,48 +47,41 @@ _NOBODY = (-1, 0, 0)
 _NOTHING = (0, 0, 0, 0.0, 0, b"", b"", b"")
 
 
-@dataclass(frozen=True, slots=True)
-class RowView:
-    """One order of operations as a launcher reads it.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OperationView:
+    """One order of operations of a rank, as a launcher reads it.
 
     Attributes:
         place: name of the order, the same on all its ranks.
         ranks: the global ranks that take part; empty where they are not evenly spaced.
         submitted: how many operations the rank has handed over.
         running: number of the operation under way, 0 for none.
-        since: when it began, in seconds of the system's monotonic clock.
-        checksum: of the operation's header; 0 where the order has none.
-        operation: which collective.
-        elements: how many its tensor has.
-        dtype: of the tensor.
-        label: its purpose, or the line of its call.
+        running_s: for how many seconds it has been under way.
+        checksum: of the operation's header, 0 where it has none, or just changes.
+        name: the operation in words, such as ``all_reduce 1,204 'blocks.7'``.
+        size: its elements and dtype in words, "" where unknown.
     """
 
     place: str
     ranks: Sequence[int]
     submitted: int
     running: int
-    since: float
+    running_s: float
     checksum: int
-    operation: str
-    elements: int
-    dtype: str
-    label: str
+    name: str
+    size: str
 
 
-@dataclass(frozen=True, slots=True)
-class BoardView:
+class BoardView(NamedTuple):
     """A board as a launcher reads it.
 
     Attributes:
         section: the part of a step that the rank is in, "" before the first one.
-        since: when the rank entered the section, in seconds of the system's monotonic clock.
         rows: the rank's orders of operations.
     """
 
     section: str
-    since: float
-    rows: Sequence[RowView]
+    rows: Sequence[OperationView]
 
 
 class BoardRow:
@@ -182,38 +175,39 @@ def ask_to_stop(path: str | Path) -> None:
             file.write(_STOP.pack(1))
 
 
-def read_board(memory: Any) -> BoardView | None:
+def read_board(memory: Any, now: float) -> BoardView | None:
     """Return the contents of a board, None before the rank has begun to write.
 
     Args:
         memory: the board's bytes.
+        now: the moment, in seconds of the system's monotonic clock.
     """
-    version, _, since, section = _HEAD.unpack_from(memory, 0)
+    version, _, _, section = _HEAD.unpack_from(memory, 0)
     if version != _VERSION:
         return None
     starts = range(_ROWS_AT, SIZE, _ROW.size)
-    rows = [_read_row(memory, start) for start in starts if memory[start]]  # open ones have names
-    return BoardView(_text(section), since, rows)
+    rows = [_read_row(memory, at, now) for at in starts if memory[at]]  # open ones have names
+    return BoardView(_text(section), rows)
 
 
-def _read_row(memory: Any, start: int) -> RowView:
+def _read_row(memory: Any, start: int, now: float) -> OperationView:
     """Return the contents of a row."""
     place, *spaced, submitted, running, checksum, since, elements, operation, dtype, label = (
         _ROW.unpack_from(memory, start)
     )
     first, count, stride = spaced
     ranks = range(first, first + count * stride, stride) if stride else [first] * count
-    return RowView(
+    name, kind, dtype = _text(label), _text(operation), _text(dtype)
+    name = name.rsplit("/", 1)[-1] if name.startswith("/") else name  # a file of the script
+    return OperationView(
         place=_text(place),
         ranks=list(ranks),
         submitted=submitted,
         running=running,
-        since=since,
+        running_s=max(0.0, now - since) if running else 0.0,
         checksum=checksum,
-        operation=_text(operation),
-        elements=elements,
-        dtype=_text(dtype),
-        label=_text(label),
+        name=f"{kind} {running:,} {name!r}" if kind else name,
+        size=f"{elements:,} {dtype}" if dtype else "",
     )
 
 

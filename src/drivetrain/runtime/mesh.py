@@ -65,14 +65,20 @@ def subset(axis: Axis, chosen: Sequence[int], stream: int) -> Axis:
         chosen: their indices on the axis, in ascending order; this rank is among them.
         stream: the number for the sender on the group, taken by all ranks of the axis.
     """
-    return replace(
-        axis,
+    found = _some(axis, axis.name, chosen)
+    streams = itertools.repeat(stream)
+    return replace(found, group=axis.group, streams=streams, places=tuple(chosen), first=axis.first)
+
+
+def _some(axis: Axis, name: str, chosen: Sequence[int], first: int = 0) -> Axis:
+    """Return an axis of some ranks of another one, by their indices there; not started."""
+    return Axis(
+        name=name,
         size=len(chosen),
         rank=list(chosen).index(axis.rank),
         ranks=tuple(axis.ranks[each] for each in chosen),
         hosts=tuple(axis.hosts[each] for each in chosen),
-        streams=itertools.repeat(stream),
-        places=tuple(chosen),
+        first=first,
     )
 
 
@@ -115,7 +121,6 @@ class Mesh(Mapping[str, Axis]):
         Raises:
             ConfigError: the sizes do not multiply to the world's size.
         """
-        check_axes(sizes, world.size)
         return cls(
             {
                 name: _start(axis, lines_along(name, sizes), world)
@@ -131,10 +136,7 @@ class Mesh(Mapping[str, Axis]):
             ConfigError: the sizes do not multiply to the world's size.
         """
         check_axes(sizes, world.size)
-        axes = {}
-        for name in sizes:
-            axes[name] = _axis_of(name, lines_along(name, sizes), world)
-        return cls(axes)
+        return cls({name: _axis_of(name, lines_along(name, sizes), world) for name in sizes})
 
     def neighbors(self, name: str, size: int) -> Axis:
         """Return this rank's group of ``size`` neighbors on an axis, without starting anything.
@@ -149,16 +151,8 @@ class Mesh(Mapping[str, Axis]):
                 f"{name!r}, found {size}; change it, or the number of ranks"
             )
         start = axis.rank - axis.rank % size
-        return self._part(
-            Axis(
-                name=f"{name}.near",
-                size=size,
-                rank=axis.rank - start,
-                ranks=axis.ranks[start : start + size],
-                hosts=axis.hosts[start : start + size],
-                first=axis.position - axis.rank + start,
-            )
-        )
+        first = axis.position - axis.rank + start
+        return self._part(_some(axis, f"{name}.near", range(start, start + size), first))
 
     def start_neighbors(self, name: str, size: int, world: World) -> Axis:
         """Return this rank's group of neighbors with a process group. Collective the first time.
@@ -179,15 +173,7 @@ class Mesh(Mapping[str, Axis]):
             ConfigError: the axis cannot be cut into such groups.
         """
         axis, index = self[name], self.neighbors(name, size).rank
-        return self._part(
-            Axis(
-                name=f"{name}.far",
-                size=axis.size // size,
-                rank=axis.rank // size,
-                ranks=axis.ranks[index::size],
-                hosts=axis.hosts[index::size],
-            )
-        )
+        return self._part(_some(axis, f"{name}.far", range(index, axis.size, size)))
 
     def name_links(self, name: str) -> None:
         """Name the two kinds of links on an axis whose ranks send to one another directly.
@@ -200,15 +186,7 @@ class Mesh(Mapping[str, Axis]):
         if not axis.spans_hosts:
             return
         here = [at for at, host in enumerate(axis.hosts) if host == axis.hosts[axis.rank]]
-        self._part(
-            Axis(
-                name=f"{name}.near",
-                size=len(here),
-                rank=here.index(axis.rank),
-                ranks=tuple(axis.ranks[at] for at in here),
-                hosts=tuple(axis.hosts[at] for at in here),
-            )
-        )
+        self._part(_some(axis, f"{name}.near", here))
         self._part(replace(axis, name=f"{name}.far"))
 
     def inside(self, name: str, group: Axis) -> "Mesh":

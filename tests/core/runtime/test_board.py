@@ -16,36 +16,37 @@ def attached(tmp_path):
 
 
 def test_a_launcher_reads_what_a_rank_shows(tmp_path):
-    assert read_board(bytes(SIZE)) is None, "nobody has written"
+    assert read_board(bytes(SIZE), 0.0) is None, "nobody has written"
     board, path = attached(tmp_path)
     line = board.open("group 7/2", [1, 3, 5])
     before = time.monotonic()
     board.enter("backward")
     line.submit(9)
     line.begin(8, 77, "all_reduce", 100, "float32", "gradients of " + "x" * 99 + ".last")
-    view = read_board(path.read_bytes())
+    view = read_board(path.read_bytes(), time.monotonic())
     assert view.section == "backward"
     (shown,) = view.rows
     assert (shown.place, shown.ranks) == ("group 7/2", [1, 3, 5])
     assert (shown.submitted, shown.running, shown.checksum) == (9, 8, 77)
-    assert (shown.operation, shown.elements, shown.dtype) == ("all_reduce", 100, "float32")
-    assert shown.label.endswith("x.last")
-    assert before <= shown.since <= time.monotonic()
+    assert shown.size == "100 float32"
+    assert shown.name.startswith("all_reduce 8 '")
+    assert shown.name.endswith("x.last'")
+    assert 0 <= shown.running_s <= time.monotonic() - before
     line.end()
-    assert read_board(path.read_bytes()).rows[0].running == 0
+    assert read_board(path.read_bytes(), 0.0).rows[0].running == 0
     line.close()
-    assert read_board(path.read_bytes()).rows == []
+    assert read_board(path.read_bytes(), 0.0).rows == []
 
 
 def test_a_full_board_shows_the_first_orders_and_takes_new_ones_later(tmp_path):
     board, path = attached(tmp_path)
     lines = [board.open(f"group {index}", [0, 1]) for index in range(ROWS + 2)]
-    assert len(read_board(path.read_bytes()).rows) == ROWS
+    assert len(read_board(path.read_bytes(), 0.0).rows) == ROWS
     lines[3].close()
     lines[3].close()
     board.open("late", [0, 2, 3])  # unevenly spaced: all ranks may take part
     board.open("too late", [0, 1])
-    late = next(line for line in read_board(path.read_bytes()).rows if line.place == "late")
+    late = next(line for line in read_board(path.read_bytes(), 0.0).rows if line.place == "late")
     assert late.ranks == []
 
 
