@@ -29,20 +29,14 @@ def show(text: str, console: IO[str]) -> None:
         console.write(f"{text}\n")
         console.flush()
     except OSError as error:
-        if error.errno in GONE:
-            _silence(console)
+        if error.errno in GONE:  # later text of the process is thrown away
+            with open(os.devnull, "wb") as nothing:  # noqa: PTH123 - no file of ours
+                os.dup2(nothing.fileno(), console.fileno())
 
 
 def say(text: str) -> None:
     """Write a line to the error stream."""
     show(text, sys.stderr)
-
-
-def _silence(console: IO[str]) -> None:
-    """Throw later text of the process away: writing it is no error."""
-    nothing = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nothing, console.fileno())
-    os.close(nothing)
 
 
 def show_table(

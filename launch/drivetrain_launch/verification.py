@@ -133,15 +133,13 @@ def _ended(folder: Path, output: str) -> Attempt:
     try:
         record = RunRecord.read(folder)
     except FileNotFoundError:
-        return Attempt(
-            ending="empty", output=output, reason="the script ended without an Accelerator()"
-        )
-    if record.steps:
-        return Attempt(ending="recorded", record=record, output=output)
-    reason = "the script ended without an optimizer step through accelerator.prepare()"
-    if not record.models:
-        reason = "the script ended without accelerator.prepare(model)"
-    return Attempt(ending="empty", output=output, reason=reason)
+        lacking = "an Accelerator()"
+    else:
+        if record.steps:
+            return Attempt(ending="recorded", record=record, output=output)
+        lacking = "an optimizer step through accelerator.prepare()"
+        lacking = lacking if record.models else "accelerator.prepare(model)"
+    return Attempt(ending="empty", output=output, reason=f"the script ended without {lacking}")
 
 
 def _failed(output: str, code: int) -> Attempt:

@@ -8,7 +8,7 @@ import shlex
 import sys
 import textwrap
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -68,7 +68,8 @@ def command(ctx: click.Context, use_default: bool, output: Path | None) -> int:
     if ctx.invoked_subcommand is not None:
         return 0
     if use_default:
-        return write_defaults(output)
+        _put(resolve(Layer(), find_config=strategies().find_config).to_yaml(), output)
+        return 0
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise ConfigError(
             "expected a terminal to ask questions on, found none; "
@@ -137,11 +138,7 @@ def import_(source: tuple[str, ...], output: Path | None) -> None:
         source = (file,)
         output = _trailing_output(rest) or output
     text, script, hosts = imported(source)
-    if output is None:
-        click.echo(text, nl=False)
-    else:
-        write(output, text, replace=False)
-        click.echo(f"wrote {output}")
+    _put(text, output)
     line = run_line(output or DEFAULT_PATH, hosts, script)
     if output is None:
         line = f"no file was written; with --output {DEFAULT_PATH}, {line}"
@@ -166,19 +163,17 @@ def _trailing_output(words: Sequence[str]) -> Path | None:
     )
 
 
-def write_defaults(output: Path | None) -> int:
-    """Write every knob at its default; a file that exists is left alone.
+def _put(text: str, output: Path | None) -> None:
+    """Print a configuration, or write it; a file that exists is left alone.
 
     Raises:
         ConfigError: the file exists or cannot be written.
     """
-    text = resolve(Layer(), find_config=strategies().find_config).to_yaml()
     if output is None:
         click.echo(text, nl=False)
     else:
         write(output, text, replace=False)
         click.echo(f"wrote {output}")
-    return 0
 
 
 def ask(output: Path) -> int:
@@ -440,7 +435,8 @@ def imported(source: Sequence[str]) -> tuple[str, str, int]:
         text = translation.to_yaml(f"a command line of {Path(words[0]).name}")
     _check(translation)
     hosts = translation.values.get("launch", {}).get("nnodes", 1)
-    return text, _quoted(translation.script or (EXAMPLE_SCRIPT,)), hosts
+    script = translation.script or (EXAMPLE_SCRIPT,)  # variables of the shell stay variables
+    return text, " ".join(word if "$" in word else shlex.quote(word) for word in script), hosts
 
 
 def _of_file(path: Path) -> Translation:
@@ -462,7 +458,11 @@ def _of_file(path: Path) -> Translation:
 
 
 def _of_shell_script(path: Path) -> Translation:
-    for words in _commands(path.read_text(encoding="utf-8")):
+    for line in re.sub(r"\\\s*\n", " ", path.read_text(encoding="utf-8")).splitlines():
+        try:
+            words = shlex.split(line, comments=True)
+        except ValueError:  # a text over several lines
+            continue
         if _program(words) is not None:
             return _of_command(words, path.parent)
     raise ConfigError(
@@ -494,17 +494,6 @@ def _program(words: Sequence[str]) -> tuple[Importer, Sequence[str]] | None:
     return None
 
 
-def _commands(text: str) -> Iterator[list[str]]:
-    """Yield the words of each command of a shell script."""
-    for line in re.sub(r"\\\s*\n", " ", text).splitlines():
-        try:
-            words = shlex.split(line, comments=True)
-        except ValueError:  # a text over several lines
-            continue
-        if words:
-            yield words
-
-
 def _programs() -> str:
     return ", ".join(sorted({program[0] for each in importers() for program in each.programs}))
 
@@ -526,8 +515,3 @@ def _check(translation: Translation) -> None:
         check_run(resolve(Layer(translation.values), find_config=strategies().find_config))
     except ConfigError as error:
         raise ConfigError(f"the settings have no equal here: {error}\n{text}") from error
-
-
-def _quoted(words: Sequence[str]) -> str:
-    """Join words as a shell reads them; variables of the shell stay variables."""
-    return " ".join(word if "$" in word else shlex.quote(word) for word in words)

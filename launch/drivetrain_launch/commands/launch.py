@@ -189,7 +189,8 @@ def launch(
         listening_address(Endpoint.parse(settings.rdzv_endpoint))
     with temporary_folder() as private:
         try:
-            with Signals() as signals, _memory(resolved) as memory:
+            in_memory = resolved.run.checkpoint.local == "memory"
+            with Signals() as signals, memory_folder() if in_memory else nullcontext() as memory:
                 return _run(resolved, arguments, private, signals, surroundings, memory)
         except Stopped as stopped:
             return stopped.code
@@ -240,12 +241,6 @@ def make_log_dir(path: Path) -> None:
             f"launch.log_dir: expected a folder that exists or can be made, found {str(path)!r}: "
             f"{error.strerror}; choose another --log-dir"
         ) from error
-
-
-def _memory(resolved: Resolved) -> AbstractContextManager[Path | None]:
-    """Return the context of the folder for checkpoints in memory, or of none."""
-    wanted = resolved.run.checkpoint.local == "memory"
-    return memory_folder() if wanted else nullcontext()
 
 
 def _run(
@@ -347,12 +342,10 @@ def memory_folder(root: Path = MEMORY) -> Iterator[Path]:
     """
     from drivetrain.runtime.world import memory_kept_mark
 
-    def keep(folder: Path) -> bool:
-        return memory_kept_mark(folder).exists()
-
+    made = _folder(root, IN_MEMORY, keep=lambda folder: memory_kept_mark(folder).exists())
     with ExitStack() as stack:
         try:
-            folder = stack.enter_context(_folder(root, IN_MEMORY, keep))
+            folder = stack.enter_context(made)
         except OSError as error:
             raise ConfigError(
                 f"checkpoint.local: memory needs a file system in memory at {root}, found none "
@@ -362,8 +355,7 @@ def memory_folder(root: Path = MEMORY) -> Iterator[Path]:
         yield folder
 
 
-@contextmanager
-def temporary_folder() -> Iterator[Path]:
+def temporary_folder() -> AbstractContextManager[Path]:
     """Context of a new private folder for temporary files, which is removed at the end.
 
     Its name has the host's: hosts may share the folder of temporary files, but not their locks.
@@ -372,8 +364,7 @@ def temporary_folder() -> Iterator[Path]:
         OSError: it cannot be made.
     """
     prefix = f"drivetrain-launch-{socket.gethostname()}-"
-    with _folder(Path(tempfile.gettempdir()), prefix) as folder:
-        yield folder
+    return _folder(Path(tempfile.gettempdir()), prefix)
 
 
 @contextmanager

@@ -383,7 +383,9 @@ def command_line_layer(flags: Mapping[str, Any], assignments: Iterable[str]) -> 
 def _flag_option(flag: Flag) -> Callable[..., Any]:
     settings: dict[str, Any] = {"is_flag": True} if flag.value else {"metavar": flag.metavar}
     if flag.key == STRATEGY_KEY:
-        settings["shell_complete"] = _complete_strategy
+        settings["shell_complete"] = lambda ctx, param, incomplete: _offered(
+            dict(described_strategies()), incomplete
+        )
     elif flag.metavar == FOLDER:
         settings["shell_complete"] = complete_folder
     names = (*flag.names, flag.parameter)
@@ -442,12 +444,6 @@ def _offered(texts: Mapping[str, str], incomplete: str, suffix: str = "") -> lis
         for word, text in texts.items()
         if word.startswith(incomplete)
     ]
-
-
-def _complete_strategy(
-    ctx: click.Context, param: click.Parameter, incomplete: str
-) -> list[CompletionItem]:
-    return _offered(dict(described_strategies()), incomplete)
 
 
 def complete_key(

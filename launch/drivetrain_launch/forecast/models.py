@@ -88,17 +88,12 @@ def model_of(source: str, arguments: Sequence[str] = ()) -> ModelSpec:
         return of_size(count)
     if FACTORY.fullmatch(source):
         return ModelSpec.of(of_function(source))
+    hub = re.fullmatch(r"[\w-]+(?:/[\w.-]+)?", source)
+    more = f", or, as nothing is downloaded, give the config.json of {source}" if hub else ""
     raise ConfigError(
-        f"expected a config.json of transformers or its folder, a script, MODULE:FUNCTION or a "
-        f"number of parameters such as 7B, found {source!r}; check the path{_of_a_hub(source)}"
+        "expected a config.json of transformers or its folder, a script, MODULE:FUNCTION or a "
+        f"number of parameters such as 7B, found {source!r}; check the path{more}"
     )
-
-
-def _of_a_hub(source: str) -> str:
-    """Return the way out for the name of a model on a hub; "" for other texts."""
-    if not re.fullmatch(r"[\w-]+(?:/[\w.-]+)?", source):
-        return ""
-    return f", or, as nothing is downloaded, give the config.json of {source}"
 
 
 def of_size(parameters: int) -> ModelSpec:

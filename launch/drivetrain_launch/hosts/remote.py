@@ -420,12 +420,6 @@ class HostConnection:
             thread.join(1.0)
         return "; ".join(self._complaints) or f"exit code {self.process.returncode}"
 
-    def ask_to_end(self) -> None:
-        """Close the host's input, with which its launcher ends."""
-        if self.process.stdin is not None:
-            with suppress(OSError):
-                self.process.stdin.close()
-
     def close(self) -> None:
         """Cut the connection if it is still there, and show the last lines."""
         self.process.kill()
@@ -519,7 +513,9 @@ def _first_code(connections: Sequence[HostConnection]) -> int:
 def _end(connections: Sequence[HostConnection], signals: Signals) -> None:
     """End the hosts that still run: a further signal cuts the connections at once."""
     for connection in connections:
-        connection.ask_to_end()
+        if connection.process.stdin is not None:  # with the end of its input, a launcher ends
+            with suppress(OSError):
+                connection.process.stdin.close()
     deadline = time.monotonic() + END_S
     signals.take()
     while any(each.runs for each in connections) and time.monotonic() < deadline:

@@ -337,7 +337,11 @@ class Coordinator:
             self._refuse(channel, *self._why_over)
             return
         member = Member.of(message, channel)
-        text = misfit(message, self._launch.nnodes, self._identity) or self._differs(member)
+        text = misfit(message, self._launch.nnodes, self._identity)
+        first = self._members.get(0)
+        if not text and first is not None and (self._phase == "running" or self._attempt):
+            # A replacement whose software differs leaves alone, and the others go on.
+            text = differences({each.shown: each.software for each in (first, member)})
         if text:
             self._refuse(channel, ConfigError.exit_code, text)
         if text or self._taken(member):
@@ -347,13 +351,6 @@ class Coordinator:
                 self._hear(member, await channel.receive())
         except (OSError, NotAuthenticError):
             self._lose(member, "its launcher has ended, or the connection is closed")
-
-    def _differs(self, newcomer: Member) -> str:
-        """Return how a replacement's software differs: it leaves alone, and the others go on."""
-        first = self._members.get(0)
-        if first is None or (self._phase != "running" and not self._attempt):
-            return ""
-        return differences({each.shown: each.software for each in (first, newcomer)})
 
     def _taken(self, member: Member) -> bool:
         """Give a newcomer a place, or let it wait; whether two with one place end the run."""

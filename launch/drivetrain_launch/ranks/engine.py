@@ -258,7 +258,9 @@ class RankProcesses:
         for rank, moment in self._ends.items():
             code = self._code(rank)
             failure = self._failure(rank, host, code, moment)
-            was_stopped = rank in self._stopped or (rank in self._told and _died_of_it(code))
+            # Processes that have no handler for SIGTERM end so.
+            died_of_it = code in (-signal.SIGTERM, 128 + signal.SIGTERM)
+            was_stopped = rank in self._stopped or (rank in self._told and died_of_it)
             if was_stopped and not failure.summary:
                 stopped.append(rank)
             elif code in (0, PREEMPTED) and rank not in self._held:
@@ -316,11 +318,6 @@ def _blocked(number: int) -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _died_of_it(code: int) -> bool:
-    """Whether a rank ended as processes do that have no handler for SIGTERM."""
-    return code in (-signal.SIGTERM, 128 + signal.SIGTERM)
 
 
 # --- runs the ranks of this host from the first attempt to the last ---

@@ -258,17 +258,12 @@ class SeveralHosts:
             self._join_again()
         with reminding(lambda: self._missing and f"{self._missing} at {self._leader.endpoint}"):
             message = self._next("meet")
-        channel = self._open_channel()
-        address = str(channel.writer.get_extra_info("sockname")[0])
-        return Assignment(
-            attempt=message["attempt"],
-            sizes=tuple(message["sizes"]),
-            nodes=tuple(message["nodes"]),
-            link=message["link"],
-            index=message["index"],
-            port=message["port"] if self._is_leader else self._proxy.port,
-            address=(self._is_leader and message["address"]) or address,
-        )
+        if not self._is_leader:
+            message["port"] = self._proxy.port
+        if not (self._is_leader and message["address"]):
+            channel = self._open_channel()
+            message["address"] = str(channel.writer.get_extra_info("sockname")[0])
+        return Assignment(**message | {key: tuple(message[key]) for key in ("sizes", "nodes")})
 
     def stop_asked(self) -> bool:
         """Whether another host's ranks have failed, or host 0 is gone."""
@@ -309,7 +304,7 @@ class SeveralHosts:
             text = f"{self._lost}; trying to reach it again" if again else str(error)
             return Verdict(text=text, code=error.exit_code, again=again)
         self._over = not message["again"]
-        return Verdict(text=message["text"], code=message["code"], again=message["again"])
+        return Verdict(**message)
 
     def leave(self, reason: str) -> None:
         """Leave the run; host 0 stays until the others have heard the last verdict."""
@@ -323,7 +318,7 @@ class SeveralHosts:
         self._store = None
 
     def _next(self, kind: str) -> dict[str, Any]:
-        """Return the next message of a kind.
+        """Return the values of the next message of a kind.
 
         Raises:
             CollectiveError: host 0 is lost.
@@ -332,14 +327,15 @@ class SeveralHosts:
         """
         while True:
             message = self._inbox.get()
-            if message["kind"] == "refused":
+            found = message.pop("kind")
+            if found == "refused":
                 self._over = True
                 raise _refusal(message)
-            if message["kind"] == "lost":
+            if found == "lost":
                 self._over = True
                 self._lost = f"host 0 at {self._leader.endpoint} is lost: {message['reason']}"
                 raise CollectiveError(f"{self._lost}; {AGAIN}")
-            if message["kind"] == kind:
+            if found == kind:
                 return message
 
     def _open_channel(self) -> Channel:
@@ -458,7 +454,7 @@ class SeveralHosts:
 def _join_request(job: HostJob, channel: Channel) -> dict[str, Any]:
     """Return the facts of a launcher for host 0."""
     seen = str(channel.writer.get_extra_info("sockname")[0])
-    address, transport = chosen_address(job.backend, seen), transport_of(job.backend)
+    address, (transport, measured) = chosen_address(job.backend, seen), transport_of(job.backend)
     return {
         "index": job.launch.node_rank,
         "host": socket.gethostname(),
@@ -469,8 +465,8 @@ def _join_request(job: HostJob, channel: Channel) -> dict[str, Any]:
         "network": {
             "address": address,
             "interface": interface_of(address) or "",
-            "transport": transport.name,
-            "measured": transport.measured,
+            "transport": transport,
+            "measured": measured,
         },
     }
 

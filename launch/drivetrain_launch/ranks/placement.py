@@ -155,9 +155,7 @@ class Assignment:
 
 def cores() -> int:
     """Return the number of CPU cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    return len(os.sched_getaffinity(0))
 
 
 def accelerators() -> int:

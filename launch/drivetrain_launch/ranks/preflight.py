@@ -75,7 +75,7 @@ class Findings:
         silent: why a host did not take part after all.
         latencies: seconds of one way, by who answers and who asks.
         clocks: how far a host's clock is ahead of host 0's, seconds.
-        inside: bytes per second between two sockets of each host.
+        inside: bytes per second between two sockets of a host, the way from it to itself.
         ring: bytes per second when all hosts send to their neighbor at once.
         pairs: bytes per second when two hosts have the network for themselves.
         seconds: that the check took.
@@ -86,7 +86,7 @@ class Findings:
     silent: dict[int, str] = field(default_factory=dict)
     latencies: dict[Way, float] = field(default_factory=dict)
     clocks: dict[int, float] = field(default_factory=dict)
-    inside: dict[int, float] = field(default_factory=dict)
+    inside: dict[Way, float] = field(default_factory=dict)
     ring: dict[Way, float] = field(default_factory=dict)
     pairs: dict[Way, float] = field(default_factory=dict)
     seconds: float = 0.0
@@ -144,10 +144,9 @@ class Findings:
         return columns, rows
 
     def _cell(self, sender: int, receiver: int) -> str:
-        rate = self.pairs.get((sender, receiver), 0.0)
-        if sender == receiver:
-            return rate_text(self.inside.get(sender, 0.0))
-        latency = self.latencies.get((sender, receiver))
+        way = (sender, receiver)
+        rate = self.inside.get(way, self.pairs.get(way, 0.0))
+        latency = self.latencies.get(way)  # None inside of a host
         return rate_text(rate) + (f", {latency_text(latency)}" if latency is not None else "")
 
     def _summary(self) -> str:
@@ -204,18 +203,6 @@ INTERFACES = {"gloo": "GLOO_SOCKET_IFNAME", "nccl": "NCCL_SOCKET_IFNAME"}
 """Variables that name the interfaces of a backend, separated by commas."""
 
 
-class Transport(NamedTuple):
-    """How ranks send to other hosts.
-
-    Attributes:
-        name: for the user.
-        measured: whether a measurement over TCP tells how fast it is.
-    """
-
-    name: str
-    measured: bool
-
-
 def machine_id() -> str:
     """Return a text that is equal for all processes of this machine, or of this container."""
     try:
@@ -225,14 +212,14 @@ def machine_id() -> str:
     return f"{socket.gethostname()} {boot}"
 
 
-def transport_of(backend: str, adapters: Path = RDMA) -> Transport:
-    """Return the transport that a backend chooses on this host."""
+def transport_of(backend: str, adapters: Path = RDMA) -> tuple[str, bool]:
+    """Return how ranks send to other hosts, and whether a measurement over TCP tells how fast."""
     found = sorted(path.name for path in adapters.iterdir()) if adapters.is_dir() else []
     disabled = os.environ.get("NCCL_IB_DISABLE", "0") not in ("", "0")
     if backend == "nccl" and found and not disabled:
-        return Transport(f"NCCL over {', '.join(found)}, not measured", False)
+        return f"NCCL over {', '.join(found)}, not measured", False
     names = {"nccl": "NCCL", "gloo": "gloo"}
-    return Transport(f"{names.get(backend, backend)} over TCP", backend in names)
+    return f"{names.get(backend, backend)} over TCP", backend in names
 
 
 def chosen_address(backend: str, default: str) -> str:
@@ -293,18 +280,6 @@ class Peer(NamedTuple):
     port: int
 
 
-class Answer(NamedTuple):
-    """The answer of a host that was asked for the time.
-
-    Attributes:
-        latency_s: half of the quickest round trip.
-        clock_s: how far its clock is ahead of this host's.
-    """
-
-    latency_s: float
-    clock_s: float
-
-
 def new_token() -> str:
     """Return the token of one check."""
     return secrets.token_hex(TOKEN_BYTES)
@@ -358,20 +333,20 @@ class HostProbe:
             self._listener.close()
             self._listener = None
 
-    def ask_time(self, peer: Peer) -> Answer:
-        """Return the latency to another host, and how far its clock is ahead.
+    def ask_time(self, peer: Peer) -> tuple[float, float]:
+        """Return half of the quickest round trip to another host, and how far its clock is ahead.
 
         Raises:
             OSError: it cannot be reached, or does not answer.
         """
-        best = Answer(float("inf"), 0.0)
+        best = float("inf"), 0.0
         with self._connection(peer) as connection:
             for _ in range(PINGS):
                 before, begin = self._clock(), time.perf_counter()
                 connection.sendall(TIME)
                 (theirs,) = DOUBLE.unpack(_exactly(connection, DOUBLE.size))
                 trip = time.perf_counter() - begin
-                best = min(best, Answer(trip / 2, theirs - before - trip / 2))
+                best = min(best, (trip / 2, theirs - before - trip / 2))
         return best
 
     def receive(self, peer: Peer, seconds: float) -> float:
@@ -401,7 +376,7 @@ class HostProbe:
             asked = {peer.host: pool.submit(self.ask_time, peer) for peer in peers}
             for index, answer in asked.items():
                 try:
-                    answers[index] = tuple(answer.result())
+                    answers[index] = answer.result()
                 except OSError as error:
                     failures[index] = error.strerror or "no answer"
         return {"failures": failures, "answers": answers}
@@ -490,17 +465,14 @@ class HostCheck:
         begin = time.monotonic()
         self._found = Findings(self.hosts)
         token = new_token()
+        order = {"order": "open", "token": token}
         opened = await self._all(
-            {
-                host.index: {"order": "open", "address": host.address, "token": token}
-                for host in self.hosts
-            }
+            {each.index: order | {"address": each.address} for each in self.hosts}
         )
-        ports = {index: reply["port"] for index, reply in opened.items() if "port" in reply}
         probes = {
-            host.index: (host.index, host.address, ports[host.index])
-            for host in self.hosts
-            if host.index in ports
+            each.index: (each.index, each.address, int(opened[each.index]["port"]))
+            for each in self.hosts
+            if each.index in opened
         }
         await self._reach(probes)
         if not self._found.failures and len(probes) == len(self.hosts):
@@ -527,21 +499,18 @@ class HostCheck:
 
     async def _measure(self, probes: Mapping[int, tuple[int, str, int]]) -> None:
         places = list(probes)
-        for index, rate in (await self._rates({i: i for i in places}, probes, INSIDE_S)).items():
-            self._found.inside[index] = rate
+        self._found.inside = await self._rates({i: i for i in places}, probes, INSIDE_S)
         ring = dict(zip(places, [places[-1], *places[:-1]], strict=True))
-        for index, rate in (await self._rates(ring, probes, RING_S)).items():
-            self._found.ring[ring[index], index] = rate
+        self._found.ring = await self._rates(ring, probes, RING_S)
         if self.extent == "full":
             for pairs in rounds(places):
                 for way in (pairs, {there: here for here, there in pairs.items()}):
-                    for index, rate in (await self._rates(way, probes, PAIR_S)).items():
-                        self._found.pairs[way[index], index] = rate
+                    self._found.pairs |= await self._rates(way, probes, PAIR_S)
 
     async def _rates(
         self, ways: Mapping[int, int], probes: Mapping[int, tuple[int, str, int]], seconds: float
-    ) -> dict[int, float]:
-        """Measure several ways at once, by receiver and sender; return the rates by receiver."""
+    ) -> dict[Way, float]:
+        """Measure several ways at once, by receiver and sender; return the rate of each."""
         replies = await self._all(
             {
                 index: {"order": "receive", "peers": [probes[sender]], "seconds": seconds}
@@ -549,7 +518,7 @@ class HostCheck:
             }
         )
         return {
-            index: float(reply["rates"][str(ways[index])])
+            (ways[index], index): float(reply["rates"][str(ways[index])])
             for index, reply in replies.items()
             if "rates" in reply
         }

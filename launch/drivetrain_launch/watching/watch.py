@@ -27,7 +27,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from drivetrain.observe.figures import RankTimes, Straggler, read_work, stragglers
+from drivetrain.observe.figures import RankTimes, read_work, stragglers
 from drivetrain.runtime.board import DRAWING, NATIVE, OperationView
 from drivetrain_launch.watching.answers import (
     STACKS,
@@ -673,11 +673,12 @@ class StragglerWatch:
             return
         found = stragglers(self._works.values(), self._margin)
         self._works = {}
-        due = [each for each in found if self._is_due(each)]
+        due = [
+            each
+            for each in found
+            if each.ranks in self._before and not self._named.issuperset(each.ranks)
+        ]
         self._before = {each.ranks for each in found}
         for each in due:
             self._named.update(each.ranks)
             self._say(str(each))
-
-    def _is_due(self, straggler: Straggler) -> bool:
-        return straggler.ranks in self._before and not self._named.issuperset(straggler.ranks)

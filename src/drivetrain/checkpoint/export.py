@@ -251,20 +251,15 @@ def _read(source: ModelReader, name: str, dtype: torch.dtype) -> Tensor:
     narrowed = dtype.is_floating_point and torch.finfo(dtype).max < torch.finfo(saved).max
     if narrowed and tensor.numel() and _has_infinity(*torch.aminmax(tensor)):
         del tensor  # never two at a time
-        _check_infinite(source, name, dtype)
+        low, high = torch.aminmax(source.read(name))
+        if not _has_infinity(low, high):
+            raise CheckpointError(
+                f"expected the values of {name!r} to fit {dtype}, which ends at "
+                f"{torch.finfo(dtype).max:g}, found values from {float(low):g} to "
+                f"{float(high):g}; export as bf16 or fp32"
+            )
         return source.read(name, dtype=dtype)
     return tensor
-
-
-def _check_infinite(source: ModelReader, name: str, dtype: torch.dtype) -> None:
-    """Raise when the saved values are finite, so that only the dtype made them infinite."""
-    low, high = torch.aminmax(source.read(name))
-    if not _has_infinity(low, high):
-        raise CheckpointError(
-            f"expected the values of {name!r} to fit {dtype}, which ends at "
-            f"{torch.finfo(dtype).max:g}, found values from {float(low):g} to {float(high):g}; "
-            "export as bf16 or fp32"
-        )
 
 
 def _has_infinity(low: Tensor, high: Tensor) -> bool:
@@ -288,11 +283,12 @@ class ExportedWeights:
         self.path = path
         self._files: dict[str, Path] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
-        for file, names in export_files(path).items():
-            with _opened(file) as content:
-                for name in content.keys() if names is None else names:
-                    self._files[name] = file
-                    self.shapes[name] = _shape(content, file, name)
+        for file, content, name in _stored(path):
+            self._files[name] = file
+            try:
+                self.shapes[name] = tuple(content.get_slice(name).get_shape())
+            except SafetensorError as error:
+                raise CheckpointError(f"expected {name!r} in {file}, found: {error}") from error
 
     def read(self, name: str, only: Ranges | None = None) -> Tensor:
         """Return one tensor, or part of it, on the CPU, in fresh memory and the file's dtype."""
@@ -389,13 +385,6 @@ def _opened(file: Path) -> Iterator[Any]:
         raise CheckpointError(f"{file} is not whole: {error}; export the model again") from error
 
 
-def _shape(content: Any, file: Path, name: str) -> tuple[int, ...]:
-    try:
-        return tuple(content.get_slice(name).get_shape())
-    except SafetensorError as error:
-        raise CheckpointError(f"expected {name!r} in {file}, found: {error}") from error
-
-
 def read_export(path: Path) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, tensor) of an export, on the CPU, one tensor in memory at a time.
 
@@ -406,10 +395,16 @@ def read_export(path: Path) -> Iterator[tuple[str, Tensor]]:
         CheckpointError: nothing to read is there, a file is missing or damaged, or the index names
             a file outside the directory.
     """
+    for _, content, name in _stored(path):
+        yield name, content.get_tensor(name).clone()
+
+
+def _stored(path: Path) -> Iterator[tuple[Path, Any, str]]:
+    """Yield the file of each tensor, the open file, and its name; errors as of ``read_export``."""
     for file, names in export_files(path).items():
         with _opened(file) as content:
             for name in content.keys() if names is None else names:
-                yield name, content.get_tensor(name).clone()
+                yield file, content, name
 
 
 def export_files(path: Path) -> dict[Path, list[str] | None]:

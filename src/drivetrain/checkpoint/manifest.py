@@ -155,9 +155,10 @@ def first_overlap(parts: Sequence[Part]) -> tuple[Part, Part] | None:
             if other.range[0] < one.range[1]:
                 return one, other
     for box, another in _overlapping(sorted(by_box)):
-        found = _first_shared(by_box[box], by_box[another])
-        if found is not None:
-            return found
+        for one, other in product(by_box[box], by_box[another]):
+            for first, second in product(boxes(one), boxes(other)):
+                if overlap(*first[:2], *second[:2]) is not None:
+                    return one, other
     return None
 
 
@@ -169,14 +170,6 @@ def _overlapping(ordered: Sequence[Extent]) -> Iterator[tuple[Extent, Extent]]:
                 break
             if overlap(offsets, sizes, *other) is not None:
                 yield (offsets, sizes), other
-
-
-def _first_shared(some: Sequence[Part], others: Sequence[Part]) -> tuple[Part, Part] | None:
-    for one, other in product(some, others):
-        for box, second in product(boxes(one), boxes(other)):
-            if overlap(box.offsets, box.sizes, second.offsets, second.sizes) is not None:
-                return one, other
-    return None
 
 
 def overlap(

@@ -81,12 +81,6 @@ class PendingFile:
     fresh_bytes: int = 0
     files: int = 0
 
-    def has_room(self, shard: Shard) -> bool:
-        """Whether a shard may come into the same file."""
-        more = shard.tensor.nbytes
-        fresh = not shard.fresh or self.fresh_bytes + more <= FRESH_BYTES
-        return fresh and self.bytes + more <= FILE_BYTES
-
     def add(self, shard: Shard) -> None:
         """Let a shard wait, too."""
         self.shards.append(shard)
@@ -279,7 +273,9 @@ class RankWriter:
         if shard.name in names and not is_finite(shard.tensor):
             self._report.finite = False
         batch = self._batch(index, OPTIMIZER if shard.state else WEIGHTS)
-        if not batch.has_room(shard):
+        more = shard.tensor.nbytes
+        too_fresh = shard.fresh and batch.fresh_bytes + more > FRESH_BYTES
+        if too_fresh or batch.bytes + more > FILE_BYTES:
             self._flush(index, batch)
         batch.add(shard)
 

@@ -134,7 +134,8 @@ def read_file(path: str | Path) -> Layer:
     if not isinstance(node, yaml.MappingNode):
         raise ConfigError(
             f"{path}:{node.start_mark.line + 1}: expected a mapping of keys to values such as "
-            f"'precision: bf16', found a {_kind_of(node)}"
+            f"'precision: bf16', found a "
+            f"{'list' if isinstance(node, yaml.SequenceNode) else 'single value'}"
         )
     lines = dict(_lines(node, path))
     values = _construct(node)
@@ -297,10 +298,6 @@ def _lines(node: yaml.MappingNode, path: Path, prefix: str = "") -> Iterable[tup
         yield prefix + key, line
         if isinstance(value_node, yaml.MappingNode):
             yield from _lines(value_node, path, f"{prefix}{key}.")
-
-
-def _kind_of(node: yaml.Node) -> str:
-    return "list" if isinstance(node, yaml.SequenceNode) else "single value"
 
 
 def _without_recorded_origins(layer: Layer, path: Path) -> Layer:

@@ -75,11 +75,7 @@ class Policy:
         read = None if param is None else dtype_word(param)
         sent = None if reduce is None else dtype_word(reduce)
         kept = None if master is None else dtype_word(master)
-        if read is not None:
-            _check_param(name, read, compute)
-        if sent is not None:
-            _check_reduce(name, sent)
-        _check_master(read, kept)
+        _check(name, compute, read, sent, kept)
         return cls(
             name=name,  # type: ignore[arg-type]  # checked above
             param=read,
@@ -145,30 +141,27 @@ def dtype_word(dtype: "torch.dtype | str") -> str:
     return WORDS.get(name, name)
 
 
-def _check_param(name: str, param: str, compute: str | None) -> None:
-    if param not in LOW_WORDS:
+def _check(
+    name: str, compute: str | None, param: str | None, reduce: str | None, master: str | None
+) -> None:
+    """Refuse dtypes that do not fit together."""
+    if param not in (None, *LOW_WORDS):
         raise ConfigError(
             f"dtypes.param: expected as_given, bf16 or fp16, found {param}; parameters that are "
             "given in fp32 stay so with as_given"
         )
-    if param != compute:
+    if param not in (None, compute):
         raise ConfigError(
             f"dtypes.param: {param} needs precision: {param}, found precision: {name}; set "
             f"precision: {param}, or dtypes.param: as_given"
         )
-
-
-def _check_reduce(name: str, reduce: str) -> None:
-    if reduce not in WORDS.values():
+    if reduce not in (None, *WORDS.values()):
         raise ConfigError(f"dtypes.reduce: expected as_given, bf16, fp16 or fp32, found {reduce}")
     if reduce == "fp16" and name != "fp16":
         raise ConfigError(
             f"dtypes.reduce: fp16 needs precision: fp16, found precision: {name}; without a loss "
             "scale gradients underflow in fp16: set dtypes.reduce: bf16, or precision: fp16"
         )
-
-
-def _check_master(param: str | None, master: str | None) -> None:
     if master not in ("auto", "fp32", None):
         raise ConfigError(
             f"dtypes.master: expected auto, fp32 or none, found {master}; a master "

@@ -153,19 +153,14 @@ def _overlay(
     for key, value in incoming.items():
         dotted = f"{prefix}{key}"  # refused later, if it is no text
         if isinstance(value, Mapping):
-            values[key] = _as_section(values.get(key))
+            below = values.get(key)  # a name alone stands for a strategy without options
+            below = {"name": below} if isinstance(below, str) else below
+            values[key] = dict(below) if isinstance(below, Mapping) else {}
             _overlay(values[key], value, dotted + ".", origins, layer)
         else:
             if key in values:
                 _refuse_conflict(dotted, values[key], value, origins, layer)
             values[key] = value
-
-
-def _as_section(value: Any) -> dict[str, Any]:
-    """Return the layer below a mapping; a name alone stands for a strategy without options."""
-    if isinstance(value, str):
-        return {"name": value}
-    return dict(value) if isinstance(value, Mapping) else {}
 
 
 def _refuse_conflict(

@@ -13,10 +13,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, cycle, islice
 from math import ceil
-from typing import Any, ClassVar, overload
+from typing import Any, ClassVar, cast
 
 import torch
-from torch import Tensor
 from torch.utils.data import RandomSampler, Sampler, SequentialSampler
 from typing_extensions import override
 
@@ -24,24 +23,14 @@ from drivetrain.errors import UsageError
 from drivetrain.runtime import rng
 
 
-class Permutation(Sequence[int]):
-    """The numbers 0 to n - 1 in an order that depends on a seed alone, 8 bytes each."""
-
-    def __init__(self, n: int, seed: int) -> None:
-        generator = torch.Generator()
-        generator.manual_seed(seed)
-        self._indices: Tensor = torch.randperm(n, generator=generator, device="cpu")  # (n,) int64
-
-    def __len__(self) -> int:
-        return len(self._indices)
-
-    @overload
-    def __getitem__(self, index: int) -> int: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[int]: ...
-    def __getitem__(self, index: int | slice) -> int | list[int]:
-        found: int | list[int] = self._indices[index].tolist()
-        return found
+def permutation(n: int, seed: int) -> Sequence[int]:
+    """Return the numbers 0 to n - 1 in an order that depends on a seed alone, 8 bytes each."""
+    generator = torch.Generator().manual_seed(seed)
+    order = array("q", bytes(8 * n))
+    if n:
+        memory = torch.frombuffer(order, dtype=torch.int64)
+        torch.randperm(n, generator=generator, device="cpu", out=memory)
+    return order
 
 
 class SeedableRandomSampler(Sampler[int]):
@@ -61,7 +50,7 @@ class SeedableRandomSampler(Sampler[int]):
         return len(self.data_source)
 
     def __iter__(self) -> Iterator[int]:
-        return iter(Permutation(len(self), self.seed + self.epoch))
+        return iter(permutation(len(self), self.seed + self.epoch))
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the order of the next iteration."""
@@ -110,7 +99,7 @@ class EpochOrder:
         if self.is_fixed:
             return range(len(self))
         if self.is_known:
-            return Permutation(len(self), seed)
+            return permutation(len(self), seed)
         forward_epoch(self._sampler, epoch)
         with rng.fork(seed), _seeded(self._sampler, seed):
             return list(self._sampler)
@@ -374,12 +363,7 @@ class BatchDivision(OrderDivision):
 
     @property
     def _full_size(self) -> int:
-        if self.batch_size is None:
-            raise UsageError(
-                "expected a batch sampler with a batch_size, found none; give it that attribute or "
-                "set split_batches=False"
-            )
-        return self.batch_size
+        return cast(int, self.batch_size)  # where batches vary, they are neither split nor filled
 
     def _width(self, samples: int, *, is_last: bool) -> int:
         """Return the samples per rank of a step that holds so many."""

@@ -636,8 +636,15 @@ def prepare_data_loader(  # noqa: PLR0913  one call site, keyword-only
         between=between,
     )
     chosen = seed if config.data_seed is None else config.data_seed
-    progress = Progress(seed=_drawn_seed(loader, world) if chosen is None else chosen)
-    return PreparedLoader(loader, _source(loader, axis, world, config, device), progress, delivery)
+    if chosen is None:
+        # The generator that would shuffle the loader without this library. It is read, not drawn
+        # from: a script's own random numbers stay as they are.
+        dataset = loader.dataset if isinstance(loader.dataset, IterableDataset) else None
+        own = generators(loader.batch_sampler, loader.sampler, loader, dataset)
+        generator = next(own, torch.default_generator)
+        chosen = seed_of_main(generator.initial_seed() & LARGEST_SEED, world)
+    source = _source(loader, axis, world, config, device)
+    return PreparedLoader(loader, source, Progress(seed=chosen), delivery)
 
 
 def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> PreparedLoader:
@@ -664,17 +671,6 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> Pre
         dataloader, axis=alone, world=World(), config=config, seed=0, device=None
     )
     return prepared.skipping(num_batches)
-
-
-def _drawn_seed(loader: DataLoader[Any], world: World) -> int:
-    """Return the seed of the generator that would shuffle the loader without this library.
-
-    It is read, not drawn from: a script's own random numbers stay as they are.
-    """
-    dataset = loader.dataset if isinstance(loader.dataset, IterableDataset) else None
-    own = generators(loader.batch_sampler, loader.sampler, loader, dataset)
-    generator = next(own, torch.default_generator)
-    return seed_of_main(generator.initial_seed() & LARGEST_SEED, world)
 
 
 def _check_readable(loader: DataLoader[Any], size: int) -> None:

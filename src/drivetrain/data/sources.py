@@ -403,7 +403,9 @@ class MapSource:
         self._reader = self._make_reader()
 
     def _make_reader(self, **changes: Any) -> DataLoader[Any]:
-        plan = {"batch_sampler": self._plan} if self._batched else _unbatched(self._plan)
+        plan: dict[str, Any] = {"batch_sampler": self._plan}
+        if not self._batched:  # each item of the plan goes to the dataset whole
+            plan = {"sampler": self._plan, "batch_size": None}
         return reader_of(self._user, self._user.dataset, self._generator, **plan, **changes)
 
     def batches(self, rank: int, seed: int, epoch: int) -> int:
@@ -510,11 +512,6 @@ class MapSource:
                 share = division.share(order, position, rank)
                 yield share if self._takes_lists else share[0]
             position += division.stride
-
-
-def _unbatched(plan: _Plan) -> dict[str, Any]:
-    """Return the arguments of a loader that hands each item of the plan to the dataset whole."""
-    return {"sampler": plan, "batch_size": None}
 
 
 def seed_of_main(seed: int, world: World) -> int:

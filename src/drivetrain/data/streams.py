@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import chain, islice
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -174,11 +174,17 @@ class IterableSource:
             if len(head) < division.stride:
                 head = [*head, *samples][: division.stride]
             if not position and len(sizes) > 1 and not all(sizes):
-                raise _no_samples(sizes)
+                raise UsageError(
+                    "expected a part of the stream on every rank to fill its batches from, found "
+                    f"{sizes} samples in the first batches of the ranks; divide it into more "
+                    "parts, or set even_batches=False"
+                )
             following, following_state = self._take(stream, division, dataset)
             following_sizes = self._sizes(following, division)
             rest = following or [None] * any(following_sizes)  # other ranks go on with their parts
-            position += self._consumed(samples, division)
+            # Ranks that have no samples left count those of others.
+            counted = division.stride if self._shards > 1 and division.even else len(samples)
+            position += counted * self._shards
             yield GlobalStep(
                 shares=tuple(
                     self._share(division, rank, (samples, rest, head), counts[rank])
@@ -204,20 +210,9 @@ class IterableSource:
         short = division.drop_last and min(sizes) < division.stride
         return [0] if short else sizes
 
-    def _consumed(self, samples: Sequence[Any], division: SampleDivision) -> int:
-        """Return the positions of a step; ranks that have no samples left count those of others."""
-        if self._shards > 1 and division.even:
-            return division.stride * self._shards
-        return len(samples) * self._shards
-
     def _cut(self) -> SampleDivision:
         """Return how the stream that is read here is divided: a part is not."""
-        division = self.division
-        if not isinstance(division, SampleDivision):
-            raise UsageError(
-                f"expected a stream divided by samples, found {type(division).__name__}; an "
-                "IterableDataset has no batch sampler"
-            )
+        division = cast(SampleDivision, self.division)  # a stream has no batch sampler
         return division if self._shards == 1 else replace(division, size=1)
 
     def _open(self, start: Start, stride: int, dataset: Any) -> tuple[list[Any], Iterator[Any]]:
@@ -320,14 +315,6 @@ def _beside(dataset: Any) -> Any:
     if isinstance(own := getattr(dataset, "generator", None), torch.Generator):
         other.generator = own.clone_state()
     return other
-
-
-def _no_samples(sizes: Sequence[int]) -> UsageError:
-    return UsageError(
-        f"expected a part of the stream on every rank to fill its batches from, found {sizes} "
-        "samples in the first batches of the ranks; divide it into more parts, or set "
-        "even_batches=False"
-    )
 
 
 # --- rank 0 reads for all: each global step is one header and one block of bytes ---
@@ -638,10 +625,12 @@ class StreamSource(SourceAround):
             )
         elif self._dispatches:
             self._own.begun = self._own.begun if self._world.is_main else None
-        elif not division.even and _can_shard(self._user, self._axis.size):
+        elif not division.even and self._axis.size > 1:
             dataset: Any = self._user.dataset
             size, index = self._axis.size, self._axis.rank
-            self._source = self._part(dataset.shard(num_shards=size, index=index), None)
+            count = getattr(dataset, "num_shards", getattr(dataset, "n_shards", 0))
+            if callable(getattr(dataset, "shard", None)) and count >= size:
+                self._source = self._part(dataset.shard(num_shards=size, index=index), None)
 
     def _part(self, dataset: Any, begun: Iterator[Any] | None) -> IterableSource:
         ranks = (self._axis.rank,)
@@ -673,13 +662,6 @@ class StreamSource(SourceAround):
         pairs = {(place, tuple(each)) for place, each in zip(places, found, strict=True)}
         texts = [each for _, each in pairs if each]
         return len(pairs) == self._axis.size and len(texts) == len(set(texts))
-
-
-def _can_shard(loader: DataLoader[Any], size: int) -> bool:
-    """Whether the dataset can give each rank a shard of its own."""
-    dataset: Any = loader.dataset
-    count = getattr(dataset, "num_shards", getattr(dataset, "n_shards", 0))
-    return size > 1 and callable(getattr(dataset, "shard", None)) and count >= size
 
 
 def _are_shuffled(found: Sequence[Sequence[int]]) -> bool:

@@ -225,7 +225,11 @@ class GradientState:
         self.check_whole()
         if first:
             if self.sync_gradients:
-                self._begin_window()
+                self.micro_batch, self.backwards, self.stepped = 0, 0, False
+                self.windows += 1
+                later, self._clear_later = self._clear_later, []
+                for clear in later:
+                    clear()
             self.micro_batch += 1
             ends_loader = self.sync_with_dataloader and self.end_of_dataloader
             self._ends_window = ends_loader or self.micro_batch >= self.num_steps
@@ -250,13 +254,6 @@ class GradientState:
                 "gradients are sent, found that it was left before; let it run to its end, with a "
                 "loss times 0 for pieces that shall not count, or go on by load_state()"
             )
-
-    def _begin_window(self) -> None:
-        self.micro_batch, self.backwards, self.stepped = 0, 0, False
-        self.windows += 1
-        later, self._clear_later = self._clear_later, []
-        for clear in later:
-            clear()
 
     def clear(self, clear: Callable[[], None], *, used: bool) -> None:
         """Clear gradients for a script, but never those of a window that no step has used.

@@ -17,8 +17,6 @@ from torch import Tensor
 
 from drivetrain.errors import UsageError
 
-_PYTHON_WORDS = 625
-_NUMPY_WORDS = 624
 _NUMPY_SEED_LIMIT = 1 << 32
 
 
@@ -57,7 +55,9 @@ class Snapshot:
 
     def packed(self) -> dict[str, Tensor]:
         """Return the state as CPU tensors, as ``capture`` does."""
-        state = {"python": _packed_python(self._python), "torch": self._torch}
+        version, words, gauss = self._python
+        numbers = [version, *words, gauss is not None, _bits(gauss or 0.0)]  # 628
+        state = {"python": torch.tensor(numbers, device="cpu"), "torch": self._torch}
         if self._numpy is not None:
             state["numpy"] = _packed_numpy(self._numpy)
         if self._accelerator is not None:
@@ -90,17 +90,20 @@ def restore(state: Mapping[str, Tensor]) -> tuple[str, ...]:
     left_out = []
     for key, value in state.items():
         if key == "python":
-            _restore_python(value)
+            version, *words, has_gauss, bits = value.tolist()
+            random.setstate((version, tuple(words), _float(bits) if has_gauss else None))
         elif key == "torch":
             torch.set_rng_state(value)
         elif key == "numpy":
-            numpy = sys.modules.get("numpy")
-            left_out += ["numpy"] if numpy is None else []
-            _restore_numpy(numpy, value)
+            if (numpy := sys.modules.get("numpy")) is None:
+                left_out.append("numpy")
+            else:
+                *words, place, has_gauss, bits = value.tolist()
+                numpy.random.set_state(("MT19937", words, place, has_gauss, _float(bits)))
         elif key == "accelerator":
-            accelerator = _accelerator()
-            left_out += ["accelerator"] if accelerator is None else []
-            if accelerator is not None:
+            if (accelerator := _accelerator()) is None:
+                left_out.append("accelerator")
+            else:
                 accelerator.set_rng_state(value)
         else:
             raise UsageError(
@@ -131,22 +134,6 @@ def _accelerator() -> Any:
     return None if current is None else torch.get_device_module(current)
 
 
-def _packed_python(state: tuple[Any, ...]) -> Tensor:
-    """Pack as (628,) int64: version, 625 words, whether a Gaussian is kept, its bits."""
-    version, words, gauss = state
-    return torch.tensor([version, *words, gauss is not None, _bits(gauss or 0.0)], device="cpu")
-
-
-def _restore_python(state: Tensor) -> None:
-    version, *words, has_gauss, bits = state.tolist()
-    if len(words) != _PYTHON_WORDS:
-        raise UsageError(
-            f"expected {_PYTHON_WORDS} words of Python's generator, found {len(words)}; "
-            "restore what capture() returned"
-        )
-    random.setstate((version, tuple(words), _float(bits) if has_gauss else None))
-
-
 def _packed_numpy(state: Any) -> Tensor:
     """Pack as (627,) int64: 624 words, position, whether a Gaussian is kept, its bits."""
     if state["bit_generator"] != "MT19937":
@@ -157,18 +144,6 @@ def _packed_numpy(state: Any) -> Tensor:
     inner = state["state"]
     numbers = [*inner["key"].tolist(), inner["pos"], state["has_gauss"], _bits(state["gauss"])]
     return torch.tensor(numbers, dtype=torch.int64, device="cpu")
-
-
-def _restore_numpy(numpy: Any, state: Tensor) -> None:
-    if numpy is None:
-        return
-    *words, position, has_gauss, bits = state.tolist()
-    if len(words) != _NUMPY_WORDS:
-        raise UsageError(
-            f"expected {_NUMPY_WORDS} words of NumPy's generator, found {len(words)}; "
-            "restore what capture() returned"
-        )
-    numpy.random.set_state(("MT19937", words, position, has_gauss, _float(bits)))
 
 
 def _bits(number: float) -> int:
