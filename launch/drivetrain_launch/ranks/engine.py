@@ -18,7 +18,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from subprocess import Popen
-from typing import IO, NamedTuple, TextIO
+from typing import IO, TextIO, TypeAlias
 
 import psutil
 from torch.distributed.elastic.multiprocessing.tail_log import TailLog
@@ -65,11 +65,8 @@ LONGEST_LINE = 65536
 """Characters after which a line is shown although it goes on."""
 
 
-class Streams(NamedTuple):
-    """The files that a rank gets as its output stream and its error stream; None is the console."""
-
-    stdout: IO[bytes] | None = None
-    stderr: IO[bytes] | None = None
+Streams: TypeAlias = tuple[IO[bytes] | None, IO[bytes] | None]
+"""The files that a rank gets as its output stream and its error stream; None is the console."""
 
 
 class Output:
@@ -99,11 +96,11 @@ class Output:
         if self._folder is not None:
             return self._files(rank, self._folder)
         if rank == 0:
-            return Streams()
+            return None, None
         read, write = os.pipe()
         self._pipes[rank] = os.fdopen(read, encoding="utf-8", errors="replace")
         quiet = self._given.enter_context(open(os.devnull, "wb"))  # noqa: SIM115, PTH123
-        return Streams(quiet, self._given.enter_context(os.fdopen(write, "wb")))
+        return quiet, self._given.enter_context(os.fdopen(write, "wb"))
 
     def follow(self) -> None:
         """Show lines from now on: all ranks have started, and have their streams."""
@@ -125,13 +122,14 @@ class Output:
             tail.stop()
 
     def _files(self, rank: int, folder: Path) -> Streams:
-        paths = [folder / f"rank-{rank}.{stream}.log" for stream in ("stdout", "stderr")]
-        for path in paths:
-            keep_earlier(path)
+        out, err = (folder / f"rank-{rank}.{stream}.log" for stream in ("stdout", "stderr"))
+        keep_earlier(out)
+        keep_earlier(err)
         if rank == 0:
-            self._followed[sys.stdout][rank] = str(paths[0])
-        self._followed[sys.stderr][rank] = str(paths[1])
-        return Streams(*(self._given.enter_context(path.open("wb")) for path in paths))
+            self._followed[sys.stdout][rank] = str(out)
+        self._followed[sys.stderr][rank] = str(err)
+        opened = self._given.enter_context
+        return opened(out.open("wb")), opened(err.open("wb"))
 
 
 def keep_earlier(path: Path) -> None:
@@ -191,13 +189,13 @@ class RankProcesses:
         self._told: set[int] = set()
         self._stopped: set[int] = set()
         for rank, environment in environments.items():
-            streams = output.streams(rank)
+            stdout, stderr = output.streams(rank)
             with _blocked(signal.SIGUSR1):
                 self._processes[rank] = Popen(  # noqa: S603 - a list of arguments
                     list(command),
                     env={**environment, "TORCHELASTIC_ERROR_FILE": str(self._error_file(rank))},
-                    stdout=streams.stdout,
-                    stderr=streams.stderr,
+                    stdout=stdout,
+                    stderr=stderr,
                     start_new_session=True,
                 )
         output.follow()

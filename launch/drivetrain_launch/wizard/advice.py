@@ -4,9 +4,8 @@ Every installed strategy promises the bytes that it holds and sends for the user
 user's ranks (``Strategy.cost``); the proposal compares these numbers, and knows no strategy.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from drivetrain.config.resolve import Resolved
 from drivetrain.cost import Cost, ModelSpec
@@ -84,25 +83,8 @@ class Situation:
         return "on a device" if self.on_accelerators else "of host memory for each rank"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Proposal:
-    """A strategy with its reason.
-
-    Attributes:
-        strategy: its name.
-        options: its options where they are not the default.
-        form: name and options as text.
-        reason: one sentence without a full stop.
-    """
-
-    strategy: str
-    options: Mapping[str, Any]
-    form: str
-    reason: str
-
-
-def propose(situation: Situation, registry: Registry) -> Proposal:
-    """Compare the promises of all strategies and propose one."""
+def propose(situation: Situation, registry: Registry) -> tuple[Promise, str]:
+    """Compare the promises of all strategies; return one, and the reason without a full stop."""
     run, on_accelerators = situation.resolved.run, situation.on_accelerators
     ranks = int(run.launch.nproc_per_node) * run.launch.nnodes
     promises = promises_for(
@@ -117,12 +99,8 @@ def propose(situation: Situation, registry: Registry) -> Proposal:
         if promise.cost is not None
     ]
     chosen, why = _choose(candidates, situation, registry.default())
-    return Proposal(
-        strategy=chosen.promise.name,
-        options=chosen.promise.options,
-        form=chosen.promise.form,
-        reason=f"{why}, for {situation.size} on {ranks} rank{'s' if ranks > 1 else ''}",
-    )
+    where = f"{ranks} rank{'s' if ranks > 1 else ''}"
+    return chosen.promise, f"{why}, for {situation.size} on {where}"
 
 
 class Contender:

@@ -43,7 +43,7 @@ from drivetrain_launch.ranks.placement import Endpoint, accelerators, cores
 
 if TYPE_CHECKING:
     from drivetrain.cost import ModelSpec
-    from drivetrain_launch.wizard.advice import Proposal
+    from drivetrain_launch.forecast.planning import Promise
 
 STRATEGY, FACTS = "strategy.", "facts."
 """Prefixes of the keys of the strategy, and of answers that no file holds as they are."""
@@ -268,7 +268,7 @@ class Wizard:
     answers: dict[str, Any] = field(default_factory=dict)
     announce: Callable[[str], None] = lambda line: None
     _position: int = 0
-    _proposals: "dict[str, Proposal]" = field(default_factory=dict)
+    _proposals: "dict[str, tuple[Promise, str]]" = field(default_factory=dict)
     _models: "dict[str, ModelSpec]" = field(default_factory=dict)
 
     @property
@@ -332,8 +332,9 @@ class Wizard:
     def text(self) -> str:
         """Return the file: the reason for the strategy, and each key with its meaning."""
         lines: list[str] = []
-        if self._proposal().strategy == self.answers[STRATEGY_KEY]:
-            why = f"Proposed: {self._proposal().form}, because {self._proposal().reason}."
+        promise, reason = self._proposal()
+        if promise.name == self.answers[STRATEGY_KEY]:
+            why = f"Proposed: {promise.form}, because {reason}."
             lines = textwrap.wrap(why, COMMENT_COLUMNS - len("# "))
         head = "".join(f"# {line}\n" for line in lines)
         meanings = {f"launch.{knob.name}": knob.help for knob in options_of(LaunchConfig)}
@@ -377,9 +378,11 @@ class Wizard:
 
     def _usual(self, knob: Option, key: str) -> Any:
         """Return the default of a knob: that of the proposed form, for options of the strategy."""
-        if not key.startswith(STRATEGY) or self._proposal().strategy != self.answers[STRATEGY_KEY]:
+        if not key.startswith(STRATEGY):
             return knob.default
-        return self._proposal().options.get(knob.name, knob.default)
+        promise, _ = self._proposal()
+        chosen = promise.name == self.answers[STRATEGY_KEY]
+        return promise.options.get(knob.name, knob.default) if chosen else knob.default
 
     def _facts(self) -> Iterator[Question]:
         seen = SLURM if self.seen.nodes > 1 else SSH if self.seen.hosts else HERE
@@ -420,20 +423,20 @@ class Wizard:
         )
 
     def _strategy_question(self) -> Question:
-        proposal = self._proposal()
-        default = self.answers.get(STRATEGY_KEY, proposal.strategy)
+        promise, reason = self._proposal()
+        default = self.answers.get(STRATEGY_KEY, promise.name)
         ordered = sorted(self.registry.choices, key=lambda name: name != default)
         titles = {name: f"{name}: {self.registry.load(name).summary}" for name in ordered}
         return Question(
             key=STRATEGY_KEY,
             text="How is the training step spread over the ranks?",
-            help=f"Proposed: {proposal.form}, because {proposal.reason}.",
+            help=f"Proposed: {promise.form}, because {reason}.",
             default=default,
             choices=_choices(titles),
         )
 
-    def _proposal(self) -> "Proposal":
-        """Return the proposal for the answers before the strategy."""
+    def _proposal(self) -> "tuple[Promise, str]":
+        """Return the proposal for the answers before the strategy, and the reason."""
         from drivetrain_launch.wizard.advice import Situation, propose
 
         known = {key: value for key, value in self.answers.items() if not key.startswith(STRATEGY)}

@@ -21,7 +21,7 @@ ranks reads it as it reads one in storage. That needs room for the whole checkpo
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -649,7 +649,6 @@ class MemoryCheckpoints:
     def __init__(self, folder: Path, every: int, world: World, background: Background) -> None:
         self._folder, self._every, self._world = folder, every, world
         self._background = background
-        self._homes: MemoryHomes | None = None
         self._saved_at: int | None = None
         self._reserved = False
         self._number = 0
@@ -735,7 +734,7 @@ class MemoryCheckpoints:
         Raises:
             CheckpointError: on every rank, when it cannot be begun.
         """
-        homes = self._all_homes()
+        homes = self._homes
         is_first, self._saved_at = self._saved_at is None, steps
         if is_first:
             mine = int(next_name(self._folder).rpartition("_")[2])
@@ -761,7 +760,7 @@ class MemoryCheckpoints:
             CheckpointError: no whole checkpoint in memory can be read, and storage has none. The
                 files stay, also after the end of the launcher.
         """
-        homes = self._all_homes()
+        homes = self._homes
         instead = "nothing is in storage" if stored is None else f"storage has step {stored}"
         failed = []
         for found in whole_ones(homes, self._world):
@@ -800,14 +799,14 @@ class MemoryCheckpoints:
 
     def _keep(self, name: str) -> None:
         """Remove all but one checkpoint at this rank's home."""
-        homes = self._all_homes()
+        homes = self._homes
         keep_only(name, homes)
         if homes.is_keeper:
             memory_kept_mark(self._folder).unlink(missing_ok=True)
 
     def _refuse_to_begin_anew(self, found: SpreadCheckpoint) -> NoReturn:
         """Raise the error about a checkpoint that is whole and cannot be read."""
-        homes = self._all_homes().all
+        homes = self._homes.all
         places = [f"{home.folder / found.name} of {home.name}" for home in homes[:SHOWN]]
         more = f" and {len(homes) - SHOWN} more hosts" if len(homes) > SHOWN else ""
         raise CheckpointError(
@@ -818,7 +817,6 @@ class MemoryCheckpoints:
             "beside the run's other checkpoints, and start again"
         )
 
-    def _all_homes(self) -> MemoryHomes:
-        if self._homes is None:
-            self._homes = MemoryHomes(self._folder, self._world)
-        return self._homes
+    @cached_property
+    def _homes(self) -> MemoryHomes:
+        return MemoryHomes(self._folder, self._world)

@@ -13,7 +13,7 @@ import os
 import platform
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from itertools import pairwise, product
 from math import prod
@@ -366,10 +366,7 @@ def merge_tensors(pieces: Iterable[SavedTensor]) -> tuple[SavedTensor, ...]:
                 f"{piece.dtype} {piece.shape}; a strategy must save a tensor in one dtype and shape"
             )
         parts.setdefault(key, []).extend(piece.parts)
-    tensors = tuple(
-        SavedTensor(t.name, t.state, t.dtype, t.shape, tuple(parts[key]))
-        for key, t in merged.items()
-    )
+    tensors = tuple(replace(first, parts=tuple(parts[key])) for key, first in merged.items())
     for tensor in tensors:
         _check_parts(tensor)
     return tensors

@@ -10,7 +10,7 @@ import signal
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import FrameType, MethodType
 from typing import Any, NamedTuple, Protocol, TypeAlias
@@ -332,21 +332,13 @@ def reader_of(
         generator: seeds the workers, so that an epoch draws nothing from torch's global state.
         changes: arguments of DataLoader.
     """
-    settings: dict[str, Any] = {
-        "num_workers": loader.num_workers,
-        "collate_fn": loader.collate_fn,
-        "pin_memory": loader.pin_memory,
-        "timeout": loader.timeout,
-        "worker_init_fn": loader.worker_init_fn,
-        "persistent_workers": loader.persistent_workers,
-        "generator": generator,
-    }
+    names = ["num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn"]
     if loader.num_workers:
-        settings["multiprocessing_context"] = loader.multiprocessing_context
-        settings["prefetch_factor"] = loader.prefetch_factor
-        if is_launched():
-            settings["worker_init_fn"] = outliving_notices(loader.worker_init_fn)
-    return DataLoader(dataset, **{**settings, **changes})
+        names += ["persistent_workers", "multiprocessing_context", "prefetch_factor"]
+    settings = {name: getattr(loader, name) for name in names} | {"generator": generator}
+    if loader.num_workers and is_launched():
+        settings["worker_init_fn"] = outliving_notices(loader.worker_init_fn)
+    return DataLoader(dataset, **settings | changes)
 
 
 # --- a map-style dataset: the indices of every batch are known before a sample is touched ---
@@ -461,9 +453,7 @@ class MapSource:
             position = following
             yield GlobalStep(
                 shares=shares,
-                start=Start(
-                    epoch=start.epoch, seed=start.seed, position=position, identity=identity
-                ),
+                start=replace(start, position=position, identity=identity),
                 remainder=remainder,
                 final=not self._readers(order, division, position),
             )

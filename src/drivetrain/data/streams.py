@@ -190,13 +190,7 @@ class IterableSource:
                     self._share(division, rank, (samples, rest, head), counts[rank])
                     for rank in self.ranks
                 ),
-                start=Start(
-                    epoch=start.epoch,
-                    seed=start.seed,
-                    position=position,
-                    identity=identity,
-                    dataset_state=state,
-                ),
+                start=replace(start, position=position, identity=identity, dataset_state=state),
                 remainder=-1 if any(following_sizes) else self._remainder(samples, sizes, division),
                 final=not any(following_sizes),
             )

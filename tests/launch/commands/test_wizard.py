@@ -439,14 +439,14 @@ def test_sizes_of_the_proposed_form_are_the_defaults_of_its_questions(command):
     question = proposed(wizard, model="7B")
     assert "because nothing fits, and this form comes closest: it needs devices of" in question.help
     assert "and lacks" in question.help
-    proposal = wizard._proposal()
-    wizard.answer(proposal.strategy)
+    promise, _ = wizard._proposal()
+    wizard.answer(promise.name)
     asked = {}
     while (question := wizard.current) is not None:
         asked[question.key.removeprefix("strategy.")] = question.default
         wizard.answer(question.default)
-    assert proposal.options.items() <= asked.items()
-    assert f"# Proposed: {proposal.form}, because nothing fits" in wizard.text()
+    assert promise.options.items() <= asked.items()
+    assert f"# Proposed: {promise.form}, because nothing fits" in wizard.text()
 
 
 def test_sizes_that_do_not_divide_the_ranks_are_refused_where_they_are_typed(wizard):
