@@ -18,7 +18,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from subprocess import Popen
-from typing import IO, TextIO, TypeAlias
+from typing import IO, NamedTuple, TextIO
 
 import psutil
 from torch.distributed.elastic.multiprocessing.tail_log import TailLog
@@ -65,8 +65,11 @@ LONGEST_LINE = 65536
 """Characters after which a line is shown although it goes on."""
 
 
-Streams: TypeAlias = tuple[IO[bytes] | None, IO[bytes] | None]
-"""The files that a rank gets as its output stream and its error stream; None is the console."""
+class Streams(NamedTuple):
+    """The files that a rank gets as its output stream and its error stream; None is the console."""
+
+    stdout: IO[bytes] | None = None
+    stderr: IO[bytes] | None = None
 
 
 class Output:
@@ -96,11 +99,11 @@ class Output:
         if self._folder is not None:
             return self._files(rank, self._folder)
         if rank == 0:
-            return None, None
+            return Streams()
         read, write = os.pipe()
         self._pipes[rank] = os.fdopen(read, encoding="utf-8", errors="replace")
         quiet = self._given.enter_context(open(os.devnull, "wb"))  # noqa: SIM115, PTH123
-        return quiet, self._given.enter_context(os.fdopen(write, "wb"))
+        return Streams(quiet, self._given.enter_context(os.fdopen(write, "wb")))
 
     def follow(self) -> None:
         """Show lines from now on: all ranks have started, and have their streams."""
@@ -122,14 +125,13 @@ class Output:
             tail.stop()
 
     def _files(self, rank: int, folder: Path) -> Streams:
-        out, err = (folder / f"rank-{rank}.{stream}.log" for stream in ("stdout", "stderr"))
-        keep_earlier(out)
-        keep_earlier(err)
+        paths = [folder / f"rank-{rank}.{stream}.log" for stream in ("stdout", "stderr")]
+        for path in paths:
+            keep_earlier(path)
         if rank == 0:
-            self._followed[sys.stdout][rank] = str(out)
-        self._followed[sys.stderr][rank] = str(err)
-        opened = self._given.enter_context
-        return opened(out.open("wb")), opened(err.open("wb"))
+            self._followed[sys.stdout][rank] = str(paths[0])
+        self._followed[sys.stderr][rank] = str(paths[1])
+        return Streams(*(self._given.enter_context(path.open("wb")) for path in paths))
 
 
 def keep_earlier(path: Path) -> None:
@@ -189,13 +191,13 @@ class RankProcesses:
         self._told: set[int] = set()
         self._stopped: set[int] = set()
         for rank, environment in environments.items():
-            stdout, stderr = output.streams(rank)
+            streams = output.streams(rank)
             with _blocked(signal.SIGUSR1):
                 self._processes[rank] = Popen(  # noqa: S603 - a list of arguments
                     list(command),
                     env={**environment, "TORCHELASTIC_ERROR_FILE": str(self._error_file(rank))},
-                    stdout=stdout,
-                    stderr=stderr,
+                    stdout=streams.stdout,
+                    stderr=streams.stderr,
                     start_new_session=True,
                 )
         output.follow()

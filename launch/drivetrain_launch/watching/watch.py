@@ -348,10 +348,6 @@ class Usual:
             views: the states of all ranks, by global rank.
             now: the moment, in seconds of a monotonic clock.
         """
-        self._learn_waits(views, now)
-        self._learn_rests(views)
-
-    def _learn_waits(self, views: Mapping[int, RankView], now: float) -> None:
         waiting = {
             (view.rank, each.place, each.running): each.running_s
             for view in views.values()
@@ -365,8 +361,6 @@ class Usual:
         for waits in self._waits.values():
             while waits and now - waits[0][0] > WAITS_AGE_S:
                 waits.popleft()
-
-    def _learn_rests(self, views: Mapping[int, RankView]) -> None:
         rests = {view.rank: view.still_s for view in views.values() if trains(view)}
         over = [
             seconds for rank, seconds in self._resting.items() if rests.get(rank, 0.0) < seconds

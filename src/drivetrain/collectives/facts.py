@@ -38,7 +38,7 @@ from drivetrain.errors import CollectiveError, RankMismatchError, UsageError
 from drivetrain.runtime.board import BoardRow, board
 from drivetrain.runtime.mesh import Axis
 from drivetrain.runtime.words import Word, begin_meeting, heard, reached, running, say
-from drivetrain.runtime.world import collect_texts, gather_texts, share_text
+from drivetrain.runtime.world import gather_texts, share_text
 
 # --- ranks meet before they exchange something ---
 
@@ -531,7 +531,7 @@ def collect_facts(
     if size_of(group) == 1:
         return [facts]
     with _met(doing, operation, group):
-        texts = collect_texts(_written(facts), size_of(group), **_way(group))
+        texts = gather_texts(_written(facts), size_of(group), main_only=True, **_way(group))
     return _read_all(texts, kind, doing)
 
 

@@ -314,23 +314,22 @@ def _without_recorded_origins(layer: Layer, path: Path) -> Layer:
     return Layer(_chosen(values, origins), origins)
 
 
-def _chosen(values: Mapping[str, Any], origins: Mapping[str, ValueOrigin]) -> dict[str, Any]:
+def _chosen(
+    values: Mapping[str, Any], origins: Mapping[str, ValueOrigin], prefix: str = ""
+) -> dict[str, Any]:
     """Keep the values that somebody chose: a default must not hide a weaker layer's choice."""
     kept: dict[str, Any] = {}
-    for key, value in flatten(values):
-        section, _, last = key.rpartition(".")
-        if key in origins or (last == "name" and section in origins):  # or a strategy by its name
-            put(kept, key, value)
-    return kept
-
-
-def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the dotted key and the value of everything inside of nested values."""
     for key, value in values.items():
+        dotted = f"{prefix}{key}"
         if isinstance(value, Mapping):
-            yield from flatten(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
+            inner = _chosen(value, origins, dotted + ".")
+            if dotted in origins and "name" in value:  # a strategy that was given by its name alone
+                inner = {"name": value["name"], **inner}
+            if inner:
+                kept[key] = inner
+        elif dotted in origins:
+            kept[key] = value
+    return kept
 
 
 # --- formats of other programs ---

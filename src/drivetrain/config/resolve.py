@@ -18,7 +18,6 @@ from drivetrain.config.document import (
     Layer,
     ValueOrigin,
     dump_yaml,
-    flatten,
     with_words_as_sections,
 )
 from drivetrain.config.option import NestedStrategy, Option, is_union, options_of
@@ -49,7 +48,7 @@ class Resolved:
     def rows(self) -> Iterator[tuple[str, Any, ValueOrigin]]:
         """Yield (dotted key, value, origin) of every knob, the strategy's first."""
         default = ValueOrigin("default", "default")
-        for key, value in flatten(self.to_dict()):
+        for key, value in _flatten(self.to_dict()):
             yield key, value, self.origins.get(key, default)
 
     def to_dict(self) -> dict[str, Any]:
@@ -136,7 +135,7 @@ def _merge(values: dict[str, Any], origins: dict[str, ValueOrigin], layer: Layer
                 del origins[key]
     _overlay(values, incoming, "", origins, layer)
     origins.update(layer.origins)
-    for key, _ in flatten(incoming):
+    for key, _ in _flatten(incoming):
         # A section may be given as one value: each knob in it then came from there, and no other.
         origin = _find(layer.origins, key)
         if origin is not None:
@@ -217,7 +216,7 @@ class _Validation:
         try:
             result = self._object(cls, values, prefix, also_valid)
         except ConfigError as error:
-            self._refused(prefix, error)
+            self._problem(prefix.removesuffix("."), str(error))
             return None
         if self._complete and result is not None:
             self._check_together(result, prefix)
@@ -233,11 +232,8 @@ class _Validation:
         """
         section = {"name": section} if isinstance(section, str) else section
         if not isinstance(section, Mapping) or not isinstance(section.get("name", ""), str):
-            self._problem(
-                prefix.removesuffix("."),
-                "expected a name or a mapping such as {name: NAME, option: value}",
-                section,
-            )
+            expected = "expected a name or a mapping such as {name: NAME, option: value}"
+            self._problem(prefix.removesuffix("."), f"{expected}, found {section!r}")
             return NestedStrategy()
         try:
             name, config_class = self._find_config(section.get("name") or usual)
@@ -273,12 +269,12 @@ class _Validation:
                 except _MISFITS:
                     message, fits = f"expected {_in_words(knobs[key].type)}", False
                 if message:
-                    self._problem(dotted, message, value)
+                    self._problem(dotted, f"{message}, found {value!r}")
             elif isinstance(value, Mapping):
                 known[key] = self._object(knobs[key].type, value, dotted + ".")
                 fits = fits and known[key] is not None
             else:
-                self._problem(dotted, "expected a mapping", value)
+                self._problem(dotted, f"expected a mapping, found {value!r}")
         return cls(**known) if fits else None
 
     def _unknown(self, key: str, prefix: str, valid: list[str]) -> None:
@@ -311,15 +307,10 @@ class _Validation:
             try:
                 check()
             except ConfigError as error:
-                self._refused(prefix, error)
+                self._problem(prefix.removesuffix("."), str(error))
 
-    def _refused(self, prefix: str, error: ConfigError) -> None:
-        key = prefix.removesuffix(".")
-        self.problems.append(f"{_where(self._origins, key)}: {key}: {error}")
-
-    def _problem(self, key: str, message: str, found: Any) -> None:
-        where = _where(self._origins, key)
-        self.problems.append(f"{where}: {key}: {message}, found {found!r}")
+    def _problem(self, key: str, message: str) -> None:
+        self.problems.append(f"{_where(self._origins, key)}: {key}: {message}")
 
 
 def plain(config: Any) -> dict[str, Any]:
@@ -415,3 +406,11 @@ def _find(origins: Mapping[str, ValueOrigin], key: str) -> ValueOrigin | None:
             return origins[key]
         key = key.rpartition(".")[0]
     return None
+
+
+def _flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value

@@ -115,16 +115,18 @@ def forward_epoch(user_object: Any, epoch: int) -> None:
 
 def fingerprint(order: Sequence[Any]) -> int:
     """Return a 63-bit hash of an order of samples or batches."""
-    digest = hashlib.blake2b(digest_size=8)
-    digest.update(_bytes(order))
-    return int.from_bytes(digest.digest(), "little") >> 1
-
-
-def _bytes(order: Sequence[Any]) -> bytes:
     try:
-        return array("q", order).tobytes()
+        return hashed([array("q", order).tobytes()])
     except TypeError:  # batches, or keys that are no integers
-        return repr(order).encode()
+        return hashed([repr(order).encode()])
+
+
+def hashed(parts: Iterable[bytes]) -> int:
+    """Return a 63-bit hash of the parts of something."""
+    digest = hashlib.blake2b(digest_size=8)
+    for part in parts:
+        digest.update(part)
+    return int.from_bytes(digest.digest(), "little") >> 1
 
 
 def _nested(sampler: Any) -> Iterator[Any]:

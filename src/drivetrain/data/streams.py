@@ -6,7 +6,6 @@ global batch of an epoch can be short, and no sample is repeated before it.
 
 import copy
 import dataclasses
-import hashlib
 import json
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,7 +23,13 @@ from torch.utils.data import DataLoader
 from drivetrain import communication
 from drivetrain.collectives.facts import differing, gather_facts, meet_everyone
 from drivetrain.config import DataConfig
-from drivetrain.data.division import OrderDivision, SampleDivision, filled, forward_epoch
+from drivetrain.data.division import (
+    OrderDivision,
+    SampleDivision,
+    filled,
+    forward_epoch,
+    hashed,
+)
 from drivetrain.data.sources import (
     BatchSource,
     GlobalStep,
@@ -675,10 +680,7 @@ def _marks(samples: Sequence[Any]) -> list[int]:
 
 def fingerprint_of(sample: Any) -> int:
     """Return a 63-bit hash of a sample, equal for samples with equal values."""
-    digest = hashlib.blake2b(digest_size=8)
-    for part in _parts(sample):
-        digest.update(part)
-    return int.from_bytes(digest.digest(), "little") >> 1
+    return hashed(_parts(sample))
 
 
 def _parts(value: Any) -> Iterator[bytes]:

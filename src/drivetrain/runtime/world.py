@@ -8,7 +8,6 @@ import atexit
 import os
 import socket
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -27,7 +26,12 @@ CPU = torch.device("cpu")
 
 
 def gather_texts(
-    text: str, size: int, *, group: dist.ProcessGroup | None = None, device: torch.device | None
+    text: str,
+    size: int,
+    *,
+    group: dist.ProcessGroup | None = None,
+    device: torch.device | None,
+    main_only: bool = False,
 ) -> list[str]:
     """Return the texts of all ranks, on all ranks. Collective.
 
@@ -36,28 +40,25 @@ def gather_texts(
         size: number of ranks.
         group: of the ranks; None means all.
         device: from which the group can send; None: the host.
+        main_only: whether global rank 0 alone receives them, and the others an empty list.
     """
-    counts, sent = _padded(text, size, group, device)
-    received = sent.new_empty(size, sent.numel())
-    if sent.numel():
-        dist.all_gather(list(received.unbind()), sent, group=group)
-    return _texts_of(received, counts)
-
-
-def collect_texts(
-    text: str, size: int, *, group: dist.ProcessGroup | None = None, device: torch.device | None
-) -> list[str]:
-    """Return the texts of all ranks on global rank 0, and an empty list elsewhere. Collective.
-
-    The arguments are those of ``gather_texts``.
-    """
-    counts, sent = _padded(text, size, group, device)
-    is_first = dist.get_rank() == 0
-    received = sent.new_empty(size if is_first else 0, sent.numel())
-    if sent.numel():
-        rows = list(received.unbind()) if is_first else None
-        dist.gather(sent, rows, dst=0, group=group)
-    return _texts_of(received, counts) if is_first else []
+    device = device or CPU
+    mine = _bytes_of(text)
+    lengths = torch.zeros(size, 1, dtype=torch.int64, device=device)
+    length = torch.tensor([mine.numel()], dtype=torch.int64, device=device)
+    dist.all_gather(list(lengths.unbind()), length, group=group)
+    counts = [int(count) for count in lengths.flatten().tolist()]
+    sent = torch.zeros(max(counts), dtype=torch.uint8, device=device)  # up to the longest
+    sent[: mine.numel()] = mine
+    receives = not main_only or dist.get_rank() == 0
+    received = sent.new_empty(size if receives else 0, sent.numel())
+    rows = list(received.unbind())
+    if sent.numel() and main_only:
+        dist.gather(sent, rows if receives else None, dst=0, group=group)
+    elif sent.numel():
+        dist.all_gather(rows, sent, group=group)
+    pairs = zip(received.cpu(), counts, strict=receives)
+    return [_text_of(row[:count]) for row, count in pairs]
 
 
 def share_text(
@@ -84,25 +85,6 @@ def share_text(
     if sent.numel():
         dist.broadcast(sent, src=source, group=group)
     return _text_of(sent.cpu())
-
-
-def _padded(
-    text: str, size: int, group: dist.ProcessGroup | None, device: torch.device | None
-) -> tuple[list[int], Tensor]:
-    """Return the lengths of all ranks' texts, and the own one with zeros up to the longest."""
-    device = device or CPU
-    mine = _bytes_of(text)
-    lengths = torch.zeros(size, 1, dtype=torch.int64, device=device)
-    length = torch.tensor([mine.numel()], dtype=torch.int64, device=device)
-    dist.all_gather(list(lengths.unbind()), length, group=group)
-    counts = [int(count) for count in lengths.flatten().tolist()]
-    sent = torch.zeros(max(counts), dtype=torch.uint8, device=device)
-    sent[: mine.numel()] = mine
-    return counts, sent
-
-
-def _texts_of(rows: Tensor, counts: Sequence[int]) -> list[str]:
-    return [_text_of(row[:count]) for row, count in zip(rows.cpu(), counts, strict=True)]
 
 
 def _bytes_of(text: str) -> Tensor:

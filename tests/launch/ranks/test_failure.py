@@ -7,7 +7,6 @@ import time
 
 import pytest
 
-from drivetrain.runtime.board import OperationView
 from drivetrain.runtime.notices import PREEMPTED
 from drivetrain_launch.ranks.failure import (
     MOST_IDLE,
@@ -22,7 +21,7 @@ from drivetrain_launch.ranks.failure import (
     report,
 )
 from drivetrain_launch.ranks.worker import LOGS_VARIABLE, code_of, fail, lost_peer, run
-from drivetrain_launch.watching.answers import RankView
+from drivetrain_launch.watching.answers import OperationView, RankView
 from drivetrain_launch.watching.watch import Hang
 
 

@@ -47,8 +47,7 @@ def test_latency_clock_and_bandwidth_of_another_host(probes):
     token = new_token()
     peer = opened(probes[2], token)
     probes[0].open("127.0.0.1", token)
-    answer = probes[0].ask_time(peer)
-    latency_s, clock_s = answer
+    latency_s, clock_s = probes[0].ask_time(peer)
     assert 0 < latency_s < 0.1
     assert clock_s == pytest.approx(SKEW_S, abs=0.1)
     assert probes[0].receive(peer, 0.2) > 1e7

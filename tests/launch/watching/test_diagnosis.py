@@ -1,7 +1,6 @@
 """Who is accused when ranks wait, from states of ranks that were made up."""
 
-from drivetrain.runtime.board import OperationView
-from drivetrain_launch.watching.answers import RankView, main_thread, script_site
+from drivetrain_launch.watching.answers import OperationView, RankView, main_thread, script_site
 from drivetrain_launch.watching.watch import diagnose, mismatch
 
 WORKER = str(__import__("drivetrain_launch.ranks.worker", fromlist=["worker"]).__file__)

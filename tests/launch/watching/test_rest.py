@@ -1,8 +1,8 @@
 """Ranks that stand still while nobody waits, from states of ranks that were made up."""
 
-from drivetrain.runtime.board import DRAWING, NATIVE, OperationView
+from drivetrain.runtime.board import DRAWING, NATIVE
 from drivetrain_launch.watching import watch as diagnosis
-from drivetrain_launch.watching.answers import RankView
+from drivetrain_launch.watching.answers import OperationView, RankView
 from drivetrain_launch.watching.watch import Usual, resting
 
 

@@ -1,8 +1,7 @@
 """The usual length of waits, from states of ranks that were made up."""
 
-from drivetrain.runtime.board import OperationView
 from drivetrain_launch.watching import watch as diagnosis
-from drivetrain_launch.watching.answers import RankView
+from drivetrain_launch.watching.answers import OperationView, RankView
 from drivetrain_launch.watching.watch import Usual, diagnose
 
 

@@ -1,7 +1,6 @@
 """The watch tells a hang once, and once that ranks go on, from states that were made up."""
 
-from drivetrain.runtime.board import OperationView
-from drivetrain_launch.watching.answers import RankView
+from drivetrain_launch.watching.answers import OperationView, RankView
 from drivetrain_launch.watching.watch import HangWatch, Hosts
 
 
