@@ -470,9 +470,9 @@ class HostCheck:
             {each.index: order | {"address": each.address} for each in self.hosts}
         )
         probes = {
-            each.index: (each.index, each.address, int(opened[each.index]["port"]))
+            each.index: (each.index, each.address, opened[each.index]["port"])
             for each in self.hosts
-            if each.index in opened
+            if "port" in opened.get(each.index, {})
         }
         await self._reach(probes)
         if not self._found.failures and len(probes) == len(self.hosts):
