@@ -9,8 +9,8 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Sequence
-from itertools import zip_longest
+from collections.abc import Iterable, Sequence
+from itertools import groupby, zip_longest
 from typing import IO
 
 GONE = (errno.EPIPE, errno.EIO)
@@ -18,6 +18,9 @@ GONE = (errno.EPIPE, errno.EIO)
 
 WIDTH = 100
 """Columns of a table where no terminal has a width of its own."""
+
+MOST_NAMED = 8
+"""Names of one list in a line."""
 
 _BREAK = re.compile(r"(?<=[^ \d] )(?=\S)|(?<=,)(?=[a-z])")
 """Where a line of a cell may end: not between a number and its unit."""
@@ -101,6 +104,18 @@ def _draw(
     for row in rows:
         table.add_row(*(Text("\n".join(cell)) for cell in row))
     Console().print(table)
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return names with commas; of many the first ones, and how many more there are."""
+    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+    return ", ".join(names[:MOST_NAMED]) + more
+
+
+def runs(numbers: Iterable[int]) -> list[list[int]]:
+    """Return numbers in ascending order, those that follow each other in one list."""
+    places = groupby(enumerate(sorted(numbers)), key=lambda pair: pair[1] - pair[0])
+    return [[number for _, number in run] for _, run in places]
 
 
 def yaml_text(value: object) -> str:

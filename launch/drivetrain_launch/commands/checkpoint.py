@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterable, Sequence
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from drivetrain.checkpoint.manifest import SavedTensor, absent
 from drivetrain.errors import CheckpointError, ConfigError
 from drivetrain.hardware.sizes import size_text
 from drivetrain_launch.commands.options import FOLDER, SETTINGS, json_option
-from drivetrain_launch.console import show_table
+from drivetrain_launch.console import runs, show_table
 
 CONFIG_FILE = "config.json"
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
@@ -235,10 +234,7 @@ def _numbers(parts: Iterable[str]) -> str:
     found = list(parts)
     if len(found) == 1:
         return found[0]
-    numbers = sorted(map(int, found))
-    runs = [
-        [number for _, number in run]
-        for _, run in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0])
+    texts = [
+        f"{run[0]}..{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs(map(int, found))
     ]
-    texts = [f"{run[0]}..{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs]
     return f"{{{','.join(texts)}}}"

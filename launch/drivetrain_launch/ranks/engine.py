@@ -13,8 +13,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from subprocess import Popen
@@ -192,7 +192,9 @@ class RankProcesses:
         self._stopped: set[int] = set()
         for rank, environment in environments.items():
             streams = output.streams(rank)
-            with _blocked(signal.SIGUSR1):
+            # A rank begins with a blocked signal, which waits: without a handler it would end it.
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+            try:
                 self._processes[rank] = Popen(  # noqa: S603 - a list of arguments
                     list(command),
                     env={**environment, "TORCHELASTIC_ERROR_FILE": str(self._error_file(rank))},
@@ -200,6 +202,8 @@ class RankProcesses:
                     stderr=streams.stderr,
                     start_new_session=True,
                 )
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
         output.follow()
 
     @property
@@ -305,19 +309,6 @@ class RankProcesses:
                 os.killpg(self._processes[rank].pid, number)
             except ProcessLookupError:
                 continue
-
-
-@contextmanager
-def _blocked(number: int) -> Iterator[None]:
-    """Let processes start with a blocked signal, which waits until they unblock it.
-
-    Before a rank has a handler, the signal would end the rank.
-    """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {number})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 # --- runs the ranks of this host from the first attempt to the last ---

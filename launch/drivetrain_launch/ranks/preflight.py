@@ -25,6 +25,7 @@ import psutil
 import torch
 
 from drivetrain import __version__
+from drivetrain_launch.console import listed
 
 CLOCKS_APART_S = 1.0
 """Seconds by which clocks may differ without a warning: lines of logs then stand in order."""
@@ -559,9 +560,6 @@ def rounds(places: Sequence[int]) -> Iterable[dict[int, int]]:
 SHOWN_DIGITS = 12
 """Digits of a script's SHA-256 that a message shows: enough that two scripts never look alike."""
 
-MOST_NAMED = 8
-"""Hosts that a message names for one value."""
-
 
 def software_facts(arguments: Sequence[str]) -> dict[str, str]:
     """Return the facts that all hosts must share, by their names in a message.
@@ -600,7 +598,7 @@ def differences(facts: Mapping[str, Mapping[str, str]]) -> str:
         for host, theirs in facts.items():
             hosts.setdefault(theirs.get(name, ""), []).append(host)
         if len(hosts) > 1:
-            found = "; ".join(f"{value!r} on {_listed(names)}" for value, names in hosts.items())
+            found = "; ".join(f"{value!r} on {listed(names)}" for value, names in hosts.items())
             return f"the hosts differ in {name}: {found}; {_way_out(name)}"
     return ""
 
@@ -609,12 +607,6 @@ def _way_out(name: str) -> str:
     if name == "the script":
         return "these are digests: copy the same file to every host, and start the run again"
     return "install the same versions on every host, and start the run again"
-
-
-def _listed(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:MOST_NAMED])
-    left = len(names) - MOST_NAMED
-    return f"{shown} and {left} more" if left > 0 else shown
 
 
 def _module_file(name: str) -> Path | None:

@@ -29,6 +29,7 @@ from typing import Any, Literal
 
 from drivetrain.observe.figures import RankTimes, read_work, stragglers
 from drivetrain.runtime.board import DRAWING, NATIVE, OperationView
+from drivetrain_launch.console import runs
 from drivetrain_launch.watching.answers import (
     STACKS,
     BoardReader,
@@ -298,14 +299,10 @@ def _section(view: RankView) -> str:
 
 def _ranks(ranks: Sequence[int]) -> str:
     """Return ranks in words: ``ranks 0 to 2 and 5``."""
-    runs = []
-    for _, group in itertools.groupby(enumerate(sorted(ranks)), lambda pair: pair[1] - pair[0]):
-        run = [rank for _, rank in group]
-        if len(run) > 2:
-            runs.append(f"{run[0]} to {run[-1]}")
-        else:
-            runs += map(str, run)
-    joined = ", ".join(runs[:-1]) + (" and " if runs[:-1] else "") + runs[-1]
+    shown: list[str] = []
+    for run in runs(ranks):
+        shown += [f"{run[0]} to {run[-1]}"] if len(run) > 2 else map(str, run)
+    joined = ", ".join(shown[:-1]) + (" and " if shown[:-1] else "") + shown[-1]
     return f"rank{'s' if len(ranks) > 1 else ''} {joined}"
 
 

@@ -37,6 +37,7 @@ from drivetrain.config.schema import LinksConfig
 from drivetrain.errors import ConfigError, DrivetrainError
 from drivetrain.hardware.sizes import DEVICES, GIB, device_bytes, parameter_count, size_text
 from drivetrain.registry import Registry
+from drivetrain_launch.console import listed
 from drivetrain_launch.hosts.remote import RemoteHost, read_hostfile, read_hosts
 from drivetrain_launch.hosts.surroundings import Variables
 from drivetrain_launch.ranks.placement import Endpoint, accelerators, cores
@@ -208,14 +209,14 @@ def look() -> Seen:
     if Path("hostfile").is_file():
         try:
             hosts = read_hostfile(Path("hostfile"))
-            notes.append(f"hostfile: {_listed([host.target for host in hosts])}.")
+            notes.append(f"hostfile: {listed([host.target for host in hosts])}.")
         except ConfigError as error:
             notes.append(f"hostfile: {error}")
     with suppress(OSError, ValueError):
         config = (Path.home() / ".ssh" / "config").read_text(encoding="utf-8")
         lines = re.findall(r"(?im)^\s*Host\s+(.+)$", config)
         if names := [n for line in lines for n in line.split() if not set(n) & set("*?!")]:
-            notes.append(f"~/.ssh/config: {_listed(names)}.")
+            notes.append(f"~/.ssh/config: {listed(names)}.")
     return Seen(
         cores=cores(),
         memory=host_room(),
@@ -226,11 +227,6 @@ def look() -> Seen:
         notes=notes,
         hosts=hosts,
     )
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
-    return ", ".join(names[:8]) + more
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -517,12 +517,16 @@ def bring_together(
         together(world, doing, partial(_remove, directory, damaged))
     transfers = _plan(found, homes)
     coming = FilesToCome(found, transfers, homes)
-    together(world, doing, coming.check_room)
-    together(world, doing, coming.prepare)
+
+    def on_keepers(work: Callable[[], None]) -> None:
+        together(world, doing, work if homes.is_keeper else lambda: None)
+
+    on_keepers(coming.check_room)
+    on_keepers(coming.prepare)
     try:
         together(world, doing, partial(exchange, transfers, world.rank, directory, group))
     except CheckpointError:
-        together(world, doing, coming.undo)
+        on_keepers(coming.undo)
         raise
     return sum(transfer.record.size for transfer in transfers)
 
@@ -541,7 +545,7 @@ def keep_only(name: str, homes: MemoryHomes) -> None:
 
 
 class FilesToCome:
-    """The files of a checkpoint that are to come to this rank's home; its keeper alone acts.
+    """The files of a checkpoint that are to come to the home of this rank, its keeper.
 
     Args:
         found: the checkpoint.
@@ -567,8 +571,6 @@ class FilesToCome:
             CheckpointError: both together are too little.
         """
         homes = self._homes
-        if not homes.is_keeper:
-            return
         others = _others(self._staying, homes)
         room = homes.room() + sum(_size(path) or 0 for each in others for path in each.iterdir())
         if self._needed > room:
@@ -579,8 +581,6 @@ class FilesToCome:
 
     def prepare(self) -> None:
         """Make the folder, without the files that are to come, and room for these."""
-        if not self._homes.is_keeper:
-            return
         if self._needed > self._homes.room():
             keep_only(self._staying, self._homes)
         if not self._holds_part:  # a folder of this name is of another history
@@ -590,8 +590,6 @@ class FilesToCome:
 
     def undo(self) -> None:
         """Remove the files that have come."""
-        if not self._homes.is_keeper:
-            return
         if self._holds_part:
             _remove(self._directory, self._names)
         else:
