@@ -427,13 +427,7 @@ class BoardReader:
 
     def _map(self) -> mmap.mmap | None:
         if self._memory is None:
-            try:
-                descriptor = os.open(self.path, os.O_RDONLY)
-            except OSError:
-                return None
-            try:
-                if os.fstat(descriptor).st_size >= SIZE:
-                    self._memory = mmap.mmap(descriptor, SIZE, prot=mmap.PROT_READ)
-            finally:
-                os.close(descriptor)
+            with suppress(FileNotFoundError), self.path.open("rb") as file:
+                if os.fstat(file.fileno()).st_size >= SIZE:
+                    self._memory = mmap.mmap(file.fileno(), SIZE, prot=mmap.PROT_READ)
         return self._memory

@@ -283,12 +283,11 @@ class ExportedWeights:
         self.path = path
         self._files: dict[str, Path] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
-        for file, content, name in _stored(path):
-            self._files[name] = file
-            try:
-                self.shapes[name] = tuple(content.get_slice(name).get_shape())
-            except SafetensorError as error:
-                raise CheckpointError(f"expected {name!r} in {file}, found: {error}") from error
+        for file, names in export_files(path).items():
+            with _opened(file) as content:
+                for name in content.keys() if names is None else names:
+                    self._files[name] = file
+                    self.shapes[name] = _shape(content, file, name)
 
     def read(self, name: str, only: Ranges | None = None) -> Tensor:
         """Return one tensor, or part of it, on the CPU, in fresh memory and the file's dtype."""
@@ -385,6 +384,13 @@ def _opened(file: Path) -> Iterator[Any]:
         raise CheckpointError(f"{file} is not whole: {error}; export the model again") from error
 
 
+def _shape(content: Any, file: Path, name: str) -> tuple[int, ...]:
+    try:
+        return tuple(content.get_slice(name).get_shape())
+    except SafetensorError as error:
+        raise CheckpointError(f"expected {name!r} in {file}, found: {error}") from error
+
+
 def read_export(path: Path) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, tensor) of an export, on the CPU, one tensor in memory at a time.
 
@@ -395,16 +401,10 @@ def read_export(path: Path) -> Iterator[tuple[str, Tensor]]:
         CheckpointError: nothing to read is there, a file is missing or damaged, or the index names
             a file outside the directory.
     """
-    for _, content, name in _stored(path):
-        yield name, content.get_tensor(name).clone()
-
-
-def _stored(path: Path) -> Iterator[tuple[Path, Any, str]]:
-    """Yield the file of each tensor, the open file, and its name; errors as of ``read_export``."""
     for file, names in export_files(path).items():
         with _opened(file) as content:
             for name in content.keys() if names is None else names:
-                yield file, content, name
+                yield name, content.get_tensor(name).clone()
 
 
 def export_files(path: Path) -> dict[Path, list[str] | None]:
