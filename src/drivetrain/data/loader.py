@@ -285,22 +285,6 @@ class Delivery:
     delivered: Callable[[Any], Any] | None = None
     between: Callable[[ActivePass], None] | None = None
 
-    def fetch(self, loader: DataLoader[Any]) -> None:
-        """Tell that a batch is about to be read."""
-        if self.fetching is not None:
-            self.fetching(loader)
-
-    def exhaust(self) -> None:
-        """Tell that there was no batch."""
-        if self.exhausted is not None:
-            self.exhausted()
-
-    def deliver(self, batch: Any) -> Any:
-        """Return a batch, on its device, as the script gets it."""
-        if self.device is not None:
-            batch = send_to_device(batch, self.device, non_blocking=self.non_blocking)
-        return batch if self.delivered is None else self.delivered(batch)
-
 
 class PreparedLoader(DataLoader[Any]):
     """A rank's part of a loader, which remembers epoch, order and position.
@@ -529,7 +513,8 @@ class PreparedLoader(DataLoader[Any]):
                     if self._delivery.between is not None:
                         self._delivery.between(one)
                     self._fetch()
-            self._delivery.exhaust()
+            if self._delivery.exhausted is not None:
+                self._delivery.exhausted()
             finished = True
         finally:
             if not one.stopped:
@@ -538,7 +523,8 @@ class PreparedLoader(DataLoader[Any]):
 
     def _fetch(self) -> None:
         self._progress.marks.read(self.state_dict, self._delivery.observer)
-        self._delivery.fetch(self._user)
+        if self._delivery.fetching is not None:
+            self._delivery.fetching(self._user)
 
     def _begin(self) -> Pass:
         progress = self._progress
@@ -568,9 +554,13 @@ class PreparedLoader(DataLoader[Any]):
         """Return a batch as the script gets it."""
         self._progress.deliver(one)
         one.note(share)
-        batch = self._delivery.deliver(share.batch)
-        if self._delivery.observer is not None:
-            self._delivery.observer.deliver(one, batch)
+        delivery, batch = self._delivery, share.batch
+        if delivery.device is not None:
+            batch = send_to_device(batch, delivery.device, non_blocking=delivery.non_blocking)
+        if delivery.delivered is not None:
+            batch = delivery.delivered(batch)
+        if delivery.observer is not None:
+            delivery.observer.deliver(one, batch)
         return batch
 
     def _tell_end(self, one: Pass, *, finished: bool) -> None:
