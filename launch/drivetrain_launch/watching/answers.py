@@ -23,7 +23,7 @@ import socket
 import subprocess
 import sysconfig
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -368,10 +368,15 @@ class RankView:
         """Return the order of a place, None where the rank has none."""
         return next((each for each in self.operations if each.place == place), None)
 
-    def longest(self) -> OperationView | None:
-        """Return the operation that has been under way for the longest time, if any."""
+    def longest(self, limit_s: Callable[[str], float] = lambda place: 0.0) -> OperationView | None:
+        """Return the operation that has been under way for the longest time, if any.
+
+        Args:
+            limit_s: returns the seconds from which on those in an order of operations count.
+        """
         running = [each for each in self.operations if each.running]
-        return max(running, key=lambda each: each.running_s, default=None)
+        late = [each for each in running if each.running_s >= limit_s(each.place)]
+        return max(late, key=lambda each: each.running_s, default=None)
 
 
 _RANK_VIEW = TypeAdapter(RankView)

@@ -213,7 +213,7 @@ def diagnose(views: Mapping[int, RankView], limit_s: Callable[[str], float]) -> 
     waits = {
         rank: operation
         for rank, view in views.items()
-        if not view.state and (operation := _longest(view, limit_s)) is not None
+        if not view.state and (operation := view.longest(limit_s)) is not None
     }
     if not waits:
         return None
@@ -232,13 +232,6 @@ def diagnose(views: Mapping[int, RankView], limit_s: Callable[[str], float]) -> 
         waited_s=operation.running_s,
         views=views,
     )
-
-
-def _longest(view: RankView, limit_s: Callable[[str], float]) -> OperationView | None:
-    """Return the longest wait of a rank, if any takes too long."""
-    waits = [each for each in view.operations if each.running]
-    late = [each for each in waits if each.running_s >= limit_s(each.place)]
-    return max(late, key=lambda each: each.running_s, default=None)
 
 
 def _culprits(

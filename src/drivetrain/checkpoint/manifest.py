@@ -201,11 +201,18 @@ _BASENAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,254}")
 
 @dataclass(frozen=True, slots=True)
 class SavedPart:
-    """One part of a tensor: the tensor ``key`` of the file ``file``."""
+    """One part of a tensor: the tensor ``key`` of the file ``file``, and the fields of ``Part``."""
 
     file: str
     key: str
-    part: Part
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    flat: tuple[int, int] | None
+
+    @property
+    def part(self) -> Part:
+        """The place of the part in the whole tensor."""
+        return Part(self.offsets, self.sizes, self.flat)
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,7 +269,7 @@ class Manifest:
             "finite": self.finite,
             "files": {name: asdict(record) for name, record in sorted(self.files.items())},
             "models": [
-                {"tensors": [_tensor_to_json(t) for t in model], "aliases": dict(aliases)}
+                {"tensors": list(map(asdict, model)), "aliases": dict(aliases)}
                 for model, aliases in zip(self.models, self.aliases, strict=True)
             ],
             "rank_files": {str(rank): name for rank, name in sorted(self.rank_files.items())},
@@ -425,18 +432,6 @@ def _check_parts(tensor: SavedTensor) -> None:
         )
 
 
-def _tensor_to_json(tensor: SavedTensor) -> dict[str, Any]:
-    return {
-        "name": tensor.name,
-        "state": tensor.state,
-        "dtype": tensor.dtype,
-        "shape": list(tensor.shape),
-        "parts": [
-            {"file": saved.file, "key": saved.key, **asdict(saved.part)} for saved in tensor.parts
-        ],
-    }
-
-
 def _tensor_from_json(body: Mapping[str, Any], listed: Callable[[str], str]) -> SavedTensor:
     tensor = SavedTensor(
         name=str(body["name"]),
@@ -447,11 +442,9 @@ def _tensor_from_json(body: Mapping[str, Any], listed: Callable[[str], str]) -> 
             SavedPart(
                 listed(saved["file"]),
                 str(saved["key"]),
-                Part(
-                    _integers(saved["offsets"]),
-                    _integers(saved["sizes"]),
-                    None if saved["flat"] is None else _range(saved["flat"]),
-                ),
+                _integers(saved["offsets"]),
+                _integers(saved["sizes"]),
+                None if saved["flat"] is None else _range(saved["flat"]),
             )
             for saved in body["parts"]
         ),

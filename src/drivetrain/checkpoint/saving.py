@@ -293,7 +293,8 @@ class RankWriter:
         for shard in batch.shards:
             key = _key(shard, tensors)
             tensors[key] = shard.tensor
-            saved = SavedPart(name, key, shard.part)
+            part = shard.part
+            saved = SavedPart(name, key, part.offsets, part.sizes, part.flat)
             dtype = DTYPES.get(shard.tensor.dtype, "")  # "" never gets far: writing it fails
             self._written[index].append(
                 SavedTensor(shard.name, shard.state, dtype, tuple(shard.shape), (saved,))
