@@ -68,29 +68,16 @@ class PendingFile:
     """The shards of one kind that wait for the next file.
 
     Attributes:
-        kind: one of ``KINDS``.
         shards: in the order of writing.
         bytes: of the shards.
         fresh_bytes: of the fresh shards among them.
         files: how many files of this kind are written.
     """
 
-    kind: str
     shards: list[Shard] = field(default_factory=list)
     bytes: int = 0
     fresh_bytes: int = 0
     files: int = 0
-
-    def add(self, shard: Shard) -> None:
-        """Let a shard wait, too."""
-        self.shards.append(shard)
-        self.bytes += shard.tensor.nbytes
-        self.fresh_bytes += shard.tensor.nbytes if shard.fresh else 0
-
-    def written(self) -> None:
-        """Let go of the shards: their file is written."""
-        self.shards, self.bytes, self.fresh_bytes = [], 0, 0
-        self.files += 1
 
 
 def save_checkpoint(
@@ -223,7 +210,7 @@ class RankWriter:
         self._failure: Exception | None = None
         self._needed = 0  # bytes
         self._parameters: Sequence[Collection[str]] = ()
-        self._batches: dict[tuple[int, str], PendingFile] = {}
+        self._batches: dict[tuple[int, str], PendingFile] = defaultdict(PendingFile)
         self._written: dict[int, list[SavedTensor]] = defaultdict(list)
 
     @property
@@ -256,7 +243,7 @@ class RankWriter:
             for shard in shards:
                 self._add(index, shard)
             for kind in KINDS:
-                self._flush(index, self._batch(index, kind))
+                self._flush(index, kind)
             self._report.models.append(self._written[index])
         if contents.rank_state:
             self._report.rank_file = f"rank-{self._world.rank:05d}.safetensors"
@@ -272,23 +259,23 @@ class RankWriter:
         names = self._parameters[index] if self._parameters and not shard.state else ()
         if shard.name in names and not is_finite(shard.tensor):
             self._report.finite = False
-        batch = self._batch(index, OPTIMIZER if shard.state else WEIGHTS)
-        more = shard.tensor.nbytes
+        kind, more = OPTIMIZER if shard.state else WEIGHTS, shard.tensor.nbytes
+        batch = self._batches[index, kind]
         too_fresh = shard.fresh and batch.fresh_bytes + more > FRESH_BYTES
         if too_fresh or batch.bytes + more > FILE_BYTES:
-            self._flush(index, batch)
-        batch.add(shard)
+            self._flush(index, kind)
+        batch.shards.append(shard)
+        batch.bytes += more
+        batch.fresh_bytes += more if shard.fresh else 0
 
-    def _batch(self, index: int, kind: str) -> PendingFile:
-        return self._batches.setdefault((index, kind), PendingFile(kind))
-
-    def _flush(self, index: int, batch: PendingFile) -> None:
-        """Write the shards that a batch gathered as its next file, and forget them."""
+    def _flush(self, index: int, kind: str) -> None:
+        """Write the shards of a kind that wait as its next file, and forget them."""
+        batch = self._batches[index, kind]
         if not batch.shards:
             return
         rank = f"{self._world.rank:05d}-of-{self._world.size:05d}"
         more = f"-{batch.files}" if batch.files else ""
-        name = f"model-{index}-{batch.kind}-{rank}{more}.safetensors"
+        name = f"model-{index}-{kind}-{rank}{more}.safetensors"
         tensors: dict[str, Tensor] = {}
         for shard in batch.shards:
             key = _key(shard, tensors)
@@ -300,7 +287,8 @@ class RankWriter:
                 SavedTensor(shard.name, shard.state, dtype, tuple(shard.shape), (saved,))
             )
         self._write_file(name, tensors)
-        batch.written()
+        batch.shards, batch.bytes, batch.fresh_bytes = [], 0, 0
+        batch.files += 1
 
     def _write_file(self, name: str, tensors: Mapping[str, Tensor]) -> None:
         self._needed += sum(tensor.nbytes for tensor in tensors.values())
