@@ -29,7 +29,6 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 from drivetrain.collectives import Communicator
 from drivetrain.collectives.facts import differing, gather_facts
 from drivetrain.errors import CheckpointError, RankMismatchError, UsageError
-from drivetrain.model.deferred import meta_tensors
 from drivetrain.model.guard import Elsewhere, refuse_transforms
 from drivetrain.model.modules import UninheritedHook, named_parameters, persistent_buffers
 from drivetrain.parallel.replicated import replicate
@@ -161,36 +160,34 @@ class Original:
         return [self.names[p] for p in held if p in self.names]
 
 
+@dataclass(frozen=True, slots=True)
 class SharedSource:
     """A ``WeightSource`` of this rank's share of whole tensors.
 
     From a file only the share is read. Initial values are made whole, one tensor at a time.
 
-    Args:
+    Attributes:
         source: knows the values of the whole model.
-        model: on the meta device, before it is divided: the source knows tensors by their memory,
-            and dividing gives them other memory.
+        whole: the model's tensors, by name, from before it is divided: the source knows them by
+            their memory, and dividing gives them other memory.
+        facts: how the model was divided.
+        rank: of the tensor-parallel axis.
     """
 
-    def __init__(self, source: WeightSource, model: nn.Module) -> None:
-        self._source = source
-        self._whole = {name: tensor.detach() for name, tensor in meta_tensors(model).items()}
-        self._facts: Mapping[str, ShardingSpec] = {}
-        self._rank = 0
-
-    def divide(self, facts: Mapping[str, ShardingSpec], rank: int) -> None:
-        """Say how the model was divided, and which rank of the tensor-parallel axis this is."""
-        self._facts, self._rank = facts, rank
+    source: WeightSource
+    whole: Mapping[str, Tensor]
+    facts: Mapping[str, ShardingSpec]
+    rank: int
 
     def value(self, name: str, tensor: Tensor, only: Ranges | None = None) -> Tensor:
         """Return this rank's share of the values, or part of it, on the CPU, in fresh memory."""
-        whole = self._whole.get(name, tensor)
-        facts = self._facts.get(name)
+        whole = self.whole.get(name, tensor)
+        facts = self.facts.get(name)
         if facts is None or facts.partition is None:
-            return self._source.value(name, whole, only)
+            return self.source.value(name, whole, only)
         partition = facts.partition
-        mine = Ranges(partition.dim, partition.ranges[self._rank])
-        share = self._source.value(name, whole, mine)
+        mine = Ranges(partition.dim, partition.ranges[self.rank])
+        share = self.source.value(name, whole, mine)
         return share if only is None else only.of(share)
 
 

@@ -19,6 +19,7 @@ from drivetrain.cost import Cost, ModelSpec
 from drivetrain.data.examples import ExampleBatch
 from drivetrain.errors import RankMismatchError
 from drivetrain.log import get_logger
+from drivetrain.model.deferred import meta_tensors
 from drivetrain.model.guard import Arguments, Elsewhere, Keywords
 from drivetrain.model.modules import (
     held_parameters,
@@ -162,7 +163,7 @@ class Megatron(MegatronOutline, StrategyAround[MegatronConfig]):
         self._facts: dict[str, ShardingSpec] = {}
         self._dropout = Dropout(config.dropout_seed, run.mesh["dp"].position, self._tp)
         self._draws = AlikeDraws(self._tp, world.device)
-        self._source: SharedSource | None = None
+        self._source: tuple[WeightSource, Mapping[str, Tensor]] | None = None
         self._handles: list[RemovableHandle] = []
         self._builder = PipelineBuilder(config, run, self._pp, self._tp) if config.pp > 1 else None
         self._pipeline: PipelinedModel | None = None
@@ -185,7 +186,8 @@ class Megatron(MegatronOutline, StrategyAround[MegatronConfig]):
 
     def materialize(self, model: nn.Module, source: WeightSource) -> None:
         """Keep the source: parameters get this rank's share of their values once they are cut."""
-        self._source = SharedSource(source, model)
+        whole = {name: tensor.detach() for name, tensor in meta_tensors(model).items()}
+        self._source = source, whole
 
     def prepare(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> Prepared:
         """Divide the model over the cell, and prepare this rank's part for data parallelism."""
@@ -551,8 +553,8 @@ class Megatron(MegatronOutline, StrategyAround[MegatronConfig]):
         """Let a model that was built without values get this rank's share of them."""
         if self._source is None:
             return
-        self._source.divide(self._facts, self._tp.rank)
-        self._inner.materialize(model, self._source)
+        source = SharedSource(*self._source, self._facts, self._tp.rank)
+        self._inner.materialize(model, source)
         if self._builder is not None:
-            self._builder.materialize(self._source)
+            self._builder.materialize(source)
         self._source = None

@@ -71,34 +71,16 @@ class Offer:
         return f"{self.call.operation} of {self.flat.numel()} {self.flat.dtype} ({self.where})"
 
 
-class Turn:
-    """The right to run, which one thread has at a time, with its own random generators."""
+class Meeting:
+    """A barrier at which the threads of all ranks see each other's data.
 
-    def __init__(self) -> None:
+    One thread at a time has the right to run, with its own random generators.
+    """
+
+    def __init__(self, size: int, timeout: timedelta) -> None:
         self._lock = threading.Lock()
         self._states: dict[int, Mapping[str, Tensor]] = {}
         self._first = rng.capture()
-
-    def take(self, rank: int) -> None:
-        """Wait until no other thread runs."""
-        self._lock.acquire()
-        rng.restore(self._states.get(rank, self._first))
-
-    def leave(self, rank: int) -> None:
-        """Let another thread run."""
-        self._states[rank] = rng.capture()
-        self._lock.release()
-
-    def end(self) -> None:
-        """Give the generators the state that they had before."""
-        rng.restore(self._first)
-
-
-class Meeting:
-    """A barrier at which the threads of all ranks see each other's data."""
-
-    def __init__(self, size: int, timeout: timedelta) -> None:
-        self.turn = Turn()
         self._offers: list[Offer | None] = [None] * size
         self._barrier = threading.Barrier(size, timeout=timeout.total_seconds())
         self._timeout = timeout
@@ -124,12 +106,26 @@ class Meeting:
         self._meet(rank, offer)
         return result
 
+    def take(self, rank: int) -> None:
+        """Wait until no other thread runs."""
+        self._lock.acquire()
+        rng.restore(self._states.get(rank, self._first))
+
+    def leave(self, rank: int) -> None:
+        """Let another thread run."""
+        self._states[rank] = rng.capture()
+        self._lock.release()
+
+    def end(self) -> None:
+        """Give the generators the state that they had before."""
+        rng.restore(self._first)
+
     def abort(self) -> None:
         """Let nobody wait any longer."""
         self._barrier.abort()
 
     def _meet(self, rank: int, offer: Offer) -> None:
-        self.turn.leave(rank)
+        self.leave(rank)
         try:
             self._barrier.wait()
         except threading.BrokenBarrierError:
@@ -138,7 +134,7 @@ class Meeting:
                 f"not come within {self._timeout.total_seconds():g} s"
             ) from None
         finally:
-            self.turn.take(rank)
+            self.take(rank)
 
 
 class EmulatedCommunicator(Communicator):
@@ -234,7 +230,7 @@ def run_emulated(
             name="tp", size=size, rank=rank, ranks=tuple(range(size)), hosts=("here",) * size
         )
         communicator = EmulatedCommunicator(axis, Traffic(), timeout, meeting)
-        meeting.turn.take(rank)
+        meeting.take(rank)
         try:
             with torch.set_grad_enabled(grad):
                 results[rank] = function(communicator)
@@ -242,7 +238,7 @@ def run_emulated(
             failures.append(error)
             meeting.abort()  # no other rank waits for this one
         finally:
-            meeting.turn.leave(rank)
+            meeting.leave(rank)
 
     threads = [
         threading.Thread(target=body, args=(rank,), name=f"emulated rank {rank}")
@@ -252,7 +248,7 @@ def run_emulated(
         thread.start()
     for thread in threads:
         thread.join()
-    meeting.turn.end()
+    meeting.end()
     if failures:
         raise failures[0]
     return [results[rank] for rank in range(size)]
