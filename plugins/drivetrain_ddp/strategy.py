@@ -409,10 +409,6 @@ class Ddp(DdpOutline, ReplicatedStrategy[DdpConfig]):
         else:
             self.average()
 
-    def keep_gradients(self) -> Callable[[], None] | None:
-        """Copy the gradients of all parameters; None where sums keep errors of what was sent."""
-        return None if self.config.hook == "powersgd" else super().keep_gradients()
-
     def will_scale(self, factor: float) -> None:
         """Let momenta have the factor before they cross."""
         if self._adam:

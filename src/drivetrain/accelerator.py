@@ -614,30 +614,6 @@ class Accelerator(AnswersArguments, StaysInProcess, Processes):
         """
         return self._pieces.of(batch, models)
 
-    def backward_in_pieces(
-        self, batch: Any, compute: Callable[[Any], Any], *models: nn.Module
-    ) -> Tensor:
-        """Run forward and backward of a rank's batch, piece by piece; see ``micro_batches``.
-
-        With ``micro_batch: auto`` all ranks give a batch up and take it again in smaller pieces if
-        one ran out of memory on any rank. The window's gradients of before and random numbers are
-        those of the first time. Only where one model is prepared, its ranks are ``dp`` alone, and
-        they exchange nothing in a forward; elsewhere the allocator's error leaves this method.
-
-        Args:
-            batch: as for ``micro_batches``.
-            compute: of a piece; returns its loss, or a pair of loss and weight, see ``backward``.
-                It may be called several times for the same rows, and must not communicate.
-            models: as for ``micro_batches``.
-
-        Returns:
-            The loss of the batch, 0-d, detached: the mean of its pieces' losses.
-
-        Raises:
-            UsageError: as ``micro_batches`` does.
-        """
-        return self._pieces.backward(batch, compute, self.backward, models)
-
     @property
     def gradient_accumulation_steps(self) -> int:
         """Micro-batches per optimizer step; may be changed between steps."""

@@ -549,15 +549,6 @@ class Strategy(Readable, KeepsState, Comparable, Outline[ConfigT]):
         """
         return nullcontext()
 
-    def keep_gradients(self) -> Callable[[], None] | None:
-        """Copy the gradients at hand, also those that wait to be sent; return what puts them back.
-
-        So the facade gives up a batch that has run out of memory on some rank, whose part in the
-        exchange was a ``backward`` of a loss that reaches nothing, perhaps after one that was cut
-        short. By default None: ranks exchange more, as in a forward, or keep errors of sums.
-        """
-        return None
-
     def uncounted(self, module: nn.Module) -> AbstractContextManager[None]:
         """Context around the backward of a micro-batch that counts nothing: it adds zeros.
 

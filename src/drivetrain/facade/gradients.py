@@ -75,15 +75,6 @@ class WindowMean:
             )
         return loss * weight
 
-    def keep(self) -> Callable[[], None]:
-        """Return what goes back to the losses until now."""
-        weights, finished = list(self._weights), self._finished
-
-        def put_back() -> None:
-            self._weights, self._finished = list(weights), finished
-
-        return put_back
-
     @property
     def counts_nothing(self) -> bool:
         """Whether the last loss has the weight 0: it may be no number."""
@@ -295,46 +286,6 @@ class WindowGradients:
             yield
         if state.sync_gradients:
             self.scaler.update()
-
-    def keep(self) -> Callable[[], None] | None:
-        """Return what gives the micro-batch at hand up; called before its first backward.
-
-        Gradients, losses and random numbers are those of now then, and the window goes on. None
-        where ranks could not: models whose forwards communicate, several models, other axes, or
-        sums that keep errors.
-        """
-        run, entry = self._runs.default, next(iter(self._prepared.models), None)
-        if entry is None or len(self._prepared.models) > 1 or entry.strategy.run.links.gradients:
-            return None
-        alone = run.mesh["dp"].size == run.world.size
-        gradients = entry.strategy.keep_gradients() if alone else None
-        if gradients is None:
-            return None
-        kept = gradients, entry.hooks.keep(), self._mean.keep()
-        scale = entry.scale, entry.unscaled  # of what the script has left
-        backwards, random = self.state.backwards, rng.Snapshot()
-
-        def give_up() -> None:
-            for put_back in kept:
-                put_back()
-            entry.scale, entry.unscaled = scale
-            self.observer.given_up(self.state.backwards - backwards)
-            self.state.backwards, self.state.sync_gradients = backwards, False
-            rng.restore(random.packed())
-
-        return give_up
-
-    def stand_in(self, *, begun: bool) -> None:
-        """Take part in the backward of a piece that ran out of memory here.
-
-        Args:
-            begun: whether its own backward was cut short; else it had not begun.
-        """
-        nothing = torch.zeros((), device=self._runs.default.world.device, requires_grad=True)
-        if begun:
-            self._prepared.running().strategy.backward(nothing)
-        else:
-            self.backward(nothing, 0, {})
 
     @contextmanager
     def explained(self) -> Iterator[None]:

@@ -56,9 +56,6 @@ class Observer:
     def after_backward(self, loss: Tensor, weight: float | Tensor | None) -> None:
         """See the loss of one backward, with its value on every rank."""
 
-    def given_up(self, backwards: int) -> None:
-        """See that the last backwards, so many, do not count: their batch is taken again."""
-
     def gradients(self, entry: PreparedModel) -> None:
         """See a model's gradients, averaged and unscaled, before they are clipped or used."""
 

@@ -3,13 +3,9 @@
 With ``micro_batch: auto`` the pieces are as large as fits. No rank ever runs out of memory to find
 out, since the others would wait for it in a collective, and a control group of the kernel kills:
 the peak of pieces is measured, beginning with one row, and larger ones are predicted from it.
-
-Where a piece runs out of memory all the same, its rank goes on without it through the exchanges of
-the batch, the ranks tell each other at the end, and all of them take the batch again.
 """
 
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -28,14 +24,7 @@ from drivetrain.facade.gradients import WindowGradients
 from drivetrain.facade.prepared import PreparedObjects
 from drivetrain.facade.settings import Runs
 from drivetrain.log import get_logger
-from drivetrain.memory import (
-    Heap,
-    device_room,
-    host_room,
-    is_out_of_memory,
-    release_memory,
-    tries_again,
-)
+from drivetrain.memory import Heap, device_room, host_room
 from drivetrain.nested import slice_tensors
 
 logger = get_logger(__name__)
@@ -54,12 +43,10 @@ class Measured:
     Attributes:
         peaks: the most bytes above what was held before, by the elements of the largest tensor.
         longest: the elements of a row, the most so far.
-        most: the elements that a piece may have, since more ran out of memory.
     """
 
     peaks: dict[int, int] = field(default_factory=dict)
     longest: int = 0
-    most: int = sys.maxsize
 
     def add(self, rows: int, per_row: int, peak: int) -> None:
         """Note the peak of a piece, if it is larger than all before or took more than predicted."""
@@ -95,8 +82,7 @@ class Measured:
 
         With nothing known, one row.
         """
-        most = min(rows, self.most // per_row)
-        fitting = (count for count in range(most, 1, -1) if self.need(count, per_row) <= room)
+        fitting = (count for count in range(rows, 1, -1) if self.need(count, per_row) <= room)
         return next(fitting, 1)
 
 
@@ -116,92 +102,9 @@ class Pieces:
         self._measured = Measured()
         self._held = 0
         self._announced = 0
-        self._short = False
-        self._finer = False
 
-    def backward(
-        self,
-        batch: Any,
-        compute: Callable[[Any], Any],
-        backward: Callable[..., None],
-        models: Sequence[nn.Module],
-    ) -> Tensor:
-        """Run forward and backward of a batch, again in smaller pieces where memory runs out.
-
-        Args:
-            batch: see ``of``.
-            compute: returns the loss of a piece, or a pair of loss and weight.
-            backward: of the Accelerator.
-            models: those that accumulate.
-
-        Returns:
-            The loss of the batch.
-        """
-        give_up: Callable[[], None] | None = None
-        while True:
-            losses: list[tuple[Tensor, float]] = []
-            self._short = self._finer = False
-            for part in self.of(batch, models, again=give_up is not None):
-                if give_up is None and self._runs.config.run.micro_batch == "auto":
-                    give_up = self._gradients.keep()
-                if self._short:
-                    self._gradients.stand_in(begun=False)
-                else:
-                    self._take(part, compute, backward, losses, may_fail=give_up is not None)
-            if give_up is None or not self._finer or not self._is_short():
-                return _mean(losses)
-            give_up()
-
-    def _take(
-        self,
-        part: Any,
-        compute: Callable[[Any], Any],
-        backward: Callable[..., None],
-        losses: list[tuple[Tensor, float]],
-        *,
-        may_fail: bool,
-    ) -> None:
-        """Run forward and backward of a piece; where memory runs out, go on without it."""
-        rows, begun = self._gradients.state.rows, False
-        may_fail = may_fail and self._finer and rows is not None and rows > 1
-        token = tries_again.set(may_fail or tries_again.get())
-        try:
-            found = compute(part)
-            loss, weight = found if isinstance(found, tuple) else (found, None)
-            begun = True
-            backward(loss, weight=weight)
-            losses.append((loss.detach(), float((rows or 1) if weight is None else weight)))
-            return
-        except Exception as error:
-            if not (may_fail and is_out_of_memory(error)):
-                raise
-        finally:
-            tries_again.reset(token)
-        # Out of the except clause: there the traceback keeps the piece's tensors alive.
-        self._short, found, loss, weight = True, None, None, None
-        release_memory()
-        self._gradients.stand_in(begun=begun)
-
-    def _is_short(self) -> bool:
-        """Return whether a piece of any rank ran out of memory, and say so. Collective."""
-        held = counts_of_everyone("backward_in_pieces", "", [int(self._short)], "", None)
-        short = [str(rank) for rank, (each,) in enumerate(held) if each]
-        if short:
-            release_memory()
-            logger.warning(
-                f"micro_batch: auto: rank {', '.join(short)} ran out of memory in a piece of the "
-                "batch; all ranks take the batch again, in pieces of at most half as many rows"
-            )
-        return bool(short)
-
-    def of(self, batch: Any, models: Sequence[nn.Module], *, again: bool = False) -> Iterator[Any]:
-        """Yield the pieces of a batch; all ranks have as many, as even as possible.
-
-        Args:
-            batch: tensors whose first dimension counts the rows.
-            models: those that accumulate.
-            again: whether it was given up, and counts in the window already.
-        """
+    def of(self, batch: Any, models: Sequence[nn.Module]) -> Iterator[Any]:
+        """Yield the pieces of a batch; all ranks have as many, as even as possible."""
         option = self._runs.config.run.micro_batch
         if option == "whole":
             with self._gradients.micro_batch(models):
@@ -213,8 +116,7 @@ class Pieces:
         rows = 1 if refusal else len(leaves[0])
         per_row = 1 if refusal else ceil(max(map(Tensor.numel, leaves)) / rows)
         begin = 0
-        measures = option == "auto" and not self._measured.peaks and not again
-        if measures and self._agreed(2, rows, refusal) == 2:
+        if option == "auto" and not self._measured.peaks and self._agreed(2, rows, refusal) == 2:
             # One row tells what the others will take.
             with self._piece(models, 1, per_row, first=True, last=False):
                 yield slice_tensors(batch, slice(0, 1))
@@ -224,7 +126,7 @@ class Pieces:
         count = self._agreed(ceil(left / largest), left, refusal)
         bounds = [begin + left * number // count for number in range(count + 1)]
         for start, end in pairwise(bounds):
-            first, last = start == 0 and not again, end == rows
+            first, last = start == 0, end == rows
             with self._piece(models, end - start, per_row, first=first, last=last):
                 yield slice_tensors(batch, slice(start, end))
 
@@ -233,7 +135,7 @@ class Pieces:
         self, models: Sequence[nn.Module], rows: int, per_row: int, *, first: bool, last: bool
     ) -> Iterator[None]:
         """Context of the forward and backward of a piece, whose peak is measured."""
-        measures, was_short = self._runs.config.run.micro_batch == "auto", self._short
+        measures = self._runs.config.run.micro_batch == "auto"
         device = self._runs.default.world.device
         if measures:
             if device.type == "cpu":
@@ -248,10 +150,8 @@ class Pieces:
             except GeneratorExit:
                 self._gradients.state.left_early = not last
                 raise
-        if measures and not self._short:
+        if measures:
             self._measured.add(rows, per_row, max(0, _peak(device) - self._held))
-        elif measures and not was_short:
-            self._measured.most = min(self._measured.most, rows * per_row // 2)
 
     def _largest(self, rows: int, per_row: int) -> int:
         """Return the most rows of a piece that are predicted to fit on this rank, and say so."""
@@ -279,9 +179,7 @@ class Pieces:
     def _agreed(self, wanted: int, rows: int, refusal: str) -> int:
         """Return how many pieces all ranks make: as many as one wants, and each has rows for."""
         held = counts_of_everyone("micro_batches", "", [wanted, rows], refusal, None)
-        count, least = max(wanted for wanted, _ in held), min(rows for _, rows in held)
-        self._finer = count < least
-        return min(count, least)
+        return min(max(wanted for wanted, _ in held), *(rows for _, rows in held))
 
     def _check_run(self) -> None:
         """Refuse runs that cut batches otherwise, or whose ranks could not agree.
@@ -313,13 +211,6 @@ class Pieces:
                         "GroupNorm or LayerNorm, put it into eval(), or leave micro_batch: whole"
                     )
         return ""
-
-
-def _mean(losses: Sequence[tuple[Tensor, float]]) -> Tensor:
-    """Return the mean of the losses that count; where none does, the last one."""
-    counted = [weight * loss for loss, weight in losses if weight]
-    total: Tensor = sum(counted, torch.zeros_like(losses[-1][0]))
-    return total / sum(weight for _, weight in losses) if counted else losses[-1][0]
 
 
 def _refusal(leaves: Sequence[Any]) -> str:

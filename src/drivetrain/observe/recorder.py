@@ -227,11 +227,6 @@ class StepRecorder(Observer):
             self._training.add(self._loader)
         self.clock.enter("other")
 
-    def given_up(self, backwards: int) -> None:
-        """Forget the losses of the last backwards; their samples count once already."""
-        del self._losses[len(self._losses) - backwards :]
-        del self._weights[len(self._weights) - backwards :]
-
     def before_update(self) -> None:
         """Enter the section of the optimizer."""
         self.clock.enter("optimizer")

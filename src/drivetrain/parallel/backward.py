@@ -194,15 +194,6 @@ class UserHooks:
             for parameter, (before, after) in zip(hooked, taken, strict=True):
                 self._run(parameter, before, after)
 
-    def keep(self) -> Callable[[], None]:
-        """Return what goes back to the gradients of before the window that are known now."""
-        earlier = dict(self._earlier)
-
-        def put_back() -> None:
-            self._earlier = dict(earlier)
-
-        return put_back
-
     def forget(self) -> None:
         """Forget gradients of before a window that was given up: the next one begins."""
         self._earlier.clear()

@@ -135,24 +135,6 @@ class FlatGradients:
             self._follow(slot)
             self.hand_out(slot)
 
-    def keep(self) -> Callable[[], None]:
-        """Copy received, waiting and averaged gradients; return what puts them back."""
-        filled, averaged = set(self.filled), self.flat.with_gradients()
-        for slot in averaged:
-            self._follow(slot)
-        received = self.buffer.clone() if filled and self.buffer is not None else None
-        waiting = None if self._replica_sum is None else self._replica_sum.clone()
-        kept = {slot: slot.piece(self._kept).clone() for slot in averaged if self._kept is not None}
-
-        def put_back() -> None:
-            if received is not None:
-                self.buffer, self.filled = received.clone(), set(filled)
-            self._replica_sum = None if waiting is None else waiting.clone()
-            for slot, piece in kept.items():
-                self.assign(slot, piece)
-
-        return put_back
-
     def waits(self, slot: ParameterSlot) -> bool:
         """Return whether gradients of a parameter wait here to be averaged."""
         return slot in self.filled or self._replica_sum is not None
@@ -404,17 +386,6 @@ class UnitGradients:
             flat.drop(slots)
             idle &= not flat.filled
         return self._close() if idle else None
-
-    def keep(self) -> Callable[[], None]:
-        """Copy the gradients of all flat tensors; return what puts them back."""
-        present, flats = set(self.present), [flat.keep() for flat in self.flats]
-
-        def put_back() -> None:
-            self.present = set(present)
-            for fill in flats:
-                fill()
-
-        return put_back
 
     # --- reducing ---
 

@@ -315,30 +315,6 @@ class Reduce:
         if not set_to_none:  # a step under way reads where zeros are about to be written
             self._placement.wait_for_steps()
 
-    def keep(self) -> Callable[[], None]:
-        """Copy this rank's gradients, also in buffers; return what puts them back."""
-        self.shown.follow()
-        for unit in self.units:
-            self.settle(unit)
-        with torch._C.DisableTorchFunctionSubclass():
-            having = [slot for slot in self.shown.of if slot.parameter.grad is not None]
-        kept = [(unit, unit.opened, unit.keep()) for unit in self.units]
-
-        def put_back() -> None:
-            self.forget(None, set_to_none=True)
-            self._placement.clear_gradients(set_to_none=True)
-            for shown in self.shown.of.values():
-                shown.take_arrived()  # where an error came between autograd and its hook
-            self.shown.clear(self.shown.of)
-            for unit, opened, fill in kept:
-                if opened:
-                    self._open(unit)
-                fill()
-            for slot in having:
-                self.shown.show(slot)
-
-        return put_back
-
     def give_away(self, slots: Collection[ParameterSlot]) -> None:
         """Let go of the memory of these parameters' gradients: somebody else reads it."""
         for flat in self._flats(slots):

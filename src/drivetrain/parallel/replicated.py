@@ -326,20 +326,6 @@ class ReplicatedStrategy(ReplicasOutline[ConfigT], Strategy[ConfigT], Generic[Co
         chosen = self.parameters if only is None else only
         return (parameter.grad for parameter in chosen if parameter.grad is not None)
 
-    def keep_gradients(self) -> Callable[[], None] | None:
-        """Copy the gradients of all parameters."""
-        self.rounds.finish()
-        kept = [None if each.grad is None else each.grad.clone() for each in self.parameters]
-
-        def put_back() -> None:
-            for parameter, gradient in zip(self.parameters, kept, strict=True):
-                if gradient is None or parameter.grad is None:
-                    parameter.grad = None if gradient is None else gradient.clone()
-                else:
-                    parameter.grad.copy_(gradient)
-
-        return put_back
-
     def clip_grad_norm(
         self,
         max_norm: float,

@@ -18,7 +18,7 @@ a range of the flattened parameter; for any other (channels_last, transposed) it
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import (
     AbstractContextManager,
     ExitStack,
@@ -558,13 +558,6 @@ class ShardedStrategy(UnitsOutline[ConfigT], Strategy[ConfigT], Generic[ConfigT]
         """Yield the gradients of this rank's fragments."""
         self.rounds.finish()
         yield from self.reduce.read(only)
-
-    def keep_gradients(self) -> Callable[[], None] | None:
-        """Copy the gradients of fragments and in buffers; None where forwards gather units."""
-        if self.forward_is_collective:
-            return None
-        self.rounds.finish()
-        return self.reduce.keep()
 
     def will_scale(self, factor: float) -> None:
         """Let momenta have the factor before they cross."""

@@ -18,7 +18,6 @@ METHODS = {
     "accumulate": "(*models)",
     "autocast": "(autocast_handler=None)",
     "backward": "(loss, *, weight=None, **options)",
-    "backward_in_pieces": "(batch, compute, *models)",
     "building": "(weights=None)",
     "clear": "(*objects)",
     "clip_grad_norm_": "(parameters, max_norm, norm_type=2.0)",
@@ -116,8 +115,6 @@ def test_verbs_go_through_the_verbs_that_a_subclass_overrides(tmp_path):
     model, *_ = accelerator.prepare(model, optimizer, scheduler, loader)
     assert accelerator.called() == ["prepare_data_loader", "prepare_optimizer", "prepare_scheduler"]
     accelerator.pipeline_step(model, torch.ones(2, 2), loss_fn=lambda outputs, _: outputs.sum())
-    assert accelerator.called() == ["backward"]
-    accelerator.backward_in_pieces(torch.ones(2, 2), lambda rows: model(rows).sum())
     assert accelerator.called() == ["backward"]
     accelerator.save_state(tmp_path / "saved")
     assert accelerator.called() == ["wait_for_checkpoint"]
