@@ -177,10 +177,11 @@ class BucketReducer:
             for place, index in enumerate(chosen)
         ]
         self._handles = [on_gradient(slot.parameter, self._make_hook(slot)) for slot in self._slots]
-        self._order = list(reversed(range(len(self._slots))))
         self._observed: list[int] | None = None
         self._observing = True
-        self._build()
+        self._order: Sequence[int]
+        self._buckets: list[_BucketRound]
+        self._build(list(range(len(self._slots)))[::-1])
 
     def open_channels(self) -> None:
         """Make the channels now, before the first round: a checkpoint is about to be loaded."""
@@ -193,21 +194,25 @@ class BucketReducer:
             handle.remove()
         self._handles = []
 
-    def _build(self) -> None:
-        self._buckets: list[_BucketRound] = []
-        self._hook.forget()
-        self._communicator.renew_channels()
+    def _build(self, order: Sequence[int]) -> None:
+        """Lay buckets out in an order; where memory runs out for them, those of before stay."""
         parameters = [slot.parameter for slot in self._slots]
         layouts = buckets_of(
             self._config,
             [tuple(parameter.shape) for parameter in parameters],
             [(parameter.dtype, parameter.device) for parameter in parameters],
-            self._order,
+            order,
         )
         names = [slot.name for slot in self._slots]
-        for layout in layouts:
-            slots = [self._slots[member] for member in layout.members]
-            bucket = Bucket(layout, [slot.parameter for slot in slots], names)
+        buckets = [
+            Bucket(layout, [parameters[member] for member in layout.members], names)
+            for layout in layouts
+        ]
+        self._hook.forget()
+        self._communicator.renew_channels()
+        self._order, self._buckets = order, []
+        for bucket in buckets:
+            slots = [self._slots[member] for member in bucket.layout.members]
             state = _BucketRound(bucket, slots, 0, [])
             self._buckets.append(state)
             for place, (slot, view) in enumerate(zip(slots, bucket.views, strict=True)):
@@ -239,8 +244,8 @@ class BucketReducer:
     def begin(self) -> None:
         """Begin a round: count down from all parameters of every bucket."""
         if self._observed is not None:
-            self._order, self._observed = self._observed, None
-            self._build()
+            self._build(self._observed)
+            self._observed = None
         self._eager = not self._observing and not self.rounds.reentrant
         self._launched = 0
         self._came: list[int] = []

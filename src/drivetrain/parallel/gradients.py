@@ -368,8 +368,6 @@ class UnitGradients:
 
     def open(self, lent: Tensor | None) -> None:
         """Let gradients arrive in a lent buffer, or else in the buffers that stay."""
-        self.opened = True
-        self._lent = lent
         for flat, start in zip(self._active, self._starts, strict=False):
             if lent is not None:
                 flat.buffer = lent[start : start + flat.nbytes].view(flat.wire)
@@ -377,6 +375,7 @@ class UnitGradients:
                 flat.buffer = torch.zeros_like(flat.flat.values, dtype=flat.wire)
             else:
                 flat.set_aside()
+        self.opened, self._lent = True, lent  # not where memory ran out
 
     def forget(self, slots: Collection[ParameterSlot]) -> Tensor | None:
         """Drop received gradients; return the lent buffer once it is empty."""

@@ -46,6 +46,33 @@ def assert_grads(model: nn.Module, expected: list[Tensor]) -> None:
 
 
 @pytest.mark.ranks(2)
+def test_no_memory_for_buckets_in_a_better_order(monkeypatch):
+    """The second round lays them out anew; a script that goes on has those of before."""
+
+    def no_memory(*_):
+        raise torch.OutOfMemoryError
+
+    model = nn.ModuleDict({"second": mlp(), "first": mlp()})
+    strategy = start(model)
+    rank = strategy.run.world.rank
+
+    def backward(step: int) -> None:
+        model.zero_grad()
+        strategy.backward(sum(loss_of(part, batch(step, rank)) for part in [*model.values()][::-1]))
+
+    backward(0)
+    with monkeypatch.context() as patch:
+        patch.setattr("drivetrain_ddp.strategy.Bucket", no_memory)
+        with pytest.raises(torch.OutOfMemoryError):
+            backward(1)
+    for step in (2, 3):
+        backward(step)
+        for part in model.values():
+            assert_grads(part, mean_grads(part, [step], ranks=2))
+    strategy.close()
+
+
+@pytest.mark.ranks(2)
 def test_accumulating_sends_nothing_and_then_the_mean_of_the_sum():
     """Also of a layer that the last micro-batch of a window does not reach."""
     model = nn.ModuleDict({"always": mlp(), "at first": nn.Linear(6, 2).double()})
