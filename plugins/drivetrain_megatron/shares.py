@@ -435,6 +435,7 @@ def _ordinary(piece: Tensor) -> Tensor:
 class ShareParameter(nn.Parameter):
     """A parameter that stands for the whole, while its memory has a rank's share."""
 
+    _stands_for_whole = True  # drivetrain.model.compiled.WHOLE
     _share: Share
 
     @classmethod

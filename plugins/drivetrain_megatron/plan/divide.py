@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo
 
 from drivetrain.collectives import Communicator
 from drivetrain_megatron.tensor.attention import attach_heads, head_partitions
@@ -259,7 +258,6 @@ class ModuleEntrance(Uncopied):
         self._edges = edges
         self._layers = layers
 
-    @_disable_dynamo
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Return the arguments that the module sees."""
         return _with_activation(args, kwargs, self._enter)

@@ -41,6 +41,11 @@ class HeadAttention(Behavior):
     edges: Edges
     heads: Partition
 
+    @property
+    def is_traced(self) -> bool:
+        """Whether ``torch.compile`` may trace the forward."""
+        return True
+
     def forward(
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
@@ -143,6 +148,10 @@ class HeadAttention(Behavior):
         return weights if is_batched else weights.squeeze(0)
 
 
+_FALSE = property(lambda _: False)
+"""One for all attentions, which have one class then, and their blocks one graph."""
+
+
 def attach_heads(module: nn.Module, edges: Edges) -> None:
     """Let an attention with this rank's heads compute as such; ``head_partitions`` cuts it.
 
@@ -166,7 +175,7 @@ def attach_heads(module: nn.Module, edges: Edges) -> None:
     heads = even(1, module.num_heads, edges.ranks.size)
     # nn.TransformerEncoderLayer computes attention itself in eval mode, from whole weights, unless
     # this is False; the attention's own forward looks at its weights instead.
-    attach(module, HeadAttention(edges, heads), _qkv_same_embed_dim=property(lambda _: False))
+    attach(module, HeadAttention(edges, heads), _qkv_same_embed_dim=_FALSE)
 
 
 def head_partitions(module: nn.MultiheadAttention, ranks: int) -> dict[str, Partition]:

@@ -2,8 +2,8 @@
 
 The module stays the object it is: only its class becomes a subclass, made on the fly, of the same
 name. Its attributes, parameters, hooks and its place in the model are untouched. ``torch.compile``
-is set aside where ranks share a forward: they exchange activations through threads that a compiler
-cannot see into.
+traces what is made of tensors and of operators that it knows (``tensor/operators``), and is set
+aside elsewhere.
 
 What ranks change around the layers of a block: the ends of regions, the sizes in reshapes.
 
@@ -66,6 +66,11 @@ class Behavior(Uncopied, ABC):
     sizes of this rank's share.
     """
 
+    @property
+    def is_traced(self) -> bool:
+        """Whether ``torch.compile`` may trace the forward."""
+        return False
+
     @abstractmethod
     def forward(self, module: Any, *args: Any, **kwargs: Any) -> Any:
         """Compute the output that the module's own forward has with whole parameters."""
@@ -77,6 +82,11 @@ class Behavior(Uncopied, ABC):
 
 class Own(Behavior):
     """The forward of the module's own class."""
+
+    @property
+    def is_traced(self) -> bool:
+        """Whether ``torch.compile`` may trace the forward."""
+        return True
 
     def forward(self, module: Any, *args: Any, **kwargs: Any) -> Any:
         """Compute by the module's own class."""
@@ -100,15 +110,26 @@ class Parallel:
     """Mixed into the class of a module that has a behavior."""
 
     _drivetrain_original: type[nn.Module]
-    _ranks_share_forward = True  # drivetrain.model.compiled.SHARED
 
-    @_disable_dynamo
+    @property
+    def _ranks_share_forward(self) -> bool:  # drivetrain.model.compiled.SHARED
+        behavior: Behavior = self.__dict__[_KEY]
+        return not behavior.is_traced
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Compute by the behavior.
 
         Raises:
             UsageError: another tensor stands in the place of a share.
         """
+        behavior = self.__dict__[_KEY]
+        if torch.compiler.is_compiling() and behavior.is_traced:
+            self._check_shares()
+            return behavior.forward(self, *args, **kwargs)
+        return self._apart(*args, **kwargs)
+
+    @_disable_dynamo
+    def _apart(self, *args: Any, **kwargs: Any) -> Any:
         with self._on_shares():
             return self.__dict__[_KEY].forward(self, *args, **kwargs)
 
@@ -126,6 +147,11 @@ class Parallel:
     @contextmanager
     def _on_shares(self) -> Iterator[None]:
         """Context in which parameters are shares."""
+        self._check_shares()
+        with computing:
+            yield
+
+    def _check_shares(self) -> None:
         module: Any = self
         for child, name in module.__dict__.get(_SHARED, ()):
             owner = module._modules.get(child) if child else module
@@ -139,8 +165,6 @@ class Parallel:
                     "of parameters. Copy the model outside of gathered(), and write other values "
                     "into the parameters, or set tp: 1"
                 )
-        with computing:
-            yield
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         new = memo[id(self)] = self.__copy__()

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, autograd, nn
-from torch._compile import _disable_dynamo
 
 from drivetrain.collectives import Communicator
 from drivetrain.errors import ConfigError, UsageError
@@ -39,6 +38,7 @@ from drivetrain_megatron.tensor.operators import (
     gathered,
     is_outline,
     once_differentiable,
+    one_node,
     reduce,
     reduce_scatter,
     scatter,
@@ -237,7 +237,9 @@ def column_product(x: Tensor, weight: Tensor, bias: Tensor | None, product: Prod
         if product.sequence is not None:
             x = gather(x, product.ranks, product.sequence, partial=True)
         return product.of(x, weight, bias)
-    return _ColumnProduct.apply(x, weight, bias, product)  # type: ignore[no-any-return,no-untyped-call]
+    return _columns(
+        x, product.ranks, product.sequence, weight, bias, product.transposed, product.deferral
+    )
 
 
 def row_product(x: Tensor, weight: Tensor, product: Product) -> Tensor:
@@ -247,7 +249,32 @@ def row_product(x: Tensor, weight: Tensor, product: Product) -> Tensor:
         if product.sequence is None:
             return out
         return reduce_scatter(out, product.ranks, product.sequence)
-    return _RowProduct.apply(x, weight, product)  # type: ignore[no-any-return,no-untyped-call]
+    return _rows(x, product.ranks, product.sequence, weight, product.transposed, product.deferral)
+
+
+@one_node
+def _columns(
+    x: Tensor,
+    ranks: Communicator,
+    sequence: Partition | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    *how: Any,
+) -> Tensor:
+    return _ColumnProduct.apply(x, weight, bias, _product(ranks, sequence, *how))  # type: ignore[no-any-return,no-untyped-call]
+
+
+@one_node
+def _rows(
+    x: Tensor, ranks: Communicator, sequence: Partition | None, weight: Tensor, *how: Any
+) -> Tensor:
+    return _RowProduct.apply(x, weight, _product(ranks, sequence, *how))  # type: ignore[no-any-return,no-untyped-call]
+
+
+def _product(
+    ranks: Communicator, sequence: Partition | None, transposed: bool, deferral: Deferral | None
+) -> Product:
+    return Product(ranks, transposed, sequence, deferral)
 
 
 def as_computed(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Any]:
@@ -395,6 +422,8 @@ def enter_group(x: Tensor, edges: Edges, layers: Sequence[nn.Module]) -> Tensor:
     disturbed.
     """
     trained = [layer for layer in layers if layer.weight.requires_grad]
+    if torch.compiler.is_compiling():  # a graph has an order of its own
+        return edges.enter(x)
     has_gradients = x.requires_grad and torch.is_grad_enabled() and trained
     if edges.ranks.size == 1 or not has_gradients or is_outline(x):
         return edges.enter(x)
@@ -410,6 +439,8 @@ def enter_group(x: Tensor, edges: Edges, layers: Sequence[nn.Module]) -> Tensor:
 
 def grouped_product(x: Tensor, layer: Any) -> Tensor | None:
     """Return a layer's product with the result of ``enter_group``; None if it is anything else."""
+    if torch.compiler.is_compiling():
+        return None
     later: DeferredProduct | None = getattr(x, _KEY, {}).get(id(layer))
     if later is None or not torch.is_grad_enabled():
         return None
@@ -600,6 +631,11 @@ class ColumnLinear(Behavior):
     logits: bool = False
     keeper: WeightGradients | None = None
 
+    @property
+    def is_traced(self) -> bool:
+        """Whether ``torch.compile`` may trace the forward."""
+        return self.keeper is None and not self.logits
+
     def forward(self, module: Any, x: Tensor) -> Tensor:
         """Return the local output features, shape (..., features)."""
         ranks, deferral = self.edges.ranks, deferral_of(self.keeper, module)
@@ -645,6 +681,11 @@ class RowLinear(Behavior):
     inputs: Partition
     transposed: bool = False
     keeper: WeightGradients | None = None
+
+    @property
+    def is_traced(self) -> bool:
+        """Whether ``torch.compile`` may trace the forward."""
+        return self.keeper is None
 
     def loss(self, module: Any, hidden: Tensor, target: Tensor, **options: Any) -> Tensor:
         """Refuse to be a head.
@@ -765,13 +806,11 @@ class FeatureGate(Uncopied):
     edges: Edges
     features: Partition
 
-    @_disable_dynamo
     def scattered(self, module: nn.Module, args: Any) -> Any:
         """Be a forward pre-hook: the layer sees this rank's input features."""
         x, *rest = args
         return (scatter(x, self.edges.ranks, self.features), *rest)
 
-    @_disable_dynamo
     def gathered(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
         """Be a forward hook: the code after the layer sees all output features."""
         return gather(output, self.edges.ranks, self.features)

@@ -19,20 +19,25 @@ the ranks are either equal, or parts of a sum. Tensors may be of any dtype and m
 uneven or empty. An input is never changed: a gradient may be somebody else's too. One rank alone
 sends nothing.
 
+Where ``torch.compile`` traces them, each is one node of the graph (``one_node``).
+
 ``Edges`` chooses among them: outside of a part whose layers are cut over ranks an activation is
 whole on every rank, or a shard of the sequence (sequence parallelism).
 """
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Self, TypeAlias
+from typing import Any, ParamSpec, Self, TypeAlias
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-from drivetrain.collectives import Communicator, Handle
+from drivetrain.collectives import Communicator, Finished, Handle, communicator_of
 from drivetrain.errors import UsageError
 from drivetrain_megatron.recording.proxy import StageProxy
 from drivetrain_megatron.tensor.partition import Partition, even
@@ -81,9 +86,181 @@ class _Refusal(torch.autograd.Function):
         )
 
 
+# --- inside of graphs ---
+
+# ``torch.compile`` sees a function of activations and ranks as one node, with a number for the
+# ranks; autograd, below, sees what it sees without a compiler. Only the collectives themselves are
+# operators of torch then: they take a number too, and return new tensors. Each takes the token of
+# the one before it, so that no compiler changes their order, which ranks must share, leaves one
+# out, or takes two for one.
+
+Cut: TypeAlias = tuple[int, int, Any]
+"""A ``Partition`` as constants of a graph: dim, size, ranges, or how many ranks have even ones."""
+
+
+class InGraph:
+    """Ranks as the operators see them while a graph is traced.
+
+    Args:
+        number: of the communicator.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        communicator = communicator_of(number)
+        self.size, self.rank = communicator.size, communicator.rank
+
+    def start(self, tensor: Tensor, partition: Partition | None = None) -> "PendingSum":
+        """Start to sum a tensor, which stays as it is; a partition gives each rank its share."""
+        token = _OPS.start_sum(tensor, self.number, _numbers_of(partition), self._before())
+        self._note(token)
+        shape = (
+            tensor.shape if partition is None else partition.local_shape(self.rank, tensor.shape)
+        )
+        return PendingSum(Finished(), lambda: _OPS.sum(token, shape, tensor.dtype, tensor.device))
+
+    def gathered(self, share: Tensor, partition: Partition, *, add: bool) -> Tensor:
+        """Return the whole tensor."""
+        whole: Tensor
+        whole, token = _OPS.gather(share, self.number, _numbers_of(partition), add, self._before())
+        self._note(token)
+        return whole
+
+    def _before(self) -> Tensor | None:
+        """Return the token of the last collective in the same graph."""
+        trace = get_proxy_mode()
+        return None if trace is None else _last.get(trace, {}).get(_in_backward())
+
+    def _note(self, token: Tensor) -> None:
+        if (trace := get_proxy_mode()) is not None:
+            _last.setdefault(trace, {})[_in_backward()] = token
+
+
+_last: "WeakKeyDictionary[Any, dict[bool, Tensor]]" = WeakKeyDictionary()
+
+
+def _in_backward() -> bool:
+    """Whether autograd runs: what it computes becomes a graph of its own."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def _numbers_of(partition: Partition | None) -> list[int]:
+    """Return a cut as an argument of operators: dim, size, and each rank's count and ranges."""
+    if partition is None:
+        return []
+    ranges = [[len(mine), *itertools.chain(*mine)] for mine in partition.ranges]
+    return [partition.dim, partition.size, *itertools.chain(*ranges)]
+
+
+@functools.lru_cache(maxsize=1024)
+def _cut_of(numbers: tuple[int, ...]) -> Partition:
+    dim, size, *rest = numbers
+    left, ranges = iter(rest), []
+    for count in left:
+        ranges.append(tuple((next(left), next(left)) for _ in range(count)))
+    return Partition(dim, size, tuple(ranges))
+
+
+_under_way: "dict[int, PendingSum]" = {}
+_sums = itertools.count()
+
+
+def _start(tensor: Tensor, ranks: int, cut: Sequence[int], after: Tensor | None) -> Tensor:
+    number, communicator = next(_sums), communicator_of(ranks)
+    if cut:
+        pending = start_scattered_sum(tensor, communicator, _cut_of(tuple(cut)))
+    else:
+        own = tensor.clone(memory_format=torch.contiguous_format)
+        pending = start_sum(own, communicator)
+    _under_way[number] = pending
+    return torch.tensor(number, device="cpu")
+
+
+def _sum(token: Tensor, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return _under_way.pop(int(token)).result()
+
+
+def _gather(
+    share: Tensor, ranks: int, cut: Sequence[int], add: bool, after: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    whole = gathered(share, communicator_of(ranks), _cut_of(tuple(cut)), add=add)
+    return whole, torch.zeros((), dtype=torch.int64, device="cpu")
+
+
+def _token(*_: Any) -> Tensor:
+    return torch.empty((), dtype=torch.int64, device="cpu")
+
+
+def _sum_shape(
+    token: Tensor, shape: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device=device)
+
+
+def _gather_shape(share: Tensor, ranks: int, cut: Sequence[int], *_: Any) -> tuple[Tensor, Tensor]:
+    shape = list(share.shape)
+    shape[cut[0]] = cut[1]
+    return share.new_empty(shape), _token()
+
+
+_library = torch.library.Library("drivetrain", "FRAGMENT")  # type: ignore[no-untyped-call]
+for _schema, _real, _fake in (
+    ("start_sum(Tensor tensor, int ranks, int[] cut, Tensor? after) -> Tensor", _start, _token),
+    (
+        "sum(Tensor token, SymInt[] shape, ScalarType dtype, Device device) -> Tensor",
+        _sum,
+        _sum_shape,
+    ),
+    (
+        "gather(Tensor share, int ranks, int[] cut, bool add, Tensor? after) -> (Tensor, Tensor)",
+        _gather,
+        _gather_shape,
+    ),
+):
+    _name = _schema.partition("(")[0]
+    _library.define(_schema)  # type: ignore[no-untyped-call]
+    # Not ``custom_op``, which costs as much again as a small collective in each call.
+    _library.impl(_name, _real, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+    torch.library.register_fake(f"drivetrain::{_name}", _fake, lib=_library)
+_OPS = torch.ops.drivetrain
+
+
+Given = ParamSpec("Given")
+
+
+def one_node(function: Callable[Given, Tensor]) -> Callable[Given, Tensor]:
+    """Let a function of a tensor and ranks be one node where ``torch.compile`` traces a graph.
+
+    Its further arguments are tensors, partitions and constants.
+    """
+    called: Any = function
+
+    def traced(tensor: Tensor, number: int, *rest: Any, **options: Any) -> Any:
+        known = [_partition_of(each) if isinstance(each, tuple) else each for each in rest]
+        return called(tensor, InGraph(number), *known, **options)
+
+    node: Any = torch.compiler.allow_in_graph(traced)  # type: ignore[no-untyped-call]
+
+    @functools.wraps(function)
+    def either(tensor: Tensor, ranks: Any, *rest: Any, **options: Any) -> Any:
+        if not torch.compiler.is_compiling() or isinstance(ranks, InGraph):
+            return called(tensor, ranks, *rest, **options)
+        cut = [(e.dim, e.size, e.ranges) if isinstance(e, Partition) else e for e in rest]
+        return node(tensor, ranks.number, *cut, **options)
+
+    return either  # type: ignore[return-value]
+
+
+def _partition_of(cut: Cut) -> Partition:
+    dim, size, ranges = cut
+    even_over = isinstance(ranges, int)
+    return even(dim, int(size), ranges) if even_over else Partition(dim, size, ranges)
+
+
 # --- the operators ---
 
 
+@one_node
 def copy(tensor: Tensor, ranks: Communicator) -> Tensor:
     """Return the tensor; backward sums its gradients over ranks."""
     if is_outline(tensor) or ranks.size == 1:
@@ -91,6 +268,7 @@ def copy(tensor: Tensor, ranks: Communicator) -> Tensor:
     return conjugate(tensor, lambda x: x.view_as(x), lambda grad: _summed(grad, ranks))
 
 
+@one_node
 def reduce(tensor: Tensor, ranks: Communicator) -> Tensor:
     """Return the sum over ranks; backward passes the gradient on, equal on all ranks."""
     if is_outline(tensor) or ranks.size == 1:
@@ -98,6 +276,7 @@ def reduce(tensor: Tensor, ranks: Communicator) -> Tensor:
     return conjugate(tensor, lambda x: _summed(x, ranks), lambda grad: grad.view_as(grad))
 
 
+@one_node
 def gather(
     tensor: Tensor, ranks: Communicator, partition: Partition, *, partial: bool = False
 ) -> Tensor:
@@ -122,11 +301,13 @@ def gather(
     return conjugate(tensor, lambda x: gathered(x, ranks, partition), share_of)
 
 
+@one_node
 def scatter(tensor: Tensor, ranks: Communicator, partition: Partition) -> Tensor:
     """Return this rank's share of a tensor that is the same on all ranks."""
     return _to_share(tensor, ranks, partition, lambda x: partition.take(x, ranks.rank))
 
 
+@one_node
 def reduce_scatter(tensor: Tensor, ranks: Communicator, partition: Partition) -> Tensor:
     """Return this rank's share of the sum over ranks."""
 
@@ -151,6 +332,8 @@ class PendingSum:
 
 def start_sum(own: Tensor, ranks: Communicator) -> PendingSum:
     """Start to sum a contiguous tensor over ranks, in place: nobody else may hold it."""
+    if isinstance(ranks, InGraph):
+        return ranks.start(own)
     return PendingSum(ranks.all_reduce(own), lambda: own)
 
 
@@ -161,6 +344,8 @@ def start_scattered_sum(
 
     An ``own`` tensor, which nobody else holds, may be overwritten.
     """
+    if isinstance(ranks, InGraph):
+        return ranks.start(tensor, partition)
     buffer = _in_order_of_ranks(tensor, partition)
     if not own and buffer.data_ptr() == tensor.data_ptr():
         buffer = buffer.clone()
@@ -183,6 +368,8 @@ def gathered(
 
     Ranges on several ranks are equal, or are added up (``add``).
     """
+    if isinstance(ranks, InGraph):
+        return ranks.gathered(share, partition, add=add)
     first = share.movedim(partition.dim, 0)
     buffer = share.new_empty((sum(partition.local_sizes), *first.shape[1:]))
     start, stop = partition.bounds[ranks.rank]
@@ -261,8 +448,9 @@ class _Conjugate(torch.autograd.Function):
 
 def _summed(tensor: Tensor, ranks: Communicator) -> Tensor:
     """Return the sum over ranks as a new tensor."""
-    own = tensor.clone(memory_format=torch.contiguous_format)
-    return start_sum(own, ranks).result()
+    if not isinstance(ranks, InGraph):
+        tensor = tensor.clone(memory_format=torch.contiguous_format)
+    return start_sum(tensor, ranks).result()
 
 
 def is_outline(*tensors: Tensor | None) -> bool:
@@ -326,6 +514,8 @@ class TokenShards:
                 "runs outside of the part of the model that is sequence parallel; call the model "
                 "itself, not one of its layers"
             )
+        if torch.compiler.is_compiling():  # as constants, each length in a graph of its own
+            return self.dim, self._size, ranks  # type: ignore[return-value]
         return even(self.dim, self._size, ranks)
 
 

@@ -23,7 +23,14 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from drivetrain.collectives.communicator import Communicator, Handle, Reduction, SoloCommunicator
+from drivetrain.collectives.communicator import (
+    Communicator,
+    Finished,
+    Handle,
+    Reduction,
+    SoloCommunicator,
+    communicator_of,
+)
 from drivetrain.collectives.hierarchy import HierarchicalCommunicator
 from drivetrain.collectives.native import NativeCommunicator
 from drivetrain.collectives.ring import RingCommunicator
@@ -42,12 +49,14 @@ from drivetrain.traffic import Traffic
 
 __all__ = [
     "Communicator",
+    "Finished",
     "Handle",
     "Operation",
     "Parts",
     "Reduction",
     "Route",
     "chunk_bounds",
+    "communicator_of",
     "connect",
     "connect_over_hosts",
     "route_over_hosts",

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal, Protocol, TypeAlias
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -328,6 +329,26 @@ class Request:
         return sum(byte_lengths(self.layout or ())) if flat is None else flat.numel()
 
 
+_known: "WeakValueDictionary[int, Communicator]" = WeakValueDictionary()
+_numbers = itertools.count()
+
+
+def communicator_of(number: int) -> "Communicator":
+    """Return the communicator with a number: operators inside of a graph take no objects.
+
+    The number keeps none alive: a graph that outlives its strategy finds nothing.
+
+    Raises:
+        UsageError: the communicator is gone.
+    """
+    if (found := _known.get(number)) is None:
+        raise UsageError(
+            "expected the ranks that a compiled graph sends to, found that its strategy is gone, "
+            "as after free_memory(); prepare the model again"
+        )
+    return found
+
+
 class Communicator(Channels):
     """Collectives over one axis, in place, asynchronous, in the order of submission.
 
@@ -343,6 +364,7 @@ class Communicator(Channels):
     Attributes:
         disagreement: what ranks were about to do differently, once that was found.
         companions: communicators over other axes that cannot go on when this one has failed.
+        number: of this one in this process, for ``communicator_of``.
     """
 
     def __init__(self, axis: Axis, traffic: Traffic, timeout: timedelta) -> None:
@@ -354,6 +376,8 @@ class Communicator(Channels):
         self.submitted = 0
         self.companions: Sequence[Communicator] = ()
         self.disagreement = ""
+        self.number = next(_numbers)
+        _known[self.number] = self
 
     def chunk(self, numel: int) -> list[tuple[int, int]]:
         """Return the even cut: the (start, stop) that each rank holds of numel elements."""

@@ -32,7 +32,10 @@ _NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1
 """Folders of torch and of this package."""
 
 SHARED = "_ranks_share_forward"
-"""An attribute of modules in whose forward ranks exchange tensors: they stay outside of graphs."""
+"""An attribute of modules in whose forward ranks exchange tensors, true where no graph may."""
+
+WHOLE = "_stands_for_whole"
+"""An attribute of classes of parameters whose memory is a part of what they show, for now."""
 
 
 def compile_blocks(model: nn.Module, device: torch.device) -> None:
@@ -76,11 +79,17 @@ def _check_compiler() -> None:
         ) from error
 
 
-def _bring_values(block: nn.Module) -> None:
-    """Have a block's divided values, as where backward computes it again: then no hooks run."""
+def _bring_values(block: nn.Module) -> bool:
+    """Have a block's divided values, as where backward computes it again: then no hooks run.
+
+    False: parameters stand for others, as where a block is called by itself.
+    """
     for parameter in block.parameters():
+        if hasattr(type(parameter), WHOLE):
+            return False
         if is_guarded(parameter):
             parameter.new_empty(0)
+    return True
 
 
 class _Compiled:
@@ -105,10 +114,11 @@ class _Compiled:
         forward: Function = type(module).forward
         if forward in self._given_up and module not in self._with_graph:
             return compute(*args, **kwargs)
+        if not _bring_values(module):
+            return compute(*args, **kwargs)
         called = self._called.get(forward)
         if called is None:
             called = self._called[forward] = torch.compile(forward, backend=BACKEND, fullgraph=True)
-        _bring_values(module)
         exc: Any = torch._dynamo.exc
         try:
             outputs = called(module, *args, **kwargs)

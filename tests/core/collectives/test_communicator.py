@@ -1,15 +1,18 @@
 """Collectives on parts: tensors of many sizes and dtypes at once, packed into few messages."""
 
+from datetime import timedelta
 from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
-from drivetrain.collectives import Communicator, ring, sent_bytes
+from drivetrain.collectives import Communicator, communicator_of, ring, sent_bytes
+from drivetrain.collectives.communicator import SoloCommunicator
 from drivetrain.collectives.neighbors import Neighbors, Tag
 from drivetrain.collectives.ring import ChunkMessages
 from drivetrain.errors import CollectiveError, UsageError
+from drivetrain.runtime.mesh import Axis
 from drivetrain.traffic import Traffic
 from flat_collectives import open_native, open_ring, values
 
@@ -245,3 +248,14 @@ def test_errors_name_the_line_of_the_call():
     with pytest.raises(CollectiveError, match=r"reduce_scatter #2 \(.*test_communicator.*:\d+\)"):
         own.reduce_parts(parts, scale=0.5).wait()
     own.close()
+
+
+def test_a_number_finds_a_communicator_and_keeps_none_alive():
+    axis = Axis(name="tp", size=1, rank=0, ranks=(0,), hosts=("here",))
+    one, other = (SoloCommunicator(axis, Traffic(), timedelta(seconds=9)) for _ in range(2))
+    number = one.number
+    assert communicator_of(number) is one
+    assert communicator_of(other.number) is other
+    del one
+    with pytest.raises(UsageError, match="found that its strategy is gone"):
+        communicator_of(number)

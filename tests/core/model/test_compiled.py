@@ -2,8 +2,6 @@
 
 import copy
 import functools
-import os
-from contextlib import contextmanager
 
 import pytest
 import torch
@@ -14,6 +12,7 @@ from drivetrain.errors import UsageError
 from drivetrain.model import compiled
 from drivetrain.testing.conformance.twins import Twins
 from drivetrain.testing.models import Case
+from graphs import backend, graphs
 from stacks import Block, Tower
 
 
@@ -35,27 +34,10 @@ class GatedTower(Tower):
 TOWER, GATED = (Case("tower", functools.partial(kind, 4)) for kind in (Tower, GatedTower))
 
 
-@contextmanager
-def backend(name):
-    """Context in which graphs are counted anew, and made by a backend."""
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compiled, "BACKEND", name)
-        yield
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    os.environ.pop("_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR", None)  # inductor's, for its libraries
-
-
 @pytest.fixture
 def quick():
     with backend("aot_eager"):
         yield
-
-
-def graphs() -> int:
-    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
 @pytest.mark.parametrize(
@@ -89,8 +71,7 @@ def test_trains_as_one_process_with_the_collectives_of_eager_blocks(strategy, co
             sent.append({key: (entry.calls, entry.bytes) for key, entry in entries.items()})
             accelerator.free_memory()
     assert sent[0] == sent[1]
-    assert made == ([made[0]] * 3 if "tp" in strategy else [1] * 3)
-    assert made[0] > 0
+    assert made == [1] * 3
 
 
 class Scaled(Block):
