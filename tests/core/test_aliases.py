@@ -29,9 +29,8 @@ def test_argument_that_is_not_here():
         ("deepspeed_plugin", "strategy='name'"),
         ("dynamo_backend", "torch.compile"),
     ):
-        with pytest.raises(
-            UsageError, match=f"found {argument}: take .*{way_out}.* --as-accelerate"
-        ):
+        said = f"found {argument}: take .*{way_out}.* --as-accelerate"
+        with pytest.raises(UsageError, match=said):
             Accelerator(cpu=True, **{argument: None})
         with pytest.raises(TypeError, match="unexpected keyword argument 'colour'"):
             Accelerator(cpu=True, colour="red")

@@ -32,10 +32,8 @@ def test_patch_environment_restores_exactly(monkeypatch):
     monkeypatch.setenv("DRIVETRAIN_TEST_KEPT", "before")
     monkeypatch.delenv("DRIVETRAIN_TEST_NEW", raising=False)
     expected = dict(os.environ)
-    with (
-        pytest.raises(ZeroDivisionError),
-        availability.patch_environment(drivetrain_test_kept=1, DRIVETRAIN_TEST_NEW="new"),
-    ):
+    patched = availability.patch_environment(drivetrain_test_kept=1, DRIVETRAIN_TEST_NEW="new")
+    with pytest.raises(ZeroDivisionError), patched:
         assert os.environ["DRIVETRAIN_TEST_KEPT"] == "1"
         assert os.environ["DRIVETRAIN_TEST_NEW"] == "new"
         del os.environ["DRIVETRAIN_TEST_NEW"]

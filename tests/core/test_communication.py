@@ -82,9 +82,7 @@ def test_unequal_shapes_are_an_error_on_every_rank():
         assert "float32(3, 4)" in message
         assert "; rank 1: " in message
         assert "float32(2, 4)" in message
-        torch.testing.assert_close(
-            gather(torch.tensor(rank())), torch.arange(3)
-        )  # and life goes on
+        assert gather(torch.tensor(rank())).tolist() == [0, 1, 2]  # and life goes on
 
 
 @pytest.mark.ranks(2)

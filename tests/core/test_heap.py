@@ -45,9 +45,8 @@ def test_small_storages_are_left_alone_and_growth_is_given_back_once():
 
     # A process of its own: here, holes that earlier tests left would take the blocks, and the heap
     # would not grow.
-    run = subprocess.run(
-        [sys.executable, "-c", GROWTH], check=False, capture_output=True, text=True
-    )
+    command = [sys.executable, "-c", GROWTH]
+    run = subprocess.run(command, check=False, capture_output=True, text=True)
     if "without malloc_trim" in run.stderr:
         pytest.skip(run.stderr)
     assert run.returncode == 0, run.stderr

@@ -38,12 +38,8 @@ def test_loss_and_gradients_of_each_option(dtype, close):
         logits = F.linear(hidden, matrix, bias).flatten(0, 1)
         theirs = F.cross_entropy(logits, target.flatten(), **options)
         sides = [each for each in (hidden, matrix, bias) if each is not None]
-        pairs = zip(
-            [ours, *torch.autograd.grad(ours * 3, sides)],
-            [theirs, *torch.autograd.grad(theirs * 3, sides)],
-            strict=True,
-        )
-        for mine, its in pairs:
+        found = [[each, *torch.autograd.grad(each * 3, sides)] for each in (ours, theirs)]
+        for mine, its in zip(*found, strict=True):
             assert (mine - its).abs().max() <= close * max(1, its.abs().max())
 
 
@@ -56,18 +52,14 @@ def test_z_loss_and_rows_that_do_not_count():
     z = logits.logsumexp(1).square()[target >= 0].mean()
     theirs = F.cross_entropy(logits, target) + 0.3 * z
     torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=0)
-    for mine, its in zip(
-        torch.autograd.grad(ours, [hidden, matrix]),
-        torch.autograd.grad(theirs, [hidden, matrix]),
-        strict=True,
-    ):
+    grads = [torch.autograd.grad(each, [hidden, matrix]) for each in (ours, theirs)]
+    for mine, its in zip(*grads, strict=True):
         torch.testing.assert_close(mine, its, rtol=1e-12, atol=1e-14)
     hidden.data[2] = float("nan")
     assert linear_cross_entropy(hidden, matrix, target).isfinite()
     for reduction, none in (("sum", 0.0), ("mean", float("nan"))):
-        nothing = linear_cross_entropy(
-            hidden[:2], matrix, torch.tensor([-100, -100]), reduction=reduction
-        )
+        ignored = torch.tensor([-100, -100])
+        nothing = linear_cross_entropy(hidden[:2], matrix, ignored, reduction=reduction)
         torch.testing.assert_close(nothing.item(), none, equal_nan=True)
         assert torch.autograd.grad(nothing, matrix)[0].count_nonzero() == 0
 

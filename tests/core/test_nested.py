@@ -8,15 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from drivetrain import nested
 from drivetrain.errors import UsageError
-from drivetrain.nested import (
-    concatenate,
-    convert_to_fp32,
-    find_batch_size,
-    recursively_apply,
-    send_to_device,
-    slice_tensors,
-)
 
 Pair = namedtuple("Pair", ["left", "right"])
 
@@ -70,7 +63,7 @@ def tensor():
 
 
 def add_one(data):
-    return recursively_apply(lambda t: t + 1, data)
+    return nested.recursively_apply(lambda t: t + 1, data)
 
 
 def test_containers_keep_their_classes_and_what_they_carry():
@@ -99,28 +92,29 @@ def test_containers_keep_their_classes_and_what_they_carry():
     assert output.loss.item() == 2
 
     with pytest.raises(TypeError, match="found str"):
-        recursively_apply(lambda t: t, [tensor(), "text"], error_on_other_type=True)
+        nested.recursively_apply(lambda t: t, [tensor(), "text"], error_on_other_type=True)
 
 
 def test_send_to_device_moves_everything_but_skipped_keys():
-    moved = send_to_device({"a": [tensor()], "p": Pair(tensor(), 1), "f": Frozen(tensor())}, "meta")
-    assert {moved["a"][0].device.type, moved["p"].left.device.type, moved["f"].x.device.type} == {
-        "meta"
-    }
+    data = {"a": [tensor()], "p": Pair(tensor(), 1), "f": Frozen(tensor())}
+    moved = nested.send_to_device(data, "meta")
+    tensors = moved["a"][0], moved["p"].left, moved["f"].x
+    assert {each.device.type for each in tensors} == {"meta"}
     assert moved["p"].right == 1
 
     data = {"a": tensor(), "inner": {"b": tensor(), "a": tensor()}}
-    moved = send_to_device(data, "meta", skip_keys="a")
+    moved = nested.send_to_device(data, "meta", skip_keys="a")
     assert moved["a"].device.type == "cpu"
     assert moved["inner"]["a"].device.type == "cpu"
     assert moved["inner"]["b"].device.type == "meta"
 
     encoding = Encoding({"ids": tensor()})
-    assert send_to_device(encoding, "meta", non_blocking=True) is encoding
+    assert nested.send_to_device(encoding, "meta", non_blocking=True) is encoding
     assert encoding.moves == [("meta", True)]
-    kept = send_to_device(Encoding({"ids": tensor(), "x": tensor()}), "meta", skip_keys=["x"])
+    encoding = Encoding({"ids": tensor(), "x": tensor()})
+    kept = nested.send_to_device(encoding, "meta", skip_keys=["x"])
     assert (kept["ids"].device.type, kept["x"].device.type) == ("meta", "cpu")
-    assert send_to_device(Stubborn(), "meta", non_blocking=True).device == "meta"
+    assert nested.send_to_device(Stubborn(), "meta", non_blocking=True).device == "meta"
 
 
 def test_sizes_slices_and_dtypes():
@@ -131,27 +125,27 @@ def test_sizes_slices_and_dtypes():
         (torch.tensor(0), None),
         ({"a": "text"}, None),
     ):
-        assert find_batch_size(data) == size
+        assert nested.find_batch_size(data) == size
 
-    cut = slice_tensors({"x": tensor(), "loss": torch.tensor(2.0), "n": 1}, slice(1, 3))
+    cut = nested.slice_tensors({"x": tensor(), "loss": torch.tensor(2.0), "n": 1}, slice(1, 3))
     torch.testing.assert_close(cut["x"], tensor()[1:3])
     assert (cut["loss"].item(), cut["n"]) == (2.0, 1)
 
     kinds = [torch.bfloat16, torch.float16, torch.float64, torch.int64]
-    found = convert_to_fp32([torch.ones(1, dtype=kind) for kind in kinds])
+    found = nested.convert_to_fp32([torch.ones(1, dtype=kind) for kind in kinds])
     assert [t.dtype for t in found] == [torch.float32, torch.float32, torch.float64, torch.int64]
 
 
 def test_concatenate_joins_what_matches():
     item = {"p": Pair(tensor(), [tensor()]), "f": Frozen(tensor())}
-    joined = concatenate([{"p": item["p"]}] * 2)
+    joined = nested.concatenate([{"p": item["p"]}] * 2)
     assert type(joined["p"]) is Pair
     assert joined["p"].right[0].shape == (6, 2)
-    assert concatenate([tensor(), tensor()], dim=1).shape == (3, 4)
+    assert nested.concatenate([tensor(), tensor()], dim=1).shape == (3, 4)
 
     for items in ([], [[tensor()], [tensor(), tensor()]], [{"a": tensor()}, {"b": tensor()}]):
         with pytest.raises(UsageError, match="expected"):
-            concatenate(items)
+            nested.concatenate(items)
 
     with pytest.raises(TypeError, match="found str"):
-        concatenate([Frozen(tensor()), Frozen(tensor())])
+        nested.concatenate([Frozen(tensor()), Frozen(tensor())])

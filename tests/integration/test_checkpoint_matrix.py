@@ -75,20 +75,27 @@ def rows(step, rank, ranks):
     return tokens[:, rank * ROWS // ranks : (rank + 1) * ROWS // ranks]
 
 
-@functools.cache
-def uninterrupted():
-    """Return the losses of one process, its weights when the others save, and its last ones."""
-    model, optimizer, schedule = build()
-    losses, kept = [], []
-    for step in range(LAST):
-        tokens, targets = rows(step, 0, 1)
+def train(parts, steps, rank=0, ranks=1, backward=torch.Tensor.backward):
+    """Take steps with a rank's rows, and yield the loss of each."""
+    model, optimizer, schedule = parts
+    for step in steps:
+        tokens, targets = rows(step, rank, ranks)
         loss = F.cross_entropy(model(tokens), targets)
-        loss.backward()
+        backward(loss)
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
-        losses.append(loss.item())
-        kept.append({name: p.detach().clone() for name, p in model.named_parameters()})
+        yield loss.item()
+
+
+@functools.cache
+def uninterrupted():
+    """Return the losses of one process, its weights when the others save, and its last ones."""
+    parts = build()
+    losses, kept = [], []
+    for loss in train(parts, range(LAST)):
+        losses.append(loss)
+        kept.append({name: p.detach().clone() for name, p in parts[0].named_parameters()})
     return losses, kept[SAVED - 1], kept[-1]
 
 
@@ -99,27 +106,17 @@ class Trained:
         ranks = int(os.environ.get("WORLD_SIZE", "1"))
         options = {"shard_size": SHARD_SIZES[ranks]} if strategy == "fsdp-hybrid" else {}
         self.accelerator = Accelerator(strategy={**STRATEGIES[strategy], **options}, cpu=True)
-        self.model, self.optimizer, self.schedule = self.accelerator.prepare(*build())
+        self.parts = self.accelerator.prepare(*build())
+        self.model = self.parts[0]
 
     def steps(self, first, last):
         """Train and return the losses over all ranks' rows."""
-        losses = []
-        rank, ranks = self.accelerator.process_index, self.accelerator.num_processes
-        for step in range(first, last):
-            tokens, targets = rows(step, rank, ranks)
-            loss = F.cross_entropy(self.model(tokens), targets)
-            self.accelerator.backward(loss)
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-            self.schedule.step()
-            losses.append(sum(everyone(loss.item())) / ranks)
-        return losses
+        place = self.accelerator.process_index, self.accelerator.num_processes
+        losses = train(self.parts, range(first, last), *place, self.accelerator.backward)
+        return [sum(everyone(loss)) / place[1] for loss in losses]
 
     def weights(self):
         return weights(self.accelerator, self.model)
-
-    def close(self):
-        self.accelerator.free_memory()
 
 
 def check_close(found, expected, where):
@@ -136,9 +133,8 @@ def folder(tmp_path_factory):
 
 
 def every_world():
-    return pytest.mark.parametrize(
-        "world", [pytest.param(n, marks=pytest.mark.ranks(n)) for n in WORLDS]
-    )
+    worlds = [pytest.param(n, marks=pytest.mark.ranks(n)) for n in WORLDS]
+    return pytest.mark.parametrize("world", worlds)
 
 
 @every_world()
@@ -153,7 +149,7 @@ def test_save(folder, world):
         assert trained.steps(SAVED, LAST) == pytest.approx(losses[SAVED:], rel=1e-9)
         check_close(trained.weights(), last, f"{name} on {world}")
         trained.accelerator.save_model(trained.model, folder / f"{name}-{world}-last")
-        trained.close()
+        trained.accelerator.free_memory()
 
 
 def check_resumed(folder, saver, savers, loader, world):
@@ -172,7 +168,7 @@ def check_resumed(folder, saver, savers, loader, world):
         for name, tensor in read_export(folder / f"{saver}-{savers}-last"):
             if name in found:
                 assert torch.equal(tensor, found[name]), f"{where}: {name} has other bits"
-    trained.close()
+    trained.accelerator.free_memory()
 
 
 @every_world()

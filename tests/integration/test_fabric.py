@@ -13,6 +13,7 @@ from drivetrain.errors import CheckpointError, UsageError
 from trainers import BATCH, LENGTH, STEPS, STRATEGIES, WORDS, launched, tiny_llama
 
 pytestmark = [
+    pytest.mark.ranks(2),
     pytest.mark.filterwarnings("ignore"),  # of Lightning, about itself
     pytest.mark.skipif(
         find_spec("lightning_fabric") is None,
@@ -101,7 +102,6 @@ def strategies(*default: str) -> list[Any]:
     ]
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("strategy", strategies("zero3", "pp"))
 def test_a_loop_trains_saves_and_goes_on(strategy, plain, tmp_path, monkeypatch):
     launched(monkeypatch, tmp_path, strategy)
@@ -122,7 +122,6 @@ def test_a_loop_trains_saves_and_goes_on(strategy, plain, tmp_path, monkeypatch)
 
 
 @pytest.mark.exhaustive
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("after", STRATEGIES)
 def test_a_checkpoint_is_loaded_under_another_strategy(after, plain, tmp_path, monkeypatch):
     launched(monkeypatch, tmp_path, "zero2")
@@ -139,7 +138,6 @@ def test_a_checkpoint_is_loaded_under_another_strategy(after, plain, tmp_path, m
     end(loop.fabric)
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("strategy", strategies("fsdp"))
 def test_weights_alone_are_a_file_as_fabric_writes_it(strategy, tmp_path, monkeypatch):
     launched(monkeypatch, tmp_path, strategy)
@@ -157,16 +155,14 @@ def test_weights_alone_are_a_file_as_fabric_writes_it(strategy, tmp_path, monkey
     assert fabric.load(tmp_path / "weights.ckpt", state) == {}
     assert state["epoch"] == 4
     with pytest.raises(CheckpointError, match="found 1 missing or further ones, such as lm_head"):
-        fabric.strategy.load_module_state_dict(
-            model._forward_module, {k: v for k, v in changed.items() if k != "lm_head.weight"}
-        )
+        lacking = {k: v for k, v in changed.items() if k != "lm_head.weight"}
+        fabric.strategy.load_module_state_dict(model._forward_module, lacking)
     found = fabric.strategy.get_module_state_dict(model._forward_module)
     expected = {name: tensor + 1 for name, tensor in tiny_llama().state_dict().items()}
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
     end(fabric)
 
 
-@pytest.mark.ranks(2)
 def test_words_among_the_ranks(tmp_path, monkeypatch):
     launched(monkeypatch, tmp_path, "ddp")
     fabric = fabric_of("drivetrain")
@@ -185,7 +181,6 @@ def test_words_among_the_ranks(tmp_path, monkeypatch):
     assert mine.grad.tolist() == [3.0]  # both ranks' losses follow from this tensor
 
 
-@pytest.mark.ranks(2)
 def test_ranks_that_share_a_batch_count_once(tmp_path, monkeypatch):
     launched(monkeypatch, tmp_path, "tp")
     fabric = fabric_of("drivetrain")

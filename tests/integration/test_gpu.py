@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from drivetrain import Accelerator
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
-needs_gpu = pytest.mark.skipif(GPUS == 0, reason="needs a GPU")
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS == 0, reason="needs a GPU")]
 SCRIPT = Path(__file__).parent / "scripts" / "strategies_on_gpus.py"
 needs_two = pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
 
@@ -39,22 +39,16 @@ def losses(accelerator):
     return found
 
 
-@pytest.mark.gpu
-@needs_gpu
 def test_one_gpu_equals_the_cpu():
     assert losses(Accelerator()) == pytest.approx(losses(Accelerator(cpu=True)), rel=1e-9)
 
 
-@pytest.mark.gpu
-@needs_gpu
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_mixed_precision_learns(precision):
     found = losses(Accelerator(mixed_precision=precision))
     assert found[-1] < found[0]
 
 
-@pytest.mark.gpu
-@needs_gpu
 def test_resume_is_exact(tmp_path):
     accelerator = Accelerator()
     model = accelerator.prepare(nn.Linear(2, 2))
@@ -67,7 +61,6 @@ def test_resume_is_exact(tmp_path):
     assert model.weight.abs().sum() > 0
 
 
-@pytest.mark.gpu
 @needs_two
 def test_two_gpus():
     command = [sys.executable, "-m", "drivetrain_launch", "test", "--nproc-per-node", "2"]
@@ -88,9 +81,8 @@ def on_two_hosts(*arguments):
         nccl = {"NCCL_HOSTID": f"host-{rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": 1}
         own = {key: str(value) for key, value in {**places, **meeting, **nccl}.items()}
         command = [sys.executable, str(SCRIPT), *arguments]
-        started.append(
-            subprocess.Popen(command, env=os.environ | own, stdout=subprocess.PIPE, text=True)
-        )
+        process = subprocess.Popen(command, env=os.environ | own, stdout=subprocess.PIPE, text=True)
+        started.append(process)
     try:
         printed = [process.communicate(timeout=150)[0] for process in started]
     finally:
@@ -100,20 +92,15 @@ def on_two_hosts(*arguments):
     return json.loads(printed[0].splitlines()[-1])
 
 
-@pytest.mark.gpu
-@needs_gpu
 def test_strategies_over_nccl_equal_the_cpu():
     names = ["ddp", "zero2", "zero3", "fsdp", "offload", "tp", "pp", "pp-zb"]
-    alone = subprocess.run(
-        [sys.executable, str(SCRIPT), "plain"], capture_output=True, text=True, check=True
-    )
+    command = [sys.executable, str(SCRIPT), "plain"]
+    alone = subprocess.run(command, capture_output=True, text=True, check=True)
     expected = json.loads(alone.stdout.splitlines()[-1])["plain"]
     found = on_two_hosts(*names)
     assert {name: pytest.approx(expected, rel=1e-11) for name in names} == found
 
 
-@pytest.mark.gpu
-@needs_gpu
 @pytest.mark.parametrize(
     "name", ["int8", "momenta", "updates", "values", "secondary", "local", "local, stores"]
 )

@@ -41,9 +41,8 @@ def example(*more: str) -> SimpleNamespace:
     """Return the example's modules by name; their names are free again afterwards."""
     sys.path.insert(0, str(EXAMPLE))
     try:
-        return SimpleNamespace(
-            **{name: importlib.import_module(name) for name in (*MODULES, *more)}
-        )
+        names = (*MODULES, *more)
+        return SimpleNamespace(**{name: importlib.import_module(name) for name in names})
     finally:
         sys.path.remove(str(EXAMPLE))
         for name in (*MODULES, *more):
@@ -221,9 +220,8 @@ def test_models_that_do_not_fit(alone, tmp_path):
     with pytest.raises(UsageError, match=r"causal language model in .*nothing, found"):
         base.load_model(tmp_path / "nothing")
     sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
-    BertLMHeadModel(BertConfig(vocab_size=20, intermediate_size=8, **sizes)).save_pretrained(
-        tmp_path / "bert"
-    )
+    bert = BertConfig(vocab_size=20, intermediate_size=8, **sizes)
+    BertLMHeadModel(bert).save_pretrained(tmp_path / "bert")
     T5Config().save_pretrained(tmp_path / "t5")
     with pytest.raises(UsageError, match="see the words after"):
         base.load_model(tmp_path / "bert")
@@ -299,9 +297,8 @@ def test_descriptions_of_debian(tmp_path, monkeypatch):
     with gzip.open(tmp_path / "host_i18n_Translation-fr.gz", "wt") as file:
         file.write(text)  # as apt compresses it
     if data.APT_HELPER.exists():
-        assert list(data.debian("fr", tmp_path)) == [
-            data.Pair("It is quick.", "small shell", "dash")
-        ]
+        pair = data.Pair("It is quick.", "small shell", "dash")
+        assert list(data.debian("fr", tmp_path)) == [pair]
     monkeypatch.setattr(data, "APT_HELPER", tmp_path / "none")
     with pytest.raises(UsageError, match=r"which unpacks .*Translation-fr\.gz, found none"):
         list(data.debian("fr", tmp_path))
@@ -343,9 +340,8 @@ def test_labels_are_those_of_titles_and_their_end(alone):
     assert [tokenizer.decode(row[:-1]) for row in counted] == [" open file", " b"]
     assert [int(row[-1]) for row in counted] == [end, end]
     prompts = titles.data.prompt_batch(rows, tokenizer.pad_token_id)
-    assert tokenizer.decode(prompts["input_ids"][1][prompts["attention_mask"][1] == 1]) == (
-        "a\n\nTitle:"
-    )
+    given = prompts["input_ids"][1][prompts["attention_mask"][1] == 1]
+    assert tokenizer.decode(given) == "a\n\nTitle:"
 
 
 # --- scores ---
@@ -378,7 +374,6 @@ def test_files_with_a_byte_order_mark_and_blank_lines_and_in_another_encoding(tm
     assert list(data.from_file(rows)) == pairs[:1]
     for path in (table, rows):
         path.write_text("摘要\t题目\n", encoding="gb18030")
-        with pytest.raises(
-            UsageError, match=f"{path.name}: expected text in the encoding UTF-8.*iconv"
-        ):
+        said = f"{path.name}: expected text in the encoding UTF-8.*iconv"
+        with pytest.raises(UsageError, match=said):
             list(data.from_file(path))

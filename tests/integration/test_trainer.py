@@ -55,9 +55,8 @@ def alike(found: dict, expected: dict, first: int = 0, other_batches: bool = Fal
     """
     for name in expected.keys() - {"weights", "best", "evaluated"}:
         assert len(found[name]) == len(expected[name]) == trainers.STEPS, name
-        assert found[name][first:] == pytest.approx(expected[name][first:], rel=2e-5, abs=2e-6), (
-            name
-        )
+        close = pytest.approx(expected[name][first:], rel=2e-5, abs=2e-6)
+        assert found[name][first:] == close, name
     if "evaluated" in expected:
         assert found["best"] == pytest.approx(expected["best"], rel=5e-2)
         # The best model was loaded again, whole, and the ranks evaluate it as they did before.
@@ -162,34 +161,24 @@ def test_a_launched_script_trains(plain, tmp_path):
 
 
 def usual(**changed: object) -> SimpleNamespace:
-    given = {
-        "deepspeed": None,
-        "fsdp_plugin_args": None,
-        "parallelism_config": None,
-        "torch_compile": False,
-        "torch_compile_backend": None,
-        "torch_compile_mode": None,
-        "n_gpu": 0,
-        "gradient_accumulation_steps": 1,
-        "accelerator_config": SimpleNamespace(gradient_accumulation_kwargs=None),
-    }
+    given = dict.fromkeys(("deepspeed", "fsdp_plugin_args", "parallelism_config"))
+    given |= dict.fromkeys(("torch_compile_backend", "torch_compile_mode"))
+    given |= {"torch_compile": False, "n_gpu": 0, "gradient_accumulation_steps": 1}
+    given["accelerator_config"] = SimpleNamespace(gradient_accumulation_kwargs=None)
     return SimpleNamespace(**given | changed)
 
 
 def test_a_deepspeed_configuration_chooses_the_strategy(tmp_path):
-    for as_file in (False, True):
-        config = {
-            "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
-            "gradient_accumulation_steps": "auto",
-            "train_micro_batch_size_per_gpu": "auto",
-        }
-        path = tmp_path / "ds.json"
-        path.write_text(json.dumps(config))
-        found = engine_of(usual(deepspeed=str(path) if as_file else config))
-        assert found == {
-            "strategy": {"name": "zero3", "offload": {"optimizer": "cpu"}},
-            "config": None,
-        }, as_file
+    config = {
+        "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
+        "gradient_accumulation_steps": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+    }
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(config))
+    strategy = {"name": "zero3", "offload": {"optimizer": "cpu"}}
+    for given in (config, str(path)):
+        assert engine_of(usual(deepspeed=given)) == {"strategy": strategy, "config": None}
 
 
 def test_fsdp_arguments_and_a_parallelism_config_choose_the_strategy(tmp_path):
@@ -248,18 +237,11 @@ def test_a_trainer_that_saves_on_rank_0_alone_and_asks_accelerates_state(
 
 
 def test_arguments_without_counterpart_are_refused_in_one_line():
+    zero3, ignored = {"zero_optimization": {"stage": 3}}, {"ignored_modules": ["a"]}
     for changed, kind, message in (
-        (
-            {"deepspeed": {"zero_optimization": {"stage": 3}}, "fsdp_plugin_args": {"a": 1}},
-            UsageError,
-            "expected a plugin object of one engine",
-        ),
+        ({"deepspeed": zero3, "fsdp_plugin_args": {"a": 1}}, UsageError, "object of one engine"),
         ({"deepspeed": {"zero_optimisation": {"stage": 1}}}, ConfigError, "unknown key"),
-        (
-            {"fsdp_plugin_args": {"ignored_modules": ["a"]}},
-            UsageError,
-            "expected no ignored_modules",
-        ),
+        ({"fsdp_plugin_args": ignored}, UsageError, "expected no ignored_modules"),
     ):
         with pytest.raises(kind, match=message) as raised:
             engine_of(usual(**changed))
@@ -352,10 +334,8 @@ def test_checkpoints_of_a_plain_trainer_are_refused(tmp_path):
 
 
 def test_subclasses_train_under_strategies_too():
-    class Sub(transformers.Seq2SeqTrainer):
-        pass
-
-    kind = use_drivetrain(Sub)
+    sub = type("Sub", (transformers.Seq2SeqTrainer,), {})
+    kind = use_drivetrain(sub)
     assert issubclass(kind, StrategyTraining)
-    assert issubclass(kind, Sub)
+    assert issubclass(kind, sub)
     assert kind.__name__ == "Sub"

@@ -13,11 +13,30 @@ import psutil
 import pytest
 
 from drivetrain_launch.cli import run
+from waits import wait_until
 
 THIRD_PARTY = Path(__file__).parent / "thirdparty"
 """A folder on the path with a distribution that is not ours: it provides the strategy ``toy``."""
 
 MARK = "LAUNCH_TEST_MARK"
+
+NOTICED = """
+import os, signal, subprocess, sys, time
+heard = []
+for number in (signal.SIGTERM, signal.SIGUSR1):
+    signal.signal(number, lambda number, frame: heard.append(number))
+worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
+rank = os.environ["RANK"]
+open(f"ready-{rank}", "w").close()
+while not heard:
+    time.sleep(0.01)
+time.sleep(0.5 + 2 * int(rank))
+assert worker.poll() is None, "the worker heard the notice"
+worker.kill()
+open(f"saved-{rank}", "w").write(str(heard))
+sys.exit(75)
+"""
+"""Hears a notice that its worker does not hear, and saves: rank 0 two seconds before rank 1."""
 
 
 @dataclass
@@ -64,6 +83,16 @@ class Sandbox:
             text=True,
         )
 
+    def begun(
+        self, text: str, ranks: int, *words: str, env: Mapping[str, str] | None = None
+    ) -> subprocess.Popen[str]:
+        """Launch a script, and wait until each of its ranks has written ``ready-RANK``."""
+        words = ("launch", "--strategy", "toy", *words, self.script(text))
+        process = self.start(*words, env=env)
+        ready = [self.folder / f"ready-{rank}" for rank in range(ranks)]
+        wait_until(lambda: all(each.exists() for each in ready))
+        return process
+
     def run(
         self, *arguments: str, env: Mapping[str, str] | None = None
     ) -> subprocess.CompletedProcess[str]:
@@ -93,6 +122,31 @@ class Sandbox:
             )
         except psutil.Error:
             return False
+
+
+HEARS = """
+import os, sys, time
+from drivetrain.runtime.notices import Notice
+notice = Notice()
+notice.listen()
+end = time.monotonic() + (300 if os.environ["RANK"] == "0" else 0)
+while not notice.heard and time.monotonic() < end:
+    time.sleep(0.01)
+print(notice.heard, flush=True)
+"""
+"""Prints the notice that it hears; rank 0 waits for one."""
+
+
+@pytest.fixture
+def hears() -> str:
+    """Return the text of a script that prints the notice that it hears."""
+    return HEARS
+
+
+@pytest.fixture
+def noticed() -> str:
+    """Return the text of a script that saves when it hears a notice."""
+    return NOTICED
 
 
 @pytest.fixture

@@ -40,8 +40,9 @@ def test_help_of_each_command_has_an_example_and_one_name_per_thing(command):
     assert with_hosts == ["test"]  # a list of names
 
 
-def test_version(command):
+def test_version_and_unknown_commands(command):
     assert command("--version")[1].startswith("drivetrain, version ")
+    assert "unknown command 'lunch'; did you mean 'launch'?" in command.error("lunch")
 
 
 def test_ctrl_c_ends_a_command_with_the_code_of_shells(command, monkeypatch):
@@ -101,6 +102,11 @@ def test_dry_run_shows_origin_mesh_and_cost_and_starts_nothing(command, tmp_path
 
 
 def test_bad_input_exits_with_2_and_says_why(command, tmp_path):
+    (tmp_path / "x.py").write_text("")
+    (tmp_path / "bytes.yaml").write_bytes(b"\xff\xfe")
+    (tmp_path / "broken.yaml").write_text("a: [1, }")
+    (tmp_path / "list.yaml").write_text("- a\n- b\n")
+    (tmp_path / "keys.yaml").write_text("seed: 1\nlaunch:\n  nnode: 2\n")
     for arguments, text in (
         (["--set", "precison=bf16", "x.py"], "did you mean 'precision'"),
         (["--nproc-per-node", "0", "x.py"], "--nproc-per-node 0: launch.nproc_per_node: expected"),
@@ -128,24 +134,13 @@ def test_bad_input_exits_with_2_and_says_why(command, tmp_path):
         (["--log-dir", "x.py", "x.py"], "launch.log_dir: expected a folder that exists or can be"),
         (["."], "cannot run the script '.': it is a folder;"),
     ):
-        (tmp_path / "x.py").write_text("")
-        (tmp_path / "bytes.yaml").write_bytes(b"\xff\xfe")
-        (tmp_path / "broken.yaml").write_text("a: [1, }")
-        (tmp_path / "list.yaml").write_text("- a\n- b\n")
-        (tmp_path / "keys.yaml").write_text("seed: 1\nlaunch:\n  nnode: 2\n")
         err = command.error("launch", *arguments)
         assert text in " ".join(err.split()), arguments
 
 
-def test_unknown_command_names_the_nearest(command):
-    err = command.error("lunch")
-    assert "unknown command 'lunch'; did you mean 'launch'?" in err
-
-
 def test_completion_scripts_name_the_command(command):
     for shell in ("bash", "zsh", "fish"):
-        out = command.output("completion", shell)
-        assert "_DRIVETRAIN_COMPLETE" in out, shell
+        assert "_DRIVETRAIN_COMPLETE" in command.output("completion", shell), shell
 
 
 def test_completion_offers_commands_and_installed_strategies(completed):
@@ -170,13 +165,9 @@ def test_contradiction_is_found_in_every_spelling():
         ({}, ["seed=1", "seed=2"]),
         ({"nnodes": "2"}, ["launch={nnodes: 3}"]),
     ):
-        with pytest.raises(
-            ConfigError, match=f"{re.escape(assignments[0])}.* contradict each other"
-        ):
+        said = f"{re.escape(assignments[0])}.* contradict each other"
+        with pytest.raises(ConfigError, match=said):
             command_line_layer(flags, assignments)
-
-
-def test_options_that_agree_are_no_contradiction():
     layer = command_line_layer({"strategy": "zero3"}, ["strategy=zero3", "strategy.prefetch=2"])
     assert layer.values == {"strategy": {"name": "zero3", "prefetch": 2}}
 

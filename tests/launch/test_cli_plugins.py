@@ -107,8 +107,7 @@ def test_a_broken_command_is_an_error_of_its_own(command):
 
 def test_ours_run_beside_broken_ones(command):
     assert command("completion", "bash")[0] == 0
-    out = command.output("launch", "--help")
-    assert "Usage: drivetrain launch [OPTIONS] SCRIPT" in out
+    assert "Usage: drivetrain launch [OPTIONS] SCRIPT" in command.output("launch", "--help")
 
 
 def test_unknown_names_are_compared_with_those_of_plugins(command):

@@ -63,9 +63,8 @@ if os.environ["RANK"] == "1":
 
 @pytest.mark.exhaustive
 def test_ranks_go_on_when_nobody_reads_the_error_stream(sandbox):
-    words = sandbox.command(
-        "launch", "--strategy", "toy", "--nproc-per-node", "2", sandbox.script(MUCH)
-    )
+    options = ("--strategy", "toy", "--nproc-per-node", "2")
+    words = sandbox.command("launch", *options, sandbox.script(MUCH))
     read, write = os.pipe()
     process = subprocess.Popen(
         words, cwd=sandbox.folder, env=sandbox.environment(), stdin=subprocess.DEVNULL,

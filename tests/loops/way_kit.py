@@ -8,7 +8,7 @@ other right end.
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +111,12 @@ class Loop:
         else:
             self.accelerator.backward(loss, **options)
 
+    def step(self, optimizer: Optimizer, loss: Tensor, **options: Any) -> None:
+        """Take a step along the gradients of a loss."""
+        self.backward(loss, **options)
+        optimizer.step()
+        optimizer.zero_grad()
+
     def steps(self, model: nn.Module, optimizer: Optimizer, count: int = 2) -> Iterator[int]:
         """Yield the number of each step when it has gradients; note the weights at the end."""
         for step in range(count):
@@ -144,6 +150,50 @@ class Loop:
         """Note a number that one process has as well."""
         whole = torch.as_tensor(value).detach().cpu().numpy()  # also of a tensor in pieces
         self.notes[name] = torch.from_numpy(whole.copy())
+
+
+Part = Callable[[Loop, int, nn.Module], object]
+"""A part of a way: it gets the number of a step, and the model."""
+
+
+def between(part: Part) -> Way:
+    """Return the way of three steps with this part between backward and step."""
+
+    @wraps(part)
+    def way(loop: Loop) -> None:
+        model, optimizer = loop.ready()
+        for step in loop.steps(model, optimizer, 3):
+            part(loop, step, model)
+
+    return way
+
+
+def after(part: Part) -> Way:
+    """Return the way of three steps with this part behind each."""
+
+    @wraps(part)
+    def way(loop: Loop) -> None:
+        model, optimizer = loop.ready()
+        for step in range(3):
+            loop.step(optimizer, loop.loss(model, loop.batch(step)))
+            part(loop, step, model)
+        loop.weights(model)
+
+    return way
+
+
+def hooked(loop: Loop, hook: Callable[[Tensor], Any], *, before: bool, steps: int = 3) -> None:
+    """Train with a hook on every parameter, registered before or after ``prepare``."""
+    model = loop.model()
+    given = list(model.parameters())
+    if before:
+        for parameter in given:
+            parameter.register_hook(hook)
+    model, optimizer = loop.prepare(model, SGD(given, lr=0.5))
+    if not before:
+        for parameter in model.parameters():
+            parameter.register_hook(hook)
+    loop.train(model, optimizer, steps)
 
 
 def _seeded(number: int) -> torch.Generator:

@@ -228,3 +228,10 @@ LINES = {
     "torchrun of a Trainer": "OMP_NUM_THREADS=1 torchrun --nproc_per_node 2 train.py "
     "--deepspeed=zero_3_nvme.json",
 }
+
+LLAMA = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 64,
+    "intermediate_size": 160, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "num_hidden_layers": 4, "vocab_size": 512, "max_position_embeddings": 128,
+}  # fmt: skip
+"""The config.json of a small model of transformers."""

@@ -84,9 +84,8 @@ def test_values_are_those_of_the_call(tmp_path, monkeypatch):
 
 @pytest.mark.ranks(2)
 def test_next_save_load_and_end_wait_for_it(tmp_path):
-    project = ProjectConfiguration(
-        project_dir=tmp_path, automatic_checkpoint_naming=True, total_limit=2
-    )
+    options = {"automatic_checkpoint_naming": True, "total_limit": 2}
+    project = ProjectConfiguration(project_dir=tmp_path, **options)
     accelerator, model, optimizer = build(project_config=project, config={"report": False})
     for _ in range(4):
         step(accelerator, model, optimizer)

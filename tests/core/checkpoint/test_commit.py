@@ -29,12 +29,11 @@ def replacing(request, monkeypatch):
     return request.param
 
 
-def save(directory, value, *, overwrite=False, **contents):
+def save(directory, value, *, overwrite=False):
     tensor = torch.full((4,), float(value))
     shard = Shard("w", "", tensor, (4,), Part.whole((4,)))
-    save_checkpoint(
-        directory, Contents(models=[[shard]], **contents), world=WORLD, overwrite=overwrite
-    )
+    contents = Contents(models=[[shard]])
+    save_checkpoint(directory, contents, world=WORLD, overwrite=overwrite)
 
 
 def value_in(directory):
@@ -107,9 +106,8 @@ def test_killed_at_any_call_that_touches_the_disk(tmp_path, replacing):
     for number in range(200):
         folder = tmp_path / str(number)
         save(folder / "ck", 1)
-        process = multiprocessing.get_context("fork").Process(
-            target=killed_at_call, args=(number, folder / "ck")
-        )
+        given = (number, folder / "ck")
+        process = multiprocessing.get_context("fork").Process(target=killed_at_call, args=given)
         process.start()
         process.join()
         # A script may look for the folder before it loads.
@@ -155,14 +153,11 @@ def test_names_count_up_from_the_highest(tmp_path):
     assert latest(tmp_path) == tmp_path / "checkpoint_10", "the highest whole one"
     with pytest.raises(CheckpointError, match="limit of at least 1"):
         prune(tmp_path, 0)
-
-
-def test_latest_without_any(tmp_path):
     with pytest.raises(CheckpointError, match="found no folder of such a name"):
         latest(tmp_path / "none")
-    (tmp_path / "checkpoint_3").mkdir()
+    (tmp_path / "other/checkpoint_3").mkdir(parents=True)
     with pytest.raises(CheckpointError, match="found checkpoint_3"):
-        latest(tmp_path)
+        latest(tmp_path / "other")
 
 
 def test_prune_removes_the_oldest_by_number(tmp_path):

@@ -7,15 +7,8 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from drivetrain.checkpoint import export
 from drivetrain.checkpoint.encoding import Contents
-from drivetrain.checkpoint.export import (
-    ExportedWeights,
-    export_checkpoint,
-    parse_size,
-    plan_export,
-    read_export,
-    write_export,
-)
 from drivetrain.checkpoint.saving import save_checkpoint
 from drivetrain.errors import CheckpointError, ConfigError
 from drivetrain.runtime.parts import Part
@@ -30,8 +23,10 @@ def tensors_of(count, value=0.0):
 
 
 def write(directory, tensors, size="10GB"):
-    plan = plan_export([TensorFacts.of(name, t) for name, t in tensors.items()], size)
-    write_export(directory, plan, lambda names: ((n, tensors[n]) for n in names), world=WORLD)
+    plan = export.plan_export([TensorFacts.of(name, t) for name, t in tensors.items()], size)
+    export.write_export(
+        directory, plan, lambda names: ((n, tensors[n]) for n in names), world=WORLD
+    )
     return plan
 
 
@@ -41,9 +36,8 @@ def names(directory):
 
 def same(found, expected):
     found = dict(found)
-    return found.keys() == expected.keys() and all(
-        torch.equal(found[name], tensor) for name, tensor in expected.items()
-    )
+    alike = (torch.equal(found[name], tensor) for name, tensor in expected.items())
+    return found.keys() == expected.keys() and all(alike)
 
 
 def test_several_files_with_an_index(tmp_path):
@@ -58,14 +52,14 @@ def test_several_files_with_an_index(tmp_path):
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     assert index["metadata"] == {"total_size": 200}
     assert index["weight_map"]["layer.4"] == "model-00003-of-00003.safetensors"
-    assert same(read_export(tmp_path), tensors)
+    assert same(export.read_export(tmp_path), tensors)
 
 
 def test_a_tensor_above_the_limit_gets_its_own_file(tmp_path):
     tensors = {"a": torch.ones(1), "b": torch.ones(100), "c": torch.ones(1)}
     plan = write(tmp_path, tensors, 8)
     assert [[t.name for t in file] for file in plan.files.values()] == [["a"], ["b"], ["c"]]
-    plan = plan_export([TensorFacts.of(name, tensors[name]) for name in "bca"], 8)
+    plan = export.plan_export([TensorFacts.of(name, tensors[name]) for name in "bca"], 8)
     assert [[t.name for t in file] for file in plan.files.values()] == [["b"], ["c", "a"]]
 
 
@@ -73,7 +67,7 @@ def test_negative_values_have_to_fit_a_dtype_too(tmp_path):
     shard = Shard("w", "", torch.tensor([-1e6, 1.0]), (2,), Part.whole((2,)))
     save_checkpoint(tmp_path / "ck", Contents(models=[[shard]]), world=WORLD)
     with pytest.raises(CheckpointError, match=r"to fit torch.float16.*from -1e\+06 to 1"):
-        export_checkpoint(tmp_path / "ck", tmp_path / "out", dtype=torch.float16)
+        export.export_checkpoint(tmp_path / "ck", tmp_path / "out", dtype=torch.float16)
 
 
 def test_parts_of_an_exported_tensor(tmp_path):
@@ -81,7 +75,7 @@ def test_parts_of_an_exported_tensor(tmp_path):
     write(tmp_path, {"w": tensor})
     for dim in (0, 1, 2, -1, -3):
         some = Ranges(dim, ((0, 1), (2, 3)))
-        assert torch.equal(ExportedWeights(tmp_path).read("w", some), some.of(tensor)), dim
+        assert torch.equal(export.ExportedWeights(tmp_path).read("w", some), some.of(tensor)), dim
 
 
 def test_tied_tensors_are_stored_once_in_one_file(tmp_path):
@@ -89,7 +83,7 @@ def test_tied_tensors_are_stored_once_in_one_file(tmp_path):
     plan = write(tmp_path, {"embedding": tied, "other": torch.ones(4), "head": tied})
     assert plan.aliases == {"head": "embedding"}
     assert plan.total_bytes == 32
-    assert dict(read_export(tmp_path / "model.safetensors")).keys() == {"embedding", "other"}
+    assert dict(export.read_export(tmp_path / "model.safetensors")).keys() == {"embedding", "other"}
     with safe_open(tmp_path / "model.safetensors", framework="pt") as file:
         assert file.metadata() == {"format": "pt"}
 
@@ -104,13 +98,13 @@ def test_an_earlier_export_leaves_nothing_behind(tmp_path):
         index = ["model.safetensors.index.json"] if len(plan.files) > 1 else []
         kept = ["adapter_model.safetensors", "config.json"]
         assert names(tmp_path) == sorted([*plan.files, *index, *kept])
-        assert same(read_export(tmp_path), tensors)
+        assert same(export.read_export(tmp_path), tensors)
 
 
 def test_fetching_goes_on_after_a_failure(tmp_path):
     """Fetching communicates: a rank that stopped would leave the others waiting."""
     seen = []
-    plan = plan_export([TensorFacts(n, (1,), torch.float32, n) for n in "abc"])
+    plan = export.plan_export([TensorFacts(n, (1,), torch.float32, n) for n in "abc"])
 
     def fetch(wanted):
         for name in wanted:
@@ -118,22 +112,22 @@ def test_fetching_goes_on_after_a_failure(tmp_path):
             yield name, torch.ones(1, device="meta")
 
     with pytest.raises(CheckpointError, match="hold strided data"):
-        write_export(tmp_path, plan, fetch, world=WORLD)
+        export.write_export(tmp_path, plan, fetch, world=WORLD)
     assert seen == ["a", "b", "c"]
 
 
 def test_sizes():
     sizes = {"10GB": 10**10, "512MiB": 2**29, "1.5 kb": 1500, 7: 7, "7": 7, "7B": 7}
-    assert {text: parse_size(text) for text in sizes} == sizes
+    assert {text: export.parse_size(text) for text in sizes} == sizes
     for text in ("", "GB", "-1GB", 0, -5, "10 apples", "0MB"):
         with pytest.raises(ConfigError, match="expected a file size such as '10GB'"):
-            parse_size(text)
+            export.parse_size(text)
 
 
 def test_damaged_exports(tmp_path):
     def refused(message, folder=tmp_path):
         with pytest.raises(CheckpointError, match=message):
-            list(read_export(folder))
+            list(export.read_export(folder))
 
     refused("found neither")
     refused("there is no exported model", tmp_path / "none.safetensors")
@@ -165,7 +159,7 @@ def test_a_killed_export_never_mixes_two_models(tmp_path, monkeypatch):
         write(tmp_path, tensors_of(4, 10.0), 80)
     monkeypatch.undo()
     with pytest.raises(CheckpointError, match="found neither"):
-        list(read_export(tmp_path))
+        list(export.read_export(tmp_path))
     write(tmp_path, tensors_of(4, 20.0), 80)
-    assert same(read_export(tmp_path), tensors_of(4, 20.0))
+    assert same(export.read_export(tmp_path), tensors_of(4, 20.0))
     assert len(names(tmp_path)) == 3

@@ -61,9 +61,8 @@ def test_everything_comes_back(tmp_path, weight):
 def test_two_runs_that_save_into_one_folder_are_told_so(tmp_path, weight):
     first = saving.Save(tmp_path / "ck", WORLD)
     saving.Save(tmp_path / "ck", WORLD)  # takes the first one's draft for the remains of a kill
-    with pytest.raises(
-        CheckpointError, match="gone: if another run saves here, take one folder each"
-    ):
+    said = "gone: if another run saves here, take one folder each"
+    with pytest.raises(CheckpointError, match=said):
         first.finish(Contents(models=([whole("w", weight)],)))
 
 
@@ -112,17 +111,11 @@ def test_names_that_collide_or_are_reserved(tmp_path, weight):
 def test_what_the_checkpoint_lacks(tmp_path, weight):
     save(tmp_path / "ck", [whole("layer.weight", weight)])
     found = open_checkpoint(tmp_path / "ck", WORLD)
-    read = found.model(0).read
+    model, part = found.model(0), Part((0, 0), (4, 7))
     for call, message in (
-        (lambda: read("layer.weigth"), r"lacks 'layer.weigth'; nearest .*: layer.weight"),
-        (
-            lambda: found.model(0).shape("layer.weight", "0.exp_avg"),
-            r"optimizer state '0.exp_avg'",
-        ),
-        (
-            lambda: read("layer.weight", part=Part((0, 0), (4, 7))),
-            r"inside its shape \(4, 6\)",
-        ),
+        (lambda: model.read("layer.weigth"), r"lacks 'layer.weigth'; nearest .*: layer.weight"),
+        (lambda: model.shape("layer.weight", "0.exp_avg"), r"optimizer state '0.exp_avg'"),
+        (lambda: model.read("layer.weight", part=part), r"inside its shape \(4, 6\)"),
         (lambda: found.model(1), r"expected model 1 .* found 1 models"),
         (lambda: found.model(-1), r"expected model -1"),
     ):

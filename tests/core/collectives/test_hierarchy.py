@@ -15,6 +15,8 @@ from drivetrain.runtime.world import World
 from drivetrain.traffic import Traffic
 from flat_collectives import check_flat
 
+pytestmark = pytest.mark.ranks(4)
+
 PIECE = 64  # bytes: small, so that small tensors have many pieces
 SIZES = [1, 2, 3, 4, 5, 7, 8, 9, 31, 33, 64, 129, 500]
 
@@ -22,9 +24,8 @@ SIZES = [1, 2, 3, 4, 5, 7, 8, 9, 31, 33, 64, 129, 500]
 def world_of(hosts: str, timeout_s: float = 600) -> World:
     """Return this process's world with made-up hosts, one letter per rank."""
     found = World.discover(cpu=True)
-    return dataclasses.replace(
-        found, hosts=tuple(hosts), timeout=timedelta(seconds=timeout_s), local_size=2
-    )
+    timeout = timedelta(seconds=timeout_s)
+    return dataclasses.replace(found, hosts=tuple(hosts), timeout=timeout, local_size=2)
 
 
 def connected(world: World, traffic: Traffic | None = None) -> Communicator:
@@ -32,7 +33,6 @@ def connected(world: World, traffic: Traffic | None = None) -> Communicator:
     return connect_over_hosts(mesh, "dp", traffic or Traffic(), world)
 
 
-@pytest.mark.ranks(4)
 def test_values_of_two_hosts_with_two_ranks_each(monkeypatch):
     monkeypatch.setattr(ring, "PIECE_BYTES", PIECE)
     communicator = connected(world_of("aabb"))
@@ -45,7 +45,6 @@ def test_values_of_two_hosts_with_two_ranks_each(monkeypatch):
     communicator.close()
 
 
-@pytest.mark.ranks(4)
 def test_a_host_sends_the_least_that_is_possible():
     traffic = Traffic()
     world = world_of("aabb")
@@ -69,7 +68,6 @@ def test_a_host_sends_the_least_that_is_possible():
     communicator.close()
 
 
-@pytest.mark.ranks(4)
 def test_ranks_that_do_different_things_are_told_so():
     communicator = connected(world_of("aabb"))
     tensor = torch.zeros(100)

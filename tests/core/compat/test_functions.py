@@ -1,5 +1,7 @@
 """Functions and classes of loaders, of notebooks and of trackers, as scripts call them."""
 
+import itertools
+
 import accelerate as real
 import pytest
 import torch
@@ -19,15 +21,12 @@ def batches(**options):
 
 
 def test_parts_are_those_of_accelerate():
-    for even in (False, True):
-        for split in (False, True):
-            for index in range(2):
-                options = {"split_batches": split, "even_batches": even}
-                theirs = real.data_loader.prepare_data_loader(
-                    DataLoader(ROWS, batch_size=4), None, 2, index, **options
-                )
-                found = batches(num_processes=2, process_index=index, **options)
-                assert found == [batch.tolist() for batch in theirs]
+    for even, split, index in itertools.product((False, True), (False, True), range(2)):
+        options = {"split_batches": split, "even_batches": even}
+        loader = DataLoader(ROWS, batch_size=4)
+        theirs = real.data_loader.prepare_data_loader(loader, None, 2, index, **options)
+        found = batches(num_processes=2, process_index=index, **options)
+        assert found == [batch.tolist() for batch in theirs]
 
     with pytest.raises(UsageError, match=r"expected num_processes=1 .* found 2 and 1"):
         batches(num_processes=2, process_index=1, dispatch_batches=True)

@@ -83,11 +83,8 @@ def test_sizes_of_axes_have_the_answers_of_accelerate(monkeypatch):
         for name in (*dir(real.ParallelismConfig), *vars(theirs)):
             if name[0] != "_" and name.endswith(("_size", "_enabled", "_names", "_dims")):
                 assert getattr(mine, name) == getattr(theirs, name), name
-    assert strategy_of(ours.FullyShardedDataParallelPlugin(), ours.ParallelismConfig(2)) == {
-        "name": "fsdp",
-        "sharding": "hybrid",
-        "shard_size": 3,
-    }
+    found = strategy_of(ours.FullyShardedDataParallelPlugin(), ours.ParallelismConfig(2))
+    assert found == {"name": "fsdp", "sharding": "hybrid", "shard_size": 3}
 
 
 @pytest.mark.ranks(2)
@@ -103,9 +100,8 @@ def test_an_accelerator_takes_them_and_says_what_has_no_effect(monkeypatch, capl
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     plugin = ours.DeepSpeedPlugin(zero_stage=1, gradient_accumulation_steps=4)
     with caplog.at_level("INFO"):
-        accelerator = ours.Accelerator(
-            cpu=True, gradient_accumulation_steps=2, deepspeed_plugin={"one": plugin}
-        )
+        options = {"gradient_accumulation_steps": 2, "deepspeed_plugin": {"one": plugin}}
+        accelerator = ours.Accelerator(cpu=True, **options)
     assert accelerator.mixed_precision == "no"
     assert "ACCELERATE_MIXED_PRECISION in the environment: no effect" in caplog.text
     assert "gradient_accumulation_steps=2 and 4 of the plugin object differ" in caplog.text

@@ -32,6 +32,8 @@ from link_channels import (
     world_of,
 )
 
+pytestmark = pytest.mark.ranks(4)
+
 HALF_STEP = {"bf16": 2**-8, "int8": 0.5 / 127, "int4": 0.5 / 7}
 """The largest error of one rounding, in units of the largest number of a block (or of itself)."""
 
@@ -46,7 +48,6 @@ def alike(flat: Tensor) -> bool:
     return all(torch.equal(flat, other) for other in gathered(flat))
 
 
-@pytest.mark.ranks(4)
 def test_sums_over_hosts_of_several_ranks_and_over_four_hosts():
     for hosts, method in [*(("aabb", each) for each in METHODS), ("abcd", "int4")]:
         communicator = connected(hosts, links_of(method))
@@ -71,7 +72,6 @@ def test_sums_over_hosts_of_several_ranks_and_over_four_hosts():
         communicator.close()
 
 
-@pytest.mark.ranks(4)
 def test_parts_are_summed_and_gathered_within_the_bound_and_alike():
     communicator = connected("aabb", links_of("int8", "int8"))
     reduce = communicator.gradients_scattered(lambda: stretches_of(communicator), "test")
@@ -84,9 +84,8 @@ def test_parts_are_summed_and_gathered_within_the_bound_and_alike():
         results[start:stop] += flat[start:stop]
     assert (results - exact)[start:stop].abs().max() > 0
     kept = kept_back(communicator)
-    torch.testing.assert_close(
-        torch.stack(gathered(results)).sum(0) + kept, exact, rtol=0, atol=2e-5
-    )
+    found = torch.stack(gathered(results)).sum(0) + kept
+    torch.testing.assert_close(found, exact, rtol=0, atol=2e-5)
     mine = gradients(9, 0)
     flat = torch.full_like(mine, -1)
     flat[start:stop] = mine[start:stop]
@@ -97,7 +96,6 @@ def test_parts_are_summed_and_gathered_within_the_bound_and_alike():
     communicator.close()
 
 
-@pytest.mark.ranks(4)
 def test_updates_of_parameters_lose_nothing_for_good():
     for method in ("int8", "onebit", "powersgd", "topk", "bf16"):
         communicator = connected("aabb", links_of("exact", method))
@@ -120,7 +118,6 @@ def test_updates_of_parameters_lose_nothing_for_good():
         communicator.close()
 
 
-@pytest.mark.ranks(4)
 def test_bytes_are_those_of_the_route():
     for hosts, method, options in (
         *(("aabb", name, {}) for name in METHODS),
@@ -239,12 +236,11 @@ class Alternating:
         ]
         self._channel = communicator.gradients_scattered(lambda: stretches, "test", before)
         flats = [gradients(step, communicator.rank)[: each.numel] for each in chosen]
-        self._channel(
-            [
-                [flat[slice(*edges[rank])] for flat, edges in zip(flats, bounds, strict=True)]
-                for rank in range(communicator.size)
-            ]
-        ).wait()
+        parts = [
+            [flat[slice(*edges[rank])] for flat, edges in zip(flats, bounds, strict=True)]
+            for rank in range(communicator.size)
+        ]
+        self._channel(parts).wait()
         mine = slice(*bounds[0][communicator.rank])
         exact = total(step, communicator.size)
         self.apart.append((exact[: flats[0].numel()] - flats[0])[mine])
@@ -271,11 +267,8 @@ def test_errors_factors_and_warm_up_go_on_when_other_gradients_are_sent(method):
     assert errors
     assert all(torch.equal(waiting[key], saved[key]) for key in errors)
     sums.sum(5, ONE)
-    communicator.gradients_scattered(
-        lambda: [[TWO.cut(*edges)] for edges in communicator.chunk(TWO.numel)],
-        "test",
-        sums._channel,
-    )
+    two = [[TWO.cut(*edges)] for edges in communicator.chunk(TWO.numel)]
+    communicator.gradients_scattered(lambda: two, "test", sums._channel)
     assert torch.equal(kept_back(communicator)[3533:], before[3533:])
     (channel,) = communicator.channels
     assert channel.sums == 4  # as many as before: the table had no gradients in between

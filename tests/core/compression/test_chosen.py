@@ -4,13 +4,7 @@ import pytest
 import torch
 
 from drivetrain.collectives.volume import ParameterRow, Stretch
-from drivetrain.compression.automatic import (
-    Sender,
-    choose_links,
-    resume_links,
-    saved_choice,
-    settle_links,
-)
+from drivetrain.compression import automatic
 from drivetrain.compression.communicator import hosts_apart
 from drivetrain.compression.compressor import Honesty
 from drivetrain.compression.methods import EncodingTime, LinkFigures, LinkMethods, SlowLink
@@ -132,11 +126,8 @@ def test_stretches_are_cut_and_joined_in_terms_of_parameters():
     assert (later.first, later.start, later.stop) == (15, 0, 3)
     again = Stretch.joined([left, right], torch.float32)
     assert (again.numel, again.nbytes) == (43, 172)
-    assert [(s.name, s.first, s.start, s.stop) for s in again.spans] == [
-        ("a", 0, 0, 13),
-        ("a", 13, 13, 20),
-        ("b", 0, 20, 41),
-    ]
+    spans = [(s.name, s.first, s.start, s.stop) for s in again.spans]
+    assert spans == [("a", 0, 0, 13), ("a", 13, 13, 20), ("b", 0, 20, 41)]
 
 
 def test_one_word_stands_for_gradients_and_parameters_in_a_file_and_on_the_command_line():
@@ -148,11 +139,8 @@ def test_one_word_stands_for_gradients_and_parameters_in_a_file_and_on_the_comma
         read_sets(["links.far=auto", "links.far.warmup_steps=3", "links.allow=theory"]),
     ):
         found = resolve(layer, find_config=find).run.links
-        assert (found.far.gradients, found.far.parameters, found.allow) == (
-            "auto",
-            "auto",
-            "theory",
-        )
+        words = found.far.gradients, found.far.parameters, found.allow
+        assert words == ("auto", "auto", "theory")
     with pytest.raises(ConfigError, match=r"links\.far\.gradients: .*contradict each other"):
         read_sets(["links.far=auto", "links.far.gradients=int8"])
     with pytest.raises(ConfigError, match=r"links\.allow: expected 'exact'.*found 'all'"):
@@ -175,9 +163,9 @@ def names_for(strategy: str, precision: str = "no", config: object = None, **lin
     far = FarConfig(gradients="auto", parameters="auto")
     methods = LinkMethods.configured(LinksConfig(far=far, **links))
     kind, options = find_strategy(strategy, config)
-    sender = Sender(kind, options, Precision.of(precision))
+    sender = automatic.Sender(kind, options, Precision.of(precision))
     world = World(size=2, local_size=1, hosts=("a", "b"))
-    found, lines = choose_links(methods, sender, SENT, world)
+    found, lines = automatic.choose_links(methods, sender, SENT, world)
     assert found.auto is None
     return found.names, lines
 
@@ -219,7 +207,7 @@ def test_auto_considers_only_what_the_strategy_and_the_precision_can_take():
 
 def test_a_choice_by_known_figures_is_about_trained_tensors_and_goes_on_from_a_checkpoint():
     kind, options = find_strategy("ddp")
-    sender = Sender(kind, options, Precision.of("no"))
+    sender = automatic.Sender(kind, options, Precision.of("no"))
     far, found = FarConfig(gradients="auto"), []
     for rate, seconds in ((1e6, (1e-4, 1e-9)), (2e6, (2e-4, 2e-9))):
         link = SlowLink(bytes_per_s=rate, hosts=2, per_host=1)
@@ -231,9 +219,9 @@ def test_a_choice_by_known_figures_is_about_trained_tensors_and_goes_on_from_a_c
     before, after = found
     assert hosts_apart(Mesh.plan({"dp": 2}, world), "dp", world, before) == 1
     frozen = TensorSpec("frozen", (1024, 1024), torch.float32, trainable=False)
-    chosen, (line,) = settle_links(before, sender, [*SENT, frozen], HIDES_NOTHING_S)
+    chosen, (line,) = automatic.settle_links(before, sender, [*SENT, frozen], HIDES_NOTHING_S)
     assert ": gradients bf16 (rounding), for 1 of 1 parameters (1,048,576 numbers); of " in line
-    resumed, _ = resume_links(after, sender, saved_choice(chosen))
+    resumed, _ = automatic.resume_links(after, sender, automatic.saved_choice(chosen))
     first, again = (each.paying["gradients"] for each in (chosen, resumed))
     assert (again.name, again.link, again.time) == (first.name, first.link, first.time)
 

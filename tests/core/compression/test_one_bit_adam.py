@@ -19,9 +19,8 @@ def test_steps_are_those_of_the_algorithm():
         for step in range(STEPS):
             gradient = torch.randn(16, 8, generator=generator)
             if step < WARMUP:
-                gradient[:, 0] *= (
-                    1e-3  # later ones of this column are beyond Adam's bound of a step
-                )
+                # Later ones of this column are beyond Adam's bound of a step.
+                gradient[:, 0] *= 1e-3
             weight.grad, expected.grad = gradient.clone(), gradient.clone()
             adam.exchange({weight: weight.grad}, 1)()
             optimizer.step()

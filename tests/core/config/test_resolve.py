@@ -47,11 +47,8 @@ def write(tmp_path, text):
 
 
 def test_later_layers_win_and_origins_are_kept(tmp_path):
-    path = write(
-        tmp_path,
-        "strategy: {name: mine, bucket_mib: 50}\naccumulation: 2\n"
-        "links:\n  far:\n    warmup_steps: 3\n",
-    )
+    text = "strategy: {name: mine, bucket_mib: 50}\naccumulation: 2\n"
+    path = write(tmp_path, text + "links:\n  far:\n    warmup_steps: 3\n")
     resolved = resolve(read_file(path), read_sets(["accumulation=8"]), find_config=find)
     rows = {key: (value, origin.text) for key, value, origin in resolved.rows()}
     assert rows["accumulation"] == (8, "--set accumulation=8")
@@ -62,10 +59,8 @@ def test_later_layers_win_and_origins_are_kept(tmp_path):
 
 def test_code_beats_the_file_but_contradicting_the_command_line_is_an_error(tmp_path):
     path = write(tmp_path, "accumulation: 2\n")
-    assert (
-        resolve(read_file(path), code_layer({"accumulation": 4}), find_config=find).run.accumulation
-        == 4
-    )
+    found = resolve(read_file(path), code_layer({"accumulation": 4}), find_config=find)
+    assert found.run.accumulation == 4
     with pytest.raises(ConfigError, match=r"Accelerator\(accumulation=4\).*--set accumulation=8"):
         resolve(read_sets(["accumulation=8"]), code_layer({"accumulation": 4}), find_config=find)
     same = resolve(read_sets(["accumulation=4"]), code_layer({"accumulation": 4}), find_config=find)

@@ -4,27 +4,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch.utils.data import Dataset
 
 from drivetrain.config import DataConfig
 from drivetrain.data import prepare_data_loader
 from drivetrain.runtime.mesh import Axis
 from drivetrain.runtime.world import World
-
-
-class CountingDataset(Dataset):
-    """The numbers 0 to n - 1; remembers which were read in this process."""
-
-    def __init__(self, n):
-        self.n = n
-        self.read = []
-
-    def __len__(self):
-        return self.n
-
-    def __getitem__(self, index):
-        self.read.append(index)
-        return index
+from read_samples import CountingDataset
 
 
 class Recorder:

@@ -1,55 +1,28 @@
 """Loaders on real ranks: dispatch from rank 0, one order on all, cells that share a batch."""
 
+import itertools
 from typing import NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+from torch.utils.data import DataLoader, Sampler
 
 from drivetrain.config import DataConfig
 from drivetrain.data import prepare_data_loader
 from drivetrain.errors import CollectiveError, RankMismatchError
 from drivetrain.runtime.mesh import Mesh
 from drivetrain.runtime.world import World
+from read_samples import CountingDataset, Stream
 
-
-class Numbers(Dataset):
-    def __init__(self, n):
-        self.n = n
-        self.read = 0
-
-    def __len__(self):
-        return self.n
-
-    def __getitem__(self, index):
-        self.read += 1
-        return index
-
-
-class Stream(IterableDataset):
-    def __init__(self, n):
-        self.n = n
-        self.read = 0
-
-    def __iter__(self):
-        for i in range(self.n):
-            self.read += 1
-            yield i
+pytestmark = pytest.mark.ranks(2)
 
 
 def prepare(loader, sizes=None, rng_types=(), **config):
     world = World.discover(cpu=True)
     axis = Mesh.build(sizes or {"dp": world.size}, world)["dp"]
-    return prepare_data_loader(
-        loader,
-        axis=axis,
-        world=world,
-        config=DataConfig(**config),
-        seed=0,
-        device=None,
-        rng_types=rng_types,
-    )
+    given = {"config": DataConfig(**config), "seed": 0, "device": None, "rng_types": rng_types}
+    return prepare_data_loader(loader, axis=axis, world=world, **given)
 
 
 def everybody(value):
@@ -66,22 +39,19 @@ def flat(of_ranks):
     return [sample for batches in of_ranks for batch in batches for sample in batch]
 
 
-@pytest.mark.ranks(2)
 def test_dispatch_gives_what_each_rank_would_read():
-    for kind in (Stream, Numbers):
-        for n in (0, 2, 3, 5, 8):
-            for even in (True, False):
-                for drop_last in (True, False):
-                    data = DataLoader(kind(n), batch_size=2, drop_last=drop_last)
-                    sent = prepare(data, dispatch_batches=True, even_batches=even)
-                    own = prepare(data, dispatch_batches=False, even_batches=even)
-                    case = (kind, n, even, drop_last)
-                    assert lists(sent) == lists(own), case
-                    assert sent.remainder == own.remainder, case
-                    assert sent.epoch == own.epoch == 1
+    truths = (True, False)
+    cases = itertools.product((Stream, CountingDataset), (0, 2, 3, 5, 8), truths, truths)
+    for case in cases:
+        kind, n, even, drop_last = case
+        data = DataLoader(kind(n), batch_size=2, drop_last=drop_last)
+        sent = prepare(data, dispatch_batches=True, even_batches=even)
+        own = prepare(data, dispatch_batches=False, even_batches=even)
+        assert lists(sent) == lists(own), case
+        assert sent.remainder == own.remainder, case
+        assert sent.epoch == own.epoch == 1
 
 
-@pytest.mark.ranks(2)
 def test_only_rank_0_reads_and_streams_are_dispatched_unless_told():
     data = Stream(8)
     loader = prepare(DataLoader(data, batch_size=2))
@@ -102,7 +72,6 @@ class Row(NamedTuple):
     tag: str
 
 
-@pytest.mark.ranks(2)
 def test_dispatched_batches_keep_their_shape_and_objects():
     rows = [
         {
@@ -129,10 +98,10 @@ def test_dispatched_batches_keep_their_shape_and_objects():
     assert (batch["nested"][1], batch["ragged"]) == (None, 2)
 
 
-@pytest.mark.ranks(2)
 def test_dispatch_resumes_from_rank_0s_state_and_leaves_by_break():
     def make():
-        return prepare(DataLoader(Numbers(20), batch_size=2, shuffle=True), dispatch_batches=True)
+        user = DataLoader(CountingDataset(20), batch_size=2, shuffle=True)
+        return prepare(user, dispatch_batches=True)
 
     loader = make()
     batches = iter(loader)
@@ -149,15 +118,11 @@ def test_dispatch_resumes_from_rank_0s_state_and_leaves_by_break():
     assert lists(resumed) == lists(loader)
 
 
-@pytest.mark.ranks(2)
 def test_user_generators_that_differ_still_give_one_order():
     torch.manual_seed(dist.get_rank())
     for dispatch in (False, True):
-        loader = prepare(
-            DataLoader(Numbers(12), batch_size=2, shuffle=True),
-            use_seedable_sampler=False,
-            dispatch_batches=dispatch,
-        )
+        user = DataLoader(CountingDataset(12), batch_size=2, shuffle=True)
+        loader = prepare(user, use_seedable_sampler=False, dispatch_batches=dispatch)
         orders = [flat(everybody(lists(loader))) for _ in range(2)]
         assert sorted(orders[0]) == sorted(orders[1]) == list(range(12))
         assert orders[0] != orders[1]
@@ -166,17 +131,13 @@ def test_user_generators_that_differ_still_give_one_order():
 @pytest.mark.ranks(4)
 def test_ranks_of_a_cell_get_the_same_batch():
     for dispatch in (False, True):
-        loader = prepare(
-            DataLoader(Numbers(8), batch_size=2, shuffle=True),
-            {"tp": 2, "dp": 2},
-            dispatch_batches=dispatch,
-        )
+        user = DataLoader(CountingDataset(8), batch_size=2, shuffle=True)
+        loader = prepare(user, {"tp": 2, "dp": 2}, dispatch_batches=dispatch)
         batches = everybody(lists(loader))
         assert batches[0] == batches[1] != batches[2] == batches[3]
         assert sorted(flat([batches[0], batches[2]])) == list(range(8))
 
 
-@pytest.mark.ranks(2)
 def test_what_one_rank_alone_meets_ends_every_rank():
     class Failing(Stream):
         def __iter__(self):
@@ -199,4 +160,4 @@ def test_what_one_rank_alone_meets_ends_every_rank():
         list(prepare(no_pickle))
     assert isinstance(caught.value, CollectiveError) != main
     with pytest.raises(RankMismatchError, match=r"rank 0: .*rank 1: "):
-        list(prepare(DataLoader(Numbers(4), sampler=ByRank())))
+        list(prepare(DataLoader(CountingDataset(4), sampler=ByRank())))

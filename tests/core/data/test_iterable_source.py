@@ -4,31 +4,13 @@ import itertools
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset
 
 from drivetrain.data import skip_first_batches
 from drivetrain.errors import CheckpointError, UsageError
+from read_samples import Stream
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
-
-
-class Stream(IterableDataset):
-    """The numbers 0 to n - 1, divided over workers; counts what was read."""
-
-    def __init__(self, n, first=0):
-        self.numbers = range(first, first + n)
-        self.read = 0
-        self.epochs = []
-
-    def __iter__(self):
-        info = get_worker_info()
-        numbers = self.numbers if info is None else self.numbers[info.id :: info.num_workers]
-        for number in numbers:
-            self.read += 1
-            yield number
-
-    def set_epoch(self, epoch):
-        self.epochs.append(epoch)
 
 
 class SizedStream(Stream):
@@ -177,9 +159,8 @@ def test_shards_of_the_dataset_are_read_when_ranks_may_be_uneven(prepare):
 
 def test_position_in_shards_holds_for_the_same_ranks_only(prepare):
     def make(rank, size):
-        return prepare(
-            DataLoader(ShardableStream(12), batch_size=2), rank, size, even_batches=False
-        )
+        loader = DataLoader(ShardableStream(12), batch_size=2)
+        return prepare(loader, rank, size, even_batches=False)
 
     saver = make(0, 2)
     batches = iter(saver)

@@ -61,11 +61,10 @@ def test_workers_of_ranks_epochs_and_resumed_epochs_get_different_seeds(prepare,
 
 
 def test_batches_are_read_with_the_users_settings():
-    user = DataLoader(
-        range(4), num_workers=1, timeout=9, prefetch_factor=3, persistent_workers=True
-    )
+    given = {"num_workers": 1, "timeout": 9, "prefetch_factor": 3, "persistent_workers": True}
+    user = DataLoader(range(4), **given)
     reader = reader_of(user, user.dataset, torch.Generator())
-    for name in ("num_workers", "timeout", "prefetch_factor", "persistent_workers", "collate_fn"):
+    for name in (*given, "collate_fn"):
         assert getattr(reader, name) == getattr(user, name), name
 
 

@@ -39,9 +39,8 @@ def gathered(samples, epochs=1, value=int, workers=0, drop_last=False, **config)
     accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(**config))
     # Forked workers need no name under which this module could be imported.
     how = {"num_workers": workers, "multiprocessing_context": "fork"} if workers else {}
-    loader = accelerator.prepare(
-        DataLoader(Stream(samples), batch_size=2, drop_last=drop_last, **how)
-    )
+    user = DataLoader(Stream(samples), batch_size=2, drop_last=drop_last, **how)
+    loader = accelerator.prepare(user)
     found = []
     for _ in range(epochs):
         for batch in loader:

@@ -9,14 +9,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import drivetrain
-from drivetrain import (
-    Accelerator,
-    AcceleratorState,
-    ConfigError,
-    DataLoaderConfiguration,
-    ProjectConfiguration,
-    UsageError,
-)
+from drivetrain import Accelerator, DataLoaderConfiguration, ProjectConfiguration
+from drivetrain.errors import ConfigError, UsageError
 
 
 @pytest.mark.ranks(2)
@@ -32,11 +26,8 @@ def test_even_batches_can_be_set_before_prepare():
 def test_prepared_objects_have_the_names_of_accelerate(tmp_path):
     project = ProjectConfiguration(save_on_each_node=True)
     project.set_directories(tmp_path)
-    accelerator = Accelerator(
-        cpu=True,
-        project_config=project,
-        dataloader_config=DataLoaderConfiguration(use_stateful_dataloader=True),
-    )
+    stateful = DataLoaderConfiguration(use_stateful_dataloader=True)
+    accelerator = Accelerator(cpu=True, project_config=project, dataloader_config=stateful)
     assert accelerator.use_stateful_dataloader
     assert accelerator.logging_dir == str(tmp_path)
     model = nn.Linear(2, 2)
@@ -50,11 +41,11 @@ def test_prepared_objects_have_the_names_of_accelerate(tmp_path):
     assert isinstance(scheduler, drivetrain.AcceleratedScheduler)
     assert isinstance(loader, drivetrain.DataLoaderShard)
     assert sorted(torch.cat([x for (x,) in loader]).tolist()) == [0, 1, 2, 3]
-    state = AcceleratorState("bf16", cpu=True)
+    state = drivetrain.AcceleratorState("bf16", cpu=True)
     assert (state.num_processes, state.mixed_precision) == (1, "bf16")
-    assert AcceleratorState(cpu=True).mixed_precision == "no"
+    assert drivetrain.AcceleratorState(cpu=True).mixed_precision == "no"
     with pytest.raises(ConfigError, match="precision"):
-        AcceleratorState("fp7", cpu=True)
+        drivetrain.AcceleratorState("fp7", cpu=True)
 
 
 def test_a_model_loses_its_wrapper_and_stays_compiled_unless_told():

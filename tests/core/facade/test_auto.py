@@ -54,12 +54,8 @@ def hardware(folder, before, after):
 @pytest.mark.ranks(2)
 def test_the_choice_trains_as_its_pin(tmp_path):
     with said("drivetrain", "strategy auto: ") as lines:
-        accelerator, chosen = trained(
-            strategy="auto",
-            project_dir=tmp_path / "run",
-            config={"report": False},
-            split_batches=True,
-        )
+        options = {"project_dir": tmp_path / "run", "config": {"report": False}}
+        accelerator, chosen = trained(strategy="auto", split_batches=True, **options)
     name = strategy_of(accelerator)
     accelerator.end_training()
     if accelerator.is_main_process:

@@ -30,24 +30,19 @@ def test_ranks_that_would_make_different_weights():
     accelerator.end_training()
 
 
-class Tower(nn.Module):
-    """Has what no strategy looks after: a plain tensor, and one in a list."""
-
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Linear(3, 3)
-        self.scale = torch.ones(3) * 2
-        self.offsets = [torch.arange(3).float()]
-
-    def forward(self, x):
-        return self.first(x) * self.scale + self.offsets[0]
+def tower():
+    """Return a layer with what no strategy looks after: a plain tensor, and one in a list."""
+    layer = nn.Linear(3, 3)
+    layer.scale = torch.ones(3) * 2
+    layer.offsets = [torch.arange(3).float()]
+    return layer
 
 
 def test_plain_attributes_get_values():
     for strategy in ("ddp", "zero3", "fsdp"):
         accelerator = Accelerator(cpu=True, strategy=strategy)
         with accelerator.building():
-            body = Tower()
+            body = tower()
         with accelerator.building():
             head = nn.Linear(3, 2)
         accelerator.prepare(nn.Sequential(body, nn.LayerNorm(3), head))  # of several constructions
@@ -57,8 +52,9 @@ def test_plain_attributes_get_values():
         accelerator.end_training()
     accelerator = Accelerator(cpu=True)
     with accelerator.building():
-        model = Tower()
+        model = tower()
     model = accelerator.prepare_model(model, evaluation_mode=True)
+    assert (model.scale.tolist(), model.offsets[0].tolist()) == ([2, 2, 2], [0, 1, 2])
     assert model(torch.ones(1, 3)).isfinite().all()
 
 
@@ -81,11 +77,8 @@ def test_wrong_uses():
     accelerator = Accelerator(cpu=True)
     with pytest.raises(UsageError, match=r"found 2 on the meta device .* weight, bias; construct"):
         accelerator.prepare(nn.Linear(2, 2, device="meta"))
-    with (
-        accelerator.building(),
-        pytest.raises(UsageError, match="one inside of another"),
-        accelerator.building(),
-    ):
+    refused = pytest.raises(UsageError, match="one inside of another")
+    with accelerator.building(), refused, accelerator.building():
         pass
     with accelerator.building():
         model = nn.Linear(2, 2)
@@ -137,10 +130,9 @@ def test_weights_of_an_export(strategy, max_shard_size, tmp_path):
     with torch.no_grad():
         model[1].running_mean.fill_(3)
         model.temperature.fill_(7)
-    expected = accelerator.get_state_dict(accelerator.prepare(model))
-    accelerator.save_model(
-        accelerator._prepared.models[0].model, folder, max_shard_size=max_shard_size
-    )
+    model = accelerator.prepare(model)
+    expected = accelerator.get_state_dict(model)
+    accelerator.save_model(model, folder, max_shard_size=max_shard_size)
     accelerator.wait_for_everyone()
     torch.manual_seed(accelerator.process_index)  # seeds do not matter for what is read
     with accelerator.building(weights=folder):

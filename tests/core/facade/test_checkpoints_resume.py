@@ -1,7 +1,5 @@
 """A run that was saved and loaded goes on as if nothing had happened; a refused load as well."""
 
-import io
-import logging
 from pathlib import Path
 
 import pytest
@@ -10,6 +8,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from drivetrain import Accelerator, CheckpointError, ProjectConfiguration, UsageError, set_seed
+from said import said
 
 
 def build(folder):
@@ -21,8 +20,8 @@ def build(folder):
     return accelerator, *accelerator.prepare(model, optimizer)
 
 
-def train(accelerator, model, optimizer):
-    accelerator.backward(model(torch.ones(2, 3)).square().mean())
+def step(accelerator, model, optimizer, row):
+    accelerator.backward(model(row).square().mean())
     optimizer.step()
     optimizer.zero_grad()
 
@@ -46,20 +45,18 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_warning(tmp_path):
     for _ in folders:
         saved.append(weights_of(parts[0]))
         accelerator.save_state()
-        train(accelerator, *parts)
+        step(accelerator, *parts, torch.ones(2, 3))
     if accelerator.is_main_process:
         flip_a_byte(folders[2])
     accelerator.wait_for_everyone()
     again, fresh, _ = build(tmp_path)
-    said = io.StringIO()
-    handler = logging.StreamHandler(said)
-    logging.getLogger("drivetrain").addHandler(handler)
-    assert again.resume()
-    logging.getLogger("drivetrain").removeHandler(handler)
+    with said("drivetrain") as lines:
+        assert again.resume()
     assert all(map(torch.equal, saved[1], weights_of(fresh)))
     if again.is_main_process:
-        assert "checkpoint_2/model-0-weights" in said.getvalue()
-        assert "checkpoint_1" in said.getvalue().rpartition("going on from")[2]
+        text = "\n".join(lines)
+        assert "checkpoint_2/model-0-weights" in text
+        assert "checkpoint_1" in text.rpartition("going on from")[2]
     with pytest.raises(CheckpointError, match="expected sha256"):
         again.load_state(folders[2])
     again.wait_for_everyone()
@@ -181,15 +178,12 @@ def test_hooks_write_into_the_checkpoint_and_take_weights_alone(tmp_path, strate
             one.load_state_dict(torch.load(Path(directory, "part.pt"), weights_only=True))
 
     def train(steps):
-        for step in range(steps):
-            row = torch.full((1, 2), 1.0 + step + accelerator.process_index)
+        for number in range(steps):
+            row = torch.full((1, 2), 1.0 + number + accelerator.process_index)
             for one, optimizer in zip((model, other), optimizers, strict=True):
-                accelerator.backward(one(row).square().sum())
-                optimizer.step()
-                optimizer.zero_grad()
-        return accelerator.get_state_dict(model) | {
-            f"other.{name}": value for name, value in accelerator.get_state_dict(other).items()
-        }
+                step(accelerator, one, optimizer, row)
+        others = accelerator.get_state_dict(other).items()
+        return accelerator.get_state_dict(model) | {f"other.{n}": value for n, value in others}
 
     kept = accelerator.register_save_state_pre_hook(save)
     loading = accelerator.register_load_state_pre_hook(load)

@@ -20,19 +20,14 @@ def said(caplog, model, **options):
 
 
 def test_prepare_says_the_dtypes(caplog):
-    off = [AutocastKwargs(enabled=False)]
+    low, off = {"mixed_precision": "bf16"}, [AutocastKwargs(enabled=False)]
+    reduced = {"dtypes": {"reduce": "bf16"}}
     for options, line in (
         ({}, "compute fp32, reduce fp32, master fp32"),
-        ({"mixed_precision": "bf16"}, "compute bf16, reduce fp32, master fp32"),
+        (low, "compute bf16, reduce fp32, master fp32"),
         ({"mixed_precision": "fp16"}, "compute fp16, reduce fp32, master fp32, loss scale 65536"),
-        (
-            {"mixed_precision": "bf16", "config": {"dtypes": {"reduce": "bf16"}}},
-            "compute bf16, reduce bf16, master fp32",
-        ),
-        (
-            {"mixed_precision": "bf16", "kwargs_handlers": off},
-            "compute fp32, reduce fp32, master fp32",
-        ),
+        ({**low, "config": reduced}, "compute bf16, reduce bf16, master fp32"),
+        ({**low, "kwargs_handlers": off}, "compute fp32, reduce fp32, master fp32"),
     ):
         caplog.clear()
         lines = said(caplog, nn.Linear(1000, 2), **options)

@@ -1,6 +1,7 @@
 """How often ranks exchange facts: rarely where steps are fast, or where an exchange takes long."""
 
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 
@@ -9,15 +10,6 @@ from drivetrain.facade.exchange import Exchange
 from drivetrain.runtime.world import World
 
 STEP_S = 0.6
-
-
-class Clock:
-    """Time that passes when the test says so."""
-
-    now = 0.0
-
-    def monotonic(self):
-        return self.now
 
 
 class Delayed(Exchange):
@@ -46,7 +38,8 @@ class Delayed(Exchange):
 
 @pytest.fixture
 def clock(monkeypatch):
-    made = Clock()
+    made = SimpleNamespace(now=0.0)
+    made.monotonic = lambda: made.now
     monkeypatch.setattr(finite, "time", made)
     return made
 

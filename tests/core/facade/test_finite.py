@@ -16,12 +16,8 @@ ROW = torch.ones(1, 2)
 
 
 def start(strategy="ddp", policy="stop", **options):
-    accelerator = Accelerator(
-        cpu=True,
-        strategy=strategy,
-        config={"on_nonfinite": policy, "report": False},
-        **options,
-    )
+    config = {"on_nonfinite": policy, "report": False}
+    accelerator = Accelerator(cpu=True, strategy=strategy, config=config, **options)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
     return accelerator, *accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))

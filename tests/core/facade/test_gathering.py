@@ -11,6 +11,8 @@ from torch.utils.data import DataLoader, Dataset
 from drivetrain import Accelerator
 from drivetrain.errors import RankMismatchError, UsageError
 
+pytestmark = pytest.mark.ranks(2)
+
 
 class Items(Dataset):
     """Items of several rows."""
@@ -49,12 +51,10 @@ def test_rows_of_any_number_are_there_once():
     assert rows(DataLoader(torch.arange(6), batch_sampler=batches)) == list(range(6))
 
 
-@pytest.mark.ranks(2)
 def test_dicts_and_scalars_are_cut_with_their_batch():
     accelerator = Accelerator(cpu=True)
-    loader = accelerator.prepare(
-        DataLoader([{"x": i, "word": str(i)} for i in range(5)], batch_size=2)
-    )
+    rows = [{"x": i, "word": str(i)} for i in range(5)]
+    loader = accelerator.prepare(DataLoader(rows, batch_size=2))
     seen, means = [], []
     for batch in loader:
         dicts = accelerator.gather_for_metrics({"x": batch["x"] * 1, "word": batch["word"]})
@@ -66,7 +66,6 @@ def test_dicts_and_scalars_are_cut_with_their_batch():
         accelerator.gather_for_metrics(torch.zeros(2, 1 + dist.get_rank()))
 
 
-@pytest.mark.ranks(2)
 def test_two_loaders_and_a_loop_that_is_over():
     accelerator = Accelerator(cpu=True)
     gather = accelerator.gather_for_metrics
@@ -90,7 +89,6 @@ def test_two_loaders_and_a_loop_that_is_over():
     assert gather(seen[-1]).tolist() == [4], "it stays at hand"
 
 
-@pytest.mark.ranks(2)
 def test_rows_that_cannot_be_told_are_refused_on_all_ranks():
     accelerator = Accelerator(cpu=True)
     loader = accelerator.prepare(DataLoader(torch.arange(7), batch_size=2))
@@ -144,7 +142,6 @@ def whole(evaluate, other):
     return lambda: [evaluate(batch) for batch in other]
 
 
-@pytest.mark.ranks(2)
 def test_other_passes_do_not_hide_the_end_of_a_window():
     rows = torch.arange(40.0).view(40, 1) / 40
     ways = ((stays_open, 400), (goes_round, 12), (fails, 12), (whole, 12))
@@ -152,11 +149,9 @@ def test_other_passes_do_not_hide_the_end_of_a_window():
         accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
         torch.manual_seed(0)
         model = nn.Linear(1, 1)
-        model, optimizer, train, other = accelerator.prepare(
-            model,
-            torch.optim.SGD(model.parameters(), lr=0.1),
-            *(DataLoader(each, batch_size=2) for each in (rows, torch.ones(size, 1))),
-        )
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loaders = (DataLoader(each, batch_size=2) for each in (rows, torch.ones(size, 1)))
+        model, optimizer, train, other = accelerator.prepare(model, optimizer, *loaders)
         look = between(torch.no_grad()(model), other)
         for _ in range(2):
             for batch in train:
@@ -173,7 +168,6 @@ def test_other_passes_do_not_hide_the_end_of_a_window():
         accelerator.free_memory()
 
 
-@pytest.mark.ranks(2)
 def test_a_look_of_rank_0_alone_changes_nothing():
     accelerator = Accelerator(cpu=True)
     main = accelerator.is_main_process
@@ -202,7 +196,6 @@ def test_a_look_of_rank_0_alone_changes_nothing():
     accelerator.free_memory()
 
 
-@pytest.mark.ranks(2)
 def test_draws_by_next_iter_are_of_one_order_after_the_other():
     accelerator = Accelerator(cpu=True)
     loader = accelerator.prepare(DataLoader(torch.arange(24.0), batch_size=2, shuffle=True))

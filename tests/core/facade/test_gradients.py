@@ -64,9 +64,8 @@ def test_gradients_of_an_earlier_window_are_not_divided_again(strategy):
         model = linear()
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         before = model.weight.detach().clone()
-        model, optimizer, loader = accelerator.prepare(
-            model, optimizer, DataLoader(TensorDataset(data), batch_size=2)
-        )
+        loader = DataLoader(TensorDataset(data), batch_size=2)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
         weights = iter([1.0, 3.0, 5.0])
         for (x,) in loader:  # two windows, of 2 and 1 micro-batches, and one step after both
             with accelerator.accumulate(model):
@@ -143,13 +142,11 @@ def test_a_schedule_of_n_steps_takes_n_steps_and_no_more():
 
 @pytest.mark.ranks(2)
 def test_metrics_hold_each_sample_once_also_after_a_resume():
-    accelerator = Accelerator(
-        cpu=True, dataloader_config=DataLoaderConfiguration(even_batches=True)
-    )
+    even = DataLoaderConfiguration(even_batches=True)
+    accelerator = Accelerator(cpu=True, dataloader_config=even)
     gather = accelerator.gather_for_metrics
-    loader, fresh = (
-        accelerator.prepare(DataLoader(TensorDataset(torch.arange(11)), batch_size=2)) for _ in "12"
-    )
+    rows = TensorDataset(torch.arange(11))
+    loader, fresh = (accelerator.prepare(DataLoader(rows, batch_size=2)) for _ in "12")
     states, seen = zip(*[(loader.state_dict(), gather(x)) for (x,) in loader], strict=True)
     assert torch.cat(seen).tolist() == list(range(11))
     fresh.load_state_dict(states[1])

@@ -10,11 +10,8 @@ from drivetrain.errors import UsageError
 
 def accelerator_in_fp16(**options):
     defaults = {"init_scale": 1024.0, "growth_interval": 2}
-    return Accelerator(
-        cpu=True,
-        mixed_precision="fp16",
-        kwargs_handlers=[GradScalerKwargs(**(defaults | options))],
-    )
+    handlers = [GradScalerKwargs(**(defaults | options))]
+    return Accelerator(cpu=True, mixed_precision="fp16", kwargs_handlers=handlers)
 
 
 def build(accelerator):
@@ -99,10 +96,8 @@ def test_models_in_fp16_and_uneven_inputs_are_refused():
     accelerator.backward(model(torch.ones(2, 4)).mean())
     with pytest.raises(UsageError, match=r"found 2 of 2 in fp16; give the model in fp32"):
         optimizer.step()
-    with (
-        pytest.raises(UsageError, match="take bf16, or loaders with even_batches=True"),
-        accelerator.join_uneven_inputs([model]),
-    ):
+    refused = pytest.raises(UsageError, match="take bf16, or loaders with even_batches=True")
+    with refused, accelerator.join_uneven_inputs([model]):
         pass
     accelerator.end_training()
 

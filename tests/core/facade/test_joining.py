@@ -20,9 +20,8 @@ def run(accelerator, rows):
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.9)
     data = torch.arange(rows * 3, dtype=torch.float64).view(rows, 3) / rows
-    model, optimizer, scheduler, loader = accelerator.prepare(
-        model, optimizer, scheduler, DataLoader(TensorDataset(data), batch_size=2)
-    )
+    given = (model, optimizer, scheduler, DataLoader(TensorDataset(data), batch_size=2))
+    model, optimizer, scheduler, loader = accelerator.prepare(*given)
     batches = 0
     with accelerator.join_uneven_inputs([model], even_batches=False):
         for (x,) in loader:
@@ -51,9 +50,8 @@ def test_ranks_end_equal():
 
 @pytest.mark.ranks(2)
 def test_even_inputs_need_nothing_and_an_exception_leaves_at_once():
-    accelerator = Accelerator(
-        cpu=True, dataloader_config=DataLoaderConfiguration(even_batches=True)
-    )
+    even = DataLoaderConfiguration(even_batches=True)
+    accelerator = Accelerator(cpu=True, dataloader_config=even)
     model, _, _, batches = run(accelerator, rows=8)
     assert batches == 2
     assert accelerator.even_batches

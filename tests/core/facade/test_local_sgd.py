@@ -10,6 +10,7 @@ from torch import nn
 from drivetrain import Accelerator, LocalSGD, UsageError
 
 RANKS, EVERY, STEPS, RATE = 2, 2, 5, 0.1
+pytestmark = pytest.mark.ranks(RANKS)
 
 
 def rows(step, rank):
@@ -45,7 +46,6 @@ def averaged_by_hand():
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "plain"])
-@pytest.mark.ranks(RANKS)
 def test_ranks_step_alone_and_average(strategy):
     accelerator = Accelerator(cpu=True, strategy=strategy)
     model = linear()
@@ -63,7 +63,6 @@ def test_ranks_step_alone_and_average(strategy):
     accelerator.end_training()
 
 
-@pytest.mark.ranks(RANKS)
 def test_what_cannot_average_is_refused():
     for strategy in ("zero1", "zero3", "fsdp", "ddp"):
         accelerator = Accelerator(cpu=True, strategy=strategy)
@@ -77,7 +76,6 @@ def test_what_cannot_average_is_refused():
         accelerator.free_memory()
 
 
-@pytest.mark.ranks(RANKS)
 def test_no_sync_of_a_prepared_model_keeps_gradients_local():
     accelerator = Accelerator(cpu=True)
     model = accelerator.prepare(linear())

@@ -36,9 +36,8 @@ def run(monkeypatch, schedule, length, *, steps=STEPS, **options):
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loader = DataLoader(TensorDataset(torch.ones(24, 2)), batch_size=3)
-    model, optimizer, loader, scheduler = accelerator.prepare(
-        model, optimizer, loader, schedule(optimizer, length)
-    )
+    given = (model, optimizer, loader, schedule(optimizer, length))
+    model, optimizer, loader, scheduler = accelerator.prepare(*given)
     for _, (x,) in zip(range(steps), loader, strict=False):
         accelerator.backward(model(x).sum())
         optimizer.step()

@@ -33,6 +33,28 @@ def squares(model, part):
     return model(part["inputs"]).square().mean(-1)
 
 
+class Alone:
+    """A twin in this process alone, and the Accelerator's model, with steps of both."""
+
+    def __init__(self, accelerator, *loaders):
+        self.model, self.accelerator = Tower(), accelerator
+        model = copy.deepcopy(self.model)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        self.prepared = accelerator.prepare(model, optimizer, *loaders)
+
+    def step(self, loss):
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def check(self):
+        found = self.accelerator.get_state_dict(self.prepared[0])
+        for name, value in self.model.state_dict().items():
+            torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-12)
+        self.accelerator.free_memory()
+
+
 @pytest.mark.parametrize(
     ("strategy", "option", "tokens"),
     [
@@ -46,11 +68,9 @@ def squares(model, part):
 @pytest.mark.ranks(2)
 def test_a_step_is_that_of_the_whole_batches_of_all_ranks(strategy, option, tokens):
     """Ranks have other numbers of rows, later batches more, and the mean may be of some rows."""
-    alone = Tower()
     accelerator = Accelerator(strategy=strategy, cpu=True, config={"micro_batch": option})
-    model = copy.deepcopy(alone)
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    ours = torch.optim.SGD(alone.parameters(), lr=0.1)
+    alone = Alone(accelerator)
+    model, optimizer = alone.prepared
     axis = accelerator.mesh["dp"]
     for step in range(4):
         count = 0
@@ -69,14 +89,9 @@ def test_a_step_is_that_of_the_whole_batches_of_all_ranks(strategy, option, toke
             assert count == -(-rows_of(step, 1) // option)  # of the rank with more rows
         whole = [batch(step, rank, rows_of(step, rank)) for rank in range(axis.size)]
         together = {key: torch.cat([each[key] for each in whole]) for key in whole[0]}
-        losses = squares(alone, together)
-        (losses[together["counted"]] if tokens else losses).mean().backward()
-        ours.step()
-        ours.zero_grad()
-    found = accelerator.get_state_dict(model)
-    for name, value in alone.state_dict().items():
-        torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-12)
-    accelerator.free_memory()
+        losses = squares(alone.model, together)
+        alone.step((losses[together["counted"]] if tokens else losses).mean())
+    alone.check()
 
 
 @pytest.mark.parametrize("around", [False, True], ids=["pieces", "accumulate"])
@@ -84,16 +99,10 @@ def test_a_step_is_that_of_the_whole_batches_of_all_ranks(strategy, option, toke
 def test_pieces_are_one_micro_batch_of_a_window_that_the_loader_may_end(around):
     """Also where ``accumulate()`` is around them."""
     rows = torch.randn(12, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    alone = Tower()
-    accelerator = Accelerator(
-        strategy="zero2", cpu=True, gradient_accumulation_steps=2, config={"micro_batch": 1}
-    )
-    model = copy.deepcopy(alone)
-    loader = DataLoader(TensorDataset(rows), batch_size=2)
-    model, optimizer, loader = accelerator.prepare(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), loader
-    )
-    ours = torch.optim.SGD(alone.parameters(), lr=0.1)
+    options = {"gradient_accumulation_steps": 2, "config": {"micro_batch": 1}}
+    accelerator = Accelerator(strategy="zero2", cpu=True, **options)
+    alone = Alone(accelerator, DataLoader(TensorDataset(rows), batch_size=2))
+    model, optimizer, loader = alone.prepared
     synced = []
     for (inputs,) in loader:  # three batches: a window of two, and one of one
         with accelerator.accumulate(model) if around else nullcontext():
@@ -104,13 +113,8 @@ def test_pieces_are_one_micro_batch_of_a_window_that_the_loader_may_end(around):
             optimizer.zero_grad()
     assert synced == [False, False, False, True, False, True]
     for used in (rows[:8], rows[8:]):
-        alone(used).square().mean().backward()
-        ours.step()
-        ours.zero_grad()
-    found = accelerator.get_state_dict(model)
-    for name, value in alone.state_dict().items():
-        torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-12)
-    accelerator.free_memory()
+        alone.step(alone.model(used).square().mean())
+    alone.check()
 
 
 def test_a_batch_that_is_left_before_its_last_piece_is_an_error():
@@ -152,12 +156,8 @@ def test_auto_takes_what_the_room_allows_and_says_so(monkeypatch, capsys, caplog
     """Activations of a row are 2 MiB here; the room is for about four rows of the first length."""
     monkeypatch.setattr(pieces, "_room", lambda device, ranks: 12 * MIB)
     taken = {}
-
-    def peak(device):
-        return taken["elements"] * MIB // 4
-
     monkeypatch.setattr(pieces, "_held", lambda device: 0)
-    monkeypatch.setattr(pieces, "_peak", peak)
+    monkeypatch.setattr(pieces, "_peak", lambda device: taken["elements"] * MIB // 4)
     accelerator = Accelerator(cpu=True, config={"micro_batch": "auto"})
     model = accelerator.prepare(nn.Linear(1, 1))
 
@@ -182,12 +182,8 @@ def test_auto_takes_what_the_room_allows_and_says_so(monkeypatch, capsys, caplog
 def test_a_skipped_step_changes_the_loss_scale_at_once():
     scaler = GradScalerKwargs(init_scale=8.0, min_scale=1.0)
     for option in ("whole", 2):
-        accelerator = Accelerator(
-            cpu=True,
-            mixed_precision="fp16",
-            kwargs_handlers=[scaler],
-            config={"micro_batch": option},
-        )
+        options = {"kwargs_handlers": [scaler], "config": {"micro_batch": option}}
+        accelerator = Accelerator(cpu=True, mixed_precision="fp16", **options)
         model = nn.Linear(2, 1)
         model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
         for wrong in (1.0, float("inf")):
@@ -239,17 +235,14 @@ def test_a_batch_that_one_rank_cannot_cut_is_an_error_on_all():
     rows = [4, 3] if accelerator.process_index else [4, 4]
     with pytest.raises(UsageError, match="found sizes and types 3, 4"):
         next(accelerator.micro_batches([torch.ones(each) for each in rows]))
-    with (
-        accelerator.join_uneven_inputs([]),
-        pytest.raises(UsageError, match="found join_uneven_inputs"),
-    ):
+    refused = pytest.raises(UsageError, match="found join_uneven_inputs")
+    with accelerator.join_uneven_inputs([]), refused:
         next(accelerator.micro_batches(torch.ones(4, 2)))
 
 
 @pytest.mark.ranks(2)
 def test_pipelines_cut_batches_themselves():
-    accelerator = Accelerator(
-        strategy={"name": "megatron", "pp": 2}, cpu=True, config={"micro_batch": 2}
-    )
+    pipeline = {"name": "megatron", "pp": 2}
+    accelerator = Accelerator(strategy=pipeline, cpu=True, config={"micro_batch": 2})
     with pytest.raises(UsageError, match=r"found 2: .* set strategy\.micro_batches"):
         next(accelerator.micro_batches(torch.ones(4, 2)))

@@ -27,11 +27,6 @@ def train(accelerator, model, optimizer):
     optimizer.zero_grad()
 
 
-def assert_same_on_all_ranks(accelerator, tensor):
-    every = accelerator.gather(tensor.detach()[None])
-    assert all(torch.equal(every[0], other) for other in every)
-
-
 def test_optimizer_after_its_model_is_saved_and_loaded(tmp_path):
     def build():
         accelerator = Accelerator(cpu=True)
@@ -67,7 +62,8 @@ def test_model_prepared_again_after_free_memory():
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         model, optimizer = accelerator.prepare(model, optimizer)
         train(accelerator, model, optimizer)
-        assert_same_on_all_ranks(accelerator, model.weight)
+        first, second = accelerator.gather(model.weight.detach()[None])
+        assert torch.equal(first, second)
         accelerator.free_memory(optimizer)
     assert not model._forward_pre_hooks
     accelerator.end_training()

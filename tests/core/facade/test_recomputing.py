@@ -57,9 +57,8 @@ def test_in_code_before_or_after_prepare_and_never_twice():
 
 @pytest.mark.ranks(1)
 def test_a_copy_has_its_own_parameters():
-    accelerator = Accelerator(
-        cpu=True, mixed_precision="bf16", config={"recompute": {"mode": "full"}}
-    )
+    full = {"recompute": {"mode": "full"}}
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16", config=full)
     model = accelerator.prepare(build())
     twin = copy.deepcopy(accelerator.unwrap_model(model))
     twin(torch.zeros(1, 3, dtype=torch.long)).sum().backward()

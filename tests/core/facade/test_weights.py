@@ -59,9 +59,8 @@ def made(monkeypatch):
 
 
 def same(found, expected):
-    return found.keys() == expected.keys() and all(
-        torch.equal(tensor, expected[name]) for name, tensor in found.items()
-    )
+    alike = (torch.equal(tensor, expected[name]) for name, tensor in found.items())
+    return found.keys() == expected.keys() and all(alike)
 
 
 def test_save_model_gathers_a_few_at_a_time(made, tmp_path, monkeypatch):
@@ -103,13 +102,8 @@ def test_a_state_dict_stays_as_it_was_when_training_goes_on():
 def test_only_trainable(made, tmp_path):
     accelerator, model, _, _ = made
     accelerator.save_model(model, tmp_path, only_trainable=True)
-    assert sorted(dict(read_export(tmp_path))) == [
-        "blocks.1.bias",
-        "blocks.1.weight",
-        "blocks.2.bias",
-        "blocks.2.weight",
-        "first.weight",
-    ]
+    layers = [f"blocks.{layer}.{name}" for layer in (1, 2) for name in ("bias", "weight")]
+    assert sorted(dict(read_export(tmp_path))) == [*layers, "first.weight"]
     model.requires_grad_(False)
     with pytest.raises(UsageError, match="expected trainable parameters in Stack"):
         accelerator.save_model(model, tmp_path, only_trainable=True)

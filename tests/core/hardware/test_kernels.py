@@ -76,15 +76,10 @@ def test_messages_wait_for_processors_and_share_links():
 
 def test_inputs_of_a_model_get_no_gradient():
     model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4))
-    units = seen_model(model, [Candidate("x", (torch.zeros(2, 8),), {})]).units(
-        4, "none", fused=True
-    )
-    back = [
-        (each.kind, each.for_weights)
-        for unit in units
-        for each in unit.backward
-        if isinstance(each, MatrixProduct)
-    ]
+    paper = seen_model(model, [Candidate("x", (torch.zeros(2, 8),), {})])
+    units = paper.units(4, "none", fused=True)
+    products = [each for u in units for each in u.backward if isinstance(each, MatrixProduct)]
+    back = [(each.kind, each.for_weights) for each in products]
     assert sorted(back) == [("linear backward", False), *[("linear backward", True)] * 2]
     assert sum(len(unit.sizes) for unit in units) == 4
 
@@ -108,15 +103,14 @@ def test_measured_kinds_are_priced_as_they_were_measured(monkeypatch):
     assert set(found) == {
         *chosen, *(f"{name} backward" for name in chosen), "update", "fused update"
     }  # fmt: skip
-    prices = with_kernels(
-        **{kind: (each["times"], each["start_us"]) for kind, each in found.items()}
-    )
-    gelu = MemoryPass(2.0 * 512 * 1024 * 4, 0, kind="gelu")
-    assert prices.seconds(PaperTask("a", (gelu,))) == pytest.approx(1e-2, rel=0.01)
-    gelu = MemoryPass(2.0 * 128 * 512 * 4, 0, kind="gelu")
-    assert prices.seconds(PaperTask("a", (gelu,))) == pytest.approx(4e-3, rel=0.01)
-    linear = MatrixProduct(64, 256, 1024, kind="linear")
-    assert prices.seconds(PaperTask("a", (linear,))) == pytest.approx(4e-3, rel=0.01)
+    kinds = {kind: (each["times"], each["start_us"]) for kind, each in found.items()}
+    prices = with_kernels(**kinds)
     linear = MatrixProduct(512, 256, 1024, kind="linear")
-    assert prices.seconds(PaperTask("a", (linear,))) == pytest.approx(1e-2, rel=0.01)
+    for operations, seconds in (
+        ((MemoryPass(2.0 * 512 * 1024 * 4, 0, kind="gelu"),), 1e-2),
+        ((MemoryPass(2.0 * 128 * 512 * 4, 0, kind="gelu"),), 4e-3),
+        ((MatrixProduct(64, 256, 1024, kind="linear"),), 4e-3),
+        ((linear,), 1e-2),
+    ):
+        assert prices.seconds(PaperTask("a", operations)) == pytest.approx(seconds, rel=0.01)
     assert prices.seconds(PaperTask("a", linear.backward())) == pytest.approx(2e-2, rel=0.02)

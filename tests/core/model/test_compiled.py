@@ -57,9 +57,8 @@ def test_trains_as_one_process_with_the_collectives_of_eager_blocks(strategy, co
     sent = []
     with backend("inductor" if strategy["name"] == "ddp" else "aot_eager"):
         for mode in ("none", "blocks"):
-            accelerator = Accelerator(
-                strategy=strategy, cpu=True, config={"compile": mode, **config}
-            )
+            options = {"compile": mode, **config}
+            accelerator = Accelerator(strategy=strategy, cpu=True, config=options)
             twins = Twins(accelerator, GATED if "tp" in strategy else TOWER)
             made = []
             for step in range(3):

@@ -317,9 +317,8 @@ def test_what_cannot_be_is_refused(monkeypatch):
     model = Blocks()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "L4")
-    with pytest.raises(
-        UsageError, match=r"capability 9\.0 or newer .* rowwise, found L4 with 8\.9"
-    ):
+    said = r"capability 9\.0 or newer .* rowwise, found L4 with 8\.9"
+    with pytest.raises(UsageError, match=said):
         compute_in_fp8(model, "rowwise", torch.device("cuda"))
     monkeypatch.setitem(sys.modules, "torchao.float8", None)
     with pytest.raises(UsageError, match="pip install 'drivetrain\\[fp8\\]'"):

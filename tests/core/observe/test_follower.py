@@ -18,15 +18,9 @@ from said import said
 
 
 def test_steps_are_read_as_a_slice():
-    for text, skipped, last in (
-        ("5", 2, 7),
-        (5, 2, 7),
-        ("10:15", 10, 15),
-        ("0:1", 0, 1),
-        (":3", 0, 3),
-        (" 4:6 ", 4, 6),
-    ):
-        assert StepWindow.parse(text) == StepWindow(skipped, last)
+    texts = {"5": (2, 7), 5: (2, 7), "10:15": (10, 15), "0:1": (0, 1), ":3": (0, 3)}
+    for text, place in (texts | {" 4:6 ": (4, 6)}).items():
+        assert StepWindow.parse(text) == StepWindow(*place)
 
     for text in ("0", "5:5", "6:5", "x", "5:", "-1", "1:2:3", "1.5"):
         with pytest.raises(ConfigError, match="5 profiles five steps after two that warm up"):
@@ -37,9 +31,8 @@ def run(tmp_path, profile, count=5, accumulation=1):
     (folder,) = broadcast_object_list([str(tmp_path)])
     if profile:
         profile = {"dir": f"{folder}/out", **profile}
-    accelerator = Accelerator(
-        cpu=True, config={"strategy": "ddp", "profile": profile, "accumulation": accumulation}
-    )
+    config = {"strategy": "ddp", "profile": profile, "accumulation": accumulation}
+    accelerator = Accelerator(cpu=True, config=config)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
     data = torch.utils.data.DataLoader(torch.arange(80.0).view(20, 4), batch_size=1)
@@ -90,8 +83,6 @@ def test_a_run_that_ends_too_early_says_so_and_leaves_what_there_is(tmp_path):
         folder, *_ = run(tmp_path, {"steps": "10:12"})
     assert not (folder / "out").exists()
     if torch.distributed.get_rank() == 0:
-        logger = logging.getLogger("drivetrain.observe.profile")
-        assert len(lines) == 1, (lines, logger.disabled, logger.getEffectiveLevel())
         (line,) = lines
         assert "steps 11 to 12 were asked for, and the run ended after 5" in line
     else:

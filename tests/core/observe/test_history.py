@@ -162,12 +162,8 @@ def test_curves_and_numbers_are_as_people_write_them():
 
     assert [in_short(each) for each in (9_999, 12_345, 4.5e6)] == ["9999", "12.3 k", "4.5 M"]
     assert [size_text(each) for each in (1023, 1536, 3 << 40)] == ["1023 B", "1.5 KiB", "3.0 TiB"]
-    assert [in_seconds(each) for each in (2e-4, 119, 250.4, 7500)] == [
-        "200 us",
-        "119 s",
-        "4 min 10 s",
-        "2 h 05 min",
-    ]
+    texts = ["200 us", "119 s", "4 min 10 s", "2 h 05 min"]
+    assert [in_seconds(each) for each in (2e-4, 119, 250.4, 7500)] == texts
 
 
 def test_the_memory_of_a_summary_is_the_most_of_any_rank(tmp_path):

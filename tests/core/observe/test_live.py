@@ -42,23 +42,17 @@ def test_two_ranks_draw_one_bar_on_a_terminal(tmp_path, fault):
     (tmp_path / "train.py").write_text(SCRIPT.replace("FAULT", fault))
     command = ["-m", "drivetrain_launch", "launch", "--cpu", "--nproc-per-node", "2", "train.py"]
     wide = {**os.environ, "COLUMNS": "150"}
-    child = pexpect.spawn(
-        sys.executable, command, cwd=tmp_path, encoding="utf-8", env=wide, timeout=300
-    )
+    options = {"cwd": tmp_path, "encoding": "utf-8", "env": wide, "timeout": 300}
+    child = pexpect.spawn(sys.executable, command, **options)
     child.expect(pexpect.EOF)
     shown = child.before
     child.close()
     assert (child.exitstatus == 0) == (fault == "break")
-    assert "printed 0" in shown
-    assert "printed 1" in shown
-    assert "6/6" in shown  # of each rank's 6 batches in the first epoch
-    assert "samples/s, memory" in shown
-    assert "loss=" in shown
+    # 6/6: of each rank's 6 batches in the first epoch.
+    for words in ("printed 0", "printed 1", "6/6", "samples/s, memory", "loss="):
+        assert words in shown
     assert shown.rindex("\x1b[?25h") > shown.rindex("\x1b[?25l"), "the cursor is back"
-    if fault == "break":
-        assert "after 0" in shown
-    else:
-        assert "on purpose" in shown
+    assert ("after 0" if fault == "break" else "on purpose") in shown
 
 
 def run(iterable_of, accumulation=1, **options):

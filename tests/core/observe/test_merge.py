@@ -9,16 +9,6 @@ import torch
 
 from drivetrain.errors import UsageError
 from drivetrain.observe import trace
-from drivetrain.observe.trace import (
-    CostTally,
-    RankPlace,
-    TraceReader,
-    bounds,
-    compare_clocks,
-    join_parts,
-    largest,
-    write_part,
-)
 from drivetrain.runtime.world import World
 
 SKEW_NS = 5 * 10**9
@@ -28,7 +18,7 @@ SKEW_NS = 5 * 10**9
 def test_a_clock_that_is_ahead_is_found_within_the_stated_bound():
     world = World.discover(cpu=True)
     skew = SKEW_NS if world.rank == 1 else 0
-    found = compare_clocks(world, lambda: time.time_ns() + skew)
+    found = trace.compare_clocks(world, lambda: time.time_ns() + skew)
     assert 0 < found.accuracy_ns < 10**9
     assert abs(found.ahead_ns - skew) <= found.accuracy_ns
     assert abs(found.begun_ns - time.time_ns()) < 10**9  # rank 0's clock
@@ -36,7 +26,7 @@ def test_a_clock_that_is_ahead_is_found_within_the_stated_bound():
 
 def test_a_clock_lies_anywhere_between_its_bounds():
     both = [(-3, 8), (5, 8), (-9, -4)]
-    found = [bounds(torch.tensor(low), torch.tensor(high)) for low, high in both]
+    found = [trace.bounds(torch.tensor(low), torch.tensor(high)) for low, high in both]
     assert found == [(0, 8), (6, 2), (-7, 3)]
 
 
@@ -52,13 +42,13 @@ def write_trace(path, made, base_ns=0):
 
 def place(rank=0, **facts):
     given = {"ahead_ns": 0, "begun_ns": 0, "accuracy_ns": 0, **facts}
-    return RankPlace(rank=rank, name=f"rank {rank}", **given)
+    return trace.RankPlace(rank=rank, name=f"rank {rank}", **given)
 
 
 def test_events_are_read_in_pieces(tmp_path, monkeypatch):
     monkeypatch.setattr(trace, "_CHUNK", 7)
     made = [operation(f"op {i} \u00e9", i, 1, args={"list": [1, {"two": "]"}]}) for i in range(5)]
-    reader = TraceReader(write_trace(tmp_path / "t.json", made, 12))
+    reader = trace.TraceReader(write_trace(tmp_path / "t.json", made, 12))
     assert reader.facts == {"baseTimeNanoseconds": 12}
     assert list(reader) == made
 
@@ -68,13 +58,13 @@ def test_a_torn_trace_is_named(tmp_path, cut):
     path = write_trace(tmp_path / "t.json", [operation("a", 0, 1), operation("b", 1, 1)])
     path.write_text(path.read_text()[:cut])
     with pytest.raises(UsageError, match=r"expected a whole trace .* found .*t\.json"):
-        list(TraceReader(path))
+        list(trace.TraceReader(path))
 
 
 def test_times_move_to_the_clock_of_rank_0(tmp_path):
-    trace = write_trace(tmp_path / "t.json", [operation("a", 250.0, 10.0)], base_ns=5_000_000)
-    write_part(trace, tmp_path / "p", place(1, ahead_ns=3000, begun_ns=5_100_000), ranks=2)
-    join_parts([tmp_path / "p"], tmp_path / "m.gz", {"ranks": [1]})
+    source = write_trace(tmp_path / "t.json", [operation("a", 250.0, 10.0)], base_ns=5_000_000)
+    trace.write_part(source, tmp_path / "p", place(1, ahead_ns=3000, begun_ns=5_100_000), ranks=2)
+    trace.join_parts([tmp_path / "p"], tmp_path / "m.gz", {"ranks": [1]})
     merged = json.loads(gzip.decompress((tmp_path / "m.gz").read_bytes()))
     (found,) = [event for event in merged["traceEvents"] if event["name"] == "a"]
     assert found["ts"] == 5000 + 250 - 3 - 5100
@@ -84,8 +74,8 @@ def test_times_move_to_the_clock_of_rank_0(tmp_path):
 def test_a_trace_too_large_for_viewers_loses_its_shortest_operations(tmp_path):
     made = [operation(f"op{i}", 1000.0 * i, 2.0 ** (i % 8)) for i in range(400)]
     made.append(operation("collective: x", 0, 0.5, category="user_annotation"))
-    trace = write_trace(tmp_path / "t.json", made)
-    shortest = write_part(trace, tmp_path / "p", place(), ranks=2, most=40_000)
+    source = write_trace(tmp_path / "t.json", made)
+    shortest = trace.write_part(source, tmp_path / "p", place(), ranks=2, most=40_000)
     text = gzip.decompress((tmp_path / "p").read_bytes())
     kept = [json.loads(line.rstrip(b",")) for line in text.splitlines()]
     durations = [event["dur"] for event in kept if event.get("cat") == "cpu_op"]
@@ -97,7 +87,7 @@ def test_a_trace_too_large_for_viewers_loses_its_shortest_operations(tmp_path):
 
 
 def test_costs_are_own_times_waits_and_the_rest():
-    tally = CostTally(program=7, steps=2)
+    tally = trace.CostTally(program=7, steps=2)
     for event in [
         operation("step 0", 0, 10_000, category="user_annotation"),
         operation("aten::linear", 1000, 4000),
@@ -110,7 +100,7 @@ def test_costs_are_own_times_waits_and_the_rest():
         operation("aten::add", 600, 10, 8),
     ]:
         tally.add(event)
-    rows = {row.name: row for row in largest([tally.costs()])}
+    rows = {row.name: row for row in trace.largest([tally.costs()])}
     assert rows["aten::linear"].ms == pytest.approx(0.25)  # per step
     assert rows["aten::t"].ms == pytest.approx(0.25)
     assert rows["aten::addmm"].ms == pytest.approx(2.0)

@@ -18,9 +18,8 @@ from drivetrain.observe.history import load_history
 from drivetrain.observe.page import write_report
 from recorded_runs import FACTS, write_run
 
-BROWSER = next(
-    filter(None, map(shutil.which, ("chromium-headless-shell", "chromium", "google-chrome"))), None
-)
+NAMES = ("chromium-headless-shell", "chromium", "google-chrome")
+BROWSER = next(filter(None, map(shutil.which, NAMES)), None)
 NO_PAGE = "not an origin"
 """The initiator of a request that the browser sends of its own accord, in its log."""
 

@@ -141,25 +141,15 @@ def test_an_evaluation_belongs_to_the_step_before_it_also_to_the_last(tmp_path):
         accelerator.save_state(tmp_path / f"saved{epoch}")
     end(accelerator)
     found = records(tmp_path)
-    assert [each.own for each in found] == [
-        {},
-        {},
-        {},
-        {"held_out": 0},
-        {},
-        {},
-        {},
-        {"held_out": 1},
-    ]
+    assert [each.own for each in found] == [*3 * [{}], {"held_out": 0}, *3 * [{}], {"held_out": 1}]
     for each in (found[3], found[7]):
         assert each.sections["evaluation"] >= 0.03
         assert each.sections["checkpoint"] > 0
 
 
 def test_a_skipped_step_is_told(tmp_path):
-    accelerator, model, optimizer, loader = start(
-        tmp_path, mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(init_scale=4.0)]
-    )
+    fp16 = {"mixed_precision": "fp16", "kwargs_handlers": [GradScalerKwargs(init_scale=4.0)]}
+    accelerator, model, optimizer, loader = start(tmp_path, **fp16)
     handle = model[1].weight.register_hook(lambda grad: grad * float("inf"))
     train(accelerator, model, optimizer, loader, clip=False)
     handle.remove()

@@ -7,42 +7,25 @@ import torch
 
 from drivetrain.observe.trackers import Trackers
 
-NOTES = """
-calls = []
-
-class Noting:
-    def __init__(self, name, /, *args, **kwargs):
-        self._name = name
-        if name.endswith("Text"):
-            self.text = args[0]
-        else:
-            calls.append((name, *args, *kwargs.items()))
-
-    def __getattr__(self, name):
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return Noted(f"{self._name}.{name}")
-
-class Noted:
-    def __init__(self, name):
-        self._name = name
-
-    def __call__(self, *args, **kwargs):
-        return None if self._name == "Task.current_task" else Noting(self._name, *args, **kwargs)
-
-    def __getattr__(self, name):
-        return Noted(f"{self._name}.{name}")
-
-def __getattr__(name):
-    if name.startswith("__"):
-        raise AttributeError(name)
-    return Noted(name)
-"""
-
 VALUES = {"eval_loss": torch.tensor(2.0), "lr": 0.1, "best": {"f1": 0.5}, "note": "warm"}
 FLAT = {"eval_loss": 2.0, "lr": 0.1, "best.f1": 0.5, "note": "warm"}
 
+OPTIONS = {"wandb": {"extra": 1}, "trackio": {"extra": 1}}
+"""Options of a log."""
+
+
+def run_of_wandb(**options):
+    return [
+        ("init", ("project", "project"), ("option", 1)),
+        ("init.config.update", {"depth": 2}, *options.items()),
+        ("init.log", VALUES, ("step", 3), ("extra", 1)),
+        ("init.finish",),
+    ]
+
+
 EXPECTED = {
+    "wandb": run_of_wandb(allow_val_change=True),
+    "trackio": run_of_wandb(),
     "comet_ml": [
         ("start", ("project_name", "project"), ("option", 1)),
         ("start.log_parameters", {"depth": 2}),
@@ -88,27 +71,22 @@ EXPECTED = {
 
 
 @pytest.mark.parametrize("name", EXPECTED)
-def test_a_run_reaches_the_service(name, tmp_path, monkeypatch):
-    (tmp_path / f"{name}.py").write_text(NOTES)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, name, raising=False)
+def test_a_run_reaches_the_service(name, tmp_path, noted):
+    noted(name)
     folder = str(tmp_path / "logs")
     trackers = Trackers(name, logging_dir=folder)
     trackers.start("project", {"depth": 2}, {name: {"option": 1}})
-    trackers.log(VALUES, 3)
+    trackers.log(VALUES, 3, {name: OPTIONS.get(name, {})})
     trackers.finish()
-    calls = [_plain(call, folder) for call in sys.modules.pop(name).calls]
-    assert calls == EXPECTED[name]
+    assert [_plain(call, folder) for call in sys.modules[name].calls] == EXPECTED[name]
 
 
-def test_a_task_that_the_script_began_stays_open(tmp_path, monkeypatch):
-    (tmp_path / "clearml.py").write_text(NOTES.replace("None if", "self if"))
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "clearml", raising=False)
+def test_a_task_that_the_script_began_stays_open(noted):
+    noted("clearml", "None if", "self if")
     trackers = Trackers("clearml", logging_dir=None)
     trackers.start("project", {"depth": 2})
     trackers.finish()
-    (only,) = sys.modules.pop("clearml").calls
+    (only,) = sys.modules["clearml"].calls
     assert only[0].endswith("connect_configuration")
 
 

@@ -93,9 +93,8 @@ def test_trackers_are_given_found_and_begun_again():
     assert trackers.active[2].options == {"logging_dir": "logs"}
     assert started(None).active == []
 
-    trackers = started(
-        [Memory, Failing], config={"lr": 0.1}, init_kwargs={"memory": {"entity": "team"}}
-    )
+    options = {"memory": {"entity": "team"}}
+    trackers = started([Memory, Failing], config={"lr": 0.1}, init_kwargs=options)
     trackers.log({"loss": 1.0}, 3, {"memory": {"commit": True}})
     memory, failing = trackers.active
     assert memory.options == {"entity": "team"}

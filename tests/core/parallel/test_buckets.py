@@ -10,14 +10,9 @@ CPU = torch.device("cpu")
 
 
 def plan(sizes, *, limit, first, dtypes=None):
-    dtypes = dtypes or [torch.float32] * len(sizes)
-    return plan_buckets(
-        [(size,) for size in sizes],
-        [(dtype, CPU) for dtype in dtypes],
-        list(range(len(sizes))),
-        bucket_bytes=limit,
-        first_bytes=first,
-    )
+    kinds = [(dtype, CPU) for dtype in dtypes or [torch.float32] * len(sizes)]
+    shapes, order = [(size,) for size in sizes], list(range(len(sizes)))
+    return plan_buckets(shapes, kinds, order, bucket_bytes=limit, first_bytes=first)
 
 
 def members(layouts):

@@ -6,18 +6,7 @@ from collections import OrderedDict
 
 import pytest
 import torch
-from torch import nn
-from torch.optim import (
-    LBFGS,
-    SGD,
-    Adafactor,
-    Adam,
-    AdamW,
-    Muon,
-    Optimizer,
-    RMSprop,
-    lr_scheduler,
-)
+from torch import nn, optim
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from drivetrain.parallel.suitability import ELEMENT_WISE, misfit
@@ -25,7 +14,7 @@ from drivetrain.parallel.suitability import ELEMENT_WISE, misfit
 CUTS = ("flat", "rows", "whole")
 
 
-class Plain(Optimizer):
+class Plain(optim.Optimizer):
     """SGD with a rule of its own, made by a subclass; begins with ``begin``."""
 
     def __init__(self, parameters, **options):
@@ -129,7 +118,7 @@ class ClipsOwnList(Plain):
         nn.utils.clip_grad_norm_([p for p in self.mine if p.grad is not None], 1.0)
 
 
-class Around(Optimizer):
+class Around(optim.Optimizer):
     """A wrapper, as Lookahead is often written: it shares the groups of the inner one."""
 
     def __init__(self, base):
@@ -147,7 +136,7 @@ class StepsBy(Plain):
 
     def __init__(self, parameters, keep):
         super().__init__(parameters)
-        self.run = keep(SGD(self.param_groups[0]["params"], lr=0.1))
+        self.run = keep(optim.SGD(self.param_groups[0]["params"], lr=0.1))
 
     def begin(self):
         self.run()
@@ -191,16 +180,16 @@ def matrices(parameters):
 def test_elementwise_optimizers_fit_every_cut(parameters):
     made = [
         *(kind(parameters) for kind in (*ELEMENT_WISE, Lion, Counts, Assigns)),
-        AdamW(parameters, amsgrad=True, maximize=True, fused=True),
-        AdamW(parameters, foreach=True, capturable=True),
-        SGD(parameters, lr=0.1, momentum=0.9, dampening=0.1, weight_decay=0.1, fused=True),
-        SGD(parameters, lr=torch.tensor(0.0), momentum=0.9, nesterov=True, maximize=True),
-        RMSprop(parameters, centered=True, momentum=0.9),
-        AdamW([{"params": [p], "lr": 0.1 * i} for i, p in enumerate(parameters)]),
-        Around(Adam(parameters)),
+        optim.AdamW(parameters, amsgrad=True, maximize=True, fused=True),
+        optim.AdamW(parameters, foreach=True, capturable=True),
+        optim.SGD(parameters, lr=0.1, momentum=0.9, dampening=0.1, weight_decay=0.1, fused=True),
+        optim.SGD(parameters, lr=torch.tensor(0.0), momentum=0.9, nesterov=True, maximize=True),
+        optim.RMSprop(parameters, centered=True, momentum=0.9),
+        optim.AdamW([{"params": [p], "lr": 0.1 * i} for i, p in enumerate(parameters)]),
+        Around(optim.Adam(parameters)),
     ]
     for optimizer in made:  # with a scheduler's hold on step() none is taken for granted
-        lr_scheduler.LambdaLR(optimizer, lambda step: 0.0)
+        optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.0)
     wrong = [(type(o).__name__, cut) for o in made for cut in ("flat", "rows") if misfit(o, cut)]
     assert not wrong
 
@@ -211,8 +200,8 @@ def test_rules_that_need_more_than_a_rank_has_are_found(parameters):
     groups = [{"params": small}, {"params": matrices(parameters), "matrix": True}]
     of_matrices = [
         SecondGroup(groups),
-        *(kind(parameters) for kind in (ManyRows, EveryFourth, Lamb, Adafactor)),
-        Muon(matrices(parameters)),
+        *(kind(parameters) for kind in (ManyRows, EveryFourth, Lamb, optim.Adafactor)),
+        optim.Muon(matrices(parameters)),
         Around(Lamb(parameters)),
     ]
     for optimizer in of_matrices:
@@ -229,7 +218,7 @@ def test_rules_that_need_more_than_a_rank_has_are_found(parameters):
         for cut in ("flat", "whole"):
             assert "all parameters at once" in misfit(optimizer, cut).why, type(optimizer)
     reasons = {
-        "TypeError.*closure": LBFGS(parameters),
+        "TypeError.*closure": optim.LBFGS(parameters),
         "nothing is proved": Nothing(parameters),
         "cannot be tried": StepsBy(parameters, in_generator),
     }

@@ -11,6 +11,8 @@ from drivetrain import Accelerator
 from drivetrain.errors import CollectiveError, UsageError
 from drivetrain.parallel.shown_gradients import DividedGradient
 
+pytestmark = pytest.mark.ranks(2)
+
 
 def trained(strategy, **options):
     accelerator = Accelerator(cpu=True, strategy=strategy, **options)
@@ -24,7 +26,6 @@ def backward(accelerator, model):
     accelerator.backward(model(torch.ones(2, 8)).square().mean())
 
 
-@pytest.mark.ranks(2)
 def test_a_gradient_in_mid_window_can_be_cleared_and_not_read():
     accelerator, model, _ = trained("zero1", gradient_accumulation_steps=2)
     weight = model[0].weight
@@ -42,7 +43,6 @@ def test_a_gradient_in_mid_window_can_be_cleared_and_not_read():
     assert weight.grad is None
 
 
-@pytest.mark.ranks(2)
 def test_two_gradients_and_more_dims_make_whole_results():
     accelerator, model, _ = trained("zero1")
     backward(accelerator, model)
@@ -53,7 +53,6 @@ def test_two_gradients_and_more_dims_make_whole_results():
     accelerator.free_memory()
 
 
-@pytest.mark.ranks(2)
 def test_it_has_no_memory_is_made_once_and_says_what_it_is():
     accelerator, model, optimizer = trained("zero2")
     seen = set()
@@ -79,7 +78,6 @@ def test_it_has_no_memory_is_made_once_and_says_what_it_is():
     accelerator.free_memory()
 
 
-@pytest.mark.ranks(2)
 def test_a_rank_that_reads_alone_is_named():
     accelerator, model, optimizer = trained("zero2")
     backward(accelerator, model)

@@ -103,14 +103,8 @@ def test_a_part_of_the_state_in_whole_units():
     units = [UnitLayout("", (arrange([spec], FULL, 1, "flat"),), False) for spec in specs]
     states = {spec.name: 2 for spec in specs}
     given = replace(plan(lent=0), model=ModelSpec.of(model), units=units, rank=0, states=states)
-    for ratio, moved in (
-        (0.0, 0),
-        (0.001, 250),
-        (0.25, 250),
-        (0.26, 750),
-        (0.75, 750),
-        (1.0, 1000),
-    ):
+    moved_of = {0.0: 0, 0.001: 250, 0.25: 250, 0.26: 750, 0.75: 750, 1.0: 1000}
+    for ratio, moved in moved_of.items():
         found = held(given, TierChoice(device="device", optimizer="host", ratio=ratio))
         assert found["host"]["optimizer"] == 8 * moved, ratio
         assert found["device"]["optimizer"] == 8 * (1000 - moved)
@@ -218,10 +212,8 @@ def test_the_table_is_announced_or_too_little_of_the_machine_refused(monkeypatch
     announced(monkeypatch, tmp_path, host=8_001_000, disk=8_000_000)
     assert "what lies where" in caplog.text
     assert "optimizer" in caplog.text
-    for host, disk, what in (
-        (8_000_999, 8_000_000, "host memory"),
-        (8_001_000, 7_999_999, "the disk"),
-    ):
+    lacking = {"host memory": (8_000_999, 8_000_000), "the disk": (8_001_000, 7_999_999)}
+    for what, (host, disk) in lacking.items():
         with pytest.raises(PreflightError, match=f"^{what}( of .*)?: expected at least"):
             announced(monkeypatch, tmp_path, host=host, disk=disk)
 

@@ -16,6 +16,8 @@ from drivetrain import Accelerator
 from drivetrain.errors import CheckpointError, CollectiveError, UsageError
 from stacks import Residual, Stack
 
+pytestmark = pytest.mark.ranks(2)
+
 TP = {"name": "megatron", "tp": 2}
 
 
@@ -58,7 +60,6 @@ def assert_equal(found, expected):
         ({"name": "local", "inner": {"name": "zero2"}, "workers": "hosts"}, "ddp", AdamW, {}),
     ],
 )
-@pytest.mark.ranks(2)
 def test_a_state_dict_goes_through_a_file_and_to_another_strategy(
     one, other, make, options, tmp_path
 ):
@@ -83,7 +84,6 @@ def test_a_state_dict_goes_through_a_file_and_to_another_strategy(
 
 
 @pytest.mark.parametrize("strategy", ["zero2", TP])
-@pytest.mark.ranks(2)
 def test_what_does_not_fit_is_refused_on_every_rank_and_changes_nothing(strategy):
     accelerator, model, optimizer = prepared(strategy)
     train(accelerator, model, optimizer, range(1))
@@ -120,7 +120,6 @@ def test_what_does_not_fit_is_refused_on_every_rank_and_changes_nothing(strategy
 
 
 @pytest.mark.parametrize("what", ["dict", "read", "change"])
-@pytest.mark.ranks(2)
 def test_a_rank_that_asks_alone_learns_it_soon(what):
     accelerator, model, optimizer = prepared("zero2")
     train(accelerator, model, optimizer, range(1))

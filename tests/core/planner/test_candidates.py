@@ -16,9 +16,8 @@ SHAPE = GptShape(layers=2, hidden=1024, heads=16, seq=128, vocab=512)
 
 def task_over(gigabytes_per_second: float) -> Task:
     hardware = load_hardware("a100-80gb")
-    between = hardware.links.between.model_copy(
-        update={"gigabytes_per_second": gigabytes_per_second}
-    )
+    rate = {"gigabytes_per_second": gigabytes_per_second}
+    between = hardware.links.between.model_copy(update=rate)
     links = hardware.links.model_copy(update={"between": between})
     return Task(SHAPE, 64, hardware.model_copy(update={"links": links}), 2, 2)
 
@@ -67,10 +66,7 @@ def test_the_first_layout_is_written_with_its_method(found):
 
 
 def test_a_run_permits_methods_with_auto_alone():
-    for far, allow, expected in (
-        ("auto", "exact", set()),
-        ("auto", "rounding", {"bf16"}),
-        ("exact", "theory", set()),
-    ):
+    cases = (("auto", "exact", set()), ("auto", "rounding", {"bf16"}), ("exact", "theory", set()))
+    for far, allow, expected in cases:
         links = LinkMethods.configured(LinksConfig(far=FarConfig(gradients=far), allow=allow))
         assert set(permitted_methods(links)) == expected

@@ -69,10 +69,8 @@ def test_an_error_has_one_note_wherever_it_leaves_a_step(where):
     x = torch.ones(MOST + 1 if where == "forward" else MOST, 32, requires_grad=True)
     x.register_hook(lambda gradient: refuse() if where == "backward" else None)
     optimizer.optimizer.fails = where == "step"
-    with (
-        pytest.raises(RuntimeError, match="^DefaultCPUAllocator") as error,
-        accelerator.accumulate(),
-    ):
+    refused = pytest.raises(RuntimeError, match="^DefaultCPUAllocator")
+    with refused as error, accelerator.accumulate():
         accelerator.backward(model(x).square().mean())
         optimizer.step()
     note = note_of(error)
@@ -190,12 +188,10 @@ model(x)
 
 
 def test_the_system_refuses_memory():
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=False
-    )
+    command = [sys.executable, "-c", SCRIPT]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert "RuntimeError: [enforce fail" in done.stderr
     assert "4.0 GiB more asked for" in done.stderr
-    assert re.search(
-        r"fits, with .*:\n  accumulation: \d+\n  and batches of a rank with \d+ ", done.stderr
-    )
+    change = r"fits, with .*:\n  accumulation: \d+\n  and batches of a rank with \d+ "
+    assert re.search(change, done.stderr)

@@ -11,9 +11,8 @@ CPU = torch.device("cpu")
 
 
 def scaler(**rule):
-    return LossScaler(
-        ScaleRule(**({"init_scale": 64.0, "growth_interval": 100} | rule)), enabled=True
-    )
+    usual = {"init_scale": 64.0, "growth_interval": 100}
+    return LossScaler(ScaleRule(**usual | rule), enabled=True)
 
 
 def steps(scaler, *outcomes, optimizer=0):

@@ -25,9 +25,8 @@ def test_hosts_sum_exactly_and_exchange_what_the_method_sends():
         sent = step.sent()[0]
         assert sent["dp.near", "reduce_scatter"] == pytest.approx(exact * 3 / 4)
         assert sent["dp.far", "all_to_all"] == pytest.approx(exact / 4 * far)
-        assert sent.get(("dp.near", "all_gather"), 0) == pytest.approx(
-            0 if divided else exact * 3 / 4
-        )
+        gathered = 0 if divided else exact * 3 / 4
+        assert sent.get(("dp.near", "all_gather"), 0) == pytest.approx(gathered)
         assert step.held[0]["errors of links"] == pytest.approx(exact / 4)
 
 
@@ -50,11 +49,6 @@ def test_layouts_that_cannot_be_are_refused():
     for layout, expected in (
         ("links=int9", "int9"),
         ("links=int8,precision=fp16", "precision: bf16 or no with links.far.gradients"),
-    ):
-        with pytest.raises(ConfigError, match=expected):
-            read_layout(layout)
-
-    for layout, expected in (
         ("pp=2,activations=int8", "expected activations of exact, bf16, found 'int8'"),
         ("data_parallel=ddp,activations=bf16", "sends no activations"),
         ("tp=2,activations=bf16", "exact without a pipeline"),

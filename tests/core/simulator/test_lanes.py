@@ -59,11 +59,7 @@ def test_lanes_run_side_by_side_and_wait_for_what_they_need():
 
 
 def test_compute_beside_collectives_is_slower():
-    tasks = [
-        PaperTask("a"),
-        PaperTask("reduce a", MESSAGE, "dp", after=(0,)),
-        PaperTask("b"),
-    ]
+    tasks = [PaperTask("a"), PaperTask("reduce a", MESSAGE, "dp", after=(0,)), PaperTask("b")]
     assert play(PaperStep(tasks, [{}]), Seconds(slowdown=0.5)).seconds == 2 + 2 + 0.5
 
     tasks = [PaperTask("a"), PaperTask("long", repeat=5)]
@@ -90,21 +86,18 @@ def test_bytes_of_data_parallelism_are_those_of_the_paper_whatever_the_buckets()
         assert step.sent()[0]["dp", "all_reduce"] == total
 
     # Volumes of Rajbhandari et al. 2020, section 7, gradients per micro-batch from stage 2.
+    kinds = ("optimizer", "gradients", "parameters")
     for divided, sent in (
         ((), {"all_reduce": 2 * 2}),
         (("optimizer",), {"reduce_scatter": 2, "all_gather": 2}),
         (("optimizer", "gradients"), {"reduce_scatter": 3 * 2, "all_gather": 2}),
-        (
-            ("optimizer", "gradients", "parameters"),
-            {"reduce_scatter": 3 * 2, "all_gather": 3 * 2},
-        ),
+        (kinds, {"reduce_scatter": 3 * 2, "all_gather": 3 * 2}),
     ):
         run = PaperRun({"dp": 4}, micro_batches=3, precision="fp16")
         step = data_parallel_step(UNITS, run, Sharing(**dict.fromkeys(divided, True)))
         share = SHAPE.parameters * 3 / 4
-        assert {key[1]: nbytes / share for key, nbytes in step.sent()[0].items()} == pytest.approx(
-            sent
-        )
+        found = {key[1]: nbytes / share for key, nbytes in step.sent()[0].items()}
+        assert found == pytest.approx(sent)
         for kind, each in (("parameters", 2), ("gradients", 2), ("optimizer", 16)):
             parts = 4 if kind in divided else 1
             assert step.held[0][kind] == pytest.approx(SHAPE.parameters * each / parts)
@@ -172,9 +165,7 @@ def test_the_trace_has_every_task_in_its_lane(tmp_path):
     played = play(step, Seconds())
     write_trace(played, tmp_path / "step.json")
     events = json.loads((tmp_path / "step.json").read_text())["traceEvents"]
-    lanes = {
-        event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"
-    }
+    lanes = {each["tid"]: each["args"]["name"] for each in events if each["name"] == "thread_name"}
     drawn = [lanes[event["tid"]] for event in events if event["ph"] == "X"]
     assert drawn == [each.task.lane for each in played.tasks]
     assert {"compute", "dp"} == set(drawn)

@@ -21,23 +21,16 @@ LAYERS, WIDTH, HEADS, LENGTH = 3, 64, 4, 32
 TOKENS = torch.randint(256, (2, LENGTH), generator=torch.Generator().manual_seed(0))
 
 
-class Pixels(nn.Module):
-    """Convolutions with a batch norm, and a head."""
-
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())
-        self.second = nn.Sequential(nn.Conv2d(8, 16, 3, stride=2), nn.ReLU())
-        self.head = nn.Linear(16, 10)
-
-    def forward(self, x):
-        return self.head(self.second(self.first(x)).mean((2, 3)))
+def pixels():
+    """Return convolutions with a batch norm, and a head."""
+    first = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())
+    second = nn.Sequential(nn.Conv2d(8, 16, 3, stride=2), nn.ReLU())
+    return nn.Sequential(first, second, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10))
 
 
 def mlp():
-    return nn.Sequential(
-        nn.Linear(24, 96), nn.GELU(), nn.Linear(96, 96), nn.ReLU(), nn.Linear(96, 5)
-    )
+    layers = nn.Linear(24, 96), nn.GELU(), nn.Linear(96, 96), nn.ReLU(), nn.Linear(96, 5)
+    return nn.Sequential(*layers)
 
 
 def gpt(**values):
@@ -47,7 +40,7 @@ def gpt(**values):
 MODELS = {
     "gpt": (gpt, TOKENS),
     "mlp": (mlp, torch.ones(2, 24)),
-    "pixels": (Pixels, torch.ones(2, 3, 8, 8)),
+    "pixels": (pixels, torch.ones(2, 3, 8, 8)),
 }
 
 
@@ -69,9 +62,8 @@ def kept_by_autograd(model, inputs):
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         logits = model(inputs)
-        loss = nn.functional.cross_entropy(
-            logits.flatten(0, -2), torch.zeros(logits.numel() // logits.shape[-1]).long()
-        )
+        targets = torch.zeros(logits.numel() // logits.shape[-1]).long()
+        loss = nn.functional.cross_entropy(logits.flatten(0, -2), targets)
     kept[logits.untyped_storage().data_ptr()] = (logits.nbytes, logits)  # a script holds them
     total = sum(nbytes for nbytes, _ in kept.values())
     assert loss.requires_grad  # the tensors live until here
@@ -116,10 +108,10 @@ def test_a_gpt_is_the_gpt_of_its_sizes():
         assert flops_of(unit.forward) == pytest.approx(flops_of(other.forward), rel=1e-6)
         cut, whole = ({c: n for n, c in each.parameters} for each in (unit, other))
         assert cut[True] == pytest.approx(whole[True], rel=0.02)
-        ends = [
+        one, two = (
             [b.enters for b in each.forward if isinstance(b, Boundary)] for each in (unit, other)
-        ]
-        assert ends[0] == ends[1]
+        )
+        assert one == two
     block = [p.divided for p in units[1].forward if isinstance(p, MatrixProduct)]
     assert block == ["columns", "copies", "copies", "inner", "columns", "inner"]
     # The shape's block drops out; the module's does not.

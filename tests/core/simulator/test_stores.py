@@ -88,9 +88,8 @@ def test_a_layout_with_a_store_needs_less_memory_and_more_time():
         assert peaks[0] > 1.5 * peaks[1] == 1.5 * peaks[2]
         assert seconds[0] < seconds[1] < seconds[2]
         assert fits(ALONE, found[1])
-        assert not fits(
-            replace(ALONE, per_host=64), found[1]
-        )  # a host has the state of all its ranks
+        # A host has the state of all its ranks.
+        assert not fits(replace(ALONE, per_host=64), found[1])
         assert found[2].stored_most("disk") == pytest.approx(12 * LARGE.parameters)
         assert found[2].planned.values["offload"] == {"optimizer": "nvme", "path": "offloaded"}
         assert sum(found[1].parts.values()) == pytest.approx(found[1].step_seconds)
@@ -100,9 +99,8 @@ def test_a_search_weighs_stores_against_the_memory_of_the_host():
     best = search(ALONE, "bf16").best[0]
     assert best.planned.keys["offload"] == "cpu"
     memory = ALONE.hardware.host.memory.model_copy(update={"gib": 64})
-    small = ALONE.hardware.model_copy(
-        update={"host": ALONE.hardware.host.model_copy(update={"memory": memory})}
-    )
+    host = ALONE.hardware.host.model_copy(update={"memory": memory})
+    small = ALONE.hardware.model_copy(update={"host": host})
     assert not fits(replace(ALONE, hardware=small), best)
     best = search(replace(ALONE, hardware=small), "bf16").best[0]
     assert best.planned.keys["offload"] == "nvme"

@@ -98,9 +98,8 @@ def test_a_record_goes_on_with_the_next_accelerator(tmp_path, monkeypatch):
     assert len(record.steps) == 2
     assert [state["weight"].numel() for state in record.states] == [2, 2, 3]
     assert judge(compare(record, record)) == ("equal", ())
-    other = dataclasses.replace(
-        record, states=[*record.states[:2], {"weight": torch.ones(1, 3), "bias": torch.ones(1)}]
-    )
+    last = {"weight": torch.ones(1, 3), "bias": torch.ones(1)}
+    other = dataclasses.replace(record, states=[*record.states[:2], last])
     assert judge(compare(record, other))[0] == "error"
 
 

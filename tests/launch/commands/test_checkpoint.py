@@ -62,8 +62,7 @@ def weights_file(directory):
 
 
 def test_inspect_shows_every_tensor_when_asked(command, saved):
-    code, out, err = command("checkpoint", "inspect", str(saved), "--all")
-    assert (code, err) == (0, "")
+    out = command.output("checkpoint", "inspect", str(saved), "--all")
     lines = [" ".join(line.split()) for line in out.splitlines()]
     assert "format version 1" in lines
     assert "ranks that wrote it 1" in lines
@@ -92,9 +91,7 @@ def test_inspect_shows_a_row_for_layers_that_repeat():
 
 
 def test_inspect_as_json(command, saved):
-    code, out, _ = command("checkpoint", "inspect", str(saved), "--json")
-    found = json.loads(out)
-    assert code == 0
+    found = json.loads(command.output("checkpoint", "inspect", str(saved), "--json"))
     assert (found["version"], found["world_size"], found["steps"]) == (1, 1, [7])
     assert found["models"][0]["aliases"] == {"head.weight": "embedding.weight"}
     assert found["models"][0]["tensors"][0] == {
@@ -123,9 +120,7 @@ def test_a_manifest_without_aliases_is_read(command, saved):
 @pytest.mark.parametrize("action", ["inspect", "verify", "export"])
 def test_what_is_no_checkpoint(command, tmp_path, action):
     more = ["--output", "out"] if action == "export" else []
-    code, out, err = command("checkpoint", action, str(tmp_path / "none"), *more)
-    assert code == 2
-    assert out == ""
+    err = command.error("checkpoint", action, str(tmp_path / "none"), *more)
     assert "there is no checkpoint" in err
     folder = tmp_path / "run" / "checkpoints" / "checkpoint_0"
     folder.mkdir(parents=True)
@@ -136,8 +131,7 @@ def test_what_is_no_checkpoint(command, tmp_path, action):
         (folder / "manifest.json", "expected the folder of a checkpoint, found the file"),
         (tmp_path / "run", f"found checkpoints below it: {folder}; name one of them"),
     ):
-        code, _, err = command("checkpoint", action, str(path), *more)
-        assert (code, message in err) == (4, True)
+        assert message in command.error("checkpoint", action, str(path), *more, code=4)
 
 
 def test_verify_finds_nothing_wrong(command, saved):

@@ -9,17 +9,14 @@ from drivetrain_launch.commands.env import cgroup_memory, shown_variables
 
 
 def test_env_describes_the_machine(command):
-    code, out, _ = command("env", "--json")
-    facts = json.loads(out)
-    assert code == 0
+    facts = json.loads(command.output("env", "--json"))
     assert facts["versions"]["torch"] == torch.__version__
     assert facts["versions"]["drivetrain"] == drivetrain.__version__
     assert "toy" in facts["plugins"]["drivetrain.strategies"]
     assert facts["versions"]["numpy"][0].isdecimal()
     assert facts["machine"]["cores"] >= 1
     assert facts["machine"]["processor"]
-    code, out, _ = command("env")
-    assert out.startswith("### versions\n\n- drivetrain: ")
+    assert command.output("env").startswith("### versions\n\n- drivetrain: ")
 
 
 def test_env_shows_known_variables_and_no_secret(command, monkeypatch):

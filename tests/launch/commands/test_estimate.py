@@ -12,17 +12,7 @@ from drivetrain.cost import ModelSpec
 from drivetrain_launch.commands.options import resolve_command_line
 from drivetrain_launch.forecast.models import of_size
 from drivetrain_launch.forecast.planning import promises_for
-
-LLAMA = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_attention_heads": 4,
-    "num_hidden_layers": 2,
-    "num_key_value_heads": 4,
-    "vocab_size": 1024,
-}
+from foreign_files import LLAMA
 
 SCRIPT = """
 import sys
@@ -76,8 +66,8 @@ def test_model_of_transformers_is_built_without_values(command, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     for source in ("config.json", "."):
         out = command.output("estimate", "--ranks", "2", source)
-        assert out.startswith("213,312 parameters, 2 ranks, precision no: MiB that rank 0 holds")
-        assert table(out)["ddp"][:2] == ["3.26", "0.81"]  # four and one times 213,312 fp32
+        assert out.startswith("238,144 parameters, 2 ranks, precision no: MiB that rank 0 holds")
+        assert table(out)["ddp"][:2] == ["3.63", "0.91"]  # four and one times 238,144 fp32
         assert "megatron tp 2: sends activations over tp as well" in out
 
 

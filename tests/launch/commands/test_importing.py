@@ -4,6 +4,7 @@ import inspect
 import json
 import re
 import shlex
+from pathlib import Path
 
 import pytest
 import yaml
@@ -31,71 +32,7 @@ def imported(command, *words):
     return yaml.safe_load(out), out, run.removeprefix("run: ")
 
 
-EXPECTED = yaml.safe_load("""
-zero_2_cpu.json:
-  strategy:
-    name: zero2
-    offload: {optimizer: cpu, store_options: {page_locked: true}}
-    bucket_mib: 7.629
-zero_3_nvme.json:
-  strategy:
-    name: zero3
-    offload:
-      {optimizer: nvme, params: nvme, path: /DISK, store_options: {request_mib: 0.25, threads: 32}}
-    keep_below: 10000
-  precision: bf16
-  accumulation: 2
-  dtypes: {param: bf16}
-zero_1.json: {strategy: {name: zero1}, precision: fp16, dtypes: {param: fp16}}
-ddp.yaml: {strategy: {name: ddp}, precision: fp16, launch: {nproc_per_node: 2}}
-hosts.yaml:
-  strategy: {name: ddp}
-  precision: bf16
-  launch: {nnodes: 2, nproc_per_node: 4, node_rank: 1, rdzv_endpoint: '10.0.0.1:2222'}
-zero_3.yaml:
-  strategy: {name: zero3, offload: {optimizer: cpu, params: cpu}}
-  accumulation: 4
-  precision: bf16
-  launch: {nproc_per_node: 2}
-  dtypes: {param: bf16}
-deepspeed_file.yaml:
-  strategy: {name: zero1}
-  precision: fp16
-  launch: {nproc_per_node: 2}
-  dtypes: {param: fp16}
-fsdp_1.yaml:
-  strategy:
-    name: fsdp
-    sharding: hybrid
-    units: class
-    unit_classes: Block
-    offload: {optimizer: cpu, params: cpu}
-  recompute: {mode: full}
-  precision: bf16
-  launch: {nproc_per_node: 2}
-  dtypes: {param: bf16}
-fsdp_2.yaml:
-  strategy: {name: fsdp, reshard_after_forward: false, units: size, unit_from: 1000}
-  launch: {nproc_per_node: 2}
-parallel.yaml:
-  strategy: {name: megatron, tp: 2, data_parallel: {name: fsdp, sharding: hybrid, shard_size: 2}}
-  precision: bf16
-  launch: {nproc_per_node: 8}
-  dtypes: {param: bf16}
-megatron.yaml:
-  strategy:
-    name: megatron
-    tp: 2
-    pp: 2
-    micro_batches: 2
-    sequence_parallel: true
-    data_parallel: {name: zero1}
-  recompute: {mode: selective}
-  precision: bf16
-  launch: {nproc_per_node: 4}
-  dtypes: {param: bf16}
-cpu.yaml: {strategy: {name: ddp}, launch: {device: cpu, nproc_per_node: 2}}
-""")
+EXPECTED = yaml.safe_load(Path(__file__).with_name("imported.yaml").read_text())
 
 
 QUIET = """
@@ -165,9 +102,8 @@ def test_command_line_becomes_a_file_and_a_command(command, folder):
         assert values.get("launch") == launch, name
         assert values.get("strategy", {"name": "ddp"})["name"] == strategy, name
         if launch.get("nnodes"):
-            assert run.startswith(
-                "run on each of the 2 hosts, with its own --node-rank: drivetrain"
-            ), name
+            said = "run on each of the 2 hosts, with its own --node-rank: drivetrain"
+            assert run.startswith(said), name
             script = f"--node-rank 0 {script}"
         assert run.endswith(f"drivetrain launch --config drivetrain.yaml {script}"), name
         (folder / "ours.yaml").write_text(text)
@@ -319,9 +255,8 @@ def test_option_of_another_launcher_is_answered_with_its_counterpart(command):
 def test_options_that_mean_the_same_are_taken(command, folder):
     words = ("--standalone", "--num_machines", "1", "--machine_rank", "0", "--cpu", "--dry-run")
     assert command("launch", *words)[0] == 0
-    err = command.error(
-        "launch", "--standalone", "--nnodes", "2", "--rdzv_endpoint", "a:1", "train.py"
-    )
+    words = ("--standalone", "--nnodes", "2", "--rdzv_endpoint", "a:1", "train.py")
+    err = command.error("launch", *words)
     assert "--standalone is for one host, found launch.nnodes: 2" in err
 
 

@@ -60,9 +60,8 @@ def test_script_gets_its_arguments_variables_and_config(sandbox, command):
 def test_options_of_the_launcher_behind_the_script_are_named():
     words = ("train.py", "--lr", "1", "--cpu", "--config", "a.yaml")
     assert misplaced(words, LAUNCHERS_OWN, "launch") == ""
-    text = misplaced(
-        ("-m", "train", "--nproc_per_node=2", "--nnodes", "2"), LAUNCHERS_OWN, "launch"
-    )
+    words = ("-m", "train", "--nproc_per_node=2", "--nnodes", "2")
+    text = misplaced(words, LAUNCHERS_OWN, "launch")
     assert "--nproc-per-node, --nnodes stands after the script" in text
 
 

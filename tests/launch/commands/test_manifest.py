@@ -35,11 +35,8 @@ def cluster(tmp_path):
 
     def run(batch, code):
         seen = tmp_path / f"seen-{code}"
-        ended = subprocess.run(
-            ["bash", "-u", "-c", batch],
-            env=paths | {"SEEN": str(seen), "CODE": str(code), "SLURM_JOB_ID": "17"},
-            check=False,
-        )
+        env = paths | {"SEEN": str(seen), "CODE": str(code), "SLURM_JOB_ID": "17"}
+        ended = subprocess.run(["bash", "-u", "-c", batch], env=env, check=False)
         return ended.returncode, seen.read_text().splitlines()
 
     return run

@@ -15,11 +15,13 @@ from drivetrain.planner.search import search
 from drivetrain.simulator.step import PaperRun
 from drivetrain.simulator.transformer import GptShape
 from drivetrain_launch.commands.plan import _with_link, file_of, found_rows
+from foreign_files import LLAMA
 
 TINY = ("--gpt", "layers=2,hidden=64,heads=2,seq=64", "--batch", "8")
 SMALL = ("--gpt", "layers=4,hidden=1024,heads=16,seq=1024", "--batch", "16")
 H100 = load_hardware("h100")
 HOST = ("--hardware", "a100-80gb", "--nnodes", "1", "--nproc-per-node", "8")
+EIGHT = predict.Task(GptShape(layers=8, hidden=256, heads=4, seq=64), 64, H100, 1, 8)
 
 # Published steps on A100 80 GB hosts of 8, fp16, sequences of 2048, vocabulary 51200: sizes of the
 # model, batch, hosts, layout, and the share of the peak that the step's own operations reach.
@@ -45,29 +47,31 @@ TOLERANCE = 0.15
 EXHAUSTIVE = pytest.mark.exhaustive
 
 
+@pytest.fixture
+def planned(command):
+    """Plan, and return what is printed as JSON."""
+    return lambda *words: json.loads(command.output("plan", "--json", *words))
+
+
 @pytest.mark.parametrize(
     "name", [next(iter(PUBLISHED)), *(pytest.param(n, marks=EXHAUSTIVE) for n in [*PUBLISHED][1:])]
 )
-def test_published_steps_are_predicted(command, name):
+def test_published_steps_are_predicted(planned, name):
     sizes, batch, hosts, layout, published = PUBLISHED[name]
-    out = command.output(
-        "plan", "--gpt", sizes, "--batch", str(batch), "--hardware", "a100-80gb",
-        "--hosts", str(hosts), "--layout", f"{layout},micro_batch=1,precision=fp16", "--json",
-    )  # fmt: skip
-    found = json.loads(out)
+    where = ("--hardware", "a100-80gb", "--hosts", str(hosts))
+    layout = f"{layout},micro_batch=1,precision=fp16"
+    found = planned("--gpt", sizes, "--batch", str(batch), *where, "--layout", layout)
     assert found["mfu"] == pytest.approx(published, rel=TOLERANCE)
     assert found["peak_bytes"] < 80 * 2**30  # they ran
     assert set(found["sent"]) == {"tp", "dp", "pp"}
 
 
 @pytest.mark.exhaustive
-def test_a_search_returns_layouts_that_predict_the_same(command):
-    out = command.output("plan", *SMALL, *HOST, "--json")
-    best, *others = json.loads(out)
+def test_a_search_returns_layouts_that_predict_the_same(planned):
+    best, *others = planned(*SMALL, *HOST)
     # A simpler layout is first where another one promises hardly more.
     assert all(best["step_seconds"] <= 1.14 * other["step_seconds"] for other in others)
-    out = command.output("plan", *SMALL, *HOST, "--layout", best["layout"], "--json")
-    assert json.loads(out) == best
+    assert planned(*SMALL, *HOST, "--layout", best["layout"]) == best
 
 
 def test_methods_have_a_column_where_they_are_allowed(command):
@@ -108,14 +112,14 @@ def test_a_step_is_written_as_a_trace(command, tmp_path):
     assert any(event["name"].startswith("send ") for event in events)
 
 
-def test_more_memory_is_needed_without_recomputation(command):
-    peaks = []
-    for recompute in ("none", "selective", "full"):
-        keys = f"tp=2,micro_batch=2,recompute={recompute},data_parallel=zero1"
-        out = command.output("plan", *SMALL, *HOST, "--layout", keys, "--json")
-        peaks.append(json.loads(out)["peak_bytes"])
-    assert peaks[0] > peaks[2]
-    assert peaks[0] > peaks[1]
+def test_more_memory_is_needed_without_recomputation(planned):
+    keys = "tp=2,micro_batch=2,data_parallel=zero1,recompute="
+    none, selective, full = (
+        planned(*SMALL, *HOST, "--layout", keys + each)["peak_bytes"]
+        for each in ("none", "selective", "full")
+    )
+    assert none > full
+    assert none > selective
 
 
 def test_rounds_that_are_not_played_go_on_as_the_last_one(monkeypatch):
@@ -125,11 +129,10 @@ def test_rounds_that_are_not_played_go_on_as_the_last_one(monkeypatch):
         "pp=2,tp=2,micro_batch=1,schedule=interleaved,chunks=2,data_parallel=zero2",
         "micro_batch=1,data_parallel=fsdp",
     ):
-        task = predict.Task(GptShape(layers=8, hidden=256, heads=4, seq=64), 64, H100, 1, 8)
-        few = predict.Predictor(task).predict(read_layout(layout))
+        few = predict.Predictor(EIGHT).predict(read_layout(layout))
         with monkeypatch.context() as patch:
             patch.setattr(predict, "ROUNDS", 1000)
-            every = predict.Predictor(task).predict(read_layout(layout))
+            every = predict.Predictor(EIGHT).predict(read_layout(layout))
         assert len(few.played.tasks) < len(every.played.tasks), layout
         assert few.step_seconds == pytest.approx(every.step_seconds, rel=1e-3), layout
         assert few.peak_bytes == pytest.approx(every.peak_bytes, rel=1e-3), layout
@@ -145,8 +148,7 @@ def test_bounds_are_never_above_the_prediction():
         "micro_batch=1,data_parallel=zero2",
         "micro_batch=1",
     ):
-        task = predict.Task(GptShape(layers=8, hidden=256, heads=4, seq=64), 64, H100, 1, 8)
-        predictor, planned = predict.Predictor(task), read_layout(layout)
+        predictor, planned = predict.Predictor(EIGHT), read_layout(layout)
         bound, found = predictor.bound(planned), predictor.predict(planned)
         assert 0.5 * found.step_seconds < bound.seconds <= found.step_seconds * (1 + 1e-9), layout
         assert 0.5 * found.peak_bytes < bound.nbytes <= found.peak_bytes * (1 + 1e-9), layout
@@ -217,9 +219,8 @@ def test_heads_that_do_not_divide_are_named():
     layout = read_layout("tp=8")
     units = GptShape(layers=2, hidden=48, heads=4, seq=8).units(1, "none", fused=True)
     with pytest.raises(ConfigError, match="tp that divides the 4 heads"):
-        layout.kind.planning().step(
-            layout.config, units, PaperRun({"tp": 8, "dp": 1, "pp": 1}, 1, "bf16")
-        )
+        run = PaperRun({"tp": 8, "dp": 1, "pp": 1}, 1, "bf16")
+        layout.kind.planning().step(layout.config, units, run)
 
 
 def test_every_description_names_its_sources(command):
@@ -242,11 +243,6 @@ def test_a_wrong_description_is_refused(command, tmp_path):
 
 # --- models that are looked at ---
 
-LLAMA = {
-    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 64,
-    "intermediate_size": 160, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "num_hidden_layers": 4, "vocab_size": 512, "max_position_embeddings": 128,
-}  # fmt: skip
 TRAIN = """
 import sys
 import torch
@@ -262,16 +258,14 @@ raise SystemExit("a script is left where it prepares")
 """
 
 
-def test_a_config_of_transformers_is_planned_without_weights(command, tmp_path):
+def test_a_config_of_transformers_is_planned_without_weights(planned, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-    where = ("--hardware", "h100", "--batch", "32")
     layout = ("--layout", "tp=2,pp=2,micro_batch=2,sequence_parallel=true")
     sizes = "layers=4,hidden=64,heads=4,kv_heads=2,seq=128,vocab=512,ffn=160,gated=true,tied=false"
-    peaks = []
-    for model in (("--hf", "."), ("--gpt", sizes)):
-        out = command.output("plan", *model, *where, *layout, "--json")
-        peaks.append(json.loads(out))
-    (one, other) = peaks
+    one, other = (
+        planned(*model, "--hardware", "h100", "--batch", "32", *layout)
+        for model in (("--hf", "."), ("--gpt", sizes))
+    )
     assert one["sent"]["pp"] == pytest.approx(other["sent"]["pp"])
     assert one["sent"]["tp"] == pytest.approx(other["sent"]["tp"], rel=0.02)
     assert sum(one["held"].values()) == pytest.approx(sum(other["held"].values()), rel=0.15)
@@ -290,18 +284,17 @@ def test_a_script_is_planned_as_it_reaches_prepare(command, tmp_path):
     assert found["tokens_per_second"] == pytest.approx(2 * 4 / found["step_seconds"])
 
 
-def test_a_function_makes_the_model(command, tmp_path):
+def test_a_function_makes_the_model(command, planned, tmp_path):
     (tmp_path / "mine.py").write_text(
         "from torch import nn\n"
         "def make():\n    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))\n"
         "def words():\n    return nn.Sequential(nn.Embedding(64, 8), nn.Linear(8, 64))\n"
     )
-    where = ("--hardware", "h100", "--batch", "64", "--layout", "data_parallel=zero2")
-    out = command.output("plan", "--model", "mine:make", *where, "--json")
-    assert json.loads(out)["held"]["parameters"] == 2 * (8 * 16 + 16 + 16 * 4 + 4)
-    err = command.error("plan", "--model", "mine:words", *where)
-    assert "give --seq" in err
-    command.output("plan", "--model", "mine:words", "--seq", "16", *where, "--json")
+    where = ("--hardware", "h100", "--batch", "64", "--layout", "data_parallel=zero2", "--model")
+    held = planned(*where, "mine:make")["held"]
+    assert held["parameters"] == 2 * (8 * 16 + 16 + 16 * 4 + 4)
+    assert "give --seq" in command.error("plan", *where, "mine:words")
+    planned(*where, "mine:words", "--seq", "16")
 
 
 def test_a_model_that_cannot_be_had_is_one_clear_line(command, tmp_path):
@@ -342,8 +335,7 @@ def test_the_parts_of_a_step_add_up():
         "pp=4,micro_batch=1,recompute=full",
         "tp=2,pp=2,micro_batch=1,sequence_parallel=true,data_parallel=zero1",
     ):
-        task = predict.Task(GptShape(layers=8, hidden=256, heads=4, seq=64), 64, H100, 1, 8)
-        found = predict.Predictor(task).predict(read_layout(layout))
+        found = predict.Predictor(EIGHT).predict(read_layout(layout))
         assert sum(found.parts.values()) == pytest.approx(found.step_seconds, rel=1e-6), layout
         assert min(found.parts.values()) >= 0, layout
         if "pp" in layout:
@@ -420,12 +412,11 @@ LLAMA_70B = LLAMA_8B | {
     [(LLAMA_8B, 8.03e9, 128, 1), (LLAMA_70B, 70.6e9, 512, 8)],
 )
 def test_llama_gets_layouts_that_an_expert_would_take(
-    command, tmp_path, config, parameters, batch, hosts
+    planned, tmp_path, config, parameters, batch, hosts
 ):
     (tmp_path / "config.json").write_text(json.dumps(config))
     where = ("--batch", str(batch), "--hardware", "h100", "--hosts", str(hosts))
-    out = command.output("plan", "--hf", "config.json", *where, "--json")
-    best = json.loads(out)[0]
+    best = planned("--hf", "config.json", *where)[0]
     keys = dict(part.split("=") for part in best["layout"].split(","))
     assert 0.4 < best["mfu"] < 0.6
     assert 6 * parameters * batch * 4096 / best["step_seconds"] > 0.35 * 989e12 * 8 * hosts
@@ -436,18 +427,23 @@ def test_llama_gets_layouts_that_an_expert_would_take(
     assert (int(keys.get("tp", 1)) * int(keys.get("pp", 1)) > 1) == (hosts > 1)
 
 
+def words_of(out):
+    """Return the lines of an output, with single spaces."""
+    return [" ".join(line.split()) for line in out.splitlines()]
+
+
 def test_a_dry_run_shows_ranks_and_links_of_several_hosts(command):
     where = ("--cpu", "--nproc-per-node", "2", "--nnodes", "2", "--rdzv-endpoint", "a:1")
     options = ("--strategy", "megatron", "--set", "strategy.tp=2")
     out = command.output("launch", "--dry-run", *where, *options)
-    lines = [" ".join(line.split()) for line in out.splitlines()]
+    lines = words_of(out)
     assert "host 0 0, 1" in lines
     assert "host 1 2, 3" in lines
     # Each of the two ranks of a host has a partner on the other host.
     assert "all_reduce over dp between hosts 1.9 GiB 3.7 GiB" in lines
     assert "activations over tp inside of a host depends on the batch 0 B" in lines
     out = command.output("launch", "--dry-run", *where)
-    lines = [" ".join(line.split()) for line in out.splitlines()]
+    lines = words_of(out)
     # Rings in two levels: a host sends 2 (H-1)/H of the gradients once, its ranks half of it each.
     assert "all_gather over dp.far between hosts 953.7 MiB 1.9 GiB" in lines
     out = command.output("launch", "--dry-run", "--cpu", "--nproc-per-node", "2")

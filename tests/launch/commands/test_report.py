@@ -7,8 +7,7 @@ from recorded_runs import write_run
 
 def test_the_summary_and_the_page_of_a_run(command, tmp_path):
     write_run(tmp_path / "a", range(1, 9))
-    code, out, err = command("report", str(tmp_path / "a"))
-    assert (code, err) == (0, "")
+    out = command.output("report", str(tmp_path / "a"))
     assert out.startswith("a: ended\n")
     rows = {" ".join(line.split()) for line in out.splitlines()}
     assert {"steps 8", "samples per second 80 all ranks, median"} <= rows
@@ -40,8 +39,7 @@ def test_other_folders_are_errors_in_one_line(command, tmp_path):
     write_run(tmp_path, range(1, 4))
     (tmp_path / "file").write_text("", encoding="utf-8")
     code, _, err = command("report", str(tmp_path), "--output", str(tmp_path / "file"))
-    assert code == 2
-    assert "name another folder with --output" in err
+    assert (code, "name another folder with --output" in err) == (2, True)
 
 
 def test_without_the_extra_the_summary_is_printed(command, tmp_path, monkeypatch):

@@ -148,11 +148,8 @@ def test_weights_in_the_wrong_order_are_named_with_their_place(verify):
     (finding,) = json.loads(done.stdout)["findings"]
     first = finding["first"]
     assert finding["errors"] == 1
-    assert (first["kind"], first["name"], first["where"]) == (
-        "weight",
-        "blocks.0.down.weight",
-        "shard of two ranks",
-    )
+    place = ("weight", "blocks.0.down.weight", "shard of two ranks")
+    assert (first["kind"], first["name"], first["where"]) == place
     assert first["of_change"] > 1
 
 

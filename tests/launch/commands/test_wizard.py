@@ -20,17 +20,7 @@ from drivetrain_launch.commands import preview
 from drivetrain_launch.commands.config import start_line
 from drivetrain_launch.forecast.checking import check_run
 from drivetrain_launch.wizard import questions
-from drivetrain_launch.wizard.questions import (
-    FACTS,
-    HOSTS,
-    LINK,
-    MODEL,
-    PLACE,
-    STRATEGY_KEY,
-    Seen,
-    Wizard,
-    read_machines,
-)
+from drivetrain_launch.wizard.questions import HOSTS, LINK, MODEL, PLACE, STRATEGY_KEY, Seen, Wizard
 
 DOWN = "\x1b[B"
 UP = "\x1b[A"
@@ -101,8 +91,8 @@ def test_hosts_that_a_place_cannot_have_are_refused():
         ("hand", "-n1 x 8", "expected a host such as n1"),
     ):
         with pytest.raises(ConfigError, match=message):
-            read_machines(text, place)
-    assert read_machines("1 x 2 x cpu", "hand").cpu
+            questions.read_machines(text, place)
+    assert questions.read_machines("1 x 2 x cpu", "hand").cpu
 
 
 def test_what_is_seen_of_hosts_is_the_default(wizard):
@@ -147,10 +137,8 @@ def test_answers_become_a_file_with_all_that_is_no_default_and_its_meaning(wizar
     answered(wizard, "toy", "salted", 2)
     assert wizard.current is None
     values, text = wizard.values(), wizard.text()
-    assert values == {
-        "strategy": {"name": "toy", "flavor": "salted"},
-        "launch": {"nproc_per_node": 2},
-    }
+    strategy = {"name": "toy", "flavor": "salted"}
+    assert values == {"strategy": strategy, "launch": {"nproc_per_node": 2}}
     assert "name: toy  # averages each gradient by itself\n" in text
     assert "  # Processes per host; auto: one per accelerator" in text
     assert max(map(len, text.splitlines())) <= 80
@@ -238,18 +226,12 @@ def test_wizard_through_a_terminal(sandbox):
     (sandbox.folder / ".ssh").mkdir()
     sandbox.script("Host a b *.c\n  User me\n", ".ssh/config")
     program, *words = sandbox.command("config")
-    surroundings = {
-        "HOME": str(sandbox.folder),
-        "SLURM_NNODES": "1",
-        "KUBERNETES_SERVICE_HOST": "k",
-    }
+    terminal = {"TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1", "HOME": str(sandbox.folder)}
+    env = sandbox.environment({**terminal, "SLURM_NNODES": "1", "KUBERNETES_SERVICE_HOST": "k"})
 
     def start():
         return pexpect.spawn(
-            program, words, cwd=str(sandbox.folder),
-            env=sandbox.environment(
-                {"TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1", **surroundings}
-            ),
+            program, words, cwd=str(sandbox.folder), env=env,
             timeout=300, encoding="utf-8", dimensions=(60, 80),
             preexec_fn=lambda: os.sched_setaffinity(0, list(os.sched_getaffinity(0))[:2]),
         )  # fmt: skip
@@ -291,13 +273,13 @@ def test_wizard_through_a_terminal(sandbox):
     answer("Which precision?", DOWN + "\r")
     terminal.expect_exact("Comparing the installed strategies")
     terminal.expect_exact("Proposed: ddp, because it is the usual strategy")
-    answer("How is the training step", DOWN * strategies_below_the_default("megatron") + "\r")
+    answer("How is the training step", presses(strategies().default(), "megatron") + "\r")
     answer("How many ranks share every layer?", "3\r")
     terminal.expect_exact("expected a number of ranks that is a multiple of tp x pp")
     answer("How many ranks share every layer?", "2\r")
     answer("How many pipeline stages?", "<\r")
     answer("How many ranks share every layer? [2]", "<\r")
-    answer("How is the training step", DOWN * strategies_above_megatron("toy") + "\r")
+    answer("How is the training step", presses("megatron", "toy") + "\r")
     answer("Which flavor?", DOWN + "\r")
     answer("How many spoons?", "99\r")
     terminal.expect_exact("expected at most 9, found 99")
@@ -323,17 +305,10 @@ def test_wizard_through_a_terminal(sandbox):
     }
 
 
-def strategies_above_megatron(name):
-    """Return how often to press Down from megatron, which was chosen before, to another one."""
-    others = sorted({*offered(), "toy"} - {"megatron"})
-    return others.index(name) + 1
-
-
-def strategies_below_the_default(name):
-    """Return how often to press Down to get from the default to another strategy."""
-    installed = strategies()
-    others = sorted({*offered(), "toy"} - {installed.default()})
-    return others.index(name) + 1
+def presses(chosen, name):
+    """Return what moves from the strategy that is chosen to another one."""
+    others = sorted({*offered(), "toy"} - {chosen})
+    return DOWN * (others.index(name) + 1)
 
 
 # --- the proposal ---
@@ -341,7 +316,7 @@ def strategies_below_the_default(name):
 
 def proposed(wizard, **facts):
     """Answer with these facts and defaults, and return the question about the strategy."""
-    given = {f"{FACTS}{key}": value for key, value in facts.items()}
+    given = {f"{questions.FACTS}{key}": value for key, value in facts.items()}
     while wizard.current.key != STRATEGY_KEY:
         wizard.answer(given.pop(wizard.current.key, wizard.current.default))
     assert not given
@@ -501,7 +476,7 @@ def launches(wizard, path):
     file, machines = read_file(path), wizard.machines
     resolved = resolve(file, find_config=strategies().find_config)
     check_run(resolved)
-    assert not any(key.startswith(FACTS) for key, _, _ in resolved.rows())
+    assert not any(key.startswith(questions.FACTS) for key, _, _ in resolved.rows())
     started = {"nproc_per_node": machines.ranks, "nnodes": machines.count}
     command = Layer({"launch": {**started, "rdzv_endpoint": "n1:29400"}})
     preview.preview(resolve(file, command, find_config=strategies().find_config))

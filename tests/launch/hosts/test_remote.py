@@ -89,13 +89,13 @@ def test_a_host_that_cannot_be_reached_is_named(command, sandbox, ssh, monkeypat
 
 
 def test_variables_that_are_malformed_or_not_set(command, sandbox):
+    (sandbox.folder / "bad").write_text("A=1\ntwo words\n")
     for words, message in (
         (["--export", "NO_SUCH"], "--export NO_SUCH: the variable NO_SUCH is not set here; set"),
         (["--export", "a-b=1"], "--export a-b=1: expected NAME or NAME=TEXT, found 'a-b=1'"),
         (["--env-file", "none"], "--env-file: cannot read 'none': No such file or directory;"),
         (["--env-file", "bad"], "bad:2: expected NAME or NAME=TEXT, found 'two words'"),
     ):
-        (sandbox.folder / "bad").write_text("A=1\ntwo words\n")
         err = command.error("launch", "--hosts", "a,b", *words, sandbox.script(""), lines=1)
         assert message in err, words
 
@@ -119,34 +119,13 @@ def test_bad_hostfile_or_selection_is_one_line(command, sandbox):
         assert message in err, message
 
 
-SAVES = """
-import os, signal, sys, time
-heard = []
-for number in (signal.SIGTERM, signal.SIGUSR1):
-    signal.signal(number, lambda number, frame: heard.append(number))
-rank = os.environ["RANK"]
-open(f"ready-{rank}", "w").close()
-while not heard:
-    time.sleep(0.01)
-time.sleep(0.5 + 2 * int(rank))
-open(f"saved-{rank}", "w").write(str(heard))
-sys.exit(75)
-"""
-
-
-def started_on_two_hosts(sandbox, ssh, text, *words):
-    """Start a script on two hosts, and wait until it has written ``ready-RANK`` on both."""
-    script = sandbox.script(text)
-    words = ("--strategy", "toy", "--hosts", "h1:1,h2:1", *words, script)
-    process = sandbox.start("launch", *words, env=ssh)
-    wait_until(lambda: all((sandbox.folder / f"ready-{rank}").exists() for rank in range(2)))
-    return process
+TWO = ("--hosts", "h1:1,h2:1")
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_notice_reaches_the_ranks_of_all_hosts_which_save(sandbox, ssh, number):
-    process = started_on_two_hosts(sandbox, ssh, SAVES)
+def test_a_notice_reaches_the_ranks_of_all_hosts_which_save(sandbox, ssh, noticed, number):
+    process = sandbox.begun(noticed, 2, *TWO, env=ssh)
     process.send_signal(number)
     _, err = process.communicate()
     assert process.returncode == 75, err
@@ -157,9 +136,9 @@ def test_a_notice_reaches_the_ranks_of_all_hosts_which_save(sandbox, ssh, number
 
 
 @pytest.mark.exhaustive
-def test_ranks_that_go_on_after_sigterm_end_after_the_grace(sandbox, ssh):
-    text = SAVES.replace("while not heard", "while True")
-    process = started_on_two_hosts(sandbox, ssh, text, "--set", "launch.grace_s=1")
+def test_ranks_that_go_on_after_sigterm_end_after_the_grace(sandbox, ssh, noticed):
+    text = noticed.replace("while not heard", "while True")
+    process = sandbox.begun(text, 2, *TWO, "--set", "launch.grace_s=1", env=ssh)
     begin = time.monotonic()
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate()
@@ -169,7 +148,7 @@ def test_ranks_that_go_on_after_sigterm_end_after_the_grace(sandbox, ssh):
 
 
 @pytest.mark.exhaustive
-def test_a_notice_before_the_hosts_have_their_orders_is_kept(sandbox, ssh):
+def test_a_notice_before_the_hosts_have_their_orders_is_kept(sandbox, ssh, hears):
     folder = sandbox.folder / "bin"
     real = folder / "ssh-at-once"
     (folder / "ssh").rename(real)
@@ -178,14 +157,7 @@ def test_a_notice_before_the_hosts_have_their_orders_is_kept(sandbox, ssh):
         f'exec {real} "$@"\n'
     )
     (folder / "ssh").chmod(0o700)
-    script = sandbox.script(
-        "import time\n"
-        "from drivetrain.runtime.notices import Notice\n"
-        "notice, end = Notice(), time.monotonic() + 300\n"
-        "notice.listen()\n"
-        "while not notice.heard and time.monotonic() < end: time.sleep(0.01)\n"
-        "print(notice.heard)\n"
-    )
+    script = sandbox.script(hears)
     process = sandbox.start("launch", "--strategy", "toy", "--hosts", "h1:1", script, env=ssh)
     wait_until((sandbox.folder / "asked").exists)
     process.send_signal(signal.SIGUSR1)
@@ -204,7 +176,7 @@ def test_hosts_run_to_their_end_when_nobody_reads_the_output(sandbox, ssh):
         "for number in range(3000): print('x' * 100, flush=True)\n"
         "open('done-' + rank, 'w').close()\n"
     )
-    process = started_on_two_hosts(sandbox, ssh, text)
+    process = sandbox.begun(text, 2, *TWO, env=ssh)
     process.stdout.close()  # as head does
     (sandbox.folder / "go").touch()
     code = process.wait()
@@ -221,10 +193,9 @@ def test_interrupt_while_hosts_end_with_one_that_failed_ends_the_wait(sandbox, s
         "while not os.path.exists('go'): time.sleep(0.05)\n"
         "time.sleep(3600)\n"
     )
-    process = started_on_two_hosts(sandbox, ssh, text, "--set", "launch.grace_s=3600")
-    agents = [
-        each for each in sandbox.alive() if "drivetrain_launch.hosts.remote" in each.cmdline()
-    ]
+    process = sandbox.begun(text, 2, *TWO, "--set", "launch.grace_s=3600", env=ssh)
+    agent = "drivetrain_launch.hosts.remote"
+    agents = [each for each in sandbox.alive() if agent in each.cmdline()]
     assert len(agents) == 2
     agents[1].suspend()  # a host that takes no part
     agents[0].send_signal(signal.SIGQUIT)
@@ -240,17 +211,12 @@ def test_interrupt_while_hosts_end_with_one_that_failed_ends_the_wait(sandbox, s
 
 
 def test_without_ssh_the_error_names_the_way_out(command, sandbox, monkeypatch):
-    for endpoint in ([], ["--rdzv-endpoint", "h1:29400"]):
-        monkeypatch.setenv("PATH", str(sandbox.folder))
-        err = command.error(
-            "launch", "--hosts", "h1:1,h2:1", *endpoint, sandbox.script(""), lines=1
-        )
-        assert err.startswith("error: --hosts and --hostfile start the hosts over ssh, and"), (
-            endpoint
-        )
-        assert "install an ssh client, or type the command on each host with --nnodes" in err, (
-            endpoint
-        )
+    monkeypatch.setenv("PATH", str(sandbox.folder))
+    words = ("launch", "--hosts", "h1:1,h2:1")
+    for more in ([], ["--rdzv-endpoint", "h1:29400"]):
+        err = command.error(*words, *more, sandbox.script(""), lines=1)
+        assert err.startswith("error: --hosts and --hostfile start the hosts over ssh, and"), more
+        assert "install an ssh client, or type the command on each host with --nnodes" in err
 
 
 def test_orders_of_a_host_are_signals_and_its_end_is_an_interrupt(monkeypatch):
@@ -294,14 +260,9 @@ def test_hostfile_and_selection(tmp_path):
     ):
         with pytest.raises(ConfigError, match=message):
             select(hosts, include, exclude)
-    for line, message in (
-        ("n1 slot=4", ":1: expected 'HOST slots=N'"),
-        ("n1 slots=4\nn1 slots=2", "n1 is there twice"),
-        ("# nobody", "found no host"),
-    ):
-        path.write_text(line)
-        with pytest.raises(ConfigError, match=message):
-            read_hostfile(path)
+    path.write_text("# nobody")
+    with pytest.raises(ConfigError, match="found no host"):
+        read_hostfile(path)
 
 
 def test_options_about_hosts_do_not_reach_the_hosts(command, sandbox):

@@ -18,6 +18,7 @@ PET = variables(
     "PET_NNODES=2 PET_NODE_RANK=1 PET_NPROC_PER_NODE=4 PET_MASTER_ADDR=job-node-0-0.job "
     "PET_MASTER_PORT=29500"
 )
+INDEXED = PET | {"PET_NODE_RANK": "", "JOB_COMPLETION_INDEX": "1"}
 STEP = variables(
     "SLURM_JOB_ID=4711 SLURM_STEP_ID=0 SLURM_STEP_NUM_NODES=2 SLURM_STEP_NUM_TASKS=2 "
     "SLURM_STEP_NODELIST=n[07-08] SLURM_STEP_TASKS_PER_NODE=1(x2) SLURM_NODEID=1 SLURM_PROCID=1 "
@@ -41,12 +42,8 @@ MPICH = variables(
 PALS = variables("PALS_RANKID=1 PMI_SIZE=4 PALS_LOCAL_RANKID=1 PALS_LOCAL_SIZE=4 MASTER_ADDR=n1")
 PLAIN = variables("RANK=3 WORLD_SIZE=4 MASTER_ADDR=n1 MASTER_PORT=1234")
 LOCAL = variables("LOCAL_RANK=1 LOCAL_WORLD_SIZE=2")
-SKY = {
-    "SKYPILOT_NODE_IPS": "10.0.0.4\n10.0.0.5",
-    "SKYPILOT_NUM_NODES": "2",
-    "SKYPILOT_NODE_RANK": "1",
-    "SKYPILOT_TASK_ID": "sky-1",
-}
+SKY = variables("SKYPILOT_NUM_NODES=2 SKYPILOT_NODE_RANK=1 SKYPILOT_TASK_ID=sky-1")
+SKY["SKYPILOT_NODE_IPS"] = "10.0.0.4\n10.0.0.5"
 
 
 def test_recognised():
@@ -64,48 +61,27 @@ def test_recognised():
         (PLAIN, (4, 3, "n1:1234"), Slot(), ""),
         (PLAIN | LOCAL, (4, 3, "n1:1234"), Slot(local_rank=1, local_size=2), ""),
         (PLAIN | STEP, (2, 1, "n07:31110"), None, "4711.0"),
-        (
-            PET | {"PET_NODE_RANK": "", "JOB_COMPLETION_INDEX": "1"},
-            (2, 1, "job-node-0-0.job:29500"),
-            None,
-            "",
-        ),
+        (INDEXED, (2, 1, "job-node-0-0.job:29500"), None, ""),
         (PET | {"PET_RDZV_ENDPOINT": "h:1", "PET_MASTER_ADDR": ""}, (2, 1, "h:1"), None, ""),
     ):
         found = recognise(environment)
         values = {key.removeprefix("launch."): value for key, value, _ in found.entries}
-        assert (values["nnodes"], values["node_rank"], values["rdzv_endpoint"]) == hosts, (
-            environment
-        )
-        assert found.slot == slot, environment
-        assert found.run == run, environment
+        place = values["nnodes"], values["node_rank"], values["rdzv_endpoint"]
+        assert (place, found.slot, found.run) == (hosts, slot, run), environment
         if slot:
             assert values["nproc_per_node"] == 1, environment
         names = " ".join(variables for _, _, variables in found.entries)
         assert "=" in names, environment
-        for variable in ("NNODES", "NODE_RANK"):
-            if environment.get(f"PET_{variable}"):
-                assert f"PET_{variable}={environment[f'PET_{variable}']}" in names, environment
+        for name in ("PET_NNODES", "PET_NODE_RANK"):
+            assert not environment.get(name) or f"{name}={environment[name]}" in names, environment
 
 
 def test_nothing_to_recognise():
-    for environment in (
-        {},
-        {"SLURM_JOB_ID": "1", "SLURM_NNODES": "1"},
-        {"PMI_SIZE": "1", "PMI_RANK": "0"},
-        {
-            "SLURM_JOB_ID": "1",
-            "SLURM_STEP_ID": "0",
-            "SLURM_PROCID": "0",
-            "SLURM_NNODES": "1",
-            "SLURM_NTASKS": "1",
-            "SLURM_NODEID": "0",
-            "SLURM_NODELIST": "n1",
-        },
-        {"RANK": "0", "WORLD_SIZE": "1"},
-        PLAIN | {"DRIVETRAIN_CONFIG": "config.yaml"},
-    ):
-        assert recognise(environment) is None, environment
+    job = "SLURM_JOB_ID=1 SLURM_NNODES=1"
+    step = "SLURM_STEP_ID=0 SLURM_PROCID=0 SLURM_NTASKS=1 SLURM_NODEID=0 SLURM_NODELIST=n1"
+    for text in ("", job, "PMI_SIZE=1 PMI_RANK=0", f"{job} {step}", "RANK=0 WORLD_SIZE=1"):
+        assert recognise(variables(text)) is None, text
+    assert recognise(PLAIN | {"DRIVETRAIN_CONFIG": "config.yaml"}) is None
 
 
 def test_half_set_and_contradictory_variables():

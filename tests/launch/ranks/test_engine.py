@@ -13,6 +13,7 @@ from drivetrain.runtime.world import reader_mark, saved_mark
 from drivetrain_launch.ranks.engine import _saved
 from waits import wait_until
 
+TWO = ("--nproc-per-node", "2")
 GLOO = """
 import os, signal, sys, time
 import torch, torch.distributed as dist
@@ -72,17 +73,8 @@ def test_collective_on_one_rank_alone_says_that_the_other_has_ended(sandbox):
     assert "other hosts" not in done.stderr
 
 
-def begun(sandbox, text, ranks):
-    """Start a script, and wait until each of its ranks has written ``ready-RANK``."""
-    words = ("--nproc-per-node", str(ranks), sandbox.script(text))
-    process = sandbox.start("launch", "--strategy", "toy", *words)
-    ready = [sandbox.folder / f"ready-{rank}" for rank in range(ranks)]
-    wait_until(lambda: all(each.exists() for each in ready))
-    return process
-
-
 def test_ctrl_c_stops_quietly_ranks_that_listen_on_loopback_alone(sandbox):
-    process = begun(sandbox, LOOP, 2)
+    process = sandbox.begun(LOOP, 2, *TWO)
     mine = {member.pid for member in sandbox.alive()}
     found = [each for each in psutil.net_connections("tcp") if each.pid in mine]
     process.send_signal(signal.SIGINT)
@@ -98,7 +90,7 @@ def test_ctrl_c_stops_quietly_ranks_that_listen_on_loopback_alone(sandbox):
 def test_ranks_end_when_the_launcher_is_killed(sandbox):
     """Also one that was stopped."""
     text = "import os, time\nopen(f'ready-{os.environ[\"RANK\"]}', 'w').close()\ntime.sleep(3600)\n"
-    process = begun(sandbox, text, 2)
+    process = sandbox.begun(text, 2, *TWO)
     max(sandbox.alive(), key=lambda member: member.create_time()).suspend()
     process.kill()
     process.communicate()
@@ -107,33 +99,15 @@ def test_ranks_end_when_the_launcher_is_killed(sandbox):
         shutil.rmtree(folder)
 
 
-NOTICED = """
-import os, signal, subprocess, sys, time
-heard = []
-for number in (signal.SIGTERM, signal.SIGUSR1):
-    signal.signal(number, lambda number, frame: heard.append(number))
-worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
-rank = os.environ["RANK"]
-open(f"ready-{rank}", "w").close()
-while not heard:
-    time.sleep(0.01)
-time.sleep(0.5 + int(rank))
-assert worker.poll() is None, "the worker heard the notice"
-worker.kill()
-open(f"saved-{rank}", "w").write(str(heard))
-sys.exit(75)
-"""
-
-
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_notice_reaches_ranks_and_not_their_workers(sandbox, number):
-    process = begun(sandbox, NOTICED, 2)
+def test_notice_reaches_ranks_and_not_their_workers(sandbox, noticed, number):
+    process = sandbox.begun(noticed, 2, *TWO)
     process.send_signal(number)
     _, err = process.communicate()
     assert process.returncode == 75, err
     assert "the ranks ended with exit code 75: saved" in err
-    # Rank 1 had its time, although rank 0 was ready a second before.
+    # Rank 1 had its time, although rank 0 was ready two seconds before.
     for rank in range(2):
         assert (sandbox.folder / f"saved-{rank}").read_text() == f"[{number.value}]"
 
@@ -141,7 +115,8 @@ def test_notice_reaches_ranks_and_not_their_workers(sandbox, number):
 @pytest.mark.exhaustive
 def test_script_without_a_handler_goes_on_after_sigusr1(sandbox):
     text = "import os, time\nopen('ready-0', 'w').close()\n"
-    process = begun(sandbox, text + "while not os.path.exists('go'): time.sleep(0.01)\n", 1)
+    text += "while not os.path.exists('go'): time.sleep(0.01)\n"
+    process = sandbox.begun(text, 1, "--nproc-per-node", "1")
     process.send_signal(signal.SIGUSR1)
     time.sleep(0.5)
     assert process.poll() is None

@@ -16,17 +16,6 @@ if "drivetrain_launch.ranks.worker" in sys.orig_argv:
 """
 """A module that Python imports before a program; a rank waits in it, without a handler."""
 
-HEARS = """
-import os, sys, time
-from drivetrain.runtime.notices import Notice
-notice = Notice()
-notice.listen()
-end = time.monotonic() + (300 if os.environ["RANK"] == "0" else 0)
-while not notice.heard and time.monotonic() < end:
-    time.sleep(0.01)
-print(notice.heard, flush=True)
-"""
-
 
 @pytest.fixture
 def slow_start(sandbox):
@@ -38,8 +27,9 @@ def slow_start(sandbox):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("script", [HEARS, "print('SIGUSR1 ended nobody')"])
-def test_sigusr1_waits_for_ranks_that_are_being_started(sandbox, slow_start, script):
+@pytest.mark.parametrize("script", ["", "print('SIGUSR1 ended nobody')"], ids=["hears", "ends"])
+def test_sigusr1_waits_for_ranks_that_are_being_started(sandbox, slow_start, hears, script):
+    script = script or hears
     words = ("launch", "--strategy", "toy", "--nproc-per-node", "1", sandbox.script(script))
     process = sandbox.start(*words, env=slow_start)
     wait_until((sandbox.folder / "starting-0").exists)
@@ -52,13 +42,13 @@ def test_sigusr1_waits_for_ranks_that_are_being_started(sandbox, slow_start, scr
 
 
 @pytest.mark.exhaustive
-def test_sigusr1_holds_for_the_attempt_after_the_one_that_failed_with_it(sandbox):
+def test_sigusr1_holds_for_the_attempt_after_the_one_that_failed_with_it(sandbox, hears):
     script = sandbox.script(
         "import os, signal, time\n"
         "if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':\n"
         "    signal.signal(signal.SIGUSR1, lambda *_: os._exit(7))\n"
         "    open('ready', 'w').close()\n"
-        "    time.sleep(600)\n" + HEARS
+        "    time.sleep(600)\n" + hears
     )
     words = ("--nproc-per-node", "1", "--max-restarts", "1", script)
     process = sandbox.start("launch", "--strategy", "toy", *words)
@@ -71,18 +61,14 @@ def test_sigusr1_holds_for_the_attempt_after_the_one_that_failed_with_it(sandbox
 
 
 @pytest.mark.exhaustive
-def test_sigusr1_waits_while_hosts_meet(sandbox, port):
-    script = sandbox.script(HEARS)
+def test_sigusr1_waits_while_hosts_meet(sandbox, port, hears):
+    script = sandbox.script(hears)
     hosts = []
     for index in range(2):
         words = ("--nproc-per-node", "1", "--nnodes", "2", "--node-rank", str(index))
         words += ("--rdzv-endpoint", f"127.0.0.1:{port}")
-        hosts.append(
-            sandbox.start(
-                *("launch", "--strategy", "toy", *words, script),
-                env={"DRIVETRAIN_SECRET": "a secret of the tests"},
-            )
-        )
+        secret = {"DRIVETRAIN_SECRET": "a secret of the tests"}
+        hosts.append(sandbox.start("launch", "--strategy", "toy", *words, script, env=secret))
         if not index:
             said = hosts[0].stderr.readline()
             assert said.startswith("waiting for 1 of 2 hosts")

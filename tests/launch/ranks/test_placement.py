@@ -29,8 +29,6 @@ def test_local_ranks():
     ):
         assert local_ranks(launch, accelerators=accelerators, cores=6) == ranks, launch
 
-
-def test_more_ranks_than_accelerators_are_refused():
     with pytest.raises(ConfigError, match="each of the 5 ranks of this host, found 4"):
         local_ranks(LaunchConfig(nproc_per_node=5), accelerators=4, cores=8)
 
@@ -39,10 +37,7 @@ def test_threads_divide_the_cores(monkeypatch):
     for ranks, expected in ((1, "8"), (3, "2"), (8, "1"), (20, "1")):
         monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
         assert threads(LaunchConfig(), ranks, cores=8) == expected, ranks
-
-
-def test_threads_that_the_user_set_stay(monkeypatch):
-    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")  # which the user set
     assert threads(LaunchConfig(), 2, cores=8) is None
     assert threads(LaunchConfig(threads_per_rank=3), 2, cores=8) == "3"
 
@@ -51,17 +46,12 @@ def test_malformed_endpoints_are_refused():
     for text in ("host", "host:", ":80", "host:0", "host:65536", "a b:80", "::1:80"):
         with pytest.raises(ConfigError, match="expected HOST:PORT"):
             Endpoint.parse(text)
-
-
-def test_endpoints_read_and_write_the_same():
     for text in ("host.example:29400", "10.0.0.1:1", "[::1]:65535"):
         assert str(Endpoint.parse(text)) == text, text
 
 
 def test_address_is_the_one_on_the_route():
-    interface = interface_of("127.0.0.1")
-    assert interface is not None
-    assert interface.startswith("lo")
+    assert interface_of("127.0.0.1").startswith("lo")
     assert interface_of("192.0.2.1") is None
 
 
@@ -86,13 +76,9 @@ def test_freed_memory_stays_on_the_cpu_only():
 
 
 @pytest.mark.usefixtures("heap_not_set")
-def test_heap_settings_of_the_user_stay(monkeypatch):
+def test_heap_settings_of_the_user_stay_and_other_tunables_are_none(monkeypatch):
+    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.pthread.rseq=0")
+    assert heap_variables(LaunchConfig(), accelerators=0)
     for name, value in ((HEAP[0], "65536"), (HEAP[1], "1"), (HEAP[2], "glibc.malloc.arena_max=1")):
         monkeypatch.setenv(name, value)
         assert not heap_variables(LaunchConfig(), accelerators=0), name
-
-
-@pytest.mark.usefixtures("heap_not_set")
-def test_other_tunables_are_no_heap_settings(monkeypatch):
-    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.pthread.rseq=0")
-    assert heap_variables(LaunchConfig(), accelerators=0)

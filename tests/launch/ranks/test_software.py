@@ -18,15 +18,12 @@ def test_digest_follows_the_content_of_the_script(tmp_path):
 
 
 def test_digest_of_a_module_that_is_not_imported(tmp_path, monkeypatch):
-    for name, file in (
-        ("one", "one.py"),
-        ("pack", "pack/__main__.py"),
-        ("pack.two", "pack/two.py"),
-    ):
-        monkeypatch.chdir(tmp_path)
-        (tmp_path / "pack").mkdir(exist_ok=True)
-        (tmp_path / "pack/__init__.py").write_text("raise SystemExit")
-        assert script_digest(("-m", "no_such_module_anywhere")) == "", name
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "pack").mkdir()
+    (tmp_path / "pack/__init__.py").write_text("raise SystemExit")
+    assert script_digest(("-m", "no_such_module_anywhere")) == ""
+    names = {"one": "one.py", "pack": "pack/__main__.py", "pack.two": "pack/two.py"}
+    for name, file in names.items():
         (tmp_path / file).write_text("raise SystemExit('imported')")
         digest = script_digest(("-m", name))
         assert len(digest) == 12, name

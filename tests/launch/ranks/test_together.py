@@ -196,9 +196,8 @@ def test_host_with_another_secret_does_not_join(port, capsys):
     with together(port, 0) as (hosts, _):
         for _ in range(2):
             stranger = party(port, 1, secret=b"another secret of tests")
-            with pytest.raises(
-                ConfigError, match="secret is not the secret of host 0.*; set DRIVE"
-            ):
+            said = "secret is not the secret of host 0.*; set DRIVE"
+            with pytest.raises(ConfigError, match=said):
                 stranger.join()
             stranger.leave("")
         with joined(port, 1) as other:
@@ -267,17 +266,16 @@ def test_host_0_names_a_slow_rank_of_another_host(port, capsys):
         places = list(pool.map(SeveralHosts.meet, hosts))
         for _ in range(2):
             for rank, seconds in enumerate((0.2, 0.2, 0.9)):
-                work = RankTimes(
-                    rank=rank, host=f"{min(rank, 1)}@n{min(rank, 1)}", steps=1, seconds=1.0,
-                    sections={"backward": seconds},
-                )  # fmt: skip
-                hosts[min(rank, 1)].tell_work(places[min(rank, 1)], [work])
+                host = min(rank, 1)
+                facts = {"host": f"{host}@n{host}", "sections": {"backward": seconds}}
+                work = RankTimes(rank=rank, steps=1, seconds=1.0, **facts)
+                hosts[host].tell_work(places[host], [work])
         said = wait_for_line(capsys, ".*slower.*")
-    named = [line for line in said if "slower" in line]
-    assert named == [
+    (named,) = [line for line in said if "slower" in line]
+    assert named == (
         "rank 2 on host n1 is slower than the others: 900 ms of work in a step against 200 ms; "
         "most of the difference is in backward, 900 ms against 200 ms"
-    ]
+    )
 
 
 async def cut(host):
@@ -321,19 +319,16 @@ def test_hosts_that_are_left_go_on_and_one_that_comes_back_joins_after_a_save(po
         verdicts = list(pool.map(SeveralHosts.conclude, left, stopped))
         assert all(verdict.again for verdict in verdicts)
         places = list(pool.map(SeveralHosts.meet, left))
-        assert [(p.attempt, p.index, p.sizes, p.first_rank) for p in places] == [
-            (1, 0, (1, 3), 0),
-            (1, 1, (1, 3), 1),
-        ]
+        found = [(p.attempt, p.index, p.sizes, p.first_rank) for p in places]
+        assert found == [(1, place, (1, 3), place) for place in range(2)]
         back = stack.enter_context(joined(port, 1, **settings))
         wait_until(lambda: any(host.notice_asked() for host in left))
         assert not any(host.stop_asked() for host in left)  # the ranks may save
         verdicts = list(pool.map(SeveralHosts.conclude, left, 2 * [SAVED]))
         assert all(verdict.again for verdict in verdicts)  # although no restart is left
         places = list(pool.map(SeveralHosts.meet, [hosts[0], back, hosts[2]]))
-        assert [(p.attempt, p.index, p.sizes) for p in places] == [
-            (2, place, (1, 2, 3)) for place in range(3)
-        ]
+        found = [(p.attempt, p.index, p.sizes) for p in places]
+        assert found == [(2, place, (1, 2, 3)) for place in range(3)]
         verdicts = list(pool.map(SeveralHosts.conclude, [hosts[0], back, hosts[2]], 3 * [SAVED]))
         assert [(v.again, v.code) for v in verdicts] == 3 * [(False, PREEMPTED)]
 
@@ -361,9 +356,8 @@ def test_a_host_that_waits_ends_as_the_run_does(sandbox, port):
     words = ("--nproc-per-node", "1", "--nnodes", "1:2", "--rdzv-endpoint", f"127.0.0.1:{port}")
     script = sandbox.script("print()")
     with running(port, 0, 1, count=2, min_nnodes=1) as (hosts, pool):
-        late = sandbox.start(
-            "launch", "--strategy", "toy", *words, "--node-rank", "1", script, env=SECRET
-        )
+        words = ("--strategy", "toy", *words, "--node-rank", "1", script)
+        late = sandbox.start("launch", *words, env=SECRET)
         wait_until(lambda: hosts[0]._coordinator._waiting)
         verdicts = list(pool.map(SeveralHosts.conclude, hosts, 2 * [WELL]))
         assert [(verdict.again, verdict.code) for verdict in verdicts] == 2 * [(False, 0)]
@@ -561,10 +555,9 @@ def test_endpoint_of_another_host_is_refused():
 
 
 def test_hosts_do_not_wait_longer_than_the_start_timeout(port):
-    with (
-        together(port, 0, start_timeout_s=1.0) as (hosts, _),
-        pytest.raises(PreflightError, match=r"1 of 2 hosts \(host 1\) did not come within 1 s"),
-    ):
+    said = r"1 of 2 hosts \(host 1\) did not come within 1 s"
+    refused = pytest.raises(PreflightError, match=said)
+    with together(port, 0, start_timeout_s=1.0) as (hosts, _), refused:
         hosts[0].meet()
 
 

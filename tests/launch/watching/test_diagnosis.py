@@ -1,6 +1,7 @@
 """Who is accused when ranks wait, from states of ranks that were made up."""
 
-from drivetrain_launch.watching.answers import OperationView, RankView, main_thread, script_site
+import waiting_ranks
+from drivetrain_launch.watching.answers import RankView, main_thread, script_site
 from drivetrain_launch.watching.watch import diagnose, mismatch
 
 WORKER = str(__import__("drivetrain_launch.ranks.worker", fromlist=["worker"]).__file__)
@@ -23,14 +24,9 @@ def stack(line: int, *inner: str) -> str:
 
 
 def operation(submitted, running=0, seconds=0.0, **facts):
-    given = {
-        "place": "ring",
-        "ranks": (0, 1, 2, 3),
-        "checksum": 5,
-        "name": f"all_reduce {running:,} 'blocks.7'",
-        "size": "10 float32",
-    } | facts
-    return OperationView(submitted=submitted, running=running, running_s=seconds, **given)
+    usual = {"ranks": (0, 1, 2, 3), "checksum": 5, "size": "10 float32"}
+    usual["name"] = f"all_reduce {running:,} 'blocks.7'"
+    return waiting_ranks.operation(submitted, running, seconds, **usual | facts)
 
 
 def rank(number, *operations, **facts):
@@ -77,9 +73,8 @@ def test_two_ranks_that_wait_for_each_other():
     other = operation(3, 3, 20.0, place="meeting", name="gather", checksum=0)
     hang = diagnose(views(waiting(0), rank(1, operation(1203), other)), limit_s=lambda _: 8.0)
     assert hang.kind == "circle"
-    assert (
-        "rank 1 on n0 waits in gather; rank 0 waits for it in all_reduce 1,204" in hang.sentence()
-    )
+    said = "rank 1 on n0 waits in gather; rank 0 waits for it in all_reduce 1,204"
+    assert said in hang.sentence()
 
 
 def test_another_operation_with_the_same_number():

@@ -2,37 +2,16 @@
 
 from drivetrain.runtime.board import DRAWING, NATIVE
 from drivetrain_launch.watching import watch as diagnosis
-from drivetrain_launch.watching.answers import OperationView, RankView
 from drivetrain_launch.watching.watch import Usual, resting
+from waiting_ranks import operation, view
 
 
-def still(rank, seconds, *operations, section="forward", state=""):
-    return RankView(
-        rank=rank,
-        host="n1",
-        pid=7,
-        section=section,
-        still_s=seconds,
-        operations=operations,
-        state=state,
-    )
-
-
-def running(place):
-    return OperationView(
-        place=place,
-        ranks=(0, 1),
-        submitted=9,
-        running=9,
-        running_s=70.0,
-        checksum=0,
-        name="all_reduce",
-        size="",
-    )
+def still(rank, seconds, *operations, **facts):
+    return view(rank, *operations, still_s=seconds, **facts)
 
 
 def found(*views):
-    return resting({view.rank: view for view in views}, limit_s=60.0, usual_s=4.2)
+    return resting({each.rank: each for each in views}, limit_s=60.0, usual_s=4.2)
 
 
 def test_those_who_stand_still_are_named():
@@ -49,11 +28,12 @@ def test_those_who_stand_still_are_named():
 
 def test_nobody_is_named_where_ranks_wait_have_ended_or_do_not_train_yet():
     assert found(still(0, 50.0)) is None
-    assert found(still(0, 70.0), still(1, 70.0, running("ring"))) is None
+    assert found(still(0, 70.0), still(1, 70.0, operation(seconds=70.0))) is None
     assert found(still(0, 70.0, state="ended")) is None
     assert found(still(0, 70.0, section="")) is None
     assert found(still(0, 70.0, section=DRAWING)) is None
-    assert found(still(0, 70.0, running(f"dp/{NATIVE}"))).culprits == [0]  # the host goes on
+    on_device = operation(seconds=70.0, place=f"dp/{NATIVE}")  # the host goes on
+    assert found(still(0, 70.0, on_device)).culprits == [0]
 
 
 def test_a_rest_is_unusual_from_five_times_the_longest_of_before():

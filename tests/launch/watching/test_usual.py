@@ -1,30 +1,21 @@
 """The usual length of waits, from states of ranks that were made up."""
 
 from drivetrain_launch.watching import watch as diagnosis
-from drivetrain_launch.watching.answers import OperationView, RankView
 from drivetrain_launch.watching.watch import Usual, diagnose
+from waiting_ranks import operation, view
 
 
 def seen(rank, seconds, *, place="ring", section="forward", number=9):
     """Return a rank that has waited for so long; 0 for one that does not wait."""
-    operation = OperationView(
-        place=place,
-        ranks=(0, 1),
-        submitted=number,
-        running=number if seconds else 0,
-        running_s=seconds,
-        checksum=0,
-        name="all_reduce",
-        size="",
-    )
-    return RankView(rank=rank, host="n1", pid=7, section=section, operations=(operation,))
+    waits = operation(number, number if seconds else 0, seconds, place=place)
+    return view(rank, waits, section=section)
 
 
 def learn(learned, now, *views):
     """Learn from a wait that is under way, and then over."""
-    learned.learn({view.rank: view for view in views}, now)
-    over = [seen(view.rank, 0.0, section=view.section) for view in views]
-    learned.learn({view.rank: view for view in over}, now + 0.5)
+    learned.learn({each.rank: each for each in views}, now)
+    over = [seen(each.rank, 0.0, section=each.section) for each in views]
+    learned.learn({each.rank: each for each in over}, now + 0.5)
 
 
 TRAINING = {0: seen(0, 0.0), 1: seen(1, 0.0)}

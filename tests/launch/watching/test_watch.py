@@ -1,16 +1,12 @@
 """The watch tells a hang once, and once that ranks go on, from states that were made up."""
 
-from drivetrain_launch.watching.answers import OperationView, RankView
 from drivetrain_launch.watching.watch import HangWatch, Hosts
+from waiting_ranks import operation, view
 
 
 def seen(rank, submitted, seconds):
-    operation = OperationView(
-        place="ring", ranks=(0, 1), submitted=submitted, running=9 if seconds else 0,
-        running_s=seconds, checksum=0, name="all_reduce 9", size="",
-    )  # fmt: skip
-    view = RankView(rank=rank, host="n1", pid=7, section="forward", operations=(operation,))
-    return view.to_json()
+    waits = operation(submitted, 9 if seconds else 0, seconds, name="all_reduce 9")
+    return view(rank, waits).to_json()
 
 
 def test_a_hang_is_told_once_and_its_end_once():

@@ -6,59 +6,53 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 
-from way_kit import Loop
+from way_kit import Loop, Way, between
 
 
-def _train(
-    loop: Loop,
-    between: Callable[[int, nn.Module], None],
-    *,
-    clear: Callable[[nn.Module], None] | None = None,
-    make: Callable[[nn.Module], torch.optim.Optimizer] = lambda m: SGD(m.parameters(), lr=0.5),
-) -> None:
-    """Take three steps, with something between backward and step."""
-    model, optimizer = loop.ready(make)
-    for step in range(3):
-        loop.backward(loop.loss(model, loop.batch(step)))
-        between(step, model)
-        optimizer.step()
-        if clear is None:
-            optimizer.zero_grad()
-        else:
-            clear(model)
-    loop.weights(model)
-
-
-def _edited(loop: Loop, edit: Callable[[Tensor], object]) -> None:
-    def between(step: int, model: nn.Module) -> None:
+def _edits(edit: Callable[[Tensor], object]) -> Way:
+    @between
+    def way(loop: Loop, step: int, model: nn.Module) -> None:
         for parameter in model.parameters():
             if parameter.grad is not None:
                 edit(parameter.grad)
 
-    _train(loop, between)
+    return way
 
 
-def _replaced(loop: Loop, make: Callable[[nn.Parameter], Tensor | None]) -> None:
-    def between(step: int, model: nn.Module) -> None:
+def _each(change: Callable[[nn.Parameter], object]) -> Way:
+    @between
+    def way(loop: Loop, step: int, model: nn.Module) -> None:
         for parameter in model.parameters():
-            parameter.grad = make(parameter)
+            change(parameter)
 
-    _train(loop, between)
+    return way
 
 
-def _nothing(step: int, model: nn.Module) -> None:
-    return
+def _replaces(make: Callable[[nn.Parameter], Tensor | None]) -> Way:
+    return _each(lambda parameter: setattr(parameter, "grad", make(parameter)))
+
+
+def _clears(clear: Callable[[nn.Module], object]) -> Way:
+    """Return a way of three steps with this after each of them."""
+
+    def way(loop: Loop) -> None:
+        model, optimizer = loop.ready()
+        for step in range(3):
+            loop.backward(loop.loss(model, loop.batch(step)))
+            optimizer.step()
+            clear(model)
+        loop.weights(model)
+
+    return way
 
 
 # --- clearing ---
 
 
-def cleared_by_none(loop: Loop) -> None:
-    def clear(model: nn.Module) -> None:
-        for parameter in model.parameters():
-            parameter.grad = None
-
-    _train(loop, _nothing, clear=clear)
+@_clears
+def cleared_by_none(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.grad = None
 
 
 def cleared_by_none_before_backward_with_momentum(loop: Loop) -> None:
@@ -71,45 +65,35 @@ def cleared_by_none_before_backward_with_momentum(loop: Loop) -> None:
     loop.weights(model)
 
 
-def cleared_by_zero(loop: Loop) -> None:
-    def clear(model: nn.Module) -> None:
-        for parameter in model.parameters():
-            parameter.grad.detach_()
-            parameter.grad.zero_()
-
-    _train(loop, _nothing, clear=clear)
+@_clears
+def cleared_by_zero(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.grad.detach_()
+        parameter.grad.zero_()
 
 
-def cleared_by_data_zero(loop: Loop) -> None:
-    def clear(model: nn.Module) -> None:
-        for parameter in model.parameters():
-            parameter.grad.data.zero_()
-
-    _train(loop, _nothing, clear=clear)
+@_clears
+def cleared_by_data_zero(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.grad.data.zero_()
 
 
-def cleared_by_the_model_to_zeros(loop: Loop) -> None:
-    _train(loop, _nothing, clear=lambda model: model.zero_grad(set_to_none=False))
+cleared_by_the_model_to_zeros = _clears(lambda model: model.zero_grad(set_to_none=False))
 
 
-def not_cleared_at_all(loop: Loop) -> None:
-    _train(loop, _nothing, clear=lambda model: None)
+not_cleared_at_all = _clears(lambda model: None)
 
 
 def a_layer_kept_from_a_step_by_none(loop: Loop) -> None:
-    def between(step: int, model: nn.Module) -> None:
-        if step < 2:
-            for parameter in model.last.parameters():
-                parameter.grad = None
-
-    _train(loop, between, make=lambda m: AdamW(m.parameters(), lr=0.02))
+    model, optimizer = loop.ready(lambda m: AdamW(m.parameters(), lr=0.02))
+    for step in loop.steps(model, optimizer, 3):
+        for parameter in model.last.parameters() if step < 2 else ():
+            parameter.grad = None
 
 
-def one_layer_cleared_and_the_others_added_up(loop: Loop) -> None:
-    def clear(model: nn.Module) -> None:
-        model.last.weight.grad = None
-
-    _train(loop, _nothing, clear=clear)
+@_clears
+def one_layer_cleared_and_the_others_added_up(model: nn.Module) -> None:
+    model.last.weight.grad = None
 
 
 def a_second_backward_adds(loop: Loop) -> None:
@@ -151,24 +135,21 @@ def counted_where_none(loop: Loop) -> None:
     loop.weights(model)
 
 
-def facts_of_a_gradient(loop: Loop) -> None:
-    def between(step: int, model: nn.Module) -> None:
-        for name, parameter in model.named_parameters():
-            grad = parameter.grad
-            assert grad.shape == parameter.shape
-            assert grad.dtype == parameter.dtype
-            assert grad.device == parameter.device
-            assert not grad.requires_grad
-            loop.note(f"{name} {step}", grad.numel() + grad.dim())
-
-    _train(loop, between)
+@between
+def facts_of_a_gradient(loop: Loop, step: int, model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        grad = parameter.grad
+        assert grad.shape == parameter.shape
+        assert grad.dtype == parameter.dtype
+        assert grad.device == parameter.device
+        assert not grad.requires_grad
+        loop.note(f"{name} {step}", grad.numel() + grad.dim())
 
 
 # --- assigning ---
 
 
-def whole_tensors_assigned(loop: Loop) -> None:
-    _replaced(loop, lambda p: torch.linspace(-1, 1, p.numel()).view(p.shape))
+whole_tensors_assigned = _replaces(lambda p: torch.linspace(-1, 1, p.numel()).view(p.shape))
 
 
 def whole_tensors_assigned_without_a_backward(loop: Loop) -> None:
@@ -182,16 +163,13 @@ def whole_tensors_assigned_without_a_backward(loop: Loop) -> None:
     loop.weights(model)
 
 
-def replaced_by_a_product(loop: Loop) -> None:
-    _replaced(loop, lambda p: p.grad * 0.5)
+replaced_by_a_product = _replaces(lambda p: p.grad * 0.5)
 
 
-def replaced_by_a_clone(loop: Loop) -> None:
-    _replaced(loop, lambda p: p.grad.clone().detach())
+replaced_by_a_clone = _replaces(lambda p: p.grad.clone().detach())
 
 
-def replaced_by_its_sign(loop: Loop) -> None:
-    _replaced(loop, lambda p: torch.sign(p.grad))
+replaced_by_its_sign = _replaces(lambda p: torch.sign(p.grad))
 
 
 def swapped_between_two_backwards(loop: Loop) -> None:
@@ -213,167 +191,129 @@ def swapped_between_two_backwards(loop: Loop) -> None:
 # --- editing ---
 
 
-def scaled(loop: Loop) -> None:
-    _edited(loop, lambda g: g.mul_(0.3))
+scaled = _edits(lambda g: g.mul_(0.3))
 
 
-def scaled_by_an_operator(loop: Loop) -> None:
-    def between(step: int, model: nn.Module) -> None:
-        for parameter in model.parameters():
-            parameter.grad /= 3
-
-    _train(loop, between)
+@_each
+def scaled_by_an_operator(parameter: nn.Parameter) -> None:
+    parameter.grad /= 3
 
 
-def scaled_through_data(loop: Loop) -> None:
-    _edited(loop, lambda g: g.data.mul_(torch.tensor(0.3)))
+scaled_through_data = _edits(lambda g: g.data.mul_(torch.tensor(0.3)))
 
 
-def clamped(loop: Loop) -> None:
-    _edited(loop, lambda g: g.clamp_(-0.01, 0.01))
+clamped = _edits(lambda g: g.clamp_(-0.01, 0.01))
 
 
-def cleaned_of_nan(loop: Loop) -> None:
-    _edited(loop, lambda g: torch.nan_to_num_(g, nan=0.0))
+cleaned_of_nan = _edits(lambda g: torch.nan_to_num_(g, nan=0.0))
 
 
-def masked(loop: Loop) -> None:
-    _edited(loop, lambda g: g.masked_fill_(torch.arange(g.numel()).view(g.shape) % 3 == 0, 0.0))
+masked = _edits(lambda g: g.masked_fill_(torch.arange(g.numel()).view(g.shape) % 3 == 0, 0.0))
 
 
-def multiplied_by_a_mask_of_rows(loop: Loop) -> None:
-    def between(step: int, model: nn.Module) -> None:
-        model.first.weight.grad.mul_((torch.arange(32) >= 16).to(torch.float64)[:, None])
-
-    _train(loop, between)
+@between
+def multiplied_by_a_mask_of_rows(loop: Loop, step: int, model: nn.Module) -> None:
+    model.first.weight.grad.mul_((torch.arange(32) >= 16).to(torch.float64)[:, None])
 
 
-def rows_written_by_index(loop: Loop) -> None:
+@between
+def rows_written_by_index(loop: Loop, step: int, model: nn.Module) -> None:
     """As new words of a table are trained alone."""
-
-    def between(step: int, model: nn.Module) -> None:
-        model.first.weight.grad[:16] = 0
-        model.last.weight.grad[3, 2:5] = torch.tensor([1.0, 2.0, 3.0])
-
-    _train(loop, between)
+    model.first.weight.grad[:16] = 0
+    model.last.weight.grad[3, 2:5] = torch.tensor([1.0, 2.0, 3.0])
 
 
-def rows_written_by_a_view(loop: Loop) -> None:
-    def between(step: int, model: nn.Module) -> None:
-        model.first.weight.grad[:16].zero_()
-
-    _train(loop, between)
+@between
+def rows_written_by_a_view(loop: Loop, step: int, model: nn.Module) -> None:
+    model.first.weight.grad[:16].zero_()
 
 
-def weights_added_as_decay(loop: Loop) -> None:
-    def between(step: int, model: nn.Module) -> None:
-        for parameter in model.parameters():
-            parameter.grad.add_(parameter.detach(), alpha=0.1)
-
-    _train(loop, between)
+@_each
+def weights_added_as_decay(parameter: nn.Parameter) -> None:
+    parameter.grad.add_(parameter.detach(), alpha=0.1)
 
 
-def weights_added_to_all_at_once(loop: Loop) -> None:
-    def between(step: int, model: nn.Module) -> None:
-        torch._foreach_mul_([p.grad for p in model.parameters()], 0.5)
-        torch._foreach_add_([p.grad for p in model.parameters()], 0.01)
-
-    _train(loop, between)
+@between
+def weights_added_to_all_at_once(loop: Loop, step: int, model: nn.Module) -> None:
+    torch._foreach_mul_([p.grad for p in model.parameters()], 0.5)
+    torch._foreach_add_([p.grad for p in model.parameters()], 0.01)
 
 
-def noise_drawn_in_place(loop: Loop) -> None:
-    def between(step: int, model: nn.Module) -> None:
-        torch.manual_seed(step)
-        for parameter in model.parameters():
-            parameter.grad.add_(torch.randn_like(parameter.grad), alpha=0.01)
-
-    _train(loop, between)
+@between
+def noise_drawn_in_place(loop: Loop, step: int, model: nn.Module) -> None:
+    torch.manual_seed(step)
+    for parameter in model.parameters():
+        parameter.grad.add_(torch.randn_like(parameter.grad), alpha=0.01)
 
 
-def noise_drawn_from_one_seed(loop: Loop) -> None:
-    def between(step: int, model: nn.Module) -> None:
-        generator = torch.Generator().manual_seed(step)
-        for parameter in model.parameters():
-            parameter.grad.add_(torch.randn(parameter.shape, generator=generator), alpha=0.01)
-
-    _train(loop, between)
+@between
+def noise_drawn_from_one_seed(loop: Loop, step: int, model: nn.Module) -> None:
+    generator = torch.Generator().manual_seed(step)
+    for parameter in model.parameters():
+        parameter.grad.add_(torch.randn(parameter.shape, generator=generator), alpha=0.01)
 
 
 # --- measuring ---
 
 
-def clipped_by_torch(loop: Loop) -> None:
-    def between(step: int, model: nn.Module) -> None:
-        loop.note(f"norm {step}", nn.utils.clip_grad_norm_(model.parameters(), 0.1))
-
-    _train(loop, between)
+@between
+def clipped_by_torch(loop: Loop, step: int, model: nn.Module) -> None:
+    loop.note(f"norm {step}", nn.utils.clip_grad_norm_(model.parameters(), 0.1))
 
 
-def clipped_by_torch_to_the_largest(loop: Loop) -> None:
-    def between(step: int, model: nn.Module) -> None:
-        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.01, norm_type=float("inf"))
-        loop.note(f"norm {step}", norm)
-
-    _train(loop, between)
+@between
+def clipped_by_torch_to_the_largest(loop: Loop, step: int, model: nn.Module) -> None:
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.01, norm_type=float("inf"))
+    loop.note(f"norm {step}", norm)
 
 
-def clipped_by_torch_in_two_groups(loop: Loop) -> None:
-    def between(step: int, model: nn.Module) -> None:
-        for index, part in enumerate((model.blocks, model.last)):
-            loop.note(f"norm {step} {index}", nn.utils.clip_grad_norm_(part.parameters(), 0.05))
-
-    _train(loop, between)
+@between
+def clipped_by_torch_in_two_groups(loop: Loop, step: int, model: nn.Module) -> None:
+    for index, part in enumerate((model.blocks, model.last)):
+        loop.note(f"norm {step} {index}", nn.utils.clip_grad_norm_(part.parameters(), 0.05))
 
 
-def clipped_by_value_by_torch(loop: Loop) -> None:
-    _train(loop, lambda step, model: nn.utils.clip_grad_value_(model.parameters(), 0.01))
+@between
+def clipped_by_value_by_torch(loop: Loop, step: int, model: nn.Module) -> None:
+    nn.utils.clip_grad_value_(model.parameters(), 0.01)
 
 
-def measured_by_torch(loop: Loop) -> None:
-    def between(step: int, model: nn.Module) -> None:
-        gradients = [p.grad for p in model.parameters() if p.grad is not None]
-        loop.note(f"norm {step}", nn.utils.get_total_norm(gradients))
-        loop.note(f"norms {step}", torch.stack(torch._foreach_norm(gradients)))
-
-    _train(loop, between)
+@between
+def measured_by_torch(loop: Loop, step: int, model: nn.Module) -> None:
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    loop.note(f"norm {step}", nn.utils.get_total_norm(gradients))
+    loop.note(f"norms {step}", torch.stack(torch._foreach_norm(gradients)))
 
 
-def norm_written_by_hand(loop: Loop) -> None:
+@between
+def norm_written_by_hand(loop: Loop, step: int, model: nn.Module) -> None:
     """As many scripts write it, in each of the ways."""
-
-    def between(step: int, model: nn.Module) -> None:
-        gradients = [p.grad for p in model.parameters() if p.grad is not None]
-        ways = {
-            "items": sum(g.data.norm(2).item() ** 2 for g in gradients) ** 0.5,
-            "pow": sum(g.detach().pow(2).sum() for g in gradients).sqrt(),
-            "abs": sum(g.abs().sum() for g in gradients),
-            "max": max(g.abs().max() for g in gradients),
-            "vector": torch.cat([g.flatten() for g in gradients]).norm(),
-            "mean": torch.stack([g.mean() for g in gradients]),
-        }
-        for name, value in ways.items():
-            loop.note(f"{name} {step}", value)
-
-    _train(loop, between)
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    ways = {
+        "items": sum(g.data.norm(2).item() ** 2 for g in gradients) ** 0.5,
+        "pow": sum(g.detach().pow(2).sum() for g in gradients).sqrt(),
+        "abs": sum(g.abs().sum() for g in gradients),
+        "max": max(g.abs().max() for g in gradients),
+        "vector": torch.cat([g.flatten() for g in gradients]).norm(),
+        "mean": torch.stack([g.mean() for g in gradients]),
+    }
+    for name, value in ways.items():
+        loop.note(f"{name} {step}", value)
 
 
-def looked_at_for_nan(loop: Loop) -> None:
-    def between(step: int, model: nn.Module) -> None:
-        fine = all(torch.isfinite(p.grad).all() for p in model.parameters())
-        loop.note(f"fine {step}", fine)
-        loop.note(f"nan {step}", sum(int(p.grad.isnan().sum()) for p in model.parameters()))
-
-    _train(loop, between)
+@between
+def looked_at_for_nan(loop: Loop, step: int, model: nn.Module) -> None:
+    fine = all(torch.isfinite(p.grad).all() for p in model.parameters())
+    loop.note(f"fine {step}", fine)
+    loop.note(f"nan {step}", sum(int(p.grad.isnan().sum()) for p in model.parameters()))
 
 
-def read_as_numbers(loop: Loop) -> None:
-    def between(step: int, model: nn.Module) -> None:
-        loop.note(f"numpy {step}", torch.from_numpy(model.last.bias.grad.numpy().copy()))
-        loop.note(f"list {step}", torch.tensor(model.last.bias.grad.tolist()))
-        loop.note(f"cpu {step}", model.first.weight.grad.cpu().float().double())
-        loop.note(f"row {step}", model.first.weight.grad[5])
-
-    _train(loop, between)
+@between
+def read_as_numbers(loop: Loop, step: int, model: nn.Module) -> None:
+    loop.note(f"numpy {step}", torch.from_numpy(model.last.bias.grad.numpy().copy()))
+    loop.note(f"list {step}", torch.tensor(model.last.bias.grad.tolist()))
+    loop.note(f"cpu {step}", model.first.weight.grad.cpu().float().double())
+    loop.note(f"row {step}", model.first.weight.grad[5])
 
 
 def compared_between_tasks(loop: Loop) -> None:
@@ -436,9 +376,7 @@ def gradients_kept_from_the_first_step(loop: Loop) -> None:
             parameter.grad.lerp_(kept, 0.5)
 
 
-def set_through_data(loop: Loop) -> None:
-    def between(step: int, model: nn.Module) -> None:
-        for parameter in model.parameters():
-            parameter.grad.data = parameter.grad.data.clamp(-0.01, 0.01)
-
-    _train(loop, between)
+@between
+def set_through_data(loop: Loop, step: int, model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.grad.data = parameter.grad.data.clamp(-0.01, 0.01)

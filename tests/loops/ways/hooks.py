@@ -1,47 +1,31 @@
 """Hooks: on parameters, registered before and after prepare, that change, record and step."""
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from way_kit import Loop
-
-
-def _hooked(loop: Loop, hook: Callable[[Tensor], Any], *, before: bool) -> None:
-    """Take three steps with a hook on every parameter."""
-    model = loop.model()
-    if before:
-        for parameter in model.parameters():
-            parameter.register_hook(hook)
-    model, optimizer = loop.prepare(model, SGD(model.parameters(), lr=0.5))
-    if not before:
-        for parameter in model.parameters():
-            parameter.register_hook(hook)
-    loop.train(model, optimizer)
+from way_kit import Loop, hooked
 
 
 def a_hook_of_before_clamps(loop: Loop) -> None:
-    _hooked(loop, lambda g: g.clamp(-0.01, 0.01), before=True)
+    hooked(loop, lambda g: g.clamp(-0.01, 0.01), before=True)
 
 
 def a_hook_of_after_clamps(loop: Loop) -> None:
-    _hooked(loop, lambda g: g.clamp(-0.01, 0.01), before=False)
+    hooked(loop, lambda g: g.clamp(-0.01, 0.01), before=False)
 
 
 def a_hook_scales(loop: Loop) -> None:
-    _hooked(loop, lambda g: g * 0.5, before=True)
+    hooked(loop, lambda g: g * 0.5, before=True)
 
 
 def a_hook_clips_its_own_norm(loop: Loop) -> None:
-    _hooked(loop, lambda g: g / (1 + g.norm()), before=True)
+    hooked(loop, lambda g: g / (1 + g.norm()), before=True)
 
 
 def a_hook_records_norms(loop: Loop) -> None:
     norms: list[Tensor] = []
-    _hooked(loop, lambda g: norms.append(g.norm().clone()), before=True)
+    hooked(loop, lambda g: norms.append(g.norm().clone()), before=True)
     loop.note("norms", torch.stack(norms).sort().values)
 
 
@@ -62,9 +46,7 @@ def a_hook_is_removed_after_a_step(loop: Loop) -> None:
     model, optimizer = loop.ready()
     handle = model.last.weight.register_hook(lambda g: g * 0)
     for step in range(3):
-        loop.backward(loop.loss(model, loop.batch(step)))
-        optimizer.step()
-        optimizer.zero_grad()
+        loop.step(optimizer, loop.loss(model, loop.batch(step)))
         if step == 1:
             handle.remove()
     loop.weights(model)
@@ -78,15 +60,11 @@ def a_hook_in_windows(loop: Loop) -> None:
     for step in range(2):
         parts = [loop.batch(2 * step), loop.batch(2 * step + 1)]
         if loop.alone:
-            loop.backward(sum(loop.loss(model, part) for part in parts) / 2)
-            optimizer.step()
-            optimizer.zero_grad()
+            loop.step(optimizer, sum(loop.loss(model, part) for part in parts) / 2)
             continue
         for part in parts:
             with loop.accumulate(model):
-                loop.backward(loop.loss(model, part))
-                optimizer.step()
-                optimizer.zero_grad()
+                loop.step(optimizer, loop.loss(model, part))
     loop.weights(model)
 
 

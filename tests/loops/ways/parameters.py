@@ -12,34 +12,9 @@ from torch.func import functional_call
 from torch.optim import SGD
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from way_kit import LENGTH, Loop
+from way_kit import LENGTH, Loop, after, hooked
 
 WHOLE = torch.arange(2 * LENGTH).view(2, LENGTH)
-
-
-def _train(loop: Loop, after: Callable[[int, nn.Module], None]) -> None:
-    """Take three steps, with something after each."""
-    model, optimizer = loop.ready()
-    for step in range(3):
-        loop.backward(loop.loss(model, loop.batch(step)))
-        optimizer.step()
-        optimizer.zero_grad()
-        after(step, model)
-    loop.weights(model)
-
-
-def _hooked(loop: Loop, hook: Callable[[Tensor], Tensor | None], *, early: bool) -> None:
-    """Train with a hook on all weights, registered before or after ``prepare``."""
-    model = loop.model()
-    first = list(model.parameters())
-    if early:
-        for parameter in first:
-            parameter.register_hook(hook)
-    model, optimizer = loop.prepare(model, SGD(first, lr=0.5))
-    if not early:
-        for parameter in model.parameters():
-            parameter.register_hook(hook)
-    loop.train(model, optimizer, 2)
 
 
 # --- facts ---
@@ -62,32 +37,33 @@ def a_hook_from_before_keeps_old_words(loop: Loop) -> None:
         kept[: len(kept) // 2] = 0
         return kept
 
-    _hooked(loop, keep, early=True)
+    hooked(loop, keep, before=True, steps=2)
 
 
 def a_hook_from_after_writes_in_place(loop: Loop) -> None:
     def write(gradient: Tensor) -> None:
         gradient[-1] = 0
 
-    _hooked(loop, write, early=False)
+    hooked(loop, write, before=False, steps=2)
 
 
 def a_hook_weighs_each_element(loop: Loop) -> None:
-    _hooked(loop, lambda g: g * torch.linspace(0, 2, g.numel()).view(g.shape), early=True)
+    def weigh(gradient: Tensor) -> Tensor:
+        return gradient * torch.linspace(0, 2, gradient.numel()).view(gradient.shape)
+
+    hooked(loop, weigh, before=True, steps=2)
 
 
 # --- reading ---
 
 
-def read_in_each_way(loop: Loop) -> None:
-    def after(step: int, model: nn.Module) -> None:
-        for name, parameter in model.named_parameters():
-            loop.note(f"{name} norm {step}", parameter.norm())
-            loop.note(f"{name} data {step}", parameter.data.abs().max())
-            loop.note(f"{name} numpy {step}", parameter.detach().cpu().numpy().sum())
-            loop.note(f"{name} row {step}", parameter[0].detach())
-
-    _train(loop, after)
+@after
+def read_in_each_way(loop: Loop, step: int, model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        loop.note(f"{name} norm {step}", parameter.norm())
+        loop.note(f"{name} data {step}", parameter.data.abs().max())
+        loop.note(f"{name} numpy {step}", parameter.detach().cpu().numpy().sum())
+        loop.note(f"{name} row {step}", parameter[0].detach())
 
 
 def a_penalty_in_the_loss(loop: Loop) -> None:
@@ -96,9 +72,7 @@ def a_penalty_in_the_loss(loop: Loop) -> None:
         loss = loop.loss(model, loop.batch(step))
         loss = loss + 0.1 * sum(p.pow(2).sum() for p in model.parameters())
         loop.note(f"penalty {step}", sum(p.pow(2).sum() for p in model.parameters()))
-        loop.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
+        loop.step(optimizer, loss)
     loop.weights(model)
 
 
@@ -107,9 +81,7 @@ def an_average_from_before_follows_detached(loop: Loop) -> None:
     average = copy.deepcopy(model)
     model, optimizer = loop.prepare(model, SGD(model.parameters(), lr=0.5))
     for step in range(3):
-        loop.backward(loop.loss(model, loop.batch(step)))
-        optimizer.step()
-        optimizer.zero_grad()
+        loop.step(optimizer, loop.loss(model, loop.batch(step)))
         with torch.no_grad():
             for mean, parameter in zip(average.parameters(), model.parameters(), strict=True):
                 mean.lerp_(parameter.detach(), 0.3)
@@ -128,64 +100,54 @@ def a_vector_of_all_parameters(loop: Loop) -> None:
 # --- state dicts ---
 
 
-def a_state_dict_written_and_read(loop: Loop) -> None:
-    def after(step: int, model: nn.Module) -> None:
-        file = io.BytesIO()
-        torch.save(model.state_dict(), file)
-        file.seek(0)
-        for name, tensor in torch.load(file, weights_only=True).items():
-            loop.note(f"{name} {step}", tensor)
-
-    _train(loop, after)
+@after
+def a_state_dict_written_and_read(loop: Loop, step: int, model: nn.Module) -> None:
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    file.seek(0)
+    for name, tensor in torch.load(file, weights_only=True).items():
+        loop.note(f"{name} {step}", tensor)
 
 
 def a_state_dict_kept_and_loaded_again(loop: Loop) -> None:
-    kept = {}
-
-    def after(step: int, model: nn.Module) -> None:
+    model, optimizer = loop.ready()
+    for step in range(3):
+        loop.step(optimizer, loop.loss(model, loop.batch(step)))
         if step == 0:
-            kept.update(copy.deepcopy(model.state_dict()))
+            kept = copy.deepcopy(model.state_dict())
         if step == 1:
             model.load_state_dict(kept)
-
-    _train(loop, after)
+    loop.weights(model)
 
 
 # --- writing ---
 
 
-def weights_clamped_after_each_step(loop: Loop) -> None:
-    def after(step: int, model: nn.Module) -> None:
-        for parameter in model.parameters():
-            parameter.data.clamp_(-0.5, 0.5)
-
-    _train(loop, after)
+@after
+def weights_clamped_after_each_step(loop: Loop, step: int, model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.data.clamp_(-0.5, 0.5)
 
 
-def rows_written_and_drawn_anew(loop: Loop) -> None:
-    def after(step: int, model: nn.Module) -> None:
-        model.first.weight.data[3] = 0.25
-        with torch.no_grad():
-            model.blocks[0].up.weight[2:9].mul_(0.5)
-            nn.init.constant_(model.last.bias, 0.1 * step)
-            model.last.weight.copy_(torch.linspace(-1, 1, 256).view(32, 8))
-
-    _train(loop, after)
+@after
+def rows_written_and_drawn_anew(loop: Loop, step: int, model: nn.Module) -> None:
+    model.first.weight.data[3] = 0.25
+    with torch.no_grad():
+        model.blocks[0].up.weight[2:9].mul_(0.5)
+        nn.init.constant_(model.last.bias, 0.1 * step)
+        model.last.weight.copy_(torch.linspace(-1, 1, 256).view(32, 8))
 
 
-def averages_swapped_in_by_data(loop: Loop) -> None:
+@after
+def averages_swapped_in_by_data(loop: Loop, step: int, model: nn.Module) -> None:
     """As an EMA lends its weights for an evaluation, and takes them back."""
-
-    def after(step: int, model: nn.Module) -> None:
-        kept = [p.data for p in model.parameters()]
-        for parameter in model.parameters():
-            parameter.data = torch.full(tuple(parameter.shape), 0.01)
-        with torch.no_grad():
-            loop.note(f"lent {step}", model(loop.batch(step))[0])
-        for parameter, values in zip(model.parameters(), kept, strict=True):
-            parameter.data = values
-
-    _train(loop, after)
+    kept = [p.data for p in model.parameters()]
+    for parameter in model.parameters():
+        parameter.data = torch.full(tuple(parameter.shape), 0.01)
+    with torch.no_grad():
+        loop.note(f"lent {step}", model(loop.batch(step))[0])
+    for parameter, values in zip(model.parameters(), kept, strict=True):
+        parameter.data = values
 
 
 # --- copies ---
@@ -195,9 +157,7 @@ def a_copy_is_averaged_and_evaluated(loop: Loop) -> None:
     model, optimizer = loop.ready()
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.7))
     for step in range(3):
-        loop.backward(loop.loss(model, loop.batch(step)))
-        optimizer.step()
-        optimizer.zero_grad()
+        loop.step(optimizer, loop.loss(model, loop.batch(step)))
         average.update_parameters(model)
     with torch.no_grad():
         loop.note("outputs", average(torch.arange(8).view(2, 4))[0])
@@ -225,9 +185,7 @@ def _with_other_values(loop: Loop, call: Callable[[nn.Module, dict[str, Tensor]]
     for step in range(2):
         whole = model.state_dict() if loop.alone else loop.accelerator.get_state_dict(model)
         loop.note(f"called {step}", call(model, {name: 1.5 * t for name, t in whole.items()}))
-        loop.backward(loop.loss(model, loop.batch(step)))
-        optimizer.step()
-        optimizer.zero_grad()
+        loop.step(optimizer, loop.loss(model, loop.batch(step)))
     loop.weights(model)
 
 

@@ -81,12 +81,6 @@ def _made(kind: type[nn.Module], block: Callable[[], nn.Module] = WayBlock) -> n
     return model
 
 
-def _step(loop: Loop, optimizer: Any, loss: Tensor) -> None:
-    loop.backward(loss)
-    optimizer.step()
-    optimizer.zero_grad()
-
-
 # --- outputs ---
 
 
@@ -96,7 +90,7 @@ def loss_of_what_comes_beside_the_loss(loop: Loop) -> None:
         found = model(t := loop.batch(step), t)
         assert found["logits"].shape == (*t.shape, WORDS)
         assert found["hidden"][1]["last"].shape == (len(t), WIDTH)
-        _step(loop, optimizer, found["loss"] + found["logits"].square().mean())
+        loop.step(optimizer, found["loss"] + found["logits"].square().mean())
     loop.weights(model)
 
 
@@ -104,7 +98,7 @@ def loss_of_outputs_without_a_loss(loop: Loop) -> None:
     model, optimizer = _ready(loop, _made(_Returning))
     for step, rows in enumerate((8, 6, 2)):
         found = model(loop.batch(step, rows))
-        _step(loop, optimizer, found["logits"].square().mean() + found["mean"])
+        loop.step(optimizer, found["logits"].square().mean() + found["mean"])
     loop.weights(model)
 
 
@@ -125,7 +119,7 @@ def loss_divided_in_place(loop: Loop) -> None:
     for step in range(2):
         loss = model(t := loop.batch(step), t)["loss"]
         loss *= 0.5
-        _step(loop, optimizer, loss)
+        loop.step(optimizer, loss)
     loop.weights(model)
 
 
@@ -133,7 +127,7 @@ def two_forwards_before_a_backward(loop: Loop) -> None:
     model, optimizer = _ready(loop, _made(_Returning))
     for step in range(2):
         one, other = model(loop.batch(step))["logits"], model(loop.batch(9))["logits"]
-        _step(loop, optimizer, (one - other).square().mean())
+        loop.step(optimizer, (one - other).square().mean())
     loop.weights(model)
 
 
@@ -146,7 +140,7 @@ def evaluation_before_the_backward(loop: Loop) -> None:
         with torch.no_grad():
             model(t, t)
         model.train()
-        _step(loop, optimizer, loss)
+        loop.step(optimizer, loss)
     loop.weights(model)
 
 
@@ -157,8 +151,8 @@ def _train_with_buffers(loop: Loop, model: nn.Module) -> None:
     model, optimizer = _ready(loop, model)
     t = torch.arange(8 * LENGTH).view(8, LENGTH)
     for step in range(2):
-        _step(loop, optimizer, model(t % (step + 7), t % WORDS)["loss"])
-        _step(loop, optimizer, model(t % (step + 5))["logits"].square().mean())
+        loop.step(optimizer, model(t % (step + 7), t % WORDS)["loss"])
+        loop.step(optimizer, model(t % (step + 5))["logits"].square().mean())
     with torch.no_grad():  # as statistics are made anew after training
         model(t % 11, t % WORDS)
         model.eval()
@@ -185,8 +179,7 @@ def counts_around_blocks(loop: Loop) -> None:
 
 def parameters_are_listed(loop: Loop) -> None:
     model, optimizer = loop.ready()
-    for step in range(2):
-        _step(loop, optimizer, loop.loss(model, loop.batch(step)))
+    loop.train(model, optimizer, 2)
     loop.note("elements", float(sum(p.numel() for p in model.parameters())))
     for name, parameter in model.named_parameters():
         loop.note(name, torch.tensor(parameter.shape))
@@ -194,8 +187,7 @@ def parameters_are_listed(loop: Loop) -> None:
 
 def state_dict_of_the_model(loop: Loop) -> None:
     model, optimizer = loop.ready()
-    for step in range(2):
-        _step(loop, optimizer, loop.loss(model, loop.batch(step)))
+    loop.train(model, optimizer, 2)
     for name, value in model.state_dict().items():
         loop.note(name, value)
 
@@ -204,20 +196,20 @@ def load_state_dict_between_steps(loop: Loop) -> None:
     model, optimizer = loop.ready()
     other = Words()
     other.load_state_dict({n: torch.full_like(p, 0.1) for n, p in other.state_dict().items()})
-    _step(loop, optimizer, loop.loss(model, loop.batch(0)))
+    loop.step(optimizer, loop.loss(model, loop.batch(0)))
     model.load_state_dict(other.state_dict())
-    _step(loop, optimizer, loop.loss(model, loop.batch(1)))
+    loop.step(optimizer, loop.loss(model, loop.batch(1)))
     loop.weights(model)
 
 
 def noise_on_parameters(loop: Loop) -> None:
     model, optimizer = loop.ready()
-    _step(loop, optimizer, loop.loss(model, loop.batch(0)))
+    loop.step(optimizer, loop.loss(model, loop.batch(0)))
     torch.manual_seed(3)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.01)
-    _step(loop, optimizer, loop.loss(model, loop.batch(1)))
+    loop.step(optimizer, loop.loss(model, loop.batch(1)))
     loop.weights(model)
 
 
@@ -226,7 +218,7 @@ def moving_average_by_pairs(loop: Loop) -> None:
     average = copy.deepcopy(model)
     model, optimizer = loop.prepare(model, SGD(model.parameters(), lr=0.5))
     for step in range(2):
-        _step(loop, optimizer, loop.loss(model, loop.batch(step)))
+        loop.step(optimizer, loop.loss(model, loop.batch(step)))
         with torch.no_grad():
             for mean, parameter in zip(average.parameters(), model.parameters(), strict=True):
                 mean.lerp_(parameter.detach(), 0.1)
@@ -247,6 +239,6 @@ def adapters_are_switched_off(loop: Loop) -> None:
         t = loop.batch(step)
         with torch.no_grad(), model.disable_adapter():
             before = model(x=t)
-        _step(loop, optimizer, (model(x=t) - before - 1).square().mean())
+        loop.step(optimizer, (model(x=t) - before - 1).square().mean())
     for name, value in get_peft_model_state_dict(model).items():
         loop.note(name, value)

@@ -2,12 +2,13 @@
 
 import copy
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, AdamW, Optimizer
 
-from way_kit import Loop
+from way_kit import Loop, Way
 
 
 def _groups(model: nn.Module) -> list[dict[str, Any]]:
@@ -25,9 +26,7 @@ def _adamw(model: nn.Module) -> Optimizer:
 
 def _step(loop: Loop, model: nn.Module, optimizer: Optimizer, *steps: int) -> None:
     for step in steps:
-        loop.backward(loop.loss(model, loop.batch(step)))
-        optimizer.step()
-        optimizer.zero_grad()
+        loop.step(optimizer, loop.loss(model, loop.batch(step)))
 
 
 def _note(loop: Loop, optimizer: Optimizer, when: str = "") -> dict[str, Any]:
@@ -41,6 +40,25 @@ def _note(loop: Loop, optimizer: Optimizer, when: str = "") -> dict[str, Any]:
             loop.note(f"{name} in group {index}{when}", number)
         loop.note(f"lr of group {index}{when}", group["lr"])
     return saved
+
+
+def _before_the_third_step(
+    make: Callable[[nn.Module], Optimizer] = _adamw,
+) -> Callable[[Callable[[Optimizer], object]], Way]:
+    """Make a way of a change to an optimizer: three steps, and the state and weights behind."""
+
+    def made(change: Callable[[Optimizer], object]) -> Way:
+        def way(loop: Loop) -> None:
+            model, optimizer = loop.ready(make)
+            _step(loop, model, optimizer, 0, 1)
+            change(optimizer)
+            _step(loop, model, optimizer, 2)
+            _note(loop, optimizer)
+            loop.weights(model)
+
+        return way
+
+    return made
 
 
 def a_state_dict_is_whole(loop: Loop) -> None:
@@ -113,14 +131,10 @@ def moments_are_summed_over_all_values(loop: Loop) -> None:
         loop.note(f"dims {index}", parameter.dim())
 
 
-def moments_of_a_group_are_reset(loop: Loop) -> None:
-    model, optimizer = loop.ready(_adamw)
-    _step(loop, model, optimizer, 0, 1)
+@_before_the_third_step()
+def moments_of_a_group_are_reset(optimizer: Optimizer) -> None:
     for parameter in optimizer.param_groups[1]["params"]:
         optimizer.state[parameter] = {}
-    _step(loop, model, optimizer, 2)
-    _note(loop, optimizer)
-    loop.weights(model)
 
 
 def all_moments_are_cleared(loop: Loop) -> None:
@@ -132,34 +146,25 @@ def all_moments_are_cleared(loop: Loop) -> None:
     loop.weights(model)
 
 
-def state_is_replaced_by_an_empty_one(loop: Loop) -> None:
+@_before_the_third_step(lambda m: SGD(_groups(m), lr=0.1, momentum=0.9))
+def state_is_replaced_by_an_empty_one(optimizer: Optimizer) -> None:
     """As Sentence-BERT and restarts of schedules do."""
-    model, optimizer = loop.ready(lambda m: SGD(_groups(m), lr=0.1, momentum=0.9))
-    _step(loop, model, optimizer, 0, 1)
     optimizer.state = defaultdict(dict)
-    _step(loop, model, optimizer, 2)
-    loop.weights(model)
 
 
-def moments_of_some_rows_are_assigned(loop: Loop) -> None:
+@_before_the_third_step()
+def moments_of_some_rows_are_assigned(optimizer: Optimizer) -> None:
     """As sparse autoencoders revive neurons."""
-    model, optimizer = loop.ready(_adamw)
-    _step(loop, model, optimizer, 0, 1)
     parameter = optimizer.param_groups[1]["params"][0]
     state = {key: value.clone() for key, value in optimizer.state[parameter].items()}
     state["exp_avg"][3:7] = 0
     optimizer.state[parameter] = state
-    _step(loop, model, optimizer, 2)
-    loop.weights(model)
 
 
-def moments_are_zeroed_in_place(loop: Loop) -> None:
-    model, optimizer = loop.ready(_adamw)
-    _step(loop, model, optimizer, 0, 1)
+@_before_the_third_step()
+def moments_are_zeroed_in_place(optimizer: Optimizer) -> None:
     for state in optimizer.state.values():
         state["exp_avg"].zero_()
-    _step(loop, model, optimizer, 2)
-    loop.weights(model)
 
 
 def elements_and_options_of_groups_are_read_and_set(loop: Loop) -> None:
@@ -177,9 +182,8 @@ def elements_and_options_of_groups_are_read_and_set(loop: Loop) -> None:
 def a_group_is_added_and_saved(loop: Loop) -> None:
     model = loop.model()
     model.last.requires_grad_(False)
-    model, optimizer = loop.prepare(
-        model, AdamW([p for p in model.parameters() if p.requires_grad])
-    )
+    trained = [p for p in model.parameters() if p.requires_grad]
+    model, optimizer = loop.prepare(model, AdamW(trained))
     _step(loop, model, optimizer, 0)
     model.last.requires_grad_(True)
     optimizer.add_param_group({"params": list(model.last.parameters()), "lr": 0.1})

@@ -85,9 +85,7 @@ def _weighted(loop: Loop, masks: Callable[[int, int], Tensor]) -> None:
                     sums.append((each * mask).sum())
                     tokens += float(mask.sum())
                     continue
-                loop.backward((each * mask).sum() / mask.sum(), weight=mask.sum())
-                optimizer.step()
-                optimizer.zero_grad()
+                loop.step(optimizer, (each * mask).sum() / mask.sum(), weight=mask.sum())
         if tokens:
             (sum(sums) / tokens).backward()
             optimizer.step()

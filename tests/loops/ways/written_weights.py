@@ -80,46 +80,38 @@ def averages_copied_in_beside_masters(loop: Loop) -> None:
 # --- in forward ---
 
 
-class _Shortened(nn.Module):
-    """A table whose rows a forward shortens: those of its batch, or all of them."""
-
-    def __init__(self, max_norm: float | None) -> None:
-        super().__init__()
-        self.table, self.head = nn.Embedding(8, 4, max_norm=max_norm), nn.Linear(4, 2)
-        self.example_inputs = {"t": torch.arange(4)}
-
-    def forward(self, t: Tensor) -> Tensor:
-        if self.table.max_norm is None:
-            with torch.no_grad():
-                self.table.weight.clamp_(-0.5, 0.5)
-        return self.head(self.table(t))
-
-
-def _shortened(loop: Loop, max_norm: float | None) -> None:
+def _in_forward(
+    loop: Loop,
+    write: Callable[[Tensor], object] | None,
+    max_norm: float | None = None,
+    *,
+    first: int = 0,
+) -> None:
+    """Train with forwards that write from a step on; from the first on also before training."""
     torch.manual_seed(0)
-    model = _Shortened(max_norm)
-    model, optimizer = loop.prepare(model, SGD(model.parameters(), lr=0.5))
-    for _ in range(3):
-        loop.backward(model(loop.part(torch.arange(8).flip(0))).square().mean())
-        optimizer.step()
-        optimizer.zero_grad()
+    given = _Table(write, max_norm)
+    given.writes = write is not None and first == 0
+    model, optimizer = loop.prepare(given, SGD(given.parameters(), lr=0.5))
+    for step in range(first + 3):
+        given.writes = write is not None and step >= first
+        loop.step(optimizer, model(loop.part(torch.arange(8).flip(0))).square().mean())
     loop.weights(model)
 
 
 def rows_of_the_batch_shortened_in_forward(loop: Loop) -> None:
-    _shortened(loop, max_norm=0.5)
+    _in_forward(loop, None, max_norm=0.5)
 
 
 def all_rows_clamped_in_forward(loop: Loop) -> None:
-    _shortened(loop, max_norm=None)
+    _in_forward(loop, lambda weight: weight.clamp_(-0.5, 0.5))
 
 
-class _LaterWrites(nn.Module):
-    """A table whose forward writes into the table when the script asks for it."""
+class _Table(nn.Module):
+    """A table that shortens the rows of a batch, or is written into by a forward that shall."""
 
-    def __init__(self, write: Callable[[Tensor], object]) -> None:
+    def __init__(self, write: Callable[[Tensor], object] | None, max_norm: float | None) -> None:
         super().__init__()
-        self.table, self.head = nn.Embedding(8, 4), nn.Linear(4, 2)
+        self.table, self.head = nn.Embedding(8, 4, max_norm=max_norm), nn.Linear(4, 2)
         self.write, self.writes = write, False
         self.example_inputs = {"t": torch.arange(4)}
 
@@ -130,24 +122,12 @@ class _LaterWrites(nn.Module):
         return self.head(self.table(t))
 
 
-def _written_later(loop: Loop, write: Callable[[Tensor], object]) -> None:
-    torch.manual_seed(0)
-    given = _LaterWrites(write)
-    model, optimizer = loop.prepare(given, SGD(given.parameters(), lr=0.5))
-    for step in range(5):
-        given.writes = step > 1
-        loop.backward(model(loop.part(torch.arange(8).flip(0))).square().mean())
-        optimizer.step()
-        optimizer.zero_grad()
-    loop.weights(model)
-
-
 def rows_clamped_in_later_forwards(loop: Loop) -> None:
-    _written_later(loop, lambda weight: weight.clamp_(-0.3, 0.3))
+    _in_forward(loop, lambda weight: weight.clamp_(-0.3, 0.3), first=2)
 
 
 def rows_clamped_through_data_in_later_forwards(loop: Loop) -> None:
-    _written_later(loop, lambda weight: weight.data.clamp_(-0.3, 0.3))
+    _in_forward(loop, lambda weight: weight.data.clamp_(-0.3, 0.3), first=2)
 
 
 # --- optimizers of one's own ---
@@ -229,9 +209,7 @@ def _stepped(loop: Loop, make: Callable[[nn.Module], Optimizer], factor: float =
     model, optimizer = loop.prepare(model, given)
     loop.note("calls before the first step", float(calls == getattr(given, "calls", 0)))
     for step in range(4):
-        loop.backward(loop.loss(model, loop.batch(step)) * factor)
-        optimizer.step()
-        optimizer.zero_grad()
+        loop.step(optimizer, loop.loss(model, loop.batch(step)) * factor)
     loop.weights(model)
 
 
