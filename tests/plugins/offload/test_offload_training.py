@@ -171,7 +171,6 @@ def test_what_is_refused(tmp_path):
     training.accelerator.free_memory()
     for options, error, text in (
         ({"optimizer": "nope"}, ConfigError, "unknown store 'nope'"),
-        ({"optimizer": "device"}, ConfigError, "keeps tensors"),
         ({"optimizer": "cpu", "store_options": {"nope": 1}}, ConfigError, "options of the stores"),
         ({"optimizer": "nvme"}, ConfigError, "path"),
         ({**disk, "path": str(tmp_path / "nope")}, PreflightError, "nope"),

@@ -1,11 +1,16 @@
 """What every store owes, whatever it keeps tensors on, found by name."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+from drivetrain.errors import ConfigError
+from drivetrain.parallel.options import OffloadOptions
 from drivetrain.registry import stores
 from drivetrain.store import TensorStore
 from drivetrain_offload import NvmeConfig
+from drivetrain_offload.strategy import open_stores
 
 DTYPES = (
     torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8,
@@ -90,3 +95,10 @@ def test_prefetch_and_inference_mode_change_nothing(store):
     store.put("k", sample(seed=1))
     same(store.fetch("k"), sample(seed=1))
     store.fetch("k").add_(1)
+
+
+def test_a_store_without_a_stepper_keeps_no_optimizer_state(monkeypatch):
+    kinds = SimpleNamespace(load=lambda name: object)
+    monkeypatch.setattr("drivetrain_offload.strategy.stores", lambda: kinds)
+    with pytest.raises(ConfigError, match="'shelf', which keeps tensors only"):
+        open_stores(OffloadOptions(optimizer="shelf"))
