@@ -641,7 +641,8 @@ PAIRED = Shape(layers=4, dim=256, inner=704, batch=2, seq=128, vocab=1000, head=
 def paired(pairs: int) -> None:
     """Print the time of a compiled step against the eager one before it, by strategy.
 
-    On more ranks than one (``drivetrain launch``) ``tp`` comes with the others.
+    First comes a loop of torch alone whose blocks are compiled: what there is to gain. On more
+    ranks than one (``drivetrain launch``) each runs that loop, and ``tp`` comes with the others.
     """
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -649,21 +650,29 @@ def paired(pairs: int) -> None:
     print("| strategy | eager, ms | compiled, ms | compiled / eager |\n|---|---|---|---|")
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     divided = [{"name": "megatron", "tp": ranks}] if ranks > 1 else []
-    for strategy in (*OURS, *divided):
+    for strategy in ("bare", *OURS, *divided):
         steps = []
         for mode in ("none", "blocks"):
             torch.manual_seed(0)
             model: Any = LossDecoder(PAIRED.options, chunked=False)
             model.example_inputs = (words[:, :-1], words[:, 1:])
-            accelerator: Any = Accelerator(strategy=strategy, cpu=True, config={"compile": mode})
             optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-            step = with_accelerator(accelerator, *accelerator.prepare(model, optimizer))
+            if strategy == "bare":
+                for block in model.blocks if mode == "blocks" else ():
+                    block.compile()
+                step = plain(model, optimizer, torch.device("cpu"))
+            else:
+                accelerator = Accelerator(
+                    strategy=strategy, mixed_precision="bf16", cpu=True, config={"compile": mode}
+                )
+                step = with_accelerator(accelerator, *accelerator.prepare(model, optimizer))
             steps.append(lambda step=step: step(words[:, :-1], words[:, 1:]))
         times = [[seconds(step) for step in steps] for _ in range(pairs + 2)][2:]
         eager, blocks = (1e3 * statistics.median(each) for each in zip(*times, strict=True))
         ratio = statistics.median(after / before for before, after in times)
         name = strategy if isinstance(strategy, str) else "tp"
-        accelerator.print(f"| `{name}` | {eager:.1f} | {blocks:.1f} | {ratio:.3f} |", flush=True)
+        if os.environ.get("RANK", "0") == "0":
+            print(f"| `{name}` | {eager:.1f} | {blocks:.1f} | {ratio:.3f} |", flush=True)
 
 
 def seconds(step: Callable[[], object]) -> float:
