@@ -41,6 +41,7 @@ from drivetrain.simulator.step import (
 )
 from drivetrain.strategy import (
     Form,
+    Joinable,
     Pace,
     Planning,
     Prepared,
@@ -321,17 +322,10 @@ class Stepping(LocalOutline, StrategyAround[LocalOptions]):
         """The ranks of the worker: each worker's optimizers have a state of their own."""
         return self._near
 
-    def stand_in(self, *, synchronize: bool) -> None:
-        """Take part in a step of this worker; several workers count steps, and cannot."""
-        if not self._alone:
-            raise self._refusal("stand in for a rank without batches")
-        super().stand_in(synchronize=synchronize)
-
-    def catch_up(self, source: int) -> None:
-        """Take over the training state of one rank of the only worker."""
-        if not self._alone:
-            raise self._refusal(f"take over the state of rank {source}")
-        super().catch_up(source)
+    @property
+    def joinable(self) -> Joinable | None:
+        """Ranks of the only worker may stand in; several workers count steps, and cannot."""
+        return self._inner.joinable if self._alone else None
 
     def dtensors(self) -> Mapping[str, Tensor]:
         """Return the shards of the worker's own parameters."""

@@ -734,7 +734,7 @@ class Shares:
 
 
 def on_shares(method: MethodT) -> MethodT:
-    """Let a method of a strategy, which has ``_shares``, find shares in the parameters."""
+    """Let a method of what has ``_shares`` find shares in the parameters."""
 
     @functools.wraps(method)
     def opened(self: Any, *args: Any, **kwargs: Any) -> Any:

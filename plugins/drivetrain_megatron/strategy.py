@@ -20,7 +20,7 @@ from drivetrain.data.examples import ExampleBatch
 from drivetrain.errors import RankMismatchError
 from drivetrain.log import get_logger
 from drivetrain.model.deferred import meta_tensors
-from drivetrain.model.guard import Arguments, Elsewhere, Keywords
+from drivetrain.model.guard import Elsewhere
 from drivetrain.model.modules import (
     held_parameters,
     named_parameters,
@@ -41,7 +41,7 @@ from drivetrain.shards import (
     parameters_among,
     state_tensors,
 )
-from drivetrain.strategy import Planning, Prepared, Run, StrategyAround
+from drivetrain.strategy import Joinable, Planning, Prepared, Run, StrategyAround
 from drivetrain_megatron.config import MegatronConfig, MegatronOutline
 from drivetrain_megatron.cost import estimate
 from drivetrain_megatron.dropout import AlikeDraws, Dropout
@@ -224,7 +224,7 @@ class Megatron(MegatronOutline, StrategyAround[MegatronConfig]):
         if self._tensor is not None:
             self._tensor.sum_partial(model, self._facts)
         if self._builder is not None:
-            self._pipeline = self._builder.start(model, self._inner, self._dropout)
+            self._pipeline = self._builder.start(model, self._inner, self._dropout, self._shares)
             self._builder.stand_ins.in_window = lambda: not self._synchronizing
             shows_whole(uncompiled(model), self)
         if not self._is_one_rank:
@@ -303,29 +303,10 @@ class Megatron(MegatronOutline, StrategyAround[MegatronConfig]):
             if self._synchronizing and self._builder is not None:
                 self._builder.stand_ins.learn()
 
-    @on_shares
-    def loss(
-        self,
-        model: nn.Module,
-        args: Arguments,
-        kwargs: Keywords,
-        targets: Any,
-        loss_fn: Callable[[Any, Any], Tensor],
-    ) -> Tensor:
-        """Return the loss of a batch; in a pipeline it is computed with its backward."""
-        if self._pipeline is None:
-            return super().loss(model, args, kwargs, targets, loss_fn)
-        return self._pipeline.loss(args, kwargs, targets, loss_fn)
-
-    def publish(self, loss: Tensor) -> None:
-        """Give every stage the value of a loss, which the last stage has."""
-        if self._pipeline is not None:
-            self._pipeline.publish(loss)
-
-    def share_outputs(self) -> None:
-        """Give every stage the outputs of training calls, which the last stage has."""
-        if self._pipeline is not None:
-            self._pipeline.shares_outputs = True
+    @property
+    def pipeline(self) -> PipelinedModel | None:
+        """The stages of this rank, once there are any."""
+        return self._pipeline
 
     @on_shares
     def clip_grad_norm(
@@ -436,19 +417,6 @@ class Megatron(MegatronOutline, StrategyAround[MegatronConfig]):
         if modify and self._pipeline is not None:
             self._pipeline.stages.outdate()
 
-    @contextmanager
-    def uncounted(self, module: nn.Module) -> Iterator[None]:
-        """Begin no backward through the stages of a pipeline; without one, add zeros."""
-        if self._pipeline is None:
-            with super().uncounted(module):
-                yield
-            return
-        self._pipeline.counts = False
-        try:
-            yield
-        finally:
-            self._pipeline.counts = True
-
     def take_links(self, links: LinkMethods) -> None:
         """Let the data-parallel strategy go on with methods that were chosen between two steps."""
         super().take_links(links)
@@ -475,14 +443,11 @@ class Megatron(MegatronOutline, StrategyAround[MegatronConfig]):
             return iter(list(self._inner.gradients(here)))
 
     scale_gradients = on_shares(StrategyAround.scale_gradients)
-    catch_up = on_shares(StrategyAround.catch_up)
 
-    @on_shares
-    def stand_in(self, *, synchronize: bool) -> None:
-        """Take part in one step of the other data-parallel ranks; a cell of several cannot."""
-        if not self._is_one_rank:
-            raise self._refusal("stand in for a rank without batches")
-        super().stand_in(synchronize=synchronize)
+    @property
+    def joinable(self) -> Joinable | None:
+        """A cell of one rank may stand in for other ones; a cell of several cannot."""
+        return self._inner.joinable if self._is_one_rank else None
 
     def held_parts(self) -> Mapping[str, HeldPart]:
         """Return this tensor-parallel rank's part of each divided parameter."""

@@ -6,9 +6,9 @@ object per prepared model, so nothing about a run is global, and it never asks w
 
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from drivetrain.cost import Cost, ModelSpec
 from drivetrain.data.examples import ExampleBatches
 from drivetrain.errors import ConfigError, UsageError
 from drivetrain.model.deferred import fill, meta_tensors
-from drivetrain.model.modules import model_units, named_parameters
+from drivetrain.model.modules import model_units
 from drivetrain.registry import strategies
 from drivetrain.runtime.mesh import Axis, Mesh
 from drivetrain.runtime.precision import Precision
@@ -325,15 +325,37 @@ class DataParallelPlanning(Planning):
 # --- the contract ---
 
 
-@contextmanager
-def _zero_gradients(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    trained = [one for one in parameters if one.requires_grad]
-    hooks = [each.register_hook(torch.zeros_like) for each in trained]  # type: ignore[no-untyped-call]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
+class Pipeline(Protocol):
+    """A model whose stages lie on several ranks: some of them see a loss, and an output, later.
+
+    Attributes:
+        shares_outputs: whether training calls return outputs with values on every rank, for loops
+            that read outputs before backward.
+        counts: whether the backward of a micro-batch counts; one that does not adds nothing, and
+            its loss may be no number. All ranks take part in it as in any other.
+    """
+
+    shares_outputs: bool
+    counts: bool
+
+    def loss(
+        self,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        targets: Any,
+        loss_fn: Callable[[Any, Any], Tensor],
+    ) -> Tensor:
+        """Return the mean loss of a batch, which ``backward`` is given next.
+
+        Args:
+            args: the model's positional inputs.
+            kwargs: its inputs by name.
+            targets: the second argument of the loss function.
+            loss_fn: of (output, targets); 0-d.
+        """
+
+    def publish(self, loss: Tensor) -> None:
+        """Give ranks that did not compute a loss its value, after backward."""
 
 
 class Comparable:
@@ -361,6 +383,24 @@ class Comparable:
             module: as ``unwrap`` returns it.
         """
         return {}
+
+
+class Joinable(Protocol):
+    """What ranks do for each other where some run out of batches earlier than others."""
+
+    def stand_in(self, *, synchronize: bool) -> None:
+        """Take part in a forward and backward of the other ranks, without a batch.
+
+        Args:
+            synchronize: whether the others' backward synchronises gradients.
+        """
+
+    def catch_up(self, source: int) -> None:
+        """Take over the training state of one rank, which went on when others stood in.
+
+        Args:
+            source: the global rank.
+        """
 
 
 class Pace(NamedTuple):
@@ -438,36 +478,10 @@ class Strategy(Readable, KeepsState, Comparable, Outline[ConfigT]):
         model on some rank. The options are those of ``Tensor.backward``, such as ``retain_graph``.
         """
 
-    def loss(
-        self,
-        model: nn.Module,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        targets: Any,
-        loss_fn: Callable[[Any, Any], Tensor],
-    ) -> Tensor:
-        """Return the mean loss of a batch, which ``backward`` is given next.
-
-        Args:
-            model: the prepared model.
-            args: its positional inputs.
-            kwargs: its inputs by name.
-            targets: the second argument of the loss function.
-            loss_fn: of (output, targets); 0-d.
-        """
-        return loss_fn(model(*args, **kwargs), targets)
-
-    def publish(self, loss: Tensor) -> None:
-        """Give ranks that did not compute a loss its value, after backward; by default all did."""
-        return
-
-    def share_outputs(self) -> None:
-        """Let training calls return outputs with values on every rank; by default all have them.
-
-        For loops that read outputs before backward. Strategies whose outputs exist on some ranks
-        alone send them around from now on.
-        """
-        return
+    @property
+    def pipeline(self) -> Pipeline | None:
+        """The stages that a batch goes through; None where a rank's forward computes all of it."""
+        return None
 
     @abstractmethod
     def gradients(self, only: Collection[nn.Parameter] | None = None) -> Iterator[Tensor]:
@@ -549,17 +563,6 @@ class Strategy(Readable, KeepsState, Comparable, Outline[ConfigT]):
         """
         return nullcontext()
 
-    def uncounted(self, module: nn.Module) -> AbstractContextManager[None]:
-        """Context around the backward of a micro-batch that counts nothing: it adds zeros.
-
-        Its loss, and whatever its graph computes, may be no numbers. All ranks take part in the
-        backward as in any other.
-
-        Args:
-            module: as ``unwrap`` returns it; the graph may pass through it.
-        """
-        return _zero_gradients(named_parameters(module).values())
-
     def running(self) -> AbstractContextManager[None]:
         """Context in which a strategy around this one runs the model's forward without calling it.
 
@@ -567,27 +570,10 @@ class Strategy(Readable, KeepsState, Comparable, Outline[ConfigT]):
         """
         return nullcontext()
 
-    def stand_in(self, *, synchronize: bool) -> None:
-        """Take part in a forward and backward of the other ranks, without a batch.
-
-        Args:
-            synchronize: whether the others' backward synchronises gradients.
-
-        Raises:
-            UsageError: the strategy cannot.
-        """
-        raise self._refusal("stand in for a rank without batches")
-
-    def catch_up(self, source: int) -> None:
-        """Take over the training state of one rank, which went on when others stood in.
-
-        Args:
-            source: the global rank.
-
-        Raises:
-            UsageError: the strategy cannot.
-        """
-        raise self._refusal(f"take over the state of rank {source}")
+    @property
+    def joinable(self) -> Joinable | None:
+        """How a rank stands in for others that have batches left; None: it cannot."""
+        return None
 
     def progress(self) -> Mapping[str, int]:
         """Return the strategy's counts, alike on all ranks, to be saved with a checkpoint."""
@@ -609,10 +595,6 @@ class Strategy(Readable, KeepsState, Comparable, Outline[ConfigT]):
 
     def close(self) -> None:
         """Take hooks off and end threads, also after a failed prepare: the model is ordinary."""
-
-    def _refusal(self, what: str) -> UsageError:
-        even = "give every rank as many batches with even_batches=True"
-        return UsageError(f"{type(self).__name__} cannot {what}; {even}")
 
 
 class StrategyAround(Strategy[ConfigT]):
@@ -646,24 +628,10 @@ class StrategyAround(Strategy[ConfigT]):
         """Let the strategy inside give the model its values."""
         self._inner.materialize(model, source)
 
-    def loss(
-        self,
-        model: nn.Module,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        targets: Any,
-        loss_fn: Callable[[Any, Any], Tensor],
-    ) -> Tensor:
-        """Return the loss of a batch."""
-        return self._inner.loss(model, args, kwargs, targets, loss_fn)
-
-    def publish(self, loss: Tensor) -> None:
-        """Give ranks the value of a loss that they did not compute."""
-        self._inner.publish(loss)
-
-    def share_outputs(self) -> None:
-        """Let training calls return outputs with values on every rank."""
-        self._inner.share_outputs()
+    @property
+    def pipeline(self) -> Pipeline | None:
+        """The stages of the strategy inside."""
+        return self._inner.pipeline
 
     def gradients(self, only: Collection[nn.Parameter] | None = None) -> Iterator[Tensor]:
         """Yield the pieces of gradient that this rank's optimizers read."""
@@ -690,10 +658,6 @@ class StrategyAround(Strategy[ConfigT]):
     ) -> Tensor:
         """Scale gradients to a norm of at most max_norm."""
         return self._inner.clip_grad_norm(max_norm, norm_type, only=only)
-
-    def uncounted(self, module: nn.Module) -> AbstractContextManager[None]:
-        """Context around a backward that counts nothing."""
-        return self._inner.uncounted(module)
 
     def running(self) -> AbstractContextManager[None]:
         """Context in which a strategy around this one runs the model's forward."""
@@ -748,11 +712,3 @@ class StrategyAround(Strategy[ConfigT]):
     def resume(self, progress: Mapping[str, int]) -> None:
         """Go on counting where a saved run was."""
         self._inner.resume(progress)
-
-    def stand_in(self, *, synchronize: bool) -> None:
-        """Take part in a step of the other ranks, without a batch."""
-        self._inner.stand_in(synchronize=synchronize)
-
-    def catch_up(self, source: int) -> None:
-        """Take over the training state of one rank."""
-        self._inner.catch_up(source)

@@ -67,6 +67,7 @@ from drivetrain_megatron.pipeline.trials import BatchTrial, LossTrial
 from drivetrain_megatron.recording.calls import ExampleInputs
 from drivetrain_megatron.recording.phases import Recording, named_blocks, recording_of
 from drivetrain_megatron.recording.proxy import StageProxy, resolve
+from drivetrain_megatron.shares import Shares, on_shares
 from drivetrain_megatron.tensor.behavior import Uncompiled
 from drivetrain_megatron.tensor.linear import WeightGradients, defer_no_more, defer_weights
 
@@ -162,7 +163,8 @@ class AccumulationWindow:
 class PipelinedModel:
     """The stages of this rank in the script's loop; a trace keeps the times of each step.
 
-    ``windowed`` says whether micro-batches are those of an accumulation window.
+    ``windowed`` says whether micro-batches are those of an accumulation window; ``shares`` are the
+    model's parameters of which ranks have parts.
 
     Attributes:
         shares_outputs: whether outputs of training get their values on every stage at once, which
@@ -178,8 +180,9 @@ class PipelinedModel:
         config: MegatronConfig,
         windowed: bool,
         trace: StepTrace | None,
+        shares: Shares,
     ) -> None:
-        self.stages = stages
+        self.stages, self._shares = stages, shares
         self._config, self._windowed = config, windowed
         self._trace = trace
         self._window = AccumulationWindow(stages)
@@ -231,8 +234,11 @@ class PipelinedModel:
         mark_beside(outline)
         return tree_map(lambda x: promised.loss if x is loss else x, outline)
 
+    @on_shares
     @with_copies
-    def loss(self, args: Arguments, kwargs: Keywords, targets: Any, loss_fn: LossOf) -> Tensor:
+    def loss(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], targets: Any, loss_fn: LossOf
+    ) -> Tensor:
         """Return the loss of a batch, whose value comes with its backward (L3).
 
         The loss function gets (output, targets) of a micro-batch; where the loss of the batch does
@@ -240,7 +246,7 @@ class PipelinedModel:
         """
         self.stages.refresh()
         self._begin()
-        call = self._divided(args, kwargs, targets)
+        call = self._divided(tuple(args), dict(kwargs), targets)
         weights = self._weights(call, loss_fn, handed_over=True)
         self._announce("L3", f"a loss function was handed over: {self._order(weights)}")
         dtype = self.stages.dtype(call.parts[0])
@@ -594,7 +600,9 @@ class PipelineBuilder:
         """Give copies of shared parameters their values, in a model that was built without any."""
         self._shared.materialize(source, self._run.world.device)
 
-    def start(self, model: nn.Module, inner: Strategy[Any], dropout: Dropout) -> PipelinedModel:
+    def start(
+        self, model: nn.Module, inner: Strategy[Any], dropout: Dropout, shares: Shares
+    ) -> PipelinedModel:
         """Take over the model's calls, after the data-parallel strategy has prepared it."""
         windowed = self._run.accumulation > 1 and not self._config.micro_batches
         if self._config.schedule == "zb-h1":
@@ -603,7 +611,7 @@ class PipelineBuilder:
         device = self._run.world.device
         parts = StageParts(inner, device, *between, self._shared, self._weights, dropout)
         stages = LocalStages(self._split, parts)
-        pipeline = PipelinedModel(model, stages, self._config, windowed, self._trace())
+        pipeline = PipelinedModel(model, stages, self._config, windowed, self._trace(), shares)
         self._pipeline = pipeline
         mine = {index for worker in stages.workers.values() for index in worker.stage.blocks}
         pipeline.units = {name: b for i, (name, b) in enumerate(self.blocks) if i in mine}

@@ -320,7 +320,11 @@ class WindowGradients:
             return loss
         self.observer.handed_over(args, kwargs, targets)
         with self.explained():
-            loss = entry.strategy.loss(entry.model, args, kwargs, targets, loss_fn)
+            pipeline = entry.strategy.pipeline
+            if pipeline is None:
+                loss = loss_fn(entry.model(*args, **kwargs), targets)
+            else:
+                loss = pipeline.loss(args, kwargs, targets, loss_fn)
         # A strategy may run parts of the model only: then the model's own hook has noted nothing.
         self._prepared.last_run = entry
         return loss
@@ -357,7 +361,8 @@ class WindowGradients:
             self._prepared.in_backward(ranks=ranks, counts=counts, averages=synced),
         ):
             strategy.backward(scaled, **options)
-        strategy.publish(loss)
+        if strategy.pipeline is not None:
+            strategy.pipeline.publish(loss)
         self.state.backwards += 1
         if counts:
             self.finite.see_loss(loss)

@@ -432,7 +432,7 @@ class PreparedObjects:
                 if ranks > 1 and (hooked := entry.hooks.found()):
                     stack.enter_context(entry.hooks.aside(hooked, averages=averages))
                 if not counts:
-                    stack.enter_context(entry.strategy.uncounted(entry.module))
+                    stack.enter_context(_uncounted(entry))
             yield
 
     def will_scale(self, factor: float | None) -> None:
@@ -449,6 +449,25 @@ class PreparedObjects:
         self.groups.clear()
         self.last_run = self.last_call = None
         self.trains = None
+
+
+@contextmanager
+def _uncounted(entry: PreparedModel) -> Iterator[None]:
+    """Context around the backward of a micro-batch that counts nothing: it adds zeros.
+
+    Its loss, and whatever its graph computes, may be no numbers.
+    """
+    pipeline = entry.strategy.pipeline
+    trained = [p for p in named_parameters(entry.module).values() if p.requires_grad]
+    with ExitStack() as stack:
+        if pipeline is None:
+            for each in trained:
+                hook = each.register_hook(torch.zeros_like)  # type: ignore[no-untyped-call]
+                stack.callback(hook.remove)
+        else:
+            pipeline.counts = False
+            stack.callback(setattr, pipeline, "counts", True)
+        yield
 
 
 def check_count(subject: str, expected: int, found: int) -> None:

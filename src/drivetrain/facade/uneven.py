@@ -26,6 +26,7 @@ from drivetrain.runtime.gradient_state import ActivePass, GradientState
 from drivetrain.runtime.mesh import Axis
 from drivetrain.runtime.precision import LossScaler
 from drivetrain.runtime.world import World
+from drivetrain.strategy import Joinable
 
 # --- values that ranks exchange in a script ---
 
@@ -247,12 +248,12 @@ class UnevenInputs:
     def _stand_in(self) -> None:
         while (doing := self._exchange(_DONE)) != _DONE:
             entry = self._joined[doing // 2 - 1]
-            entry.strategy.stand_in(synchronize=bool(doing % 2))
+            _joinable(entry).stand_in(synchronize=bool(doing % 2))
         if len(self._last_round) in (0, self._world.size):
             return
         source = self._last_round[0]
         for entry in self._joined:
-            entry.strategy.catch_up(source)
+            _joinable(entry).catch_up(source)
         self._catch_up(source)
 
     def _catch_up(self, source: int) -> None:
@@ -271,3 +272,12 @@ class UnevenInputs:
             scheduler.load_state_dict(state)
         for prepared, taken in zip(self._prepared.optimizers, steps, strict=True):
             prepared.steps = taken
+
+
+def _joinable(entry: PreparedModel) -> Joinable:
+    if (found := entry.strategy.joinable) is None:
+        raise UsageError(
+            f"{type(entry.strategy).__name__} cannot stand in for a rank without batches; give "
+            "every rank as many batches with even_batches=True"
+        )
+    return found

@@ -411,7 +411,8 @@ class StrategyTraining:
         if type(self).compute_loss is not transformers.Trainer.compute_loss:  # type: ignore[attr-defined]
             # Losses of TRL read the model's outputs, for metrics, before backward.
             for model in self.accelerator._models:
-                self.accelerator.strategy_of(model).share_outputs()
+                if (pipeline := self.accelerator.strategy_of(model).pipeline) is not None:
+                    pipeline.shares_outputs = True
         with skipping_ours():
             super()._run_epoch(*args, **kwargs)  # type: ignore[misc]
 

@@ -45,7 +45,7 @@ from drivetrain.model.modules import UninheritedHook, held_parameters
 from drivetrain.parallel.backward import Rounds, clip_, global_norm, on_gradient
 from drivetrain.saved_state import ReplicatedState
 from drivetrain.shards import Reader, Shard, is_dense
-from drivetrain.strategy import Prepared, Run, Strategy
+from drivetrain.strategy import Joinable, Prepared, Run, Strategy
 
 # --- tensors that share memory: who moves parameters would untie them without a word ---
 
@@ -356,6 +356,11 @@ class ReplicatedStrategy(ReplicasOutline[ConfigT], Strategy[ConfigT], Generic[Co
     def load_states(self, index: int, reader: Reader, names: Collection[str]) -> None:
         """Replace the state of an optimizer on every rank."""
         self.state.load_states(index, reader, names)
+
+    @property
+    def joinable(self) -> Joinable | None:
+        """Whole models reduce zeros, and take over all of a rank's state."""
+        return self
 
     def stand_in(self, *, synchronize: bool) -> None:
         """Reduce gradients and broadcast buffers as the others do, with zeros."""

@@ -297,7 +297,7 @@ def test_where_outputs_are_shared_every_stage_reads_them_and_makes_the_loss(step
     torch.manual_seed(0)
     batch = torch.randn(6, WIDTH, dtype=torch.float64), torch.tensor([0, 1, 2, 0, 1, 1])
     both = Twins(Scored().double(), batch, accumulation=steps)
-    both.strategy.share_outputs()
+    both.strategy.pipeline.shares_outputs = True
     for _ in range(steps):
         with both.accelerator.accumulate(both.model):
             output, expected = both(*batch)
