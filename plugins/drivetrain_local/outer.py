@@ -36,8 +36,8 @@ from drivetrain.collectives.volume import ParameterRow, Stretch
 from drivetrain.model.modules import named_parameters, repeated_blocks
 from drivetrain.parallel.backward import Rounds, on_gradient
 from drivetrain.parallel.replicated import replicate, view_like
-from drivetrain.saved_state import AROUND
-from drivetrain.shards import HeldPart, HeldTensors
+from drivetrain.saved_state import AROUND, HeldTensors
+from drivetrain.shards import HeldPart
 from drivetrain.strategy import Strategy
 from drivetrain_local.options import LocalOptions
 from drivetrain_local.sync import LateWorkers
@@ -148,7 +148,7 @@ class Messages:
     def names(self) -> Mapping[int, str]:
         """Return the name of every tensor that optimizers hold, by identity."""
         own = {id(p): name for name, p in named_parameters(self._model).items()}
-        return {**own, **self._inner.names()}
+        return {**own, **self._inner.held_tensors.names()}
 
     def dtype(self, parameter: nn.Parameter) -> torch.dtype:
         """Return the dtype of a tensor's values, on all workers the same."""

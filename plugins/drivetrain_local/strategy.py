@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from drivetrain.collectives import Route, connect
-from drivetrain.collectives.facts import Ranks
 from drivetrain.collectives.volume import ParameterRow, Stretch
 from drivetrain.compression.compressor import Compressor, Honesty
 from drivetrain.cost import Cost, ModelSpec
@@ -210,6 +209,11 @@ class LocalPlanning(Planning):
         kind, options = strategy_inside(config)
         return kind.planning().stages(options)
 
+    def draws_masks(self, config: LocalOptions) -> bool:
+        """Ask the strategy inside."""
+        kind, options = strategy_inside(config)
+        return kind.planning().draws_masks(options)
+
     def advises_against(self, config: LocalOptions, method: Compressor[Any]) -> bool:
         """Return whether a method's errors and the outer momentum make each other grow."""
         return method.sparse and config.outer_momentum > 0
@@ -314,13 +318,9 @@ class Stepping(LocalOutline, StrategyAround[LocalOptions]):
         """Workers step by themselves once the warm-up is over, and may leave late ones out then."""
         later = self._near if self.config.late_s and not self._alone else None
         if self._all_warm_up:
-            return Pace(later=later)
-        return Pace(not self._alone, later, later)
-
-    @property
-    def states_among(self) -> Ranks:
-        """The ranks of the worker: each worker's optimizers have a state of their own."""
-        return self._near
+            return self._inner.pace._replace(later=later, states=self._near)
+        apart = not self._alone
+        return self._inner.pace._replace(apart=apart, ranks=later, later=later, states=self._near)
 
     @property
     def joinable(self) -> Joinable | None:
@@ -449,7 +449,7 @@ class Local(Stepping):
             for handle in (before, after):
                 self._closing.callback(handle.remove)
         prepared = take()
-        self._parts.update(self._inner.held_parts())
+        self._parts.update(self._inner.held_tensors.parts())
         for outer in made:
             last = outer.optimizer.register_step_pre_hook(outermost(outer.before_step))
             self._closing.callback(last.remove)

@@ -21,7 +21,6 @@ from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.hooks import RemovableHandle
-from typing_extensions import override
 
 from drivetrain.collectives import Communicator
 from drivetrain.errors import UsageError
@@ -38,7 +37,6 @@ from drivetrain.model.modules import UninheritedHook
 from drivetrain.parallel.backward import after_backward, in_backward, is_of_strategy, norms_of_each
 from drivetrain.parallel.optimizers import outermost
 from drivetrain.parallel.shown_gradients import DividedGradient
-from drivetrain.shards import HeldTensors, ParameterPiece
 from drivetrain_megatron.tensor.behavior import (
     SHARE,
     Own,
@@ -742,37 +740,3 @@ def on_shares(method: MethodT) -> MethodT:
             return method(self, *args, **kwargs)
 
     return cast(MethodT, opened)
-
-
-class HeldShares(HeldTensors):
-    """The tensors of optimizers as a strategy around finds them at all times: shares.
-
-    Args:
-        inner: those of the strategy inside.
-    """
-
-    def __init__(self, inner: HeldTensors) -> None:
-        self._inner = inner
-
-    @override
-    def take_changes(self, optimizer: Optimizer) -> bool:
-        return self._inner.take_changes(optimizer)
-
-    @override
-    def dtype(self, tensor: nn.Parameter) -> torch.dtype:
-        return self._inner.dtype(tensor)
-
-    @override
-    def piece(self, tensor: nn.Parameter) -> ParameterPiece:
-        with bare([tensor]):
-            return self._inner.piece(tensor)
-
-    @override
-    def values(self, tensor: nn.Parameter) -> Tensor:
-        with bare([tensor]):
-            return self._inner.values(tensor)
-
-    @override
-    def set_values(self, tensor: nn.Parameter, values: Tensor) -> None:
-        with bare([tensor]):
-            self._inner.set_values(tensor, values)

@@ -312,16 +312,6 @@ class WholeState:
             found[name] = TensorHome(rank, known)
         return found
 
-    def described(self, module: nn.Module, facts: Mapping[str, ShardingSpec]) -> Mapping[str, str]:
-        """Return the stage of each tensor, and whether tp divides it, by name. Collective."""
-        found = {}
-        for name, place in self.places(module).items():
-            words = [f"stage {place.rank}"] if self._axis.size > 1 else []
-            if name in facts and facts[name].partition is not None:
-                words.append("divided over tp")
-            found[name] = ", ".join(words)
-        return {name: words for name, words in found.items() if words}
-
     def broadcast(self, place: TensorHome, mine: Tensor | None) -> Tensor:
         """Return one whole tensor on every rank; the rank that has the tensor gives ``mine``."""
         if mine is None:

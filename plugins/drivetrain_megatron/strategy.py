@@ -5,12 +5,15 @@ strategy, which does not know them as parts.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
+from typing_extensions import override
 
 from drivetrain.collectives import connect
 from drivetrain.collectives.facts import differing, gather_facts
@@ -31,9 +34,10 @@ from drivetrain.model.modules import (
 from drivetrain.model.untouched import PLANNING, untouched
 from drivetrain.parallel.backward import clip_, combine_norms
 from drivetrain.parallel.replicated import replicate
+from drivetrain.saved_state import HeldTensors
 from drivetrain.shards import (
     HeldPart,
-    HeldTensors,
+    ParameterPiece,
     Reader,
     Shard,
     TensorFacts,
@@ -48,7 +52,7 @@ from drivetrain_megatron.dropout import AlikeDraws, Dropout
 from drivetrain_megatron.pipeline.build import PipelineBuilder, PipelinedModel
 from drivetrain_megatron.plan.model import ModelPlan, TensorParallel, confirmed, describe, tell
 from drivetrain_megatron.recording.calls import batches_for, inputs_for
-from drivetrain_megatron.shares import HeldShares, Shares, on_shares
+from drivetrain_megatron.shares import Shares, bare, on_shares
 from drivetrain_megatron.simulator.step import CellPlanning
 from drivetrain_megatron.state import (
     LocalReader,
@@ -144,6 +148,60 @@ def _unlike(one: ComparedPlan, other: ComparedPlan) -> str:
 logger = get_logger(__name__)
 
 
+class HeldShares(HeldTensors):
+    """The tensors of optimizers as a strategy around finds them at all times: shares.
+
+    Args:
+        cell: knows the shares.
+        inner: those of the strategy inside.
+    """
+
+    def __init__(self, cell: "Megatron", inner: HeldTensors) -> None:
+        super().__init__(cell)
+        self._cell, self._inner = cell, inner
+        self.divided = cell.divides or inner.divided
+
+    @override
+    def names(self) -> Mapping[int, str]:
+        return self._inner.names()
+
+    @override
+    def parts(self) -> Mapping[str, HeldPart]:
+        return self._cell.parts()
+
+    @override
+    def states(self, index: int, names: Collection[str]) -> Iterator[Shard]:
+        return self._cell.in_model(self._inner.states(index, names))
+
+    @override
+    def load_states(self, index: int, reader: Reader, names: Collection[str]) -> None:
+        self._cell.check_load(reader)
+        self._inner.load_states(index, self._cell.local(reader), names)
+
+    @override
+    def take_changes(self, optimizer: Optimizer) -> bool:
+        return self._inner.take_changes(optimizer)
+
+    @override
+    def dtype(self, tensor: nn.Parameter) -> torch.dtype:
+        return self._inner.dtype(tensor)
+
+    @override
+    def piece(self, tensor: nn.Parameter) -> ParameterPiece:
+        with bare([tensor]):
+            return self._inner.piece(tensor)
+
+    @override
+    def values(self, tensor: nn.Parameter) -> Tensor:
+        with bare([tensor]):
+            return self._inner.values(tensor)
+
+    @override
+    def set_values(self, tensor: nn.Parameter, values: Tensor) -> None:
+        with bare([tensor]):
+            self._inner.set_values(tensor, values)
+
+
 class Megatron(MegatronOutline, StrategyAround[MegatronConfig]):
     """Tensor and pipeline parallelism, over data parallelism.
 
@@ -175,10 +233,6 @@ class Megatron(MegatronOutline, StrategyAround[MegatronConfig]):
     def planning(cls) -> Planning:
         """Return plans of cells."""
         return CellPlanning(cls)
-
-    def whereabouts(self, module: nn.Module) -> Mapping[str, str]:
-        """Return the pipeline stage of each tensor, and whether the ranks of tp divide it."""
-        return self._whole.described(module, self._facts)
 
     def units(self, module: nn.Module) -> Mapping[str, nn.Module]:
         """Return the blocks of this rank's stages; without a pipeline, the parts of the model."""
@@ -330,7 +384,7 @@ class Megatron(MegatronOutline, StrategyAround[MegatronConfig]):
         """Yield the shards that this rank saves, in coordinates of the whole model."""
         copies = self._builder.copied_buffers if self._builder is not None else ()
         with self._shares.open():
-            for shard in global_shards(self._inner.shards(), self._facts, self._tp.rank):
+            for shard in self.in_model(self._inner.shards()):
                 if shard.name not in copies:
                     yield shard
 
@@ -363,8 +417,18 @@ class Megatron(MegatronOutline, StrategyAround[MegatronConfig]):
     def state_facts(self, module: nn.Module) -> Sequence[TensorFacts]:
         """Return the facts of the whole model's state dict, the same on every rank."""
         if self._builder is None:  # every rank has all, whatever the script calls it by now
-            return super().state_facts(module)
-        return [place.facts for place in self._whole.places(module).values()]
+            found = super().state_facts(module)
+        else:
+            places = self._whole.places(module).values()
+            found = [replace(place.facts, where=f"stage {place.rank}") for place in places]
+        return [self._with_division(fact) for fact in found]
+
+    def _with_division(self, fact: TensorFacts) -> TensorFacts:
+        """Return the facts of a tensor, and whether the ranks of tp divide it."""
+        known = self._facts.get(fact.name)
+        if known is None or known.partition is None:
+            return fact
+        return replace(fact, where=", ".join(filter(None, (fact.where, "divided over tp"))))
 
     @contextmanager
     def whole_state(
@@ -385,7 +449,7 @@ class Megatron(MegatronOutline, StrategyAround[MegatronConfig]):
     @property
     def held_tensors(self) -> HeldTensors:
         """The tensors that optimizers hold: this rank's shares, also outside of a step."""
-        return HeldShares(super().held_tensors)
+        return HeldShares(self, super().held_tensors)
 
     @contextmanager
     def gathered(
@@ -423,18 +487,9 @@ class Megatron(MegatronOutline, StrategyAround[MegatronConfig]):
         self._inner.take_links(links)
 
     @property
-    def draws_masks(self) -> bool:
-        """True: masks count elements, and do not depend on a generator."""
-        return True
-
-    @property
     def _is_one_rank(self) -> bool:
         """Whether a cell has one rank, so that the strategy inside does everything."""
         return self.config.tp * self.config.pp == 1
-
-    def inference(self, module: nn.Module) -> AbstractContextManager[None]:
-        """Context for many forwards, which the ranks of a cell run together, on their shares."""
-        return self._inner.inference(module) if self._is_one_rank else nullcontext()
 
     def gradients(self, only: Collection[nn.Parameter] | None = None) -> Iterator[Tensor]:
         """Yield the pieces of gradient that this rank's optimizers read."""
@@ -449,7 +504,16 @@ class Megatron(MegatronOutline, StrategyAround[MegatronConfig]):
         """A cell of one rank may stand in for other ones; a cell of several cannot."""
         return self._inner.joinable if self._is_one_rank else None
 
-    def held_parts(self) -> Mapping[str, HeldPart]:
+    @property
+    def divides(self) -> bool:
+        """Whether ranks hold parts of parameters, or some of the parameters."""
+        return not self._is_one_rank
+
+    def in_model(self, shards: Iterator[Shard]) -> Iterator[Shard]:
+        """Yield shards of the strategy inside in coordinates of the whole model."""
+        return global_shards(shards, self._facts, self._tp.rank)
+
+    def parts(self) -> Mapping[str, HeldPart]:
         """Return this tensor-parallel rank's part of each divided parameter."""
         rank, found = self._tp.rank, {}
         for name, facts in self._facts.items():
@@ -459,16 +523,11 @@ class Megatron(MegatronOutline, StrategyAround[MegatronConfig]):
                 found[name] = HeldPart(facts.local_shape(rank), word)
         return found
 
-    @property
-    def divides_states(self) -> bool:
-        """Whether ranks hold parts of parameters, or some of the parameters."""
-        return self._tp.size * self._pp.size > 1 or self._inner.divides_states
-
     @on_shares
     def check_load(self, reader: Reader) -> None:
         """Compare names and shapes of the whole model, and those of this cell's parts."""
         self._original.check_loads(reader, self._facts)
-        self._inner.check_load(self._local(reader))
+        self._inner.check_load(self.local(reader))
 
     @on_shares
     def load(self, reader: Reader) -> None:
@@ -476,20 +535,11 @@ class Megatron(MegatronOutline, StrategyAround[MegatronConfig]):
         self._original.check_loads(reader, self._facts)
         if self._pipeline is not None:
             self._pipeline.stages.outdate()
-        self._inner.load(self._local(reader))
+        self._inner.load(self.local(reader))
         self._shares.steps += 1
 
-    def states(self, index: int, names: Collection[str]) -> Iterator[Shard]:
-        """Yield this rank's share of an optimizer's state, in coordinates of the whole model."""
-        return global_shards(self._inner.states(index, names), self._facts, self._tp.rank)
-
-    def load_states(self, index: int, reader: Reader, names: Collection[str]) -> None:
-        """Take this cell's parts of an optimizer's state."""
-        self.check_load(reader)
-        self._inner.load_states(index, self._local(reader), names)
-
-    def _local(self, reader: Reader) -> LocalReader:
-        """Return a reader of this cell's parts."""
+    def local(self, reader: Reader) -> LocalReader:
+        """Return a reader of this cell's parts of a checkpoint."""
         names = {**named_parameters(self._model), **persistent_buffers(self._model)}
         return LocalReader(reader, self._facts, names, self._tp.rank)
 

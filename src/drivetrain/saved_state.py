@@ -8,11 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from drivetrain.collectives.facts import Ranks
 from drivetrain.errors import CheckpointError, UsageError
 from drivetrain.model.modules import named_parameters, persistent_buffers
 from drivetrain.runtime.parts import Part, label
-from drivetrain.shards import Reader, Shard
+from drivetrain.shards import HeldPart, ParameterPiece, Reader, Shard, outer_dim
 
 T = TypeVar("T")
 
@@ -158,14 +157,39 @@ class KeepsState(ABC):
         """
 
     @property
-    def divides_states(self) -> bool:
-        """Whether optimizers hold less than all state here, or not by the user's parameters."""
-        return False
+    def held_tensors(self) -> "HeldTensors":
+        """The tensors in the groups of optimizers, and their state. After ``prepare``."""
+        return HeldTensors(self)
 
-    @property
-    def states_among(self) -> Ranks:
-        """The ranks that have all of an optimizer's state together; None means all ranks."""
-        return None
+
+class HeldTensors:
+    """The tensors in the groups of a model's optimizers, and the state that these keep of them.
+
+    By default they are the user's parameters with their values, optimizers hold all state here,
+    and a strategy that changes groups does so at a step.
+
+    Args:
+        strategy: its shards have the state.
+
+    Attributes:
+        divided: whether optimizers hold less than all state here, or not by the user's parameters.
+    """
+
+    divided: bool = False
+
+    def __init__(self, strategy: "KeepsState") -> None:
+        self._strategy = strategy
+
+    def names(self) -> Mapping[int, str]:
+        """Return the names of those that stand in place of parameters, by identity."""
+        return {}
+
+    def parts(self) -> Mapping[str, HeldPart]:
+        """Return the parameters of which this rank's modules have parts, by name: by default none.
+
+        Not meant are pieces into which a strategy cuts parameters between their uses.
+        """
+        return {}
 
     def states(self, index: int, names: Collection[str]) -> Iterator[Shard]:
         """Yield this rank's share of an optimizer's state tensors, as ``shards`` does.
@@ -174,7 +198,7 @@ class KeepsState(ABC):
             index: of the optimizer, in the order of ``prepare``.
             names: of the parameters whose state is wanted.
         """
-        for shard in self.shards():
+        for shard in self._strategy.shards():
             of_optimizer = shard.name in names and _is_of_optimizer(shard.state)
             if of_optimizer and _index(shard.state) == index:
                 yield shard
@@ -191,9 +215,39 @@ class KeepsState(ABC):
             CheckpointError: the state does not fit; nothing was changed.
         """
         raise UsageError(
-            f"{type(self).__name__} cannot take the state of an optimizer alone; save_state() and "
-            "load_state() take all of a run"
+            f"{type(self._strategy).__name__} cannot take the state of an optimizer alone; "
+            "save_state() and load_state() take all of a run"
         )
+
+    def take_changes(self, optimizer: Optimizer) -> bool:
+        """Take over added param groups and replaced memory of parameters, before a step.
+
+        Returns:
+            Whether the groups now hold what the step changes. By default False: they may do so
+            behind the hook before the step that ``prepare`` registers, and values are those of
+            before the step there.
+        """
+        return False
+
+    def dtype(self, tensor: nn.Parameter) -> torch.dtype:
+        """Return the dtype of a tensor's values, on all ranks and at all times the same."""
+        return tensor.dtype
+
+    def piece(self, tensor: nn.Parameter) -> ParameterPiece:
+        """Return which elements of a parameter a tensor has: by default, all."""
+        return ParameterPiece(tuple(tensor.shape), outer_dim(tensor), 0, tensor.numel())
+
+    def values(self, tensor: nn.Parameter) -> Tensor:
+        """Return the values of a tensor, behind steps under way: in place, or a copy in memory."""
+        return tensor.detach()
+
+    def set_values(self, tensor: nn.Parameter, values: Tensor) -> None:
+        """Replace the values of a tensor, between two steps of its optimizer.
+
+        For hooks around a step that are registered before ``prepare``: other ranks get the values
+        as those of the step.
+        """
+        tensor.detach().copy_(values)
 
 
 class ReplicatedState:

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from drivetrain.errors import UsageError
 from drivetrain.runtime.parts import Part
@@ -48,6 +47,7 @@ class TensorFacts:
         dtype: as the model holds it.
         identity: equal for tied tensors.
         trainable: whether the tensor is a parameter that requires gradients.
+        where: the unit or stage that has it, in a few words for messages; "" where every rank does.
     """
 
     name: str
@@ -55,6 +55,7 @@ class TensorFacts:
     dtype: torch.dtype
     identity: Hashable
     trainable: bool = False
+    where: str = ""
 
     @classmethod
     def of(cls, name: str, tensor: Tensor) -> "TensorFacts":
@@ -188,43 +189,6 @@ class ParameterPiece(NamedTuple):
     numel: int
 
 
-class HeldTensors:
-    """The tensors in the groups of a model's optimizers, as a strategy around reads and sets them.
-
-    By default they have their values, and a strategy that changes groups does so at a step.
-    """
-
-    def take_changes(self, optimizer: Optimizer) -> bool:
-        """Take over added param groups and replaced memory of parameters, before a step.
-
-        Returns:
-            Whether the groups now hold what the step changes. By default False: they may do so
-            behind the hook before the step that ``prepare`` registers, and values are those of
-            before the step there.
-        """
-        return False
-
-    def dtype(self, tensor: nn.Parameter) -> torch.dtype:
-        """Return the dtype of a tensor's values, on all ranks and at all times the same."""
-        return tensor.dtype
-
-    def piece(self, tensor: nn.Parameter) -> ParameterPiece:
-        """Return which elements of a parameter a tensor has: by default, all."""
-        return ParameterPiece(tuple(tensor.shape), outer_dim(tensor), 0, tensor.numel())
-
-    def values(self, tensor: nn.Parameter) -> Tensor:
-        """Return the values of a tensor, behind steps under way: in place, or a copy in memory."""
-        return tensor.detach()
-
-    def set_values(self, tensor: nn.Parameter, values: Tensor) -> None:
-        """Replace the values of a tensor, between two steps of its optimizer.
-
-        For hooks around a step that are registered before ``prepare``: other ranks get the values
-        as those of the step.
-        """
-        tensor.detach().copy_(values)
-
-
 class Readable:
     """The part of the contract for reading and changing a prepared model's values.
 
@@ -242,14 +206,6 @@ class Readable:
         """
         return nullcontext()
 
-    def inference(self, module: nn.Module) -> AbstractContextManager[None]:
-        """Context for many forwards without gradients: by default all parameters are whole.
-
-        Args:
-            module: as ``unwrap`` returns it.
-        """
-        return self.gathered(list(module.parameters()), modify=False)
-
     def check_load(self, reader: Reader) -> None:
         """Refuse a checkpoint that ``load`` would refuse; nothing changes. By default none.
 
@@ -266,13 +222,6 @@ class Readable:
         """
         return [TensorFacts.of(name, tensor) for name, tensor in state_tensors(module).items()]
 
-    def held_parts(self) -> Mapping[str, HeldPart]:
-        """Return the parameters of which this rank's modules have parts, by name: by default none.
-
-        Not meant are pieces into which a strategy cuts parameters between their uses.
-        """
-        return {}
-
     @contextmanager
     def whole_state(
         self, module: nn.Module, names: Sequence[str]
@@ -286,11 +235,6 @@ class Readable:
         state = state_tensors(module)
         with self.gathered(parameters_among(state[name] for name in names), modify=False):
             yield {name: state[name].detach() for name in names}
-
-    @property
-    def held_tensors(self) -> HeldTensors:
-        """The tensors in the groups of optimizers, for a strategy around. After ``prepare``."""
-        return HeldTensors()
 
     def dtensors(self) -> Mapping[str, Tensor]:
         """Return the shards of all parameters, by name, as ``torch.distributed.tensor.DTensor``s.

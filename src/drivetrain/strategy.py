@@ -26,8 +26,8 @@ from drivetrain.registry import strategies
 from drivetrain.runtime.mesh import Axis, Mesh
 from drivetrain.runtime.precision import Precision
 from drivetrain.runtime.world import World
-from drivetrain.saved_state import KeepsState
-from drivetrain.shards import HeldTensors, Readable, Reader, Shard, TensorFacts, WeightSource
+from drivetrain.saved_state import HeldTensors, KeepsState
+from drivetrain.shards import Readable, TensorFacts, WeightSource
 from drivetrain.traffic import Traffic
 
 if TYPE_CHECKING:
@@ -167,6 +167,10 @@ class Planning:
     def stages(self, config: Any) -> Sequence[str]:
         """Return the axes whose ranks compute other parts of the model: by default none."""
         return ()
+
+    def draws_masks(self, config: Any) -> bool:
+        """Return whether dropout has masks of the strategy's own, not those of one process."""
+        return False
 
     # --- the choice of methods for slow links ---
 
@@ -358,33 +362,6 @@ class Pipeline(Protocol):
         """Give ranks that did not compute a loss its value, after backward."""
 
 
-class Comparable:
-    """The part of the contract for commands that compare runs, or the modules of a run."""
-
-    def units(self, module: nn.Module) -> Mapping[str, nn.Module]:
-        """Return the modules of this rank's computation in their order, by name.
-
-        Args:
-            module: as ``unwrap`` returns it.
-        """
-        return model_units(module)
-
-    @property
-    def draws_masks(self) -> bool:
-        """Whether dropout has masks of the strategy's own, other than those of one process."""
-        return False
-
-    def whereabouts(self, module: nn.Module) -> Mapping[str, str]:
-        """Return where tensors of the model lie, for messages: a unit or a stage. Collective.
-
-        A few words by name; tensors that lie whole on every rank are left out.
-
-        Args:
-            module: as ``unwrap`` returns it.
-        """
-        return {}
-
-
 class Joinable(Protocol):
     """What ranks do for each other where some run out of batches earlier than others."""
 
@@ -411,14 +388,18 @@ class Pace(NamedTuple):
         ranks: those that wait for each other at every step, None for all. Nobody waits for the
             other ranks at a step, so no rank learns there what they have found.
         later: those of ``ranks`` at later steps, where the first steps wait for all ranks.
+        states: the ranks that have all of an optimizer's state together, None for all.
+        forwards: whether ranks of ``dp`` need each other in a forward: they must run the same ones.
     """
 
     apart: bool = False
     ranks: Axis | None = None
     later: Axis | None = None
+    states: Axis | None = None
+    forwards: bool = False
 
 
-class Strategy(Readable, KeepsState, Comparable, Outline[ConfigT]):
+class Strategy(Readable, KeepsState, Outline[ConfigT]):
     """One way of spreading a training step over the ranks of a mesh."""
 
     def __init__(self, config: ConfigT, run: Run) -> None:
@@ -429,11 +410,6 @@ class Strategy(Readable, KeepsState, Comparable, Outline[ConfigT]):
     def planning(cls) -> Planning:
         """Return what the strategy says before a run; by default it has one form, and no plan."""
         return Planning(cls)
-
-    @property
-    def forward_is_collective(self) -> bool:
-        """Whether ranks of ``dp`` need each other in a forward: they must run the same ones."""
-        return False
 
     @abstractmethod
     def prepare(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> Prepared:
@@ -582,16 +558,17 @@ class Strategy(Readable, KeepsState, Comparable, Outline[ConfigT]):
     def resume(self, progress: Mapping[str, int]) -> None:
         """Go on counting from the ``progress`` of a saved run, perhaps of another strategy."""
 
-    def names(self) -> Mapping[int, str]:
-        """Return the names of the tensors that optimizers hold in place of parameters, by identity.
-
-        Empty where optimizers hold the model's own parameters.
-        """
-        return {}
-
     def unwrap(self, model: nn.Module) -> nn.Module:
         """Return the user's own module inside a prepared one."""
         return model
+
+    def units(self, module: nn.Module) -> Mapping[str, nn.Module]:
+        """Return the modules of this rank's computation in their order, by name.
+
+        Args:
+            module: as ``unwrap`` returns it.
+        """
+        return model_units(module)
 
     def close(self) -> None:
         """Take hooks off and end threads, also after a failed prepare: the model is ordinary."""
@@ -615,14 +592,9 @@ class StrategyAround(Strategy[ConfigT]):
         self._inner = inner
 
     @property
-    def forward_is_collective(self) -> bool:
-        """Whether ranks need each other in a forward of the strategy inside."""
-        return self._inner.forward_is_collective
-
-    @property
-    def draws_masks(self) -> bool:
-        """Whether dropout has masks of the inner strategy's own."""
-        return self._inner.draws_masks
+    def pace(self) -> Pace:
+        """Which ranks of the strategy inside take their steps together."""
+        return self._inner.pace
 
     def materialize(self, model: nn.Module, source: WeightSource) -> None:
         """Let the strategy inside give the model its values."""
@@ -663,31 +635,10 @@ class StrategyAround(Strategy[ConfigT]):
         """Context in which a strategy around this one runs the model's forward."""
         return self._inner.running()
 
-    def inference(self, module: nn.Module) -> AbstractContextManager[None]:
-        """Context for many forwards without gradients."""
-        return self._inner.inference(module)
-
-    @property
-    def divides_states(self) -> bool:
-        """Whether ranks divide the state of optimizers."""
-        return self._inner.divides_states
-
-    def states(self, index: int, names: Collection[str]) -> Iterator[Shard]:
-        """Yield this rank's share of the state of an optimizer."""
-        return self._inner.states(index, names)
-
-    def load_states(self, index: int, reader: Reader, names: Collection[str]) -> None:
-        """Replace the state of an optimizer."""
-        self._inner.load_states(index, reader, names)
-
     @property
     def held_tensors(self) -> HeldTensors:
         """The tensors that optimizers hold."""
         return self._inner.held_tensors
-
-    def names(self) -> Mapping[int, str]:
-        """Return the names of the tensors that optimizers hold, by ``id``."""
-        return self._inner.names()
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         """Return the user's own module."""
@@ -696,10 +647,6 @@ class StrategyAround(Strategy[ConfigT]):
     def units(self, module: nn.Module) -> Mapping[str, nn.Module]:
         """Return the modules of this rank's computation in their order."""
         return self._inner.units(module)
-
-    def whereabouts(self, module: nn.Module) -> Mapping[str, str]:
-        """Return where tensors lie."""
-        return self._inner.whereabouts(module)
 
     def state_facts(self, module: nn.Module) -> Sequence[TensorFacts]:
         """Describe the tensors of the whole model's state dict."""

@@ -328,7 +328,7 @@ class LocalStages:
         self.inner, self.device, self.dropout = parts.inner, parts.device, parts.dropout
         self._axis, self._link = parts.axis, parts.link
         # Replicas whose forwards need each other must run as many: they decide together.
-        self.replicas_decide = self.inner.forward_is_collective and parts.replicas.size > 1
+        self.replicas_decide = self.inner.pace.forwards and parts.replicas.size > 1
         together = (*parts.cell, parts.replicas) if self.replicas_decide else parts.cell
         self._together = [axis for axis in together if axis.size > 1]
         self.shared = parts.shared
@@ -554,7 +554,7 @@ class LocalStages:
         trains = torch.is_grad_enabled()
         if self._stale or trains != self._trained:
             self.shared.refresh(self.inner)
-        elif not self.inner.forward_is_collective:  # else parameters lie in shards
+        elif not self.inner.pace.forwards:  # else parameters lie in shards
             with self.telling():
                 self.shared.check_unchanged()
         self._stale, self._trained = False, trains

@@ -323,6 +323,10 @@ class CellPlanning(Planning):
         """Return the axis of the pipeline."""
         return ("pp",)
 
+    def draws_masks(self, config: MegatronConfig) -> bool:
+        """Return True: masks count elements, and do not depend on a generator."""
+        return True
+
     def changes_links(self, config: MegatronConfig) -> bool:
         """Ask the data-parallel strategy; a pipeline mixes forwards and backwards."""
         kind, options = data_parallel(config)

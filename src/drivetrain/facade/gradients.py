@@ -570,7 +570,7 @@ def _subset(entry: PreparedModel, given: list[Tensor]) -> list[nn.Parameter] | N
     if len(chosen) == len(trainable):
         return None
     if wanted - entry.names.keys():  # an optimizer's groups may hold something else
-        names = {name for key, name in entry.strategy.names().items() if key in wanted}
+        names = {name for key, name in entry.strategy.held_tensors.names().items() if key in wanted}
         chosen += [each for each in trainable if entry.names.get(id(each)) in names]
     return chosen
 

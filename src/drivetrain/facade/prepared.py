@@ -188,7 +188,7 @@ class PreparedModel:
 
     def held_names(self) -> dict[int, str]:
         """Return parameter names by identity, those of the optimizers' fragments included."""
-        return {**self.names, **self.strategy.names()}
+        return {**self.names, **self.strategy.held_tensors.names()}
 
     def forget_gradients(self) -> None:
         """Drop the gradients at hand, with their loss scale."""
@@ -367,7 +367,7 @@ class PreparedObjects:
     def whole(self, optimizer: Optimizer) -> WholeOptimizer | None:
         """Return the whole of an optimizer that a strategy divides; None: each rank has all."""
         entries = self.trained_by(optimizer)
-        if not any(entry.strategy.divides_states for entry in entries):
+        if not any(entry.strategy.held_tensors.divided for entry in entries):
             return None
         holders = [
             Holder(each.strategy, each.optimizers.index(optimizer), each.names, each.known)
@@ -394,7 +394,9 @@ class PreparedObjects:
         wanted = {id(parameter) for parameter in parameters}
         owners = [entry for entry in self.models if wanted & entry.names.keys()]
         others = wanted.difference(*(entry.names.keys() for entry in owners))
-        foreign = others and others.difference(*(entry.strategy.names() for entry in self.models))
+        foreign = others and others.difference(
+            *(entry.strategy.held_tensors.names() for entry in self.models)
+        )
         if foreign:
             raise UsageError(
                 f"expected parameters of prepared models, found {len(foreign)} of {len(wanted)} "
@@ -544,7 +546,11 @@ class WholeWeights:
         entry = self._prepared.model(model)
         inner = entry.module
         training = [module for module in inner.modules() if module.training]
-        with entry.strategy.inference(inner), torch.no_grad():
+        axes = entry.strategy.run.mesh.items()
+        apart = any(axis.size > 1 for name, axis in axes if name != "dp")
+        # Ranks that compute parts go on doing so; others run forwards by themselves.
+        whole = () if apart else list(inner.parameters())
+        with entry.strategy.gathered(whole, modify=False), torch.no_grad():
             inner.eval()
             try:
                 yield inner

@@ -6,8 +6,8 @@ an optimizer already has is cut like the parameter it belongs to.
 
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,8 @@ from drivetrain.parallel.home import BoundOptimizer, Home
 from drivetrain.parallel.layout import CutStyle, ParameterSlot
 from drivetrain.parallel.placement import Placement
 from drivetrain.parallel.suitability import misfit
-from drivetrain.shards import HeldTensors, ParameterPiece
+from drivetrain.saved_state import HeldTensors
+from drivetrain.shards import ParameterPiece, Reader, Shard
 
 _FUSED = (SGD, Adam, AdamW, Adagrad)
 """Optimizers whose fused kernel does the same arithmetic in one pass over memory."""
@@ -86,6 +87,16 @@ _SWITCHES = ("train", "eval")
 """Methods of schedule-free optimizers."""
 
 
+class SavedStates(Protocol):
+    """The state that optimizers keep of this rank's fragments; see ``HeldTensors``."""
+
+    def states(self, index: int, names: Collection[str]) -> Iterator[Shard]:
+        """Yield it, for some parameters."""
+
+    def load_states(self, index: int, reader: Reader, names: Collection[str]) -> None:
+        """Replace it."""
+
+
 class Fragments(HeldTensors):
     """The fragments that the optimizers of one model hold.
 
@@ -94,9 +105,21 @@ class Fragments(HeldTensors):
         home: who steps them.
         fused: whether to take the fused kernel where the user left the choice open.
         step: is told about optimizers' steps.
+        saved: returns their state, behind steps under way.
     """
 
-    def __init__(self, placement: Placement, home: Home, step: StepEvents, *, fused: bool) -> None:
+    divided = True
+
+    def __init__(
+        self,
+        placement: Placement,
+        home: Home,
+        step: StepEvents,
+        saved: Callable[[], SavedStates],
+        *,
+        fused: bool,
+    ) -> None:
+        self._saved = saved
         self._placement = placement
         self._home = home
         self._step = step
@@ -116,6 +139,19 @@ class Fragments(HeldTensors):
         self._take_zero_grad(bound)
         for name in _SWITCHES:
             self._take_switch(bound, name)
+
+    def names(self) -> Mapping[int, str]:
+        """Return the parameter's name of every fragment, by identity."""
+        held = ((self._placement.fragment_of(slot), slot.name) for slot in self._placement)
+        return {id(fragment): name for fragment, name in held if fragment is not None}
+
+    def states(self, index: int, names: Collection[str]) -> Iterator[Shard]:
+        """Yield the state of this rank's fragments."""
+        return self._saved().states(index, names)
+
+    def load_states(self, index: int, reader: Reader, names: Collection[str]) -> None:
+        """Replace the state of this rank's fragments."""
+        self._saved().load_states(index, reader, names)
 
     def take_changes(self, optimizer: Optimizer) -> bool:
         """Bind added parameters, and take over replaced memory: a store's step may begin."""

@@ -43,7 +43,7 @@ from drivetrain.cost import Cost, ModelSpec
 from drivetrain.errors import UsageError
 from drivetrain.model.modules import UninheritedHook, held_parameters
 from drivetrain.parallel.backward import Rounds, clip_, global_norm, on_gradient
-from drivetrain.saved_state import ReplicatedState
+from drivetrain.saved_state import HeldTensors, ReplicatedState
 from drivetrain.shards import Reader, Shard, is_dense
 from drivetrain.strategy import Joinable, Prepared, Run, Strategy
 
@@ -195,6 +195,23 @@ class ForwardHook(UninheritedHook):
 
 
 # --- data parallelism with whole state on every rank ---
+
+
+class WholeTensors(HeldTensors):
+    """The parameters of a model, which optimizers hold themselves.
+
+    Args:
+        strategy: has their state.
+    """
+
+    def __init__(self, strategy: "ReplicatedStrategy[Any]") -> None:
+        super().__init__(strategy)
+        self._state = strategy.state
+
+    def load_states(self, index: int, reader: Reader, names: Collection[str]) -> None:
+        """Replace the state of an optimizer on every rank."""
+        self._state.load_states(index, reader, names)
+
 
 ConfigT = TypeVar("ConfigT")
 
@@ -353,9 +370,10 @@ class ReplicatedStrategy(ReplicasOutline[ConfigT], Strategy[ConfigT], Generic[Co
         """Load everything on every rank, in place."""
         self.state.load(reader)
 
-    def load_states(self, index: int, reader: Reader, names: Collection[str]) -> None:
-        """Replace the state of an optimizer on every rank."""
-        self.state.load_states(index, reader, names)
+    @property
+    def held_tensors(self) -> HeldTensors:
+        """The parameters, whose state every rank has whole."""
+        return WholeTensors(self)
 
     @property
     def joinable(self) -> Joinable | None:

@@ -27,6 +27,7 @@ from contextlib import (
     nullcontext,
     suppress,
 )
+from dataclasses import replace
 from math import prod
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -64,11 +65,11 @@ from drivetrain.parallel.replicated import LentBuffers, replicate
 from drivetrain.parallel.shard import FlatTensor, followed
 from drivetrain.parallel.unit import Unit, is_ahead, route_secondary, why_only_read
 from drivetrain.runtime.parts import Part, boxes
-from drivetrain.saved_state import ReplicatedState, check_fits, state_keys, weights_in
-from drivetrain.shards import HeldTensors, Reader, Shard, WeightSource
+from drivetrain.saved_state import HeldTensors, ReplicatedState, check_fits, state_keys, weights_in
+from drivetrain.shards import Reader, Shard, TensorFacts, WeightSource
 from drivetrain.simulator.contract import Sharing
 from drivetrain.simulator.step import PaperRun
-from drivetrain.strategy import DataParallelPlanning, Planning, Prepared, Run, Strategy
+from drivetrain.strategy import DataParallelPlanning, Pace, Planning, Prepared, Run, Strategy
 
 # --- the training state in global coordinates ---
 
@@ -373,15 +374,11 @@ class ShardedStrategy(UnitsOutline[ConfigT], Strategy[ConfigT], Generic[ConfigT]
         spec = ModelSpec(tuple(specs), module=self.model)
         return self.plan(self.config, spec, self.run, devices)
 
-    def whereabouts(self, module: nn.Module) -> Mapping[str, str]:
-        """Return the unit of each parameter."""
-        return {slot.name: f"unit {self.placement.unit_of(slot).label}" for slot in self.placement}
-
     @property
-    def forward_is_collective(self) -> bool:
-        """Whether a forward gathers units."""
+    def pace(self) -> Pace:
+        """All ranks step together; they run the same forwards where these gather units."""
         divided = any(not unit.resident for unit in self.placement.units)
-        return divided and self.ranks.sharing.size > 1
+        return Pace(forwards=divided and self.ranks.sharing.size > 1)
 
     # --- taking over ---
 
@@ -400,7 +397,7 @@ class ShardedStrategy(UnitsOutline[ConfigT], Strategy[ConfigT], Generic[ConfigT]
         self.reduce, self.rounds = self._made.enter_context(closing(reduce)), reduce.rounds
         self.take(place.lay_out(model))
         fused = config.fused and self.adam is None  # whose steps take the state of torch's loops
-        held = Fragments(place, home, self, fused=fused)
+        held = Fragments(place, home, self, self.state, fused=fused)
         self.optimizers = self._made.enter_context(closing(held))
         for optimizer in optimizers:
             self.give_fragments(optimizer)
@@ -610,12 +607,18 @@ class ShardedStrategy(UnitsOutline[ConfigT], Strategy[ConfigT], Generic[ConfigT]
 
     def shards(self) -> Iterator[Shard]:
         """Yield this rank's range of every parameter and of its optimizer state."""
-        yield from self._state().shards()
+        yield from self.state().shards()
         yield from kept_by(self.ranks.summing)
+
+    def state_facts(self, module: nn.Module) -> Sequence[TensorFacts]:
+        """Describe the tensors of the whole model's state dict, and the unit of each parameter."""
+        found = {slot.name: f"unit {self.placement.unit_of(slot).label}" for slot in self.placement}
+        facts = super().state_facts(module)
+        return [replace(fact, where=found.get(fact.name, "")) for fact in facts]
 
     def check_load(self, reader: Reader) -> None:
         """Compare names and shapes."""
-        self._state().check(reader)
+        self.state().check(reader)
 
     def load(self, reader: Reader) -> None:
         """Load this rank's ranges; those of the others arrive when they are needed."""
@@ -623,33 +626,19 @@ class ShardedStrategy(UnitsOutline[ConfigT], Strategy[ConfigT], Generic[ConfigT]
         self.gather.values_changed()
         self.placement.wait_for_values()
         self.home.drop_late()
-        self._state().load(reader)
+        self.state().load(reader)
         self.placement.send_around(self.placement.units, exact=True)
         self.placement.wait_for_values()
         self.reduce.open_channels()
         take_kept(self.ranks.summing, reader, self.run.links.name_for("gradients"))
 
-    divides_states = True  # optimizers hold fragments
-
-    def states(self, index: int, names: Collection[str]) -> Iterator[Shard]:
-        """Yield the state of this rank's fragments."""
-        yield from self._state().states(index, names)
-
-    def load_states(self, index: int, reader: Reader, names: Collection[str]) -> None:
-        """Replace the state of this rank's fragments."""
-        self._state().load_states(index, reader, names)
-
-    def names(self) -> Mapping[int, str]:
-        """Return the parameter's name of every fragment, by identity."""
-        held = ((self.placement.fragment_of(slot), slot.name) for slot in self.placement)
-        return {id(fragment): name for fragment, name in held if fragment is not None}
-
     @property
     def held_tensors(self) -> HeldTensors:
-        """The fragments, whose values a store may keep."""
+        """The fragments, whose values and state a store may keep."""
         return self.optimizers
 
-    def _state(self) -> ShardedState:
+    def state(self) -> ShardedState:
+        """Return what this rank holds, behind steps under way."""
         self.placement.wait_for_steps()
         return ShardedState(self.model, self.placement, self.optimizers, self.home, self.ranks)
 

@@ -354,9 +354,10 @@ class StateExchange:
 
     def __init__(self, optimizer: Optimizer, holder: Holder) -> None:
         self._holder = holder
-        self._group = holder.strategy.states_among
+        self._group = holder.strategy.pace.states
+        self._tensors = holder.strategy.held_tensors
         self._world = holder.strategy.run.world
-        held = {**holder.names, **holder.strategy.names()}
+        held = {**holder.names, **self._tensors.names()}
         self._plain: Told = {}
         for parameter, state in optimizer.state.items():
             plain = {key: value for key, value in state.items() if not isinstance(value, Tensor)}
@@ -366,7 +367,7 @@ class StateExchange:
     def known(self, names: Sequence[str], operation: str) -> set[str]:
         """Return the parameters of which some rank has state."""
         self._meet(operation)
-        mine = {shard.name for shard in self._holder.strategy.states(self._holder.index, names)}
+        mine = {shard.name for shard in self._tensors.states(self._holder.index, names)}
         mine |= self._plain.keys() & set(names)
         return set(gather_object(sorted(mine), group=self._group))
 
@@ -383,7 +384,7 @@ class StateExchange:
             RankMismatchError: the shares are not the whole.
         """
         self._meet(operation)
-        shards = list(self._holder.strategy.states(self._holder.index, names))
+        shards = list(self._tensors.states(self._holder.index, names))
         mine: Told = {name: dict(self._plain.get(name, {})) for name in names}
         for shard in shards:
             key = _key(shard.state)
@@ -415,7 +416,7 @@ class StateExchange:
         same = {"the state": f"state of {len(states)} parameters with keys and shapes {digest}"}
         check_same(self._world, operation, same, self._group)
         holder, reader = self._holder, WholeStates(self._holder.index, states)
-        load = partial(holder.strategy.load_states, holder.index, reader, states.keys())
+        load = partial(self._tensors.load_states, holder.index, reader, states.keys())
         together(self._world, operation, load, self._group)
 
     def _meet(self, operation: str) -> None:

@@ -163,7 +163,7 @@ def _tensors(entry: PreparedModel) -> Iterator[tuple[str, Sequence[object]]]:
         gradients = [each.grad for each in (*stepped, *own) if type(each.grad) is Tensor]
         yield "gradients", gradients
         yield "parameters", stepped
-        yield _GATHERED if entry.strategy.forward_is_collective else "parameters", own
+        yield _GATHERED if entry.strategy.pace.forwards else "parameters", own
         yield "buffers", list(entry.module.buffers())
         mappings = (state for state in states if isinstance(state, Mapping))
         yield "optimizer states", [value for state in mappings for value in state.values()]

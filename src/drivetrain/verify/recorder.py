@@ -353,7 +353,7 @@ class Recorder(Observer):
         hook = UninheritedHook(self._called)
         entry.model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
         self.record.models += 1
-        self.record.draws_masks |= entry.strategy.draws_masks
+        self.record.draws_masks |= entry.strategy.planning().draws_masks(entry.strategy.config)
         self._write()
 
     def delivered(self, batch: Any) -> Any:
@@ -400,8 +400,9 @@ class Recorder(Observer):
         if not self.record.states:
             self._keep_state()
             for each in self._prepared.models:
-                for name, words in each.strategy.whereabouts(uncompiled(each.module)).items():
-                    self.record.whereabouts[self._qualified(each, name)] = words
+                for fact in each.strategy.state_facts(uncompiled(each.module)):
+                    if fact.where:
+                        self.record.whereabouts[self._qualified(each, fact.name)] = fact.where
         scale = 1.0 if entry.scale is None or entry.unscaled else entry.scale
         mine = named_parameters(entry.module)
         for name in _trained(entry):

@@ -60,6 +60,8 @@ raise AssertionError("the script goes on after the last step")
 """
 
 WRONG = """
+from dataclasses import replace
+
 from drivetrain_plain.strategy import Plain
 
 class Scaled(Plain):
@@ -82,8 +84,8 @@ class Swapped(Plain):
         weight = self.model.blocks[0].down.weight.data
         weight.copy_(weight.roll(2, 0))
 
-    def whereabouts(self, module):
-        return {"blocks.0.down.weight": "shard of two ranks"}
+    def state_facts(self, module):
+        return [replace(f, where="shard of two ranks") for f in super().state_facts(module)]
 """
 
 CPU = ("--cpu", "--nproc-per-node", "2")

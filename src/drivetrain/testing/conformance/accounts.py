@@ -160,7 +160,7 @@ class AccountChecks(Suite):
             states = [value for state in optimizer.state.values() for value in state.values()]
             if not states:  # a store has them
                 names = [name for name, _ in inner.named_parameters()]
-                states = [shard.tensor for shard in strategy.states(0, names)]
+                states = [shard.tensor for shard in strategy.held_tensors.states(0, names)]
             groups = optimizer.param_groups
             stepped = [parameter for group in groups for parameter in group["params"]]
             found = {

@@ -108,7 +108,7 @@ class LoopChecks(Suite):
         """Forwards without gradients, first and in between, change nothing."""
         with self.accelerator() as accelerator:
             twins = Twins(accelerator, CASES["batchnorm"])
-            together = accelerator.strategy_of(twins.model).forward_is_collective
+            together = accelerator.strategy_of(twins.model).pace.forwards
             for step in range(3):
                 twins.model.eval()
                 with torch.no_grad():
@@ -178,7 +178,7 @@ class LoopChecks(Suite):
         """The rank's gradients count as zeros, and no rank waits for them."""
         with self.accelerator() as accelerator:
             twins = Twins(accelerator, MLP)
-            together = accelerator.strategy_of(twins.model).forward_is_collective
+            together = accelerator.strategy_of(twins.model).pace.forwards
             absent = twins.axis.size - 1
             for step in range(0 if together else 2):
                 if twins.axis.rank == absent:
@@ -313,7 +313,7 @@ class SeveralChecks(Suite):
             twins.backward(0)
             twins.step()
             inner = accelerator.unwrap_model(twins.model)
-            divided = accelerator.strategy_of(twins.model).forward_is_collective
+            divided = accelerator.strategy_of(twins.model).pace.forwards
             accelerator.free_memory()
             before = accelerator.traffic.total()
             if divided:  # no rank has the values: that is said at once
