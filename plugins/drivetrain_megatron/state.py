@@ -241,6 +241,30 @@ def refusing_forwards(model: nn.Module) -> Iterator[None]:
         handle.remove()
 
 
+@contextmanager
+def computing_in_copies(model: nn.Module) -> Iterator[None]:
+    """Context of trials, in which copies of a model compute with values of their own.
+
+    Raises:
+        UsageError: at the end, if the model itself got gradients: a forward keeps the module.
+    """
+    parameters = named_parameters(model)
+    before = {name: parameter.grad for name, parameter in parameters.items()}
+    for parameter in parameters.values():
+        parameter.grad = None
+    yield
+    found = [name for name, parameter in parameters.items() if parameter.grad is not None]
+    for name, parameter in parameters.items():
+        parameter.grad = before[name]
+    if found:
+        raise UsageError(
+            f"expected a copy of {type(model).__name__} to compute with values of its own, found "
+            f"that it computes with {found[0]!r} of the model: a forward was replaced by a "
+            "function that keeps its module. Let a copy have a copy: module.forward = "
+            "types.MethodType(function, module), where the function takes the module first"
+        )
+
+
 def shows_whole(module: nn.Module, owner: Readable) -> None:
     """Let ``state_dict()`` of a module be whole, on the CPU: a collective of the cell's ranks.
 

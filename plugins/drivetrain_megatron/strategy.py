@@ -61,6 +61,7 @@ from drivetrain_megatron.state import (
     SharedSource,
     WholeState,
     advice,
+    computing_in_copies,
     data_parallel,
     global_shards,
     joined,
@@ -255,7 +256,7 @@ class Megatron(MegatronOutline, StrategyAround[MegatronConfig]):
         self._replicate(model)
         blocks = repeated_blocks(model)
         # The model is whole for the last time: a pipeline is planned before layers are divided.
-        with untouched(model, PLANNING):
+        with untouched(model, PLANNING), computing_in_copies(model):
             self._tensor, plan = self._plan(model)
         if self._tensor is not None and plan is not None:
             before = {name: p.nbytes for name, p in named_parameters(model).items()}

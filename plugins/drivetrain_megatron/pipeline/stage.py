@@ -495,6 +495,8 @@ class StagePass:
                 "without gradients inside of a reentrant checkpoint: use checkpoint(..., "
                 "use_reentrant=False), or the configuration's recompute"
             )
+        if number in self._handed and self._grad and is_own:
+            _refuse_backward_hooks(block.name, module)
         place = CallPlace(self._next)
         pairs = zip(self._shapes.made(number), tensors, strict=True)
         taken = [self._taken(Origin(place, leaf), tensor) for leaf, tensor in pairs]
@@ -618,6 +620,17 @@ def _check_arguments(
                 f"as argument {argument!r} of block {name!r}: blocks of other stages cannot "
                 "fill it. Call the model without it (use_cache=False for a cache)"
             )
+
+
+def _refuse_backward_hooks(name: str, block: nn.Module) -> None:
+    """Refuse hooks for the gradient of an output that leaves the rank before torch hooks it."""
+    if count := len(block._backward_hooks) + len(block._backward_pre_hooks):
+        raise UsageError(
+            f"expected no full backward hooks on block {name!r}, whose output goes to another "
+            f"stage, found {count}, which would not run: register them on the modules inside of "
+            "the block, or on blocks that end no stage (the log names the stages' blocks), or use "
+            "no pipeline (pp: 1)"
+        )
 
 
 # --- the stages ---

@@ -6,7 +6,7 @@ A model's whole weights, however a strategy divides them: in place, as a state d
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -547,10 +547,10 @@ class WholeWeights:
         inner = entry.module
         training = [module for module in inner.modules() if module.training]
         axes = entry.strategy.run.mesh.items()
-        apart = any(axis.size > 1 for name, axis in axes if name != "dp")
-        # Ranks that compute parts go on doing so; others run forwards by themselves.
-        whole = () if apart else list(inner.parameters())
-        with entry.strategy.gathered(whole, modify=False), torch.no_grad():
+        whole: AbstractContextManager[None] = nullcontext()  # ranks that compute parts go on so
+        if all(axis.size == 1 for name, axis in axes if name != "dp"):
+            whole = entry.strategy.gathered(list(inner.parameters()), modify=False)
+        with whole, torch.no_grad():
             inner.eval()
             try:
                 yield inner
