@@ -29,19 +29,6 @@ def a_hook_records_norms(loop: Loop) -> None:
     loop.note("norms", torch.stack(norms).sort().values)
 
 
-def a_hook_keeps_old_words(loop: Loop) -> None:
-    """New words are trained alone: rows of the old ones get no gradient."""
-
-    def keep_old(g: Tensor) -> Tensor:
-        g = g.clone()
-        g[:16] = 0
-        return g
-
-    model = loop.model()
-    model.first.weight.register_hook(keep_old)
-    loop.train(*loop.prepare(model, SGD(model.parameters(), lr=0.5)))
-
-
 def a_hook_is_removed_after_a_step(loop: Loop) -> None:
     model, optimizer = loop.ready()
     handle = model.last.weight.register_hook(lambda g: g * 0)

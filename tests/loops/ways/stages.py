@@ -1,6 +1,5 @@
 """Models: what a call returns, what it leaves in buffers, and what stands under a model's names."""
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -211,19 +210,6 @@ def noise_on_parameters(loop: Loop) -> None:
             parameter.add_(torch.randn_like(parameter), alpha=0.01)
     loop.step(optimizer, loop.loss(model, loop.batch(1)))
     loop.weights(model)
-
-
-def moving_average_by_pairs(loop: Loop) -> None:
-    model = loop.model()
-    average = copy.deepcopy(model)
-    model, optimizer = loop.prepare(model, SGD(model.parameters(), lr=0.5))
-    for step in range(2):
-        loop.step(optimizer, loop.loss(model, loop.batch(step)))
-        with torch.no_grad():
-            for mean, parameter in zip(average.parameters(), model.parameters(), strict=True):
-                mean.lerp_(parameter.detach(), 0.1)
-    for name, value in average.state_dict().items():
-        loop.note(name, value)
 
 
 def adapters_are_switched_off(loop: Loop) -> None:
