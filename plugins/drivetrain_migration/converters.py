@@ -332,7 +332,7 @@ def remark_if_on(draft: Draft, setting: Setting, there: str, here: str) -> None:
 
 def remark_above_one(draft: Draft, setting: Setting, there: str, here: str) -> None:
     """Remark on a number of ranks above 1."""
-    if setting.whole(minimum=0) > 1:
+    if setting.whole() > 1:
         draft.remark(setting, there, here)
 
 

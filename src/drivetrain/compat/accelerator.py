@@ -226,6 +226,11 @@ class ParallelismConfig(Plugin):
         for key in (f"{axis}_size" for axis in self.AXES):
             if vars(self).get(key) is None:
                 vars(self)[key] = int(launched.get(key.upper(), "1"))
+            if (size := vars(self)[key]) < 1:
+                raise UsageError(
+                    f"expected a {key} of at least 1 in ParallelismConfig, found {size}; leave it "
+                    "out where one rank is along the axis"
+                )
 
     def settings(self) -> dict[str, Any]:
         """Return the settings without axes of one rank that are refused with more."""

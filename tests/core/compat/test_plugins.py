@@ -83,6 +83,11 @@ def test_sizes_of_axes_have_the_answers_of_accelerate(monkeypatch):
         for name in (*dir(real.ParallelismConfig), *vars(theirs)):
             if name[0] != "_" and name.endswith(("_size", "_enabled", "_names", "_dims")):
                 assert getattr(mine, name) == getattr(theirs, name), name
+    for name in ("cp_size", "sp_size", "tp_size", "dp_shard_size", "dp_replicate_size"):
+        with pytest.raises(ValueError, match=f"{name} must be at least 1"):
+            real.ParallelismConfig(**{name: 0})
+        with pytest.raises(UsageError, match=f"a {name} of at least 1 in Par.*, found 0"):
+            ours.ParallelismConfig(**{name: 0})
     found = strategy_of(ours.FullyShardedDataParallelPlugin(), ours.ParallelismConfig(2))
     assert found == {"name": "fsdp", "sharding": "hybrid", "shard_size": 3}
 
