@@ -236,17 +236,24 @@ def _join(into: dict[Any, Any], more: Mapping[Any, Any], rank: int, where: str) 
             into[key] = value
         elif isinstance(known, dict) and isinstance(value, Mapping):
             _join(known, value, rank, path)
-        elif _told(known) != _told(value):
+        elif not _alike(known, value):
             raise CheckpointError(
                 f"ranks disagree on {path}: rank {rank} has {value!r}, a lower rank {known!r}; "
                 "optimizer state that is not sharded must be the same on all ranks"
             )
 
 
-def _told(value: Any) -> tuple[Any, Any]:
-    """Return a value as a checkpoint holds it: equal for values with equal numbers, NaN too."""
-    tensors: dict[str, Tensor] = {}
-    return encode(value, SCALARS, tensors), pack(tensors)
+def _alike(one: Any, other: Any) -> bool:
+    """Whether a checkpoint holds equal values for two: 0 equals -0, and NaN equals NaN."""
+    mine: dict[str, Tensor] = {}
+    theirs: dict[str, Tensor] = {}
+    if encode(one, SCALARS, mine) != encode(other, SCALARS, theirs):
+        return False
+    return all(
+        (each.dtype, each.shape) == (twin.dtype, twin.shape)
+        and bool(torch.isclose(each, twin, rtol=0, atol=0, equal_nan=True).all())
+        for each, twin in zip(mine.values(), theirs.values(), strict=True)
+    )
 
 
 # --- a report from each rank to rank 0, and the files in common ---

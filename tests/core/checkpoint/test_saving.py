@@ -164,3 +164,15 @@ def test_lists_of_ranks_are_as_long_as_each_other():
     assert merge_scalars([one, one]) == one
     with pytest.raises(CheckpointError, match="ranks disagree on .*'steps'"):
         merge_scalars([one, other])
+
+
+def test_ranks_with_equal_numbers_agree():
+    def state(number, dtype=torch.float64):
+        return [{0: {"w": {"factors": [torch.tensor([number, 1.0], dtype=dtype)]}}}]
+
+    nan = float("nan")
+    for one, other in ((0.0, -0.0), (nan, nan), (2.0, 2.0)):
+        merge_scalars([state(one), state(other)])
+    for other in (state(1.5), state(2.0, torch.float32), state(nan)):
+        with pytest.raises(CheckpointError, match="ranks disagree on .*'factors'"):
+            merge_scalars([state(2.0), other])
