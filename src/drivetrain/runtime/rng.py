@@ -85,8 +85,9 @@ def restore(state: Mapping[str, Tensor]) -> tuple[str, ...]:
         ``accelerator`` on a machine without one.
 
     Raises:
-        UsageError: a key is unknown.
+        UsageError: a key is unknown, or a state is none of such a generator.
     """
+    _check(state)
     left_out = []
     for key, value in state.items():
         if key == "python":
@@ -111,6 +112,18 @@ def restore(state: Mapping[str, Tensor]) -> tuple[str, ...]:
                 "restore what capture() returned"
             )
     return tuple(left_out)
+
+
+def _check(state: Mapping[str, Tensor]) -> None:
+    """Refuse what are no states of generators as this process has them."""
+    for key, own in capture().items():
+        found = state.get(key, own)
+        if (found.dtype, found.shape) != (own.dtype, own.shape):
+            raise UsageError(
+                f"expected a state of {key} with {len(own)} elements of {own.dtype}, found shape "
+                f"{tuple(found.shape)} of {found.dtype}; take another checkpoint: this one is "
+                "damaged, or of another kind of device"
+            )
 
 
 @contextmanager

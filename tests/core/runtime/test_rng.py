@@ -55,8 +55,11 @@ def test_capture_and_restore_round_trip_exactly():
 def test_restore_refuses_what_it_does_not_know():
     with pytest.raises(UsageError, match="'perl'"):
         rng.restore({"perl": torch.zeros(1)})
-    with pytest.raises(ValueError, match="passed to Random.setstate"):
-        rng.restore({"python": torch.zeros(9, dtype=torch.int64)})
+    for key in rng.capture():
+        for wrong in (torch.zeros(9, dtype=torch.int64), torch.zeros(3), torch.tensor(1)):
+            found = f"a state of {key} with .* found shape .* take another checkpoint"
+            with pytest.raises(UsageError, match=found):
+                rng.restore({key: wrong})
 
 
 def test_fork_puts_everything_back():
