@@ -298,6 +298,8 @@ class BucketReducer:
             self._launch(state)
 
     def _launch(self, state: _BucketRound) -> None:
+        # First, since memory may run out for what crosses: then the bucket waits, as it was.
+        self._hook.open(state.bucket, self._communicator)
         if state.pending:
             self._fill(state)
         if not self._eager:

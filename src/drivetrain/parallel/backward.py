@@ -23,6 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from drivetrain.collectives import Communicator
 from drivetrain.errors import UsageError
+from drivetrain.memory import is_out_of_memory
 
 # --- notices where a synchronised backward begins and ends ---
 
@@ -87,8 +88,12 @@ class Rounds:
         try:
             with torch.no_grad():
                 self._end()
-        finally:
+        except Exception as error:
+            if is_out_of_memory(error):  # what is left is sent before the next round
+                raise
             self._task = None
+            raise
+        self._task = None
 
     def give_up(self) -> None:
         """Forget a round under way: nothing more is sent for it."""

@@ -155,7 +155,6 @@ class FlatGradients:
         for slot in self.flat.slots:
             if slot not in self.filled:
                 slot.view(buffer).zero_()
-        self.filled.clear()
         return buffer.to(self.wire)
 
     def take_owned(self, sent: Tensor, *, replicas: bool) -> None:
@@ -401,10 +400,10 @@ class UnitGradients:
             def describe() -> StretchParts:
                 return stretches_of([kind.layout for kind in kinds], [k.wire for k in kinds])
 
-            self._reduced = kinds
             self._reduce = self._reducing.gradients_scattered(
                 describe, f"gradients of {self.unit.label}", replaces=self._reduce
             )
+            self._reduced = kinds
         for kind in kinds:
             if self._replicas is not None and id(kind) not in self._crossings:
                 pieces = kind.layout.stretches(kind.wire)[self._reducing.rank]
@@ -416,11 +415,13 @@ class UnitGradients:
 
     def send(self) -> None:
         """Send the buffers on their way; parameters without a gradient count as zeros."""
+        channel = self._channel()
+        # Where memory runs out until here, the gradients wait as they were.
+        self._sent = [(flat, flat.outgoing()) for flat in self._active]
         parts: list[list[Tensor]] = [[] for _ in range(self._reducing.size)]
-        for flat in self._active:
+        for flat, sent in self._sent:
             self.present |= flat.filled
-            sent = flat.outgoing()
-            self._sent.append((flat, sent))
+            flat.filled.clear()
             for part, pieces in zip(parts, flat.flat.pieces, strict=True):
                 for start, stop in pieces:
                     part.append(sent[start:stop])

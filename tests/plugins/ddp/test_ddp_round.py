@@ -1,6 +1,7 @@
 """What a round of gradient averaging does in the situations that loops get into."""
 
 from copy import deepcopy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam
 from torch.utils.checkpoint import checkpoint
 
+from drivetrain.compression.compressor import Rounded
 from drivetrain.cost import ModelSpec
 from drivetrain.errors import UsageError
 from drivetrain_ddp.options import DdpConfig
@@ -69,6 +71,31 @@ def test_no_memory_for_buckets_in_a_better_order(monkeypatch):
         backward(step)
         for part in model.values():
             assert_grads(part, mean_grads(part, [step], ranks=2))
+    strategy.close()
+
+
+@pytest.mark.ranks(2)
+def test_no_memory_for_what_crosses(monkeypatch):
+    """A script that goes on loses no bucket."""
+    made = []
+
+    class Tight(Rounded):
+        def __init__(self, *given):
+            made.append(given)
+            if len(made) == 2:
+                raise torch.OutOfMemoryError
+            super().__init__(*given)
+
+    monkeypatch.setattr("drivetrain_ddp.compression.Rounded", Tight)
+    model = mlp()
+    strategy = start(model, replace(SMALL, hook="bf16"))
+    rank = strategy.run.world.rank
+    with pytest.raises(torch.OutOfMemoryError):
+        strategy.backward(loss_of(model, batch(0, rank)))
+    strategy.backward(loss_of(model, batch(1, rank)))
+    for parameter, grad in zip(model.parameters(), mean_grads(model, [0, 1], 2), strict=True):
+        torch.testing.assert_close(parameter.grad, grad, rtol=0.02, atol=1e-3)
+    assert len(made) > 2
     strategy.close()
 
 

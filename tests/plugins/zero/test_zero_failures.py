@@ -90,6 +90,30 @@ def test_an_exception_on_every_replica(accumulate, monkeypatch):
     interrupted_run({**HYBRID, "accumulate": accumulate})
 
 
+@each("zero2", "sharded")
+@pytest.mark.ranks(2)
+def test_no_memory_for_what_crosses(strategy, monkeypatch):
+    """A script that goes on loses no gradient of the unit that was about to be sent."""
+    accelerator = start(strategy)
+    twins = Twins(accelerator, NET)
+    last, channel = accelerator.strategy_of(twins.model).reduce.units[-1], UnitGradients._channel
+
+    def no_memory(unit):
+        if unit is last:
+            raise torch.OutOfMemoryError
+        return channel(unit)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(UnitGradients, "_channel", no_memory)
+        with pytest.raises(torch.OutOfMemoryError):
+            accelerator.backward(twins.loss(0))
+    twins.backward_twin(0)
+    twins.backward(1)
+    twins.step()
+    twins.check()
+    accelerator.free_memory()
+
+
 @pytest.mark.ranks(2)
 def test_what_is_freed_at_once():
     """After an exception in forward nothing is whole; after one in backward, or after an interrupt,
