@@ -307,6 +307,7 @@ class BucketReducer:
         state.bucket.flags.fill_(1)
         for place in state.missing:
             state.bucket.flags[place] = 0
+        self._communicator.before_sums_without([state.slots[p].name for p in state.missing])
         self._launched += 1
         state.finish = self._hook.start(state.bucket, self._communicator)
 
@@ -347,6 +348,8 @@ class BucketReducer:
             # Without a gradient on any rank the gradient stays None: optimizers must not step.
             if flags[place] != 0:
                 state.slots[place].parameter.grad = state.slots[place].view
+            else:
+                self._communicator.give_back({state.slots[place].name})
 
     def _observe(self) -> None:
         """Agree on rank 0's order for the next rounds; one bucket per dtype needs no order."""

@@ -229,6 +229,44 @@ def link_state(training: Training) -> dict[tuple[str, str], Tensor]:
     return {(s.name, s.state): s.tensor.clone() for s in shards if s.state.startswith("links.")}
 
 
+class Branches(nn.Module):
+    """Two branches, of which a step may use one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other, self.both = model_of(), model_of(), True
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.one(x) + self.other(x) if self.both else self.one(x)
+
+
+@pytest.mark.ranks(4)
+def test_errors_of_parameters_that_no_rank_uses_stay_as_they_were(monkeypatch):
+    rank = spread(monkeypatch, 2)
+    for form, method in (
+        ("ddp", "int4"),
+        ("ddp in buckets", "powersgd"),
+        ("zero2", "int4"),
+        ("zero3", "topk"),
+        ("fsdp hybrid", "int4"),
+    ):
+        training = Training(form, Branches, far={"gradients": method}).train(2)
+        some = rank == 3 or form == "fsdp hybrid"  # where a rank alone cannot run a unit
+        for uses, moved in ((False, ["one."]), (some, ["one.", "other."])):
+            before = link_state(training)
+            training.model.both = uses
+            training.train()
+            after = link_state(training)
+            found = {
+                key[0].partition(".")[0] + "."
+                for key, value in before.items()
+                if "error" in key[1] and not torch.equal(value, after[key])
+            }
+            everyone = gather_facts(sorted(found), list[str], doing="errors that changed")
+            assert sorted(set().union(*everyone)) == moved, form
+        training.end()
+
+
 @pytest.mark.ranks(2)
 def test_a_step_with_nan_is_skipped_everywhere_and_leaves_all_errors_as_they_were(monkeypatch):
     """One rank has NaN in its loss, or in one bias alone, which other buckets do not see."""

@@ -11,7 +11,7 @@ import itertools
 import re
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal, Protocol, TypeAlias
@@ -264,6 +264,20 @@ class Channels(ABC):
         """Note whether optimizers step with the sums since the last step, or the step is skipped.
 
         An approximation then goes on with what it had kept back before these sums.
+        """
+        return
+
+    def before_sums_without(self, names: Collection[str]) -> None:
+        """Note parameters of which this rank has no gradient in sums that are about to start.
+
+        Whether all ranks lack them shows later: then an approximation gets ``give_back``.
+        """
+        return
+
+    def give_back(self, names: Collection[str]) -> None:
+        """Go on, for parameters of which no rank had a gradient, with what was kept of them before.
+
+        Nothing is updated by their sums.
         """
         return
 

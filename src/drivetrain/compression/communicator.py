@@ -14,7 +14,7 @@ several containers, or where one host has two groups of devices with a slow link
 ``links.hardware`` names a description of hardware, and its ``host.devices`` is the size of islands.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -250,6 +250,17 @@ class LinkedCommunicator(HierarchicalCommunicator):
             return StagedHandle([gathered, spread], ())
 
         return start
+
+    @override
+    def before_sums_without(self, names: Collection[str]) -> None:
+        for channel in self.channels if names else ():
+            if any(span.name in names for span in channel.spans):
+                channel.copy()
+
+    @override
+    def give_back(self, names: Collection[str]) -> None:
+        for channel in self.channels if names else ():
+            channel.give_back(names)
 
     @override
     def step_decided(self, *, taken: bool) -> None:

@@ -13,7 +13,7 @@ hosts, to the same one; with fewer, some get the errors of several. So nothing i
 number of ranks, or under another method.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -206,9 +206,16 @@ class LinkChannel:
         self._sums_of_step += 1
         if self.approximate is None or self.sums <= self.warmup:
             return self.exact(tensors)
-        if self.undoable and not self._copied:  # a step may have several sums
-            self._copy()
+        if self.undoable:
+            self.copy()
         return self.approximate(tensors)
+
+    def give_back(self, names: Collection[str]) -> None:
+        """Put the errors of some parameters back to before the first sum of this step."""
+        if self._copied:
+            for kept, before in zip(self.reduction.feedback(), self._before, strict=False):
+                if kept.span.name in names:
+                    kept.errors.copy_(before)
 
     def step_decided(self, *, taken: bool) -> None:
         """Go on after a step; if it was skipped, as if none of its sums had been.
@@ -233,9 +240,13 @@ class LinkChannel:
 
     def _begin_step(self) -> None:
         self._sums_of_step, self._copied = 0, False
+        if not self.undoable:
+            self._before = []
 
-    def _copy(self) -> None:
+    def copy(self) -> None:
         """Copy errors and factors, as they are before the first sum of a step."""
+        if self.undoable and self._copied:  # a step may have several sums
+            return
         state = self._state()
         if [each.device for each in self._before] != [each.device for each in state]:
             self._before = [torch.empty_like(each) for each in state]

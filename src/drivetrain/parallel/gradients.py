@@ -425,7 +425,14 @@ class UnitGradients:
             for part, pieces in zip(parts, flat.flat.pieces, strict=True):
                 for start, stop in pieces:
                     part.append(sent[start:stop])
-        self.reduction = self._channel()(parts)
+        self._reducing.before_sums_without(self._lacking())
+        self.reduction = channel(parts)
+
+    def _lacking(self) -> list[str]:
+        """Return the names of awaited parameters without any gradient on this rank."""
+        lacking = [slot for slot in self.awaited if slot not in self.present]
+        with torch._C.DisableTorchFunctionSubclass():  # or it was handed out in this window
+            return [slot.name for slot in lacking if slot.parameter.grad is None]
 
     def keep_owned(self, *, replicate: bool) -> Tensor | None:
         """Wait for the reduction and keep this rank's pieces; return the lent buffer.
@@ -442,6 +449,7 @@ class UnitGradients:
         for flat, reduced in sent:
             flat.take_owned(reduced, replicas=replicas is not None)
         if replicas is not None and replicate:
+            replicas.before_sums_without(self._lacking())
             for flat in self._active:
                 self._crossing.append(self._cross(flat, replicas))
         return self._close()
@@ -487,11 +495,15 @@ class UnitGradients:
         Returns:
             The parameters that have a gradient, and had none on this rank.
         """
-        elsewhere = []
+        elsewhere, unused = [], set(self._lacking())
         for slot, some in zip(self.awaited, present, strict=False):
             if some:
+                unused.discard(slot.name)
                 self.of[slot].hand_out(slot)
                 if slot not in self.came:
                     elsewhere.append(slot)
         self.present.clear()
+        for communicator in (self._reducing, self._replicas):
+            if communicator is not None:
+                communicator.give_back(unused)
         return elsewhere
