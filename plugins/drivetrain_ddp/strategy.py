@@ -17,7 +17,8 @@ every bucket.
 
 An eager round multiplies each gradient by 1/N on the way into its bucket. The first
 round, which observes the order, and every round of a model under reentrant checkpointing, where a
-gradient may come more than once, multiply and send all buckets at the end.
+gradient may come more than once, multiply and send all buckets at the end. A rank that comes to
+such checkpointing in an eager round sends the rest of the buckets at its end.
 """
 
 from collections import Counter
@@ -232,6 +233,8 @@ class BucketReducer:
             self.rounds.enter()
             if slot.round == self.rounds.count:
                 self._came_again(slot)
+            if self._eager and self.rounds.reentrant:
+                self._hold_back()
             grad, scale = parameter.grad, self._scale if self._eager else 1.0
             if grad is not slot.view:
                 slot.adopt(grad, scale)
@@ -282,12 +285,20 @@ class BucketReducer:
             UsageError: the gradient's bucket may be on its way already.
         """
         self.rounds.reentrant = True
-        if self._eager:
+        if self._eager or slot.bucket.finish is not None:
             raise UsageError(
                 f"{slot.name!r} got its gradient twice in one backward, which it did not in the "
                 "first one; use torch.utils.checkpoint with use_reentrant=False for a module "
                 "whose parameters are used elsewhere too"
             )
+
+    def _hold_back(self) -> None:
+        """Send what is not on its way at the end of this backward: gradients may come again."""
+        self._eager = False
+        for state in self._buckets[self._launched :]:
+            for slot in state.slots:
+                if slot.round == self.rounds.count:
+                    slot.view.div_(self._scale)
 
     def _launch_complete(self) -> None:
         # In bucket order, not in order of completion: all ranks must send the same sequence.

@@ -191,6 +191,22 @@ def test_reentrant_checkpoints_of_a_shared_layer():
 
 
 @pytest.mark.ranks(2)
+def test_reentrant_checkpoints_that_one_rank_begins_with_late():
+    torch.manual_seed(1)
+    model = Recomputing()
+    strategy = start(model)
+    rank = strategy.run.world.rank
+    for step in range(3):
+        model.zero_grad()
+        model.recompute = step > 0 and rank == 1
+        strategy.backward(loss_of(model, batch(step, rank)))
+        plain = deepcopy(model)
+        plain.recompute = False
+        assert_grads(model, mean_grads(plain, [step], 2))
+    strategy.close()
+
+
+@pytest.mark.ranks(2)
 def test_freezing_and_unfreezing_and_replaced_gradients():
     model = mlp()
     model[0].requires_grad_(False)
