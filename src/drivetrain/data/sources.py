@@ -57,6 +57,28 @@ class Rows(NamedTuple):
 
         return recursively_apply(self._first, data, test_type=has_rows)
 
+    def part(self, start: int, stop: int, of: int) -> "Rows":
+        """Return the rows of a piece of the batch, or of what has several rows for each of it.
+
+        Args:
+            start: first row of the piece.
+            stop: one past its last.
+            of: how many rows all pieces have.
+
+        Raises:
+            UsageError: the pieces are not of this batch, and it repeats samples.
+        """
+        if self.real == self.whole:
+            return Rows(stop - start, stop - start)
+        if not self.whole or of % self.whole:
+            raise UsageError(
+                f"expected pieces of the batch at hand, which has {self.whole} rows, found pieces "
+                f"of {of} rows: the last {self.whole - self.real} rows of this batch only repeat "
+                "samples; pass micro_batches() this batch, or take gather()"
+            )
+        real = of // self.whole * self.real
+        return Rows(stop - start, min(max(real - start, 0), stop - start))
+
     def _first(self, data: Any) -> Any:
         if not isinstance(data, list | tuple) and not data.shape:
             return data.reshape(1)[:0] if not self.real else data

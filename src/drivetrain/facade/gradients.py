@@ -27,7 +27,7 @@ from drivetrain.facade.settings import Runs
 from drivetrain.memory import is_out_of_memory, tries_again
 from drivetrain.parallel.backward import clip_
 from drivetrain.runtime import rng
-from drivetrain.runtime.gradient_state import GradientState
+from drivetrain.runtime.gradient_state import GradientState, Piece
 from drivetrain.runtime.mesh import Axis
 from drivetrain.runtime.precision import LossScaler
 
@@ -263,20 +263,20 @@ class WindowGradients:
         *,
         first: bool = True,
         last: bool = True,
-        rows: int | None = None,
+        piece: Piece | None = None,
     ) -> Iterator[None]:
         """Context of one micro-batch of these models; of all models when there are none.
 
-        It may be a piece of a batch: the first, the last, with so many rows.
+        It may be a piece of a batch: the first, the last, with some of its rows.
         """
         state = self.state
-        if rows is not None and state.is_inside:  # pieces of the micro-batch that is under way
+        if piece is not None and state.is_inside:  # pieces of the micro-batch that is under way
             first = False
         elif state.sync_gradients:
             self._start_window(counted=True)
         with ExitStack() as stack:
             stack.enter_context(self.explained())
-            stack.enter_context(state.next_micro_batch(first=first, last=last, rows=rows))
+            stack.enter_context(state.next_micro_batch(first=first, last=last, piece=piece))
             if (state.num_steps > 1 or not last) and first and state.micro_batch == 1:
                 self._begun = WindowStart(self._prepared, state.windows)
             self.step = state.micro_batch
@@ -334,8 +334,8 @@ class WindowGradients:
     ) -> None:
         """Run backward; at the end of a window the gradients are synchronised and exact means."""
         _check_loss(loss)
-        if weight is None and self.state.rows is not None:
-            weight = self.state.rows  # pieces of a batch need not be equally large
+        if weight is None and self.state.piece is not None:
+            weight = self.state.piece.rows  # pieces of a batch need not be equally large
         self.state.use(trains=True)
         if self.state.micro_batch == 0:
             self._start_window(counted=False)

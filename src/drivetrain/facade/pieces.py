@@ -26,6 +26,7 @@ from drivetrain.facade.settings import Runs
 from drivetrain.log import get_logger
 from drivetrain.memory import Heap, device_room, host_room
 from drivetrain.nested import slice_tensors
+from drivetrain.runtime.gradient_state import Piece
 
 logger = get_logger(__name__)
 
@@ -118,7 +119,7 @@ class Pieces:
         begin = 0
         if option == "auto" and not self._measured.peaks and self._agreed(2, rows, refusal) == 2:
             # One row tells what the others will take.
-            with self._piece(models, 1, per_row, first=True, last=False):
+            with self._piece(models, Piece(0, 1, rows), per_row):
                 yield slice_tensors(batch, slice(0, 1))
             begin = 1
         left = rows - begin
@@ -126,15 +127,13 @@ class Pieces:
         count = self._agreed(ceil(left / largest), left, refusal)
         bounds = [begin + left * number // count for number in range(count + 1)]
         for start, end in pairwise(bounds):
-            first, last = start == 0, end == rows
-            with self._piece(models, end - start, per_row, first=first, last=last):
+            with self._piece(models, Piece(start, end, rows), per_row):
                 yield slice_tensors(batch, slice(start, end))
 
     @contextmanager
-    def _piece(
-        self, models: Sequence[nn.Module], rows: int, per_row: int, *, first: bool, last: bool
-    ) -> Iterator[None]:
+    def _piece(self, models: Sequence[nn.Module], piece: Piece, per_row: int) -> Iterator[None]:
         """Context of the forward and backward of a piece, whose peak is measured."""
+        first, last = piece.start == 0, piece.stop == piece.of
         measures = self._runs.config.run.micro_batch == "auto"
         device = self._runs.default.world.device
         if measures:
@@ -144,14 +143,14 @@ class Pieces:
             if first and self._gradients.state.sync_gradients:  # gradients count as the window's
                 self._held = _held(device)
             _begin_peak(device)
-        with self._gradients.micro_batch(models, first=first, last=last, rows=rows):
+        with self._gradients.micro_batch(models, first=first, last=last, piece=piece):
             try:
                 yield
             except GeneratorExit:
                 self._gradients.state.left_early = not last
                 raise
         if measures:
-            self._measured.add(rows, per_row, max(0, _peak(device) - self._held))
+            self._measured.add(piece.rows, per_row, max(0, _peak(device) - self._held))
 
     def _largest(self, rows: int, per_row: int) -> int:
         """Return the most rows of a piece that are predicted to fit on this rank, and say so."""

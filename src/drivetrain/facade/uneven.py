@@ -92,7 +92,7 @@ class Gathering:
         of its batches; None where no sample was repeated.
 
         Raises:
-            UsageError: it may be any batch of a loop that is over.
+            UsageError: it may be any batch of a loop that is over, or a piece of another batch.
         """
         state, count = self._state, count_rows(data, otherwise=0)
         rows: Rows | None = state.rows_of(data) if is_tensor(data) else None
@@ -104,6 +104,8 @@ class Gathering:
             return total
         if rows is None and state.at_hand is not None:
             rows = state.at_hand.rows
+            if rows is not None and state.piece is not None:
+                rows = rows.part(*state.piece)
         if rows is not None and _divides(rows, count):
             state.use(trains=False)
         if rows is None and done is not None and _divides(done.rows, count):

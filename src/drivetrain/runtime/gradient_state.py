@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -49,6 +49,19 @@ class ActivePass(Protocol):
         """Note that all ranks together have used the batch, to train or otherwise."""
 
 
+class Piece(NamedTuple):
+    """A piece of a batch: the rows from ``start`` to ``stop``, of so many."""
+
+    start: int
+    stop: int
+    of: int
+
+    @property
+    def rows(self) -> int:
+        """How many rows it has."""
+        return self.stop - self.start
+
+
 class GradientState:
     """The accumulation window of one Accelerator.
 
@@ -69,7 +82,7 @@ class GradientState:
         stepped: whether an optimizer has stepped, or left out a step, at its end.
         at_hand: the pass that delivered the batch at hand; it may have been left since.
         finished: the pass that came to its end after the last batch was delivered.
-        rows: of the piece of a batch that is at hand; None for whole batches.
+        piece: the piece of a batch that is at hand; None for whole batches.
         left_early: whether the script left a batch before its last piece.
     """
 
@@ -86,7 +99,7 @@ class GradientState:
         self.windows = 0
         self.backwards = 0
         self.stepped = False
-        self.rows: int | None = None
+        self.piece: Piece | None = None
         self.left_early = False
         self._inside = False
         self._ends_window = True
@@ -210,14 +223,14 @@ class GradientState:
 
     @contextmanager
     def next_micro_batch(
-        self, *, first: bool = True, last: bool = True, rows: int | None = None
+        self, *, first: bool = True, last: bool = True, piece: Piece | None = None
     ) -> Iterator[None]:
         """Context of the next micro-batch, or of a piece; decides whether it ends the window.
 
         Args:
             first: whether it is whole, or the first piece; not where ``accumulate()`` is around.
             last: whether it is whole, or the last piece.
-            rows: of the piece.
+            piece: its rows.
 
         Raises:
             UsageError: the batch before was left early.
@@ -235,12 +248,12 @@ class GradientState:
             self._ends_window = ends_loader or self.micro_batch >= self.num_steps
         self._used = True
         self.sync_gradients = last and self._ends_window
-        around, self._inside = (self._inside, self.rows), True
-        self.rows = rows
+        around, self._inside = (self._inside, self.piece), True
+        self.piece = piece
         try:
             yield
         finally:
-            self._inside, self.rows = around
+            self._inside, self.piece = around
 
     def check_whole(self) -> None:
         """Refuse to go on after a batch that was left before its last piece.

@@ -66,6 +66,27 @@ def test_dicts_and_scalars_are_cut_with_their_batch():
         accelerator.gather_for_metrics(torch.zeros(2, 1 + dist.get_rank()))
 
 
+def test_pieces_of_a_batch_are_cut_with_it():
+    """Of one row, too; the last batch of rank 1 repeats one sample or all of them."""
+    for option in (1, 2):
+        accelerator = Accelerator(cpu=True, config={"micro_batch": option})
+        pieces, gather = accelerator.micro_batches, accelerator.gather_for_metrics
+        for n in (7, 9, 10):
+            loader = accelerator.prepare(DataLoader(torch.arange(n), batch_size=3))
+            found = [gather(part * 10).tolist() for batch in loader for part in pieces(batch)]
+            assert sorted(itertools.chain(*found)) == list(range(0, 10 * n, 10)), (option, n)
+            found = [
+                gather([str(int(each)) for each in part])
+                for batch in loader
+                for part in pieces(batch.repeat_interleave(2))
+            ]
+            assert sorted(itertools.chain(*found)) == sorted([*map(str, range(n))] * 2), (option, n)
+        with pytest.raises(UsageError, match="pieces of the batch at hand, which has 3 rows"):
+            for batch in loader:
+                for part in pieces(torch.cat([batch, batch[:1]])):
+                    gather(part * 10)
+
+
 def test_two_loaders_and_a_loop_that_is_over():
     accelerator = Accelerator(cpu=True)
     gather = accelerator.gather_for_metrics
