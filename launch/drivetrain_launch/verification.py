@@ -145,12 +145,13 @@ def _ended(folder: Path, output: str) -> Attempt:
 def _failed(output: str, code: int) -> Attempt:
     """Tell a refusal, which is an error of the library, from any other failure."""
     reports = list(_FAILED_FIRST.finditer(output))
-    text = output[reports[-1].start() :] if reports else output
+    said = output[reports[-1].start() :] if reports else output
+    text = said.partition("\nstopped with it")[0]  # then other ranks may say why they stopped
     own = list(_OWN_ERROR.finditer(text))
     if own and own[-1][1] != CollectiveError.__name__:
-        reason = text[own[-1].end() :].partition("\nstopped with it")[0]
-        return Attempt(ending="refused", reason=" ".join(reason.split()), output=output, code=code)
-    lines = [line for line in text.partition("\nstopped with it")[0].splitlines() if line.strip()]
+        reason = " ".join(text[own[-1].end() :].split())
+        return Attempt(ending="refused", reason=reason, output=output, code=code)
+    lines = [line for line in text.splitlines() if line.strip()]
     reason = lines[-1].strip() if lines else f"exit code {code}"
     return Attempt(ending="failed", reason=reason, output=output, code=code)
 

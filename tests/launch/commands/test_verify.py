@@ -208,7 +208,8 @@ def test_what_cannot_be_compared_is_shown_with_its_reason(verify):
 )
 def test_the_reason_of_a_failure_is_the_first_ranks_last_words(said, ending, reason):
     for output in (said, f"error: of a start before\nrank 1 failed first (3)\n{said}"):
-        for rest in ("", "\nstopped with it: rank 0\n"):
+        late = "drivetrain.errors.UsageError: of another rank"
+        for rest in ("", "\nstopped with it: rank 0\n", f"\nstopped with it: rank 0\n{late}\n"):
             found = _failed(output + rest if said else said, 3)
             assert (found.ending, found.reason, found.code) == (ending, reason, 3)
 
