@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves
 
 from drivetrain.collectives.facts import counts_of_everyone
@@ -202,8 +201,8 @@ class Pieces:
     def _mixed(self) -> str:
         """Return why a model's result for a row depends on the others; empty where none does."""
         for entry in self._prepared.models:
-            for name, module in entry.module.named_modules():
-                if isinstance(module, _BatchNorm) and module.training:
+            for name, module in entry.mixing.items():
+                if module.training:
                     return (
                         "micro_batch: expected layers that treat each row by itself, found "
                         f"{type(module).__name__} {name!r}, whose results depend on all rows; take "

@@ -14,6 +14,7 @@ from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
@@ -81,6 +82,7 @@ class PreparedModel:
         parameters: those of the module, tied ones once.
         known: their identities.
         hooks: those that the script has put on parameters.
+        mixing: its layers whose results for a row depend on other rows, by name.
     """
 
     model: nn.Module
@@ -100,6 +102,7 @@ class PreparedModel:
     parameters: tuple[nn.Parameter, ...] = field(init=False)
     known: frozenset[int] = field(init=False)
     hooks: UserHooks = field(init=False)
+    mixing: dict[str, nn.Module] = field(init=False)
 
     def __post_init__(self) -> None:
         """Remember which parameters the model has now."""
@@ -107,6 +110,8 @@ class PreparedModel:
         self.parameters = tuple(each for _, each in self.module.named_parameters())
         self.known = frozenset(map(id, self.parameters))
         self.hooks = UserHooks(self.parameters)
+        modules = self.module.named_modules()
+        self.mixing = {name: each for name, each in modules if isinstance(each, _BatchNorm)}
 
     @property
     def module(self) -> nn.Module:

@@ -208,7 +208,7 @@ def test_memory_is_measured():
     accelerator.free_memory()
 
 
-def test_whole_batches_are_one_micro_batch_and_what_cannot_be_cut_is_refused():
+def test_whole_batches_are_one_micro_batch_and_what_cannot_be_cut_is_refused(monkeypatch):
     accelerator = Accelerator(cpu=True)
     words = ["not", "cut"]
     assert list(accelerator.micro_batches(words)) == [words]
@@ -225,7 +225,9 @@ def test_whole_batches_are_one_micro_batch_and_what_cannot_be_cut_is_refused():
     with pytest.raises(UsageError, match="found BatchNorm1d '1'"):
         next(accelerator.micro_batches(torch.ones(4, 2)))
     model.eval()
-    assert len(list(accelerator.micro_batches(torch.ones(4, 2)))) == 2
+    with monkeypatch.context() as patch:
+        patch.setattr(nn.Module, "named_modules", None)  # no search in each batch
+        assert len(list(accelerator.micro_batches(torch.ones(4, 2)))) == 2
     accelerator.free_memory()
 
 
