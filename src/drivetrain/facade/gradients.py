@@ -361,6 +361,7 @@ class WindowGradients:
             self._prepared.in_backward(ranks=ranks, counts=counts, averages=synced),
         ):
             strategy.backward(scaled, **options)
+        self._prepared.let_go_of_batch()
         if strategy.pipeline is not None:
             strategy.pipeline.publish(loss)
         self.state.backwards += 1

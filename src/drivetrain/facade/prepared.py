@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from drivetrain import communication
@@ -307,7 +308,8 @@ class PreparedObjects:
         groups: those of each optimizer as the script made them.
         trains: the loader that was prepared in one call with an optimizer, if any.
         last_run: the model whose forward ran last with gradients; None before the first.
-        last_call: arguments of that forward, by position and by name; None after a step.
+        last_call: arguments of that forward, by position and by name, after a backward without
+            values; None after a step.
     """
 
     models: list[PreparedModel] = field(default_factory=list)
@@ -319,6 +321,10 @@ class PreparedObjects:
     trains: PreparedLoader | None = None
     last_run: PreparedModel | None = None
     last_call: tuple[tuple[Any, ...], Mapping[str, Any]] | None = None
+
+    def let_go_of_batch(self) -> None:
+        """Keep the shapes of the last call's arguments alone: the step may need their memory."""
+        self.last_call = tree_map_only(Tensor, _without_values, self.last_call)
 
     def samples_per_step(self, accumulation: int) -> int:
         """Return the samples of a step over all ranks; 0 where batches have no one size."""
@@ -475,6 +481,11 @@ def _uncounted(entry: PreparedModel) -> Iterator[None]:
             pipeline.counts = False
             stack.callback(setattr, pipeline, "counts", True)
         yield
+
+
+def _without_values(tensor: Tensor) -> Tensor | None:
+    plain = type(tensor) is Tensor and not tensor.is_nested and tensor.layout is torch.strided
+    return tensor.new_empty(tensor.shape, device="meta") if plain else None
 
 
 def check_count(subject: str, expected: int, found: int) -> None:

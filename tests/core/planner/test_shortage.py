@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -82,6 +83,17 @@ def test_an_error_has_one_note_wherever_it_leaves_a_step(where):
     assert (gradients == "0 B") == (where == "forward")
     assert (gradients == promised) == (where == "step")
     assert "a whole step needs" in note
+    accelerator.end_training()
+
+
+def test_a_step_has_no_batch_in_memory():
+    accelerator, model, optimizer = prepared()
+    x = torch.ones(MOST, 32)
+    held = weakref.ref(x)
+    accelerator.backward(model(x).square().mean())
+    del x
+    assert held() is None
+    optimizer.step()
     accelerator.end_training()
 
 
