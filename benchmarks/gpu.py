@@ -38,8 +38,9 @@ returns its loss. All systems run forward under autocast to bf16 over fp32 param
 of a step is the median over steps between two events of the device. ``host`` is the time until the
 calls of a step have returned, with the device idle before. MFU is
 
-    operations of a step / (time of a step x published peak of the device)
+    operations of a step / (time of a step x published peak of the device in bf16)
 
+also where products are in fp8, of which the catalog has no peaks,
 where a token costs 6 operations for each weight of a product (the embedding is none), and
 attention 12 x layers x width x tokens of the sequence (``full``), half of it for causal attention
 (``causal``), in forward and backward together.
@@ -779,7 +780,7 @@ def table(results: dict[str, dict[str, Any]]) -> str:
             "x first",
             "host ms",
             "tokens/s",
-            "MFU causal",
+            "MFU of bf16, causal",
             "full",
             "peak GB",
             "held/promised",

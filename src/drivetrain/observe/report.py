@@ -406,6 +406,6 @@ def _peak(run: Run, models: Sequence[ModelSpec]) -> dict[str, Any] | None:
     return {
         "device": name,
         "operations_per_second": found.operations_per_second,
-        "of": found.precision,
+        "of": found.precision + (", which fp8 may exceed" if run.precision.recipe else ""),
         "source": found.source,
     }

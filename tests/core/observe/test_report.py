@@ -19,6 +19,7 @@ from drivetrain.observe import report as run_report
 from drivetrain.observe.figures import starts_of
 from drivetrain.observe.history import load_history
 from drivetrain.observe.recorder import StepClock
+from drivetrain.runtime.precision import Precision
 from drivetrain.traffic import Traffic
 
 
@@ -156,6 +157,13 @@ def test_a_skipped_step_is_told(tmp_path):
     end(accelerator)
     assert [each.skipped for each in records(tmp_path)] == [1, 1, 1, 1]
     assert records(tmp_path)[0].loss_scale is not None
+
+
+def test_the_peak_says_what_it_is_of():
+    world = mock.Mock(device=torch.device("cuda"), device_name="NVIDIA H200")
+    for name, words in (("bf16", "bf16"), ("fp8", "bf16, which fp8 may exceed")):
+        run = mock.Mock(world=world, precision=Precision.of(name))
+        assert run_report._peak(run, ())["of"] == words
 
 
 def test_a_resumed_run_goes_on_counting(tmp_path, capsys):
