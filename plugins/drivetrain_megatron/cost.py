@@ -59,7 +59,7 @@ from torch import nn
 
 from drivetrain.collectives import Route, sent_elements
 from drivetrain.collectives.communicator import SoloCommunicator
-from drivetrain.collectives.volume import Operation, chunk_bounds
+from drivetrain.collectives.volume import Operation, chunk_bounds, chunk_of
 from drivetrain.cost import Cost, ModelSpec, TensorSpec
 from drivetrain.model.guard import Arguments, Keywords
 from drivetrain.model.look import BlockCall, Look
@@ -106,7 +106,7 @@ class Activation:
 
     def shard(self, line: Route) -> "Activation":
         """Return the part that a rank holds when tokens are divided."""
-        start, stop = chunk_bounds(self.tokens, line.axis.size)[line.axis.rank]
+        start, stop = chunk_of(self.tokens, line.axis.size, line.axis.rank)
         return replace(self, tokens=stop - start)
 
     def summed(self, line: Route) -> Sent:
@@ -325,7 +325,7 @@ def _by_sizes(config: MegatronConfig, model: ModelSpec, run: Run) -> ModelSpec:
 def _share(spec: TensorSpec, ranks: int, rank: int) -> TensorSpec:
     if len(spec.shape) < 2:
         return spec
-    start, stop = chunk_bounds(spec.shape[0], ranks)[rank]
+    start, stop = chunk_of(spec.shape[0], ranks, rank)
     return replace(spec, shape=(stop - start, *spec.shape[1:]))
 
 

@@ -144,6 +144,11 @@ Operation: TypeAlias = Literal[
 ]
 
 
+def chunk_of(numel: int, size: int, rank: int) -> tuple[int, int]:
+    """Return the (start, stop) of one rank's chunk among those of ``chunk_bounds``."""
+    return numel * rank // size, numel * (rank + 1) // size
+
+
 def chunk_bounds(numel: int, size: int) -> list[tuple[int, int]]:
     """Return the (start, stop) of each rank's chunk: no padding, lengths differ by at most 1."""
     edges = [numel * index // size for index in range(size + 1)]
@@ -193,9 +198,12 @@ def sent_bytes(operation: Operation, lengths: Sequence[int], rank: int) -> int:
             "expected an operation over chunks, found a broadcast: what it sends depends on its "
             "source; use sent_elements"
         )
-    total = sum(lengths)
-    scatter = total - lengths[rank]
-    gather = total - lengths[(rank + 1) % len(lengths)]
+    return _sent(operation, sum(lengths), lengths[rank], lengths[(rank + 1) % len(lengths)])
+
+
+def _sent(operation: Operation, total: int, kept: int, started: int) -> int:
+    """Return what a rank sends of so much, with its own chunk, and its right neighbour's."""
+    scatter, gather = total - kept, total - started
     match operation:
         case "reduce_scatter" | "all_to_all":
             return scatter
@@ -233,8 +241,11 @@ def sent_elements(
         return 0
     if operation == "broadcast":
         return 0 if (rank - source) % size == size - 1 else numel
-    bounds = checked_chunks(chunks, numel, size)
     # Chunks of one dtype: what holds for bytes holds for elements.
+    if chunks is None:
+        chunks_of_two = (chunk_of(numel, size, each) for each in (rank, (rank + 1) % size))
+        return _sent(operation, numel, *(stop - start for start, stop in chunks_of_two))
+    bounds = checked_chunks(chunks, numel, size)
     return sent_bytes(operation, [stop - start for start, stop in bounds], rank)
 
 
@@ -376,7 +387,7 @@ class Route:
 def far_pieces(stretch: Stretch, levels: HostLevels) -> StretchParts:
     """Return the pieces of a flat tensor that ranks at this rank's place of each host sum up."""
     near, far = levels
-    share = stretch.cut(*chunk_bounds(stretch.numel, near.size)[near.rank])
+    share = stretch.cut(*chunk_of(stretch.numel, near.size, near.rank))
     return [[share.cut(*bounds)] for bounds in chunk_bounds(share.numel, far.size)]
 
 

@@ -34,6 +34,7 @@ from drivetrain.parallel.layout import (
     UnitLayout,
     is_block,
     offsets_in_bytes,
+    owned_by_all,
     stretches_of,
 )
 from drivetrain.parallel.options import UnitsOptions
@@ -245,18 +246,13 @@ class Estimate:
         if route.approximates_parameters:
             dtypes = [flat.dtype for flat in unit.flats]
             return route.parameters_gathered(stretches_of(unit.flats, dtypes))
-        ranks = range(route.axis.size)
-        return route.passed("all_gather", [unit.owned_bytes(rank) for rank in ranks])
+        return route.passed("all_gather", owned_by_all(unit.flats, _values))
 
     def _reduce(self, unit: UnitLayout) -> Counter[tuple[str, str]]:
         route = self._lines.sharing
         if route.between is not None:
             return route.gradients_scattered(self._stretches(unit))
-        lengths = [
-            sum(flat.owned(rank) * self._wire(flat) for flat in unit.trainable)
-            for rank in range(route.axis.size)
-        ]
-        return route.passed("reduce_scatter", lengths)
+        return route.passed("reduce_scatter", owned_by_all(unit.trainable, self._wire))
 
     def _cross(self, unit: UnitLayout, replicas: Route) -> Counter[tuple[str, str]]:
         sent = Counter[tuple[str, str]]()
@@ -290,8 +286,8 @@ class Estimate:
 
     def _gather_inside(self, unit: UnitLayout, lines: SecondaryLines) -> Counter[tuple[str, str]]:
         """Return the bytes that this rank sends when a host's ranks exchange secondary shards."""
-        ranks, size = range(self._lines.sharing.axis.size), lines.near.size
-        lengths = [sum(map(unit.owned_bytes, ranks[place::size])) for place in range(size)]
+        owned, size = owned_by_all(unit.flats, _values), lines.near.size
+        lengths = [sum(owned[place::size]) for place in range(size)]
         return Route(lines.near).passed("all_gather", lengths)
 
     def _refresh(self, unit: UnitLayout, lines: SecondaryLines) -> Counter[tuple[str, str]]:
@@ -325,13 +321,16 @@ class Estimate:
         lines = self._lines.secondary
         if lines is None:
             return 0
-        ranks = range(lines.near.rank, self._lines.sharing.axis.size, lines.near.size)
-        return sum(map(flat.owned, ranks)) * flat.dtype.itemsize
+        return sum(owned_by_all([flat], _values)[lines.near.rank :: lines.near.size])
 
     def _fragments(self, flat: FlatLayout) -> int:
         """Return how many parameters this rank owns a piece of."""
         shares = [place.shares[self.rank] for place in flat.places]
         return sum(stop > start for start, stop in shares)
+
+
+def _values(flat: FlatLayout) -> int:
+    return flat.dtype.itemsize
 
 
 def add(sent: Counter[tuple[str, str]], each: Mapping[tuple[str, str], int], times: int) -> None:

@@ -14,8 +14,9 @@ All of it is arithmetic. Strategy and cost estimate read the same layout, so the
 
 import itertools
 import re
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from typing import Literal, TypeAlias
 
@@ -44,6 +45,39 @@ _BLOCK = re.compile(r"^(?:.*?\.)??\d+(?=\.)")
 
 
 @dataclass(frozen=True, slots=True)
+class Shares:
+    """The range of a parameter that each rank owns, as an even cut of elements around it says.
+
+    Attributes:
+        cut: how many elements are cut evenly.
+        size: into how many ranges, one for each rank.
+        offset: where the parameter begins among them.
+        numel: its elements.
+    """
+
+    cut: int
+    size: int
+    offset: int
+    numel: int
+
+    def __len__(self) -> int:
+        """Return how many ranks there are."""
+        return self.size
+
+    def __getitem__(self, rank: int) -> Range:
+        """Return the range of a rank."""
+        if not 0 <= rank < self.size:
+            raise IndexError(rank)
+        first, stop = (self.cut * edge // self.size - self.offset for edge in (rank, rank + 1))
+        return min(max(first, 0), self.numel), min(max(stop, 0), self.numel)
+
+    def lengths(self) -> Tensor:
+        """Return how many elements each rank owns: int64, 1-D."""
+        edges = torch.arange(self.size + 1, device="cpu") * self.cut // self.size - self.offset
+        return edges.clamp(0, self.numel).diff()
+
+
+@dataclass(frozen=True, slots=True)
 class ParameterPlace:
     """One parameter's place in its flat tensor.
 
@@ -59,7 +93,7 @@ class ParameterPlace:
     shape: tuple[int, ...]
     outer_dim: int
     offset: int
-    shares: tuple[Range, ...]
+    shares: Shares
 
     @property
     def numel(self) -> int:
@@ -157,9 +191,19 @@ class UnitLayout:
         """Bytes of its flat tensors."""
         return sum(flat.nbytes for flat in self.flats)
 
-    def owned_bytes(self, rank: int) -> int:
-        """Return the bytes that a rank owns of its flat tensors."""
-        return sum(flat.owned(rank) * flat.dtype.itemsize for flat in self.flats)
+
+def owned_by_all(flats: Iterable[FlatLayout], width: Callable[[FlatLayout], int]) -> Sequence[int]:
+    """Return the bytes that each rank owns of flat tensors with elements of so many bytes."""
+    return _owned_by_all(tuple((place.shares, width(f)) for f in flats for place in f.places))
+
+
+@lru_cache(maxsize=8)  # blocks are alike
+def _owned_by_all(shares: tuple[tuple[Shares, int], ...]) -> Sequence[int]:
+    total = torch.zeros(shares[0][0].size, dtype=torch.int64, device="cpu")
+    for each, width in shares:
+        total += each.lengths() * width
+    found: list[int] = total.tolist()
+    return found
 
 
 def stretches_of(flats: Sequence[FlatLayout], dtypes: Sequence[torch.dtype]) -> StretchParts:
@@ -185,15 +229,14 @@ def arrange(
         cut: ``flat`` or ``rows``.
     """
     offsets = list(itertools.accumulate((spec.numel for spec in specs), initial=0))
-    edges = [offsets[-1] * rank // size for rank in range(size + 1)]
     places = []
     for spec, offset in zip(specs, offsets, strict=False):
         shares = (
-            [_row_range(spec, rank, size) for rank in range(size)]
+            Shares(_most_rows(spec, size) * size, size, 0, spec.numel)
             if cut == "rows"
-            else [_overlap(offset, spec.numel, pair) for pair in itertools.pairwise(edges)]
+            else Shares(offsets[-1], size, offset, spec.numel)
         )
-        places.append(ParameterPlace(spec.name, spec.shape, spec.outer_dim, offset, tuple(shares)))
+        places.append(ParameterPlace(spec.name, spec.shape, spec.outer_dim, offset, shares))
     return _flat(specs[0], places, precision, cut)
 
 
@@ -215,10 +258,9 @@ def arrange_whole(
     places, offset = [], 0
     for owner, owned in enumerate(owners):
         for spec in owned:
-            shares = [(0, spec.numel) if rank == owner else (0, 0) for rank in range(len(loads))]
-            places.append(
-                ParameterPlace(spec.name, spec.shape, spec.outer_dim, offset, tuple(shares))
-            )
+            size, count = len(loads), spec.numel
+            shares = Shares(count * size, size, count * owner, count)
+            places.append(ParameterPlace(spec.name, spec.shape, spec.outer_dim, offset, shares))
             offset += spec.numel
     return _flat(specs[0], places, precision, "whole")
 
@@ -287,18 +329,10 @@ def row_length(shape: Sequence[int], outer_dim: int) -> int:
     return prod(size for dim, size in enumerate(shape) if dim != outer_dim)
 
 
-def _row_range(spec: TensorSpec, rank: int, size: int) -> Range:
-    """Return a rank's rows as ``torch.chunk`` cuts them: the first ranks have the most."""
+def _most_rows(spec: TensorSpec, size: int) -> int:
+    """Return the elements of the rows that ``torch.chunk`` gives the first ranks, the most."""
     rows = spec.shape[spec.outer_dim] if spec.shape else 1
-    each = -(-rows // size)
-    length = row_length(spec.shape, spec.outer_dim)
-    return min(rank * each, rows) * length, min((rank + 1) * each, rows) * length
-
-
-def _overlap(offset: int, numel: int, edges: Range) -> Range:
-    first = min(max(edges[0] - offset, 0), numel)
-    last = min(max(edges[1] - offset, 0), numel)
-    return first, max(first, last)
+    return -(-rows // size) * row_length(spec.shape, spec.outer_dim)
 
 
 def _flat(

@@ -2,6 +2,7 @@
 
 import itertools
 import random
+import time
 from collections import Counter
 
 import pytest
@@ -18,6 +19,7 @@ from drivetrain.parallel.layout import (
     block_of,
     is_block,
     offsets_in_bytes,
+    owned_by_all,
 )
 from drivetrain.runtime.precision import Precision
 from stacks import Residual, Stack
@@ -68,6 +70,7 @@ def test_every_element_is_owned_once(cut):
             ]
             pieces = layout.pieces(rank)
             assert layout.owned(rank) == len(owned)
+            assert owned_by_all([layout], lambda _: 3)[rank] == 3 * len(owned)
             assert [element for piece in pieces for element in range(*piece)] == owned
             assert all(start < stop for start, stop in pieces)
             for (_, stop), (start, _) in itertools.pairwise(pieces):
@@ -84,7 +87,7 @@ def test_rows_are_those_of_chunk():
         specs, size = some_specs(seed), 1 + seed % 6
         for place in arrange(specs, PLAIN, size, "rows").places:
             if not place.shape:
-                assert place.shares == ((0, 1), *[(1, 1)] * (size - 1))
+                assert [*place.shares] == [(0, 1), *[(1, 1)] * (size - 1)]
                 continue
             if not place.numel:
                 continue
@@ -95,6 +98,14 @@ def test_rows_are_those_of_chunk():
             width = place.numel // len(indices)  # rows lie one after the other in memory
             for rank in range(size):
                 assert place.shares[rank] == tuple(row * width for row in place.rows(rank))
+
+
+def test_a_million_ranks_take_no_time():
+    specs, begun = [spec(f"{i}", (64, 64)) for i in range(20)], time.process_time()
+    for cut in ("flat", "rows"):
+        layout = arrange(specs, PLAIN, 10**6, cut)
+        assert owned_by_all([layout], lambda _: 1)[0] == layout.owned(0)
+    assert time.process_time() - begun < 2
 
 
 def test_whole_parameters_and_the_kinds_of_a_unit():
@@ -113,7 +124,7 @@ def test_whole_parameters_and_the_kinds_of_a_unit():
     assert unit.trainable == [matrix]
     assert [place.name for place in unit.places] == ["a", "b"]
     assert unit.nbytes == 46
-    assert [unit.owned_bytes(rank) for rank in range(2)] == [2 * 10 + 8, 2 * 5 + 8]
+    assert owned_by_all(unit.flats, lambda flat: flat.dtype.itemsize) == [2 * 10 + 8, 2 * 5 + 8]
 
 
 def test_the_dim_that_is_outermost_in_memory():
