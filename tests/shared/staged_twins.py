@@ -20,10 +20,11 @@ class Twins:
         example: example inputs of the model.
         make: makes an optimizer of parameters, for each of both.
         accumulation: micro-batches of a window.
+        compiles: which part of the model is compiled.
         cell: options of ``megatron``.
     """
 
-    def __init__(self, model, example=None, *, make=None, accumulation=1, **cell):
+    def __init__(self, model, example=None, *, make=None, accumulation=1, compiles="none", **cell):
         self.twin = copy.deepcopy(model)
         if example is not None:
             model.example_inputs = example
@@ -31,6 +32,7 @@ class Twins:
             strategy={"name": "megatron", "pp": 2, **cell},
             gradient_accumulation_steps=accumulation,
             cpu=True,
+            config={"compile": compiles},
         )
         self.optimizers, self._losses = [], []
         if make is None:

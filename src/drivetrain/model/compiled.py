@@ -152,8 +152,7 @@ class _Compiled:
             self._in_pieces.add(forward)
             self._called[forward] = torch.compile(forward, backend=BACKEND)
             logger.announce(
-                f"{name} is compiled in pieces, around {len(shared)} modules whose forward ranks "
-                "share"
+                f"{name} is compiled in pieces, around {len(shared)} modules that stay outside"
             )
             return
         self._given_up.add(forward)

@@ -15,6 +15,7 @@ from drivetrain.errors import CollectiveError, ConfigError, UsageError
 from drivetrain.model.modules import named_parameters
 from drivetrain.testing.conformance.accounts import cut_connections
 from drivetrain.testing.conformance.twins import everyone
+from graphs import backend, graphs
 from huggingface_models import (
     ARCHITECTURES,
     VOCABULARY,
@@ -153,6 +154,15 @@ def test_tensor_and_pipeline(name, sequence_parallel):
     options = {"tp": 2, "pp": 2, "sequence_parallel": sequence_parallel, "micro_batches": 3}
     check(name, loss_outside, **options)
     check(name, loss_inside, steps=1, **options, schedule="zb-h1")
+
+
+@pytest.mark.parametrize("cell", [{"tp": 2}, {"schedule": "zb-h1"}], ids=["tp", "zb-h1"])
+@pytest.mark.filterwarnings("ignore")  # torch.compile's own
+@pytest.mark.ranks(4)
+def test_compiled_blocks(cell):
+    with backend("aot_eager"):
+        check("gpt2", loss_inside, pp=2, micro_batches=4, compiles="blocks", **cell)
+        assert graphs()
 
 
 @pytest.mark.exhaustive

@@ -86,6 +86,12 @@ def test_divided_blocks_are_one_graph():
     check(Mixed, "aot_eager", 1, tp=2)
 
 
+@pytest.mark.ranks(4)
+@pytest.mark.filterwarnings("ignore")
+def test_divided_blocks_of_stages_are_one_graph():
+    check(Beside, "aot_eager", 1, tp=2, pp=2, micro_batches=2)
+
+
 @pytest.mark.ranks(2)
 @pytest.mark.filterwarnings("ignore")
 def test_blocks_with_shards_of_the_sequence_are_one_graph():
