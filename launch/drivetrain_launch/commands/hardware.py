@@ -58,7 +58,9 @@ def show(source: str | None) -> None:
 def measure(target: Path, **flags: Any) -> int:
     """Measure this hardware, and write its description.
 
-    Devices, memory, links and disk are measured in two minutes. The description goes to FILE.
+    Devices, memory, links and disk are measured in two minutes; on a loaded machine fewer times:
+    after a minute, no further round of devices begins, nor one of links. The description goes to
+    FILE.
 
     With several hosts, run it on each of them, as `drivetrain launch`: FILE is written on host 0.
     Lines of the file say which figures scattered by more than 20%.

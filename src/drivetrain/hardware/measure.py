@@ -10,6 +10,7 @@ import os
 import statistics
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from itertools import combinations, pairwise
 from typing import Any, NamedTuple, TypeAlias
 
@@ -309,18 +310,20 @@ class _Plain(NamedTuple):
 
 def _planned(prices: HardwarePrices, case: _Case, kind: str) -> _Plain:
     """Return the kernels of a kind that a plan counts in a module."""
+    found = [each for each in _kernels(case) if each.kind == kind]
+    launches = (each.launches if isinstance(each, MemoryPass) else 1 for each in found)
+    return _Plain(sum(map(prices.plain, found)), sum(launches), max(map(size_of, found)))
+
+
+@cache  # a look takes longer than most timings
+def _kernels(case: _Case) -> Sequence[MatrixProduct | MemoryPass]:
+    """Return the kernels that a plan counts in a module."""
     candidate = Candidate("example", (torch.zeros(*case.shape),), {})
     units = seen_model(_Trained(case.make()), [candidate]).units(
         case.shape[0], "none", fused=True, width=4
     )
-    found = [
-        each
-        for unit in units
-        for each in (*unit.forward, *unit.backward)
-        if isinstance(each, MatrixProduct | MemoryPass) and each.kind == kind
-    ]
-    launches = (each.launches if isinstance(each, MemoryPass) else 1 for each in found)
-    return _Plain(sum(map(prices.plain, found)), sum(launches), max(map(size_of, found)))
+    each = (kernel for unit in units for kernel in (*unit.forward, *unit.backward))
+    return [kernel for kernel in each if isinstance(kernel, MatrixProduct | MemoryPass)]
 
 
 def _timed(clock: Clock, kind: str, case: _Case) -> tuple[float, float]:

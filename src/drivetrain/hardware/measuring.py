@@ -6,7 +6,7 @@
 import socket
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -46,6 +46,10 @@ from drivetrain.runtime.mesh import Axis
 ROUNDS = 5
 """Rounds of measurements of a device; the figures are those of all rounds together."""
 
+ENOUGH_S = 60.0
+"""Seconds after which no further round begins, of a device and again of links: a loaded machine has
+fewer rounds."""
+
 RING_TIMINGS = 3 * len(RINGS) + 2 + 7
 """Timings of a round of rings of one line, and beside training."""
 
@@ -66,7 +70,7 @@ def main() -> None:
         f"measured {time.strftime('%Y-%m-%d')} on {len(set(world.hosts))} host(s) with "
         f"{world.local_size} rank(s) each, all at the same time, with torch {torch.__version__}"
     )
-    for _ in range(ROUNDS):
+    for _ in _rounds(ROUNDS, bool):
         mine = measure_device(clock, source, world.local_size)
         # A description with this device alone prices plain products and passes.
         plain = described(
@@ -98,6 +102,20 @@ def main() -> None:
     accelerator.end_training()
 
 
+def _rounds(count: int, agree: Callable[[bool], bool]) -> Iterator[int]:
+    """Yield the numbers of rounds, so many or until they have taken long enough.
+
+    Args:
+        count: the most rounds.
+        agree: returns whether they have for all ranks that measure together, from this rank's word.
+    """
+    begun = time.perf_counter()
+    for number in range(count):
+        yield number
+        if agree(time.perf_counter() - begun > ENOUGH_S):
+            return
+
+
 class _Links(NamedTuple):
     """The figures of links: pairs of ranks, rings inside of a host and between hosts, training."""
 
@@ -115,7 +133,13 @@ def _measure_links(accelerator: Accelerator, clock: Clock, bar: Bar[None]) -> _L
     lines = _lines(accelerator)
     rounds = ROUNDS if slowest > QUICK_BYTES_PER_S else 1
     bar.update((ROUNDS - rounds) * RING_TIMINGS)
-    for _ in range(rounds):
+
+    def any_is_late(late: bool) -> bool:
+        mine = torch.tensor([int(late)], device=world.device)
+        ranks.all_reduce(mine, reduction="max").wait()
+        return bool(mine)
+
+    for _ in _rounds(rounds, any_is_late):
         rings = [line and measure_ring(clock, line[0], slowest, line[1]) for line in lines]
         beside = measure_beside(clock, ranks, slowest)
         if lines[0]:

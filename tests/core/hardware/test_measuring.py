@@ -6,16 +6,19 @@ import time
 import pytest
 import torch
 import yaml
+from torch import nn
 
 from drivetrain import Accelerator
 from drivetrain.collectives import connect
 from drivetrain.errors import ConfigError
 from drivetrain.hardware import clock as clock_module
 from drivetrain.hardware import measure as links
+from drivetrain.hardware import measuring
 from drivetrain.hardware.clock import Clock, median_of
 from drivetrain.hardware.description import load_hardware
 from drivetrain.hardware.measure import levels_of
 from drivetrain.hardware.measuring import described, file_text
+from drivetrain.hardware.prices import HardwarePrices
 
 RING = {
     "latency_us": 20.0, "hop_us": 40.0, "gigabytes_per_second": 1.5,
@@ -42,6 +45,23 @@ def test_what_was_measured_is_a_description(tmp_path, monkeypatch):
     assert found.links.inside.gigabytes_per_second == 1.5
     assert found.host.devices == 2
     assert path.read_text().startswith("# a note\n")
+
+
+def test_a_loaded_machine_has_fewer_rounds(monkeypatch):
+    assert list(measuring._rounds(5, bool)) == [0, 1, 2, 3, 4]
+    assert list(measuring._rounds(5, lambda late: True)) == [0], "another rank is late"
+    monkeypatch.setattr(measuring, "ENOUGH_S", -1.0)
+    assert list(measuring._rounds(5, bool)) == [0]
+
+
+def test_kernels_of_a_kind_are_looked_at_once_for_all_rounds(monkeypatch):
+    looks, look = [], links.seen_model
+    monkeypatch.setattr(links, "seen_model", lambda *given: looks.append(given) or look(*given))
+    prices = HardwarePrices(load_hardware("cpu"), {}, "no")
+    case = links._Case("tiny", nn.GELU, (1, 64))
+    for kind in ("gelu", "gelu backward") * 2:
+        assert links._planned(prices, case, kind).starts > 0
+    assert len(looks) == 1
 
 
 def test_links_that_nobody_measured_say_so():
