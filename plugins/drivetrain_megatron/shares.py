@@ -208,7 +208,7 @@ class Share:
         self.model = model
         self._copied = copied
         self._shown: Callable[[], WholeCopy | None] = lambda: None
-        self._gradient: DividedGradient | None = None
+        self._gradient: Callable[[], DividedGradient | None] = lambda: None
         setattr(parameter, SHARE, self)
 
     def cover(self) -> None:
@@ -255,13 +255,15 @@ class Share:
             self.parameter.data = share
 
     def gradient(self) -> DividedGradient | None:
-        """Return the whole gradient; None if there is none."""
-        if self.held_gradient() is None:
+        """Return the whole gradient; None if there is none. One that was cleared keeps its own."""
+        if (held := self.held_gradient()) is None:
             return None
-        if self._gradient is None:
+        known = self._gradient()
+        if known is None or cast(ShareGradient, known.place).held is not held:
             like = self.parameter.new_empty(self._shape)  # for its facts: no memory is touched
-            self._gradient = DividedGradient(like, self)
-        return self._gradient
+            known = DividedGradient(like, ShareGradient(self, held))
+            self._gradient = weakref.ref(known)
+        return known
 
     def assign_gradient(self, given: Tensor | None) -> None:
         """Let the parameter have a share of another gradient, or none.
@@ -269,13 +271,12 @@ class Share:
         Raises:
             UsageError: it has another shape.
         """
-        if given is self._gradient and given is not None:
-            return
         share = None
         if given is not None:
             self._check_whole(given)
             if isinstance(given, DividedGradient):
-                share = given.piece() if given.place is self else self.cut(given.whole())
+                of_this = isinstance(given.place, ShareGradient) and given.place.share is self
+                share = given.piece() if of_this else self.cut(given.whole())
             else:
                 share = self.cut(given)
         with bare([self.parameter]):
@@ -287,34 +288,12 @@ class Share:
         with bare([self.parameter]):
             return self.parameter.grad
 
-    def piece(self) -> Tensor:
-        """Return this rank's share of the gradient.
-
-        Raises:
-            UsageError: there is none any more.
-        """
-        held = self.held_gradient()
-        if held is None:
-            raise UsageError(
-                f"expected the gradient of {self.name!r}, found that it has been cleared since "
-                "p.grad was read; keep a clone()"
-            )
-        return held
-
     def counted(self) -> Tensor | None:
         """Return this rank's share of the gradient, with zeros for what an earlier rank has too."""
         held = self.held_gradient()
         if held is None or self.partition.is_plain:
             return held
         return self.partition.disown(_ordinary(held).clone(), self.model.ranks.rank)
-
-    def clear(self) -> None:
-        """Write zeros into the gradient."""
-        self.piece().zero_()
-
-    def changed(self) -> None:
-        """Forget what was measured of the gradient."""
-        self.model.forget_norms()
 
     def cut(self, whole: Tensor) -> Tensor:
         """Return this rank's share of a tensor of the parameter's shape."""
@@ -327,10 +306,6 @@ class Share:
         share = share.to(torch.uint8) if narrow else share
         whole = gathered(share, self.model.ranks, self.partition, label=label)
         return whole.bool() if narrow else whole
-
-    def norm(self, norm_type: float) -> Tensor:
-        """Return the norm of the whole gradient. Collective, once for all gradients."""
-        return self.model.norm(self, norm_type)
 
     def _check_whole(self, given: Tensor) -> None:
         if tuple(given.shape) != self._shape:
@@ -428,6 +403,51 @@ class Share:
 def _ordinary(piece: Tensor) -> Tensor:
     """Return a share whole over the ranks of the strategy inside of the cell."""
     return piece.whole() if isinstance(piece, DividedGradient) else piece
+
+
+class ShareGradient:
+    """The place of one gradient of which ranks have shares; it outlives its time at ``p.grad``.
+
+    Args:
+        share: of the parameter.
+        held: the share of the gradient.
+
+    Attributes:
+        share: as given.
+        held: as given.
+        name: of the parameter.
+    """
+
+    def __init__(self, share: Share, held: Tensor) -> None:
+        self.share, self.held, self.name = share, held, share.name
+
+    def piece(self) -> Tensor:
+        """Return this rank's share of the gradient."""
+        return self.held
+
+    def clear(self) -> None:
+        """Write zeros into the gradient."""
+        self.held.zero_()
+        self.changed()
+
+    def changed(self) -> None:
+        """Forget what was measured of gradients."""
+        self.share.model.forget_norms()
+
+    def cut(self, whole: Tensor) -> Tensor:
+        """Return this rank's share of a tensor of the parameter's shape."""
+        return self.share.cut(whole)
+
+    def whole(self, piece: Tensor) -> Tensor:
+        """Bring the shares of a gradient together. Collective."""
+        return self.share.whole(piece)
+
+    def norm(self, norm_type: float) -> Tensor:
+        """Return the norm of the whole gradient. Collective, once for all that are at ``grad``."""
+        if self.share.held_gradient() is self.held:
+            return self.share.model.norm(self.share, norm_type)
+        kept: Tensor = torch.linalg.vector_norm(self.whole(self.held), norm_type)
+        return kept
 
 
 class ShareParameter(nn.Parameter):

@@ -543,6 +543,14 @@ class Bucket:
         self.flat = torch.zeros(layout.numel, dtype=layout.dtype, device=parameters[0].device)
         sizes = [parameter.numel() for parameter in parameters]
         self._starts = list(itertools.accumulate(sizes, initial=0))
+        self._look()
+
+    def renew(self) -> None:
+        """Take other memory, without values; channels of ``flat`` go on with it."""
+        self.flat.set_(torch.empty_like(self.flat))  # type: ignore[call-overload]
+        self._look()
+
+    def _look(self) -> None:
         self.views = [self.view(place) for place in range(len(self.parameters))]
         self.flags = self.flat[self._starts[-1] :]
 

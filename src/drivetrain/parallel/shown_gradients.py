@@ -15,11 +15,13 @@ it means with a whole gradient::
     torch.nn.utils.clip_grad_norm_(...)      norms are global: one collective for all gradients
     .sum(), .numpy(), x + p.grad, ...        the whole is brought together: a collective
     p.grad.normal_(), torch.randn_like(...)  refused: ranks draw different numbers
+    kept = p.grad; p.grad = None             kept goes on with a copy of the piece
 
 Collectives are for all ranks that share the parameter: they must do the same. Autograd adds to it
 as to any gradient; what it adds waits in ``arrived`` for the strategy.
 """
 
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -119,6 +121,7 @@ class DividedGradient(Tensor):
     place: GradientPlace
     arrived: Tensor | None
     _computed: Tensor | None
+    _gone: UsageError | None
 
     @staticmethod
     def __new__(  # noqa: D102
@@ -135,7 +138,7 @@ class DividedGradient(Tensor):
                 dtype=like.dtype if values is None else values.dtype,
                 device=like.device,
             )
-        made.place, made.arrived, made._computed = place, None, values
+        made.place, made.arrived, made._computed, made._gone = place, None, values, None
         return made
 
     def __init__(
@@ -149,7 +152,16 @@ class DividedGradient(Tensor):
 
     def piece(self) -> Tensor:
         """Return this rank's piece: the one that is stepped with, or computed values."""
+        if self._gone is not None:
+            raise self._gone
         return self.place.piece() if self._computed is None else self._computed
+
+    def leave(self) -> None:
+        """Go on with a copy of the piece: the parameter is about to have another gradient."""
+        try:
+            self._computed = self._read().clone()
+        except UsageError as error:  # nobody can read it any more
+            self._gone = error
 
     def whole(self) -> Tensor:
         """Return the whole as an ordinary tensor. Collective."""
@@ -383,12 +395,14 @@ class ShownGradients:
         self._device = device
         self._norms: dict[float, dict[ParameterSlot, Tensor]] = {}
         self._told = False
+        self._alone = 0
 
     def watch(self, unit: UnitGradients) -> None:
         """Show the gradients of one more unit."""
         for slot in unit.unit.slots:
             self._units[slot] = unit
             self.of[slot] = DividedGradient(slot.parameter, SlotPlace(self, slot))
+            self._alone = sys.getrefcount(self.of[slot])
 
     def changed(self) -> None:
         """Forget what was measured: gradients are about to change."""
@@ -426,6 +440,7 @@ class ShownGradients:
         having = [slot for slot in slots if self._units[slot].of[slot].has(slot)]
         if not having:
             return
+        self._leave_kept(having)
         self._settles.forget(having, set_to_none=True)
         for slot in having:
             fragment = self._units[slot].of[slot].flat.fragments.get(slot)
@@ -433,20 +448,31 @@ class ShownGradients:
                 fragment.grad = None
 
     def _assign(self, slot: ParameterSlot, given: Tensor) -> None:
-        unit = self._units[slot]
         if isinstance(given, DividedGradient) and given.place is self.of[slot].place:
             values = given.piece()
         else:
             values = slot.cut(_whole(given))
         self._drop([slot])
+        self._put(slot, values)
+
+    def _put(self, slot: ParameterSlot, values: Tensor) -> None:
+        unit = self._units[slot]
         self._settles.settle(unit)
         unit.of[slot].assign(slot, values)
         self.changed()
         self.show(slot)
 
+    def _leave_kept(self, slots: Iterable[ParameterSlot]) -> None:
+        """Let objects that the script keeps of gradients that it has cleared keep their values."""
+        for slot in slots:
+            if sys.getrefcount(self.of[slot]) > self._alone:
+                self.of[slot].leave()
+                self.of[slot] = DividedGradient(slot.parameter, self.of[slot].place)
+
     def zero(self, slot: ParameterSlot) -> None:
         """Let a parameter's gradient be zero."""
-        self._assign(slot, torch.zeros((), device=self._device).expand(slot.shape))
+        self._settles.forget([slot], set_to_none=True)
+        self._put(slot, slot.cut(torch.zeros((), device=self._device).expand(slot.shape)))
 
     def show(self, slot: ParameterSlot) -> None:
         """Let a parameter have a gradient."""
@@ -454,10 +480,12 @@ class ShownGradients:
             slot.parameter.grad = self.of[slot]
 
     def clear(self, slots: Iterable[ParameterSlot]) -> None:
-        """Let parameters have none."""
+        """Let parameters have none, before their gradients are dropped."""
+        chosen = list(slots)
         with torch._C.DisableTorchFunctionSubclass():
-            for slot in slots:
+            for slot in chosen:
                 slot.parameter.grad = None
+        self._leave_kept(chosen)
 
     # --- what the script reads ---
 

@@ -597,9 +597,9 @@ class ShardedStrategy(UnitsOutline[ConfigT], Strategy[ConfigT], Generic[ConfigT]
         """Drop gradients of micro-batches that were not sent, too; without optimizer, all."""
         self.rounds.finish()  # what an exception cut short must not come after this
         slots = None if bound is None else bound.slots.values()
+        if set_to_none:
+            self.reduce.shown.clear(self.reduce.shown.of if slots is None else slots)
         self.reduce.forget(slots, set_to_none=set_to_none)
-        if slots is not None and set_to_none:
-            self.reduce.shown.clear(slots)
         if bound is None:
             self.placement.clear_gradients(set_to_none=set_to_none)
 

@@ -371,9 +371,20 @@ def gradients_kept_from_the_first_step(loop: Loop) -> None:
     model, optimizer = loop.ready()
     memory: list[Tensor] = []
     for _ in loop.steps(model, optimizer, 3):
-        memory = memory or [p.grad.clone() for p in model.parameters()]
+        memory = memory or [p.grad for p in model.parameters()]
         for parameter, kept in zip(model.parameters(), memory, strict=True):
             parameter.grad.lerp_(kept, 0.5)
+
+
+def gradients_compared_with_those_before(loop: Loop) -> None:
+    """The angle between gradients of two steps, whose views are kept without a copy."""
+    model, optimizer = loop.ready()
+    before: list[Tensor] = []
+    for step in loop.steps(model, optimizer, 3):
+        now = [p.grad.detach().view(-1) for p in model.parameters()]
+        pairs = zip(now, before or now, strict=True)
+        loop.note(f"angle {step}", sum((one * other).sum() for one, other in pairs))
+        before = now
 
 
 @between

@@ -1,5 +1,7 @@
 """Hooks: on parameters, registered before and after prepare, that change, record and step."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD
@@ -93,3 +95,23 @@ def an_optimizer_in_backward(loop: Loop) -> None:
     for number in range(3):
         loop.backward(loop.loss(model, loop.batch(number)))
     loop.weights(model)
+
+
+def blocks_scale_gradients_in_hooks(loop: Loop) -> None:
+    """Full backward hooks of torch, on every block."""
+    model, optimizer = loop.ready()
+    for block in model.blocks:
+        block.register_full_backward_hook(lambda _, given, __: (given[0] * 1.5, *given[1:]))
+    loop.train(model, optimizer)
+
+
+def a_forward_keeps_its_block(loop: Loop) -> None:
+    """A function in the place of a forward, as patches of models put it there."""
+    model = loop.model()
+    for block in model.blocks:
+        block.forward = _doubled(block.forward)
+    loop.train(*loop.prepare(model, SGD(model.parameters(), lr=0.5)))
+
+
+def _doubled(forward: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    return lambda hidden: 2 * forward(hidden)
