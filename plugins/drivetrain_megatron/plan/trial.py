@@ -640,8 +640,12 @@ def run_block(block: nn.Module, call: Call, edges: Edges | None = None) -> Resul
     return Results(
         [output.detach() for output in outputs],
         [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in wanted],
-        {name: parameter.grad for name, parameter in block.named_parameters()},
+        {name: _dense(parameter.grad) for name, parameter in block.named_parameters()},
     )
+
+
+def _dense(gradient: Tensor | None) -> Tensor | None:
+    return gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient
 
 
 @contextmanager

@@ -131,15 +131,15 @@ class Reduce:
 
     def receive(self, unit: UnitGradients, slot: ParameterSlot) -> None:
         """Move a parameter's fresh gradient into its unit's buffer; send nothing."""
-        flat, shown = unit.of[slot], self.shown.of[slot]
+        flat, shown = unit.of[slot], self.shown
         with torch._C.DisableTorchFunctionSubclass():  # a guarded parameter answers slowly
             grad = slot.parameter.grad
-            if grad is shown:
-                grad = shown.take_arrived()
+            if grad is shown.of[slot]:
+                grad = shown.of[slot].take_arrived()
             else:
                 if flat.has(slot):  # the script has cleared it
-                    self.shown.drop_cleared(slot)
-                slot.parameter.grad = shown
+                    shown.drop_cleared(slot)
+                slot.parameter.grad = shown.of[slot]
         if grad is not None:
             if not unit.opened:
                 self._open(unit)
