@@ -122,16 +122,17 @@ class Recorder:
 
         self._seen: dict[int, list[str]] = {}
         self._axes: dict[int, Any] = {}
-        inner, recorder = Communicator._sent_bytes, self
+        inner, recorder = Communicator._header, self
 
-        def noted(communicator: Any, call: Any, tensor: Any) -> int:
-            seen = recorder._seen.setdefault(id(communicator), [])
-            recorder._axes[id(communicator)] = communicator  # alive, so that ids stay its own
-            dtype = "parts" if tensor is None else tensor.dtype
-            seen.append(f"{call.operation} {call.label} {call.elements(tensor)} {dtype}")
-            return inner(communicator, call, tensor)
+        def noted(communicator: Any, call: Any, tensor: Any) -> Any:
+            if header := inner(communicator, call, tensor):
+                seen = recorder._seen.setdefault(id(communicator), [])
+                recorder._axes[id(communicator)] = communicator  # alive, so that ids stay its own
+                dtype = "parts" if tensor is None else tensor.dtype
+                seen.append(f"{call.operation} {call.label} {header.elements} {dtype}")
+            return header
 
-        Communicator._sent_bytes = noted  # type: ignore[method-assign]
+        Communicator._header = noted  # type: ignore[method-assign]
 
     def digests(self) -> dict[str, str]:
         """Return a digest of each communicator's operations, and forget them."""

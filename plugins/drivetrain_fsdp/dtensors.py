@@ -12,7 +12,7 @@ from drivetrain.collectives import Communicator
 from drivetrain.errors import UsageError
 from drivetrain.parallel.layout import ParameterSlot
 from drivetrain.parallel.placement import Placement, Ranks
-from drivetrain.parallel.shard import FlatTensor
+from drivetrain.parallel.unit import FlatTensor
 
 
 def as_dtensors(placement: Placement, ranks: Ranks, device: torch.device) -> dict[str, DTensor]:

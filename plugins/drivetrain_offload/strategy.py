@@ -38,8 +38,7 @@ from drivetrain.parallel.estimate import Estimate
 from drivetrain.parallel.home import BoundOptimizer, Held, Home
 from drivetrain.parallel.layout import ParameterSlot, UnitLayout
 from drivetrain.parallel.options import OffloadOptions, UnitsOptions, store_knobs
-from drivetrain.parallel.shard import FlatTensor, ShardHome, followed, make_placeholder
-from drivetrain.parallel.unit import Unit
+from drivetrain.parallel.unit import FlatTensor, ShardHome, Unit, followed, make_placeholder
 from drivetrain.registry import stores
 from drivetrain.saved_state import AROUND
 from drivetrain.store import Pending, ShardSpec, ShardStep, ShardStepper, SteppingStore, TensorStore

@@ -183,8 +183,14 @@ class Accelerator(AnswersArguments, StaysInProcess, Processes):
         self.scaler = LossScaler(scaling, enabled=scaled)
         self._prepared = PreparedObjects()
         self._preemption = Preemption(self.world, self.gradient_state, self.save_state)
+        self._weights = WholeWeights(self._prepared, self._runs)
         self._gradients = WindowGradients(
-            self._prepared, self.gradient_state, self.scaler, self._runs, self._preemption
+            self._prepared,
+            self.gradient_state,
+            self.scaler,
+            self._runs,
+            self._preemption,
+            self._weights,
         )
         self._uneven = UnevenInputs(self._prepared, self.gradient_state, self.scaler, self.world)
         self._constructions = Constructions(self.device)
@@ -200,7 +206,6 @@ class Accelerator(AnswersArguments, StaysInProcess, Processes):
         )
         self._pieces = Pieces(self._runs, self._prepared, self._gradients)
         self._gathering = Gathering(self._runs, self.gradient_state)
-        self._weights = WholeWeights(self._prepared, self._runs, self._gradients)
         self._checkpoints = RunCheckpoints(self._prepared, self._gradients, project, self._runs)
         self._preemption.listen(project)
         self._trackers = Trackers(
@@ -212,7 +217,6 @@ class Accelerator(AnswersArguments, StaysInProcess, Processes):
         )
         self.report.listen(RunFigures(self._trackers, self.mesh["dp"].size).take)
         self._live = LiveFigures(self.mesh["dp"].size, self.report.listen)
-        self._link_choice = LinkChoice(self.gradient_state, self.traffic)
         self._profiler = StepProfiler(self.config, self.handlers.profile, self.project_dir)
         for end in (self.report.close, self._profiler.end):
             weakref.finalize(self, end)  # also where the script forgets to end it
@@ -223,9 +227,10 @@ class Accelerator(AnswersArguments, StaysInProcess, Processes):
         Args:
             observer: told of the events of all models; the last one that was given counts.
         """
-        self._gradients.observer = Observers(
-            self.report.observer, self._profiler, self._link_choice, ExplainsShortage(), observer
-        )
+        watching = [self.report.observer, self._profiler, ExplainsShortage(), observer]
+        if self.run.links.auto is not None:
+            watching.insert(2, LinkChoice(self.gradient_state, self.traffic))
+        self._gradients.observer = Observers(*watching)
         self._gradients.observer.attach(self._prepared, self._weights, self._runs)
 
     def __repr__(self) -> str:

@@ -23,7 +23,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar
 
@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from drivetrain.collectives import Communicator, Handle, Reduction
-from drivetrain.collectives.communicator import Finished, Request, caller, flatten
+from drivetrain.collectives.communicator import Finished, Request, flatten
 from drivetrain.collectives.volume import Chunks, checked_chunks
 from drivetrain.errors import CollectiveError, ConfigError
 from drivetrain.log import get_logger
@@ -65,7 +65,7 @@ class Offer:
     @property
     def facts(self) -> tuple[Request, int, torch.dtype]:
         """What ranks must do alike."""
-        return replace(self.call, label=""), self.flat.numel(), self.flat.dtype
+        return self.call._replace(label=""), self.flat.numel(), self.flat.dtype
 
     def __str__(self) -> str:
         return f"{self.call.operation} of {self.flat.numel()} {self.flat.dtype} ({self.where})"
@@ -163,7 +163,7 @@ class EmulatedCommunicator(Communicator):
         bounds = checked_chunks(chunks, flat.numel(), self.size)
         start, stop = bounds[self.rank]
         return self._run(
-            Request("reduce_scatter", label, tuple(bounds)),
+            Request("reduce_scatter", label, bounds),
             flatten(flat, (flat.numel(),)),
             lambda flats: _reduced([each[start:stop] for each in flats], "sum", scale),
             bounds[self.rank],
@@ -173,7 +173,7 @@ class EmulatedCommunicator(Communicator):
         """Fill a flat tensor from the chunks of all ranks."""
         bounds = checked_chunks(chunks, flat.numel(), self.size)
         return self._run(
-            Request("all_gather", label, tuple(bounds)),
+            Request("all_gather", label, bounds),
             flatten(flat, (flat.numel(),)),
             lambda flats: torch.cat([f[a:b] for f, (a, b) in zip(flats, bounds, strict=True)]),
         )
@@ -197,11 +197,9 @@ class EmulatedCommunicator(Communicator):
         combine: Callable[[list[Tensor]], Tensor],
         part: tuple[int, int] | None = None,
     ) -> Handle:
-        if flat.numel():
-            self._number()
-            self.traffic.add(self.axis.name, call.operation, self._sent_bytes(call, flat))
+        if header := self._header(call, flat):
             start, stop = part or (0, flat.numel())
-            offer = Offer(call, call.label or caller(), flat)
+            offer = Offer(call, header.label, flat)
             with torch.no_grad():
                 flat[start:stop] = self._meeting.exchange(self.rank, offer, combine)
         return Finished()

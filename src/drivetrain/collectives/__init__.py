@@ -8,7 +8,7 @@ native   everything else             the asynchronous operations of ``torch.dist
 ======== =========================== ==========================================================
 
 Whatever the algorithm, operations run in the order in which they were submitted, which must be the
-same on every rank (see ``order``), and the ledger gets the bytes that the ring algorithm sends.
+same on every rank (see ``Header``), and the ledger gets the bytes that the ring algorithm sends.
 
 Most operations work on one flat tensor. ``gather_parts`` and ``reduce_parts`` work on many of any
 sizes and dtypes: the ring sends large ones as they lie and packs small ones into few messages, the
@@ -27,6 +27,7 @@ from drivetrain.collectives.communicator import (
     Communicator,
     Finished,
     Handle,
+    Parts,
     Reduction,
     SoloCommunicator,
     communicator_of,
@@ -36,7 +37,6 @@ from drivetrain.collectives.native import NativeCommunicator
 from drivetrain.collectives.ring import RingCommunicator
 from drivetrain.collectives.volume import (
     Operation,
-    Parts,
     Route,
     chunk_bounds,
     sent_bytes,

@@ -1,4 +1,4 @@
-"""The contract of communicators, their handles and channels, and the communicator of one rank.
+"""The contract of communicators, the order that all ranks keep, and the communicator of one rank.
 
 Handles are of operations under way: finished, put off until a wait, or with copies that follow. A
 communicator that cannot send from several places at once copies parts side by side, and back::
@@ -10,37 +10,85 @@ communicator that cannot send from several places at once copies parts side by s
 import itertools
 import re
 import sys
+import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from typing import Any, Literal, Protocol, TypeAlias
+from functools import lru_cache, partial
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 from drivetrain.collectives.volume import (
     Chunks,
-    Layout,
     Operation,
-    Parts,
     Stretch,
     StretchParts,
-    as_bytes,
-    byte_lengths,
     checked_chunks,
-    checked_parts,
     chunk_bounds,
     sent_bytes,
     sent_elements,
 )
-from drivetrain.errors import UsageError
+from drivetrain.errors import CollectiveError, UsageError
 from drivetrain.runtime.mesh import Axis
+from drivetrain.runtime.ranges import COLLECTIVE, WAIT
 from drivetrain.shards import Reader, Shard
 from drivetrain.traffic import Traffic
 
 Tensors = list[Tensor] | tuple[Tensor, ...]
+
+Parts: TypeAlias = Sequence[Sequence[Tensor]]
+"""For each rank of the axis, in order: the rank's 1-D contiguous tensors, mostly slices of larger
+tensors. Lengths and dtypes are the same on every rank."""
+
+Layout: TypeAlias = tuple[tuple[tuple[int, torch.dtype], ...], ...]
+"""For each rank of the axis, in order: elements and dtype of the rank's tensors."""
+
+
+def checked_parts(parts: Parts, size: int) -> list[list[Tensor]]:
+    """Return the tensors that each rank holds, outside of autograd.
+
+    Raises:
+        UsageError: there is not one list per rank, or a tensor is not 1-D and contiguous.
+    """
+    if len(parts) != size:
+        raise UsageError(
+            f"expected the tensors of each of {size} ranks, found {len(parts)} lists; the list of "
+            "a rank that holds nothing is empty"
+        )
+    held: list[list[Tensor]] = []
+    for rank, tensors in enumerate(parts):
+        for tensor in tensors:
+            if tensor.dim() != 1 or not tensor.is_contiguous():
+                raise UsageError(
+                    f"expected parts that are 1-D and contiguous, found shape "
+                    f"{tuple(tensor.shape)} with strides {tensor.stride()} among those of rank "
+                    f"{rank}; pass tensor.view(-1) of a contiguous tensor"
+                )
+        held.append([tensor.detach() for tensor in tensors])
+    return held
+
+
+def as_bytes(parts: Parts) -> list[list[Tensor]]:
+    """Return views of the tensors' memory, dtype uint8: a message has no other dtype."""
+    return [[tensor.view(torch.uint8) for tensor in tensors] for tensors in parts]
+
+
+def layout_of(parts: Parts) -> Layout:
+    """Return elements and dtype of every tensor."""
+    return tuple(tuple((tensor.numel(), tensor.dtype) for tensor in tensors) for tensors in parts)
+
+
+def byte_lengths(layout: Layout) -> list[int]:
+    """Return how many bytes each rank holds."""
+    return [sum(numel * dtype.itemsize for numel, dtype in tensors) for tensors in layout]
+
+
+# --- handles ---
 
 
 class Handle(Protocol):
@@ -172,7 +220,17 @@ GatherChannel: TypeAlias = Callable[[Parts, Callable[[], None] | None], Handle]
 
 
 class Channels(ABC):
-    """The channels of a communicator."""
+    """The channels of a communicator.
+
+    Attributes:
+        approximates_parameters: whether gathered values of parameters may differ from the values of
+            their owners.
+        owns_apart: whether owners keep values apart from gathered ones, which are approximate or
+            may be.
+    """
+
+    approximates_parameters = False
+    owns_apart = False
 
     @abstractmethod
     def all_reduce(self, tensor: Tensor, *, label: str = "") -> Handle:
@@ -199,11 +257,7 @@ class Channels(ABC):
             replaces: a channel that is given up for this one, and under way no more. The state
                 that an approximation has kept for the elements of this rank goes on.
         """
-
-        def start(tensor: Tensor) -> Handle:
-            return self.all_reduce(tensor, label=label)
-
-        return start
+        return partial(self.all_reduce, label=label)
 
     def renew_channels(self) -> None:
         """Give up the channels of gradients: others are about to take their places.
@@ -227,11 +281,7 @@ class Channels(ABC):
             replaces: a channel of this communicator that is given up, of some of the same tensors;
                 the new one goes on with what that has kept back.
         """
-
-        def start(parts: Parts) -> Handle:
-            return self.reduce_parts(parts, label=label)
-
-        return start
+        return partial(self.reduce_parts, label=label)
 
     def parameters_gathered(
         self, describe: Callable[[], StretchParts], label: str
@@ -301,16 +351,6 @@ class Channels(ABC):
         """
         return
 
-    @property
-    def approximates_parameters(self) -> bool:
-        """Whether gathered values of parameters may differ from the values of their owners."""
-        return False
-
-    @property
-    def owns_apart(self) -> bool:
-        """Whether owners keep values apart from gathered ones, which are approximate or may be."""
-        return False
-
 
 # --- the contract ---
 
@@ -318,8 +358,7 @@ class Channels(ABC):
 Reduction: TypeAlias = Literal["sum", "max"]
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
+class Request(NamedTuple):
     """One collective that a caller asked for: everything but the tensor.
 
     Attributes:
@@ -333,14 +372,183 @@ class Request:
 
     operation: Operation
     label: str = ""
-    chunks: Chunks | None = None
+    chunks: tuple[tuple[int, int], ...] | None = None
     source: int = 0
     reduction: Reduction = "sum"
     layout: Layout | None = None
 
-    def elements(self, flat: Tensor | None) -> int:
-        """Return the elements of the tensor, or, where there is none, the bytes of the parts."""
-        return sum(byte_lengths(self.layout or ())) if flat is None else flat.numel()
+
+# --- the order of operations ---
+
+# Ranks that take different paths through a model or a training loop submit different operations.
+# Unchecked, this is a hang, values in the wrong place, gradients of different steps in one mean or,
+# where a message is longer than its buffer, the end of the process. Checked, each operation has a
+# header, and costs no message more::
+#
+#     tags   a checksum of the header is part of the tags of all messages of the operation: ranks
+#            with different headers do not take each other's data, and wait
+#     words  a rank that has waited for half a second says in the store which operation it has under
+#            way (``facts``): equal numbers with different headers prove that the wait is in vain
+#
+# The rank that finds this raises and closes its connections, which ends the wait of all others.
+
+_MASK = (1 << 32) - 1
+
+PARTS = "bytes"
+"""The dtype of parts in a header, because parts of many dtypes are counted in bytes."""
+
+
+class Header(NamedTuple):
+    """A rank's next operation on a communicator.
+
+    Attributes:
+        number: the operation's sequence number on its communicator, from 1.
+        elements: how many the tensor has; of parts, their bytes.
+        plan: checksum of operation, dtype, chunks, source, reduction, and lengths and dtypes of
+            parts.
+        name: checksum of the label that the caller gave; 0 without a label: the path of the code
+            may differ between hosts.
+        operation: which collective.
+        dtype: the tensor's, as in "float32"; of parts, "bytes".
+        steps: optimizer steps that the rank had taken.
+        backwards: backwards that the rank had begun.
+        label: of the caller, or the line of the call; not compared.
+        axis: name of the mesh axis; not compared.
+    """
+
+    number: int
+    elements: int
+    plan: int
+    name: int
+    operation: str
+    dtype: str
+    steps: int
+    backwards: int
+    label: str
+    axis: str
+
+    @classmethod
+    def from_json(cls, facts: Mapping[str, Any]) -> "Header":
+        """Return the header that ``to_json`` described."""
+        return cls(**facts)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values by name."""
+        return self._asdict()
+
+    @property
+    def summary(self) -> tuple[str, int, str, str]:
+        """Operation, elements, dtype and label."""
+        return self.operation, self.elements, self.dtype, self.label
+
+    def range(self, *, waits: bool = False) -> AbstractContextManager[object]:
+        """Return the range of the operation in a profiler's trace, or of this thread's wait."""
+        if not torch.autograd.profiler._is_profiler_enabled:
+            return nullcontext()
+        # The last two parts of a path.
+        label = "/".join(self.label.rsplit("/", 2)[-2:]) if self.label[:1] == "/" else self.label
+        what = f"{self.operation} #{self.number} ({label}) on {self.axis}"
+        return record_function(f"{WAIT if waits else COLLECTIVE}{what}")
+
+    def checksum(self) -> int:
+        """Return 32 bits that differ for different headers, but for the rarest chance."""
+        # Hashes of numbers, unlike those of texts, are the same in every process.
+        return hash((self[:4], self.steps, self.backwards)) & _MASK
+
+    def differences(self, other: "Header") -> list[str]:
+        """Return the difference between two headers that should be equal, in words."""
+        pairs = {
+            "sequence number": (self.number, other.number),
+            "operation": (self.operation, other.operation),
+            "elements": (self.elements, other.elements),
+            "dtype": (self.dtype, other.dtype),
+            "label": (self.name, other.name),
+            f"optimizer steps before ({self.steps} and {other.steps})": (self.steps, other.steps),
+            f"backwards before ({self.backwards} and {other.backwards})": (
+                self.backwards,
+                other.backwards,
+            ),
+        }
+        found = [words for words, (mine, theirs) in pairs.items() if mine != theirs]
+        if not found and self.plan != other.plan:  # other sizes have other chunks anyway
+            parts = self.dtype == PARTS
+            return ["lengths or dtypes of parts" if parts else "chunks, source or reduction"]
+        return found
+
+    def __str__(self) -> str:
+        return f"{self.operation} #{self.number} of {self.elements} {self.dtype} ({self.label})"
+
+
+class RequestFacts(NamedTuple):
+    """What follows from a request, for one rank.
+
+    Attributes:
+        plan: see ``Header``.
+        name: see ``Header``.
+        dtype: see ``Header``.
+        elements: see ``Header``.
+        sent: bytes that the rank sends.
+    """
+
+    plan: int
+    name: int
+    dtype: str
+    elements: int
+    sent: int
+
+
+@lru_cache(maxsize=1 << 12)
+def _facts_of(
+    request: Request, numel: int, dtype: torch.dtype | None, size: int, rank: int
+) -> RequestFacts:
+    """Return what follows from a request; steps bring the same ones again.
+
+    Args:
+        request: the collective.
+        numel: elements of its tensor.
+        dtype: of the tensor; None where the request is about parts.
+        size: ranks of the axis.
+        rank: this one.
+    """
+    operation, label, chunks, source, reduction, layout = request
+    # Unlike the hash of a text, this checksum is equal in every process.
+    facts = repr((operation, chunks or (), source, reduction, layout, dtype))
+    plan, name = zlib.crc32(facts.encode()), zlib.crc32(label.encode())
+    if dtype is None:
+        lengths = byte_lengths(layout or ())
+        sent = sent_bytes(operation, lengths, rank)
+        return RequestFacts(plan, name, PARTS, sum(lengths), sent)
+    sent = sent_elements(operation, numel, size=size, rank=rank, source=source, chunks=chunks)
+    word = str(dtype).removeprefix("torch.")
+    return RequestFacts(plan, name, word, numel, sent * dtype.itemsize)
+
+
+def disagreement(
+    mine: Header, theirs: Header, sites: tuple[str, str], ranks: tuple[int, int]
+) -> CollectiveError:
+    """Return the error of two ranks that are about to do different things.
+
+    Args:
+        mine: the header of this rank.
+        theirs: the header of the other rank.
+        sites: lines of the script where both wait, "" where unknown.
+        ranks: this one and the other one.
+    """
+    here, there = (f" ({site})" if site else "" for site in sites)
+    differences = mine.differences(theirs)
+    left_out = ""
+    if mine.steps != theirs.steps or mine.backwards != theirs.backwards:
+        left_out = "one of them has left out a backward or a step, or has one too many; "
+    return CollectiveError(
+        f"ranks must run the same operations in the same order on axis {mine.axis!r}; found "
+        f"{mine} on rank {ranks[0]}, this one{here}, but {theirs} on rank {ranks[1]}{there}: they "
+        f"differ in {', '.join(differences)}; {left_out}the ranks took different paths through the "
+        "model or the training loop: let every rank run the same modules in the same order, "
+        "whatever its data or rank says"
+    )
+
+
+# --- communicators ---
 
 
 _known: "WeakValueDictionary[int, Communicator]" = WeakValueDictionary()
@@ -555,23 +763,31 @@ class Communicator(Channels):
     def close(self) -> None:
         """Finish submitted operations and release threads and memory; the group stays usable."""
 
-    def _sent_bytes(self, request: Request, tensor: Tensor | None) -> int:
-        if tensor is None:
-            return sent_bytes(request.operation, byte_lengths(request.layout or ()), self.rank)
-        elements = sent_elements(
-            request.operation,
-            tensor.numel(),
-            size=self.size,
-            rank=self.rank,
-            source=request.source,
-            chunks=request.chunks,
-        )
-        return elements * tensor.element_size()
+    def _header(self, request: Request, flat: Tensor | None) -> Header | None:
+        """Count an operation that is being submitted, and its bytes; None: there is nothing to do.
 
-    def _number(self) -> int:
-        """Return the sequence number of the operation that is being submitted."""
+        Args:
+            request: what was asked for, by a method that the caller of this one was called by.
+            flat: the tensor; None where the request is about parts.
+        """
+        numel, dtype = (0, None) if flat is None else (flat.numel(), flat.dtype)
+        facts = _facts_of(request, numel, dtype, self.size, self.rank)
+        if not facts.elements:
+            return None
         self.submitted += 1
-        return self.submitted
+        operation, label, axis = request.operation, request.label or caller(4), self.axis.name
+        self.traffic.add(axis, operation, facts.sent)
+        return Header(
+            self.submitted,
+            facts.elements,
+            facts.plan,
+            facts.name,
+            operation,
+            facts.dtype,
+            *self.traffic.page,
+            label,
+            axis,
+        )
 
 
 def _swap_by_gather(

@@ -26,14 +26,14 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn, TypeAlias, TypedDict, TypeVar, get_args, get_origin
+from typing import Any, NoReturn, TypeAlias, TypeVar, get_args, get_origin
 from weakref import WeakKeyDictionary, finalize
 
 import torch
 import torch.distributed as dist
 
-from drivetrain.collectives.communicator import reason
-from drivetrain.collectives.neighbors import Header, Tag, disagreement
+from drivetrain.collectives.communicator import Header, disagreement, reason
+from drivetrain.collectives.neighbors import Tag
 from drivetrain.errors import CollectiveError, RankMismatchError, UsageError
 from drivetrain.runtime.board import BoardRow, board
 from drivetrain.runtime.mesh import Axis
@@ -491,13 +491,6 @@ def _grouped(held: list[str]) -> str:
 FactsT = TypeVar("FactsT")
 
 
-class _Way(TypedDict):
-    """How texts cross: over which group, and from which device."""
-
-    group: dist.ProcessGroup | None
-    device: torch.device | None
-
-
 def gather_facts(
     facts: FactsT, kind: type[FactsT], *, doing: str, operation: str = "", group: Ranks = None
 ) -> list[FactsT]:
@@ -515,8 +508,8 @@ def gather_facts(
     """
     if size_of(group) == 1:
         return [facts]
-    with _met(doing, operation, group):
-        texts = gather_texts(_written(facts), size_of(group), **_way(group))
+    with _met(doing, operation, group) as (ranks, device):
+        texts = gather_texts(_written(facts), size_of(group), group=ranks, device=device)
     return _read_all(texts, kind, doing)
 
 
@@ -530,8 +523,9 @@ def collect_facts(
     """
     if size_of(group) == 1:
         return [facts]
-    with _met(doing, operation, group):
-        texts = gather_texts(_written(facts), size_of(group), main_only=True, **_way(group))
+    with _met(doing, operation, group) as (ranks, device):
+        mine = _written(facts)
+        texts = gather_texts(mine, size_of(group), group=ranks, device=device, main_only=True)
     return _read_all(texts, kind, doing)
 
 
@@ -560,21 +554,24 @@ def share_facts(
     if size_of(group) == 1:
         return facts
     mine = _written(facts) if dist.get_rank() == source else ""
-    with _met(doing, operation, group):
-        text = share_text(mine, source, **_way(group))
+    with _met(doing, operation, group) as (ranks, device):
+        text = share_text(mine, source, group=ranks, device=device)
     return _read(text, kind, doing, source)
 
 
 @contextmanager
-def _met(doing: str, operation: str, group: Ranks) -> Iterator[None]:
-    """Context that all ranks enter together; a rank alone learns which rank is missing."""
+def _met(
+    doing: str, operation: str, group: Ranks
+) -> Iterator[tuple[dist.ProcessGroup | None, torch.device | None]]:
+    """Context that all ranks enter together; a rank alone learns which rank is missing.
+
+    Yields:
+        The process group of the ranks, and a device from which they can communicate.
+    """
     meet_everyone(operation or doing, group, doing=doing)
-    with named(doing, group_of(group)):
-        yield
-
-
-def _way(group: Ranks) -> _Way:
-    return {"group": group_of(group), "device": device_of(group)}
+    ranks = group_of(group)
+    with named(doing, ranks):
+        yield ranks, device_of(group)
 
 
 def _written(facts: Any) -> str:

@@ -20,12 +20,14 @@ from torch import Tensor
 from drivetrain.collectives.communicator import (
     Communicator,
     Handle,
+    Parts,
     Reduction,
     StagedHandle,
     caller,
+    checked_parts,
     flatten,
 )
-from drivetrain.collectives.volume import Chunks, Parts, checked_chunks, checked_parts
+from drivetrain.collectives.volume import Chunks, checked_chunks
 from drivetrain.runtime.mesh import Axis, HostLevels
 from drivetrain.traffic import Traffic
 

@@ -20,15 +20,14 @@ from drivetrain.collectives.communicator import (
     Request,
     StagedHandle,
     caller,
+    checked_parts,
     flatten,
     reason,
 )
-from drivetrain.collectives.neighbors import Header
-from drivetrain.collectives.volume import Chunks, checked_chunks, checked_parts
+from drivetrain.collectives.volume import Chunks, checked_chunks
 from drivetrain.errors import CollectiveError
 from drivetrain.runtime.board import NATIVE, board
 from drivetrain.runtime.mesh import Axis
-from drivetrain.runtime.ranges import collective_range
 from drivetrain.traffic import Traffic
 
 # torch 2.13 renamed the two operations on one flat tensor and deprecated the old names.
@@ -244,37 +243,35 @@ class NativeCommunicator(Communicator):
         result: Tensor,
         scale: float = 1.0,
     ) -> Handle:
-        if flat.numel() == 0:
+        header = self._header(request, flat)
+        if header is None:
             return Finished()
-        number, label = self._number(), request.label or caller()
 
         def describe(error: BaseException) -> CollectiveError:
             return CollectiveError(
-                f"{request.operation} #{number} ({label}) on axis {self.axis.name!r} failed on "
-                f"rank {self.axis.ranks[self.rank]}, {self.rank} of {self.size} on the axis: "
-                f"{reason(error)}; look for the rank that failed first, or that does not answer"
+                f"{header.operation} #{header.number} ({header.label}) on axis {self.axis.name!r} "
+                f"failed on rank {self.axis.ranks[self.rank]}, {self.rank} of {self.size} on the "
+                f"axis: {reason(error)}; look for the rank that failed first, or that does not "
+                "answer"
             )
 
-        self.traffic.add(self.axis.name, request.operation, self._sent_bytes(request, flat))
-        self._row.submit(number)
-        name = (request.operation, number, label, self.axis.name)
-        with torch.no_grad(), collective_range(*name):
+        self._row.submit(header.number)
+        with torch.no_grad(), header.range():
             try:
                 work = launch()
             except RuntimeError as error:
                 raise describe(error) from error
-        waited = partial(self.traffic.waited, self.axis.name)
-        header = Header.of(request, number, label, flat, self.traffic.page, self.axis.name)
-
         # Nobody knows on the host when a device has finished: the board shows the last submission.
-        self._row.begin(number, header.checksum(), *header.summary)
-        waiting = partial(collective_range, *name, waits=True)
-        return NativeHandle(work, result, scale, describe, waited, waiting)
+        self._row.begin(header.number, header.checksum(), *header.summary)
+        waited = partial(self.traffic.waited, self.axis.name)
+        return NativeHandle(
+            work, result, scale, describe, waited, partial(header.range, waits=True)
+        )
 
 
-def _chunks_of(lengths: Sequence[int]) -> Chunks:
+def _chunks_of(lengths: Sequence[int]) -> tuple[tuple[int, int], ...]:
     """Return the (start, stop) of tensors of these lengths side by side."""
-    return list(itertools.pairwise(itertools.accumulate(lengths, initial=0)))
+    return tuple(itertools.pairwise(itertools.accumulate(lengths, initial=0)))
 
 
 def _even(parts: list[Tensor]) -> bool:

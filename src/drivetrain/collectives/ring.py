@@ -23,12 +23,11 @@ Whoever knows lengths and dtypes knows the messages, so sender and receiver agre
 import atexit
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
 from queue import SimpleQueue
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,26 +37,22 @@ from drivetrain.collectives.communicator import (
     Communicator,
     Finished,
     Handle,
+    Header,
+    Parts,
     Reduction,
     Request,
-    caller,
+    as_bytes,
+    checked_parts,
     flatten,
+    layout_of,
     reason,
 )
 from drivetrain.collectives.facts import Wait
-from drivetrain.collectives.neighbors import Arrivals, Header, Neighbors, Tag
-from drivetrain.collectives.volume import (
-    Chunks,
-    Parts,
-    as_bytes,
-    checked_chunks,
-    checked_parts,
-    layout_of,
-)
+from drivetrain.collectives.neighbors import Arrivals, Neighbors, Tag
+from drivetrain.collectives.volume import Chunks, checked_chunks
 from drivetrain.errors import CollectiveError
 from drivetrain.runtime.board import board
 from drivetrain.runtime.mesh import Axis
-from drivetrain.runtime.ranges import collective_range
 from drivetrain.runtime.words import CountingThread
 from drivetrain.traffic import Traffic
 
@@ -142,55 +137,32 @@ LONG_WAIT_S = 0.5
 """A wait for an operation is watched from this time on, and each time it has passed again."""
 
 
-class Watch(Protocol):
-    """Looks around while an operation takes long, and lets the operation fail if it is in vain."""
-
-    def look(self, waited: float) -> object:
-        """Look around, after so many seconds."""
-
-    def over(self) -> None:
-        """Stop: the operation has ended."""
-
-
 class CollectiveTask:
     """One submitted operation, and the handle for waiting on it.
 
     Args:
         run: does the work, on the communication thread.
-        describe: turns an exception into the error that the submitter sees.
-        watch: makes a watch over a wait that takes long; None where a rank may wait for long.
+        header: describes the operation.
+        watch: makes a watch over a wait that takes long, which also explains a failure.
         waited: is told the seconds of each wait for an unfinished task.
-        waiting: makes a context for such a wait.
-        facts: describes the operation to other ranks.
+
+    Attributes:
+        header: describes the operation.
     """
 
-    __slots__ = (
-        "_describe",
-        "_error",
-        "_finished",
-        "_inference",
-        "_run",
-        "_waited",
-        "_waiting",
-        "_watch",
-        "facts",
-    )
+    __slots__ = ("_error", "_finished", "_inference", "_run", "_waited", "_watch", "header")
 
     def __init__(
         self,
         run: Callable[[], None],
-        describe: Callable[[BaseException], CollectiveError],
-        watch: Callable[[], Watch] | None = None,
-        waited: Callable[[float], None] | None = None,
-        waiting: Callable[[], AbstractContextManager[object]] = nullcontext,
-        facts: Callable[[], Mapping[str, Any]] | None = None,
+        header: Header,
+        watch: Callable[[], "OperationWatch"],
+        waited: Callable[[float], None],
     ) -> None:
-        self.facts = facts
+        self.header = header
         self._watch = watch
         self._waited = waited
-        self._waiting = waiting
         self._run: Callable[[], None] | None = run
-        self._describe = describe
         # Tensors made in inference mode can be written to in inference mode alone, a thread's own.
         self._inference = torch.is_inference_mode_enabled()
         self._error: CollectiveError | None = None
@@ -206,20 +178,17 @@ class CollectiveTask:
         """
         if not self._finished.acquire(blocking=False):
             start = time.perf_counter()
-            with self._waiting():
-                if self._watch is None:
-                    self._finished.acquire()
-                elif not self._finished.acquire(timeout=LONG_WAIT_S):
+            with self.header.range(waits=True):
+                if not self._finished.acquire(timeout=LONG_WAIT_S):
                     self._wait_long(self._watch())
             # A level that waits for the level before it keeps nobody from computing.
-            in_background = isinstance(threading.current_thread(), CountingThread)
-            if self._waited is not None and not in_background:
+            if not isinstance(threading.current_thread(), CountingThread):
                 self._waited(time.perf_counter() - start)
         self._finished.release()
         if self._error is not None:
             raise self._error
 
-    def _wait_long(self, watch: Watch) -> None:
+    def _wait_long(self, watch: "OperationWatch") -> None:
         """Wait on, and look around from time to time: other ranks may never come."""
         start = time.monotonic() - LONG_WAIT_S
         watch.look(LONG_WAIT_S)
@@ -240,7 +209,7 @@ class CollectiveTask:
                 with torch.inference_mode(self._inference):
                     self._run()
             except Exception as error:
-                self._error = self._describe(error)
+                self._error = CollectiveError(self._watch().failure(error))
                 self._error.__cause__ = error
         self._run = None  # lets go of the tensors
         self._finished.release()
@@ -302,7 +271,7 @@ class CommunicationThread:
     @torch.no_grad()
     def _serve(self) -> None:
         while (task := self._tasks.get()) is not None:
-            self._thread.current = task.facts
+            self._thread.current = task.header.to_json
             self._broken = task.execute(self._broken)
             self._thread.current = None
             del task  # a finished task must not keep its tensors alive until the next one comes
@@ -349,12 +318,11 @@ class RingCommunicator(Communicator):
     ) -> Handle:
         """Replace a contiguous tensor by the reduction over ranks, times scale."""
         flat = flatten(tensor)
-        bounds = self.chunk(flat.numel())
-        return self._submit(
-            Request("all_reduce", label, reduction=reduction),
-            lambda: self._reduce(_held(flat, bounds), scale, reduction, gather=True),
-            flat,
-        )
+
+        def reduce() -> None:
+            self._reduce(_held(flat, self.chunk(flat.numel())), scale, reduction, gather=True)
+
+        return self._submit(Request("all_reduce", label, reduction=reduction), reduce, flat)
 
     def reduce_scatter(
         self, flat: Tensor, *, scale: float = 1.0, chunks: Chunks | None = None, label: str = ""
@@ -458,52 +426,42 @@ class RingCommunicator(Communicator):
     # --- submission, on the caller's thread ---
 
     def _submit(self, request: Request, run: Callable[[], None], flat: Tensor | None) -> Handle:
-        if request.elements(flat) == 0:
+        header = self._header(request, flat)
+        if header is None:
             return Finished()
-        number, label = self._number(), request.label or caller()
-        header = Header.of(request, number, label, flat, self.traffic.page, self.axis.name)
-        name = (request.operation, number, label, self.axis.name)
-        self.traffic.add(self.axis.name, request.operation, self._sent_bytes(request, flat))
 
         def timed() -> None:
             start = time.perf_counter()
             checksum = header.checksum()
-            self._row.begin(number, checksum, *header.summary)
-            with collective_range(*name):
+            self._row.begin(header.number, checksum, *header.summary)
+            with header.range():
                 self._neighbors.begin(checksum)
                 run()
             self._row.end()
-            self.traffic.took(self.axis.name, request.operation, time.perf_counter() - start)
-
-        def watch() -> OperationWatch:
-            doing = f"{request.operation} #{number} ({label}) on axis {self.axis.name!r}"
-            needed, rank = self._needed(request), self.axis.ranks[self.rank]
-            place, everyone = self._worker.place, self.axis.ranks
-            return OperationWatch(
-                self, self._neighbors, doing, place, number, everyone, rank, needed
-            )
-
-        def describe(error: BaseException) -> CollectiveError:
-            return CollectiveError(watch().failure(error))
+            self.traffic.took(self.axis.name, header.operation, time.perf_counter() - start)
 
         waited = partial(self.traffic.waited, self.axis.name)
-        waiting = partial(collective_range, *name, waits=True)
-        task = CollectiveTask(timed, describe, watch, waited, waiting, header.to_json)
-        self._row.submit(number)
+        task = CollectiveTask(timed, header, partial(self._watch, request, header), waited)
+        self._row.submit(header.number)
         self._worker.submit(task)
         return task
 
-    def _needed(self, request: Request) -> Sequence[int]:
-        """Return the global ranks without which this rank cannot finish an operation.
+    def _watch(self, request: Request, header: Header) -> "OperationWatch":
+        """Return a watch over an operation, and the ranks without which this one cannot end it.
 
         In the chain of a broadcast these are the ranks between the source and this one, and the
         one that this rank sends to: the others may come later, or be done already.
         """
-        if request.operation != "broadcast":
-            return self.axis.ranks
-        place = (self.rank - request.source) % self.size
-        chain = range(min(place + 2, self.size))
-        return [self.axis.ranks[(request.source + each) % self.size] for each in chain]
+        everyone = needed = self.axis.ranks
+        if request.operation == "broadcast":
+            place = (self.rank - request.source) % self.size
+            chain = range(min(place + 2, self.size))
+            needed = tuple(everyone[(request.source + each) % self.size] for each in chain)
+        doing = f"{header.operation} #{header.number} ({header.label}) on axis {self.axis.name!r}"
+        place_of_order, rank = self._worker.place, everyone[self.rank]
+        return OperationWatch(
+            self, self._neighbors, doing, place_of_order, header.number, everyone, rank, needed
+        )
 
     # --- the algorithms, on the communication thread ---
 

@@ -1,4 +1,4 @@
-"""Where data lie on the ranks, in chunks, parts and spans, and how much a rank sends.
+"""Where data lie on the ranks, in chunks and spans, and how much a rank sends.
 
 The parameters in a flat tensor: the elements of each, and their places.
 
@@ -18,7 +18,6 @@ from math import prod
 from typing import Literal, NamedTuple, Protocol, TypeAlias
 
 import torch
-from torch import Tensor
 
 from drivetrain.errors import UsageError
 from drivetrain.runtime.mesh import Axis, HostLevels
@@ -134,7 +133,7 @@ StretchParts: TypeAlias = Sequence[Sequence[Stretch]]
 """For each rank of an axis, in order: the stretches that describe the rank's tensors."""
 
 
-# --- how the data of an operation lie on the ranks, as chunks or parts ---
+# --- how the data of an operation lie on the ranks, as chunks ---
 
 Chunks: TypeAlias = Sequence[tuple[int, int]]
 """Each rank's (start, stop) in a flat tensor; together the whole tensor, in order of rank."""
@@ -155,14 +154,14 @@ def chunk_bounds(numel: int, size: int) -> list[tuple[int, int]]:
     return list(itertools.pairwise(edges))
 
 
-def checked_chunks(chunks: Chunks | None, numel: int, size: int) -> Chunks:
+def checked_chunks(chunks: Chunks | None, numel: int, size: int) -> tuple[tuple[int, int], ...]:
     """Return the caller's chunks of a flat tensor, or the even chunks without a choice.
 
     Raises:
         UsageError: the chunks do not cover the tensor, one per rank, in ascending order.
     """
     if chunks is None:
-        return chunk_bounds(numel, size)
+        return tuple(chunk_bounds(numel, size))
     edge = 0
     for start, stop in chunks:
         if start != edge or stop < start:
@@ -170,7 +169,7 @@ def checked_chunks(chunks: Chunks | None, numel: int, size: int) -> Chunks:
         edge = stop
     else:
         if edge == numel and len(chunks) == size:
-            return chunks
+            return tuple(chunks)
     raise UsageError(
         f"expected one (start, stop) for each of {size} ranks, the first from 0, each from where "
         f"the one before it stops, the last to {numel}, found {list(chunks)}; an empty chunk is "
@@ -403,47 +402,3 @@ def _without(sent: Counter[tuple[str, str]], far: Axis) -> Counter[tuple[str, st
 
 _HALVES: tuple[Operation, ...] = ("reduce_scatter", "all_gather")
 """The two halves of an all-reduce."""
-
-Parts: TypeAlias = Sequence[Sequence[Tensor]]
-"""For each rank of the axis, in order: the rank's 1-D contiguous tensors, mostly slices of larger
-tensors. Lengths and dtypes are the same on every rank."""
-
-Layout: TypeAlias = tuple[tuple[tuple[int, torch.dtype], ...], ...]
-"""For each rank of the axis, in order: elements and dtype of the rank's tensors."""
-
-
-def checked_parts(parts: Parts, size: int) -> list[list[Tensor]]:
-    """Return the tensors that each rank holds, outside of autograd.
-
-    Raises:
-        UsageError: there is not one list per rank, or a tensor is not 1-D and contiguous.
-    """
-    if len(parts) != size:
-        raise UsageError(
-            f"expected the tensors of each of {size} ranks, found {len(parts)} lists; the list of "
-            "a rank that holds nothing is empty"
-        )
-    for rank, tensors in enumerate(parts):
-        for tensor in tensors:
-            if tensor.dim() != 1 or not tensor.is_contiguous():
-                raise UsageError(
-                    f"expected parts that are 1-D and contiguous, found shape "
-                    f"{tuple(tensor.shape)} with strides {tensor.stride()} among those of rank "
-                    f"{rank}; pass tensor.view(-1) of a contiguous tensor"
-                )
-    return [[tensor.detach() for tensor in tensors] for tensors in parts]
-
-
-def as_bytes(parts: Parts) -> list[list[Tensor]]:
-    """Return views of the tensors' memory, dtype uint8: a message has no other dtype."""
-    return [[tensor.view(torch.uint8) for tensor in tensors] for tensors in parts]
-
-
-def layout_of(parts: Parts) -> Layout:
-    """Return elements and dtype of every tensor."""
-    return tuple(tuple((tensor.numel(), tensor.dtype) for tensor in tensors) for tensors in parts)
-
-
-def byte_lengths(layout: Layout) -> list[int]:
-    """Return how many bytes each rank holds."""
-    return [sum(numel * dtype.itemsize for numel, dtype in tensors) for tensors in layout]

@@ -83,7 +83,7 @@ class LinkedCommunicator(HierarchicalCommunicator):
         for method in (links.gradients, links.parameters):
             if method is not None:
                 method.get_ready(world.device)
-        self._links = links
+        self._follow(links)
         self._host_levels = levels
         self._device = world.device
         self.channels: list[LinkChannel] = []
@@ -201,9 +201,14 @@ class LinkedCommunicator(HierarchicalCommunicator):
             take_method()
         return made
 
+    def _follow(self, links: LinkMethods) -> None:
+        self._links = links
+        self.approximates_parameters = links.approximates_parameters
+        self.owns_apart = links.owns_apart
+
     @override
     def take_links(self, links: LinkMethods) -> None:
-        self._links = links
+        self._follow(links)
         if links.is_open("gradients"):
             return
         awaiting, self._awaiting = self._awaiting, {}
@@ -219,16 +224,6 @@ class LinkedCommunicator(HierarchicalCommunicator):
     @override
     def parameters_updated(self, describe: Callable[[], StretchParts], label: str) -> GatherChannel:
         return self._gathered(describe, label, updates=True)
-
-    @property
-    @override
-    def approximates_parameters(self) -> bool:
-        return self._links.approximates_parameters
-
-    @property
-    @override
-    def owns_apart(self) -> bool:
-        return self._links.owns_apart
 
     def _gathered(
         self, describe: Callable[[], StretchParts], label: str, *, updates: bool

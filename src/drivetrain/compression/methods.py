@@ -343,23 +343,29 @@ class LinkMethods(FarLinks):
         for use, kind in kinds.items():
             _check_use(use, names[use], kind)
         open_uses = tuple(use for use in USES if names[use] == AUTO)
-        able = {name: compressors().load(name) for name in compressors().names if open_uses}
-        _check_options(far.options, {**able, **kinds}, far.gradients, far.parameters)
+        installed = compressors().names if open_uses else ()
+        able = {name: compressors().load(name) for name in installed}
+        if far.options:
+            _check_options(far.options, {**able, **kinds}, far.gradients, far.parameters)
         made = {use: kind(_options_for(kind, far.options)) for use, kind in kinds.items()}
-        auto = AutomaticLinks(
-            uses=open_uses,
-            allow=Honesty(config.allow),
-            mbit_per_s=config.mbit_per_s,
-            backward_s=config.backward_s,
-            methods={name: kind(_options_for(kind, far.options)) for name, kind in able.items()},
-        )
+        auto = None
+        if open_uses:
+            auto = AutomaticLinks(
+                uses=open_uses,
+                allow=Honesty(config.allow),
+                mbit_per_s=config.mbit_per_s,
+                backward_s=config.backward_s,
+                methods={
+                    name: kind(_options_for(kind, far.options)) for name, kind in able.items()
+                },
+            )
         return cls(
             made.get("gradients"),
             made.get("parameters"),
             far.warmup_steps,
             (far.gradients, far.parameters),
             far.activations,
-            auto if open_uses else None,
+            auto,
             undoable=undoable,
         )
 

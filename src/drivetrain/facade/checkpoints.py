@@ -188,13 +188,14 @@ def _root(project: ProjectConfiguration) -> Path:
     return root
 
 
-class StateLoading:
-    """Gives everything that was prepared and registered the state of a checkpoint.
+class RunState:
+    """The state of everything that was prepared and registered, out of a checkpoint or into one.
 
     Args:
         prepared: models, optimizers, schedulers and loaders.
         gradients: for the loss scale, and the place in the accumulation window.
         registered: further objects.
+        resumption: for the global batch.
         world: this process among all processes.
     """
 
@@ -203,12 +204,70 @@ class StateLoading:
         prepared: PreparedObjects,
         gradients: WindowGradients,
         registered: Sequence[Registered],
+        resumption: commit.Resumption,
         world: World,
     ) -> None:
         self._prepared = prepared
         self._gradients = gradients
         self._registered = registered
+        self._resumption = resumption
         self._world = world
+
+    def contents(self, saved: Mapping[int, bool], iteration: int) -> Contents:
+        """Return the tensors and the state that this rank saves.
+
+        Args:
+            saved: by index of each model to save, whether its weights are saved.
+            iteration: number of the newest checkpoint in storage, this one included.
+        """
+        entries = [self._prepared.models[i] for i in saved]
+        # A window under way begins again in a run that goes on from here.
+        begun = self._gradients.unfinished or WindowStart(self._prepared, 0)
+        encoded = {
+            _file_name(i): registered.encoded()
+            for i, registered in enumerate(self._registered)
+            if registered.encode is not None and self._world.is_main
+        }
+        return Contents(
+            models=[
+                shards_of(self._prepared.models[i], weights=whole) for i, whole in saved.items()
+            ],
+            scalars=[entry.scalars() for entry in entries],
+            aliases=[entry.aliases() for entry in entries],
+            state=self._facts(entries)
+            | {
+                "progress": [begun.progress[i] for i in saved],
+                "loaders": begun.loaders(),
+                "iteration": iteration,
+                "without_weights": {
+                    place: i for place, (i, whole) in enumerate(saved.items()) if not whole
+                },
+            },
+            rank_state=begun.random(),
+            encoded=encoded,
+            parameters=[frozenset(entry.names.values()) for entry in entries],
+        )
+
+    def _facts(self, entries: Sequence[PreparedModel]) -> dict[str, Any]:
+        return {
+            "step": self._gradients.step,
+            **self._resumption.facts(self._gradients.state.num_steps),
+            "samples": self._prepared.samples_per_step(self._gradients.state.num_steps),
+            "groups": [entry.param_groups() for entry in entries],
+            "links": [saved_choice(entry.strategy.run.links) for entry in entries],
+            "schedulers": [scheduler.state_dict() for scheduler in self._prepared.schedulers],
+            "scaler": self._gradients.scaler.state_dict(),
+            "steps": [optimizer.steps for optimizer in self._prepared.optimizers],
+            "objects": [
+                None if registered.encode is not None else registered.item.state_dict()
+                for registered in self._registered
+            ],
+            "encoded": {
+                i: _file_name(i)
+                for i, registered in enumerate(self._registered)
+                if registered.encode is not None
+            },
+        }
 
     def load(
         self,
@@ -289,7 +348,7 @@ class StateLoading:
         for optimizer, steps in counts:
             optimizer.steps = steps
         self._gradients.scaler.load_state_dict(state["scaler"])
-        self._gradients.finite.forget()
+        self._gradients.forget()
         self._gradients.step = state["step"]
         self._gradients.state.forget()
         for entry in self._prepared.models:
@@ -367,88 +426,6 @@ def _state_of(registered: Registered, index: int, reader: CheckpointReader, plai
 # --- what a checkpoint holds: shards of the models, and the state of all the rest ---
 
 
-class RunContents:
-    """Collects the tensors and the state that this rank saves.
-
-    Args:
-        prepared: everything whose state is saved.
-        gradients: for the loss scale, and the place in the accumulation window.
-        registered: further objects.
-        resumption: for the global batch.
-        world: this process among all processes.
-    """
-
-    def __init__(
-        self,
-        prepared: PreparedObjects,
-        gradients: WindowGradients,
-        registered: Sequence[Registered],
-        resumption: commit.Resumption,
-        world: World,
-    ) -> None:
-        self._prepared = prepared
-        self._gradients = gradients
-        self._registered = registered
-        self._resumption = resumption
-        self._world = world
-
-    def of(self, saved: Mapping[int, bool], iteration: int) -> Contents:
-        """Return everything to save.
-
-        Args:
-            saved: by index of each model to save, whether its weights are saved.
-            iteration: number of the newest checkpoint in storage, this one included.
-        """
-        entries = [self._prepared.models[i] for i in saved]
-        # A window under way begins again in a run that goes on from here.
-        begun = self._gradients.unfinished or WindowStart(self._prepared, 0)
-        encoded = {
-            _file_name(i): registered.encoded()
-            for i, registered in enumerate(self._registered)
-            if registered.encode is not None and self._world.is_main
-        }
-        return Contents(
-            models=[
-                shards_of(self._prepared.models[i], weights=whole) for i, whole in saved.items()
-            ],
-            scalars=[entry.scalars() for entry in entries],
-            aliases=[entry.aliases() for entry in entries],
-            state=self._state(entries)
-            | {
-                "progress": [begun.progress[i] for i in saved],
-                "loaders": begun.loaders(),
-                "iteration": iteration,
-                "without_weights": {
-                    place: i for place, (i, whole) in enumerate(saved.items()) if not whole
-                },
-            },
-            rank_state=begun.random(),
-            encoded=encoded,
-            parameters=[frozenset(entry.names.values()) for entry in entries],
-        )
-
-    def _state(self, entries: Sequence[PreparedModel]) -> dict[str, Any]:
-        return {
-            "step": self._gradients.step,
-            **self._resumption.facts(self._gradients.state.num_steps),
-            "samples": self._prepared.samples_per_step(self._gradients.state.num_steps),
-            "groups": [entry.param_groups() for entry in entries],
-            "links": [saved_choice(entry.strategy.run.links) for entry in entries],
-            "schedulers": [scheduler.state_dict() for scheduler in self._prepared.schedulers],
-            "scaler": self._gradients.scaler.state_dict(),
-            "steps": [optimizer.steps for optimizer in self._prepared.optimizers],
-            "objects": [
-                None if registered.encode is not None else registered.item.state_dict()
-                for registered in self._registered
-            ],
-            "encoded": {
-                i: _file_name(i)
-                for i, registered in enumerate(self._registered)
-                if registered.encode is not None
-            },
-        }
-
-
 def shards_of(entry: PreparedModel, *, weights: bool) -> Iterator[Shard]:
     """Yield a model's shards of this rank: all, or those of its optimizers' state alone."""
     for shard in entry.strategy.shards():
@@ -501,8 +478,7 @@ class RunCheckpoints:
         self._registered: list[Registered] = []
         self._folder = RunFolder(world)
         gradients.finite.go_back = self.go_back
-        self._contents = RunContents(prepared, gradients, self._registered, runs.resumption, world)
-        self._loading = StateLoading(prepared, gradients, self._registered, world)
+        self._state = RunState(prepared, gradients, self._registered, runs.resumption, world)
         self._save_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
         self._load_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
 
@@ -539,7 +515,7 @@ class RunCheckpoints:
             # Hooks often take weights out on rank 0 alone.
             entries = share(self._world, chosen, dict[int, bool])
             contents = together(
-                self._world, doing, partial(self._contents.of, entries, self.project.iteration)
+                self._world, doing, partial(self._state.contents, entries, self.project.iteration)
             )
         old = (directory.parent, self.project.total_limit) if automatic else (directory, None)
         if wait:
@@ -582,7 +558,7 @@ class RunCheckpoints:
         self._gradients.finite.before_save()
         self._resumption.before_save()
         entries = dict.fromkeys(range(len(self._prepared.models)), True)
-        collect = partial(self._contents.of, entries, self.project.iteration - 1)
+        collect = partial(self._state.contents, entries, self.project.iteration - 1)
         self._memory.save(steps, collect, partial(self._resumption.saved, memory=True))
 
     def resume(self, input_dir: str | Path | None, *, verify: str) -> str:
@@ -601,7 +577,7 @@ class RunCheckpoints:
                 self._memory.clear()
             return loaded
         with reader:
-            self._loading.load(reader, self._prepared.models)
+            self._state.load(reader, self._prepared.models)
             self.project.iteration = reader.state["iteration"] + 1
         self._resumption.loaded = True
         return str(reader.directory)
@@ -614,7 +590,7 @@ class RunCheckpoints:
             reader = open_checkpoint(Path(input_dir), self._world, verify=verify)
         given = str(reader.directory if input_dir is None else Path(input_dir))
         with reader:
-            self._loading.load(reader, self._call_load_hooks(given))
+            self._state.load(reader, self._call_load_hooks(given))
             self.project.iteration = reader.state["iteration"] + 1
         self._resumption.loaded = True
         if input_dir is not None:
@@ -651,7 +627,7 @@ class RunCheckpoints:
         reader = self._folder.open_finite(self.project)
         with reader:
             left = self._call_load_hooks(str(reader.directory))
-            self._loading.load(reader, left, rewinds=False)
+            self._state.load(reader, left, rewinds=False)
         return str(reader.directory)
 
     def _check_same_step(self) -> None:

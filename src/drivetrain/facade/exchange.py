@@ -15,7 +15,7 @@ The notice of one rank is enough: ranks exchange what they heard when they step.
 import math
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -143,25 +143,6 @@ class Exchange:
         return group
 
 
-class StepExchanges:
-    """The exchanges of all ranks, and of groups that step by themselves.
-
-    Args:
-        world: this process among all processes.
-    """
-
-    def __init__(self, world: World) -> None:
-        self._world = world
-        self._made: dict[tuple[int, ...], Exchange] = {}
-
-    def among(self, ranks: Axis | None) -> Exchange:
-        """Return the exchange of some ranks; None means all."""
-        key = () if ranks is None else ranks.ranks
-        if key not in self._made:
-            self._made[key] = Exchange(self._world, ranks)
-        return self._made[key]
-
-
 def _steps_within(period: float, step: float) -> int:
     """Return after how many steps of so many seconds ranks exchange again."""
     steps = int(max(period, PERIOD_S) / max(step, PERIOD_S / MOST_STEPS, _UNIT_S))
@@ -243,8 +224,8 @@ class FiniteCheck:
         self._policy = runs.config.run.on_nonfinite
         self._prepared = prepared
         self._runs = runs
-        self._scaler = scaler
-        self._losses: list[Tensor] = []
+        # A loss scale has a rule of its own.
+        self._looks = self._policy != "ignore" and not scaler.enabled
         self._watched: list[Watched] = []
         self._copied: tuple[list[Watched], LateNumbers] | None = None
         self._found = ""
@@ -253,36 +234,30 @@ class FiniteCheck:
         self._in_a_row = 0
         self._returns = 0
 
-    def start_window(self) -> None:
-        """Forget the losses and norms of the window before."""
-        self._losses.clear()
-        self._norms.clear()
-
-    def see_loss(self, loss: Tensor) -> None:
-        """Keep the loss of a micro-batch; nothing waits for its value yet."""
-        if self._looks:
-            self._losses.append(loss.detach())  # a pipeline publishes its value later
-
-    def see_norm(self, entries: Iterable[PreparedModel], norm: Tensor) -> None:
-        """Keep the norm of all gradients of models."""
-        self._norms.update((id(entry), norm.detach()) for entry in entries)
-
-    def look(self, entries: Sequence[PreparedModel]) -> None:
+    def look(
+        self, entries: Sequence[PreparedModel], losses: list[Tensor], norms: dict[int, Tensor]
+    ) -> None:
         """Look at the losses of the window, and at gradients that are about to be used.
+
+        Args:
+            entries: the models of the step.
+            losses: of micro-batches; each is looked at once, and then taken off.
+            norms: of all gradients of models, by the identity of their entries.
 
         Raises:
             ConfigError: the policy lets ranks leave out steps that others take, now or later.
         """
         for entry in entries:
             self._check_policy(entry.strategy.pace.later)
+        self._norms = norms
         if not self._looks:
             return
         step = self._step()
-        for number, loss in enumerate(self._losses, 1):
+        for number, loss in enumerate(losses, 1):
             self._watched.append(Watched(step, f"the loss of micro-batch {number}", loss))
-        self._losses.clear()
+        losses.clear()
         for entry in entries:
-            norm = self._norms.get(id(entry))
+            norm = norms.get(id(entry))
             if norm is not None:
                 self._watched.append(Watched(step, _NORM, norm))
             else:
@@ -368,7 +343,7 @@ class FiniteCheck:
 
     def forget(self) -> None:
         """Forget all that was found: other weights are loaded."""
-        self.start_window()
+        self._norms.clear()
         self._watched.clear()
         self._copied = None
         self._found = ""
@@ -391,11 +366,6 @@ class FiniteCheck:
         numbers = range(len(everyone)) if ranks is None else ranks.ranks
         found = zip(numbers, everyone, strict=True)
         return "; ".join(f"rank {rank}: {each}" for rank, each in found if each)
-
-    @property
-    def _looks(self) -> bool:
-        """Whether there is anything to look at: a loss scale has a rule of its own."""
-        return self._policy != "ignore" and not self._scaler.is_enabled()
 
     @property
     def _on_cpu(self) -> bool:

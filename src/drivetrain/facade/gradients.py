@@ -20,30 +20,44 @@ from torch.optim import Optimizer
 from drivetrain import communication
 from drivetrain.data.loader import Mark
 from drivetrain.errors import UsageError
-from drivetrain.facade.exchange import FiniteCheck, Preemption, StepExchanges
+from drivetrain.facade.exchange import Exchange, FiniteCheck, Preemption
 from drivetrain.facade.observer import Observer
-from drivetrain.facade.prepared import PreparedModel, PreparedObjects
+from drivetrain.facade.prepared import PreparedModel, PreparedObjects, WholeWeights
 from drivetrain.facade.settings import Runs
 from drivetrain.memory import is_out_of_memory, tries_again
 from drivetrain.parallel.backward import clip_
 from drivetrain.runtime import rng
 from drivetrain.runtime.gradient_state import GradientState, Piece
-from drivetrain.runtime.mesh import Axis
 from drivetrain.runtime.precision import LossScaler
+from drivetrain.strategy import Run
 
 
 class WindowMean:
     """The normalisation of one accumulation window.
 
+    Gradients that were there before the window stay as they were: it keeps copies of them where its
+    own may be multiplied. A loop that clears gradients has none.
+
     Args:
         state: the window it belongs to.
+        prepared: the models.
         counted: whether the micro-batches are counted by ``accumulate()``; a loop that counts them
             itself always has full windows.
+
+    Attributes:
+        counts_nothing: whether the last loss has the weight 0: it may be no number.
+        losses: those of micro-batches that count; nothing waits for their values.
+        norms: of all gradients of models, by the identity of their entries, where they are known.
     """
 
-    def __init__(self, state: GradientState, *, counted: bool) -> None:
+    def __init__(self, state: GradientState, prepared: PreparedObjects, *, counted: bool) -> None:
         self._state = state
+        self._prepared = prepared
+        self._earlier: list[KeptGradient] | None = None
         self._counted = counted
+        self.counts_nothing = False
+        self.losses: list[Tensor] = []
+        self.norms: dict[int, Tensor] = {}
         self._weights: list[float] = []
         self._unweighted = False
         self._finished = False
@@ -59,13 +73,14 @@ class WindowMean:
             self._unweighted = True
         else:
             self._weights.append(float(weight))
+            self.counts_nothing = not self._weights[-1]
         if self._weights and self._unweighted:
             raise UsageError(
                 "expected a weight for every loss of an accumulation window or for none, found "
                 "both; pass weight= to each backward() of the window"
             )
         if weight is None:
-            length = self._state.window_length if self._finished else self._state.num_steps
+            length = self._state.micro_batch if self._finished else self._state.num_steps
             return loss / length if length > 1 else loss
         if self._finished or (self._state.num_steps > 1 and not self._counted):
             raise UsageError(
@@ -75,33 +90,48 @@ class WindowMean:
             )
         return loss * weight
 
-    @property
-    def counts_nothing(self) -> bool:
-        """Whether the last loss has the weight 0: it may be no number."""
-        return bool(self._weights) and not self._weights[-1]
+    def keep_earlier(self) -> None:
+        """Copy the gradients before the window's first backward; before others, drop cleared ones.
 
-    @property
-    def may_scale(self) -> bool:
-        """Whether ``finish`` may return a factor."""
+        Only where ``finish`` may return a factor. A script may clear gradients between the
+        micro-batches of a window.
+        """
         state = self._state
         may_end_early = self._counted and state.num_steps > 1 and state.sync_with_dataloader
-        return bool(self._weights) or (may_end_early and state.divides_by_length)
+        if not (self._weights or (may_end_early and state.divides_by_length)):
+            return
+        if self._earlier is None:
+            self._earlier = [
+                KeptGradient(entry, parameter)
+                for entry in self._prepared.models
+                if _is_any(entry.strategy.gradients())
+                for _, parameter in entry.module.named_parameters()
+            ]
+        self._earlier = [kept for kept in self._earlier if _is_any(kept.pieces())]
 
-    def finish(self, axis: Axis, device: torch.device) -> float | None:
+    def scale_fresh(self, factor: float) -> None:
+        """Multiply the window's gradients; gradients from before the window stay as they were."""
+        for entry in self._prepared.models:
+            entry.strategy.scale_gradients(factor)
+        for kept in self._earlier or ():
+            kept.restore(factor)
+
+    def finish(self, run: Run) -> float | None:
         """Return the factor that makes the synchronised gradients right, None when they are.
 
-        Collective over the axis when the losses are weighted.
+        Collective over the run's axis ``dp`` when the losses are weighted.
         """
         if self._finished:
             return None
         if self._weights:
             self._finished = True
+            axis, device = run.mesh["dp"], run.world.device
             # In fp64: sums of token counts stay exact.
             total = torch.tensor(sum(self._weights), dtype=torch.float64, device=device)
             whole = float(communication.reduce(total, "sum", group=axis))
             # The strategy has averaged over the axis: its size turns the mean into a sum again.
             return axis.size / whole if whole else 0.0
-        length = self._state.window_length
+        length = self._state.micro_batch
         is_full = length >= self._state.num_steps
         if is_full or not (self._counted and self._state.divides_by_length):
             return None
@@ -136,43 +166,6 @@ class WindowStart:
     def _marks(self) -> Iterator[Mark]:
         marks = (loader.mark_of(self._window) for loader in self._prepared.loaders)
         return (mark for mark in marks if mark is not None)
-
-
-class EarlierGradients:
-    """Copies of the gradients that were there before a window; a loop that clears them has none.
-
-    Args:
-        prepared: the models.
-    """
-
-    def __init__(self, prepared: PreparedObjects) -> None:
-        self._prepared = prepared
-        self._kept: list[KeptGradient] | None = None
-
-    def keep(self) -> None:
-        """Copy the gradients before the window's first backward; before others, drop cleared ones.
-
-        A script may clear gradients between the micro-batches of a window.
-        """
-        if self._kept is None:
-            self._kept = [
-                KeptGradient(entry, parameter)
-                for entry in self._prepared.models
-                if _is_any(entry.strategy.gradients())
-                for _, parameter in entry.module.named_parameters()
-            ]
-        self._kept = [kept for kept in self._kept if _is_any(kept.pieces())]
-
-    def scale_fresh(self, factor: float) -> None:
-        """Multiply the window's gradients; gradients from before the window stay as they were."""
-        for entry in self._prepared.models:
-            entry.strategy.scale_gradients(factor)
-        self._restore(factor)
-
-    def _restore(self, factor: float) -> None:
-        """Give earlier gradients the values they had before all gradients were multiplied."""
-        for kept in self._kept or ():
-            kept.restore(factor)
 
 
 class KeptGradient:
@@ -218,13 +211,12 @@ class WindowGradients:
         scaler: the loss scale of fp16.
         runs: gradients are averaged over the axis ``dp`` of the default one.
         preemption: is told of each step.
+        weights: compares those of the ranks.
 
     Attributes:
         step: micro-batch of the window, from 1; kept in checkpoints.
         observer: is told of each event.
         finite: looks at losses and gradients.
-        compare_replicas: called after each step, if the run asks for it.
-        compare_first: called before each synchronised backward, where there are several ranks.
         garbage: Python's collections, after the same steps on all ranks.
     """
 
@@ -235,6 +227,7 @@ class WindowGradients:
         scaler: LossScaler,
         runs: Runs,
         preemption: Preemption,
+        weights: WholeWeights,
     ) -> None:
         self.state = state
         self.preemption = preemption
@@ -243,11 +236,10 @@ class WindowGradients:
         self.observer = Observer()
         self._prepared = prepared
         self._runs = runs
+        self._weights = weights
         self.finite = FiniteCheck(prepared, runs, scaler)
-        self.compare_replicas: Callable[[], None] | None = None
-        self.compare_first: Callable[[], None] | None = None
         self.garbage = SharedCollections(runs.config.run.collect_garbage_every)
-        self._exchanges = StepExchanges(runs.default.world)
+        self._exchanges: dict[tuple[int, ...], Exchange] = {}  # by the ranks; of all under ()
         self._begun: WindowStart | None = None
         self._start_window(counted=False)
 
@@ -339,21 +331,20 @@ class WindowGradients:
         self.state.use(trains=True)
         if self.state.micro_batch == 0:
             self._start_window(counted=False)
-        scaled = self.scaler.scale(self._mean.divide(loss, weight))
-        self._match_scale()
-        if self._mean.may_scale:
-            self._earlier.keep()
+        scaled = self._scaled(self._mean.divide(loss, weight))
+        self._mean.keep_earlier()
         if self._is_plain(weight):
             scaled.backward(**options)  # type: ignore[no-untyped-call]
             return
         if not self.state.uneven:  # there, ranks have different numbers of backwards and steps
             self._runs.default.traffic.begin_backward()
-        run, synced = self._runs.default, self.state.sync_gradients
-        factor = self._mean.finish(run.mesh["dp"], run.world.device) if synced else None
-        self._prepared.will_scale(factor)
+        synced = self.state.sync_gradients
+        factor = self._mean.finish(self._runs.default) if synced else None
+        for entry in self._prepared.models:
+            entry.strategy.will_scale(factor or 1.0)  # times 0 nothing is left to take care of
         self.observer.before_backward()  # times the backward, not the wait for weights above
-        if synced and self.compare_first is not None and not self.state.uneven:
-            self.compare_first()
+        if synced and not self.state.uneven:
+            self._weights.compare_first()
         strategy = self._prepared.running().strategy
         counts, ranks = not self._mean.counts_nothing, self._runs.default.world.size
         with (
@@ -366,10 +357,10 @@ class WindowGradients:
             strategy.pipeline.publish(loss)
         self.state.backwards += 1
         if counts:
-            self.finite.see_loss(loss)
+            self._mean.losses.append(loss.detach())  # a pipeline publishes its value later
         self.observer.after_backward(loss, weight)
         if factor is not None:
-            self._earlier.scale_fresh(factor)
+            self._mean.scale_fresh(factor)
 
     def clip_norm(
         self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float
@@ -398,7 +389,7 @@ class WindowGradients:
         # It speaks for all gradients of all ranks, unless ranks step by themselves.
         whole = [entry for entry, only in chosen if only is None]
         if not any(entry.strategy.pace.apart for entry in whole):
-            self.finite.see_norm(whole, norm)
+            self._mean.norms.update((id(entry), norm.detach()) for entry in whole)
         return norm
 
     def clip_value(self, parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:
@@ -435,7 +426,7 @@ class WindowGradients:
             self._see_gradients(entry)
         if not _told(entries, taken=self._agree_to_step(entries)):
             return False
-        if not self.scaler.is_enabled():
+        if not self.scaler.enabled:
             return True
         bad = [entry.made_with for entry in entries if entry.overflow]
         optimizers = enumerate(self._prepared.optimizers)
@@ -449,10 +440,13 @@ class WindowGradients:
         """Exchange facts with the other ranks; return whether all numbers are finite."""
         if not entries or self.state.uneven:
             return True
-        self.finite.look(entries)
+        self.finite.look(entries, self._mean.losses, self._mean.norms)
         bad = self.finite.is_norm_bad(entries)
         ranks = next((e.strategy.pace.ranks for e in entries if e.strategy.pace.ranks), None)
-        due = (exchange := self._exchanges.among(ranks)).is_due()
+        key = () if ranks is None else ranks.ranks
+        if key not in self._exchanges:
+            self._exchanges[key] = Exchange(self._runs.default.world, ranks)
+        due = (exchange := self._exchanges[key]).is_due()
         if not bad and (due or self.finite.must_tell(entries)):
             told = self.preemption.heard and ranks is None
             apart = ranks is None and any(entry.strategy.pace.apart for entry in entries)
@@ -472,43 +466,48 @@ class WindowGradients:
         self._prepared.last_call = None
         self.observer.after_step()
         self.preemption.after_step()
-        if self.compare_replicas is not None and not self.state.uneven:
-            self.compare_replicas()
+        if not self.state.uneven:
+            self._weights.compare_when_due()
         self.garbage.after_step(max((each.steps for each in self._prepared.optimizers), default=0))
 
     def _is_plain(self, weight: float | Tensor | None = None) -> bool:
         """Whether no model is prepared, and none needs to be: autograd's gradients are right."""
-        alone = self._runs.default.world.size == 1 and not self.scaler.is_enabled()
+        alone = self._runs.default.world.size == 1 and not self.scaler.enabled
         return not self._prepared.models and alone and weight is None and self.state.num_steps == 1
 
     def _start_window(self, *, counted: bool) -> None:
-        self._mean = WindowMean(self.state, counted=counted)
-        self._earlier = EarlierGradients(self._prepared)
+        self._mean = WindowMean(self.state, self._prepared, counted=counted)
         for entry in self._prepared.models:
             entry.hooks.forget()
-        self.finite.start_window()
+
+    def forget(self) -> None:
+        """Forget what was found in losses and gradients: other weights are loaded."""
+        self.finite.forget()
+        self._mean.losses.clear()
+        self._mean.norms.clear()
 
     def _see_gradients(self, entry: PreparedModel) -> None:
         """Show a model's gradients, averaged and unscaled, before they are clipped or used."""
         self._unscale(entry)
         self.observer.gradients(entry)
 
-    def _match_scale(self) -> None:
-        """Bring the gradients at hand to the loss scale of the backward that is about to run.
+    def _scaled(self, loss: Tensor) -> Tensor:
+        """Return the loss times the loss scale, to which the gradients at hand are brought.
 
         They carry another scale when they were unscaled already, or when the scale has changed
         since with the step of another model.
         """
-        if not self.scaler.is_enabled():
-            return
+        if not self.scaler.enabled:
+            return loss
         scale = self.scaler.get_scale()
         for entry in self._prepared.models:
             if entry.scale not in (None, scale):
                 entry.strategy.scale_gradients(scale / entry.scale)
             entry.scale, entry.unscaled = scale, False
+        return self.scaler.scale(loss)
 
     def _unscale(self, entry: PreparedModel) -> None:
-        if entry.scale is None or entry.unscaled or not self.scaler.is_enabled():
+        if entry.scale is None or entry.unscaled or not self.scaler.enabled:
             return
         world = self._runs.default.world
         entry.overflow = self.scaler.unscale(

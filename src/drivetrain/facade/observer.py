@@ -1,6 +1,7 @@
 """Who watches a run: told of each event of a training step, and asked before anything is made."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -73,36 +74,29 @@ class Observer:
 
 
 class Observers(Observer):
-    """Several observers, told of each event one after the other.
+    """Several observers, told one after the other of the events that they do something with.
 
     Args:
         observers: the first is told first; batches and choices pass through all of them.
     """
 
     def __init__(self, *observers: Observer) -> None:
-        self._all = observers
-
-    def choice(self, choice: StrategyChoice | None) -> StrategyChoice | None:
-        """Return a model's strategy, as the last observer says."""
-        for each in self._all:
-            choice = each.choice(choice)
-        return choice
-
-    def delivered(self, batch: Any) -> Any:
-        """Return the batch, as the last observer says."""
-        for each in self._all:
-            batch = each.delivered(batch)
-        return batch
+        for event, nothing in _EVENTS.items():
+            act = [getattr(o, event) for o in observers if getattr(type(o), event) is not nothing]
+            setattr(self, event, partial(_passed if event in _PASSING else _told, act))
 
 
-def _told(event: str) -> Callable[..., None]:
-    def tell(self: Observers, *arguments: Any) -> None:
-        for each in self._all:
-            getattr(each, event)(*arguments)
-
-    return tell
+_EVENTS = {event: function for event, function in vars(Observer).items() if event[0] != "_"}
+_PASSING = ("configured", "choice", "delivered")
+"""Events whose observers may change what they are about."""
 
 
-for _event in vars(Observer):
-    if not _event.startswith("_") and _event not in {*vars(Observers), "configured"}:
-        setattr(Observers, _event, _told(_event))
+def _told(act: Sequence[Callable[..., None]], *arguments: Any) -> None:
+    for each in act:
+        each(*arguments)
+
+
+def _passed(act: Sequence[Callable[[Any], Any]], passing: Any) -> Any:
+    for each in act:
+        passing = each(passing)
+    return passing

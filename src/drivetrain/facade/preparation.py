@@ -775,7 +775,7 @@ class Preparation:
         precision, scaler = self._runs.default.precision, self._gradients.scaler
         line = describe_dtypes(model, given, precision, autocast=self._autocast.enabled)
         scale = scaler.get_scale()
-        logger.info(f"{line}, loss scale {scale:g}" if scaler.is_enabled() else line)
+        logger.info(f"{line}, loss scale {scale:g}" if scaler.enabled else line)
         self._runs.announce_links()
 
 

@@ -5,12 +5,12 @@ A model's whole weights, however a strategy divides them: in place, as a state d
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -448,11 +448,6 @@ class PreparedObjects:
                     stack.enter_context(_uncounted(entry))
             yield
 
-    def will_scale(self, factor: float | None) -> None:
-        """Tell strategies the factor of all gradients after a backward; None: there is none."""
-        for entry in self.models:
-            entry.strategy.will_scale(factor or 1.0)  # times 0 nothing is left to take care of
-
     def forget(self) -> None:
         """Make all models ordinary ones again, and let go of everything."""
         for entry in self.models:
@@ -503,31 +498,19 @@ _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integers by their size in bytes."""
 
 
-class TellsOfSteps(Protocol):
-    """Calls a function after each optimizer step of all ranks."""
-
-    compare_replicas: Callable[[], None] | None
-    compare_first: Callable[[], None] | None
-
-
 class WholeWeights:
     """The whole weights of one Accelerator's prepared models.
 
     Args:
         prepared: the models.
         runs: all ranks, and after how many steps their replicas are compared.
-        gradients: tells of each step.
     """
 
-    def __init__(self, prepared: PreparedObjects, runs: Runs, gradients: TellsOfSteps) -> None:
+    def __init__(self, prepared: PreparedObjects, runs: Runs) -> None:
         self._prepared = prepared
         self._world = runs.default.world
         self._every = runs.config.run.check_replicas_every
         self._compared = 0
-        if self._every and self._world.size > 1:
-            gradients.compare_replicas = self._compare_when_due
-        if self._world.size > 1:
-            gradients.compare_first = self.compare_first
 
     @contextmanager
     def gathered(
@@ -613,7 +596,10 @@ class WholeWeights:
 
         export.write_export(Path(save_directory), plan, fetch, world=self._world)
 
-    def _compare_when_due(self) -> None:
+    def compare_when_due(self) -> None:
+        """Compare the ranks' parameters after so many steps as the run asks for. Collective."""
+        if not self._every or self._world.size == 1:
+            return
         steps = max((optimizer.steps for optimizer in self._prepared.optimizers), default=0)
         if steps // self._every != self._compared // self._every:
             self.compare_replicas(steps)
@@ -646,6 +632,8 @@ class WholeWeights:
         Raises:
             RankMismatchError: on every rank: names the first parameter that differs.
         """
+        if self._world.size == 1:
+            return
         for entry in self._prepared.models:
             if not entry.compared and not entry.strategy.pace.apart:
                 entry.compared = True

@@ -659,8 +659,9 @@ def agreed_world(world: World, config: Resolved) -> World:
         RankMismatchError: the configurations differ, or the sizes of the declared islands.
         ConfigError: the islands cannot be read, or do not fit the ranks.
     """
-    shown = [f"{key} = {value}" for key, value, _ in config.rows()]
-    agree(world, "the configuration", [row for row in shown if not row.startswith(HOSTS_OWN)])
+    rows = config.rows()
+    shown = [f"{key} = {value}" for key, value, _ in rows if not key.startswith(HOSTS_OWN)]
+    agree(world, "the configuration", shown)
     return agreed_islands(world, config.run.links.hardware)
 
 

@@ -210,7 +210,7 @@ class UnevenInputs:
     @contextmanager
     def joined(self, joinables: Sequence[Any], even_batches: bool | None) -> Iterator[None]:
         """Context of one such loop over these models; see ``join_uneven_inputs``."""
-        if self._scaler.is_enabled() and self._world.size > 1:
+        if self._scaler.enabled and self._world.size > 1:
             raise UsageError(
                 "expected precision no or bf16 in join_uneven_inputs, found fp16, whose loss scale "
                 "all ranks agree on in every step; take bf16, or loaders with even_batches=True"

@@ -520,8 +520,7 @@ class ModuleMeasurement:
         """Go on from the counted step to the timed one; return False after both."""
         if self._clock is None:
             self._counter.stop()
-            traffic = self._run.traffic
-            self._clock = StepClock(lambda: traffic.waited_s)
+            self._clock = StepClock(self._run.traffic)
             self._turned(self._trail.place)
             return True
         self._trail.close()

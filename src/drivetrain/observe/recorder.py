@@ -44,24 +44,24 @@ class StepClock:
     """Sums up the seconds of each section since the last cut.
 
     Args:
-        waited: returns the seconds that this process has waited for collectives so far; they do
-            not count for the section in which they passed.
+        traffic: knows the seconds that this process has waited for collectives so far; they do not
+            count for the section in which they passed.
 
     Attributes:
         section: the name of the section at hand; "" before the first one.
     """
 
-    def __init__(self, waited: Callable[[], float]) -> None:
-        self._waited = waited
+    def __init__(self, traffic: Traffic) -> None:
+        self._traffic = traffic
         self._sections: dict[str, float] = {}
         self._marked: tuple[float, dict[str, float]] | None = None
         self.section = ""
         self._cut_at = self._entered_at = time.perf_counter()
-        self._waited_at = waited()
+        self._waited_at = traffic.waited_s
 
     def enter(self, section: str) -> None:
         """Leave the section at hand, and enter another one; time before the first is nobody's."""
-        now, waited = time.perf_counter(), self._waited()
+        now, waited = time.perf_counter(), self._traffic.waited_s
         if self.section:
             # Threads besides the program's own may wait, too: never less than nothing is left.
             passed = max(0.0, now - self._entered_at - (waited - self._waited_at))
@@ -128,7 +128,7 @@ class StepRecorder(Observer):
     ) -> None:
         self.prepared = PreparedObjects()
         self._runs: Runs | None = None
-        self.clock = StepClock(lambda: traffic.waited_s)
+        self.clock = StepClock(traffic)
         self.step = 0
         self._traffic = traffic
         self._scaler = scaler
@@ -304,7 +304,7 @@ class StepRecorder(Observer):
             "seconds": seconds,
             "sections": sections,
             "waiting": _growth(self._waits, waits),
-            "loss_scale": self._scaler.get_scale() if self._scaler.is_enabled() else None,
+            "loss_scale": self._scaler.get_scale() if self._scaler.enabled else None,
             "samples": self._samples,
             "tokens": self._tokens,
             "skipped": self._skipped,

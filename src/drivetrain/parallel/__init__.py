@@ -6,8 +6,8 @@ mechanisms that it calls are here, from the bottom up:
 
 ================== ===============================================================================
 layout.py          which parameter lies where, who owns what: arithmetic
-shard.py           this rank's part of a flat tensor between its uses
-unit.py            flat tensors that are gathered by one all-gather, and freed together
+unit.py            flat tensors that are gathered by one all-gather, and freed together; this rank's
+                   part of each between its uses
 estimate.py        bytes held and sent, and what plans need to know
 options.py         the options that strategies share
 home.py            where shards lie and who steps them: beside the model, or elsewhere

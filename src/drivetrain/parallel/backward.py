@@ -163,12 +163,13 @@ class UserHooks:
         """Return the parameters that have hooks of the script now."""
         # Every backward asks every parameter, and a guarded one answers slowly.
         with torch._C.DisableTorchFunctionSubclass():
-            return [
-                parameter
-                for parameter in self._parameters
-                if _has_script(parameter._backward_hooks)
-                or _has_script(parameter._post_accumulate_grad_hooks)
-            ]
+            found = []
+            for parameter in self._parameters:
+                before, after = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
+                hooks = [*(before or {}).values(), *(after or {}).values()]
+                if not all(map(is_of_strategy, hooks)):
+                    found.append(parameter)
+            return found
 
     @contextmanager
     def aside(self, hooked: Sequence[nn.Parameter], *, averages: bool) -> Iterator[None]:
@@ -217,11 +218,6 @@ class UserHooks:
                 parameter.grad = gradient
             for hook in after.values():
                 hook(parameter)
-
-
-def _has_script(hooks: Hooks | None) -> bool:
-    """Return whether there is a hook of the script among those of a parameter."""
-    return not all(map(is_of_strategy, hooks.values())) if hooks else False
 
 
 def _of_script(hooks: Hooks | None) -> Hooks:

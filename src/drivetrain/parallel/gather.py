@@ -175,46 +175,6 @@ def left_divided(unit: Unit, *used: Any) -> UsageError:
     )
 
 
-def without_values(
-    storages: Mapping[int, Unit], bring_back: Callable[[Unit], None]
-) -> saved_tensors_hooks:
-    """Return the context in which autograd saves views of units without their values.
-
-    Hooks around it, such as those of checkpoints and of offloading, go on working.
-
-    Args:
-        storages: units by the identity of their storages.
-        bring_back: makes a unit whole.
-    """
-    around = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    pack, unpack = around or (None, None)
-
-    def save(tensor: Tensor) -> Any:
-        dense = tensor.layout is torch.strided  # others have no storage to ask for
-        unit = storages.get(tensor.untyped_storage()._cdata) if dense else None
-        # A node of the graph that kept its own output with the graph would never be freed.
-        kept = tensor if unit is None and pack is not None else tensor.detach()
-        return unit, tensor._version, kept if pack is None else pack(kept)
-
-    def restore(packed: Any) -> Tensor:
-        unit, version, kept = packed
-        if unit is not None:
-            if unpack is None and kept._version != version:  # autograd itself checks no such tensor
-                raise UsageError(
-                    f"expected the parameters of {unit.label} as forward has read them, found that "
-                    "one was changed in place before backward: change it before its first use in "
-                    "forward, or after backward"
-                )
-            bring_back(unit)
-        values: Tensor = kept if unpack is None else unpack(kept)
-        if unit is None:
-            return values
-        # A graph of this backward would save the view itself, without these hooks.
-        return values.detach().clone() if torch.is_grad_enabled() else values
-
-    return saved_tensors_hooks(save, restore)
-
-
 # --- gathering and freeing ---
 
 
@@ -350,9 +310,10 @@ class Gather:
                 if other.arrival is not None and not other.whole and not other.holds:
                     other.free()
             unit.start()
-        if self.in_forward:  # nobody would free a unit that was started ahead between steps
+        backward = in_backward()
+        if backward or self._forwards:  # else nobody would free a unit that was started ahead
             grad = torch.is_grad_enabled()
-            phase = "backward" if in_backward() else "forward" if grad else "evaluation"
+            phase = "backward" if backward else "forward" if grad else "evaluation"
             for following in self._order.needed(phase, unit, self._ahead):
                 if not following.live:
                     if self._full():
@@ -548,15 +509,41 @@ class Gather:
     # --- what autograd saves ---
 
     def saving(self) -> saved_tensors_hooks:
-        """Return the context in which autograd saves views of units without their values."""
-        return without_values(self._by_storage, self._bring_back)
+        """Return the context in which autograd saves views of units without their values.
 
-    def _bring_back(self, unit: Unit) -> None:
-        """Make a unit whole for backward; units that are left are freed at its end."""
-        if not self._cleaning and in_backward():
-            self._cleaning = True
-            after_backward(self.release_all)
-        self.bring(unit)
+        Hooks around it, such as those of checkpoints and of offloading, go on working.
+        """
+        around = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        pack, unpack = around or (None, None)
+
+        def save(tensor: Tensor) -> Any:
+            dense = tensor.layout is torch.strided  # others have no storage to ask for
+            unit = self._by_storage.get(tensor.untyped_storage()._cdata) if dense else None
+            # A node of the graph that kept its own output with the graph would never be freed.
+            kept = tensor if unit is None and pack is not None else tensor.detach()
+            return unit, tensor._version, kept if pack is None else pack(kept)
+
+        def bring_back(packed: Any) -> Tensor:
+            unit, version, kept = packed
+            if unit is not None:
+                # Autograd itself checks no such tensor.
+                if unpack is None and kept._version != version:
+                    raise UsageError(
+                        f"expected the parameters of {unit.label} as forward has read them, found "
+                        "that one was changed in place before backward: change it before its first "
+                        "use in forward, or after backward"
+                    )
+                if not self._cleaning and in_backward():  # units that are left are freed at its end
+                    self._cleaning = True
+                    after_backward(self.release_all)
+                self.bring(unit)
+            values: Tensor = kept if unpack is None else unpack(kept)
+            if unit is None:
+                return values
+            # A graph of this backward would save the view itself, without these hooks.
+            return values.detach().clone() if torch.is_grad_enabled() else values
+
+        return saved_tensors_hooks(save, bring_back)
 
 
 # --- the hooks of one model ---
@@ -609,9 +596,12 @@ class StepHooks:
         # A guarded parameter answers slowly, and here every one is asked, twice per step.
         with torch._C.DisableTorchFunctionSubclass():
             for unit in reduce.units:
-                for slot in unit.unit.slots:
-                    if slot.parameter.requires_grad is not (slot in self._gradients):
-                        self._follow(reduce, unit, slot)
+                slots, hooked = unit.unit.slots, self._gradients
+                changed = [s for s in slots if s.parameter.requires_grad is not (s in hooked)]
+                for slot in changed:
+                    self._follow(reduce, unit, slot)
+                if changed:
+                    unit.trained = [slot for slot in slots if slot in hooked]
 
     def close(self) -> None:
         """Take the hooks off."""

@@ -24,8 +24,7 @@ from drivetrain.compression.one_bit_adam import FrozenAdam
 from drivetrain.errors import UsageError
 from drivetrain.parallel.layout import FlatLayout, ParameterSlot, offsets_in_bytes, stretches_of
 from drivetrain.parallel.placement import Ranks
-from drivetrain.parallel.shard import FlatTensor, make_placeholder
-from drivetrain.parallel.unit import Unit
+from drivetrain.parallel.unit import FlatTensor, Unit, make_placeholder
 from drivetrain.runtime.precision import Precision
 
 
@@ -292,6 +291,7 @@ class UnitGradients:
     Attributes:
         flats: the gradients of each of its flat tensors.
         of: those that each parameter's gradient belongs to.
+        trained: the parameters that require a gradient, as their hooks say.
         awaited: the parameters with a gradient to come in this round.
         came: the parameters whose gradients have come in this round.
         pending: how many gradients are still to come.
@@ -311,7 +311,8 @@ class UnitGradients:
         stays: bool,
     ) -> None:
         self.unit = unit
-        self.awaited: list[ParameterSlot] = []
+        self.trained: list[ParameterSlot] = []
+        self.awaited = self.trained
         self.came: set[ParameterSlot] = set()
         self.pending = 0
         self.present: set[ParameterSlot] = set()
@@ -327,7 +328,8 @@ class UnitGradients:
         ]
         self.of = {slot: flat for flat in self.flats for slot in flat.flat.slots}
         self._active: list[FlatGradients] = []
-        self._opened_for: list[ParameterSlot] = []
+        self._kinds: list[GradientKind] = []
+        self._opened_for = self.trained
         self._starts = [0]
         self._lent: Tensor | None = None
         self._sent: list[tuple[FlatGradients, Tensor]] = []
@@ -336,17 +338,11 @@ class UnitGradients:
         self._crossings: dict[int, SumChannel] = {}  # by identity: a layout is slow to compare
         self._crossing: list[Callable[[], None]] = []
 
-    def begin(self) -> bool:
-        """Begin a round; return whether any gradient is expected."""
-        self.awaited = self._trained()
+    def begin(self) -> None:
+        """Begin a round: a gradient is expected of each parameter that is trained."""
+        self.awaited = self.trained
         self.pending = len(self.awaited)
         self.came.clear()
-        return self.pending > 0
-
-    def _trained(self) -> list[ParameterSlot]:
-        # A guarded parameter answers slowly, and here every one is asked.
-        with torch._C.DisableTorchFunctionSubclass():
-            return [slot for slot in self.unit.slots if slot.parameter.requires_grad]
 
     @property
     def done(self) -> bool:
@@ -357,11 +353,11 @@ class UnitGradients:
 
     def buffer_nbytes(self) -> int:
         """Return the bytes of a buffer for gradients of the parameters that are trained now."""
-        trained = self._trained()
-        if trained != self._opened_for:
-            self._opened_for = trained
-            active = {self.of[slot] for slot in trained}
+        if self._opened_for is not self.trained:
+            self._opened_for = self.trained
+            active = {self.of[slot] for slot in self.trained}
             self._active = [flat for flat in self.flats if flat in active]
+            self._kinds = [flat.kind for flat in self._active]
             self._starts = offsets_in_bytes(flat.nbytes for flat in self._active)
         return self._starts[-1]
 
@@ -394,7 +390,7 @@ class UnitGradients:
 
     def _channel(self) -> ReduceChannel:
         """Return the channel of the buffers, after those of replicas; made where needed."""
-        kinds = [flat.kind for flat in self._active]
+        kinds = self._kinds
         if self._reduce is None or kinds != self._reduced:  # the same objects, or other parameters
 
             def describe() -> StretchParts:

@@ -17,8 +17,7 @@ from drivetrain.cost import ModelSpec
 from drivetrain.parallel.estimate import Estimate
 from drivetrain.parallel.layout import ParameterSlot, UnitLayout
 from drivetrain.parallel.options import OffloadOptions, UnitsOptions
-from drivetrain.parallel.shard import FlatTensor, ShardHome, ShardInMemory, ShardInPlace
-from drivetrain.parallel.unit import Unit
+from drivetrain.parallel.unit import FlatTensor, ShardHome, ShardInMemory, ShardInPlace, Unit
 from drivetrain.registry import homes
 from drivetrain.saved_state import allocate_state, group_of
 from drivetrain.strategy import Run

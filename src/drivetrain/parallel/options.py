@@ -75,7 +75,8 @@ class OffloadOptions:
                 f"expected a store in offload.optimizer with {', '.join(idle)}, found none; name "
                 "one, such as cpu, or leave these out"
             )
-        self._check_stores()
+        if self.optimizer:
+            self._check_stores()
 
     def _check_stores(self) -> None:
         """Refuse options that no named store has, and a store of files without a directory.

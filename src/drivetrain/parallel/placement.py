@@ -18,8 +18,8 @@ from drivetrain.parallel.home import Home
 from drivetrain.parallel.layout import ParameterSlot, UnitLayout
 from drivetrain.parallel.options import UnitsOptions
 from drivetrain.parallel.replicated import check_apart, replicate
-from drivetrain.parallel.shard import FlatTensor
 from drivetrain.parallel.unit import (
+    FlatTensor,
     SecondaryRanks,
     SecondaryShard,
     Unit,

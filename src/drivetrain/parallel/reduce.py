@@ -19,6 +19,7 @@ steps is not multiplied in: it goes with the step, which reads each gradient onc
 asks for the gradients themselves gets them with their factors.
 """
 
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -27,23 +28,84 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from drivetrain.collectives import Communicator
 from drivetrain.compression.one_bit_adam import FrozenAdam
 from drivetrain.errors import UsageError
-from drivetrain.parallel.backward import Rounds, clip_, clip_factor, global_norm
+from drivetrain.log import get_logger
+from drivetrain.parallel.backward import Rounds, clip_, clip_factor, global_norm, norms_of_each
 from drivetrain.parallel.gradients import FlatGradients, UnitGradients
 from drivetrain.parallel.home import Home
 from drivetrain.parallel.layout import ParameterSlot
 from drivetrain.parallel.placement import Placement, Ranks
-from drivetrain.parallel.replicated import LentBuffers
-from drivetrain.parallel.shown_gradients import ShownGradients
+from drivetrain.parallel.shown_gradients import DividedGradient
 from drivetrain.parallel.unit import Unit
 from drivetrain.strategy import Run
+
+logger = get_logger(__name__)
 
 PATIENCE_S = 5.0
 """How long backward waits for a buffer before taking another: far longer than a reduction."""
 
 _NAP_S = 50e-6
 """Between two looks whether a reduction is over."""
+
+
+# --- byte buffers of one constant size, lent and reused: ZeRO-R's constant buffers ---
+
+# However large a model is, tensors fused for one message are cut to one size, and a fixed number of
+# buffers serves a whole run. Memory does not grow with the model, and the allocator has no holes to
+# fill.
+
+
+class LentBuffers:
+    """Buffers for a few borrowers at once: a few that are lent again, and further ones in need.
+
+    The buffer that was given back longest ago is lent next, to leave work that still reads a buffer
+    the most time. Nobody is waited for: a buffer is given back when nothing reads it any more. One
+    thread at a time.
+
+    Args:
+        in_flight: how many may be lent at once; 0: none are.
+        nbytes: size of the buffers that are lent again.
+        device: where they live.
+    """
+
+    def __init__(self, in_flight: int, nbytes: int, device: torch.device) -> None:
+        self.in_flight = in_flight
+        self._each = nbytes
+        self._device = device
+        self._free: list[Tensor] = []
+        self._out: dict[int, Tensor | None] = {}  # by storage; None: not to be lent again
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether as many are out as there may be."""
+        return len(self._out) >= self.in_flight
+
+    def take(self, nbytes: int) -> Tensor:
+        """Lend a buffer of so many bytes, 1-D; one in need is not kept afterwards."""
+        kept = nbytes <= self._each and not self.exhausted
+        if kept and self._free:
+            buffer = self._free.pop(0)
+        else:
+            size = self._each if kept else nbytes
+            buffer = torch.empty(size, dtype=torch.uint8, device=self._device)
+        self._out[buffer.untyped_storage()._cdata] = buffer if kept else None
+        return buffer[:nbytes]
+
+    def take_back(self, buffer: Tensor) -> None:
+        """Take a lent buffer back."""
+        kept = self._out.pop(buffer.untyped_storage()._cdata, None)
+        if kept is not None:
+            self._free.append(kept)
+
+    def close(self) -> None:
+        """Forget every buffer; lent ones live on with their borrowers."""
+        self._free.clear()
+        self._out.clear()
+
+
+# --- the reduction ---
 
 
 class Reduce:
@@ -59,7 +121,6 @@ class Reduce:
         adam: turns gradients for replicas into momenta; None: gradients cross.
 
     Attributes:
-        synchronizing: whether backward sends gradients; otherwise they stay in the buffers.
         rounds: its synchronised backwards.
         replicating: whether replicas then add theirs up, and gradients are handed out.
         units: the gradients of each unit, in the order in which units are sent.
@@ -77,7 +138,6 @@ class Reduce:
         buffers: LentBuffers,
         adam: FrozenAdam | None = None,
     ) -> None:
-        self.synchronizing = True
         self.replicating = True
         self.units: list[UnitGradients] = []
         self._ranks = ranks
@@ -123,46 +183,45 @@ class Reduce:
 
     def begin(self) -> None:
         """Begin a round: count down from all parameters of every unit."""
-        self._active = [unit for unit in self.units if unit.begin()]
-        self._sent = 0
+        self._active, self._sent = [], 0
+        for unit in self.units:
+            unit.begin()
+            if unit.pending:
+                self._active.append(unit)
         self.shown.changed()
         # For the whole round: one cut short may end where the script synchronises again.
         self._replicates = self.replicating
 
-    def receive(self, unit: UnitGradients, slot: ParameterSlot) -> None:
-        """Move a parameter's fresh gradient into its unit's buffer; send nothing."""
-        flat, shown = unit.of[slot], self.shown
-        with torch._C.DisableTorchFunctionSubclass():  # a guarded parameter answers slowly
-            grad = slot.parameter.grad
-            if grad is shown.of[slot]:
-                grad = shown.of[slot].take_arrived()
-            else:
-                if flat.has(slot):  # the script has cleared it
-                    shown.drop_cleared(slot)
-                slot.parameter.grad = shown.of[slot]
-        if grad is not None:
-            if not unit.opened:
-                self._open(unit)
-            flat.receive(slot, grad)
-
     def came(self, unit: UnitGradients, slot: ParameterSlot, _: Tensor) -> None:
-        """Take a gradient that autograd has accumulated; send the units that are complete then.
+        """Move a gradient that autograd has accumulated into its unit's buffer; send what is due.
 
-        Those go up to the first unit that is not complete.
+        In a synchronised backward those are the units up to the first one that is not complete.
 
         Raises:
             UsageError: the gradient came before, and was sent.
         """
-        if not self.synchronizing:
-            self.receive(unit, slot)
-            return
-        self.rounds.enter()
-        if slot in unit.came:
-            self._came_again(unit, slot)
-            self.receive(unit, slot)
+        counts = self.rounds.synchronizing
+        if counts:
+            self.rounds.enter()
+            if slot in unit.came:
+                self._came_again(unit, slot)
+                counts = False
+        flat, shown = unit.of[slot], self.shown.of
+        with torch._C.DisableTorchFunctionSubclass():  # a guarded parameter answers slowly
+            grad = slot.parameter.grad
+            if grad is shown[slot]:
+                grad, shown[slot].arrived = shown[slot].arrived, None
+            else:
+                if flat.has(slot):  # the script has cleared it
+                    self.shown.drop_cleared(slot)
+                slot.parameter.grad = shown[slot]
+        if grad is not None:
+            if not unit.opened:
+                self._open(unit)
+            flat.receive(slot, grad)
+        if not counts:
             return
         unit.came.add(slot)
-        self.receive(unit, slot)
         unit.pending -= 1
         if not unit.pending and not self.rounds.reentrant:
             while self._sent < len(self._active) and not self._active[self._sent].pending:
@@ -350,3 +409,230 @@ class Reduce:
             fragment = self._placement.fragment_of(slot)
             if fragment is not None and fragment.grad is not None:
                 fragment.grad.mul_(factor)
+
+
+# --- what stands at ``p.grad``, and what a script has done to it ---
+
+# Between steps a parameter has a ``DividedGradient``, made once; a script that clears it, or puts a
+# tensor in its place, is followed before anybody uses the gradients.
+
+
+class ShownGradients:
+    """The gradients of one model as its script sees them.
+
+    Args:
+        ranks: those that train the model.
+        reduce: the model's reduction.
+        device: that of the model.
+
+    Attributes:
+        of: what stands at each parameter's ``grad`` while there is a gradient.
+    """
+
+    def __init__(self, ranks: Ranks, reduce: Reduce, device: torch.device) -> None:
+        self.ranks = ranks
+        self.of: dict[ParameterSlot, DividedGradient] = {}
+        self._units: dict[ParameterSlot, UnitGradients] = {}
+        self._reduce = reduce
+        self._device = device
+        self._norms: dict[float, dict[ParameterSlot, Tensor]] = {}
+        self._told = False
+        self._alone = 0
+
+    def watch(self, unit: UnitGradients) -> None:
+        """Show the gradients of one more unit."""
+        for slot in unit.unit.slots:
+            self._units[slot] = unit
+            self.of[slot] = DividedGradient(slot.parameter, SlotPlace(self, slot))
+            self._alone = sys.getrefcount(self.of[slot])
+
+    def changed(self) -> None:
+        """Forget what was measured: gradients are about to change."""
+        self._norms.clear()
+
+    # --- what the script did ---
+
+    def follow(self, slots: Iterable[ParameterSlot] | None = None) -> None:
+        """Drop gradients that the script has cleared, and take those that it has assigned.
+
+        Args:
+            slots: of the parameters to look at; None: all.
+        """
+        chosen = self._units if slots is None else [slot for slot in slots if slot in self._units]
+        with torch._C.DisableTorchFunctionSubclass():  # a guarded parameter answers slowly
+            touched = {
+                slot: grad for slot in chosen if (grad := slot.parameter.grad) is not self.of[slot]
+            }
+        self._drop([slot for slot, grad in touched.items() if grad is None])
+        for slot, grad in touched.items():
+            if grad is not None:
+                self._assign(slot, grad)
+
+    def drop_cleared(self, slot: ParameterSlot) -> None:
+        """Drop what a parameter had before the script cleared it: a fresh gradient has arrived.
+
+        With it everything else that was cleared: the next gradients find nothing to drop.
+        """
+        with torch._C.DisableTorchFunctionSubclass():
+            cleared = [each for each in self._units if each.parameter.grad is None]
+        self._drop([slot, *cleared])
+
+    def _drop(self, slots: Sequence[ParameterSlot]) -> None:
+        """Let parameters have no gradient: neither what was averaged nor what waits."""
+        having = [slot for slot in slots if self._units[slot].of[slot].has(slot)]
+        if not having:
+            return
+        self._leave_kept(having)
+        self._reduce.forget(having, set_to_none=True)
+        for slot in having:
+            fragment = self._units[slot].of[slot].flat.fragments.get(slot)
+            if fragment is not None:
+                fragment.grad = None
+
+    def _assign(self, slot: ParameterSlot, given: Tensor) -> None:
+        if isinstance(given, DividedGradient) and given.place is self.of[slot].place:
+            values = given.piece()
+        else:
+            values = slot.cut(_whole(given))
+        self._drop([slot])
+        self._put(slot, values)
+
+    def _put(self, slot: ParameterSlot, values: Tensor) -> None:
+        unit = self._units[slot]
+        self._reduce.settle(unit)
+        unit.of[slot].assign(slot, values)
+        self.changed()
+        self.show(slot)
+
+    def _leave_kept(self, slots: Iterable[ParameterSlot]) -> None:
+        """Let objects that the script keeps of gradients that it has cleared keep their values."""
+        for slot in slots:
+            if sys.getrefcount(self.of[slot]) > self._alone:
+                self.of[slot].leave()
+                self.of[slot] = DividedGradient(slot.parameter, self.of[slot].place)
+
+    def zero(self, slot: ParameterSlot) -> None:
+        """Let a parameter's gradient be zero."""
+        self._reduce.forget([slot], set_to_none=True)
+        self._put(slot, slot.cut(torch.zeros((), device=self._device).expand(slot.shape)))
+
+    def show(self, slot: ParameterSlot) -> None:
+        """Let a parameter have a gradient."""
+        with torch._C.DisableTorchFunctionSubclass():
+            slot.parameter.grad = self.of[slot]
+
+    def clear(self, slots: Iterable[ParameterSlot]) -> None:
+        """Let parameters have none, before their gradients are dropped."""
+        chosen = list(slots)
+        with torch._C.DisableTorchFunctionSubclass():
+            for slot in chosen:
+                slot.parameter.grad = None
+        self._leave_kept(chosen)
+
+    # --- what the script reads ---
+
+    def norm(self, slot: ParameterSlot, norm_type: float) -> Tensor:
+        """Return the norm of a whole gradient; those of all are measured together. Collective."""
+        if norm_type not in self._norms:
+            self._check_averaged(slot)
+            self.follow()
+            pieces = [self._piece_or_none(each) for each in self._units]
+            norms = norms_of_each(pieces, norm_type, over=self._sharing(), device=self._device)
+            self._norms[norm_type] = dict(zip(self._units, norms.unbind(), strict=True))
+        return self._norms[norm_type][slot]
+
+    def _piece_or_none(self, slot: ParameterSlot) -> Tensor | None:
+        return self.piece(slot) if self._units[slot].of[slot].has(slot) else None
+
+    def _sharing(self) -> Sequence[Communicator]:
+        return [self.ranks.sharing] if self.ranks.sharing.size > 1 else []
+
+    def piece(self, slot: ParameterSlot) -> Tensor:
+        """Return this rank's piece of a gradient.
+
+        Raises:
+            UsageError: it waits to be averaged, or a store's step has taken it.
+        """
+        self._check_averaged(slot)
+        unit = self._units[slot]
+        flat = unit.of[slot]
+        if not slot.owned_numel:
+            return torch.empty(0, dtype=slot.master, device=self._device)
+        self._reduce.settle(unit)
+        flat.to_sum_dtype()
+        fragment = flat.flat.fragment(slot)
+        if fragment is None or fragment.grad is None:
+            raise UsageError(
+                f"expected the gradient of {slot.name!r} before the optimizer's step, found that "
+                "the step has taken it; read it between backward() and step()"
+            )
+        return fragment.grad
+
+    def _check_averaged(self, slot: ParameterSlot) -> None:
+        if self._units[slot].of[slot].waits(slot):
+            raise UsageError(
+                f"expected the gradient of {slot.name!r} after the last micro-batch of an "
+                "accumulation window, found it in mid-window, where ranks have not averaged it; "
+                "read and change gradients where accelerator.sync_gradients is true"
+            )
+
+    def whole(self, slot: ParameterSlot, piece: Tensor) -> Tensor:
+        """Return a tensor whose pieces lie on ranks. Collective."""
+        if not self._told:
+            self._told = True
+            logger.announce(
+                f"the gradient of {slot.name!r} is read whole: all ranks bring their pieces "
+                "together each time; every rank must read it. Norms and changes element by "
+                "element need no such exchange"
+            )
+        narrow = piece.dtype is torch.bool
+        values = torch.zeros(
+            slot.numel, dtype=torch.uint8 if narrow else piece.dtype, device=self._device
+        )
+        if slot.owned_numel:
+            values[slice(*slot.owned)] = slot.fragment_in_order(piece).to(values)
+        for communicator in self._sharing():
+            communicator.all_reduce(values, label=f"gradient of {slot.name}").wait()
+        whole = values.as_strided(slot.shape, slot.strides)
+        return whole.bool() if narrow else whole
+
+
+class SlotPlace:
+    """Where the piece of one parameter's gradient lies.
+
+    Args:
+        shown: the gradients of the model.
+        slot: the parameter's.
+    """
+
+    def __init__(self, shown: ShownGradients, slot: ParameterSlot) -> None:
+        self.name = slot.name
+        self._shown, self._slot = shown, slot
+
+    def piece(self) -> Tensor:
+        """Return this rank's piece."""
+        return self._shown.piece(self._slot)
+
+    def clear(self) -> None:
+        """Write zeros."""
+        self._shown.zero(self._slot)
+
+    def changed(self) -> None:
+        """Forget what was measured."""
+        self._shown.changed()
+
+    def cut(self, whole: Tensor) -> Tensor:
+        """Return this rank's part of a tensor of the parameter's shape."""
+        return self._slot.cut(whole)
+
+    def whole(self, piece: Tensor) -> Tensor:
+        """Bring the pieces of all ranks together. Collective."""
+        return self._shown.whole(self._slot, piece)
+
+    def norm(self, norm_type: float) -> Tensor:
+        """Return the norm of the whole gradient. Collective, once for all gradients."""
+        return self._shown.norm(self._slot, norm_type)
+
+
+def _whole(given: Tensor) -> Tensor:
+    return given.whole() if isinstance(given, DividedGradient) else given

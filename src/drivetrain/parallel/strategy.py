@@ -60,10 +60,16 @@ from drivetrain.parallel.layout import ParameterSlot, UnitLayout
 from drivetrain.parallel.optimizers import Fragments, check_suits
 from drivetrain.parallel.options import UnitsOptions, UnitsOutline
 from drivetrain.parallel.placement import Placement, Ranks, connect_line, edits_accepted
-from drivetrain.parallel.reduce import Reduce
-from drivetrain.parallel.replicated import LentBuffers, replicate
-from drivetrain.parallel.shard import FlatTensor, followed
-from drivetrain.parallel.unit import Unit, is_ahead, route_secondary, why_only_read
+from drivetrain.parallel.reduce import LentBuffers, Reduce
+from drivetrain.parallel.replicated import replicate
+from drivetrain.parallel.unit import (
+    FlatTensor,
+    Unit,
+    followed,
+    is_ahead,
+    route_secondary,
+    why_only_read,
+)
 from drivetrain.runtime.parts import Part, boxes
 from drivetrain.saved_state import HeldTensors, ReplicatedState, check_fits, state_keys, weights_in
 from drivetrain.shards import Reader, Shard, TensorFacts, WeightSource
@@ -486,14 +492,14 @@ class ShardedStrategy(UnitsOutline[ConfigT], Strategy[ConfigT], Generic[ConfigT]
 
         Its modules gather their units and free them: ``hooks.ModuleHook``.
         """
-        if self.reduce.synchronizing:
+        if self.rounds.synchronizing:
             self.rounds.finish()  # what an exception in backward cut short
             self.follow()
 
     def backward(self, loss: Tensor, **options: Any) -> None:
         """Run backward; unless gradients stay local, return with this rank's part of the mean."""
         self.gather.leave()  # no forward is under way here, only ones that an interrupt cut short
-        if not self.reduce.synchronizing:
+        if not self.rounds.synchronizing:
             loss.backward(**options)  # type: ignore[no-untyped-call]
             return
         self.follow()
@@ -511,8 +517,8 @@ class ShardedStrategy(UnitsOutline[ConfigT], Strategy[ConfigT], Generic[ConfigT]
         """
         self.reduce.finish()
         self.gather.release_all()
-        if self.config.buffers == "broadcast":
-            replicate(self.model.buffers(), self.ranks.everyone, "buffers after backward")
+        if self.config.buffers == "broadcast" and (buffers := list(self.model.buffers())):
+            replicate(buffers, self.ranks.everyone, "buffers after backward")
 
     def before_step(self, bound: BoundOptimizer) -> None:
         """Submit the step of state that a store keeps; the optimizer itself steps the rest."""
@@ -540,16 +546,16 @@ class ShardedStrategy(UnitsOutline[ConfigT], Strategy[ConfigT], Generic[ConfigT]
     @contextmanager
     def accumulating(self, enabled: bool = True) -> Iterator[None]:
         """Keep gradients local inside, or where they are reduced each time, from replicas only."""
-        reduce, reducing = self.reduce, self.config.reduces_each
-        before = reduce.synchronizing, reduce.replicating
-        if not reducing:
-            reduce.synchronizing = not enabled
+        reduce, rounds = self.reduce, self.rounds
+        before = rounds.synchronizing, reduce.replicating
+        if not self.config.reduces_each:
+            rounds.synchronizing = not enabled
         elif self.ranks.replicas is not None:
             reduce.replicating = not enabled
         try:
             yield
         finally:
-            reduce.synchronizing, reduce.replicating = before
+            rounds.synchronizing, reduce.replicating = before
 
     def gradients(self, only: Collection[nn.Parameter] | None = None) -> Iterator[Tensor]:
         """Yield the gradients of this rank's fragments."""

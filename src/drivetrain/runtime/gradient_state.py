@@ -77,6 +77,7 @@ class GradientState:
         divides_by_length: divide the gradients of a window by its real length, also where the
             loader ends it early; False divides by ``num_steps``.
         uneven: whether ranks may take different numbers of steps now.
+        micro_batch: the one at hand in its window, from 1; at the window's end, its length.
         windows: how many windows ``accumulate()`` has begun.
         backwards: how many backwards the window at hand has had.
         stepped: whether an optimizer has stepped, or left out a step, at its end.
@@ -198,11 +199,6 @@ class GradientState:
     def remainder(self) -> int:
         """Real samples of the last global batch when it repeats others, else -1."""
         return -1 if self.active_pass is None else self.active_pass.remainder
-
-    @property
-    def window_length(self) -> int:
-        """Micro-batches of the window so far; at its end, its real length."""
-        return self.micro_batch
 
     @property
     def coming_window(self) -> int:

@@ -137,11 +137,14 @@ class LossScaler:
     Args:
         rule: how the scale moves.
         enabled: False makes the scale one and checks nothing.
+
+    Attributes:
+        enabled: whether losses are scaled.
     """
 
     def __init__(self, rule: ScaleRule, *, enabled: bool) -> None:
         self._rule = rule
-        self._enabled = enabled
+        self.enabled = enabled
         self._scale = rule.init_scale if enabled else 1.0
         self._good_steps = 0
         self._bad_steps: dict[int, int] = {}
@@ -151,7 +154,7 @@ class LossScaler:
 
     def is_enabled(self) -> bool:
         """Whether losses are scaled."""
-        return self._enabled
+        return self.enabled
 
     def get_scale(self) -> float:
         """Return the factor of the next loss."""
@@ -159,7 +162,7 @@ class LossScaler:
 
     def scale(self, loss: Tensor) -> Tensor:
         """Return the loss times the scale."""
-        return loss * self._scale if self._enabled else loss
+        return loss * self._scale if self.enabled else loss
 
     def unscale(
         self, pieces: Sequence[Tensor], scale: float, *, ranks: int, device: torch.device
@@ -216,7 +219,7 @@ class LossScaler:
 
     def state_dict(self) -> dict[str, Any]:
         """Return scale and counts, as they are after the next update; empty when disabled."""
-        if not self._enabled:
+        if not self.enabled:
             return {}
         after = copy.deepcopy(self)
         after._change_scale()
@@ -231,7 +234,7 @@ class LossScaler:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved scale; if the checkpoint has no scale, nothing changes."""
-        if not self._enabled or not state:
+        if not self.enabled or not state:
             return
         self._scale = float(state["scale"])
         self._good_steps = int(state["good_steps"])
@@ -241,7 +244,7 @@ class LossScaler:
 
     def _change_scale(self) -> None:
         """Change the scale, and forget the records."""
-        if not self._pending or not self._enabled:
+        if not self._pending or not self.enabled:
             return
         if self._round & self._pending.keys():
             self._round = set()

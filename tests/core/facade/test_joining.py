@@ -61,7 +61,7 @@ def test_even_inputs_need_nothing_and_an_exception_leaves_at_once():
 
 
 def test_loaders_fill_up_batches_again_after_the_loop():
-    loader, scaler = SimpleNamespace(even_batches=True), SimpleNamespace(is_enabled=lambda: False)
+    loader, scaler = SimpleNamespace(even_batches=True), SimpleNamespace(enabled=False)
     prepared = PreparedObjects(loaders=[loader])
     with UnevenInputs(prepared, GradientState(1), scaler, World()).joined([], even_batches=False):
         assert not loader.even_batches

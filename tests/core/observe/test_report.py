@@ -229,11 +229,12 @@ def test_a_folder_that_cannot_be_written_ends_no_training(tmp_path, caplog):
 
 
 def test_waiting_is_taken_off_the_section_in_which_it_passed(monkeypatch):
-    now = waited = 0.0
+    now, traffic = 0.0, Traffic()
     monkeypatch.setattr(recorder.time, "perf_counter", lambda: now)
-    steps = StepClock(lambda: waited)
+    steps = StepClock(traffic)
     steps.enter("forward")
-    now, waited = 5.0, 2.0
+    now = 5.0
+    traffic.waited("dp", 2.0)
     steps.enter("backward")
     now = 9.0
     assert steps.cut() == (9.0, {"forward": 3.0, "backward": 4.0})

@@ -2,7 +2,7 @@
 
 import torch
 
-from drivetrain.parallel.replicated import LentBuffers
+from drivetrain.parallel.reduce import LentBuffers
 
 
 def test_buffers_are_reused_oldest_first_and_those_in_need_are_not_kept():
