@@ -24,7 +24,8 @@ I   the longest sequence: 1.3 B, blocks recomputed from host memory, the loss in
 J   a checkpoint of 1.3 B that the loop does not wait for: seconds that it costs, and a resume
 K   two ranks on one card over NCCL, 0.2 B: bytes between steps against ``cost()``, the peak, the
     collectives of a step, and how much of their time lies beside compute
-P   ``drivetrain hardware measure``; with its prices ``drivetrain plan`` predicts ``fsdp bf16`` of A
+P   ``drivetrain hardware measure``; with its prices the time that ``drivetrain plan`` predicts for
+    ``fsdp bf16`` of A, over the measured one
 === ================================================================================================
 
 Each case (a row, a system) has processes of its own, with a time limit; a case that fails costs
@@ -53,6 +54,7 @@ import json
 import math
 import os
 import resource
+import signal
 import socket
 import statistics
 import subprocess
@@ -704,7 +706,13 @@ class Case:
             with log.open("w") as stderr:
                 self._started.append(
                     subprocess.Popen(
-                        command, env=env, stdin=-1, stdout=-1, stderr=stderr, text=True
+                        command,
+                        env=env,
+                        stdin=-1,
+                        stdout=-1,
+                        stderr=stderr,
+                        text=True,
+                        start_new_session=True,
                     )
                 )
 
@@ -751,7 +759,8 @@ class Case:
 
     def close(self) -> None:
         for process in self._started:
-            process.kill()
+            with contextlib.suppress(ProcessLookupError):  # with the commands that it has started
+                os.killpg(process.pid, signal.SIGKILL)
             process.wait()
             for pipe in (process.stdin, process.stdout):
                 with contextlib.suppress(BrokenPipeError):  # what it did not read
@@ -773,6 +782,8 @@ def table(results: dict[str, dict[str, Any]]) -> str:
         base = results.get(f"{'A' if row.name == 'A more' else row.name}/bare", {}).get(
             "step_s", against
         )
+        if row.name == "P":  # against what was measured: the error of the prediction
+            base = results.get("A/fsdp bf16", {}).get("step_s")
         lines += ["", f"Row {row.name}, {dict(vars(row.shape))}", ""]
         heads = [
             "system",

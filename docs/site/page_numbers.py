@@ -119,7 +119,12 @@ def bytes_of_tier(
     device: str = "cuda",
 ) -> float:
     """Return the bytes of a tier per parameter, without those that are no multiple of it."""
-    left_out = ("buffers of gradients", "largest unit in use", "buffers of stores")
+    left_out = (
+        "buffers of gradients",
+        "largest unit in use",
+        "buffers of stores",
+        "values on their way",
+    )
     kinds = _tiers_of_blocks(name, tuple(offload.items()), precision, ranks, device).needed[tier]
     return sum(nbytes for kind, nbytes in kinds.items() if kind not in left_out) / ELEMENTS
 

@@ -102,6 +102,11 @@ class AlignedPool:
         """
         return _tensor(self._region(padded(nbytes)), self._give_back)
 
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Return an uninitialized tensor of shape (numel,) in such memory."""
+        nbytes = numel * dtype.itemsize
+        return self.take(nbytes)[:nbytes].view(dtype)
+
     def clear(self) -> None:
         """Give up the free mappings, and keep none from now on."""
         self._most = 0

@@ -19,12 +19,13 @@ With ``delayed``, the results of an update are taken over at the following step 
 with the update.
 """
 
+import sys
 from abc import ABC
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -43,8 +44,15 @@ from drivetrain.registry import stores
 from drivetrain.saved_state import AROUND
 from drivetrain.store import Pending, ShardSpec, ShardStep, ShardStepper, SteppingStore, TensorStore
 from drivetrain.strategy import Planning, Run, Strategy
+from drivetrain_offload.buffers import AlignedPool, can_page_lock
 from drivetrain_offload.options import OffloadConfig, OffloadOutline
-from drivetrain_offload.tiers import TierPlan, announce_tiers, held_by_kind, offloaded, plan_of
+from drivetrain_offload.tiers import (
+    TierPlan,
+    announce_tiers,
+    held_by_kind,
+    offloaded,
+    plan_of,
+)
 
 # --- the strategy ``offload`` ---
 
@@ -76,6 +84,25 @@ logger = get_logger(__name__)
 
 
 # --- the state that a store keeps for parameters, and the new values that its steps make ---
+
+Memory: TypeAlias = Callable[[int, torch.dtype], Tensor]
+"""Takes elements and a dtype, and returns a 1-D tensor in host memory, which may hold anything."""
+
+
+def host_memory(options: OffloadOptions) -> Memory:
+    """Return who gives memory for what crosses the bus: gradients, and new values coming back.
+
+    It is page-locked where there is an accelerator: from pageable memory the driver would copy
+    everything once more. Pages that are free again wait for the next use, since to lock takes long.
+    """
+    if can_page_lock() and options.store_options.get("page_locked", True):
+        return AlignedPool(page_locked=True, spare=sys.maxsize).empty
+    return _pageable
+
+
+def _pageable(numel: int, dtype: torch.dtype) -> Tensor:
+    with torch.inference_mode(False):  # else it could be written in inference mode alone
+        return torch.empty(numel, dtype=dtype, device="cpu")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -148,6 +175,7 @@ class OffloadedParameters:
     Args:
         options: say which state lies in stores.
         store: keeps and steps optimizer state.
+        memory: gives room in host memory for gradients on their way there.
 
     Attributes:
         units: the chosen units, in the order in which backward usually reaches them.
@@ -155,12 +183,13 @@ class OffloadedParameters:
         steppers: of the parameters, by optimizer.
     """
 
-    def __init__(self, options: OffloadOptions, store: SteppingStore) -> None:
+    def __init__(self, options: OffloadOptions, store: SteppingStore, memory: Memory) -> None:
         self.units: list[Unit] = []
         self.parameters: dict[ParameterSlot, OffloadedParameter] = {}
         self.steppers: dict[BoundOptimizer, ShardStepper] = {}
         self._options = options
         self._store = store
+        self._memory = memory
         self._places: dict[ParameterSlot, tuple[Unit, FlatTensor]] = {}
 
     def choose(self, units: Sequence[Unit]) -> None:
@@ -223,6 +252,7 @@ class OffloadedParameters:
             )
             self.parameters[slot] = one
             flat.gradient_device = torch.device("cpu")
+            flat.gradient_memory = self._memory
             if one.master:
                 one.set_master(flat.shard.read(slot).to("cpu"))
                 if unit.resident:
@@ -301,12 +331,16 @@ class PendingValues:
 
     Memory for them is taken when a step comes to them.
 
+    Args:
+        memory: gives it.
+
     Attributes:
         parameters: the parameters with new values.
         awaited: how many steps are still to write values.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, memory: Memory) -> None:
+        self._memory = memory
         self.parameters: list[OffloadedParameter] = []
         self.awaited = 0
         self._buffers: dict[FlatTensor, Tensor] = {}
@@ -345,8 +379,7 @@ class PendingValues:
     def _room(self, one: OffloadedParameter) -> Tensor:
         flat = one.flat
         if flat not in self._buffers:
-            with torch.inference_mode(False):
-                self._buffers[flat] = torch.empty(flat.owned, dtype=flat.shard.dtype, device="cpu")
+            self._buffers[flat] = self._memory(flat.owned, flat.shard.dtype)
         return self._buffers[flat][one.slot.local]
 
 
@@ -371,7 +404,8 @@ class OffloadEngine(Home):
     def __init__(self, options: OffloadOptions, device: torch.device) -> None:
         super().__init__(options, device)
         self._stores = open_stores(options)
-        self._kept = OffloadedParameters(options, self._stores[options.optimizer])
+        self._memory = host_memory(options)
+        self._kept = OffloadedParameters(options, self._stores[options.optimizer], self._memory)
         self._offloaded = self._kept.parameters
         self._factors: dict[ParameterSlot, float] = {}
         self._hidden: dict[nn.Parameter, Tensor] = {}
@@ -443,7 +477,7 @@ class OffloadEngine(Home):
             return
         self._take_over(bound)
         blocks: dict[Unit, dict[str, list[ShardStep]]] = defaultdict(lambda: defaultdict(list))
-        pending: dict[Unit, PendingValues] = defaultdict(PendingValues)
+        pending: dict[Unit, PendingValues] = defaultdict(partial(PendingValues, self._memory))
         for slot, fragment, group in bound.members():
             one = self._offloaded.get(slot)
             if one is None or fragment.grad is None:

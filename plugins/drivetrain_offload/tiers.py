@@ -110,12 +110,17 @@ def held(plan: TierPlan, tiers: TierChoice) -> TierBytes:
     device["largest unit in use"] += max(
         (unit.nbytes for unit in plan.units if unit.sharded), default=0
     )
-    chosen = offloaded(plan.units, tiers.ratio)
+    chosen, values = offloaded(plan.units, tiers.ratio), set()
     for index, unit in enumerate(plan.units):
         for flat in unit.flats:
             account = _Account(plan, tiers, flat, sharded=unit.sharded)
+            if flat.trainable and index < chosen:
+                values.add(account.owned * flat.dtype.itemsize)
             for tier, kind, nbytes in account.lines(offloaded=index < chosen):
                 total[tier][kind] += nbytes
+    if tiers.device == "device":
+        # A buffer for each size: updates come one after the other, and late ones are counted.
+        total["host"]["values on their way"] += 0 if tiers.delayed else sum(values)
     return {tier: Counter({k: n for k, n in kinds.items() if n}) for tier, kinds in total.items()}
 
 

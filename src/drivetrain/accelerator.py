@@ -614,8 +614,8 @@ class Accelerator(AnswersArguments, StaysInProcess, Processes):
             models: the models that accumulate; none means all that were prepared.
 
         Raises:
-            UsageError: no common first dimension, a layer such as BatchNorm that mixes rows, or a
-                pipeline, which cuts batches itself; the batch before was left early.
+            UsageError: no common first dimension, or a layer such as BatchNorm that mixes rows; the
+                batch before was left early.
         """
         return self._pieces.of(batch, models)
 

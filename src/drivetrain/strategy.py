@@ -361,6 +361,9 @@ class Pipeline(Protocol):
     def publish(self, loss: Tensor) -> None:
         """Give ranks that did not compute a loss its value, after backward."""
 
+    def in_pieces(self) -> int:
+        """Learn that calls get pieces of a batch; return into how many parts each is cut."""
+
 
 class Joinable(Protocol):
     """What ranks do for each other where some run out of batches earlier than others."""
@@ -390,6 +393,7 @@ class Pace(NamedTuple):
         later: those of ``ranks`` at later steps, where the first steps wait for all ranks.
         states: the ranks that have all of an optimizer's state together, None for all.
         forwards: whether ranks of ``dp`` need each other in a forward: they must run the same ones.
+        backwards: whether they need each other in the backward of each micro-batch of a window.
     """
 
     apart: bool = False
@@ -397,6 +401,7 @@ class Pace(NamedTuple):
     later: Axis | None = None
     states: Axis | None = None
     forwards: bool = False
+    backwards: bool = False
 
 
 class Strategy(Readable, KeepsState, Outline[ConfigT]):

@@ -18,12 +18,13 @@ ROOM = 400 << 20
 
 
 @pytest.fixture
-def group():
-    """A control group with 400 MiB, of version 1."""
+def group(request):
+    """A control group of version 1, with 400 MiB or as much as the test says."""
+    room = getattr(request, "param", ROOM)
     path = GROUPS / f"drivetrain-test-{os.getpid()}"
     try:
         path.mkdir()
-        (path / "memory.limit_in_bytes").write_text(str(ROOM))
+        (path / "memory.limit_in_bytes").write_text(str(room))
     except OSError as error:
         pytest.skip(f"no control group of memory can be made here: {error}")
     yield path
@@ -59,36 +60,54 @@ class Deep(nn.Module):
 
     def forward(self, x):
         x = x * self.scale
-        for _ in range(20):
+        for _ in range(10):
             x = torch.sigmoid(x)
-        return x.mean()
+        return x
 
-accelerator = Accelerator(cpu=True, config={"micro_batch": sys.argv[1]})
-model = accelerator.prepare(Deep())
+torch.manual_seed(0)
+STRATEGY
+accelerator = Accelerator(cpu=True, strategy=strategy, config={"micro_batch": sys.argv[1]})
+model = nn.Sequential(Deep(), Deep())
+model.example_inputs = torch.randn(4, 8)
+model = accelerator.prepare(model)
 for length in (1 << 17, 1 << 17, 1 << 18):
     pieces = 0
     for piece in accelerator.micro_batches(torch.randn(24, length)):
-        accelerator.backward(model(piece))
+        accelerator.backward(model(piece).mean())
         pieces += 1
-    print(pieces)
+    accelerator.print(pieces)
 """
 
+PIPELINE = {"name": "megatron", "pp": 2, "micro_batches": 4, "cut": "1,1"}
 
-def test_pieces_fit_where_a_batch_would_be_killed(group, tmp_path):
-    """A batch keeps 250 MiB, a later one 500: more than the group leaves beside the program."""
+
+@pytest.mark.parametrize(
+    ("group", "strategy"),
+    [(ROOM, None), (1100 << 20, PIPELINE)],
+    ids=["one process", "stages"],
+    indirect=["group"],
+)
+def test_pieces_fit_where_a_batch_would_be_killed(group, strategy, tmp_path):
+    """A batch keeps 250 MiB, a later one 500: more than the group leaves beside the program.
+
+    Of two stages each keeps half.
+    """
     script = tmp_path / "pieces.py"
-    script.write_text(PIECES)
+    script.write_text(PIECES.replace("STRATEGY", f"strategy = {strategy!r}"))
+    start = [sys.executable]
+    if strategy is not None:
+        start += ["-m", "drivetrain_launch", "launch", "--cpu", "--nproc-per-node", "2"]
 
     def run(option: str) -> "subprocess.CompletedProcess[str]":
         def enter() -> None:
             (group / "cgroup.procs").write_text(str(os.getpid()))
 
-        command = [sys.executable, str(script), option]
+        command = [*start, str(script), option]
         return subprocess.run(
             command, capture_output=True, text=True, check=False, preexec_fn=enter
         )
 
-    assert run("whole").returncode == -signal.SIGKILL
+    assert run("whole").returncode == (-signal.SIGKILL if strategy is None else 6)
     done = run("auto")
     assert done.returncode == 0, done.stderr
     first, second, longer = map(int, done.stdout.split())

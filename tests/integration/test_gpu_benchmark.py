@@ -8,6 +8,8 @@ from pathlib import Path
 import gpu
 import pytest
 
+from drivetrain.hardware.description import load_hardware
+
 PROGRAM = Path(gpu.__file__)
 
 
@@ -58,6 +60,31 @@ def test_communication_beside_compute():
     messages, compute = gpu.united([(5.0, 9.0), (0.0, 4.0), (3.0, 4.5)]), [(1.0, 2.0), (4.0, 6.0)]
     assert messages == [(0.0, 4.5), (5.0, 9.0)]
     assert gpu.overlap(messages, compute) == 2.5
+
+
+def test_a_prediction_stands_over_what_was_measured():
+    predicted = {"step_s": 0.11, "host_s": 0.0, "loss": 0.0, "peak_bytes": 0}
+    measured = {"P/plan": predicted, "A/fsdp bf16": predicted | {"step_s": 0.1}}
+    assert "| plan | 110.00 | 1.100 |" in gpu.table(measured)
+    assert "| plan | 110.00 |  |" in gpu.table({"P/plan": predicted})
+
+
+@pytest.mark.exhaustive
+def test_a_plan_reads_the_description_that_was_measured(tmp_path):
+    """On processors the same way as on a GPU, with a tiny model."""
+    ran = run(tmp_path, "--only", "A/fsdp bf16,P/plan")
+    assert ran.returncode == 0, ran.stderr
+    measured, plan = results(tmp_path)
+    assert "error" not in plan, plan
+    described = tmp_path / "mine.yaml"
+    described.write_text(plan["prices"])
+    hardware = load_hardware(str(described))
+    assert hardware.device.source.startswith("measured ")
+    assert plan["step_s"] > 0
+    ratio = plan["step_s"] / measured["step_s"]
+    assert f"| plan | {1e3 * plan['step_s']:.2f} | {ratio:.3f} |" in (
+        (tmp_path / "table.md").read_text()
+    )
 
 
 @pytest.mark.exhaustive

@@ -62,6 +62,7 @@ from drivetrain_megatron.pipeline.transfer import (
     MicroBatch,
     announce_idle_rounding,
     cut_batch,
+    first_rows,
 )
 from drivetrain_megatron.pipeline.trials import BatchTrial, LossTrial
 from drivetrain_megatron.recording.calls import ExampleInputs
@@ -256,6 +257,17 @@ class PipelinedModel:
         self._pending[promised.origin] = promised
         return promised.loss
 
+    @property
+    def _count(self) -> int:
+        """Into how many micro-batches a call is cut, if it can be."""
+        return self._config.micro_batches or self.stages.ranks
+
+    def in_pieces(self) -> int:
+        """Cut each call from now on, also in a window; return into how many micro-batches."""
+        self._window.catch_up()
+        self._windowed = False
+        return self._count
+
     def _begin(self) -> None:
         """After a step, forget the calls before it whose backward nobody asked for."""
         if self._synchronized:
@@ -267,12 +279,12 @@ class PipelinedModel:
 
     def _divided(self, args: Arguments, kwargs: Keywords, targets: Any = None) -> DividedCall:
         """Cut a call as the trial of its kind says."""
-        count = self._config.micro_batches or self.stages.ranks
+        count = self._count
         whole = MicroBatch(tuple(args), kwargs, targets=targets)
         kind = self._batches.kind(whole)
         division = self._batches.division(kind, whole, cuts=count > 1)
         if division.dims is None:
-            if count > 1:
+            if count > 1 and first_rows(whole.flat()[0]) > 1:
                 raised = f" Parts of a batch raised {division.failure}." if division.failure else ""
                 self._say(
                     "these calls are not cut into micro-batches: for no dim of the inputs do the "

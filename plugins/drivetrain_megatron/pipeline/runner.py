@@ -224,7 +224,11 @@ class StageWorker:
     def _run_backward(
         self, roots: Sequence[Tensor], gradients: list[Tensor], *, synchronize: bool
     ) -> None:
-        """Run backward from tensors with given gradients; the list of these is emptied."""
+        """Run backward from tensors with given gradients; the list of these is emptied.
+
+        One that begins nowhere, for a loss that does not count, runs too: other replicas may send
+        the gradients of this micro-batch.
+        """
         tensors = list(roots)
         if synchronize:
             # Copies' gradients enter this very backward: the data-parallel strategy then meets each
@@ -233,8 +237,7 @@ class StageWorker:
             tensors += parameters
             gradients += summed
         with nullcontext() if synchronize else self._parts.inner.accumulating():
-            if tensors or synchronize:
-                self._parts.inner.backward(seeded(tensors, gradients, self._parts.device))
+            self._parts.inner.backward(seeded(tensors, gradients, self._parts.device))
         if synchronize:
             self._parts.shared.send_gradients()
 
@@ -327,8 +330,10 @@ class LocalStages:
         self._parts = parts
         self.inner, self.device, self.dropout = parts.inner, parts.device, parts.dropout
         self._axis, self._link = parts.axis, parts.link
-        # Replicas whose forwards need each other must run as many: they decide together.
-        self.replicas_decide = self.inner.pace.forwards and parts.replicas.size > 1
+        # Replicas that need each other in forwards, or in the backward of each micro-batch, must
+        # run as many: they decide together.
+        pace = self.inner.pace
+        self.replicas_decide = (pace.forwards or pace.backwards) and parts.replicas.size > 1
         together = (*parts.cell, parts.replicas) if self.replicas_decide else parts.cell
         self._together = [axis for axis in together if axis.size > 1]
         self.shared = parts.shared
@@ -517,8 +522,7 @@ class LocalStages:
     def agree(self, values: Sequence[int]) -> list[int]:
         """Return the largest of each number over the ranks that decide together.
 
-        These are the ranks of the cell, and those of other replicas that need each other in a
-        forward.
+        These are the ranks of the cell, and those of other replicas that need each other.
         """
         found = torch.tensor(list(values), dtype=torch.int64, device=self.device)
         for axis in self._together:

@@ -202,7 +202,9 @@ class BatchTrial:
         is_new = self._stages.is_new(found is None or stale)
         if found is None or is_new:
             with untouched(self._model), self._stages.dropout.left_out(), torch.no_grad():
-                found = self._known[key] = self._tried(batch, leaves, cuts)
+                tried = self._tried(batch, leaves, cuts)
+            if found is None or stale or tried.dims is not None:  # another replica's has one row
+                found = self._known[key] = tried
         return found
 
     def _tried(self, batch: MicroBatch, leaves: Sequence[Any], cuts: bool) -> Division:
@@ -230,7 +232,7 @@ class BatchTrial:
         Raises:
             UsageError: it has not; on each of them.
         """
-        facts = str(tree), [(tuple(p.shape), p.dtype, sorted(p.blocks)) for p in proxies]
+        facts = str(tree), [(p.dim(), p.dtype, sorted(p.blocks)) for p in proxies]
         digest = zlib.crc32(repr(facts).encode())
         most, least = self._stages.agree([digest, -digest])
         if most != -least:

@@ -3,6 +3,9 @@
 With ``micro_batch: auto`` the pieces are as large as fits. No rank ever runs out of memory to find
 out, since the others would wait for it in a collective, and a control group of the kernel kills:
 the peak of pieces is measured, beginning with one row, and larger ones are predicted from it.
+
+A pipeline cuts a piece again, into parts. What a stage keeps grows with the rows of a part, so the
+prediction counts these: pieces are multiples of the parts, and the first has one row of each.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from drivetrain.collectives.facts import counts_of_everyone
 from drivetrain.errors import UsageError
 from drivetrain.facade.gradients import WindowGradients
-from drivetrain.facade.prepared import PreparedObjects
+from drivetrain.facade.prepared import PreparedModel, PreparedObjects
 from drivetrain.facade.settings import Runs
 from drivetrain.log import get_logger
 from drivetrain.memory import Heap, device_room, host_room
@@ -102,6 +105,7 @@ class Pieces:
         self._measured = Measured()
         self._held = 0
         self._announced = 0
+        self._opened = 0  # small pieces at the very beginning, as many on all ranks
 
     def of(self, batch: Any, models: Sequence[nn.Module]) -> Iterator[Any]:
         """Yield the pieces of a batch; all ranks have as many, as even as possible."""
@@ -111,26 +115,37 @@ class Pieces:
                 yield batch
             return
         self._check_run()
+        parts = max((_parts(entry) for entry in self._prepared.chosen(models)), default=1)
+        unit = parts if option == "auto" else 1
         leaves = [leaf for leaf in tree_leaves(batch) if leaf is not None]
         refusal = _refusal(leaves) or self._mixed()
         rows = 1 if refusal else len(leaves[0])
         per_row = 1 if refusal else ceil(max(map(Tensor.numel, leaves)) / rows)
         begin = 0
-        if option == "auto" and not self._measured.peaks and self._agreed(2, rows, refusal) == 2:
-            # One row tells what the others will take.
-            with self._piece(models, Piece(0, 1, rows), per_row):
-                yield slice_tensors(batch, slice(0, 1))
-            begin = 1
+        if option == "auto" and (missing := 1 + (unit > 1) - self._opened):
+            # One row of each part tells what the others will take; but the first call of a pipeline
+            # tries how calls are cut, which takes memory of its own.
+            begin = unit * (self._agreed(1 + missing, max(1, rows // unit), refusal) - 1)
+        for start in range(0, begin, unit):
+            with self._piece(models, Piece(start, start + unit, rows), unit, per_row):
+                yield slice_tensors(batch, slice(start, start + unit))
+            self._opened += 1
         left = rows - begin
-        largest = self._largest(left, per_row) if option == "auto" else int(option)
-        count = self._agreed(ceil(left / largest), left, refusal)
-        bounds = [begin + left * number // count for number in range(count + 1)]
+        units = ceil(left / unit)
+        largest = self._largest(left, unit, per_row) if option == "auto" else int(option)
+        wanted = ceil(units / largest)
+        count = self._agreed(wanted, max(wanted, left // unit), refusal)
+        bounds = [
+            min(rows, begin + unit * (units * number // count)) for number in range(count + 1)
+        ]
         for start, end in pairwise(bounds):
-            with self._piece(models, Piece(start, end, rows), per_row):
+            with self._piece(models, Piece(start, end, rows), unit, per_row):
                 yield slice_tensors(batch, slice(start, end))
 
     @contextmanager
-    def _piece(self, models: Sequence[nn.Module], piece: Piece, per_row: int) -> Iterator[None]:
+    def _piece(
+        self, models: Sequence[nn.Module], piece: Piece, unit: int, per_row: int
+    ) -> Iterator[None]:
         """Context of the forward and backward of a piece, whose peak is measured."""
         first, last = piece.start == 0, piece.stop == piece.of
         measures = self._runs.config.run.micro_batch == "auto"
@@ -148,28 +163,29 @@ class Pieces:
             except GeneratorExit:
                 self._gradients.state.left_early = not last
                 raise
-        if measures:
-            self._measured.add(piece.rows, per_row, max(0, _peak(device) - self._held))
+        if measures and not piece.rows % unit and self._opened >= (unit > 1):
+            self._measured.add(piece.rows // unit, per_row, max(0, _peak(device) - self._held))
 
-    def _largest(self, rows: int, per_row: int) -> int:
-        """Return the most rows of a piece that are predicted to fit on this rank, and say so."""
+    def _largest(self, rows: int, unit: int, per_row: int) -> int:
+        """Return the most units of rows that are predicted to fit on this rank, and say so."""
         world = self._runs.default.world
         room = _room(world.device, world.local_size)
-        found = self._measured.rows_that_fit(rows, per_row, SHARE * room)
+        found = self._measured.rows_that_fit(ceil(rows / unit), per_row, SHARE * room)
         need = self._measured.need(found, per_row)
         if not self._measured.peaks:
             return found
         if need > SHARE * room:
+            least = "a row" if unit == 1 else f"a piece of {unit} rows"
             logger.warning(
-                f"micro_batch: auto: a row of {per_row:,} elements is predicted to need "
+                f"micro_batch: auto: {least} of {per_row:,} elements is predicted to need "
                 f"{need / 2**20:,.0f} MiB, and {room / 2**20:,.0f} MiB are free; it is tried: "
                 "shorter rows, recompute or a strategy that divides more would need less"
             )
         elif found != self._announced:
             say = logger.info if self._announced else logger.announce
             say(
-                f"micro_batch: auto: at most {found} of {rows} rows at once, predicted to need "
-                f"{need / 2**20:,.0f} of {room / 2**20:,.0f} MiB"
+                f"micro_batch: auto: at most {min(rows, found * unit)} of {rows} rows at once, "
+                f"predicted to need {need / 2**20:,.0f} of {room / 2**20:,.0f} MiB"
             )
             self._announced = found
         return found
@@ -180,19 +196,12 @@ class Pieces:
         return min(max(wanted for wanted, _ in held), *(rows for _, rows in held))
 
     def _check_run(self) -> None:
-        """Refuse runs that cut batches otherwise, or whose ranks could not agree.
+        """Refuse runs whose ranks could not agree.
 
         Raises:
-            UsageError: a pipeline, or ``join_uneven_inputs``.
+            UsageError: ``join_uneven_inputs``.
         """
-        run = self._runs.default
-        if "pp" in run.mesh and run.mesh["pp"].size > 1:
-            raise UsageError(
-                "micro_batch: expected whole under pp, found "
-                f"{self._runs.config.run.micro_batch}: a pipeline cuts batches itself; set "
-                "strategy.micro_batches"
-            )
-        if self._gradients.state.uneven and run.world.size > 1:
+        if self._gradients.state.uneven and self._runs.default.world.size > 1:
             raise UsageError(
                 "micro_batches(): expected as many batches on all ranks, found join_uneven_inputs()"
                 " around; leave micro_batch: whole, or let loaders even batches"
@@ -271,3 +280,9 @@ def _peak(device: torch.device) -> int:
 def _of_process(name: str) -> int:
     lines = (line.split() for line in _STATUS.read_text().splitlines())
     return next(1024 * int(words[1]) for words in lines if words[0] == name)
+
+
+def _parts(entry: PreparedModel) -> int:
+    """Return into how many parts a model cuts each piece, and let it know that pieces come."""
+    pipeline = entry.strategy.pipeline
+    return 1 if pipeline is None else pipeline.in_pieces()

@@ -10,7 +10,7 @@ import os
 import statistics
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from itertools import combinations, pairwise
 from typing import Any, NamedTuple, TypeAlias
 
@@ -27,9 +27,11 @@ from drivetrain.hardware.description import Hardware
 from drivetrain.hardware.prices import GIGA, MICRO, TERA, HardwarePrices, size_of
 from drivetrain.hardware.sizes import GIB
 from drivetrain.model.first_batch import Candidate
+from drivetrain.registry import stores
 from drivetrain.runtime.world import World
 from drivetrain.simulator.seen import LOSS, seen_model
-from drivetrain.simulator.step import STATE_BYTES, MatrixProduct, MemoryPass, back_kind
+from drivetrain.simulator.step import STATE, STATE_BYTES, MatrixProduct, MemoryPass, back_kind
+from drivetrain.store import ShardSpec, ShardStep
 
 # --- measures one device ---
 
@@ -609,6 +611,67 @@ def measure_disk(clock: Clock, folder: str | None = None) -> Section:
         "hop_us": 1.0,
         "gigabytes_per_second": short(best / GIGA),
         "shares": curve((size, rate / best) for size, rate in points),
+    }
+
+
+UPDATED = 2**24
+"""Parameters of an update in host memory: their states are larger than all caches."""
+
+BUS = (2**17, 2**20, 2**24, 2**27)
+"""Sizes of copies between host and device."""
+
+
+def measure_update(clock: Clock, ranks: int) -> Section:
+    """Return the memory of a host, without source, as the steps of AdamW in its store reach it.
+
+    They read and write what a step with offload does under bf16: masters and moments, a gradient
+    that was summed in fp32, and the new parameter.
+
+    Args:
+        clock: of any device.
+        ranks: of this host, which step at the same time.
+    """
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(1))])
+    group = optimizer.param_groups[0]
+    stepper = stores().load("cpu")().stepper(optimizer)
+    stepper.adopt("measured", [ShardSpec(UPDATED, torch.float32, kept=True)], group)
+    gradient, out = torch.ones(UPDATED), torch.empty(UPDATED, dtype=torch.bfloat16)
+    step = ShardStep(0, group, gradient, None, out)
+    seconds = clock.time(
+        "updates in host memory", lambda: stepper.submit("measured", [step]).wait()
+    )
+    stepper.close()
+    nbytes = UPDATED * (2 * STATE + 4 + 2)
+    return {
+        "gib": short(psutil.virtual_memory().total / GIB),
+        "gigabytes_per_second": short(nbytes * ranks / seconds / GIGA),
+    }
+
+
+def measure_bus(clock: Clock) -> Section:
+    """Return the bus of a device, without source: of its two directions the slower one."""
+    locked = clock.device.type != "cpu"
+    times = []
+    for size in (SMALL, *BUS):
+        here = torch.empty(size, dtype=torch.uint8, pin_memory=locked)
+        there = torch.empty_like(here, device=clock.device)
+        times.append(
+            max(
+                clock.time(f"copies of {size} bytes {words}", work)
+                for words, work in (
+                    ("to the device", partial(there.copy_, here, non_blocking=True)),
+                    ("to the host", partial(here.copy_, there, non_blocking=True)),
+                )
+            )
+        )
+    latency, *long = times
+    # A copy that is not longer than the smallest one is all latency.
+    rates = [size / max(time - latency, time / 10) for size, time in zip(BUS, long, strict=True)]
+    return {
+        "latency_us": short(latency / MICRO),
+        "hop_us": 1.0,
+        "gigabytes_per_second": short(max(rates) / GIGA),
+        "shares": curve((size, rate / max(rates)) for size, rate in zip(BUS, rates, strict=True)),
     }
 
 

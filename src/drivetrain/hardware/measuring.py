@@ -20,6 +20,7 @@ from drivetrain.collectives.facts import gather_facts
 from drivetrain.hardware.clock import Clock
 from drivetrain.hardware.description import UNMEASURED, Hardware
 from drivetrain.hardware.measure import (
+    BUS,
     BYTES,
     DISK,
     LEAST,
@@ -31,11 +32,13 @@ from drivetrain.hardware.measure import (
     kernel_timings,
     levels_of,
     measure_beside,
+    measure_bus,
     measure_device,
     measure_disk,
     measure_kernels,
     measure_pairs,
     measure_ring,
+    measure_update,
     measure_waiting,
     measured_pairs,
 )
@@ -64,6 +67,7 @@ def main() -> None:
     total = ROUNDS * (3 * len(SIDES[kind]) + len(BYTES[kind]) + 2 + kernel_timings()) + len(DISK)
     total += 2 * sum(world.rank in pair for pair in measured_pairs(world))
     total += ROUNDS * RING_TIMINGS * (world.size > 1)
+    total += (1 + 2 * (1 + len(BUS))) * (kind == "device")
     bar: Bar[None] = Bar(total=total, desc="measuring", disable=world.rank > 0)
     clock = Clock(world.device, advance=lambda: bar.update(1))
     source = (
@@ -77,6 +81,9 @@ def main() -> None:
             "this device", "this measurement", mine, rings=[None, None], disk=PLACEHOLDER, beside={}
         )
         mine["device"]["kernels"] = measure_kernels(clock, Hardware.model_validate(plain))
+    if kind == "device":  # what offload takes: an update beside the device, and the way there
+        mine["host"]["memory"] = {"source": source, **measure_update(clock, world.local_size)}
+        mine["bus"] = measure_bus(clock)
     disk = measure_disk(clock, str(target.resolve().parent) if world.rank == 0 else None)
     links = (
         _measure_links(accelerator, clock, bar) if world.size > 1 else _Links({}, (None, None), {})
@@ -227,7 +234,8 @@ def described(
     Args:
         name: of the description.
         source: when and where everything was measured, for each section.
-        device: the sections ``device`` and ``host``, of the slowest rank.
+        device: the sections ``device`` and ``host``, of the slowest rank; ``bus`` where the device
+            has one.
         rings: of the ranks of one host, and of one rank per host; None for a line of one rank.
         disk: its link.
         beside: of a collective beside training.
@@ -246,6 +254,7 @@ def described(
             "inside": _link(inside, between, source),
             "between": _link(between, inside, source),
             "disk": {"source": source, **disk},
+            **({"bus": {"source": source, **device["bus"]}} if "bus" in device else {}),
         },
         "host": device["host"],
     }

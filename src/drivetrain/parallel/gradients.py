@@ -211,7 +211,7 @@ class FlatGradients:
             return
         whole = self._kept
         if whole is None or whole.dtype is not dtype or _share(whole, self.buffer):
-            self._kept = whole = torch.empty(flat.owned, dtype=dtype, device=device)
+            self._kept = whole = flat.gradient_memory(flat.owned, dtype=dtype)
         copy_all(whole.split_with_sizes(self._lengths), pieces)
 
     def to_sum_dtype(self) -> None:
@@ -255,7 +255,7 @@ class FlatGradients:
             return
         if self._kept is None:
             flat = self.flat
-            self._kept = torch.zeros(flat.owned, dtype=self._total, device=flat.gradient_device)
+            self._kept = flat.gradient_memory(flat.owned, dtype=self._total).zero_()
         slot.piece(self._kept).copy_(values)
         self.hand_out(slot)
 

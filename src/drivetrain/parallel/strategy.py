@@ -384,7 +384,8 @@ class ShardedStrategy(UnitsOutline[ConfigT], Strategy[ConfigT], Generic[ConfigT]
     def pace(self) -> Pace:
         """All ranks step together; they run the same forwards where these gather units."""
         divided = any(not unit.resident for unit in self.placement.units)
-        return Pace(forwards=divided and self.ranks.sharing.size > 1)
+        forwards = divided and self.ranks.sharing.size > 1
+        return Pace(forwards=forwards, backwards=self.config.reduces_each)
 
     # --- taking over ---
 

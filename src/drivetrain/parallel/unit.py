@@ -295,6 +295,8 @@ class FlatTensor:
         trained: whether one of its parameters has ever required a gradient, or has state of an
             optimizer out of a checkpoint; alike on all ranks.
         gradient_device: where the gradients of this rank's shard are kept.
+        gradient_memory: takes elements and ``dtype``, and returns memory for them there, which may
+            hold anything.
     """
 
     shard: ShardHome
@@ -329,6 +331,7 @@ class FlatTensor:
         self.masters_left = False
         self.trained = False
         self.gradient_device = device
+        self.gradient_memory: Callable[..., Tensor] = partial(torch.empty, device=device)
 
     @property
     def has_master(self) -> bool:

@@ -240,11 +240,3 @@ def test_a_batch_that_one_rank_cannot_cut_is_an_error_on_all():
     refused = pytest.raises(UsageError, match="found join_uneven_inputs")
     with accelerator.join_uneven_inputs([]), refused:
         next(accelerator.micro_batches(torch.ones(4, 2)))
-
-
-@pytest.mark.ranks(2)
-def test_pipelines_cut_batches_themselves():
-    pipeline = {"name": "megatron", "pp": 2}
-    accelerator = Accelerator(strategy=pipeline, cpu=True, config={"micro_batch": 2})
-    with pytest.raises(UsageError, match=r"found 2: .* set strategy\.micro_batches"):
-        next(accelerator.micro_batches(torch.ones(4, 2)))

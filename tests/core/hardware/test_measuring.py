@@ -1,6 +1,7 @@
 """Measured descriptions of hardware: levels of links, scatter, and files that plans read."""
 
 import itertools
+import re
 import time
 
 import pytest
@@ -19,6 +20,10 @@ from drivetrain.hardware.description import load_hardware
 from drivetrain.hardware.measure import levels_of
 from drivetrain.hardware.measuring import described, file_text
 from drivetrain.hardware.prices import HardwarePrices
+from drivetrain.planner.layout import read_layout
+from drivetrain.planner.search import Predictor, Task
+from drivetrain.simulator.step import HostPass, TierCopy
+from drivetrain.simulator.transformer import GptShape
 
 RING = {
     "latency_us": 20.0, "hop_us": 40.0, "gigabytes_per_second": 1.5,
@@ -62,6 +67,48 @@ def test_kernels_of_a_kind_are_looked_at_once_for_all_rounds(monkeypatch):
     for kind in ("gelu", "gelu backward") * 2:
         assert links._planned(prices, case, kind).starts > 0
     assert len(looks) == 1
+
+
+def test_what_offload_takes_is_measured_and_predicted(tmp_path, monkeypatch):
+    """An update of the processor, and copies of a bus, cost in a plan what they took here."""
+    monkeypatch.setattr(links, "UPDATED", 2**16)
+    monkeypatch.setattr(links, "BUS", (2**20, 2**24))
+    clock, ranks = Clock(torch.device("cpu")), 2
+    device = load_hardware("cpu").model_dump(mode="json")
+    device["host"] |= {"devices": ranks}
+    device["host"]["memory"] = {"source": "the test", **links.measure_update(clock, ranks)}
+    device["bus"] = links.measure_bus(clock)
+    path = tmp_path / "mine.yaml"
+    path.write_text(text([RING, None], device))
+    hardware = load_hardware(str(path))
+    prices = HardwarePrices(hardware, {}, "bf16")
+    seconds, _ = median_of(clock.samples["updates in host memory"])
+    assert prices.price(HostPass(2**16 * 30)) == pytest.approx(seconds, rel=0.01)
+    ways = [f"copies of {2**24} bytes to the {there}" for there in ("device", "host")]
+    slower = max(median_of(clock.samples[way])[0] for way in ways)
+    assert prices.price(TierCopy("bus", 2**24)) == pytest.approx(slower, rel=0.01)
+    layout = "dp=2,micro_batch=1,data_parallel=zero2,offload=cpu,precision=bf16"
+    task = Task(GptShape(layers=2, hidden=64, heads=4, seq=16, vocab=128), 2, hardware, 1, 2)
+    planned = Predictor(task).predict(read_layout(layout))
+    assert planned.stored_most("host") > 0
+
+
+@pytest.mark.parametrize("name", ["h100", "h100-pcie", "h200"])
+def test_shipped_numbers_are_published_or_estimates(name):
+    """Each section says which; what was measured is in files of ``hardware measure``."""
+
+    def sources(section):
+        for key, value in section.items():
+            if key == "source":
+                yield value
+            elif isinstance(value, dict):
+                yield from sources(value)
+
+    said = list(sources(load_hardware(name).model_dump(mode="json")))
+    assert len(said) >= 9
+    for source in said:
+        assert re.search("data sheet|estimate|SC 2023|NCCL|each level says its own", source), source
+        assert not source.startswith("measured")
 
 
 def test_links_that_nobody_measured_say_so():

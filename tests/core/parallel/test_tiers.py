@@ -75,8 +75,20 @@ def test_bytes_by_hand():
         # A share that is stepped in memory is kept once, in fp32; a unit in use is in bf16.
         (shares, in_memory, {"host": {**whole, "parameters": 2000, **states, **unit}}),
         # Beside an accelerator the host has masters of all.
-        (plan(), beside, {"device": {"parameters": 4000, **lent}, "host": moved}),
-        (shares, stores, {"device": lent | unit, "host": {"gradients": 1000}, "disk": parts}),
+        (
+            plan(),
+            beside,
+            {"device": {"parameters": 4000, **lent}, "host": moved | {"values on their way": 2000}},
+        ),
+        (
+            shares,
+            stores,
+            {
+                "device": lent | unit,
+                "host": {"gradients": 1000, "values on their way": 1000},
+                "disk": parts,
+            },
+        ),
     ):
         assert rounded(held(given, homes)) == expected
     frozen = plan(precision=LOW, sharded=True, frozen=True)

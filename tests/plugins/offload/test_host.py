@@ -7,7 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from drivetrain_offload import HostConfig, HostStore, aligned_empty, buffers, host
+from drivetrain.parallel.gradients import FlatGradients
+from drivetrain_offload import HostConfig, HostStore, aligned_empty, buffers, host, strategy
+from offloaded_trainings import Free, Training, assert_same
 
 
 class Runtime:
@@ -103,3 +105,50 @@ def test_copies_from_a_gpu():
     store.flush()
     assert aligned_empty(10, page_locked=True).is_pinned()
     store.close()
+
+
+@pytest.mark.parametrize("store", ["cpu", "nvme"])
+def test_what_crosses_the_bus_lies_in_locked_pages(store, monkeypatch, tmp_path):
+    """Gradients and new values, in the same pages again, with the bits of pages that are not."""
+    offload = {
+        "optimizer": store,
+        "delayed": True,
+        **({"path": str(tmp_path)} if store == "nvme" else {}),
+    }
+    low = {"mixed_precision": "bf16", "config": {"dtypes": {"param": "bf16"}}}
+
+    def trained():
+        return Training(
+            {"name": "zero2", "bucket_mib": 0.004, "offload": offload}, model=Free, **low
+        )
+
+    expected = trained().steps().close()
+    runtime = Runtime()
+    install(monkeypatch, runtime)
+    monkeypatch.setattr(strategy, "can_page_lock", lambda: True)
+    locked = {"gradients": [], "values": []}
+    keep, installed = FlatGradients._keep, strategy.PendingValues.install
+
+    def is_locked(tensor):
+        places = runtime.locked.items()
+        return any(start <= tensor.data_ptr() < start + nbytes for start, nbytes in places)
+
+    def kept(gradients, pieces):
+        keep(gradients, pieces)
+        locked["gradients"].append(is_locked(gradients._kept))
+
+    def arrived(pending):
+        locked["values"].extend(map(is_locked, pending._buffers.values()))
+        installed(pending)
+
+    monkeypatch.setattr(FlatGradients, "_keep", kept)
+    monkeypatch.setattr(strategy.PendingValues, "install", arrived)
+    found = trained().steps(2)
+    before = len(runtime.locked)
+    assert_same(found.steps(2, first=2).close(), expected)
+    assert len(runtime.locked) <= before
+    assert all(map(all, locked.values()))
+    assert all(locked.values())
+    del found
+    gc.collect()
+    assert not runtime.locked
