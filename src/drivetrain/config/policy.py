@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     import torch
 
 PrecisionName: TypeAlias = Literal["no", "bf16", "fp16", "fp8"]
-Recipe: TypeAlias = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"]
+Recipe: TypeAlias = Literal["tensorwise", "tensorwise_gathered", "rowwise", "rowwise_with_gw_hp"]
 Dtype: TypeAlias = "torch.dtype | str | None"
 """A dtype, its word, or None for none of them."""
 

@@ -168,10 +168,11 @@ class DtypesConfig:
         help="Copy that the optimizer updates. auto: fp32 for what param converts; fp32: also for "
         "parameters given in bf16 or fp16; none: the parameter itself is updated.",
     )
-    fp8: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = option(
+    fp8: Literal["tensorwise", "tensorwise_gathered", "rowwise", "rowwise_with_gw_hp"] = option(
         "tensorwise",
-        help="With precision fp8: a scale for each tensor (quickest), for each row, or for rows, "
-        "with gradients of weights in bf16 (most exact).",
+        help="With precision fp8: a scale for each tensor (quickest), the same with weights that "
+        "are gathered in fp8, a scale for each row, or for rows, with gradients of weights in bf16 "
+        "(most exact).",
     )
 
 

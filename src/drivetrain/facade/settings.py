@@ -182,8 +182,8 @@ class AORecipeKwargs:
     def __post_init__(self) -> None:
         if getattr(self.config, "enable_fsdp_float8_all_gather", False):
             raise UsageError(
-                "expected a config without enable_fsdp_float8_all_gather, found it on; parameters "
-                "are gathered in dtypes.param here: leave it False"
+                "expected a config without enable_fsdp_float8_all_gather, found it on; here "
+                "dtypes.fp8: tensorwise_gathered says so: take it, and leave the other False"
             )
 
 

@@ -1,12 +1,14 @@
 """``precision: fp8``: the matrix products of a model's blocks, by torchao, in 8 bits.
 
 Inputs, weights and gradients of a product are scaled to the range of fp8 just before it; they lie
-in memory as they did, so that strategies, optimizers and checkpoints never meet them in 8 bits.
+in memory as they did, so that optimizers and checkpoints never meet them in 8 bits, and strategies
+only on the wire, by the recipe tensorwise_gathered: ``drivetrain.parallel.eight_bits``.
 (Micikevicius et al., "FP8 Formats for Deep Learning", 2022, section 3.)
 """
 
 import dataclasses
 import importlib
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
@@ -17,7 +19,13 @@ from torch.nn.utils.parametrize import is_parametrized
 from drivetrain.errors import UsageError
 from drivetrain.log import get_logger
 from drivetrain.model.guard import Arguments, Function, Keywords
-from drivetrain.model.modules import repeated_blocks, unwrap_forward, wrap_forward
+from drivetrain.model.modules import (
+    clean_name,
+    is_wrapped,
+    repeated_blocks,
+    unwrap_forward,
+    wrap_forward,
+)
 
 logger = get_logger(__name__)
 
@@ -27,7 +35,21 @@ FP8_FORWARD = "_forward_before_fp8"
 MULTIPLE = 16
 """Both sizes of a matrix must be a multiple of it, as the products of the hardware want."""
 
-LEAST_CAPABILITY = {"tensorwise": (8, 9), "rowwise": (9, 0), "rowwise_with_gw_hp": (9, 0)}
+FP8 = torch.float8_e4m3fn
+"""The dtype of weights in products."""
+
+GATHERED = "tensorwise_gathered"
+"""The recipe tensorwise, with weights that are gathered in fp8 where they are divided."""
+
+LEAST_LARGEST = 1e-12
+"""Tensors whose largest magnitude is below are scaled as if it were this, in torchao."""
+
+LEAST_CAPABILITY = {
+    "tensorwise": (8, 9),
+    GATHERED: (8, 9),
+    "rowwise": (9, 0),
+    "rowwise_with_gw_hp": (9, 0),
+}
 """CUDA's compute capability of the first devices that have the products of a recipe."""
 
 Filter = Callable[[nn.Module, str], bool]
@@ -60,7 +82,7 @@ def compute_in_fp8(
 
     Args:
         model: changed in place; ``restore_products`` undoes it.
-        recipe: tensorwise, rowwise or rowwise_with_gw_hp.
+        recipe: tensorwise, tensorwise_gathered, rowwise or rowwise_with_gw_hp.
         device: where it will run.
         config: a ``Float8LinearConfig`` of torchao in the place of the recipe.
         only: called with a layer and its name; only where it is true, fp8 is used.
@@ -112,6 +134,21 @@ def choose_layers(model: nn.Module, only: Filter | None = None) -> Layers:
     return layers
 
 
+def weights_in_fp8(model: nn.Module) -> set[str]:
+    """Return the names of weights that nothing but a product in fp8 reads, as far as modules tell.
+
+    Before ``compute_in_fp8`` those of the layers that it would take.
+    """
+    linears = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear)}
+    found = {name: layer for name, layer in linears.items() if is_wrapped(layer, FP8_FORWARD)}
+    held = Counter(id(p) for module in model.modules() for p in module._parameters.values())
+    return {
+        clean_name(f"{name}.weight")
+        for name, layer in (found or choose_layers(model).chosen).items()
+        if held[id(layer._parameters["weight"])] == 1
+    }
+
+
 def _reason(layer: nn.Linear) -> str | None:
     """Return why a layer cannot compute in fp8."""
     if type(layer) is not nn.Linear or is_parametrized(layer) or "forward" in layer.__dict__:
@@ -159,13 +196,21 @@ def _products(recipe: str, device: torch.device, config: Any) -> "_Fp8Products":
             f"({error}); pip install 'drivetrain[fp8]', or take precision: bf16"
         ) from error
     if config is None:
-        config = float8.Float8LinearConfig.from_recipe_name(recipe)
+        config = float8.Float8LinearConfig.from_recipe_name(recipe.removesuffix("_gathered"))
         # The sum of a weight's gradient goes over all rows, whose number may be any.
         config = dataclasses.replace(config, pad_inner_dim=True)
     if device.type == "cpu":
         config = dataclasses.replace(config, emulate=True)
     with torch.device("meta"):
         layer = linear.Float8Linear(MULTIPLE, MULTIPLE, bias=False, config=config)
+    usual = float8.CastConfig(target_dtype=FP8)
+    casts = (config.cast_config_weight, config.cast_config_weight_for_grad_input)
+    if recipe == GATHERED and (casts != (usual, usual) or config.round_scales_to_power_of_2):
+        raise UsageError(
+            f"dtypes.fp8: {GATHERED}: expected a config that casts weights to {FP8} with one scale "
+            f"for a tensor, in both of their products, and no power of two, found {config}; take "
+            "dtypes.fp8: tensorwise"
+        )
     return _Fp8Products(multiply, layer.linear_mm_config, layer.config, device.type)
 
 

@@ -17,7 +17,7 @@ its host, and sends (H-1)/H P/k of new values to other hosts, once per step.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, get_args
 
@@ -145,10 +145,19 @@ class Estimate:
         units: the plan.
         precision: dtypes of gradients.
         lines: the ranks.
+        in_bytes: names of the weights that are gathered in fp8 where their units are sharded.
     """
 
-    def __init__(self, units: Sequence[UnitLayout], precision: Precision, lines: Lines) -> None:
+    def __init__(
+        self,
+        units: Sequence[UnitLayout],
+        precision: Precision,
+        lines: Lines,
+        in_bytes: Collection[str] = (),
+    ) -> None:
         self.units = units
+        places = (place for unit in units if unit.sharded for place in unit.places)
+        self._in_bytes = {place.name for place in places} & set(in_bytes)
         self._trainable = [unit for unit in units if unit.trainable]
         self._precision = precision
         self._lines = lines
@@ -180,6 +189,7 @@ class Estimate:
                 add(sent, self._gather(unit), gathers if unit.sharded else 1)
                 if unit.sharded and regather is not None:
                     add(sent, self._regather(unit, regather.over), gathers * again)
+        add(sent, Route(lines.sharing.axis).all_reduced(len(self._in_bytes), 4), gathers)
         for unit in self._trainable:
             add(sent, self._reduce(unit), reductions)
             if lines.replicas is not None:
@@ -246,7 +256,7 @@ class Estimate:
         if route.approximates_parameters:
             dtypes = [flat.dtype for flat in unit.flats]
             return route.parameters_gathered(stretches_of(unit.flats, dtypes))
-        return route.passed("all_gather", owned_by_all(unit.flats, _values))
+        return route.passed("all_gather", owned_by_all(unit.flats, _values, self._in_bytes))
 
     def _reduce(self, unit: UnitLayout) -> Counter[tuple[str, str]]:
         route = self._lines.sharing

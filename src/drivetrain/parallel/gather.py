@@ -20,7 +20,7 @@ are ordinary models.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -38,6 +38,7 @@ from drivetrain.memory import Heap
 from drivetrain.model.guard import RefusingGuard, guard, read_only, refuse_transforms, writes
 from drivetrain.model.modules import UninheritedHook, clean_name
 from drivetrain.parallel.backward import after_backward, in_backward, on_gradient
+from drivetrain.parallel.eight_bits import GatherInBytes, Largest
 from drivetrain.parallel.gradients import UnitGradients
 from drivetrain.parallel.home import BoundOptimizer
 from drivetrain.parallel.layout import ROOT, ParameterSlot
@@ -263,6 +264,7 @@ class Gather:
         most_live: how many units may be whole or on their way at once, the rest of the model not
             counted: nothing is gathered ahead beyond that. None: as many as are asked for.
         keep_changes: lets the shards of a whole unit follow its values.
+        in_bytes: names of the weights that are gathered in fp8.
 
     Attributes:
         units: its sharded units.
@@ -277,6 +279,7 @@ class Gather:
         neighbors: Communicator | None = None,
         most_live: int | None = None,
         keep_changes: Callable[[Unit], None],
+        in_bytes: Collection[str] = (),
     ) -> None:
         self.units = units
         self._forward = 0
@@ -295,6 +298,12 @@ class Gather:
         self._forwards: list[object] = []  # those under way, the outermost first
         self._saving: saved_tensors_hooks | None = None  # during the outermost
         self._cleaning = False
+        self._largest = Largest()
+        for unit in units:
+            if any(slot.name in in_bytes for slot in unit.slots):
+                unit.in_bytes = GatherInBytes(
+                    unit.flats, in_bytes, unit.communicator, self._largest
+                )
         for unit in units:
             unit.absent = AbsentGuard(unit, self)
             unit.free()
@@ -466,6 +475,7 @@ class Gather:
         """Begin the forward of the model or of a unit's module; the outermost one counts."""
         if not self.in_forward:
             refuse_transforms()
+            self._largest.forget()
             self._look_at_next()
             self._saving = self.saving()
             self._saving.__enter__()

@@ -14,7 +14,7 @@ All of it is arithmetic. Strategy and cost estimate read the same layout, so the
 
 import itertools
 import re
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -192,9 +192,22 @@ class UnitLayout:
         return sum(flat.nbytes for flat in self.flats)
 
 
-def owned_by_all(flats: Iterable[FlatLayout], width: Callable[[FlatLayout], int]) -> Sequence[int]:
-    """Return the bytes that each rank owns of flat tensors with elements of so many bytes."""
-    return _owned_by_all(tuple((place.shares, width(f)) for f in flats for place in f.places))
+def owned_by_all(
+    flats: Iterable[FlatLayout],
+    width: Callable[[FlatLayout], int],
+    in_bytes: Collection[str] = (),
+) -> Sequence[int]:
+    """Return the bytes that each rank owns of flat tensors.
+
+    Args:
+        flats: the tensors.
+        width: bytes of an element of one.
+        in_bytes: names of parameters whose elements count as one byte each.
+    """
+    places = (
+        (place, 1 if place.name in in_bytes else width(f)) for f in flats for place in f.places
+    )
+    return _owned_by_all(tuple((place.shares, nbytes) for place, nbytes in places))
 
 
 @lru_cache(maxsize=8)  # blocks are alike

@@ -41,6 +41,8 @@ from drivetrain.compression.methods import LinkMethods
 from drivetrain.compression.one_bit_adam import FrozenAdam, refuse_clipping
 from drivetrain.cost import Cost, ModelSpec, TensorSpec
 from drivetrain.errors import CheckpointError, CollectiveError, StorageError, UsageError
+from drivetrain.log import get_logger
+from drivetrain.model.fp8 import GATHERED, weights_in_fp8
 from drivetrain.model.modules import named_parameters, persistent_buffers
 from drivetrain.parallel.backward import Rounds
 from drivetrain.parallel.estimate import (
@@ -318,6 +320,8 @@ def _pieces(
 
 # --- the sharded engine ---
 
+logger = get_logger(__name__)
+
 ConfigT = TypeVar("ConfigT", bound=UnitsOptions)
 
 
@@ -408,13 +412,22 @@ class ShardedStrategy(UnitsOutline[ConfigT], Strategy[ConfigT], Generic[ConfigT]
         self.optimizers = self._made.enter_context(closing(held))
         for optimizer in optimizers:
             self.give_fragments(optimizer)
+        divided = [unit for unit in place.units if not unit.resident]
+        in_bytes = self.in_bytes(config, model, self.run)
+        in_bytes &= {slot.name for unit in divided for slot in unit.slots}
+        if self.run.precision.recipe is not None and config.divides_parameters:
+            why = self.why_not_in_bytes(config, self.run)
+            logger.announce(
+                f"precision: fp8: {len(in_bytes)} weights are gathered in fp8{why and f': {why}'}"
+            )
         gather = Gather(
-            [unit for unit in place.units if not unit.resident],
+            divided,
             ahead=config.ahead,
             until=config.until,
             neighbors=self.neighbors,
             most_live=config.most_live,
             keep_changes=self.keep_changes,
+            in_bytes=in_bytes,
         )
         self.gather = self._made.enter_context(closing(gather))
         self.hooks = self._made.enter_context(closing(StepHooks(model, gather, self)))
@@ -704,21 +717,53 @@ class ShardedStrategy(UnitsOutline[ConfigT], Strategy[ConfigT], Generic[ConfigT]
         """
 
     @classmethod
+    def in_bytes(cls, config: ConfigT, model: nn.Module | None, run: Run) -> set[str]:
+        """Return the names of weights that are gathered in fp8 where their units are divided."""
+        if model is None or cls.why_not_in_bytes(config, run):
+            return set()
+        return weights_in_fp8(model)
+
+    @classmethod
+    def why_not_in_bytes(cls, config: ConfigT, run: Run) -> str:
+        """Return why weights of products in fp8 are gathered as all others; empty: in fp8."""
+        recipe = run.precision.recipe
+        if recipe != GATHERED:
+            rows = ", whose scales need whole rows" if str(recipe).startswith("row") else ""
+            return f"dtypes.fp8 is {recipe}{rows}"
+        lines = cls.lines(config, run)
+        reasons = {
+            "other axes than dp divide the model": any(
+                run.mesh[axis].size > 1 for axis in run.mesh if axis != "dp"
+            ),
+            "one rank has them": lines.sharing.axis.size == 1,
+            "secondary: host keeps them": lines.secondary is not None,
+            "a store keeps them": bool(config.offload.optimizer),
+            "links.far may approximate them": lines.sharing.owns_apart,
+        }
+        return next((reason for reason, found in reasons.items() if found), "")
+
+    @classmethod
     def lines(cls, config: ConfigT, run: Run) -> Lines:
         """Return the ranks that the cost is about."""
         everyone = route_linked(run.mesh, "dp", run.world, run.links)
         return Lines(everyone, everyone, secondary=route_secondary(run, config))
 
     @classmethod
-    def estimate(cls, config: ConfigT, units: Sequence[UnitLayout], run: Run) -> Estimate:
+    def estimate(
+        cls,
+        config: ConfigT,
+        units: Sequence[UnitLayout],
+        run: Run,
+        in_bytes: Collection[str] = (),
+    ) -> Estimate:
         """Return the sums over a plan of units."""
-        return Estimate(units, run.precision, cls.lines(config, run))
+        return Estimate(units, run.precision, cls.lines(config, run), in_bytes)
 
     @classmethod
     def cost(cls, config: ConfigT, model: ModelSpec, run: Run) -> Cost:
         """Return the cost by ``drivetrain.parallel.estimate``."""
         units = cls.plan(config, model, run)
-        estimate = cls.estimate(config, units, run)
+        estimate = cls.estimate(config, units, run, cls.in_bytes(config, model.module, run))
         regather = None
         if config.until == "forward":  # a unit that is freed after forward comes back
             over = config.near(run.mesh) or cls.lines(config, run).sharing.axis

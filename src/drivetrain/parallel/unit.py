@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache, partial
 from itertools import chain
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +39,9 @@ from drivetrain.parallel.options import UnitsOptions
 from drivetrain.runtime.mesh import Axis
 from drivetrain.store import Pending
 from drivetrain.strategy import Run
+
+if TYPE_CHECKING:
+    from drivetrain.parallel.eight_bits import GatherInBytes
 
 logger = get_logger(__name__)
 
@@ -603,6 +606,7 @@ class Unit:
         holds: how many users keep the unit whole.
         near: a copy of a part of the values, from which few neighbors can restore them.
         secondary: a part that is kept for good, from which the ranks of this host can.
+        in_bytes: gathers weights of products in fp8 in 8 bits; None: there are none.
         storages: the identities of the values' storages, which last as long as the unit.
         versions: of the parameters when ``changed`` was last asked; None before their values came.
         digests: of the values then, or when they came; None where nobody looks for writes that
@@ -630,6 +634,7 @@ class Unit:
         self.holds = 0
         self.near: NearPart | None = None
         self.secondary: SecondaryShard | None = None
+        self.in_bytes: GatherInBytes | None = None
         self.absent: Guard = self
         self._guarded_by: Guard | None = None
         self.versions: list[int] | None = None
@@ -666,7 +671,7 @@ class Unit:
     @property
     def approximate(self) -> bool:
         """Whether gathered values may differ from the values of their owners."""
-        return self.communicator.approximates_parameters
+        return self.communicator.approximates_parameters or self.in_bytes is not None
 
     def start(self, *, exact: bool = False) -> None:
         """Send the all-gather; the parameters are guarded until their values are there.
@@ -682,18 +687,16 @@ class Unit:
             for memory, nbytes in self._memory:
                 memory.resize_(nbytes)
         line, label = self.communicator, f"parameters of {self.label}"
-        approximate = line.approximates_parameters
-        secondary = None if exact and approximate else self.secondary
-        if (held := self.near or secondary) is not None:
+        held = None if exact and self.approximate else self.near or self.secondary
+        self.near = None
+        if held is not None:
             self.arrival = held.restore(label)
-            self.near = None
-        elif approximate and not exact:
-            fill = partial(self._fill_own, tuple(self.updates))  # after a look at the old values
-            self.arrival = self._approximation(label)(self._parts, fill)
+        elif self.approximate and not exact:
+            self.arrival = self._start_approximate(label)
         else:
             away = [flat.shard for flat in self.flats if not flat.shard.at_hand]
             first: Callable[[], None] | None = None
-            if approximate or away or self.updates:
+            if self.approximate or away or self.updates:
                 first = partial(self._fill_own, tuple(self.updates))
                 for shard in () if self.updates else away:
                     shard.ahead()  # start to fetch it from its store
@@ -704,6 +707,13 @@ class Unit:
                     return
             self.arrival = line.gather_parts(self._parts, label=label, first=first)
         self.guard()
+
+    def _start_approximate(self, label: str) -> Handle:
+        fill = partial(self._fill_own, tuple(self.updates))  # after a look at the old values
+        if self.in_bytes is None:
+            return self._approximation(label)(self._parts, fill)
+        fill()
+        return self.in_bytes.gather(label)
 
     def _approximation(self, label: str) -> GatherChannel:
         """Return the channel between hosts: of values, or where these stay, of updates."""
@@ -883,6 +893,8 @@ def why_only_read(unit: Unit, *, delayed: bool) -> str:
             "of which other hosts keep copies by secondary: host; change parameters under "
             "accelerator.gathered(), or leave secondary out"
         )
+    if unit.in_bytes is not None:
+        return "whose values are those of fp8; take dtypes.fp8: tensorwise"
     if unit.approximate:
         return "whose values are approximate; leave links.far.parameters out"
     if delayed:

@@ -2,6 +2,7 @@
 
 import copy
 import importlib.util
+import os
 import sys
 from collections import Counter, namedtuple
 from dataclasses import make_dataclass
@@ -10,18 +11,21 @@ import peft
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from drivetrain import Accelerator, AORecipeKwargs
 from drivetrain.config.outline import check_forward
 from drivetrain.config.schema import RecomputeConfig, RunConfig
+from drivetrain.cost import ModelSpec
 from drivetrain.errors import ConfigError, UsageError
 from drivetrain.model import fp8
 from drivetrain.model.fp8 import choose_layers, compute_in_fp8, restore_products
 from stacks import Residual, Stack
 
+HAS_TORCHAO = importlib.util.find_spec("torchao") is not None
 needs_torchao = pytest.mark.skipif(
-    importlib.util.find_spec("torchao") is None, reason="torchao is not installed: drivetrain[fp8]"
+    not HAS_TORCHAO, reason="torchao is not installed: drivetrain[fp8]"
 )
 
 CPU = torch.device("cpu")
@@ -100,11 +104,12 @@ def check_trains_as_one_process(strategy, config, make=Blocks):
     [
         ("zero3", {"recompute": {"mode": "full"}}),
         ("fsdp", {"dtypes": {"fp8": "rowwise"}}),
+        ("fsdp", {"dtypes": {"fp8": "tensorwise_gathered"}}),
         ({"name": "megatron", "pp": 2}, {"dtypes": {"fp8": "rowwise_with_gw_hp"}}),
         ("ddp", {}),
         ("zero2", {}),
     ],
-    ids=["zero3", "fsdp", "pp", "ddp", "zero2"],
+    ids=["zero3", "fsdp", "fsdp-gathered", "pp", "ddp", "zero2"],
 )
 @pytest.mark.ranks(2)
 def test_trains_as_one_process_that_takes_the_same_micro_batches(strategy, config):
@@ -130,6 +135,223 @@ def adapted():
 @pytest.mark.ranks(2)
 def test_adapted_models_train_as_one_process(strategy, config):
     check_trains_as_one_process(strategy, config, adapted)
+
+
+class Uneven(Blocks):
+    """Weights of all magnitudes: zeros, below the least that is scaled by, and large."""
+
+    def __init__(self):
+        super().__init__()
+        with torch.no_grad():
+            self.blocks[0].up.weight.zero_()
+            self.blocks[0].down.weight.mul_(1e-13)
+            self.blocks[1].up.weight.mul_(1e-11)
+            self.blocks[1].down.weight[:, 3:] *= 1e-3
+            self.blocks[2].up.weight.mul_(1e4)
+
+
+class Tied(Uneven):
+    """A weight of a product is a table, too, whose rows are read as they are."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(64, 32)
+        self.table.weight = self.blocks[1].up.weight
+
+    def forward(self, x):
+        return super().forward(x) + self.table(torch.arange(len(x))).mean(-1, keepdim=True)
+
+
+def frozen_in_part():
+    model = Uneven()
+    for block in model.blocks:
+        block.up.weight.requires_grad_(False)
+    return model
+
+
+def with_weight_in_fp8(layer, compute, args, kwargs):
+    """Stands for a product where there is no torchao: with the weight as torchao casts it."""
+    values = layer.weight.detach()
+    scale = (448 / values.abs().max().double().clamp(min=1e-12)).float()
+    cast = (values.float() * scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() / scale
+    for_gradients = F.linear(*args, layer.weight - values)  # zeros
+    return F.linear(*args, cast, layer.bias) + for_gradients
+
+
+def trained(recipe, strategy, config, make, folder):
+    """Train some windows, whose weights change between steps too; return what they computed.
+
+    All values, and the bytes of gathers in the last window, which are those of ``cost()``.
+    """
+    dtypes = {**config.get("dtypes", {}), "fp8": recipe}
+    accelerator = Accelerator(
+        strategy=strategy, mixed_precision="fp8", config={**config, "dtypes": dtypes}, cpu=True
+    )
+    spec, model = ModelSpec.of(make()), make()
+    parameters = [each for each in model.parameters() if each.requires_grad]
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(parameters, lr=0.01))
+    unit, rank, found = model.blocks[1], accelerator.mesh["dp"].rank, []
+    for step in range(4):
+        before = Counter(accelerator.traffic.sent())
+        for i in range(accelerator.gradient_accumulation_steps):
+            with accelerator.accumulate(model):
+                loss = loss_of(model, batch(10 * step + i, rank))
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+                found.append(loss.detach())
+        sent = Counter(accelerator.traffic.sent()) - before
+        if step == 1:
+            accelerator.save_state(folder)
+            with accelerator.gathered(model):
+                found.append(unit.up.weight.detach().clone())  # not those of bytes
+                unit.down.weight.data.mul_(3)
+        if step == 2:
+            with torch.no_grad():
+                for group in optimizer.optimizer.param_groups:
+                    for fragment in group["params"]:
+                        fragment.mul_(1.5)
+                found.append(model(batch(0, rank)))
+    promised = type(strategy := accelerator.strategy_of(model)).cost(
+        strategy.config, spec, strategy.run
+    )
+    assert sent == promised.sent
+    found += accelerator.get_state_dict(model).values()
+    accelerator.load_state(folder)
+    with torch.no_grad():
+        found.append(model(batch(0, rank)))
+    accelerator.free_memory()
+    return found, sum(count for (_, what), count in sent.items() if what == "all_gather")
+
+
+def check_gathers_change_nothing(folder, strategy, config, make=Uneven):
+    """Bit for bit; and say by which factor they have fewer bytes."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not HAS_TORCHAO:
+            patch.setattr(fp8, "_products", lambda recipe, device, config: with_weight_in_fp8)
+        (wanted, all_bytes), (found, fewer) = (
+            trained(recipe, strategy, config, make, folder / recipe)
+            for recipe in ("tensorwise", "tensorwise_gathered")
+        )
+    for one, other in zip(wanted, found, strict=True):
+        assert torch.equal(one, other)
+    return fewer / all_bytes
+
+
+ALL_DIVIDED = {"name": "zero3", "keep_below": 0}
+BF16 = {"dtypes": {"param": "bf16"}}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "config", "make"),
+    [
+        (ALL_DIVIDED, {**BF16, "accumulation": 2}, Tied),
+        ({**ALL_DIVIDED, "reshard_after_forward": False, "prefetch": 2}, {}, frozen_in_part),
+        ("fsdp", {**BF16, "recompute": {"mode": "full"}}, frozen_in_part),
+        ({"name": "fsdp", "sharding": "grad"}, {"accumulation": 2}, Uneven),
+    ],
+    ids=["zero3", "zero3-kept", "fsdp", "fsdp-grad"],
+)
+@pytest.mark.ranks(2)
+def test_gathers_in_fp8_change_no_bit_of_a_training(tmp_path, strategy, config, make):
+    assert check_gathers_change_nothing(tmp_path, strategy, config, make) < 0.9
+
+
+@pytest.mark.parametrize(
+    ("strategy", "far", "why"),
+    [
+        ({**ALL_DIVIDED, "secondary": "host"}, {}, "secondary: host keeps them"),
+        (ALL_DIVIDED, {"parameters": "int8"}, "links.far may approximate them"),
+        ({**ALL_DIVIDED, "offload": {"optimizer": "cpu"}}, {}, "a store keeps them"),
+        (ALL_DIVIDED, {"gradients": "int8"}, ""),
+    ],
+    ids=["secondary", "links", "store", "none"],
+)
+@pytest.mark.ranks(2)
+def test_weights_are_gathered_as_others_where_fp8_does_not_fit(monkeypatch, strategy, far, why):
+    monkeypatch.setenv("GROUP_RANK", os.environ["RANK"])  # as if each rank had a host
+    monkeypatch.setattr(fp8, "_products", lambda recipe, device, config: with_weight_in_fp8)
+    config = {"dtypes": {"fp8": "tensorwise_gathered"}, "links": {"far": far}}
+    accelerator = Accelerator(strategy=strategy, mixed_precision="fp8", config=config, cpu=True)
+    model = Blocks()
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    strategy = accelerator.strategy_of(model)
+    assert strategy.why_not_in_bytes(strategy.config, strategy.run) == why
+    found = [unit.in_bytes is not None for unit in strategy.placement.units]
+    assert sum(found) == (0 if why else 3)
+    accelerator.backward(loss_of(model, batch(0, 0)))
+    optimizer.step()
+    accelerator.free_memory()
+
+
+@pytest.mark.parametrize(
+    ("recipe", "said"),
+    [
+        (
+            "rowwise",
+            "0 weights are gathered in fp8: dtypes.fp8 is rowwise, whose scales need whole",
+        ),
+        ("tensorwise_gathered", "0 weights are gathered in fp8: one rank has them"),
+    ],
+)
+def test_prepare_says_why_no_weight_is_gathered_in_fp8(monkeypatch, capsys, recipe, said):
+    monkeypatch.setattr(fp8, "_products", lambda recipe, device, config: doubled)
+    config = {"dtypes": {"fp8": recipe}}
+    Accelerator(strategy="fsdp", mixed_precision="fp8", config=config, cpu=True).prepare(Blocks())
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.ranks(2)
+def test_forwards_that_write_into_weights_are_refused_where_they_are_gathered_in_fp8(monkeypatch):
+    monkeypatch.setattr(fp8, "_products", lambda recipe, device, config: with_weight_in_fp8)
+    config = {"dtypes": {"fp8": "tensorwise_gathered"}}
+    accelerator = Accelerator(strategy="fsdp", mixed_precision="fp8", config=config, cpu=True)
+    model = Blocks()
+    plain = model.blocks[0].forward
+
+    def clamped(x):
+        with torch.no_grad():
+            model.blocks[0].up.weight.clamp_(-0.1, 0.1)
+        return plain(x)
+
+    model.blocks[0].forward = clamped
+    model = accelerator.prepare(model)
+    with pytest.raises(UsageError, match="those of fp8; take dtypes.fp8: tensorwise"):
+        accelerator.backward(loss_of(model, batch(0, 0)))
+    accelerator.free_memory()
+
+
+@needs_torchao
+@pytest.mark.filterwarnings("ignore")  # torch.compile's own
+@pytest.mark.ranks(2)
+def test_compiled_blocks_have_no_other_graphs_with_gathers_in_fp8(tmp_path):
+    torch._dynamo.reset()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("drivetrain.model.compiled.BACKEND", "aot_eager")
+        both = []
+        for recipe in ("tensorwise", "tensorwise_gathered"):
+            torch._dynamo.utils.counters.clear()
+            config = {**BF16, "compile": "blocks"}
+            found, _ = trained(recipe, "fsdp", config, Uneven, tmp_path / recipe)
+            both.append((found, torch._dynamo.utils.counters["stats"]["unique_graphs"]))
+    torch._dynamo.reset()
+    (wanted, graphs), (found, as_many) = both
+    assert graphs == as_many == 2  # of training, and of evaluation
+    assert all(map(torch.equal, wanted, found))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        {**ALL_DIVIDED, "reshard_after_forward": 2},
+        {"name": "fsdp", "sharding": "hybrid", "shard_size": 2},
+    ],
+    ids=["neighbors", "hybrid"],
+)
+@pytest.mark.ranks(4)
+def test_gathers_in_fp8_of_groups_change_no_bit_of_a_training(tmp_path, strategy):
+    assert check_gathers_change_nothing(tmp_path, strategy, BF16) < 0.9
 
 
 @needs_torchao
@@ -299,6 +521,12 @@ def test_accelerates_object_chooses_recipe_and_layers():
         accelerator.free_memory()
         assert torch.equal(model(batch(0, 0)), Blocks()(batch(0, 0)))
     assert not torch.equal(*outputs)  # the second has the layers up, too
+    gathered = {"dtypes": {"fp8": "tensorwise_gathered"}}
+    accelerator = Accelerator(
+        mixed_precision="fp8", kwargs_handlers=[handler], config=gathered, cpu=True
+    )
+    with pytest.raises(UsageError, match=r"one scale for a tensor, .* found .*axiswise"):
+        accelerator.prepare(Blocks())
     with pytest.raises(UsageError, match="enable_fsdp_float8_all_gather"):
         AORecipeKwargs(Float8LinearConfig(enable_fsdp_float8_all_gather=True))
 
