@@ -124,7 +124,8 @@ class GatherInBytes:
         for flat in self._flats:
             for place, slot in zip(flat.layout.places, flat.slots, strict=True):
                 sent = self._bytes.get(Weight(flat, slot), flat.values[slot.span])
-                for mine, (start, stop) in zip(parts, place.shares, strict=True):
+                for rank, mine in enumerate(parts):
+                    start, stop = place.shares[rank]
                     if start < stop:
                         mine.append(sent[start:stop])
         return parts
