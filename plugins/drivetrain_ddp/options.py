@@ -17,7 +17,10 @@ class DdpConfig:
         25.0, help="MiB of gradients that are sent together", minimum=0.001, maximum=4096
     )
     first_bucket_mib: float = option(
-        1.0, help="MiB of the first bucket: small, so that sending starts early", minimum=0.001
+        1.0,
+        help="MiB of the first bucket: small, so that sending starts early",
+        minimum=0.001,
+        maximum=4096,
     )
     buffers: Literal["broadcast", "none"] = option(
         "broadcast",

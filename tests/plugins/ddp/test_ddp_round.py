@@ -10,8 +10,10 @@ from torch.optim import SGD, Adam
 from torch.utils.checkpoint import checkpoint
 
 from drivetrain.compression.compressor import Rounded
+from drivetrain.config import Layer, resolve
 from drivetrain.cost import ModelSpec
-from drivetrain.errors import UsageError
+from drivetrain.errors import ConfigError, UsageError
+from drivetrain.registry import strategies
 from drivetrain_ddp.options import DdpConfig
 from drivetrain_ddp.strategy import Ddp
 from started_ddp import SMALL, start
@@ -72,6 +74,33 @@ def test_no_memory_for_buckets_in_a_better_order(monkeypatch):
         for part in model.values():
             assert_grads(part, mean_grads(part, [step], ranks=2))
     strategy.close()
+
+
+@pytest.mark.parametrize(("first", "early"), [(0.001, 53 * 8), (25.0, 0)])
+@pytest.mark.ranks(2)
+def test_the_first_bucket_leaves_before_the_first_layer_has_gradients(first: float, early: int):
+    """With 50 elements of 8 bytes, and a flag for each of three parameters."""
+    model = mlp()
+    config = DdpConfig(first_bucket_mib=first)
+    strategy = start(model, config)
+    rank, traffic = strategy.run.world.rank, strategy.run.traffic
+    sent: list[int] = []
+    model[0].weight.register_hook(lambda _: sent.append(traffic.total()))
+    for step in range(2):  # the first one sends at its end, and observes the order
+        model.zero_grad()
+        traffic.clear()
+        strategy.backward(loss_of(model, batch(step, rank)))
+        assert_grads(model, mean_grads(model, [step], 2))
+    assert sent == [0, early]
+    if rank == 0:
+        assert traffic.sent() == Ddp.cost(config, ModelSpec.of(model), strategy.run).sent
+    strategy.close()
+
+
+def test_a_first_bucket_without_bound_is_refused():
+    options = {"name": "ddp", "first_bucket_mib": float("inf")}
+    with pytest.raises(ConfigError, match=r"first_bucket_mib: expected at most 4096, found inf"):
+        resolve(Layer({"strategy": options}), find_config=strategies().find_config)
 
 
 @pytest.mark.ranks(2)
