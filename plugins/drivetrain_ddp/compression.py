@@ -138,7 +138,6 @@ class PowerSgdHook(CommunicationHook):
             return exact()
         reduction = self._method.reduction(communicator, pieces, everywhere=True)
         lengths = [part[0].numel for part in pieces]
-        parts = [[each] for each in bucket.flat.split_with_sizes(lengths)]
         spans = bucket.layout.stretch(bucket.names).spans
 
         def give_back() -> None:
@@ -151,7 +150,8 @@ class PowerSgdHook(CommunicationHook):
                     if is_finite(values):
                         kept.errors.add_(values, alpha=1 / size)
 
-        def approximate(_: Tensor) -> Handle:
+        def approximate(flat: Tensor) -> Handle:
+            parts = [[each] for each in flat.split_with_sizes(lengths)]  # its memory may be renewed
             summed = reduction.start(parts, first=lambda: None, label="powersgd")
             return Followed(summed, give_back)
 

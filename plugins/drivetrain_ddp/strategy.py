@@ -1,8 +1,6 @@
-"""The strategy ``ddp``: replicas that average gradients during backward (Li et al., VLDB 2020).
+"""The strategy ``ddp``: replicas that average gradients while backward runs.
 
-Averages gradients over ranks while backward runs (Li et al., VLDB 2020, section 3.2).
-
-Source: Li et al. 2020, "PyTorch Distributed", section 3.2 (buckets, and overlap with backward).
+Source: Li et al., "PyTorch Distributed", VLDB 2020, section 3.2 (buckets, overlap with backward).
 One synchronised backward is a round::
 
     first hook          begin: count down from all parameters of every bucket
@@ -559,7 +557,7 @@ def buckets_of(
         kinds,
         order,
         bucket_bytes=int(config.bucket_mib * MIB),
-        first_bytes=int(config.first_bucket_mib * MIB),
+        first_bytes=int(min(config.first_bucket_mib, config.bucket_mib) * MIB),
     )
 
 
