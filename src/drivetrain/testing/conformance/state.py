@@ -49,24 +49,22 @@ class StateChecks(Suite):
                 accelerator.free_memory()
 
     def test_saved_run_goes_on_bit_by_bit(self, world: int, tmp_path: Path) -> None:
-        """After load the next steps give the same bits as without the stop."""
-        for case in self.models("tied", "odd_shapes", "mixed_dtypes", "batchnorm"):
-            folder = tmp_path / case.name
-            results = []
-            for resumed in (False, True):
-                with self.accelerator() as accelerator:
-                    twins = Twins(accelerator, case, adamw)
-                    if resumed:
-                        accelerator.load_state(folder)
-                    else:
-                        twins.train_alone(0, 2)
-                        accelerator.save_state(folder)
+        """After load the next steps of several models give the same bits as without the stop."""
+        results = []
+        for resumed in (False, True):
+            with self.accelerator() as accelerator:
+                cases = self.models("tied", "odd_shapes", "mixed_dtypes", "batchnorm")
+                trained = [Twins(accelerator, case, adamw) for case in cases]
+                for twins in () if resumed else trained:
+                    twins.train_alone(0, 2)
+                load_or_save = accelerator.load_state if resumed else accelerator.save_state
+                load_or_save(tmp_path)
+                for twins in trained:
                     twins.train_alone(2, 4)
-                    results.append(weights(accelerator, twins.model))
-            for key, tensor in results[0].items():
-                assert torch.equal(tensor, results[1][key]), (
-                    f"{case.name}: {key} differs after load"
-                )
+                results.append([weights(accelerator, twins.model) for twins in trained])
+        for case, *both in zip(cases, *results, strict=True):
+            for key, tensor in both[0].items():
+                assert torch.equal(tensor, both[1][key]), f"{case.name}: {key} differs after load"
 
 
 def _sent(shard: Shard) -> tuple[Any, ...]:
