@@ -13,6 +13,7 @@ from pathlib import Path
 
 from drivetrain.runtime.world import loopback_store
 from drivetrain.testing.messages import RankOutcome, RankTest, Ready, Release
+from drivetrain.testing.plugin import PRELOADED
 from drivetrain.testing.worker import STACK_SIGNAL, Files, main
 
 START_TIMEOUT_S = 300.0
@@ -21,10 +22,6 @@ GRACE_S = 5.0
 
 _POLL_S = 0.1
 _STACK_S = 10.0
-
-PRELOADED = ("drivetrain.testing.body", "torch._dynamo", "drivetrain.accelerator")
-"""What rank processes have imported when they start: torch's compiler is imported by the first step
-of an optimizer."""
 
 
 def _context(preload: Sequence[str]) -> ForkServerContext:
@@ -154,9 +151,10 @@ class RankPool:
         return found
 
     def close(self) -> None:
-        """End all processes and remove their files."""
+        """End all processes and their store, and remove their files."""
         while self._workers:
             self._workers.pop().stop()
+        del self._store
         self._folder.cleanup()
 
     def _ready(self, size: int) -> list[RankProcess]:

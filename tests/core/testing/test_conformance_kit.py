@@ -30,10 +30,10 @@ MISTAKES = {
 
 
 @pytest.fixture
-def project(pytester, quick_ranks):
+def project(pytester):
     """A project with an installed stranger's distribution that provides the toy strategies."""
     pytester.makefile(".ini", pytest=INI)
-    pytester.makeconftest(quick_ranks)
+    pytester.makeconftest("from drivetrain.testing import pool\n\npool.GRACE_S = 1.0\n")
     plugin = pytester.mkdir("plugin")
     shutil.copy(TOYS, plugin)
     info = plugin / "toy_strategies-1.0.dist-info"

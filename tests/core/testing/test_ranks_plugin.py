@@ -9,6 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from drivetrain.testing import pool
 from waits import wait_until
 
 pytest_plugins = ["pytester"]
@@ -21,17 +22,17 @@ filterwarnings = error
 
 
 @pytest.fixture
-def project(pytester, quick_ranks):
+def project(pytester, monkeypatch):
     pytester.makefile(".ini", pytest=INI)
-    number = "import pytest\n@pytest.fixture\ndef number(): return 7\n"
-    pytester.makeconftest(quick_ranks + number)
+    pytester.makeconftest("import pytest\n@pytest.fixture\ndef number(): return 7\n")
+    monkeypatch.setattr(pool, "GRACE_S", 1.0)
     return pytester
 
 
 def run(project, body, *args):
     header = "import os, signal, threading, time, warnings\nimport pytest, torch\n"
     project.makepyfile(test_case=header + "import torch.distributed as dist\n" + body)
-    return project.runpytest_subprocess(*args, timeout=800)
+    return project.runpytest_inprocess(*args)
 
 
 @pytest.mark.ranks(1)
@@ -74,6 +75,10 @@ def test_crash():
         import ctypes
         ctypes.string_at(1)
 
+@pytest.mark.ranks(2)
+def test_in_between():  # new ranks, which take a while to be ready
+    dist.barrier()
+
 @pytest.mark.ranks(2, timeout=2)
 @pytest.mark.timeout(1)
 def test_hang():
@@ -88,7 +93,7 @@ def test_afterwards(number):
     assert (total.item(), number) == (2, 7)
 """,
     )
-    result.assert_outcomes(failed=5, passed=1)
+    result.assert_outcomes(failed=5, passed=2)
     result.stdout.re_match_lines_random(
         [
             r"rank 1 failed: AssertionError: assert 7 == 8",
