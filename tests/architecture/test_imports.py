@@ -3,7 +3,9 @@
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Mapping
+from functools import cache
 from importlib.metadata import entry_points
 from pathlib import Path
 
@@ -16,27 +18,28 @@ ROOT = Path(__file__).parents[2]
 PLUGINS = sorted(path.name for path in (ROOT / "plugins").iterdir() if path.is_dir())
 
 
-def imports_of(path: Path) -> Iterator[str]:
+@cache
+def names_in(path: Path) -> Mapping[str, set[str]]:
+    """Return the top-level packages that a file imports, its strings, and its attributes."""
+    found = defaultdict(set)
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            yield from (alias.name.split(".")[0] for alias in node.names)
+            found["imports"].update(alias.name.split(".")[0] for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
-            yield str(node.module).split(".")[0]
-
-
-def strings_of(path: Path) -> Iterator[str]:
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str):
-            yield node.value
+            found["imports"].add(str(node.module).split(".")[0])
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found["strings"].add(node.value)
+        elif isinstance(node, ast.Attribute):
+            found["attributes"].add(node.attr)
+    return found
 
 
 def offenders(folder: Path, forbidden: set[str]) -> list[str]:
     return [
         f"{path.relative_to(ROOT)} imports {name}"
         for path in sorted(folder.rglob("*.py"))
-        for name in imports_of(path)
-        if name in forbidden
+        for name in sorted(names_in(path)["imports"] & forbidden)
     ]
 
 
@@ -68,7 +71,7 @@ def test_core_and_launch_name_no_strategy():
     assert names
     for folder in ("src", "launch"):
         for path in sorted((ROOT / folder).rglob("*.py")):
-            found = names & set(strings_of(path)) - OTHER_MEANINGS.get(path.name, set())
+            found = names & names_in(path)["strings"] - OTHER_MEANINGS.get(path.name, set())
             assert not found, f"{path.relative_to(ROOT)} holds the strategy name {found}"
 
 
@@ -78,9 +81,7 @@ def test_only_world_and_launch_read_the_environment():
         relative = path.relative_to(ROOT / "src" / "drivetrain").as_posix()
         if relative in allowed or relative.startswith("testing/"):
             continue
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        names = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-        assert not names & {"environ", "getenv"}, relative
+        assert not names_in(path)["attributes"] & {"environ", "getenv"}, relative
 
 
 ORDINARY = """

@@ -1,5 +1,7 @@
 """Searches that may take methods for slow links: within a class, where they gain, never unasked."""
 
+from functools import cache
+
 import pytest
 
 from drivetrain.compression.compressor import Honesty
@@ -8,7 +10,7 @@ from drivetrain.config.outline import EXACT
 from drivetrain.config.schema import FarConfig, LinksConfig
 from drivetrain.hardware.description import load_hardware
 from drivetrain.planner.layout import run_settings
-from drivetrain.planner.search import Task, permitted_methods, search
+from drivetrain.planner.search import Found, Task, permitted_methods, search
 from drivetrain.simulator.transformer import GptShape
 
 SHAPE = GptShape(layers=2, hidden=1024, heads=16, seq=128, vocab=512)
@@ -25,21 +27,20 @@ def task_over(gigabytes_per_second: float) -> Task:
 SLOW = task_over(0.0125)
 
 
-@pytest.fixture(scope="module")
-def found():
-    classes = (Honesty.EXACT, Honesty.THEORY, Honesty.EMPIRICAL)
-    return {allow: search(SLOW, "bf16", allow) for allow in classes}
+@cache
+def found(allow: Honesty) -> Found:
+    return search(SLOW, "bf16", allow)
 
 
 @pytest.mark.exhaustive
-def test_a_search_over_a_slow_link_stays_within_its_class(found):
+def test_a_search_over_a_slow_link_stays_within_its_class():
     for allow, first in (
         (Honesty.EXACT, Honesty.EXACT),
         (Honesty.THEORY, Honesty.THEORY),
         (Honesty.EMPIRICAL, Honesty.THEORY),
     ):
-        classes = {each.planned.honesty for each in found[allow].best}
-        assert found[allow].best[0].planned.honesty is first
+        classes = {each.planned.honesty for each in found(allow).best}
+        assert found(allow).best[0].planned.honesty is first
         assert all(each.within(allow) for each in classes)
 
 
@@ -55,8 +56,8 @@ def test_one_host_has_nothing_approximate():
     assert {each.planned.links for each in best} == {EXACT}
 
 
-def test_the_first_layout_is_written_with_its_method(found):
-    first = found[Honesty.THEORY].best[0]
+def test_the_first_layout_is_written_with_its_method():
+    first = found(Honesty.THEORY).best[0]
     name = first.planned.links
     assert name != EXACT
     assert f"links={name}" in first.layout

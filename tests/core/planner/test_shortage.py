@@ -1,8 +1,6 @@
 """An allocator's error says who holds the memory of its rank, and the smallest change that fits."""
 
 import re
-import subprocess
-import sys
 import weakref
 from types import SimpleNamespace
 
@@ -12,6 +10,7 @@ from torch import nn
 
 from drivetrain import Accelerator, find_executable_batch_size
 from drivetrain.planner import shortage
+from forked_programs import run_python
 from stacks import Residual
 
 ASKED = 2**20
@@ -199,9 +198,9 @@ model(x)
 """
 
 
-def test_the_system_refuses_memory():
-    command = [sys.executable, "-c", SCRIPT]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+def test_the_system_refuses_memory(tmp_path):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    done = run_python("train.py", folder=tmp_path)
     assert done.returncode == 1
     assert "RuntimeError: [enforce fail" in done.stderr
     assert "4.0 GiB more asked for" in done.stderr
