@@ -1,21 +1,19 @@
 """The program that measures on a GPU runs everywhere, with a tiny model."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import gpu
 import pytest
 
 from drivetrain.hardware.description import load_hardware
+from forked_programs import run_python
 
 PROGRAM = Path(gpu.__file__)
 
 
 def run(out, *arguments):
-    command = [sys.executable, str(PROGRAM), "--out", str(out), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=500)
+    return run_python(str(PROGRAM), "--out", str(out), *arguments, folder=out)
 
 
 def results(out):
