@@ -2,7 +2,7 @@
 
 An import of torch takes seconds, and a launch needs one in the launcher and in each rank. Here all
 of them are copies of a server, in which torch is imported. This is for tests of what programs do;
-how processes start and end is seen in ``tests/launch/ranks``, where each is a new interpreter.
+where it matters how a process begins, ``tests/launch/conftest.py`` starts new interpreters.
 """
 
 import atexit

@@ -1,6 +1,7 @@
 """``drivetrain verify``: right numbers pass, wrong ones are named, and so is what cannot be run."""
 
 import json
+import os
 import signal
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 
 from drivetrain.verify import RunRecord, StepRecord
 from drivetrain_launch.verification import Attempt, Examination, _failed
-from forked_programs import run_python
+from forked_programs import Started, run_python
 from waits import wait_until
 
 SCRIPT = """
@@ -262,11 +263,13 @@ def test_a_script_that_hangs_is_ended(sandbox):
 
 def test_a_signal_ends_it_and_leaves_no_folder(sandbox):
     script = sandbox.script("import time\nopen('begun', 'w').close()\ntime.sleep(600)")
-    process = sandbox.start("verify", *CPU, script)
-    wait_until((sandbox.folder / "begun").exists, "begun")
-    process.terminate()
-    assert "stopped by SIGTERM" in process.communicate()[1]
-    assert process.returncode == 128 + signal.SIGTERM
+    words = ("-m", "drivetrain_launch", "verify", *CPU, script)
+    with Started(*words, folder=sandbox.folder, env=sandbox.environment()) as process:
+        wait_until((sandbox.folder / "begun").exists, "begun")
+        os.kill(process.pid, signal.SIGTERM)
+        done = process.wait()
+    assert "stopped by SIGTERM" in done.stderr
+    assert done.returncode == 128 + signal.SIGTERM
 
 
 def test_wrong_command_lines(command, tmp_path):

@@ -11,6 +11,7 @@ import pytest
 
 from drivetrain.runtime.world import reader_mark, saved_mark
 from drivetrain_launch.ranks.engine import _saved
+from forked_programs import Started, launch
 from waits import wait_until
 
 TWO = ("--nproc-per-node", "2")
@@ -35,7 +36,8 @@ def test_exception_on_one_rank_ends_all_and_is_shown(sandbox):
         "if rank == 1:\n    os.kill(os.getpid(), signal.SIGKILL)\n"
         "while True:\n    dist.all_reduce(value)\n"
     )
-    done = sandbox.launch("--nproc-per-node", "2", "--max-restarts", "1", script)
+    words = ("--strategy", "toy", *TWO, "--max-restarts", "1", script)
+    done = launch(*words, folder=sandbox.folder, env=sandbox.environment())
     assert done.returncode == 6, done.stderr
     assert done.stdout == "sum 4.0\n"
     first, second = re.findall(r"^rank \d failed first .*$", done.stderr, re.MULTILINE)
@@ -74,14 +76,17 @@ def test_collective_on_one_rank_alone_says_that_the_other_has_ended(sandbox):
 
 
 def test_ctrl_c_stops_quietly_ranks_that_listen_on_loopback_alone(sandbox):
-    process = sandbox.begun(LOOP, 2, *TWO)
-    mine = {member.pid for member in sandbox.alive()}
-    found = [each for each in psutil.net_connections("tcp") if each.pid in mine]
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate()
-    assert process.returncode == 130, err
-    assert "Traceback" not in err
-    assert sandbox.alive() == []
+    words = ("-m", "drivetrain_launch", "launch", "--strategy", "toy", *TWO, sandbox.script(LOOP))
+    with Started(*words, folder=sandbox.folder, env=sandbox.environment()) as process:
+        wait_until(lambda: len([*sandbox.folder.glob("ready-*")]) == 2)
+        launcher = psutil.Process(process.pid)
+        mine = {process.pid, *(each.pid for each in launcher.children(recursive=True))}
+        found = [each for each in psutil.net_connections("tcp") if each.pid in mine]
+        launcher.send_signal(signal.SIGINT)
+        done = process.wait()
+    assert done.returncode == 130, done.stderr
+    assert "Traceback" not in done.stderr
+    assert not any(map(psutil.pid_exists, mine))
     # The launcher's store, and one listener of gloo in each rank.
     listening = [each.laddr.ip for each in found if each.status == psutil.CONN_LISTEN]
     assert listening == 3 * ["127.0.0.1"]

@@ -28,6 +28,7 @@ from drivetrain_launch.ranks.failure import EarlyEnd, Ending, Failure, RunOver
 from drivetrain_launch.ranks.meeting import SeveralHosts
 from drivetrain_launch.ranks.placement import Endpoint, HostJob, Slot, listening_address
 from drivetrain_launch.ranks.preflight import HostProbe
+from forked_programs import Started
 from waits import PATIENCE_S, wait_until
 
 SECRET = {"DRIVETRAIN_SECRET": "a secret of the tests"}
@@ -87,24 +88,22 @@ def namespaces(names):
 def test_two_hosts_meet_in_the_order_given_and_restart_together(sandbox):
     names = [f"dt-{os.getpid()}-{host}" for host in range(2)]
     script = sandbox.script(SCRIPT)
-    with namespaces(names):
+    with namespaces(names), ExitStack() as stack:
         hosts = [
-            subprocess.Popen(
-                ["ip", "netns", "exec", name, *sandbox.command(
-                    "launch", "--strategy", "toy", "--nproc-per-node", "1", "--nnodes", "2",
-                    "--node-rank", str(index), "--rdzv-endpoint", "10.77.0.9:29511",
-                    "--max-restarts", "1", "--log-dir", "logs", script)],
-                cwd=sandbox.folder, env=sandbox.environment(SECRET), stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE, text=True,
-            )
+            stack.enter_context(Started(
+                "-m", "drivetrain_launch", "launch", "--strategy", "toy", "--nproc-per-node", "1",
+                "--nnodes", "2", "--node-rank", str(index), "--rdzv-endpoint", "10.77.0.9:29511",
+                "--max-restarts", "1", "--log-dir", "logs", script,
+                folder=sandbox.folder, env=sandbox.environment(SECRET),
+                namespaces=[f"/run/netns/{name}"]))
             for index, name in enumerate(names)
         ]  # fmt: skip
-        done = [host.communicate() for host in hosts]
-    assert [host.returncode for host in hosts] == [0, 0], done
+        done = [host.wait() for host in hosts]
+    assert [each.returncode for each in done] == [0, 0], done
     # Rank 0 is on the host that the user called 0, although its address is the higher one.
-    assert done[0][0] == "[rank0]: rank 0 on host 0 sum 3.0\n"
-    assert done[1][0] == ""
-    for _, said in done:
+    assert done[0].stdout == "[rank0]: rank 0 on host 0 sum 3.0\n"
+    assert done[1].stdout == ""
+    for said in (each.stderr for each in done):
         assert re.search(r"^rank 1 failed first \(host .*, exit code 7\)$", said, re.MULTILINE)
         assert said.count("starting all ranks again; 0 restarts left after this one") == 1
     logs = sandbox.folder / "logs"

@@ -1,15 +1,15 @@
 """Real ranks that stand still under the launcher: who is named, how soon, and what follows."""
 
 import json
-import os
 import re
 import subprocess
-import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from drivetrain_launch.ranks.channel import SECRET_VARIABLE
+from forked_programs import Started
 
 pytestmark = pytest.mark.alone
 
@@ -63,27 +63,21 @@ for step, batch in enumerate(loader):
     accelerator.backward(model(batch).square().mean())
     optimizer.step()
     optimizer.zero_grad()
+time.sleep(1.0)  # until the launcher has looked once more
 print("done", accelerator.process_index)
 """
 
 
-def start(folder: Path, kind: str, *options: str) -> subprocess.Popen[str]:
-    script = folder / "train.py"
-    script.write_text(SCRIPT, encoding="utf-8")
-    return subprocess.Popen(
-        [sys.executable, "-c", LAUNCHER, "launch", "--cpu", *options, str(script), kind],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=folder,
-        env=os.environ | {"OMP_NUM_THREADS": "1", SECRET_VARIABLE: "a secret of sixteen bytes"},
-    )
+def start(folder: Path, kind: str, *options: str) -> Started:
+    (folder / "launcher.py").write_text(LAUNCHER, encoding="utf-8")
+    (folder / "train.py").write_text(SCRIPT, encoding="utf-8")
+    words = ("launcher.py", "launch", "--cpu", *options, "train.py", kind)
+    return Started(*words, folder=folder, env={SECRET_VARIABLE: "a secret of sixteen bytes"})
 
 
 def launch(folder: Path, kind: str, *options: str) -> subprocess.CompletedProcess[str]:
-    run = start(folder, kind, "--nproc-per-node", "2", *options)
-    out, err = run.communicate()
-    return subprocess.CompletedProcess(run.args, run.returncode, out, err)
+    with start(folder, kind, "--nproc-per-node", "2", *options) as run:
+        return run.wait()
 
 
 def line_of(text: str) -> int:
@@ -113,9 +107,10 @@ def test_a_slow_sample_is_named_and_the_run_goes_on(tmp_path, kind):
 
 @pytest.mark.exhaustive
 def test_a_rank_that_nobody_waits_for_is_named_and_the_run_goes_on(tmp_path):
-    run = start(tmp_path, "alone", "--nproc-per-node", "1", "--on-hang", "stop")
-    _, said = run.communicate()
-    assert run.returncode == 0, said
+    with start(tmp_path, "alone", "--nproc-per-node", "1", "--on-hang", "stop") as run:
+        done = run.wait()
+    said = done.stderr
+    assert done.returncode == 0, said
     line = line_of("the long work")
     assert re.search(rf"rank 0 on \S+ has been in .* for \d+ s \(train\.py:{line}\); no rank", said)
     assert "the ranks go on" in said
@@ -141,13 +136,17 @@ def test_on_hang_stop_ends_the_run(tmp_path, kind, words):
 
 @pytest.mark.exhaustive
 def test_host_0_names_a_rank_of_another_host_with_its_line(tmp_path, port):
-    hosts = [
-        start(tmp_path, "data", "--nproc-per-node", "1", "--nnodes", "2",
-              "--node-rank", str(index), "--rdzv-endpoint", f"127.0.0.1:{port}")
-        for index in range(2)
-    ]  # fmt: skip
-    said = [host.communicate()[1] for host in hosts]
-    assert [host.returncode for host in hosts] == [0, 0], said
+    with ExitStack() as stack:
+        hosts = [
+            stack.enter_context(
+                start(tmp_path, "data", "--nproc-per-node", "1", "--nnodes", "2",
+                      "--node-rank", str(index), "--rdzv-endpoint", f"127.0.0.1:{port}")
+            )
+            for index in range(2)
+        ]  # fmt: skip
+        done = [host.wait() for host in hosts]
+    said = [host.stderr for host in done]
+    assert [host.returncode for host in done] == [0, 0], said
     sentence = rf"rank 1 on \S+ has been in the data loader .*train\.py:{line_of('the slow')}\)"
     assert re.search(sentence, said[0]), said[0]
     assert "stacks of rank 1" in said[0]
