@@ -13,10 +13,8 @@ from families import FAMILIES
 TP, PP = {"tp": 2}, {"pp": 2, "micro_batches": 1}
 CASES = [
     ("t5", TP, 0.55),  # attention adds a bias of all heads
-    ("falcon", TP, 0.65),  # linear layers are of a subclass
     ("swin", TP, 1.0),
     ("whisper", PP, 1.0),
-    ("dinov2", PP, 1.0),
 ]
 """A family, the cell, and a bound of the share that a rank has. The zoo has them all."""
 

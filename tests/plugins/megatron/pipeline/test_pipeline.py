@@ -92,6 +92,9 @@ def check(name, loss_of, *, accumulation=1, rows=4, steps=2, **options):
 
 
 EACH = pytest.mark.parametrize("name", list(MODELS))
+TWO_BACKWARDS = pytest.param(
+    loss_inside, {"steps": 1, "schedule": "zb-h1"}, marks=pytest.mark.exhaustive
+)
 LOSS = pytest.mark.parametrize("loss_of", [loss_outside, loss_inside])
 
 
@@ -102,7 +105,7 @@ def test_two_stages(name, loss_of):
     check(name, loss_of, pp=2, micro_batches=2)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("name", ["gpt2", pytest.param("llama", marks=pytest.mark.exhaustive)])
 @pytest.mark.ranks(2)
 def test_window(name):
     check(name, loss_outside, pp=2, accumulation=3)
@@ -149,11 +152,11 @@ def test_over_data_parallel_ranks(inner, schedule):
 
 @EACH
 @pytest.mark.parametrize("sequence_parallel", [True, False], ids=["shards", "whole"])
+@pytest.mark.parametrize(("loss_of", "more"), [(loss_outside, {}), TWO_BACKWARDS])
 @pytest.mark.ranks(4)
-def test_tensor_and_pipeline(name, sequence_parallel):
-    options = {"tp": 2, "pp": 2, "sequence_parallel": sequence_parallel, "micro_batches": 3}
-    check(name, loss_outside, **options)
-    check(name, loss_inside, steps=1, **options, schedule="zb-h1")
+def test_tensor_and_pipeline(name, sequence_parallel, loss_of, more):
+    cell = {"tp": 2, "pp": 2, "sequence_parallel": sequence_parallel, "micro_batches": 3}
+    check(name, loss_of, **cell, **more)
 
 
 @pytest.mark.parametrize("cell", [{"tp": 2}, {"schedule": "zb-h1"}], ids=["tp", "zb-h1"])
