@@ -20,7 +20,8 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import pytest
 
-from drivetrain.testing.plugin import _POOL, PRELOADED
+from drivetrain.testing.messages import PRELOADED
+from drivetrain.testing.plugin import _POOL
 from left_behind import Remains
 from reserved_ports import reserved_port
 from two_at_a_time import pytest_runtest_protocol  # noqa: F401 - a hook

@@ -19,7 +19,6 @@ gradient may come more than once, multiply and send all buckets at the end. A ra
 such checkpointing in an eager round sends the rest of the buckets at its end.
 """
 
-import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -103,8 +102,7 @@ class BucketSlot:
                 + ", expected a dense one outside of autograd; use torch.autograd.grad for "
                 "gradients of gradients, and sparse=False for embeddings"
             )
-        if self.bucket.shown:
-            self.bucket.leave_kept()
+        self.bucket.leave_kept()
         if scale == 1.0:
             self.view.copy_(grad)
         else:
@@ -122,8 +120,6 @@ class _BucketRound:
         pending: how many of its gradients have not come.
         missing: places of parameters without any gradient on this rank.
         finish: waits for the sum over ranks; None before launch.
-        holders: fewest tensors in the bucket's memory at the end of a round; 0 before the first.
-        shown: whether the script has had gradients in this memory since the last window began.
     """
 
     bucket: Bucket
@@ -131,34 +127,12 @@ class _BucketRound:
     pending: int
     missing: list[int]
     finish: Finish | None = None
-    holders: int = 0
-    shown: bool = False
-
-    def show(self) -> None:
-        """Let the script have the gradients, whose sum is there."""
-        found = _holders(self.bucket.flat)
-        self.finish, self.holders, self.shown = None, min(found, self.holders or found), True
 
     def leave_kept(self) -> None:
-        """Take other memory where the script keeps gradients, or views of them, that it cleared."""
-        self.shown = False
-        kept = any(sys.getrefcount(slot.view) > _OWN_REFERENCES for slot in self.slots)
-        if kept or _holders(self.bucket.flat) > self.holders:
-            self.bucket.renew()
-            self.holders = 0
+        """Leave gradients that the script keeps; views are others then."""
+        if self.bucket.leave_kept(references=1):
             for slot, view in zip(self.slots, self.bucket.views, strict=True):
-                if slot.parameter.grad is slot.view:  # it was not cleared
-                    slot.parameter.grad = view.copy_(slot.view)
                 slot.view, slot.address = view, view.data_ptr()
-
-
-_OWN_REFERENCES = 3
-"""To a view that nobody else keeps: of its slot, of its bucket, and the one that is counted."""
-
-
-def _holders(flat: Tensor) -> int:
-    """Return how many tensors have the memory of a bucket."""
-    return int(torch._C._storage_Use_Count(flat.untyped_storage()._cdata))
 
 
 class BucketReducer:
@@ -356,8 +330,7 @@ class BucketReducer:
     def _fill(self, state: _BucketRound) -> None:
         """Complete a bucket: a gradient of earlier micro-batches counts, a missing one is zero."""
         scale = self._scale if self._eager else 1.0
-        if state.shown:
-            state.leave_kept()
+        state.leave_kept()
         for slot in state.slots:
             if slot.round == self.rounds.count:
                 continue
@@ -378,7 +351,8 @@ class BucketReducer:
             self._launch(state)
         for state in self._buckets:
             self._await_sum(state)
-            state.show()
+            state.finish = None
+            state.bucket.show()
         if self._observing:
             self._observe()
 

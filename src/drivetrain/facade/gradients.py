@@ -27,7 +27,7 @@ from drivetrain.facade.settings import Runs
 from drivetrain.memory import is_out_of_memory, tries_again
 from drivetrain.parallel.backward import clip_
 from drivetrain.runtime import rng
-from drivetrain.runtime.gradient_state import GradientState, Piece
+from drivetrain.runtime.gradient_state import BatchPiece, GradientState
 from drivetrain.runtime.precision import LossScaler
 from drivetrain.strategy import Run
 
@@ -255,7 +255,7 @@ class WindowGradients:
         *,
         first: bool = True,
         last: bool = True,
-        piece: Piece | None = None,
+        piece: BatchPiece | None = None,
     ) -> Iterator[None]:
         """Context of one micro-batch of these models; of all models when there are none.
 

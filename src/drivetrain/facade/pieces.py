@@ -28,7 +28,7 @@ from drivetrain.facade.settings import Runs
 from drivetrain.log import get_logger
 from drivetrain.memory import Heap, device_room, host_room
 from drivetrain.nested import slice_tensors
-from drivetrain.runtime.gradient_state import Piece
+from drivetrain.runtime.gradient_state import BatchPiece
 
 logger = get_logger(__name__)
 
@@ -127,7 +127,7 @@ class Pieces:
             # tries how calls are cut, which takes memory of its own.
             begin = unit * (self._agreed(1 + missing, max(1, rows // unit), refusal) - 1)
         for start in range(0, begin, unit):
-            with self._piece(models, Piece(start, start + unit, rows), unit, per_row):
+            with self._piece(models, BatchPiece(start, start + unit, rows), unit, per_row):
                 yield slice_tensors(batch, slice(start, start + unit))
             self._opened += 1
         left = rows - begin
@@ -139,12 +139,12 @@ class Pieces:
             min(rows, begin + unit * (units * number // count)) for number in range(count + 1)
         ]
         for start, end in pairwise(bounds):
-            with self._piece(models, Piece(start, end, rows), unit, per_row):
+            with self._piece(models, BatchPiece(start, end, rows), unit, per_row):
                 yield slice_tensors(batch, slice(start, end))
 
     @contextmanager
     def _piece(
-        self, models: Sequence[nn.Module], piece: Piece, unit: int, per_row: int
+        self, models: Sequence[nn.Module], piece: BatchPiece, unit: int, per_row: int
     ) -> Iterator[None]:
         """Context of the forward and backward of a piece, whose peak is measured."""
         first, last = piece.start == 0, piece.stop == piece.of

@@ -45,7 +45,7 @@ _BLOCK = re.compile(r"^(?:.*?\.)??\d+(?=\.)")
 
 
 @dataclass(frozen=True, slots=True)
-class Shares:
+class OwnedRanges:
     """The range of a parameter that each rank owns, as an even cut of elements around it says.
 
     Attributes:
@@ -93,7 +93,7 @@ class ParameterPlace:
     shape: tuple[int, ...]
     outer_dim: int
     offset: int
-    shares: Shares
+    shares: OwnedRanges
 
     @property
     def numel(self) -> int:
@@ -211,7 +211,7 @@ def owned_by_all(
 
 
 @lru_cache(maxsize=8)  # blocks are alike
-def _owned_by_all(shares: tuple[tuple[Shares, int], ...]) -> Sequence[int]:
+def _owned_by_all(shares: tuple[tuple[OwnedRanges, int], ...]) -> Sequence[int]:
     total = torch.zeros(shares[0][0].size, dtype=torch.int64, device="cpu")
     for each, width in shares:
         total += each.lengths() * width
@@ -245,9 +245,9 @@ def arrange(
     places = []
     for spec, offset in zip(specs, offsets, strict=False):
         shares = (
-            Shares(_most_rows(spec, size) * size, size, 0, spec.numel)
+            OwnedRanges(_most_rows(spec, size) * size, size, 0, spec.numel)
             if cut == "rows"
-            else Shares(offsets[-1], size, offset, spec.numel)
+            else OwnedRanges(offsets[-1], size, offset, spec.numel)
         )
         places.append(ParameterPlace(spec.name, spec.shape, spec.outer_dim, offset, shares))
     return _flat(specs[0], places, precision, cut)
@@ -272,7 +272,7 @@ def arrange_whole(
     for owner, owned in enumerate(owners):
         for spec in owned:
             size, count = len(loads), spec.numel
-            shares = Shares(count * size, size, count * owner, count)
+            shares = OwnedRanges(count * size, size, count * owner, count)
             places.append(ParameterPlace(spec.name, spec.shape, spec.outer_dim, offset, shares))
             offset += spec.numel
     return _flat(specs[0], places, precision, "whole")

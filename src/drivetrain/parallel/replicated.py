@@ -21,6 +21,7 @@ message whether any rank had a gradient for a parameter::
 """
 
 import itertools
+import sys
 from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -543,12 +544,41 @@ class Bucket:
         self.flat = torch.zeros(layout.numel, dtype=layout.dtype, device=parameters[0].device)
         sizes = [parameter.numel() for parameter in parameters]
         self._starts = list(itertools.accumulate(sizes, initial=0))
+        self._shown = False
+        self._fewest = 0
         self._look()
 
-    def renew(self) -> None:
-        """Take other memory, without values; channels of ``flat`` go on with it."""
+    def show(self) -> None:
+        """Let the script have the gradients, whose sum is there."""
+        tensors = _tensors_in(self.flat)
+        self._shown, self._fewest = True, min(tensors, self._fewest or tensors)
+
+    def leave_kept(self, references: int = 0) -> bool:
+        """Take other memory where the script keeps gradients, or views of them, that it cleared.
+
+        For the moment before the first gradient of a window comes. Gradients that were not cleared
+        move along, and channels of ``flat`` go on with the new memory.
+
+        Args:
+            references: those of the strategy to each view, beside the bucket's own.
+
+        Returns:
+            Whether ``views`` are others now.
+        """
+        if not self._shown:
+            return False
+        self._shown = False
+        alone = references + _OWN_REFERENCES
+        kept = any(sys.getrefcount(view) > alone for view in self.views)
+        if not kept and _tensors_in(self.flat) <= self._fewest:
+            return False
+        before, self._fewest = self.views, 0
         self.flat.set_(torch.empty_like(self.flat))  # type: ignore[call-overload]
         self._look()
+        for parameter, view, old in zip(self.parameters, self.views, before, strict=True):
+            if parameter.grad is old:
+                parameter.grad = view.copy_(old)
+        return True
 
     def _look(self) -> None:
         self.views = [self.view(place) for place in range(len(self.parameters))]
@@ -563,6 +593,15 @@ class Bucket:
         return self.flat.new_empty(0).set_(
             view.untyped_storage(), view.storage_offset(), view.shape, view.stride()
         )
+
+
+_OWN_REFERENCES = 3
+"""To a view that nobody else keeps: of the bucket, of the loop over views, of who counts."""
+
+
+def _tensors_in(flat: Tensor) -> int:
+    """Return how many tensors have the memory of a flat one."""
+    return int(torch._C._storage_Use_Count(flat.untyped_storage()._cdata))
 
 
 def view_like(flat: Tensor, offset: int, tensor: Tensor) -> Tensor:

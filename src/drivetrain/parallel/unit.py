@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache, partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -39,9 +39,6 @@ from drivetrain.parallel.options import UnitsOptions
 from drivetrain.runtime.mesh import Axis
 from drivetrain.store import Pending
 from drivetrain.strategy import Run
-
-if TYPE_CHECKING:
-    from drivetrain.parallel.eight_bits import GatherInBytes
 
 logger = get_logger(__name__)
 
@@ -581,6 +578,13 @@ class SecondaryShard:
 # --- one unit on one rank ---
 
 
+class GathersValues(Protocol):
+    """Gathers the values of a unit in its own way."""
+
+    def gather(self, label: str) -> Handle:
+        """Start to gather them; this rank's part is in its place."""
+
+
 class Unit:
     """Parameters that are gathered and freed together.
 
@@ -634,7 +638,7 @@ class Unit:
         self.holds = 0
         self.near: NearPart | None = None
         self.secondary: SecondaryShard | None = None
-        self.in_bytes: GatherInBytes | None = None
+        self.in_bytes: GathersValues | None = None
         self.absent: Guard = self
         self._guarded_by: Guard | None = None
         self.versions: list[int] | None = None

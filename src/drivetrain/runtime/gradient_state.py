@@ -49,7 +49,7 @@ class ActivePass(Protocol):
         """Note that all ranks together have used the batch, to train or otherwise."""
 
 
-class Piece(NamedTuple):
+class BatchPiece(NamedTuple):
     """A piece of a batch: the rows from ``start`` to ``stop``, of so many."""
 
     start: int
@@ -100,7 +100,7 @@ class GradientState:
         self.windows = 0
         self.backwards = 0
         self.stepped = False
-        self.piece: Piece | None = None
+        self.piece: BatchPiece | None = None
         self.left_early = False
         self._inside = False
         self._ends_window = True
@@ -219,7 +219,7 @@ class GradientState:
 
     @contextmanager
     def next_micro_batch(
-        self, *, first: bool = True, last: bool = True, piece: Piece | None = None
+        self, *, first: bool = True, last: bool = True, piece: BatchPiece | None = None
     ) -> Iterator[None]:
         """Context of the next micro-batch, or of a piece; decides whether it ends the window.
 

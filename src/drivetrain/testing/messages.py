@@ -10,6 +10,10 @@ Kind: TypeAlias = Literal["passed", "failed", "skipped", "xfailed", "died", "hun
 WarningFilter: TypeAlias = tuple[str, str, type[Warning], str, int]
 """The arguments of ``warnings.filterwarnings``."""
 
+PRELOADED = ("drivetrain.testing.body", "torch._dynamo", "drivetrain.accelerator")
+"""What rank processes have imported when they start: torch's compiler is imported by the first step
+of an optimizer."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankTest:

@@ -16,10 +16,6 @@ from _pytest.config import parse_warning_filter
 
 from drivetrain.testing.messages import RankOutcome, RankTest, WarningFilter
 
-PRELOADED = ("drivetrain.testing.body", "torch._dynamo", "drivetrain.accelerator")
-"""What rank processes have imported when they start: torch's compiler is imported by the first step
-of an optimizer."""
-
 _POOL = pytest.StashKey[Any]()
 _MARK = "ranks"
 _START_ALLOWANCE_S = 400.0

@@ -12,8 +12,7 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
 from drivetrain.runtime.world import loopback_store
-from drivetrain.testing.messages import RankOutcome, RankTest, Ready, Release
-from drivetrain.testing.plugin import PRELOADED
+from drivetrain.testing.messages import PRELOADED, RankOutcome, RankTest, Ready, Release
 from drivetrain.testing.worker import STACK_SIGNAL, Files, main
 
 START_TIMEOUT_S = 300.0

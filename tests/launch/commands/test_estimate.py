@@ -41,8 +41,8 @@ def test_every_strategy_has_a_row_with_its_bytes(command):
     assert rows["ddp"][-1] == "no"
     assert rows["zero3"][1] == "7.45"
     assert rows["zero3"][-1] == "yes"
-    # Optimizer states and a share of the gradients wait in host memory.
-    assert rows["offload"][-4:-2] == ["29.80", "0.00"]
+    # Optimizer states and a share of the gradients wait in host memory, with a buffer for the bus.
+    assert rows["offload"][-4:-2] == ["29.84", "0.00"]
     command.output("config", "--default", "--output", "run.yaml")
     where = ("--config", "run.yaml", "--nproc-per-node", "4", "--hardware", "a100-80gb", "--json")
     found = json.loads(command.output("estimate", *where, "8B"))

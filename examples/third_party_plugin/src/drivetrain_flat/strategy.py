@@ -74,6 +74,7 @@ class Flat(ReplicatedStrategy[FlatConfig]):
 
     def _send(self) -> None:
         bucket = self._buckets[len(self._sent)]
+        bucket.leave_kept()
         for place, parameter in enumerate(bucket.parameters):
             grad, view = parameter.grad, bucket.views[place]
             bucket.flags[place] = grad is not None
@@ -93,6 +94,7 @@ class Flat(ReplicatedStrategy[FlatConfig]):
             for place, flag in enumerate(bucket.flags.tolist()):
                 if flag:
                     bucket.parameters[place].grad = bucket.views[place]
+            bucket.show()
 
     @classmethod
     def cost(cls, config: FlatConfig, model: ModelSpec, run: Run) -> Cost:
