@@ -102,7 +102,7 @@ class BucketSlot:
                 + ", expected a dense one outside of autograd; use torch.autograd.grad for "
                 "gradients of gradients, and sparse=False for embeddings"
             )
-        self.bucket.leave_kept()
+        self.bucket.leave_kept(self.place)
         if scale == 1.0:
             self.view.copy_(grad)
         else:
@@ -128,9 +128,9 @@ class _BucketRound:
     missing: list[int]
     finish: Finish | None = None
 
-    def leave_kept(self) -> None:
-        """Leave gradients that the script keeps; views are others then."""
-        if self.bucket.leave_kept(references=1):
+    def leave_kept(self, place: int) -> None:
+        """Leave gradients that the script keeps, before one arrives; views are others then."""
+        if self.bucket.leave_kept(place, references=1):
             for slot, view in zip(self.slots, self.bucket.views, strict=True):
                 slot.view, slot.address = view, view.data_ptr()
 
@@ -330,12 +330,12 @@ class BucketReducer:
     def _fill(self, state: _BucketRound) -> None:
         """Complete a bucket: a gradient of earlier micro-batches counts, a missing one is zero."""
         scale = self._scale if self._eager else 1.0
-        state.leave_kept()
         for slot in state.slots:
             if slot.round == self.rounds.count:
                 continue
             grad = slot.parameter.grad
             if grad is None:
+                state.leave_kept(slot.place)
                 slot.view.zero_()
                 state.missing.append(slot.place)
             elif grad is not slot.view:

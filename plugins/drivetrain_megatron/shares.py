@@ -421,6 +421,9 @@ class ShareGradient:
     def __init__(self, share: Share, held: Tensor) -> None:
         self.share, self.held, self.name = share, held, share.name
 
+    def look(self) -> None:
+        """Go on with the gradient that is held, wherever it stands."""
+
     def piece(self) -> Tensor:
         """Return this rank's share of the gradient."""
         return self.held

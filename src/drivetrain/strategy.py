@@ -404,8 +404,26 @@ class Pace(NamedTuple):
     backwards: bool = False
 
 
+_GONE: Mapping[str, str] = {
+    **dict.fromkeys(("publish", "share_outputs", "uncounted"), "pipeline"),
+    **dict.fromkeys(("divides_states", "load_states", "held_parts"), "held_tensors"),
+    **dict.fromkeys(("states_among", "forward_is_collective"), "pace"),
+    "draws_masks": "planning()",
+    "whereabouts": "state_facts",
+}
+"""Methods of earlier versions that nobody calls any more, by what says the same now."""
+
+
 class Strategy(Readable, KeepsState, Outline[ConfigT]):
     """One way of spreading a training step over the ranks of a mesh."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for name in cls.__dict__.keys() & _GONE.keys():
+            raise UsageError(
+                f"expected a strategy for this version of drivetrain, found {cls.__name__}.{name}, "
+                f"which nobody calls: see {_GONE[name]} in docs/writing-a-plugin.md"
+            )
 
     def __init__(self, config: ConfigT, run: Run) -> None:
         self.config = config

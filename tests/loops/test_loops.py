@@ -17,6 +17,7 @@ PAGE = Path(__file__).with_name("results.md")
 ALWAYS = {
     "gradients kept from the first step",
     "gradients compared with those before",
+    "norms of cleared gradients",
     "blocks scale gradients in hooks",
     "a forward keeps its block",
 }

@@ -251,6 +251,7 @@ class FiniteCheck:
             self._check_policy(entry.strategy.pace.later)
         self._norms = norms
         if not self._looks:
+            losses.clear()
             return
         step = self._step()
         for number, loss in enumerate(losses, 1):

@@ -8,6 +8,7 @@ A pipeline cuts a piece again, into parts. What a stage keeps grows with the row
 prediction counts these: pieces are multiples of the parts, and the first has one row of each.
 """
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -46,10 +47,14 @@ class Measured:
     Attributes:
         peaks: the most bytes above what was held before, by the elements of the largest tensor.
         longest: the elements of a row, the most so far.
+        opened: small pieces at the very beginning, as many on all ranks.
+        announced: the rows that fit, as last said.
     """
 
     peaks: dict[int, int] = field(default_factory=dict)
     longest: int = 0
+    opened: int = 0
+    announced: int = 0
 
     def add(self, rows: int, per_row: int, peak: int) -> None:
         """Note the peak of a piece, if it is larger than all before or took more than predicted."""
@@ -102,10 +107,8 @@ class Pieces:
         self._runs = runs
         self._prepared = prepared
         self._gradients = gradients
-        self._measured = Measured()
+        self._measured = defaultdict[int, Measured](Measured)  # by the rows that are cut alike
         self._held = 0
-        self._announced = 0
-        self._opened = 0  # small pieces at the very beginning, as many on all ranks
 
     def of(self, batch: Any, models: Sequence[nn.Module]) -> Iterator[Any]:
         """Yield the pieces of a batch; all ranks have as many, as even as possible."""
@@ -122,14 +125,15 @@ class Pieces:
         rows = 1 if refusal else len(leaves[0])
         per_row = 1 if refusal else ceil(max(map(Tensor.numel, leaves)) / rows)
         begin = 0
-        if option == "auto" and (missing := 1 + (unit > 1) - self._opened):
+        known = self._measured[unit]
+        if option == "auto" and (missing := 1 + (unit > 1) - known.opened) > 0:
             # One row of each part tells what the others will take; but the first call of a pipeline
             # tries how calls are cut, which takes memory of its own.
             begin = unit * (self._agreed(1 + missing, max(1, rows // unit), refusal) - 1)
         for start in range(0, begin, unit):
             with self._piece(models, BatchPiece(start, start + unit, rows), unit, per_row):
                 yield slice_tensors(batch, slice(start, start + unit))
-            self._opened += 1
+            known.opened += 1
         left = rows - begin
         units = ceil(left / unit)
         largest = self._largest(left, unit, per_row) if option == "auto" else int(option)
@@ -163,16 +167,18 @@ class Pieces:
             except GeneratorExit:
                 self._gradients.state.left_early = not last
                 raise
-        if measures and not piece.rows % unit and self._opened >= (unit > 1):
-            self._measured.add(piece.rows // unit, per_row, max(0, _peak(device) - self._held))
+        known = self._measured[unit]
+        if measures and not piece.rows % unit and known.opened >= (unit > 1):
+            known.add(piece.rows // unit, per_row, max(0, _peak(device) - self._held))
 
     def _largest(self, rows: int, unit: int, per_row: int) -> int:
         """Return the most units of rows that are predicted to fit on this rank, and say so."""
         world = self._runs.default.world
         room = _room(world.device, world.local_size)
-        found = self._measured.rows_that_fit(ceil(rows / unit), per_row, SHARE * room)
-        need = self._measured.need(found, per_row)
-        if not self._measured.peaks:
+        known = self._measured[unit]
+        found = known.rows_that_fit(ceil(rows / unit), per_row, SHARE * room)
+        need = known.need(found, per_row)
+        if not known.peaks:
             return found
         if need > SHARE * room:
             least = "a row" if unit == 1 else f"a piece of {unit} rows"
@@ -181,13 +187,13 @@ class Pieces:
                 f"{need / 2**20:,.0f} MiB, and {room / 2**20:,.0f} MiB are free; it is tried: "
                 "shorter rows, recompute or a strategy that divides more would need less"
             )
-        elif found != self._announced:
-            say = logger.info if self._announced else logger.announce
+        elif found != known.announced:
+            say = logger.info if known.announced else logger.announce
             say(
                 f"micro_batch: auto: at most {min(rows, found * unit)} of {rows} rows at once, "
                 f"predicted to need {need / 2**20:,.0f} of {room / 2**20:,.0f} MiB"
             )
-            self._announced = found
+            known.announced = found
         return found
 
     def _agreed(self, wanted: int, rows: int, refusal: str) -> int:

@@ -131,11 +131,9 @@ class GatherInBytes:
         return parts
 
     def _finish(self, arrival: Handle, largest: list[Tensor]) -> None:
-        try:
-            arrival.wait()
-            self._decode(largest)
-        finally:
-            self._resize(whole=False)
+        arrival.wait()
+        self._decode(largest)
+        self._resize(whole=False)
 
     @torch.no_grad()
     def _encode(self, largest: list[Tensor]) -> None:

@@ -189,6 +189,7 @@ class Reduce:
             if unit.pending:
                 self._active.append(unit)
         self.shown.changed()
+        self.shown.drop_cleared()
         # For the whole round: one cut short may end where the script synchronises again.
         self._replicates = self.replicating
 
@@ -212,9 +213,7 @@ class Reduce:
             if grad is shown[slot]:
                 grad, shown[slot].arrived = shown[slot].arrived, None
             else:
-                if flat.has(slot):  # the script has cleared it
-                    self.shown.drop_cleared(slot)
-                slot.parameter.grad = shown[slot]
+                self.shown.come(slot)
         if grad is not None:
             if not unit.opened:
                 self._open(unit)
@@ -468,21 +467,30 @@ class ShownGradients:
             if grad is not None:
                 self._assign(slot, grad)
 
-    def drop_cleared(self, slot: ParameterSlot) -> None:
-        """Drop what a parameter had before the script cleared it: a fresh gradient has arrived.
+    def come(self, slot: ParameterSlot) -> None:
+        """Show a gradient in the place of a fresh one: the script has cleared what was there."""
+        if self._units[slot].of[slot].has(slot):
+            self.drop_cleared(slot)
+        else:
+            self.leave_kept([slot])
+        slot.parameter.grad = self.of[slot]
 
-        With it everything else that was cleared: the next gradients find nothing to drop.
+    def drop_cleared(self, *arrived: ParameterSlot) -> None:
+        """Drop what parameters had before the script cleared them.
+
+        Args:
+            arrived: those with a fresh gradient already.
         """
         with torch._C.DisableTorchFunctionSubclass():
             cleared = [each for each in self._units if each.parameter.grad is None]
-        self._drop([slot, *cleared])
+        self._drop([*arrived, *cleared])
 
     def _drop(self, slots: Sequence[ParameterSlot]) -> None:
         """Let parameters have no gradient: neither what was averaged nor what waits."""
+        self.leave_kept(slots)
         having = [slot for slot in slots if self._units[slot].of[slot].has(slot)]
         if not having:
             return
-        self._leave_kept(having)
         self._reduce.forget(having, set_to_none=True)
         for slot in having:
             fragment = self._units[slot].of[slot].flat.fragments.get(slot)
@@ -504,7 +512,7 @@ class ShownGradients:
         self.changed()
         self.show(slot)
 
-    def _leave_kept(self, slots: Iterable[ParameterSlot]) -> None:
+    def leave_kept(self, slots: Iterable[ParameterSlot]) -> None:
         """Let objects that the script keeps of gradients that it has cleared keep their values."""
         for slot in slots:
             if sys.getrefcount(self.of[slot]) > self._alone:
@@ -527,7 +535,7 @@ class ShownGradients:
         with torch._C.DisableTorchFunctionSubclass():
             for slot in chosen:
                 slot.parameter.grad = None
-        self._leave_kept(chosen)
+        self.leave_kept(chosen)
 
     # --- what the script reads ---
 
@@ -612,6 +620,10 @@ class SlotPlace:
     def piece(self) -> Tensor:
         """Return this rank's piece."""
         return self._shown.piece(self._slot)
+
+    def look(self) -> None:
+        """Follow what the script has done to the parameter."""
+        self._shown.follow([self._slot])
 
     def clear(self) -> None:
         """Write zeros."""

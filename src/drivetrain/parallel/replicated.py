@@ -553,35 +553,47 @@ class Bucket:
         tensors = _tensors_in(self.flat)
         self._shown, self._fewest = True, min(tensors, self._fewest or tensors)
 
-    def leave_kept(self, references: int = 0) -> bool:
+    def leave_kept(self, place: int, references: int = 0) -> bool:
         """Take other memory where the script keeps gradients, or views of them, that it cleared.
 
-        For the moment before the first gradient of a window comes. Gradients that were not cleared
-        move along, and channels of ``flat`` go on with the new memory.
+        For the moment before a gradient of a window arrives at its place. Gradients that were not
+        cleared move along as the same objects, and channels of ``flat`` go on with the new memory.
+        Views of a gradient that are kept and cleared within a window are not noticed.
 
         Args:
+            place: of the gradient.
             references: those of the strategy to each view, beside the bucket's own.
 
         Returns:
-            Whether ``views`` are others now.
+            Whether some of ``views`` are others now.
         """
-        if not self._shown:
-            return False
-        self._shown = False
-        alone = references + _OWN_REFERENCES
-        kept = any(sys.getrefcount(view) > alone for view in self.views)
-        if not kept and _tensors_in(self.flat) <= self._fewest:
-            return False
-        before, self._fewest = self.views, 0
+        places: Sequence[int] = (place,)
+        alone = references + self._alone
+        if self._shown:
+            places, self._shown = range(len(self.views)), False
+            if _tensors_in(self.flat) > self._fewest:
+                return self._leave()
+        for each in places:
+            gone = self.parameters[each].grad is not self.views[each]
+            if gone and sys.getrefcount(self.views[each]) > alone:
+                return self._leave()
+        return False
+
+    def _leave(self) -> bool:
+        pairs = list(zip(self.parameters, self.views, strict=True))
         self.flat.set_(torch.empty_like(self.flat))  # type: ignore[call-overload]
+        self._fewest = 0
         self._look()
-        for parameter, view, old in zip(self.parameters, self.views, before, strict=True):
+        for place, (parameter, old) in enumerate(pairs):
             if parameter.grad is old:
-                parameter.grad = view.copy_(old)
+                new = self.views[place].copy_(old)
+                old.set_(new.untyped_storage(), new.storage_offset(), new.shape, new.stride())
+                self.views[place] = old
         return True
 
     def _look(self) -> None:
         self.views = [self.view(place) for place in range(len(self.parameters))]
+        self._alone = max(sys.getrefcount(self.views[i]) for i in range(len(self.views)))
         self.flags = self.flat[self._starts[-1] :]
 
     def view(self, place: int) -> Tensor:
@@ -593,10 +605,6 @@ class Bucket:
         return self.flat.new_empty(0).set_(
             view.untyped_storage(), view.storage_offset(), view.shape, view.stride()
         )
-
-
-_OWN_REFERENCES = 3
-"""To a view that nobody else keeps: of the bucket, of the loop over views, of who counts."""
 
 
 def _tensors_in(flat: Tensor) -> int:

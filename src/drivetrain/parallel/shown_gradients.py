@@ -23,7 +23,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.utils._pytree import tree_leaves, tree_map
 
-from drivetrain.errors import UsageError
+from drivetrain.errors import DrivetrainError, StorageError, UsageError
 from drivetrain.model.guard import Arguments, Function, Keywords, read_only
 from drivetrain.parallel.backward import in_backward
 
@@ -68,6 +68,9 @@ class GradientPlace(Protocol):
 
     name: str
 
+    def look(self) -> None:
+        """Notice what the script has done to the parameter's ``grad``."""
+
     def piece(self) -> Tensor:
         """Return this rank's piece, to be read and changed.
 
@@ -107,7 +110,7 @@ class DividedGradient(Tensor):
     place: GradientPlace
     arrived: Tensor | None
     _computed: Tensor | None
-    _gone: UsageError | None
+    _gone: DrivetrainError | None
 
     @staticmethod
     def __new__(  # noqa: D102
@@ -141,7 +144,7 @@ class DividedGradient(Tensor):
         """Go on with a copy of the piece: the parameter is about to have another gradient."""
         try:
             self._computed = self._read().clone()
-        except UsageError as error:  # nobody can read it any more
+        except (UsageError, StorageError) as error:  # nobody can read it any more
             self._gone = error
 
     def whole(self) -> Tensor:
@@ -227,6 +230,9 @@ _SETTERS: Mapping[Function, Callable[..., None]] = {
 def _answer(first: DividedGradient, func: Any, args: Arguments, kwargs: Keywords) -> Any:
     """Choose how a function is called: by facts, by pieces, or with whole gradients."""
     packet = func.overloadpacket
+    for leaf in tree_leaves((args, kwargs)):
+        if isinstance(leaf, DividedGradient) and leaf._computed is None:
+            leaf.place.look()  # it may have left p.grad
     if torch.Tag.nondeterministic_seeded in func.tags:
         raise UsageError(
             f"expected no random numbers from a gradient, found {packet.__name__} of "

@@ -387,6 +387,21 @@ def gradients_compared_with_those_before(loop: Loop) -> None:
         before = now
 
 
+def norms_of_cleared_gradients(loop: Loop) -> None:
+    """Gradients that are measured when another one, or none, stands in their place."""
+    model, optimizer = loop.ready(lambda m: SGD(m.parameters(), lr=0.5, momentum=0.9))
+    before: list[Tensor] = []
+    for step in loop.steps(model, optimizer, 3):
+        now = [p.grad for p in model.parameters()]
+        for parameter in model.parameters():
+            parameter.grad = None
+        loop.note(f"norm {step}", sum(each.norm() for each in now))
+        loop.note(f"norm before {step}", sum(each.norm() for each in before or now))
+        for parameter, grad in zip(model.parameters(), now, strict=True):
+            parameter.grad = grad
+        before = now
+
+
 @between
 def set_through_data(loop: Loop, step: int, model: nn.Module) -> None:
     for parameter in model.parameters():

@@ -74,8 +74,8 @@ class Flat(ReplicatedStrategy[FlatConfig]):
 
     def _send(self) -> None:
         bucket = self._buckets[len(self._sent)]
-        bucket.leave_kept()
         for place, parameter in enumerate(bucket.parameters):
+            bucket.leave_kept(place)
             grad, view = parameter.grad, bucket.views[place]
             bucket.flags[place] = grad is not None
             if grad is None:
