@@ -1,11 +1,12 @@
-"""Roles of plugins: an entry point gives a strategy its role, and two cannot have the same."""
+"""Roles of plugins, which entry points give; and strategies of earlier versions."""
 
 from importlib.metadata import EntryPoint
 
 import pytest
 
 from drivetrain import registry
-from drivetrain.errors import ConfigError
+from drivetrain.errors import ConfigError, UsageError
+from drivetrain.strategy import Strategy
 
 ENTRIES = {
     group: [EntryPoint(name, value, group) for name, value in found]
@@ -32,3 +33,8 @@ def test_roles_need_no_import_and_the_reference_is_not_for_training(monkeypatch)
     assert registry.strategies().default() == "mine"
     with pytest.raises(ConfigError, match="one reference strategy, found none"):
         registry.strategies().reference()
+
+
+def test_a_strategy_with_a_method_that_nobody_calls_any_more_is_refused():
+    with pytest.raises(UsageError, match=r"Old\.divides_states, which nobody calls: see held_ten"):
+        type("Old", (Strategy,), {"divides_states": True})
