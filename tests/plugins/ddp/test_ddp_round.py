@@ -204,31 +204,18 @@ class Recomputing(nn.Module):
 
 
 @pytest.mark.ranks(2)
-def test_reentrant_checkpoints_of_a_shared_layer():
+@pytest.mark.parametrize("late", [False, True])
+def test_reentrant_checkpoints_of_a_shared_layer(late):
+    """On all ranks from the first step on, or late: on one rank, from the second."""
     torch.manual_seed(1)
     model = Recomputing()
     strategy = start(model)
     rank = strategy.run.world.rank
     for step in range(3):
         model.zero_grad()
+        model.recompute = not late or (step > 0 and rank == 1)
         loss = loss_of(model, batch(step, rank))
-        loss.backward() if step == 1 else strategy.backward(loss)
-        plain = deepcopy(model)
-        plain.recompute = False
-        assert_grads(model, mean_grads(plain, [step], 2))
-    strategy.close()
-
-
-@pytest.mark.ranks(2)
-def test_reentrant_checkpoints_that_one_rank_begins_with_late():
-    torch.manual_seed(1)
-    model = Recomputing()
-    strategy = start(model)
-    rank = strategy.run.world.rank
-    for step in range(3):
-        model.zero_grad()
-        model.recompute = step > 0 and rank == 1
-        strategy.backward(loss_of(model, batch(step, rank)))
+        loss.backward() if step == 1 and not late else strategy.backward(loss)
         plain = deepcopy(model)
         plain.recompute = False
         assert_grads(model, mean_grads(plain, [step], 2))
