@@ -24,7 +24,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from drivetrain import Accelerator
 from drivetrain.model import valueless as results
-from drivetrain.model.recorder import look_at
+from drivetrain.model.tracer import trace_model
 from drivetrain.model.valueless import ValuelessTensor
 from drivetrain_megatron.config import MegatronConfig
 from drivetrain_megatron.cost import CellLayout
@@ -307,7 +307,7 @@ def on_fakes(operation: Operation, tensors: Sequence[Tensor]) -> Callable[[], ob
 
 
 def look_main() -> None:
-    """Times one look at a model: what an operation costs on fake tensors, and remembered.
+    """Times one trace of a model: what an operation costs on fake tensors, and remembered.
 
     ::
 
@@ -336,10 +336,10 @@ def look_main() -> None:
     inputs = {"input_ids": torch.zeros(LOOK_ROWS, LOOK_TOKENS, dtype=torch.long)}
     for when in ("first", "later"):
         started = time.thread_time()
-        look = look_at(model, (), inputs)
+        trace = trace_model(model, (), inputs)
         taken = time.thread_time() - started
-        count = len(look.operations)
-        print(f"a look at GPT-2, {when}: {count} operations, {taken * 1e3:.0f} ms, ", end="")
+        count = len(trace.operations)
+        print(f"a trace at GPT-2, {when}: {count} operations, {taken * 1e3:.0f} ms, ", end="")
         print(f"{taken / count * 1e6:.0f} us each")
 
 

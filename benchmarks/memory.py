@@ -73,8 +73,8 @@ def formula(strategy: Any, spec: ModelSpec) -> dict[str, int]:
     """Return the bytes that one rank is to hold, but for activations."""
     config = strategy.config
     whole = [sum(flat.layout.nbytes for flat in unit.flats) for unit in strategy.placement.units]
-    live = (config.most_live or 1 + config.ahead) * max(whole)
-    if config.most_live:
+    live = (config.max_live or 1 + config.ahead) * max(whole)
+    if config.max_live:
         live += sum(
             size
             for size, unit in zip(whole, strategy.placement.units, strict=True)

@@ -30,7 +30,7 @@ from drivetrain.hardware.description import Hardware, load_hardware
 from drivetrain.model.first_batch import Candidate
 from drivetrain.planner.layout import layout_of, plain, read_layout
 from drivetrain.planner.search import Prediction, Predictor, Task
-from drivetrain.simulator.seen import SeenModel, seen_model
+from drivetrain.simulator.traced import TracedModel, traced_model
 from drivetrain.simulator.transformer import GptShape
 
 # --- error ---
@@ -216,7 +216,7 @@ SUBJECTS = {
 
 
 def predicted(
-    paper: SeenModel, subject: Subject, text: str, hardware: Hardware, accelerator: Accelerator
+    paper: TracedModel, subject: Subject, text: str, hardware: Hardware, accelerator: Accelerator
 ) -> Prediction:
     """Return the prediction for a layout whose replicas each train the subject's rows."""
     world = accelerator.world
@@ -268,7 +268,7 @@ def compared(hardware: Hardware, accelerator: Accelerator) -> Iterator[Compared]
     """Yield every layout of every model that runs on these ranks."""
     for name, subject in SUBJECTS.items():
         inputs = subject.inputs(2)
-        paper = seen_model(subject.make(), [Candidate("example", (inputs,), {})])
+        paper = traced_model(subject.make(), [Candidate("example", (inputs,), {})])
         plans: dict[str, Prediction] = {}
         for text in subject.layouts:
             try:

@@ -90,7 +90,7 @@ def offload_bytes(old: Rows) -> Rows:
 
 
 def timeline(name: str, *, ranks: int, micro_batches: int, chunks: int) -> Any:
-    """Return the times of a schedule on paper, where a whole forward takes a unit."""
+    """Return the times of a simulated schedule, where a whole forward takes a unit."""
     durations = {kind: duration / chunks for kind, duration in UNIT_DURATIONS.items()}
     return simulate(make_schedule(name, ranks, micro_batches, chunks), durations)
 

@@ -38,7 +38,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from drivetrain.collectives.volume import ParameterSpan
-from drivetrain.compression.compressor import Codec, Honesty, NoMethodOptions
+from drivetrain.compression.compressor import Codec, Fidelity, NoMethodOptions
 from drivetrain.config.option import option
 from drivetrain.errors import ConfigError
 from drivetrain_compression.compiled import Compiled, CompiledOptions, Format
@@ -144,7 +144,7 @@ class Blocks(Scaled[BlockOptions]):
         steps: the largest integer.
     """
 
-    honesty: ClassVar[Honesty] = Honesty.THEORY
+    fidelity: ClassVar[Fidelity] = Fidelity.THEORY
     Config: ClassVar[type] = BlockOptions
     steps: ClassVar[int]
 
@@ -154,12 +154,12 @@ class Blocks(Scaled[BlockOptions]):
         self.draws = config.rounding == "stochastic"
 
     @override
-    def honesty_of(self, use: str) -> Honesty:
+    def fidelity_of(self, use: str) -> Fidelity:
         if use == "parameters":
-            return Honesty.EMPIRICAL
+            return Fidelity.EMPIRICAL
         fed_back = use == "gradients" and self.draws and self.keeps_feedback
         proved = not fed_back or self.config.block <= 8 * self.steps**2
-        return self.honesty if proved else Honesty.EMPIRICAL
+        return self.fidelity if proved else Fidelity.EMPIRICAL
 
     @override
     def encode_by_torch(self, values: Tensor, message: Tensor) -> None:
@@ -267,7 +267,7 @@ class Bf16(Codec[NoMethodOptions]):
     """Numbers in bfloat16."""
 
     summary: ClassVar[str] = "each number rounded to bfloat16: half the bytes of fp32"
-    honesty: ClassVar[Honesty] = Honesty.ROUNDING
+    fidelity: ClassVar[Fidelity] = Fidelity.ROUNDING
     group = 2
 
     @override

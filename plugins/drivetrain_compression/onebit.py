@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from drivetrain.compression.compressor import Honesty
+from drivetrain.compression.compressor import Fidelity
 from drivetrain_compression.blocks import Scaled, ScaleOptions
 from drivetrain_compression.compiled import Format
 
@@ -38,7 +38,7 @@ class OneBit(Scaled[ScaleOptions]):
     """Signs with a scale for each block."""
 
     summary: ClassVar[str] = "the sign of each number, a scale per block: a 28th of the bytes"
-    honesty: ClassVar[Honesty] = Honesty.THEORY
+    fidelity: ClassVar[Fidelity] = Fidelity.THEORY
     parameters: ClassVar[bool] = False  # of values, little but the sign would be left
     keeps_feedback = True
     Config: ClassVar[type] = ScaleOptions

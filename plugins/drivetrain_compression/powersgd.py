@@ -31,15 +31,15 @@ from typing_extensions import override
 
 from drivetrain.collectives import Communicator, Handle, Parts, Route, chunk_bounds, sent_bytes
 from drivetrain.collectives.communicator import Deferred, StagedHandle
-from drivetrain.collectives.volume import ParameterSpan, StretchParts
+from drivetrain.collectives.volume import ParameterSpan, SlicesByRank
 from drivetrain.compression.compressor import (
     SMALLEST,
     Compressor,
     ElementRange,
     FarGather,
     FarReduction,
+    Fidelity,
     Followed,
-    Honesty,
     Kept,
     OnWire,
     Rounded,
@@ -74,7 +74,7 @@ class FactorPlan:
     """The matrices of one reduction, and the elements that go as they are.
 
     Args:
-        stretches: of each rank along the axis between hosts.
+        slices: of each rank along the axis between hosts.
         rank: columns of the factors.
         between_ranks: whether every rank stands for a host. Then small matrices cross as factors,
             too, and factors of fp64 gradients are fp64.
@@ -94,7 +94,7 @@ class FactorPlan:
 
     def __init__(
         self,
-        stretches: StretchParts,
+        slices: SlicesByRank,
         rank: int,
         *,
         between_ranks: bool = False,
@@ -107,20 +107,20 @@ class FactorPlan:
         self.matrices: list[LowRankMatrix] = []
         self.plain: list[list[ElementRange]] = []
         self.plain_bytes: list[int] = []
-        for owner, part in enumerate(stretches):
+        for owner, part in enumerate(slices):
             self.plain.append([])
             self.plain_bytes.append(0)
-            for index, stretch in enumerate(part):
+            for index, flat_slice in enumerate(part):
                 edge = 0
-                for span in stretch.spans:
-                    found = self._matrix(owner, index, span, stretch.dtype)
+                for span in flat_slice.spans:
+                    found = self._matrix(owner, index, span, flat_slice.dtype)
                     if found is not None:
                         self.matrices.append(found)
                         if between_ranks:
-                            self.dtype = torch.promote_types(self.dtype, stretch.dtype)
-                        self._leave(ElementRange(index, edge, found.place.start), stretch.dtype)
+                            self.dtype = torch.promote_types(self.dtype, flat_slice.dtype)
+                        self._leave(ElementRange(index, edge, found.place.start), flat_slice.dtype)
                         edge = found.place.stop
-                self._leave(ElementRange(index, edge, stretch.numel), stretch.dtype)
+                self._leave(ElementRange(index, edge, flat_slice.numel), flat_slice.dtype)
         self.ps = rank * sum(each.rows for each in self.matrices)
         self.qs = rank * sum(each.columns for each in self.matrices)
         self.errors = sum(each.rows * each.columns for each in self.matrices)
@@ -366,7 +366,7 @@ class PowerSgd(Compressor[PowerSgdOptions]):
     """
 
     summary: ClassVar[str] = "matrices as two factors of low rank: r (n + m) numbers for n x m"
-    honesty: ClassVar[Honesty] = Honesty.THEORY
+    fidelity: ClassVar[Fidelity] = Fidelity.THEORY
     updates: ClassVar[bool] = True
     keeps_feedback = True
     Config: ClassVar[type] = PowerSgdOptions
@@ -384,20 +384,20 @@ class PowerSgd(Compressor[PowerSgdOptions]):
         )
 
     @override
-    def approximates(self, stretches: StretchParts) -> bool:
-        return bool(self._plan(stretches).matrices)
+    def approximates(self, slices: SlicesByRank) -> bool:
+        return bool(self._plan(slices).matrices)
 
     @override
     def reduction(
-        self, far: Communicator, stretches: StretchParts, *, everywhere: bool
+        self, far: Communicator, slices: SlicesByRank, *, everywhere: bool
     ) -> FarReduction:
-        return LowRankReduction(far, self._plan(stretches), everywhere=everywhere)
+        return LowRankReduction(far, self._plan(slices), everywhere=everywhere)
 
     @override
     def sent(
-        self, far: Route, stretches: StretchParts, *, everywhere: bool
+        self, far: Route, slices: SlicesByRank, *, everywhere: bool
     ) -> Counter[tuple[str, str]]:
-        plan = self._plan(stretches)
+        plan = self._plan(slices)
         itemsize = plan.on_wire(plan.dtype).itemsize
         factors = [
             [itemsize * (stop - start) for start, stop in chunk_bounds(numel, far.axis.size)]
@@ -408,8 +408,8 @@ class PowerSgd(Compressor[PowerSgdOptions]):
         return sum((*sums, *(far.passed("all_gather", each) for each in gathered)), Counter())
 
     @override
-    def held(self, far: Axis, stretches: StretchParts, *, everywhere: bool) -> int:
-        plan = self._plan(stretches)
+    def held(self, far: Axis, slices: SlicesByRank, *, everywhere: bool) -> int:
+        plan = self._plan(slices)
         return plan.dtype.itemsize * (plan.errors + plan.qs)
 
     @override
@@ -421,12 +421,12 @@ class PowerSgd(Compressor[PowerSgdOptions]):
         _write_sum(matrix, torch.empty_like(matrix), p, q, 1)
 
     @override
-    def gathering(self, far: Communicator, stretches: StretchParts, *, updates: bool) -> FarGather:
-        return LowRankGather(far, self._plan(stretches))
+    def gathering(self, far: Communicator, slices: SlicesByRank, *, updates: bool) -> FarGather:
+        return LowRankGather(far, self._plan(slices))
 
     @override
-    def sent_gathering(self, far: Axis, stretches: StretchParts) -> Counter[tuple[str, str]]:
-        plan = self._plan(stretches)
+    def sent_gathering(self, far: Axis, slices: SlicesByRank) -> Counter[tuple[str, str]]:
+        plan = self._plan(slices)
         lengths = list(plan.plain_bytes)
         for matrix in plan.matrices:
             numel = plan.rank * (matrix.rows + matrix.columns)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from drivetrain.compression.compressor import Honesty
+from drivetrain.compression.compressor import Fidelity
 from drivetrain.config.option import option
 from drivetrain.errors import ConfigError
 from drivetrain_compression.compiled import Compiled, CompiledOptions, Format
@@ -56,7 +56,7 @@ class TopK(Compiled[TopKOptions]):
     summary: ClassVar[str] = (
         "the 64 largest of each 4,096 numbers, with 2-bit values: 1/128 of the bytes"
     )
-    honesty: ClassVar[Honesty] = Honesty.THEORY
+    fidelity: ClassVar[Fidelity] = Fidelity.THEORY
     parameters: ClassVar[bool] = False  # of values, almost all would be zeros
     sparse: ClassVar[bool] = True
     keeps_feedback = True

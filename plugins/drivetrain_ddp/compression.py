@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from drivetrain.collectives import Communicator, Handle, Route, chunk_bounds
 from drivetrain.collectives.communicator import SumChannel
-from drivetrain.collectives.volume import Stretch, StretchParts
+from drivetrain.collectives.volume import FlatSlice, SlicesByRank
 from drivetrain.compression.compressor import (
     Compressor,
     Followed,
@@ -73,8 +73,8 @@ class CommunicationHook:
     def _channel(self, bucket: Bucket, communicator: Communicator) -> SumChannel:
         """Return the sums of a bucket."""
         crossing = Rounded([bucket.flat], self._on_wire)
-        stretch = self._stretch(bucket.layout, bucket.names)
-        channel = communicator.gradients_summed(stretch, "gradient bucket")
+        flat_slice = self._flat_slice(bucket.layout, bucket.names)
+        channel = communicator.gradients_summed(flat_slice, "gradient bucket")
 
         def start(_: Tensor) -> Handle:
             crossing.leave()
@@ -82,9 +82,9 @@ class CommunicationHook:
 
         return start
 
-    def _stretch(self, layout: BucketLayout, names: Sequence[str]) -> Stretch:
+    def _flat_slice(self, layout: BucketLayout, names: Sequence[str]) -> FlatSlice:
         """Describe a bucket as it crosses."""
-        return layout.stretch(names, self._on_wire(layout.dtype))
+        return layout.flat_slice(names, self._on_wire(layout.dtype))
 
     def sent(
         self, layout: BucketLayout, names: Sequence[str], route: Route
@@ -96,13 +96,13 @@ class CommunicationHook:
             names: of all parameters in the sequence that was planned.
             route: the way of data over the data-parallel axis.
         """
-        return route.gradients_summed(self._stretch(layout, names))
+        return route.gradients_summed(self._flat_slice(layout, names))
 
     def held(self, layout: BucketLayout, names: Sequence[str], route: Route) -> int:
         """Return the bytes that are held for a bucket's messages between steps."""
-        stretch = self._stretch(layout, names)
-        rounded = 0 if stretch.dtype == layout.dtype else stretch.nbytes
-        return rounded + route.kept_back(stretch)
+        flat_slice = self._flat_slice(layout, names)
+        rounded = 0 if flat_slice.dtype == layout.dtype else flat_slice.nbytes
+        return rounded + route.kept_back(flat_slice)
 
     def forget(self) -> None:
         """Drop the state of every bucket: the buckets are about to change."""
@@ -138,7 +138,7 @@ class PowerSgdHook(CommunicationHook):
             return exact()
         reduction = self._method.reduction(communicator, pieces, everywhere=True)
         lengths = [part[0].numel for part in pieces]
-        spans = bucket.layout.stretch(bucket.names).spans
+        spans = bucket.layout.flat_slice(bucket.names).spans
 
         def give_back() -> None:
             # Where no rank had a gradient no parameter is updated: what came are errors alone.
@@ -178,17 +178,17 @@ class PowerSgdHook(CommunicationHook):
             return super().held(layout, names, route)
         return self._method.held(route.axis, pieces, everywhere=True)
 
-    def _pieces(self, layout: BucketLayout, names: Sequence[str], size: int) -> StretchParts:
+    def _pieces(self, layout: BucketLayout, names: Sequence[str], size: int) -> SlicesByRank:
         """Return a piece of the bucket for each rank, about as long, with whole parameters."""
-        stretch = layout.stretch(names)
+        flat_slice = layout.flat_slice(names)
         if layout.dtype not in (torch.float32, torch.float64):  # factors of others would be noise
-            stretch = replace(stretch, spans=())
+            flat_slice = replace(flat_slice, spans=())
         edges = []
-        for edge, _ in chunk_bounds(stretch.numel, size):
-            at = bisect_right(stretch.spans, edge, key=lambda span: span.start) - 1
-            inside = at >= 0 and edge < stretch.spans[at].stop
-            edges.append(stretch.spans[at].start if inside else edge)
-        return [[stretch.cut(*each)] for each in pairwise([*edges, stretch.numel])]
+        for edge, _ in chunk_bounds(flat_slice.numel, size):
+            at = bisect_right(flat_slice.spans, edge, key=lambda span: span.start) - 1
+            inside = at >= 0 and edge < flat_slice.spans[at].stop
+            edges.append(flat_slice.spans[at].start if inside else edge)
+        return [[flat_slice.cut(*each)] for each in pairwise([*edges, flat_slice.numel])]
 
 
 # --- the compression that the options choose ---

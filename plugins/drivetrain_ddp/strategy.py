@@ -58,7 +58,7 @@ from drivetrain_ddp.options import DdpConfig, DdpOutline
 
 if TYPE_CHECKING:
     from drivetrain.simulator.contract import Sharing
-    from drivetrain.simulator.step import PaperRun
+    from drivetrain.simulator.step import SimulatedRun
 
 # --- averages gradients over ranks while backward runs ---
 
@@ -513,7 +513,7 @@ class DdpPlanning(DataParallelPlanning):
         """Return True: every channel goes on with methods that are chosen later."""
         return True
 
-    def forms(self, world: World) -> Sequence[Form]:
+    def candidates(self, world: World) -> Sequence[Form]:
         """Return gradients as they are, and of low rank where hosts are connected by a network."""
         compressed = [Form({"hook": "powersgd"}, exact=False)] if world.spans_hosts else []
         return [Form(), *compressed]
@@ -535,10 +535,10 @@ def buckets_of(
     )
 
 
-def _sharing(config: DdpConfig, run: "PaperRun") -> "Sharing":
+def _sharing(config: DdpConfig, run: "SimulatedRun") -> "Sharing":
     if config.hook != "none":
         raise ConfigError(
-            f"expected hook: none in a step on paper, found {config.hook}: the time of "
+            f"expected hook: none in a simulated step, found {config.hook}: the time of "
             "compression is not drawn; leave hook out"
         )
     from drivetrain.simulator.contract import Sharing  # loaded by who plans

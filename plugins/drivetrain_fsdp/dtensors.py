@@ -12,7 +12,7 @@ from drivetrain.collectives import Communicator
 from drivetrain.errors import UsageError
 from drivetrain.parallel.layout import ParameterSlot
 from drivetrain.parallel.placement import Placement, Ranks
-from drivetrain.parallel.unit import FlatTensor
+from drivetrain.parallel.unit import FlatParameter
 
 
 def as_dtensors(placement: Placement, ranks: Ranks, device: torch.device) -> dict[str, DTensor]:
@@ -60,7 +60,7 @@ def as_dtensors(placement: Placement, ranks: Ranks, device: torch.device) -> dic
     return found
 
 
-def _piece(slot: ParameterSlot, flat: FlatTensor) -> Tensor:
+def _piece(slot: ParameterSlot, flat: FlatParameter) -> Tensor:
     """Return this rank's rows in memory."""
     tensor = flat.shard.tensor
     if tensor is None or flat.masters_left:
@@ -89,7 +89,7 @@ def _device_mesh(ranks: Ranks, device_type: str) -> DeviceMesh:
     )
 
 
-def _nothing(slot: ParameterSlot, flat: FlatTensor, sharing: Communicator) -> Tensor:
+def _nothing(slot: ParameterSlot, flat: FlatParameter, sharing: Communicator) -> Tensor:
     """Return the rows of a rank that owns no element: none, unless rows have no elements."""
     rows = 0
     if slot.shape and not slot.numel:
@@ -101,7 +101,7 @@ def _nothing(slot: ParameterSlot, flat: FlatTensor, sharing: Communicator) -> Te
 
 
 def _everywhere(
-    local: Tensor, slot: ParameterSlot, flat: FlatTensor, sharing: Communicator
+    local: Tensor, slot: ParameterSlot, flat: FlatParameter, sharing: Communicator
 ) -> Tensor:
     """Return a 0-d parameter's value on all ranks: on its owner, the parameter's own memory."""
     value = local.reshape(()) if slot.owned_numel else _nothing(slot, flat, sharing).new_zeros(())

@@ -67,7 +67,7 @@ from drivetrain.runtime.mesh import Axis
 from drivetrain.runtime.precision import Precision
 from drivetrain.runtime.world import World
 from drivetrain.simulator.contract import Sharing
-from drivetrain.simulator.step import PaperRun
+from drivetrain.simulator.step import SimulatedRun
 from drivetrain.strategy import Form, Planning, Prepared, Run
 from drivetrain_fsdp.dtensors import as_dtensors
 from drivetrain_fsdp.options import FsdpConfig, FsdpOutline
@@ -485,7 +485,7 @@ class FsdpPlanning(ShardedPlanning):
         "shard_group": "shard_size",
     }
 
-    def forms(self, world: World) -> Sequence[Form]:
+    def candidates(self, world: World) -> Sequence[Form]:
         """Return division over all ranks, and inside of each of several hosts."""
         inside = world.spans_hosts and world.island_size > 1
         return [Form(), *([Form({"sharding": "hybrid"})] if inside else [])]
@@ -510,7 +510,7 @@ class Fsdp(FsdpOutline, ShardedStrategy[FsdpConfig]):
             self._made.enter_context(closing(self.adam))
 
     @classmethod
-    def sharing(cls, config: FsdpConfig, run: PaperRun) -> Sharing:
+    def sharing(cls, config: FsdpConfig, run: SimulatedRun) -> Sharing:
         """Return what the ranks divide, all of them or groups."""
         hybrid = config.sharding == "hybrid"
         return sharing_of(config, group=(config.shard_size or run.together("dp")) if hybrid else 0)

@@ -112,7 +112,7 @@ class FsdpConfig(ParameterOptions):
         return self.live_units - 1
 
     @property
-    def most_live(self) -> int | None:
+    def max_live(self) -> int | None:
         """How many units may be whole or on their way at once."""
         return self.live_units
 

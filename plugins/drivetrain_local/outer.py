@@ -32,7 +32,7 @@ from typing_extensions import override
 
 from drivetrain.collectives import Communicator, Handle
 from drivetrain.collectives.communicator import Finished, SumChannel
-from drivetrain.collectives.volume import ParameterRow, Stretch
+from drivetrain.collectives.volume import FlatSlice, ParameterRow
 from drivetrain.model.modules import named_parameters, repeated_blocks
 from drivetrain.parallel.backward import Rounds, on_gradient
 from drivetrain.parallel.replicated import replicate, view_like
@@ -104,11 +104,11 @@ class MessageChannel(NamedTuple):
     """A channel of sums, and its tensors at this time.
 
     Attributes:
-        stretch: describes the flat tensor of a sum.
+        flat_slice: describes the flat tensor of a sum.
         channel: takes the sums.
     """
 
-    stretch: Stretch
+    flat_slice: FlatSlice
     channel: SumChannel
 
 
@@ -200,25 +200,25 @@ class Messages:
         Once other tensors are in the message, a new channel goes on with the errors of the old one.
         """
         names, dtype = self.names(), wide(self.dtype(members[0]))
-        pieces = [self._stretch(names[id(parameter)], parameter, dtype) for parameter in members]
-        stretch = Stretch.joined(pieces, dtype)
+        pieces = [self._flat_slice(names[id(parameter)], parameter, dtype) for parameter in members]
+        flat_slice = FlatSlice.joined(pieces, dtype)
         key = MessageKey(fragment, *self._kind(members[0], names))
         before = self._channels.get(key)
-        if before is None or before.stretch != stretch:
+        if before is None or before.flat_slice != flat_slice:
             made = self._workers.gradients_summed(
-                stretch, "outer gradients", None if before is None else before.channel
+                flat_slice, "outer gradients", None if before is None else before.channel
             )
-            self._channels[key] = MessageChannel(stretch, made)
+            self._channels[key] = MessageChannel(flat_slice, made)
         return self._channels[key].channel
 
     def _kind(self, parameter: nn.Parameter, names: Mapping[int, str]) -> tuple[torch.dtype, str]:
         """Return the dtype and the word of the part, which the tensors of a message share."""
         return self.dtype(parameter), self._parts[names[id(parameter)]].word
 
-    def _stretch(self, name: str, parameter: nn.Parameter, dtype: torch.dtype) -> Stretch:
+    def _flat_slice(self, name: str, parameter: nn.Parameter, dtype: torch.dtype) -> FlatSlice:
         """Describe a tensor in a message: a piece of a matrix is encoded as part of the matrix."""
         shape, outer_dim, first, numel = self._inner.held_tensors.piece(parameter)
-        whole = Stretch.of(prod(shape), dtype, [ParameterRow(name, shape, outer_dim, 0)])
+        whole = FlatSlice.of(prod(shape), dtype, [ParameterRow(name, shape, outer_dim, 0)])
         return whole.cut(first, first + numel)
 
 

@@ -3,7 +3,7 @@
 A worker is the ranks that train together, by a strategy of their own: ``Worker`` hands everything
 to that strategy that ``Local`` does not do itself.
 
-The cost of local steps, and a step on paper: the strategy inside, and a round's exchange.
+The cost of local steps, and a simulated step: the strategy inside, and a round's exchange.
 """
 
 from collections import Counter
@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from drivetrain.collectives import Route, connect
-from drivetrain.collectives.volume import ParameterRow, Stretch
-from drivetrain.compression.compressor import Compressor, Honesty
+from drivetrain.collectives.volume import FlatSlice, ParameterRow
+from drivetrain.compression.compressor import Compressor, Fidelity
 from drivetrain.cost import Cost, ModelSpec
 from drivetrain.errors import UsageError
 from drivetrain.log import get_logger
@@ -33,10 +33,10 @@ from drivetrain.simulator.step import (
     COMPUTE,
     Collective,
     Operation,
-    PaperRun,
-    PaperStep,
-    PaperTask,
-    PaperUnit,
+    SimulatedRun,
+    SimulatedStep,
+    SimulatedTask,
+    SimulatedUnit,
 )
 from drivetrain.strategy import (
     Form,
@@ -74,7 +74,7 @@ def strategy_inside(config: LocalOptions) -> tuple[type[Strategy[Any]], Any]:
     return find_strategy(config.inner.name, config.inner.options)
 
 
-# --- the cost of local steps, and a step on paper ---
+# --- the cost of local steps, and a simulated step ---
 
 Sent = Counter[tuple[str, str]]
 
@@ -87,7 +87,7 @@ def estimate(config: LocalOptions, model: ModelSpec, run: Run) -> Cost:
     cost = kind.cost(options, model, inside)
     if far.size == 1:
         return cost
-    here = kind.planning().part(options, model, inside)
+    here = kind.planning().local_model(options, model, inside)
     parts = _state(kind, options, model, inside)
     part = sum(parts.values())
     route = Route(far)
@@ -152,17 +152,17 @@ def _exchanges(
     """
     shapes = {spec.name: spec.shape for spec in model.parameters}
     fragments = fragment_of_each(model.module, shapes, config.fragments)
-    groups: dict[tuple[int, torch.dtype, bool], list[Stretch]] = {}
+    groups: dict[tuple[int, torch.dtype, bool], list[FlatSlice]] = {}
     for spec in (each for each in here.parameters if each.name in stepped):
         row = ParameterRow(spec.name, spec.shape, spec.outer_dim, 0)
-        piece = Stretch.of(spec.numel, wide(spec.dtype), [row]).cut(*stepped[spec.name])
+        piece = FlatSlice.of(spec.numel, wide(spec.dtype), [row]).cut(*stepped[spec.name])
         message = fragments[spec.name], spec.dtype, spec.shape == shapes[spec.name]
         groups.setdefault(message, []).append(piece)
     sent, kept = Sent(), 0
     for pieces in groups.values():
-        stretch = Stretch.joined(pieces, pieces[0].dtype)
-        sent += route.gradients_summed(stretch)
-        kept += route.kept_back(stretch)
+        flat_slice = FlatSlice.joined(pieces, pieces[0].dtype)
+        sent += route.gradients_summed(flat_slice)
+        kept += route.kept_back(flat_slice)
     return sent, kept
 
 
@@ -173,7 +173,7 @@ def _joined(
     return {key: count for key, count in total.items() if count}
 
 
-# --- a step on paper: the step inside of a worker, and 1/H of an exchange ---
+# --- a simulated step: the step inside of a worker, and 1/H of an exchange ---
 
 
 _FAR = f"{AXIS}.far"
@@ -200,7 +200,7 @@ class LocalPlanning(Planning):
         """Return none: a trajectory of its own equals no other."""
         return ()
 
-    def forms(self, world: World) -> Sequence[Form]:
+    def candidates(self, world: World) -> Sequence[Form]:
         """Return the form for hosts that a network connects."""
         return [Form({}, exact=False)] if world.spans_hosts else []
 
@@ -224,7 +224,9 @@ class LocalPlanning(Planning):
         """Return none."""
         return ()
 
-    def step(self, config: LocalOptions, units: Sequence[PaperUnit], run: PaperRun) -> PaperStep:
+    def simulate(
+        self, config: LocalOptions, units: Sequence[SimulatedUnit], run: SimulatedRun
+    ) -> SimulatedStep:
         """Return the mean step of a round, of the ranks of one replica.
 
         Args:
@@ -237,7 +239,7 @@ class LocalPlanning(Planning):
         workers = -(-ranks // worker)
         kind, options = strategy_inside(config)
         alone = replace(run, axes={**run.axes, AXIS: worker}, far=None)
-        inside = kind.planning().step(options, units, alone)
+        inside = kind.planning().simulate(options, units, alone)
         if workers == 1:
             return inside
         exchanges, held, stored = [], [], [dict(each) for each in inside.stored]
@@ -246,12 +248,12 @@ class LocalPlanning(Planning):
             options = replace(options, offload=OffloadOptions())
         for stage, kinds in enumerate(inside.held):
             # A rank exchanges the elements of which it keeps the optimizer's state, in stores, too.
-            there = kind.planning().step(options, units, alone).held[stage] if beside else kinds
+            there = kind.planning().simulate(options, units, alone).held[stage] if beside else kinds
             nbytes = there.get("optimizer", 0.0) / run.bytes.optimizer * _BYTES
             # Without a delay the step waits for the exchange; with one the exchange is beside it.
             lane = _FAR if config.delay else COMPUTE
             operations = _exchange(nbytes / config.every, workers, run)
-            exchange = PaperTask("outer step", operations, lane, stage=stage)
+            exchange = SimulatedTask("outer step", operations, lane, stage=stage)
             exchange.during = _BESIDE * nbytes / config.fragments
             exchanges.append(exchange)
             kept = STATES * nbytes
@@ -261,10 +263,10 @@ class LocalPlanning(Planning):
             if run.far:
                 held[-1]["errors of links"] = run.far.held * nbytes
         axes = {**inside.axes, AXIS: worker, _FAR: workers}
-        return PaperStep([*inside.tasks, *exchanges], held, axes, stored)
+        return SimulatedStep([*inside.tasks, *exchanges], held, axes, stored)
 
 
-def _exchange(nbytes: float, workers: int, run: PaperRun) -> tuple[Operation, ...]:
+def _exchange(nbytes: float, workers: int, run: SimulatedRun) -> tuple[Operation, ...]:
     """Return the operations by which a rank gets the sum over workers of so many bytes."""
     if run.far is None:
         return (Collective(_FAR, "all_reduce", nbytes),)
@@ -485,7 +487,7 @@ class Local(Stepping):
         logger.announce(
             f"local: {self._far.size} workers of {size} ranks, {kind} inside, {first}exchange "
             f"{self.config.fragments} fragments every {self.config.every} steps; a trajectory of "
-            f"its own ({Honesty.EMPIRICAL}){self.run.links.note(self.channels(self.config))}"
+            f"its own ({Fidelity.EMPIRICAL}){self.run.links.note(self.channels(self.config))}"
         )
         method = self.run.links.gradients
         if method is not None and self.planning().advises_against(self.config, method):

@@ -62,9 +62,9 @@ from drivetrain.collectives.communicator import SoloCommunicator
 from drivetrain.collectives.volume import Operation, chunk_bounds, chunk_of
 from drivetrain.cost import Cost, ModelSpec, TensorSpec
 from drivetrain.model.guard import Arguments, Keywords
-from drivetrain.model.look import BlockCall, Look
 from drivetrain.model.modules import named_parameters, uncompiled
-from drivetrain.model.recorder import look_at
+from drivetrain.model.trace import BlockCall, ModelTrace
+from drivetrain.model.tracer import trace_model
 from drivetrain.model.untouched import PLANNING, untouched
 from drivetrain.parallel.estimate import add
 from drivetrain.strategy import Run
@@ -202,9 +202,9 @@ class CellLayout:
             found = inputs_for(config, model)
             facts = {n: ShardingSpec(tuple(p.shape)) for n, p in named_parameters(model).items()}
             if config.pp > 1 and found is not None:
-                recording = recording_of(model, found.look)
+                recording = recording_of(model, found.trace)
                 chosen = replace(config, cut="cost") if config.cut == "profile" else config
-                cut = chosen_cut(chosen, model, recording, found.look)
+                cut = chosen_cut(chosen, model, recording, found.trace)
                 pipeline = Pipelined(recording, cut, config.pp, run.mesh["pp"].rank)
             if config.tp > 1:
                 # Planning only asks how many ranks there are: nothing is sent.
@@ -336,22 +336,22 @@ class Forward:
     Attributes:
         entering: the activation that enters each block, by name.
         leaving: the tensors that cross the bound after each block; empty without a pipeline.
-        look: at the whole forward; experts get the tokens that random weights give them.
+        trace: at the whole forward; experts get the tokens that random weights give them.
     """
 
     entering: Mapping[str, Activation]
     leaving: Sequence[Sequence[TensorMeta]]
-    look: Look
+    trace: ModelTrace
 
     def through(self, first: str, last: str) -> tuple[int, int]:
         """Return how many numbers come into a module, and go out of another, in all calls.
 
         Those that come in want a gradient.
         """
-        calls = self.look.modules
+        calls = self.trace.modules
         into = [number for call in calls if call.name == first for number in call.inputs]
         out = [call.outputs[0] for call in calls if call.name == last]
-        seen = self.look.tensors
+        seen = self.trace.tensors
         wanting = [seen[number].facts for number in into if seen[number].requires_grad]
         made = [seen[number].facts for number in out]
         return sum(prod(x.shape) for x in wanting), sum(prod(x.shape) for x in made)
@@ -406,21 +406,21 @@ class StepVolumes:
     def _forward(self, args: Arguments, kwargs: Keywords) -> Forward:
         module, pipeline = uncompiled(self._module), self._layout.pipeline
         if pipeline is None:
-            look = look_at(module, args, kwargs, kind=StageProxy)
+            trace = trace_model(module, args, kwargs, kind=StageProxy)
             leaving: list[Sequence[TensorMeta]] = []
         else:
             blocks = named_blocks(pipeline.recording.names, module)
-            look = look_at(module, args, kwargs, blocks=blocks, kind=StageProxy, isolated=True)
-            leaving = [crossing.metas for crossing in recording_of(module, look).crossings]
-        calls = look.first_calls().items()
-        entering = {name: x for name, call in calls if (x := _activation(look, call))}
-        return Forward(entering, leaving, look)
+            trace = trace_model(module, args, kwargs, blocks=blocks, kind=StageProxy, isolated=True)
+            leaving = [crossing.metas for crossing in recording_of(module, trace).crossings]
+        calls = trace.first_calls().items()
+        entering = {name: x for name, call in calls if (x := _activation(trace, call))}
+        return Forward(entering, leaving, trace)
 
     # --- tensor parallelism, in one micro-batch ---
 
     def _of_layers(self, plan: ModelPlan, forward: Forward) -> Sent:
         found = Sent()
-        phases = {name: phase for phase, name in enumerate(forward.look.first_calls())}
+        phases = {name: phase for phase, name in enumerate(forward.trace.first_calls())}
         for name, x in forward.entering.items():
             if self._layout.has_phase(phases[name]):
                 found += self._of_block(name, plan.blocks[name], x, forward)
@@ -554,9 +554,9 @@ def _ends(derivation: Derivation) -> Iterator[tuple[str, str]]:
         yield region.entrance, region.leaving
 
 
-def _activation(look: Look, call: BlockCall) -> Activation | None:
+def _activation(trace: ModelTrace, call: BlockCall) -> Activation | None:
     """Return a block's first floating point argument of two dims or more; None without any."""
-    given = [look.tensors[number].facts for number in call.given if number is not None]
+    given = [trace.tensors[number].facts for number in call.given if number is not None]
     rows = (x for x in given if x.dtype.is_floating_point and len(x.shape) > 1)
     first = next(rows, None)
     return None if first is None else _of_shape(first.shape, first.dtype)

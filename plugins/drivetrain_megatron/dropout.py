@@ -29,8 +29,8 @@ from drivetrain.data.examples import ExampleBatch
 from drivetrain.errors import UsageError
 from drivetrain.log import get_logger
 from drivetrain.model.guard import Arguments, Function, Keywords
-from drivetrain.model.look import Look, ModelOperation
 from drivetrain.model.modules import NamedModule, clean_name, uncompiled
+from drivetrain.model.trace import ModelOperation, ModelTrace
 from drivetrain.runtime import rng
 from drivetrain_megatron.recording.calls import (
     ExampleInputs,
@@ -396,10 +396,10 @@ class DropoutRecorder:
         return x
 
 
-def dropping_modules(model: nn.Module, look: Look) -> frozenset[str]:
-    """Return the names of modules that drop elements in a look at a training forward."""
+def dropping_modules(model: nn.Module, trace: ModelTrace) -> frozenset[str]:
+    """Return the names of modules that drop elements in a trace of a training forward."""
     inside = {name for name, m in model.named_modules() if _is_attention(m)}
-    seen = {each.module for each in look.operations if drops_elements(each)}
+    seen = {each.module for each in trace.operations if drops_elements(each)}
     return frozenset(seen | inside)
 
 
@@ -508,8 +508,8 @@ class Dropout(Uncopied):
                     "loader, or set model.example_inputs"
                 )
         else:
-            self._names = dropping_modules(model, given.look)
-            for block, like in uncalled_blocks(given.look, model).items():
+            self._names = dropping_modules(model, given.trace)
+            for block, like in uncalled_blocks(given.trace, model).items():
                 inside = (name for name in self._names if f"{name}.".startswith(f"{like}."))
                 self._names |= {block + name.removeprefix(like) for name in inside}
 

@@ -36,10 +36,10 @@ from drivetrain.cost import ModelSpec
 from drivetrain.errors import ConfigError, UsageError
 from drivetrain.log import get_logger
 from drivetrain.parallel.estimate import Estimate
-from drivetrain.parallel.home import BoundOptimizer, Held, Home
 from drivetrain.parallel.layout import ParameterSlot, UnitLayout
+from drivetrain.parallel.optimizer_backend import BoundOptimizer, Held, OptimizerBackend
 from drivetrain.parallel.options import OffloadOptions, UnitsOptions, store_knobs
-from drivetrain.parallel.unit import FlatTensor, ShardHome, Unit, followed, make_placeholder
+from drivetrain.parallel.unit import FlatParameter, ShardStorage, Unit, followed, make_placeholder
 from drivetrain.registry import stores
 from drivetrain.saved_state import AROUND
 from drivetrain.store import Pending, ShardSpec, ShardStep, ShardStepper, SteppingStore, TensorStore
@@ -123,7 +123,7 @@ class OffloadedParameter:
 
     slot: ParameterSlot
     fragment: nn.Parameter
-    flat: FlatTensor
+    flat: FlatParameter
     unit: Unit
     stepper: ShardStepper
     block: str
@@ -190,7 +190,7 @@ class OffloadedParameters:
         self._options = options
         self._store = store
         self._memory = memory
-        self._places: dict[ParameterSlot, tuple[Unit, FlatTensor]] = {}
+        self._places: dict[ParameterSlot, tuple[Unit, FlatParameter]] = {}
 
     def choose(self, units: Sequence[Unit]) -> None:
         """Choose among more units, in backward's order, the last ones that forward needs."""
@@ -261,7 +261,7 @@ class OffloadedParameters:
             if state:
                 one.set_states(state)
 
-    def _leave_masters(self, flat: FlatTensor) -> None:
+    def _leave_masters(self, flat: FlatParameter) -> None:
         """Keep a flat tensor in the dtype of forward only, if a store has all of its masters."""
         mine = [self.parameters.get(slot) for slot in flat.slots if slot.owned_numel]
         if all(one is not None and one.master for one in mine):
@@ -322,7 +322,7 @@ def _wait_for_steps(units: Iterable[Unit]) -> None:
     """Return when no step is on its way into these units."""
     for unit in units:
         if unit.resident:
-            unit.wait_for_values()
+            unit.wait_for_unshard()
         unit.wait_for_step()
 
 
@@ -343,7 +343,7 @@ class PendingValues:
         self._memory = memory
         self.parameters: list[OffloadedParameter] = []
         self.awaited = 0
-        self._buffers: dict[FlatTensor, Tensor] = {}
+        self._buffers: dict[FlatParameter, Tensor] = {}
 
     def of(self, one: OffloadedParameter, *, in_place: bool) -> Tensor | Callable[[], Tensor]:
         """Return the tensor for a parameter's new values, 1-D, on the CPU.
@@ -386,10 +386,10 @@ class PendingValues:
 # --- the engine ---
 
 
-class OffloadEngine(Home):
-    """The home whose stores keep optimizer state, and step it where it lies.
+class OffloadEngine(OptimizerBackend):
+    """The backend whose stores keep optimizer state, and step it where it lies.
 
-    Parameters that are not offloaded are at home on the device, as in any other run.
+    Parameters that are not offloaded lie on the device, as in any other run.
 
     Args:
         options: which state lies in stores, and in which ones.
@@ -443,14 +443,14 @@ class OffloadEngine(Home):
         plan = plan_of(model, optimizers, units, run, rank=rank, lent=lent)
         announce_tiers(plan, self.options, self._stores, run)
 
-    def shard(self, flat: FlatTensor, label: str) -> ShardHome:
+    def shard(self, flat: FlatParameter, label: str) -> ShardStorage:
         """Keep the shard of a freed flat tensor in the store of parameters, if any."""
         store = self._stores.get(self.options.params)
         in_place = store is not None and store.in_memory and store.device == self.device
         if store is None or in_place or not flat.sharded:
             return super().shard(flat, label)
         key = f"parameters of {label}, {flat.slots[0].name} and on"
-        return ShardInStore(flat.owned, flat.layout.master, flat.own, store, key)
+        return InStoreShard(flat.owned, flat.layout.master, flat.own, store, key)
 
     def choose(self, units: Sequence[Unit]) -> None:
         """Choose the units whose state is offloaded: the last ones that forward needs."""
@@ -580,14 +580,14 @@ class OffloadEngine(Home):
 
     # --- state ---
 
-    def master(self, flat: FlatTensor, slot: ParameterSlot) -> Held:
+    def master(self, flat: FlatParameter, slot: ParameterSlot) -> Held:
         """Return the master that a store keeps; otherwise the part of the shard."""
         one = self._offloaded.get(slot)
         if one is None or not one.master:
             return super().master(flat, slot)
         return Held(one.read_master(), not one.in_memory)
 
-    def set_master(self, flat: FlatTensor, slot: ParameterSlot, values: Tensor) -> None:
+    def set_master(self, flat: FlatParameter, slot: ParameterSlot, values: Tensor) -> None:
         """Write into the store, and into the shard."""
         one = self._offloaded.get(slot)
         if one is not None and one.master:
@@ -656,10 +656,10 @@ def _one_dim(slot: ParameterSlot, grad: Tensor) -> Tensor:
 # --- the stores that options name, and the shards of flat tensors that lie in them ---
 
 
-class ShardInStore(ShardHome):
+class InStoreShard(ShardStorage):
     """A shard that lies in a store and comes for every use, as the same tensor as in memory.
 
-    ``key`` names the shard in the store; the other arguments are those of ``ShardHome``.
+    ``key`` names the shard in the store; the other arguments are those of ``ShardStorage``.
     """
 
     in_store: ClassVar[bool] = True

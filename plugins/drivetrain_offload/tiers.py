@@ -325,7 +325,7 @@ def plan_of(
     rank: int,
     lent: int,
 ) -> TierPlan:
-    """Describe a model that was not laid out yet; arguments as in ``Home.announce``."""
+    """Describe a model that was not laid out yet; arguments as in ``OptimizerBackend.announce``."""
     parameters = named_parameters(model)
     spec = ModelSpec(
         tuple(TensorSpec.of(name, parameter) for name, parameter in parameters.items()),

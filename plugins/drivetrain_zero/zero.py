@@ -48,7 +48,7 @@ from drivetrain.parallel.replicated import plan_buckets
 from drivetrain.parallel.strategy import ShardedStrategy
 from drivetrain.runtime.precision import Precision
 from drivetrain.simulator.contract import Sharing
-from drivetrain.simulator.step import PaperRun
+from drivetrain.simulator.step import SimulatedRun
 from drivetrain.strategy import Prepared, Run
 from drivetrain_zero.options import (
     Zero1Config,
@@ -150,7 +150,7 @@ class Zero(ShardedStrategy[ConfigT], Generic[ConfigT]):
         return cut_model(specs, run.precision, config, run.mesh["dp"].size, devices)
 
     @classmethod
-    def sharing(cls, config: ConfigT, run: PaperRun) -> Sharing:
+    def sharing(cls, config: ConfigT, run: SimulatedRun) -> Sharing:
         """Return what this stage divides: see the top of this file."""
         if isinstance(config, Zero3Config):
             return sharing_of(config, whole_below=config.keep_below)

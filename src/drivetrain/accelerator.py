@@ -56,7 +56,7 @@ from drivetrain.observe.recorder import ExplainsShortage, LinkChoice, LiveFigure
 from drivetrain.observe.report import RunReport
 from drivetrain.observe.trackers import Trackers
 from drivetrain.processes import Processes, StaysInProcess
-from drivetrain.runtime import words
+from drivetrain.runtime import rank_status
 from drivetrain.runtime.mesh import Mesh
 from drivetrain.runtime.precision import LossScaler
 from drivetrain.runtime.world import World, record_request
@@ -1156,7 +1156,7 @@ class Accelerator(AnswersArguments, StaysInProcess, Processes):
         finally:
             self._preemption.close()
             if self._owns_group and dist.is_initialized():
-                words.leave()
+                rank_status.leave()
             self.report.close()
 
     def _forget(self) -> None:

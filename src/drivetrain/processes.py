@@ -14,7 +14,7 @@ from torch.utils.data import Dataset, Subset
 
 from drivetrain import communication
 from drivetrain.errors import UsageError
-from drivetrain.runtime import words
+from drivetrain.runtime import rank_status
 from drivetrain.runtime.world import World
 
 
@@ -181,7 +181,7 @@ class Processes:
     def destroy_process_group(self) -> None:
         """Leave the other processes, at the end of a script; nothing to do for one process."""
         if dist.is_available() and dist.is_initialized():
-            words.leave()
+            rank_status.leave()
 
     @contextmanager
     def main_process_first(self) -> Iterator[None]:

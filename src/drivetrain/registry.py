@@ -18,7 +18,7 @@ from drivetrain.errors import ConfigError, UnknownPluginError
 
 STRATEGIES = "drivetrain.strategies"
 STORES = "drivetrain.stores"
-HOMES = "drivetrain.homes"
+OPTIMIZER_BACKENDS = "drivetrain.optimizer_backends"
 TRACKERS = "drivetrain.trackers"
 COMMANDS = "drivetrain.commands"
 FORMATS = "drivetrain.formats"
@@ -30,7 +30,7 @@ OUTLINES = "drivetrain.outlines"
 _KINDS = {
     STRATEGIES: "strategy",
     STORES: "store",
-    HOMES: "home",
+    OPTIMIZER_BACKENDS: "optimizer backend",
     TRACKERS: "tracker",
     COMMANDS: "command",
     FORMATS: "format",
@@ -204,9 +204,9 @@ def stores() -> Registry:
     return Registry(STORES)
 
 
-def homes() -> Registry:
-    """Return the registry of homes, which keep a model's shards between steps, and step them."""
-    return Registry(HOMES)
+def optimizer_backends() -> Registry:
+    """Return the registry of optimizer backends: they keep shards between steps, and step them."""
+    return Registry(OPTIMIZER_BACKENDS)
 
 
 def trackers() -> Registry:

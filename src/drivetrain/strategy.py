@@ -31,8 +31,8 @@ from drivetrain.shards import Readable, TensorFacts, WeightSource
 from drivetrain.traffic import Traffic
 
 if TYPE_CHECKING:
-    from drivetrain.simulator.contract import PaperBound, Sharing, UnitCosts
-    from drivetrain.simulator.step import PaperRun, PaperStep, PaperUnit
+    from drivetrain.simulator.contract import Sharing, StepBound, UnitCosts
+    from drivetrain.simulator.step import SimulatedRun, SimulatedStep, SimulatedUnit
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -135,7 +135,7 @@ class StrategyPick(NamedTuple):
 
 
 class Planning:
-    """What a strategy says before a run: its forms, its steps on paper, its use of slow links.
+    """What a strategy says before a run: its forms, its simulated steps, its use of slow links.
 
     By default there is one form, and no plan.
 
@@ -160,7 +160,7 @@ class Planning:
         """Return the options of each form in which ``verify --strategy all`` tries it."""
         return ({},)
 
-    def forms(self, world: World) -> Sequence[Form]:
+    def candidates(self, world: World) -> Sequence[Form]:
         """Return the forms whose costs ``estimate`` and the wizard compare: those of ``verify``."""
         return [Form(options) for options in self.variants(world.size)]
 
@@ -196,9 +196,11 @@ class Planning:
         """
         return False
 
-    # --- its steps on paper ---
+    # --- its simulated steps ---
 
-    def step(self, config: Any, units: Sequence["PaperUnit"], run: "PaperRun") -> "PaperStep":
+    def simulate(
+        self, config: Any, units: Sequence["SimulatedUnit"], run: "SimulatedRun"
+    ) -> "SimulatedStep":
         """Draw the step of the ranks of one replica.
 
         Args:
@@ -210,29 +212,29 @@ class Planning:
             ConfigError: the strategy draws no step, or the model cannot be divided so.
         """
         raise ConfigError(
-            f"{self.kind.__name__} draws no step on paper, so it cannot be planned; choose another "
-            "strategy, or write a step() for its planning()"
+            f"{self.kind.__name__} simulates no step, so it cannot be planned; choose another "
+            "strategy, or write a simulate() for its planning()"
         )
 
-    def bound(
-        self, config: Any, units: Sequence["PaperUnit"], run: "PaperRun", costs: "UnitCosts"
-    ) -> "PaperBound":
+    def lower_bound(
+        self, config: Any, units: Sequence["SimulatedUnit"], run: "SimulatedRun", costs: "UnitCosts"
+    ) -> "StepBound":
         """Return a lower bound of a step, quickly: a search asks thousands of times.
 
         By default the sums over the units, each of whose steps is drawn once.
 
         Args:
             config: the strategy's options.
-            units: as for ``step``.
-            run: as for ``step``.
+            units: as for ``simulate``.
+            run: as for ``simulate``.
             costs: what single units cost.
 
         Raises:
-            ConfigError: as ``step`` does.
+            ConfigError: as ``simulate`` does.
         """
 
-        def draw(some: Sequence["PaperUnit"], run: "PaperRun") -> "PaperStep":
-            return self.step(config, some, run)
+        def draw(some: Sequence["SimulatedUnit"], run: "SimulatedRun") -> "SimulatedStep":
+            return self.simulate(config, some, run)
 
         from drivetrain.simulator.contract import stage_bound  # loaded by who plans
 
@@ -257,7 +259,7 @@ class Planning:
         """
         return None
 
-    def part(self, config: Any, model: ModelSpec, run: Any) -> ModelSpec:
+    def local_model(self, config: Any, model: ModelSpec, run: Any) -> ModelSpec:
         """Return the tensors of a model as a rank's modules have them: by default all of it.
 
         Another shape than in the model is that of a part which this rank trains by itself.
@@ -270,7 +272,7 @@ class Planning:
         return model
 
     def stepped(self, config: Any, model: ModelSpec, run: Any) -> Mapping[str, tuple[int, int]]:
-        """Return the elements that a rank's optimizers step: by default all of ``part``.
+        """Return the elements that a rank's optimizers step: by default all of ``local_model``.
 
         Args:
             config: the strategy's options.
@@ -281,13 +283,13 @@ class Planning:
             By name of a trainable parameter: first element and one past the last, in the order of
             memory of the part.
         """
-        here = self.part(config, model, run)
+        here = self.local_model(config, model, run)
         return {spec.name: (0, spec.numel) for spec in here.parameters if spec.trainable}
 
     @property
-    def draws_steps(self) -> bool:
-        """Whether the strategy has a ``step`` of its own."""
-        return type(self).step is not Planning.step
+    def simulates(self) -> bool:
+        """Whether the strategy has a ``simulate`` of its own."""
+        return type(self).simulate is not Planning.simulate
 
     def options_of_layout(self, keys: Mapping[str, str]) -> Mapping[str, Any]:
         """Return the options that some of ``layout_keys`` stand for."""
@@ -315,11 +317,13 @@ class DataParallelPlanning(Planning):
         sharing: says how its options divide the state, or raises ConfigError.
     """
 
-    def __init__(self, kind: Any, sharing: Callable[[Any, "PaperRun"], "Sharing"]) -> None:
+    def __init__(self, kind: Any, sharing: Callable[[Any, "SimulatedRun"], "Sharing"]) -> None:
         super().__init__(kind)
         self._sharing = sharing
 
-    def step(self, config: Any, units: Sequence["PaperUnit"], run: "PaperRun") -> "PaperStep":
+    def simulate(
+        self, config: Any, units: Sequence["SimulatedUnit"], run: "SimulatedRun"
+    ) -> "SimulatedStep":
         """Draw the step of data parallelism over what is divided."""
         from drivetrain.simulator.contract import data_parallel_step  # loaded by who plans
 

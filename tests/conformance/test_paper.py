@@ -1,4 +1,4 @@
-"""The bytes that a step on paper promises, beside those that the ranks count."""
+"""The bytes that a simulated step promises, beside those that the ranks count."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from plan import SUBJECTS, plain_section, predicted
 from drivetrain import Accelerator
 from drivetrain.hardware.description import load_hardware
 from drivetrain.model.first_batch import Candidate
-from drivetrain.simulator.seen import seen_model
+from drivetrain.simulator.traced import traced_model
 
 STEPS = 3
 
@@ -25,7 +25,7 @@ def test_a_step_sends_the_promised_bytes(name, layout):
     """All axes and operations together."""
     subject = SUBJECTS[name]
     accelerator = Accelerator(cpu=True)
-    paper = seen_model(subject.make(), [Candidate("example", (subject.inputs(2),), {})])
+    paper = traced_model(subject.make(), [Candidate("example", (subject.inputs(2),), {})])
     plan = predicted(paper, subject, layout, load_hardware("cpu"), accelerator)
     model = subject.make()
     model.example_inputs = (subject.inputs(2),)

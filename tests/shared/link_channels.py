@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from drivetrain.collectives.volume import ParameterRow, Stretch
+from drivetrain.collectives.volume import FlatSlice, ParameterRow
 from drivetrain.compression.communicator import LinkedCommunicator, connect_linked
 from drivetrain.compression.methods import LinkMethods
 from drivetrain.config.schema import FarConfig, LinksConfig
@@ -22,7 +22,7 @@ ROWS = [
     ParameterRow("table", TABLE, 0, 3533),
 ]
 NUMEL = 3533 + 64 * 41 + 3  # and three elements of no parameter
-WHOLE = Stretch.of(NUMEL, torch.float32, ROWS)
+WHOLE = FlatSlice.of(NUMEL, torch.float32, ROWS)
 
 
 def world_of(hosts: str) -> World:
@@ -46,7 +46,7 @@ def connected(hosts: str, links: LinkMethods, traffic: Traffic | None = None) ->
     return made
 
 
-def stretches_of(communicator: LinkedCommunicator) -> list[list[Stretch]]:
+def flat_slices_of(communicator: LinkedCommunicator) -> list[list[FlatSlice]]:
     """Return what each rank has of the flat tensor."""
     return [[WHOLE.cut(*each)] for each in communicator.chunk(NUMEL)]
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from drivetrain.compression.compressor import Honesty
+from drivetrain.compression.compressor import Fidelity
 from drivetrain.config.schema import MOST_HOSTS, MOST_RANKS_OF_A_HOST
 from drivetrain.errors import ConfigError, write_text
 from drivetrain.hardware.description import Hardware, hardware_names, load_hardware
@@ -70,8 +70,8 @@ _RATES = {"gb/s": 1.0, "gbit/s": 1 / 8, "mb/s": 1e-3, "mbit/s": 1e-3 / 8}
                 "would make it fit.")  # fmt: skip
 @grouped_option("Layouts", "--precision", type=click.Choice(["fp16", "bf16", "no"]), default="bf16",
                 show_default=True, help="Of the layouts that are searched.")  # fmt: skip
-@grouped_option("Layouts", "--allow", type=click.Choice([each.value for each in Honesty]),
-                default=Honesty.EXACT.value, show_default=True,
+@grouped_option("Layouts", "--allow", type=click.Choice([each.value for each in Fidelity]),
+                default=Fidelity.EXACT.value, show_default=True,
                 help="How far training may be from exact training, at most: a search then weighs "
                 "methods for slow links, too.")  # fmt: skip
 @json_option
@@ -112,7 +112,7 @@ def command(
         predictor = Predictor(task)
         _show(predictor, predictor.predict(read_layout(chosen)), as_json, trace, file)
         return
-    found = search(task, precision, Honesty(allow))
+    found = search(task, precision, Fidelity(allow))
     if chosen == BEST:
         _show(Predictor(task), found.best[0], as_json, trace, file)
         return
@@ -123,7 +123,7 @@ def command(
     if as_json:
         click.echo(json.dumps([each.to_json() for each in found.best]))
     else:
-        show_found(task, found, methods=allow != Honesty.EXACT)
+        show_found(task, found, methods=allow != Fidelity.EXACT)
 
 
 def _task(
@@ -325,7 +325,7 @@ def explained(predictor: "Predictor", prediction: "Prediction") -> Iterator[str]
     for (axis, operation), nbytes in prediction.sent.items():
         yield f"  sent   {operation} over {axis}: {size_text(nbytes)}"
     yield f"  a host sends to others: {size_text(prediction.leaving)}"
-    if prediction.planned.honesty is not Honesty.EXACT:
+    if prediction.planned.fidelity is not Fidelity.EXACT:
         yield f"  approximate between hosts: {prediction.planned.methods()}"
     if needed > room:
         yield f"would fit with any of: {'; '.join(remedies(predictor, prediction.planned))}"

@@ -27,8 +27,8 @@ from drivetrain.data.examples import first_rows
 from drivetrain.errors import ConfigError, in_words
 from drivetrain.hardware.sizes import parameter_count
 from drivetrain.model.first_batch import Candidate, batches_as_arguments, guessed_inputs
-from drivetrain.simulator.seen import ROWS, seen_model
-from drivetrain.simulator.transformer import PaperModel
+from drivetrain.simulator.traced import ROWS, traced_model
+from drivetrain.simulator.transformer import SimulatedModel
 
 CONFIG_FILE = "config.json"
 MATRIX = (1000, 1000)
@@ -212,7 +212,7 @@ def _module(found: Any, source: str) -> nn.Module:
     return found
 
 
-# --- on paper, for a plan ---
+# --- simulated, for a plan ---
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,11 +220,11 @@ class Subject:
     """A model to plan for.
 
     Attributes:
-        model: on paper.
+        model: simulated.
         loader_batch: samples of a batch of the script's loader; 0 where there is none.
     """
 
-    model: PaperModel
+    model: SimulatedModel
     loader_batch: int = 0
 
 
@@ -238,7 +238,7 @@ def subject_of_config(source: str, seq: int | None) -> Subject:
     if not path.is_file():
         raise ConfigError(f"--hf: expected a config.json of transformers, found no file {source!r}")
     model = of_transformers(path)
-    return Subject(seen_model(model, _of_transformers(model, seq)))
+    return Subject(traced_model(model, _of_transformers(model, seq)))
 
 
 def subject_of_function(source: str, seq: int | None) -> Subject:
@@ -250,7 +250,7 @@ def subject_of_function(source: str, seq: int | None) -> Subject:
     if not FACTORY.fullmatch(source):
         raise ConfigError(f"--model: expected MODULE:FUNCTION, found {source!r}")
     model = of_function(source)
-    return Subject(seen_model(model, _guesses(model, seq)))
+    return Subject(traced_model(model, _guesses(model, seq)))
 
 
 def subject_of_script(source: str, arguments: Sequence[str]) -> Subject:
@@ -267,7 +267,7 @@ def subject_of_script(source: str, arguments: Sequence[str]) -> Subject:
     candidates = [*batches_as_arguments(reached.model, examples, cuts=False)]
     batch = next((loader.batch_size or 0 for loader in reached.loaders), 0)
     given = (*candidates, *_guesses(reached.model, None))
-    return Subject(seen_model(reached.model, given), batch)
+    return Subject(traced_model(reached.model, given), batch)
 
 
 def _of_transformers(model: nn.Module, seq: int | None) -> Iterator[Candidate]:

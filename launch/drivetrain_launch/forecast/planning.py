@@ -150,7 +150,7 @@ def promises_for(
     forms: list[tuple[str, Form]] = [
         (name, form)
         for name in registry.choices
-        for form in registry.load(name).planning().forms(world)
+        for form in registry.load(name).planning().candidates(world)
     ]
     promise = partial(_promise, model, ranks=ranks, on_accelerators=on_accelerators)
     if chosen:

@@ -16,7 +16,6 @@ from drivetrain.collectives.facts import share_facts
 from drivetrain.errors import UsageError
 from drivetrain.log import get_logger
 from drivetrain.model.guard import Arguments, Elsewhere, Function, Keywords
-from drivetrain.model.look import Look
 from drivetrain.model.modules import (
     NamedModule,
     UninheritedMethod,
@@ -25,6 +24,7 @@ from drivetrain.model.modules import (
     unwrap_forward,
     wrap_forward,
 )
+from drivetrain.model.trace import ModelTrace
 from drivetrain.shards import WeightSource
 from drivetrain.strategy import Run, Strategy
 from drivetrain_megatron.config import MegatronConfig
@@ -553,9 +553,9 @@ class PipelineBuilder:
         Raises:
             ConfigError: the model or the configured list does not allow it.
         """
-        check_only_reads(inputs.look)
-        recording = recording_of(model, inputs.look)
-        self._planned = recording, chosen_cut(self._config, model, recording, inputs.look)
+        check_only_reads(inputs.trace)
+        recording = recording_of(model, inputs.trace)
+        self._planned = recording, chosen_cut(self._config, model, recording, inputs.trace)
         self.blocks = named_blocks(recording.names, model)
 
     def agree(self) -> None:
@@ -676,15 +676,15 @@ class PipelineBuilder:
         self._replicas.close()
 
 
-def check_only_reads(look: Look) -> None:
+def check_only_reads(trace: ModelTrace) -> None:
     """Check that a forward leaves parameters as they are.
 
     Raises:
         UsageError: names a parameter that it writes into.
     """
-    names = {number: name for name, number in look.parameters.items()}
+    names = {number: name for name, number in trace.parameters.items()}
     shown: dict[int, int] = {}  # whose memory a view shows
-    for operation in look.operations:
+    for operation in trace.operations:
         for number in operation.changed:
             if name := names.get(shown.get(number, number)):
                 raise UsageError(

@@ -1,6 +1,6 @@
 """Cuts the blocks of a model into stages of consecutive blocks, so that the slowest is fastest.
 
-The cost of a block is estimated from a look at the model, or measured: one forward and backward of
+The cost of a block is estimated from a trace of the model, or measured: one forward and backward of
 each kind of block, on random inputs.
 """
 
@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from drivetrain.errors import ConfigError, UsageError
-from drivetrain.model.look import BlockCall, Look, SeenTensor
 from drivetrain.model.modules import uncompiled
+from drivetrain.model.trace import BlockCall, ModelTrace, TracedTensor
 from drivetrain.model.untouched import without_values
 from drivetrain_megatron.config import MegatronConfig
 from drivetrain_megatron.recording.phases import Dependency, Recording, named_blocks
@@ -163,7 +163,7 @@ def listed(recording: Recording, stages: int, layout: Sequence[int]) -> StageCut
 
 
 def chosen_cut(
-    config: MegatronConfig, model: nn.Module, recording: Recording, look: Look
+    config: MegatronConfig, model: nn.Module, recording: Recording, trace: ModelTrace
 ) -> StageCut:
     """Return where the stages of a configuration begin.
 
@@ -177,7 +177,7 @@ def chosen_cut(
     if how == "uniform":
         return balanced(recording, stages, [1.0] * len(recording.blocks), 0.0, 0.0)
     if how == "profile":
-        seconds = profile(uncompiled(model), look)
+        seconds = profile(uncompiled(model), trace)
         return balanced(recording, stages, seconds, *scaled_edges(recording, seconds))
     try:
         layout = [int(part) for part in how.split(",")]
@@ -219,12 +219,12 @@ _RUNS = 3
 """How often a kind of block is timed; the first run warms up and the fastest counts."""
 
 
-def profile(model: nn.Module, look: Look) -> list[float]:
+def profile(model: nn.Module, trace: ModelTrace) -> list[float]:
     """Return the seconds that each block takes for forward and backward.
 
     Of each kind of block (class, shapes of parameters and arguments) the first is computed, with
-    random inputs. Gradients and random generators stay as they were. The example inputs of the look
-    have the size that counts.
+    random inputs. Gradients and random generators stay as they were. The example inputs of the
+    trace have the size that counts.
 
     Raises:
         UsageError: the model has no values.
@@ -234,7 +234,7 @@ def profile(model: nn.Module, look: Look) -> list[float]:
             "expected a model with values to measure, found one on the meta device: estimate its "
             "costs instead, or give the cut as a list"
         )
-    blocks = dict(named_blocks(look.candidates, model))
+    blocks = dict(named_blocks(trace.candidates, model))
     known: dict[Any, float] = {}
     seconds = []
     values = {
@@ -242,13 +242,13 @@ def profile(model: nn.Module, look: Look) -> list[float]:
         for name, block in blocks.items()
     }
     with without_values(model, StageProxy), torch.enable_grad():
-        for call in look.blocks:
+        for call in trace.blocks:
             block = blocks[call.name]
-            kind = _kind(block, look, call)
+            kind = _kind(block, trace, call)
             if kind not in known:
                 for module, own in values[call.name]:  # whatever this block changes is undone
                     module._parameters.update(own)
-                known[kind] = min([_once(block, look, call) for _ in range(_RUNS)][1:])
+                known[kind] = min([_once(block, trace, call) for _ in range(_RUNS)][1:])
             seconds.append(known[kind])
     return seconds
 
@@ -260,17 +260,17 @@ def scaled_edges(recording: Recording, seconds: Sequence[float]) -> tuple[float,
     return recording.between[0] * pace, recording.between[-1] * pace
 
 
-def _kind(block: nn.Module, look: Look, call: BlockCall) -> tuple[Any, ...]:
+def _kind(block: nn.Module, trace: ModelTrace, call: BlockCall) -> tuple[Any, ...]:
     """Return the facts of a block and its call that decide about the time."""
-    given = [None if number is None else look.tensors[number].facts for number in call.given]
+    given = [None if number is None else trace.tensors[number].facts for number in call.given]
     parameters = (tuple(parameter.shape) for parameter in block.parameters())
     shapes = (None if facts is None else (facts.shape, facts.dtype) for facts in given)
     return (type(block), *parameters, *shapes)
 
 
-def _once(block: nn.Module, look: Look, call: BlockCall) -> float:
+def _once(block: nn.Module, trace: ModelTrace, call: BlockCall) -> float:
     """Return the seconds of one forward and backward."""
-    args, kwargs = tree_map(_copied, look.example(call, _random))
+    args, kwargs = tree_map(_copied, trace.example(call, _random))
     sources = [*tree_leaves((args, kwargs)), *block.parameters()]
     wanted = [leaf for leaf in sources if isinstance(leaf, Tensor) and leaf.requires_grad]
     _wait()
@@ -284,7 +284,7 @@ def _once(block: nn.Module, look: Look, call: BlockCall) -> float:
     return time.perf_counter() - started
 
 
-def _random(seen: SeenTensor) -> Tensor:
+def _random(seen: TracedTensor) -> Tensor:
     """Return a random tensor in place of one without values."""
     made = torch.zeros(seen.facts.shape, dtype=seen.facts.dtype, device=seen.facts.device)
     return made.normal_().requires_grad_() if seen.facts.dtype.is_floating_point else made

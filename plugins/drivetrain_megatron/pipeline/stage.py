@@ -21,8 +21,8 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_map_only
 from drivetrain.errors import UsageError
 from drivetrain.model.deferred import become
 from drivetrain.model.guard import Arguments, Function, Keywords, guard, is_guarded, unguard
-from drivetrain.model.look import named_leaves, tensors_in
 from drivetrain.model.modules import BlockHooks
+from drivetrain.model.trace import named_leaves, tensors_in
 from drivetrain.model.untouched import keep_padding
 from drivetrain.shards import WeightSource
 from drivetrain.strategy import Strategy

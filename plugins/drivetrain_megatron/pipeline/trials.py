@@ -15,8 +15,8 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 from drivetrain.errors import CollectiveError, UsageError
 from drivetrain.log import get_logger
 from drivetrain.model.guard import Arguments, Keywords
-from drivetrain.model.look import tensors_in
 from drivetrain.model.modules import UninheritedHook
+from drivetrain.model.trace import tensors_in
 from drivetrain.model.untouched import is_left_equal, untouched
 from drivetrain_megatron.pipeline.losses import TargetCounter, Weights, has_negative
 from drivetrain_megatron.pipeline.runner import LocalStages, LossOf

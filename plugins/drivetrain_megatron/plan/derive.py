@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from drivetrain.model.look import Look
+from drivetrain.model.trace import ModelTrace
 from drivetrain_megatron.dropout import DropoutLayout, Site
 from drivetrain_megatron.plan.divide import AlonePlan, BlockPlan, GroupPlan, SizeAttribute, facts_of
 from drivetrain_megatron.plan.groups import (
@@ -79,7 +79,7 @@ class Derivation:
 
 
 class BlockStructure(NamedTuple):
-    """The structure of a block in a look: its linear layers, and its weights in no layer.
+    """The structure of a block in a trace: its linear layers, and its weights in no layer.
 
     Attributes:
         uses: the linear layers by name, in the order of first calls.
@@ -95,11 +95,11 @@ class BlockStructure(NamedTuple):
 
 
 def structure_of(
-    look: Look, model: nn.Module, block: nn.Module, operations: range
+    trace: ModelTrace, model: nn.Module, block: nn.Module, operations: range
 ) -> BlockStructure:
     """Return the structure in one call of a block, which may be the model itself."""
-    uses = linear_uses(look, model, block, operations)
-    regions = find_regions(look, model, block, operations)
+    uses = linear_uses(trace, model, block, operations)
+    regions = find_regions(trace, model, block, operations)
     sizes = {name: parameter.numel() for name, parameter in block.named_parameters()}
     return BlockStructure(uses, regions, shared_with_others(model, block), sizes)
 

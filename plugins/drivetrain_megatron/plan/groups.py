@@ -6,7 +6,7 @@ key and value into the output projection, gate and up into down (Shoeybi et al. 
 input depends on features of the same rank only. Every way that the shapes allow is proposed; the
 trial tells which is right.
 
-A look shows which layers feed which: each tensor remembers the linear layers whose outputs have
+A trace shows which layers feed which: each tensor remembers the linear layers whose outputs have
 gone into it since the last linear layer. A layer's own output also remembers into how many heads
 its features are reshaped, and into which packed parts (query, key and value in one matrix) cut.
 """
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from drivetrain.model.look import Look, ModelOperation, ModuleCall
+from drivetrain.model.trace import ModelOperation, ModelTrace, ModuleCall
 from drivetrain.model.valueless import Facts
 from drivetrain_megatron.plan.divide import GroupPlan, RegionPlan, SizeAttribute
 from drivetrain_megatron.recording.calls import kind_of
@@ -63,7 +63,7 @@ class _Features:
 
 
 def linear_uses(
-    look: Look, model: nn.Module, block: nn.Module, operations: range
+    trace: ModelTrace, model: nn.Module, block: nn.Module, operations: range
 ) -> dict[str, LinearUse]:
     """Return the linear layers of a block by name, in the order of their first calls.
 
@@ -72,23 +72,23 @@ def linear_uses(
     names = {id(module): name for name, module in model.named_modules()}
     linear = {names[id(m)]: name for name, m in block.named_modules() if is_linear(m)}
     ends: dict[int, list[ModuleCall]] = defaultdict(list)
-    for call in look.modules:
+    for call in trace.modules:
         if call.name in linear:
             ends[call.operations.stop].append(call)
-    notes = _Notes(look)
+    notes = _Notes(trace)
     for index in operations:
-        notes.follow(look.operations[index])
+        notes.follow(trace.operations[index])
         for call in ends[index + 1]:
             notes.linear(linear[call.name], block.get_submodule(linear[call.name]), call)
     return notes.uses
 
 
 class _Notes:
-    """Carries tags of tensors, known by their numbers, through the operations of a look."""
+    """Carries tags of tensors, known by their numbers, through the operations of a trace."""
 
-    def __init__(self, look: Look) -> None:
+    def __init__(self, trace: ModelTrace) -> None:
         self.uses: dict[str, LinearUse] = {}
-        self._look = look
+        self._trace = trace
         self._sources: dict[int, frozenset[str]] = {}
         self._features: dict[int, _Features] = {}
 
@@ -117,7 +117,7 @@ class _Notes:
                     self._reshape(source, made, operation)
 
     def _facts(self, number: int) -> Facts:
-        return self._look.tensors[number].facts
+        return self._trace.tensors[number].facts
 
     def _reshape(self, source: int, made: int, operation: ModelOperation) -> None:
         """Note how an operation changed features: kept, cut, or reshaped to heads."""
@@ -286,7 +286,7 @@ def _local(
 # --- weights that modules multiply without a linear layer, as experts do ---
 
 # Experts keep weights of shape (experts, outputs, inputs), transposed, or all below each other. A
-# look tells which product feeds which. A region is one row-parallel weight and the column-parallel
+# trace tells which product feeds which. A region is one row-parallel weight and the column-parallel
 # weights whose products feed it: inputs enter at the module of the columns, and the module of the
 # row returns parts of a sum (Shoeybi et al. 2019, arXiv 1909.08053, section 3). Every way that the
 # shapes allow is proposed; the trial tells which is right.
@@ -326,12 +326,12 @@ class WeightRegion:
 
 
 def find_regions(
-    look: Look, model: nn.Module, block: nn.Module, operations: range
+    trace: ModelTrace, model: nn.Module, block: nn.Module, operations: range
 ) -> list[WeightRegion]:
     """Return the regions of a block, from the operations of one call."""
-    notes = _Products(look, model, block)
+    notes = _Products(trace, model, block)
     for index in operations:
-        notes.follow(look.operations[index])
+        notes.follow(trace.operations[index])
     own = {
         f"{owner}.{name}".strip(".")
         for owner, module in block.named_modules()
@@ -346,12 +346,12 @@ def find_regions(
 
 
 class _Products:
-    """Follows weights and their products through the operations of a look."""
+    """Follows weights and their products through the operations of a trace."""
 
-    def __init__(self, look: Look, model: nn.Module, block: nn.Module) -> None:
+    def __init__(self, trace: ModelTrace, model: nn.Module, block: nn.Module) -> None:
         self.uses: dict[str, WeightUse] = {}
-        self._look = look
-        first = {id(p): look.parameters[n] for n, p in model.named_parameters()}
+        self._trace = trace
+        first = {id(p): trace.parameters[n] for n, p in model.named_parameters()}
         self._weights = {first[id(p)]: n for n, p in block.named_parameters() if p.dim() > 1}
         self._shapes = {n: tuple(p.shape) for n, p in block.named_parameters()}
         self._sources: dict[int, frozenset[str]] = {}
@@ -396,10 +396,10 @@ class _Products:
         use.fed_by |= sources - {name}
 
     def _shape(self, number: int) -> tuple[int, ...]:
-        return self._look.tensors[number].facts.shape
+        return self._trace.tensors[number].facts.shape
 
     def _is_float(self, number: int) -> bool:
-        return self._look.tensors[number].facts.dtype.is_floating_point
+        return self._trace.tensors[number].facts.dtype.is_floating_point
 
 
 def ways_of(block: nn.Module, region: WeightRegion, ranks: int) -> Iterator[RegionPlan]:
@@ -469,7 +469,7 @@ def parent_of(name: str) -> str:
 
 # --- the plan of one module of a list, such as an expert, for those that are alike ---
 
-# A look sees only the experts that some token has chosen. One that is not called has the code and
+# A trace sees only the experts that some token has chosen. One that is not called has the code and
 # the shapes of the others, so the layers in it are divided as theirs.
 
 

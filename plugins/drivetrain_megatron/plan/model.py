@@ -21,8 +21,8 @@ from torch.utils.hooks import RemovableHandle
 from drivetrain.collectives import Communicator
 from drivetrain.errors import ConfigError, UsageError
 from drivetrain.log import get_logger
-from drivetrain.model.look import Look
 from drivetrain.model.modules import NamedModule, named_parameters, uncompiled
+from drivetrain.model.trace import ModelTrace
 from drivetrain.model.untouched import keep_padding
 from drivetrain.parallel.backward import mark_of_strategy
 from drivetrain.runtime import rng
@@ -101,7 +101,7 @@ def by_words(module: nn.Module) -> Iterator[tuple[nn.Parameter, int]]:
 
 def find_vocabulary(
     model: nn.Module,
-    look: Look,
+    trace: ModelTrace,
     calls: Calls,
     allowed: Callable[[str], bool],
     *,
@@ -123,7 +123,7 @@ def find_vocabulary(
         (name, m)
         for name, m in outer
         if is_linear(m) and any(features_of(m)[1] == e.num_embeddings for _, e in embeddings)
-        if _ends_in_loss(look, name)
+        if _ends_in_loss(trace, name)
     ]
     rows = {features_of(module)[1] for _, module in heads}
     found = [*[(n, e) for n, e in embeddings if e.num_embeddings in rows], *heads]
@@ -137,15 +137,15 @@ def _can_be_cut(module: nn.Module) -> bool:
     return not isinstance(module, nn.Linear) or computes_as_linear(module)
 
 
-def _ends_in_loss(look: Look, name: str) -> bool:
+def _ends_in_loss(trace: ModelTrace, name: str) -> bool:
     """Return whether neither a block nor a product uses the results of a layer's output.
 
     A layer in front of them is a projection, even if it has as many features as there are words.
     """
-    ends = [call for call in look.modules if call.name == name]
+    ends = [call for call in trace.modules if call.name == name]
     follows = {number for call in ends for number in call.outputs}
     first = min((call.operations.stop for call in ends), default=0)
-    for operation in look.operations[first:]:
+    for operation in trace.operations[first:]:
         if not follows.isdisjoint(operation.inputs):
             if operation.block is not None or operation.work:
                 return False
@@ -249,13 +249,13 @@ class TensorParallel:
         model = uncompiled(model)
         if inputs is None:
             return ModelPlan({"": Derivation(untried=NO_INPUTS)})
-        calls = calls_in(inputs.look, model)
+        calls = calls_in(inputs.trace, model)
         if calls.blocks:
-            plan = self._of_blocks(model, inputs.look, calls, other_calls(model, inputs))
+            plan = self._of_blocks(model, inputs.trace, calls, other_calls(model, inputs))
         else:
             plan = self._of_whole(model, inputs)
         allowed = self._words(plan)
-        plan.vocabulary = find_vocabulary(model, inputs.look, calls, allowed, strict=self._strict)
+        plan.vocabulary = find_vocabulary(model, inputs.trace, calls, allowed, strict=self._strict)
         if self._named is not None and self._strict:
             check_fulfilled(model, self._named, plan.vocabulary, plan.blocks)
         return plan
@@ -364,7 +364,11 @@ class TensorParallel:
         return total
 
     def _of_blocks(
-        self, model: nn.Module, look: Look, calls: Calls, evaluated: Mapping[str, Sequence[Call]]
+        self,
+        model: nn.Module,
+        trace: ModelTrace,
+        calls: Calls,
+        evaluated: Mapping[str, Sequence[Call]],
     ) -> ModelPlan:
         """Return how repeated blocks are divided: those of one kind alike.
 
@@ -372,7 +376,7 @@ class TensorParallel:
         """
         known: dict[Any, tuple[Derivation, Mapping[Site, DropoutLayout]]] = {}
         plan = ModelPlan(sharded=self._tokens is not None)
-        shown, ranks = look.first_calls(), self._ranks.size
+        shown, ranks = trace.first_calls(), self._ranks.size
 
         def add(name: str, key: Any) -> None:
             plan.blocks[name], found = known[key]
@@ -383,13 +387,13 @@ class TensorParallel:
             layers, key = self._layers_of(name), self._key(model, name, each)
             if key not in known:
                 block = uncompiled(each)
-                found_in = structure_of(look, model, block, shown[name].operations)
+                found_in = structure_of(trace, model, block, shown[name].operations)
                 called = [calls.arguments[name], *evaluated.get(name, ())]
                 known[key] = divide_block(
                     block, called, found_in, layers, self._tokens, ranks, alone=not self._strict
                 )
             add(name, key)
-        for name in () if plan.sharded else uncalled_blocks(look, model):
+        for name in () if plan.sharded else uncalled_blocks(trace, model):
             if (key := self._key(model, name, model.get_submodule(name))) in known:
                 add(name, key)
         _check(plan)
@@ -408,8 +412,8 @@ class TensorParallel:
         no activation comes in, there is nothing to cut into shards.
         """
         layers, called = self._layers_of(""), [Call(inputs.args, inputs.kwargs)]
-        operations = range(len(inputs.look.operations))
-        structure = structure_of(inputs.look, model, model, operations)
+        operations = range(len(inputs.trace.operations))
+        structure = structure_of(inputs.trace, model, model, operations)
         for tokens in dict.fromkeys((self._tokens, None)):
             found, layouts = divide_block(
                 model, called, structure, layers, tokens, self._ranks.size
@@ -606,7 +610,7 @@ def confirmed(
     if inputs is None or plan.is_whole:
         return plan
     try:
-        outlines = [*_outlines(uncompiled(model), inputs.look, plan.blocks, config.tp)]
+        outlines = [*_outlines(uncompiled(model), inputs.trace, plan.blocks, config.tp)]
         if not outlines:
             logger.debug("the model is too large to be tried whole: its blocks have been tried")
             return plan
@@ -749,7 +753,7 @@ def _other_gradient(
 
 
 def _outlines(
-    model: nn.Module, look: Look, blocks: Mapping[str, Derivation], ranks: int
+    model: nn.Module, trace: ModelTrace, blocks: Mapping[str, Derivation], ranks: int
 ) -> Iterator[tuple[nn.Module, Collection[str] | None, Collection[str]]]:
     """Yield copies of a model without values, rows for thin matrices, and blocks left out."""
     rows = {
@@ -761,16 +765,16 @@ def _outlines(
         outline = _outline(model, missing)
         for thin in (rows, None):
             weights = sum(prod(shape) for shape in thin_shapes(outline, thin).values())
-            if _bytes(weights, look, missing, ranks) <= MOST_BYTES:
+            if _bytes(weights, trace, missing, ranks) <= MOST_BYTES:
                 yield outline, thin, missing
 
 
-def _bytes(weights: int, look: Look, missing: Collection[str], ranks: int) -> int:
+def _bytes(weights: int, trace: ModelTrace, missing: Collection[str], ranks: int) -> int:
     """Return about how many bytes a trial with so many weights takes, in fp64."""
-    calls = look.blocks
+    calls = trace.blocks
     written = sum(
         each.written
-        for each in look.operations
+        for each in trace.operations
         if each.block is None or calls[each.block].name not in missing
     )
     size = torch.float64.itemsize

@@ -1,4 +1,4 @@
-"""How a model and its blocks are called: example inputs, the look with them, first arguments."""
+"""How a model and its blocks are called: example inputs, the trace with them, first arguments."""
 
 import copy
 from collections import Counter
@@ -17,9 +17,9 @@ from drivetrain.errors import RankMismatchError, UsageError
 from drivetrain.log import get_logger
 from drivetrain.model.first_batch import Candidate, batches_as_arguments, guessed_inputs
 from drivetrain.model.guard import Keywords
-from drivetrain.model.look import BlockCall, Look, SeenTensor, TensorRef
 from drivetrain.model.modules import NamedModule, repeated_blocks, uncompiled
-from drivetrain.model.recorder import look_at
+from drivetrain.model.trace import BlockCall, ModelTrace, TensorRef, TracedTensor
+from drivetrain.model.tracer import trace_model
 from drivetrain.model.valueless import ValuesNeededError
 from drivetrain.nested import describe
 from drivetrain.strategy import Run
@@ -35,11 +35,11 @@ _SHOWN_LINES, _SHOWN_CHARACTERS = 5, 100
 
 @dataclass(frozen=True, slots=True)
 class ExampleInputs:
-    """Inputs of a model's forward, and a look at a forward in training with them."""
+    """Inputs of a model's forward, and a trace of a forward in training with them."""
 
     args: tuple[Any, ...]
     kwargs: Keywords
-    look: Look
+    trace: ModelTrace
 
 
 def inputs_for(
@@ -72,11 +72,11 @@ def inputs_for(
 def example_inputs(
     model: nn.Module, examples: Sequence[ExampleBatch] = (), *, stages: int = 1
 ) -> ExampleInputs:
-    """Return inputs that a model's forward accepts, and the look at the model with them.
+    """Return inputs that a model's forward accepts, and the trace of the model with them.
 
     Inputs that the script set on the model come first, and an error in them is raised. Else batches
     of the script's loaders, then inputs of the model's class and guesses are tried: the first ones
-    that the forward of a look accepts.
+    that the forward of a trace accepts.
 
     Args:
         model: with or without values, not changed.
@@ -183,13 +183,13 @@ def _looked(
 ) -> ExampleInputs:
     model = uncompiled(model)
     if stages == 1:
-        look = look_at(model, args, kwargs, training=True)
+        trace = trace_model(model, args, kwargs, training=True)
     else:
         blocks = blocks_for(model, args, kwargs, stages)
-        look = look_at(
+        trace = trace_model(
             model, args, kwargs, blocks=blocks, kind=StageProxy, isolated=True, training=True
         )
-    return ExampleInputs(args, kwargs, look)
+    return ExampleInputs(args, kwargs, trace)
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,46 +224,48 @@ class Calls:
     uses: Mapping[str, int]
 
 
-def calls_in(look: Look, model: nn.Module) -> Calls:
-    """Return the calls of a model's blocks in a look at the model, as it was before compilation."""
-    modules, first = dict(named_blocks(look.candidates, model)), look.first_calls()
-    names = {number: name for name, number in look.parameters.items()}
+def calls_in(trace: ModelTrace, model: nn.Module) -> Calls:
+    """Return the calls of a model's blocks in a trace of it, as it was before compilation."""
+    modules, first = dict(named_blocks(trace.candidates, model)), trace.first_calls()
+    names = {number: name for name, number in trace.parameters.items()}
     uses = Counter(
         names[number]
-        for operation in look.operations
+        for operation in trace.operations
         if operation.block is None and operation.outputs
         for number in operation.inputs
         if number in names
     )
-    arguments = {name: Call(*look.example(call, _placeholder)) for name, call in first.items()}
+    arguments = {name: Call(*trace.example(call, _placeholder)) for name, call in first.items()}
     return Calls([(name, modules[name]) for name in first], arguments, uses)
 
 
 def other_calls(model: nn.Module, inputs: ExampleInputs) -> dict[str, list[Call]]:
     """Return the first calls in an evaluation, by name, of blocks that get other arguments there.
 
-    A block may get a state to fill, for one. Without a result from a look at the evaluation nothing
-    is known of its calls, and a line says so.
+    A block may get a state to fill, for one. Without a result from a trace of the evaluation
+    nothing is known of its calls, and a line says so.
     """
     try:
-        look = look_at(model, inputs.args, inputs.kwargs, training=False)
+        trace = trace_model(model, inputs.args, inputs.kwargs, training=False)
     except Exception as error:  # whatever the user's forward raises
         logger.warning_once(
             f"tensor parallelism: the calls of blocks were not seen in evaluation, where "
             f"{type(model).__name__} raised {type(error).__name__}: {error}"
         )
         return {}
-    training = inputs.look.first_calls()
+    training = inputs.trace.first_calls()
     return {
-        name: [Call(*look.example(call, _placeholder))]
-        for name, call in look.first_calls().items()
-        if name in training and _form(call, look) != _form(training[name], inputs.look)
+        name: [Call(*trace.example(call, _placeholder))]
+        for name, call in trace.first_calls().items()
+        if name in training and _form(call, trace) != _form(training[name], inputs.trace)
     }
 
 
-def _form(call: BlockCall, look: Look) -> Any:
+def _form(call: BlockCall, trace: ModelTrace) -> Any:
     """Return how a block is called: names of arguments, shapes of tensors, plain values."""
-    shapes = [None if number is None else look.tensors[number].facts.shape for number in call.given]
+    shapes = [
+        None if number is None else trace.tensors[number].facts.shape for number in call.given
+    ]
     leaves = tree_leaves(
         (call.args, dict(call.kwargs)), is_leaf=lambda leaf: isinstance(leaf, TensorRef)
     )
@@ -277,21 +279,21 @@ def kind_of(block: nn.Module) -> tuple[Any, ...]:
     return type(block), tuple((name, tuple(p.shape)) for name, p in block.named_parameters())
 
 
-def uncalled_blocks(look: Look, model: nn.Module) -> dict[str, str]:
-    """Return the blocks that a look did not call, each with a called block of the same kind.
+def uncalled_blocks(trace: ModelTrace, model: nn.Module) -> dict[str, str]:
+    """Return the blocks that a trace did not call, each with a called block of the same kind.
 
     LayerDrop leaves blocks out, others in each forward.
     """
-    modules = dict(named_blocks(look.candidates, model))
-    called = {kind_of(modules[name]): name for name in reversed(look.first_calls())}
+    modules = dict(named_blocks(trace.candidates, model))
+    called = {kind_of(modules[name]): name for name in reversed(trace.first_calls())}
     return {
         name: called[kind_of(block)]
         for name, block in modules.items()
-        if name not in look.first_calls() and kind_of(block) in called
+        if name not in trace.first_calls() and kind_of(block) in called
     }
 
 
-def _placeholder(seen: SeenTensor) -> Tensor:
+def _placeholder(seen: TracedTensor) -> Tensor:
     made = torch.zeros(seen.facts.shape, dtype=seen.facts.dtype, device="cpu")
     return made.requires_grad_(seen.requires_grad)
 

@@ -1,4 +1,4 @@
-"""Divides one look at a model into phases: its blocks in order, and the uses of each parameter.
+"""Divides one trace of a model into phases: its blocks in order, and the uses of each parameter.
 
 The calls of the model's blocks divide a forward into phases: phase 0 comes before the first block,
 phase ``k`` is the rest up to and with block ``k``, phase ``n`` follows the last of ``n`` blocks.
@@ -22,9 +22,9 @@ from torch.utils._pytree import TreeSpec, tree_flatten
 
 from drivetrain.errors import UsageError
 from drivetrain.model.guard import Arguments, Function, Keywords
-from drivetrain.model.look import BlockCall, Look, ModelOperation
 from drivetrain.model.modules import NamedModule, clean_name, repeated_blocks, uncompiled
-from drivetrain.model.recorder import look_at
+from drivetrain.model.trace import BlockCall, ModelOperation, ModelTrace
+from drivetrain.model.tracer import trace_model
 from drivetrain_megatron.recording.proxy import StageProxy
 
 # --- the result of a block: which tensors travel to the next, which values stay everywhere ---
@@ -143,7 +143,7 @@ def changed(block: str, found: str, expected: str) -> UsageError:
     )
 
 
-def described(call: BlockCall, look: Look, everywhere: Callable[[int], bool]) -> Structure:
+def described(call: BlockCall, trace: ModelTrace, everywhere: Callable[[int], bool]) -> Structure:
     """Return the structure of a block's result; ``everywhere`` tells the tensors of all stages.
 
     Raises:
@@ -158,7 +158,7 @@ def described(call: BlockCall, look: Look, everywhere: Callable[[int], bool]) ->
             kinds.append(Passed(leaf.argument))
         elif leaf.number is not None:
             kinds.append(Carried(len(metas)))
-            facts = look.tensors[leaf.number].facts
+            facts = trace.tensors[leaf.number].facts
             metas.append(TensorMeta(facts.shape, facts.dtype, leaf.requires_grad))
         elif is_plain:
             kinds.append(Constant(leaf.value))
@@ -197,12 +197,12 @@ def blocks_for(
     repeated = repeated_blocks(model)
     if len(repeated) >= stages:
         return repeated
-    look = look_at(model, args, kwargs, blocks=(), training=True)
-    return _Pieces(model, look).chosen(stages) or repeated
+    trace = trace_model(model, args, kwargs, blocks=(), training=True)
+    return _Pieces(model, trace).chosen(stages) or repeated
 
 
 def named_blocks(names: Iterable[str], model: nn.Module) -> list[NamedModule]:
-    """Return the blocks of these names, such as the candidates of a look, called or not."""
+    """Return the blocks of these names, such as the candidates of a trace, called or not."""
     modules = modules_by_name(model)
     return [(name, modules[name]) for name in names]
 
@@ -218,12 +218,12 @@ def modules_by_name(model: nn.Module) -> dict[str, nn.Module]:
 class _Pieces:
     """The modules of a model that are called, by the work of their costliest call."""
 
-    def __init__(self, model: nn.Module, look: Look) -> None:
+    def __init__(self, model: nn.Module, trace: ModelTrace) -> None:
         self._modules = dict(model.named_modules())
-        self._total = look.work
+        self._total = trace.work
         self._work: dict[str, int] = {}
-        for call in look.modules:
-            work = sum(operation.work for operation in look.inside(call))
+        for call in trace.modules:
+            work = sum(operation.work for operation in trace.inside(call))
             self._work[call.name] = max(self._work.get(call.name, 0), work)
 
     def chosen(self, stages: int) -> list[NamedModule]:
@@ -585,41 +585,41 @@ class Recording:
 
 
 def record(model: nn.Module, args: Arguments, kwargs: Keywords) -> Recording:
-    """Look once at a model, also on the meta device, and divide the look into phases.
+    """Look once at a model, also on the meta device, and divide the trace into phases.
 
     Raises:
         UsageError: the model has no repeated blocks, or depends on values.
     """
-    look = look_at(uncompiled(model), args, kwargs, kind=StageProxy, isolated=True)
-    return recording_of(model, look)
+    trace = trace_model(uncompiled(model), args, kwargs, kind=StageProxy, isolated=True)
+    return recording_of(model, trace)
 
 
-def recording_of(model: nn.Module, look: Look) -> Recording:
-    """Divide a look, with the model's blocks isolated, into phases.
+def recording_of(model: nn.Module, trace: ModelTrace) -> Recording:
+    """Divide a trace, with the model's blocks isolated, into phases.
 
     Raises:
-        UsageError: the look has no blocks, leaves one out, or calls one inside of another.
+        UsageError: the trace has no blocks, leaves one out, or calls one inside of another.
     """
-    if not look.candidates:
+    if not trace.candidates:
         raise UsageError(
             f"expected a model with modules that can be blocks, found none in "
             f"{type(model).__name__}: a pipeline cuts between calls of modules with parameters"
         )
-    replay = _Replay(look)
+    replay = _Replay(trace)
     replay.run()
     return replay.recording("" if uncompiled(model) is model else "_orig_mod.")
 
 
 class _Replay:
-    """Follows a look with blocks isolated, and keeps the phase of each tensor."""
+    """Follows a trace with blocks isolated, and keeps the phase of each tensor."""
 
-    def __init__(self, look: Look) -> None:
-        self._look = look
+    def __init__(self, trace: ModelTrace) -> None:
+        self._trace = trace
         self._made_in: dict[int, int] = {}  # phases of tensors that follow from parameters
-        self._names = {number: name for name, number in look.parameters.items()}
-        self._buffers = {number: name for name, number in look.buffers.items()}
-        self._used: dict[str, set[int]] = {name: set() for name in look.parameters}
-        self._buffer_used: dict[str, set[int]] = {name: set() for name in look.buffers}
+        self._names = {number: name for name, number in trace.parameters.items()}
+        self._buffers = {number: name for name, number in trace.buffers.items()}
+        self._used: dict[str, set[int]] = {name: set() for name in trace.parameters}
+        self._buffer_used: dict[str, set[int]] = {name: set() for name in trace.buffers}
         self._ambient: set[str] = set()
         self._blocks: list[Block] = []
         self._dependencies: dict[tuple[int, int], Dependency] = {}
@@ -639,21 +639,21 @@ class _Replay:
         Raises:
             UsageError: a block calls another one, or is left out.
         """
-        for call in self._look.blocks:
+        for call in self._trace.blocks:
             if call.caller is not None:
                 raise UsageError(
                     f"expected blocks one after another, found {call.name!r} called by "
                     f"{call.caller!r}: a pipeline cuts between blocks that do not call each other"
                 )
         position = 0
-        for call in self._look.blocks:
+        for call in self._trace.blocks:
             self._between[-1] += self._follow(range(position, call.operations.start), None)
             self._follow_block(call)
             self._between.append(0)
             position = call.operations.stop
-        self._between[-1] += self._follow(range(position, len(self._look.operations)), None)
-        called = {call.name for call in self._look.blocks}
-        missing = [name for name in self._look.candidates if name not in called]
+        self._between[-1] += self._follow(range(position, len(self._trace.operations)), None)
+        called = {call.name for call in self._trace.blocks}
+        missing = [name for name in self._trace.candidates if name not in called]
         if missing:
             raise UsageError(
                 f"expected every repeated block to be called in a forward, found that "
@@ -663,10 +663,10 @@ class _Replay:
 
     def _follow_block(self, call: BlockCall) -> None:
         work = self._follow(call.operations, call)
-        output = described(call, self._look, self._everywhere)
+        output = described(call, self._trace, self._everywhere)
         like = self._like(output, call)
         self._blocks.append(Block(call.name, call.names, output, like, work))
-        made = {number for each in self._look.inside(call) for number in each.outputs}
+        made = {number for each in self._trace.inside(call) for number in each.outputs}
         hooked = [number for number in self._collected(call) if number in made]
         self._inside |= dict.fromkeys(made - {*call.given} - {*self._names} - {*hooked}, call.name)
         handed = [
@@ -683,7 +683,7 @@ class _Replay:
         """Return the tensors inside of a block that hooks of the script get."""
         return [
             number
-            for inner in self._look.modules
+            for inner in self._trace.modules
             if inner.hooked
             and call.operations.start <= inner.operations.start
             and inner.operations.stop <= call.operations.stop
@@ -694,7 +694,7 @@ class _Replay:
         """Follow operations in one phase, of a block or between blocks; return their work."""
         work = 0
         for index in operations:
-            operation = self._look.operations[index]
+            operation = self._trace.operations[index]
             work += 0 if operation.known else operation.work
             self._follow_one(operation, block)
         return work
@@ -702,7 +702,7 @@ class _Replay:
     def _follow_one(self, operation: ModelOperation, block: BlockCall | None) -> None:
         if any(self._follows(number) for number in operation.inputs):
             for number in {*operation.outputs} - {*operation.inputs} | {*operation.changed}:
-                if not self._look.tensors[number].known:
+                if not self._trace.tensors[number].known:
                     self._made_in[number] = self.phase
         dependent = any(self._follows(number) for number in operation.outputs)
         if block is None:
@@ -765,7 +765,7 @@ class _Replay:
             same = []
             for place, number in enumerate(call.given):
                 if number is not None:
-                    facts = self._look.tensors[number].facts
+                    facts = self._trace.tensors[number].facts
                     if facts.shape == shape and facts.dtype == dtype:
                         same.append((self._everywhere(number), place))
             found.append(min(same)[1] if same else None)
@@ -773,7 +773,7 @@ class _Replay:
 
     def recording(self, prefix: str) -> Recording:
         """Return the recording; names of parameters and buffers get a prefix."""
-        aliases = self._look.aliases
+        aliases = self._trace.aliases
         for phase, block in enumerate(self._blocks):
             inside = block.name + "."
             for first, names in aliases.items():
@@ -793,7 +793,7 @@ class _Replay:
             prefix + name: Use((prefix + name,), frozenset(phases), name in self._ambient)
             for name, phases in self._buffer_used.items()
         }
-        output = [number for _, number in self._look.output]
+        output = [number for _, number in self._trace.output]
         crossed = crossings(self._steps, self._meta_of, output)
         dependencies = [*self._dependencies.values()]
         dependencies += [
@@ -812,7 +812,7 @@ class _Replay:
         )
 
     def _meta_of(self, number: int) -> TensorMeta:
-        facts, requires_grad, _ = self._look.tensors[number]
+        facts, requires_grad, _ = self._trace.tensors[number]
         return TensorMeta(tuple(facts.shape), facts.dtype, requires_grad)
 
 

@@ -16,14 +16,14 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from drivetrain.errors import UsageError
 from drivetrain.model.guard import Arguments, Function, Keywords
-from drivetrain.model.look import tensors_in
+from drivetrain.model.trace import tensors_in
 from drivetrain.model.valueless import Facts, ValuelessTensor, ValuesNeededError, WriteRefusedError
 
 _DEPTH = 100
 """Operations in a row that an expression keeps; a running sum that is never read stops there."""
 
 _LOOK = 4
-"""Operations in a row after which it is worth a look whether the values have come by now."""
+"""Operations in a row after which it is worth a trace whether the values have come by now."""
 
 
 class LazyValue:

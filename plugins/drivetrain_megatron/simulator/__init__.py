@@ -1,4 +1,4 @@
-"""Pipeline schedules on paper: their simulation, the papers' formulas, and drawings.
+"""Simulated pipeline schedules: their timelines, the papers' formulas, and drawings.
 
 ============ ======================================================================================
 ``command``  a schedule run without computing: time, idle time and memory; ``drivetrain

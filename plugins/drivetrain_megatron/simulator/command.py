@@ -1,8 +1,8 @@
 """``drivetrain schedule``: draws when the ranks of a pipeline compute, and when they wait.
 
-Nothing is trained: the schedule is run on paper.
+Nothing is trained: the schedule is simulated.
 
-Runs a schedule on paper, and has the makespans that the papers promise.
+Runs a simulated schedule, and has the makespans that the papers promise.
 
 The simulation proves the schedule's end, and tells its time, idle time and memory. The generators
 are unknown here: the lists of actions are read, and the data that flows between stages. Receives
@@ -23,7 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from drivetrain.errors import ConfigError
-from drivetrain.simulator.step import PaperStep, PaperTask, play
+from drivetrain.simulator.step import SimulatedStep, SimulatedTask, play
 from drivetrain_megatron.pipeline.schedules import (
     SCHEDULES,
     Action,
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-# --- runs a schedule on paper, and has the makespans that the papers promise ---
+# --- runs a simulated schedule, and has the makespans that the papers promise ---
 
 UNIT_DURATIONS: Mapping[ActionKind, float] = {
     ActionKind.FORWARD: 1.0,
@@ -58,7 +58,7 @@ def simulate(
     *,
     travel: float = 0.0,
 ) -> Timeline:
-    """Run a schedule on paper, on stages of equal durations by kind of action.
+    """Run a simulated schedule, on stages of equal durations by kind of action.
 
     A message between two ranks is under way for ``travel``; none waits for another one.
 
@@ -67,8 +67,8 @@ def simulate(
     """
     actions = [action for actions in schedule.ranks for action in actions]
     places = {action: place for place, action in enumerate(actions)}
-    tasks: list[PaperTask] = []
-    messages: list[PaperTask] = []
+    tasks: list[SimulatedTask] = []
+    messages: list[SimulatedTask] = []
     ranks = len(schedule.ranks)
     for action in actions:
         after = []
@@ -78,12 +78,12 @@ def simulate(
                 after.append(len(actions) + len(messages))
                 here = need.stage % ranks
                 lane = f"to {action}"
-                messages.append(PaperTask(lane, lane=lane, after=(places[need],), stage=here))
+                messages.append(SimulatedTask(lane, lane=lane, after=(places[need],), stage=here))
             else:
                 after.append(places[need])
         rank = action.stage % ranks
-        tasks.append(PaperTask(str(action), phase=action.kind, after=tuple(after), stage=rank))
-    step = PaperStep([*tasks, *messages], [{} for _ in schedule.ranks])
+        tasks.append(SimulatedTask(str(action), phase=action.kind, after=tuple(after), stage=rank))
+    step = SimulatedStep([*tasks, *messages], [{} for _ in schedule.ranks])
     played = ((each.start, each.stop) for each in play(step, _Times(durations, travel)).tasks)
     return Timeline(
         tuple(
@@ -100,7 +100,7 @@ class _Times:
     travel: float
     slowdown: float = 0.0
 
-    def seconds(self, task: PaperTask) -> float:
+    def seconds(self, task: SimulatedTask) -> float:
         return self.durations[ActionKind(task.phase)] if task.phase else self.travel
 
 
@@ -456,8 +456,8 @@ class Durations:
 
 
 @dataclass(frozen=True, slots=True)
-class SimulatedRun:
-    """A schedule that was run on paper, with the makespan by the paper's formula, in words."""
+class ScheduleRun:
+    """A schedule that was simulated, with the makespan by the paper's formula, in words."""
 
     schedule: Schedule
     timeline: Timeline
@@ -544,8 +544,8 @@ def schedule(
 
 def run(
     name: str, pp: int, micro_batches: int, chunks: int | None, durations: Durations
-) -> SimulatedRun:
-    """Run a schedule on paper; without ``chunks`` with as many as it has by default.
+) -> ScheduleRun:
+    """Run a simulated schedule; without ``chunks`` with as many as it has by default.
 
     Raises:
         ConfigError: the numbers do not fit the schedule, or are too large to be drawn.
@@ -561,10 +561,10 @@ def run(
     timeline = simulate(made, times, travel=durations.travel)
     formula, without = promised(made, times), " without travel" if durations.travel else ""
     promise = f"{formula.text} = {formula.value:.6g}{without}" if formula else ""
-    return SimulatedRun(made, timeline, promise or "none for these numbers")
+    return ScheduleRun(made, timeline, promise or "none for these numbers")
 
 
-def show(outcome: SimulatedRun, title: str) -> None:
+def show(outcome: ScheduleRun, title: str) -> None:
     """Print a chart of a schedule, and its numbers."""
     timeline = outcome.timeline
     click.echo(title)
@@ -582,7 +582,7 @@ def show(outcome: SimulatedRun, title: str) -> None:
         click.echo(f"{fact:8}  {text}")
 
 
-def compare(outcomes: Sequence[SimulatedRun]) -> None:
+def compare(outcomes: Sequence[ScheduleRun]) -> None:
     """Print a table of schedules; kept is in micro-batches of all layers of a rank."""
     table = Table(
         "schedule", "chunks", "makespan", "idle", "most kept", "formula", box=None, pad_edge=False

@@ -1,4 +1,4 @@
-"""The step of a cell on paper: units divided over ``tp``, cut into stages, in a schedule's order.
+"""The simulated step of a cell: units divided over ``tp``, cut into stages, in a schedule's order.
 
 Each stage's own step comes from the data-parallel strategy inside of the cell; the schedule only
 puts the tasks of all stages into its order, with messages between stages. Paper: Narayanan et al.
@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from drivetrain.cost import ModelSpec
 from drivetrain.errors import ConfigError
-from drivetrain.simulator.contract import PaperBound, UnitCosts, stage_bound
+from drivetrain.simulator.contract import StepBound, UnitCosts, stage_bound
 from drivetrain.simulator.step import (
     COMPUTE,
     Boundary,
@@ -23,10 +23,10 @@ from drivetrain.simulator.step import (
     MatrixProduct,
     MemoryPass,
     Operation,
-    PaperRun,
-    PaperStep,
-    PaperTask,
-    PaperUnit,
+    SimulatedRun,
+    SimulatedStep,
+    SimulatedTask,
+    SimulatedUnit,
 )
 from drivetrain.strategy import Planning, Run
 from drivetrain_megatron.config import MegatronConfig
@@ -44,7 +44,7 @@ from drivetrain_megatron.state import data_parallel
 
 
 @lru_cache(maxsize=256)
-def divided(unit: PaperUnit, ranks: int, by_tokens: bool) -> PaperUnit:
+def divided(unit: SimulatedUnit, ranks: int, by_tokens: bool) -> SimulatedUnit:
     """Return the share of a unit for each rank of ``tp``: work, messages, activations, parameters.
 
     Args:
@@ -104,7 +104,7 @@ def _operation(operation: Operation, ranks: int, by_tokens: bool) -> Operation |
 # --- stages ---
 
 
-def cut_into_stages(units: Sequence[PaperUnit], stages: int) -> list[list[PaperUnit]]:
+def cut_into_stages(units: Sequence[SimulatedUnit], stages: int) -> list[list[SimulatedUnit]]:
     """Return consecutive units with as many blocks per stage as possible alike.
 
     The first stage also has what comes before the blocks, the last one what comes behind them;
@@ -148,16 +148,16 @@ class PipelineStep:
         tied: bytes of values, and of gradients, of the last stage's copies of parameters.
     """
 
-    steps: Sequence[PaperStep]
+    steps: Sequence[SimulatedStep]
     schedule: Schedule
     message: Collective
     far: Collective
     together: int
     tied: tuple[float, float] = (0.0, 0.0)
 
-    def merged(self) -> PaperStep:
+    def merged(self) -> SimulatedStep:
         """Return one step of all ranks of the pipeline."""
-        self.tasks: list[PaperTask] = []
+        self.tasks: list[SimulatedTask] = []
         self.places: list[dict[int, int]] = [{} for _ in self.steps]
         self.arrived: dict[Action, int] = {}
         self.ended: dict[Action, int] = {}
@@ -177,7 +177,7 @@ class PipelineStep:
         self._between_ties("values", 0)
         held = self._summed([step.held[0] for step in self.steps])
         stored = self._summed([kept for step in self.steps for kept in step.stored])
-        return PaperStep(self.tasks, held, self.steps[0].axes, stored)
+        return SimulatedStep(self.tasks, held, self.steps[0].axes, stored)
 
     def _between_ties(self, sent: str, source: int) -> list[int]:
         """Send gradients of copies to the first stage, or new values to the last one."""
@@ -191,7 +191,7 @@ class PipelineStep:
             if task.stage == here and task.lane == COMPUTE
         )
         message = (Collective("pp", "send", nbytes),)
-        self.tasks.append(PaperTask(f"send {sent} of ties", message, "pp", (last,), here))
+        self.tasks.append(SimulatedTask(f"send {sent} of ties", message, "pp", (last,), here))
         return [len(self.tasks) - 1]
 
     def _summed(self, of_stages: Sequence[Mapping[str, float]]) -> list[Mapping[str, float]]:
@@ -228,7 +228,7 @@ class PipelineStep:
         message = self.far if crosses else self.message
         self.arrived[source] = len(self.tasks)
         self.tasks.append(
-            PaperTask(f"send {source}", (message,), "pp", (self.ended[source],), here)
+            SimulatedTask(f"send {source}", (message,), "pp", (self.ended[source],), here)
         )
 
     def _emit(
@@ -258,7 +258,7 @@ class PipelineStep:
         return last
 
 
-def _part(task: PaperTask, kind: ActionKind | None) -> PaperTask | None:
+def _part(task: SimulatedTask, kind: ActionKind | None) -> SimulatedTask | None:
     """Return the part of a task for an action; None where the other half runs the task."""
     if kind not in (ActionKind.INPUT, ActionKind.WEIGHT):
         return task
@@ -275,7 +275,7 @@ def _part(task: PaperTask, kind: ActionKind | None) -> PaperTask | None:
     return replace(task, operations=chosen, frees=0.0)
 
 
-def _groups(step: PaperStep) -> dict[tuple[str, int], tuple[list[int], list[int]]]:
+def _groups(step: SimulatedStep) -> dict[tuple[str, int], tuple[list[int], list[int]]]:
     """Return the tasks of each phase and micro-batch; those of none: before, and behind, all."""
     groups: dict[tuple[str, int], tuple[list[int], list[int]]] = defaultdict(lambda: ([], []))
     seen = False
@@ -285,7 +285,7 @@ def _groups(step: PaperStep) -> dict[tuple[str, int], tuple[list[int], list[int]
     return groups
 
 
-def _keep_for_loss(step: PaperStep, head: PaperUnit) -> None:
+def _keep_for_loss(step: SimulatedStep, head: SimulatedUnit) -> None:
     """Let a loss outside of the model keep its tensors until all backwards have ended.
 
     GPipe's schedule is the one for such a loss: the script gets a copy of the outputs, and the
@@ -332,7 +332,9 @@ class CellPlanning(Planning):
         kind, options = data_parallel(config)
         return config.pp == 1 and kind.planning().changes_links(options)
 
-    def step(self, config: MegatronConfig, units: Sequence[PaperUnit], run: PaperRun) -> PaperStep:
+    def simulate(
+        self, config: MegatronConfig, units: Sequence[SimulatedUnit], run: SimulatedRun
+    ) -> SimulatedStep:
         """Draw the step of a cell; the strategy inside draws that of each stage.
 
         Raises:
@@ -343,7 +345,7 @@ class CellPlanning(Planning):
         schedule = make_schedule(config.schedule, config.pp, run.micro_batches, config.chunks)
         parts = [divided(unit, config.tp, config.sequence_parallel) for unit in units]
         stages = cut_into_stages(parts, config.pp * config.chunks)
-        steps = [kind.planning().step(options, stage, run) for stage in stages]
+        steps = [kind.planning().simulate(options, stage, run) for stage in stages]
         tied = (0.0, 0.0)
         if len(stages) > 1:  # the last one has copies of parameters tied to the first one's
             copies = sum(unit.borrowed for unit in stages[-1])
@@ -356,13 +358,13 @@ class CellPlanning(Planning):
         far = Collective("pp", "send", run.between_hosts(activation))
         return PipelineStep(steps, schedule, near, far, run.together("pp"), tied).merged()
 
-    def bound(
+    def lower_bound(
         self,
         config: MegatronConfig,
-        units: Sequence[PaperUnit],
-        run: PaperRun,
+        units: Sequence[SimulatedUnit],
+        run: SimulatedRun,
         costs: UnitCosts,
-    ) -> PaperBound:
+    ) -> StepBound:
         """Return a bound of a cell's step: the slowest stage, and the idle time.
 
         The first rank keeps the activations of p micro-batches; with v chunks, of
@@ -377,8 +379,8 @@ class CellPlanning(Planning):
         stages = cut_into_stages(parts, config.pp * config.chunks)
         p, m = config.pp, run.micro_batches
 
-        def draw(some: Sequence[PaperUnit], run: PaperRun) -> PaperStep:
-            return kind.planning().step(options, some, run)
+        def draw(some: Sequence[SimulatedUnit], run: SimulatedRun) -> SimulatedStep:
+            return kind.planning().simulate(options, some, run)
 
         found, key = [], (kind, repr(options))
         for rank in sorted({0, p - 1, p // 2}):
@@ -392,9 +394,9 @@ class CellPlanning(Planning):
         idle = (p - 1) / config.chunks * min(compute for _, compute in found)
         seconds = max(bound.seconds for bound, _ in found)
         seconds += idle if config.schedule != "zb-h1" else 0.0
-        return PaperBound(seconds, max(bound.nbytes for bound, _ in found))
+        return StepBound(seconds, max(bound.nbytes for bound, _ in found))
 
-    def part(self, config: MegatronConfig, model: ModelSpec, run: Run) -> ModelSpec:
+    def local_model(self, config: MegatronConfig, model: ModelSpec, run: Run) -> ModelSpec:
         """Return this rank's part of each tensor of its stages."""
         return part_of(config, model, run)
 

@@ -25,9 +25,9 @@ from torch.profiler import record_function
 
 from drivetrain.collectives.volume import (
     Chunks,
+    FlatSlice,
     Operation,
-    Stretch,
-    StretchParts,
+    SlicesByRank,
     checked_chunks,
     chunk_bounds,
     sent_bytes,
@@ -247,12 +247,12 @@ class Channels(ABC):
         """Put the sums over ranks into this rank's tensors."""
 
     def gradients_summed(
-        self, stretch: Stretch, label: str, replaces: SumChannel | None = None
+        self, flat_slice: FlatSlice, label: str, replaces: SumChannel | None = None
     ) -> SumChannel:
         """Return a channel that replaces gradients by their sums over ranks.
 
         Args:
-            stretch: describes the flat tensor of the gradients.
+            flat_slice: describes the flat tensor of the gradients.
             label: names the operations in errors.
             replaces: a channel that is given up for this one, and under way no more. The state
                 that an approximation has kept for the elements of this rank goes on.
@@ -269,7 +269,7 @@ class Channels(ABC):
 
     def gradients_scattered(
         self,
-        describe: Callable[[], StretchParts],
+        describe: Callable[[], SlicesByRank],
         label: str,
         replaces: ReduceChannel | None = None,
     ) -> ReduceChannel:
@@ -284,7 +284,7 @@ class Channels(ABC):
         return partial(self.reduce_parts, label=label)
 
     def parameters_gathered(
-        self, describe: Callable[[], StretchParts], label: str
+        self, describe: Callable[[], SlicesByRank], label: str
     ) -> GatherChannel:
         """Return a channel that fills the tensors of all ranks with parameters.
 
@@ -298,7 +298,7 @@ class Channels(ABC):
 
         return start
 
-    def parameters_updated(self, describe: Callable[[], StretchParts], label: str) -> GatherChannel:
+    def parameters_updated(self, describe: Callable[[], SlicesByRank], label: str) -> GatherChannel:
         """Return a channel that brings updates of parameters to all ranks.
 
         Between two gathers the tensors stay as they are, and alike on all ranks; ``first`` writes

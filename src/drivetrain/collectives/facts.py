@@ -8,8 +8,9 @@ are another matter: ``communication.gather_object`` takes any of them.
 
 Ranks meet before they exchange something: a rank that is alone there learns soon why.
 
-A wait for other ranks looks around after half a second, and then ever more rarely: it leaves a word
-in the store where the ranks met, and reads the words of the others. Words prove that a wait is in
+A wait for other ranks looks around after half a second, and then ever more rarely: it leaves a
+status in the store where the ranks met, and reads the statuses of the others. Statuses prove that a
+wait is in
 vain: each of two ranks waits for an operation that the other one has not begun, a rank has ended
 without beginning the operation that this one waits for, or two ranks have different operations
 under way at the same place of one order. Nothing is looked at before that half second.
@@ -37,7 +38,14 @@ from drivetrain.collectives.neighbors import Tag
 from drivetrain.errors import CollectiveError, RankMismatchError, UsageError
 from drivetrain.runtime.board import BoardRow, board
 from drivetrain.runtime.mesh import Axis
-from drivetrain.runtime.words import Word, begin_meeting, heard, reached, running, say
+from drivetrain.runtime.rank_status import (
+    RankStatus,
+    begin_meeting,
+    reached,
+    running,
+    set_status,
+    status_of,
+)
 from drivetrain.runtime.world import gather_texts, share_text
 
 # --- ranks meet before they exchange something ---
@@ -63,7 +71,7 @@ class Wait:
         doing: the operation in words, for messages.
         place: the order that the operation belongs to, the same name on all ranks.
         number: which one of that order, from 1.
-        ranks: the global ranks whose words are read.
+        ranks: the global ranks whose statuses are read.
         rank: this one.
         needed: those of the ranks that must come; None means all.
     """
@@ -96,36 +104,36 @@ class Wait:
         Returns:
             Why the wait is in vain, "" while nothing proves that.
         """
-        # The store has one word per rank, about the main thread: other threads leave none.
+        # The store has one status per rank, about the main thread: other threads leave none.
         if waited < self._next or threading.current_thread() is not threading.main_thread():
             return ""
         self._next = waited + min(waited, LONGEST_PAUSE_S)
         self.site = script_line()
-        say(self._word())
+        set_status(self._status())
         self._spoke = True
         try:
-            words = self._words()
+            statuses = self._statuses()
         except RuntimeError:  # the store's own rank has ended: the wait will fail by itself
             return ""
-        if found := self._disagreement(words):
+        if found := self._disagreement(statuses):
             return found
-        in_vain = {rank: word for rank, word in words.items() if self._in_vain(rank, word)}
+        in_vain = {rank: status for rank, status in statuses.items() if self._in_vain(rank, status)}
         return self._explain(in_vain, f"waited {waited:.1f} s in vain") if in_vain else ""
 
     def over(self) -> None:
-        """Take the word back."""
+        """Take the status back."""
         if self._spoke:
-            say(None)
+            set_status(None)
 
     def failed(self, error: BaseException) -> str:
-        """Return the message of a failure, with the words of the ranks that are missing."""
+        """Return the message of a failure, with the statuses of the ranks that are missing."""
         found = reason(error)
         try:
-            words = self._words()
+            statuses = self._statuses()
         except RuntimeError:
-            gone = "the rank that keeps the words of all ranks, rank 0, has ended"
+            gone = "the rank that keeps the statuses of all ranks, rank 0, has ended"
             return f"{self.doing} on rank {self.rank} failed: {gone} ({found}); {WAY_OUT}"
-        missing = {rank: word for rank, word in words.items() if self._is_missing(word)}
+        missing = {rank: status for rank, status in statuses.items() if self._is_missing(status)}
         return self._explain(missing, f"failed ({found})")
 
     def late(self, waited: float) -> str:
@@ -133,51 +141,51 @@ class Wait:
         return f"{self.doing} on rank {self.rank} waited {waited:.1f} s: {self.missing()}"
 
     def missing(self) -> str:
-        """Return the words of the ranks that have not begun the operation, in one sentence."""
+        """Return the statuses of the ranks that have not begun the operation, in one sentence."""
         with suppress(RuntimeError):
-            words = self._words()
-            if found := self._disagreement(words):
+            statuses = self._statuses()
+            if found := self._disagreement(statuses):
                 return found
             known = {
-                rank: word
-                for rank, word in words.items()
-                if word is not None and word.lacks(self.place, self.number)
+                rank: status
+                for rank, status in statuses.items()
+                if status is not None and status.lacks(self.place, self.number)
             }
             if known:
                 return f"{_said(known)}; {WAY_OUT}"
         return "look for the rank that failed first, or that does not answer"
 
-    def _is_missing(self, word: Word | None) -> bool:
-        return word is None or word.lacks(self.place, self.number) or not word.doing
+    def _is_missing(self, status: RankStatus | None) -> bool:
+        return status is None or status.lacks(self.place, self.number) or not status.doing
 
-    def _in_vain(self, rank: int, word: Word | None) -> bool:
-        """Whether a rank will not come to this operation, as its word proves."""
-        if word is None or rank not in self.needed or not word.lacks(self.place, self.number):
+    def _in_vain(self, rank: int, status: RankStatus | None) -> bool:
+        """Whether a rank will not come to this operation, as its status proves."""
+        if status is None or rank not in self.needed or not status.lacks(self.place, self.number):
             return False
-        if not word.doing:
+        if not status.doing:
             return True
-        mine = reached().get(word.place, 0)
-        return self.rank in word.ranks and mine < word.number
+        mine = reached().get(status.place, 0)
+        return self.rank in status.ranks and mine < status.number
 
-    def _disagreement(self, words: Mapping[int, Word | None]) -> str:
+    def _disagreement(self, statuses: Mapping[int, RankStatus | None]) -> str:
         """Return the difference between two operations with one number, "" where there is none."""
         mine = {place: Header.from_json(facts) for place, facts in running().items()}
-        for rank, word in words.items():
-            for place in mine.keys() & (word.running.keys() if word else ()):
-                theirs = Header.from_json(word.running[place]) if word else mine[place]
+        for rank, status in statuses.items():
+            for place in mine.keys() & (status.running.keys() if status else ()):
+                theirs = Header.from_json(status.running[place]) if status else mine[place]
                 if theirs.number == mine[place].number and mine[place].differences(theirs):
-                    sites = (self.site or script_line(main=True), word.site if word else "")
+                    sites = (self.site or script_line(main=True), status.site if status else "")
                     ranks = (self.rank, rank)
                     return str(disagreement(mine[place], theirs, sites, ranks))
         return ""
 
-    def _explain(self, missing: Mapping[int, Word | None], what: str) -> str:
+    def _explain(self, missing: Mapping[int, RankStatus | None], what: str) -> str:
         who = _said(missing) or "all other ranks came"
         here = f" at {self.site}" if self.site else ""
         return f"{self.doing} on rank {self.rank}{here} {what}: {who}; {WAY_OUT}"
 
-    def _word(self) -> Word:
-        return Word(
+    def _status(self) -> RankStatus:
+        return RankStatus(
             doing=self.doing,
             place=self.place,
             number=self.number,
@@ -187,15 +195,15 @@ class Wait:
             site=self.site,
         )
 
-    def _words(self) -> dict[int, Word | None]:
-        return {rank: heard(rank) for rank in self.ranks if rank != self.rank}
+    def _statuses(self) -> dict[int, RankStatus | None]:
+        return {rank: status_of(rank) for rank in self.ranks if rank != self.rank}
 
 
-def _said(words: Mapping[int, Word | None]) -> str:
+def _said(statuses: Mapping[int, RankStatus | None]) -> str:
     """Return the words of ranks in one sentence."""
     return ", and ".join(
-        f"rank {rank} {word or 'says nothing: it computes, or was killed'}"
-        for rank, word in sorted(words.items())
+        f"rank {rank} {status or 'says nothing: it computes, or was killed'}"
+        for rank, status in sorted(statuses.items())
     )
 
 
@@ -255,7 +263,7 @@ def meet(
         timeout: of the wait; None leaves it to the group, whose own may be longer.
 
     Raises:
-        CollectiveError: ranks will not come, as their words prove, or did not come in time.
+        CollectiveError: ranks will not come, as their statuses prove, or did not come in time.
     """
     start = time.monotonic()
     while not work.is_completed():

@@ -53,7 +53,7 @@ from drivetrain.collectives.volume import Chunks, checked_chunks
 from drivetrain.errors import CollectiveError
 from drivetrain.runtime.board import board
 from drivetrain.runtime.mesh import Axis
-from drivetrain.runtime.words import CountingThread
+from drivetrain.runtime.rank_status import CountingThread
 from drivetrain.traffic import Traffic
 
 PACKED_SHARE = 16

@@ -6,7 +6,7 @@ A communicator that sends an approximation must know them: it approximates matri
 vectors alone, and what it keeps back from one step for the next is saved by the parameter's name::
 
     | weight, elements 0 to 900      | bias, all  | weight, elements 0 to 40 | (of nobody) |
-    |<------------------------------ one stretch ------------------------------------------->|
+    |<------------------------------ one flat slice ------------------------------------------->|
 """
 
 import itertools
@@ -68,7 +68,7 @@ class ParameterSpan:
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
+class FlatSlice:
     """A flat tensor, or a slice of one, in terms of parameters.
 
     Attributes:
@@ -82,7 +82,7 @@ class Stretch:
     spans: tuple[ParameterSpan, ...]
 
     @classmethod
-    def of(cls, numel: int, dtype: torch.dtype, rows: Iterable[ParameterRow]) -> "Stretch":
+    def of(cls, numel: int, dtype: torch.dtype, rows: Iterable[ParameterRow]) -> "FlatSlice":
         """Describe a flat tensor that holds whole parameters.
 
         Args:
@@ -97,7 +97,7 @@ class Stretch:
             spans.append(ParameterSpan(name, whole, columns, 0, start, start + whole))
         return cls(numel, dtype, tuple(spans))
 
-    def cut(self, start: int, stop: int) -> "Stretch":
+    def cut(self, start: int, stop: int) -> "FlatSlice":
         """Describe the slice from ``start`` to ``stop``."""
         spans = []
         # A model has many parameters, and is cut into as many slices as there are ranks.
@@ -110,7 +110,7 @@ class Stretch:
         return replace(self, numel=stop - start, spans=tuple(spans))
 
     @classmethod
-    def joined(cls, pieces: Sequence["Stretch"], dtype: torch.dtype) -> "Stretch":
+    def joined(cls, pieces: Sequence["FlatSlice"], dtype: torch.dtype) -> "FlatSlice":
         """Describe a flat tensor of pieces side by side.
 
         Args:
@@ -129,8 +129,8 @@ class Stretch:
         return self.numel * self.dtype.itemsize
 
 
-StretchParts: TypeAlias = Sequence[Sequence[Stretch]]
-"""For each rank of an axis, in order: the stretches that describe the rank's tensors."""
+SlicesByRank: TypeAlias = Sequence[Sequence[FlatSlice]]
+"""For each rank of an axis, in order: the slices that describe the rank's tensors."""
 
 
 # --- how the data of an operation lie on the ranks, as chunks ---
@@ -255,14 +255,14 @@ class ApproximateBytes(Protocol):
     """
 
     def reduced(
-        self, far: Axis, stretches: StretchParts, *, everywhere: bool
+        self, far: Axis, slices: SlicesByRank, *, everywhere: bool
     ) -> Counter[tuple[str, str]] | None:
         """Return the bytes of a sum of gradients, for its owners alone or for all ranks."""
 
-    def held(self, far: Axis, stretches: StretchParts, *, everywhere: bool) -> int:
+    def held(self, far: Axis, slices: SlicesByRank, *, everywhere: bool) -> int:
         """Return the bytes that a rank keeps from one sum to the next."""
 
-    def gathered(self, far: Axis, stretches: StretchParts) -> Counter[tuple[str, str]] | None:
+    def gathered(self, far: Axis, slices: SlicesByRank) -> Counter[tuple[str, str]] | None:
         """Return the bytes of a gather of parameters, or of their updates."""
 
     @property
@@ -298,48 +298,48 @@ class Route:
         """Whether owners keep values apart from gathered ones, which are approximate or may be."""
         return self.between is not None and self.between.owns_apart
 
-    def gradients_summed(self, stretch: Stretch) -> Counter[tuple[str, str]]:
+    def gradients_summed(self, flat_slice: FlatSlice) -> Counter[tuple[str, str]]:
         """Return the bytes that this rank sends in a channel of ``gradients_summed``."""
-        exact = self.all_reduced(stretch.numel, stretch.dtype.itemsize)
+        exact = self.all_reduced(flat_slice.numel, flat_slice.dtype.itemsize)
         if self.levels is None or self.between is None:
             return exact
         far = self.levels.far
-        pieces = far_pieces(stretch, self.levels)
+        pieces = far_pieces(flat_slice, self.levels)
         found = self.between.reduced(far, pieces, everywhere=True)
         return exact if found is None else _without(exact, far) + found
 
-    def gradients_scattered(self, stretches: StretchParts) -> Counter[tuple[str, str]]:
+    def gradients_scattered(self, slices: SlicesByRank) -> Counter[tuple[str, str]]:
         """Return the bytes that this rank sends in a channel of ``gradients_scattered``."""
-        exact = self.passed("reduce_scatter", _lengths(stretches))
+        exact = self.passed("reduce_scatter", _lengths(slices))
         if self.levels is None or self.between is None:
             return exact
         near, far = self.levels
-        mine = stretches[near.rank :: near.size]
+        mine = slices[near.rank :: near.size]
         found = self.between.reduced(far, mine, everywhere=False)
         return exact if found is None else _without(exact, far) + found
 
-    def parameters_gathered(self, stretches: StretchParts) -> Counter[tuple[str, str]]:
+    def parameters_gathered(self, slices: SlicesByRank) -> Counter[tuple[str, str]]:
         """Return the bytes that this rank sends in one gather or update of parameters."""
-        exact = self.passed("all_gather", _lengths(stretches))
+        exact = self.passed("all_gather", _lengths(slices))
         if self.levels is None or self.between is None:
             return exact
         near, far = self.levels
-        found = self.between.gathered(far, stretches[near.rank :: near.size])
+        found = self.between.gathered(far, slices[near.rank :: near.size])
         return exact if found is None else _without(exact, far) + found
 
-    def kept_back(self, stretch: Stretch) -> int:
+    def kept_back(self, flat_slice: FlatSlice) -> int:
         """Return the bytes that this rank keeps for the next sum in ``gradients_summed``."""
         if self.levels is None or self.between is None:
             return 0
-        pieces = far_pieces(stretch, self.levels)
+        pieces = far_pieces(flat_slice, self.levels)
         return self.between.held(self.levels.far, pieces, everywhere=True)
 
-    def kept_back_of(self, stretches: StretchParts) -> int:
+    def kept_back_of(self, slices: SlicesByRank) -> int:
         """Return the bytes that this rank keeps for the next sum in ``gradients_scattered``."""
         if self.levels is None or self.between is None:
             return 0
         near, far = self.levels
-        return self.between.held(far, stretches[near.rank :: near.size], everywhere=False)
+        return self.between.held(far, slices[near.rank :: near.size], everywhere=False)
 
     def all_reduced(self, numel: int, itemsize: int) -> Counter[tuple[str, str]]:
         """Return the bytes that this rank sends to sum one tensor, by (axis, operation)."""
@@ -383,16 +383,16 @@ class Route:
         return Counter({(self.axis.name, "broadcast"): sent})
 
 
-def far_pieces(stretch: Stretch, levels: HostLevels) -> StretchParts:
+def far_pieces(flat_slice: FlatSlice, levels: HostLevels) -> SlicesByRank:
     """Return the pieces of a flat tensor that ranks at this rank's place of each host sum up."""
     near, far = levels
-    share = stretch.cut(*chunk_of(stretch.numel, near.size, near.rank))
+    share = flat_slice.cut(*chunk_of(flat_slice.numel, near.size, near.rank))
     return [[share.cut(*bounds)] for bounds in chunk_bounds(share.numel, far.size)]
 
 
-def _lengths(stretches: StretchParts) -> list[int]:
+def _lengths(slices: SlicesByRank) -> list[int]:
     """Return the bytes of each rank's tensors."""
-    return [sum(each.nbytes for each in part) for part in stretches]
+    return [sum(each.nbytes for each in part) for part in slices]
 
 
 def _without(sent: Counter[tuple[str, str]], far: Axis) -> Counter[tuple[str, str]]:

@@ -1,6 +1,6 @@
 """The methods of a run whose configuration leaves their choice to drivetrain.
 
-``links: {far: auto, allow: theory}`` permits methods up to a class of honesty. For each model, the
+``links: {far: auto, allow: theory}`` permits methods up to a class of fidelity. For each model, the
 ranks agree on the figures, and ``drivetrain.compression.methods`` chooses. Methods that the
 strategy or the precision cannot take are no candidates.
 
@@ -23,7 +23,7 @@ import torch
 
 from drivetrain.collectives import connect, sent_elements
 from drivetrain.collectives.facts import gather_facts, share_facts
-from drivetrain.compression.compressor import Compressor, Honesty
+from drivetrain.compression.compressor import Compressor, Fidelity
 from drivetrain.compression.methods import (
     NO_TIME,
     AutomaticLinks,
@@ -272,9 +272,9 @@ def _on_link(
 ) -> list[MethodOnLink]:
     """Return exact traffic and the methods on the link."""
     link, times = figures.link, figures.times
-    exact = MethodOnLink(EXACT, None, Honesty.EXACT, NO_TIME, link, use)
+    exact = MethodOnLink(EXACT, None, Fidelity.EXACT, NO_TIME, link, use)
     others = [
-        MethodOnLink(name, method, method.honesty_of(use.name), times[name], link, use)
+        MethodOnLink(name, method, method.fidelity_of(use.name), times[name], link, use)
         for name, method in methods.items()
     ]
     return [exact, *others]
@@ -365,8 +365,8 @@ def _told(chosen: Outlook, outlooks: Sequence[Outlook], count: int, source: str)
         if candidate.method is not None
         else ""
     )
-    honesty = f" ({candidate.honesty})"
-    return f"{candidate.use.name} {candidate.name}{honesty}{much}; of {compared}, {beside}"
+    fidelity = f" ({candidate.fidelity})"
+    return f"{candidate.use.name} {candidate.name}{fidelity}{much}; of {compared}, {beside}"
 
 
 # --- the choice in a checkpoint, so that a resumed run goes on with the same methods ---
@@ -426,6 +426,6 @@ def resume_links(
             link = replace(wish.figures.link, bytes_per_s=facts["bytes_per_s"])
             time = EncodingTime(facts["fixed_s"], facts["per_number_s"])
             method = methods[name]
-            honesty = method.honesty_of(kind.name)
-            chosen[use] = MethodOnLink(name, method, honesty, time, link, kind)
+            fidelity = method.fidelity_of(kind.name)
+            chosen[use] = MethodOnLink(name, method, fidelity, time, link, kind)
     return (links.decided(chosen, decided), lines) if decided else (links, lines)

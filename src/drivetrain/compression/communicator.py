@@ -38,7 +38,7 @@ from drivetrain.collectives.communicator import (
 )
 from drivetrain.collectives.facts import gather_facts
 from drivetrain.collectives.hierarchy import ConnectAxis, HierarchicalCommunicator
-from drivetrain.collectives.volume import Stretch, StretchParts, far_pieces
+from drivetrain.collectives.volume import FlatSlice, SlicesByRank, far_pieces
 from drivetrain.compression.compressor import FarReduction
 from drivetrain.compression.error_feedback import (
     LinkChannel,
@@ -96,9 +96,9 @@ class LinkedCommunicator(HierarchicalCommunicator):
 
     @override
     def gradients_summed(
-        self, stretch: Stretch, label: str, replaces: SumChannel | None = None
+        self, flat_slice: FlatSlice, label: str, replaces: SumChannel | None = None
     ) -> SumChannel:
-        exact = super().gradients_summed(stretch, label)
+        exact = super().gradients_summed(flat_slice, label)
         near, far = self._collecting, self._far
 
         def start(reduction: FarReduction, tensor: Tensor) -> Handle:
@@ -114,9 +114,9 @@ class LinkedCommunicator(HierarchicalCommunicator):
         return self._channel(
             exact,
             start,
-            lambda: far_pieces(stretch, self._host_levels),
+            lambda: far_pieces(flat_slice, self._host_levels),
             replaces,
-            whole=stretch,
+            whole=flat_slice,
         )
 
     @override
@@ -131,7 +131,7 @@ class LinkedCommunicator(HierarchicalCommunicator):
     @override
     def gradients_scattered(
         self,
-        describe: Callable[[], StretchParts],
+        describe: Callable[[], SlicesByRank],
         label: str,
         replaces: ReduceChannel | None = None,
     ) -> ReduceChannel:
@@ -155,10 +155,10 @@ class LinkedCommunicator(HierarchicalCommunicator):
         self,
         exact: Callable[..., Handle],
         start: Callable[..., Handle],
-        describe: Callable[[], StretchParts],
+        describe: Callable[[], SlicesByRank],
         replaces: Callable[..., Handle] | None,
         *,
-        whole: Stretch | None = None,
+        whole: FlatSlice | None = None,
     ) -> LinkChannel:
         """Return a channel of gradients as the methods say, which takes over what others kept.
 
@@ -178,7 +178,7 @@ class LinkedCommunicator(HierarchicalCommunicator):
 
         def take_method() -> None:
             links, parked, pieces = self._links, self._parked, describe()
-            spans = [span for part in pieces for stretch in part for span in stretch.spans]
+            spans = [span for part in pieces for flat_slice in part for span in flat_slice.spans]
             summed = () if whole is None else whole.spans
             apart = [span for span in summed if span.name in self._apart]
             for span in apart:  # another rank of this host may get an element
@@ -217,16 +217,16 @@ class LinkedCommunicator(HierarchicalCommunicator):
 
     @override
     def parameters_gathered(
-        self, describe: Callable[[], StretchParts], label: str
+        self, describe: Callable[[], SlicesByRank], label: str
     ) -> GatherChannel:
         return self._gathered(describe, label, updates=False)
 
     @override
-    def parameters_updated(self, describe: Callable[[], StretchParts], label: str) -> GatherChannel:
+    def parameters_updated(self, describe: Callable[[], SlicesByRank], label: str) -> GatherChannel:
         return self._gathered(describe, label, updates=True)
 
     def _gathered(
-        self, describe: Callable[[], StretchParts], label: str, *, updates: bool
+        self, describe: Callable[[], SlicesByRank], label: str, *, updates: bool
     ) -> GatherChannel:
         exact = super().parameters_gathered(describe, label)
         method, near = self._links.parameters, self._collecting

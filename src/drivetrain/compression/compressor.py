@@ -46,7 +46,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from drivetrain.collectives import Communicator, Handle, Parts, Route, sent_bytes
-from drivetrain.collectives.volume import ParameterSpan, Stretch, StretchParts
+from drivetrain.collectives.volume import FlatSlice, ParameterSpan, SlicesByRank
 from drivetrain.runtime.mesh import Axis
 
 # --- the contract of methods for slow links ---
@@ -94,7 +94,7 @@ class Rounded:
             each.copy_(sent)
 
 
-class Honesty(StrEnum):
+class Fidelity(StrEnum):
     """How far training under a method may be from exact training, the nearest class first."""
 
     EXACT = "exact"
@@ -106,9 +106,9 @@ class Honesty(StrEnum):
     EMPIRICAL = "empirical"
     """A trajectory of its own, which experiments found as good; nobody has proved it."""
 
-    def within(self, allowed: "Honesty") -> bool:
+    def within(self, allowed: "Fidelity") -> bool:
         """Whether a user who allows a class allows this one."""
-        order = list(Honesty)
+        order = list(Fidelity)
         return order.index(self) <= order.index(allowed)
 
 
@@ -142,7 +142,7 @@ class FarReduction(ABC):
         """Start to put the sums over hosts into this rank's tensors, or into all of them.
 
         Args:
-            parts: for each rank of the axis, its tensors, as the stretches describe them.
+            parts: for each rank of the axis, its tensors, as the slices describe them.
             first: called once, before the tensors are read; maybe in another thread.
             label: names the reduction in errors.
         """
@@ -175,7 +175,7 @@ class Compressor(ABC, Generic[MethodConfigT]):
 
     Attributes:
         summary: a sentence for help pages.
-        honesty: how far training may be from exact training.
+        fidelity: how far training may be from exact training.
         gradients: whether it can sum gradients.
         parameters: whether it can gather values of parameters.
         updates: whether it can gather updates of parameters.
@@ -185,7 +185,7 @@ class Compressor(ABC, Generic[MethodConfigT]):
     """
 
     summary: ClassVar[str]
-    honesty: ClassVar[Honesty]
+    fidelity: ClassVar[Fidelity]
     gradients: ClassVar[bool] = True
     parameters: ClassVar[bool] = False
     updates: ClassVar[bool] = False
@@ -196,13 +196,13 @@ class Compressor(ABC, Generic[MethodConfigT]):
     def __init__(self, config: MethodConfigT) -> None:
         self.config = config
 
-    def honesty_of(self, use: str) -> Honesty:
+    def fidelity_of(self, use: str) -> Fidelity:
         """Return how far training may be from exact training, for one use of these options.
 
         Args:
             use: ``gradients``, ``parameters`` (their values) or ``updates`` (of parameters).
         """
-        return self.honesty
+        return self.fidelity
 
     def get_ready(self, device: torch.device) -> None:
         """Prepare for tensors of a device, once in a process; by default nothing is needed.
@@ -211,29 +211,29 @@ class Compressor(ABC, Generic[MethodConfigT]):
         """
 
     @abstractmethod
-    def approximates(self, stretches: StretchParts) -> bool:
+    def approximates(self, slices: SlicesByRank) -> bool:
         """Return whether any element is approximated; otherwise the sum is taken as ever."""
 
     @abstractmethod
     def reduction(
-        self, far: Communicator, stretches: StretchParts, *, everywhere: bool
+        self, far: Communicator, slices: SlicesByRank, *, everywhere: bool
     ) -> FarReduction:
         """Return a reduction over hosts.
 
         Args:
             far: the ranks at one place of each host.
-            stretches: for each of them, the tensors whose sum it gets.
+            slices: for each of them, the tensors whose sum it gets.
             everywhere: whether all of them get all sums.
         """
 
     @abstractmethod
     def sent(
-        self, far: Route, stretches: StretchParts, *, everywhere: bool
+        self, far: Route, slices: SlicesByRank, *, everywhere: bool
     ) -> Counter[tuple[str, str]]:
         """Return the bytes that a rank sends in one reduction, by (axis, operation)."""
 
     @abstractmethod
-    def held(self, far: Axis, stretches: StretchParts, *, everywhere: bool) -> int:
+    def held(self, far: Axis, slices: SlicesByRank, *, everywhere: bool) -> int:
         """Return the bytes of errors and factors that a rank keeps between two reductions."""
 
     @abstractmethod
@@ -244,17 +244,17 @@ class Compressor(ABC, Generic[MethodConfigT]):
             matrix: fp32, 2-D; may be changed.
         """
 
-    def gathering(self, far: Communicator, stretches: StretchParts, *, updates: bool) -> FarGather:
+    def gathering(self, far: Communicator, slices: SlicesByRank, *, updates: bool) -> FarGather:
         """Return a gather of parameters; asked only of a method with ``parameters`` or ``updates``.
 
         Args:
             far: the ranks at one place of each host.
-            stretches: for each of them, the tensors that it holds.
+            slices: for each of them, the tensors that it holds.
             updates: whether all ranks hold the values of the gather before.
         """
         raise TypeError(f"{type(self).__name__} declares that it gathers no parameters")
 
-    def sent_gathering(self, far: Axis, stretches: StretchParts) -> Counter[tuple[str, str]]:
+    def sent_gathering(self, far: Axis, slices: SlicesByRank) -> Counter[tuple[str, str]]:
         """Return the bytes that a rank sends in one gather, of values or of updates."""
         raise TypeError(f"{type(self).__name__} declares that it gathers no parameters")
 
@@ -335,28 +335,30 @@ class Codec(Compressor[MethodConfigT]):
         return dtype.is_floating_point and span.is_matrix and span.numel >= SMALLEST
 
     @override
-    def approximates(self, stretches: StretchParts) -> bool:
-        each = (stretch for part in stretches for stretch in part)
-        return any(self.encodes(span, stretch.dtype) for stretch in each for span in stretch.spans)
+    def approximates(self, slices: SlicesByRank) -> bool:
+        each = (flat_slice for part in slices for flat_slice in part)
+        return any(
+            self.encodes(span, flat_slice.dtype) for flat_slice in each for span in flat_slice.spans
+        )
 
     @override
     def reduction(
-        self, far: Communicator, stretches: StretchParts, *, everywhere: bool
+        self, far: Communicator, slices: SlicesByRank, *, everywhere: bool
     ) -> FarReduction:
-        return EncodedReduction(self, far, stretches, everywhere=everywhere)
+        return EncodedReduction(self, far, slices, everywhere=everywhere)
 
     @override
     def sent(
-        self, far: Route, stretches: StretchParts, *, everywhere: bool
+        self, far: Route, slices: SlicesByRank, *, everywhere: bool
     ) -> Counter[tuple[str, str]]:
-        lengths = [MessageLayout(self, each).nbytes for each in stretches]
+        lengths = [MessageLayout(self, each).nbytes for each in slices]
         swapped = sent_bytes("all_to_all", lengths, far.axis.rank)
         sent = Counter({(far.axis.name, "all_to_all"): swapped})
         return sent + far.passed("all_gather", lengths) if everywhere else sent
 
     @override
-    def held(self, far: Axis, stretches: StretchParts, *, everywhere: bool) -> int:
-        layouts = [MessageLayout(self, each) for each in stretches]
+    def held(self, far: Axis, slices: SlicesByRank, *, everywhere: bool) -> int:
+        layouts = [MessageLayout(self, each) for each in slices]
         counts = sum(len(layout.spans) for layout in layouts) if self.draws else 0
         held = torch.int64.itemsize * counts
         if not self.keeps_feedback:
@@ -368,7 +370,7 @@ class Codec(Compressor[MethodConfigT]):
     def rehearse(self, matrix: Tensor) -> None:
         values = matrix.view(-1)
         span = ParameterSpan("", matrix.numel(), matrix.shape[1], 0, 0, matrix.numel())
-        layout = MessageLayout(self, [Stretch(matrix.numel(), matrix.dtype, (span,))])
+        layout = MessageLayout(self, [FlatSlice(matrix.numel(), matrix.dtype, (span,))])
         message = layout.room(matrix.device)
         draws = torch.Generator(matrix.device).manual_seed(0) if self.draws else None
         errors = None
@@ -383,12 +385,12 @@ class Codec(Compressor[MethodConfigT]):
             self.decode(bytes_, numbers)  # the sum
 
     @override
-    def gathering(self, far: Communicator, stretches: StretchParts, *, updates: bool) -> FarGather:
-        return EncodedGather(self, far, stretches, updates=updates)
+    def gathering(self, far: Communicator, slices: SlicesByRank, *, updates: bool) -> FarGather:
+        return EncodedGather(self, far, slices, updates=updates)
 
     @override
-    def sent_gathering(self, far: Axis, stretches: StretchParts) -> Counter[tuple[str, str]]:
-        lengths = [MessageLayout(self, each).nbytes for each in stretches]
+    def sent_gathering(self, far: Axis, slices: SlicesByRank) -> Counter[tuple[str, str]]:
+        lengths = [MessageLayout(self, each).nbytes for each in slices]
         return Counter({(far.name, "all_gather"): sent_bytes("all_gather", lengths, far.rank)})
 
 
@@ -474,7 +476,7 @@ class MessageLayout:
 
     Args:
         encoding: of the matrices.
-        stretches: describe the tensors.
+        slices: describe the tensors.
 
     Attributes:
         numel: how many elements are encoded.
@@ -482,7 +484,7 @@ class MessageLayout:
         spans: the encoded ranges of parameters; start and stop count encoded elements.
     """
 
-    def __init__(self, encoding: Codec[Any], stretches: Sequence[Stretch]) -> None:
+    def __init__(self, encoding: Codec[Any], slices: Sequence[FlatSlice]) -> None:
         self._encoding = encoding
         self._encoded: list[ElementRange] = []
         self._plain: list[ElementRange] = []
@@ -490,18 +492,20 @@ class MessageLayout:
         self.spans: list[ParameterSpan] = []
         self.numel = 0
         plain_bytes = 0
-        for index, stretch in enumerate(stretches):
+        for index, flat_slice in enumerate(slices):
             edge = 0
-            for span in stretch.spans:
-                if not encoding.encodes(span, stretch.dtype):
+            for span in flat_slice.spans:
+                if not encoding.encodes(span, flat_slice.dtype):
                     continue
-                plain_bytes += self._leave(ElementRange(index, edge, span.start), stretch.dtype)
+                plain_bytes += self._leave(ElementRange(index, edge, span.start), flat_slice.dtype)
                 edge, start = span.stop, self.numel
                 self.numel += span.stop - span.start
                 self.spans.append(replace(span, start=start, stop=self.numel))
                 self._encoded.append(ElementRange(index, span.start, span.stop))
                 self._plain_from += self._aligned(self.numel - start)
-            plain_bytes += self._leave(ElementRange(index, edge, stretch.numel), stretch.dtype)
+            plain_bytes += self._leave(
+                ElementRange(index, edge, flat_slice.numel), flat_slice.dtype
+            )
         self.nbytes = self._plain_from + plain_bytes
 
     def _leave(self, elements: ElementRange, dtype: torch.dtype) -> int:
@@ -623,7 +627,7 @@ class EncodedReduction(FarReduction):
     Args:
         encoding: of matrices.
         far: the ranks at one place of each host.
-        stretches: for each of them, the tensors whose sum it gets.
+        slices: for each of them, the tensors whose sum it gets.
         everywhere: whether all of them get all sums.
     """
 
@@ -631,14 +635,14 @@ class EncodedReduction(FarReduction):
         self,
         encoding: Codec[Any],
         far: Communicator,
-        stretches: StretchParts,
+        slices: SlicesByRank,
         *,
         everywhere: bool,
     ) -> None:
         self._encoding = encoding
         self._far = far
         self._everywhere = everywhere
-        self._layouts = [MessageLayout(encoding, each) for each in stretches]
+        self._layouts = [MessageLayout(encoding, each) for each in slices]
         self._others = [rank for rank in range(far.size) if rank != far.rank]
         keeping = self._layouts if everywhere else [self._layouts[rank] for rank in self._others]
         # On the CPU until the first gradients say on which device they are.
@@ -780,17 +784,17 @@ class EncodedGather(FarGather):
     Args:
         encoding: of matrices.
         far: the ranks at one place of each host.
-        stretches: for each of them, the tensors that it holds.
+        slices: for each of them, the tensors that it holds.
         updates: whether all ranks hold the values of the gather before: then differences are sent.
     """
 
     def __init__(
-        self, encoding: Codec[Any], far: Communicator, stretches: StretchParts, *, updates: bool
+        self, encoding: Codec[Any], far: Communicator, slices: SlicesByRank, *, updates: bool
     ) -> None:
         self._encoding = encoding
         self._far = far
         self._updates = updates
-        self._layouts = [MessageLayout(encoding, each) for each in stretches]
+        self._layouts = [MessageLayout(encoding, each) for each in slices]
 
     @override
     def start(self, parts: Parts, *, first: Callable[[], None], label: str) -> Handle:

@@ -20,8 +20,8 @@ from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from drivetrain.collectives import Route, chunk_bounds, sent_bytes
-from drivetrain.collectives.volume import ParameterRow, Stretch, StretchParts
-from drivetrain.compression.compressor import Compressor, Honesty
+from drivetrain.collectives.volume import FlatSlice, ParameterRow, SlicesByRank
+from drivetrain.compression.compressor import Compressor, Fidelity
 from drivetrain.config.outline import EXACT, FarLinks
 from drivetrain.config.resolve import checked_options
 from drivetrain.config.schema import LinksConfig
@@ -125,7 +125,7 @@ class MethodOnLink:
     Attributes:
         name: of the method.
         method: with its options; None: all is sent as it is.
-        honesty: of the method, for this use.
+        fidelity: of the method, for this use.
         time: to encode and decode.
         link: between hosts.
         use: of the tensors.
@@ -133,7 +133,7 @@ class MethodOnLink:
 
     name: str
     method: Compressor[Any] | None
-    honesty: Honesty
+    fidelity: Fidelity
     time: EncodingTime
     link: SlowLink
     use: LinkUse
@@ -143,9 +143,9 @@ class MethodOnLink:
         saved = self._exact(tensor) - self._sent(tensor)
         return saved / self.link.bytes_per_s > self._seconds(tensor)
 
-    def approximated(self, stretches: StretchParts) -> StretchParts:
+    def approximated(self, slices: SlicesByRank) -> SlicesByRank:
         """Leave the parameters out for which the method does not pay: they go as they are."""
-        return [[self._left(stretch) for stretch in part] for part in stretches]
+        return [[self._left(flat_slice) for flat_slice in part] for part in slices]
 
     def outlook(self, tensors: Sequence[CrossingTensor]) -> "Outlook":
         """Return the times of a step with the method."""
@@ -159,16 +159,16 @@ class MethodOnLink:
             numel=sum(each.numel for each in paying),
         )
 
-    def _left(self, stretch: Stretch) -> Stretch:
+    def _left(self, flat_slice: FlatSlice) -> FlatSlice:
         spans = tuple(
             span
-            for span in stretch.spans
+            for span in flat_slice.spans
             if span.is_matrix
             and self.pays_for(
-                CrossingTensor(span.numel // span.columns, span.columns, stretch.dtype)
+                CrossingTensor(span.numel // span.columns, span.columns, flat_slice.dtype)
             )
         )
-        return Stretch(stretch.numel, stretch.dtype, spans)
+        return FlatSlice(flat_slice.numel, flat_slice.dtype, spans)
 
     def _seconds(self, tensor: CrossingTensor) -> float:
         return self.time.of(tensor.numel / self.link.per_host)
@@ -176,7 +176,7 @@ class MethodOnLink:
     def _exact(self, tensor: CrossingTensor) -> int:
         """Return the bytes of an exact tensor, sent by a host."""
         far, pieces = _pieces(tensor, self.link)
-        lengths = [sum(stretch.nbytes for stretch in part) for part in pieces]
+        lengths = [sum(flat_slice.nbytes for flat_slice in part) for part in pieces]
         sums = self.use.name == "gradients"
         sent = sent_bytes("reduce_scatter", lengths, far.rank) if sums else 0
         if self.use.everywhere or not sums:
@@ -242,31 +242,31 @@ def choose(
     others = [each.outlook(tensors) for each in candidates]
     found = [each for each in others if each.seconds_in_sight < usual.seconds_in_sight]
     # Within one class, more bytes say more of the tensor.
-    order = list(Honesty)
-    found.sort(key=lambda each: (order.index(each.candidate.honesty), -each.link_s))
+    order = list(Fidelity)
+    found.sort(key=lambda each: (order.index(each.candidate.fidelity), -each.link_s))
     hiding = [each for each in (usual, *found) if each.hides]
     best = min((usual, *found), key=lambda each: each.seconds_in_sight)
     return (hiding[0] if hiding else best), [usual, *others]
 
 
 def permitted(
-    methods: Mapping[str, Compressor[Any]], use: str, allow: Honesty
+    methods: Mapping[str, Compressor[Any]], use: str, allow: Fidelity
 ) -> dict[str, Compressor[Any]]:
     """Return the methods that can send such tensors, and that the user permits."""
     return {
         name: method
         for name, method in methods.items()
         # The attribute that says whether a method can has the name of the use.
-        if getattr(method, use) and method.honesty_of(use).within(allow)
+        if getattr(method, use) and method.fidelity_of(use).within(allow)
     }
 
 
-def _pieces(tensor: CrossingTensor, link: SlowLink) -> tuple[Axis, StretchParts]:
+def _pieces(tensor: CrossingTensor, link: SlowLink) -> tuple[Axis, SlicesByRank]:
     """Return the ranks at the first place of each host, and their pieces of a tensor."""
     hosts = tuple(range(link.hosts))
     far = Axis(name="far", size=link.hosts, rank=0, ranks=hosts, hosts=tuple(map(str, hosts)))
     row = ParameterRow("", (tensor.rows, tensor.columns), 0, 0)
-    whole = Stretch.of(tensor.numel, tensor.dtype, [row])
+    whole = FlatSlice.of(tensor.numel, tensor.dtype, [row])
     share = whole.cut(*chunk_bounds(tensor.numel, link.per_host)[0])
     return far, [[share.cut(*bounds)] for bounds in chunk_bounds(share.numel, link.hosts)]
 
@@ -295,7 +295,7 @@ class AutomaticLinks:
     """
 
     uses: tuple[str, ...]
-    allow: Honesty
+    allow: Fidelity
     mbit_per_s: float
     backward_s: float
     methods: Mapping[str, Compressor[Any]]
@@ -352,7 +352,7 @@ class LinkMethods(FarLinks):
         if open_uses:
             auto = AutomaticLinks(
                 uses=open_uses,
-                allow=Honesty(config.allow),
+                allow=Fidelity(config.allow),
                 mbit_per_s=config.mbit_per_s,
                 backward_s=config.backward_s,
                 methods={
@@ -403,14 +403,14 @@ class LinkMethods(FarLinks):
         """Whether a method is still to be chosen."""
         return self.auto is not None and use in self.auto.uses
 
-    def approximated(self, use: str, stretches: StretchParts) -> StretchParts:
+    def approximated(self, use: str, slices: SlicesByRank) -> SlicesByRank:
         """Return tensors without the parameters that stay exact, for which a choice does not pay.
 
         Args:
             use: ``gradients`` or ``parameters``.
-            stretches: of each rank of the axis between hosts.
+            slices: of each rank of the axis between hosts.
         """
-        return self.paying[use].approximated(stretches) if use in self.paying else stretches
+        return self.paying[use].approximated(slices) if use in self.paying else slices
 
     @property
     def active(self) -> bool:
@@ -428,11 +428,11 @@ class LinkMethods(FarLinks):
         return self.in_channels or bool(self.awaited)
 
     @property
-    def honesty(self) -> Honesty:
+    def fidelity(self) -> Fidelity:
         """How far training may be from exact training, at most."""
-        used = [each.honesty_of(use) for use, each in self._methods.items() if each is not None]
-        used += [Honesty.ROUNDING] if self.rounds_activations else []
-        return max(used, key=list(Honesty).index, default=Honesty.EXACT)
+        used = [each.fidelity_of(use) for use, each in self._methods.items() if each is not None]
+        used += [Fidelity.ROUNDING] if self.rounds_activations else []
+        return max(used, key=list(Fidelity).index, default=Fidelity.EXACT)
 
     @property
     def approximates_parameters(self) -> bool:
@@ -453,10 +453,10 @@ class LinkMethods(FarLinks):
         said = []
         for use, method in self._methods.items():
             sent = "updates" if use == "parameters" and "updates" in channels else use
-            note = "" if method is None else f" ({method.honesty_of(sent)})"
+            note = "" if method is None else f" ({method.fidelity_of(sent)})"
             said.append(f"{use} {self.name_for(use)}{note}")
         if self.rounds_activations:
-            said.append(f"activations {self.activations} ({Honesty.ROUNDING})")
+            said.append(f"activations {self.activations} ({Fidelity.ROUNDING})")
         elif "activations" in channels:
             said.append(f"activations {EXACT}")
         limit = f", {self.auto.allow} at most, still to be chosen" if self.auto else ""
@@ -481,28 +481,28 @@ class LinkMethods(FarLinks):
     # --- bytes between hosts; None where nothing is approximate ---
 
     def reduced(
-        self, far: Axis, stretches: StretchParts, *, everywhere: bool
+        self, far: Axis, slices: SlicesByRank, *, everywhere: bool
     ) -> Counter[tuple[str, str]] | None:
         """Return the bytes that a rank sends in one sum of gradients."""
-        stretches = self.approximated("gradients", stretches)
-        if self.gradients is None or not self.gradients.approximates(stretches):
+        slices = self.approximated("gradients", slices)
+        if self.gradients is None or not self.gradients.approximates(slices):
             return None
-        return self.gradients.sent(Route(far), stretches, everywhere=everywhere)
+        return self.gradients.sent(Route(far), slices, everywhere=everywhere)
 
-    def held(self, far: Axis, stretches: StretchParts, *, everywhere: bool) -> int:
+    def held(self, far: Axis, slices: SlicesByRank, *, everywhere: bool) -> int:
         """Return the bytes that a rank keeps from one sum to the next."""
-        stretches = self.approximated("gradients", stretches)
-        if self.gradients is None or not self.gradients.approximates(stretches):
+        slices = self.approximated("gradients", slices)
+        if self.gradients is None or not self.gradients.approximates(slices):
             return 0
-        held = self.gradients.held(far, stretches, everywhere=everywhere)
+        held = self.gradients.held(far, slices, everywhere=everywhere)
         return 2 * held if self.undoable else held
 
-    def gathered(self, far: Axis, stretches: StretchParts) -> Counter[tuple[str, str]] | None:
+    def gathered(self, far: Axis, slices: SlicesByRank) -> Counter[tuple[str, str]] | None:
         """Return the bytes that a rank sends in one gather of parameters."""
-        stretches = self.approximated("parameters", stretches)
-        if self.parameters is None or not self.parameters.approximates(stretches):
+        slices = self.approximated("parameters", slices)
+        if self.parameters is None or not self.parameters.approximates(slices):
             return None
-        return self.parameters.sent_gathering(far, stretches)
+        return self.parameters.sent_gathering(far, slices)
 
 
 def _check_use(use: str, name: str, kind: type[Compressor[Any]]) -> None:

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.optim import Adam, AdamW, Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from drivetrain.compression.compressor import Honesty
+from drivetrain.compression.compressor import Fidelity
 from drivetrain.compression.methods import LinkMethods
 from drivetrain.config.outline import FarLinks
 from drivetrain.config.policy import LOW_WORDS, Policy
@@ -59,7 +59,7 @@ def check_momentum(strategy: str, links: FarLinks, precision: Policy) -> None:
         ConfigError: says what to change.
     """
     method = links.gradients
-    if method is None or method.honesty_of("gradients").within(Honesty.ROUNDING):
+    if method is None or method.fidelity_of("gradients").within(Fidelity.ROUNDING):
         raise ConfigError(
             f"{strategy}: expected with exchange: momentum a method with a trajectory of its own, "
             "such as links.far.gradients: onebit, found "

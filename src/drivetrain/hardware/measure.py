@@ -29,8 +29,8 @@ from drivetrain.hardware.sizes import GIB
 from drivetrain.model.first_batch import Candidate
 from drivetrain.registry import stores
 from drivetrain.runtime.world import World
-from drivetrain.simulator.seen import LOSS, seen_model
 from drivetrain.simulator.step import STATE, STATE_BYTES, MatrixProduct, MemoryPass, back_kind
+from drivetrain.simulator.traced import LOSS, traced_model
 from drivetrain.store import ShardSpec, ShardStep
 
 # --- measures one device ---
@@ -321,7 +321,7 @@ def _planned(prices: HardwarePrices, case: _Case, kind: str) -> _Plain:
 def _kernels(case: _Case) -> Sequence[MatrixProduct | MemoryPass]:
     """Return the kernels that a plan counts in a module."""
     candidate = Candidate("example", (torch.zeros(*case.shape),), {})
-    units = seen_model(_Trained(case.make()), [candidate]).units(
+    units = traced_model(_Trained(case.make()), [candidate]).units(
         case.shape[0], "none", fused=True, width=4
     )
     each = (kernel for unit in units for kernel in (*unit.forward, *unit.backward))

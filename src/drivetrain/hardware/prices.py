@@ -19,7 +19,7 @@ from drivetrain.simulator.step import (
     MatrixProduct,
     MemoryPass,
     Operation,
-    PaperTask,
+    SimulatedTask,
     TierCopy,
 )
 
@@ -82,7 +82,7 @@ class HardwarePrices:
         """Seconds of compute lost per second beside a collective."""
         return self.hardware.links.slowdown
 
-    def seconds(self, task: PaperTask) -> float:
+    def seconds(self, task: SimulatedTask) -> float:
         """Return how long a task runs alone, its repetitions included."""
         known = self._known.get(id(task.operations))
         if known is None:

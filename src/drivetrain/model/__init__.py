@@ -1,8 +1,8 @@
-"""A user's model: looked at without values, constructed without memory, and its modules at work.
+"""A user's model: traced without values, constructed without memory, and its modules at work.
 
 ============== ====================================================================================
-``look``        the record of one forward: operations, calls of modules and blocks; read this first
-``recorder``    the one pass over a model that writes it
+``trace``       the record of one forward: operations, calls of modules and blocks; read this first
+``tracer``      the one pass over a model that writes it
 ``valueless``   the tensors of that pass, which have a shape and no values
 ``untouched``   lets code run on a model that must leave no trace, or that has no values
 ``first_batch`` the arguments of a model, from a batch of a loader or guessed

@@ -38,8 +38,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from drivetrain.errors import UsageError
 from drivetrain.memory import Heap
 from drivetrain.model.guard import Arguments, Function, Keywords
-from drivetrain.model.look import tensors_in
 from drivetrain.model.modules import clean_name
+from drivetrain.model.trace import tensors_in
 from drivetrain.nested import is_tensor
 from drivetrain.shards import Ranges, WeightSource, is_dense
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from drivetrain.data.examples import ExampleBatch
-from drivetrain.model.look import tensors_in
+from drivetrain.model.trace import tensors_in
 
 _ROWS, _LENGTH = 2, 8
 _SIDE = 64

@@ -82,7 +82,7 @@ class _ModuleCall:
     around: "_ModuleCall | None"
 
 
-class ModuleTrail:
+class ModuleTracker:
     """Follows the modules of some models from now until ``close``.
 
     Args:
@@ -508,7 +508,7 @@ class ModuleMeasurement:
         self._teraflops = teraflops
         self._clock: StepClock | None = None
         named = {name_of(model, number): model for number, model in enumerate(models)}
-        self._trail = ModuleTrail(named, self._turned)
+        self._trail = ModuleTracker(named, self._turned)
         self._counter = FlopCounter(lambda: self._trail.place)
         self._counter.__enter__()  # type: ignore[no-untyped-call]
 

@@ -27,7 +27,7 @@ from drivetrain.facade.observer import Observer
 from drivetrain.facade.prepared import PreparedModel, PreparedObjects, WholeWeights
 from drivetrain.facade.settings import Runs
 from drivetrain.log import Bar, get_logger
-from drivetrain.model.look import tensors_in
+from drivetrain.model.trace import tensors_in
 from drivetrain.observe.figures import StepFigures, StepSums
 from drivetrain.observe.trackers import Trackers
 from drivetrain.runtime.board import board

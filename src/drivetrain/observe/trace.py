@@ -596,7 +596,7 @@ class UnitRanges:
 
     def __init__(self, units: Mapping[str, nn.Module]) -> None:
         self._range = ExitStack()
-        self._trail = modules.ModuleTrail(units, self._turned, inside=False)
+        self._trail = modules.ModuleTracker(units, self._turned, inside=False)
 
     def close(self) -> None:
         """Take the hooks off."""

@@ -10,7 +10,7 @@ unit.py            flat tensors that are gathered by one all-gather, and freed t
                    part of each between its uses
 estimate.py        bytes held and sent, and what plans need to know
 options.py         the options that strategies share
-home.py            where shards lie and who steps them: beside the model, or elsewhere
+optimizer_backend  where shards lie and who steps them: beside the model, or elsewhere
 placement.py       the ranks of a model, and its parameters in units
 gather.py          when units are gathered and freed, by the hooks of a step
 gradients.py       one unit's gradients, from autograd to fragments

@@ -20,7 +20,7 @@ from drivetrain.collectives import Communicator, Handle
 from drivetrain.collectives.communicator import Deferred
 from drivetrain.model.fp8 import FP8, LEAST_LARGEST
 from drivetrain.parallel.layout import ParameterSlot
-from drivetrain.parallel.unit import FlatTensor
+from drivetrain.parallel.unit import FlatParameter
 
 _MOST = torch.finfo(FP8).max
 
@@ -28,7 +28,7 @@ _MOST = torch.finfo(FP8).max
 class Weight(NamedTuple):
     """A weight that is gathered in 8 bits, and its place."""
 
-    flat: FlatTensor
+    flat: FlatParameter
     slot: ParameterSlot
 
 
@@ -91,7 +91,7 @@ class GatherInBytes:
 
     def __init__(
         self,
-        flats: Sequence[FlatTensor],
+        flats: Sequence[FlatParameter],
         names: Collection[str],
         communicator: Communicator,
         largest: Largest,

@@ -24,7 +24,7 @@ from typing import NamedTuple, get_args
 from torch import nn
 
 from drivetrain.collectives import Route, chunk_bounds
-from drivetrain.collectives.volume import Stretch, StretchParts
+from drivetrain.collectives.volume import FlatSlice, SlicesByRank
 from drivetrain.cost import ModelSpec, TensorSpec
 from drivetrain.errors import ConfigError
 from drivetrain.model.modules import clean_name, named_parameters
@@ -32,10 +32,10 @@ from drivetrain.parallel.layout import (
     ROOT,
     FlatLayout,
     UnitLayout,
+    flat_slices_of,
     is_block,
     offsets_in_bytes,
     owned_by_all,
-    stretches_of,
 )
 from drivetrain.parallel.options import UnitsOptions
 from drivetrain.parallel.unit import SecondaryLines
@@ -106,7 +106,7 @@ class FlatBytes:
         in_order = self.wire is self.total and len(flat.pieces(rank)) <= 1
         self.in_whole_buffer = in_order and not lent
         separate = apart or flat.master is not flat.dtype or len(flat.pieces(rank)) > 1
-        self._has_masters = not sharded and separate  # as Home.shard decides
+        self._has_masters = not sharded and separate  # as OptimizerBackend.shard decides
 
     def on_device(self, states: Mapping[str, int]) -> Mapping[str, int]:
         """Return bytes by kind, where no store has any; ``lent``: whole gradients beside a share.
@@ -255,7 +255,7 @@ class Estimate:
         route = self._lines.sharing
         if route.approximates_parameters:
             dtypes = [flat.dtype for flat in unit.flats]
-            return route.parameters_gathered(stretches_of(unit.flats, dtypes))
+            return route.parameters_gathered(flat_slices_of(unit.flats, dtypes))
         return route.passed("all_gather", owned_by_all(unit.flats, _values, self._in_bytes))
 
     def _reduce(self, unit: UnitLayout) -> Counter[tuple[str, str]]:
@@ -273,10 +273,10 @@ class Estimate:
                 sent += replicas.all_reduced(flat.owned(self.rank), self._wire(flat))
         return sent
 
-    def _crossing(self, flat: FlatLayout) -> Stretch:
+    def _crossing(self, flat: FlatLayout) -> FlatSlice:
         """Describe this rank's pieces of the gradients, side by side."""
         dtype = self._precision.reduce_dtype(flat.dtype)
-        return Stretch.joined(flat.stretches(dtype)[self.rank], dtype)
+        return FlatSlice.joined(flat.flat_slices(dtype)[self.rank], dtype)
 
     def _kept_back(self) -> int:
         """Return the bytes that are kept of one sum of gradients for the next."""
@@ -289,10 +289,10 @@ class Estimate:
             return 0
         return sum(route.kept_back_of(self._stretches(unit)) for unit in self._trainable)
 
-    def _stretches(self, unit: UnitLayout) -> StretchParts:
+    def _stretches(self, unit: UnitLayout) -> SlicesByRank:
         """Describe the gradients that each rank gets the sums of."""
         dtypes = [self._precision.reduce_dtype(flat.dtype) for flat in unit.trainable]
-        return stretches_of(unit.trainable, dtypes)
+        return flat_slices_of(unit.trainable, dtypes)
 
     def _gather_inside(self, unit: UnitLayout, lines: SecondaryLines) -> Counter[tuple[str, str]]:
         """Return the bytes that this rank sends when a host's ranks exchange secondary shards."""
@@ -304,8 +304,8 @@ class Estimate:
         """Return the bytes that this rank sends of new values for secondary shards."""
         if not (flats := unit.trainable):
             return Counter()
-        stretches = stretches_of(flats, [flat.dtype for flat in flats])
-        return lines.far.parameters_gathered(stretches[lines.near.rank :: lines.near.size])
+        slices = flat_slices_of(flats, [flat.dtype for flat in flats])
+        return lines.far.parameters_gathered(slices[lines.near.rank :: lines.near.size])
 
     def _regather(self, unit: UnitLayout, over: Axis) -> Counter[tuple[str, str]]:
         """Return the bytes that this rank sends when a unit's values come back for backward."""

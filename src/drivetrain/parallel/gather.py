@@ -40,8 +40,8 @@ from drivetrain.model.modules import UninheritedHook, clean_name
 from drivetrain.parallel.backward import after_backward, in_backward, on_gradient
 from drivetrain.parallel.eight_bits import GatherInBytes, Largest
 from drivetrain.parallel.gradients import UnitGradients
-from drivetrain.parallel.home import BoundOptimizer
 from drivetrain.parallel.layout import ROOT, ParameterSlot
+from drivetrain.parallel.optimizer_backend import BoundOptimizer
 from drivetrain.parallel.options import Until
 from drivetrain.parallel.reduce import Reduce
 from drivetrain.parallel.replicated import ForwardHook
@@ -117,7 +117,7 @@ class AbsentGuard:
         if writes(function, args, kwargs) and (in_backward() or not self._gather.in_forward):
             raise refusal(self._unit, args, kwargs)
         if self._gather.in_forward:
-            self._gather.bring(self._unit)
+            self._gather.unshard(self._unit)
             result = function(*args, **kwargs)
             if shares_memory(result, self._unit):
                 self._gather.keep_views(self._unit)
@@ -194,7 +194,7 @@ class Need(NamedTuple):
     time: int
 
 
-class UsualOrder:
+class PrefetchOrder:
     """The order in which units were needed the last time, in each phase by itself."""
 
     def __init__(self) -> None:
@@ -261,7 +261,7 @@ class Gather:
             in ``backward``, or only when the optimizer steps (``step``).
         neighbors: when they are freed after forward, the ranks that hold them together until
             backward; None leaves each rank its range, as between steps.
-        most_live: how many units may be whole or on their way at once, the rest of the model not
+        max_live: how many units may be whole or on their way at once, the rest of the model not
             counted: nothing is gathered ahead beyond that. None: as many as are asked for.
         keep_changes: lets the shards of a whole unit follow its values.
         in_bytes: names of the weights that are gathered in fp8.
@@ -277,7 +277,7 @@ class Gather:
         ahead: int,
         until: Until = "forward",
         neighbors: Communicator | None = None,
-        most_live: int | None = None,
+        max_live: int | None = None,
         keep_changes: Callable[[Unit], None],
         in_bytes: Collection[str] = (),
     ) -> None:
@@ -290,11 +290,11 @@ class Gather:
         self._ahead = ahead
         self._until = until
         self._neighbors = neighbors
-        self._most_live = most_live
+        self._max_live = max_live
         self._viewed: set[Unit] = set()
         self._heap = Heap()
         self._keeping = False
-        self._order = UsualOrder()
+        self._order = PrefetchOrder()
         self._forwards: list[object] = []  # those under way, the outermost first
         self._saving: saved_tensors_hooks | None = None  # during the outermost
         self._cleaning = False
@@ -306,19 +306,19 @@ class Gather:
                 )
         for unit in units:
             unit.absent = AbsentGuard(unit, self)
-            unit.free()
+            unit.reshard()
 
     # --- bringing and freeing ---
 
-    def bring(self, unit: Unit) -> None:
+    def unshard(self, unit: Unit) -> None:
         """Return when a unit is whole; start the next units, in the order of the last pass."""
         if unit.whole:
             return
         if unit.arrival is None:
             for other in self.units if self._full() else ():  # gathered ahead in vain
                 if other.arrival is not None and not other.whole and not other.holds:
-                    other.free()
-            unit.start()
+                    other.reshard()
+            unit.unshard()
         backward = in_backward()
         if backward or self._forwards:  # else nobody would free a unit that was started ahead
             grad = torch.is_grad_enabled()
@@ -327,27 +327,27 @@ class Gather:
                 if not following.live:
                     if self._full():
                         break
-                    following.start()
-        unit.wait_for_values()
+                    following.unshard()
+        unit.wait_for_unshard()
 
-    def put_away(self, unit: Unit, outputs: Any) -> None:
+    def post_forward(self, unit: Unit, outputs: Any) -> None:
         """Free a unit after its forward, unless its backward is next or the output is a view."""
         if shares_memory(outputs, unit):  # such as rows of a table of positions
             self.keep_views(unit)
         elif in_backward():
             return  # recomputed: its backward follows
         elif not torch.is_grad_enabled():
-            self.release(unit)
+            self.reshard(unit)
         elif self._until == "forward" and not self._order.left_for_good(unit):
             needed = unit.holds or unit in self._viewed
             if self._neighbors is not None and unit.whole and not needed:
                 if unit.changed():
                     self._keep_changes(unit)
-                unit.free_but_near(self._neighbors)
+                unit.reshard_to_neighbors(self._neighbors)
             else:
-                self.release(unit)
+                self.reshard(unit)
 
-    def release(self, unit: Unit) -> None:
+    def reshard(self, unit: Unit) -> None:
         """Free a unit that nobody holds, or park a unit that is kept until the step."""
         if unit.holds or not unit.live or unit in self._viewed:
             return
@@ -356,7 +356,7 @@ class Gather:
         if replaced := unit.replaced():
             raise refusal(unit, replaced[0].parameter)
         if not self._keeping:
-            unit.free()
+            unit.reshard()
         elif unit.whole and not self._forwards:
             unit.park()  # until its next use: a loss that reads it saves views without values
 
@@ -364,13 +364,13 @@ class Gather:
         """Keep a unit until the outermost forward ends: the script has a view of its values."""
         self._viewed.add(unit)
 
-    def release_all(self) -> None:
+    def reshard_all(self) -> None:
         """Release every unit, and its parts on neighbors."""
         self._cleaning = False
         if not self._forwards:
             self._viewed.clear()
         for unit in self.units:
-            self.release(unit)
+            self.reshard(unit)
             unit.near = None
         self._order.interrupt()
 
@@ -378,7 +378,7 @@ class Gather:
         """Free every unit that nobody holds: its values are no longer the right ones."""
         self._keeping = False
         self._viewed.clear()
-        self.release_all()
+        self.reshard_all()
         if self.units:
             self._heap.relieve_growth()
 
@@ -390,19 +390,19 @@ class Gather:
         """
         for unit in units:
             if unit.approximate and unit.live and not unit.holds and unit not in self._viewed:
-                unit.free()
+                unit.reshard()
             unit.holds += 1
         try:
             for index, unit in enumerate(units):
                 for one in units[index : index + 2]:  # the next one travels meanwhile
                     if not one.live:
-                        one.start(exact=True)
-                unit.wait_for_values()
+                        one.unshard(exact=True)
+                unit.wait_for_unshard()
             yield
         finally:
             for unit in units:
                 unit.holds -= 1
-                self.release(unit)
+                self.reshard(unit)
 
     def close(self) -> None:
         """Leave units divided; the only rank has those in memory whole."""
@@ -411,17 +411,17 @@ class Gather:
             unit.absent = RefusingGuard(partial(left_divided, unit))
             if unit.communicator.size == 1 and all(flat.shard.at_hand for flat in unit.flats):
                 with suppress(StorageError):  # told before; what is lost stays guarded
-                    unit.start()
+                    unit.unshard()
             elif not unit.holds:
-                unit.free()
+                unit.reshard()
 
     def _full(self) -> bool:
         """Whether no further unit may be gathered ahead. Units kept on purpose do not count."""
-        if self._most_live is None or self._until != "forward":
+        if self._max_live is None or self._until != "forward":
             return False
         # Asked for each unit that is gathered, so it is one pass without calls.
         live = [unit for unit in self._counted if unit.whole or unit.arrival is not None]
-        return len(live) >= self._most_live
+        return len(live) >= self._max_live
 
     # --- forwards of the model, and of modules in it ---
 
@@ -451,7 +451,7 @@ class Gather:
         # Backward begins with the last unit, and gathers so many ahead: they need not be freed.
         self._order.end(spared=1 + self._ahead)
         if not torch.is_grad_enabled() or outputs is None:
-            self.release_all()
+            self.reshard_all()
         for unit in self.units:
             if shares_memory(outputs, unit):
                 raise UsageError(
@@ -545,8 +545,8 @@ class Gather:
                     )
                 if not self._cleaning and in_backward():  # units that are left are freed at its end
                     self._cleaning = True
-                    after_backward(self.release_all)
-                self.bring(unit)
+                    after_backward(self.reshard_all)
+                self.unshard(unit)
             values: Tensor = kept if unpack is None else unpack(kept)
             if unit is None:
                 return values
@@ -746,7 +746,7 @@ class ModuleHook:
         """Gather the units, and free them when backward has passed the inputs."""
         self._gather.enter(self)
         for unit in self._units:
-            self._gather.bring(unit)
+            self._gather.unshard(unit)
         if torch.is_grad_enabled():
             inputs = []
             for leaf in tree_leaves((args, kwargs)):
@@ -760,7 +760,7 @@ class ModuleHook:
         """Free the units after forward; after an exception the model's own hook does."""
         if outputs is not None:
             for unit in self._units:
-                self._gather.put_away(unit, outputs)
+                self._gather.post_forward(unit, outputs)
         self._gather.leave(self)
 
 
@@ -787,4 +787,4 @@ class CountedHook:
         self._seen += 1
         if self._seen % self._count == 0:
             for unit in self._units:
-                self._gather.release(unit)
+                self._gather.reshard(unit)

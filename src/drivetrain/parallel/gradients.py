@@ -19,12 +19,12 @@ from torch import Tensor, nn
 
 from drivetrain.collectives import Communicator, Handle
 from drivetrain.collectives.communicator import ReduceChannel, SumChannel, Tensors, copy_all
-from drivetrain.collectives.volume import Stretch, StretchParts
+from drivetrain.collectives.volume import FlatSlice, SlicesByRank
 from drivetrain.compression.one_bit_adam import FrozenAdam
 from drivetrain.errors import UsageError
-from drivetrain.parallel.layout import FlatLayout, ParameterSlot, offsets_in_bytes, stretches_of
+from drivetrain.parallel.layout import FlatLayout, ParameterSlot, flat_slices_of, offsets_in_bytes
 from drivetrain.parallel.placement import Ranks
-from drivetrain.parallel.unit import FlatTensor, Unit, make_placeholder
+from drivetrain.parallel.unit import FlatParameter, Unit, make_placeholder
 from drivetrain.runtime.precision import Precision
 
 
@@ -60,7 +60,7 @@ class FlatGradients:
     """
 
     def __init__(
-        self, flat: FlatTensor, rank: int, precision: Precision, *, scale: float, stays: bool
+        self, flat: FlatParameter, rank: int, precision: Precision, *, scale: float, stays: bool
     ) -> None:
         self.flat = flat
         self._scale = scale
@@ -393,8 +393,8 @@ class UnitGradients:
         kinds = self._kinds
         if self._reduce is None or kinds != self._reduced:  # the same objects, or other parameters
 
-            def describe() -> StretchParts:
-                return stretches_of([kind.layout for kind in kinds], [k.wire for k in kinds])
+            def describe() -> SlicesByRank:
+                return flat_slices_of([kind.layout for kind in kinds], [k.wire for k in kinds])
 
             self._reduce = self._reducing.gradients_scattered(
                 describe, f"gradients of {self.unit.label}", replaces=self._reduce
@@ -402,14 +402,14 @@ class UnitGradients:
             self._reduced = kinds
         for kind in kinds:
             if self._replicas is not None and id(kind) not in self._crossings:
-                pieces = kind.layout.stretches(kind.wire)[self._reducing.rank]
+                pieces = kind.layout.flat_slices(kind.wire)[self._reducing.rank]
                 self._crossings[id(kind)] = self._replicas.gradients_summed(
-                    Stretch.joined(pieces, kind.wire),
+                    FlatSlice.joined(pieces, kind.wire),
                     f"gradients of replicas of {self.unit.label}",
                 )
         return self._reduce
 
-    def send(self) -> None:
+    def reduce_scatter(self) -> None:
         """Send the buffers on their way; parameters without a gradient count as zeros."""
         channel = self._channel()
         # Where memory runs out until here, the gradients wait as they were.
@@ -430,7 +430,7 @@ class UnitGradients:
         with torch._C.DisableTorchFunctionSubclass():  # or it was handed out in this window
             return [slot.name for slot in lacking if slot.parameter.grad is None]
 
-    def keep_owned(self, *, replicate: bool) -> Tensor | None:
+    def wait_for_reduce_scatter(self, *, replicate: bool) -> Tensor | None:
         """Wait for the reduction and keep this rank's pieces; return the lent buffer.
 
         Args:

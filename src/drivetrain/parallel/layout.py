@@ -23,7 +23,7 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from drivetrain.collectives.volume import ParameterRow, Stretch, StretchParts
+from drivetrain.collectives.volume import FlatSlice, ParameterRow, SlicesByRank
 from drivetrain.cost import TensorSpec
 from drivetrain.runtime.precision import Precision
 from drivetrain.shards import is_dense
@@ -154,10 +154,10 @@ class FlatLayout:
                 merged.append((start, stop))
         return merged
 
-    def stretches(self, dtype: torch.dtype) -> list[list[Stretch]]:
+    def flat_slices(self, dtype: torch.dtype) -> list[list[FlatSlice]]:
         """Describe the ranges of each rank, in a flat tensor of some dtype."""
         rows = [ParameterRow(p.name, p.shape, p.outer_dim, p.offset) for p in self.places]
-        whole = Stretch.of(self.numel, dtype, rows)
+        whole = FlatSlice.of(self.numel, dtype, rows)
         ranks = range(len(self.places[0].shares))
         return [[whole.cut(*piece) for piece in self.pieces(rank)] for rank in ranks]
 
@@ -219,14 +219,14 @@ def _owned_by_all(shares: tuple[tuple[OwnedRanges, int], ...]) -> Sequence[int]:
     return found
 
 
-def stretches_of(flats: Sequence[FlatLayout], dtypes: Sequence[torch.dtype]) -> StretchParts:
+def flat_slices_of(flats: Sequence[FlatLayout], dtypes: Sequence[torch.dtype]) -> SlicesByRank:
     """Describe each rank's ranges of several flat tensors.
 
     Args:
         flats: their layouts; at least one.
         dtypes: of the flat tensors.
     """
-    each = [flat.stretches(dtype) for flat, dtype in zip(flats, dtypes, strict=True)]
+    each = [flat.flat_slices(dtype) for flat, dtype in zip(flats, dtypes, strict=True)]
     return [list(itertools.chain.from_iterable(parts)) for parts in zip(*each, strict=True)]
 
 

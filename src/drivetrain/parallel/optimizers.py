@@ -15,8 +15,8 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from drivetrain.errors import UsageError
 from drivetrain.parallel.gather import StepEvents
-from drivetrain.parallel.home import BoundOptimizer, Home
 from drivetrain.parallel.layout import CutStyle, ParameterSlot
+from drivetrain.parallel.optimizer_backend import BoundOptimizer, OptimizerBackend
 from drivetrain.parallel.placement import Placement
 from drivetrain.parallel.suitability import misfit
 from drivetrain.saved_state import HeldTensors
@@ -102,7 +102,7 @@ class Fragments(HeldTensors):
 
     Args:
         placement: the parameters that lie in units; more may come.
-        home: who steps them.
+        backend: who steps them.
         fused: whether to take the fused kernel where the user left the choice open.
         step: is told about optimizers' steps.
         saved: returns their state, behind steps under way.
@@ -113,7 +113,7 @@ class Fragments(HeldTensors):
     def __init__(
         self,
         placement: Placement,
-        home: Home,
+        backend: OptimizerBackend,
         step: StepEvents,
         saved: Callable[[], SavedStates],
         *,
@@ -121,7 +121,7 @@ class Fragments(HeldTensors):
     ) -> None:
         self._saved = saved
         self._placement = placement
-        self._home = home
+        self._backend = backend
         self._step = step
         self._fused = fused
         self._bound: dict[Optimizer, BoundOptimizer] = {}
@@ -176,7 +176,7 @@ class Fragments(HeldTensors):
         slot = self._slot_at_rest(tensor)
         if slot is None:
             return super().values(tensor)
-        values = self._home.master(self._placement.flat_of(slot), slot).values
+        values = self._backend.master(self._placement.flat_of(slot), slot).values
         return values.as_strided(slot.fragment_shape, slot.fragment_strides)
 
     def set_values(self, tensor: nn.Parameter, values: Tensor) -> None:
@@ -186,7 +186,7 @@ class Fragments(HeldTensors):
             super().set_values(tensor, values)
         else:
             flat = self._placement.flat_of(slot)
-            self._home.set_master(flat, slot, slot.fragment_in_order(values))
+            self._backend.set_master(flat, slot, slot.fragment_in_order(values))
 
     def _slot_at_rest(self, tensor: nn.Parameter) -> ParameterSlot | None:
         """Return the place of a fragment, when no store steps it; None for other tensors."""
@@ -209,7 +209,7 @@ class Fragments(HeldTensors):
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         bound = self._bound[optimizer]
         self._adopt_strays(bound)
-        if any((*args[1:], *kwargs.values())) and self._home.steps(bound):
+        if any((*args[1:], *kwargs.values())) and self._backend.steps(bound):
             raise UsageError(
                 "expected step() without a closure, found one: a store takes the steps of an "
                 "offloaded optimizer; compute the loss before step()"
@@ -262,7 +262,7 @@ class Fragments(HeldTensors):
             group["params"] = [one for one in held if one is not None]
             if self._fused and type(bound.optimizer) in _FUSED and _leaves_choice(group):
                 group["fused"] = True
-        self._home.adopt(bound)
+        self._backend.adopt(bound)
 
     def _replace(self, bound: BoundOptimizer, parameter: nn.Parameter) -> nn.Parameter | None:
         """Return the fragment in a parameter's place; None if this rank has no share."""

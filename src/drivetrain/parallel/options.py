@@ -177,7 +177,7 @@ class UnitsOptions:
         return 0
 
     @property
-    def most_live(self) -> int | None:
+    def max_live(self) -> int | None:
         """How many units may be whole or on their way at once."""
         return None
 

@@ -14,12 +14,12 @@ from drivetrain.cost import TensorSpec
 from drivetrain.errors import RankMismatchError
 from drivetrain.model.deferred import fill, meta_tensors
 from drivetrain.model.modules import held_parameters, named_parameters
-from drivetrain.parallel.home import Home
 from drivetrain.parallel.layout import ParameterSlot, UnitLayout
+from drivetrain.parallel.optimizer_backend import OptimizerBackend
 from drivetrain.parallel.options import UnitsOptions
 from drivetrain.parallel.replicated import check_apart, replicate
 from drivetrain.parallel.unit import (
-    FlatTensor,
+    FlatParameter,
     SecondaryRanks,
     SecondaryShard,
     Unit,
@@ -141,7 +141,7 @@ class Placement:
 
     Args:
         ranks: those that train it.
-        home: where shards lie.
+        backend: where shards lie.
         cut: cuts parameters into units.
         belongs: whether a parameter lies in a unit; one that never moves may need none.
         device: where parameters without values get theirs.
@@ -155,7 +155,7 @@ class Placement:
     def __init__(
         self,
         ranks: Ranks,
-        home: Home,
+        backend: OptimizerBackend,
         cut: CutModel,
         belongs: Callable[[TensorSpec], bool],
         device: torch.device,
@@ -163,13 +163,13 @@ class Placement:
         self.units: list[Unit] = []
         self.slots: dict[nn.Parameter, ParameterSlot] = {}
         self._ranks = ranks
-        self._home = home
+        self._backend = backend
         self._cut = cut
         self._belongs = belongs
         self._device = device
         self._source: WeightSource | None = None
         self.outside: dict[str, nn.Parameter] = {}
-        self._flats: dict[ParameterSlot, FlatTensor] = {}
+        self._flats: dict[ParameterSlot, FlatParameter] = {}
         self._units: dict[ParameterSlot, Unit] = {}
         self._written: dict[Unit, Tensor] = {}
         self._writes = 0
@@ -177,7 +177,7 @@ class Placement:
     def __iter__(self) -> Iterator[ParameterSlot]:
         return iter(self.slots.values())
 
-    def flat_of(self, slot: ParameterSlot) -> FlatTensor:
+    def flat_of(self, slot: ParameterSlot) -> FlatParameter:
         """Return the flat tensor that a parameter lies in."""
         return self._flats[slot]
 
@@ -237,7 +237,7 @@ class Placement:
         rank, label = self._ranks.sharing.rank, layout.key or "the rest of the model"
         flats = []
         for kind in layout.flats:
-            flat = FlatTensor(
+            flat = FlatParameter(
                 kind,
                 self.outside,
                 rank,
@@ -245,7 +245,7 @@ class Placement:
                 sharded=layout.sharded,
                 apart=self._ranks.sharing.owns_apart,
             )
-            flat.shard = self._home.shard(flat, label)
+            flat.shard = self._backend.shard(flat, label)
             flats.append(flat)
         ranks = self._ranks
         unit = Unit(layout, flats, ranks.sharing, self._values)
@@ -281,8 +281,8 @@ class Placement:
                 continue
             if replaced := unit.replaced():
                 unit.take_data(replaced)
-            if take_written(unit, stores=self._home.active) or replaced:
-                self._home.values_changed(unit)
+            if take_written(unit, stores=self._backend.active) or replaced:
+                self._backend.values_changed(unit)
                 self.note_written(unit)
         if self._written:
             self._compare_written()
@@ -356,8 +356,8 @@ class Placement:
             if unit not in stepped or not (exact or unit.moves):
                 continue
             if unit.resident:
-                unit.wait_for_values()
-                unit.start(exact=exact)
+                unit.wait_for_unshard()
+                unit.unshard(exact=exact)
             elif unit.secondary is not None:
                 label = f"new parameters of {unit.label}"
                 unit.secondary.refresh(unit.updates, label, exact=exact)
@@ -365,7 +365,7 @@ class Placement:
     def wait_for_values(self) -> None:
         """Return when every value that is on its way is there."""
         for unit in self.units:
-            unit.wait_for_values()
+            unit.wait_for_unshard()
             if unit.secondary is not None:
                 unit.secondary.wait()
 
@@ -384,7 +384,9 @@ _WORDS = {1: torch.int8, 2: torch.int16}
 
 
 @contextmanager
-def edits_accepted(units: Sequence[Unit], communicator: Communicator, home: Home) -> Iterator[None]:
+def edits_accepted(
+    units: Sequence[Unit], communicator: Communicator, backend: OptimizerBackend
+) -> Iterator[None]:
     """Context in which whole parameters may be changed, on all ranks alike or on rank 0 alone.
 
     Changes are found by comparing fingerprints, so it does not matter how they were made.
@@ -392,7 +394,7 @@ def edits_accepted(units: Sequence[Unit], communicator: Communicator, home: Home
     Args:
         units: whole inside of the context.
         communicator: all ranks that train the model.
-        home: where masters lie that follow.
+        backend: where masters lie that follow.
     """
     set_before = [_replaced(unit) for unit in units]
     before = [_fingerprints(unit) for unit in units]
@@ -410,7 +412,7 @@ def edits_accepted(units: Sequence[Unit], communicator: Communicator, home: Home
     for unit, flag in zip(units, flags.tolist(), strict=True):
         if flag:
             unit.accept(communicator)
-            home.values_changed(unit)
+            backend.values_changed(unit)
 
 
 def _fingerprints(unit: Unit) -> list[int]:

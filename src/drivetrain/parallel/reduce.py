@@ -34,8 +34,8 @@ from drivetrain.errors import UsageError
 from drivetrain.log import get_logger
 from drivetrain.parallel.backward import Rounds, clip_, clip_factor, global_norm, norms_of_each
 from drivetrain.parallel.gradients import FlatGradients, UnitGradients
-from drivetrain.parallel.home import Home
 from drivetrain.parallel.layout import ParameterSlot
+from drivetrain.parallel.optimizer_backend import OptimizerBackend
 from drivetrain.parallel.placement import Placement, Ranks
 from drivetrain.parallel.shown_gradients import DividedGradient
 from drivetrain.parallel.unit import Unit
@@ -114,7 +114,7 @@ class Reduce:
     Args:
         ranks: those that train the model.
         placement: its units.
-        home: who steps the gradients.
+        backend: who steps the gradients.
         end: called when a synchronised backward ends; must send the rest.
         run: dtypes of gradients, and the device of the model.
         buffers: gradients pass through them; if none are lent, every unit keeps one of its own.
@@ -132,7 +132,7 @@ class Reduce:
         self,
         ranks: Ranks,
         placement: Placement,
-        home: Home,
+        backend: OptimizerBackend,
         end: Callable[[], None],
         run: Run,
         buffers: LentBuffers,
@@ -142,7 +142,7 @@ class Reduce:
         self.units: list[UnitGradients] = []
         self._ranks = ranks
         self._placement = placement
-        self._home = home
+        self._backend = backend
         self.rounds = Rounds(self.begin, end)
         self.buffers = buffers
         stays = not buffers.in_flight
@@ -269,14 +269,14 @@ class Reduce:
         unit = self._active[self._sent]
         if not unit.opened:
             self._open(unit)
-        unit.send()
+        unit.reduce_scatter()
         self._flying.append(unit)
         self._sent += 1
         while self._flying and self._flying[0].done:  # its buffer is free, and replicas can begin
             self._keep_oldest()
 
     def _keep_oldest(self) -> None:
-        lent = self._flying.popleft().keep_owned(replicate=self._replicates)
+        lent = self._flying.popleft().wait_for_reduce_scatter(replicate=self._replicates)
         if lent is not None:
             self.buffers.take_back(lent)
 
@@ -328,7 +328,7 @@ class Reduce:
 
     def scale(self, factor: float) -> None:
         """Multiply this rank's gradients, also in buffers."""
-        self._multiply(self._home.scale(self._complete(None), factor), factor)
+        self._multiply(self._backend.scale(self._complete(None), factor), factor)
         self.shown.changed()
         for unit in self.units:
             for flat in () if unit.reduction else unit.flats:
@@ -349,11 +349,11 @@ class Reduce:
         gradients = list(found.values())
         norm = global_norm(gradients, norm_type, over=over, device=self._device)
         self.shown.changed()
-        if not self._home.active:
+        if not self._backend.active:
             clip_(gradients, norm, max_norm)
         elif found:
             factor = float(clip_factor(norm, max_norm))
-            self._multiply(self._home.scale(found, factor), factor)
+            self._multiply(self._backend.scale(found, factor), factor)
         return norm
 
     def forget(self, only: Iterable[ParameterSlot] | None, *, set_to_none: bool) -> None:
@@ -369,7 +369,7 @@ class Reduce:
             lent = unit.forget(set(unit.unit.slots) if slots is None else slots)
             if lent is not None:
                 self.buffers.take_back(lent)
-        self._home.forget(slots)
+        self._backend.forget(slots)
         if not set_to_none:  # a step under way reads where zeros are about to be written
             self._placement.wait_for_steps()
 
@@ -390,7 +390,7 @@ class Reduce:
     def settle(self, unit: UnitGradients) -> None:
         """Make a unit's gradients ready for a change."""
         unit.unit.wait_for_step()  # a step under way reads them
-        if self._home.active and (late := self._home.due(unit.unit.slots)):
+        if self._backend.active and (late := self._backend.due(unit.unit.slots)):
             self._to_sum_dtype(late)
             for slot, factor in late.items():
                 self._multiply([slot], factor)

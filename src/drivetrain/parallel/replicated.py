@@ -37,7 +37,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from drivetrain.collectives import Communicator
-from drivetrain.collectives.volume import ParameterRow, Stretch
+from drivetrain.collectives.volume import FlatSlice, ParameterRow
 from drivetrain.compression.communicator import connect_linked
 from drivetrain.config.outline import ReplicasOutline
 from drivetrain.cost import Cost, ModelSpec
@@ -462,7 +462,7 @@ class BucketLayout:
         """Bytes of the flat tensor."""
         return self.numel * self.dtype.itemsize
 
-    def stretch(self, names: Sequence[str], dtype: torch.dtype | None = None) -> Stretch:
+    def flat_slice(self, names: Sequence[str], dtype: torch.dtype | None = None) -> FlatSlice:
         """Describe the flat tensor; the tail belongs to no parameter.
 
         Args:
@@ -474,7 +474,7 @@ class BucketLayout:
             ParameterRow(names[member], shape, 0, start)
             for member, shape, start in zip(self.members, self.shapes, starts, strict=False)
         ]
-        return Stretch.of(self.numel, dtype or self.dtype, rows)
+        return FlatSlice.of(self.numel, dtype or self.dtype, rows)
 
 
 def plan_buckets(

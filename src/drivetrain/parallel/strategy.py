@@ -57,15 +57,21 @@ from drivetrain.parallel.estimate import (
     sharing_of,
 )
 from drivetrain.parallel.gather import Gather, StepHooks
-from drivetrain.parallel.home import BoundOptimizer, Held, Home, home_kind, open_home
 from drivetrain.parallel.layout import ParameterSlot, UnitLayout
+from drivetrain.parallel.optimizer_backend import (
+    BoundOptimizer,
+    Held,
+    OptimizerBackend,
+    backend_kind,
+    open_backend,
+)
 from drivetrain.parallel.optimizers import Fragments, check_suits
 from drivetrain.parallel.options import UnitsOptions, UnitsOutline
 from drivetrain.parallel.placement import Placement, Ranks, connect_line, edits_accepted
 from drivetrain.parallel.reduce import LentBuffers, Reduce
 from drivetrain.parallel.replicated import replicate
 from drivetrain.parallel.unit import (
-    FlatTensor,
+    FlatParameter,
     Unit,
     followed,
     is_ahead,
@@ -76,7 +82,7 @@ from drivetrain.runtime.parts import Part, boxes
 from drivetrain.saved_state import HeldTensors, ReplicatedState, check_fits, state_keys, weights_in
 from drivetrain.shards import Reader, Shard, TensorFacts, WeightSource
 from drivetrain.simulator.contract import Sharing
-from drivetrain.simulator.step import PaperRun
+from drivetrain.simulator.step import SimulatedRun
 from drivetrain.strategy import DataParallelPlanning, Pace, Planning, Prepared, Run, Strategy
 
 # --- the training state in global coordinates ---
@@ -92,7 +98,7 @@ class ShardedState:
         model: the user's model.
         placement: the parameters that lie in units.
         optimizers: those that train them, in the order of ``prepare``.
-        home: where masters and states lie.
+        backend: where masters and states lie.
         ranks: those that train the model; the first one saves what all of them hold.
     """
 
@@ -101,7 +107,7 @@ class ShardedState:
         model: nn.Module,
         placement: Placement,
         optimizers: Iterable[BoundOptimizer],
-        home: Home,
+        backend: OptimizerBackend,
         ranks: Ranks,
     ) -> None:
         self._model = model
@@ -109,7 +115,7 @@ class ShardedState:
         self._slots = {slot.name: slot for slot in placement}
         self._optimizers = list(optimizers)
         self._beside = ReplicatedState(model, [bound.optimizer for bound in self._optimizers])
-        self._home = home
+        self._backend = backend
         self._ranks = ranks
 
     def shards(self) -> Iterator[Shard]:
@@ -196,7 +202,7 @@ class ShardedState:
                 states: dict[str, Any] = dict(reader.scalars(slot.name, index))
                 for key in found:
                     states[key] = _read_state(reader, f"{index}.{key}", key, slot)
-                self._home.set_states(bound, slot, states)
+                self._backend.set_states(bound, slot, states)
 
     def _whole(self) -> dict[str, Tensor]:
         """Return the tensors of every rank: buffers, and parameters outside of units."""
@@ -211,11 +217,11 @@ class ShardedState:
         self,
         slot: ParameterSlot,
         replaced: Collection[ParameterSlot],
-        ahead: Collection[FlatTensor],
+        ahead: Collection[FlatParameter],
     ) -> Held:
         """Return this rank's share of a parameter, with what the script wrote beside a master."""
         flat = self._placement.flat_of(slot)
-        held = self._home.master(flat, slot)
+        held = self._backend.master(flat, slot)
         if slot in replaced:
             return _followed(held, _owned_data(slot))
         return _followed(held, flat.values[slot.own]) if flat in ahead else held
@@ -223,7 +229,7 @@ class ShardedState:
     def _optimizer_shards(
         self, index: int, bound: BoundOptimizer, slot: ParameterSlot
     ) -> Iterator[Shard]:
-        for key, held in self._home.states(bound, slot):
+        for key, held in self._backend.states(bound, slot):
             name, values = f"{index}.{key}", held.values
             if slot.divided and values.shape == slot.fragment_shape:
                 in_order = held._replace(values=slot.fragment_in_order(values))
@@ -236,7 +242,7 @@ class ShardedState:
         if slot.owned_numel:
             values = torch.empty(slot.owned_numel, dtype=slot.master, device="cpu")
             _read(reader, "", slot, values)
-            self._home.set_master(self._placement.flat_of(slot), slot, values)
+            self._backend.set_master(self._placement.flat_of(slot), slot, values)
 
 
 def _owned_data(slot: ParameterSlot) -> Tensor:
@@ -334,7 +340,7 @@ class ShardedStrategy(UnitsOutline[ConfigT], Strategy[ConfigT], Generic[ConfigT]
 
     Attributes:
         model: the user's model, once there is one.
-        home: where shards lie between steps.
+        backend: where shards lie between steps.
         ranks: those that train the model.
         neighbors: the ranks that keep freed units together until backward; None: there are none.
         placement: the model's units.
@@ -357,14 +363,14 @@ class ShardedStrategy(UnitsOutline[ConfigT], Strategy[ConfigT], Generic[ConfigT]
         near = config.near(run.mesh)
         super().__init__(config, run)
         self.model = nn.Module()  # until there is one
-        self.home = open_home(config.offload, run)
+        self.backend = open_backend(config.offload, run)
         self.ranks = self.connect()
         self.placement = Placement(
-            self.ranks, self.home, self._cut, config.places, run.world.device
+            self.ranks, self.backend, self._cut, config.places, run.world.device
         )
         self.neighbors = None
         self._made = ExitStack()  # what close() takes off, the latest first
-        self._made.callback(self.home.close)
+        self._made.callback(self.backend.close)
         self._made.callback(self.ranks.close)
         if near is not None:
             axis = run.mesh.start_neighbors("dp", near.size, run.world)
@@ -403,12 +409,14 @@ class ShardedStrategy(UnitsOutline[ConfigT], Strategy[ConfigT], Generic[ConfigT]
         self.model = model
         self.check(optimizers)
         buffers = self.lent_buffers(model, optimizers)
-        place, home = self.placement, self.home
-        reduce = Reduce(self.ranks, place, home, self.after_backward, self.run, buffers, self.adam)
+        place, backend = self.placement, self.backend
+        reduce = Reduce(
+            self.ranks, place, backend, self.after_backward, self.run, buffers, self.adam
+        )
         self.reduce, self.rounds = self._made.enter_context(closing(reduce)), reduce.rounds
         self.take(place.lay_out(model))
         fused = config.fused and self.adam is None  # whose steps take the state of torch's loops
-        held = Fragments(place, home, self, self.state, fused=fused)
+        held = Fragments(place, backend, self, self.state, fused=fused)
         self.optimizers = self._made.enter_context(closing(held))
         for optimizer in optimizers:
             self.give_fragments(optimizer)
@@ -425,7 +433,7 @@ class ShardedStrategy(UnitsOutline[ConfigT], Strategy[ConfigT], Generic[ConfigT]
             ahead=config.ahead,
             until=config.until,
             neighbors=self.neighbors,
-            most_live=config.most_live,
+            max_live=config.max_live,
             keep_changes=self.keep_changes,
             in_bytes=in_bytes,
         )
@@ -456,12 +464,12 @@ class ShardedStrategy(UnitsOutline[ConfigT], Strategy[ConfigT], Generic[ConfigT]
         units, lent = self._cut(specs), self.config.lent_buffers
         each = self.estimate(self.config, units, self.run).lent_bytes() if lent else 0
         rank = self.ranks.sharing.rank
-        self.home.announce(model, optimizers, units, self.run, rank=rank, lent=lent * each)
+        self.backend.announce(model, optimizers, units, self.run, rank=rank, lent=lent * each)
         return LentBuffers(lent, each, self.run.world.device)
 
     def take(self, units: Sequence[Unit]) -> None:
-        """Choose homes for more units, and reduce their gradients."""
-        self.home.choose(units)
+        """Choose optimizer_backends for more units, and reduce their gradients."""
+        self.backend.choose(units)
         self.reduce.watch(units)
 
     def follow(self) -> None:
@@ -484,7 +492,7 @@ class ShardedStrategy(UnitsOutline[ConfigT], Strategy[ConfigT], Generic[ConfigT]
                 f"{unit.label}, {reason}"
             )
         unit.keep_changes()
-        self.home.values_changed(unit)
+        self.backend.values_changed(unit)
         self.placement.note_written(unit)
 
     def bind(self, optimizer: Optimizer) -> Optimizer:
@@ -530,7 +538,7 @@ class ShardedStrategy(UnitsOutline[ConfigT], Strategy[ConfigT], Generic[ConfigT]
         Buffers follow rank 0's here, so that every rank evaluates with the same ones.
         """
         self.reduce.finish()
-        self.gather.release_all()
+        self.gather.reshard_all()
         if self.config.buffers == "broadcast" and (buffers := list(self.model.buffers())):
             replicate(buffers, self.ranks.everyone, "buffers after backward")
 
@@ -539,12 +547,12 @@ class ShardedStrategy(UnitsOutline[ConfigT], Strategy[ConfigT], Generic[ConfigT]
         self.rounds.finish()
         self.reduce.shown.follow(bound.slots.values())
         self.placement.take_changes()
-        self.home.submit(bound)
+        self.backend.submit(bound)
 
     def after_step(self, bound: BoundOptimizer) -> None:
         """Free every unit, whose values are no longer the right ones; what stays whole follows."""
         self.gather.values_changed()
-        self.reduce.give_away(self.home.give_back(bound))
+        self.reduce.give_away(self.backend.give_back(bound))
         self.placement.send_around(bound.units)
 
     # --- around the step ---
@@ -645,7 +653,7 @@ class ShardedStrategy(UnitsOutline[ConfigT], Strategy[ConfigT], Generic[ConfigT]
         self.placement.take_changes()
         self.gather.values_changed()
         self.placement.wait_for_values()
-        self.home.drop_late()
+        self.backend.drop_late()
         self.state().load(reader)
         self.placement.send_around(self.placement.units, exact=True)
         self.placement.wait_for_values()
@@ -660,7 +668,7 @@ class ShardedStrategy(UnitsOutline[ConfigT], Strategy[ConfigT], Generic[ConfigT]
     def state(self) -> ShardedState:
         """Return what this rank holds, behind steps under way."""
         self.placement.wait_for_steps()
-        return ShardedState(self.model, self.placement, self.optimizers, self.home, self.ranks)
+        return ShardedState(self.model, self.placement, self.optimizers, self.backend, self.ranks)
 
     @contextmanager
     def gathered(
@@ -668,18 +676,18 @@ class ShardedStrategy(UnitsOutline[ConfigT], Strategy[ConfigT], Generic[ConfigT]
     ) -> Iterator[None]:
         """Keep parameters whole; with ``modify``, rank 0's changes become everybody's."""
         self.placement.wait_for_steps()
-        if modify and self.home.take_over_late():  # changes come on top of what is newest
+        if modify and self.backend.take_over_late():  # changes come on top of what is newest
             self.gather.values_changed()
             self.placement.send_around(self.placement.units)
         units = self.placement.units_of(parameters)
         for unit in units:
             if unit.resident:
-                unit.wait_for_values()
+                unit.wait_for_unshard()
                 if unit.approximate:
-                    unit.start(exact=True)
-                    unit.wait_for_values()
+                    unit.unshard(exact=True)
+                    unit.wait_for_unshard()
         held = self.gather.holding([unit for unit in units if not unit.resident])
-        accepted = edits_accepted(units, self.ranks.everyone, self.home)
+        accepted = edits_accepted(units, self.ranks.everyone, self.backend)
         with held, accepted if modify else nullcontext():
             yield
 
@@ -775,11 +783,11 @@ class ShardedStrategy(UnitsOutline[ConfigT], Strategy[ConfigT], Generic[ConfigT]
             buffers=model.buffers if config.buffers == "broadcast" else (),
             regather=regather,
         )
-        held = home_kind(config.offload).held(estimate, model, config, run)
+        held = backend_kind(config.offload).held(estimate, model, config, run)
         return Cost(held=held, sent=sent)
 
     @classmethod
-    def sharing(cls, config: ConfigT, run: PaperRun) -> Sharing:
+    def sharing(cls, config: ConfigT, run: SimulatedRun) -> Sharing:
         """Return what the ranks divide, for plans: by default what the options say.
 
         Raises:

@@ -27,14 +27,14 @@ from torch import Tensor, nn
 
 from drivetrain.collectives import Communicator, Handle, Route, connect
 from drivetrain.collectives.communicator import Finished, GatherChannel
-from drivetrain.collectives.volume import StretchParts
+from drivetrain.collectives.volume import SlicesByRank
 from drivetrain.compression.communicator import connect_replicas, route_of_replicas
 from drivetrain.errors import CollectiveError, StorageError, UsageError
 from drivetrain.log import get_logger
 from drivetrain.memory import offer
 from drivetrain.model.deferred import become
 from drivetrain.model.guard import Guard, RefusingGuard, check_ordinary, guard, unguard
-from drivetrain.parallel.layout import FlatLayout, ParameterSlot, UnitLayout, stretches_of
+from drivetrain.parallel.layout import FlatLayout, ParameterSlot, UnitLayout, flat_slices_of
 from drivetrain.parallel.options import UnitsOptions
 from drivetrain.runtime.mesh import Axis
 from drivetrain.store import Pending
@@ -45,8 +45,8 @@ logger = get_logger(__name__)
 # --- a flat tensor, and its shard: where the part that this rank owns lies between uses ---
 
 
-class ShardHome(ABC):
-    """The home of this rank's shard of one flat tensor, between the uses of its values.
+class ShardStorage(ABC):
+    """Where this rank's shard of one flat parameter lies between the uses of its values.
 
     Args:
         numel: how many elements.
@@ -140,7 +140,7 @@ def followed(master: Tensor, own: Tensor) -> Tensor:
     return torch.where(master.to(own.dtype) == own, master, own.to(master.dtype))
 
 
-class ShardInPlace(ShardHome):
+class InPlaceShard(ShardStorage):
     """A shard that lies among the values, which are never freed: nothing has to move."""
 
     separate: ClassVar[bool] = False
@@ -181,7 +181,7 @@ class ShardInPlace(ShardHome):
         return self._values[slot.own]
 
 
-class ShardInMemory(ShardHome):
+class InMemoryShard(ShardStorage):
     """A shard that is kept a second time, or while the values are freed."""
 
     tensor: Tensor
@@ -268,7 +268,7 @@ WholeValues = Callable[[str, nn.Parameter], Tensor]
 """Gives the whole values of a parameter; called once for each, in order."""
 
 
-class FlatTensor:
+class FlatParameter:
     """The parameters of one kind in a unit, side by side in one tensor; and this rank's shard.
 
     Args:
@@ -299,7 +299,7 @@ class FlatTensor:
             hold anything.
     """
 
-    shard: ShardHome
+    shard: ShardStorage
 
     def __init__(
         self,
@@ -380,7 +380,7 @@ class FlatTensor:
         if self.sharded or self.apart:
             self.shard.narrow(self.layout.dtype)
         else:
-            self.shard = ShardInPlace(self.values, self.own)
+            self.shard = InPlaceShard(self.values, self.own)
 
     def fragment(self, slot: ParameterSlot) -> nn.Parameter | None:
         """Return the fragment that an optimizer holds for a parameter; None without a share."""
@@ -495,13 +495,15 @@ class SecondaryShard:
         far: the ranks at this rank's place of each host.
     """
 
-    def __init__(self, flats: Sequence[FlatTensor], near: Communicator, far: Communicator) -> None:
+    def __init__(
+        self, flats: Sequence[FlatParameter], near: Communicator, far: Communicator
+    ) -> None:
         self._near = near
         self._far = far
-        self._kept: dict[FlatTensor, list[list[Tensor]]] = {}
+        self._kept: dict[FlatParameter, list[list[Tensor]]] = {}
         self._parts: list[list[Tensor]] = [[] for _ in range(near.size)]
         self._refreshed: Handle = Finished()
-        self._channels: dict[tuple[FlatTensor, ...], GatherChannel] = {}
+        self._channels: dict[tuple[FlatParameter, ...], GatherChannel] = {}
         for flat in flats:
             for place, part in enumerate(self._parts):
                 part += [piece for pieces in flat.parts[place :: near.size] for piece in pieces]
@@ -556,20 +558,20 @@ class SecondaryShard:
         with torch.no_grad():
             torch._foreach_copy_(self._parts[self._near.rank], self.kept)
 
-    def _fill_own(self, moving: Sequence[FlatTensor], after: Sequence[Pending]) -> None:
+    def _fill_own(self, moving: Sequence[FlatParameter], after: Sequence[Pending]) -> None:
         for update in after:
             update.wait()
         for flat in moving:
             flat.shard.fill(self._kept[flat][self._far.rank])
 
-    def _channel(self, moving: tuple[FlatTensor, ...], label: str) -> GatherChannel:
+    def _channel(self, moving: tuple[FlatParameter, ...], label: str) -> GatherChannel:
         """Return the channel of updates of some flat tensors: frozen ones may begin to train."""
         if moving not in self._channels:
             layouts = [flat.layout for flat in moving]
 
-            def describe() -> StretchParts:
+            def describe() -> SlicesByRank:
                 dtypes = [layout.dtype for layout in layouts]
-                return stretches_of(layouts, dtypes)[self._near.rank :: self._near.size]
+                return flat_slices_of(layouts, dtypes)[self._near.rank :: self._near.size]
 
             self._channels[moving] = self._far.parameters_updated(describe, label)
         return self._channels[moving]
@@ -620,7 +622,7 @@ class Unit:
     def __init__(
         self,
         layout: UnitLayout,
-        flats: Sequence[FlatTensor],
+        flats: Sequence[FlatParameter],
         communicator: Communicator,
         values: WholeValues,
     ) -> None:
@@ -653,7 +655,7 @@ class Unit:
                 flat.adopt(values)
         self.versions = [parameter._version for parameter in self.parameters]
         if layout.sharded:
-            self.free()  # before the next unit gets memory
+            self.reshard()  # before the next unit gets memory
 
     @property
     def live(self) -> bool:
@@ -677,7 +679,7 @@ class Unit:
         """Whether gathered values may differ from the values of their owners."""
         return self.communicator.approximates_parameters or self.in_bytes is not None
 
-    def start(self, *, exact: bool = False) -> None:
+    def unshard(self, *, exact: bool = False) -> None:
         """Send the all-gather; the parameters are guarded until their values are there.
 
         Where few neighbors hold the values together, they restore them; exact values come from
@@ -696,7 +698,7 @@ class Unit:
         if held is not None:
             self.arrival = held.restore(label)
         elif self.approximate and not exact:
-            self.arrival = self._start_approximate(label)
+            self.arrival = self._unshard_approximate(label)
         else:
             away = [flat.shard for flat in self.flats if not flat.shard.at_hand]
             first: Callable[[], None] | None = None
@@ -712,7 +714,7 @@ class Unit:
             self.arrival = line.gather_parts(self._parts, label=label, first=first)
         self.guard()
 
-    def _start_approximate(self, label: str) -> Handle:
+    def _unshard_approximate(self, label: str) -> Handle:
         fill = partial(self._fill_own, tuple(self.updates))  # after a look at the old values
         if self.in_bytes is None:
             return self._approximation(label)(self._parts, fill)
@@ -725,7 +727,7 @@ class Unit:
             line, layouts = self.communicator, [flat.layout for flat in self.flats]
             make = line.parameters_updated if self.resident else line.parameters_gathered
             dtypes = [layout.dtype for layout in layouts]
-            self._channel = make(lambda: stretches_of(layouts, dtypes), label)
+            self._channel = make(lambda: flat_slices_of(layouts, dtypes), label)
         return self._channel
 
     def _fill_own(self, after: Sequence[Pending] = ()) -> None:
@@ -744,7 +746,7 @@ class Unit:
             update.wait()
         self.updates = []
 
-    def wait_for_values(self) -> None:
+    def wait_for_unshard(self) -> None:
         """Return when the values are there, with the parameters unguarded.
 
         Raises:
@@ -841,10 +843,10 @@ class Unit:
         self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         """Wait for the values, then handle the use: a resident unit guards itself."""
-        self.wait_for_values()
+        self.wait_for_unshard()
         return function(*args, **kwargs)
 
-    def free(self) -> None:
+    def reshard(self) -> None:
         """Give the memory of a sharded unit back; its shards stay.
 
         A gather that failed is an error for those who need the values, not here.
@@ -860,10 +862,10 @@ class Unit:
             offer(memory)
             memory.resize_(0)
 
-    def free_but_near(self, neighbors: Communicator) -> None:
+    def reshard_to_neighbors(self, neighbors: Communicator) -> None:
         """Free a whole unit, but keep parts from which a few neighbors can restore the unit."""
         self.near = NearPart(self.values, neighbors)
-        self.free()
+        self.reshard()
 
     def accept(self, everyone: Communicator, source: int = 0) -> None:
         """Make one rank's whole values those of all ranks, and this rank's shards follow."""
@@ -935,7 +937,7 @@ def digest(flat: Tensor) -> Tensor:
     return found + (rest * factors[: rest.numel()]).sum() if rest.numel() else found
 
 
-def is_ahead(unit: Unit, flat: FlatTensor) -> bool:
+def is_ahead(unit: Unit, flat: FlatParameter) -> bool:
     """Return whether values may be the script's, while masters beside them are not.
 
     Writes through ``parameter.data`` leave no trace: values and masters are to be compared, or

@@ -1,1 +1,1 @@
-"""The cost of a layout: its step on paper, priced and played, and the search for the best."""
+"""The cost of a layout: its simulated step, priced and played, and the search for the best."""

@@ -42,7 +42,7 @@ from drivetrain.planner.search import (
     room_of,
 )
 from drivetrain.runtime.world import World
-from drivetrain.simulator.seen import seen_model
+from drivetrain.simulator.traced import traced_model
 from drivetrain.strategy import Planning, Run, Strategy, StrategyPick
 
 PROCESSOR = "cpu"
@@ -119,7 +119,7 @@ def _chosen(
 ) -> StrategyPick:
     world = run.world
     hardware, described = hardware_of(config.hardware, world)
-    paper = seen_model(model, candidates_of(model, examples))
+    paper = traced_model(model, candidates_of(model, examples))
     rows = run.examples.rows(run.mesh["dp"].size) or 1
     hosts, per_host = len(set(world.islands)), world.island_size
     hardware.check_measured(hosts, per_host)

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import yaml
 
-from drivetrain.collectives.volume import ParameterRow, Route, Stretch
-from drivetrain.compression.compressor import Honesty
+from drivetrain.collectives.volume import FlatSlice, ParameterRow, Route
+from drivetrain.compression.compressor import Fidelity
 from drivetrain.compression.methods import LinkMethods
 from drivetrain.config import DtypesConfig, Layer, RunConfig, ValueOrigin
 from drivetrain.config.outline import BF16, EXACT
@@ -31,9 +31,9 @@ from drivetrain.simulator.step import (
     FarMethod,
     MatrixProduct,
     MemoryPass,
-    PaperStep,
     PlayedStep,
     PlayedTask,
+    SimulatedStep,
 )
 from drivetrain.strategy import Planning, Strategy, find_strategy
 
@@ -63,7 +63,7 @@ class InstalledPlans:
         self.planned = {
             name: plan
             for name, plan in self.inner.items()
-            if name in registry.choices and plan.draws_steps
+            if name in registry.choices and plan.simulates
         }
 
 
@@ -121,16 +121,16 @@ class PlannedLayout:
     keys: Mapping[str, str]
 
     @property
-    def honesty(self) -> Honesty:
+    def fidelity(self) -> Fidelity:
         """How far training may be from exact training, by the methods between hosts."""
         rounds = self.activations == BF16
-        return methods_of(self.links, rounds_activations=rounds).honesty
+        return methods_of(self.links, rounds_activations=rounds).fidelity
 
     def methods(self) -> str:
         """Return the methods between hosts and their class in words, such as int8 (theory)."""
         used = [] if self.links == EXACT else [self.links]
         used += [] if self.activations == EXACT else [f"activations {self.activations}"]
-        return f"{', '.join(used)} ({self.honesty})" if used else EXACT
+        return f"{', '.join(used)} ({self.fidelity})" if used else EXACT
 
     def yaml(self) -> str:
         """Return the strategy's section of a configuration file."""
@@ -301,7 +301,9 @@ def link_part(axis: str) -> str:
     return f"offloaded state: {axis}" if axis in STORE_LANES else f"messages over {axis}"
 
 
-def parts_of(step: PaperStep, played: PlayedStep, prices: HardwarePrices) -> Mapping[str, float]:
+def parts_of(
+    step: SimulatedStep, played: PlayedStep, prices: HardwarePrices
+) -> Mapping[str, float]:
     """Return the seconds of a step on its busiest stage, by part.
 
     They add up to the step: products, memory passes, the starts of kernels where the host's
@@ -376,7 +378,7 @@ def difference(parts: Mapping[str, float], others: Mapping[str, float]) -> tuple
     return name, lost[name]
 
 
-# --- the methods for slow links that a layout names, in the numbers of a step on paper ---
+# --- the methods for slow links that a layout names, in the numbers of a simulated step ---
 
 
 SIDE = 4096
@@ -396,7 +398,7 @@ def far_method(name: str, hosts: int) -> FarMethod | None:
     far = Axis(name="dp.far", size=hosts, rank=0, ranks=tuple(range(hosts)),
                hosts=tuple(f"host {host}" for host in range(hosts)))  # fmt: skip
     numel = SIDE * SIDE
-    whole = Stretch.of(numel, torch.float32, [ParameterRow("weight", (SIDE, SIDE), 0, 0)])
+    whole = FlatSlice.of(numel, torch.float32, [ParameterRow("weight", (SIDE, SIDE), 0, 0)])
     edges = [numel * index // hosts for index in range(hosts + 1)]
     pieces = [[whole.cut(*edges[index : index + 2])] for index in range(hosts)]
     sent, divided = (

@@ -13,7 +13,7 @@ placement. A ring is as fast as its slowest link; stages of a pipeline follow ea
 
 Layouts that do not fit into memory: by how much, and the smallest changes that make them fit.
 
-Predicts one layout: its step on paper, played against the prices of the hardware.
+Predicts one layout: its simulated step, played against the prices of the hardware.
 """
 
 import itertools
@@ -26,7 +26,7 @@ from functools import lru_cache
 from itertools import product
 from typing import Any
 
-from drivetrain.compression.compressor import Honesty
+from drivetrain.compression.compressor import Fidelity
 from drivetrain.compression.methods import AUTO, LinkMethods, permitted
 from drivetrain.config.outline import BF16, EXACT
 from drivetrain.config.schema import FarConfig, LinksConfig
@@ -45,18 +45,18 @@ from drivetrain.planner.layout import (
     parts_of,
 )
 from drivetrain.runtime.mesh import lines_along
-from drivetrain.simulator.contract import PaperBound, UnitCosts
+from drivetrain.simulator.contract import StepBound, UnitCosts
 from drivetrain.simulator.step import (
     BF16_BYTES,
     STATE_BYTES,
-    PaperRun,
-    PaperStep,
-    PaperUnit,
     PlayedStep,
+    SimulatedRun,
+    SimulatedStep,
+    SimulatedUnit,
     axis_places,
     play,
 )
-from drivetrain.simulator.transformer import PaperModel
+from drivetrain.simulator.transformer import SimulatedModel
 
 # --- predicts one layout ---
 
@@ -80,7 +80,7 @@ class Task:
         per_host: devices of each.
     """
 
-    model: PaperModel
+    model: SimulatedModel
     batch: int
     hardware: Hardware
     hosts: int
@@ -169,7 +169,7 @@ class Prediction:
         return {
             "layout": self.layout,
             "strategy": self.planned.strategy,
-            "honesty": self.planned.honesty.value,
+            "fidelity": self.planned.fidelity.value,
             "step_seconds": self.step_seconds,
             "tokens_per_second": self.tokens_per_second,
             "mfu": self.mfu,
@@ -188,7 +188,7 @@ class Prediction:
 class _Sample:
     """A step that was played, perhaps with fewer micro-batches than the numbers are of."""
 
-    step: PaperStep
+    step: SimulatedStep
     played: PlayedStep
     seconds: float
     busy: float
@@ -264,7 +264,7 @@ class Predictor:
             stored=sample.step.stored,
         )
 
-    def bound(self, planned: PlannedLayout) -> PaperBound:
+    def bound(self, planned: PlannedLayout) -> StepBound:
         """Return a lower bound of a layout.
 
         Raises:
@@ -275,7 +275,7 @@ class Predictor:
         prices = self.prices(planned, axes)
         costs = self._costs.setdefault(id(prices), UnitCosts(prices.without_latency()))
         units = self._units(planned.micro_batch, planned.recompute, planned.precision)
-        return planned.kind.planning().bound(planned.config, units, run, costs)
+        return planned.kind.planning().lower_bound(planned.config, units, run, costs)
 
     def _sample(
         self, planned: PlannedLayout, axes: Mapping[str, int], micro_batches: int
@@ -324,14 +324,16 @@ class Predictor:
 
     def step(
         self, planned: PlannedLayout, axes: Mapping[str, int], micro_batches: int
-    ) -> PaperStep:
+    ) -> SimulatedStep:
         """Draw a layout's step with so many micro-batches."""
         run = self._run(planned, axes, micro_batches)
         units = self._units(planned.micro_batch, planned.recompute, planned.precision)
-        return planned.kind.planning().step(planned.config, units, run)
+        return planned.kind.planning().simulate(planned.config, units, run)
 
-    def _run(self, planned: PlannedLayout, axes: Mapping[str, int], micro_batches: int) -> PaperRun:
-        run = PaperRun(axes, micro_batches, planned.precision, self.task.per_host)
+    def _run(
+        self, planned: PlannedLayout, axes: Mapping[str, int], micro_batches: int
+    ) -> SimulatedRun:
+        run = SimulatedRun(axes, micro_batches, planned.precision, self.task.per_host)
         hosts = axes["dp"] // run.together("dp")
         return replace(
             run,
@@ -348,7 +350,7 @@ class Predictor:
             self._prices[key] = HardwarePrices(self.task.hardware, places, planned.precision)
         return self._prices[key]
 
-    def _made(self, micro_batch: int, recompute: Any, precision: str) -> Sequence[PaperUnit]:
+    def _made(self, micro_batch: int, recompute: Any, precision: str) -> Sequence[SimulatedUnit]:
         fused = self.task.hardware.host.attention == "fused" and recompute != "selective"
         width = STATE_BYTES[precision].parameter
         return self.task.model.units(micro_batch, recompute, fused=fused, width=width)
@@ -406,9 +408,9 @@ class Approximations:
         methods: the permitted ones for gradients.
     """
 
-    def __init__(self, predictor: Predictor, allow: Honesty) -> None:
+    def __init__(self, predictor: Predictor, allow: Fidelity) -> None:
         self._predictor = predictor
-        self._rounds = Honesty.ROUNDING.within(allow)
+        self._rounds = Fidelity.ROUNDING.within(allow)
         self.methods = permitted_methods(
             LinkMethods.configured(LinksConfig(far=FarConfig(gradients=AUTO), allow=allow.value))
         )
@@ -571,7 +573,7 @@ class HostPlacement:
 
 
 def _swapped(order: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """Yield the orders in which two hosts have changed places, or a stretch is turned round."""
+    """Yield the orders in which two hosts have changed places, or a flat_slice is turned round."""
     for first, last in itertools.combinations(range(len(order)), 2):
         swapped = list(order)
         swapped[first], swapped[last] = swapped[last], swapped[first]
@@ -603,7 +605,7 @@ ranks promises less than 3% more, or offloaded state less than 10%: predictions 
 (docs/planning.md), and those of stores were compared with no measurement."""
 
 DOUBT_OF_METHODS = 1.03
-"""The same factor for each class of honesty between a layout and an exact one: the time to encode
+"""The same factor for each class of fidelity between a layout and an exact one: the time to encode
 is an estimate, and nobody gives up exact training for less."""
 
 
@@ -621,7 +623,7 @@ def judged(prediction: Prediction) -> float:
         prediction.step_seconds
         * (DOUBT_OF_STORES if stored else 1.0)
         * (DOUBT_OF_CELLS if cell else 1.0)
-        * DOUBT_OF_METHODS ** list(Honesty).index(prediction.planned.honesty)
+        * DOUBT_OF_METHODS ** list(Fidelity).index(prediction.planned.fidelity)
     )
 
 
@@ -711,7 +713,7 @@ class Found:
     left_out: Mapping[str, int]
 
 
-def search(task: Task, precision: str, allow: Honesty = Honesty.EXACT) -> Found:
+def search(task: Task, precision: str, allow: Fidelity = Fidelity.EXACT) -> Found:
     """Return the best layouts for a task.
 
     Args:
@@ -746,7 +748,7 @@ def search(task: Task, precision: str, allow: Honesty = Honesty.EXACT) -> Found:
             sketches.append((bound.seconds, planned))
     sketches.sort(key=lambda each: each[0])
     best = _played(predictor, sketches, left_out)
-    if allow is not Honesty.EXACT:
+    if allow is not Fidelity.EXACT:
         forms = Approximations(predictor, allow)
         exact = [each.planned for each in best[:APPROXIMATED]]
         exact += [each for each in forms.lightest(sketches, room) if each not in exact]
@@ -811,7 +813,7 @@ def _reason(text: str) -> str:
     """Return why a layout cannot be, without its numbers, so that reasons can be counted."""
     if "--batch" in text:
         return "do not divide the batch"
-    if "on paper" in text:
+    if "simulate" in text:
         return "are of strategies whose time is not drawn"
     return "do not divide the model or the ranks"
 

@@ -35,13 +35,13 @@ from drivetrain.losses import LEAST_PIECES, language_model_in, restore_loss
 from drivetrain.memory import device_room, host_room
 from drivetrain.model.first_batch import Candidate
 from drivetrain.model.fp8 import restore_products
-from drivetrain.model.look import tensors_in
 from drivetrain.model.modules import restore_forward, uncompiled
 from drivetrain.model.recompute import restore
+from drivetrain.model.trace import tensors_in
 from drivetrain.planner.auto import candidates_of, hardware_of
 from drivetrain.planner.layout import RECOMPUTE, PlannedLayout, layout_of
 from drivetrain.planner.search import FRAGMENTS, Predictor, Task
-from drivetrain.simulator.seen import ROWS, seen_model
+from drivetrain.simulator.traced import ROWS, traced_model
 
 HEAD = "out of memory on rank"
 """How the note of an error begins."""
@@ -246,7 +246,7 @@ class Ladder:
             candidates = chain([Candidate("the batch", *few)], candidates)
         if not rows:
             raise ConfigError("the samples of a batch are not known; prepare the loader as well")
-        self._paper = seen_model(model, candidates)
+        self._paper = traced_model(model, candidates)
         hosts = len(set(world.islands))
         batch = rows * run.accumulation * world.size
         task = Task(self._paper, batch, hardware_of("", world)[0], hosts, world.island_size)

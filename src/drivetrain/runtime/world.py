@@ -19,7 +19,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 from torch.distributed.rendezvous import rendezvous
 
 from drivetrain.errors import PreflightError
-from drivetrain.runtime import words
+from drivetrain.runtime import rank_status
 
 CPU = torch.device("cpu")
 """Named everywhere: a script may have set another default device."""
@@ -203,7 +203,7 @@ class World:
             _join(device, backend, start_timeout or timeout)
             set_timeout(timeout)
         if size > 1:
-            words.begin()
+            rank_status.begin()
         return cls(
             rank=rank,
             size=size,

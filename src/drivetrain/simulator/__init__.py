@@ -5,6 +5,6 @@
                   prices, it has seconds, the peak of memory, and a trace
 ``contract``      what plans ask of a strategy; the step of any kind of data parallelism
 ``transformer``   a GPT by its sizes alone
-``seen``          a model's units from looks at the module itself
+``traced``        a model's units from traces of the module itself
 ================= =================================================================================
 """

@@ -1,4 +1,4 @@
-"""The least time and memory of a layout, and the step of data parallelism on paper.
+"""The least time and memory of a layout, and the simulated step of data parallelism.
 
 Draws the step of data parallelism: the divided state decides about the messages.
 
@@ -23,21 +23,21 @@ from drivetrain.simulator.step import (
     Collective,
     MemoryPass,
     Operation,
-    PaperRun,
-    PaperStep,
-    PaperTask,
-    PaperUnit,
     Prices,
+    SimulatedRun,
+    SimulatedStep,
+    SimulatedTask,
+    SimulatedUnit,
     Stored,
 )
 
 # --- the least time and memory of a layout, from the costs of its units ---
 
-Draw = Callable[[Sequence[PaperUnit], PaperRun], PaperStep]
+Draw = Callable[[Sequence[SimulatedUnit], SimulatedRun], SimulatedStep]
 
 
 @dataclass(frozen=True, slots=True)
-class PaperBound:
+class StepBound:
     """The least time and memory of a layout.
 
     Attributes:
@@ -81,7 +81,7 @@ class UnitCosts:
     _known: dict[Any, UnitCost] = field(default_factory=dict, repr=False)
 
     def of(
-        self, units: Sequence[PaperUnit], key: Any, draw: Draw, run: PaperRun
+        self, units: Sequence[SimulatedUnit], key: Any, draw: Draw, run: SimulatedRun
     ) -> list[tuple[UnitCost, int]]:
         """Return the costs of the distinct units, and how often each one occurs.
 
@@ -99,7 +99,7 @@ class UnitCosts:
             found.append((self._known[place], count))
         return found
 
-    def _computed(self, unit: PaperUnit, draw: Draw, run: PaperRun) -> UnitCost:
+    def _computed(self, unit: SimulatedUnit, draw: Draw, run: SimulatedRun) -> UnitCost:
         one, two = (draw([unit], replace(run, micro_batches=count)) for count in (1, 2))
         first, second = self._busy(one), self._busy(two)
         each = {lane: second[lane] - first.get(lane, 0.0) for lane in second}
@@ -112,7 +112,7 @@ class UnitCosts:
         missing = sum(min(0.0, task.takes) for task in one.tasks)
         return UnitCost(each, once, held + missing, takes, during)
 
-    def _busy(self, step: PaperStep) -> Mapping[str, float]:
+    def _busy(self, step: SimulatedStep) -> Mapping[str, float]:
         busy: Counter[str] = Counter()
         for task in step.tasks:
             busy[task.lane] += self.prices.seconds(task)  # type: ignore[assignment]
@@ -121,7 +121,7 @@ class UnitCosts:
 
 def stage_bound(
     costs: Sequence[tuple[UnitCost, int]], micro_batches: int, in_flight: float
-) -> PaperBound:
+) -> StepBound:
     """Return the bound of a rank with units in sequence.
 
     Args:
@@ -141,7 +141,7 @@ def stage_bound(
     first, _ = costs[-1]
     at_turn = in_flight * kept + first.during
     later = (in_flight - 1) * kept + max(cost.during for cost, _ in costs)
-    return PaperBound(max(lanes.values()), held + max(at_turn, later))
+    return StepBound(max(lanes.values()), held + max(at_turn, later))
 
 
 # --- draws the step of data parallelism ---
@@ -185,8 +185,8 @@ class Sharing:
 
 
 def data_parallel_step(
-    units: Sequence[PaperUnit], run: PaperRun, sharing: Sharing | None = None
-) -> PaperStep:
+    units: Sequence[SimulatedUnit], run: SimulatedRun, sharing: Sharing | None = None
+) -> SimulatedStep:
     """Return the step of one rank that trains units on its share of the batch.
 
     Args:
@@ -204,18 +204,20 @@ def data_parallel_step(
             f"expected groups that divide the {ranks} ranks of {AXIS!r}, found groups of "
             f"{sharing.group} ranks that share one copy; change shard_group, or the ranks"
         )
-    return _Drawing(units, run, sharing).step()
+    return _StepBuilder(units, run, sharing).step()
 
 
 @lru_cache(maxsize=4096)
-def _backward(unit: PaperUnit, each: int) -> tuple[Operation, ...]:
+def _backward(unit: SimulatedUnit, each: int) -> tuple[Operation, ...]:
     """Return the operations of backward, and the copy of gradients into a buffer of messages."""
     if not (unit.elements and each):
         return unit.computed_backward
     return (*unit.computed_backward, MemoryPass(2.0 * unit.elements * each, 0))
 
 
-def _runs(units: Sequence[PaperUnit], *, alone: bool) -> Iterator[tuple[int, int, PaperUnit]]:
+def _runs(
+    units: Sequence[SimulatedUnit], *, alone: bool
+) -> Iterator[tuple[int, int, SimulatedUnit]]:
     """Yield (index, count, unit): equal neighbors together, unless each is on its own."""
     for _, equal in groupby(enumerate(units), key=lambda each: each[0] if alone else id(each[1])):
         (index, unit), *others = equal
@@ -223,26 +225,26 @@ def _runs(units: Sequence[PaperUnit], *, alone: bool) -> Iterator[tuple[int, int
 
 
 def _all_gather(
-    unit: PaperUnit,
+    unit: SimulatedUnit,
     line: str,
     nbytes: float,
     after: Sequence[int],
     phase: str = "",
     index: int = 0,
-) -> PaperTask:
+) -> SimulatedTask:
     """Return the task of a gather of a unit's values, in a micro-batch or before all of them."""
     message = Collective(line, "all_gather", nbytes)
-    task = PaperTask(f"gather {unit.name}", (message,), line, tuple(after), phase=phase)
+    task = SimulatedTask(f"gather {unit.name}", (message,), line, tuple(after), phase=phase)
     task.micro_batch = index
     return task
 
 
 @dataclass
-class _Drawing:
-    units: Sequence[PaperUnit]
-    run: PaperRun
+class _StepBuilder:
+    units: Sequence[SimulatedUnit]
+    run: SimulatedRun
     sharing: Sharing
-    tasks: list[PaperTask] = field(default_factory=list)
+    tasks: list[SimulatedTask] = field(default_factory=list)
     computed: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -253,12 +255,12 @@ class _Drawing:
         self.far = self.run.far if self.together < self.ranks else None
         self.secondary = self.sharing.secondary and self.together < self.ranks
 
-    def step(self) -> PaperStep:
+    def step(self) -> SimulatedStep:
         m = self.run.micro_batches
         arriving = self._arriving()
         if self._come_late:
             gone = -self._elements * self.run.bytes.gradient
-            self._add(PaperTask("no gradients yet", takes=float(gone)))
+            self._add(SimulatedTask("no gradients yet", takes=float(gone)))
         for index in range(m):
             self._forward(index, arriving if index == 0 else {})
             self._backward(index)
@@ -267,7 +269,7 @@ class _Drawing:
         near = self.together if inside else self.group
         axes = {**self.run.axes, f"{AXIS}.near": near, f"{AXIS}.far": self.ranks // near}
         held, stored = self._tiers()
-        return PaperStep(self.tasks, [held], axes, [stored])
+        return SimulatedStep(self.tasks, [held], axes, [stored])
 
     # --- the phases of a step ---
 
@@ -300,7 +302,7 @@ class _Drawing:
             after = [arriving[at]] if at in arriving else []
             if self._gathers:
                 after = self._bring(unit, "forward", index, after)
-            task = PaperTask(unit.name, unit.forward, after=tuple(after), phase="forward")
+            task = SimulatedTask(unit.name, unit.forward, after=tuple(after), phase="forward")
             task.micro_batch, task.repeat = index, count
             task.takes, task.during = count * unit.kept, self._whole(at, 1)
             self._add(task)
@@ -312,7 +314,7 @@ class _Drawing:
         for at, count, unit in reversed(list(_runs(self.units, alone=reduces or self._gathers))):
             after = self._bring(unit, "backward", index) if at in self._gathered_again else []
             nbytes = self.run.bytes.gradient if reduces else 0
-            task = PaperTask(unit.name, _backward(unit, nbytes), after=tuple(after))
+            task = SimulatedTask(unit.name, _backward(unit, nbytes), after=tuple(after))
             task.phase, task.micro_batch, task.repeat = "backward", index, count
             task.frees = count * unit.kept
             task.during = unit.transient + self._passing(unit, index) + self._whole(at, -1)
@@ -327,7 +329,7 @@ class _Drawing:
     def _reduce(self, name: str, elements: int, computed: int, index: int, *, last: bool) -> None:
         after = computed
         for lane, operations in self._sums(elements * self.run.bytes.gradient, last=last):
-            task = PaperTask(f"reduce {name}", operations, lane, (after,))
+            task = SimulatedTask(f"reduce {name}", operations, lane, (after,))
             task.phase, task.micro_batch = "backward", index
             after = self._add(task)
 
@@ -357,7 +359,7 @@ class _Drawing:
         tensors = -(-sum(len(unit.sizes) for unit in self.units) // parts)
         update = MemoryPass(elements * self.run.bytes.update, 0, kind=kind, starts=tensors)
         # The norm of the gradients is a sum over all of them.
-        task = PaperTask("update", (update,), after=tuple(reduced[-len(self.units) :]))
+        task = SimulatedTask("update", (update,), after=tuple(reduced[-len(self.units) :]))
         # Results in between of an optimizer that is not fused, in fp32: torch's AdamW makes the
         # root of the second moment of all parameters at once, on a processor that and a quotient
         # of one parameter after the other.
@@ -403,14 +405,14 @@ class _Drawing:
         again = freed[: -1 - self.sharing.ahead]
         return frozenset(index for index in again if self.units[index].read_in_backward)
 
-    def _whole_of(self, unit: PaperUnit) -> int:
+    def _whole_of(self, unit: SimulatedUnit) -> int:
         """Return the elements of a unit that every rank has whole between steps."""
         if not self.sharing.parameters:
             return unit.elements
         return sum(size for size in unit.sizes if size < self.sharing.whole_below)
 
     def _bring(
-        self, unit: PaperUnit, phase: str, index: int, values: Sequence[int] = ()
+        self, unit: SimulatedUnit, phase: str, index: int, values: Sequence[int] = ()
     ) -> list[int]:
         """Gather a unit beside the unit before it, not earlier: its memory is limited."""
         elements = unit.elements - self._whole_of(unit)
@@ -434,7 +436,7 @@ class _Drawing:
         elements = sum(unit.elements for unit in self.units[first : last + 1])
         return float((elements + self.units[at].borrowed) * self.run.bytes.parameter)
 
-    def _passing(self, unit: PaperUnit, index: int) -> float:
+    def _passing(self, unit: SimulatedUnit, index: int) -> float:
         """Return the bytes of gradients that are on their way while a unit runs backward.
 
         Where a parameter's gradient has its place already, autograd makes another tensor, which is
@@ -488,7 +490,7 @@ class _Drawing:
             found[ARRIVALS] = arrivals_bytes(min(PIECE_BYTES, chunk))
         return {kind: nbytes for kind, nbytes in found.items() if nbytes}
 
-    def _add(self, task: PaperTask) -> int:
+    def _add(self, task: SimulatedTask) -> int:
         self.tasks.append(task)
         if task.lane == COMPUTE:
             self.computed.append(len(self.tasks) - 1)

@@ -3,7 +3,7 @@
 A strategy draws the graph once. The bytes held and sent follow from it, and, with a description of
 the hardware, the time, the peak of memory and the picture.
 
-The facts for drawing a step on paper: sizes of axes, micro-batches, bytes, methods of links.
+The facts for drawing a simulated step: sizes of axes, micro-batches, bytes, methods of links.
 
 The work of a step's kernels: products, passes over memory, messages; and its division.
 
@@ -201,7 +201,7 @@ Recompute: TypeAlias = Literal["none", "selective", "full"]
 
 
 @dataclass(frozen=True, eq=False)
-class PaperUnit:
+class SimulatedUnit:
     """A block, the embedding or the head: the work and the activations of a micro-batch.
 
     Attributes:
@@ -350,7 +350,7 @@ def attention(
     )
 
 
-def widened(unit: PaperUnit, factor: float) -> PaperUnit:
+def widened(unit: SimulatedUnit, factor: float) -> SimulatedUnit:
     """Return a unit whose numbers have more or fewer bytes; parameters are counted in elements."""
     if factor == 1:
         return unit
@@ -373,7 +373,7 @@ def widened(unit: PaperUnit, factor: float) -> PaperUnit:
     )
 
 
-# --- the facts for drawing a step on paper ---
+# --- the facts for drawing a simulated step ---
 
 PASSES = 4.5
 """Bytes that an encoding reads and writes per byte of gradients: gradient and kept error read, the
@@ -505,7 +505,7 @@ def axis_places(axes: Mapping[str, int], per_host: int) -> dict[str, AxisPlace]:
 
 
 @dataclass(frozen=True, slots=True)
-class PaperRun:
+class SimulatedRun:
     """The run of which a step is drawn.
 
     Attributes:
@@ -545,7 +545,7 @@ class PaperRun:
         return STATE_BYTES[self.precision]
 
 
-# --- a step on paper ---
+# --- a simulated step ---
 
 COMPUTE = "compute"
 """The lane of kernels; every axis has a lane of its own, named like the axis."""
@@ -555,7 +555,7 @@ LENT, ARRIVALS = "lent", "receive buffers"
 
 
 @dataclass(slots=True)
-class PaperTask:
+class SimulatedTask:
     """A piece of a rank's work, or a collective beside it.
 
     Attributes:
@@ -588,7 +588,7 @@ class PaperTask:
 
 
 @dataclass(slots=True)
-class PaperStep:
+class SimulatedStep:
     """One optimizer step of the ranks of one data-parallel replica.
 
     Attributes:
@@ -599,7 +599,7 @@ class PaperStep:
         stored: bytes between steps in host memory and on a disk, by stage.
     """
 
-    tasks: list[PaperTask]
+    tasks: list[SimulatedTask]
     held: Sequence[Mapping[str, float]]
     axes: Mapping[str, int] = field(default_factory=dict)
     stored: Sequence[Mapping[str, float]] = ()
@@ -623,7 +623,7 @@ class PaperStep:
 
 # Gradients go to the host when a step is taken; the processor updates unit by unit, and the next
 # forward waits for each of its units (Ren et al. 2021, arXiv 2101.06840, section 4.2; Rajbhandari
-# et al. 2021, arXiv 2104.07857, section 5). A step on paper begins with the updates of the step
+# et al. 2021, arXiv 2104.07857, section 5). A simulated step begins with the updates of the step
 # before.
 
 
@@ -661,8 +661,8 @@ class Stored:
         return self.share if self.optimizer else 0.0
 
     def update(
-        self, unit: PaperUnit, elements: float, each: BytesPerElement, first: int
-    ) -> list[PaperTask]:
+        self, unit: SimulatedUnit, elements: float, each: BytesPerElement, first: int
+    ) -> list[SimulatedTask]:
         """Return the update of this rank's share of a unit; the last task brings new values.
 
         Args:
@@ -684,7 +684,7 @@ class Stored:
             chain = [link for link in chain if link[1] != DISK]
         return list(_tasks(chain, unit.name, first))
 
-    def fetch(self, unit: PaperUnit, nbytes: float, first: int) -> list[PaperTask]:
+    def fetch(self, unit: SimulatedUnit, nbytes: float, first: int) -> list[SimulatedTask]:
         """Return the tasks that bring this rank's share of a unit's parameters to the device."""
         chain: list[tuple[str, str, Operation]] = [("fetch", FROM_HOST, TierCopy("bus", nbytes))]
         if self.parameters == "nvme":
@@ -705,10 +705,12 @@ class Stored:
         return {"host": found["cpu"], "disk": found["nvme"]}
 
 
-def _tasks(chain: list[tuple[str, str, Operation]], name: str, first: int) -> Iterator[PaperTask]:
+def _tasks(
+    chain: list[tuple[str, str, Operation]], name: str, first: int
+) -> Iterator[SimulatedTask]:
     for index, (verb, lane, operation) in enumerate(chain):
         after = (first + index - 1,) if index else ()
-        yield PaperTask(f"{verb} {name}", (operation,), lane, after)
+        yield SimulatedTask(f"{verb} {name}", (operation,), lane, after)
 
 
 # --- played against prices: when each task runs, and the memory at every moment ---
@@ -726,7 +728,7 @@ class Prices(Protocol):
         """Seconds of compute lost for each second beside a collective."""
         ...
 
-    def seconds(self, task: PaperTask) -> float:
+    def seconds(self, task: SimulatedTask) -> float:
         """Return how long a task runs alone."""
         ...
 
@@ -735,7 +737,7 @@ class Prices(Protocol):
 class PlayedTask:
     """When a task ran, in seconds from the start of the step."""
 
-    task: PaperTask
+    task: SimulatedTask
     start: float
     stop: float
 
@@ -760,8 +762,8 @@ class PlayedStep:
         return max((each.stop for each in self.tasks), default=0.0)
 
 
-def play(step: PaperStep, prices: Prices) -> PlayedStep:
-    """Run a step on paper.
+def play(step: SimulatedStep, prices: Prices) -> PlayedStep:
+    """Run a simulated step.
 
     Raises:
         UsageError: tasks wait for each other for ever.
@@ -783,7 +785,7 @@ _End: TypeAlias = tuple[float, int]
 """When a task ends, and its index."""
 
 
-def _played(step: PaperStep, prices: Prices) -> tuple[list[float], list[float]]:
+def _played(step: SimulatedStep, prices: Prices) -> tuple[list[float], list[float]]:
     """Return when each task starts and stops, in the order of time."""
     tasks = step.tasks
     needs, followers = _needs(tasks)
@@ -815,7 +817,7 @@ def _played(step: PaperStep, prices: Prices) -> tuple[list[float], list[float]]:
     return starts, stops
 
 
-def _needs(tasks: Sequence[PaperTask]) -> tuple[list[int], list[list[int]]]:
+def _needs(tasks: Sequence[SimulatedTask]) -> tuple[list[int], list[list[int]]]:
     """Return how many tasks each one waits for, and who waits for it; lanes run in order."""
     followers: list[list[int]] = [[] for _ in tasks]
     needs = [0] * len(tasks)
@@ -892,7 +894,7 @@ class _Stage:
                     yield task.until, index
 
 
-def _peaks(step: PaperStep, starts: Sequence[float], stops: Sequence[float]) -> list[float]:
+def _peaks(step: SimulatedStep, starts: Sequence[float], stops: Sequence[float]) -> list[float]:
     changes: list[list[tuple[float, float]]] = [[] for _ in step.held]
     for task, start, stop in zip(step.tasks, starts, stops, strict=True):
         if task.takes or task.frees or task.during:

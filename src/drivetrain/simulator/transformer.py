@@ -15,15 +15,15 @@ from drivetrain.simulator.step import (
     MatrixProduct,
     MemoryPass,
     Operation,
-    PaperUnit,
     Recompute,
     Saved,
+    SimulatedUnit,
     attention,
     widened,
 )
 
 if TYPE_CHECKING:
-    from drivetrain.simulator.seen import SeenModel  # loads torch
+    from drivetrain.simulator.traced import TracedModel  # loads torch
 
 LOSS_BYTES = (42, 18)
 """Bytes per logit that a cross entropy in fp32 reads and writes, in forward and backward: a cast
@@ -98,7 +98,7 @@ class GptShape:
 
     def units(
         self, micro_batch: int, recompute: Recompute, *, fused: bool, width: int = 2
-    ) -> list[PaperUnit]:
+    ) -> list[SimulatedUnit]:
         """Return embedding, blocks and head for a micro-batch; equal units are the same object.
 
         Args:
@@ -109,7 +109,7 @@ class GptShape:
         """
         tokens = micro_batch * self.seq
         stream = 2 * tokens * self.hidden
-        block = PaperUnit(
+        block = SimulatedUnit(
             "block",
             (*self._attention(micro_batch, fused), *self._feed_forward(tokens)),
             (*self._saved_by_attention(micro_batch, fused), *self._saved_by_feed_forward(tokens)),
@@ -191,9 +191,9 @@ class GptShape:
 
     # --- the ends ---
 
-    def _embedding(self, tokens: int) -> PaperUnit:
+    def _embedding(self, tokens: int) -> SimulatedUnit:
         stream, table = 2 * tokens * self.hidden, 2 * self.vocab * self.hidden
-        return PaperUnit(
+        return SimulatedUnit(
             "embedding",
             (
                 MemoryPass(2 * stream, 3 * stream + table, 2, "features"),
@@ -205,11 +205,11 @@ class GptShape:
             repeated=False,
         )
 
-    def _head(self, tokens: int) -> PaperUnit:
+    def _head(self, tokens: int) -> SimulatedUnit:
         """Return the norm and the product of the head; the loss is not among them."""
         stream = 2 * tokens * self.hidden
         own = 0 if self.tied else self.vocab * self.hidden
-        return PaperUnit(
+        return SimulatedUnit(
             "head",
             (
                 MemoryPass(2 * stream, 3 * stream, 2, "tokens"),
@@ -226,5 +226,5 @@ class GptShape:
 # --- the model of a plan ---
 
 
-PaperModel: TypeAlias = "GptShape | SeenModel"
-"""A model on paper: sizes alone, or a module that was looked at."""
+SimulatedModel: TypeAlias = "GptShape | TracedModel"
+"""A simulated model: sizes alone, or a module that was looked at."""

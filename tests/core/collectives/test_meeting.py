@@ -11,8 +11,8 @@ from drivetrain import CollectiveError
 from drivetrain.collectives import facts as meeting
 from drivetrain.collectives import ring
 from drivetrain.communication import gather, reduce, wait_for_everyone
-from drivetrain.runtime.words import Word, heard, say_farewell
-from drivetrain.runtime.words import begin as begin_words
+from drivetrain.runtime.rank_status import RankStatus, leave_status, status_of
+from drivetrain.runtime.rank_status import begin as begin_statuses
 
 
 def be_hasty(monkeypatch):
@@ -21,13 +21,13 @@ def be_hasty(monkeypatch):
     monkeypatch.setattr(ring, "LONG_WAIT_S", 0.2)
 
 
-WAITS_ELSEWHERE = Word(doing="all_reduce", place="ring", number=5, ranks=[0, 1])
+WAITS_ELSEWHERE = RankStatus(doing="all_reduce", place="ring", number=5, ranks=[0, 1])
 
 
-def test_two_words_prove_that_a_wait_is_in_vain(monkeypatch):
-    monkeypatch.setattr(meeting, "say", lambda word: None)
+def test_two_statuses_prove_that_a_wait_is_in_vain(monkeypatch):
+    monkeypatch.setattr(meeting, "set_status", lambda status: None)
     monkeypatch.setattr(meeting, "running", dict)
-    for begun, word, in_vain in (
+    for begun, status, in_vain in (
         ({"ring": 4}, WAITS_ELSEWHERE, True),
         # This rank has begun the other one's operation, which is under way.
         ({"ring": 5}, WAITS_ELSEWHERE, False),
@@ -35,11 +35,11 @@ def test_two_words_prove_that_a_wait_is_in_vain(monkeypatch):
         ({"ring": 4}, replace(WAITS_ELSEWHERE, reached={"meeting": 2}), False),
         # The other rank does not wait for this one.
         ({"ring": 4}, replace(WAITS_ELSEWHERE, ranks=[1, 2]), False),
-        ({}, Word(reached={"meeting": 1}), True),
-        ({}, Word(reached={"meeting": 2}), False),
+        ({}, RankStatus(reached={"meeting": 1}), True),
+        ({}, RankStatus(reached={"meeting": 2}), False),
         ({}, None, False),
     ):
-        monkeypatch.setattr(meeting, "heard", lambda rank, word=word: word)
+        monkeypatch.setattr(meeting, "status_of", lambda rank, status=status: status)
         monkeypatch.setattr(meeting, "reached", lambda begun=begun: begun)
         wait = meeting.Wait("gather", "meeting", 2, [0, 1], 0)
         assert wait.look(meeting.FIRST_LOOK_S / 2) == ""
@@ -53,16 +53,16 @@ def test_a_rank_that_comes_late_is_no_error_and_leaves_no_word(monkeypatch):
         time.sleep(0.5)
     assert gather(torch.tensor(dist.get_rank())).tolist() == [0, 1]
     wait_for_everyone()
-    assert heard(0) is None
-    assert heard(1) is None
+    assert status_of(0) is None
+    assert status_of(1) is None
 
 
 @pytest.mark.ranks(2)
 def test_a_loop_with_more_rounds_hears_of_the_rank_that_left(monkeypatch):
     be_hasty(monkeypatch)
-    begin_words()
+    begin_statuses()
     if dist.get_rank() == 0:
         with pytest.raises(CollectiveError, match="reduce to the mean on rank 0 .*: rank 1 "):
             reduce(torch.ones(1))
     else:
-        say_farewell()
+        leave_status()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from drivetrain.collectives.communicator import ReduceChannel
-from drivetrain.collectives.volume import ParameterRow, Stretch
+from drivetrain.collectives.volume import FlatSlice, ParameterRow
 from drivetrain.compression.communicator import LinkedCommunicator, route_linked
 from drivetrain.runtime.mesh import Mesh
 from drivetrain.traffic import Traffic
@@ -21,13 +21,13 @@ from link_channels import (
     WHOLE,
     are_equal,
     connected,
+    flat_slices_of,
     gathered,
     gradients,
     kept_back,
     links_of,
     parts_of,
     state_of,
-    stretches_of,
     total,
     world_of,
 )
@@ -74,8 +74,8 @@ def test_sums_over_hosts_of_several_ranks_and_over_four_hosts():
 
 def test_parts_are_summed_and_gathered_within_the_bound_and_alike():
     communicator = connected("aabb", links_of("int8", "int8"))
-    reduce = communicator.gradients_scattered(lambda: stretches_of(communicator), "test")
-    gather = communicator.parameters_gathered(lambda: stretches_of(communicator), "test")
+    reduce = communicator.gradients_scattered(lambda: flat_slices_of(communicator), "test")
+    gather = communicator.parameters_gathered(lambda: flat_slices_of(communicator), "test")
     start, stop = communicator.chunk(NUMEL)[communicator.rank]
     results, exact = torch.zeros(NUMEL), sum(total(step, 4) for step in range(3))
     for step in range(3):
@@ -99,8 +99,8 @@ def test_parts_are_summed_and_gathered_within_the_bound_and_alike():
 def test_updates_of_parameters_lose_nothing_for_good():
     for method in ("int8", "onebit", "powersgd", "topk", "bf16"):
         communicator = connected("aabb", links_of("exact", method))
-        stretches = stretches_of(communicator)
-        update = communicator.parameters_updated(lambda each=stretches: each, "test")
+        slices = flat_slices_of(communicator)
+        update = communicator.parameters_updated(lambda each=slices: each, "test")
         before, after = gradients(0, 0), gradients(1, 0)
         flat, apart = before.clone(), []
         mine = slice(*communicator.chunk(NUMEL)[communicator.rank])
@@ -131,15 +131,15 @@ def test_bytes_are_those_of_the_route():
         links = links_of(method, parameters, options=options)
         communicator = connected(hosts, links, traffic)
         route = route_linked(Mesh.plan({"dp": 4}, world), "dp", world, links)
-        stretches, flat = stretches_of(communicator), torch.ones(NUMEL)
+        slices, flat = flat_slices_of(communicator), torch.ones(NUMEL)
         parts = parts_of(communicator, flat)
         sum_channel = communicator.gradients_summed(WHOLE, "test")
-        reduce = communicator.gradients_scattered(lambda each=stretches: each, "test")
-        gather = communicator.parameters_gathered(lambda each=stretches: each, "test")
+        reduce = communicator.gradients_scattered(lambda each=slices: each, "test")
+        gather = communicator.parameters_gathered(lambda each=slices: each, "test")
         for start, expected in (
             (partial(sum_channel, flat), route.gradients_summed(WHOLE)),
-            (partial(reduce, parts), route.gradients_scattered(stretches)),
-            (partial(gather, parts, None), route.parameters_gathered(stretches)),
+            (partial(reduce, parts), route.gradients_scattered(slices)),
+            (partial(gather, parts, None), route.parameters_gathered(slices)),
         ):
             traffic.clear()
             start().wait()
@@ -213,7 +213,7 @@ def test_a_step_that_is_skipped_leaves_errors_factors_and_counts_as_they_were(me
 # --- other gradients from step to step ---
 
 ONE, TWO = (
-    Stretch.of(prod(shape), torch.float32, [ParameterRow(name, shape, 0, 0)])
+    FlatSlice.of(prod(shape), torch.float32, [ParameterRow(name, shape, 0, 0)])
     for name, shape in (("weight", WEIGHT), ("table", TABLE))
 )
 
@@ -226,15 +226,15 @@ class Alternating:
         self._channel: ReduceChannel | None = None
         self.apart: list[Tensor] = []
 
-    def sum(self, step: int, *chosen: Stretch) -> None:
+    def sum(self, step: int, *chosen: FlatSlice) -> None:
         """Sum made-up gradients; note how far each sum is from the exact one."""
         communicator, before = self._communicator, self._channel
         bounds = [communicator.chunk(each.numel) for each in chosen]
-        stretches = [
+        slices = [
             [each.cut(*edges[rank]) for each, edges in zip(chosen, bounds, strict=True)]
             for rank in range(communicator.size)
         ]
-        self._channel = communicator.gradients_scattered(lambda: stretches, "test", before)
+        self._channel = communicator.gradients_scattered(lambda: slices, "test", before)
         flats = [gradients(step, communicator.rank)[: each.numel] for each in chosen]
         parts = [
             [flat[slice(*edges[rank])] for flat, edges in zip(flats, bounds, strict=True)]

@@ -1,12 +1,12 @@
-"""The choice of methods for slow links: names, honesty, and what is refused before ranks start."""
+"""The choice of methods for slow links: names, fidelity, and what is refused before ranks start."""
 
 import pytest
 import torch
 
-from drivetrain.collectives.volume import ParameterRow, Stretch
+from drivetrain.collectives.volume import FlatSlice, ParameterRow
 from drivetrain.compression import automatic
 from drivetrain.compression.communicator import hosts_apart
-from drivetrain.compression.compressor import Honesty
+from drivetrain.compression.compressor import Fidelity
 from drivetrain.compression.methods import EncodingTime, LinkFigures, LinkMethods, SlowLink
 from drivetrain.config import Layer, read_sets
 from drivetrain.config.resolve import resolve
@@ -35,25 +35,25 @@ def chosen(**far: object) -> LinkMethods:
 
 
 def test_methods_say_how_honest_they_are():
-    classes = {name: compressors().load(name).honesty for name in compressors().names}
-    assert classes["bf16"] is Honesty.ROUNDING
+    classes = {name: compressors().load(name).fidelity for name in compressors().names}
+    assert classes["bf16"] is Fidelity.ROUNDING
     own = ("int8", "int4", "onebit", "powersgd", "topk")
-    assert {classes[name] for name in own} == {Honesty.THEORY}
-    assert Honesty.EXACT not in classes.values()
+    assert {classes[name] for name in own} == {Fidelity.THEORY}
+    assert Fidelity.EXACT not in classes.values()
     both = chosen(gradients="int8", parameters="bf16", warmup_steps=3)
-    assert both.honesty is Honesty.THEORY
+    assert both.fidelity is Fidelity.THEORY
     said = "between hosts: gradients int8 (theory), parameters bf16 (rounding), after 3 exact steps"
     assert both.describe() == said
-    assert Honesty.ROUNDING.within(Honesty.THEORY)
-    assert not Honesty.EMPIRICAL.within(Honesty.THEORY)
+    assert Fidelity.ROUNDING.within(Fidelity.THEORY)
+    assert not Fidelity.EMPIRICAL.within(Fidelity.THEORY)
 
     links = chosen(gradients="int8", activations="bf16")
     assert links.used_for == ["gradients", "activations"]
-    assert links.honesty is Honesty.THEORY
+    assert links.fidelity is Fidelity.THEORY
     rounding = chosen(activations="bf16")
     assert rounding.active
     assert not rounding.in_channels
-    assert rounding.honesty is Honesty.ROUNDING
+    assert rounding.fidelity is Fidelity.ROUNDING
     said = "between hosts: gradients exact, parameters exact, activations "
     assert rounding.describe() == f"{said}bf16 (rounding)"
     assert chosen().describe(frozenset({"activations"})) == f"{said}exact"
@@ -64,7 +64,7 @@ def test_methods_say_how_honest_they_are():
 
     links = LinkMethods.configured(LinksConfig(far=FarConfig(gradients="auto"), allow="rounding"))
     assert not links.active
-    assert links.honesty is Honesty.EXACT
+    assert links.fidelity is Fidelity.EXACT
     said = "between hosts: gradients auto, parameters exact, rounding at most, still to be chosen"
     assert links.describe() == said
     kind, options = find_strategy("plain")
@@ -114,7 +114,7 @@ def test_strategies_refuse_what_they_do_not_send():
 
 def test_stretches_are_cut_and_joined_in_terms_of_parameters():
     rows = [ParameterRow("a", (4, 5), 0, 0), ParameterRow("b", (3, 7), 1, 20)]
-    whole = Stretch.of(43, torch.float32, rows)
+    whole = FlatSlice.of(43, torch.float32, rows)
     assert [span.columns for span in whole.spans] == [5, 3]
     left, right = whole.cut(0, 13), whole.cut(13, 43)
     (a,) = left.spans
@@ -124,7 +124,7 @@ def test_stretches_are_cut_and_joined_in_terms_of_parameters():
     assert (b.name, b.first, b.start, b.stop) == ("b", 0, 7, 28)
     (later,) = right.cut(2, 5).spans
     assert (later.first, later.start, later.stop) == (15, 0, 3)
-    again = Stretch.joined([left, right], torch.float32)
+    again = FlatSlice.joined([left, right], torch.float32)
     assert (again.numel, again.nbytes) == (43, 172)
     spans = [(s.name, s.first, s.start, s.stop) for s in again.spans]
     assert spans == [("a", 0, 0, 13), ("a", 13, 13, 20), ("b", 0, 20, 41)]

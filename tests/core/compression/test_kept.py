@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from drivetrain.collectives.volume import ParameterRow, ParameterSpan, Stretch
+from drivetrain.collectives.volume import FlatSlice, ParameterRow, ParameterSpan
 from drivetrain.compression.communicator import LinkedCommunicator
 from drivetrain.compression.compressor import Kept
 from drivetrain.compression.error_feedback import LinkChannel, ParkedState, SavedLinks, take_kept
@@ -19,11 +19,11 @@ from link_channels import (
     NUMEL,
     WHOLE,
     connected,
+    flat_slices_of,
     gradients,
     kept_back,
     links_of,
     parts_of,
-    stretches_of,
     total,
 )
 from read_tensors import InMemory
@@ -45,7 +45,7 @@ def channel_of(communicator: LinkedCommunicator, *, scattered: bool):
     if not scattered:
         channel = communicator.gradients_summed(WHOLE, "test")
         return lambda flat: channel(flat).wait()
-    parts = communicator.gradients_scattered(lambda: stretches_of(communicator), "test")
+    parts = communicator.gradients_scattered(lambda: flat_slices_of(communicator), "test")
     return lambda flat: parts(parts_of(communicator, flat)).wait()
 
 
@@ -132,15 +132,15 @@ def test_errors_go_on_under_another_method_and_that_is_said_once():
 @pytest.mark.ranks(4)
 def test_a_warm_up_is_over_for_every_parameter_whatever_its_channel_holds_then():
     rows = [ParameterRow("one", (64, 64), 0, 0), ParameterRow("two", (64, 64), 0, 4096)]
-    stretch = Stretch.of(8192, torch.float32, rows)
+    flat_slice = FlatSlice.of(8192, torch.float32, rows)
     communicator = connected("abcd", links_of("int4", warmup_steps=1))
-    channel = communicator.gradients_summed(stretch, "both")
+    channel = communicator.gradients_summed(flat_slice, "both")
     for _ in range(2):
         channel(torch.ones(8192)).wait()
     saved = Saved(communicator.kept(), torch.empty(0))
     communicator.close()
     communicator = connected("aabb", links_of("int4", warmup_steps=1))
-    communicator.gradients_summed(stretch, "a half of it, which is one of the two parameters")
+    communicator.gradients_summed(flat_slice, "a half of it, which is one of the two parameters")
     take_kept([communicator], saved, "int4")
     (channel,) = communicator.channels
     assert len(channel.spans) > 0

@@ -1,13 +1,13 @@
-"""The rule that chooses a method: by the link, the compute, the size of tensors, and honesty."""
+"""The rule that chooses a method: by the link, the compute, the size of tensors, and fidelity."""
 
 from dataclasses import replace
 
 import pytest
 import torch
 
-from drivetrain.collectives.volume import ParameterRow, Stretch
+from drivetrain.collectives.volume import FlatSlice, ParameterRow
 from drivetrain.compression import automatic as figures
-from drivetrain.compression.compressor import Honesty
+from drivetrain.compression.compressor import Fidelity
 from drivetrain.compression.methods import (
     NO_TIME,
     CrossingTensor,
@@ -44,29 +44,29 @@ def gradients(hidden_s: float = 0.0, *, everywhere: bool = True) -> LinkUse:
 
 def on(name: str, over: SlowLink, use: LinkUse, time: EncodingTime = TIME) -> MethodOnLink:
     if name == "exact":
-        return MethodOnLink(name, None, Honesty.EXACT, NO_TIME, over, use)
+        return MethodOnLink(name, None, Fidelity.EXACT, NO_TIME, over, use)
     method = METHODS[name]
-    return MethodOnLink(name, method, method.honesty_of(use.name), time, over, use)
+    return MethodOnLink(name, method, method.fidelity_of(use.name), time, over, use)
 
 
 def chosen(
     allow: str, over: SlowLink, use: LinkUse, time: EncodingTime = TIME, **others: EncodingTime
 ) -> str:
     """Return the chosen method, where all take the same time but for some others."""
-    names = permitted(METHODS, use.name, Honesty(allow))
+    names = permitted(METHODS, use.name, Fidelity(allow))
     methods = [on(name, over, use, others.get(name, time)) for name in names]
     found, _ = choose(on("exact", over, use), methods, MODEL)
     return found.candidate.name
 
 
 def test_nothing_approximate_is_chosen_without_permission_and_no_class_beyond_it():
-    assert permitted(METHODS, "gradients", Honesty.EXACT) == {}
-    assert list(permitted(METHODS, "gradients", Honesty.ROUNDING)) == ["bf16"]
+    assert permitted(METHODS, "gradients", Fidelity.EXACT) == {}
+    assert list(permitted(METHODS, "gradients", Fidelity.ROUNDING)) == ["bf16"]
     # int8 rounds values of parameters without a proof, and updates with one.
-    assert "int8" not in permitted(METHODS, "parameters", Honesty.THEORY)
-    assert "int8" in permitted(METHODS, "parameters", Honesty.EMPIRICAL)
-    assert "int8" in permitted(METHODS, "updates", Honesty.THEORY)
-    assert "topk" not in permitted(METHODS, "parameters", Honesty.EMPIRICAL)
+    assert "int8" not in permitted(METHODS, "parameters", Fidelity.THEORY)
+    assert "int8" in permitted(METHODS, "parameters", Fidelity.EMPIRICAL)
+    assert "int8" in permitted(METHODS, "updates", Fidelity.THEORY)
+    assert "topk" not in permitted(METHODS, "parameters", Fidelity.EMPIRICAL)
     assert chosen("exact", link(), gradients()) == "exact"
     assert chosen("rounding", link(), gradients()) == "bf16"
 
@@ -102,7 +102,7 @@ def test_small_tensors_stay_exact_and_large_ones_do_not():
     assert not method.pays_for(SMALL)
     assert not method.pays_for(VECTOR)
     rows = [ParameterRow("large", (1024, 1024), 0, 0), ParameterRow("small", (64, 64), 0, 2**20)]
-    whole = Stretch.of(2**20 + 2**12, torch.float32, rows)
+    whole = FlatSlice.of(2**20 + 2**12, torch.float32, rows)
     ((left,),) = method.approximated([[whole]])
     assert [span.name for span in left.spans] == ["large"]
     assert left.numel == whole.numel

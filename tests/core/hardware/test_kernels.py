@@ -9,8 +9,14 @@ from drivetrain.hardware.clock import Clock
 from drivetrain.hardware.description import KernelFacts, load_hardware
 from drivetrain.hardware.prices import HardwarePrices
 from drivetrain.model.first_batch import Candidate
-from drivetrain.simulator.seen import seen_model
-from drivetrain.simulator.step import AxisPlace, Collective, MatrixProduct, MemoryPass, PaperTask
+from drivetrain.simulator.step import (
+    AxisPlace,
+    Collective,
+    MatrixProduct,
+    MemoryPass,
+    SimulatedTask,
+)
+from drivetrain.simulator.traced import traced_model
 
 CPU = load_hardware("cpu")
 
@@ -44,13 +50,13 @@ def test_kinds_have_factors_and_starts_of_their_own():
 
     prices = with_kernels(gelu=(1.0, 40.0))
     gelu = MemoryPass(1e6, 1e6, kind="gelu")
-    seconds = prices.seconds(PaperTask("a", (gelu, gelu)))
+    seconds = prices.seconds(SimulatedTask("a", (gelu, gelu)))
     assert seconds == pytest.approx(2 * (prices.price(gelu) + 40e-6))
     ahead = HardwarePrices(load_hardware("h100"), {}, "bf16")
     operations = (gelu,) * 3
     device = sum(map(ahead.price, operations))
     starts = sum(map(ahead.start, operations))
-    assert ahead.seconds(PaperTask("a", operations)) == pytest.approx(max(device, starts))
+    assert ahead.seconds(SimulatedTask("a", operations)) == pytest.approx(max(device, starts))
 
 
 def test_messages_wait_for_processors_and_share_links():
@@ -76,7 +82,7 @@ def test_messages_wait_for_processors_and_share_links():
 
 def test_inputs_of_a_model_get_no_gradient():
     model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4))
-    paper = seen_model(model, [Candidate("x", (torch.zeros(2, 8),), {})])
+    paper = traced_model(model, [Candidate("x", (torch.zeros(2, 8),), {})])
     units = paper.units(4, "none", fused=True)
     products = [each for u in units for each in u.backward if isinstance(each, MatrixProduct)]
     back = [(each.kind, each.for_weights) for each in products]
@@ -112,5 +118,5 @@ def test_measured_kinds_are_priced_as_they_were_measured(monkeypatch):
         ((MatrixProduct(64, 256, 1024, kind="linear"),), 4e-3),
         ((linear,), 1e-2),
     ):
-        assert prices.seconds(PaperTask("a", operations)) == pytest.approx(seconds, rel=0.01)
-    assert prices.seconds(PaperTask("a", linear.backward())) == pytest.approx(2e-2, rel=0.02)
+        assert prices.seconds(SimulatedTask("a", operations)) == pytest.approx(seconds, rel=0.01)
+    assert prices.seconds(SimulatedTask("a", linear.backward())) == pytest.approx(2e-2, rel=0.02)

@@ -60,8 +60,8 @@ def test_a_loaded_machine_has_fewer_rounds(monkeypatch):
 
 
 def test_kernels_of_a_kind_are_looked_at_once_for_all_rounds(monkeypatch):
-    looks, look = [], links.seen_model
-    monkeypatch.setattr(links, "seen_model", lambda *given: looks.append(given) or look(*given))
+    looks, look = [], links.traced_model
+    monkeypatch.setattr(links, "traced_model", lambda *given: looks.append(given) or look(*given))
     prices = HardwarePrices(load_hardware("cpu"), {}, "no")
     case = links._Case("tiny", nn.GELU, (1, 64))
     for kind in ("gelu", "gelu backward") * 2:

@@ -15,7 +15,7 @@ from drivetrain.hardware.description import published_peak
 from drivetrain.observe.modules import (
     FlopCounter,
     ModelSizes,
-    ModuleTrail,
+    ModuleTracker,
     ModuleWork,
     RankWork,
     StepWork,
@@ -74,7 +74,7 @@ class Net(Stack):
 def counting(model):
     """Yield the counts of what runs inside, by (phase, module); whole when it is over."""
     found = Counter()
-    trail = ModuleTrail({"M": model}, lambda place: None)
+    trail = ModuleTracker({"M": model}, lambda place: None)
     with FlopCounter(lambda: trail.place) as counter:
         yield found
     trail.close()
@@ -161,7 +161,7 @@ def test_a_compiled_module_counts_as_one_and_is_not_compiled_again():
 
 def test_a_module_whose_forward_fails_is_left():
     model = nn.Sequential(nn.Linear(2, 2))
-    trail = ModuleTrail({"M": model}, lambda place: None)
+    trail = ModuleTracker({"M": model}, lambda place: None)
     with pytest.raises(RuntimeError, match="shapes"):
         model(torch.ones(1, 3))
     assert trail.place == ("forward", "")

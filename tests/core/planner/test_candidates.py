@@ -4,7 +4,7 @@ from functools import cache
 
 import pytest
 
-from drivetrain.compression.compressor import Honesty
+from drivetrain.compression.compressor import Fidelity
 from drivetrain.compression.methods import LinkMethods
 from drivetrain.config.outline import EXACT
 from drivetrain.config.schema import FarConfig, LinksConfig
@@ -28,40 +28,40 @@ SLOW = task_over(0.0125)
 
 
 @cache
-def found(allow: Honesty) -> Found:
+def found(allow: Fidelity) -> Found:
     return search(SLOW, "bf16", allow)
 
 
 @pytest.mark.exhaustive
 def test_a_search_over_a_slow_link_stays_within_its_class():
     for allow, first in (
-        (Honesty.EXACT, Honesty.EXACT),
-        (Honesty.THEORY, Honesty.THEORY),
-        (Honesty.EMPIRICAL, Honesty.THEORY),
+        (Fidelity.EXACT, Fidelity.EXACT),
+        (Fidelity.THEORY, Fidelity.THEORY),
+        (Fidelity.EMPIRICAL, Fidelity.THEORY),
     ):
-        classes = {each.planned.honesty for each in found(allow).best}
-        assert found(allow).best[0].planned.honesty is first
+        classes = {each.planned.fidelity for each in found(allow).best}
+        assert found(allow).best[0].planned.fidelity is first
         assert all(each.within(allow) for each in classes)
 
 
 def test_a_quick_link_needs_no_method():
     """Fewer bytes gain less than 3% a class, by which an approximate layout must be quicker."""
-    best = search(task_over(200.0), "bf16", Honesty.EMPIRICAL).best
-    assert best[0].planned.honesty is Honesty.EXACT
+    best = search(task_over(200.0), "bf16", Fidelity.EMPIRICAL).best
+    assert best[0].planned.fidelity is Fidelity.EXACT
 
 
 def test_one_host_has_nothing_approximate():
     task = Task(SHAPE, 64, SLOW.hardware, 1, 4)
-    best = search(task, "bf16", Honesty.EMPIRICAL).best
+    best = search(task, "bf16", Fidelity.EMPIRICAL).best
     assert {each.planned.links for each in best} == {EXACT}
 
 
 def test_the_first_layout_is_written_with_its_method():
-    first = found(Honesty.THEORY).best[0]
+    first = found(Fidelity.THEORY).best[0]
     name = first.planned.links
     assert name != EXACT
     assert f"links={name}" in first.layout
-    assert first.to_json()["honesty"] == "theory"
+    assert first.to_json()["fidelity"] == "theory"
     settings = run_settings(first.planned, first.micro_batches)
     assert settings["links"]["far"]["gradients"] == name
 

@@ -9,7 +9,7 @@ from drivetrain.hardware.description import load_hardware
 from drivetrain.planner.layout import far_method, read_layout
 from drivetrain.planner.search import Predictor, Task
 from drivetrain.simulator.contract import Sharing, data_parallel_step
-from drivetrain.simulator.step import FarMethod, PaperRun
+from drivetrain.simulator.step import FarMethod, SimulatedRun
 from drivetrain.simulator.transformer import GptShape
 
 SHAPE = GptShape(layers=2, hidden=1024, heads=16, seq=128, vocab=512)
@@ -19,7 +19,7 @@ QUARTER = FarMethod("quarter", sent=0.25, sent_divided=0.125, held=1.0)
 
 def test_hosts_sum_exactly_and_exchange_what_the_method_sends():
     for divided, far in ((False, 0.25), (True, 0.125)):
-        run = PaperRun({"dp": 8}, 1, "bf16", per_host=4, far=QUARTER)
+        run = SimulatedRun({"dp": 8}, 1, "bf16", per_host=4, far=QUARTER)
         step = data_parallel_step(UNITS, run, Sharing(optimizer=divided))
         exact = 4 * SHAPE.parameters  # gradients are summed in fp32
         sent = step.sent()[0]
@@ -31,7 +31,7 @@ def test_hosts_sum_exactly_and_exchange_what_the_method_sends():
 
 
 def test_the_bytes_are_those_of_the_method_and_one_host_is_exact():
-    run = PaperRun({"dp": 4}, 1, "bf16", per_host=4, far=QUARTER)
+    run = SimulatedRun({"dp": 4}, 1, "bf16", per_host=4, far=QUARTER)
     step = data_parallel_step(UNITS, run)
     assert set(step.sent()[0]) == {("dp", "all_reduce")}
     assert far_method("int8", 1) is None
@@ -87,7 +87,7 @@ def test_a_pipeline_sends_rounded_activations_and_tied_copies():
 
 @pytest.mark.parametrize("per_host", [1, 4])
 def test_secondary_shards_are_gathered_inside_of_hosts_and_refreshed_between_them(per_host):
-    run = PaperRun({"dp": 8}, 1, "bf16", per_host=per_host)
+    run = SimulatedRun({"dp": 8}, 1, "bf16", per_host=per_host)
     divided = Sharing(optimizer=True, gradients=True, parameters=True)
     before = data_parallel_step(UNITS, run, divided)
     step = data_parallel_step(UNITS, run, replace(divided, secondary=True))

@@ -1,4 +1,4 @@
-"""A step on paper: times, peaks and bytes of graphs that are worked out by hand."""
+"""A simulated step: times, peaks and bytes of graphs that are worked out by hand."""
 
 import json
 
@@ -8,9 +8,9 @@ from drivetrain.errors import UsageError
 from drivetrain.simulator.contract import Sharing, UnitCost, data_parallel_step, stage_bound
 from drivetrain.simulator.step import (
     Collective,
-    PaperRun,
-    PaperStep,
-    PaperTask,
+    SimulatedRun,
+    SimulatedStep,
+    SimulatedTask,
     flops_of,
     play,
     write_trace,
@@ -35,19 +35,19 @@ UNITS = SHAPE.units(2, "none", fused=False)
 
 def test_lanes_run_side_by_side_and_wait_for_what_they_need():
     tasks = [
-        PaperTask("a", takes=10, frees=10, during=8),
-        PaperTask("reduce a", MESSAGE, "dp", after=(0,)),
-        PaperTask("b", takes=30, during=5),
-        PaperTask("last", after=(1,)),
+        SimulatedTask("a", takes=10, frees=10, during=8),
+        SimulatedTask("reduce a", MESSAGE, "dp", after=(0,)),
+        SimulatedTask("b", takes=30, during=5),
+        SimulatedTask("last", after=(1,)),
     ]
-    played = play(PaperStep(tasks, [{"parameters": 100}]), Seconds())
+    played = play(SimulatedStep(tasks, [{"parameters": 100}]), Seconds())
     assert [(each.start, each.stop) for each in played.tasks] == [(0, 2), (2, 3), (2, 4), (4, 6)]
     assert played.seconds == 6
     assert played.peaks == [135]
 
-    tasks = [PaperTask("a", after=(1,)), PaperTask("b", MESSAGE, "dp", after=(0,))]
+    tasks = [SimulatedTask("a", after=(1,)), SimulatedTask("b", MESSAGE, "dp", after=(0,))]
     with pytest.raises(UsageError, match="'a' waits for ever"):
-        play(PaperStep(tasks, [{}]), Seconds())
+        play(SimulatedStep(tasks, [{}]), Seconds())
 
     # Three units, two of them alike; backward frees the last one before it reaches the others.
     block = UnitCost({"compute": 2.0, "dp": 1.0}, {"dp": 30.0}, held=10, kept=4, during=20)
@@ -59,26 +59,30 @@ def test_lanes_run_side_by_side_and_wait_for_what_they_need():
 
 
 def test_compute_beside_collectives_is_slower():
-    tasks = [PaperTask("a"), PaperTask("reduce a", MESSAGE, "dp", after=(0,)), PaperTask("b")]
-    assert play(PaperStep(tasks, [{}]), Seconds(slowdown=0.5)).seconds == 2 + 2 + 0.5
+    tasks = [
+        SimulatedTask("a"),
+        SimulatedTask("reduce a", MESSAGE, "dp", after=(0,)),
+        SimulatedTask("b"),
+    ]
+    assert play(SimulatedStep(tasks, [{}]), Seconds(slowdown=0.5)).seconds == 2 + 2 + 0.5
 
-    tasks = [PaperTask("a"), PaperTask("long", repeat=5)]
-    tasks += [PaperTask(f"reduce {at}", MESSAGE, "dp", after=(0,)) for at in range(3)]
-    played = play(PaperStep(tasks, [{}]), Seconds(slowdown=0.5))
+    tasks = [SimulatedTask("a"), SimulatedTask("long", repeat=5)]
+    tasks += [SimulatedTask(f"reduce {at}", MESSAGE, "dp", after=(0,)) for at in range(3)]
+    played = play(SimulatedStep(tasks, [{}]), Seconds(slowdown=0.5))
     # Three seconds of collectives take 4.5 beside compute, which gets three seconds done.
     assert [each.stop for each in played.tasks[2:]] == pytest.approx([3.5, 5.0, 6.5])
     assert played.seconds == pytest.approx(2 + 10 + 3 * 0.5)
 
-    tasks = [PaperTask("a")]
-    tasks += [PaperTask(f"reduce {at}", MESSAGE, "dp", after=(0,)) for at in range(6)]
-    tasks += [PaperTask("b"), PaperTask("c", MESSAGE, "pp"), PaperTask("d")]
-    played = play(PaperStep(tasks, [{}]), Seconds(slowdown=1.0))
+    tasks = [SimulatedTask("a")]
+    tasks += [SimulatedTask(f"reduce {at}", MESSAGE, "dp", after=(0,)) for at in range(6)]
+    tasks += [SimulatedTask("b"), SimulatedTask("c", MESSAGE, "pp"), SimulatedTask("d")]
+    played = play(SimulatedStep(tasks, [{}]), Seconds(slowdown=1.0))
     assert played.seconds == pytest.approx(2 + 6 + 1 + 4)
 
 
 def test_bytes_of_data_parallelism_are_those_of_the_paper_whatever_the_buckets():
     total = sum(unit.elements for unit in UNITS) * 4
-    run = PaperRun({"dp": 2}, 1, "no")
+    run = SimulatedRun({"dp": 2}, 1, "no")
     for bucket, count in ((0, len(UNITS)), (total, 1), (10 * total, 1)):
         step = data_parallel_step(UNITS, run, Sharing(bucket=bucket))
         messages = [each for each in step.tasks if each.lane == "dp"]
@@ -93,7 +97,7 @@ def test_bytes_of_data_parallelism_are_those_of_the_paper_whatever_the_buckets()
         (("optimizer", "gradients"), {"reduce_scatter": 3 * 2, "all_gather": 2}),
         (kinds, {"reduce_scatter": 3 * 2, "all_gather": 3 * 2}),
     ):
-        run = PaperRun({"dp": 4}, micro_batches=3, precision="fp16")
+        run = SimulatedRun({"dp": 4}, micro_batches=3, precision="fp16")
         step = data_parallel_step(UNITS, run, Sharing(**dict.fromkeys(divided, True)))
         share = SHAPE.parameters * 3 / 4
         found = {key[1]: nbytes / share for key, nbytes in step.sent()[0].items()}
@@ -105,7 +109,7 @@ def test_bytes_of_data_parallelism_are_those_of_the_paper_whatever_the_buckets()
 
 def test_buffers_that_whole_gradients_pass_through_are_held():
     """Each holds the largest block, or a bucket; there are no more of them than messages."""
-    run = PaperRun({"dp": 4}, micro_batches=1, precision="fp16")
+    run = SimulatedRun({"dp": 4}, micro_batches=1, precision="fp16")
     block = max(unit.elements for unit in UNITS if unit.repeated)
     messages = -(-SHAPE.parameters // block)
     for sharing, held in (
@@ -122,7 +126,7 @@ def test_units_are_gathered_again_for_backward_but_for_the_last_ones():
     shape = GptShape(layers=6, hidden=64, heads=4, seq=16, vocab=128)
     units = shape.units(2, "none", fused=False)
     blocks = [unit for unit in units if unit.repeated]
-    run = PaperRun({"dp": 4}, micro_batches=3, precision="fp16")
+    run = SimulatedRun({"dp": 4}, micro_batches=3, precision="fp16")
     sharing = Sharing(optimizer=True, gradients=True, parameters=True)
     gathered = data_parallel_step(units, run, sharing).sent()[0]["dp", "all_gather"]
     again = 4 * blocks[0].elements
@@ -161,7 +165,7 @@ def test_activations_operations_and_parameters_are_those_of_the_papers():
 
 
 def test_the_trace_has_every_task_in_its_lane(tmp_path):
-    step = data_parallel_step(UNITS, PaperRun({"dp": 2}, 1, "bf16"))
+    step = data_parallel_step(UNITS, SimulatedRun({"dp": 2}, 1, "bf16"))
     played = play(step, Seconds())
     write_trace(played, tmp_path / "step.json")
     events = json.loads((tmp_path / "step.json").read_text())["traceEvents"]

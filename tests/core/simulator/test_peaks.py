@@ -6,7 +6,7 @@ from plan import SUBJECTS, measured, plain_section, predicted
 from drivetrain import Accelerator
 from drivetrain.hardware.description import load_hardware
 from drivetrain.model.first_batch import Candidate
-from drivetrain.simulator.seen import seen_model
+from drivetrain.simulator.traced import traced_model
 
 
 @pytest.mark.ranks(2)
@@ -16,7 +16,7 @@ def test_a_step_allocates_the_predicted_bytes(name, strategy):
     subject = SUBJECTS[name]
     accelerator = Accelerator(cpu=True)
     candidate = Candidate("example", (subject.inputs(2),), {})
-    paper = seen_model(subject.make(), [candidate])
+    paper = traced_model(subject.make(), [candidate])
     text = f"data_parallel={strategy}"
     plan = predicted(paper, subject, text, load_hardware("cpu"), accelerator)
     for _ in range(2):  # the second time what stays in the process is there

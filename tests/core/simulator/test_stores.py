@@ -8,12 +8,12 @@ from drivetrain.hardware.description import load_hardware
 from drivetrain.planner.layout import read_layout
 from drivetrain.planner.search import Predictor, Task, fits, search
 from drivetrain.simulator.contract import Sharing, data_parallel_step
-from drivetrain.simulator.step import DISK, FROM_HOST, HOST, TO_HOST, PaperRun, Stored, play
+from drivetrain.simulator.step import DISK, FROM_HOST, HOST, TO_HOST, SimulatedRun, Stored, play
 from drivetrain.simulator.transformer import GptShape
 
 SHAPE = GptShape(layers=2, hidden=64, heads=4, seq=16, vocab=128)
 UNITS = SHAPE.units(2, "none", fused=False)
-RUN = PaperRun({"dp": 4}, micro_batches=3, precision="bf16")
+RUN = SimulatedRun({"dp": 4}, micro_batches=3, precision="bf16")
 STAGE2 = Sharing(optimizer=True, gradients=True, stored=Stored(optimizer="cpu"))
 LARGE = GptShape(layers=32, hidden=4096, heads=32, seq=2048)
 ALONE = Task(LARGE, 8, load_hardware("a100-80gb"), 1, 1)
@@ -66,7 +66,7 @@ def test_forward_waits_for_the_updates_of_its_units_unless_they_may_be_late():
     units = UNITS
     compute, updates = 1.0, 10.0
     prices = Lanes(compute=compute, **{HOST: updates})
-    run = PaperRun({"dp": 1}, 1, "bf16")
+    run = SimulatedRun({"dp": 1}, 1, "bf16")
     waits = data_parallel_step(units, run, STAGE2)
     count = len([unit for unit in units if unit.elements])
     rest = 1 + len(units) + 1  # the last forward, all of backward, the update on the device

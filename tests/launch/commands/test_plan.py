@@ -12,7 +12,7 @@ from drivetrain.hardware.description import hardware_names, hardware_text, load_
 from drivetrain.planner import search as predict
 from drivetrain.planner.layout import read_layout
 from drivetrain.planner.search import search
-from drivetrain.simulator.step import PaperRun
+from drivetrain.simulator.step import SimulatedRun
 from drivetrain.simulator.transformer import GptShape
 from drivetrain_launch.commands.plan import _with_link, file_of, found_rows
 from foreign_files import LLAMA
@@ -219,8 +219,8 @@ def test_heads_that_do_not_divide_are_named():
     layout = read_layout("tp=8")
     units = GptShape(layers=2, hidden=48, heads=4, seq=8).units(1, "none", fused=True)
     with pytest.raises(ConfigError, match="tp that divides the 4 heads"):
-        run = PaperRun({"tp": 8, "dp": 1, "pp": 1}, 1, "bf16")
-        layout.kind.planning().step(layout.config, units, run)
+        run = SimulatedRun({"tp": 8, "dp": 1, "pp": 1}, 1, "bf16")
+        layout.kind.planning().simulate(layout.config, units, run)
 
 
 def test_every_description_names_its_sources(command):

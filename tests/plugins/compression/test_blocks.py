@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from drivetrain.compression.compressor import Honesty
+from drivetrain.compression.compressor import Fidelity
 from drivetrain.errors import ConfigError
 from drivetrain_compression.blocks import BlockOptions, Blocks, Int4, Int8
 
@@ -96,16 +96,16 @@ def test_options_decide_what_is_kept_and_how_honest_a_method_is():
     nearest, kept, free = Int4(BlockOptions()), by_chance(Int4, feedback=True), by_chance(Int4)
     assert [each.keeps_feedback for each in (nearest, kept, free)] == [True, True, False]
     assert [each.draws for each in (nearest, kept, free)] == [False, True, True]
-    assert {each.honesty_of("gradients") for each in (nearest, kept, free)} == {Honesty.THEORY}
-    assert Int8(BlockOptions()).honesty_of("parameters") is Honesty.EMPIRICAL
+    assert {each.fidelity_of("gradients") for each in (nearest, kept, free)} == {Fidelity.THEORY}
+    assert Int8(BlockOptions()).fidelity_of("parameters") is Fidelity.EMPIRICAL
     for kind, block, feedback, expected in (
-        (Int4, 392, True, Honesty.THEORY),
-        (Int4, 393, True, Honesty.EMPIRICAL),
-        (Int4, 393, False, Honesty.THEORY),
-        (Int8, 65536, True, Honesty.THEORY),
+        (Int4, 392, True, Fidelity.THEORY),
+        (Int4, 393, True, Fidelity.EMPIRICAL),
+        (Int4, 393, False, Fidelity.THEORY),
+        (Int8, 65536, True, Fidelity.THEORY),
     ):
         method = by_chance(kind, feedback=feedback, block=block)
-        assert method.honesty_of("gradients") is expected
-        assert method.honesty_of("updates") is Honesty.THEORY  # always to the nearest
+        assert method.fidelity_of("gradients") is expected
+        assert method.fidelity_of("updates") is Fidelity.THEORY  # always to the nearest
     with pytest.raises(ConfigError, match="feedback: true with rounding: nearest, found false"):
         BlockOptions(feedback=False)

@@ -2,7 +2,7 @@
 
 import torch
 
-from drivetrain.collectives.volume import ParameterRow, Stretch
+from drivetrain.collectives.volume import FlatSlice, ParameterRow
 from drivetrain.compression.compressor import Codec
 from drivetrain_compression.onebit import OneBit
 from drivetrain_compression.powersgd import FactorPlan
@@ -86,7 +86,7 @@ def test_a_search_of_some_columns_finds_the_largest_numbers_of_all():
 
 
 def test_a_piece_of_a_matrix_has_whole_rows_and_elements_that_go_as_they_are():
-    whole = Stretch.of(64 * 60, torch.float32, [ParameterRow("weight", (64, 60), 0, 0)])
+    whole = FlatSlice.of(64 * 60, torch.float32, [ParameterRow("weight", (64, 60), 0, 0)])
     plan = FactorPlan([[whole.cut(70, 3005)]], rank=4)
     (matrix,) = plan.matrices
     assert (matrix.rows, matrix.columns, matrix.span.first) == (48, 60, 120)

@@ -4,7 +4,7 @@ import itertools
 
 import torch
 
-from drivetrain.collectives.volume import ParameterRow, Stretch
+from drivetrain.collectives.volume import FlatSlice, ParameterRow
 from drivetrain.compression import compressor as messages
 from drivetrain.compression.compressor import MARK_BYTES, Codec, MessageLayout
 from drivetrain.registry import compressors
@@ -34,7 +34,7 @@ def made(name: str, **options: object) -> Codec:
 
 
 def layout_of(method: Codec) -> MessageLayout:
-    return MessageLayout(method, [Stretch.of(NUMEL, torch.float32, ROWS).cut(5, NUMEL)])
+    return MessageLayout(method, [FlatSlice.of(NUMEL, torch.float32, ROWS).cut(5, NUMEL)])
 
 
 def sent_back(method: Codec) -> torch.Tensor:
@@ -88,5 +88,5 @@ def test_pieces_cover_all_matrices_and_their_bytes_side_by_side(monkeypatch):
 
 def test_numbers_of_two_bytes_are_not_rounded_to_others_of_two_bytes():
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
-        stretch = Stretch.of(NUMEL, dtype, ROWS)
-        assert made("bf16").approximates([[stretch]]) is (dtype == torch.float32)
+        flat_slice = FlatSlice.of(NUMEL, dtype, ROWS)
+        assert made("bf16").approximates([[flat_slice]]) is (dtype == torch.float32)

@@ -14,7 +14,7 @@ from drivetrain.cost import ModelSpec
 from drivetrain.planner.layout import far_method
 from drivetrain.runtime.mesh import Axis
 from drivetrain.runtime.world import World
-from drivetrain.simulator.step import PaperRun, PaperUnit, axis_places
+from drivetrain.simulator.step import SimulatedRun, SimulatedUnit, axis_places
 from drivetrain.testing.conformance.accounts import AccountChecks
 from drivetrain_local.options import LocalOptions
 from drivetrain_local.strategy import Local, _agreement
@@ -125,11 +125,11 @@ def test_ranks_and_workers_agree_and_cross_links():
 
 
 def test_steps_on_paper():
-    units = [PaperUnit("layer", (), (), ((1000, False),))]
+    units = [SimulatedUnit("layer", (), (), ((1000, False),))]
     for precision, inner, share in (("no", "ddp", 1), ("fp16", "ddp", 1), ("bf16", "zero2", 2)):
-        run = PaperRun({"dp": 4}, micro_batches=1, precision=precision, per_host=2)
+        run = SimulatedRun({"dp": 4}, micro_batches=1, precision=precision, per_host=2)
         options = LocalOptions(every=10, inner=NestedStrategy(inner))
-        step = Local.planning().step(options, units, run)
+        step = Local.planning().simulate(options, units, run)
         # 2 (K-1)/K of the rank's part of 4 bytes each, a tenth per step
         assert step.sent()[0]["dp.far", "all_reduce"] == 4 * 1000 / share / 10
         assert step.held[0]["outer"] == 2 * 4 * 1000 / share
@@ -137,20 +137,20 @@ def test_steps_on_paper():
         assert step.tasks[-1].during == 2 * 4 * 1000 / share
         assert step.tasks[-1].lane == "compute", "the step waits"
         streaming = replace(options, fragments=5, delay=3, keep=0.5)
-        step = Local.planning().step(streaming, units, run)
+        step = Local.planning().simulate(streaming, units, run)
         assert step.held[0]["outer"] == pytest.approx((2 + 2 / 5) * 4 * 1000 / share)
         assert step.tasks[-1].during == 2 * 4 * 1000 / share / 5
         assert step.tasks[-1].lane == "dp.far"
 
     # Each stage exchanges its own parts: half of the divided layer, all of the other one.
-    units = [PaperUnit("block", (), (), ((1000, True), (100, False)), repeated=True)] * 2
+    units = [SimulatedUnit("block", (), (), ((1000, True), (100, False)), repeated=True)] * 2
     for tp, pp, worker, parts in ((2, 1, 1, 2 * 600), (2, 1, 2, 2 * 600), (1, 2, 1, 1100)):
         inner = NestedStrategy("megatron", MegatronConfig(tp=tp, pp=pp))
         options = LocalOptions(every=10, inner=inner)
         axes, per_host = Local.axes(options, 2 * tp * pp * worker), tp * pp * worker
         assert list(axes.items())[-1] == ("dp", 2 * worker)
-        run = PaperRun(axes, micro_batches=1, precision="no", per_host=per_host)
-        step = Local.planning().step(options, units, run)
+        run = SimulatedRun(axes, micro_batches=1, precision="no", per_host=per_host)
+        step = Local.planning().simulate(options, units, run)
         assert [sent["dp.far", "all_reduce"] for sent in step.sent()] == [4 * parts / 10] * pp
         assert [held["outer"] for held in step.held] == [2 * 4 * parts] * pp
         place = axis_places(step.axes, per_host)["dp.far"]
@@ -168,9 +168,9 @@ def test_a_step_on_paper_agrees_with_the_cost(monkeypatch, method):
     strategy = run.accelerator.strategy_of(run.model)
     layer = nn.Linear(SIDE, SIDE, bias=False, device="meta")
     cost = Local.cost(strategy.config, ModelSpec.of(layer, states=2), strategy.run)
-    paper = PaperRun({"dp": 2}, 1, precision="no", per_host=1, far=far_method(method, 2))
-    step = Local.planning().step(
-        strategy.config, [PaperUnit("layer", (), (), ((SIDE**2, False),))], paper
+    paper = SimulatedRun({"dp": 2}, 1, precision="no", per_host=1, far=far_method(method, 2))
+    step = Local.planning().simulate(
+        strategy.config, [SimulatedUnit("layer", (), (), ((SIDE**2, False),))], paper
     )
     promised = sum(count for (axis, _), count in cost.sent.items() if axis == "dp.far")
     drawn = sum(count for (axis, _), count in step.sent()[0].items() if axis == "dp.far")

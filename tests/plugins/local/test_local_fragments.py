@@ -57,7 +57,9 @@ def outer_steps(**options):
     """Return a model, and its outer steps where one worker exchanges with nobody."""
     model = nn.Linear(3, 2).double()
     optimizer = SGD(model.parameters(), lr=0.1)
-    alone = messages_of(model, optimizer, lambda stretch, label, replaces: lambda flat: Finished())
+    alone = messages_of(
+        model, optimizer, lambda flat_slice, label, replaces: lambda flat: Finished()
+    )
     messages, inner, workers = alone
     return model, OuterSteps(optimizer, LocalOptions(**options), inner, workers, messages)
 
@@ -73,8 +75,8 @@ def test_a_longer_warm_up_comes_too_late_for_workers_that_have_parted():
 def test_a_message_of_other_tensors_has_another_channel_though_it_is_as_large():
     model, made = nn.ModuleDict({"one": nn.Linear(3, 3), "two": nn.Linear(3, 3)}), []
 
-    def gradients_summed(stretch, label, replaces):
-        made.append((stretch.spans[0].name, replaces))
+    def gradients_summed(flat_slice, label, replaces):
+        made.append((flat_slice.spans[0].name, replaces))
         return object()
 
     messages, *_ = messages_of(model, SGD(model.parameters(), lr=0.1), gradients_summed)

@@ -47,7 +47,7 @@ def test_a_plan_that_one_rank_lacks_is_an_error_on_all():
         accelerator = Accelerator(strategy={"name": "megatron", **cell}, cpu=True)
         with case(cell, modes):
             if cell == {"pp": 2} and modes == (False,):
-                # Stages are found by a look at training, without any trial.
+                # Stages are found by a trace at training, without any trial.
                 accelerator.prepare(model)
             else:
                 match = r"rank 0 has .*rank 1 .*no memory left"
@@ -61,7 +61,7 @@ def test_a_plan_that_one_rank_lacks_is_an_error_on_all():
 def test_replicas_cut_alike_where_ranks_measure_other_times(monkeypatch):
     rank = dist.get_rank()
     seconds = [5.0 if block == rank else 1.0 for block in range(4)]
-    monkeypatch.setattr(cut, "profile", lambda model, look: seconds)
+    monkeypatch.setattr(cut, "profile", lambda model, trace: seconds)
     torch.manual_seed(0)
     model = chain(lambda: Residual(WIDTH)).double()
     model.example_inputs = model.example_inputs.double()

@@ -8,7 +8,7 @@ from torch.optim import SGD, AdamW
 
 from drivetrain import Accelerator
 from drivetrain.errors import UsageError
-from drivetrain_offload.strategy import ShardInStore
+from drivetrain_offload.strategy import InStoreShard
 from drivetrain_offload.tiles import Tiler
 from offloaded_trainings import STRATEGIES, Free, Training, loss_of, offloads
 
@@ -60,7 +60,7 @@ def test_two_optimizers_step_one_unit_at_once(name, tmp_path, monkeypatch):
         return weights
 
     expected = run(None)
-    slowly(monkeypatch, ShardInStore, "_fetch", 0.002)
+    slowly(monkeypatch, InStoreShard, "_fetch", 0.002)
     for offload in offloads(name, str(tmp_path)):
         for key, value in run(offload).items():
             assert torch.equal(value, expected[key]), key

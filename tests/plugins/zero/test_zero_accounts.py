@@ -47,7 +47,7 @@ class Run:
     def sent(self):
         """Return the ledger's bytes, those of gathers that hide under the next forward too."""
         for unit in self.units:
-            unit.wait_for_values()
+            unit.wait_for_unshard()
         return self.accelerator.traffic.sent()
 
 

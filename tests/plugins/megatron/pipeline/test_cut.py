@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from drivetrain.errors import ConfigError, UsageError
-from drivetrain.model.recorder import look_at
+from drivetrain.model.tracer import trace_model
 from drivetrain_megatron.pipeline import cut
 from drivetrain_megatron.pipeline.cut import balanced, listed, profile, scaled_edges
 from drivetrain_megatron.recording.phases import Dependency, Recording, record
@@ -128,7 +128,7 @@ def test_measured_costs(monkeypatch):
     state = torch.get_rng_state()
     with Work() as clock:
         monkeypatch.setattr(cut, "time", clock)
-        seconds = profile(model, look_at(model, (x,), {}))
+        seconds = profile(model, trace_model(model, (x,), {}))
     assert torch.equal(torch.get_rng_state(), state)
     assert all(parameter.grad is None for parameter in model.parameters())
     assert seconds[0] == seconds[1], "one kind of block is measured once"
@@ -141,6 +141,6 @@ def test_measured_costs(monkeypatch):
     assert model(x).shape == (256, 16)
 
     model = uneven().to("meta")
-    look = look_at(model, (torch.ones(10, 64),), {})
+    trace = trace_model(model, (torch.ones(10, 64),), {})
     with pytest.raises(UsageError, match="meta device"):
-        profile(model, look)
+        profile(model, trace)

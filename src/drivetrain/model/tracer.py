@@ -13,20 +13,20 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
 from drivetrain.model.guard import BLANK, LOOKUPS, Arguments, Function, Keywords, targets
-from drivetrain.model.look import (
+from drivetrain.model.modules import BlockHooks, NamedModule, hooks_of_script, repeated_blocks
+from drivetrain.model.trace import (
     BlockCall,
-    Look,
     ModelOperation,
+    ModelTrace,
     ModuleCall,
     ReturnedLeaf,
-    SeenTensor,
     TensorRef,
+    TracedTensor,
     View,
     named_leaves,
     tensors_in,
     to_device,
 )
-from drivetrain.model.modules import BlockHooks, NamedModule, hooks_of_script, repeated_blocks
 from drivetrain.model.untouched import Substitutes, without_values
 from drivetrain.model.valueless import (
     SEED,
@@ -41,14 +41,14 @@ from drivetrain.model.valueless import (
 from drivetrain.runtime import rng
 
 
-class SeenTensors:
+class TracedTensors:
     """Numbers of tensors, in the order in which a forward meets them."""
 
     def __init__(self) -> None:
         # torch's mapping by identity has no types.
         by_identity: Any = WeakIdKeyDictionary
         self._numbers: MutableMapping[Tensor, int] = by_identity()
-        self.tensors: list[SeenTensor] = []
+        self.tensors: list[TracedTensor] = []
 
     def equate(self, tensor: Tensor, number: int) -> None:
         """Let a tensor that stands for another one have its number."""
@@ -86,7 +86,7 @@ class SeenTensors:
             number = self._numbers[tensor] = len(self.tensors)
             known = known and not isinstance(tensor, ValuelessTensor)
             with torch._C.DisableTorchFunction():
-                seen = SeenTensor(_facts(tensor), tensor.requires_grad, known)
+                seen = TracedTensor(_facts(tensor), tensor.requires_grad, known)
             self.tensors.append(seen)
         return number
 
@@ -103,7 +103,7 @@ def _facts(tensor: Tensor) -> Facts:
 # --- the recorder ---
 
 
-def look_at(
+def trace_model(
     model: nn.Module,
     args: Arguments,
     kwargs: Keywords,
@@ -112,7 +112,7 @@ def look_at(
     kind: type[ValuelessTensor] = ValuelessTensor,
     isolated: bool = False,
     training: bool | None = None,
-) -> Look:
+) -> ModelTrace:
     """Run a model's forward once without values; it is not changed, and nothing is computed.
 
     Parameters have no values, and whatever follows from them has none. Operations on inputs and
@@ -140,8 +140,8 @@ def look_at(
                 model.train(training)
             try:
                 found = repeated_blocks(model) if blocks is None else blocks
-                recorder = _Recorder(found, substitutes, kind, isolated, valued)
-                return _looked(model, args, kwargs, substitutes.device, recorder)
+                tracer = _Tracer(found, substitutes, kind, isolated, valued)
+                return _looked(model, args, kwargs, substitutes.device, tracer)
             except _NeedsValues:
                 continue  # from the start: hooks have collected tensors of the failed call
             except WriteRefusedError as error:
@@ -156,18 +156,18 @@ def _looked(
     args: Arguments,
     kwargs: Keywords,
     device: torch.device,
-    recorder: "_Recorder",
-) -> Look:
+    tracer: "_Tracer",
+) -> ModelTrace:
     given, named = to_device((tuple(args), dict(kwargs)), device)
     forward = model.forward
     with (
-        recorder.watching(model),
-        BlockHooks(recorder.candidates).conducted(recorder),
-        recorder,
+        tracer.watching(model),
+        BlockHooks(tracer.candidates).conducted(tracer),
+        tracer,
         torch.enable_grad(),
     ):
         output = forward(*given, **named)
-    return recorder.look(output)
+    return tracer.trace(output)
 
 
 class _Running(NamedTuple):
@@ -181,11 +181,11 @@ class _NeedsValues(BaseException):
     """A block has failed without values: nothing for the model's own code to catch."""
 
 
-class _Recorder(TorchFunctionMode):
+class _Tracer(TorchFunctionMode):
     """Sees every function of torch and every call of a module in one forward.
 
-    ``kind`` and ``isolated`` are those of ``look_at``. Kinds of blocks that fail without values are
-    added, with the first error, to those that get random ones.
+    ``kind`` and ``isolated`` are those of ``trace_model``. Kinds of blocks that fail without values
+    are added, with the first error, to those that get random ones.
     """
 
     def __init__(
@@ -201,7 +201,7 @@ class _Recorder(TorchFunctionMode):
         self._substitutes = substitutes
         self._kind, self._isolated = kind, isolated
         self._needing_values = needing_values
-        self._seen = SeenTensors()
+        self._seen = TracedTensors()
         self._operations: list[ModelOperation] = []
         self._modules: list[ModuleCall] = []
         self._running = [_Running("", 0)]
@@ -420,9 +420,9 @@ class _Recorder(TorchFunctionMode):
         self._seen.equate(other, number)
         return other
 
-    def look(self, output: Any) -> Look:
+    def trace(self, output: Any) -> ModelTrace:
         """Return the record, of a forward with this output."""
-        return Look(
+        return ModelTrace(
             self._seen.tensors,
             self._parameters,
             self._substitutes.aliases,

@@ -1,7 +1,8 @@
-"""The home of a rank's shards: their place between steps, and the object that steps them.
+"""The optimizer backend: where a rank's shards lie between steps, and who steps them.
 
-Units, gradients, optimizers and checkpoints ask a ``Home`` and do not know which kind of memory it
-uses. A home that lets stores step (ZeRO-Offload, ZeRO-Infinity) is a plugin, found by entry point.
+Units, gradients, optimizers and checkpoints ask an ``OptimizerBackend`` and do not know which kind
+of memory it uses. One that lets stores step (ZeRO-Offload, ZeRO-Infinity) is a plugin, found by
+entry point.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -17,13 +18,13 @@ from drivetrain.cost import ModelSpec
 from drivetrain.parallel.estimate import Estimate
 from drivetrain.parallel.layout import ParameterSlot, UnitLayout
 from drivetrain.parallel.options import OffloadOptions, UnitsOptions
-from drivetrain.parallel.unit import FlatTensor, ShardHome, ShardInMemory, ShardInPlace, Unit
-from drivetrain.registry import homes
+from drivetrain.parallel.unit import FlatParameter, InMemoryShard, InPlaceShard, ShardStorage, Unit
+from drivetrain.registry import optimizer_backends
 from drivetrain.saved_state import allocate_state, group_of
 from drivetrain.strategy import Run
 
 _IN_STORES = "stores"
-"""The entry point of the home whose stores step the shards kept there."""
+"""The entry point of the backend whose stores step the shards kept there."""
 
 
 class Held(NamedTuple):
@@ -66,7 +67,7 @@ class BoundOptimizer:
                     yield self.fragments[fragment], fragment, group
 
 
-class Home:
+class OptimizerBackend:
     """Where the shards of one model lie between steps, with gradients and optimizer states.
 
     This one is beside the model, where the user's optimizer steps fragments in memory: what it has
@@ -117,8 +118,8 @@ class Home:
             PreflightError: some rank has too little of something.
         """
 
-    def shard(self, flat: FlatTensor, label: str) -> ShardHome:
-        """Return the home of this rank's shard of a flat tensor.
+    def shard(self, flat: FlatParameter, label: str) -> ShardStorage:
+        """Return the storage of this rank's shard of a flat tensor.
 
         It is a memory of its own if values are freed, approximate, converted or scattered.
 
@@ -127,8 +128,8 @@ class Home:
             label: of its unit.
         """
         if flat.sharded or flat.apart or flat.has_master or len(flat.own) > 1:
-            return ShardInMemory(flat.owned, flat.layout.master, flat.own, flat.values.device)
-        return ShardInPlace(flat.values, flat.own)
+            return InMemoryShard(flat.owned, flat.layout.master, flat.own, flat.values.device)
+        return InPlaceShard(flat.values, flat.own)
 
     def choose(self, units: Sequence[Unit]) -> None:
         """Choose among more units those whose state stores keep.
@@ -169,11 +170,11 @@ class Home:
     def forget(self, slots: Iterable[ParameterSlot] | None) -> None:
         """Forget the factors of gradients that are cleared; None: of all."""
 
-    def master(self, flat: FlatTensor, slot: ParameterSlot) -> Held:
+    def master(self, flat: FlatParameter, slot: ParameterSlot) -> Held:
         """Return this rank's share of a parameter in the dtype of the optimizer, 1-D."""
         return Held(flat.shard.read(slot).detach(), flat.shard.in_store)
 
-    def set_master(self, flat: FlatTensor, slot: ParameterSlot, values: Tensor) -> None:
+    def set_master(self, flat: FlatParameter, slot: ParameterSlot, values: Tensor) -> None:
         """Replace this rank's share of a parameter by a 1-D tensor of the master's dtype."""
         flat.shard.write(slot, values)
 
@@ -210,16 +211,20 @@ class Home:
         """End submitted updates, and release memory and files."""
 
 
-def home_kind(options: OffloadOptions) -> type[Home]:
-    """Return the kind of home that options ask for."""
-    return cast(type[Home], homes().load(_IN_STORES)) if options.optimizer else Home
+def backend_kind(options: OffloadOptions) -> type[OptimizerBackend]:
+    """Return the kind of backend that options ask for."""
+    return (
+        cast(type[OptimizerBackend], optimizer_backends().load(_IN_STORES))
+        if options.optimizer
+        else OptimizerBackend
+    )
 
 
-def open_home(options: OffloadOptions, run: Run) -> Home:
-    """Return the home of one model.
+def open_backend(options: OffloadOptions, run: Run) -> OptimizerBackend:
+    """Return the backend of one model.
 
     Raises:
         ConfigError: options contradict each other, or a store cannot do what they ask for.
     """
     options.check()
-    return home_kind(options)(options, run.world.device)
+    return backend_kind(options)(options, run.world.device)

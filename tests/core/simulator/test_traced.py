@@ -1,4 +1,4 @@
-"""Models on paper from looks at modules: work, activations and parameters, against the module."""
+"""Models on paper from traces of modules: work, activations and parameters, against the module."""
 
 import sys
 from pathlib import Path
@@ -9,8 +9,8 @@ from torch import nn
 
 from drivetrain.errors import ConfigError
 from drivetrain.model.first_batch import Candidate
-from drivetrain.simulator.seen import seen_model
 from drivetrain.simulator.step import Boundary, MatrixProduct, flops_of
+from drivetrain.simulator.traced import traced_model
 from drivetrain.simulator.transformer import GptShape
 from stacks import Residual
 
@@ -46,7 +46,7 @@ MODELS = {
 
 def seen(name):
     make, inputs = MODELS[name]
-    return seen_model(make(), [Candidate("the test's", (inputs,), {})])
+    return traced_model(make(), [Candidate("the test's", (inputs,), {})])
 
 
 def kept_by_autograd(model, inputs):
@@ -89,8 +89,8 @@ def test_parameters_work_and_activations_are_the_modules_own():
         assert kept == pytest.approx(kept_by_autograd(make(), inputs), rel=0.03)
 
         six = inputs.repeat(3, *[1] * (inputs.dim() - 1))
-        again = seen_model(make(), [Candidate("six rows", (six,), {})])
-        assert list(again.looks) == list(paper.looks)  # the rows of an example do not count
+        again = traced_model(make(), [Candidate("six rows", (six,), {})])
+        assert list(again.traces) == list(paper.traces)  # the rows of an example do not count
         one, three = (paper.units(rows, "none", fused=True) for rows in (1, 3))
         for small, large in zip(one, three, strict=True):
             assert flops_of(large.forward) == pytest.approx(3 * flops_of(small.forward))
@@ -128,7 +128,7 @@ def test_a_product_without_a_partner_stays_whole():
             return super().forward(x + self.alone(x))
 
     model = nn.Sequential(Block(), Block(), nn.Linear(8, 2))
-    paper = seen_model(model, [Candidate("rows", (torch.ones(2, 8),), {})])
+    paper = traced_model(model, [Candidate("rows", (torch.ones(2, 8),), {})])
     block = paper.units(1, "none", fused=True)[1]
     products = [p.divided for p in block.forward if isinstance(p, MatrixProduct)]
     assert products == ["", "columns", "inner"]
@@ -137,4 +137,4 @@ def test_a_product_without_a_partner_stays_whole():
 
 def test_inputs_that_no_forward_accepts_are_named():
     with pytest.raises(ConfigError, match="none that it accepts: rows: RuntimeError: "):
-        seen_model(mlp(), [Candidate("rows", (torch.ones(2, 3),), {})])
+        traced_model(mlp(), [Candidate("rows", (torch.ones(2, 3),), {})])

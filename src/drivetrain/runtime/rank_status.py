@@ -1,7 +1,7 @@
-"""Each rank leaves a word in the store where the ranks met: its wait for others, or its end.
+"""Each rank leaves a status in the store where the ranks met: its wait for others, or its end.
 
 A rank speaks on slow paths alone: when it has waited for a while, and when it ends. Others read the
-word when their own wait fails or takes long, and learn who is missing, and why.
+status when their own wait fails or takes long, and learn who is missing, and why.
 """
 
 import atexit
@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 
 _SHOWN_CHARACTERS = 200
-"""Characters of an exception in a word."""
+"""Characters of an exception in a status."""
 
 _meetings: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 """How many meetings this process has begun on each of torch's process groups, while they live."""
@@ -39,8 +39,8 @@ class CountingThread(threading.Thread):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Word:
-    """The word of a rank: its wait for others, or its end.
+class RankStatus:
+    """The status of a rank: its wait for others, or its end.
 
     Attributes:
         doing: the wait in words, "" for a rank that has ended.
@@ -50,7 +50,7 @@ class Word:
         reached: how many meetings or operations the rank has begun, by place.
         running: the facts of the operations under way, by place.
         site: the line of the script where the rank waits, "" where there is none.
-        at: time of the word, in seconds since the epoch.
+        at: time of the status, in seconds since the epoch.
         error: the exception that ended the rank, "" without one.
     """
 
@@ -94,44 +94,44 @@ def running() -> dict[str, Mapping[str, Any]]:
     return {place: facts() for place, facts in current if facts is not None}
 
 
-def say(word: Word | None) -> None:
-    """Replace this rank's word; None takes it back. A store that is gone hears nothing."""
+def set_status(status: RankStatus | None) -> None:
+    """Replace this rank's status; None takes it back. A store that is gone hears nothing."""
     with suppress(RuntimeError, ValueError):
-        text = "" if word is None else json.dumps(asdict(word))
+        text = "" if status is None else json.dumps(asdict(status))
         _store().set(_key(dist.get_rank()), text)
 
 
-def heard(rank: int) -> Word | None:
-    """Return a rank's word, None without one.
+def status_of(rank: int) -> RankStatus | None:
+    """Return a rank's status, None without one.
 
     Raises:
         RuntimeError: the store is gone, or this process has left the others.
     """
     store, key = _store(), _key(rank)
     text = store.get(key).decode() if store.check([key]) else ""
-    return Word(**json.loads(text)) if text else None
+    return RankStatus(**json.loads(text)) if text else None
 
 
-def say_farewell() -> None:
-    """Leave the word of a rank that ends, with the exception that ended the rank."""
+def leave_status() -> None:
+    """Leave the status of a rank that ends, with the exception that ended the rank."""
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return
     error = getattr(sys, "last_value", None)  # python, or the launcher, has printed it
     said = "" if error is None else f"{type(error).__name__}: {error}"
-    say(Word(reached=reached(), error=said[:_SHOWN_CHARACTERS]))
+    set_status(RankStatus(reached=reached(), error=said[:_SHOWN_CHARACTERS]))
 
 
 def leave() -> None:
     """Leave the process group of the other ranks, which may still wait for this one."""
-    say_farewell()
+    leave_status()
     dist.destroy_process_group()
 
 
 def begin() -> None:
-    """Take back the word of an earlier life of this rank, and promise a farewell at the end."""
-    say(None)
-    atexit.unregister(say_farewell)
-    atexit.register(say_farewell)
+    """Take back the status of an earlier life of this rank, and promise a farewell at the end."""
+    set_status(None)
+    atexit.unregister(leave_status)
+    atexit.register(leave_status)
 
 
 def _counting_threads() -> list[CountingThread]:
@@ -154,4 +154,4 @@ def _store() -> Any:
 
 
 def _key(rank: int) -> str:
-    return f"drivetrain/word/{rank}"
+    return f"drivetrain/status/{rank}"

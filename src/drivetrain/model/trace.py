@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from drivetrain.model.valueless import Facts
 
 
-class SeenTensor(NamedTuple):
+class TracedTensor(NamedTuple):
     """One tensor of a forward.
 
     Attributes:
@@ -156,7 +156,7 @@ class BlockCall:
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class ModelTrace:
     """The record of one forward of a model.
 
     Attributes:
@@ -171,7 +171,7 @@ class Look:
         output: names of the leaves of the model's output, and numbers of the tensors among them.
     """
 
-    tensors: Sequence[SeenTensor]
+    tensors: Sequence[TracedTensor]
     parameters: Mapping[str, int]
     aliases: Mapping[str, tuple[str, ...]]
     buffers: Mapping[str, int]
@@ -198,7 +198,7 @@ class Look:
         return calls
 
     def example(
-        self, call: BlockCall, fill: Callable[[SeenTensor], Tensor]
+        self, call: BlockCall, fill: Callable[[TracedTensor], Tensor]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return arguments with which a block can be called by itself.
 

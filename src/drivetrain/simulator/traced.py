@@ -1,6 +1,6 @@
-"""A model on paper from looks at the module itself: any architecture, with no value computed.
+"""A simulated model from traces of the module itself: any architecture, with no value computed.
 
-Two looks with different numbers of samples say how each number grows with the batch. The units are
+Two traces with different numbers of samples say how each number grows with the batch. The units are
 the repeated blocks; the operations before the first block, and those behind the last block, are one
 unit each. Where nothing repeats, the children of the model are the units.
 """
@@ -16,9 +16,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from drivetrain.errors import ConfigError
 from drivetrain.model.first_batch import Candidate
-from drivetrain.model.look import Look, ModelOperation
 from drivetrain.model.modules import model_units
-from drivetrain.model.recorder import look_at
+from drivetrain.model.trace import ModelOperation, ModelTrace
+from drivetrain.model.tracer import trace_model
 from drivetrain.simulator.step import (
     LINEAR,
     Boundary,
@@ -26,9 +26,9 @@ from drivetrain.simulator.step import (
     MatrixProduct,
     MemoryPass,
     Operation,
-    PaperUnit,
     Recompute,
     Saved,
+    SimulatedUnit,
     attention,
     widened,
 )
@@ -58,15 +58,15 @@ _SHARED_WEIGHTS = frozenset(("linear", "addmm", "matmul", "mm", "__matmul__", "b
 
 @dataclass
 class UnitWork:
-    """The work of consecutive operations of a look.
+    """The work of consecutive operations of a trace.
 
     Attributes:
-        look: the look.
+        trace: the trace.
         operations: of the unit, in order.
         head: whether the last product's result goes into the loss.
     """
 
-    look: Look
+    trace: ModelTrace
     operations: Sequence[ModelOperation]
     head: bool = False
     _bases: dict[int, int] = field(default_factory=dict)
@@ -74,7 +74,7 @@ class UnitWork:
     _role: dict[int, Direction] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._weights = {self.look.parameters[name] for name in self.look.parameters}
+        self._weights = {self.trace.parameters[name] for name in self.trace.parameters}
         for operation in self.operations:
             for view in operation.views:
                 self._bases[view.made] = self.base(view.base)
@@ -121,7 +121,7 @@ class UnitWork:
         cut = {self._shape(n) for n in given if n in self._sources}
         return any(
             n not in self._sources
-            and self.look.tensors[n].requires_grad
+            and self.trace.tensors[n].requires_grad
             and n not in self._weights
             and self._shape(n) in cut
             for n in given
@@ -143,12 +143,12 @@ class UnitWork:
         return [n for n in operation.inputs if self.base(n) not in self._weights]
 
     def _shape(self, number: int) -> tuple[int, ...]:
-        return self.look.tensors[number].facts.shape
+        return self.trace.tensors[number].facts.shape
 
     # --- the work ---
 
     def forward(self, *, fused: bool) -> tuple[Operation, ...]:
-        """Return the operations on paper, in order."""
+        """Return the operations to simulate, in order."""
         found: list[Operation] = []
         entered: set[int] = set()
         for place, operation in enumerate(self.operations):
@@ -201,7 +201,7 @@ class UnitWork:
         if core and any(number in self._sources for number in operation.inputs):
             role = "copies"
         back = not weights or any(
-            self.look.tensors[number].requires_grad for number in self._given(operation)
+            self.trace.tensors[number].requires_grad for number in self._given(operation)
         )
         return MatrixProduct(
             rows, inner, columns, copies, role, core, weights, kind=kind, passes_back=back
@@ -257,7 +257,7 @@ class UnitWork:
             return
         else:
             weighs = bool(operation.work) and len(given) < len(operation.inputs)
-            yield from (n for n in given if weighs or self.look.tensors[n].requires_grad)
+            yield from (n for n in given if weighs or self.trace.tensors[n].requires_grad)
 
     def _kept_beside(self, operation: ModelOperation, fused: bool) -> Iterator[Saved]:
         """Yield tensors that are neither arguments nor results: masks, scores, probabilities."""
@@ -276,20 +276,20 @@ class UnitWork:
     @cached_property
     def _width(self) -> int:
         """Bytes of a number of the model's parameters."""
-        return max((self.look.tensors[n].facts.dtype.itemsize for n in self._weights), default=4)
+        return max((self.trace.tensors[n].facts.dtype.itemsize for n in self._weights), default=4)
 
     def _direction(self, number: int) -> Direction:
         cut = number in self._sources or self.base(number) in self._sources
         return "features" if cut else "tokens"
 
     def _trains(self, operation: ModelOperation) -> bool:
-        return any(self.look.tensors[number].requires_grad for number in operation.outputs)
+        return any(self.trace.tensors[number].requires_grad for number in operation.outputs)
 
     def _floats(self, number: int) -> bool:
-        return self.look.tensors[number].facts.dtype.is_floating_point
+        return self.trace.tensors[number].facts.dtype.is_floating_point
 
     def _nbytes(self, number: int) -> int:
-        return self.look.tensors[number].facts.nbytes
+        return self.trace.tensors[number].facts.nbytes
 
     def _is_table(self, operation: ModelOperation) -> bool:
         """Whether an operation looks words up in the model's largest table."""
@@ -297,7 +297,7 @@ class UnitWork:
 
     @cached_property
     def _table(self) -> int | None:
-        tables = {each.inputs[-1] for each in self.look.operations if each.name == TABLE}
+        tables = {each.inputs[-1] for each in self.trace.operations if each.name == TABLE}
         return max(tables, key=self._nbytes, default=None)
 
     def parameters(self) -> dict[int, bool]:
@@ -316,7 +316,7 @@ class UnitWork:
 
 
 ROWS = (2, 4)
-"""Samples of the two looks: one sample alone is refused by batch norms."""
+"""Samples of the two traces: one sample alone is refused by batch norms."""
 
 LOSS_PASSES: Mapping[int, tuple[int, int]] = {2: (18, 18), 4: (12, 12)}
 """Bytes per logit of a cross entropy by torch's kernels, in forward and backward, by the bytes of a
@@ -328,53 +328,53 @@ _SHOWN = 3
 
 
 @dataclass
-class SeenModel:
-    """A module on paper.
+class TracedModel:
+    """A simulated module.
 
     Attributes:
         name: of its class.
-        looks: at the module, by the number of samples.
+        traces: of the module, by the number of samples.
         parts: names of modules that are the units where no blocks repeat.
         heads: of attention, which tensor parallelism divides; 0 without.
         seq: tokens of a sample; 1 where a sample is no sequence.
     """
 
     name: str
-    looks: Mapping[int, Look]
+    traces: Mapping[int, ModelTrace]
     parts: Sequence[str]
     heads: int
     seq: int
-    _known: dict[tuple[int, bool], list[PaperUnit]] = field(default_factory=dict, repr=False)
+    _known: dict[tuple[int, bool], list[SimulatedUnit]] = field(default_factory=dict, repr=False)
 
     @property
     def layers(self) -> int:
         """Number of repeated blocks."""
-        return len([call for call in self._look.blocks if call.caller is None])
+        return len([call for call in self._trace.blocks if call.caller is None])
 
     @property
     def parameters(self) -> int:
         """Number of distinct parameters."""
-        numbers = self._look.parameters.values()
-        return sum(prod(self._look.tensors[number].facts.shape) for number in numbers)
+        numbers = self._trace.parameters.values()
+        return sum(prod(self._trace.tensors[number].facts.shape) for number in numbers)
 
     @property
     def width(self) -> int:
         """Bytes of a number in the module."""
-        numbers = self._look.parameters.values()
-        return max((self._look.tensors[n].facts.dtype.itemsize for n in numbers), default=4)
+        numbers = self._trace.parameters.values()
+        return max((self._trace.tensors[n].facts.dtype.itemsize for n in numbers), default=4)
 
     def model_flops(self, batch: int) -> float:
         """Return the operations of a step: backward has twice those of forward."""
-        (few, less), (many, more) = ((rows, look.work) for rows, look in self.looks.items())
+        (few, less), (many, more) = ((rows, trace.work) for rows, trace in self.traces.items())
         return 3.0 * (less + (batch - few) * (more - less) / (many - few))
 
     def units(
         self, micro_batch: int, recompute: Recompute, *, fused: bool, width: int = 2
-    ) -> Sequence[PaperUnit]:
+    ) -> Sequence[SimulatedUnit]:
         """Return the units for a micro-batch: see ``GptShape.units``."""
-        few, many = self.looks
+        few, many = self.traces
         part = (micro_batch - few) / (many - few)
-        made: dict[int, PaperUnit] = {}
+        made: dict[int, SimulatedUnit] = {}
         found = []
         for one, other in zip(self._drawn(few, fused), self._drawn(many, fused), strict=True):
             if id(one) not in made:
@@ -386,41 +386,41 @@ class SeenModel:
 
     def logits(self, micro_batch: int) -> float:
         """Return the elements that go into the loss of a micro-batch."""
-        few, many = self.looks
-        less, more = map(_logits, self.looks.values())
+        few, many = self.traces
+        less, more = map(_logits, self.traces.values())
         return less + (micro_batch - few) / (many - few) * (more - less)
 
     @property
-    def _look(self) -> Look:
-        return self.looks[ROWS[0]]
+    def _trace(self) -> ModelTrace:
+        return self.traces[ROWS[0]]
 
-    def _drawn(self, rows: int, fused: bool) -> list[PaperUnit]:
-        """Return the units of a look; equal ones are the same object."""
+    def _drawn(self, rows: int, fused: bool) -> list[SimulatedUnit]:
+        """Return the units of a trace; equal ones are the same object."""
         if (rows, fused) not in self._known:
-            found: dict[Any, PaperUnit] = {}
+            found: dict[Any, SimulatedUnit] = {}
             units = self._known[rows, fused] = []
-            for unit in self._fresh(self.looks[rows], fused):
+            for unit in self._fresh(self.traces[rows], fused):
                 key = unit.forward, unit.saved, unit.parameters, unit.enters, unit.repeated
                 units.append(found.setdefault(key, unit))
         return self._known[rows, fused]
 
-    def _fresh(self, look: Look, fused: bool) -> Iterator[PaperUnit]:
+    def _fresh(self, trace: ModelTrace, fused: bool) -> Iterator[SimulatedUnit]:
         owned, kept = set[int](), set[int]()
-        spans = list(_spans(look, self.parts))
+        spans = list(_spans(trace, self.parts))
         for place, (name, operations, enters) in enumerate(spans):
             repeated = name == BLOCK
             last = place == len(spans) - 1
-            work = UnitWork(look, look.operations[operations.start : operations.stop], head=last)
+            work = UnitWork(trace, trace.operations[operations.start : operations.stop], head=last)
             read = work.parameters()
             parameters = {n: cut for n, cut in read.items() if n not in owned}
             tied = {n: cut for n, cut in read.items() if n in owned}
             owned |= set(parameters)
-            yield PaperUnit(
+            yield SimulatedUnit(
                 name, work.forward(fused=fused), work.saved(kept, fused=fused),
-                _counts(look, parameters), enters=enters, repeated=repeated,
+                _counts(trace, parameters), enters=enters, repeated=repeated,
                 heads=self.heads if repeated else 0,
-                sizes=tuple(prod(look.tensors[n].facts.shape) for n in parameters),
-                borrowed=sum(count for count, _ in _counts(look, tied)),
+                sizes=tuple(prod(trace.tensors[n].facts.shape) for n in parameters),
+                borrowed=sum(count for count, _ in _counts(trace, tied)),
             )  # fmt: skip
 
 
@@ -428,59 +428,59 @@ BLOCK = "block"
 SIZES = ("rows", "inner", "columns", "copies")
 
 
-def _spans(look: Look, parts: Sequence[str]) -> Iterator[tuple[str, range, int]]:
-    """Yield (name, operations, bytes that enter) of units that together cover a look."""
-    calls = [call for call in look.blocks if call.caller is None]
+def _spans(trace: ModelTrace, parts: Sequence[str]) -> Iterator[tuple[str, range, int]]:
+    """Yield (name, operations, bytes that enter) of units that together cover a trace."""
+    calls = [call for call in trace.blocks if call.caller is None]
     if not calls:
-        yield from _of_parts(look, parts)
+        yield from _of_parts(trace, parts)
         return
     last = 0
     for call in calls:
         if not last:
             yield "embedding", range(call.operations.start), 0
             last = call.operations.start
-        yield BLOCK, range(last, call.operations.stop), _entering(look, call.given)
+        yield BLOCK, range(last, call.operations.stop), _entering(trace, call.given)
         last = call.operations.stop
-    yield "head", range(last, len(look.operations)), 0
+    yield "head", range(last, len(trace.operations)), 0
 
 
-def _of_parts(look: Look, parts: Sequence[str]) -> Iterator[tuple[str, range, int]]:
+def _of_parts(trace: ModelTrace, parts: Sequence[str]) -> Iterator[tuple[str, range, int]]:
     """Yield the calls of named modules; operations between two belong to the second one."""
     calls = sorted(
-        (call for call in look.modules if call.name in parts),
+        (call for call in trace.modules if call.name in parts),
         key=lambda call: call.operations.start,
     )
     last = 0
     for index, call in enumerate(calls):
-        stop = len(look.operations) if index == len(calls) - 1 else call.operations.stop
+        stop = len(trace.operations) if index == len(calls) - 1 else call.operations.stop
         if stop > last:
-            yield call.name, range(last, stop), _entering(look, call.inputs)
+            yield call.name, range(last, stop), _entering(trace, call.inputs)
             last = stop
     if not calls:
-        yield "model", range(len(look.operations)), 0
+        yield "model", range(len(trace.operations)), 0
 
 
-def _entering(look: Look, given: Iterable[int | None]) -> int:
+def _entering(trace: ModelTrace, given: Iterable[int | None]) -> int:
     """Return the bytes of the activations among the arguments of a block."""
     numbers = {number for number in given if number is not None}
-    return sum(look.tensors[n].facts.nbytes for n in numbers if look.tensors[n].requires_grad)
+    return sum(trace.tensors[n].facts.nbytes for n in numbers if trace.tensors[n].requires_grad)
 
 
-def _counts(look: Look, parameters: Mapping[int, bool]) -> tuple[tuple[int, bool], ...]:
+def _counts(trace: ModelTrace, parameters: Mapping[int, bool]) -> tuple[tuple[int, bool], ...]:
     counts = {True: 0, False: 0}
     for number, cut in parameters.items():
-        counts[cut] += prod(look.tensors[number].facts.shape)
+        counts[cut] += prod(trace.tensors[number].facts.shape)
     return (counts[True], True), (counts[False], False)
 
 
-def _logits(look: Look) -> int:
+def _logits(trace: ModelTrace) -> int:
     """Return the elements that go into the loss: a cross entropy in the model, or its output."""
-    losses = [each.inputs[0] for each in look.operations if each.name == LOSS]
-    numbers = losses or [number for _, number in look.output if number is not None]
-    return prod(look.tensors[numbers[0]].facts.shape) if numbers else 0
+    losses = [each.inputs[0] for each in trace.operations if each.name == LOSS]
+    numbers = losses or [number for _, number in trace.output if number is not None]
+    return prod(trace.tensors[numbers[0]].facts.shape) if numbers else 0
 
 
-def with_loss(unit: PaperUnit, logits: float, width: int) -> PaperUnit:
+def with_loss(unit: SimulatedUnit, logits: float, width: int) -> SimulatedUnit:
     """Return the last unit with a cross entropy, which computes and keeps numbers of 4 bytes.
 
     The logits stay as well: a script holds the model's output until backward has ended.
@@ -491,10 +491,10 @@ def with_loss(unit: PaperUnit, logits: float, width: int) -> PaperUnit:
     return replace(unit, forward=(*unit.forward, loss), saved=(*unit.saved, *kept))
 
 
-# --- between two looks ---
+# --- between two traces ---
 
 
-def _between(one: PaperUnit, other: PaperUnit, part: float) -> PaperUnit:
+def _between(one: SimulatedUnit, other: SimulatedUnit, part: float) -> SimulatedUnit:
     """Return a unit whose numbers go on in a line from those of two units of unlike batches."""
 
     def at(first: float, second: float) -> float:
@@ -532,7 +532,7 @@ def _operation_between(one: Operation, other: Operation, part: float) -> Operati
 # --- looking ---
 
 
-def seen_model(model: nn.Module, candidates: Iterable[Candidate]) -> SeenModel:
+def traced_model(model: nn.Module, candidates: Iterable[Candidate]) -> TracedModel:
     """Look at a model with the first inputs that its forward accepts.
 
     Args:
@@ -559,9 +559,9 @@ def seen_model(model: nn.Module, candidates: Iterable[Candidate]) -> SeenModel:
     )
 
 
-def _seen(model: nn.Module, candidate: Candidate) -> SeenModel:
-    looks = {rows: look_at(model, *_of_rows(candidate, rows), training=True) for rows in ROWS}
-    first, second = looks.values()
+def _seen(model: nn.Module, candidate: Candidate) -> TracedModel:
+    traces = {rows: trace_model(model, *_of_rows(candidate, rows), training=True) for rows in ROWS}
+    first, second = traces.values()
     if [each.name for each in first.operations] != [each.name for each in second.operations]:
         raise ConfigError(
             f"expected a forward with the same operations for {ROWS[0]} and {ROWS[1]} samples, "
@@ -570,8 +570,8 @@ def _seen(model: nn.Module, candidate: Candidate) -> SeenModel:
     parts = [] if first.blocks else list(model_units(model))
     inputs = [t for t in tree_leaves((candidate.args, dict(candidate.kwargs)))
               if isinstance(t, Tensor)]  # fmt: skip
-    return SeenModel(
-        type(model).__name__, looks, parts, _heads(model, first), _tokens(first, inputs)
+    return TracedModel(
+        type(model).__name__, traces, parts, _heads(model, first), _tokens(first, inputs)
     )
 
 
@@ -590,14 +590,14 @@ def _of_rows(candidate: Candidate, rows: int) -> tuple[tuple[Any, ...], dict[str
     return args, kwargs
 
 
-def _heads(model: nn.Module, look: Look) -> int:
+def _heads(model: nn.Module, trace: ModelTrace) -> int:
     """Return the number that a division of attention must divide: of keys, where queries share."""
     counts = [
-        look.tensors[number].facts.shape[1]
-        for operation in look.operations
+        trace.tensors[number].facts.shape[1]
+        for operation in trace.operations
         if operation.name == ATTENTION
         for number in operation.inputs[:2]
-        if len(look.tensors[number].facts.shape) == 4
+        if len(trace.tensors[number].facts.shape) == 4
     ]
     config = getattr(model, "config", None)
     for name in ("num_attention_heads", "num_key_value_heads", "n_head"):
@@ -606,8 +606,8 @@ def _heads(model: nn.Module, look: Look) -> int:
     return gcd(*counts) if counts else 0
 
 
-def _tokens(look: Look, inputs: Sequence[Tensor]) -> int:
+def _tokens(trace: ModelTrace, inputs: Sequence[Tensor]) -> int:
     """Return the tokens of a sample: the length of integers that go into an embedding."""
-    embeds = any(operation.name == TABLE for operation in look.operations)
+    embeds = any(operation.name == TABLE for operation in trace.operations)
     lengths = [t.shape[1] for t in inputs if t.dim() == 2 and not t.is_floating_point()]
     return lengths[0] if embeds and lengths else 1

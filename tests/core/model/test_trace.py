@@ -6,19 +6,19 @@ import transformers
 from torch import nn
 from torch.nn import functional as F
 
-from drivetrain.model.recorder import look_at
+from drivetrain.model.tracer import trace_model
 from drivetrain.model.valueless import ValuelessTensor, ValuesNeededError, facts_of, freeze
 
 B, T, D, HEADS, VOCABULARY = 2, 8, 16, 4, 32
 
 
-def only(look, name):
-    (found,) = [operation for operation in look.operations if operation.name == name]
+def only(trace, name):
+    (found,) = [operation for operation in trace.operations if operation.name == name]
     return found
 
 
 def test_the_work_and_bytes_of_operations():
-    found = only(look_at(nn.Linear(8, 3), (torch.ones(4, 8),), {}), "linear")
+    found = only(trace_model(nn.Linear(8, 3), (torch.ones(4, 8),), {}), "linear")
     assert found.work == 2 * 4 * 8 * 3
     assert found.read == 4 * (4 * 8 + 8 * 3 + 3)
     assert found.written == 4 * (4 * 3)
@@ -32,19 +32,19 @@ def test_the_work_and_bytes_of_operations():
         def forward(self):
             return F.scaled_dot_product_attention(self.q, self.q, self.q)
 
-    found = only(look_at(Attention(), (), {}), "scaled_dot_product_attention")
+    found = only(trace_model(Attention(), (), {}), "scaled_dot_product_attention")
     assert found.work == 2 * (2 * B * HEADS * T * T * D)
     assert found.written == 2 * (B * HEADS * T * D)
     assert found.read == 2 * (B * HEADS * T * D)  # one tensor, however often it is handed over
 
-    found = only(look_at(nn.Embedding(1000, D), (torch.zeros(B, T).long(),), {}), "embedding")
+    found = only(trace_model(nn.Embedding(1000, D), (torch.zeros(B, T).long(),), {}), "embedding")
     assert found.written == 4 * B * T * D
     assert found.read == 4 * B * T * D + 8 * B * T
 
-    look = look_at(gpt2(), (), {"input_ids": IDS})
+    trace = trace_model(gpt2(), (), {"input_ids": IDS})
     per_block = 24 * B * T * D**2 + 4 * B * T**2 * D
-    assert [sum(o.work for o in look.inside(call)) for call in look.blocks] == [per_block] * 3
-    assert look.work == 3 * per_block + 2 * B * T * D * VOCABULARY
+    assert [sum(o.work for o in trace.inside(call)) for call in trace.blocks] == [per_block] * 3
+    assert trace.work == 3 * per_block + 2 * B * T * D * VOCABULARY
 
     assert facts_of(torch.ones(3, 1).expand(3, 100)).nbytes == 3 * 4
     assert facts_of(torch.ones(0, 5)).nbytes == 0
@@ -67,13 +67,13 @@ def test_views_move_nothing_and_say_what_they_show():
             q, k, v = super().forward(x).split(D, dim=-1)
             return q + k * v.view(B, T, HEADS, -1).flatten(2)
 
-    look = look_at(Packed(D, 3 * D), (torch.ones(B, T, D),), {})
-    (packed,) = only(look, "linear").outputs
-    split = only(look, "split")
+    trace = trace_model(Packed(D, 3 * D), (torch.ones(B, T, D),), {})
+    (packed,) = only(trace, "linear").outputs
+    split = only(trace, "split")
     assert (split.read, split.written) == (0, 0)
     shown = [(view.base, view.offset) for view in split.views]
     assert shown == [(packed, 0), (packed, D), (packed, 2 * D)]
-    assert only(look, "add").read == 2 * 4 * B * T * D
+    assert only(trace, "add").read == 2 * 4 * B * T * D
 
 
 def test_what_follows_from_what():
@@ -86,17 +86,17 @@ def test_what_follows_from_what():
         def forward(self, x):
             return self.second(self.first(x) * self.scale)
 
-    look = look_at(Net(), (torch.ones(B, D),), {})
-    first, second = [o for o in look.operations if o.name == "linear"]
-    times = only(look, "mul")
-    assert first.inputs[1:] == (look.parameters["first.weight"], look.parameters["first.bias"])
-    assert times.inputs == (first.outputs[0], look.buffers["scale"])
+    trace = trace_model(Net(), (torch.ones(B, D),), {})
+    first, second = [o for o in trace.operations if o.name == "linear"]
+    times = only(trace, "mul")
+    assert first.inputs[1:] == (trace.parameters["first.weight"], trace.parameters["first.bias"])
+    assert times.inputs == (first.outputs[0], trace.buffers["scale"])
     assert second.inputs[0] == times.outputs[0]
-    assert look.output == [("0", second.outputs[0])]
+    assert trace.output == [("0", second.outputs[0])]
     assert (first.module, times.module, second.module) == ("first", "", "second")
-    calls = {call.name: call for call in look.modules}
+    calls = {call.name: call for call in trace.modules}
     assert calls["first"].outputs == first.outputs
-    assert look.inside(calls["second"]) == [second]
+    assert trace.inside(calls["second"]) == [second]
 
 
 def test_inputs_and_buffers_are_computed_with_and_other_values_refused():
@@ -106,9 +106,9 @@ def test_inputs_and_buffers_are_computed_with_and_other_values_refused():
                 return x
             return super().forward(x) * mask.cumsum(0)
 
-    look = look_at(Masked(D, D), (torch.ones(B, D), torch.eye(B)[:, :1]), {})
-    assert only(look, "cumsum").known
-    assert not only(look, "mul").known
+    trace = trace_model(Masked(D, D), (torch.ones(B, D), torch.eye(B)[:, :1]), {})
+    assert only(trace, "cumsum").known
+    assert not only(trace, "mul").known
 
     class Chooses(nn.Linear):
         def forward(self, x):
@@ -116,11 +116,11 @@ def test_inputs_and_buffers_are_computed_with_and_other_values_refused():
             return y if y.sum() > 0 else -y
 
     with pytest.raises(ValuesNeededError, match="bool"):
-        look_at(Chooses(D, D), (torch.ones(B, D),), {})
+        trace_model(Chooses(D, D), (torch.ones(B, D),), {})
 
 
 class Notes:
-    """What a look did, which a list of the model would not tell: it is as before."""
+    """What a trace did, which a list of the model would not tell: it is as before."""
 
     def __init__(self):
         self.list = []
@@ -168,30 +168,30 @@ def test_a_block_that_depends_on_values_gets_some():
         before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         for seed in (0, 1):  # as ranks may have
             torch.manual_seed(seed)
-            look = look_at(model, (x, mask), {}, isolated=isolated)
+            trace = trace_model(model, (x, mask), {}, isolated=isolated)
             assert torch.initial_seed() == seed
         assert not model.seen
         first, second, *_ = model.blocks[0].drawn.list
         assert first == second
         assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
         assert model.kinds.list == [(ValuelessTensor, torch.Tensor)] * 4
-        for call in look.blocks:
-            (linear,) = [each for each in look.inside(call) if each.name == "linear"]
-            weight = look.parameters[f"{call.name}.linear.weight"]
+        for call in trace.blocks:
+            (linear,) = [each for each in trace.inside(call) if each.name == "linear"]
+            weight = trace.parameters[f"{call.name}.linear.weight"]
             assert weight in linear.inputs
             assert linear.work
             assert not linear.known
             assert call.returned[0].requires_grad
-            assert look.tensors[call.returned[0].number].facts.shape == (B, D)
+            assert trace.tensors[call.returned[0].number].facts.shape == (B, D)
             assert call.returned[1].argument == 1
-        assert look.blocks[1].given[0] == look.blocks[0].returned[0].handed
-        assert not look.operations[-1].known
+        assert trace.blocks[1].given[0] == trace.blocks[0].returned[0].handed
+        assert not trace.operations[-1].known
 
 
 def test_the_mode_of_the_forward_is_chosen_and_undone():
     model = nn.Sequential(nn.Linear(D, D), nn.Dropout()).eval()
     for training in (True, False):
-        look = look_at(model, (torch.ones(B, D),), {}, training=training)
-        options = only(look, "dropout").kwargs
+        trace = trace_model(model, (torch.ones(B, D),), {}, training=training)
+        options = only(trace, "dropout").kwargs
         assert (options["p"], options["training"]) == (0.5, training)
     assert not any(module.training for module in model.modules())
