@@ -583,15 +583,11 @@ class WarmUp:
 
         After the warm-up, gradients are averaged over the worker.
         """
-        if not self._averages:
-            self._inner.backward(loss, **options)
-            return
-        rounds = self._rounds.count
-        self._inner.backward(loss, **options)
-        if self._rounds.count == rounds:
-            self._rounds.take_part()  # no parameter got a gradient; other workers may wait
+        run = partial(self._inner.backward, loss, **options)
+        if self._averages:
+            self._rounds.run(run)
         else:
-            self._rounds.finish()
+            run()
 
     @contextmanager
     def accumulating(self, enabled: bool = True) -> Iterator[None]:

@@ -73,9 +73,11 @@ class Rounds:
         if not nested:
             Variable._execution_engine.queue_callback(self.finish)
 
-    def take_part(self) -> None:
-        """Run a whole round without any gradient: other ranks may have some."""
-        if self._task is None:
+    def run(self, backward: Callable[[], None]) -> None:
+        """Run a backward as a round, also where it reaches no parameter of this rank."""
+        before = self.count
+        backward()
+        if self.count == before and self._task is None:  # other ranks may have gradients
             self.count += 1
             self._begin()
             self._task = -1

@@ -27,6 +27,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any, Generic, TypeVar
 
@@ -286,16 +287,12 @@ class ReplicatedStrategy(ReplicasOutline[ConfigT], Strategy[ConfigT], Generic[Co
 
     def backward(self, loss: Tensor, **options: Any) -> None:
         """Run backward; unless accumulating, return with averaged gradients."""
+        run = partial(loss.backward, **options)
         if self.ranks.size == 1 or not self.rounds.synchronizing:
-            loss.backward(**options)  # type: ignore[no-untyped-call]
+            run()
             return
         self.follow()
-        rounds = self.rounds.count
-        loss.backward(**options)  # type: ignore[no-untyped-call]
-        if self.rounds.count == rounds:
-            self.rounds.take_part()  # no parameter got a gradient; other ranks may wait
-        else:
-            self.rounds.finish()
+        self.rounds.run(run)
 
     def _hook_of(self, parameter: nn.Parameter) -> Callable[[Tensor], None]:
         def came(_: Tensor) -> None:

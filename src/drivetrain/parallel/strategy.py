@@ -28,6 +28,7 @@ from contextlib import (
     suppress,
 )
 from dataclasses import replace
+from functools import partial
 from math import prod
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -521,16 +522,12 @@ class ShardedStrategy(UnitsOutline[ConfigT], Strategy[ConfigT], Generic[ConfigT]
     def backward(self, loss: Tensor, **options: Any) -> None:
         """Run backward; unless gradients stay local, return with this rank's part of the mean."""
         self.gather.leave()  # no forward is under way here, only ones that an interrupt cut short
+        run = partial(loss.backward, **options)
         if not self.rounds.synchronizing:
-            loss.backward(**options)  # type: ignore[no-untyped-call]
+            run()
             return
         self.follow()
-        before = self.rounds.count
-        loss.backward(**options)  # type: ignore[no-untyped-call]
-        if self.rounds.count == before:
-            self.rounds.take_part()  # the loss reached no parameter here; others may wait
-        else:
-            self.rounds.finish()
+        self.rounds.run(run)
 
     def after_backward(self) -> None:
         """Wait for the reduce-scatters: each fragment's gradient is its part of the mean.
