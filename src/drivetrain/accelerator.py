@@ -8,7 +8,6 @@ import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -42,9 +41,9 @@ from drivetrain.facade.settings import (
     ProjectConfiguration,
     Runs,
     StrategyChoice,
-    agreed_world,
     announce_unused,
     check_unchanged,
+    joined_world,
     project_of,
     resolve_run,
 )
@@ -59,7 +58,7 @@ from drivetrain.processes import Processes, StaysInProcess
 from drivetrain.runtime import rank_status
 from drivetrain.runtime.mesh import Mesh
 from drivetrain.runtime.precision import LossScaler
-from drivetrain.runtime.world import World, record_request
+from drivetrain.runtime.world import record_request
 from drivetrain.strategy import Run, Strategy
 
 T = TypeVar("T")
@@ -155,14 +154,8 @@ class Accelerator(AnswersArguments, StaysInProcess, Processes):
         observer = _launched_observer()
         self.config = observer.configured(resolve_run(arguments, handlers))
         self._owns_group = not dist.is_initialized()
-        self.world = World.discover(
-            cpu=self.config.run.launch.device == "cpu",
-            backend=handlers.process_group.backend,
-            timeout=timedelta(seconds=self.config.run.launch.timeout_s),
-            start_timeout=timedelta(seconds=self.config.run.launch.start_s),
-        )
+        self.world = joined_world(self.config, handlers.process_group.backend)
         super().__init__(self.world)
-        self.world = agreed_world(self.world, self.config)
         announce_unused(handlers, self.config)
         plugin = gradient_accumulation_plugin or GradientAccumulationPlugin()
         self.handlers = handlers

@@ -1,6 +1,7 @@
 """Folders of runs as ranks write them, without a training."""
 
-from drivetrain.observe.figures import RUN, Journal, StartFolder, StepFigures, new_start
+from drivetrain.observe.figures import RUN, Journal, StartFolder, StepFigures
+from drivetrain.runtime.world import new_start
 
 FACTS = {
     "script": "train.py",

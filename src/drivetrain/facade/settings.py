@@ -4,6 +4,7 @@ Option objects of the Accelerator's constructor, under the names that Accelerate
 """
 
 import dataclasses
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
@@ -652,17 +653,29 @@ def _write_choice(folder: Path, pick: StrategyPick) -> None:
     (folder / CHOICE_FILE).write_text(f"# {pick.reason}\n{text}", encoding="utf-8")
 
 
-def agreed_world(world: World, config: Resolved) -> World:
-    """Return the world with the islands of a configuration that is alike on all ranks. Collective.
+def joined_world(config: Resolved, backend: str | None) -> World:
+    """Return the world of the ranks that run a configuration, with its islands. Collective.
+
+    The digest of the configuration travels with the hosts' names, and the text where it differs.
 
     Raises:
+        PreflightError: the ranks cannot find each other.
         RankMismatchError: the configurations differ, or the sizes of the declared islands.
         ConfigError: the islands cannot be read, or do not fit the ranks.
     """
-    rows = config.rows()
+    rows, launch = config.rows(), config.run.launch
     shown = [f"{key} = {value}" for key, value, _ in rows if not key.startswith(HOSTS_OWN)]
-    agree(world, "the configuration", shown)
-    return agreed_islands(world, config.run.links.hardware)
+    world = World.discover(
+        cpu=launch.device == "cpu",
+        backend=backend,
+        timeout=timedelta(seconds=launch.timeout_s),
+        start_timeout=timedelta(seconds=launch.start_s),
+        note=hashlib.sha256("\n".join(shown).encode()).hexdigest(),
+    )
+    if len(set(world.notes)) > 1:
+        agree(world, "the configuration", shown)
+    hardware = config.run.links.hardware
+    return agreed_islands(world, hardware) if hardware else world
 
 
 def agree(world: World, subject: str, lines: Sequence[str]) -> None:

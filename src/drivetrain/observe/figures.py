@@ -25,7 +25,6 @@ import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
 from statistics import median_low
@@ -361,11 +360,6 @@ RUN = "run"
 """The folder in the project's folder."""
 
 FACTS, REPORT = "run.json", "report.html"
-
-
-def new_start() -> str:
-    """Return the name of a start: later starts have later names."""
-    return datetime.now(UTC).strftime("%Y%m%d-%H%M%S-%f")
 
 
 @dataclass(frozen=True, slots=True)

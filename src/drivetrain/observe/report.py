@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from drivetrain._version import __version__
-from drivetrain.collectives.facts import share_facts
 from drivetrain.compression.methods import LinkMethods
 from drivetrain.config import Resolved
 from drivetrain.cost import ModelSpec
@@ -34,7 +33,6 @@ from drivetrain.observe.figures import (
     StepFigures,
     WorkFile,
     has_ended,
-    new_start,
 )
 from drivetrain.observe.recorder import LinkLoad, StepRecorder
 from drivetrain.runtime.board import DRAWING, board
@@ -109,17 +107,12 @@ class RunReport:
         # The launchers' rate is of hosts: it says nothing about links between declared islands.
         if run.world.is_main and not run.world.declared and (link := host_link()):
             self.listen(LinkLoad(run, link, logger.warning).take)
-        if self._enabled:
-            # Ranks start at different moments: rank 0's name is that of all, whatever folder they
-            # were given, since nothing may be asked for on some ranks alone.
-            name = share_facts(new_start(), str, doing="the name of this start")
-            header = header_of(config, run)
-            if project_dir is not None:
-                self.folder = StartFolder(Path(project_dir) / RUN / name)
-                self._journal = Journal(self.folder.journal(run.world.rank), header)
-            every_s = config.run.launch.straggler_every_s
-            if every_s and (path := work_path()):
-                self.listen(WorkFile(Path(path), every_s, header).take)
+        if self._enabled and project_dir is not None:
+            self.folder = StartFolder(Path(project_dir) / RUN / run.world.start)
+            self._journal = Journal(self.folder.journal(run.world.rank), header_of(config, run))
+        every_s = config.run.launch.straggler_every_s
+        if self._enabled and every_s and (path := work_path()):
+            self.listen(WorkFile(Path(path), every_s, header_of(config, run)).take)
 
     def __call__(self, **figures: float | Tensor) -> None:
         """Add figures of the script to the step at hand, such as ``report(accuracy=0.9)``.

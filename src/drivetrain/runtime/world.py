@@ -8,8 +8,9 @@ import atexit
 import os
 import socket
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import torch
@@ -144,6 +145,8 @@ class World:
         hosts: host name of every rank.
         timeout: how long a collective may wait.
         declared: name of every rank's island, where the run declares islands; else empty.
+        start: name of this start of the script, of rank 0's clock.
+        notes: what each rank has told the others when they joined.
     """
 
     rank: int = 0
@@ -155,6 +158,8 @@ class World:
     hosts: tuple[str, ...] = ("localhost",)
     timeout: timedelta = timedelta(minutes=10)
     declared: tuple[str, ...] = ()
+    start: str = ""
+    notes: tuple[str, ...] = ("",)
 
     @property
     def device_name(self) -> str:
@@ -171,6 +176,7 @@ class World:
         backend: str | None = None,
         timeout: timedelta | None = None,
         start_timeout: timedelta | None = None,
+        note: str = "",
     ) -> "World":
         """Find this process's place and join the others.
 
@@ -182,6 +188,7 @@ class World:
             backend: communication library; None takes the device's own.
             timeout: how long a collective may wait; None means ten minutes.
             start_timeout: how long this rank waits for the others to join; None takes ``timeout``.
+            note: a line that all ranks are told.
 
         Raises:
             PreflightError: the variables contradict each other, the host has too few accelerators
@@ -204,6 +211,7 @@ class World:
             set_timeout(timeout)
         if size > 1:
             rank_status.begin()
+        hosts, starts, notes = _told(size, device, note)
         return cls(
             rank=rank,
             size=size,
@@ -211,8 +219,10 @@ class World:
             local_size=local_size,
             device=device,
             backend=str(dist.get_backend()) if dist.is_initialized() and size > 1 else "",
-            hosts=_hosts(size, device),
+            hosts=hosts,
             timeout=timeout,
+            start=starts[0],
+            notes=notes,
         )
 
     @property
@@ -422,9 +432,18 @@ def _meeting(timeout: timedelta) -> tuple[Store, int, int]:
     return PrefixStore(f"drivetrain/life/{len(_lives)}", store), rank, size
 
 
-def _hosts(size: int, device: torch.device) -> tuple[str, ...]:
-    name = os.environ.get("GROUP_RANK", "0") + "@" + socket.gethostname()
-    if size == 1:
-        return (name,)
-    carries_cpu = "cpu" in dist.get_backend_config()
-    return tuple(gather_texts(name, size, device=torch.device("cpu") if carries_cpu else device))
+def new_start() -> str:
+    """Return the name of a start: later starts have later names."""
+    return datetime.now(UTC).strftime("%Y%m%d-%H%M%S-%f")
+
+
+def _told(size: int, device: torch.device, note: str) -> Iterator[tuple[str, ...]]:
+    """Return the host, the moment of its start and the note of every rank, in one exchange."""
+    mine = "\n".join(
+        (f"{os.environ.get('GROUP_RANK', '0')}@{socket.gethostname()}", new_start(), note)
+    )
+    told = [mine]
+    if size > 1:
+        carries_cpu = "cpu" in dist.get_backend_config()
+        told = gather_texts(mine, size, device=CPU if carries_cpu else device)
+    return zip(*(each.split("\n", 2) for each in told), strict=True)

@@ -14,10 +14,10 @@ from drivetrain.observe.figures import (
     StepFigures,
     has_ended,
     merged,
-    new_start,
     read_journal,
     starts_of,
 )
+from drivetrain.runtime.world import new_start
 
 
 def step(number, **values):
