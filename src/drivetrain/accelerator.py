@@ -25,12 +25,11 @@ from drivetrain.config import RecomputeConfig
 from drivetrain.data import PreparedLoader
 from drivetrain.errors import UsageError
 from drivetrain.facade.checkpoints import Decode, Encode, RunCheckpoints, check_safe
-from drivetrain.facade.exchange import Preemption
-from drivetrain.facade.gradients import WindowGradients
-from drivetrain.facade.observer import Observer, Observers
+from drivetrain.facade.exchange import FiniteCheck, Preemption
+from drivetrain.facade.gradients import SharedCollections, WindowGradients
 from drivetrain.facade.pieces import Pieces
 from drivetrain.facade.preparation import Constructions, Preparation, Recomputations, is_scheduler
-from drivetrain.facade.prepared import PreparedObjects, WholeWeights
+from drivetrain.facade.prepared import Observer, Observers, RunState
 from drivetrain.facade.settings import (
     Arguments,
     AutocastKwargs,
@@ -39,7 +38,6 @@ from drivetrain.facade.settings import (
     Handlers,
     ProfileKwargs,
     ProjectConfiguration,
-    Runs,
     StrategyChoice,
     announce_unused,
     check_unchanged,
@@ -49,6 +47,7 @@ from drivetrain.facade.settings import (
 )
 from drivetrain.facade.stepping import PreparedOptimizer, PreparedScheduler
 from drivetrain.facade.uneven import Gathering, UnevenInputs
+from drivetrain.facade.weights import WholeWeights
 from drivetrain.log import Bar, get_logger
 from drivetrain.observe.profile import StepProfiler
 from drivetrain.observe.recorder import ExplainsShortage, LinkChoice, LiveFigures, RunFigures
@@ -57,7 +56,6 @@ from drivetrain.observe.trackers import Trackers
 from drivetrain.processes import Processes, StaysInProcess
 from drivetrain.runtime import rank_status
 from drivetrain.runtime.mesh import Mesh
-from drivetrain.runtime.precision import LossScaler
 from drivetrain.runtime.world import record_request
 from drivetrain.strategy import Run, Strategy
 
@@ -157,8 +155,8 @@ class Accelerator(AnswersArguments, StaysInProcess, Processes):
         self.world = joined_world(self.config, handlers.process_group.backend)
         super().__init__(self.world)
         announce_unused(handlers, self.config)
-        plugin = gradient_accumulation_plugin or GradientAccumulationPlugin()
         self.handlers = handlers
+        plugin = gradient_accumulation_plugin or GradientAccumulationPlugin()
         self.gradient_state = plugin.window(self.config.run.accumulation)
         self.device_placement = device_placement
         self.even_batches = self.config.run.data.even_batches
@@ -168,49 +166,45 @@ class Accelerator(AnswersArguments, StaysInProcess, Processes):
         self.observe(observer)
 
     def _assemble(self, project: ProjectConfiguration, log_with: Any) -> None:
-        """Make the collaborators, each with the parts of the run for its work."""
-        scaling = self.handlers.scaler
-        self._runs = Runs(self.config, self.world, self.gradient_state, project)
-        self.precision, self.traffic = self.run.precision, self.run.traffic
-        scaled = scaling.enabled and self.precision.needs_scaling
-        self.scaler = LossScaler(scaling, enabled=scaled)
-        self._prepared = PreparedObjects()
-        self._preemption = Preemption(self.world, self.gradient_state, self.save_state)
-        self._weights = WholeWeights(self._prepared, self._runs)
+        """Make the state of the run, and the parts of the facade over it."""
+        self._state = state = RunState(
+            config=self.config,
+            world=self.world,
+            window=self.gradient_state,
+            handlers=self.handlers,
+            project=project,
+        )
+        self.precision, self.traffic, self.scaler = (
+            state.run.precision,
+            state.run.traffic,
+            state.scaler,
+        )
+        finite = FiniteCheck(state)
+        self._weights = WholeWeights(state)
+        self._checkpoints = RunCheckpoints(state, finite)
+        self._preemption = Preemption(
+            state, self._checkpoints.save_in_memory, weakref.WeakMethod(self.save_state)
+        )
+        self._preemption.listen()
+        garbage = SharedCollections(self.config.run.collect_garbage_every)
         self._gradients = WindowGradients(
-            self._prepared,
-            self.gradient_state,
-            self.scaler,
-            self._runs,
-            self._preemption,
-            self._weights,
+            state, self._weights, finite, self._checkpoints, self._preemption, garbage
         )
-        self._uneven = UnevenInputs(self._prepared, self.gradient_state, self.scaler, self.world)
-        self._constructions = Constructions(self.device)
-        self._recomputations = Recomputations(self._prepared, self._runs)
+        self._uneven = UnevenInputs(state)
+        self._constructions = Constructions(self.world.device)
+        self._recomputations = Recomputations(state)
         self._preparation = Preparation(
-            self._prepared,
-            self._runs,
-            self.handlers,
-            self._constructions,
-            self._recomputations,
-            self._gradients,
-            self._uneven,
+            state, self._constructions, self._recomputations, self._gradients, self._uneven
         )
-        self._pieces = Pieces(self._runs, self._prepared, self._gradients)
-        self._gathering = Gathering(self._runs, self.gradient_state)
-        self._checkpoints = RunCheckpoints(self._prepared, self._gradients, project, self._runs)
-        self._preemption.listen(project)
+        self._pieces = Pieces(state, self._gradients)
+        self._gathering = Gathering(state)
         self._trackers = Trackers(
-            log_with, logging_dir=self.logging_dir, is_main=self.is_main_process
+            log_with, logging_dir=self.logging_dir, is_main=self.world.is_main
         )
-        notice = self._preemption  # and not this object, which the report's end outlives
-        self.report = RunReport(
-            self.config, self.run, self.scaler, self.project_dir, lambda: notice.agreed
-        )
+        self.report = RunReport(state, self._preemption)
         self.report.listen(RunFigures(self._trackers, self.mesh["dp"].size).take)
         self._live = LiveFigures(self.mesh["dp"].size, self.report.listen)
-        self._profiler = StepProfiler(self.config, self.handlers.profile, self.project_dir)
+        self._profiler = StepProfiler(state)
         for end in (self.report.close, self._profiler.end):
             weakref.finalize(self, end)  # also where the script forgets to end it
 
@@ -220,14 +214,15 @@ class Accelerator(AnswersArguments, StaysInProcess, Processes):
         Args:
             observer: told of the events of all models; the last one that was given counts.
         """
-        watching = [self.report.observer, self._profiler, ExplainsShortage(), observer]
-        if self.run.links.auto is not None:
-            watching.insert(2, LinkChoice(self.gradient_state, self.traffic))
-        self._gradients.observer = Observers(*watching)
-        self._gradients.observer.attach(self._prepared, self._weights, self._runs)
+        state = self._state
+        observer.attach(state)
+        links = [LinkChoice(state)] if self.run.links.auto is not None else []
+        state.observer = Observers(
+            self.report.observer, self._profiler, *links, ExplainsShortage(state), observer
+        )
 
     def __repr__(self) -> str:
-        return f"Accelerator({self._runs!r})"
+        return f"Accelerator({self._state!r})"
 
     # --- the run as it was resolved ---
 
@@ -239,11 +234,11 @@ class Accelerator(AnswersArguments, StaysInProcess, Processes):
     @property
     def run(self) -> Run:
         """All facts that a strategy may know, for models without a strategy of their own."""
-        return self._runs.default
+        return self._state.run
 
     @run.setter
     def run(self, run: Run) -> None:
-        self._runs.default = run
+        self._state.run = run
 
     @property
     def mesh(self) -> Mesh:
@@ -315,11 +310,11 @@ class Accelerator(AnswersArguments, StaysInProcess, Processes):
     @property
     def project_configuration(self) -> ProjectConfiguration:
         """Where checkpoints and logs go."""
-        return self._checkpoints.project
+        return self._state.project
 
     @project_configuration.setter
     def project_configuration(self, project: ProjectConfiguration) -> None:
-        self._checkpoints.project = project
+        self._state.project = project
 
     @property
     def project_dir(self) -> str | None:
@@ -510,7 +505,7 @@ class Accelerator(AnswersArguments, StaysInProcess, Processes):
         Raises:
             UsageError: the model was not prepared here.
         """
-        return self._prepared.model(model).strategy
+        return self._state.model(model).strategy
 
     def unwrap_model(
         self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
@@ -522,7 +517,7 @@ class Accelerator(AnswersArguments, StaysInProcess, Processes):
             keep_fp32_wrapper: False gives forward back as it was before prepare().
             keep_torch_compile: False returns the module inside a compiled one.
         """
-        model = self._prepared.unwrapped(model, keep_fp32_wrapper)
+        model = self._state.unwrapped(model, keep_fp32_wrapper)
         return extract_model_from_parallel(model, keep_torch_compile=keep_torch_compile)
 
     # --- the loop ---
@@ -635,19 +630,19 @@ class Accelerator(AnswersArguments, StaysInProcess, Processes):
     @property
     def step(self) -> int:
         """Micro-batch of the accumulation window that ``accumulate`` entered last, from 1."""
-        return self._gradients.step
+        return self._state.step
 
     @step.setter
     def step(self, value: int) -> None:
-        self._gradients.step = value
+        self._state.step = value
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """Context in which backward keeps this model's gradients local."""
-        return self._prepared.model(model).strategy.accumulating()
+        return self._state.model(model).strategy.accumulating()
 
     def trigger_sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
         """Context inside ``no_sync`` in which backward synchronises after all."""
-        return self._prepared.model(model).strategy.accumulating(False)
+        return self._state.model(model).strategy.accumulating(False)
 
     @contextmanager
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> Iterator[None]:
@@ -739,7 +734,7 @@ class Accelerator(AnswersArguments, StaysInProcess, Processes):
     @property
     def optimizer_step_was_skipped(self) -> bool:
         """Whether the last step of any optimizer was skipped because of an infinite gradient."""
-        return any(optimizer.step_was_skipped for optimizer in self._prepared.optimizers)
+        return any(optimizer.step_was_skipped for optimizer in self._state.optimizers)
 
     def profile(
         self, profile_handler: ProfileKwargs | None = None
@@ -809,7 +804,7 @@ class Accelerator(AnswersArguments, StaysInProcess, Processes):
 
     def set_trigger(self) -> None:
         """Raise a flag on this rank that ``check_trigger`` shows on every rank."""
-        self._gathering.set_trigger()
+        self._gathering.trigger = True
 
     def check_trigger(self) -> bool:
         """Return whether any rank raised its flag, and lower all flags. Collective."""
@@ -999,7 +994,7 @@ class Accelerator(AnswersArguments, StaysInProcess, Processes):
         self.wait_for_checkpoint()
         found = self._checkpoints.resume(input_dir, verify=verify)
         if found:
-            steps = max((each.steps for each in self._prepared.optimizers), default=0)
+            steps = self._state.steps
             logger.announce(f"resumed at step {steps}, from {found}")
             self.report.went_on_at = steps
         return bool(found and self._went_on(found))
@@ -1029,7 +1024,7 @@ class Accelerator(AnswersArguments, StaysInProcess, Processes):
         Raises:
             UsageError: the model's strategy does not keep rows of each parameter.
         """
-        return self._prepared.model(model).strategy.dtensors()
+        return self._state.model(model).strategy.dtensors()
 
     def save_model(
         self,

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from drivetrain.collectives.facts import gather_facts
 from drivetrain.compression.compressor import SMALLEST
 from drivetrain.errors import RankMismatchError
-from drivetrain.facade import settings
+from drivetrain.facade import prepared
 from drivetrain.registry import compressors, strategies
 from drivetrain.strategy import find_strategy
 from linked_trainings import FORMS, WIDTH, Training, batch, model_of, same, sgd, spread
@@ -330,7 +330,7 @@ def automatic(form: str, allow: str, mbit_per_s: float, **options: object) -> Tr
 def test_auto_chooses_within_what_is_allowed_and_costs_count_its_bytes(monkeypatch):
     spread(monkeypatch)
     said: list[str] = []
-    monkeypatch.setattr(settings.logger, "announce", said.append)
+    monkeypatch.setattr(prepared.logger, "announce", said.append)
     for form, allow, rate, names in (
         ("ddp", "theory", 1.0, ("topk", "exact")),
         ("ddp", "rounding", 1.0, ("bf16", "exact")),
@@ -368,7 +368,7 @@ def lopsided() -> nn.Sequential:
 def test_auto_leaves_tensors_exact_for_which_a_method_does_not_pay(monkeypatch):
     rank = spread(monkeypatch)
     said: list[str] = []
-    monkeypatch.setattr(settings.logger, "announce", said.append)
+    monkeypatch.setattr(prepared.logger, "announce", said.append)
     # bf16 saves 0.26 s of the large matrix at 1 Mbit/s, 0.07 s of the small one.
     monkeypatch.setattr(compressors().load("bf16"), "rehearse", lambda *_: time.sleep(0.12))
     chosen = automatic("ddp", "rounding", 1.0, make=lopsided).train()

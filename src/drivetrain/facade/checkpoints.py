@@ -9,7 +9,7 @@ import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -24,13 +24,11 @@ from drivetrain.checkpoint.loading import CheckpointReader, open_checkpoint
 from drivetrain.checkpoint.saving import Background, Save
 from drivetrain.compression.automatic import Sender, resume_links, saved_choice
 from drivetrain.errors import CheckpointError, UsageError
-from drivetrain.facade.gradients import WindowGradients, WindowStart
-from drivetrain.facade.prepared import PreparedModel, PreparedObjects, check_count
-from drivetrain.facade.settings import ProjectConfiguration, Runs
+from drivetrain.facade.exchange import FiniteCheck
+from drivetrain.facade.prepared import PreparedModel, RunState, check_count
 from drivetrain.log import get_logger
 from drivetrain.model.modules import persistent_buffers
 from drivetrain.runtime import rng
-from drivetrain.runtime.world import World
 from drivetrain.shards import Shard
 
 if TYPE_CHECKING:
@@ -69,44 +67,44 @@ class Registered:
         return data
 
 
+@dataclass(eq=False)
 class RunFolder:
     """The checkpoints of a run, with automatic names or with names of the script.
 
-    Every method but ``add`` is collective.
+    Every method but ``add`` is collective: rank 0 looks, and shares the answer.
 
-    Args:
-        world: rank 0 looks, and shares the answer.
+    Attributes:
+        state: of the run, with the folder of automatic names.
     """
 
-    def __init__(self, world: World) -> None:
-        self._world = world
-        self._named: list[Path] = []
+    state: RunState
+    _named: list[Path] = field(default_factory=list)
 
     def add(self, directory: Path) -> None:
         """Remember a checkpoint that the script has named."""
         self._named = [directory, *(each for each in self._named if each != directory)]
 
-    def next(self, project: ProjectConfiguration) -> Path:
+    def next(self) -> Path:
         """Return the next automatic name, in a folder without remains of killed saves."""
-        root = _root(project)
+        root = self._root
 
         def name() -> str:
             commit.sweep(root)
             return commit.next_name(root)
 
         directory: Path = root / self._asked(f"save in {root}", name, str)
-        project.iteration = int(directory.name.rpartition("_")[2])
+        self.state.project.iteration = int(directory.name.rpartition("_")[2])
         return directory
 
-    def holds(self, project: ProjectConfiguration, directory: str | Path | None) -> bool:
+    def holds(self, directory: str | Path | None) -> bool:
         """Whether there is a checkpoint, damaged or not; None: one of any automatic name."""
         if directory is None:
-            root = _root(project)
+            root = self._root
             return self._asked(f"look into {root}", lambda: bool(commit.complete(root)), bool)
         target = Path(directory).resolve()
         return self._asked(f"look for {target}", lambda: commit.find(target) is not None, bool)
 
-    def steps(self, project: ProjectConfiguration, directory: str | Path | None) -> int:
+    def steps(self, directory: str | Path | None) -> int:
         """Return the optimizer steps in a checkpoint; None: in the newest of an automatic name.
 
         -1 where none can be read: then any other checkpoint is newer.
@@ -114,9 +112,7 @@ class RunFolder:
 
         def read() -> int:
             paths = (
-                commit.complete(_root(project))
-                if directory is None
-                else [Path(directory).resolve()]
+                commit.complete(self._root) if directory is None else [Path(directory).resolve()]
             )
             for path in paths:
                 with suppress(CheckpointError):
@@ -125,9 +121,9 @@ class RunFolder:
 
         return self._asked("look for the newest checkpoint", read, int)
 
-    def open_newest(self, project: ProjectConfiguration, verify: str) -> CheckpointReader:
+    def open_newest(self, verify: str) -> CheckpointReader:
         """Open the newest checkpoint of an automatic name that is not damaged."""
-        root = _root(project)
+        root = self._root
 
         def names() -> list[str]:
             found = [commit.latest(root), *commit.complete(root)[1:]]
@@ -136,7 +132,7 @@ class RunFolder:
         known = self._asked(f"load from {root}", names, list[str])
         return self._open_first([root / name for name in known], verify)
 
-    def open_finite(self, project: ProjectConfiguration) -> CheckpointReader:
+    def open_finite(self) -> CheckpointReader:
         """Open the newest checkpoint whose weights are finite.
 
         Raises:
@@ -144,7 +140,7 @@ class RunFolder:
         """
 
         def paths() -> list[str]:
-            automatic = commit.complete(_root(project)) if project.project_dir else []
+            automatic = commit.complete(self._root) if self.state.project.project_dir else []
             found = [path for path in (*self._named, *automatic) if commit.is_finite(path)]
             return [str(path) for path in sorted(found, key=lambda path: -path.stat().st_mtime)]
 
@@ -161,7 +157,7 @@ class RunFolder:
         failures: list[CheckpointError] = []
         for path in paths:
             try:
-                reader = open_checkpoint(path, self._world, verify=verify)
+                reader = open_checkpoint(path, self.state.world, verify=verify)
             except CheckpointError as error:  # the same on every rank
                 failures.append(error)
                 continue
@@ -170,48 +166,61 @@ class RunFolder:
             return reader
         raise failures[0]
 
+    @property
+    def _root(self) -> Path:
+        """The folder of automatic names."""
+        root = self.state.project.checkpoints
+        if root is None:
+            raise UsageError(
+                "expected a directory, found none; pass one, or give the Accelerator a "
+                "project_dir and automatic_checkpoint_naming=True"
+            )
+        return root
+
     def _asked(self, doing: str, work: Callable[[], T], kind: type[T]) -> T:
         """Return the result of rank 0."""
-        world = self._world
+        world = self.state.world
         found = together(world, doing, lambda: work() if world.is_main else None)
         return share(world, found, kind)  # type: ignore[return-value]  # of rank 0
 
 
-def _root(project: ProjectConfiguration) -> Path:
-    """Return the folder of automatic names."""
-    root = project.checkpoints
-    if root is None:
-        raise UsageError(
-            "expected a directory, found none; pass one, or give the Accelerator a "
-            "project_dir and automatic_checkpoint_naming=True"
-        )
-    return root
-
-
-class RunState:
-    """The state of everything that was prepared and registered, out of a checkpoint or into one.
+class WindowStart:
+    """The state that a window began with; a run that goes on from inside it begins it again.
 
     Args:
-        prepared: models, optimizers, schedulers and loaders.
-        gradients: for the loss scale, and the place in the accumulation window.
-        registered: further objects.
-        resumption: for the global batch.
-        world: this process among all processes.
+        state: of the run, with its models and loaders.
+        window: number of the window; 0 for the state of now.
     """
 
-    def __init__(
-        self,
-        prepared: PreparedObjects,
-        gradients: WindowGradients,
-        registered: Sequence[Registered],
-        resumption: commit.Resumption,
-        world: World,
-    ) -> None:
-        self._prepared = prepared
-        self._gradients = gradients
-        self._registered = registered
-        self._resumption = resumption
-        self._world = world
+    def __init__(self, state: RunState, window: int) -> None:
+        self._loaders = state.loaders
+        self._window = window
+        marks = (loader.mark_of(window) for loader in state.loaders)
+        first = min(filter(None, marks), key=lambda mark: mark.at, default=None)
+        self.random = rng.Snapshot() if first is None else first.random
+        self.progress = [dict(entry.strategy.progress()) for entry in state.models]
+
+    def loaders(self) -> list[dict[str, Any]]:
+        """Return the states of loaders before the window's first batches."""
+        marks = [(loader, loader.mark_of(self._window)) for loader in self._loaders]
+        return [mark.state if mark else loader.state_dict() for loader, mark in marks]
+
+
+@dataclass(eq=False)
+class SavedState:
+    """The state of everything that was prepared and registered, out of a checkpoint or into one.
+
+    Attributes:
+        state: of the run.
+        finite: forgets what was found in other weights.
+        registered: further objects.
+        begun: the start of the window that was begun last.
+    """
+
+    state: RunState
+    finite: FiniteCheck
+    registered: list[Registered] = field(default_factory=list)
+    begun: WindowStart | None = None
 
     def contents(self, saved: Mapping[int, bool], iteration: int) -> Contents:
         """Return the tensors and the state that this rank saves.
@@ -220,18 +229,17 @@ class RunState:
             saved: by index of each model to save, whether its weights are saved.
             iteration: number of the newest checkpoint in storage, this one included.
         """
-        entries = [self._prepared.models[i] for i in saved]
+        entries = [self.state.models[i] for i in saved]
         # A window under way begins again in a run that goes on from here.
-        begun = self._gradients.unfinished or WindowStart(self._prepared, 0)
+        begun = self.begun if self.state.window.is_unfinished else None
+        begun = begun or WindowStart(self.state, 0)
         encoded = {
             _file_name(i): registered.encoded()
-            for i, registered in enumerate(self._registered)
-            if registered.encode is not None and self._world.is_main
+            for i, registered in enumerate(self.registered)
+            if registered.encode is not None and self.state.world.is_main
         }
         return Contents(
-            models=[
-                shards_of(self._prepared.models[i], weights=whole) for i, whole in saved.items()
-            ],
+            models=[shards_of(self.state.models[i], weights=whole) for i, whole in saved.items()],
             scalars=[entry.scalars() for entry in entries],
             aliases=[entry.aliases() for entry in entries],
             state=self._facts(entries)
@@ -243,28 +251,28 @@ class RunState:
                     place: i for place, (i, whole) in enumerate(saved.items()) if not whole
                 },
             },
-            rank_state=begun.random(),
+            rank_state=begun.random.packed(),
             encoded=encoded,
             parameters=[frozenset(entry.names.values()) for entry in entries],
         )
 
     def _facts(self, entries: Sequence[PreparedModel]) -> dict[str, Any]:
         return {
-            "step": self._gradients.step,
-            **self._resumption.facts(self._gradients.state.num_steps),
-            "samples": self._prepared.samples_per_step(self._gradients.state.num_steps),
+            "step": self.state.step,
+            **self.state.resumption.facts(self.state.window.num_steps),
+            "samples": self.state.samples_per_step(self.state.window.num_steps),
             "groups": [entry.param_groups() for entry in entries],
             "links": [saved_choice(entry.strategy.run.links) for entry in entries],
-            "schedulers": [scheduler.state_dict() for scheduler in self._prepared.schedulers],
-            "scaler": self._gradients.scaler.state_dict(),
-            "steps": [optimizer.steps for optimizer in self._prepared.optimizers],
+            "schedulers": [scheduler.state_dict() for scheduler in self.state.schedulers],
+            "scaler": self.state.scaler.state_dict(),
+            "steps": [optimizer.steps for optimizer in self.state.optimizers],
             "objects": [
                 None if registered.encode is not None else registered.item.state_dict()
-                for registered in self._registered
+                for registered in self.registered
             ],
             "encoded": {
                 i: _file_name(i)
-                for i, registered in enumerate(self._registered)
+                for i, registered in enumerate(self.registered)
                 if registered.encode is not None
             },
         }
@@ -287,25 +295,27 @@ class RunState:
             CheckpointError: on every rank.
         """
         doing = f"load {reader.directory}"
-        loaded = together(self._world, doing, partial(_owners, reader, self._prepared.models, left))
+        loaded = together(
+            self.state.world, doing, partial(_owners, reader, self.state.models, left)
+        )
         for i, entry in enumerate(loaded):
             reader.model(i).partial = entry not in left
-        states = together(self._world, doing, partial(self._check, reader, loaded))
+        states = together(self.state.world, doing, partial(self._check, reader, loaded))
         for i, entry in enumerate(loaded):
             saved = reader.model(i)
-            together(self._world, doing, partial(_take_links, entry, reader.state, i))
-            together(self._world, doing, partial(entry.strategy.load, saved))
+            together(self.state.world, doing, partial(_take_links, entry, reader.state, i))
+            together(self.state.world, doing, partial(entry.strategy.load, saved))
             entry.load_param_groups(reader.state["groups"][i])
-            changed = entry.converted(saved, self._world)
+            changed = entry.converted(saved, self.state.world)
             if changed:
                 logger.warning(
                     f"{reader.directory}: weights of model {i} were converted: {changed}"
                 )
         rest = partial(self._load_rest, reader.state, loaded, states, rewinds=rewinds)
-        together(self._world, doing, rest)
+        together(self.state.world, doing, rest)
         if rewinds:
             self._load_rng(reader)
-        samples = self._prepared.samples_per_step(self._gradients.state.num_steps)
+        samples = self.state.samples_per_step(self.state.window.num_steps)
         before = reader.state.get("samples", 0)
         if samples and before and samples != before:
             logger.announce(f"{samples} samples per step; the saved run had {before}")
@@ -316,15 +326,15 @@ class RunState:
         for i, entry in enumerate(loaded):
             entry.strategy.check_load(reader.model(i))
             entry.check_param_groups(state["groups"][i])
-        check_count("prepared schedulers", len(self._prepared.schedulers), len(state["schedulers"]))
-        check_count("prepared loaders", len(self._prepared.loaders), len(state["loaders"]))
-        for loader, saved in zip(self._prepared.loaders, state["loaders"], strict=True):
+        check_count("prepared schedulers", len(self.state.schedulers), len(state["schedulers"]))
+        check_count("prepared loaders", len(self.state.loaders), len(state["loaders"]))
+        for loader, saved in zip(self.state.loaders, state["loaders"], strict=True):
             loader.check_state(saved)
-        check_count("registered objects", len(self._registered), len(state["objects"]))
+        check_count("registered objects", len(self.registered), len(state["objects"]))
         return [
             _state_of(registered, index, reader, plain)
             for index, (registered, plain) in enumerate(
-                zip(self._registered, state["objects"], strict=True)
+                zip(self.registered, state["objects"], strict=True)
             )
         ]
 
@@ -337,28 +347,28 @@ class RunState:
         rewinds: bool,
     ) -> None:
         """Load all state that is not of a model."""
-        for scheduler, saved in zip(self._prepared.schedulers, state["schedulers"], strict=True):
+        for scheduler, saved in zip(self.state.schedulers, state["schedulers"], strict=True):
             scheduler.load_state_dict(saved)
         if rewinds:
-            for loader, saved in zip(self._prepared.loaders, state["loaders"], strict=True):
+            for loader, saved in zip(self.state.loaders, state["loaders"], strict=True):
                 loader.load_state_dict(saved)
-        for each, saved in zip(self._registered, registered, strict=True):
+        for each, saved in zip(self.registered, registered, strict=True):
             each.item.load_state_dict(saved)
-        counts = zip(self._prepared.optimizers, state.get("steps", ()), strict=False)
+        counts = zip(self.state.optimizers, state.get("steps", ()), strict=False)
         for optimizer, steps in counts:
             optimizer.steps = steps
-        self._gradients.scaler.load_state_dict(state["scaler"])
-        self._gradients.forget()
-        self._gradients.step = state["step"]
-        self._gradients.state.forget()
-        for entry in self._prepared.models:
+        self.state.scaler.load_state_dict(state["scaler"])
+        self.finite.forget()
+        self.state.step = state["step"]
+        self.state.window.forget()
+        for entry in self.state.models:
             entry.forget_gradients()
         for entry, progress in zip(loaded, state.get("progress", ()), strict=False):
             entry.strategy.resume(progress)
 
     def _load_rng(self, reader: CheckpointReader) -> None:
         """Restore this rank's generators; a rank that was not there gets a seed of its own."""
-        mine = reader.rank_state(self._world.rank)
+        mine = reader.rank_state(self.state.world.rank)
         if mine is not None:
             rng.restore(mine)
             return
@@ -366,7 +376,9 @@ class RunState:
         digest = hashlib.sha256()
         for name in sorted(first):
             digest.update(bytes(first[name].flatten().view(torch.uint8).tolist()))
-        rng.set_seed((int.from_bytes(digest.digest()[:4], "little") + self._world.rank) % 2**32)
+        rng.set_seed(
+            (int.from_bytes(digest.digest()[:4], "little") + self.state.world.rank) % 2**32
+        )
 
 
 def _take_links(entry: PreparedModel, state: Mapping[str, Any], index: int) -> None:
@@ -441,53 +453,45 @@ def _file_name(index: int) -> str:
 # --- saving and resuming ---
 
 
+@dataclass(eq=False)
 class RunCheckpoints:
     """The checkpoints of one Accelerator.
 
-    Args:
-        prepared: everything whose state is saved.
-        gradients: for the loss scale, and the place in the accumulation window.
-        project: where automatically named checkpoints go.
-        runs: the run, and its continuation after an end.
-
     Attributes:
+        state: of the run.
+        finite: looks at losses and gradients; a run that has found something saves nothing.
+        saved: the state of everything in a checkpoint.
         background: the save that is being finished while training goes on.
     """
 
-    def __init__(
-        self,
-        prepared: PreparedObjects,
-        gradients: WindowGradients,
-        project: ProjectConfiguration,
-        runs: Runs,
-    ) -> None:
-        world = runs.default.world
-        self.project = project
-        self._resumption = runs.resumption
-        self._prepared = prepared
-        self._gradients = gradients
-        self._world = world
-        self.background = Background(world)
-        self._memory: MemoryCheckpoints | None = None
-        if runs.memory is not None:
+    state: RunState
+    finite: FiniteCheck
+    saved: SavedState = field(init=False)
+    background: Background = field(init=False)
+    _folder: RunFolder = field(init=False)
+    _memory: "MemoryCheckpoints | None" = None
+    _save_hooks: OrderedDict[int, Callable[..., Any]] = field(default_factory=OrderedDict)
+    _load_hooks: OrderedDict[int, Callable[..., Any]] = field(default_factory=OrderedDict)
+
+    def __post_init__(self) -> None:
+        """Look for the memory of the hosts, where the run has checkpoints there."""
+        state = self.state
+        self.saved, self._folder = SavedState(state, self.finite), RunFolder(state)
+        self.background = Background(state.world)
+        if state.memory is not None:
             from drivetrain.checkpoint import local  # no other run needs it
 
-            every = runs.config.run.checkpoint.local_every
-            self._memory = local.MemoryCheckpoints(runs.memory, every, world, self.background)
-            gradients.preemption.call_between_steps(self.save_in_memory)
-        self._registered: list[Registered] = []
-        self._folder = RunFolder(world)
-        gradients.finite.go_back = self.go_back
-        self._state = RunState(prepared, gradients, self._registered, runs.resumption, world)
-        self._save_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
-        self._load_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
+            every = state.config.run.checkpoint.local_every
+            self._memory = local.MemoryCheckpoints(
+                state.memory, every, state.world, self.background
+            )
 
     def register(
         self, objects: Sequence[Any], encode: Encode | None, decode: Decode | None
     ) -> None:
         """Keep the state of these objects in every checkpoint."""
         _check_registration(objects, encode, decode)
-        self._registered.extend(Registered(item, encode, decode) for item in objects)
+        self.saved.registered.extend(Registered(item, encode, decode) for item in objects)
 
     def add_save_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
         """Call ``hook(models, weights, output_dir)`` in each save, before anything is written."""
@@ -504,20 +508,22 @@ class RunCheckpoints:
     def save(self, output_dir: str | Path | None, *, overwrite: bool, wait: bool) -> str:
         """Save the whole state, at once or in the background; see ``save_state``. Collective."""
         self._check_same_step()
-        self._gradients.finite.before_save()
-        self._resumption.before_save()
-        automatic = self.project.automatic_checkpoint_naming
-        directory = self._folder.next(self.project) if automatic else _given(output_dir)
+        self.finite.before_save()
+        self.state.resumption.before_save()
+        automatic = self.state.project.automatic_checkpoint_naming
+        directory = self._folder.next() if automatic else _given(output_dir)
         doing = f"save {directory}"
-        save = Save(directory, self._world, overwrite=overwrite)
+        save = Save(directory, self.state.world, overwrite=overwrite)
         with save.abandoned_on_failure():
-            chosen = together(self._world, doing, partial(self._entries_to_save, save.draft))
+            chosen = together(self.state.world, doing, partial(self._entries_to_save, save.draft))
             # Hooks often take weights out on rank 0 alone.
-            entries = share(self._world, chosen, dict[int, bool])
+            entries = share(self.state.world, chosen, dict[int, bool])
             contents = together(
-                self._world, doing, partial(self._state.contents, entries, self.project.iteration)
+                self.state.world,
+                doing,
+                partial(self.saved.contents, entries, self.state.project.iteration),
             )
-        old = (directory.parent, self.project.total_limit) if automatic else (directory, None)
+        old = (directory.parent, self.state.project.total_limit) if automatic else (directory, None)
         if wait:
             self._finish(save, contents, *old)
         else:
@@ -526,7 +532,7 @@ class RunCheckpoints:
             logger.info(f"{doing} in the background from {staged.shard_bytes} bytes of host memory")
             self.background.start(partial(self._finish, save, staged, *old))
         if automatic:
-            self.project.iteration += 1
+            self.state.project.iteration += 1
         else:
             self._folder.add(directory)
         return str(directory)
@@ -542,7 +548,7 @@ class RunCheckpoints:
                 has failed.
             UsageError: hooks of ``save_state`` are registered.
         """
-        steps = max((optimizer.steps for optimizer in self._prepared.optimizers), default=0)
+        steps = self.state.steps
         if self._memory is None or not self._memory.is_due(steps):
             return
         if self._save_hooks:
@@ -551,15 +557,15 @@ class RunCheckpoints:
                 f"{len(self._save_hooks)}; their files go to storage alone: register objects with "
                 "register_for_checkpointing(), or leave checkpoint.local out"
             )
-        if share(self._world, self.background.is_busy, bool):
+        if share(self.state.world, self.background.is_busy, bool):
             return  # a save in storage goes first; a later step is as good
         self.background.wait()
         self._check_same_step()
-        self._gradients.finite.before_save()
-        self._resumption.before_save()
-        entries = dict.fromkeys(range(len(self._prepared.models)), True)
-        collect = partial(self._state.contents, entries, self.project.iteration - 1)
-        self._memory.save(steps, collect, partial(self._resumption.saved, memory=True))
+        self.finite.before_save()
+        self.state.resumption.before_save()
+        entries = dict.fromkeys(range(len(self.state.models)), True)
+        collect = partial(self.saved.contents, entries, self.state.project.iteration - 1)
+        self._memory.save(steps, collect, partial(self.state.resumption.saved, memory=True))
 
     def resume(self, input_dir: str | Path | None, *, verify: str) -> str:
         """Load the newest whole checkpoint, out of memory or storage; "" without any. Collective.
@@ -569,7 +575,7 @@ class RunCheckpoints:
         stored = self.is_there(input_dir)
         reader = None
         if self._memory is not None:
-            steps = self._folder.steps(self.project, input_dir) if stored else None
+            steps = self._folder.steps(input_dir) if stored else None
             reader = self._memory.open_newest(steps, hashed=verify != "size")
         if reader is None:
             loaded = self.load(input_dir, verify=verify) if stored else ""
@@ -577,32 +583,32 @@ class RunCheckpoints:
                 self._memory.clear()
             return loaded
         with reader:
-            self._state.load(reader, self._prepared.models)
-            self.project.iteration = reader.state["iteration"] + 1
-        self._resumption.loaded = True
+            self.saved.load(reader, self.state.models)
+            self.state.project.iteration = reader.state["iteration"] + 1
+        self.state.resumption.loaded = True
         return str(reader.directory)
 
     def load(self, input_dir: str | Path | None, *, verify: str) -> str:
         """Load the whole state of a run; see ``load_state``. Collective."""
         if input_dir is None:
-            reader = self._folder.open_newest(self.project, verify)
+            reader = self._folder.open_newest(verify)
         else:
-            reader = open_checkpoint(Path(input_dir), self._world, verify=verify)
+            reader = open_checkpoint(Path(input_dir), self.state.world, verify=verify)
         given = str(reader.directory if input_dir is None else Path(input_dir))
         with reader:
-            self._state.load(reader, self._call_load_hooks(given))
-            self.project.iteration = reader.state["iteration"] + 1
-        self._resumption.loaded = True
+            self.saved.load(reader, self._call_load_hooks(given))
+            self.state.project.iteration = reader.state["iteration"] + 1
+        self.state.resumption.loaded = True
         if input_dir is not None:
             self._folder.add(Path(input_dir))
         return given
 
     def _call_load_hooks(self, directory: str) -> list[PreparedModel]:
         """Let hooks load weights themselves; return the models that are left."""
-        models = [entry.model for entry in self._prepared.models]
+        models = [entry.model for entry in self.state.models]
         for hook in self._load_hooks.values():
             hook(models, directory)
-        return [e for e in self._prepared.models if any(e.model is model for model in models)]
+        return [e for e in self.state.models if any(e.model is model for model in models)]
 
     def is_there(self, input_dir: str | Path | None) -> bool:
         """Whether there is a checkpoint to go on from, damaged or not.
@@ -610,10 +616,14 @@ class RunCheckpoints:
         Args:
             input_dir: its directory; None means one of any automatic name.
         """
-        anew = share(self._world, self._resumption.begins_anew, bool)
-        if self._memory is not None and input_dir is None and self.project.checkpoints is None:
+        anew = share(self.state.world, self.state.resumption.begins_anew, bool)
+        if (
+            self._memory is not None
+            and input_dir is None
+            and self.state.project.checkpoints is None
+        ):
             return False
-        return not anew and self._folder.holds(self.project, input_dir)
+        return not anew and self._folder.holds(input_dir)
 
     def go_back(self) -> str:
         """Load the newest finite checkpoint of this run; loaders and random numbers go on.
@@ -624,28 +634,28 @@ class RunCheckpoints:
             CheckpointError: there is none.
         """
         self.background.wait()
-        reader = self._folder.open_finite(self.project)
+        reader = self._folder.open_finite()
         with reader:
             left = self._call_load_hooks(str(reader.directory))
-            self._state.load(reader, left, rewinds=False)
+            self.saved.load(reader, left, rewinds=False)
         return str(reader.directory)
 
     def _check_same_step(self) -> None:
         """Raise on every rank when they do not stand between the same two micro-batches."""
-        window = self._gradients.state
+        window = self.state.window
         within = window.micro_batch if window.is_unfinished else 0
         if within:
             self._tell_of_window(within)
-        steps = [optimizer.steps for optimizer in self._prepared.optimizers]
+        steps = [optimizer.steps for optimizer in self.state.optimizers]
         facts = {
             "the steps that the optimizers have taken": steps,
             "the micro-batches of the accumulation window": within,
         }
-        check_same(self._world, "save a checkpoint", facts)
+        check_same(self.state.world, "save a checkpoint", facts)
 
     def _tell_of_window(self, within: int) -> None:
         """Say what a run will do that goes on from inside an accumulation window."""
-        tensors = (persistent_buffers(entry.module).items() for entry in self._prepared.models)
+        tensors = (persistent_buffers(entry.module).items() for entry in self.state.models)
         written = (name for each in tensors for name, one in each if one.is_floating_point())
         text = (
             "save_state() inside an accumulation window: a run that goes on from there begins the "
@@ -668,7 +678,7 @@ class RunCheckpoints:
             By index of each model to save, whether its weights are saved; the state of its
             optimizers is saved even so.
         """
-        entries = list(self._prepared.models)
+        entries = list(self.state.models)
         if not self._save_hooks:
             return dict.fromkeys(range(len(entries)), True)
         models = [entry.model for entry in entries]
@@ -692,16 +702,16 @@ class RunCheckpoints:
     ) -> None:
         """Complete a save, and then remove the oldest checkpoints beyond the limit."""
         save.finish(contents, group)
-        if self._world.is_main:
-            self._resumption.saved(contents.state)
-        if self._world.is_main and not commit.is_finite(save.target):
+        if self.state.world.is_main:
+            self.state.resumption.saved(contents.state)
+        if self.state.world.is_main and not commit.is_finite(save.target):
             logger.warning(
                 f"{save.target} holds weights that are infinite or NaN; the newest checkpoint "
                 "without any is kept, whatever total_limit says"
             )
         if limit is not None:
-            remove = partial(commit.prune, root, limit) if self._world.is_main else list
-            together(self._world, f"remove old checkpoints in {root}", remove, group)
+            remove = partial(commit.prune, root, limit) if self.state.world.is_main else list
+            together(self.state.world, f"remove old checkpoints in {root}", remove, group)
 
 
 def check_safe(safe_serialization: bool) -> None:

@@ -16,7 +16,7 @@ import math
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -24,14 +24,12 @@ from torch import Tensor
 
 from drivetrain.collectives.facts import gather_facts, meet, named, refuse_other_operation
 from drivetrain.errors import ConfigError, NonFiniteError
-from drivetrain.facade.prepared import PreparedModel, PreparedObjects
-from drivetrain.facade.settings import ProjectConfiguration, Runs
+from drivetrain.facade.prepared import PreparedModel, RunState
 from drivetrain.log import get_logger
-from drivetrain.runtime.gradient_state import ActivePass, GradientState
+from drivetrain.runtime.gradient_state import ActivePass
 from drivetrain.runtime.late import LateNumbers
 from drivetrain.runtime.mesh import Axis
 from drivetrain.runtime.notices import PREEMPTED, Notice
-from drivetrain.runtime.precision import LossScaler
 from drivetrain.runtime.world import World, is_launched
 
 # --- facts that a single rank may have, exchanged at a step ---
@@ -205,60 +203,55 @@ class Watched:
     value: Tensor
 
 
+@dataclass(eq=False)
 class FiniteCheck:
     """Looks at losses and gradients, and does as ``on_nonfinite`` says.
 
     With a loss scale an infinite gradient is no mistake: the scale skips such steps by itself.
 
-    Args:
-        prepared: the optimizers count the steps.
-        runs: of the Accelerator.
-        scaler: the loss scale of fp16.
-
     Attributes:
-        go_back: loads the newest finite checkpoint, and returns its directory.
+        state: of the run; its optimizers count the steps.
+        losses: those of the window's micro-batches that count; nothing waits for their values.
+        norms: of all gradients of models, by the identity of their entries, where they are known.
     """
 
-    def __init__(self, prepared: PreparedObjects, runs: Runs, scaler: LossScaler) -> None:
-        self.go_back: Callable[[], str] | None = None
-        self._policy = runs.config.run.on_nonfinite
-        self._prepared = prepared
-        self._runs = runs
-        # A loss scale has a rule of its own.
-        self._looks = self._policy != "ignore" and not scaler.enabled
-        self._watched: list[Watched] = []
-        self._copied: tuple[list[Watched], LateNumbers] | None = None
-        self._found = ""
-        self._norms: dict[int, Tensor] = {}
-        self._turn = 0
-        self._in_a_row = 0
-        self._returns = 0
+    state: RunState
+    losses: list[Tensor] = field(default_factory=list)
+    norms: dict[int, Tensor] = field(default_factory=dict)
+    _watched: list[Watched] = field(default_factory=list)
+    _copied: tuple[list[Watched], LateNumbers] | None = None
+    _found: str = ""
+    _turn: int = 0
+    _in_a_row: int = 0
+    _returns: int = 0
 
-    def look(
-        self, entries: Sequence[PreparedModel], losses: list[Tensor], norms: dict[int, Tensor]
-    ) -> None:
-        """Look at the losses of the window, and at gradients that are about to be used.
+    @property
+    def _policy(self) -> str:
+        return self.state.config.run.on_nonfinite
+
+    @property
+    def _looks(self) -> bool:
+        return self._policy != "ignore" and not self.state.scaler.enabled  # which has its own rule
+
+    def look(self, entries: Sequence[PreparedModel]) -> None:
+        """Look once at the losses of the window, and at gradients that are about to be used.
 
         Args:
             entries: the models of the step.
-            losses: of micro-batches; each is looked at once, and then taken off.
-            norms: of all gradients of models, by the identity of their entries.
 
         Raises:
             ConfigError: the policy lets ranks leave out steps that others take, now or later.
         """
         for entry in entries:
             self._check_policy(entry.strategy.pace.later)
-        self._norms = norms
+        losses, self.losses = self.losses, []
         if not self._looks:
-            losses.clear()
             return
         step = self._step()
         for number, loss in enumerate(losses, 1):
             self._watched.append(Watched(step, f"the loss of micro-batch {number}", loss))
-        losses.clear()
         for entry in entries:
-            norm = norms.get(id(entry))
+            norm = self.norms.get(id(entry))
             if norm is not None:
                 self._watched.append(Watched(step, _NORM, norm))
             else:
@@ -284,8 +277,8 @@ class FiniteCheck:
 
     def must_tell(self, entries: Sequence[PreparedModel]) -> bool:
         """Whether ranks must tell each other in this step, whatever that costs."""
-        alone = self._on_cpu and self._runs.default.world.size == 1
-        known = all(id(entry) in self._norms for entry in entries)
+        alone = self._on_cpu and self.state.world.size == 1
+        known = all(id(entry) in self.norms for entry in entries)
         return alone or (self._looks and self._policy == "skip" and not known)
 
     def is_norm_bad(self, entries: Sequence[PreparedModel]) -> bool:
@@ -294,7 +287,7 @@ class FiniteCheck:
             return False
         if not self._on_cpu and self._policy != "skip":
             return False
-        known = [self._norms[id(entry)] for entry in entries if id(entry) in self._norms]
+        known = [self.norms[id(entry)] for entry in entries if id(entry) in self.norms]
         return not all(math.isfinite(float(norm)) for norm in known)
 
     def found(self, entries: Sequence[PreparedModel]) -> bool:
@@ -310,12 +303,15 @@ class FiniteCheck:
             self._copied, self._watched = self._copies(), []
         return bool(self._found)
 
-    def act(self, entries: Sequence[PreparedModel], ranks: Axis | None = None) -> None:
+    def act(
+        self, entries: Sequence[PreparedModel], ranks: Axis | None, go_back: Callable[[], str]
+    ) -> None:
         """Do as the policy says, on every rank: the step is not taken. Collective.
 
         Args:
             entries: the models of the step.
             ranks: those that come to the step together; None means all.
+            go_back: loads the newest finite checkpoint, and returns its directory.
 
         Raises:
             NonFiniteError: on every one of the ranks: names step, ranks, micro-batch or parameter.
@@ -325,12 +321,12 @@ class FiniteCheck:
         self.forget()
         if self._policy == "stop":
             raise _error(where, "on_nonfinite: stop ends the run")
-        if self._policy == "rollback" and self.go_back is not None:
+        if self._policy == "rollback":
             self._returns += 1
             if self._returns > MOST_RETURNS:
                 again = f"the run went back {MOST_RETURNS} times without a save in between"
                 raise _error(where, again)
-            directory = self.go_back()
+            directory = go_back()
             logger.warning(str(_error(where, f"going on from {directory}, with the next batches")))
             return
         self._in_a_row += 1
@@ -344,7 +340,8 @@ class FiniteCheck:
 
     def forget(self) -> None:
         """Forget all that was found: other weights are loaded."""
-        self._norms.clear()
+        self.losses.clear()
+        self.norms.clear()
         self._watched.clear()
         self._copied = None
         self._found = ""
@@ -371,7 +368,7 @@ class FiniteCheck:
     @property
     def _on_cpu(self) -> bool:
         """Whether reading a number waits for nothing."""
-        return self._runs.default.world.device.type == "cpu"
+        return self.state.world.device.type == "cpu"
 
     def _look_at_gradients(self, entry: PreparedModel, step: int) -> None:
         pieces = list(entry.strategy.gradients())
@@ -412,7 +409,7 @@ class FiniteCheck:
 
     def _step(self) -> int:
         """Return the number of the step at hand; optimizers count it when it begins."""
-        return max((each.steps for each in self._prepared.optimizers), default=1)
+        return max((each.steps for each in self.state.optimizers), default=1)
 
 
 def _error(where: str, what: str) -> NonFiniteError:
@@ -450,28 +447,25 @@ def _bad_gradients(entries: Sequence[PreparedModel]) -> str:
 # --- a run that is told to end saves after a step that all ranks agree on ---
 
 
+@dataclass(eq=False)
 class Preemption:
     """The end of a run after a scheduler's notice.
 
-    Args:
-        world: this process among all processes.
-        state: whether a window is complete, and which pass is under way.
-        save: method that saves the run under an automatic name, and returns the directory; its
-            object is not kept alive.
-
     Attributes:
+        state: of the run: whether a window is complete, and which pass is under way.
+        between_steps: is called whenever the training loop asks for a batch after a whole step.
+        save: method that saves the run under an automatic name, and returns the directory; its
+            object is not kept alive: loaders hold this one, and finalizers hold them.
         told: whether a rank has told all the others of a notice.
     """
 
-    def __init__(self, world: World, state: GradientState, save: Callable[[], str]) -> None:
-        self.told = False
-        self._between_steps: weakref.WeakMethod[Callable[[], None]] | None = None
-        self._world = world
-        self._state = state
-        self._save = weakref.WeakMethod(save)  # loaders hold this object, and finalizers hold them
-        self._notice = Notice()
-        self._by_script = False
-        self._trained: ActivePass | None = None
+    state: RunState
+    between_steps: Callable[[], None]
+    save: "weakref.WeakMethod[Callable[..., str]]"
+    told: bool = False
+    _notice: Notice = field(default_factory=Notice)
+    _by_script: bool = False
+    _trained: ActivePass | None = None
 
     @property
     def heard(self) -> bool:
@@ -481,7 +475,7 @@ class Preemption:
     @property
     def agreed(self) -> bool:
         """Whether all ranks know of a notice: the same on every rank after the same step."""
-        return self.told if self._world.size > 1 else self.heard
+        return self.told if self.state.world.size > 1 else self.heard
 
     def asked(self) -> bool:
         """Return ``agreed`` to a script, which handles notices from now on."""
@@ -489,19 +483,16 @@ class Preemption:
         self._notice.listen()
         return self.agreed
 
-    def listen(self, project: ProjectConfiguration) -> None:
+    def listen(self) -> None:
         """Hear notices that a launcher hands on, if there is somewhere to save to."""
+        project = self.state.project
         named = project.project_dir is not None and project.automatic_checkpoint_naming
         if named and is_launched():
             self._notice.listen()
 
-    def call_between_steps(self, method: Callable[[], None]) -> None:
-        """Call a method whenever the training loop asks for a batch after a whole step."""
-        self._between_steps = weakref.WeakMethod(method)
-
     def after_step(self) -> None:
         """Note which pass over a loader the training loop makes."""
-        self._trained = self._state.trained_pass
+        self._trained = self.state.window.trained_pass
 
     def between_batches(self, one: ActivePass) -> None:
         """Take a turn between two steps, and end the run here after a notice.
@@ -511,13 +502,12 @@ class Preemption:
         Raises:
             SystemExit: with the code of a saved run, on every rank.
         """
-        complete = self._state.sync_gradients and one is self._trained
-        if not complete or self._state.uneven:
+        window = self.state.window
+        complete = window.sync_gradients and one is self._trained
+        if not complete or window.uneven:
             return
-        between_steps = self._between_steps() if self._between_steps is not None else None
-        if between_steps is not None:
-            between_steps()
-        save = self._save()
+        self.between_steps()
+        save = self.save()
         if self._by_script or not self.agreed or save is None:
             return
         self._by_script = True  # once

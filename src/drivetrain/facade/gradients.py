@@ -11,6 +11,7 @@ values.
 import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,49 +19,37 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from drivetrain import communication
-from drivetrain.data.loader import Mark
 from drivetrain.errors import UsageError
+from drivetrain.facade.checkpoints import RunCheckpoints, WindowStart
 from drivetrain.facade.exchange import Exchange, FiniteCheck, Preemption
-from drivetrain.facade.observer import Observer
-from drivetrain.facade.prepared import PreparedModel, PreparedObjects, WholeWeights
-from drivetrain.facade.settings import Runs
+from drivetrain.facade.prepared import PreparedModel, RunState
+from drivetrain.facade.weights import WholeWeights
 from drivetrain.memory import is_out_of_memory, tries_again
 from drivetrain.parallel.backward import clip_
-from drivetrain.runtime import rng
-from drivetrain.runtime.gradient_state import BatchPiece, GradientState
-from drivetrain.runtime.precision import LossScaler
-from drivetrain.strategy import Run
+from drivetrain.runtime.gradient_state import BatchPiece
 
 
+@dataclass(eq=False)
 class WindowMean:
     """The normalisation of one accumulation window.
 
     Gradients that were there before the window stay as they were: it keeps copies of them where its
     own may be multiplied. A loop that clears gradients has none.
 
-    Args:
-        state: the window it belongs to.
-        prepared: the models.
+    Attributes:
+        state: of the run, with the window it belongs to.
         counted: whether the micro-batches are counted by ``accumulate()``; a loop that counts them
             itself always has full windows.
-
-    Attributes:
         counts_nothing: whether the last loss has the weight 0: it may be no number.
-        losses: those of micro-batches that count; nothing waits for their values.
-        norms: of all gradients of models, by the identity of their entries, where they are known.
     """
 
-    def __init__(self, state: GradientState, prepared: PreparedObjects, *, counted: bool) -> None:
-        self._state = state
-        self._prepared = prepared
-        self._earlier: list[KeptGradient] | None = None
-        self._counted = counted
-        self.counts_nothing = False
-        self.losses: list[Tensor] = []
-        self.norms: dict[int, Tensor] = {}
-        self._weights: list[float] = []
-        self._unweighted = False
-        self._finished = False
+    state: RunState
+    counted: bool = False
+    counts_nothing: bool = False
+    _earlier: "list[KeptGradient] | None" = None
+    _weights: list[float] = field(default_factory=list)
+    _unweighted: bool = False
+    _finished: bool = False
 
     def divide(self, loss: Tensor, weight: float | Tensor | None) -> Tensor:
         """Return the loss as it enters backward: weighted, or a share of the window's mean.
@@ -80,9 +69,11 @@ class WindowMean:
                 "both; pass weight= to each backward() of the window"
             )
         if weight is None:
-            length = self._state.micro_batch if self._finished else self._state.num_steps
+            length = (
+                self.state.window.micro_batch if self._finished else self.state.window.num_steps
+            )
             return loss / length if length > 1 else loss
-        if self._finished or (self._state.num_steps > 1 and not self._counted):
+        if self._finished or (self.state.window.num_steps > 1 and not self.counted):
             raise UsageError(
                 "expected one weighted backward() per micro-batch inside accumulate(), found one "
                 "after the window's gradients were already divided by the sum of weights; add the "
@@ -96,14 +87,14 @@ class WindowMean:
         Only where ``finish`` may return a factor. A script may clear gradients between the
         micro-batches of a window.
         """
-        state = self._state
-        may_end_early = self._counted and state.num_steps > 1 and state.sync_with_dataloader
-        if not (self._weights or (may_end_early and state.divides_by_length)):
+        window = self.state.window
+        may_end_early = self.counted and window.num_steps > 1 and window.sync_with_dataloader
+        if not (self._weights or (may_end_early and window.divides_by_length)):
             return
         if self._earlier is None:
             self._earlier = [
                 KeptGradient(entry, parameter)
-                for entry in self._prepared.models
+                for entry in self.state.models
                 if _is_any(entry.strategy.gradients())
                 for _, parameter in entry.module.named_parameters()
             ]
@@ -111,12 +102,12 @@ class WindowMean:
 
     def scale_fresh(self, factor: float) -> None:
         """Multiply the window's gradients; gradients from before the window stay as they were."""
-        for entry in self._prepared.models:
+        for entry in self.state.models:
             entry.strategy.scale_gradients(factor)
         for kept in self._earlier or ():
             kept.restore(factor)
 
-    def finish(self, run: Run) -> float | None:
+    def finish(self) -> float | None:
         """Return the factor that makes the synchronised gradients right, None when they are.
 
         Collective over the run's axis ``dp`` when the losses are weighted.
@@ -125,47 +116,18 @@ class WindowMean:
             return None
         if self._weights:
             self._finished = True
-            axis, device = run.mesh["dp"], run.world.device
+            axis, device = self.state.run.mesh["dp"], self.state.world.device
             # In fp64: sums of token counts stay exact.
             total = torch.tensor(sum(self._weights), dtype=torch.float64, device=device)
             whole = float(communication.reduce(total, "sum", group=axis))
             # The strategy has averaged over the axis: its size turns the mean into a sum again.
             return axis.size / whole if whole else 0.0
-        length = self._state.micro_batch
-        is_full = length >= self._state.num_steps
-        if is_full or not (self._counted and self._state.divides_by_length):
+        length = self.state.window.micro_batch
+        is_full = length >= self.state.window.num_steps
+        if is_full or not (self.counted and self.state.window.divides_by_length):
             return None
         self._finished = True
-        return self._state.num_steps / length
-
-
-class WindowStart:
-    """The state that a window began with; a run that goes on from inside it begins it again.
-
-    Args:
-        prepared: the models and loaders.
-        window: number of the window; 0 for the state of now.
-    """
-
-    def __init__(self, prepared: PreparedObjects, window: int) -> None:
-        self._prepared = prepared
-        self._window = window
-        first = min(self._marks(), key=lambda mark: mark.at, default=None)
-        self._random = rng.Snapshot() if first is None else first.random
-        self.progress = [dict(entry.strategy.progress()) for entry in prepared.models]
-
-    def loaders(self) -> list[dict[str, Any]]:
-        """Return the states of loaders before the window's first batches."""
-        marks = [(loader, loader.mark_of(self._window)) for loader in self._prepared.loaders]
-        return [mark.state if mark else loader.state_dict() for loader, mark in marks]
-
-    def random(self) -> dict[str, Tensor]:
-        """Return the state of all generators before the window's first batch was read."""
-        return self._random.packed()
-
-    def _marks(self) -> Iterator[Mark]:
-        marks = (loader.mark_of(self._window) for loader in self._prepared.loaders)
-        return (mark for mark in marks if mark is not None)
+        return self.state.window.num_steps / length
 
 
 class KeptGradient:
@@ -177,9 +139,7 @@ class KeptGradient:
     """
 
     def __init__(self, entry: PreparedModel, parameter: nn.Parameter) -> None:
-        self._entry = entry
-        self._parameter = parameter
-        self._scale = entry.scale
+        self._entry, self._parameter, self._scale = entry, parameter, entry.scale
         self._copies = [piece.clone() for piece in self.pieces()]
 
     def pieces(self) -> list[Tensor]:
@@ -202,51 +162,32 @@ def _is_any(pieces: Iterable[Tensor]) -> bool:
 # --- the gradients ---
 
 
+@dataclass(eq=False)
 class WindowGradients:
     """The gradients of all prepared models in one accumulation window.
 
-    Args:
-        prepared: the models and their optimizers.
-        state: the accumulation window.
-        scaler: the loss scale of fp16.
-        runs: gradients are averaged over the axis ``dp`` of the default one.
-        preemption: is told of each step.
-        weights: compares those of the ranks.
-
     Attributes:
-        step: micro-batch of the window, from 1; kept in checkpoints.
-        observer: is told of each event.
+        state: of the run; gradients are averaged over the axis ``dp`` of its mesh.
+        weights: compares those of the ranks.
         finite: looks at losses and gradients.
+        checkpoints: are told where a window begins, and let the run go back.
+        preemption: is told of each step.
         garbage: Python's collections, after the same steps on all ranks.
     """
 
-    def __init__(
-        self,
-        prepared: PreparedObjects,
-        state: GradientState,
-        scaler: LossScaler,
-        runs: Runs,
-        preemption: Preemption,
-        weights: WholeWeights,
-    ) -> None:
-        self.state = state
-        self.preemption = preemption
-        self.scaler = scaler
-        self.step = 0
-        self.observer = Observer()
-        self._prepared = prepared
-        self._runs = runs
-        self._weights = weights
-        self.finite = FiniteCheck(prepared, runs, scaler)
-        self.garbage = SharedCollections(runs.config.run.collect_garbage_every)
-        self._exchanges: dict[tuple[int, ...], Exchange] = {}  # by the ranks; of all under ()
-        self._begun: WindowStart | None = None
-        self._start_window(counted=False)
+    state: RunState
+    weights: WholeWeights
+    finite: FiniteCheck
+    checkpoints: RunCheckpoints
+    preemption: Preemption
+    garbage: "SharedCollections"
+    _exchanges: dict[tuple[int, ...], Exchange] = field(default_factory=dict)
+    """By the ranks; of all under ()."""
+    _mean: WindowMean = field(init=False)
 
-    @property
-    def unfinished(self) -> WindowStart | None:
-        """The start of the window at hand, if its gradients wait for a step."""
-        return self._begun if self.state.is_unfinished else None
+    def __post_init__(self) -> None:
+        """Begin with a window that no ``accumulate()`` counts."""
+        self._mean = WindowMean(self.state)
 
     @contextmanager
     def micro_batch(
@@ -261,23 +202,23 @@ class WindowGradients:
 
         It may be a piece of a batch: the first, the last, with some of its rows.
         """
-        state = self.state
-        if piece is not None and state.is_inside:  # pieces of the micro-batch that is under way
+        window = self.state.window
+        if piece is not None and window.is_inside:  # pieces of the micro-batch that is under way
             first = False
-        elif state.sync_gradients:
+        elif window.sync_gradients:
             self._start_window(counted=True)
         with ExitStack() as stack:
             stack.enter_context(self.explained())
-            stack.enter_context(state.next_micro_batch(first=first, last=last, piece=piece))
-            if (state.num_steps > 1 or not last) and first and state.micro_batch == 1:
-                self._begun = WindowStart(self._prepared, state.windows)
-            self.step = state.micro_batch
-            if not (state.sync_gradients or state.sync_each_batch):
-                for entry in self._prepared.chosen(models):
+            stack.enter_context(window.next_micro_batch(first=first, last=last, piece=piece))
+            if (window.num_steps > 1 or not last) and first and window.micro_batch == 1:
+                self.checkpoints.saved.begun = WindowStart(self.state, window.windows)
+            self.state.step = window.micro_batch
+            if not (window.sync_gradients or window.sync_each_batch):
+                for entry in self.state.chosen(models):
                     stack.enter_context(entry.strategy.accumulating())
             yield
-        if state.sync_gradients:
-            self.scaler.update()
+        if window.sync_gradients:
+            self.state.scaler.update()
 
     @contextmanager
     def explained(self) -> Iterator[None]:
@@ -291,7 +232,7 @@ class WindowGradients:
     def explain(self, error: Exception) -> None:
         """Tell the observer of an error, if it is one of an allocator that the script will see."""
         if is_out_of_memory(error) and not tries_again.get():
-            self.observer.out_of_memory(error)
+            self.state.observer.out_of_memory(error)
 
     def loss_of(
         self,
@@ -301,7 +242,7 @@ class WindowGradients:
         loss_fn: Callable[[Any, Any], Tensor] | None,
     ) -> Tensor:
         """Return the loss of a batch, which ``backward`` is given next; see ``pipeline_step``."""
-        entry = self._prepared.model(model)
+        entry = self.state.model(model)
         args = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
         args, kwargs = ((), dict(inputs)) if isinstance(inputs, Mapping) else (args, {})
         if loss_fn is None:
@@ -310,7 +251,7 @@ class WindowGradients:
                 output["loss"] if isinstance(output, Mapping) else getattr(output, "loss", output)
             )
             return loss
-        self.observer.handed_over(args, kwargs, targets)
+        self.state.observer.handed_over(args, kwargs, targets)
         with self.explained():
             pipeline = entry.strategy.pipeline
             if pipeline is None:
@@ -318,7 +259,7 @@ class WindowGradients:
             else:
                 loss = pipeline.loss(args, kwargs, targets, loss_fn)
         # A strategy may run parts of the model only: then the model's own hook has noted nothing.
-        self._prepared.last_run = entry
+        self.state.last_run = entry
         return loss
 
     def backward(
@@ -326,39 +267,41 @@ class WindowGradients:
     ) -> None:
         """Run backward; at the end of a window the gradients are synchronised and exact means."""
         _check_loss(loss)
-        if weight is None and self.state.piece is not None:
-            weight = self.state.piece.rows  # pieces of a batch need not be equally large
-        self.state.use(trains=True)
-        if self.state.micro_batch == 0:
+        if weight is None and self.state.window.piece is not None:
+            weight = self.state.window.piece.rows  # pieces of a batch need not be equally large
+        self.state.window.use(trains=True)
+        if self.state.window.micro_batch == 0:
             self._start_window(counted=False)
         scaled = self._scaled(self._mean.divide(loss, weight))
         self._mean.keep_earlier()
         if self._is_plain(weight):
             scaled.backward(**options)  # type: ignore[no-untyped-call]
             return
-        if not self.state.uneven:  # there, ranks have different numbers of backwards and steps
-            self._runs.default.traffic.begin_backward()
-        synced = self.state.sync_gradients
-        factor = self._mean.finish(self._runs.default) if synced else None
-        for entry in self._prepared.models:
+        if (
+            not self.state.window.uneven
+        ):  # there, ranks have different numbers of backwards and steps
+            self.state.run.traffic.begin_backward()
+        synced = self.state.window.sync_gradients
+        factor = self._mean.finish() if synced else None
+        for entry in self.state.models:
             entry.strategy.will_scale(factor or 1.0)  # times 0 nothing is left to take care of
-        self.observer.before_backward()  # times the backward, not the wait for weights above
-        if synced and not self.state.uneven:
-            self._weights.compare_first()
-        strategy = self._prepared.running().strategy
-        counts, ranks = not self._mean.counts_nothing, self._runs.default.world.size
+        self.state.observer.before_backward()  # times the backward, not the wait for weights above
+        if synced and not self.state.window.uneven:
+            self.weights.compare_first()
+        strategy = self.state.running().strategy
+        counts, ranks = not self._mean.counts_nothing, self.state.world.size
         with (
             self.explained(),
-            self._prepared.in_backward(ranks=ranks, counts=counts, averages=synced),
+            self.state.in_backward(ranks=ranks, counts=counts, averages=synced),
         ):
             strategy.backward(scaled, **options)
-        self._prepared.let_go_of_batch()
+        self.state.let_go_of_batch()
         if strategy.pipeline is not None:
             strategy.pipeline.publish(loss)
-        self.state.backwards += 1
+        self.state.window.backwards += 1
         if counts:
-            self._mean.losses.append(loss.detach())  # a pipeline publishes its value later
-        self.observer.after_backward(loss, weight)
+            self.finite.losses.append(loss.detach())  # a pipeline publishes its value later
+        self.state.observer.after_backward(loss, weight)
         if factor is not None:
             self._mean.scale_fresh(factor)
 
@@ -367,14 +310,14 @@ class WindowGradients:
     ) -> Tensor | None:
         """Scale gradients to a global norm of at most ``max_norm``, and return the norm before."""
         given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        if not self.state.sync_gradients:
+        if not self.state.window.sync_gradients:
             return None
         if self._is_plain():
             return nn.utils.clip_grad_norm_(given, max_norm, norm_type)
-        self.observer.before_update()
-        entries = self._prepared.owners_of(given)
+        self.state.observer.before_update()
+        entries = self.state.owners_of(given)
         norm = self._clip_norm(entries, given, max_norm, norm_type)
-        self.observer.clipped(norm)
+        self.state.observer.clipped(norm)
         wide = any(entry.norm_dtype is torch.float64 for entry in entries)
         return norm.to(torch.float64 if wide else torch.float32)
 
@@ -385,19 +328,19 @@ class WindowGradients:
         for entry in entries:
             self._see_gradients(entry)
         chosen = [(entry, _subset(entry, given)) for entry in entries]
-        norm = _clip_together(chosen, max_norm, norm_type, self._runs.default.world.device)
+        norm = _clip_together(chosen, max_norm, norm_type, self.state.world.device)
         # It speaks for all gradients of all ranks, unless ranks step by themselves.
         whole = [entry for entry, only in chosen if only is None]
         if not any(entry.strategy.pace.apart for entry in whole):
-            self._mean.norms.update((id(entry), norm.detach()) for entry in whole)
+            self.finite.norms.update((id(entry), norm.detach()) for entry in whole)
         return norm
 
     def clip_value(self, parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:
         """Clamp gradient elements to [-clip_value, clip_value]."""
         given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        if not self.state.sync_gradients:
+        if not self.state.window.sync_gradients:
             return
-        for entry in self._prepared.owners_of(given):
+        for entry in self.state.owners_of(given):
             self._see_gradients(entry)
             for piece in entry.strategy.gradients(_subset(entry, given)):
                 piece.clamp_(-clip_value, clip_value)
@@ -405,11 +348,11 @@ class WindowGradients:
     def unscale(self, optimizer: Optimizer | Iterable[Optimizer] | None) -> None:
         """Divide by the loss scale the gradients of these optimizers' models; None means all."""
         if optimizer is None:
-            chosen: list[Optimizer] = list(self._prepared.optimizers)
+            chosen: list[Optimizer] = list(self.state.optimizers)
         else:
             chosen = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
         for each in chosen:
-            for entry in self._prepared.trained_by(getattr(each, "optimizer", each)):
+            for entry in self.state.trained_by(getattr(each, "optimizer", each)):
                 self._unscale(entry)
 
     def before_step(self, optimizer: Optimizer) -> bool:
@@ -418,34 +361,36 @@ class WindowGradients:
         Raises:
             UsageError: the model has parameters that came after ``prepare``.
         """
-        self.observer.before_update()
-        entries = self._prepared.trained_by(optimizer)
+        self.state.observer.before_update()
+        entries = self.state.trained_by(optimizer)
         for entry in entries:
             entry.check_parameters()
             entry.used = True
             self._see_gradients(entry)
         if not _told(entries, taken=self._agree_to_step(entries)):
             return False
-        if not self.scaler.enabled:
+        if not self.state.scaler.enabled:
             return True
         bad = [entry.made_with for entry in entries if entry.overflow]
-        optimizers = enumerate(self._prepared.optimizers)
+        optimizers = enumerate(self.state.optimizers)
         number = next(i for i, each in optimizers if each.optimizer is optimizer)
-        self.scaler.record(number, overflow=bool(bad), made_with=min(bad, default=1.0))
-        if not self.state.is_inside:  # no accumulate() around the step, which would update it
-            self.scaler.update()
+        self.state.scaler.record(number, overflow=bool(bad), made_with=min(bad, default=1.0))
+        if (
+            not self.state.window.is_inside
+        ):  # no accumulate() around the step, which would update it
+            self.state.scaler.update()
         return not bad
 
     def _agree_to_step(self, entries: Sequence[PreparedModel]) -> bool:
         """Exchange facts with the other ranks; return whether all numbers are finite."""
-        if not entries or self.state.uneven:
+        if not entries or self.state.window.uneven:
             return True
-        self.finite.look(entries, self._mean.losses, self._mean.norms)
+        self.finite.look(entries)
         bad = self.finite.is_norm_bad(entries)
         ranks = next((e.strategy.pace.ranks for e in entries if e.strategy.pace.ranks), None)
         key = () if ranks is None else ranks.ranks
         if key not in self._exchanges:
-            self._exchanges[key] = Exchange(self._runs.default.world, ranks)
+            self._exchanges[key] = Exchange(self.state.world, ranks)
         due = (exchange := self._exchanges[key]).is_due()
         if not bad and (due or self.finite.must_tell(entries)):
             told = self.preemption.heard and ranks is None
@@ -454,42 +399,39 @@ class WindowGradients:
             self.preemption.told = self.preemption.told or exchanged.told
             bad = exchanged.bad
         if bad:
-            self.finite.act(entries, ranks)
+            self.finite.act(entries, ranks, self.checkpoints.go_back)
         else:
             self.finite.step_is_good()
         return not bad
 
     def after_step(self) -> None:
         """Tell the observer that an optimizer has stepped, or left out a step."""
-        if not self.state.uneven:
-            self._runs.default.traffic.end_step()
-        self._prepared.last_call = None
-        self.observer.after_step()
+        if not self.state.window.uneven:
+            self.state.run.traffic.end_step()
+        self.state.last_call = None
+        self.state.observer.after_step()
         self.preemption.after_step()
-        if not self.state.uneven:
-            self._weights.compare_when_due()
-        self.garbage.after_step(max((each.steps for each in self._prepared.optimizers), default=0))
+        if not self.state.window.uneven:
+            self.weights.compare_when_due()
+        self.garbage.after_step(self.state.steps)
 
     def _is_plain(self, weight: float | Tensor | None = None) -> bool:
         """Whether no model is prepared, and none needs to be: autograd's gradients are right."""
-        alone = self._runs.default.world.size == 1 and not self.scaler.enabled
-        return not self._prepared.models and alone and weight is None and self.state.num_steps == 1
+        alone = self.state.world.size == 1 and not self.state.scaler.enabled
+        return (
+            not self.state.models and alone and weight is None and self.state.window.num_steps == 1
+        )
 
     def _start_window(self, *, counted: bool) -> None:
-        self._mean = WindowMean(self.state, self._prepared, counted=counted)
-        for entry in self._prepared.models:
+        self._mean = WindowMean(self.state, counted)
+        self.finite.losses, self.finite.norms = [], {}
+        for entry in self.state.models:
             entry.hooks.forget()
-
-    def forget(self) -> None:
-        """Forget what was found in losses and gradients: other weights are loaded."""
-        self.finite.forget()
-        self._mean.losses.clear()
-        self._mean.norms.clear()
 
     def _see_gradients(self, entry: PreparedModel) -> None:
         """Show a model's gradients, averaged and unscaled, before they are clipped or used."""
         self._unscale(entry)
-        self.observer.gradients(entry)
+        self.state.observer.gradients(entry)
 
     def _scaled(self, loss: Tensor) -> Tensor:
         """Return the loss times the loss scale, to which the gradients at hand are brought.
@@ -497,20 +439,20 @@ class WindowGradients:
         They carry another scale when they were unscaled already, or when the scale has changed
         since with the step of another model.
         """
-        if not self.scaler.enabled:
+        if not self.state.scaler.enabled:
             return loss
-        scale = self.scaler.get_scale()
-        for entry in self._prepared.models:
+        scale = self.state.scaler.get_scale()
+        for entry in self.state.models:
             if entry.scale not in (None, scale):
                 entry.strategy.scale_gradients(scale / entry.scale)
             entry.scale, entry.unscaled = scale, False
-        return self.scaler.scale(loss)
+        return self.state.scaler.scale(loss)
 
     def _unscale(self, entry: PreparedModel) -> None:
-        if entry.scale is None or entry.unscaled or not self.scaler.enabled:
+        if entry.scale is None or entry.unscaled or not self.state.scaler.enabled:
             return
-        world = self._runs.default.world
-        entry.overflow = self.scaler.unscale(
+        world = self.state.world
+        entry.overflow = self.state.scaler.unscale(
             list(entry.strategy.gradients()), entry.scale, ranks=world.size, device=world.device
         )
         entry.made_with, entry.scale, entry.unscaled = entry.scale, 1.0, True
@@ -578,17 +520,18 @@ def _subset(entry: PreparedModel, given: list[Tensor]) -> list[nn.Parameter] | N
 # --- python's garbage collections, after the same steps on all ranks ---
 
 
+@dataclass(slots=True)
 class SharedCollections:
     """Collects garbage after the same steps on all ranks, and keeps Python from it in between.
 
-    Args:
+    Attributes:
         every: steps from one collection to the next; 0 leaves Python alone.
     """
 
-    def __init__(self, every: int) -> None:
-        self._every = every
-        self._began = self._was_enabled = False
-        self._last = 0
+    every: int
+    _began: bool = False
+    _was_enabled: bool = False
+    _last: int = 0
 
     def after_step(self, step: int) -> None:
         """Collect after the first step, and after each so many steps.
@@ -596,13 +539,13 @@ class SharedCollections:
         Args:
             step: number of the optimizer step, from 1.
         """
-        if not self._every:
+        if not self.every:
             return
         if not self._began:
             self._began, self._was_enabled = True, gc.isenabled()
             gc.disable()
             gc.collect()
-        elif step // self._every != self._last // self._every:
+        elif step // self.every != self._last // self.every:
             gc.collect()
         self._last = step
 

@@ -24,8 +24,7 @@ from torch.utils._pytree import tree_leaves
 from drivetrain.collectives.facts import counts_of_everyone
 from drivetrain.errors import UsageError
 from drivetrain.facade.gradients import WindowGradients
-from drivetrain.facade.prepared import PreparedModel, PreparedObjects
-from drivetrain.facade.settings import Runs
+from drivetrain.facade.prepared import PreparedModel, RunState
 from drivetrain.log import get_logger
 from drivetrain.memory import Heap, device_room, host_room
 from drivetrain.nested import slice_tensors
@@ -94,31 +93,30 @@ class Measured:
         return next(fitting, 1)
 
 
+@dataclass(eq=False)
 class Pieces:
     """Cuts the batches of one Accelerator.
 
-    Args:
-        runs: the configuration and the ranks.
-        prepared: the models that train on the pieces.
+    Attributes:
+        state: of the run, with the models that train on the pieces.
         gradients: their window, of which the pieces of a batch are one micro-batch.
     """
 
-    def __init__(self, runs: Runs, prepared: PreparedObjects, gradients: WindowGradients) -> None:
-        self._runs = runs
-        self._prepared = prepared
-        self._gradients = gradients
-        self._measured = defaultdict[int, Measured](Measured)  # by the rows that are cut alike
-        self._held = 0
+    state: RunState
+    gradients: WindowGradients
+    _measured: defaultdict[int, Measured] = field(default_factory=lambda: defaultdict(Measured))
+    """By the rows that are cut alike."""
+    _held: int = 0
 
     def of(self, batch: Any, models: Sequence[nn.Module]) -> Iterator[Any]:
         """Yield the pieces of a batch; all ranks have as many, as even as possible."""
-        option = self._runs.config.run.micro_batch
+        option = self.state.config.run.micro_batch
         if option == "whole":
-            with self._gradients.micro_batch(models):
+            with self.gradients.micro_batch(models):
                 yield batch
             return
         self._check_run()
-        parts = max((_parts(entry) for entry in self._prepared.chosen(models)), default=1)
+        parts = max((_parts(entry) for entry in self.state.chosen(models)), default=1)
         unit = parts if option == "auto" else 1
         leaves = [leaf for leaf in tree_leaves(batch) if leaf is not None]
         refusal = _refusal(leaves) or self._mixed()
@@ -152,20 +150,20 @@ class Pieces:
     ) -> Iterator[None]:
         """Context of the forward and backward of a piece, whose peak is measured."""
         first, last = piece.start == 0, piece.stop == piece.of
-        measures = self._runs.config.run.micro_batch == "auto"
-        device = self._runs.default.world.device
+        measures = self.state.config.run.micro_batch == "auto"
+        device = self.state.world.device
         if measures:
             if device.type == "cpu":
                 # What a piece has freed lies in gaps that a larger one cannot use.
                 Heap().relieve(kept=-1)
-            if first and self._gradients.state.sync_gradients:  # gradients count as the window's
+            if first and self.state.window.sync_gradients:  # gradients count as the window's
                 self._held = _held(device)
             _begin_peak(device)
-        with self._gradients.micro_batch(models, first=first, last=last, piece=piece):
+        with self.gradients.micro_batch(models, first=first, last=last, piece=piece):
             try:
                 yield
             except GeneratorExit:
-                self._gradients.state.left_early = not last
+                self.state.window.left_early = not last
                 raise
         known = self._measured[unit]
         if measures and not piece.rows % unit and known.opened >= (unit > 1):
@@ -173,7 +171,7 @@ class Pieces:
 
     def _largest(self, rows: int, unit: int, per_row: int) -> int:
         """Return the most units of rows that are predicted to fit on this rank, and say so."""
-        world = self._runs.default.world
+        world = self.state.world
         room = _room(world.device, world.local_size)
         known = self._measured[unit]
         found = known.rows_that_fit(ceil(rows / unit), per_row, SHARE * room)
@@ -207,7 +205,7 @@ class Pieces:
         Raises:
             UsageError: ``join_uneven_inputs``.
         """
-        if self._gradients.state.uneven and self._runs.default.world.size > 1:
+        if self.state.window.uneven and self.state.world.size > 1:
             raise UsageError(
                 "micro_batches(): expected as many batches on all ranks, found join_uneven_inputs()"
                 " around; leave micro_batch: whole, or let loaders even batches"
@@ -215,7 +213,7 @@ class Pieces:
 
     def _mixed(self) -> str:
         """Return why a model's result for a row depends on the others; empty where none does."""
-        for entry in self._prepared.models:
+        for entry in self.state.models:
             for name, module in entry.mixing.items():
                 if module.training:
                     return (

@@ -13,7 +13,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -30,8 +30,8 @@ from drivetrain.cost import ModelSpec, TensorSpec
 from drivetrain.data import PreparedLoader, prepare_data_loader
 from drivetrain.errors import DrivetrainError, UsageError
 from drivetrain.facade.gradients import WindowGradients
-from drivetrain.facade.prepared import PreparedModel, PreparedObjects
-from drivetrain.facade.settings import Handlers, Runs, StrategyChoice, agree
+from drivetrain.facade.prepared import PreparedModel, RunState
+from drivetrain.facade.settings import StrategyChoice, agree
 from drivetrain.facade.stepping import PreparedOptimizer, PreparedScheduler
 from drivetrain.facade.uneven import UnevenInputs
 from drivetrain.log import get_logger
@@ -94,17 +94,17 @@ class Values:
             raise self.failure
 
 
+@dataclass(eq=False)
 class Constructions:
     """The constructions of one Accelerator's models without memory, and their values.
 
-    Args:
+    Attributes:
         device: where values are made that no strategy looks after.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._constructions: list[Construction] = []
-        self._is_building = False
+    device: torch.device
+    _constructions: list[Construction] = field(default_factory=list)
+    _is_building: bool = False
 
     @contextmanager
     def building(self, weights: str | Path | None) -> Iterator[None]:
@@ -195,7 +195,7 @@ class Constructions:
         values.check()
         if values.source is not None:
             self._fill_strays(model)
-            fill(model, meta_tensors(model), values.source, self._device)
+            fill(model, meta_tensors(model), values.source, self.device)
 
     def forget(self) -> None:
         """Let go of all recordings."""
@@ -371,38 +371,36 @@ class Recomputation:
             self.communicator.close()
 
 
+@dataclass(eq=False)
 class Recomputations:
     """The activation recompute of one Accelerator's models.
 
-    Args:
-        prepared: the models that were prepared; others may be recomputed too.
-        runs: their configuration and meshes.
+    Attributes:
+        state: of the run; models that were not prepared may be recomputed too.
     """
 
-    def __init__(self, prepared: PreparedObjects, runs: Runs) -> None:
-        self._prepared = prepared
-        self._runs = runs
-        self._recomputations: list[Recomputation] = []
+    state: RunState
+    _recomputations: list[Recomputation] = field(default_factory=list)
 
     def recompute(self, model: nn.Module, options: RecomputeConfig) -> None:
         """Attach recompute to a model as the script says; see ``Accelerator.recompute``."""
-        for entry in self._prepared.models:
+        for entry in self.state.models:
             if entry.model is model or entry.module is model:
                 self._attach(options, entry.module, entry.strategy.run)
                 return
-        self._attach(options, model, self._runs.default)
+        self._attach(options, model, self.state.run)
 
     def before_prepare(self, model: nn.Module, choice: StrategyChoice | None) -> None:
         """Attach the configured recompute, unless the script has told its own for this model."""
-        options = self._runs.config.run.recompute
+        options = self.state.config.run.recompute
         told = is_attached(model) or any(known.model is model for known in self._recomputations)
         if (options.mode != "none" or self._compiles) and not told:
-            _, run = self._runs.of(choice)
+            _, run = self.state.run_of(choice)
             self._attach(options, model, run)
 
     @property
     def _compiles(self) -> bool:
-        return self._runs.config.run.compile == "blocks"
+        return self.state.config.run.compile == "blocks"
 
     def stop(self) -> None:
         """Give every model back its own forwards."""
@@ -468,37 +466,24 @@ def _axis_of_replicas(run: Run, name: str) -> Axis:
 # --- prepare() ---
 
 
+@dataclass(eq=False)
 class Preparation:
     """The ``prepare`` of one Accelerator, for each kind of object.
 
-    Args:
-        prepared: gets every prepared object.
-        runs: the run of each strategy.
-        handlers: how forward computes, and its products in fp8.
+    Attributes:
+        state: of the run; gets every prepared object.
         constructions: where missing values of models come from.
         recomputations: attaches the configured recompute.
         gradients: of the models; decides whether an optimizer may step.
         uneven: is told of each forward.
     """
 
-    def __init__(
-        self,
-        prepared: PreparedObjects,
-        runs: Runs,
-        handlers: Handlers,
-        constructions: Constructions,
-        recomputations: Recomputations,
-        gradients: WindowGradients,
-        uneven: UnevenInputs,
-    ) -> None:
-        self._prepared = prepared
-        self._handled: BaseException | None = None
-        self._runs = runs
-        self._autocast, self._fp8 = handlers.autocast, handlers.fp8
-        self._constructions = constructions
-        self._recomputations = recomputations
-        self._gradients = gradients
-        self._uneven = uneven
+    state: RunState
+    constructions: Constructions
+    recomputations: Recomputations
+    gradients: WindowGradients
+    uneven: UnevenInputs
+    _handled: BaseException | None = None
 
     def model(
         self,
@@ -515,35 +500,35 @@ class Preparation:
         Optimizers that hold other parameters stay behind. ``choice`` is another strategy than the
         run's; ``placed`` moves the model to the rank's device.
         """
-        if any(entry.model is model for entry in self._prepared.models):
+        if any(entry.model is model for entry in self.state.models):
             return model
         # A loss function: no strategy has work with it. A model may return a list of parameters.
         if next(iter(model.parameters()), None) is None:
-            self._constructions.give_whole_values(model)
+            self.constructions.give_whole_values(model)
             if placed:
-                place(model, self._runs.default.world.device)
+                place(model, self.state.world.device)
             return model
-        _check_layers(model, self._runs.default.mesh["dp"].size)
-        choice = self._runs.chosen(model, self._gradients.observer.choice(choice))
-        self._recomputations.before_prepare(model, choice)
-        self._gradients.observer.before_prepare(model)
-        values = self._constructions.values_of(model)
-        world, precision = self._runs.default.world, self._runs.default.precision
+        _check_layers(model, self.state.run.mesh["dp"].size)
+        choice = self.state.choose(model, self.state.observer.choice(choice))
+        self.recomputations.before_prepare(model, choice)
+        self.state.observer.before_prepare(model)
+        values = self.constructions.values_of(model)
+        world, precision = self.state.world, self.state.run.precision
         names = _names_of(model)
-        known = [*optimizers, *(prepared.optimizer for prepared in self._prepared.optimizers)]
+        known = [*optimizers, *(prepared.optimizer for prepared in self.state.optimizers)]
         mine = [optimizer for optimizer in known if _holds(optimizer, names)]
         agree(
             world,
             f"the model {type(model).__name__}",
-            [*self._runs.default.links.facts(), *values.facts, *_facts(model, mine, names)],
+            [*self.state.run.links.facts(), *values.facts, *_facts(model, mine, names)],
         )
         values.check()
         given = dataclasses.replace(ModelSpec.of(model), module=None)
-        strategy = self._runs.strategy(choice, given.parameters)
-        self._constructions.give_values(model, mine, strategy, values)
+        strategy = self.state.strategy(choice, given.parameters)
+        self.constructions.give_values(model, mine, strategy, values)
         if placed:
             place(model, world.device)
-        self._prepared.note_groups(mine)
+        self.state.note_groups(mine)
         try:
             module, bound = strategy.prepare(self._with_forward(model, strategy.run), mine)
             entry = PreparedModel(module, strategy, tuple(bound), names, given)
@@ -556,11 +541,11 @@ class Preparation:
             raise
         self._announce_policies(model, given.parameters)
         self._bind(mine, bound)
-        self._prepared.models.append(entry)
+        self.state.models.append(entry)
         self._compute_in_precision(module)
         self._follow_forwards(entry, module)
-        entry.offer_methods(self._gradients.state)
-        self._gradients.observer.after_prepare(entry)
+        entry.offer_methods(self.state.window)
+        self.state.observer.after_prepare(entry)
         return module
 
     def _follow_forwards(self, entry: PreparedModel, module: nn.Module) -> None:
@@ -574,9 +559,9 @@ class Preparation:
 
     def evaluated(self, model: nn.Module, *, placed: bool) -> nn.Module:
         """Give a model that is not trained its values, its place and its precision."""
-        self._constructions.give_whole_values(model)
+        self.constructions.give_whole_values(model)
         if placed:
-            place(model, self._runs.default.world.device)
+            place(model, self.state.world.device)
         self._compute_in_precision(model)
         self._announce_policies(model, ModelSpec.of(model).parameters)
         return model
@@ -585,55 +570,55 @@ class Preparation:
         """Wrap an optimizer, after the strategies of its models have taken it over."""
         if isinstance(optimizer, PreparedOptimizer):
             return optimizer
-        for prepared in self._prepared.optimizers:
+        for prepared in self.state.optimizers:
             if optimizer is prepared.given:
                 return prepared
-        pairs = self._prepared.bound
+        pairs = self.state.bound
         bound = next((after for given, after in pairs if given is optimizer), optimizer)
-        for entry in self._prepared.models:
+        for entry in self.state.models:
             if _holds(bound, entry.names) and not any(o is bound for o in entry.optimizers):
                 facts = list(_facts_of_optimizers([bound], entry.names))
-                agree(self._runs.default.world, "an optimizer", facts)
-                self._prepared.note_groups([bound])
+                agree(self.state.world, "an optimizer", facts)
+                self.state.note_groups([bound])
                 given, bound = bound, entry.strategy.bind(bound)
-                self._prepared.groups[bound] = self._prepared.groups[given]
+                self.state.groups[bound] = self.state.groups[given]
                 entry.optimizers = (*entry.optimizers, bound)
-        gradients = self._gradients
+        gradients = self.gradients
         prepared = PreparedOptimizer(
             optimizer,
             bound,
-            gradients.state,
+            self.state.window,
             gradients.before_step,
             gradients.after_step,
-            self._prepared.whole,
+            self.state.whole,
             gradients.explained,
         )
-        self._prepared.optimizers.append(prepared)
+        self.state.optimizers.append(prepared)
         return prepared
 
     def scheduler(self, scheduler: Any, *, with_optimizer: bool) -> PreparedScheduler:
         """Wrap a scheduler; ``with_optimizer=False`` steps it on every call."""
         if isinstance(scheduler, PreparedScheduler):
             return scheduler
-        agree(self._runs.default.world, "a scheduler", _facts_of_scheduler(scheduler))
+        agree(self.state.world, "a scheduler", _facts_of_scheduler(scheduler))
         inner = getattr(scheduler, "optimizer", None)
-        optimizers = self._prepared.optimizers
+        optimizers = self.state.optimizers
         mine = [o for o in optimizers if inner is o or inner is o.given or inner is o.optimizer]
-        by_samples = self._runs.config.run.step_scheduler_with == "samples"
-        split = self._runs.config.run.data.split_batches
+        by_samples = self.state.config.run.step_scheduler_with == "samples"
+        split = self.state.config.run.data.split_batches
         prepared = PreparedScheduler(
             scheduler,
             mine or optimizers,
-            self._gradients.state,
+            self.state.window,
             step_with_optimizer=with_optimizer,
-            steps_per_call=self._runs.default.mesh["dp"].size if by_samples and not split else 1,
+            steps_per_call=self.state.run.mesh["dp"].size if by_samples and not split else 1,
         )
-        self._prepared.schedulers.append(prepared)
+        self.state.schedulers.append(prepared)
         return prepared
 
     def show(self, loaders: Sequence[DataLoader[Any]]) -> None:
         """Let strategies ask for batches of these loaders, before they ask those of others."""
-        self._runs.examples.add(loaders)
+        self.state.run.examples.add(loaders)
 
     def loader(
         self,
@@ -645,11 +630,11 @@ class Preparation:
     ) -> PreparedLoader:
         """Divide a loader over the axis ``dp``; ``placed`` moves batches to the rank's device."""
         if isinstance(loader, PreparedLoader):
-            if loader not in self._prepared.loaders:
-                self._prepared.loaders.append(loader)
+            if loader not in self.state.loaders:
+                self.state.loaders.append(loader)
             return loader
         self.show([loader])
-        settings, run = self._runs.config.run, self._runs.default
+        settings, run = self.state.config.run, self.state.run
         data = dataclasses.replace(settings.data, even_batches=even_batches)
         prepared = prepare_data_loader(
             loader,
@@ -658,14 +643,14 @@ class Preparation:
             config=data,
             seed=settings.seed if data.data_seed is None else data.data_seed,
             device=run.world.device if placed else None,
-            observer=self._gradients.state,
+            observer=self.state.window,
             rng_types=rng_types,
-            fetching=self._gradients.observer.fetching,
-            exhausted=self._gradients.observer.exhausted,
-            delivered=self._gradients.observer.delivered,
-            between=self._gradients.preemption.between_batches,
+            fetching=self.state.observer.fetching,
+            exhausted=self.state.observer.exhausted,
+            delivered=self.state.observer.delivered,
+            between=self.gradients.preemption.between_batches,
         )
-        self._prepared.loaders.append(prepared)
+        self.state.loaders.append(prepared)
         return prepared
 
     def handed_back(self, results: Sequence[Any]) -> Any:
@@ -676,39 +661,39 @@ class Preparation:
         """
         loaders = [each for each in results if isinstance(each, PreparedLoader)]
         trains = any(isinstance(each, PreparedOptimizer) for each in results)
-        ranks = self._runs.default.mesh["dp"].size
+        ranks = self.state.run.mesh["dp"].size
         if trains and loaders:
-            self._prepared.trains = loaders[0]
+            self.state.trains = loaders[0]
             schedulers = [each for each in results if isinstance(each, PreparedScheduler)]
-            accumulation = self._gradients.state.num_steps
+            accumulation = self.state.window.num_steps
             if line := describe_step(loaders[0], ranks, accumulation, schedulers):
-                compute = self._runs.default.precision.compute
-                given = [spec for each in self._prepared.models for spec in each.given.parameters]
+                compute = self.state.run.precision.compute
+                given = [spec for each in self.state.models for spec in each.given.parameters]
                 dtypes = compute or _words(spec.dtype for spec in given)
                 elements = sum(spec.numel for spec in given)
-                what = f"{self._runs.config.strategy}, {dtypes}, {elements:,} parameters"
+                what = f"{self.state.config.strategy}, {dtypes}, {elements:,} parameters"
                 logger.announce(f"{what}, {line}")
         return results[0] if len(results) == 1 else tuple(results)
 
     def forget(self) -> None:
         """Let go of everything prepared; warn of schedules that were made for too many steps."""
-        ranks = self._runs.default.mesh["dp"].size
-        for scheduler in self._prepared.schedulers:
+        ranks = self.state.run.mesh["dp"].size
+        for scheduler in self.state.schedulers:
             if line := describe_unused_schedule(scheduler, ranks):
                 logger.warning(line)
-        self._gradients.garbage.release()
-        self._gradients.state.forget()
-        self._prepared.forget()
-        self._gradients.state.forget()
-        self._runs.examples.forget()
+        self.gradients.garbage.release()
+        self.state.window.forget()
+        self.state.forget()
+        self.state.window.forget()
+        self.state.run.examples.forget()
 
     def refuse_foreign_parameters(self, optimizers: Sequence[Optimizer]) -> None:
         """Check that optimizers hold parameters of prepared models only, if there is a model."""
-        known = {key for entry in self._prepared.models for key in entry.held_names()}
+        known = {key for entry in self.state.models for key in entry.held_names()}
         for optimizer in optimizers:
             for i, group in enumerate(optimizer.param_groups):
                 for parameter in group["params"]:
-                    if self._prepared.models and id(parameter) not in known:
+                    if self.state.models and id(parameter) not in known:
                         raise UsageError(
                             f"expected {type(optimizer).__name__} to hold parameters of prepared "
                             f"models, found a foreign one of shape {tuple(parameter.shape)} in "
@@ -719,11 +704,11 @@ class Preparation:
     def _bind(self, given: Sequence[Optimizer], bound: Sequence[Optimizer]) -> None:
         """Remember the strategy's optimizers, also for those wrapped already."""
         pairs = list(zip(given, bound, strict=True))
-        kept = [pair for pair in self._prepared.bound if pair[0] not in given]
-        self._prepared.bound = kept + pairs
+        kept = [pair for pair in self.state.bound if pair[0] not in given]
+        self.state.bound = kept + pairs
         for before, after in pairs:
-            self._prepared.groups[after] = self._prepared.groups[before]
-        for prepared in self._prepared.optimizers:
+            self.state.groups[after] = self.state.groups[before]
+        for prepared in self.state.optimizers:
             for before, after in pairs:
                 if prepared.optimizer is before:
                     prepared.optimizer = after
@@ -733,50 +718,55 @@ class Preparation:
 
         Of a run's models those without a head, or without blocks, are refused.
         """
-        configured = self._runs.config.run
+        configured = self.state.config.run
         check_forward(configured, {axis: run.mesh[axis].size for axis in run.mesh})
         if configured.loss == "chunked":
             compute_in_pieces(model)
         if (recipe := run.precision.recipe) is not None:
-            config, only = self._fp8.config, self._fp8.module_filter_func
+            config, only = (
+                self.state.handlers.fp8.config,
+                self.state.handlers.fp8.module_filter_func,
+            )
             compute_in_fp8(model, recipe, run.world.device, config=config, only=only)
         return model
 
     def _note_forward(self, entry: PreparedModel, module: nn.Module, inputs: Any) -> None:
         self._handled = sys.exception()  # the script's, around this call
         if torch.is_grad_enabled():
-            self._prepared.last_run = entry
-            self._gradients.observer.before_forward(entry)
-            self._uneven.announce(entry, module.training)
+            self.state.last_run = entry
+            self.state.observer.before_forward(entry)
+            self.uneven.announce(entry, module.training)
         else:
-            self._gradients.state.evaluate()
+            self.state.window.evaluate()
 
     def _note_end(self, module: nn.Module, args: Any, kwargs: Any, outputs: Any) -> None:
         if torch.compiler.is_compiling():  # there, torch calls no hook for an error
             return
         if torch.is_grad_enabled():
-            self._prepared.last_call = args, kwargs
+            self.state.last_call = args, kwargs
         error = sys.exception()
         if isinstance(error, Exception) and error is not self._handled:
-            self._gradients.explain(error)
+            self.gradients.explain(error)
         self._handled = None
 
     def _compute_in_precision(self, model: nn.Module) -> None:
-        run = self._runs.default
-        if run.precision.compute is not None and self._autocast.enabled:
+        run = self.state.run
+        if run.precision.compute is not None and self.state.handlers.autocast.enabled:
             # Nothing of this Accelerator inside: copies and pickles of the model hold it too.
-            cached = self._autocast.cache_enabled
+            cached = self.state.handlers.autocast.cache_enabled
             autocast = functools.partial(
                 run.precision.autocast, run.world.device, cache_enabled=cached
             )
             compute_in(model, autocast)
 
     def _announce_policies(self, model: nn.Module, given: Sequence[TensorSpec]) -> None:
-        precision, scaler = self._runs.default.precision, self._gradients.scaler
-        line = describe_dtypes(model, given, precision, autocast=self._autocast.enabled)
+        precision, scaler = self.state.run.precision, self.state.scaler
+        line = describe_dtypes(
+            model, given, precision, autocast=self.state.handlers.autocast.enabled
+        )
         scale = scaler.get_scale()
         logger.info(f"{line}, loss scale {scale:g}" if scaler.enabled else line)
-        self._runs.announce_links()
+        self.state.announce_links()
 
 
 def is_scheduler(item: Any) -> bool:

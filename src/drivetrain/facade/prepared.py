@@ -1,12 +1,8 @@
-"""The objects that one Accelerator has prepared, and the whole weights of models.
+"""The state of one run: what it was resolved to, the objects it has prepared, who watches it."""
 
-A model's whole weights, however a strategy divides them: in place, as a state dict, as files.
-"""
-
-import hashlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -17,21 +13,31 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
+from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 
-from drivetrain import communication
-from drivetrain.checkpoint.commit import gather
+from drivetrain import registry
+from drivetrain.checkpoint.commit import Resumption, gather
 from drivetrain.checkpoint.loading import ModelReader
-from drivetrain.collectives.facts import gather_facts
+from drivetrain.compression.automatic import Sender, choose_links
+from drivetrain.compression.methods import LinkMethods
+from drivetrain.config import Layer, Resolved, ValueOrigin, dump_yaml, resolve
+from drivetrain.config.document import STRATEGY
 from drivetrain.config.policy import dtype_word
 from drivetrain.cost import Cost, ModelSpec, TensorSpec
 from drivetrain.data import PreparedLoader
-from drivetrain.errors import CheckpointError, ConfigError, RankMismatchError, UsageError
-from drivetrain.facade.settings import Runs
+from drivetrain.data.examples import ExampleBatches
+from drivetrain.errors import CheckpointError, ConfigError, UsageError
+from drivetrain.facade.settings import (
+    Handlers,
+    ProjectConfiguration,
+    StrategyChoice,
+    resolve_strategy,
+)
 from drivetrain.facade.stepping import PreparedOptimizer, PreparedScheduler
+from drivetrain.log import get_logger
 from drivetrain.losses import restore_loss
 from drivetrain.model.fp8 import restore_products
-from drivetrain.model.guard import is_guarded
 from drivetrain.model.modules import (
     UninheritedContext,
     UninheritedMethod,
@@ -47,18 +53,29 @@ from drivetrain.parallel.whole_state import (
     GivenGroups,
     Holder,
     WholeOptimizer,
-    batched,
-    copied_state,
     refuse_parts,
     saving_methods,
 )
 from drivetrain.runtime.gradient_state import GradientState
-from drivetrain.runtime.precision import Precision
-from drivetrain.runtime.world import World
-from drivetrain.shards import Readable
-from drivetrain.strategy import Strategy
+from drivetrain.runtime.mesh import Mesh
+from drivetrain.runtime.precision import LossScaler, Precision
+from drivetrain.runtime.world import World, memory_folder
+from drivetrain.strategy import Run, Strategy, StrategyPick, find_strategy
+from drivetrain.traffic import Traffic
 
-# --- the objects that one Accelerator has prepared ---
+logger = get_logger(__name__)
+
+RECOMPUTE = "recompute"
+"""The section of activation recompute; a choice respects it where somebody has set it."""
+
+RECOMPUTE_MODES = ("none", "selective", "full")
+RECORDED = 100_000
+"""Allocations that torch remembers for ``memory_snapshot``, with their stacks."""
+
+CHOICE_FILE = "strategy.yaml"
+"""The file in the project's folder in which a choice can be found, and pinned."""
+
+# --- a prepared model ---
 
 
 @dataclass(slots=True, eq=False)
@@ -295,11 +312,119 @@ class PreparedModel:
         restore_products(self.module)
 
 
-@dataclass(slots=True, eq=False)
-class PreparedObjects:
-    """Everything that one Accelerator has prepared, each kind in the order of ``prepare``.
+# --- who watches a run: told of each event of a step, and asked before anything is made ---
+
+
+class Observer:
+    """Watches nothing and changes nothing: the run is an ordinary one.
+
+    All ranks call the methods at the same places of a script, so that these may communicate.
+    """
+
+    def configured(self, config: Resolved) -> Resolved:
+        """Return the configuration to run with."""
+        return config
+
+    def attach(self, state: "RunState") -> None:
+        """Take the state of the run, before any model is prepared."""
+
+    def choice(self, choice: StrategyChoice | None) -> StrategyChoice | None:
+        """Return a model's strategy, given the choice of the script."""
+        return choice
+
+    def before_prepare(self, model: nn.Module) -> None:
+        """See a model as the script made it."""
+
+    def after_prepare(self, entry: PreparedModel) -> None:
+        """See a prepared model."""
+
+    def fetching(self, loader: DataLoader[Any]) -> None:
+        """See that the script asks a prepared loader for a batch."""
+
+    def exhausted(self) -> None:
+        """See that the loader which was asked had no more batch."""
+
+    def delivered(self, batch: Any) -> Any:
+        """Return a batch of a prepared loader as the script gets it."""
+        return batch
+
+    def handed_over(self, args: Any, kwargs: Mapping[str, Any], targets: Any) -> None:
+        """See a batch that goes to the strategy, without a call of the model."""
+
+    def before_forward(self, entry: PreparedModel) -> None:
+        """See that a prepared model is about to compute, with gradients."""
+
+    def before_backward(self) -> None:
+        """See that a backward is about to run."""
+
+    def after_backward(self, loss: Tensor, weight: float | Tensor | None) -> None:
+        """See the loss of one backward, with its value on every rank."""
+
+    def gradients(self, entry: PreparedModel) -> None:
+        """See a model's gradients, averaged and unscaled, before they are clipped or used."""
+
+    def before_update(self) -> None:
+        """See that gradients are about to be unscaled, clipped or used."""
+
+    def clipped(self, norm: Tensor) -> None:
+        """See the global norm of the gradients before they were clipped, 0-d, on every rank."""
+
+    def after_step(self) -> None:
+        """See that an optimizer has stepped, or left out a step."""
+
+    def out_of_memory(self, error: Exception) -> None:
+        """See an allocator's error that leaves a step, on this rank alone: do not communicate."""
+
+
+class Observers(Observer):
+    """Several observers, told one after the other of the events that they do something with.
+
+    Args:
+        observers: the first is told first; batches and choices pass through all of them.
+    """
+
+    def __init__(self, *observers: Observer) -> None:
+        for event, nothing in _EVENTS.items():
+            act = [getattr(o, event) for o in observers if getattr(type(o), event) is not nothing]
+            setattr(self, event, partial(_passed if event in _PASSING else _told, act))
+
+
+_EVENTS = {event: function for event, function in vars(Observer).items() if event[0] != "_"}
+_PASSING = ("configured", "choice", "delivered")
+"""Events whose observers may change what they are about."""
+
+
+def _told(act: Sequence[Callable[..., None]], *arguments: Any) -> None:
+    for each in act:
+        each(*arguments)
+
+
+def _passed(act: Sequence[Callable[[Any], Any]], passing: Any) -> Any:
+    for each in act:
+        passing = each(passing)
+    return passing
+
+
+# --- the state of a run ---
+
+
+@dataclass(eq=False, repr=False, kw_only=True)
+class RunState:
+    """What one Accelerator knows, and has prepared, each kind in the order of ``prepare``.
 
     Attributes:
+        config: the resolved configuration.
+        world: this process among all processes.
+        window: the accumulation window.
+        handlers: the option objects of the script.
+        project: where checkpoints go, from which the run may go on, and the file of a choice.
+        observer: is told of each event.
+        memory: folder for checkpoints in this host's memory; None without them.
+        resumption: the continuation of the run after an end.
+        run: all facts that a strategy may know, for models without a strategy of their own.
+        scaler: the loss scale of fp16.
+        plan: the choice of the run's strategy at prepare; None where it was not left open.
+        step: micro-batch of the window, from 1; kept in checkpoints.
         models: the models.
         optimizers: the optimizers as the script holds them.
         schedulers: the learning-rate schedulers as the script holds them.
@@ -312,6 +437,18 @@ class PreparedObjects:
             values; None after a step.
     """
 
+    config: Resolved
+    world: World
+    window: GradientState
+    handlers: Handlers
+    project: ProjectConfiguration
+    observer: Observer = field(default_factory=Observer)
+    memory: Path | None = field(init=False)
+    resumption: Resumption = field(init=False)
+    run: Run = field(init=False)
+    scaler: LossScaler = field(init=False)
+    plan: StrategyPick | None = None
+    step: int = 0
     models: list[PreparedModel] = field(default_factory=list)
     optimizers: list[PreparedOptimizer] = field(default_factory=list)
     schedulers: list[PreparedScheduler] = field(default_factory=list)
@@ -321,6 +458,140 @@ class PreparedObjects:
     trains: PreparedLoader | None = None
     last_run: PreparedModel | None = None
     last_call: tuple[tuple[Any, ...], Mapping[str, Any]] | None = None
+    _meshes: dict[tuple[tuple[str, int], ...], Mesh] = field(default_factory=dict)
+    _told_of_links: bool = False
+
+    def __post_init__(self) -> None:
+        """Lay the ranks out as the configuration says. Collective."""
+        settings, split = self.config.run, self.config.run.data.split_batches
+        precision = Precision.configured(settings)
+        links = LinkMethods.configured(settings.links, undoable=settings.skips_steps)
+        if settings.memory_snapshot and self.world.device.type == "cuda":
+            torch.cuda.memory._record_memory_history(max_entries=RECORDED)
+        self.memory = _memory_of(self.config)
+        self.resumption = Resumption(
+            settings.launch.resume,
+            self.project.checkpoints,
+            divides=split,
+            world=self.world,
+            memory=self.memory,
+        )
+        mesh = self._mesh(self.config)
+        steps = self.resumption.accumulation(self.window.num_steps, mesh["dp"].size)
+        self.window.num_steps = steps
+        self.run = Run(
+            world=self.world,
+            mesh=mesh,
+            precision=precision,
+            accumulation=steps,
+            traffic=Traffic(),
+            examples=ExampleBatches(self.world, split=split),
+            links=links,
+        )
+        scaling = self.handlers.scaler
+        self.scaler = LossScaler(scaling, enabled=scaling.enabled and precision.needs_scaling)
+
+    @property
+    def steps(self) -> int:
+        """How many steps the run has taken, by its optimizers' count."""
+        return max((optimizer.steps for optimizer in self.optimizers), default=0)
+
+    # --- the strategies of its models ---
+
+    def run_of(self, choice: StrategyChoice | None) -> tuple[Resolved, Run]:
+        """Return the configuration and the run of a model's strategy; None takes the run's."""
+        if choice is None:
+            return self.config, self.run
+        resolved = resolve_strategy(choice, self.config)
+        return resolved, self._lay_out(resolved)
+
+    def choose(self, model: nn.Module, choice: StrategyChoice | None) -> StrategyChoice | None:
+        """Let the strategy of a model choose another one in its place. Collective.
+
+        The choice for a model of the run's own strategy becomes the run's, and is written into its
+        folder.
+
+        Returns:
+            The strategy of the model; None for that of the run.
+
+        Raises:
+            ConfigError: nothing can be chosen.
+        """
+        resolved, run = self.run_of(choice)
+        kind, options = find_strategy(resolved.strategy, resolved.strategy_config)
+        free = choice is None and not any(key.startswith(RECOMPUTE) for key in resolved.origins)
+        modes: Sequence[str] = RECOMPUTE_MODES if free else (resolved.run.recompute.mode,)
+        if free and resolved.run.compile != "none":
+            modes = [mode for mode in modes if mode != "selective"]
+        pick = kind.planning().choose(options, model, run, modes)
+        if pick is None:
+            return choice
+        logger.announce(f"strategy {resolved.strategy}: {pick.reason}")
+        if choice is not None:
+            return dict(pick.section)
+        self.config = _with_choice(self.config, pick)
+        self.run = self._lay_out(self.config)
+        self.plan = pick
+        if self.project.project_dir is not None and self.world.rank == 0:
+            _write_choice(Path(self.project.project_dir), pick)
+        return None
+
+    def strategy(
+        self, choice: StrategyChoice | None, tensors: Sequence[TensorSpec]
+    ) -> Strategy[Any]:
+        """Return the strategy of one more model; None takes the default. Collective.
+
+        Args:
+            choice: of the model.
+            tensors: its parameters, by which methods for slow links are chosen where the
+                configuration leaves it to drivetrain.
+
+        Raises:
+            ConfigError: its options do not fit together, or not to the run.
+        """
+        resolved, run = self.run_of(choice)
+        kind, options = find_strategy(resolved.strategy, resolved.strategy_config)
+        kind.check_options(options, run.precision)
+        kind.check_links(options, run.links, run.precision)
+        sender = Sender(kind, options, run.precision)
+        links, lines = choose_links(run.links, sender, tensors, run.world)
+        for line in lines:
+            logger.announce(line)
+        return kind(options, replace(run, links=links))
+
+    def announce_links(self) -> None:
+        """Say once which approximations cross between hosts, and how honest each method is."""
+        links, told = self.run.links, self._told_of_links
+        self._told_of_links = True
+        spans = self.world.spans_hosts
+        open_still = links.auto is not None and not spans  # over hosts, the choice has its own line
+        if (links.active or open_still) and not told:
+            kind, options = find_strategy(self.config.strategy, self.config.strategy_config)
+            crossed = spans or (links.active and kind.planning().crosses_links(options, self.world))
+            alone = "" if crossed else "; all ranks are on one host, so that nothing is approximate"
+            logger.announce(f"{links.describe(kind.channels(options))}{alone}")
+
+    def __repr__(self) -> str:
+        world = self.world
+        return (
+            f"strategy={self.config.strategy!r}, {self.run.mesh!r}, rank {world.rank} of "
+            f"{world.size} on {world.device}, precision {self.run.precision}"
+        )
+
+    def _mesh(self, resolved: Resolved) -> Mesh:
+        """Lay the world out as the strategy asks; equal layouts share their process groups."""
+        kind, options = find_strategy(resolved.strategy, resolved.strategy_config)
+        sizes = kind.axes(options, self.world.size)
+        key = tuple(sizes.items())
+        if key not in self._meshes:
+            self._meshes[key] = Mesh.build(sizes, self.world)
+        return self._meshes[key]
+
+    def _lay_out(self, resolved: Resolved) -> Run:
+        mesh, steps = self._mesh(resolved), self.window.num_steps
+        return replace(self.run, mesh=mesh, accumulation=steps)
+
+    # --- what it has prepared ---
 
     def let_go_of_batch(self) -> None:
         """Keep the shapes of the last call's arguments alone: the step may need their memory."""
@@ -492,213 +763,35 @@ def check_count(subject: str, expected: int, found: int) -> None:
         )
 
 
-# --- a model's whole weights, however a strategy divides them ---
+def _memory_of(config: Resolved) -> Path | None:
+    """Return the launcher's folder in memory, if the run has checkpoints there.
 
-_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Integers by their size in bytes."""
-
-
-class WholeWeights:
-    """The whole weights of one Accelerator's prepared models.
-
-    Args:
-        prepared: the models.
-        runs: all ranks, and after how many steps their replicas are compared.
+    Raises:
+        ConfigError: no launcher keeps one.
     """
-
-    def __init__(self, prepared: PreparedObjects, runs: Runs) -> None:
-        self._prepared = prepared
-        self._world = runs.default.world
-        self._every = runs.config.run.check_replicas_every
-        self._compared = 0
-
-    @contextmanager
-    def gathered(
-        self,
-        owner: nn.Module | Tensor | Iterable[Tensor],
-        parameters: Sequence[nn.Parameter] | None,
-    ) -> Iterator[None]:
-        """Context in which parameters are whole, and may be changed. Collective."""
-        if isinstance(owner, nn.Module):
-            entry = self._prepared.model(owner)
-            chosen = list(owner.parameters()) if parameters is None else list(parameters)
-            with entry.strategy.gathered(chosen):
-                yield
-            return
-        given = [owner] if isinstance(owner, Tensor) else list(owner)
-        known = {key for entry in self._prepared.models for key in entry.names}
-        if any(id(parameter) not in known for parameter in given):
-            raise UsageError(
-                "expected parameters of prepared models, found another tensor; take them from "
-                "the model that prepare() returned"
-            )
-        with ExitStack() as stack:
-            for entry in self._prepared.models:
-                own = [p for p in given if id(p) in entry.names and isinstance(p, nn.Parameter)]
-                if own:
-                    stack.enter_context(entry.strategy.gathered(own))
-            yield
-
-    @contextmanager
-    def inference(self, model: nn.Module) -> Iterator[nn.Module]:
-        """Context in which the user's own module evaluates without gradients. Collective."""
-        entry = self._prepared.model(model)
-        inner = entry.module
-        training = [module for module in inner.modules() if module.training]
-        axes = entry.strategy.run.mesh.items()
-        whole: AbstractContextManager[None] = nullcontext()  # ranks that compute parts go on so
-        if all(axis.size == 1 for name, axis in axes if name != "dp"):
-            whole = entry.strategy.gathered(list(inner.parameters()), modify=False)
-        with whole, torch.no_grad():
-            inner.eval()
-            try:
-                yield inner
-            finally:
-                for module in training:
-                    module.training = True
-
-    def state_dict(self, model: nn.Module) -> dict[str, Tensor]:
-        """Return the whole model's state on every rank's CPU, by the user's names. Collective."""
-        return copied_state(*self._readable(model))
-
-    def save(
-        self,
-        model: nn.Module,
-        save_directory: str | Path,
-        max_shard_size: int | str,
-        safe_serialization: bool,
-        only_trainable: bool,
-    ) -> None:
-        """Write a model's weights in Hugging Face's layout; see ``save_model``. Collective."""
-        if not safe_serialization:
-            raise UsageError(
-                "expected safe_serialization=True, found False; no pickles are written"
-            )
-        module, owner = self._readable(model)
-        facts = {one.name: one for one in owner.state_facts(module)}
-        if only_trainable:
-            facts = {name: one for name, one in facts.items() if one.trainable}
-            if not facts:
-                raise UsageError(
-                    f"expected trainable parameters in {type(module).__name__} for "
-                    "only_trainable=True, found none; export all of it without"
-                )
-        from drivetrain.checkpoint import export  # loaded by who exports
-
-        plan = export.plan_export(facts.values(), max_shard_size)
-
-        def fetch(names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
-            for batch in batched(facts[name] for name in names):
-                wanted = [one.name for one in batch]
-                with owner.whole_state(module, wanted) as state:
-                    for name in wanted:
-                        yield name, state[name]
-
-        export.write_export(Path(save_directory), plan, fetch, world=self._world)
-
-    def compare_when_due(self) -> None:
-        """Compare the ranks' parameters after so many steps as the run asks for. Collective."""
-        if not self._every or self._world.size == 1:
-            return
-        steps = max((optimizer.steps for optimizer in self._prepared.optimizers), default=0)
-        if steps // self._every != self._compared // self._every:
-            self.compare_replicas(steps)
-        self._compared = steps
-
-    def compare_replicas(self, step: int) -> None:
-        """Compare the ranks' parameters bit by bit, by sums of their words. Collective.
-
-        Raises:
-            RankMismatchError: on every rank: names step, ranks and the first parameter.
-        """
-        for entry in self._prepared.models:
-            module = uncompiled(entry.module)
-            facts = {one.identity: one for one in entry.strategy.state_facts(module)}
-            names, sums = [], []
-            for batch in batched(one for one in facts.values() if one.trainable):
-                wanted = [one.name for one in batch]
-                with entry.strategy.whole_state(module, wanted) as state:
-                    sums += [_sum_of_words(state[name]) for name in wanted]
-                names += wanted
-            if sums:
-                everyone = communication.gather(torch.stack(sums).unsqueeze(0)).tolist()
-                _check_equal(names, everyone, step)
-
-    def compare_first(self) -> None:
-        """Compare what ranks hold alike, before the first gradients of a model cross. Collective.
-
-        Since ``prepare`` made them equal, forwards may have written into parameters, or the script.
-
-        Raises:
-            RankMismatchError: on every rank: names the first parameter that differs.
-        """
-        if self._world.size == 1:
-            return
-        for entry in self._prepared.models:
-            if not entry.compared and not entry.strategy.pace.apart:
-                entry.compared = True
-                self._check_alike(entry)
-
-    def _check_alike(self, entry: PreparedModel) -> None:
-        line = entry.strategy.run.mesh["dp"].ranks
-        mine = {
-            name: int(_sum_of_words(parameter))
-            for name, parameter in named_parameters(entry.module).items()
-            if not is_guarded(parameter) and parameter.layout is torch.strided  # here, and whole
-        }
-        doing = "the comparison of parameters before the first gradients"
-        facts = [line[0], int(hashlib.sha256(repr(mine).encode()).hexdigest()[:12], 16)]
-        sums = {tuple(each) for each in gather_facts(facts, list[int], doing=doing)}
-        if len(sums) == len({first for first, _ in sums}):
-            return
-        lines: dict[int, dict[str, int]] = {}
-        everyone = gather_facts((line[0], mine), tuple[int, dict[str, int]], doing=doing)
-        for rank, (first, theirs) in enumerate(everyone):
-            known = lines.setdefault(first, theirs)
-            for name in (name for name in known if known[name] != theirs.get(name)):
-                raise RankMismatchError(
-                    f"expected equal parameters on all ranks before the first gradients, found "
-                    f"other values of {name!r} on ranks {first} and {rank}: a forward, or the "
-                    "script, has written what is of one rank alone, such as means of its batch. "
-                    "Write the same on all ranks, the accelerator.reduce() of it for example, or "
-                    "let a buffer hold it, which follows that of rank 0"
-                )
-
-    def _readable(self, model: nn.Module) -> tuple[nn.Module, Readable]:
-        """Return the user's uncompiled module, and who reads whole tensors of it.
-
-        Every rank has all of a model that was not prepared, an average of weights for example.
-
-        Raises:
-            UsageError: the model has parameters of a prepared one, which may be divided.
-        """
-        known = {key for entry in self._prepared.models for key in entry.names}
-        if self._prepared.has(model) or any(id(one) in known for one in model.parameters()):
-            entry = self._prepared.model(model)
-            return uncompiled(entry.module), entry.strategy
-        return uncompiled(model), Readable()
-
-
-def _sum_of_words(tensor: Tensor) -> Tensor:
-    """Return the sum of a tensor's bits as integers of its element's size, on the CPU."""
-    values = tensor.detach()
-    values = torch.view_as_real(values) if values.is_complex() else values
-    words = values.contiguous().view(_WORDS[values.element_size()])
-    return words.sum(dtype=torch.int64).cpu()
-
-
-def _check_equal(names: Sequence[str], everyone: Sequence[Sequence[int]], step: int) -> None:
-    """Refuse sums of parameters that differ between ranks."""
-    for index, name in enumerate(names):
-        sums = [each[index] for each in everyone]
-        usual, count = Counter(sums).most_common(1)[0]
-        odd = [str(rank) for rank, each in enumerate(sums) if each != usual]
-        if not odd:
-            continue
-        majority = count > len(sums) / 2
-        who = f"rank {', '.join(odd)} alone" if majority else "no majority of ranks alike"
-        raise RankMismatchError(
-            f"expected equal replicas on all ranks after step {step}, found other values of "
-            f"{name!r}: {who}; ranks updated them differently (an optimizer of another kind, code "
-            "that depends on the rank), or memory of a rank is faulty: load a checkpoint"
+    if config.run.checkpoint.local == "none":
+        return None
+    if not (folder := memory_folder()):
+        raise ConfigError(
+            "checkpoint.local: memory needs a launcher that keeps the memory while ranks end and "
+            "start again, found none; start the script with 'drivetrain launch --set "
+            "checkpoint.local=memory', or leave it out of the script's own configuration"
         )
+    return Path(folder)
+
+
+def _with_choice(base: Resolved, pick: StrategyPick) -> Resolved:
+    """Return the configuration with a chosen strategy and its settings."""
+    values = {key: value for key, value in base.to_dict().items() if key != STRATEGY}
+    origin = ValueOrigin("file", f"strategy: {base.strategy}")
+    layer = Layer(values, dict.fromkeys(values, origin))
+    chosen = Layer({STRATEGY: dict(pick.section), **pick.settings}, {STRATEGY: origin})
+    resolved = resolve(layer, chosen, find_config=registry.strategies().find_config)
+    return replace(resolved, origins={**base.origins, **resolved.origins})
+
+
+def _write_choice(folder: Path, pick: StrategyPick) -> None:
+    """Write the choice beside the run, for users who pin a choice."""
+    text = dump_yaml({STRATEGY: dict(pick.section), **pick.settings})
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / CHOICE_FILE).write_text(f"# {pick.reason}\n{text}", encoding="utf-8")

@@ -3,7 +3,6 @@
 Option objects of the Accelerator's constructor, under the names that Accelerate's users know.
 """
 
-import dataclasses
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -17,23 +16,14 @@ import torch
 from torch import nn
 
 from drivetrain import registry
-from drivetrain.checkpoint.commit import Resumption
 from drivetrain.collectives.facts import differing
-from drivetrain.compression.automatic import Sender, choose_links
 from drivetrain.compression.communicator import agreed_islands
-from drivetrain.compression.methods import LinkMethods
-from drivetrain.config import Layer, Resolved, ValueOrigin, dump_yaml, read_file, resolve
-from drivetrain.config.document import STRATEGY
-from drivetrain.cost import TensorSpec
-from drivetrain.data.examples import ExampleBatches
+from drivetrain.config import Layer, Resolved, ValueOrigin, read_file, resolve
 from drivetrain.errors import ConfigError, RankMismatchError, UsageError
 from drivetrain.log import get_logger
 from drivetrain.runtime.gradient_state import GradientState
-from drivetrain.runtime.mesh import Mesh
-from drivetrain.runtime.precision import Precision, ScaleRule
-from drivetrain.runtime.world import World, launched_config, memory_folder, reader_mark
-from drivetrain.strategy import Run, Strategy, StrategyPick, find_strategy
-from drivetrain.traffic import Traffic
+from drivetrain.runtime.precision import ScaleRule
+from drivetrain.runtime.world import World, launched_config, reader_mark
 
 # --- option objects of the Accelerator's constructor ---
 
@@ -402,16 +392,6 @@ logger = get_logger(__name__)
 HOSTS_OWN = ("launch.node_rank", "launch.nproc_per_node", "launch.log_dir")
 """Keys of the configuration in which hosts may differ."""
 
-RECOMPUTE = "recompute"
-"""The section of activation recompute; a choice respects it where somebody has set it."""
-
-RECOMPUTE_MODES = ("none", "selective", "full")
-RECORDED = 100_000
-"""Allocations that torch remembers for ``memory_snapshot``, with their stacks."""
-
-CHOICE_FILE = "strategy.yaml"
-"""The file in the project's folder in which a choice can be found, and pinned."""
-
 StrategyChoice: TypeAlias = str | Mapping[str, Any]
 """A strategy by name, or its name and options: ``{"name": "ddp", "bucket_mib": 50}``."""
 
@@ -464,193 +444,6 @@ def resolve_strategy(choice: StrategyChoice, base: Resolved) -> Resolved:
     layer = Layer(values, {key: ValueOrigin("file", "the run") for key in values})
     chosen = Layer.of(_strategy_entries(choice, "prepare"))
     return resolve(layer, chosen, find_config=registry.strategies().find_config)
-
-
-class Runs:
-    """The run of the configuration, and the runs of models that have a strategy of their own.
-
-    Args:
-        config: the resolved configuration.
-        world: this process among all processes.
-        state: the accumulation window.
-        project: where checkpoints go, from which the run may go on, and the file of a choice.
-
-    Attributes:
-        config: the resolved configuration.
-        examples: batches of the prepared loaders.
-        memory: folder for checkpoints in this host's memory; None without them.
-        resumption: the continuation of the run after an end.
-        default: the run of its strategy.
-        plan: the choice of the run's strategy at prepare; None where it was not left open.
-    """
-
-    def __init__(
-        self,
-        config: Resolved,
-        world: World,
-        state: GradientState,
-        project: ProjectConfiguration,
-    ) -> None:
-        self._folder = project.project_dir
-        self.plan: StrategyPick | None = None
-        self._world = world
-        self._state = state
-        self._precision = Precision.configured(config.run)
-        self._links = LinkMethods.configured(config.run.links, undoable=config.run.skips_steps)
-        self._traffic = Traffic()
-        self._told_of_links = False
-        if config.run.memory_snapshot and world.device.type == "cuda":
-            torch.cuda.memory._record_memory_history(max_entries=RECORDED)
-        self._meshes: dict[tuple[tuple[str, int], ...], Mesh] = {}
-        self.config = config
-        self.examples = ExampleBatches(world, split=config.run.data.split_batches)
-        self.memory = _memory_of(config)
-        self.resumption = Resumption(
-            config.run.launch.resume,
-            project.checkpoints,
-            divides=config.run.data.split_batches,
-            world=world,
-            memory=self.memory,
-        )
-        replicas = self._mesh(config)["dp"].size
-        state.num_steps = self.resumption.accumulation(state.num_steps, replicas)
-        self.default = self._lay_out(config)
-
-    def of(self, choice: StrategyChoice | None) -> tuple[Resolved, Run]:
-        """Return the configuration and the run of a model's strategy; None takes the default."""
-        if choice is None:
-            return self.config, self.default
-        resolved = resolve_strategy(choice, self.config)
-        return resolved, self._lay_out(resolved)
-
-    def chosen(self, model: nn.Module, choice: StrategyChoice | None) -> StrategyChoice | None:
-        """Let the strategy of a model choose another one in its place. Collective.
-
-        The choice for a model of the run's own strategy becomes the run's, and is written into its
-        folder.
-
-        Returns:
-            The strategy of the model; None for that of the run.
-
-        Raises:
-            ConfigError: nothing can be chosen.
-        """
-        resolved, run = self.of(choice)
-        kind, options = find_strategy(resolved.strategy, resolved.strategy_config)
-        free = choice is None and not any(key.startswith(RECOMPUTE) for key in resolved.origins)
-        modes: Sequence[str] = RECOMPUTE_MODES if free else (resolved.run.recompute.mode,)
-        if free and resolved.run.compile != "none":
-            modes = [mode for mode in modes if mode != "selective"]
-        pick = kind.planning().choose(options, model, run, modes)
-        if pick is None:
-            return choice
-        logger.announce(f"strategy {resolved.strategy}: {pick.reason}")
-        if choice is not None:
-            return dict(pick.section)
-        self.config = _with_choice(self.config, pick)
-        self.default = self._lay_out(self.config)
-        self.plan = pick
-        if self._folder is not None and self._world.rank == 0:
-            _write_choice(Path(self._folder), pick)
-        return None
-
-    def strategy(
-        self, choice: StrategyChoice | None, tensors: Sequence[TensorSpec]
-    ) -> Strategy[Any]:
-        """Return the strategy of one more model; None takes the default. Collective.
-
-        Args:
-            choice: of the model.
-            tensors: its parameters, by which methods for slow links are chosen where the
-                configuration leaves it to drivetrain.
-
-        Raises:
-            ConfigError: its options do not fit together, or not to the run.
-        """
-        resolved, run = self.of(choice)
-        kind, options = find_strategy(resolved.strategy, resolved.strategy_config)
-        kind.check_options(options, run.precision)
-        kind.check_links(options, run.links, run.precision)
-        sender = Sender(kind, options, run.precision)
-        links, lines = choose_links(run.links, sender, tensors, run.world)
-        for line in lines:
-            logger.announce(line)
-        return kind(options, dataclasses.replace(run, links=links))
-
-    def announce_links(self) -> None:
-        """Say once which approximations cross between hosts, and how honest each method is."""
-        links, told = self.default.links, self._told_of_links
-        self._told_of_links = True
-        spans = self._world.spans_hosts
-        open_still = links.auto is not None and not spans  # over hosts, the choice has its own line
-        if (links.active or open_still) and not told:
-            kind, options = find_strategy(self.config.strategy, self.config.strategy_config)
-            crossed = spans or (
-                links.active and kind.planning().crosses_links(options, self._world)
-            )
-            alone = "" if crossed else "; all ranks are on one host, so that nothing is approximate"
-            logger.announce(f"{links.describe(kind.channels(options))}{alone}")
-
-    def __repr__(self) -> str:
-        world = self.default.world
-        return (
-            f"strategy={self.config.strategy!r}, {self.default.mesh!r}, rank {world.rank} of "
-            f"{world.size} on {world.device}, precision {self.default.precision}"
-        )
-
-    def _mesh(self, resolved: Resolved) -> Mesh:
-        """Lay the world out as the strategy asks; equal layouts share their process groups."""
-        kind, options = find_strategy(resolved.strategy, resolved.strategy_config)
-        sizes = kind.axes(options, self._world.size)
-        key = tuple(sizes.items())
-        if key not in self._meshes:
-            self._meshes[key] = Mesh.build(sizes, self._world)
-        return self._meshes[key]
-
-    def _lay_out(self, resolved: Resolved) -> Run:
-        return Run(
-            world=self._world,
-            mesh=self._mesh(resolved),
-            precision=self._precision,
-            accumulation=self._state.num_steps,
-            traffic=self._traffic,
-            examples=self.examples,
-            links=self._links,
-        )
-
-
-def _memory_of(config: Resolved) -> Path | None:
-    """Return the launcher's folder in memory, if the run has checkpoints there.
-
-    Raises:
-        ConfigError: no launcher keeps one.
-    """
-    if config.run.checkpoint.local == "none":
-        return None
-    if not (folder := memory_folder()):
-        raise ConfigError(
-            "checkpoint.local: memory needs a launcher that keeps the memory while ranks end and "
-            "start again, found none; start the script with 'drivetrain launch --set "
-            "checkpoint.local=memory', or leave it out of the script's own configuration"
-        )
-    return Path(folder)
-
-
-def _with_choice(base: Resolved, pick: StrategyPick) -> Resolved:
-    """Return the configuration with a chosen strategy and its settings."""
-    values = {key: value for key, value in base.to_dict().items() if key != STRATEGY}
-    origin = ValueOrigin("file", f"strategy: {base.strategy}")
-    layer = Layer(values, dict.fromkeys(values, origin))
-    chosen = Layer({STRATEGY: dict(pick.section), **pick.settings}, {STRATEGY: origin})
-    resolved = resolve(layer, chosen, find_config=registry.strategies().find_config)
-    return dataclasses.replace(resolved, origins={**base.origins, **resolved.origins})
-
-
-def _write_choice(folder: Path, pick: StrategyPick) -> None:
-    """Write the choice beside the run, for users who pin a choice."""
-    text = dump_yaml({STRATEGY: dict(pick.section), **pick.settings})
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / CHOICE_FILE).write_text(f"# {pick.reason}\n{text}", encoding="utf-8")
 
 
 def joined_world(config: Resolved, backend: str | None) -> World:

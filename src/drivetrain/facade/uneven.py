@@ -9,6 +9,7 @@ collectives, and in the end takes over the state of a rank that went on to the l
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,14 +19,11 @@ from torch import Tensor, nn
 from drivetrain import communication
 from drivetrain.data.sources import Rows, count_rows
 from drivetrain.errors import UsageError
-from drivetrain.facade.prepared import PreparedModel, PreparedObjects
-from drivetrain.facade.settings import Runs
+from drivetrain.facade.prepared import PreparedModel, RunState
 from drivetrain.log import get_logger
 from drivetrain.nested import is_tensor, recursively_apply
-from drivetrain.runtime.gradient_state import ActivePass, GradientState
+from drivetrain.runtime.gradient_state import ActivePass
 from drivetrain.runtime.mesh import Axis
-from drivetrain.runtime.precision import LossScaler
-from drivetrain.runtime.world import World
 from drivetrain.strategy import Joinable
 
 # --- values that ranks exchange in a script ---
@@ -33,28 +31,27 @@ from drivetrain.strategy import Joinable
 logger = get_logger(__name__)
 
 
+@dataclass(eq=False)
 class Gathering:
     """The exchange of values among the ranks of one Accelerator, over the axis ``dp``.
 
-    Args:
-        runs: of the Accelerator; the default run has the axis.
-        state: knows the batch at hand.
+    Attributes:
+        state: of the run; knows the batch at hand.
+        trigger: whether this rank has raised its flag.
     """
 
-    def __init__(self, runs: Runs, state: GradientState) -> None:
-        self._runs = runs
-        self._state = state
-        self._trigger = False
+    state: RunState
+    trigger: bool = False
 
     @property
-    def _axis(self) -> Axis:
-        # Ranks along other axes share a batch: they would count it several times.
-        return self._runs.default.mesh["dp"]
+    def axis(self) -> Axis:
+        """The axis: ranks along others share a batch, and would count it several times."""
+        return self.state.run.mesh["dp"]
 
     def gather(self, tensor: Any) -> Any:
         """Concatenate tensors of all data-parallel ranks along dim 0."""
         self._refuse_after_end("gather")
-        return communication.gather(tensor, group=self._axis)
+        return communication.gather(tensor, group=self.axis)
 
     def gather_for_metrics(self, data: Any, as_objects: bool) -> Any:
         """Gather tensors or objects, without what was made of samples that only repeat others."""
@@ -62,8 +59,8 @@ class Gathering:
         objects = as_objects or not _all_tensors(data)
         mine, refusal = self._without_repetitions(data, objects=objects)
         if not objects:
-            return communication.gather_rows(mine, "gather_for_metrics", refusal, group=self._axis)
-        held = communication.gather_object([(mine, refusal)], group=self._axis)
+            return communication.gather_rows(mine, "gather_for_metrics", refusal, group=self.axis)
+        held = communication.gather_object([(mine, refusal)], group=self.axis)
         if found := next((text for _, text in held if text), ""):
             raise UsageError(found)
         return [item for theirs, _ in held for item in theirs]
@@ -94,20 +91,20 @@ class Gathering:
         Raises:
             UsageError: it may be any batch of a loop that is over, or a piece of another batch.
         """
-        state, count = self._state, count_rows(data, otherwise=0)
-        rows: Rows | None = state.rows_of(data) if is_tensor(data) else None
-        done = state.finished if rows is None else None
+        window, count = self.state.window, count_rows(data, otherwise=0)
+        rows: Rows | None = window.rows_of(data) if is_tensor(data) else None
+        done = window.finished if rows is None else None
         if done is not None and (done.trains or done.rows is None):
             done = None
         if done is not None and _divides(done.total, count):
             total: Rows = done.total
             return total
-        if rows is None and state.at_hand is not None:
-            rows = state.at_hand.rows
-            if rows is not None and state.piece is not None:
-                rows = rows.part(*state.piece)
+        if rows is None and window.at_hand is not None:
+            rows = window.at_hand.rows
+            if rows is not None and window.piece is not None:
+                rows = rows.part(*window.piece)
         if rows is not None and _divides(rows, count):
-            state.use(trains=False)
+            window.use(trains=False)
         if rows is None and done is not None and _divides(done.rows, count):
             self._check_told(done, count)
         return rows
@@ -122,19 +119,19 @@ class Gathering:
             "and nothing tells whether these belong to them; call it in the loop, or once for the "
             "rows of all batches, or take gather()"
         )
-        if done.first is not done.rows and self._state.holds(done.first):
+        if done.first is not done.rows and self.state.window.holds(done.first):
             raise refused
         logger.warning(str(refused))
 
     def reduce(self, tensor: Any, reduction: str, scale: float) -> Any:
         """Combine tensors of all data-parallel ranks element by element."""
         self._refuse_after_end("reduce")
-        return communication.reduce(tensor, reduction, scale, group=self._axis)
+        return communication.reduce(tensor, reduction, scale, group=self.axis)
 
     def pad(self, tensor: Any, dim: int, pad_index: int, pad_first: bool) -> Any:
         """Pad tensors along a dim to the longest of any data-parallel rank."""
         return communication.pad_across_processes(
-            tensor, dim=dim, pad_index=pad_index, pad_first=pad_first, group=self._axis
+            tensor, dim=dim, pad_index=pad_index, pad_first=pad_first, group=self.axis
         )
 
     def mean(self, value: float | Tensor, count: int) -> float:
@@ -143,26 +140,22 @@ class Gathering:
         total = torch.tensor(
             [counted, float(count)],
             dtype=torch.float64,
-            device=self._runs.default.world.device,
+            device=self.state.world.device,
         )
-        summed = communication.reduce(total, "sum", group=self._axis)
+        summed = communication.reduce(total, "sum", group=self.axis)
         return float(summed[0] / summed[1])
-
-    def set_trigger(self) -> None:
-        """Raise this rank's flag."""
-        self._trigger = True
 
     def check_trigger(self) -> bool:
         """Return whether any rank raised its flag, and lower all flags. Collective."""
-        flag = torch.tensor(int(self._trigger), device=self._runs.default.world.device)
+        flag = torch.tensor(int(self.trigger), device=self.state.world.device)
         raised = bool(communication.reduce(flag, "max").item())
         if raised:
-            self._trigger = False
+            self.trigger = False
         return raised
 
     def _refuse_after_end(self, operation: str) -> None:
         """Raise when the ranks have parted: the local value would pass for that of all."""
-        if self._runs.default.world.size > 1 and not dist.is_initialized():
+        if self.state.world.size > 1 and not dist.is_initialized():
             raise UsageError(
                 f"expected {operation}() before end_training(), found it after: this rank has left "
                 "the process group"
@@ -187,60 +180,52 @@ def _all_tensors(data: Any) -> bool:
 _DONE = 0
 
 
+@dataclass(eq=False)
 class UnevenInputs:
     """The loops of one Accelerator in which ranks have different numbers of batches.
 
-    Args:
-        prepared: the models, and the schedules that follow their steps.
-        state: the accumulation window.
-        scaler: must be off, since all ranks agree on a loss scale in every step.
-        world: all ranks.
+    Attributes:
+        state: of the run, with its models, and the schedules that follow their steps.
     """
 
-    def __init__(
-        self, prepared: PreparedObjects, state: GradientState, scaler: LossScaler, world: World
-    ) -> None:
-        self._prepared = prepared
-        self._state = state
-        self._scaler = scaler
-        self._world = world
-        self._joined: Sequence[PreparedModel] = ()
-        self._last_round: Sequence[int] = ()
+    state: RunState
+    _joined: Sequence[PreparedModel] = ()
+    _last_round: Sequence[int] = ()
 
     @contextmanager
     def joined(self, joinables: Sequence[Any], even_batches: bool | None) -> Iterator[None]:
         """Context of one such loop over these models; see ``join_uneven_inputs``."""
-        if self._scaler.enabled and self._world.size > 1:
+        if self.state.scaler.enabled and self.state.world.size > 1:
             raise UsageError(
                 "expected precision no or bf16 in join_uneven_inputs, found fp16, whose loss scale "
                 "all ranks agree on in every step; take bf16, or loaders with even_batches=True"
             )
         models = [item for item in joinables if isinstance(item, nn.Module)]
-        before = [loader.even_batches for loader in self._prepared.loaders]
+        before = [loader.even_batches for loader in self.state.loaders]
         if even_batches is not None:
-            for loader in self._prepared.loaders:
+            for loader in self.state.loaders:
                 loader.even_batches = even_batches
-        self._joined, self._last_round = self._prepared.chosen(models), ()
-        self._state.uneven = True
+        self._joined, self._last_round = self.state.chosen(models), ()
+        self.state.window.uneven = True
         try:
             yield
-            if self._world.size > 1:
+            if self.state.world.size > 1:
                 self._stand_in()
         finally:
             self._joined = ()
-            self._state.uneven = False
-            for loader, even in zip(self._prepared.loaders, before, strict=True):
+            self.state.window.uneven = False
+            for loader, even in zip(self.state.loaders, before, strict=True):
                 loader.even_batches = even
 
     def announce(self, entry: PreparedModel, training: bool) -> None:
         """Tell the other ranks that a joined model runs forward; nothing outside of such a loop."""
-        if self._joined and training and self._world.size > 1 and entry in self._joined:
-            synchronizes = self._state.sync_gradients or self._state.sync_each_batch
+        if self._joined and training and self.state.world.size > 1 and entry in self._joined:
+            synchronizes = self.state.window.sync_gradients or self.state.window.sync_each_batch
             self._exchange(2 * (self._joined.index(entry) + 1) + int(synchronizes))
 
     def _exchange(self, status: int) -> int:
         """Return the largest status of any rank: all ranks with a batch have the same one."""
-        mine = torch.tensor([status], device=self._world.device)
+        mine = torch.tensor([status], device=self.state.world.device)
         statuses = communication.gather(mine).tolist()
         doing = max(statuses)
         if doing != _DONE:
@@ -251,7 +236,7 @@ class UnevenInputs:
         while (doing := self._exchange(_DONE)) != _DONE:
             entry = self._joined[doing // 2 - 1]
             _joinable(entry).stand_in(synchronize=bool(doing % 2))
-        if len(self._last_round) in (0, self._world.size):
+        if len(self._last_round) in (0, self.state.world.size):
             return
         source = self._last_round[0]
         for entry in self._joined:
@@ -262,17 +247,17 @@ class UnevenInputs:
         """Take over learning rates and schedules, which moved with the steps of the others."""
         optimizers = [optimizer for entry in self._joined for optimizer in entry.optimizers]
         groups = [groups for entry in self._joined for groups in entry.param_groups()]
-        schedules = [scheduler.state_dict() for scheduler in self._prepared.schedulers]
-        steps = [optimizer.steps for optimizer in self._prepared.optimizers]
+        schedules = [scheduler.state_dict() for scheduler in self.state.schedulers]
+        steps = [optimizer.steps for optimizer in self.state.optimizers]
         groups, schedules, steps = communication.broadcast_object_list(
             [groups, schedules, steps], source
         )
         for optimizer, theirs in zip(optimizers, groups, strict=True):
             for group, values in zip(optimizer.param_groups, theirs, strict=True):
                 group.update(values)
-        for scheduler, state in zip(self._prepared.schedulers, schedules, strict=True):
+        for scheduler, state in zip(self.state.schedulers, schedules, strict=True):
             scheduler.load_state_dict(state)
-        for prepared, taken in zip(self._prepared.optimizers, steps, strict=True):
+        for prepared, taken in zip(self.state.optimizers, steps, strict=True):
             prepared.steps = taken
 
 

@@ -105,7 +105,7 @@ class FabricCheckpoints:
 
     def _order_of(self, state: Mapping[str, Any]) -> dict[str, list[str]]:
         """Return the keys of models and optimizers in the order of ``setup``."""
-        prepared = self._engine._prepared
+        prepared = self._engine._state
         return {
             "models": _keys("models", [entry.model for entry in prepared.models], state),
             "optimizers": _keys("optimizers", prepared.optimizers, state),
@@ -392,7 +392,7 @@ class FabricTraining:
         self.engine.clip_grad_value_(module.parameters(), clip_val)
 
     def _check_single(self, module: nn.Module) -> None:
-        count = len(self.engine._prepared.model(module).optimizers)
+        count = len(self.engine._state.model(module).optimizers)
         if count > 1:
             raise UsageError(
                 f"expected one optimizer of the model for clip_gradients(), found {count}; clip "
@@ -465,7 +465,7 @@ class FabricTraining:
         Raises:
             CheckpointError: ``strict``, and the names are others than the whole model's.
         """
-        if not self.engine._prepared.has(module):
+        if not self.engine._state.has(module):
             module.load_state_dict(state_dict, strict=strict)
             return
         facts = self.engine.strategy_of(module).state_facts(self.engine.unwrap_model(module))

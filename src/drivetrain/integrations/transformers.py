@@ -331,7 +331,7 @@ class TrainerAccelerator(Accelerator):
 
     @property
     def _models(self) -> list[nn.Module]:
-        return [entry.model for entry in self._prepared.models]
+        return [entry.model for entry in self._state.models]
 
     @property
     def cell_size(self) -> int:
@@ -346,7 +346,7 @@ class TrainerAccelerator(Accelerator):
     ) -> PreparedLoader:
         """Divide one loader; checkpoints leave it out, since the Trainer counts batches itself."""
         loader = super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
-        self._prepared.loaders.clear()
+        self._state.loaders.clear()
         return loader
 
 

@@ -22,11 +22,9 @@ from torch.utils.data import DataLoader
 
 from drivetrain.collectives.facts import share_facts
 from drivetrain.communication import wait_for_everyone
-from drivetrain.config import Resolved
 from drivetrain.errors import CollectiveError, ConfigError
-from drivetrain.facade.observer import Observer
-from drivetrain.facade.prepared import PreparedModel, PreparedObjects, WholeWeights
-from drivetrain.facade.settings import ProfileKwargs, Runs
+from drivetrain.facade.prepared import Observer, PreparedModel, RunState
+from drivetrain.facade.settings import ProfileKwargs
 from drivetrain.log import get_logger
 from drivetrain.model.modules import ModelSizes
 from drivetrain.runtime.ranges import STEP, is_profiled
@@ -96,18 +94,14 @@ class StepProfiler(Observer):
     """Marks the steps of profiles, and makes the profile that the configuration asks for.
 
     Args:
-        config: the resolved configuration.
-        options: of torch's profiler, for the profile of the configuration.
-        project_dir: where its folder goes; None for the working directory.
+        state: of the run. Its profile goes into the folder of the project, or that of the process.
     """
 
-    def __init__(
-        self, config: Resolved, options: ProfileKwargs, project_dir: str | Path | None
-    ) -> None:
-        asked = config.run.profile
+    def __init__(self, state: RunState) -> None:
+        asked, project_dir = state.config.run.profile, state.project.project_dir
+        self._state = state
         self._window = StepWindow.parse(asked.steps) if asked.steps != "" else None
         self._folder = Path(asked.dir or Path(project_dir or ".") / FOLDER)
-        self._options = options
         self._modules, self._teraflops = asked.modules, asked.peak_teraflops
         self._sizes = ModelSizes()
         self._measured_in: Path | None = None  # the folder of the next measurement
@@ -136,13 +130,9 @@ class StepProfiler(Observer):
 
     # --- the events of the run ---
 
-    def attach(self, prepared: PreparedObjects, weights: WholeWeights, runs: Runs) -> None:
-        """Take the objects of the run."""
-        self._prepared, self._run = prepared, runs.default
-
     def before_prepare(self, model: nn.Module) -> None:
         """Note the sizes of a model."""
-        if not self._prepared.models:  # the first one, perhaps after free_memory
+        if not self._state.models:  # the first one, perhaps after free_memory
             self._sizes = ModelSizes()
         self._sizes.add(model)
 
@@ -169,7 +159,7 @@ class StepProfiler(Observer):
         if self._window is None and self._measurement is None and self._measured_in is None:
             return
         failed = getattr(sys, "last_value", None) is not None  # its own error is what counts
-        main = self._run.world.is_main and not failed
+        main = self._state.world.is_main and not failed
         if self._window is not None:
             self._end_window(main=main, failed=failed)
         if self._measurement is not None:
@@ -228,9 +218,9 @@ class StepProfiler(Observer):
 
         if self._measured_in is not None:
             folder, self._measured_in = self._measured_in, None
-            models = [entry.module for entry in self._prepared.models]
+            models = [entry.module for entry in self._state.models]
             self._measurement = ModuleMeasurement(
-                folder, models, self._sizes, self._run, self._teraflops
+                folder, models, self._sizes, self._state.run, self._teraflops
             )
         elif self._measurement is not None and ended and not self._measurement.next_step():
             measurement, self._measurement = self._measurement, None
@@ -241,7 +231,7 @@ class StepProfiler(Observer):
         if not self._stepped:
             return False
         self._stepped = False
-        number = max((each.steps for each in self._prepared.optimizers), default=0)
+        number = self._state.steps
         if number == self._counted:  # another optimizer of the same step
             return False
         self._counted = number
@@ -257,7 +247,7 @@ class StepProfiler(Observer):
     def _started(self, options: ProfileKwargs) -> "ProfileSession":
         from drivetrain.observe.trace import ProfileSession
 
-        session = ProfileSession(options, self._prepared, self._run)
+        session = ProfileSession(options, self._state)
         session.start()
         self._count()
         self._begun_at = self._taken
@@ -275,7 +265,7 @@ class StepProfiler(Observer):
     def _finish(self, session: "ProfileSession") -> None:
         written = session.write()
         wait_for_everyone()
-        if written and self._run.world.is_main:
+        if written and self._state.world.is_main:
             session.merge()
 
     def _options_here(self) -> ProfileKwargs:
@@ -284,7 +274,10 @@ class StepProfiler(Observer):
             str(_unused(self._folder)), str, doing="the choice of a folder for traces"
         )
         return replace(
-            self._options, schedule_option=None, on_trace_ready=None, output_trace_dir=name
+            self._state.handlers.profile,
+            schedule_option=None,
+            on_trace_ready=None,
+            output_trace_dir=name,
         )
 
 

@@ -23,18 +23,14 @@ from torch.utils.data import DataLoader
 
 from drivetrain.collectives.facts import gather_facts
 from drivetrain.compression.automatic import COUNTED, WARM_UP, Sender, settle_links
-from drivetrain.facade.observer import Observer
-from drivetrain.facade.prepared import PreparedModel, PreparedObjects, WholeWeights
-from drivetrain.facade.settings import Runs
+from drivetrain.facade.prepared import Observer, PreparedModel, RunState
 from drivetrain.log import Bar, get_logger
 from drivetrain.model.trace import tensors_in
 from drivetrain.observe.figures import StepFigures, StepSums
 from drivetrain.observe.trackers import Trackers
 from drivetrain.runtime.board import board
-from drivetrain.runtime.gradient_state import GradientState
 from drivetrain.runtime.late import LateNumbers
-from drivetrain.runtime.precision import LossScaler
-from drivetrain.strategy import Run, StrategyPick
+from drivetrain.strategy import Run
 from drivetrain.traffic import Traffic
 
 # --- the record of each optimizer step on one rank ---
@@ -108,30 +104,24 @@ class StepRecorder(Observer):
     """Makes records; does not communicate, and waits for no device.
 
     Args:
-        traffic: the ledger of this rank.
-        scaler: the loss scale of fp16.
+        state: of the run.
         deliver: gets each record, in order; late where numbers come from a device.
         fail: is told what made a record impossible; then there are no more.
 
     Attributes:
-        prepared: everything that the Accelerator has prepared.
         clock: the sections of the step at hand.
         step: number of the last recorded step.
     """
 
     def __init__(
         self,
-        traffic: Traffic,
-        scaler: LossScaler,
+        state: RunState,
         deliver: Callable[[StepFigures], None],
         fail: Callable[[Exception], None],
     ) -> None:
-        self.prepared = PreparedObjects()
-        self._runs: Runs | None = None
-        self.clock = StepClock(traffic)
+        self._state, self._traffic = state, state.run.traffic
+        self.clock = StepClock(self._traffic)
         self.step = 0
-        self._traffic = traffic
-        self._scaler = scaler
         self._deliver = deliver
         self._fail = fail
         self._late: deque[tuple[dict[str, Any], LateNumbers, list[float]]] = deque()
@@ -157,16 +147,6 @@ class StepRecorder(Observer):
         self._arrived = self._samples = self._tokens = self._skipped = 0
 
     # --- the events ---
-
-    def attach(self, prepared: PreparedObjects, weights: WholeWeights, runs: Runs) -> None:
-        """Take the objects of the run."""
-        self.prepared, self._device = prepared, runs.default.world.device
-        self._runs = runs
-
-    @property
-    def plan(self) -> StrategyPick | None:
-        """The choice of the run's strategy at prepare; None where it was not left open."""
-        return None if self._runs is None else self._runs.plan
 
     def fetching(self, loader: DataLoader[Any]) -> None:
         """Enter the data section; that of evaluation for a loader that no backward has followed."""
@@ -238,7 +218,7 @@ class StepRecorder(Observer):
     def after_step(self) -> None:
         """Note the learning rate of the step, and whether it was skipped."""
         self.clock.enter("other")
-        optimizers = self.prepared.optimizers
+        optimizers = self._state.optimizers
         self._lr = next((each.param_groups[0].get("lr") for each in optimizers), None)
         self._skipped = int(any(each.step_was_skipped for each in optimizers))
         self._stepped = True
@@ -270,7 +250,7 @@ class StepRecorder(Observer):
         if not self._stepped:
             return
         self._stepped = False
-        number = max((each.steps for each in self.prepared.optimizers), default=self.step + 1)
+        number = max((each.steps for each in self._state.optimizers), default=self.step + 1)
         if number == self.step:  # another optimizer of the same step
             return
         self.step = number
@@ -298,13 +278,14 @@ class StepRecorder(Observer):
         seconds, sections = self.clock.cut()
         sent, waits = self._fetched or (self._traffic.sent(), self._traffic.waits())
         self._fetched = None
+        scaler = self._state.scaler
         figures = {
             "step": self.step,
             "time": time.time(),
             "seconds": seconds,
             "sections": sections,
             "waiting": _growth(self._waits, waits),
-            "loss_scale": self._scaler.get_scale() if self._scaler.enabled else None,
+            "loss_scale": scaler.get_scale() if scaler.enabled else None,
             "samples": self._samples,
             "tokens": self._tokens,
             "skipped": self._skipped,
@@ -346,10 +327,10 @@ class StepRecorder(Observer):
         if now - self._memory_at >= MEMORY_PAUSE_S:
             self._memory_at = now
             self._memory = {"resident": self._process.memory_info().rss}
-            if self._device.type != "cpu":
+            if (device := self._state.world.device).type != "cpu":
                 self._memory |= {
-                    "device": torch.accelerator.memory_allocated(self._device),
-                    "device_peak": torch.accelerator.max_memory_allocated(self._device),
+                    "device": torch.accelerator.memory_allocated(device),
+                    "device_peak": torch.accelerator.max_memory_allocated(device),
                 }
         return self._memory
 
@@ -545,12 +526,12 @@ class LinkLoad:
 # --- an allocator's error in a step ---
 
 
+@dataclass(eq=False)
 class ExplainsShortage(Observer):
     """Lets an allocator's error say who holds this rank's memory, and what would fit."""
 
-    def attach(self, prepared: PreparedObjects, weights: WholeWeights, runs: Runs) -> None:
-        """Take the models of the run."""
-        self._prepared, self._runs, self._resident = prepared, runs, 0
+    state: RunState
+    _resident: int = 0
 
     def after_prepare(self, entry: PreparedModel) -> None:
         """Note the memory of the process before a step."""
@@ -560,7 +541,7 @@ class ExplainsShortage(Observer):
         """Add a note to the error."""
         from drivetrain.planner.shortage import explain  # a run without one needs no planner
 
-        explain(error, self._prepared, self._runs, self._resident)
+        explain(error, self.state, self._resident)
 
 
 # --- the seconds of a backward in the first steps, by which methods are chosen ---
@@ -597,23 +578,18 @@ class TimedModel:
         return any(links.is_open(use) for use in links.awaited)
 
 
+@dataclass(eq=False)
 class LinkChoice(Observer):
     """Times backwards until the methods of each model are chosen.
 
-    Args:
-        state: tells whether ranks take equally many steps.
-        traffic: knows how long this rank has waited for others.
+    Attributes:
+        state: of the run: whether ranks take equally many steps, and how long this rank has waited
+            for others.
     """
 
-    def __init__(self, state: GradientState, traffic: Traffic) -> None:
-        self._state, self._traffic = state, traffic
-        self._prepared = PreparedObjects()
-        self._timed: list[TimedModel] = []
-        self._begun = 0.0
-
-    def attach(self, prepared: PreparedObjects, weights: WholeWeights, runs: Runs) -> None:
-        """Take the models of the run."""
-        self._prepared = prepared
+    state: RunState
+    _timed: list[TimedModel] = field(default_factory=list)
+    _begun: float = 0.0
 
     def after_prepare(self, entry: PreparedModel) -> None:
         """Time a model whose choice is open."""
@@ -629,7 +605,7 @@ class LinkChoice(Observer):
     def before_backward(self) -> None:
         """Note the time."""
         if self._timed:
-            self._begun = time.perf_counter() - self._traffic.waited_s
+            self._begun = time.perf_counter() - self.state.run.traffic.waited_s
 
     def after_backward(self, loss: Tensor, weight: float | Tensor | None) -> None:
         """Note the seconds of a backward, without its waiting for other ranks.
@@ -638,19 +614,19 @@ class LinkChoice(Observer):
         loss may reach several models; a strategy may run a model without calling it.
         """
         for each in self._timed:
-            if each.has_run or each.entry is self._prepared.running():
-                now = time.perf_counter() - self._traffic.waited_s
+            if each.has_run or each.entry is self.state.running():
+                now = time.perf_counter() - self.state.run.traffic.waited_s
                 each.last_s = max(0.0, now - self._begun)
 
     def after_step(self) -> None:
         """Count a step of each model with a backward; choose after enough steps."""
         for each in self._timed:
-            if each.last_s is not None and not self._state.uneven:
+            if each.last_s is not None and not self.state.window.uneven:
                 each.steps.append(each.last_s)
             each.last_s, each.has_run = None, False
             if each.is_open and len(each.steps) == WARM_UP + COUNTED:
                 _settle(each)
-        known = self._prepared.models
+        known = self.state.models
         self._timed = [each for each in self._timed if each.is_open and each.entry in known]
 
 

@@ -22,8 +22,8 @@ from drivetrain.compression.methods import LinkMethods
 from drivetrain.config import Resolved
 from drivetrain.cost import ModelSpec
 from drivetrain.errors import DrivetrainError, UsageError, in_words
-from drivetrain.facade.observer import Observer
-from drivetrain.facade.prepared import PreparedModel
+from drivetrain.facade.exchange import Preemption
+from drivetrain.facade.prepared import Observer, PreparedModel, RunState
 from drivetrain.log import get_logger
 from drivetrain.observe.figures import (
     REPORT,
@@ -36,7 +36,7 @@ from drivetrain.observe.figures import (
 )
 from drivetrain.observe.recorder import LinkLoad, StepRecorder
 from drivetrain.runtime.board import DRAWING, board
-from drivetrain.runtime.precision import DTYPES, LossScaler
+from drivetrain.runtime.precision import DTYPES
 from drivetrain.runtime.world import host_link, restarts, work_path
 from drivetrain.strategy import Run, find_strategy
 
@@ -64,11 +64,9 @@ class RunReport:
     A failure here never ends the training: it is said once, and recording stops.
 
     Args:
-        config: the resolved configuration; ``report`` switches recording off.
-        run: the run of its strategy.
-        scaler: the loss scale of fp16.
-        project_dir: where the folder ``run`` goes; None keeps the newest figures in memory alone.
-        preempted: whether a scheduler's notice ends the run.
+        state: of the run. Its configuration may switch recording off; without a folder for the
+            project the newest figures are in memory alone.
+        preemption: knows whether a scheduler's notice ends the run.
 
     Attributes:
         went_on_at: the step at which ``resume`` has found the run; None before.
@@ -76,16 +74,10 @@ class RunReport:
         observer: follows the steps.
     """
 
-    def __init__(
-        self,
-        config: Resolved,
-        run: Run,
-        scaler: LossScaler,
-        project_dir: str | Path | None,
-        preempted: Callable[[], bool],
-    ) -> None:
+    def __init__(self, state: RunState, preemption: Preemption) -> None:
         self.went_on_at: int | None = None
-        self._preempted = preempted
+        self._preemption, self._state = preemption, state
+        config, run, project_dir = state.config, state.run, state.project.project_dir
         asked = config.run.report
         if asked and project_dir is None:
             raise UsageError(
@@ -102,7 +94,7 @@ class RunReport:
         self._finished = self._drawn = self._failed = False
         self.folder: StartFolder | None = None
         self._journal: Journal | None = None
-        self._recorder = StepRecorder(run.traffic, scaler, self._take, self._stop)
+        self._recorder = StepRecorder(state, self._take, self._stop)
         self.observer: Observer = self._recorder if self._enabled else Observer()
         # The launchers' rate is of hosts: it says nothing about links between declared islands.
         if run.world.is_main and not run.world.declared and (link := host_link()):
@@ -163,7 +155,7 @@ class RunReport:
         self.finish()
         if self.folder is None or self._drawn or self._newest is None or self._failed:
             return
-        if self._preempted():  # who gave notice does not wait for a drawing
+        if self._preemption.agreed:  # who gave notice does not wait for a drawing
             return
         self._drawn = True
         if not self._run.world.is_main:
@@ -201,7 +193,7 @@ class RunReport:
             return
         self._finished = True
         self._recorder.finish()
-        if (plan := self._recorder.plan) is not None and self._seconds:
+        if (plan := self._state.plan) is not None and self._seconds:
             measured = statistics.median(self._seconds)
             logger.announce(
                 f"planned {plan.seconds * 1e3:,.2f} ms a step, measured {measured * 1e3:,.2f} ms "
@@ -210,11 +202,11 @@ class RunReport:
         error = getattr(sys, "last_value", None)  # of the script, when it ends by an error
         if self._newest is not None or (self._journal is not None and self._journal.path.exists()):
             if error is None:
-                self._note("ended", outcome="preempted" if self._preempted() else "ended")
+                self._note("ended", outcome="preempted" if self._preemption.agreed else "ended")
             else:
                 self._note("failed", error=f"{type(error).__name__}: {error}"[:500])
         untrained = self._enabled and self._newest is None and error is None
-        if untrained and self.went_on_at is not None and not self._preempted():
+        if untrained and self.went_on_at is not None and not self._preemption.agreed:
             logger.announce(
                 f"nothing left to train: the run ended at step {self.went_on_at}; to train further "
                 "raise the script's number of steps or epochs, or begin anew with "
@@ -247,7 +239,7 @@ class RunReport:
 
     def _write_facts(self, folder: StartFolder) -> None:
         """Write the facts at first, and again for other models or methods for slow links."""
-        prepared = self._recorder.prepared.models
+        prepared = self._state.models
         links = [entry.strategy.run.links for entry in prepared]
         known = self._links
         if known is not None and len(links) <= len(known) and all(map(operator.is_, links, known)):

@@ -41,14 +41,13 @@ from torch.profiler import record_function
 
 from drivetrain.communication import wait_for_everyone
 from drivetrain.errors import UsageError, in_words, replace_text
-from drivetrain.facade.prepared import PreparedObjects
+from drivetrain.facade.prepared import RunState
 from drivetrain.facade.settings import ProfileKwargs, profiler_of
 from drivetrain.hardware.sizes import size_text
 from drivetrain.log import get_logger
 from drivetrain.observe import modules
 from drivetrain.runtime.ranges import BACKWARD, COLLECTIVE, FORWARD, RECOMPUTE, WAIT, is_profiled
 from drivetrain.runtime.world import World
-from drivetrain.strategy import Run
 
 logger = get_logger(__name__)
 
@@ -623,21 +622,19 @@ class ProfileSession:
     Args:
         options: of torch's profiler, and the folder; without a folder no file is written, and no
             rank waits for others.
-        prepared: the models whose units get ranges.
-        run: the ranks.
+        state: of the run, with the models whose units get ranges.
 
     Attributes:
         profiler: torch's own.
         steps: how many optimizer steps were taken until the end; 0 while that is not known.
     """
 
-    def __init__(self, options: ProfileKwargs, prepared: PreparedObjects, run: Run) -> None:
+    def __init__(self, options: ProfileKwargs, state: RunState) -> None:
         self.profiler = profiler_of(options)
         folder = options.output_trace_dir
         self.folder = None if folder is None else Path(folder)
         self._folder = Path(folder or "")  # of what is written, which nothing is without one
-        self._prepared = prepared
-        self._run = run
+        self._state = state
         self._clock = ClockComparison(0, 0, 0)
         self._units = ExitStack()
         self.steps = 0
@@ -645,7 +642,7 @@ class ProfileSession:
     @property
     def trace(self) -> Path:
         """The file of this rank's trace."""
-        return self._folder / f"profile_{self._run.world.rank}.json"
+        return self._folder / f"profile_{self._state.world.rank}.json"
 
     def start(self) -> None:
         """Start the profiler. Collective where there is a folder.
@@ -660,8 +657,8 @@ class ProfileSession:
             )
         if self.folder is not None:
             self._make_folder(self.folder)
-            self._clock = compare_clocks(self._run.world)
-        for entry in self._prepared.models:
+            self._clock = compare_clocks(self._state.world)
+        for entry in self._state.models:
             self._units.callback(UnitRanges(entry.strategy.units(entry.module)).close)
         self.profiler.start()
 
@@ -692,7 +689,7 @@ class ProfileSession:
             return False
         program = threading.main_thread().native_id
         tally = CostTally(program, self.steps)
-        ranks = self._run.world.size
+        ranks = self._state.world.size
         shortest = write_part(self.trace, self._part(), place, ranks=ranks, see=tally.add)
         costs = replace(tally.costs(), shortest_us=shortest)
         # The costs come last, and whole: their file says that the part is complete.
@@ -734,7 +731,7 @@ class ProfileSession:
                 f"operations shorter than {shortest:.0f} us are left out of the merged trace, "
                 "which viewers could not open; the ranks' own traces have them"
             )
-        missing = sorted(set(range(self._run.world.size)) - set(ranks))
+        missing = sorted(set(range(self._state.world.size)) - set(ranks))
         if missing:
             lines.append(
                 f"no trace of ranks {missing} in {self._folder} on the host of rank 0: the folder "
@@ -744,7 +741,7 @@ class ProfileSession:
 
     def _awaited(self, wait_s: float) -> list[int]:
         """Return the ranks whose parts are there."""
-        everyone = range(self._run.world.size)
+        everyone = range(self._state.world.size)
         until = time.monotonic() + wait_s
         while True:
             here = [rank for rank in everyone if self._costs(rank).exists()]
@@ -753,10 +750,10 @@ class ProfileSession:
             time.sleep(POLL_S)
 
     def _part(self, rank: int | None = None) -> Path:
-        return self._folder / f".part_{self._run.world.rank if rank is None else rank}.gz"
+        return self._folder / f".part_{self._state.world.rank if rank is None else rank}.gz"
 
     def _costs(self, rank: int | None = None) -> Path:
-        return self._folder / f".costs_{self._run.world.rank if rank is None else rank}.json"
+        return self._folder / f".costs_{self._state.world.rank if rank is None else rank}.json"
 
     def _make_folder(self, folder: Path) -> None:
         try:
@@ -770,7 +767,7 @@ class ProfileSession:
             left.unlink(missing_ok=True)
 
     def _place(self) -> RankPlace:
-        world, mesh = self._run.world, self._run.mesh
+        world, mesh = self._state.world, self._state.run.mesh
         axes = [f"{name} {axis.rank}" for name, axis in mesh.items() if axis.size > 1]
         cell = f" ({', '.join(axes)})" if axes else ""
         where = (

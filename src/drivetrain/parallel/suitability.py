@@ -18,7 +18,7 @@ the attributes of optimizers, and copy the state of all parameters.
 Parameters that a forward writes by its own batch: ranks with other batches would go apart.
 
 Torch has two layers of this kind. Writes of other forwards are met where the ranks' values are
-compared, before the first gradients are averaged (``drivetrain.facade.prepared``).
+compared, before the first gradients are averaged (``drivetrain.facade.weights``).
 """
 
 import copy

@@ -28,8 +28,7 @@ from drivetrain.config.outline import EXACT
 from drivetrain.cost import Cost
 from drivetrain.data.examples import first_rows
 from drivetrain.errors import ConfigError, DrivetrainError, UsageError
-from drivetrain.facade.prepared import PreparedModel, PreparedObjects
-from drivetrain.facade.settings import Runs
+from drivetrain.facade.prepared import PreparedModel, RunState
 from drivetrain.hardware.sizes import GIB, size_text
 from drivetrain.losses import LEAST_PIECES, language_model_in, restore_loss
 from drivetrain.memory import device_room, host_room
@@ -71,13 +70,12 @@ _HOST, _DISK = " in host memory", " on disk"
 """Ends of kinds of ``cost()`` that do not lie on the device."""
 
 
-def explain(error: Exception, prepared: PreparedObjects, runs: Runs, resident: int) -> None:
+def explain(error: Exception, state: RunState, resident: int) -> None:
     """Add the account of this rank's memory to an allocator's error, once, as a note.
 
     Args:
         error: of an allocator.
-        prepared: the models of the run.
-        runs: the configuration, and what strategies know.
+        state: of the run.
         resident: bytes of the process after ``prepare``.
     """
     known: Sequence[str] = getattr(error, "__notes__", ())
@@ -85,14 +83,14 @@ def explain(error: Exception, prepared: PreparedObjects, runs: Runs, resident: i
         return
     lines: list[str] = []
     try:
-        lines.extend(_lines(str(error), prepared, runs, resident))
+        lines.extend(_lines(str(error), state, resident))
     except Exception as problem:  # whatever happens here, the script must see its own error
-        lines.append(f"{HEAD} {runs.default.world.rank}: no more is known: {problem}")
+        lines.append(f"{HEAD} {state.world.rank}: no more is known: {problem}")
     error.add_note("\n".join(lines))
 
 
-def _lines(error: str, prepared: PreparedObjects, runs: Runs, resident: int) -> Iterator[str]:
-    world, entries = runs.default.world, prepared.models
+def _lines(error: str, state: RunState, resident: int) -> Iterator[str]:
+    world, entries = state.world, state.models
     held, promised = _account(entries, world.device), _promised(entries)
     match = _ASKED.search(error)
     asked = round(float(match[1]) * _UNITS[match[2].lower()]) if match else 0
@@ -105,24 +103,24 @@ def _lines(error: str, prepared: PreparedObjects, runs: Runs, resident: int) -> 
     for kind, count in held.items():
         beside = f", cost() promises {size_text(promised[kind])}" if kind in promised else ""
         yield f"  {kind}: {size_text(count)}{beside}"
-    if (path := _snapshot(runs)) is not None:
+    if (path := _snapshot(state)) is not None:
         yield f"  every block of the allocator: {path}, for pytorch.org/memory_viz"
-    entry = prepared.last_run or next(iter(entries), None)
+    entry = state.last_run or next(iter(entries), None)
     if entry is None:
         return
     # What a process on processors has beside its tensors, the interpreter and its libraries.
     others = resident - sum(promised.get(kind, 0) for kind in _MADE_FIRST)
     others = max(0, others) if world.device.type == "cpu" else 0
     try:
-        ladder = Ladder(entry, runs, prepared.last_call, held.total(), asked, others)
+        ladder = Ladder(entry, state, state.last_call, held.total(), asked, others)
         yield from ladder.lines(held.total() + left)
     except ConfigError as problem:
         yield f"{UNJUDGED}; nobody knows which fits: {problem}"
 
 
-def _snapshot(runs: Runs) -> Path | None:
+def _snapshot(state: RunState) -> Path | None:
     """Write the file of torch's allocator, if the run has a folder for it; return its path."""
-    world, folder = runs.default.world, runs.config.run.memory_snapshot
+    world, folder = state.world, state.config.run.memory_snapshot
     if not folder or world.device.type != "cuda":
         return None
     Path(folder).mkdir(parents=True, exist_ok=True)
@@ -212,7 +210,7 @@ class Ladder:
 
     Args:
         entry: the model that ran.
-        runs: see ``explain``.
+        state: see ``explain``.
         call: arguments of its forward, by position and by name; None: the loaders know better.
         now: bytes that the process holds.
         asked: bytes of the request that failed.
@@ -225,18 +223,18 @@ class Ladder:
     def __init__(
         self,
         entry: PreparedModel,
-        runs: Runs,
+        state: RunState,
         call: tuple[tuple[Any, ...], Mapping[str, Any]] | None,
         now: int,
         asked: int,
         beside: int,
     ) -> None:
-        self._entry, self._runs = entry, runs
+        self._entry, self._state = entry, state
         self._run = run = entry.strategy.run
         if any(size.size > 1 for name, size in run.mesh.items() if name != "dp"):
             raise ConfigError("ranks divide the model itself: `drivetrain plan` compares layouts")
         model = _bare(entry.module)
-        world, settings = run.world, runs.config.run
+        world, settings = run.world, state.config.run
         examples = [first_rows(loader) for loader in run.examples.loaders]
         candidates = candidates_of(model, examples)
         rows = run.examples.rows(run.mesh["dp"].size)
@@ -296,7 +294,7 @@ class Ladder:
         now, accumulation = self._now, self._run.accumulation
         if self._paper.layers:
             for mode in RECOMPUTE[RECOMPUTE.index(now.recompute) + 1 :]:
-                if mode == "selective" and self._runs.config.run.compile != "none":
+                if mode == "selective" and self._state.config.run.compile != "none":
                     continue  # refused beside compiled blocks
                 yield Change(f"recompute: {{mode: {mode}}}", replace(now, recompute=mode))
         whole = now.micro_batch
@@ -326,7 +324,7 @@ class Ladder:
         Raises:
             UsageError: the model has no such loss.
         """
-        if self._runs.config.run.loss != "whole":
+        if self._state.config.run.loss != "whole":
             raise UsageError("it is already")
         _, head = language_model_in(self._entry.module)
         elements = self._paper.logits(self._now.micro_batch)

@@ -36,9 +36,9 @@ from drivetrain.checkpoint.tensor_file import write_tensors
 from drivetrain.collectives.facts import gather_facts
 from drivetrain.config import DtypesConfig, RecomputeConfig, Resolved
 from drivetrain.errors import replace_text
-from drivetrain.facade.observer import Observer
-from drivetrain.facade.prepared import PreparedModel, PreparedObjects, WholeWeights
-from drivetrain.facade.settings import Runs, StrategyChoice, resolve_strategy
+from drivetrain.facade.prepared import Observer, PreparedModel, RunState
+from drivetrain.facade.settings import StrategyChoice, resolve_strategy
+from drivetrain.facade.weights import WholeWeights
 from drivetrain.model.modules import UninheritedHook, clean_name, named_parameters, uncompiled
 from drivetrain.nested import is_tensor, recursively_apply
 from drivetrain.parallel.backward import in_backward
@@ -329,12 +329,11 @@ class Recorder(Observer):
             compute_in_doubles()
         return self._request.applied(config)
 
-    def attach(self, prepared: PreparedObjects, weights: WholeWeights, runs: Runs) -> None:
-        """Take the objects of the run, and write the record as it is."""
-        self._prepared, self._weights, self._run = prepared, weights, runs.default
-        self._has_windows = runs.config.run.accumulation > 1
-        self.record.strategy = runs.config.strategy
-        self.record.mesh = {name: axis.size for name, axis in self._run.mesh.items()}
+    def attach(self, state: RunState) -> None:
+        """Take the state of the run, and write the record as it is."""
+        self._state, self._weights = state, WholeWeights(state)
+        self.record.strategy = state.config.strategy
+        self.record.mesh = {name: axis.size for name, axis in state.run.mesh.items()}
         self._write()
 
     def choice(self, choice: StrategyChoice | None) -> StrategyChoice | None:
@@ -383,10 +382,10 @@ class Recorder(Observer):
         Of the reference alone: a strategy that is asked for its gradients follows what the script
         has done to them, which is to be seen as it is without a recorder.
         """
-        counts = self._request.reference and self._has_windows
+        counts = self._request.reference and self._state.config.run.accumulation > 1
         return {
             index
-            for index, entry in enumerate(self._prepared.models if counts else ())
+            for index, entry in enumerate(self._state.models if counts else ())
             if any(bool(piece.any()) for piece in entry.strategy.gradients())
         }
 
@@ -399,7 +398,7 @@ class Recorder(Observer):
             return
         if not self.record.states:
             self._keep_state()
-            for each in self._prepared.models:
+            for each in self._state.models:
                 for fact in each.strategy.state_facts(uncompiled(each.module)):
                     if fact.where:
                         self.record.whereabouts[self._qualified(each, fact.name)] = fact.where
@@ -441,7 +440,7 @@ class Recorder(Observer):
             self._write()
             self._by_replica(())  # no rank leaves before the record is there
         if self._is_over and self._request.folder:
-            self._prepared.forget()
+            self._state.forget()
             raise RecordingEnded
 
     @property
@@ -455,7 +454,7 @@ class Recorder(Observer):
 
     def _by_replica(self, values: Sequence[float | str]) -> tuple[tuple[Any, ...], ...]:
         """Return the values of each replica of the model, as the first of its ranks has them."""
-        mine = self._run.mesh["dp"].rank, list(values)
+        mine = self._state.run.mesh["dp"].rank, list(values)
         everyone = gather_facts(mine, tuple[int, list[float | str]], doing="the record of a step")
         first = dict(reversed(everyone))
         return tuple(tuple(first[index]) for index in sorted(first))
@@ -463,7 +462,7 @@ class Recorder(Observer):
     def _moments(self) -> dict[str, float]:
         """Return the norms of the optimizers' state, of whatever parts ranks hold it in."""
         squares: dict[str, float] = {}
-        for entry in self._prepared.models:
+        for entry in self._state.models:
             for shard in entry.strategy.shards():
                 if _STATE.match(shard.state):
                     name = f"{shard.state} of {self._qualified(entry, shard.name)}"
@@ -478,23 +477,23 @@ class Recorder(Observer):
     def _keep_state(self) -> None:
         state = {
             self._qualified(entry, name): tensor
-            for entry in self._prepared.models
+            for entry in self._state.models
             for name, tensor in self._weights.state_dict(entry.model).items()
         }
         kept: Mapping[str, Tensor] = state
         if self._request.folder:
             path = state_file(Path(self._request.folder), len(self.record.states))
-            first = self._run.world.is_main
+            first = self._state.world.is_main
             kept = SavedTensors.save(path, state) if first else SavedTensors(path)
         self.record.states.append(kept)
 
     def _qualified(self, entry: PreparedModel, name: str) -> str:
         """Return a tensor's name, which tells the models of a run apart."""
-        index = self._prepared.models.index(entry)
+        index = self._state.models.index(entry)
         return f"{name} of model {index}" if index else name
 
     def _write(self) -> None:
-        if self._request.folder and self._run.world.is_main:
+        if self._request.folder and self._state.world.is_main:
             self.record.write(Path(self._request.folder))
 
 

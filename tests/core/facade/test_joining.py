@@ -8,7 +8,6 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from drivetrain import Accelerator, DataLoaderConfiguration, communication
-from drivetrain.facade.prepared import PreparedObjects
 from drivetrain.facade.uneven import UnevenInputs
 from drivetrain.runtime.gradient_state import GradientState
 from drivetrain.runtime.world import World
@@ -62,7 +61,9 @@ def test_even_inputs_need_nothing_and_an_exception_leaves_at_once():
 
 def test_loaders_fill_up_batches_again_after_the_loop():
     loader, scaler = SimpleNamespace(even_batches=True), SimpleNamespace(enabled=False)
-    prepared = PreparedObjects(loaders=[loader])
-    with UnevenInputs(prepared, GradientState(1), scaler, World()).joined([], even_batches=False):
+    state = SimpleNamespace(
+        loaders=[loader], window=GradientState(1), scaler=scaler, world=World(), chosen=list
+    )
+    with UnevenInputs(state).joined([], even_batches=False):
         assert not loader.even_batches
     assert loader.even_batches

@@ -1,6 +1,6 @@
 """Several observers of a run are told of everything, one after the other."""
 
-from drivetrain.facade.observer import Observer, Observers
+from drivetrain.facade.prepared import Observer, Observers
 
 
 class Doubling(Observer):

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import weakref
 from types import SimpleNamespace
 from unittest import mock
 
@@ -116,8 +117,9 @@ def test_the_loader_of_an_evaluation_ends_nothing():
             return "a directory"
 
     saving, training = Saving(), object()
-    state = SimpleNamespace(sync_gradients=True, uneven=False, trained_pass=training)
-    told = preemption.Preemption(World(size=2), state, saving.save)
+    window = SimpleNamespace(sync_gradients=True, uneven=False, trained_pass=training)
+    state = SimpleNamespace(window=window, world=World(size=2))
+    told = preemption.Preemption(state, lambda: None, weakref.WeakMethod(saving.save))
     told.after_step()
     told.told = True
     told.between_batches(object())

@@ -38,7 +38,7 @@ def test_order_and_identity():
     for each in (model, prepared, loader):
         assert accelerator.prepare(each) is each
     assert accelerator.prepare(optimizer) is prepared
-    assert len(accelerator._prepared.models) == len(accelerator._prepared.optimizers) == 1
+    assert len(accelerator._state.models) == len(accelerator._state.optimizers) == 1
     assert accelerator.unwrap_model(model) is model
 
 

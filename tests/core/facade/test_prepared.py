@@ -82,7 +82,7 @@ def test_copies_are_ordinary_ones(copier):
     assert model(rows()).abs().sum() > 0
     average(rows()).sum().backward()
     assert model.weight.grad is None
-    assert accelerator._prepared.last_run is accelerator._prepared.models[0]
+    assert accelerator._state.last_run is accelerator._state.models[0]
     again = Accelerator(cpu=True, mixed_precision="bf16").prepare_model(average, None, True)
     torch.nn.init.ones_(again.weight)
     out = again(rows())

@@ -10,7 +10,6 @@ from drivetrain.compression.automatic import COUNTED, WARM_UP, Sender, choose_li
 from drivetrain.compression.methods import LinkMethods
 from drivetrain.config.schema import FarConfig, LinksConfig
 from drivetrain.cost import ModelSpec
-from drivetrain.facade.prepared import PreparedObjects
 from drivetrain.observe import recorder as link
 from drivetrain.observe.recorder import LinkChoice
 from drivetrain.runtime.gradient_state import GradientState
@@ -65,11 +64,19 @@ class Events:
         entry = SimpleNamespace(
             strategy=self.strategy, model=self.model, given=ModelSpec.of(self.model)
         )
-        self.prepared = PreparedObjects(models=[entry])
-        self.choice = LinkChoice(self.state, self.traffic)
-        self.choice.attach(self.prepared, None, None)
+        self.prepared = SimpleNamespace(
+            models=[entry],
+            window=self.state,
+            run=self.strategy.run,
+            last_run=None,
+            running=self.running,
+        )
+        self.choice = LinkChoice(self.prepared)
         self.choice.before_prepare(self.model)
         self.choice.after_prepare(entry)
+
+    def running(self) -> SimpleNamespace:
+        return self.prepared.last_run or self.prepared.models[-1]
 
     @property
     def name(self) -> str:

@@ -121,9 +121,9 @@ def named(lines):
 @pytest.mark.ranks(2)
 def test_where_more_is_lacking_the_change_is_larger():
     accelerator, *_ = prepared(width=256)
-    (entry,) = accelerator._prepared.models
+    (entry,) = accelerator._state.models
     call = (torch.ones(16, 256, 256),), {}
-    ladder = shortage.Ladder(entry, accelerator._runs, call, now=0, asked=0, beside=0)
+    ladder = shortage.Ladder(entry, accelerator._state, call, now=0, asked=0, beside=0)
     (whole, *_) = ladder.lines(0)
     needed = float(re.search(r"needs ([\d.]+) MiB", whole)[1]) * 2**20
     (fits,) = ladder.lines(round(needed) + 2**20)
@@ -146,10 +146,10 @@ def test_a_language_model_may_need_its_loss_in_pieces():
     config = transformers.GPT2Config(n_layer=2, n_head=2, n_embd=8, n_positions=64, vocab_size=4096)
     accelerator = Accelerator(cpu=True, config={"report": False})
     accelerator.prepare(transformers.GPT2LMHeadModel(config))
-    (entry,) = accelerator._prepared.models
+    (entry,) = accelerator._state.models
     words = torch.zeros(1, 64, dtype=torch.long)
     call = (), {"input_ids": words, "labels": words, "use_cache": False}
-    ladder = shortage.Ladder(entry, accelerator._runs, call, now=0, asked=0, beside=0)
+    ladder = shortage.Ladder(entry, accelerator._state, call, now=0, asked=0, beside=0)
     (whole, *_) = ladder.lines(0)
     needed = float(re.search(r"needs ([\d.]+) MiB", whole)[1]) * 2**20
     assert named(ladder.lines(round(needed) - (800 << 10))) == "loss: chunked"
@@ -176,10 +176,10 @@ def test_tries_of_batch_sizes_explain_nothing():
 def test_a_snapshot_of_the_allocator_is_left_in_the_folder(monkeypatch, tmp_path):
     world = SimpleNamespace(rank=3, device=torch.device("cuda"))
     run = SimpleNamespace(memory_snapshot=str(tmp_path / "new"))
-    runs = SimpleNamespace(default=SimpleNamespace(world=world), config=SimpleNamespace(run=run))
+    state = SimpleNamespace(world=world, config=SimpleNamespace(run=run))
     written = []
     monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", written.append)
-    assert shortage._snapshot(runs) == tmp_path / "new" / "rank-3.pickle"
+    assert shortage._snapshot(state) == tmp_path / "new" / "rank-3.pickle"
     assert written == [str(tmp_path / "new" / "rank-3.pickle")]
     assert (tmp_path / "new").is_dir()
 

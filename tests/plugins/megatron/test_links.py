@@ -13,7 +13,7 @@ from drivetrain import Accelerator
 from drivetrain.compression.methods import LinkMethods
 from drivetrain.cost import ModelSpec
 from drivetrain.errors import ConfigError, RankMismatchError
-from drivetrain.facade import settings
+from drivetrain.facade import prepared
 from drivetrain.runtime.precision import Precision
 from drivetrain_megatron import Megatron
 from drivetrain_megatron.config import MegatronConfig
@@ -103,7 +103,7 @@ def test_a_pipeline_over_hosts_sends_half_and_trains_closely(monkeypatch):
 
 @pytest.mark.ranks(2)
 def test_a_pipeline_on_one_host_is_exact_and_says_so_once(monkeypatch):
-    said = announced(monkeypatch, settings.logger)
+    said = announced(monkeypatch, prepared.logger)
     exact, rounded = (of_words(gpt2, name) for name in METHODS)
     assert exact[:2] == rounded[:2]
     assert all(torch.equal(rounded[2][name], value) for name, value in exact[2].items())

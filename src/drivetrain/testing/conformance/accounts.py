@@ -156,7 +156,7 @@ class AccountChecks(Suite):
             strategy = accelerator.strategy_of(model)
             promised = dict(_cost(accelerator, model, _layers(), states=2).held)
             inner = accelerator.unwrap_model(model)
-            (optimizer,) = accelerator._prepared.model(model).optimizers
+            (optimizer,) = accelerator._state.model(model).optimizers
             states = [value for state in optimizer.state.values() for value in state.values()]
             if not states:  # a store has them
                 names = [name for name, _ in inner.named_parameters()]
