@@ -202,8 +202,11 @@ class Accelerator(AnswersArguments, StaysInProcess, Processes):
             log_with, logging_dir=self.logging_dir, is_main=self.world.is_main
         )
         self.report = RunReport(state, self._preemption)
-        self.report.listen(RunFigures(self._trackers, self.mesh["dp"].size).take)
-        self._live = LiveFigures(self.mesh["dp"].size, self.report.listen)
+        replicas = state.run.mesh["dp"].size
+        if log_with is not None:
+            self.report.listen(RunFigures(self._trackers, replicas).take)
+        self._live = LiveFigures(replicas)
+        self.report.listen(self._live.add)
         self._profiler = StepProfiler(state)
         for end in (self.report.close, self._profiler.end):
             weakref.finalize(self, end)  # also where the script forgets to end it

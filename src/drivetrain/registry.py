@@ -10,6 +10,7 @@ import difflib
 import os
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from importlib.metadata import EntryPoint, EntryPoints, entry_points
 from typing import Any
@@ -38,15 +39,15 @@ _KINDS = {
 }
 
 
+@dataclass(eq=False)
 class Registry:
     """The plugins of one entry-point group.
 
-    Args:
+    Attributes:
         group: the entry-point group, for example ``drivetrain.strategies``.
     """
 
-    def __init__(self, group: str) -> None:
-        self.group = group
+    group: str
 
     @property
     def kind(self) -> str:
@@ -83,9 +84,8 @@ class Registry:
             ConfigError: as ``load``.
         """
         entry = self._entry(name)
-        lines = _installed(_search_path())[OUTLINES]
-        found = [line for line in lines if line.name == entry.value]
-        return self._imported(name, found[0] if found else entry)
+        lines = _installed(_search_path())[OUTLINES].select(name=entry.value)
+        return self._imported(name, next(iter(lines), entry))
 
     def _entry(self, name: str) -> EntryPoint:
         """Return the entry point of a name, which imports nothing."""

@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 
@@ -33,6 +33,7 @@ class Page(NamedTuple):
     backwards: int = 0
 
 
+@dataclass(eq=False, repr=False)
 class Traffic:
     """A ledger of collectives by (axis, operation); safe to write from several threads.
 
@@ -41,12 +42,11 @@ class Traffic:
         waited_s: seconds that threads of the program have waited for collectives, on all axes.
     """
 
-    def __init__(self) -> None:
-        self._entries: dict[tuple[str, str], Entry] = {}
-        self._waits: dict[str, float] = {}
-        self._lock = threading.Lock()
-        self.page = Page()
-        self.waited_s = 0.0
+    page: Page = Page()
+    waited_s: float = 0.0
+    _entries: dict[tuple[str, str], Entry] = field(default_factory=dict)
+    _waits: dict[str, float] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def begin_backward(self) -> None:
         """Turn the page: a backward begins."""

@@ -30,6 +30,7 @@ import re
 import secrets
 import shutil
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
@@ -395,33 +396,31 @@ _STEPS = "steps"
 """Key of these facts with the optimizer steps of their checkpoint."""
 
 
+@dataclass(eq=False)
 class Resumption:
     """The continuation of one run.
 
-    Args:
+    Attributes:
         mode: ``launch.resume`` of the configuration.
         root: folder of the automatically named checkpoints; None without one.
         divides: whether the batches of loaders are divided over the ranks, as with
             ``split_batches``: then their number does not depend on the number of ranks.
         world: this process among all processes.
         memory: folder of the checkpoints in this host's memory; None without them.
+        loaded: whether the run has loaded a checkpoint.
     """
 
-    def __init__(
-        self,
-        mode: str,
-        root: Path | None,
-        *,
-        divides: bool,
-        world: World,
-        memory: Path | None = None,
-    ) -> None:
-        self._mode, self._root, self._divides, self._world = mode, root, divides, world
-        self._memory = memory
-        self._configured = self._replicas = 1
-        self._chosen = self._total = 0
-        self._warned = False
-        self.loaded = False
+    mode: str
+    root: Path | None
+    divides: bool
+    world: World
+    memory: Path | None = None
+    loaded: bool = False
+    _configured: int = 1
+    _replicas: int = 1
+    _chosen: int = 0
+    _total: int = 0
+    _warned: bool = False
 
     def accumulation(self, configured: int, replicas: int) -> int:
         """Return the micro-batches of each rank's step, so that the global batch stays. Collective.
@@ -433,14 +432,12 @@ class Resumption:
             configured: micro-batches per step in the configuration.
             replicas: number of ranks along the data-parallel axis.
         """
-        self._configured, self._replicas = configured, 1 if self._divides else replicas
+        self._configured, self._replicas = configured, 1 if self.divides else replicas
         self._chosen, self._total = configured, configured * self._replicas
-        nowhere = self._root is None and self._memory is None
-        if nowhere or not (self._mode == "auto" or restarts()):
+        nowhere = self.root is None and self.memory is None
+        if nowhere or not (self.mode == "auto" or restarts()):
             return configured
-        told = gather(
-            self._world, self._last_batch(), dict[str, int], doing="keep the global batch"
-        )
+        told = gather(self.world, self._last_batch(), dict[str, int], doing="keep the global batch")
         before = max(filter(None, told), key=lambda facts: facts[_STEPS], default={})
         if not before or before[CONFIGURED_KEY] != configured:
             return configured
@@ -475,7 +472,7 @@ class Resumption:
         """Whether checkpoints are of earlier runs, and not to be loaded; rank 0 knows."""
         config = launched_config()  # a run of the launcher began with no checkpoint of its own
         is_saved = bool(config) and saved_mark(Path(config)).exists()
-        return self._mode == "never" and not is_saved
+        return self.mode == "never" and not is_saved
 
     def before_save(self) -> None:
         """Warn of a restarted script that has loaded nothing."""
@@ -505,8 +502,8 @@ class Resumption:
 
         Each rank looks into its own host's memory, and rank 0 into storage.
         """
-        stored = self._root if self._world.is_main and not self.begins_anew else None
-        found = [_batch_of(root) for root in (stored, self._memory) if root is not None]
+        stored = self.root if self.world.is_main and not self.begins_anew else None
+        found = [_batch_of(root) for root in (stored, self.memory) if root is not None]
         return max(filter(None, found), key=lambda facts: facts[_STEPS], default={})
 
 

@@ -352,6 +352,7 @@ def _key(shard: Shard, taken: Mapping[str, Tensor]) -> str:
 logger = get_logger(__name__)
 
 
+@dataclass(eq=False)
 class StagingBuffers:
     """Host memory for the copies of one save, which the next save uses again.
 
@@ -359,10 +360,11 @@ class StagingBuffers:
     the copy itself.
     """
 
-    def __init__(self) -> None:
-        self._used: list[Tensor] = []
-        self._free: defaultdict[tuple[torch.dtype, torch.Size], list[Tensor]] = defaultdict(list)
-        self._filling: threading.Thread | None = None
+    _used: list[Tensor] = field(default_factory=list)
+    _free: defaultdict[tuple[torch.dtype, torch.Size], list[Tensor]] = field(
+        default_factory=partial(defaultdict, list)
+    )
+    _filling: threading.Thread | None = None
 
     def reserve(self, kinds: Sequence[tuple[torch.dtype, torch.Size]]) -> None:
         """Make the buffers of the first save before it; a thread has them filled meanwhile.
@@ -421,19 +423,20 @@ def _fill(buffers: Sequence[Tensor]) -> None:
         ctypes.memset(buffer.data_ptr(), 0, buffer.nbytes)
 
 
+@dataclass(eq=False)
 class Background:
     """The save that is being finished in the background, of all ranks together.
 
     Attributes:
+        world: the ranks.
         buffers: of the copies that are written.
     """
 
-    def __init__(self, world: World) -> None:
-        self.buffers = StagingBuffers()
-        self._world = world
-        self._group: Group = None
-        self._thread: threading.Thread | None = None
-        self._failure: Exception | None = None
+    world: World
+    buffers: StagingBuffers = field(default_factory=StagingBuffers)
+    _group: Group = None
+    _thread: threading.Thread | None = None
+    _failure: Exception | None = None
 
     @property
     def is_busy(self) -> bool:
@@ -442,8 +445,8 @@ class Background:
 
     def group(self) -> Group:
         """Return the gloo group of the threads, while none runs. Collective: made when needed."""
-        if self._group is None and self._world.size > 1:
-            self._group = dist.new_group(backend="gloo", timeout=self._world.timeout)
+        if self._group is None and self.world.size > 1:
+            self._group = dist.new_group(backend="gloo", timeout=self.world.timeout)
         return self._group
 
     def start(self, finish: Callable[[Group], None]) -> None:

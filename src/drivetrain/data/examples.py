@@ -6,7 +6,7 @@ sampler is not asked, and generators, counters and lists of the dataset are afte
 
 import pickle
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
@@ -36,21 +36,19 @@ class ExampleBatch:
     problem: str = ""
 
 
+@dataclass(eq=False)
 class ExampleBatches:
     """The first rows of every prepared loader, the latest loaders first.
 
-    Args:
+    Attributes:
         world: the ranks that need the same batches.
         split: whether ranks divide each batch of a loader.
-
-    Attributes:
         loaders: the latest first.
     """
 
-    def __init__(self, world: World | None = None, *, split: bool = False) -> None:
-        self._world = World() if world is None else world
-        self._split = split
-        self.loaders: list[DataLoader[Any]] = []
+    world: World = field(default_factory=World)
+    split: bool = False
+    loaders: list[DataLoader[Any]] = field(default_factory=list)
 
     def add(self, loaders: Sequence[DataLoader[Any]]) -> None:
         """Put loaders in front of the known loaders."""
@@ -66,7 +64,7 @@ class ExampleBatches:
         for loader in self.loaders:
             size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
             if isinstance(size, int):
-                return max(1, size // replicas) if self._split else size
+                return max(1, size // replicas) if self.split else size
         return 0
 
     def forget(self) -> None:
@@ -75,10 +73,10 @@ class ExampleBatches:
 
     def read(self) -> Sequence[ExampleBatch]:
         """Return a batch, or a problem, for each loader: rank 0's on every rank. Collective."""
-        if self._world.size == 1:
+        if self.world.size == 1:
             return [first_rows(loader) for loader in self.loaders]
         sent: list[ExampleBatch] = []
-        if self._world.rank == 0:  # others may have rows of their own, or other loaders
+        if self.world.rank == 0:  # others may have rows of their own, or other loaders
             sent = [_able_to_travel(first_rows(loader)) for loader in self.loaders]
         return communication.broadcast_object_list(sent)
 

@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from math import ceil, inf
 from pathlib import Path
@@ -104,7 +105,7 @@ class Pieces:
 
     state: RunState
     gradients: WindowGradients
-    _measured: defaultdict[int, Measured] = field(default_factory=lambda: defaultdict(Measured))
+    _measured: defaultdict[int, Measured] = field(default_factory=partial(defaultdict, Measured))
     """By the rows that are cut alike."""
     _held: int = 0
 

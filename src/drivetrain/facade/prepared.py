@@ -24,6 +24,7 @@ from drivetrain.compression.methods import LinkMethods
 from drivetrain.config import Layer, Resolved, ValueOrigin, dump_yaml, resolve
 from drivetrain.config.document import STRATEGY
 from drivetrain.config.policy import dtype_word
+from drivetrain.config.schema import FarConfig
 from drivetrain.cost import Cost, ModelSpec, TensorSpec
 from drivetrain.data import PreparedLoader
 from drivetrain.data.examples import ExampleBatches
@@ -465,7 +466,9 @@ class RunState:
         """Lay the ranks out as the configuration says. Collective."""
         settings, split = self.config.run, self.config.run.data.split_batches
         precision = Precision.configured(settings)
-        links = LinkMethods.configured(settings.links, undoable=settings.skips_steps)
+        links = LinkMethods(undoable=settings.skips_steps)
+        if settings.links.far != FarConfig():
+            links = LinkMethods.configured(settings.links, undoable=links.undoable)
         if settings.memory_snapshot and self.world.device.type == "cuda":
             torch.cuda.memory._record_memory_history(max_entries=RECORDED)
         self.memory = _memory_of(self.config)

@@ -274,26 +274,6 @@ class PreparedScheduler:
             if total is None or self.scheduler.last_epoch < total:
                 self.scheduler.step(*args, **kwargs)
 
-    def get_last_lr(self) -> list[float]:
-        """Return the learning rate of each group after the last step."""
-        return list(self.scheduler.get_last_lr())
-
-    def get_lr(self) -> list[float]:
-        """Return the learning rate of each group as the scheduler computes it."""
-        return list(self.scheduler.get_lr())
-
-    def print_lr(self, *args: Any, **kwargs: Any) -> None:
-        """Print the learning rate as the wrapped scheduler does."""
-        self.scheduler.print_lr(*args, **kwargs)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of the wrapped scheduler."""
-        return dict(self.scheduler.state_dict())
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state into the wrapped scheduler."""
-        self.scheduler.load_state_dict(state_dict)
-
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_window": GradientState(1)}  # a copy is on its own
 
@@ -301,7 +281,7 @@ class PreparedScheduler:
         self.__dict__.update(state)
 
     def __getattr__(self, name: str) -> Any:
-        # Only called for names not found above: last_epoch, base_lrs, a scheduler's own methods.
+        # For names not found above: last_epoch, get_last_lr, state_dict, a scheduler's own methods.
         if name == "scheduler":
             raise AttributeError(name)
         return getattr(self.scheduler, name)

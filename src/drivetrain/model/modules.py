@@ -10,6 +10,8 @@ import inspect
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate
 from types import MethodType
 from typing import Any, Protocol, TypeAlias
@@ -418,15 +420,15 @@ class BlockHooks:
 # --- the sizes of modules, for tables ---
 
 
+@dataclass(eq=False)
 class ModelSizes:
     """The elements of the parameters inside each module of a run's models, as the script made them.
 
     A shared parameter counts once in each module.
     """
 
-    def __init__(self) -> None:
-        self._inside: defaultdict[str, dict[int, int]] = defaultdict(dict)
-        self._models = 0
+    _inside: defaultdict[str, dict[int, int]] = field(default_factory=partial(defaultdict, dict))
+    _models: int = 0
 
     def add(self, model: nn.Module) -> None:
         """Note a model that is about to be prepared."""

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import median
 from typing import Any, TypeVar
 
@@ -367,21 +368,17 @@ _MEMORY = {"device": "device", "resident": "memory"}
 """Kinds of memory and their words; the first that a record has is shown."""
 
 
+@dataclass(eq=False)
 class LiveFigures:
     """Takes the records of rank 0.
 
-    Args:
+    Attributes:
         replicas: how many ranks have other samples; their rates are taken to be alike.
-        listen: lets a function have each record from now on.
     """
 
-    def __init__(
-        self, replicas: int, listen: Callable[[Callable[[StepFigures], None]], None]
-    ) -> None:
-        listen(self.add)
-        self._replicas = replicas
-        self._records: deque[StepFigures] = deque(maxlen=RECORDS)
-        self._count = 0
+    replicas: int
+    _records: deque[StepFigures] = field(default_factory=partial(deque, maxlen=RECORDS))
+    _count: int = 0
 
     def add(self, figures: StepFigures) -> None:
         """Take the next record."""
@@ -406,13 +403,13 @@ class LiveFigures:
     def text(self) -> str:
         """Return ``loss=2.31 (rank 0), 5,120 tokens/s, memory 1.2 GiB``, or what is known."""
         last = self._records[-1]
-        whose = " (rank 0)" if self._replicas > 1 else ""
+        whose = " (rank 0)" if self.replicas > 1 else ""
         parts = [] if last.loss is None else [f"loss={last.loss:.4g}{whose}"]
         seconds = sum(record.seconds for record in self._records)
         for unit in ("tokens", "samples"):
             count = sum(getattr(record, unit) for record in self._records)
             if count and seconds:
-                rate = self._replicas * count / seconds
+                rate = self.replicas * count / seconds
                 parts.append(f"{rate:{',.0f' if rate >= 100 else '.3g'}} {unit}/s")
                 break
         kind = next((kind for kind in _MEMORY if last.memory.get(kind)), None)

@@ -7,6 +7,7 @@ stay open, as an evaluation's ``iter(loader)``, do not hide it.
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -62,18 +63,18 @@ class BatchPiece(NamedTuple):
         return self.stop - self.start
 
 
+@dataclass(eq=False, repr=False)
 class GradientState:
     """The accumulation window of one Accelerator.
 
     A window is the run of micro-batches that make up one optimizer step. It ends after
     ``num_steps`` micro-batches or with the loader, whichever comes first.
 
-    Args:
+    Attributes:
         num_steps: micro-batches per window.
         sync_with_dataloader: end the window with the loader.
         sync_each_batch: synchronise gradients on every micro-batch of the window.
-
-    Attributes:
+        sync_gradients: whether the micro-batch at hand ends the window.
         divides_by_length: divide the gradients of a window by its real length, also where the
             loader ends it early; False divides by ``num_steps``.
         uneven: whether ranks may take different numbers of steps now.
@@ -87,31 +88,30 @@ class GradientState:
         left_early: whether the script left a batch before its last piece.
     """
 
-    def __init__(
-        self, num_steps: int, *, sync_with_dataloader: bool = True, sync_each_batch: bool = False
-    ) -> None:
-        self.num_steps = num_steps
-        self.sync_with_dataloader = sync_with_dataloader
-        self.sync_each_batch = sync_each_batch
-        self.divides_by_length = True
-        self.uneven = False
-        self.sync_gradients = True
-        self.micro_batch = 0
-        self.windows = 0
-        self.backwards = 0
-        self.stepped = False
-        self.piece: BatchPiece | None = None
-        self.left_early = False
-        self._inside = False
-        self._ends_window = True
-        self._clear_later: list[Callable[[], None]] = []
-        self.at_hand: ActivePass | None = None
-        self.finished: ActivePass | None = None
-        self._open: list[ActivePass] = []  # the one that delivered last is the last
-        self._fresh: list[ActivePass] = []  # delivered since the micro-batch before this one
-        self._used = False
-        self._trained: ActivePass | None = None
-        self._known: dict[int, tuple[weakref.ref[Tensor], Any]] = {}
+    num_steps: int
+    sync_with_dataloader: bool = True
+    sync_each_batch: bool = False
+    divides_by_length: bool = True
+    uneven: bool = False
+    sync_gradients: bool = True
+    micro_batch: int = 0
+    windows: int = 0
+    backwards: int = 0
+    stepped: bool = False
+    piece: BatchPiece | None = None
+    left_early: bool = False
+    at_hand: ActivePass | None = None
+    finished: ActivePass | None = None
+    _inside: bool = False
+    _ends_window: bool = True
+    _clear_later: list[Callable[[], None]] = field(default_factory=list)
+    _open: list[ActivePass] = field(default_factory=list)
+    """The one that delivered last is the last."""
+    _fresh: list[ActivePass] = field(default_factory=list)
+    """Delivered since the micro-batch before this one."""
+    _used: bool = False
+    _trained: ActivePass | None = None
+    _known: dict[int, tuple[weakref.ref[Tensor], Any]] = field(default_factory=dict)
 
     def deliver(self, one: ActivePass, batch: Any) -> None:
         """Note that a pass delivers a batch."""

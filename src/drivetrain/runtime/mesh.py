@@ -121,12 +121,10 @@ class Mesh(Mapping[str, Axis]):
         Raises:
             ConfigError: the sizes do not multiply to the world's size.
         """
-        return cls(
-            {
-                name: _start(axis, lines_along(name, sizes), world)
-                for name, axis in cls.plan(sizes, world).items()
-            }
-        )
+        mesh = cls.plan(sizes, world)
+        for name, axis in mesh._axes.items():
+            mesh._axes[name] = _start(axis, lines_along(name, sizes), world)
+        return mesh
 
     @classmethod
     def plan(cls, sizes: Mapping[str, int], world: World) -> "Mesh":
@@ -359,11 +357,10 @@ def lines_along(name: str, sizes: Mapping[str, int]) -> Iterator[tuple[int, ...]
     """Yield the lines of global ranks along one axis."""
     cumulative = itertools.accumulate([1, *sizes.values()], lambda a, b: a * b)
     strides = dict(zip(sizes, cumulative, strict=False))
-    others = [
-        [strides[axis] * i for i in range(size)] for axis, size in sizes.items() if axis != name
-    ]
-    for corner in itertools.product(*reversed(others)):
-        yield tuple(sum(corner) + strides[name] * i for i in range(sizes[name]))
+    along = {axis: range(0, strides[axis] * size, strides[axis]) for axis, size in sizes.items()}
+    mine = along.pop(name)
+    for corner in itertools.product(*reversed(along.values())):
+        yield tuple(range(sum(corner), sum(corner) + mine.stop, mine.step))
 
 
 def neighbors_of(lines: Iterable[tuple[int, ...]], size: int) -> Iterator[tuple[int, ...]]:

@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 import time
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
@@ -39,6 +40,7 @@ class EarlyNotice:
         self.came = True
 
 
+@dataclass(eq=False)
 class Notice:
     """The notice that this process has heard, if any.
 
@@ -46,12 +48,11 @@ class Notice:
         heard: name of the signal, "" as long as there was none.
     """
 
-    def __init__(self) -> None:
-        self.heard = ""
-        self._first = 0.0
-        self._process = os.getpid()
-        self._parent = os.getppid()
-        self._before: dict[signal.Signals, Any] = {}
+    heard: str = ""
+    _first: float = 0.0
+    _process: int = field(default_factory=os.getpid)
+    _parent: int = field(default_factory=os.getppid)
+    _before: dict[signal.Signals, Any] = field(default_factory=dict)
 
     def listen(self) -> None:
         """Handle the signals for which the script has no handler of its own.
