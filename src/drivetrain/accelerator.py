@@ -18,20 +18,19 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 
-from drivetrain import data
+from drivetrain import communication, data
 from drivetrain.aliases import AnswersArguments, extract_model_from_parallel
 from drivetrain.checkpoint import encoding
 from drivetrain.config import RecomputeConfig
 from drivetrain.data import PreparedLoader
 from drivetrain.errors import UsageError
-from drivetrain.facade.checkpoints import Decode, Encode, RunCheckpoints, check_safe
+from drivetrain.facade.checkpoints import Decode, Encode, RunCheckpoints, add_hook, check_safe
 from drivetrain.facade.exchange import FiniteCheck, Preemption
 from drivetrain.facade.gradients import SharedCollections, WindowGradients
 from drivetrain.facade.pieces import Pieces
 from drivetrain.facade.preparation import Constructions, Preparation, Recomputations, is_scheduler
 from drivetrain.facade.prepared import Observer, Observers, RunState
 from drivetrain.facade.settings import (
-    Arguments,
     AutocastKwargs,
     DataLoaderConfiguration,
     GradientAccumulationPlugin,
@@ -41,12 +40,13 @@ from drivetrain.facade.settings import (
     StrategyChoice,
     announce_unused,
     check_unchanged,
+    given_values,
     joined_world,
     project_of,
     resolve_run,
 )
 from drivetrain.facade.stepping import PreparedOptimizer, PreparedScheduler
-from drivetrain.facade.uneven import Gathering, UnevenInputs
+from drivetrain.facade.uneven import UnevenInputs, gather_for_metrics, refuse_after_end
 from drivetrain.facade.weights import WholeWeights
 from drivetrain.log import Bar, get_logger
 from drivetrain.observe.profile import StepProfiler
@@ -139,18 +139,19 @@ class Accelerator(AnswersArguments, StaysInProcess, Processes):
         kwargs_handlers: list[Any] | None = None,
     ) -> None:
         handlers = Handlers.of(kwargs_handlers)
-        arguments = Arguments(
-            strategy=strategy,
-            config=config,
-            mixed_precision=mixed_precision,
-            gradient_accumulation_steps=gradient_accumulation_steps,
-            cpu=cpu,
-            split_batches=split_batches,
-            dataloader=dataloader_config,
-            accumulation=gradient_accumulation_plugin,
-        )
+        given = [
+            ("precision", "mixed_precision", mixed_precision),
+            ("launch.device", "cpu", "cpu" if cpu else None),
+            *given_values(
+                gradient_accumulation_steps,
+                split_batches,
+                dataloader_config,
+                gradient_accumulation_plugin,
+                handlers.process_group.timeout,
+            ),
+        ]
         observer = _launched_observer()
-        self.config = observer.configured(resolve_run(arguments, handlers))
+        self.config = observer.configured(resolve_run(config, strategy, given, handlers))
         self._owns_group = not dist.is_initialized()
         self.world = joined_world(self.config, handlers.process_group.backend)
         super().__init__(self.world)
@@ -197,7 +198,7 @@ class Accelerator(AnswersArguments, StaysInProcess, Processes):
             state, self._constructions, self._recomputations, self._gradients, self._uneven
         )
         self._pieces = Pieces(state, self._gradients)
-        self._gathering = Gathering(state)
+        self._trigger = False
         self._trackers = Trackers(
             log_with, logging_dir=self.logging_dir, is_main=self.world.is_main
         )
@@ -770,7 +771,8 @@ class Accelerator(AnswersArguments, StaysInProcess, Processes):
         Raises:
             RankMismatchError: shapes, dtypes or structure differ; on every rank.
         """
-        return self._gathering.gather(tensor)
+        refuse_after_end(self.world, "gather")
+        return communication.gather(tensor, group=self.mesh["dp"])
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Gather, and drop the samples that only repeat others to fill the last batch.
@@ -780,7 +782,7 @@ class Accelerator(AnswersArguments, StaysInProcess, Processes):
             use_gather_object: gather as objects even when these are tensors, for example because
                 their shapes differ.
         """
-        return self._gathering.gather_for_metrics(input_data, use_gather_object)
+        return gather_for_metrics(self._state, input_data, as_objects=use_gather_object)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """Combine tensors of all data-parallel ranks element by element.
@@ -790,28 +792,38 @@ class Accelerator(AnswersArguments, StaysInProcess, Processes):
             reduction: ``sum``, ``mean``, ``max`` or ``none``.
             scale: factor of the result.
         """
-        return self._gathering.reduce(tensor, reduction, scale)
+        refuse_after_end(self.world, "reduce")
+        return communication.reduce(tensor, reduction, scale, group=self.mesh["dp"])
 
     def pad_across_processes(
         self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False
     ) -> Any:
         """Pad tensors along a dim to the longest of any rank, so that they can be gathered."""
-        return self._gathering.pad(tensor, dim, pad_index, pad_first)
+        return communication.pad_across_processes(
+            tensor, dim, pad_index, pad_first, group=self.mesh["dp"]
+        )
 
     def metric_mean(self, value: float | Tensor, count: int) -> float:
         """Return the mean over all data-parallel ranks of a rank's mean over ``count`` samples.
 
         With count 0 the value may be NaN, and adds nothing; a mean over nothing at all is NaN.
         """
-        return self._gathering.mean(value, count)
+        counted = float(value) * count if count else 0.0  # the mean of nothing may be no number
+        total = torch.tensor([counted, float(count)], dtype=torch.float64, device=self.device)
+        summed = communication.reduce(total, "sum", group=self.mesh["dp"])
+        return float(summed[0] / summed[1])
 
     def set_trigger(self) -> None:
         """Raise a flag on this rank that ``check_trigger`` shows on every rank."""
-        self._gathering.trigger = True
+        self._trigger = True
 
     def check_trigger(self) -> bool:
         """Return whether any rank raised its flag, and lower all flags. Collective."""
-        return self._gathering.check_trigger()
+        flag = torch.tensor(int(self._trigger), device=self.device)
+        raised = bool(communication.reduce(flag, "max").item())
+        if raised:
+            self._trigger = False
+        return raised
 
     # --- whole parameters ---
 
@@ -890,7 +902,7 @@ class Accelerator(AnswersArguments, StaysInProcess, Processes):
         model's weights out by popping from ``models`` or from ``weights``; the state of its
         optimizer is saved even so. Rank 0's lists decide.
         """
-        return self._checkpoints.add_save_hook(hook)
+        return add_hook(self._checkpoints.save_hooks, hook)
 
     def register_load_state_pre_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
         """Call ``hook(models, input_dir)`` before each ``load_state``.
@@ -898,7 +910,7 @@ class Accelerator(AnswersArguments, StaysInProcess, Processes):
         A hook keeps a model's weights as they are by popping it from models. The state of its
         optimizer is loaded even so, if a hook of ``save_state`` took the model out.
         """
-        return self._checkpoints.add_load_hook(hook)
+        return add_hook(self._checkpoints.load_hooks, hook)
 
     @property
     def save_iteration(self) -> int:

@@ -282,8 +282,10 @@ def prepare_data_loader(  # noqa: PLR0913, PLR0917 - the arguments of Accelerate
             non_blocking=non_blocking,
         ),
         seed=None,
-        device=(device or world.device) if put_on_device else None,
-        rng_types=[str(getattr(each, "value", each)) for each in rng_types or ()],
+        delivery=data.Delivery(
+            device=(device or world.device) if put_on_device else None,
+            rng_types=tuple(str(getattr(each, "value", each)) for each in rng_types or ()),
+        ),
     )
 
 

@@ -8,9 +8,15 @@
 """
 
 from drivetrain.data.division import SeedableRandomSampler
-from drivetrain.data.loader import PreparedLoader, prepare_data_loader, skip_first_batches
+from drivetrain.data.loader import (
+    Delivery,
+    PreparedLoader,
+    prepare_data_loader,
+    skip_first_batches,
+)
 
 __all__ = [
+    "Delivery",
     "PreparedLoader",
     "SeedableRandomSampler",
     "prepare_data_loader",

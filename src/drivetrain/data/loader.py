@@ -58,28 +58,6 @@ class Mark:
     at: float = field(default_factory=time.perf_counter)
 
 
-class Marks:
-    """The mark of one loader, for the last window that it was read for."""
-
-    def __init__(self) -> None:
-        self._mark: Mark | None = None
-
-    def of(self, window: int) -> Mark | None:
-        """Return where the loader was before a window; None if it has read nothing for it."""
-        return self._mark if self._mark is not None and self._mark.window == window else None
-
-    def read(self, state: Callable[[], dict[str, Any]], observer: GradientState | None) -> None:
-        """Mark the place before the first batch of a window that may be interrupted."""
-        if observer is not None and observer.num_steps > 1:
-            window = observer.coming_window
-            self._mark = self.of(window) or Mark(window, state())
-
-    def end(self, observer: GradientState) -> None:
-        """Forget a mark that was made between two windows, as for an evaluation."""
-        if self._mark is not None and self._mark.window > observer.windows:
-            self._mark = None
-
-
 # --- passes: each reads an epoch, and one of them has the loader's position ---
 
 
@@ -100,7 +78,7 @@ class Progress:
         latest: the pass that leads, or was the last to lead.
         turn: the pass that delivered last.
         left: the pass that was left before all ranks had used a batch of it.
-        marks: where the loader was before windows.
+        mark: where the loader was before the last window that it was read for.
     """
 
     seed: int
@@ -111,7 +89,11 @@ class Progress:
     latest: "Pass | None" = None
     turn: "Pass | None" = None
     left: "Pass | None" = None
-    marks: Marks = field(default_factory=Marks)
+    mark: Mark | None = None
+
+    def mark_of(self, window: int) -> Mark | None:
+        """Return where the loader was before a window; None if it has read nothing for it."""
+        return self.mark if self.mark is not None and self.mark.window == window else None
 
     def lead(self, one: "Pass") -> None:
         """Let the position of a pass be that of the loader."""
@@ -262,28 +244,28 @@ class Delivery:
     """Work before and after each epoch and batch.
 
     Attributes:
-        rank: index of this rank along the data-parallel axis.
         device: where batches go; None leaves them where they are.
-        non_blocking: copy asynchronously.
-        observer: the accumulation window, which ends with a loader's epoch.
-        alone: whether no other rank reads, or nobody tells what ranks do together.
+        observer: the accumulation window, which ends with a loader's epoch, and is told of batches.
         rng_types: generators that rank 0 gives to all ranks when an epoch starts.
         fetching: is told the user's loader before each batch is read.
         exhausted: is told when there was none.
         delivered: turns each batch, on its device, into the one that the script gets.
         between: called when the script asks for another batch, before that is read.
+        rank: index of this rank along the data-parallel axis.
+        non_blocking: copy asynchronously.
+        alone: whether no other rank reads, or nobody tells what ranks do together.
     """
 
-    rank: int = 0
     device: torch.device | None = None
-    non_blocking: bool = False
     observer: GradientState | None = None
-    alone: bool = True
     rng_types: tuple[str, ...] = ()
     fetching: Callable[[DataLoader[Any]], None] | None = None
     exhausted: Callable[[], None] | None = None
     delivered: Callable[[Any], Any] | None = None
     between: Callable[[ActivePass], None] | None = None
+    rank: int = 0
+    non_blocking: bool = False
+    alone: bool = True
 
 
 class PreparedLoader(DataLoader[Any]):
@@ -317,7 +299,7 @@ class PreparedLoader(DataLoader[Any]):
         self._user = loader
         self._source = source
         self._progress = progress
-        self.mark_of = progress.marks.of
+        self.mark_of = progress.mark_of
         self._delivery = delivery
         self._skip_batches = skip_batches
 
@@ -522,7 +504,10 @@ class PreparedLoader(DataLoader[Any]):
                 self._tell_end(one, finished=finished)
 
     def _fetch(self) -> None:
-        self._progress.marks.read(self.state_dict, self._delivery.observer)
+        window = self._delivery.observer
+        if window is not None and window.num_steps > 1:  # which may be interrupted
+            number = window.coming_window
+            self._progress.mark = self.mark_of(number) or Mark(number, self.state_dict())
         if self._delivery.fetching is not None:
             self._delivery.fetching(self._user)
 
@@ -564,9 +549,11 @@ class PreparedLoader(DataLoader[Any]):
         return batch
 
     def _tell_end(self, one: Pass, *, finished: bool) -> None:
-        if self._delivery.observer is not None:
-            self._delivery.observer.end(one, finished=finished)
-            self._progress.marks.end(self._delivery.observer)
+        window, mark = self._delivery.observer, self._progress.mark
+        if window is not None:
+            window.end(one, finished=finished)
+            if mark is not None and mark.window > window.windows:  # between two, for an evaluation
+                self._progress.mark = None
 
 
 # --- turns the user's loader into this rank's part of it ---
@@ -575,20 +562,14 @@ LARGEST_SEED = 2**63 - 1
 """Seeds travel as signed integers of 64 bits."""
 
 
-def prepare_data_loader(  # noqa: PLR0913  one call site, keyword-only
+def prepare_data_loader(
     loader: DataLoader[Any],
     *,
     axis: Axis,
     world: World,
     config: DataConfig,
     seed: int | None,
-    device: torch.device | None,
-    observer: GradientState | None = None,
-    rng_types: Sequence[str] = (),
-    fetching: Callable[[DataLoader[Any]], None] | None = None,
-    exhausted: Callable[[], None] | None = None,
-    delivered: Callable[[Any], Any] | None = None,
-    between: Callable[[ActivePass], None] | None = None,
+    delivery: Delivery = Delivery(),
 ) -> PreparedLoader:
     """Divide a loader over the data-parallel axis.
 
@@ -599,13 +580,7 @@ def prepare_data_loader(  # noqa: PLR0913  one call site, keyword-only
         config: how to divide.
         seed: of the shuffle order, unless the configuration has a data_seed; None takes the seed of
             rank 0's generator: the loader's own, or torch's. Collective then.
-        device: where batches go; None leaves them where they are.
-        observer: is told of batches, and when passes end.
-        rng_types: generators that rank 0 gives to all ranks when an epoch starts.
-        fetching: is told the loader before each batch is read.
-        exhausted: is told when there was none.
-        delivered: turns each batch, on its device, into the one that the script gets.
-        between: called when the script asks for another batch, before that is read.
+        delivery: work before and after each epoch and batch.
 
     Raises:
         UsageError: the loader cannot be divided; the message says how to change it.
@@ -613,17 +588,11 @@ def prepare_data_loader(  # noqa: PLR0913  one call site, keyword-only
     if isinstance(loader, PreparedLoader):
         return loader
     _check_readable(loader, axis.size)
-    delivery = Delivery(
+    delivery = replace(
+        delivery,
         rank=axis.rank,
-        device=device,
         non_blocking=config.non_blocking,
-        observer=observer,
-        alone=observer is None or world.size == 1,
-        rng_types=tuple(rng_types),
-        fetching=fetching,
-        exhausted=exhausted,
-        delivered=delivered,
-        between=between,
+        alone=delivery.observer is None or world.size == 1,
     )
     chosen = seed if config.data_seed is None else config.data_seed
     if chosen is None:
@@ -633,7 +602,7 @@ def prepare_data_loader(  # noqa: PLR0913  one call site, keyword-only
         own = generators(loader.batch_sampler, loader.sampler, loader, dataset)
         generator = next(own, torch.default_generator)
         chosen = seed_of_main(generator.initial_seed() & LARGEST_SEED, world)
-    source = _source(loader, axis, world, config, device)
+    source = _source(loader, axis, world, config, on_device=delivery.device is not None)
     return PreparedLoader(loader, source, Progress(seed=chosen), delivery)
 
 
@@ -657,9 +626,7 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> Pre
         return dataloader.skipping(num_batches)
     alone = Axis(name="dp", size=1, rank=0, ranks=(0,), hosts=("localhost",))
     config = DataConfig(use_seedable_sampler=False)
-    prepared = prepare_data_loader(
-        dataloader, axis=alone, world=World(), config=config, seed=0, device=None
-    )
+    prepared = prepare_data_loader(dataloader, axis=alone, world=World(), config=config, seed=0)
     return prepared.skipping(num_batches)
 
 
@@ -689,11 +656,11 @@ def _source(
     axis: Axis,
     world: World,
     config: DataConfig,
-    device: torch.device | None,
+    *,
+    on_device: bool,
 ) -> BatchSource:
     dispatched = bool(config.dispatch_batches) and world.size > 1
     ranks = tuple(range(axis.size)) if dispatched else (axis.rank,)
-    on_device = device is not None
     source: BatchSource
     if isinstance(loader.dataset, IterableDataset):
         cut = _sample_division(loader, axis, config)

@@ -462,6 +462,8 @@ class RunCheckpoints:
         finite: looks at losses and gradients; a run that has found something saves nothing.
         saved: the state of everything in a checkpoint.
         background: the save that is being finished while training goes on.
+        save_hooks: are called ``hook(models, weights, output_dir)`` before anything is written.
+        load_hooks: are called ``hook(models, input_dir)`` before each load.
     """
 
     state: RunState
@@ -470,8 +472,8 @@ class RunCheckpoints:
     background: Background = field(init=False)
     _folder: RunFolder = field(init=False)
     _memory: "MemoryCheckpoints | None" = None
-    _save_hooks: OrderedDict[int, Callable[..., Any]] = field(default_factory=OrderedDict)
-    _load_hooks: OrderedDict[int, Callable[..., Any]] = field(default_factory=OrderedDict)
+    save_hooks: OrderedDict[int, Callable[..., Any]] = field(default_factory=OrderedDict)
+    load_hooks: OrderedDict[int, Callable[..., Any]] = field(default_factory=OrderedDict)
 
     def __post_init__(self) -> None:
         """Look for the memory of the hosts, where the run has checkpoints there."""
@@ -492,18 +494,6 @@ class RunCheckpoints:
         """Keep the state of these objects in every checkpoint."""
         _check_registration(objects, encode, decode)
         self.saved.registered.extend(Registered(item, encode, decode) for item in objects)
-
-    def add_save_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
-        """Call ``hook(models, weights, output_dir)`` in each save, before anything is written."""
-        handle = RemovableHandle(self._save_hooks)
-        self._save_hooks[handle.id] = hook
-        return handle
-
-    def add_load_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
-        """Call ``hook(models, input_dir)`` before each load."""
-        handle = RemovableHandle(self._load_hooks)
-        self._load_hooks[handle.id] = hook
-        return handle
 
     def save(self, output_dir: str | Path | None, *, overwrite: bool, wait: bool) -> str:
         """Save the whole state, at once or in the background; see ``save_state``. Collective."""
@@ -551,10 +541,10 @@ class RunCheckpoints:
         steps = self.state.steps
         if self._memory is None or not self._memory.is_due(steps):
             return
-        if self._save_hooks:
+        if self.save_hooks:
             raise UsageError(
                 "expected no hooks of save_state with checkpoint.local: memory, found "
-                f"{len(self._save_hooks)}; their files go to storage alone: register objects with "
+                f"{len(self.save_hooks)}; their files go to storage alone: register objects with "
                 "register_for_checkpointing(), or leave checkpoint.local out"
             )
         if share(self.state.world, self.background.is_busy, bool):
@@ -606,7 +596,7 @@ class RunCheckpoints:
     def _call_load_hooks(self, directory: str) -> list[PreparedModel]:
         """Let hooks load weights themselves; return the models that are left."""
         models = [entry.model for entry in self.state.models]
-        for hook in self._load_hooks.values():
+        for hook in self.load_hooks.values():
             hook(models, directory)
         return [e for e in self.state.models if any(e.model is model for model in models)]
 
@@ -679,12 +669,12 @@ class RunCheckpoints:
             optimizers is saved even so.
         """
         entries = list(self.state.models)
-        if not self._save_hooks:
+        if not self.save_hooks:
             return dict.fromkeys(range(len(entries)), True)
         models = [entry.model for entry in entries]
         weights = [model.state_dict() for model in models]
         given = list(zip(entries, weights, strict=True))
-        for hook in self._save_hooks.values():
+        for hook in self.save_hooks.values():
             hook(models, weights, str(draft))
         left = [
             any(entry.model is model for model in models) and any(values is one for one in weights)
@@ -712,6 +702,15 @@ class RunCheckpoints:
         if limit is not None:
             remove = partial(commit.prune, root, limit) if self.state.world.is_main else list
             together(self.state.world, f"remove old checkpoints in {root}", remove, group)
+
+
+def add_hook(
+    hooks: OrderedDict[int, Callable[..., Any]], hook: Callable[..., Any]
+) -> RemovableHandle:
+    """Add a hook to others; return torch's handle, which removes it."""
+    handle = RemovableHandle(hooks)
+    hooks[handle.id] = hook
+    return handle
 
 
 def check_safe(safe_serialization: bool) -> None:

@@ -57,19 +57,6 @@ _TOLD, _BAD, _TIME_BITS, _UNIT_S = 1 << 47, 1 << 46, 23, 1e-4
 """Two flags, and two times below them, in units that go up to 14 minutes."""
 
 
-@dataclass(frozen=True, slots=True)
-class Exchanged:
-    """The facts of all ranks together.
-
-    Attributes:
-        told: whether a rank has heard a scheduler's notice.
-        bad: whether a rank has found a number that is not finite.
-    """
-
-    told: bool
-    bad: bool
-
-
 class Exchange:
     """The exchanges of ranks, at steps that they all come to.
 
@@ -94,12 +81,12 @@ class Exchange:
         self._left -= 1
         return self._left <= 0
 
-    def tell(self, *, told: bool, bad: bool, apart: bool = False) -> Exchanged:
+    def tell(self, *, told: bool, bad: bool, apart: bool = False) -> tuple[bool, bool]:
         """Send facts of this rank, and return those of all the ranks together. Collective.
 
         Args:
-            told: see ``Exchanged``.
-            bad: see ``Exchanged``.
+            told: whether a rank has heard a scheduler's notice.
+            bad: whether a rank has found a number that is not finite.
             apart: whether ranks wait for each other at nothing else in a step.
 
         Raises:
@@ -119,7 +106,7 @@ class Exchange:
         self._longest = min(longest, WAITING * LONGEST_S)
         period = self._longest / WAITING if apart else 0.0
         self._left = self._pause = min(_steps_within(period, slowest), 2 * self._pause)
-        return Exchanged(any(word & _TOLD for word in words), any(word & _BAD for word in words))
+        return any(word & _TOLD for word in words), any(word & _BAD for word in words)
 
     def _gathered(self, mine: int) -> list[int]:
         word = torch.tensor([mine], dtype=torch.int64, device="cpu")

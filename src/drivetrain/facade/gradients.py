@@ -367,7 +367,10 @@ class WindowGradients:
             entry.check_parameters()
             entry.used = True
             self._see_gradients(entry)
-        if not _told(entries, taken=self._agree_to_step(entries)):
+        taken = self._agree_to_step(entries)
+        for entry in entries:
+            entry.strategy.step_decided(taken=taken)
+        if not taken:
             return False
         if not self.state.scaler.enabled:
             return True
@@ -395,9 +398,8 @@ class WindowGradients:
         if not bad and (due or self.finite.must_tell(entries)):
             told = self.preemption.heard and ranks is None
             apart = ranks is None and any(entry.strategy.pace.apart for entry in entries)
-            exchanged = exchange.tell(told=told, bad=self.finite.found(entries), apart=apart)
-            self.preemption.told = self.preemption.told or exchanged.told
-            bad = exchanged.bad
+            told, bad = exchange.tell(told=told, bad=self.finite.found(entries), apart=apart)
+            self.preemption.told = self.preemption.told or told
         if bad:
             self.finite.act(entries, ranks, self.checkpoints.go_back)
         else:
@@ -479,13 +481,6 @@ def _clip_together(
     for entry, only in chosen:
         clip_(list(entry.strategy.gradients(only)), total, max_norm)
     return total
-
-
-def _told(entries: Sequence[PreparedModel], *, taken: bool) -> bool:
-    """Tell the strategies of models whether their step is taken; return the same."""
-    for entry in entries:
-        entry.strategy.step_decided(taken=taken)
-    return taken
 
 
 def _check_loss(loss: Any) -> None:

@@ -27,7 +27,7 @@ from drivetrain.config import RecomputeConfig, options_of
 from drivetrain.config.outline import check_forward
 from drivetrain.config.policy import dtype_word
 from drivetrain.cost import ModelSpec, TensorSpec
-from drivetrain.data import PreparedLoader, prepare_data_loader
+from drivetrain.data import Delivery, PreparedLoader, prepare_data_loader
 from drivetrain.errors import DrivetrainError, UsageError
 from drivetrain.facade.gradients import WindowGradients
 from drivetrain.facade.prepared import PreparedModel, RunState
@@ -351,26 +351,6 @@ def _words(dtypes: Iterable[torch.dtype]) -> str:
 logger = get_logger(__name__)
 
 
-@dataclass(slots=True, eq=False)
-class Recomputation:
-    """One model whose blocks are recomputed, or are not because the script said so.
-
-    Attributes:
-        model: the module that the script passed.
-        communicator: of the axis over which inputs are split; None keeps them whole.
-    """
-
-    model: nn.Module
-    communicator: Communicator | None = None
-
-    def close(self) -> None:
-        """Give the blocks back their own forward."""
-        restore(self.model)
-        restore_blocks(self.model)
-        if self.communicator is not None:
-            self.communicator.close()
-
-
 @dataclass(eq=False)
 class Recomputations:
     """The activation recompute of one Accelerator's models.
@@ -380,7 +360,8 @@ class Recomputations:
     """
 
     state: RunState
-    _recomputations: list[Recomputation] = field(default_factory=list)
+    _known: dict[nn.Module, Communicator | None] = field(default_factory=dict)
+    """By model, as the script passed it: the axis over which inputs are split; None keeps them."""
 
     def recompute(self, model: nn.Module, options: RecomputeConfig) -> None:
         """Attach recompute to a model as the script says; see ``Accelerator.recompute``."""
@@ -393,7 +374,7 @@ class Recomputations:
     def before_prepare(self, model: nn.Module, choice: StrategyChoice | None) -> None:
         """Attach the configured recompute, unless the script has told its own for this model."""
         options = self.state.config.run.recompute
-        told = is_attached(model) or any(known.model is model for known in self._recomputations)
+        told = is_attached(model) or model in self._known
         if (options.mode != "none" or self._compiles) and not told:
             _, run = self.state.run_of(choice)
             self._attach(options, model, run)
@@ -404,9 +385,8 @@ class Recomputations:
 
     def stop(self) -> None:
         """Give every model back its own forwards."""
-        for known in self._recomputations:
-            known.close()
-        self._recomputations.clear()
+        for model in list(self._known):
+            self._stop(model)
 
     def _attach(self, options: RecomputeConfig, model: nn.Module, run: Run) -> None:
         """Attach recompute with these options, in place of the one attached before."""
@@ -423,23 +403,23 @@ class Recomputations:
         if options.mode != "none":
             chosen = choose_blocks(model, patterns, every=options.every)
         self._stop(model)
-        recomputation = Recomputation(model)
+        self._known[model] = communicator = None
         if self._compiles:  # first, so that recompute is around it
             compile_blocks(model, run.world.device)
         if options.mode != "none":
             if axis is not None:
-                recomputation.communicator = connect(
-                    axis, run.traffic, run.world.device, run.world.timeout
-                )
-            attach(chosen, options.mode, KeptInputs(options.keep, recomputation.communicator))
+                communicator = connect(axis, run.traffic, run.world.device, run.world.timeout)
+                self._known[model] = communicator
+            attach(chosen, options.mode, KeptInputs(options.keep, communicator))
             logger.info("recompute %s: %d blocks", options.mode, len(chosen))
-        self._recomputations.append(recomputation)
 
     def _stop(self, model: nn.Module) -> None:
-        for known in self._recomputations:
-            if known.model is model:
-                known.close()
-        self._recomputations = [k for k in self._recomputations if k.model is not model]
+        """Give the blocks of a model back their own forward."""
+        if model in self._known:
+            restore(model)
+            restore_blocks(model)
+            if (communicator := self._known.pop(model)) is not None:
+                communicator.close()
 
 
 def _check(name: str, value: str) -> None:
@@ -514,7 +494,7 @@ class Preparation:
         self.state.observer.before_prepare(model)
         values = self.constructions.values_of(model)
         world, precision = self.state.world, self.state.run.precision
-        names = _names_of(model)
+        names = {id(p): clean_name(name) for name, p in model.named_parameters()}
         known = [*optimizers, *(prepared.optimizer for prepared in self.state.optimizers)]
         mine = [optimizer for optimizer in known if _holds(optimizer, names)]
         agree(
@@ -636,19 +616,22 @@ class Preparation:
         self.show([loader])
         settings, run = self.state.config.run, self.state.run
         data = dataclasses.replace(settings.data, even_batches=even_batches)
+        observer = self.state.observer
         prepared = prepare_data_loader(
             loader,
             axis=run.mesh["dp"],
             world=run.world,
             config=data,
             seed=settings.seed if data.data_seed is None else data.data_seed,
-            device=run.world.device if placed else None,
-            observer=self.state.window,
-            rng_types=rng_types,
-            fetching=self.state.observer.fetching,
-            exhausted=self.state.observer.exhausted,
-            delivered=self.state.observer.delivered,
-            between=self.gradients.preemption.between_batches,
+            delivery=Delivery(
+                device=run.world.device if placed else None,
+                observer=self.state.window,
+                rng_types=tuple(rng_types),
+                fetching=observer.fetching,
+                exhausted=observer.exhausted,
+                delivered=observer.delivered,
+                between=self.gradients.preemption.between_batches,
+            ),
         )
         self.state.loaders.append(prepared)
         return prepared
@@ -859,11 +842,6 @@ def _norm_dtype(given: Sequence[TensorSpec]) -> torch.dtype:
     """Return the dtype in which torch would give the norm of all gradients."""
     wide = any(spec.dtype in (torch.float64, torch.complex128) for spec in given)
     return torch.float64 if wide else torch.float32
-
-
-def _names_of(model: nn.Module) -> dict[int, str]:
-    """Return the name of each parameter by identity, as the user's uncompiled model has it."""
-    return {id(p): clean_name(name) for name, p in model.named_parameters()}
 
 
 def _holds(optimizer: Optimizer, names: dict[int, str]) -> bool:

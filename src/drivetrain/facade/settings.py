@@ -4,11 +4,12 @@ Option objects of the Accelerator's constructor, under the names that Accelerate
 """
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from enum import StrEnum
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -333,6 +334,46 @@ _HANDLERS = {
 """The fields of ``Handlers`` by class."""
 
 
+Given: TypeAlias = tuple[str, str, Any]
+"""A value of a script: key of the configuration, name in the script, value; None chooses none."""
+
+
+def given_values(
+    steps: int | None,
+    split_batches: bool | None,
+    dataloader: DataLoaderConfiguration | None,
+    plugin: GradientAccumulationPlugin | None,
+    timeout: timedelta | None,
+) -> list[Given]:
+    """Return the values of a script that stand in option objects, or beside them.
+
+    Raises:
+        UsageError: two arguments that say the same thing.
+    """
+    if plugin is not None and plugin.num_steps is not None:
+        if steps not in (None, 1):
+            raise UsageError(
+                "expected gradient_accumulation_steps or a GradientAccumulationPlugin, found both: "
+                f"{steps} and {plugin.num_steps}; give the number once"
+            )
+        steps = plugin.num_steps
+    data = dataloader or DataLoaderConfiguration()
+    split = data.split_batches if data.split_batches is not None else split_batches
+    names = (
+        "dispatch_batches",
+        "even_batches",
+        "use_seedable_sampler",
+        "data_seed",
+        "non_blocking",
+    )
+    return [
+        ("accumulation", "gradient_accumulation_steps", steps),
+        ("launch.timeout_s", "timeout", timeout.total_seconds() if timeout else None),
+        ("data.split_batches", "split_batches", split),
+        *((f"data.{name}", name, getattr(data, name)) for name in names),
+    ]
+
+
 def announce_unused(handlers: Handlers, resolved: Resolved) -> None:
     """Say which options of the handlers mean nothing under the run's strategy."""
     _, unused = handlers.ddp.options_of(resolved.strategy_config) if handlers.ddp else ({}, [])
@@ -393,35 +434,36 @@ StrategyChoice: TypeAlias = str | Mapping[str, Any]
 """A strategy by name, or its name and options: ``{"name": "ddp", "bucket_mib": 50}``."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Arguments:
-    """The configuration that a script gives in code; None leaves a value to the other layers."""
-
-    strategy: StrategyChoice | None = None
-    config: str | Path | Mapping[str, Any] | None = None
-    mixed_precision: str | None = None
-    gradient_accumulation_steps: int | None = None
-    cpu: bool | None = None
-    split_batches: bool | None = None
-    step_scheduler_with: str | None = None
-    dataloader: DataLoaderConfiguration | None = None
-    accumulation: GradientAccumulationPlugin | None = None
-
-
-def resolve_run(arguments: Arguments, handlers: Handlers) -> Resolved:
-    """Resolve the run: the script's file, then the launch configuration, then the arguments.
+def resolve_run(
+    config: str | Path | Mapping[str, Any] | None,
+    strategy: StrategyChoice | None,
+    given: Iterable[Given],
+    handlers: Handlers,
+) -> Resolved:
+    """Resolve the run: the script's file, then the launch configuration, then values in code.
 
     Raises:
         ConfigError: a wrong key or value, or a conflict between code and command line.
-        UsageError: two arguments that say the same thing.
     """
-    layers = [_file_layer(arguments.config)]
+    layers = [Layer()]
+    if isinstance(config, Mapping):
+        origin = ValueOrigin("file", "Accelerator(config={...})")
+        layers = [Layer(config, {str(key): origin for key in config})]
+    elif config is not None:
+        layers = [read_file(config)]
     path = launched_config()
     if path:
         layers.append(read_file(path))
         with suppress(OSError):  # a container may see the file alone
             reader_mark(Path(path)).touch()
-    layers.append(_code_layer(arguments, handlers))
+    entries = [
+        (key, value, ValueOrigin("code", f"Accelerator({name}={value!r})"))
+        for key, name, value in given
+        if value is not None
+    ]
+    if strategy is not None:
+        entries += _strategy_entries(strategy, "Accelerator")
+    layers.append(Layer.of(entries))
     resolved = resolve(*layers, find_config=registry.strategies().find_config)
     if handlers.ddp is None:
         return resolved
@@ -484,55 +526,6 @@ def agree(world: World, subject: str, lines: Sequence[str]) -> None:
         raise RankMismatchError(f"ranks disagree on {subject}: {_first_difference(texts)}")
 
 
-def _file_layer(config: str | Path | Mapping[str, Any] | None) -> Layer:
-    if config is None:
-        return Layer()
-    if isinstance(config, Mapping):
-        return Layer(
-            config, {str(key): ValueOrigin("file", "Accelerator(config={...})") for key in config}
-        )
-    return read_file(config)
-
-
-def _code_layer(arguments: Arguments, handlers: Handlers) -> Layer:
-    entries = [
-        (key, value, ValueOrigin("code", f"Accelerator({name}={value!r})"))
-        for key, name, value in _given(arguments, handlers)
-        if value is not None
-    ]
-    if arguments.strategy is not None:
-        entries += _strategy_entries(arguments.strategy, "Accelerator")
-    return Layer.of(entries)
-
-
-def _given(arguments: Arguments, handlers: Handlers) -> list[tuple[str, str, Any]]:
-    """Return (key of the configuration, name in the script, value) of every argument."""
-    plugin, steps = arguments.accumulation, arguments.gradient_accumulation_steps
-    if plugin is not None and plugin.num_steps is not None and steps not in (None, 1):
-        raise UsageError(
-            f"expected gradient_accumulation_steps or a GradientAccumulationPlugin, found both: "
-            f"{steps} and {plugin.num_steps}; give the number once"
-        )
-    if plugin is not None and plugin.num_steps is not None:
-        steps = plugin.num_steps
-    data = arguments.dataloader or DataLoaderConfiguration()
-    split = data.split_batches if data.split_batches is not None else arguments.split_batches
-    timeout = handlers.process_group.timeout
-    return [
-        ("precision", "mixed_precision", arguments.mixed_precision),
-        ("accumulation", "gradient_accumulation_steps", steps),
-        ("launch.device", "cpu", "cpu" if arguments.cpu else None),
-        ("launch.timeout_s", "timeout", timeout.total_seconds() if timeout else None),
-        ("step_scheduler_with", "step_scheduler_with", arguments.step_scheduler_with),
-        ("data.split_batches", "split_batches", split),
-        ("data.dispatch_batches", "dispatch_batches", data.dispatch_batches),
-        ("data.even_batches", "even_batches", data.even_batches),
-        ("data.use_seedable_sampler", "use_seedable_sampler", data.use_seedable_sampler),
-        ("data.data_seed", "data_seed", data.data_seed),
-        ("data.non_blocking", "non_blocking", data.non_blocking),
-    ]
-
-
 def _strategy_entries(choice: StrategyChoice, caller: str) -> list[tuple[str, Any, ValueOrigin]]:
     options = {"name": choice} if isinstance(choice, str) else dict(choice)
     if not options.get("name"):
@@ -547,10 +540,7 @@ def _strategy_entries(choice: StrategyChoice, caller: str) -> list[tuple[str, An
 def _first_difference(texts: Sequence[Sequence[str]]) -> str:
     reference = texts[0]
     other = next(rank for rank, text in enumerate(texts) if text != reference)
-    length = max(len(reference), len(texts[other]))
-    for i in range(length):
-        mine = reference[i] if i < len(reference) else "nothing"
-        theirs = texts[other][i] if i < len(texts[other]) else "nothing"
+    for mine, theirs in zip_longest(reference, texts[other], fillvalue="nothing"):
         if mine != theirs:
             return (
                 f"rank 0 has '{mine}', rank {other} has '{theirs}'; build the same on every rank "

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from drivetrain import communication
 from drivetrain.data.sources import Rows, count_rows
@@ -22,8 +22,8 @@ from drivetrain.errors import UsageError
 from drivetrain.facade.prepared import PreparedModel, RunState
 from drivetrain.log import get_logger
 from drivetrain.nested import is_tensor, recursively_apply
-from drivetrain.runtime.gradient_state import ActivePass
-from drivetrain.runtime.mesh import Axis
+from drivetrain.runtime.gradient_state import ActivePass, GradientState
+from drivetrain.runtime.world import World
 from drivetrain.strategy import Joinable
 
 # --- values that ranks exchange in a script ---
@@ -31,135 +31,90 @@ from drivetrain.strategy import Joinable
 logger = get_logger(__name__)
 
 
-@dataclass(eq=False)
-class Gathering:
-    """The exchange of values among the ranks of one Accelerator, over the axis ``dp``.
+def refuse_after_end(world: World, operation: str) -> None:
+    """Raise when the ranks have parted: the local value would pass for that of all."""
+    if world.size > 1 and not dist.is_initialized():
+        raise UsageError(
+            f"expected {operation}() before end_training(), found it after: this rank has left "
+            "the process group"
+        )
 
-    Attributes:
-        state: of the run; knows the batch at hand.
-        trigger: whether this rank has raised its flag.
+
+def gather_for_metrics(state: RunState, data: Any, *, as_objects: bool) -> Any:
+    """Gather tensors or objects, without what was made of samples that only repeat others."""
+    refuse_after_end(state.world, "gather_for_metrics")
+    # Ranks along other axes share a batch: they would count it several times.
+    window, axis = state.window, state.run.mesh["dp"]
+    objects = as_objects or not _all_tensors(data)
+    mine, refusal = _without_repetitions(window, data, objects=objects)
+    if not objects:
+        return communication.gather_rows(mine, "gather_for_metrics", refusal, group=axis)
+    held = communication.gather_object([(mine, refusal)], group=axis)
+    if found := next((text for _, text in held if text), ""):
+        raise UsageError(found)
+    return [item for theirs, _ in held for item in theirs]
+
+
+def _without_repetitions(window: GradientState, data: Any, *, objects: bool) -> tuple[Any, str]:
+    """Return what is no repetition, or why that cannot be told; of objects, a list."""
+
+    def kept(item: Any) -> Any:
+        rows = _rows_of(window, item)
+        return item if rows is None else rows.kept(item, objects=objects)
+
+    try:
+        found = kept(data) if objects else recursively_apply(kept, data)
+    except UsageError as error:
+        return data, str(error)
+    if not objects:
+        return found, ""
+    if isinstance(found, list | tuple):
+        return list(found), ""
+    rows = _rows_of(window, data)
+    return [found] if rows is None or rows.real or not rows.whole else [], ""
+
+
+def _rows_of(window: GradientState, data: Any) -> Rows | None:
+    """Return the rows of the batch, or of all batches, that a value was made of.
+
+    A tensor of a batch tells by itself. Otherwise it is the batch at hand, or after a loop all
+    of its batches; None where no sample was repeated.
+
+    Raises:
+        UsageError: it may be any batch of a loop that is over, or a piece of another batch.
     """
+    count = count_rows(data, otherwise=0)
+    rows: Rows | None = window.rows_of(data) if is_tensor(data) else None
+    done = window.finished if rows is None else None
+    if done is not None and (done.trains or done.rows is None):
+        done = None
+    if done is not None and _divides(done.total, count):
+        total: Rows = done.total
+        return total
+    if rows is None and window.at_hand is not None:
+        rows = window.at_hand.rows
+        if rows is not None and window.piece is not None:
+            rows = rows.part(*window.piece)
+    if rows is not None and _divides(rows, count):
+        window.use(trains=False)
+    if rows is None and done is not None and _divides(done.rows, count):
+        _check_told(window, done, count)
+    return rows
 
-    state: RunState
-    trigger: bool = False
 
-    @property
-    def axis(self) -> Axis:
-        """The axis: ranks along others share a batch, and would count it several times."""
-        return self.state.run.mesh["dp"]
-
-    def gather(self, tensor: Any) -> Any:
-        """Concatenate tensors of all data-parallel ranks along dim 0."""
-        self._refuse_after_end("gather")
-        return communication.gather(tensor, group=self.axis)
-
-    def gather_for_metrics(self, data: Any, as_objects: bool) -> Any:
-        """Gather tensors or objects, without what was made of samples that only repeat others."""
-        self._refuse_after_end("gather_for_metrics")
-        objects = as_objects or not _all_tensors(data)
-        mine, refusal = self._without_repetitions(data, objects=objects)
-        if not objects:
-            return communication.gather_rows(mine, "gather_for_metrics", refusal, group=self.axis)
-        held = communication.gather_object([(mine, refusal)], group=self.axis)
-        if found := next((text for _, text in held if text), ""):
-            raise UsageError(found)
-        return [item for theirs, _ in held for item in theirs]
-
-    def _without_repetitions(self, data: Any, *, objects: bool) -> tuple[Any, str]:
-        """Return what is no repetition, or why that cannot be told; of objects, a list."""
-        try:
-            if not objects:
-                return recursively_apply(self._kept, data), ""
-            kept = self._kept(data, objects=True)
-        except UsageError as error:
-            return data, str(error)
-        if isinstance(kept, list | tuple):
-            return list(kept), ""
-        rows = self._rows_of(data)
-        return [kept] if rows is None or rows.real or not rows.whole else [], ""
-
-    def _kept(self, data: Any, *, objects: bool = False) -> Any:
-        rows = self._rows_of(data)
-        return data if rows is None else rows.kept(data, objects=objects)
-
-    def _rows_of(self, data: Any) -> Rows | None:
-        """Return the rows of the batch, or of all batches, that a value was made of.
-
-        A tensor of a batch tells by itself. Otherwise it is the batch at hand, or after a loop all
-        of its batches; None where no sample was repeated.
-
-        Raises:
-            UsageError: it may be any batch of a loop that is over, or a piece of another batch.
-        """
-        window, count = self.state.window, count_rows(data, otherwise=0)
-        rows: Rows | None = window.rows_of(data) if is_tensor(data) else None
-        done = window.finished if rows is None else None
-        if done is not None and (done.trains or done.rows is None):
-            done = None
-        if done is not None and _divides(done.total, count):
-            total: Rows = done.total
-            return total
-        if rows is None and window.at_hand is not None:
-            rows = window.at_hand.rows
-            if rows is not None and window.piece is not None:
-                rows = rows.part(*window.piece)
-        if rows is not None and _divides(rows, count):
-            window.use(trains=False)
-        if rows is None and done is not None and _divides(done.rows, count):
-            self._check_told(done, count)
-        return rows
-
-    def _check_told(self, done: ActivePass, count: int) -> None:
-        """Refuse, or tell of, what may be made of the last batch of a loop, or of another one."""
-        if done.remainder < 0:
-            return
-        refused = UsageError(
-            f"expected gather_for_metrics() inside of the loop over the loader, found it after the "
-            f"loop, with {count} rows: the last batches only repeat samples in some of their rows, "
-            "and nothing tells whether these belong to them; call it in the loop, or once for the "
-            "rows of all batches, or take gather()"
-        )
-        if done.first is not done.rows and self.state.window.holds(done.first):
-            raise refused
-        logger.warning(str(refused))
-
-    def reduce(self, tensor: Any, reduction: str, scale: float) -> Any:
-        """Combine tensors of all data-parallel ranks element by element."""
-        self._refuse_after_end("reduce")
-        return communication.reduce(tensor, reduction, scale, group=self.axis)
-
-    def pad(self, tensor: Any, dim: int, pad_index: int, pad_first: bool) -> Any:
-        """Pad tensors along a dim to the longest of any data-parallel rank."""
-        return communication.pad_across_processes(
-            tensor, dim=dim, pad_index=pad_index, pad_first=pad_first, group=self.axis
-        )
-
-    def mean(self, value: float | Tensor, count: int) -> float:
-        """Return the mean over all data-parallel ranks of a rank's mean over ``count`` samples."""
-        counted = float(value) * count if count else 0.0  # the mean of nothing may be no number
-        total = torch.tensor(
-            [counted, float(count)],
-            dtype=torch.float64,
-            device=self.state.world.device,
-        )
-        summed = communication.reduce(total, "sum", group=self.axis)
-        return float(summed[0] / summed[1])
-
-    def check_trigger(self) -> bool:
-        """Return whether any rank raised its flag, and lower all flags. Collective."""
-        flag = torch.tensor(int(self.trigger), device=self.state.world.device)
-        raised = bool(communication.reduce(flag, "max").item())
-        if raised:
-            self.trigger = False
-        return raised
-
-    def _refuse_after_end(self, operation: str) -> None:
-        """Raise when the ranks have parted: the local value would pass for that of all."""
-        if self.state.world.size > 1 and not dist.is_initialized():
-            raise UsageError(
-                f"expected {operation}() before end_training(), found it after: this rank has left "
-                "the process group"
-            )
+def _check_told(window: GradientState, done: ActivePass, count: int) -> None:
+    """Refuse, or tell of, what may be made of the last batch of a loop, or of another one."""
+    if done.remainder < 0:
+        return
+    refused = UsageError(
+        f"expected gather_for_metrics() inside of the loop over the loader, found it after the "
+        f"loop, with {count} rows: the last batches only repeat samples in some of their rows, "
+        "and nothing tells whether these belong to them; call it in the loop, or once for the "
+        "rows of all batches, or take gather()"
+    )
+    if done.first is not done.rows and window.holds(done.first):
+        raise refused
+    logger.warning(str(refused))
 
 
 def _divides(rows: Rows, count: int) -> bool:

@@ -94,7 +94,7 @@ class HostLevels(NamedTuple):
     far: Axis
 
 
-class Mesh(Mapping[str, Axis]):
+class Mesh(dict[str, Axis]):
     """The axes of a run by name, the closest first.
 
     Args:
@@ -107,7 +107,7 @@ class Mesh(Mapping[str, Axis]):
         axes: Mapping[str, Axis],
         lines: Mapping[str, Sequence[tuple[int, ...]]] | None = None,
     ) -> None:
-        self._axes = dict(axes)
+        super().__init__(axes)
         self._given_lines = lines
         self._started: dict[tuple[str, int], Axis] = {}
         self._parts: dict[str, Axis] = {}
@@ -122,8 +122,8 @@ class Mesh(Mapping[str, Axis]):
             ConfigError: the sizes do not multiply to the world's size.
         """
         mesh = cls.plan(sizes, world)
-        for name, axis in mesh._axes.items():
-            mesh._axes[name] = _start(axis, lines_along(name, sizes), world)
+        for name, axis in mesh.items():
+            mesh[name] = _start(axis, lines_along(name, sizes), world)
         return mesh
 
     @classmethod
@@ -304,20 +304,11 @@ class Mesh(Mapping[str, Axis]):
             self._started[key] = _start(axis, groups, world)
         return self._started[key]
 
-    def __getitem__(self, name: str) -> Axis:
-        try:
-            return self._axes[name]
-        except KeyError:
-            raise KeyError(f"no axis {name!r} in this mesh; axes: {list(self._axes)}") from None
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._axes)
-
-    def __len__(self) -> int:
-        return len(self._axes)
+    def __missing__(self, name: str) -> Axis:
+        raise KeyError(f"no axis {name!r} in this mesh; axes: {list(self)}")
 
     def __repr__(self) -> str:
-        return " x ".join(f"{axis.name}={axis.size}" for axis in self._axes.values())
+        return " x ".join(f"{axis.name}={axis.size}" for axis in self.values())
 
 
 def _axis_of(name: str, lines: Iterable[tuple[int, ...]], world: World) -> Axis:

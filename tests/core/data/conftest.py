@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from drivetrain.config import DataConfig
-from drivetrain.data import prepare_data_loader
+from drivetrain.data import Delivery, prepare_data_loader
 from drivetrain.runtime.mesh import Axis
 from drivetrain.runtime.world import World
 from read_samples import CountingDataset
@@ -57,8 +57,7 @@ def prepare() -> Callable:
             world=World(),
             config=DataConfig(**config),
             seed=seed,
-            device=device,
-            observer=observer,
+            delivery=Delivery(device=device, observer=observer),
         )
 
     return make

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Sampler
 
 from drivetrain.config import DataConfig
-from drivetrain.data import prepare_data_loader
+from drivetrain.data import Delivery, prepare_data_loader
 from drivetrain.errors import CollectiveError, RankMismatchError
 from drivetrain.runtime.mesh import Mesh
 from drivetrain.runtime.world import World
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.ranks(2)
 def prepare(loader, sizes=None, rng_types=(), **config):
     world = World.discover(cpu=True)
     axis = Mesh.build(sizes or {"dp": world.size}, world)["dp"]
-    given = {"config": DataConfig(**config), "seed": 0, "device": None, "rng_types": rng_types}
+    given = {"config": DataConfig(**config), "seed": 0, "delivery": Delivery(rng_types=rng_types)}
     return prepare_data_loader(loader, axis=axis, world=world, **given)
 
 
