@@ -6,7 +6,7 @@ Option objects of the Accelerator's constructor, under the names that Accelerate
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from datetime import timedelta
 from enum import StrEnum
 from itertools import zip_longest
@@ -301,37 +301,34 @@ def _choice(name: str, value: Any, choices: Mapping[str, str | None]) -> str | N
 class Handlers:
     """The option objects of ``kwargs_handlers``, one of each class."""
 
-    process_group: InitProcessGroupKwargs = field(default_factory=InitProcessGroupKwargs)
-    scaler: GradScalerKwargs = field(default_factory=GradScalerKwargs)
-    autocast: AutocastKwargs = field(default_factory=AutocastKwargs)
-    fp8: AORecipeKwargs = field(default_factory=AORecipeKwargs)
-    profile: ProfileKwargs = field(default_factory=ProfileKwargs)
-    ddp: DistributedDataParallelKwargs | None = None
+    process_group: InitProcessGroupKwargs
+    scaler: GradScalerKwargs
+    autocast: AutocastKwargs
+    fp8: AORecipeKwargs
+    profile: ProfileKwargs
+    ddp: DistributedDataParallelKwargs | None
 
     @classmethod
     def of(cls, handlers: list[Any] | None) -> "Handlers":
         """Sort the handlers by class; two of one class or an unknown class raise a UsageError."""
-        found: dict[str, Any] = {}
+        usual: tuple[type[Any], ...] = (
+            InitProcessGroupKwargs,
+            GradScalerKwargs,
+            AutocastKwargs,
+            AORecipeKwargs,
+            ProfileKwargs,
+        )
+        known = (*usual, DistributedDataParallelKwargs)
+        found: dict[type, Any] = {}
         for handler in handlers or []:
-            kind = type(handler)
-            if kind not in _HANDLERS:
-                names = ", ".join(known.__name__ for known in _HANDLERS)
+            if type(handler) not in known:
+                names = ", ".join(kind.__name__ for kind in known)
                 raise UsageError(f"expected kwargs_handlers of {names}, found {handler!r}")
-            if _HANDLERS[kind] in found:
-                raise UsageError(f"expected one {kind.__name__}, found two; merge them")
-            found[_HANDLERS[kind]] = handler
-        return cls(**found)
-
-
-_HANDLERS = {
-    InitProcessGroupKwargs: "process_group",
-    GradScalerKwargs: "scaler",
-    AutocastKwargs: "autocast",
-    AORecipeKwargs: "fp8",
-    ProfileKwargs: "profile",
-    DistributedDataParallelKwargs: "ddp",
-}
-"""The fields of ``Handlers`` by class."""
+            if type(handler) in found:
+                raise UsageError(f"expected one {type(handler).__name__}, found two; merge them")
+            found[type(handler)] = handler
+        made = (found.get(kind) or kind() for kind in usual)
+        return cls(*[*made, found.get(DistributedDataParallelKwargs)])
 
 
 Given: TypeAlias = tuple[str, str, Any]

@@ -60,10 +60,9 @@ def test_even_inputs_need_nothing_and_an_exception_leaves_at_once():
 
 
 def test_loaders_fill_up_batches_again_after_the_loop():
-    loader, scaler = SimpleNamespace(even_batches=True), SimpleNamespace(enabled=False)
-    state = SimpleNamespace(
-        loaders=[loader], window=GradientState(1), scaler=scaler, world=World(), chosen=list
-    )
+    loader = SimpleNamespace(even_batches=True)
+    state = SimpleNamespace(loaders=[loader], scaler=SimpleNamespace(enabled=False), chosen=list)
+    state.window, state.world = GradientState(1), World()
     with UnevenInputs(state).joined([], even_batches=False):
         assert not loader.even_batches
     assert loader.even_batches

@@ -119,9 +119,8 @@ def test_the_loader_of_an_evaluation_ends_nothing():
     saving, training = Saving(), object()
     window = SimpleNamespace(sync_gradients=True, uneven=False, trained_pass=training)
     state = SimpleNamespace(window=window, world=World(size=2))
-    told = preemption.Preemption(state, lambda: None, weakref.WeakMethod(saving.save))
+    told = preemption.Preemption(state, int, weakref.WeakMethod(saving.save), told=True)
     told.after_step()
-    told.told = True
     told.between_batches(object())
     with pytest.raises(SystemExit, match=str(PREEMPTED)):
         told.between_batches(training)

@@ -1,6 +1,7 @@
 """The first steps tell the seconds of a backward, from events that are made here."""
 
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +11,7 @@ from drivetrain.compression.automatic import COUNTED, WARM_UP, Sender, choose_li
 from drivetrain.compression.methods import LinkMethods
 from drivetrain.config.schema import FarConfig, LinksConfig
 from drivetrain.cost import ModelSpec
+from drivetrain.facade.prepared import RunState
 from drivetrain.observe import recorder as link
 from drivetrain.observe.recorder import LinkChoice
 from drivetrain.runtime.gradient_state import GradientState
@@ -53,7 +55,7 @@ class Events:
         kind, config, links = chosen(self.model)
         self.strategy = object.__new__(kind)
         self.strategy.config, self.strategy.ranks = config, SimpleNamespace(take_links=bool)
-        self.strategy.run = Run(
+        self.strategy.run = run = Run(
             world=WORLD,
             mesh=Mesh.plan({"dp": 2}, WORLD),
             precision=Precision(),
@@ -64,19 +66,11 @@ class Events:
         entry = SimpleNamespace(
             strategy=self.strategy, model=self.model, given=ModelSpec.of(self.model)
         )
-        self.prepared = SimpleNamespace(
-            models=[entry],
-            window=self.state,
-            run=self.strategy.run,
-            last_run=None,
-            running=self.running,
-        )
+        self.prepared = SimpleNamespace(models=[entry], window=self.state, run=run, last_run=None)
+        self.prepared.running = partial(RunState.running, self.prepared)
         self.choice = LinkChoice(self.prepared)
         self.choice.before_prepare(self.model)
         self.choice.after_prepare(entry)
-
-    def running(self) -> SimpleNamespace:
-        return self.prepared.last_run or self.prepared.models[-1]
 
     @property
     def name(self) -> str:
