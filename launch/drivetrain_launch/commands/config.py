@@ -68,7 +68,7 @@ def command(ctx: click.Context, use_default: bool, output: Path | None) -> int:
     if ctx.invoked_subcommand is not None:
         return 0
     if use_default:
-        _put(resolve(Layer(), find_config=strategies().find_config).to_yaml(), output)
+        _put(resolve(Layer()).to_yaml(), output)
         return 0
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise ConfigError(
@@ -200,7 +200,7 @@ def ask(output: Path) -> int:
     # Read the file as a run will: a mistake of ours must show here, and not in the run.
     from drivetrain_launch.forecast.checking import check_run
 
-    check_run(resolve(read_file(path), find_config=strategies().find_config))
+    check_run(resolve(read_file(path)))
     draft.unlink(missing_ok=True)
     click.echo(f"wrote {path}\n{start_line(path, wizard)}")
     return 0
@@ -500,7 +500,7 @@ def _programs() -> str:
 
 def _is_ours(layer: Layer) -> bool:
     try:
-        resolve(layer, find_config=strategies().find_config)
+        resolve(layer)
     except ConfigError:
         return False
     return True
@@ -512,6 +512,6 @@ def _check(translation: Translation) -> None:
 
     text = dump_yaml(translation.values)
     try:
-        check_run(resolve(Layer(translation.values), find_config=strategies().find_config))
+        check_run(resolve(Layer(translation.values)))
     except ConfigError as error:
         raise ConfigError(f"the settings have no equal here: {error}\n{text}") from error

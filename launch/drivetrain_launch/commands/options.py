@@ -348,7 +348,6 @@ def resolve_command_line(
         surroundings.layer if surroundings is not None else Layer(),
         file,
         command_line_layer(flags or {}, assignments),
-        find_config=strategies().find_config,
     )
 
 

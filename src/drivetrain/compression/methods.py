@@ -26,7 +26,7 @@ from drivetrain.config.outline import EXACT, FarLinks
 from drivetrain.config.resolve import checked_options
 from drivetrain.config.schema import LinksConfig
 from drivetrain.errors import ConfigError
-from drivetrain.registry import compressors, strategies
+from drivetrain.registry import compressors
 from drivetrain.runtime.mesh import Axis
 
 if TYPE_CHECKING:
@@ -533,4 +533,4 @@ def _check_options(
 def _options_for(kind: type[Compressor[Any]], given: Mapping[str, Any]) -> Any:
     names = {field.name for field in fields(kind.Config)}
     own = {key: value for key, value in given.items() if key in names}
-    return checked_options(kind.Config, own, "links.far.options", strategies().find_config)
+    return checked_options(kind.Config, own, "links.far.options")

@@ -66,13 +66,14 @@ class Resolved:
         return dump_yaml(values)
 
 
-def resolve(*layers: Layer, find_config: FindConfig, complete: bool = True) -> Resolved:
+def resolve(
+    *layers: Layer, find_config: FindConfig | None = None, complete: bool = True
+) -> Resolved:
     """Merge layers, later ones winning, and validate the result.
 
     Args:
         layers: from the weakest to the strongest, for example file, command line, code.
-        find_config: maps the strategy's name to its Config class; it is
-            ``registry.strategies().find_config`` except in tests.
+        find_config: maps the strategy's name to its Config class; None: among those installed.
         complete: False where further values are still to come: options are judged one by one.
 
     Raises:
@@ -84,7 +85,7 @@ def resolve(*layers: Layer, find_config: FindConfig, complete: bool = True) -> R
     for layer in layers:
         _merge(values, origins, layer)
     section = values.pop(STRATEGY, None)
-    validation = _Validation(origins, find_config, complete)
+    validation = _Validation(origins, find_config or strategies().find_config, complete)
     strategy = validation.strategy({} if section is None else section, f"{STRATEGY}.")
     run = validation.build(RunConfig, values, "", also_valid=(STRATEGY,))
     if validation.problems:
@@ -102,19 +103,18 @@ def _line(problem: str) -> int:
     return int(found[1]) if found else 0
 
 
-def checked_options(cls: type, values: Mapping[str, Any], key: str, find: FindConfig) -> Any:
+def checked_options(cls: type, values: Mapping[str, Any], key: str) -> Any:
     """Return an object of an options dataclass, whose values a key of the configuration holds.
 
     Args:
         cls: the dataclass.
         values: its values, nested.
         key: of the configuration, for errors.
-        find: maps a strategy's name to its Config class.
 
     Raises:
         ConfigError: with one line for every wrong or unknown value.
     """
-    validation = _Validation({}, find, complete=True)
+    validation = _Validation({}, strategies().find_config, complete=True)
     found = validation.build(cls, values, f"{key}.")
     if validation.problems:
         raise ConfigError("\n".join(validation.problems))

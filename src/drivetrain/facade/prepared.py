@@ -16,7 +16,6 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 
-from drivetrain import registry
 from drivetrain.checkpoint.commit import Resumption, gather
 from drivetrain.checkpoint.loading import ModelReader
 from drivetrain.compression.automatic import Sender, choose_links
@@ -789,7 +788,7 @@ def _with_choice(base: Resolved, pick: StrategyPick) -> Resolved:
     origin = ValueOrigin("file", f"strategy: {base.strategy}")
     layer = Layer(values, dict.fromkeys(values, origin))
     chosen = Layer({STRATEGY: dict(pick.section), **pick.settings}, {STRATEGY: origin})
-    resolved = resolve(layer, chosen, find_config=registry.strategies().find_config)
+    resolved = resolve(layer, chosen)
     return replace(resolved, origins={**base.origins, **resolved.origins})
 
 

@@ -16,7 +16,6 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from drivetrain import registry
 from drivetrain.collectives.facts import differing
 from drivetrain.compression.communicator import agreed_islands
 from drivetrain.config import Layer, Resolved, ValueOrigin, read_file, resolve
@@ -461,13 +460,13 @@ def resolve_run(
     if strategy is not None:
         entries += _strategy_entries(strategy, "Accelerator")
     layers.append(Layer.of(entries))
-    resolved = resolve(*layers, find_config=registry.strategies().find_config)
+    resolved = resolve(*layers)
     if handlers.ddp is None:
         return resolved
     origin = ValueOrigin("code", "DistributedDataParallelKwargs")
     options, _ = handlers.ddp.options_of(resolved.strategy_config)
     layers.append(Layer.of([(f"strategy.{k}", value, origin) for k, value in options.items()]))
-    return resolve(*layers, find_config=registry.strategies().find_config)
+    return resolve(*layers)
 
 
 def resolve_strategy(choice: StrategyChoice, base: Resolved) -> Resolved:
@@ -479,7 +478,7 @@ def resolve_strategy(choice: StrategyChoice, base: Resolved) -> Resolved:
     values = {key: value for key, value in base.to_dict().items() if key != "strategy"}
     layer = Layer(values, {key: ValueOrigin("file", "the run") for key in values})
     chosen = Layer.of(_strategy_entries(choice, "prepare"))
-    return resolve(layer, chosen, find_config=registry.strategies().find_config)
+    return resolve(layer, chosen)
 
 
 def joined_world(config: Resolved, backend: str | None) -> World:
