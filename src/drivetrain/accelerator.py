@@ -175,11 +175,8 @@ class Accelerator(AnswersArguments, StaysInProcess, Processes):
             handlers=self.handlers,
             project=project,
         )
-        self.precision, self.traffic, self.scaler = (
-            state.run.precision,
-            state.run.traffic,
-            state.scaler,
-        )
+        self.precision, self.traffic = state.run.precision, state.run.traffic
+        self.scaler = state.scaler
         finite = FiniteCheck(state)
         self._weights = WholeWeights(state)
         self._checkpoints = RunCheckpoints(state, finite)
