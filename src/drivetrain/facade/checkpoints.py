@@ -607,11 +607,8 @@ class RunCheckpoints:
             input_dir: its directory; None means one of any automatic name.
         """
         anew = share(self.state.world, self.state.resumption.begins_anew, bool)
-        if (
-            self._memory is not None
-            and input_dir is None
-            and self.state.project.checkpoints is None
-        ):
+        nowhere = input_dir is None and self.state.project.checkpoints is None
+        if self._memory is not None and nowhere:
             return False
         return not anew and self._folder.holds(input_dir)
 

@@ -266,42 +266,38 @@ class WindowGradients:
         self, loss: Tensor, weight: float | Tensor | None, options: Mapping[str, Any]
     ) -> None:
         """Run backward; at the end of a window the gradients are synchronised and exact means."""
+        state, window = self.state, self.state.window
         _check_loss(loss)
-        if weight is None and self.state.window.piece is not None:
-            weight = self.state.window.piece.rows  # pieces of a batch need not be equally large
-        self.state.window.use(trains=True)
-        if self.state.window.micro_batch == 0:
+        if weight is None and window.piece is not None:
+            weight = window.piece.rows  # pieces of a batch need not be equally large
+        window.use(trains=True)
+        if window.micro_batch == 0:
             self._start_window(counted=False)
         scaled = self._scaled(self._mean.divide(loss, weight))
         self._mean.keep_earlier()
         if self._is_plain(weight):
             scaled.backward(**options)  # type: ignore[no-untyped-call]
             return
-        if (
-            not self.state.window.uneven
-        ):  # there, ranks have different numbers of backwards and steps
-            self.state.run.traffic.begin_backward()
-        synced = self.state.window.sync_gradients
+        if not window.uneven:  # there, ranks have different numbers of backwards and steps
+            state.run.traffic.begin_backward()
+        synced = window.sync_gradients
         factor = self._mean.finish() if synced else None
-        for entry in self.state.models:
+        for entry in state.models:
             entry.strategy.will_scale(factor or 1.0)  # times 0 nothing is left to take care of
-        self.state.observer.before_backward()  # times the backward, not the wait for weights above
-        if synced and not self.state.window.uneven:
+        state.observer.before_backward()  # times the backward, not the wait for weights above
+        if synced and not window.uneven:
             self.weights.compare_first()
-        strategy = self.state.running().strategy
-        counts, ranks = not self._mean.counts_nothing, self.state.world.size
-        with (
-            self.explained(),
-            self.state.in_backward(ranks=ranks, counts=counts, averages=synced),
-        ):
+        strategy = state.running().strategy
+        counts, ranks = not self._mean.counts_nothing, state.world.size
+        with self.explained(), state.in_backward(ranks=ranks, counts=counts, averages=synced):
             strategy.backward(scaled, **options)
-        self.state.let_go_of_batch()
+        state.let_go_of_batch()
         if strategy.pipeline is not None:
             strategy.pipeline.publish(loss)
-        self.state.window.backwards += 1
+        window.backwards += 1
         if counts:
             self.finite.losses.append(loss.detach())  # a pipeline publishes its value later
-        self.state.observer.after_backward(loss, weight)
+        state.observer.after_backward(loss, weight)
         if factor is not None:
             self._mean.scale_fresh(factor)
 
@@ -361,6 +357,7 @@ class WindowGradients:
         Raises:
             UsageError: the model has parameters that came after ``prepare``.
         """
+        scaler = self.state.scaler
         self.state.observer.before_update()
         entries = self.state.trained_by(optimizer)
         for entry in entries:
@@ -372,16 +369,14 @@ class WindowGradients:
             entry.strategy.step_decided(taken=taken)
         if not taken:
             return False
-        if not self.state.scaler.enabled:
+        if not scaler.enabled:
             return True
         bad = [entry.made_with for entry in entries if entry.overflow]
         optimizers = enumerate(self.state.optimizers)
         number = next(i for i, each in optimizers if each.optimizer is optimizer)
-        self.state.scaler.record(number, overflow=bool(bad), made_with=min(bad, default=1.0))
-        if (
-            not self.state.window.is_inside
-        ):  # no accumulate() around the step, which would update it
-            self.state.scaler.update()
+        scaler.record(number, overflow=bool(bad), made_with=min(bad, default=1.0))
+        if not self.state.window.is_inside:  # else accumulate() around the step updates it
+            scaler.update()
         return not bad
 
     def _agree_to_step(self, entries: Sequence[PreparedModel]) -> bool:
@@ -419,10 +414,9 @@ class WindowGradients:
 
     def _is_plain(self, weight: float | Tensor | None = None) -> bool:
         """Whether no model is prepared, and none needs to be: autograd's gradients are right."""
-        alone = self.state.world.size == 1 and not self.state.scaler.enabled
-        return (
-            not self.state.models and alone and weight is None and self.state.window.num_steps == 1
-        )
+        state = self.state
+        alone = state.world.size == 1 and not state.scaler.enabled
+        return not state.models and alone and weight is None and state.window.num_steps == 1
 
     def _start_window(self, *, counted: bool) -> None:
         self._mean = WindowMean(self.state, counted)
