@@ -9,7 +9,7 @@ import difflib
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias, get_args, get_origin
 
 from drivetrain.config.document import (
@@ -176,26 +176,24 @@ def _refuse_conflict(
         )
 
 
+@dataclass
 class _Validation:
     """Builds configuration objects, with one line in ``problems`` for each thing that is wrong.
 
     A dataclass may have a method ``check``, which raises ConfigError on options that contradict
     each other.
 
-    Args:
+    Attributes:
         origins: where each dotted key came from.
         find_config: maps a strategy's name to its Config class.
         complete: whether options are judged together, too.
     """
 
-    def __init__(
-        self, origins: Mapping[str, ValueOrigin], find_config: FindConfig, complete: bool
-    ) -> None:
-        self._complete = complete
-        self.problems: list[str] = []
-        self.unknown: UnknownPluginError | None = None
-        self._origins = origins
-        self._find_config = find_config
+    origins: Mapping[str, ValueOrigin]
+    find_config: FindConfig
+    complete: bool
+    problems: list[str] = field(default_factory=list)
+    unknown: UnknownPluginError | None = None
 
     def build(
         self,
@@ -218,7 +216,7 @@ class _Validation:
         except ConfigError as error:
             self._problem(prefix.removesuffix("."), str(error))
             return None
-        if self._complete and result is not None:
+        if self.complete and result is not None:
             self._check_together(result, prefix)
         return result if len(self.problems) == before else None
 
@@ -236,10 +234,10 @@ class _Validation:
             self._problem(prefix.removesuffix("."), f"{expected}, found {section!r}")
             return NestedStrategy()
         try:
-            name, config_class = self._find_config(section.get("name") or usual)
+            name, config_class = self.find_config(section.get("name") or usual)
         except UnknownPluginError as error:
             self.unknown = error
-            self.problems.append(f"{_where(self._origins, f'{prefix}name')}: {error}")
+            self.problems.append(f"{_where(self.origins, f'{prefix}name')}: {error}")
             return NestedStrategy()
         options = {key: value for key, value in section.items() if key != "name"}
         return NestedStrategy(name, self.build(config_class, options, prefix))
@@ -285,7 +283,7 @@ class _Validation:
             hint = f"strategies with this option: {', '.join(owners)}"
         elif dot:
             hint = f"write it nested, as {section}: {{{inner}: VALUE}}"
-        where = _where(self._origins, prefix + key)
+        where = _where(self.origins, prefix + key)
         self.problems.append(f"{where}: unknown key {prefix}{key}; {hint}")
 
     def _owners(self, key: str) -> list[str]:
@@ -310,7 +308,7 @@ class _Validation:
                 self._problem(prefix.removesuffix("."), str(error))
 
     def _problem(self, key: str, message: str) -> None:
-        self.problems.append(f"{_where(self._origins, key)}: {key}: {message}")
+        self.problems.append(f"{_where(self.origins, key)}: {key}: {message}")
 
 
 def plain(config: Any) -> dict[str, Any]:

@@ -69,11 +69,9 @@ class Exchange:
         self._world = world
         self._size = world.size if ranks is None else ranks.size
         self._group = None if ranks is None else ranks.group
-        self._left = self._pause = 1
-        self._steps = 0
+        self._left, self._pause, self._steps = 1, 1, 0
         self._since = time.monotonic()
-        self._waited = 0.0
-        self._longest = 0.0
+        self._waited = self._longest = 0.0
 
     def is_due(self) -> bool:
         """Count a step, and return whether ranks exchange in it: the same on every rank."""
@@ -92,8 +90,13 @@ class Exchange:
         Raises:
             CollectiveError: a rank does not come, or came to another collective.
         """
-        if self._group is None and self._size > 1:
-            self._group = self._common_group()
+        if self._group is None and self._size > 1:  # a group of all that needs no accelerator
+            world = self._world
+            self._group = (
+                dist.group.WORLD
+                if "gloo" in world.backend
+                else dist.new_group(backend="gloo", timeout=world.timeout)
+            )
         begun, steps = time.monotonic(), max(1, self._steps)
         seconds = (begun - self._since) / steps
         mine = _packed(told, bad, seconds, self._waited)
@@ -119,13 +122,6 @@ class Exchange:
         if any(each >> _MARK_BITS != _MARK for each in found):
             refuse_other_operation(doing, self._group, doing)
         return found
-
-    def _common_group(self) -> dist.ProcessGroup | None:
-        """Return a group of all ranks that needs no accelerator."""
-        if "gloo" in self._world.backend:
-            return dist.group.WORLD
-        group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=self._world.timeout)
-        return group
 
 
 def _steps_within(period: float, step: float) -> int:

@@ -588,10 +588,10 @@ class Preparation:
         split = self.state.config.run.data.split_batches
         prepared = PreparedScheduler(
             scheduler,
-            mine or optimizers,
+            list(mine or optimizers),
             self.state.window,
-            step_with_optimizer=with_optimizer,
-            steps_per_call=self.state.run.mesh["dp"].size if by_samples and not split else 1,
+            with_optimizer,
+            self.state.run.mesh["dp"].size if by_samples and not split else 1,
         )
         self.state.schedulers.append(prepared)
         return prepared

@@ -1,8 +1,9 @@
 """The optimizer and the scheduler that the script holds: they step when a window is complete."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -230,34 +231,21 @@ class PreparedOptimizer(Optimizer):
         return (parameter for group in self.param_groups for parameter in group["params"])
 
 
+@dataclass(eq=False, repr=False)
 class PreparedScheduler:
     """Wraps a scheduler, which steps once whenever its optimizers step.
 
-    Args:
-        scheduler: the user's scheduler.
-        optimizers: the prepared optimizers it drives.
-        state: the accumulation window.
-        step_with_optimizer: False steps on every call.
-        steps_per_call: 1, or the number of data-parallel ranks for a schedule counted in samples.
-
     Attributes:
-        steps_per_call: as given.
+        scheduler: the user's scheduler, whose other names are found here, too.
+        optimizers: the prepared optimizers it drives.
+        steps_per_call: 1, or the number of data-parallel ranks for a schedule counted in samples.
     """
 
-    def __init__(
-        self,
-        scheduler: Any,
-        optimizers: Sequence[PreparedOptimizer],
-        state: GradientState,
-        *,
-        step_with_optimizer: bool = True,
-        steps_per_call: int = 1,
-    ) -> None:
-        self.scheduler = scheduler
-        self.optimizers = list(optimizers)
-        self._window = state
-        self._step_with_optimizer = step_with_optimizer
-        self.steps_per_call = steps_per_call
+    scheduler: Any
+    optimizers: list[PreparedOptimizer]
+    _window: GradientState
+    _step_with_optimizer: bool = True
+    steps_per_call: int = 1
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Step the schedule if the optimizers stepped since; inside a window do nothing."""
@@ -274,6 +262,14 @@ class PreparedScheduler:
             if total is None or self.scheduler.last_epoch < total:
                 self.scheduler.step(*args, **kwargs)
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the wrapped scheduler."""
+        return dict(self.scheduler.state_dict())
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state into the wrapped scheduler."""
+        self.scheduler.load_state_dict(state_dict)
+
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_window": GradientState(1)}  # a copy is on its own
 
@@ -281,7 +277,7 @@ class PreparedScheduler:
         self.__dict__.update(state)
 
     def __getattr__(self, name: str) -> Any:
-        # For names not found above: last_epoch, get_last_lr, state_dict, a scheduler's own methods.
+        # For names not found above: last_epoch, get_last_lr, a scheduler's own methods.
         if name == "scheduler":
             raise AttributeError(name)
         return getattr(self.scheduler, name)
