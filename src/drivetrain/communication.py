@@ -8,7 +8,6 @@ where ranks meet: a rank that comes alone learns which rank is missing, and why.
 """
 
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -243,10 +242,11 @@ def pad_across_processes(
         length = next(longest)
         return _padded(leaf, dim, length, pad_index, pad_first) if length else leaf
 
-    _check_alike("pad_across_processes", tensor, group, lambda t: f"{t.dtype} of {t.dim()} dims")
     recursively_apply(measure, tensor)
-    mine = torch.tensor(lengths, dtype=torch.int64, device="cpu")
-    longest = iter(reduce(mine, "max", group=group).tolist())
+    shown = describe(tensor, lambda t: f"{t.dtype} of {t.dim()} dims").replace("torch.", "")
+    held = counts_of_everyone("pad_across_processes", shown, lengths, "", group)
+    recursively_apply(lambda leaf: leaf, tensor, error_on_other_type=True)
+    longest = map(max, zip(*held, strict=True))
     return recursively_apply(pad_one, tensor)
 
 
@@ -319,14 +319,10 @@ def _check_rank(rank: int, group: Ranks) -> None:
         raise UsageError(f"expected from_process to be one of the ranks {ranks}, found {rank}")
 
 
-def _check_alike(
-    operation: str,
-    data: Any,
-    group: Ranks,
-    show: Callable[[Tensor], str] = lambda t: f"{t.dtype}{tuple(t.shape)}",
-) -> None:
+def _check_alike(operation: str, data: Any, group: Ranks) -> None:
     """Raise on every rank when operations, or the shapes and kinds of data, differ."""
     if size_of(group) > 1:
-        meet_everyone(operation, group, data=describe(data, show).replace("torch.", ""))
+        shown = describe(data, lambda t: f"{t.dtype}{tuple(t.shape)}").replace("torch.", "")
+        meet_everyone(operation, group, data=shown)
     # After the digests: no rank may leave before the others have learned of it.
     recursively_apply(lambda tensor: tensor, data, error_on_other_type=True)
