@@ -7,8 +7,11 @@ Exact, where ``ModelSpec.module`` is given:
 
 - bytes held: they follow from the same plan and cut as training; an estimated cut replaces a
   measured cut (``cut: profile``);
-- bytes over ``dp``;
-- with ``ModelSpec.inputs``, bytes over ``tp`` and ``pp`` of a model of repeated blocks that trains
+- bytes over ``dp``, but for gathers of divided parameters inside of ``pp``: which ones a stage
+  still has depends on the order of its micro-batches;
+- with ``ModelSpec.inputs``, how often a stage sends gradients over ``dp``, and the decisions of
+  replicas that need each other in each micro-batch;
+- with these, bytes over ``tp`` and ``pp`` of a model of repeated blocks that trains
   all its parameters, without autocast and recomputation, with one input per group of layers, whose
   only loss is a cross entropy of as many targets as there are tokens. The formulas are in
   ``volumes``. Of a pipeline over hosts, messages between stages count as ``pp.near`` inside of a
@@ -70,6 +73,7 @@ from drivetrain.parallel.estimate import add
 from drivetrain.strategy import Run
 from drivetrain_megatron.config import MegatronConfig
 from drivetrain_megatron.pipeline.cut import StageCut, chosen_cut
+from drivetrain_megatron.pipeline.schedules import ActionKind, make_schedule
 from drivetrain_megatron.pipeline.stage import Tie, is_local, ties
 from drivetrain_megatron.pipeline.transfer import MicroBatch, StageLinks, cut_batch
 from drivetrain_megatron.plan.derive import Derivation
@@ -270,13 +274,21 @@ def estimate(config: MegatronConfig, model: ModelSpec, run: Run) -> Cost:
         cost = kind.cost(options, _by_sizes(config, model, run), run)
         return replace(cost, uncounted=_uncounted(cost, run))
     layout = CellLayout.of(config, model.module, run)
-    cost = kind.cost(options, _part(model, layout), run)
+    part = _part(model, layout)
+    volumes = None
+    if model.inputs is not None:
+        volumes = StepVolumes(config, model, model.module, layout, run)
+    backwards = run.accumulation if volumes is None else volumes.backwards
+    cost = kind.cost(options, part, replace(run, accumulation=backwards))
     held = dict(cost.held)
     if copies := layout.copies():
         held["copies"] = sum(layout.local(s).nbytes for s in model.parameters if s.name in copies)
     sent = Counter(cost.sent)
-    if model.inputs is not None:
-        sent += StepVolumes(config, model, model.module, layout, run).sent()
+    if volumes is not None:
+        sent += volumes.sent()
+        once_more = kind.cost(options, part, replace(run, accumulation=backwards + 1))
+        if once_more.sent != cost.sent:  # replicas need each other in each micro-batch
+            sent += volumes.of_decisions()
         return Cost(held=held, sent=dict(sent), uncounted=cost.uncounted)
     return Cost(held=held, sent=dict(sent), uncounted=_uncounted(cost, run))
 
@@ -343,6 +355,13 @@ class Forward:
     leaving: Sequence[Sequence[TensorMeta]]
     trace: ModelTrace
 
+    @property
+    def makes_loss(self) -> bool:
+        """Whether the model's output has a loss, or is one."""
+        tensors = {n: self.trace.tensors[i].facts for n, i in self.trace.output if i is not None}
+        found = tensors.get("loss", next(iter(tensors.values())) if len(tensors) == 1 else None)
+        return found is not None and not found.shape and found.dtype.is_floating_point
+
     def through(self, first: str, last: str) -> tuple[int, int]:
         """Return how many numbers come into a module, and go out of another, in all calls.
 
@@ -372,10 +391,42 @@ class StepVolumes:
         self._config, self._model, self._layout, self._run = config, model, layout, run
         self._line = Route(run.mesh["tp"])
         self._links = StageLinks.of(run)
+        self._windowed = run.accumulation > 1 and not config.micro_batches
+        self._parts = 0  # of a call
+        self._counts = self._micro_batches()
+
+    @property
+    def backwards(self) -> int:
+        """How many backwards this rank runs in a step, with the gradients that each of them has."""
+        pipeline, calls = self._layout.pipeline, self._run.accumulation
+        if pipeline is None or self._windowed:
+            return calls
+        stages = pipeline.cut.stages // pipeline.ranks
+        if self._parts > 1 and self._counts[0][0].makes_loss:
+            plan = make_schedule(self._config.schedule, pipeline.ranks, self._parts, stages)
+            kinds = Counter(action.kind for action in plan.ranks[pipeline.rank])
+            return calls * (kinds.total() - kinds[ActionKind.FORWARD])
+        # The loss of a whole batch has a backward of its own down to the blocks.
+        has_loss = pipeline.rank == pipeline.holder(pipeline.cut.stages - 1)
+        return calls * (self._parts * stages + has_loss)
+
+    def of_decisions(self) -> Sent:
+        """Return the bytes in which replicas decide how a call is cut: numbers of 8 bytes each.
+
+        They are whether its kind is known, into how many parts, and, of several, whether it is
+        known how these are joined.
+        """
+        total = Sent()
+        if self._layout.pipeline is None or self._windowed or self._run.mesh["dp"].size == 1:
+            return total
+        for axis in ("tp", "pp", "dp"):
+            each = Route(self._run.mesh[axis]).all_reduced(1, torch.int64.itemsize)
+            add(total, each, self._run.accumulation * (2 + (self._parts > 1)))
+        return total
 
     def sent(self) -> Sent:
         """Return the bytes by (axis, operation)."""
-        counts = self._micro_batches()
+        counts = self._counts
         total: Sent = Counter()
         for forward, times in counts:
             if self._layout.plan is not None:
@@ -391,11 +442,11 @@ class StepVolumes:
     def _micro_batches(self) -> list[tuple[Forward, int]]:
         """Return the distinct micro-batches of a step, and how often each comes."""
         args, kwargs = self._model.inputs or ((), {})
-        windowed = self._run.accumulation > 1 and not self._config.micro_batches
-        parts = 1 if windowed else self._config.micro_batches or self._config.pp
+        parts = 1 if self._windowed else self._config.micro_batches or self._config.pp
         if self._layout.pipeline is None:
             parts = 1
         batches = cut_batch(MicroBatch(tuple(args), kwargs), parts)
+        self._parts = len(batches)
         rows = Counter(batch.rows for batch in batches)
         first = {batch.rows: batch for batch in reversed(batches)}
         return [

@@ -608,6 +608,25 @@ class Accelerator(AnswersArguments, StaysInProcess, Processes):
         """
         return self._pieces.of(batch, models)
 
+    def each_piece(self, function: Callable[[Any], T], batch: Any, *models: nn.Module) -> list[T]:
+        """Call a function on each of the ``micro_batches``, and again where memory runs out.
+
+        With ``micro_batch: auto``, an allocator's error in a piece that is larger than all before
+        is no end: nothing of the try counts, and the function gets its rows in smaller pieces.
+        Where ranks need each other within a piece (``zero3`` and ``fsdp`` on several ranks, ``tp``,
+        ``pp``), the error stays one. Collective, unless ``micro_batch`` is ``whole``.
+
+        Args:
+            function: runs forward and ``backward`` on a piece; it may be called again with rows
+                that it had, so it uses no other ranks and keeps nothing: what it returns counts.
+            batch: as for ``micro_batches``.
+            models: as for ``micro_batches``.
+
+        Returns:
+            What the function returned for each piece, in the order of the rows.
+        """
+        return self._pieces.each(function, batch, models)
+
     @property
     def gradient_accumulation_steps(self) -> int:
         """Micro-batches per optimizer step; may be changed between steps."""

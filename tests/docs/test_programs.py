@@ -141,8 +141,8 @@ def programs():
     yield "checkpoints", whole("checkpoints"), ("runs/mine/step-0/manifest.json",), ""
     watched = ("runs/mine/run/report.html", *(f"runs/mine/trace/{name}" for name in trace))
     yield "reports", whole("reports", "", WATCHED), watched, r"^0 16 "
-    _, pieces, *rest = blocks("docs/precision.md", "python")
-    yield "pieces", PIECES + pieces, (), ""
+    _, pieces, again, *rest = blocks("docs/precision.md", "python")
+    yield "pieces", PIECES + pieces + again, (), ""
     recompute = "".join(rest)
     yield "recompute", f"{recompute}\naccelerator.end_training()\n", (), ""
     yield "notebook", whole("cli", NOTEBOOK), (), ""

@@ -113,3 +113,54 @@ def test_pieces_fit_where_a_batch_would_be_killed(group, strategy, tmp_path):
     first, second, longer = map(int, done.stdout.split())
     assert 1 < second <= first
     assert second < longer <= 24
+
+
+AGAIN = """
+import copy, resource, sys, psutil, torch
+from torch import nn
+from drivetrain import Accelerator, gather_object
+
+class Square(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1, dtype=torch.float64))
+
+    def forward(self, x):
+        many = (x[:, None, None] * self.scale).expand(-1, len(x), 1 << 16)
+        return many.contiguous().sigmoid().mean((1, 2))
+
+model = Square()
+alone = copy.deepcopy(model)
+accelerator = Accelerator(cpu=True, strategy=sys.argv[1], config={"micro_batch": "auto"})
+model = accelerator.prepare(model)
+rank, size = accelerator.process_index, accelerator.num_processes
+batches = [torch.linspace(0, 1, 24, dtype=torch.float64) + each for each in range(size)]
+
+def train(rows):
+    accelerator.backward(model(rows).mean())
+    return len(rows)
+
+accelerator.each_piece(train, batches[rank][:4])
+model.scale.grad = None
+if rank:
+    room = psutil.Process().memory_info().vms + (500 << 20)
+    resource.setrlimit(resource.RLIMIT_AS, (room, resource.RLIM_INFINITY))
+rows = accelerator.each_piece(train, batches[rank])
+resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+torch.cat([torch.sigmoid(batch * alone.scale) for batch in batches]).mean().backward()
+torch.testing.assert_close(model.scale.grad.clone(), alone.scale.grad, rtol=1e-12, atol=0)
+accelerator.print(gather_object([rows]))
+"""
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero2"])
+def test_a_rank_whose_allocator_fails_computes_the_piece_again(strategy, tmp_path):
+    """Its model keeps the square of the rows, which a line through smaller pieces misses."""
+    script = tmp_path / "again.py"
+    script.write_text(AGAIN)
+    start = [sys.executable, "-m", "drivetrain_launch", "launch", "--cpu", "--nproc-per-node", "2"]
+    command = [*start, str(script), strategy]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split("\n")[0] == "[[24], [12, 12]]"
+    assert "[r1] micro_batch: auto: memory ran out in 24 rows" in done.stderr

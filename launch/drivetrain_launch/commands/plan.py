@@ -68,8 +68,9 @@ _RATES = {"gb/s": 1.0, "gbit/s": 1 / 8, "mb/s": 1e-3, "mbit/s": 1e-3 / 8}
 @grouped_option("Layouts", "--explain", metavar="KEY=VALUE,...|best",
                 help="Show one layout in detail: its time by parts, its memory by kinds, and what "
                 "would make it fit.")  # fmt: skip
-@grouped_option("Layouts", "--precision", type=click.Choice(["fp16", "bf16", "no"]), default="bf16",
-                show_default=True, help="Of the layouts that are searched.")  # fmt: skip
+@grouped_option("Layouts", "--precision", type=click.Choice(["fp16", "bf16", "fp8", "no"]),
+                default="bf16", show_default=True,
+                help="Of the layouts that are searched.")  # fmt: skip
 @grouped_option("Layouts", "--allow", type=click.Choice([each.value for each in Fidelity]),
                 default=Fidelity.EXACT.value, show_default=True,
                 help="How far training may be from exact training, at most: a search then weighs "
@@ -109,9 +110,11 @@ def command(
     task = _task(**given)
     chosen = layout or explain
     if chosen is not None and chosen != BEST:
-        predictor = Predictor(task)
-        _show(predictor, predictor.predict(read_layout(chosen)), as_json, trace, file)
+        predictor, planned = Predictor(task), read_layout(chosen)
+        _show(predictor, predictor.predict(planned), as_json, trace, file)
+        _remark(task, planned.precision)
         return
+    _remark(task, precision)
     found = search(task, precision, Fidelity(allow))
     if chosen == BEST:
         _show(Predictor(task), found.best[0], as_json, trace, file)
@@ -124,6 +127,11 @@ def command(
         click.echo(json.dumps([each.to_json() for each in found.best]))
     else:
         show_found(task, found, methods=allow != Fidelity.EXACT)
+
+
+def _remark(task: "Task", precision: str) -> None:
+    if remark := task.remark(precision):
+        click.echo(remark, err=True)
 
 
 def _task(

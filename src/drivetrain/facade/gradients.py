@@ -22,6 +22,7 @@ from drivetrain import communication
 from drivetrain.errors import UsageError
 from drivetrain.facade.checkpoints import RunCheckpoints, WindowStart
 from drivetrain.facade.exchange import Exchange, FiniteCheck, Preemption
+from drivetrain.facade.piece_gradients import PieceGradients
 from drivetrain.facade.prepared import PreparedModel, RunState
 from drivetrain.facade.weights import WholeWeights
 from drivetrain.memory import is_out_of_memory, tries_again
@@ -173,6 +174,7 @@ class WindowGradients:
         checkpoints: are told where a window begins, and let the run go back.
         preemption: is told of each step.
         garbage: Python's collections, after the same steps on all ranks.
+        held_back: of a piece that may be computed again; None: gradients count at once.
     """
 
     state: RunState
@@ -181,6 +183,7 @@ class WindowGradients:
     checkpoints: RunCheckpoints
     preemption: Preemption
     garbage: "SharedCollections"
+    held_back: PieceGradients | None = None
     _exchanges: dict[tuple[int, ...], Exchange] = field(default_factory=dict)
     """By the ranks; of all under ()."""
     _mean: WindowMean = field(init=False)
@@ -268,8 +271,11 @@ class WindowGradients:
         """Run backward; at the end of a window the gradients are synchronised and exact means."""
         state, window = self.state, self.state.window
         _check_loss(loss)
-        if weight is None and window.piece is not None:
-            weight = window.piece.rows  # pieces of a batch need not be equally large
+        weight = self._weight(weight)
+        if self.held_back is not None:
+            counts = float(weight or 0.0)
+            self.held_back.add(loss, self._scaled(loss * counts), counts, options)
+            return
         window.use(trains=True)
         if window.micro_batch == 0:
             self._start_window(counted=False)
@@ -300,6 +306,11 @@ class WindowGradients:
         state.observer.after_backward(loss, weight)
         if factor is not None:
             self._mean.scale_fresh(factor)
+
+    def _weight(self, given: float | Tensor | None) -> float | Tensor | None:
+        """Return the weight of a loss; pieces of a batch need not be equally large."""
+        piece = self.state.window.piece
+        return piece.rows if given is None and piece is not None else given
 
     def clip_norm(
         self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float

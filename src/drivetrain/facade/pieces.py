@@ -1,22 +1,26 @@
 """Pieces of a batch that fit into memory: one micro-batch together, with the batch's gradient.
 
-With ``micro_batch: auto`` the pieces are as large as fits. No rank ever runs out of memory to find
-out, since the others would wait for it in a collective, and a control group of the kernel kills:
-the peak of pieces is measured, beginning with one row, and larger ones are predicted from it.
+With ``micro_batch: auto`` the pieces are as large as fits. No rank runs out of memory to find out,
+since the others would wait for it in a collective, and a control group of the kernel kills: the
+peak of pieces is measured, beginning with one row, and larger ones are predicted from it.
+
+Predictions err. Where a forward needs no other rank, a piece larger than all before is a try of
+this rank alone: where an allocator fails, it is computed again in halves. The others meet the rank
+where gradients are sent.
 
 A pipeline cuts a piece again, into parts. What a stage keeps grows with the rows of a part, so the
 prediction counts these: pieces are multiples of the parts, and the first has one row of each.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from math import ceil, inf
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -25,16 +29,33 @@ from torch.utils._pytree import tree_leaves
 from drivetrain.collectives.facts import counts_of_everyone
 from drivetrain.errors import UsageError
 from drivetrain.facade.gradients import WindowGradients
+from drivetrain.facade.piece_gradients import Before, PieceGradients
 from drivetrain.facade.prepared import PreparedModel, RunState
 from drivetrain.log import get_logger
-from drivetrain.memory import Heap, device_room, host_room
+from drivetrain.memory import (
+    Heap,
+    device_room,
+    host_room,
+    is_out_of_memory,
+    release_memory,
+    tries_again,
+)
 from drivetrain.nested import slice_tensors
 from drivetrain.runtime.gradient_state import BatchPiece
 
 logger = get_logger(__name__)
 
+ResultT = TypeVar("ResultT")
+
 SHARE = 0.9
 """The part of the free memory that a prediction may fill."""
+
+NOT_AGAIN = (
+    "micro_batch: auto: expected a strategy whose ranks need each other only where gradients are "
+    "sent, such as ddp, zero1 and zero2, to compute the piece again in smaller ones, found one "
+    "where others wait within it for this rank"
+)
+"""The note of an allocator's error in a piece that ends the run."""
 
 _STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 """Where Linux tells the largest memory of a process, and where ``5`` makes it the present one."""
@@ -47,12 +68,14 @@ class Measured:
     Attributes:
         peaks: the most bytes above what was held before, by the elements of the largest tensor.
         longest: the elements of a row, the most so far.
+        computed: pieces for which there was memory: all elements, and those of a row.
         opened: small pieces at the very beginning, as many on all ranks.
         announced: the rows that fit, as last said.
     """
 
     peaks: dict[int, int] = field(default_factory=dict)
     longest: int = 0
+    computed: list[tuple[int, int]] = field(default_factory=list)
     opened: int = 0
     announced: int = 0
 
@@ -62,6 +85,17 @@ class Measured:
         if elements > max(self.peaks, default=0) or peak > self.need(rows, per_row):
             self.peaks[elements] = peak
         self.longest = max(self.longest, per_row)
+
+    def note(self, rows: int, per_row: int) -> None:
+        """Note that there was memory for a piece."""
+        if not self.has(rows, per_row):
+            size = rows * per_row
+            others = [each for each in self.computed if each[0] > size or each[1] > per_row]
+            self.computed = [*others, (size, per_row)]
+
+    def has(self, rows: int, per_row: int) -> bool:
+        """Return whether there was memory for a piece as large, with rows as long."""
+        return any(size >= rows * per_row and row >= per_row for size, row in self.computed)
 
     def need(self, rows: int, per_row: int) -> float:
         """Return the bytes that a piece is predicted to take; infinite before the first.
@@ -108,6 +142,84 @@ class Pieces:
     _measured: defaultdict[int, Measured] = field(default_factory=partial(defaultdict, Measured))
     """By the rows that are cut alike."""
     _held: int = 0
+    _per_row: int = 0
+    """Of the piece at hand."""
+    _tried: bool = False
+
+    def each(
+        self, function: Callable[[Any], ResultT], batch: Any, models: Sequence[nn.Module]
+    ) -> list[ResultT]:
+        """Call a function on each piece, on smaller ones where memory runs out."""
+        results: list[ResultT] = []
+        auto = self.state.config.run.micro_batch == "auto"
+        alone = not auto or self._needs_no_other_rank()
+        for part in self.of(batch, models):
+            piece = self.state.window.piece if auto and alone else None
+            try:
+                with self.gradients.explained():
+                    if piece and self._is_larger_than_all(piece):
+                        self._try(function, part, results)
+                    else:
+                        results.append(function(part))
+            except Exception as error:
+                if not alone and is_out_of_memory(error):
+                    error.add_note(NOT_AGAIN)
+                raise
+        return results
+
+    def _is_larger_than_all(self, piece: BatchPiece) -> bool:
+        return piece.rows > 1 and not self._measured[1].has(piece.rows, self._per_row)
+
+    def _needs_no_other_rank(self) -> bool:
+        """Whether no rank waits for another one within a forward and the backward of its graph."""
+        strategies = [entry.strategy for entry in self.state.models]
+        divided = any(
+            each.run.mesh[axis].size > 1
+            for each in strategies
+            for axis in each.run.mesh
+            if axis != "dp"
+        )
+        return not divided and not any(each.pipeline or each.pace.forwards for each in strategies)
+
+    def _try(self, function: Callable[[Any], ResultT], part: Any, results: list[ResultT]) -> None:
+        """Compute a piece, in as many parts as it takes, and send its gradients once."""
+        state, world = self.state.window, self.state.world
+        piece, whole, known = state.piece, PieceGradients(), self._measured[1]
+        assert piece is not None
+        waiting = [piece]
+        self._tried = True
+        while waiting:
+            state.piece = now = waiting.pop(0)
+            rows = slice_tensors(part, slice(now.start - piece.start, now.stop - piece.start))
+            room, before = _room(world.device, world.local_size), Before(self.state.models)
+            self.gradients.held_back = held_back = PieceGradients()
+            token = tries_again.set(now.rows > 1)
+            try:
+                results.append(function(rows))
+            except Exception as error:
+                if now.rows == 1 or not is_out_of_memory(error):
+                    raise
+            else:
+                known.note(now.rows, self._per_row)
+                whole.join(held_back)
+                continue
+            finally:
+                tries_again.reset(token)
+                self.gradients.held_back = None
+            # Out of the except clause: there the traceback keeps the failed try's tensors alive.
+            del held_back
+            release_memory()
+            before.restore()
+            known.add(now.rows, self._per_row, int(room))
+            middle = now.start + now.rows // 2
+            waiting[:0] = [now._replace(stop=middle), now._replace(start=middle)]
+            logger.warning(
+                f"micro_batch: auto: memory ran out in {now.rows} rows of {self._per_row:,} "
+                "elements, which are computed again in halves",
+                main_process_only=False,
+            )
+        state.piece = piece
+        whole.send(lambda loss, weight: self.gradients.backward(loss, weight, {}))
 
     def of(self, batch: Any, models: Sequence[nn.Module]) -> Iterator[Any]:
         """Yield the pieces of a batch; all ranks have as many, as even as possible."""
@@ -152,6 +264,7 @@ class Pieces:
         """Context of the forward and backward of a piece, whose peak is measured."""
         first, last = piece.start == 0, piece.stop == piece.of
         measures = self.state.config.run.micro_batch == "auto"
+        self._per_row, self._tried = per_row, False
         device = self.state.world.device
         if measures:
             if device.type == "cpu":
@@ -167,6 +280,9 @@ class Pieces:
                 self.state.window.left_early = not last
                 raise
         known = self._measured[unit]
+        if self._tried:  # what it took beside is no part of a usual piece
+            return
+        known.note(piece.rows, per_row)
         if measures and not piece.rows % unit and known.opened >= (unit > 1):
             known.add(piece.rows // unit, per_row, max(0, _peak(device) - self._held))
 

@@ -115,7 +115,7 @@ class DeviceFacts(_Section):
     """One device.
 
     Attributes:
-        teraflops: peak of dense products by precision: fp16, bf16, and no for fp32.
+        teraflops: peak of dense products by precision: fp16, bf16, no for fp32, and fp8.
         recognized_by: regular expression for the whole name that the driver gives the device;
             empty where none tells it from other devices.
         products: see there.
@@ -124,7 +124,7 @@ class DeviceFacts(_Section):
         kernels: by kind, such as ``gelu`` and ``gelu backward``; other kinds are as plain ones.
     """
 
-    teraflops: dict[Literal["fp16", "bf16", "no"], Positive]
+    teraflops: dict[Literal["fp16", "bf16", "no", "fp8"], Positive]
     recognized_by: str = ""
     products: Products
     memory: DeviceMemory

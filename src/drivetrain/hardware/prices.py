@@ -13,6 +13,7 @@ from drivetrain.errors import ConfigError
 from drivetrain.hardware.description import Hardware, KernelFacts, LinkFacts
 from drivetrain.simulator.step import (
     COMPUTE,
+    FP8,
     AxisPlace,
     Collective,
     HostPass,
@@ -21,6 +22,7 @@ from drivetrain.simulator.step import (
     Operation,
     SimulatedTask,
     TierCopy,
+    widest,
 )
 
 GIGA, TERA, MICRO = 1e9, 1e12, 1e-6
@@ -63,7 +65,7 @@ class HardwarePrices:
     Attributes:
         hardware: the description.
         axes: how each axis lies on the hosts.
-        precision: fp16, bf16 or no.
+        precision: fp16, bf16, no or fp8.
         latency: whether messages have one.
     """
 
@@ -160,7 +162,8 @@ class HardwarePrices:
 
     def _product(self, product: MatrixProduct) -> float:
         device, facts = self.hardware.device, self.hardware.device.products
-        peak = device.teraflops[self.precision] * TERA  # type: ignore[index]
+        narrow = product.narrow and FP8 in device.teraflops
+        peak = device.teraflops[FP8 if narrow else widest(self.precision)] * TERA  # type: ignore[index]
         each = peak / facts.processors
         width = 4 if self.precision == "no" else 2
         best = math.inf
@@ -171,6 +174,9 @@ class HardwarePrices:
             best = min(best, work / (each * share))
         best *= product.work / share_at(device.products.shares, product.flops)
         memory = self._memory(product.elements() * width)
+        if narrow:  # both factors are read for their largest magnitude, read again, and written
+            factors = product.inner * (product.rows + product.columns)
+            best += self._memory(factors * (2 * width + 1))
         # A device loads the next tiles meanwhile; a processor first copies factors into its caches.
         seconds = max(best, memory) if self.hardware.host.runs_ahead else best + memory
         return seconds + device.launch_us * MICRO

@@ -29,6 +29,7 @@ from drivetrain.hardware.description import (
 from drivetrain.hardware.sizes import GIB, size_text
 from drivetrain.memory import host_room
 from drivetrain.model.first_batch import Candidate, batches_as_arguments, guessed_inputs
+from drivetrain.model.fp8 import GATHERED
 from drivetrain.planner.layout import layout_of, plain
 from drivetrain.planner.options import AutoConfig, AutoOutline
 from drivetrain.planner.search import (
@@ -42,6 +43,7 @@ from drivetrain.planner.search import (
     room_of,
 )
 from drivetrain.runtime.world import World
+from drivetrain.simulator.step import FP8
 from drivetrain.simulator.traced import traced_model
 from drivetrain.strategy import Planning, Run, Strategy, StrategyPick
 
@@ -200,13 +202,14 @@ def _predicted(
     methods = open_still if chosen == AUTO else [chosen]
     if not run.world.spans_hosts:
         methods = [EXACT]
+    gathered = run.precision.recipe == GATHERED  # the other recipes send what bf16 sends
     for name, plan in predictor.installed.planned.items():
         for keys in plan.layouts(task.model.layers, task.model.heads, task.ranks, task.per_host):
             for mode, links in product(recompute, methods):
                 own = {
                     "micro_batch": rows,
                     "recompute": mode,
-                    "precision": run.precision.compute or "no",
+                    "precision": FP8 if gathered else run.precision.compute or "no",
                 }
                 words = {**keys, **own, "data_parallel": name, "links": links}
                 try:

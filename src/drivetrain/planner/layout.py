@@ -19,11 +19,13 @@ from drivetrain.config.resolve import resolve
 from drivetrain.config.schema import FarConfig, LinksConfig
 from drivetrain.errors import ConfigError
 from drivetrain.hardware.prices import HardwarePrices
+from drivetrain.model.fp8 import GATHERED
 from drivetrain.registry import strategies
 from drivetrain.runtime.mesh import Axis
 from drivetrain.runtime.precision import Precision
 from drivetrain.simulator.step import (
     COMPUTE,
+    FP8,
     STATE_BYTES,
     STORE_LANES,
     AxisPlace,
@@ -34,6 +36,7 @@ from drivetrain.simulator.step import (
     PlayedStep,
     PlayedTask,
     SimulatedStep,
+    widest,
 )
 from drivetrain.strategy import Planning, Strategy, find_strategy
 
@@ -102,7 +105,7 @@ class PlannedLayout:
         dp: data-parallel ranks; 0 for those that are left.
         micro_batch: sequences of a micro-batch.
         recompute: none, selective or full.
-        precision: fp16, bf16 or no.
+        precision: fp16, bf16, fp8 or no.
         links: the method that sums gradients between hosts.
         activations: the method for activations between stages on different hosts.
         keys: as ``--layout`` takes them.
@@ -444,8 +447,10 @@ def run_file(planned: PlannedLayout, micro_batches: int, hosts: int, per_host: i
 def run_settings(planned: PlannedLayout, micro_batches: int) -> dict[str, Any]:
     """Return the keys of a configuration that a layout decides beside its strategy."""
     found: dict[str, Any] = {"precision": planned.precision}
-    if _converts(planned):
-        found["dtypes"] = {"param": planned.precision}
+    fp8 = planned.precision == FP8
+    dtypes = {"param": widest(planned.precision)} if _converts(planned) else {}
+    if dtypes := {**dtypes, **({FP8: GATHERED} if fp8 else {})}:
+        found["dtypes"] = dtypes
     found["accumulation"] = micro_batches
     if planned.recompute != "none":
         found["recompute"] = {"mode": planned.recompute}
@@ -459,7 +464,7 @@ def _converts(planned: PlannedLayout) -> bool:
     """Whether forward reads parameters of two bytes: not where a strategy keeps no masters."""
     if planned.precision == "no":
         return False
-    dtypes = DtypesConfig(param=planned.precision)  # type: ignore[arg-type]
+    dtypes = DtypesConfig(param=widest(planned.precision))  # type: ignore[arg-type]
     run = RunConfig(precision=planned.precision, dtypes=dtypes)  # type: ignore[arg-type]
     try:
         planned.kind.check_options(planned.config, Precision.configured(run))

@@ -28,12 +28,13 @@ from typing import Any
 
 from drivetrain.compression.compressor import Fidelity
 from drivetrain.compression.methods import AUTO, LinkMethods, permitted
-from drivetrain.config.outline import BF16, EXACT
-from drivetrain.config.schema import FarConfig, LinksConfig
+from drivetrain.config.outline import BF16, EXACT, check_forward
+from drivetrain.config.schema import FarConfig, LinksConfig, RecomputeConfig, RunConfig
 from drivetrain.errors import ConfigError
 from drivetrain.hardware.description import Hardware, HostPairs
 from drivetrain.hardware.prices import GIGA, TERA, HardwarePrices
 from drivetrain.hardware.sizes import GIB, size_text
+from drivetrain.model.fp8 import MULTIPLE
 from drivetrain.planner.layout import (
     RECOMPUTE,
     InstalledPlans,
@@ -48,13 +49,16 @@ from drivetrain.runtime.mesh import lines_along
 from drivetrain.simulator.contract import StepBound, UnitCosts
 from drivetrain.simulator.step import (
     BF16_BYTES,
+    FP8,
     STATE_BYTES,
     PlayedStep,
     SimulatedRun,
     SimulatedStep,
     SimulatedUnit,
     axis_places,
+    in_fp8,
     play,
+    widest,
 )
 from drivetrain.simulator.transformer import SimulatedModel
 
@@ -98,11 +102,21 @@ class Task:
             ConfigError: names those that it computes in.
         """
         peaks = self.hardware.device.teraflops
-        if precision not in peaks:
+        if widest(precision) not in peaks:
             raise ConfigError(
                 f"expected a precision that {self.hardware.name} computes in, {', '.join(peaks)}, "
                 f"found {precision!r}; set precision"
             )
+
+    def remark(self, precision: str) -> str:
+        """Return what a prediction in this precision leaves out; empty: nothing."""
+        if precision != FP8 or FP8 in self.hardware.device.teraflops:
+            return ""
+        return (
+            f"precision fp8: the description of {self.hardware.name} has no teraflops for fp8: "
+            "bytes are those of fp8, seconds and MFU those of bf16; add the peak to a description "
+            "of your own"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,7 +258,8 @@ class Predictor:
         task, seconds = self.task, sample.seconds
         peak, worst = max((each, index) for index, each in enumerate(sample.peaks))
         sent = max(sample.sent, key=lambda counts: sum(counts.values()))
-        peak_flops = task.hardware.device.teraflops[planned.precision] * TERA  # type: ignore[index]
+        # As the report of a run counts: products in fp8, too, against the peak of bf16.
+        peak_flops = task.hardware.device.teraflops[widest(planned.precision)] * TERA  # type: ignore[index]
         return Prediction(
             layout=planned.text(axes["dp"]),
             planned=planned,
@@ -307,6 +322,9 @@ class Predictor:
         task = self.task
         task.check_precision(planned.precision)
         axes = dict(planned.kind.axes(planned.config, task.ranks))
+        recompute = RecomputeConfig(mode=planned.recompute)  # type: ignore[arg-type]
+        run = RunConfig(precision=planned.precision, recompute=recompute)  # type: ignore[arg-type]
+        check_forward(run, axes)
         dp = axes.setdefault("dp", 1)
         if planned.dp not in (0, dp):
             rest = " x ".join(f"{key} {size}" for key, size in axes.items() if key != "dp") or "1"
@@ -353,7 +371,12 @@ class Predictor:
     def _made(self, micro_batch: int, recompute: Any, precision: str) -> Sequence[SimulatedUnit]:
         fused = self.task.hardware.host.attention == "fused" and recompute != "selective"
         width = STATE_BYTES[precision].parameter
-        return self.task.model.units(micro_batch, recompute, fused=fused, width=width)
+        units = self.task.model.units(micro_batch, recompute, fused=fused, width=width)
+        if precision != FP8:
+            return units
+        # Equal ones stay the same object.
+        narrow = {id(unit): in_fp8(unit, MULTIPLE) for unit in units}
+        return [narrow[id(unit)] for unit in units]
 
 
 # --- the layouts of a search ---

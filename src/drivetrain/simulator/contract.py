@@ -18,6 +18,7 @@ from drivetrain.errors import ConfigError
 from drivetrain.simulator.step import (
     ARRIVALS,
     COMPUTE,
+    FP8,
     LENT,
     STORE_LANES,
     Collective,
@@ -298,6 +299,12 @@ class _StepBuilder:
         return found
 
     def _forward(self, index: int, arriving: dict[int, int]) -> None:
+        if weights := sum(len(self._in_bytes(unit)) for unit in self.units):
+            # Each weight is scaled by its largest magnitude on all ranks.
+            message = Collective(self.near, "all_reduce", 4.0 * weights)
+            task = SimulatedTask("largest magnitudes", (message,), self.near, phase="forward")
+            task.micro_batch = index
+            self._add(task)
         for at, count, unit in _runs(self.units, alone=bool(arriving) or self._gathers):
             after = [arriving[at]] if at in arriving else []
             if self._gathers:
@@ -411,6 +418,14 @@ class _StepBuilder:
             return unit.elements
         return sum(size for size in unit.sizes if size < self.sharing.whole_below)
 
+    def _in_bytes(self, unit: SimulatedUnit) -> Sequence[int]:
+        """Return the elements of each weight that is gathered in 8 bits."""
+        others = any(size > 1 for axis, size in self.run.axes.items() if axis.split(".")[0] != AXIS)
+        kept = self.secondary or self.sharing.stored.part or self.sharing.stored.parameters
+        if not self._gathers or others or kept or self.run.precision != FP8:
+            return ()
+        return [each for each in unit.narrow if each >= self.sharing.whole_below]
+
     def _bring(
         self, unit: SimulatedUnit, phase: str, index: int, values: Sequence[int] = ()
     ) -> list[int]:
@@ -419,7 +434,8 @@ class _StepBuilder:
         if not elements:
             return list(values)
         before = [*self.computed[-2:-1], *values]
-        nbytes = elements * self.run.bytes.parameter
+        each = self.run.bytes.parameter
+        nbytes = elements * each - min(elements, sum(self._in_bytes(unit))) * (each - 1)
         for task in self.sharing.stored.fetch(unit, nbytes / self.group, len(self.tasks)):
             task.after = (*task.after, *before)
             task.phase, task.micro_batch = phase, index
@@ -433,8 +449,10 @@ class _StepBuilder:
             return 0.0
         last = at + direction * self.sharing.ahead
         first, last = max(0, min(at, last)), max(at, last)
-        elements = sum(unit.elements for unit in self.units[first : last + 1])
-        return float((elements + self.units[at].borrowed) * self.run.bytes.parameter)
+        units = self.units[first : last + 1]
+        elements = sum(unit.elements for unit in units) + self.units[at].borrowed
+        on_their_way = sum(sum(self._in_bytes(unit)) for unit in units)
+        return float(elements * self.run.bytes.parameter + on_their_way)
 
     def _passing(self, unit: SimulatedUnit, index: int) -> float:
         """Return the bytes of gradients that are on their way while a unit runs backward.

@@ -49,6 +49,7 @@ class MatrixProduct:
         kind: names kernels that are no plain product: ``convolution``, ``attention``; see
             ``KernelFacts`` in ``drivetrain.hardware.description``.
         passes_back: whether the left factor needs a gradient; inputs of a model need none.
+        narrow: whether its factors are numbers of 8 bits.
     """
 
     rows: int
@@ -62,6 +63,7 @@ class MatrixProduct:
     work: float = 1.0
     kind: str = ""
     passes_back: bool = True
+    narrow: bool = False
 
     @property
     def flops(self) -> float:
@@ -236,6 +238,12 @@ class SimulatedUnit:
         """Parameters that one rank holds."""
         return sum(count for count, _ in self.parameters)
 
+    @cached_property
+    def narrow(self) -> tuple[int, ...]:
+        """Elements of each parameter that a product reads in 8 bits."""
+        products = (each for each in self.forward if isinstance(each, MatrixProduct))
+        return tuple(each.inner * each.columns for each in products if each.narrow)
+
     @property
     def longest(self) -> int:
         """Elements of the largest parameter; 0: not known."""
@@ -350,6 +358,27 @@ def attention(
     )
 
 
+def in_fp8(unit: SimulatedUnit, multiple: int) -> SimulatedUnit:
+    """Return a block whose products with weights have factors of 8 bits.
+
+    Args:
+        unit: blocks change, no others.
+        multiple: both sizes of such a weight are multiples of it.
+    """
+    if not unit.repeated:
+        return unit
+
+    def narrow(operation: Operation) -> Operation:
+        if not (isinstance(operation, MatrixProduct) and operation.weights):
+            return operation
+        if operation.kind not in ("", LINEAR):
+            return operation
+        fits = operation.inner % multiple == operation.columns % multiple == 0
+        return replace(operation, narrow=fits)
+
+    return replace(unit, forward=tuple(map(narrow, unit.forward)))
+
+
 def widened(unit: SimulatedUnit, factor: float) -> SimulatedUnit:
     """Return a unit whose numbers have more or fewer bytes; parameters are counted in elements."""
     if factor == 1:
@@ -442,9 +471,19 @@ class BytesPerElement:
     update: int
 
 
+FP8 = "fp8"
+"""The precision that is bf16 with products of blocks in 8 bits, and such weights on the wire."""
+
+
+def widest(precision: str) -> str:
+    """Return the precision of what a precision does not compute in 8 bits."""
+    return "bf16" if precision == FP8 else precision
+
+
 STATE_BYTES: Mapping[str, BytesPerElement] = {
     "fp16": BytesPerElement(2, 2, 16, 40),
     "bf16": BytesPerElement(2, 4, 12, 36),
+    FP8: BytesPerElement(2, 4, 12, 36),
     "no": BytesPerElement(4, 4, 8, 32),
 }
 """By precision. fp16: gradients of 2 bytes, copied to 4 beside the master's 4 and the moments' 8;

@@ -5,7 +5,7 @@ import importlib.util
 import os
 import sys
 from collections import Counter, namedtuple
-from dataclasses import make_dataclass
+from dataclasses import make_dataclass, replace
 
 import peft
 import pytest
@@ -19,8 +19,18 @@ from drivetrain.config.outline import check_forward
 from drivetrain.config.schema import RecomputeConfig, RunConfig
 from drivetrain.cost import ModelSpec
 from drivetrain.errors import ConfigError, UsageError
+from drivetrain.hardware.description import load_hardware
 from drivetrain.model import fp8
+from drivetrain.model.first_batch import Candidate
 from drivetrain.model.fp8 import choose_layers, compute_in_fp8, restore_products
+from drivetrain.planner.layout import read_layout
+from drivetrain.planner.search import Predictor, Task
+from drivetrain.runtime.mesh import Mesh
+from drivetrain.runtime.precision import Precision
+from drivetrain.runtime.world import World
+from drivetrain.simulator.traced import traced_model
+from drivetrain.strategy import Run
+from drivetrain.traffic import Traffic
 from stacks import Residual, Stack
 
 HAS_TORCHAO = importlib.util.find_spec("torchao") is not None
@@ -552,3 +562,38 @@ def test_what_cannot_be_is_refused(monkeypatch):
     with pytest.raises(UsageError, match="pip install 'drivetrain\\[fp8\\]'"):
         accelerator.prepare(model)
     assert not any("forward" in module.__dict__ for module in model.modules())
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options"), [("fsdp", {}), ("zero3", {"keep_below": 40}), ("zero2", {})]
+)
+def test_plans_gather_the_bytes_that_cost_promises(strategy, options):
+    """Two layers of a block cross in a byte for an element, and six numbers with them.
+
+    A plan has the mean of the ranks, whose ranges of a unit may have other shares in fp8.
+    """
+    model = Blocks()
+    paper = traced_model(model, [Candidate("rows", (batch(0, 0),), {})])
+    predictor = Predictor(Task(paper, 10, load_hardware("cpu"), 1, 2))
+    worlds = [World(rank=rank, size=2, local_size=2, hosts=("here", "here")) for rank in range(2)]
+    planned = read_layout(f"data_parallel={strategy},micro_batch=5")
+    planned = replace(planned, config=replace(planned.config, **options))
+    spec, axes = ModelSpec.of(model, states=2), planned.kind.axes(planned.config, 2)
+    saved = []
+    for name in ("bf16", "fp8"):
+        precision = Precision.of(name, param="bf16", recipe=fp8.GATHERED)
+        promised = 0
+        for world in worlds:
+            mesh = Mesh.plan(axes, world)
+            run = Run(
+                world=world, mesh=mesh, precision=precision, accumulation=1, traffic=Traffic()
+            )
+            cost = planned.kind.cost(planned.config, spec, run)
+            promised += cost.sent["dp", "all_gather"] / 2
+        sent = predictor.predict(replace(planned, precision=name)).sent
+        saved.append((promised, sent["dp", "all_gather"]))
+        if strategy != "zero2" and name == "fp8":
+            assert sent["dp", "all_reduce"] == 4 * 6
+    (promised, drawn), (promised_fp8, drawn_fp8) = saved
+    assert promised - promised_fp8 == drawn - drawn_fp8
+    assert (promised == promised_fp8) == (strategy == "zero2")

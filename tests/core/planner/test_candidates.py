@@ -8,9 +8,10 @@ from drivetrain.compression.compressor import Fidelity
 from drivetrain.compression.methods import LinkMethods
 from drivetrain.config.outline import EXACT
 from drivetrain.config.schema import FarConfig, LinksConfig
+from drivetrain.errors import ConfigError
 from drivetrain.hardware.description import load_hardware
-from drivetrain.planner.layout import run_settings
-from drivetrain.planner.search import Found, Task, permitted_methods, search
+from drivetrain.planner.layout import read_layout, run_settings
+from drivetrain.planner.search import Found, Predictor, Task, permitted_methods, search
 from drivetrain.simulator.transformer import GptShape
 
 SHAPE = GptShape(layers=2, hidden=1024, heads=16, seq=128, vocab=512)
@@ -71,3 +72,29 @@ def test_a_run_permits_methods_with_auto_alone():
     for far, allow, expected in cases:
         links = LinkMethods.configured(LinksConfig(far=FarConfig(gradients=far), allow=allow))
         assert set(permitted_methods(links)) == expected
+
+
+def test_fp8_is_quicker_where_a_description_has_its_peak_and_says_so_where_not():
+    """Products of blocks take it, and passes that scale their factors."""
+    hardware = load_hardware("a100-80gb")
+    rated = hardware.device.model_copy(update={"teraflops": {"bf16": 312, "fp8": 624}})
+    shape = GptShape(layers=4, hidden=4096, heads=32, seq=2048, vocab=512)
+    plain, quick = (
+        Task(shape, 8, hardware.model_copy(update={"device": device}), 1, 8)
+        for device in (hardware.device, rated)
+    )
+    seconds = {}
+    for task, precision in ((plain, "bf16"), (plain, "fp8"), (quick, "fp8"), (quick, "bf16")):
+        planned = read_layout(f"data_parallel=ddp,precision={precision}")
+        found = Predictor(task).predict(planned)
+        seconds[task is quick, precision] = found.parts["products"]
+    assert seconds[False, "bf16"] == seconds[False, "fp8"] == seconds[True, "bf16"]
+    assert 0.5 < seconds[True, "fp8"] / seconds[False, "fp8"] < 0.8
+    assert "a100-80gb has no teraflops for fp8" in plain.remark("fp8")
+    assert not quick.remark("fp8")
+    assert not plain.remark("bf16")
+    settings = run_settings(read_layout("data_parallel=fsdp,precision=fp8"), 1)
+    assert settings["dtypes"] == {"param": "bf16", "fp8": "tensorwise_gathered"}
+    for refused in ("recompute=selective", "tp=2"):
+        with pytest.raises(ConfigError, match="precision: fp8: expected"):
+            Predictor(plain).predict(read_layout(f"precision=fp8,{refused}"))

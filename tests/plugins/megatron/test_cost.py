@@ -136,7 +136,16 @@ MORE_SENT = [
     ("llama", {**PP, "micro_batches": 2, "inside": True}),
     ("llama", {**PP, **INSIDE, "schedule": "zb-h1"}),
 ]
+ZERO2 = {"data_parallel": {"name": "zero2"}}
+SENT_OF_CELLS = [  # two replicas that need each other in each micro-batch
+    ("gpt2", {**PP, **ZERO2}),
+    ("llama", {**PP, **ZERO2, "micro_batches": 2, "inside": True, "window": 2}),
+]
 SENT_OF_FOUR = [
+    ("gpt2", {**PP, **ZERO2, "window": 3}),
+    ("llama", {**PP, **ZERO2, "micro_batches": 1}),
+    ("llama", {**PP, **ZERO2, **INSIDE, "schedule": "interleaved", "chunks": 2}),
+    ("llama", {**PP, **ZERO2, **INSIDE, "schedule": "zb-h1"}),
     ("llama-mqa", {**SHARDS, "tp": 4}),  # heads, tokens and words are uneven here
     ("gpt2", {"pp": 4, **INSIDE, "micro_batches": 3}),
     ("gpt2", {**SHARDS, **PP, "micro_batches": 2, "inside": True}),
@@ -148,6 +157,7 @@ SENT_OF_FOUR = [
     [
         pytest.param(SENT, marks=pytest.mark.ranks(2)),
         pytest.param(MORE_SENT, marks=[pytest.mark.ranks(2), pytest.mark.exhaustive]),
+        pytest.param(SENT_OF_CELLS, marks=pytest.mark.ranks(4)),
         pytest.param(SENT_OF_FOUR, marks=[pytest.mark.ranks(4), pytest.mark.exhaustive]),
     ],
 )
