@@ -185,9 +185,10 @@ def _tiers(
     config = kind.Config(offload=OffloadOptions(**offload))
     model = ModelSpec(tuple(specs))
     units = kind.plan(config, model, run)
-    lent = config.lent_buffers * kind.estimate(config, units, run).lent_bytes()
+    estimate = kind.estimate(config, units, run)
+    lent = config.lent_buffers * estimate.lent_bytes()
     states = {spec.name: 2 for spec in specs}
-    plan = TierPlan(model=model, units=units, precision=precision, rank=0, states=states, lent=lent)
+    plan = TierPlan(model=model, estimate=estimate, states=states, lent=lent)
     named = {offload["optimizer"], offload.get("params", "")} - {""}
     opened = {store: stores().load(store) for store in named}
     needed = held(plan, tiers_of(config.offload, opened, run.world))

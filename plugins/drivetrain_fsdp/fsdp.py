@@ -53,7 +53,7 @@ from drivetrain.errors import ConfigError, RankMismatchError, UsageError
 from drivetrain.log import get_logger
 from drivetrain.model.guard import Unlisted
 from drivetrain.model.modules import clean_name, named_parameters
-from drivetrain.parallel.estimate import Lines, sharing_of
+from drivetrain.parallel.estimate import Lines
 from drivetrain.parallel.layout import (
     ROOT,
     UnitLayout,
@@ -513,7 +513,8 @@ class Fsdp(FsdpOutline, ShardedStrategy[FsdpConfig]):
     def sharing(cls, config: FsdpConfig, run: SimulatedRun) -> Sharing:
         """Return what the ranks divide, all of them or groups."""
         hybrid = config.sharding == "hybrid"
-        return sharing_of(config, group=(config.shard_size or run.together("dp")) if hybrid else 0)
+        group = (config.shard_size or run.together("dp")) if hybrid else 0
+        return replace(super().sharing(config, run), group=group)
 
     @classmethod
     def planning(cls) -> Planning:

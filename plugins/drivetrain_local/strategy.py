@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from drivetrain.collectives import Route, connect
 from drivetrain.collectives.volume import FlatSlice, ParameterRow
 from drivetrain.compression.compressor import Compressor, Fidelity
-from drivetrain.cost import Cost, ModelSpec
+from drivetrain.cost import HOST, Cost, ModelSpec
 from drivetrain.errors import UsageError
 from drivetrain.log import get_logger
 from drivetrain.model.modules import clean_name, held_parameters, named_parameters
@@ -104,7 +104,7 @@ def estimate(config: LocalOptions, model: ModelSpec, run: Run) -> Cost:
     outer["outer"] += under_way + kept
     return Cost(
         held={**cost.held, **outer},
-        sent=_joined(cost.sent, sent),
+        sent=dict(Sent(cost.sent) + Sent(sent)),
         uncounted=cost.uncounted,
     )
 
@@ -124,7 +124,7 @@ def _state(
     parts: Counter[str] = Counter()
     for name, nbytes in one.items():
         stored = name != "optimizer" and inside.world.device.type != "cpu"
-        parts["outer in host memory" if stored else "outer"] += nbytes - none.get(name, 0)
+        parts[f"outer{HOST}" if stored else "outer"] += nbytes - none.get(name, 0)
     return {place: nbytes for place, nbytes in parts.items() if nbytes}
 
 
@@ -164,13 +164,6 @@ def _exchanges(
         sent += route.gradients_summed(flat_slice)
         kept += route.kept_back(flat_slice)
     return sent, kept
-
-
-def _joined(
-    first: Mapping[tuple[str, str], int], second: Mapping[tuple[str, str], int]
-) -> dict[tuple[str, str], int]:
-    total = Sent(dict(first)) + Sent(dict(second))
-    return {key: count for key, count in total.items() if count}
 
 
 # --- a simulated step: the step inside of a worker, and 1/H of an exchange ---
@@ -243,12 +236,12 @@ class LocalPlanning(Planning):
         if workers == 1:
             return inside
         exchanges, held, stored = [], [], [dict(each) for each in inside.stored]
-        beside = config.stored_inside()
-        if beside:
+        whole = inside
+        if beside := config.stored_inside():
             options = replace(options, offload=OffloadOptions())
-        for stage, kinds in enumerate(inside.held):
-            # A rank exchanges the elements of which it keeps the optimizer's state, in stores, too.
-            there = kind.planning().simulate(options, units, alone).held[stage] if beside else kinds
+            whole = kind.planning().simulate(options, units, alone)
+        # A rank exchanges the elements of which it keeps the optimizer's state, in stores, too.
+        for stage, (kinds, there) in enumerate(zip(inside.held, whole.held, strict=True)):
             nbytes = there.get("optimizer", 0.0) / run.bytes.optimizer * _BYTES
             # Without a delay the step waits for the exchange; with one the exchange is beside it.
             lane = _FAR if config.delay else COMPUTE

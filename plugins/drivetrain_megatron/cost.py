@@ -270,27 +270,26 @@ def estimate(config: MegatronConfig, model: ModelSpec, run: Run) -> Cost:
     kind, options = data_parallel(config)
     if config.tp * config.pp == 1:
         return kind.cost(options, model, run)
-    if model.module is None:
-        cost = kind.cost(options, _by_sizes(config, model, run), run)
-        return replace(cost, uncounted=_uncounted(cost, run))
-    layout = CellLayout.of(config, model.module, run)
-    part = _part(model, layout)
+    layout = None if model.module is None else CellLayout.of(config, model.module, run)
+    part = _by_sizes(config, model, run) if layout is None else _part(model, layout)
     volumes = None
-    if model.inputs is not None:
+    if model.module is not None and layout is not None and model.inputs is not None:
         volumes = StepVolumes(config, model, model.module, layout, run)
     backwards = run.accumulation if volumes is None else volumes.backwards
     cost = kind.cost(options, part, replace(run, accumulation=backwards))
     held = dict(cost.held)
-    if copies := layout.copies():
+    if layout is not None and (copies := layout.copies()):
         held["copies"] = sum(layout.local(s).nbytes for s in model.parameters if s.name in copies)
-    sent = Counter(cost.sent)
-    if volumes is not None:
-        sent += volumes.sent()
-        once_more = kind.cost(options, part, replace(run, accumulation=backwards + 1))
-        if once_more.sent != cost.sent:  # replicas need each other in each micro-batch
-            sent += volumes.of_decisions()
-        return Cost(held=held, sent=dict(sent), uncounted=cost.uncounted)
-    return Cost(held=held, sent=dict(sent), uncounted=_uncounted(cost, run))
+    if volumes is None:
+        inside = [axis for axis in ("tp", "pp") if run.mesh[axis].size > 1]
+        return replace(
+            cost, held=held, uncounted={**cost.uncounted, **dict.fromkeys(inside, "activations")}
+        )
+    sent = Counter(cost.sent) + volumes.sent()
+    once_more = kind.cost(options, part, replace(run, accumulation=backwards + 1))
+    if once_more.sent != cost.sent:  # replicas need each other in each micro-batch
+        sent += volumes.of_decisions()
+    return replace(cost, held=held, sent=dict(sent))
 
 
 def part_of(config: MegatronConfig, model: ModelSpec, run: Run) -> ModelSpec:
@@ -304,12 +303,6 @@ def part_of(config: MegatronConfig, model: ModelSpec, run: Run) -> ModelSpec:
     if model.module is None:
         return _by_sizes(config, model, run)
     return _part(model, CellLayout.of(config, model.module, run))
-
-
-def _uncounted(cost: Cost, run: Run) -> Mapping[str, str]:
-    """Return which traffic is missing in a cost for which no inputs were given, by axis."""
-    inside = [axis for axis in ("tp", "pp") if run.mesh[axis].size > 1]
-    return {**cost.uncounted, **dict.fromkeys(inside, "activations")}
 
 
 def _part(model: ModelSpec, layout: CellLayout) -> ModelSpec:

@@ -36,7 +36,7 @@ from drivetrain.cost import ModelSpec
 from drivetrain.errors import ConfigError, UsageError
 from drivetrain.log import get_logger
 from drivetrain.parallel.estimate import Estimate
-from drivetrain.parallel.layout import ParameterSlot, UnitLayout
+from drivetrain.parallel.layout import ParameterSlot
 from drivetrain.parallel.optimizer_backend import BoundOptimizer, Held, OptimizerBackend
 from drivetrain.parallel.options import OffloadOptions, UnitsOptions, store_knobs
 from drivetrain.parallel.unit import FlatParameter, ShardStorage, Unit, followed, make_placeholder
@@ -416,15 +416,9 @@ class OffloadEngine(OptimizerBackend):
         cls, estimate: Estimate, model: ModelSpec, config: UnitsOptions, run: Run
     ) -> dict[str, int]:
         """Return the bytes that a rank keeps between steps, by kind; a kind may be on disk."""
-        lent = config.lent_buffers * estimate.lent_bytes() if config.lent_buffers else 0
-        plan = TierPlan(
-            model=model,
-            units=estimate.units,
-            precision=run.precision,
-            rank=estimate.rank,
-            states={spec.name: model.states for spec in model.parameters},
-            lent=lent,
-        )
+        states = {spec.name: model.states for spec in model.parameters}
+        lent = config.lent_buffers * estimate.lent_bytes()
+        plan = TierPlan(model=model, estimate=estimate, states=states, lent=lent)
         return held_by_kind(plan, config.offload, run.world)
 
     # --- laying out ---
@@ -433,14 +427,13 @@ class OffloadEngine(OptimizerBackend):
         self,
         model: nn.Module,
         optimizers: Sequence[Optimizer],
-        units: Sequence[UnitLayout],
+        estimate: Estimate,
         run: Run,
         *,
-        rank: int,
         lent: int,
     ) -> None:
         """Show the table of tiers, and refuse a model that does not fit. Collective over ``dp``."""
-        plan = plan_of(model, optimizers, units, run, rank=rank, lent=lent)
+        plan = plan_of(model, optimizers, estimate, lent=lent)
         announce_tiers(plan, self.options, self._stores, run)
 
     def shard(self, flat: FlatParameter, label: str) -> ShardStorage:

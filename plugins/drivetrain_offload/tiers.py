@@ -27,20 +27,19 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from torch import nn
-from torch.optim import SGD, Adagrad, Adam, Optimizer
+from torch.optim import Optimizer
 
 from drivetrain.collectives.facts import gather_facts
-from drivetrain.cost import ModelSpec, TensorSpec
+from drivetrain.cost import DISK, HOST, ModelSpec, TensorSpec, states_of
 from drivetrain.errors import PreflightError
 from drivetrain.hardware.sizes import size_text
 from drivetrain.log import get_logger
 from drivetrain.memory import device_room, disk_room, host_room
 from drivetrain.model.modules import named_parameters
-from drivetrain.parallel.estimate import FlatBytes
+from drivetrain.parallel.estimate import Estimate, FlatBytes
 from drivetrain.parallel.layout import FlatLayout, UnitLayout
 from drivetrain.parallel.options import OffloadOptions
 from drivetrain.registry import stores
-from drivetrain.runtime.precision import Precision
 from drivetrain.runtime.world import World
 from drivetrain.store import SteppingStore
 from drivetrain.strategy import Run
@@ -82,36 +81,27 @@ class TierPlan:
 
     Attributes:
         model: its parameters and buffers.
-        units: its units.
-        precision: dtypes of gradients.
-        rank: this rank among the ranks of a unit.
+        estimate: its units, this rank, and dtypes of gradients.
         states: how many tensors of its size an optimizer keeps for a parameter, by name; 0 where
             there is no name.
         lent: bytes of the buffers that gradients pass through; 0 where whole gradients are kept.
     """
 
     model: ModelSpec
-    units: Sequence[UnitLayout]
-    precision: Precision
-    rank: int
+    estimate: Estimate
     states: Mapping[str, int]
     lent: int
 
 
 def held(plan: TierPlan, tiers: TierChoice) -> TierBytes:
     """Return the bytes that one rank keeps between steps, and of one unit in use."""
-    placed = {place.name for unit in plan.units for place in unit.places}
-    rest = sum(spec.nbytes for spec in plan.model.parameters if spec.name not in placed)
-    total: TierBytes = {tier: Counter() for tier in TIERS}
+    units, total = plan.estimate.units, {tier: Counter[str]() for tier in TIERS}
     device = total[tiers.device]
-    device["parameters"] += rest
-    device["buffers"] += sum(spec.nbytes for spec in plan.model.buffers)
+    device.update(plan.estimate.beside(plan.model))
     device["buffers of gradients"] += plan.lent
-    device["largest unit in use"] += max(
-        (unit.nbytes for unit in plan.units if unit.sharded), default=0
-    )
-    chosen, values = offloaded(plan.units, tiers.ratio), set()
-    for index, unit in enumerate(plan.units):
+    device["largest unit in use"] += max((unit.nbytes for unit in units if unit.sharded), default=0)
+    chosen, values = offloaded(units, tiers.ratio), set()
+    for index, unit in enumerate(units):
         for flat in unit.flats:
             account = _Account(plan, tiers, flat, sharded=unit.sharded)
             if flat.trainable and index < chosen:
@@ -152,7 +142,7 @@ class _Account(FlatBytes):
     def __init__(
         self, plan: TierPlan, tiers: TierChoice, flat: FlatLayout, *, sharded: bool
     ) -> None:
-        super().__init__(flat, plan.rank, plan.precision, sharded=sharded, lent=bool(plan.lent))
+        super().__init__(plan.estimate, flat, sharded=sharded, lent=bool(plan.lent))
         self._states = plan.states
         self._tiers = tiers
 
@@ -319,10 +309,8 @@ def announce_tiers(
 def plan_of(
     model: nn.Module,
     optimizers: Sequence[Optimizer],
-    units: Sequence[UnitLayout],
-    run: Run,
+    estimate: Estimate,
     *,
-    rank: int,
     lent: int,
 ) -> TierPlan:
     """Describe a model that was not laid out yet; arguments as in ``OptimizerBackend.announce``."""
@@ -334,15 +322,13 @@ def plan_of(
     )
     names = {id(parameter): name for name, parameter in parameters.items()}
     states = {
-        names[id(parameter)]: _states(optimizer, group)
+        names[id(parameter)]: states_of(optimizer, group)
         for optimizer in optimizers
         for group in optimizer.param_groups
         for parameter in group["params"]
         if id(parameter) in names
     }
-    return TierPlan(
-        model=spec, units=units, precision=run.precision, rank=rank, states=states, lent=lent
-    )
+    return TierPlan(model=spec, estimate=estimate, states=states, lent=lent)
 
 
 def tiers_of(options: OffloadOptions, opened: Mapping[str, Store], world: World) -> TierChoice:
@@ -367,7 +353,7 @@ def held_by_kind(plan: TierPlan, options: OffloadOptions, world: World) -> dict[
 
     The name of a kind says where the bytes lie, if they do not lie on the device.
     """
-    ends: dict[Tier, str] = {"device": "", "host": " in host memory", "disk": " on disk"}
+    ends: dict[Tier, str] = {"device": "", "host": HOST, "disk": DISK}
     if world.device.type == "cpu":
         ends["host"] = ""  # host memory is the device's
     kinds = {name: stores().load(name) for name in {options.optimizer, options.params} - {""}}
@@ -378,17 +364,6 @@ def held_by_kind(plan: TierPlan, options: OffloadOptions, world: World) -> dict[
     del total["largest unit in use"]  # which is freed between steps
     total["buffers of stores" + ends["host"]] += kinds[options.optimizer].working_bytes
     return dict(total)
-
-
-def _states(optimizer: Optimizer, group: Mapping[str, object]) -> int:
-    """Return how many tensors like itself an optimizer keeps for a parameter of a group."""
-    if isinstance(optimizer, SGD):
-        return 1 if group["momentum"] else 0
-    if isinstance(optimizer, Adagrad):
-        return 1
-    if isinstance(optimizer, Adam):  # and AdamW
-        return 3 if group["amsgrad"] else 2
-    return 2  # unknown: most keep two moments
 
 
 def _room(model: nn.Module | None, tiers: TierChoice, path: str, world: World) -> dict[Tier, int]:

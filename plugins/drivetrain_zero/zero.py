@@ -24,6 +24,7 @@ below a threshold are not worth a message: they stay whole, in buckets as in sta
 
 import math
 from collections.abc import Hashable, Sequence
+from dataclasses import replace
 from typing import Generic, TypeVar
 
 from torch import nn
@@ -33,7 +34,6 @@ from typing_extensions import override
 from drivetrain.cost import ModelSpec, TensorSpec
 from drivetrain.log import get_logger
 from drivetrain.model.modules import named_parameters
-from drivetrain.parallel.estimate import sharing_of
 from drivetrain.parallel.layout import (
     ROOT,
     FlatLayout,
@@ -153,8 +153,8 @@ class Zero(ShardedStrategy[ConfigT], Generic[ConfigT]):
     def sharing(cls, config: ConfigT, run: SimulatedRun) -> Sharing:
         """Return what this stage divides: see the top of this file."""
         if isinstance(config, Zero3Config):
-            return sharing_of(config, whole_below=config.keep_below)
-        return sharing_of(config, bucket=config.bucket_bytes)
+            return replace(super().sharing(config, run), whole_below=config.keep_below)
+        return replace(super().sharing(config, run), bucket=config.bucket_bytes)
 
 
 class Zero1(Zero1Outline, Zero[Zero1Config]):

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import SGD, Adagrad, Adam, Optimizer
 
 from drivetrain.shards import outer_dim
 
@@ -96,13 +97,28 @@ class ModelSpec:
         )
 
 
+def states_of(optimizer: Optimizer, group: Mapping[str, object]) -> int:
+    """Return how many tensors like itself an optimizer keeps for a parameter of a group."""
+    if isinstance(optimizer, SGD):
+        return 1 if group["momentum"] else 0
+    if isinstance(optimizer, Adagrad):
+        return 1
+    if isinstance(optimizer, Adam):  # and AdamW
+        return 3 if group["amsgrad"] else 2
+    return 2  # unknown: most keep two moments
+
+
+HOST, DISK = " in host memory", " on disk"
+"""Ends of the names of kinds that do not lie on the device."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cost:
     """A strategy's promise: a conformance test holds it to these numbers.
 
     Attributes:
         held: bytes kept on one rank between steps, by kind: ``parameters``, ``gradients``,
-            ``optimizer``, ``buffers``.
+            ``optimizer``, ``buffers``; the ends of names say what does not lie on the device.
         sent: bytes that rank 0 sends in one optimizer step, by (axis, operation).
         uncounted: messages of unknown size by axis, such as ``activations`` when ``ModelSpec`` has
             no inputs.
@@ -111,6 +127,21 @@ class Cost:
     held: Mapping[str, int] = field(default_factory=dict)
     sent: Mapping[tuple[str, str], int] = field(default_factory=dict)
     uncounted: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def on_device(self) -> int:
+        """Bytes kept on the device."""
+        return sum(n for kind, n in self.held.items() if not kind.endswith((HOST, DISK)))
+
+    @property
+    def in_host_memory(self) -> int:
+        """Bytes kept in host memory beside the device."""
+        return sum(n for kind, n in self.held.items() if kind.endswith(HOST))
+
+    @property
+    def on_disk(self) -> int:
+        """Bytes kept on a disk."""
+        return sum(n for kind, n in self.held.items() if kind.endswith(DISK))
 
     @property
     def total_held(self) -> int:

@@ -116,18 +116,18 @@ def _all_ranks(launch: LaunchConfig, given: int | None) -> int:
 
 def _plain(promise: "Promise", room: int | None) -> dict[str, Any]:
     """Return one form for JSON, in bytes: what rank 0 holds and sends, or why it cannot run."""
-    if promise.cost is None:
+    if promise.refusal:
         return {"strategy": promise.form, "refusal": promise.refusal}
     return {
         "strategy": promise.form,
-        "on_device": promise.on_device,
+        "on_device": promise.cost.on_device,
         "held": dict(promise.cost.held),
-        "host": promise.in_host_memory,
-        "disk": promise.on_disk,
+        "host": promise.cost.in_host_memory,
+        "disk": promise.cost.on_disk,
         "sent": promise.cost.total_sent,
         "leaves_host": promise.between_hosts,
         "not_counted": dict(promise.cost.uncounted),
-        "fits": None if room is None else promise.on_device <= room,
+        "fits": None if room is None else promise.cost.on_device <= room,
     }
 
 
@@ -144,8 +144,8 @@ def show(
     count = sum(spec.numel for spec in model.parameters)
     columns = ["strategy", "on device", *KINDS, "other", "host", "disk", "sent"]
     columns += ["leaves host"] if hosts > 1 else []
-    counted = [promise for promise in promises if promise.cost is not None]
-    unit, size = unit_of(max((promise.on_device for promise in counted), default=0))
+    counted = [promise for promise in promises if not promise.refusal]
+    unit, size = unit_of(max((promise.cost.on_device for promise in counted), default=0))
     rows = [_row(promise, size, hosts, room) for promise in counted]
     title = (
         f"{count:,} parameters, {where}, precision {resolved.run.precision}: {unit} that rank 0 "
@@ -153,7 +153,7 @@ def show(
     )
     show_table(title, columns + (["fits"] if room else []), rows)
     for promise in promises:
-        if promise.cost is None:
+        if promise.refusal:
             click.echo(f"{promise.form}: {promise.refusal}")
         elif promise.cost.uncounted:
             axes = ", ".join(f"{what} over {a}" for a, what in promise.cost.uncounted.items())
@@ -164,11 +164,10 @@ def show(
 
 
 def _row(promise: "Promise", unit: int, hosts: int, room: int | None) -> list[str]:
-    held = promise.cost.held if promise.cost else {}
-    kinds = [held.get(kind, 0) for kind in KINDS]
-    other = promise.on_device - sum(kinds)
-    sent = promise.cost.total_sent if promise.cost else 0
-    numbers = [promise.on_device, *kinds, other, promise.in_host_memory, promise.on_disk, sent]
+    cost = promise.cost
+    kinds = [cost.held.get(kind, 0) for kind in KINDS]
+    other = cost.on_device - sum(kinds)
+    numbers = [cost.on_device, *kinds, other, cost.in_host_memory, cost.on_disk, cost.total_sent]
     numbers += [promise.between_hosts] if hosts > 1 else []
-    fits = [] if room is None else ["yes" if promise.on_device <= room else "no"]
+    fits = [] if room is None else ["yes" if promise.cost.on_device <= room else "no"]
     return [promise.form, *(f"{number / unit:,.2f}" for number in numbers), *fits]

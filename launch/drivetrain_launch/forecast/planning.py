@@ -84,9 +84,6 @@ def example_model() -> ModelSpec:
 
 # --- the promises of all strategies for one model ---
 
-HOST, DISK = " in host memory", " on disk"
-"""Ends of the names of kinds that do not lie on the device."""
-
 
 @dataclass(frozen=True, slots=True)
 class Promise:
@@ -94,8 +91,8 @@ class Promise:
 
     Attributes:
         form: the strategy with its options.
-        cost: bytes that rank 0 holds and sends.
-        refusal: why the strategy cannot train the model so.
+        cost: bytes that rank 0 holds and sends; nothing where it cannot train the model so.
+        refusal: why it cannot; empty where it can.
         name: of the strategy.
         options: of the form.
         exact: whether the form averages gradients as they are, without an approximation.
@@ -103,32 +100,12 @@ class Promise:
     """
 
     form: str
-    cost: Cost | None
+    cost: Cost = Cost()
     refusal: str = ""
     name: str = ""
     options: Mapping[str, Any] = field(default_factory=dict)
     exact: bool = True
     between_hosts: int = 0
-
-    @property
-    def on_device(self) -> int:
-        """Bytes on the device."""
-        held = self.cost.held if self.cost else {}
-        return sum(count for kind, count in held.items() if not kind.endswith((HOST, DISK)))
-
-    @property
-    def in_host_memory(self) -> int:
-        """Bytes that wait in host memory."""
-        return self._kept(HOST)
-
-    @property
-    def on_disk(self) -> int:
-        """Bytes that wait on a disk."""
-        return self._kept(DISK)
-
-    def _kept(self, end: str) -> int:
-        held = self.cost.held if self.cost else {}
-        return sum(count for kind, count in held.items() if kind.endswith(end))
 
 
 def promises_for(
@@ -164,7 +141,7 @@ def promises_for(
         try:
             form = resolve(Layer(core), layer, find_config=registry.find_config)
         except ConfigError as error:
-            yield Promise(f"{name} {shown}".strip(), None, str(error))
+            yield Promise(f"{name} {shown}".strip(), refusal=str(error))
             continue
         if chosen and (resolved.strategy, resolved.strategy_config) == (name, form.strategy_config):
             continue  # that is the form that somebody has chosen
@@ -184,4 +161,4 @@ def _promise(
         cost = kind.cost(options, model, run)
         return Promise(form, cost, between_hosts=run.bytes_between_hosts(cost.sent))
     except DrivetrainError as error:
-        return Promise(form, None, str(error).splitlines()[0])
+        return Promise(form, refusal=str(error).splitlines()[0])

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from drivetrain.config.resolve import Resolved
-from drivetrain.cost import Cost, ModelSpec
+from drivetrain.cost import ModelSpec
 from drivetrain.hardware.sizes import DEVICES, GIB, parameter_count, size_text
 from drivetrain.registry import Registry
 from drivetrain_launch.forecast.models import of_size
@@ -59,22 +59,22 @@ class Situation:
             return "each billion of parameters"
         return f"{self.model} parameters" if self.spec is None else f"the model of {self.model}"
 
-    def lacking(self, contender: "Contender") -> tuple[int, int]:
+    def lacking(self, promise: Promise) -> tuple[int, int]:
         """Return the bytes that lack for a form: of a device, and of host memory for a rank."""
-        pairs = ((contender.needed, self.room), (contender.in_host_memory, self.beside))
+        pairs = ((_needed(promise), self.room), (promise.cost.in_host_memory, self.beside))
         device, host = (0 if room is None else max(0, need - room) for need, room in pairs)
         return (device, host) if self.model else (0, 0)
 
-    def memory(self, contender: "Contender") -> str:
+    def memory(self, promise: Promise) -> str:
         """Say what a form holds on a device, and whether that fits."""
-        held = f"holds {_gib(contender.held)} {self.where}"
+        held = f"holds {_gib(promise.cost.on_device)} {self.where}"
         if self.room is not None and self.model:
             return f"{held}, and fits in {_gib(self.room)} with room for activations"
-        return f"{held}, and needs {self.needed(contender)} with room for activations"
+        return f"{held}, and needs {self.needed(promise)} with room for activations"
 
-    def needed(self, contender: "Contender") -> str:
+    def needed(self, promise: Promise) -> str:
         """Say which device a form needs."""
-        size = _gib(contender.needed)
+        size = _gib(_needed(promise))
         return f"devices of {size}" if self.on_accelerators else f"{size} {self.where}"
 
     @property
@@ -93,77 +93,48 @@ def propose(situation: Situation, registry: Registry) -> tuple[Promise, str]:
         ranks,
         on_accelerators=on_accelerators,
     )
-    candidates = [
-        Contender(promise, on_accelerators=on_accelerators)
-        for promise in promises
-        if promise.cost is not None
-    ]
+    candidates = [promise for promise in promises if not promise.refusal]
     chosen, why = _choose(candidates, situation, registry.default())
     where = f"{ranks} rank{'s' if ranks > 1 else ''}"
-    return chosen.promise, f"{why}, for {situation.size} on {where}"
+    return chosen, f"{why}, for {situation.size} on {where}"
 
 
-class Contender:
-    """One form of a strategy, by the numbers that decide.
-
-    Args:
-        promise: with a cost.
-        on_accelerators: whether host memory is another memory than that of the ranks' device.
-
-    Attributes:
-        held: bytes in the memory of the device.
-        needed: bytes that the device must have, with those that are left for activations.
-        in_host_memory: bytes that a rank keeps beside its device.
-        elsewhere: bytes that travel between the device and another memory in every step.
-        sent: bytes that a rank sends in a step, as far as they are known.
-        counted: whether they are known.
-        between_hosts: bytes that leave a host in a step, as far as they are known.
-    """
-
-    def __init__(self, promise: Promise, *, on_accelerators: bool) -> None:
-        cost = promise.cost or Cost()
-        in_host_memory = promise.in_host_memory
-        self.promise = promise
-        self.held = promise.on_device + (0 if on_accelerators else in_host_memory)
-        self.needed = int(self.held / (1 - LEFT_FOR_ACTIVATIONS))
-        self.in_host_memory = in_host_memory if on_accelerators else 0
-        self.elsewhere = promise.on_disk + self.in_host_memory
-        self.sent = cost.total_sent
-        self.counted = not cost.uncounted
-        self.between_hosts = promise.between_hosts
+def _needed(promise: Promise) -> int:
+    """Return the bytes that a device must have, with those that are left for activations."""
+    return int(promise.cost.on_device / (1 - LEFT_FOR_ACTIVATIONS))
 
 
 def _choose(
-    candidates: Sequence[Contender], situation: Situation, default: str
-) -> tuple[Contender, str]:
+    candidates: Sequence[Promise], situation: Situation, default: str
+) -> tuple[Promise, str]:
     """Return the best candidate, and why, without the situation that the numbers hold for."""
     fitting = [each for each in candidates if not sum(situation.lacking(each))]
     if not fitting:
         return _closest(candidates, situation)
-    known = [each for each in fitting if each.counted] or fitting
-    near = [each for each in known if not each.elsewhere] or known
-    exact = [each for each in near if each.promise.exact] or near
+    known = [each for each in fitting if not each.cost.uncounted] or fitting
+    near = [each for each in known if each.cost.on_device == each.cost.total_held] or known
+    exact = [each for each in near if each.exact] or near
     allowed = near if situation.approximate else exact
     if situation.slow and any(each.between_hosts for each in allowed):
         return _least_between_hosts(allowed, exact, situation, default)
-    usual = next((each for each in exact if each.promise.name == default), None)
+    usual = next((each for each in exact if each.name == default), None)
     unknown = situation.room is None and situation.model
-    if usual is not None and (not unknown or usual.needed <= SMALLEST):
+    if usual is not None and (not unknown or _needed(usual) <= SMALLEST):
         return usual, f"it is the usual strategy, {situation.memory(usual)}"
     if unknown:
-        least = min(exact, key=lambda each: each.held)
+        least = min(exact, key=lambda each: each.cost.on_device)
         return least, (
             "of all forms that keep nothing elsewhere it fits on the smallest devices: it "
             f"{situation.memory(least)}"
         )
-    best = _fewest(exact, lambda each: each.sent, default)
+    best = _fewest(exact, lambda each: each.cost.total_sent, default)
     return best, (
-        f"it sends the fewest bytes of all forms that fit, {_gib(best.sent)} in a step, "
+        f"it sends the fewest bytes of all forms that fit, {_gib(best.cost.total_sent)} in a step, "
         f"{situation.memory(best)}"
     )
 
 
-def _closest(candidates: Sequence[Contender], situation: Situation) -> tuple[Contender, str]:
+def _closest(candidates: Sequence[Promise], situation: Situation) -> tuple[Promise, str]:
     """Return the form that lacks the fewest bytes, and how many."""
     least = min(candidates, key=lambda each: sum(situation.lacking(each)))
     device, host = situation.lacking(least)
@@ -176,30 +147,30 @@ def _closest(candidates: Sequence[Contender], situation: Situation) -> tuple[Con
 
 
 def _least_between_hosts(
-    allowed: Sequence[Contender], exact: Sequence[Contender], situation: Situation, default: str
-) -> tuple[Contender, str]:
+    allowed: Sequence[Promise], exact: Sequence[Promise], situation: Situation, default: str
+) -> tuple[Promise, str]:
     """Return the form with the fewest bytes between hosts."""
     best = _fewest(allowed, lambda each: each.between_hosts, default)
     why = (
         f"it sends the fewest bytes from a host to the others, {_gib(best.between_hosts)} in a "
         f"step, {situation.memory(best)}"
     )
-    if best.promise.exact:
+    if best.exact:
         return best, why
     other = _fewest(exact, lambda each: each.between_hosts, default)
     return best, (
         f"{why}; gradients are approximated, and the best form without that is "
-        f"{other.promise.form}, which sends {_gib(other.between_hosts)}"
+        f"{other.form}, which sends {_gib(other.between_hosts)}"
     )
 
 
 def _fewest(
-    candidates: Sequence[Contender], count: Callable[[Contender], int], default: str
-) -> Contender:
+    candidates: Sequence[Promise], count: Callable[[Promise], int], default: str
+) -> Promise:
     """Return who has the fewest bytes; of those alike the default, or who holds least."""
     fewest = min(map(count, candidates))
     quick = [each for each in candidates if count(each) <= fewest * (1 + ALIKE)]
-    return min(quick, key=lambda each: (each.promise.name != default, each.held))
+    return min(quick, key=lambda each: (each.name != default, each.cost.on_device))
 
 
 def _gib(count: float) -> str:

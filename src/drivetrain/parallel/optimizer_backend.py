@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from drivetrain.cost import ModelSpec
 from drivetrain.parallel.estimate import Estimate
-from drivetrain.parallel.layout import ParameterSlot, UnitLayout
+from drivetrain.parallel.layout import ParameterSlot
 from drivetrain.parallel.options import OffloadOptions, UnitsOptions
 from drivetrain.parallel.unit import FlatParameter, InMemoryShard, InPlaceShard, ShardStorage, Unit
 from drivetrain.registry import optimizer_backends
@@ -98,10 +98,9 @@ class OptimizerBackend:
         self,
         model: nn.Module,
         optimizers: Sequence[Optimizer],
-        units: Sequence[UnitLayout],
+        estimate: Estimate,
         run: Run,
         *,
-        rank: int,
         lent: int,
     ) -> None:
         """Show the place of each kind of state, before memory is taken. Collective over ``dp``.
@@ -109,9 +108,8 @@ class OptimizerBackend:
         Args:
             model: as the user has it.
             optimizers: they hold its own parameters.
-            units: the plan.
-            run: ranks and dtypes.
-            rank: this rank among those that share units.
+            estimate: the plan, this rank and dtypes.
+            run: see there.
             lent: bytes of the buffers that gradients pass through; 0: whole ones are kept.
 
         Raises:

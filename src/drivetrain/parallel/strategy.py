@@ -53,9 +53,7 @@ from drivetrain.parallel.estimate import (
     PLACE,
     Estimate,
     Lines,
-    Regather,
-    gathers_again,
-    sharing_of,
+    stored_in,
 )
 from drivetrain.parallel.gather import Gather, StepHooks
 from drivetrain.parallel.layout import ParameterSlot, UnitLayout
@@ -463,9 +461,9 @@ class ShardedStrategy(UnitsOutline[ConfigT], Strategy[ConfigT], Generic[ConfigT]
         """
         specs = [TensorSpec.of(name, p) for name, p in named_parameters(model).items()]
         units, lent = self._cut(specs), self.config.lent_buffers
-        each = self.estimate(self.config, units, self.run).lent_bytes() if lent else 0
-        rank = self.ranks.sharing.rank
-        self.backend.announce(model, optimizers, units, self.run, rank=rank, lent=lent * each)
+        estimate = self.estimate(self.config, units, self.run)
+        each = estimate.lent_bytes() if lent else 0
+        self.backend.announce(model, optimizers, estimate, self.run, lent=lent * each)
         return LentBuffers(lent, each, self.run.world.device)
 
     def take(self, units: Sequence[Unit]) -> None:
@@ -769,19 +767,8 @@ class ShardedStrategy(UnitsOutline[ConfigT], Strategy[ConfigT], Generic[ConfigT]
         """Return the cost by ``drivetrain.parallel.estimate``."""
         units = cls.plan(config, model, run)
         estimate = cls.estimate(config, units, run, cls.in_bytes(config, model.module, run))
-        regather = None
-        if config.until == "forward":  # a unit that is freed after forward comes back
-            over = config.near(run.mesh) or cls.lines(config, run).sharing.axis
-            # Backward begins with as many as it holds then: the last one and those gathered ahead.
-            regather = Regather(over, gathers_again(units, model.module, 1 + config.ahead))
-        sent = estimate.sent(
-            reductions=run.accumulation if config.reduces_each else 1,
-            gathers=1 if config.until == "step" else run.accumulation,
-            buffers=model.buffers if config.buffers == "broadcast" else (),
-            regather=regather,
-        )
         held = backend_kind(config.offload).held(estimate, model, config, run)
-        return Cost(held=held, sent=sent)
+        return Cost(held=held, sent=estimate.sent(config, model, run))
 
     @classmethod
     def sharing(cls, config: ConfigT, run: SimulatedRun) -> Sharing:
@@ -790,7 +777,17 @@ class ShardedStrategy(UnitsOutline[ConfigT], Strategy[ConfigT], Generic[ConfigT]
         Raises:
             ConfigError: state lies in a store whose time is not known.
         """
-        return sharing_of(config)
+        return Sharing(
+            optimizer=True,
+            gradients=config.reduces_each,
+            parameters=config.divides_parameters,
+            keeps=config.until != "forward",
+            ahead=config.ahead,
+            secondary=config.keeps_secondary,
+            fused=config.fused,
+            lent=config.lent_buffers,
+            stored=stored_in(config),
+        )
 
     @classmethod
     def planning(cls) -> Planning:

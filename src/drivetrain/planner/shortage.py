@@ -21,11 +21,10 @@ from typing import Any, NamedTuple
 import psutil
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD
 from torch.utils._pytree import tree_map
 
 from drivetrain.config.outline import EXACT
-from drivetrain.cost import Cost
+from drivetrain.cost import Cost, states_of
 from drivetrain.data.examples import first_rows
 from drivetrain.errors import ConfigError, DrivetrainError, UsageError
 from drivetrain.facade.prepared import PreparedModel, RunState
@@ -66,8 +65,6 @@ _MADE_FIRST = ("parameters", "buffers")
 """Kinds that are there before a step."""
 
 _GATHERED, _REST = "gathered for use", "activations and all else"
-_HOST, _DISK = " in host memory", " on disk"
-"""Ends of kinds of ``cost()`` that do not lie on the device."""
 
 
 def explain(error: Exception, state: RunState, resident: int) -> None:
@@ -181,10 +178,7 @@ def _promised(entries: Iterable[PreparedModel]) -> Mapping[str, int]:
 
 def _states(entry: PreparedModel) -> int:
     """Return how many tensors the optimizers keep for a parameter, or will after a first step."""
-    usual = [
-        int(any(group["momentum"] for group in each.param_groups)) if isinstance(each, SGD) else 2
-        for each in entry.optimizers
-    ]
+    usual = [states_of(each, group) for each in entry.optimizers for group in each.param_groups]
     return entry.states or max(usual, default=0)
 
 
@@ -359,15 +353,11 @@ class Ladder:
         return (held + passing - spared) * FRAGMENTS + self._beyond
 
     def _on_device(self, planned: PlannedLayout) -> int:
-        ends = (_DISK,) if self._run.world.device.type == "cpu" else (_DISK, _HOST)
-        held = self._cost(planned).held.items()
-        return sum(count for kind, count in held if not kind.endswith(ends))
+        return self._cost(planned).on_device
 
     def _host_has(self, planned: PlannedLayout) -> bool:
         """Whether the host has room for what does not lie on the devices of its ranks."""
-        held = self._cost(planned).held.items()
-        there = sum(count for kind, count in held if kind.endswith(_HOST))
-        return there * self._run.world.local_size <= host_room()
+        return self._cost(planned).in_host_memory * self._run.world.local_size <= host_room()
 
     def _cost(self, planned: PlannedLayout) -> Cost:
         given = replace(self._entry.given, states=_states(self._entry))

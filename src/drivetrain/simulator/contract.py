@@ -6,11 +6,11 @@ Volumes follow Rajbhandari et al. 2020 (arXiv 1910.02054), section 7.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import groupby
-from typing import Any
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from drivetrain.collectives.neighbors import arrivals_bytes
 from drivetrain.collectives.ring import PIECE_BYTES
@@ -145,6 +145,43 @@ def stage_bound(
     return StepBound(max(lanes.values()), held + max(at_turn, later))
 
 
+# --- how often units are gathered in a forward and its backward ---
+
+KeyT = TypeVar("KeyT", bound=Hashable)
+
+
+class UnitUse(NamedTuple, Generic[KeyT]):
+    """A module that needs a unit in forward.
+
+    Attributes:
+        key: the unit's.
+        read_back: whether its backward reads values again.
+    """
+
+    key: KeyT
+    read_back: bool
+
+
+def times_again(uses: Sequence[UnitUse[KeyT]], spared: int) -> Counter[KeyT]:
+    """Return how often each unit is gathered after its first time in a forward with its backward.
+
+    Args:
+        uses: of units that are freed behind each use, in the order of forward.
+        spared: how many units are not freed because forward ends and backward begins with them.
+    """
+    live = set(list(dict.fromkeys(use.key for use in reversed(uses)))[:spared])
+    gathers = Counter(use.key for use in uses)
+    gathers.subtract(set(gathers))
+    for use in reversed(uses):
+        if not use.read_back:
+            continue
+        if use.key in live:
+            live.discard(use.key)  # freed when its backward is over
+        else:
+            gathers[use.key] += 1
+    return gathers
+
+
 # --- draws the step of data parallelism ---
 
 AXIS = "dp"
@@ -234,10 +271,8 @@ def _all_gather(
     index: int = 0,
 ) -> SimulatedTask:
     """Return the task of a gather of a unit's values, in a micro-batch or before all of them."""
-    message = Collective(line, "all_gather", nbytes)
-    task = SimulatedTask(f"gather {unit.name}", (message,), line, tuple(after), phase=phase)
-    task.micro_batch = index
-    return task
+    message, name = Collective(line, "all_gather", nbytes), f"gather {unit.name}"
+    return SimulatedTask(name, (message,), line, tuple(after), phase=phase, micro_batch=index)
 
 
 @dataclass
@@ -255,12 +290,17 @@ class _StepBuilder:
         self.together = self.run.together(AXIS)
         self.far = self.run.far if self.together < self.ranks else None
         self.secondary = self.sharing.secondary and self.together < self.ranks
+        self.gathers = self.sharing.parameters and self.group > 1
+        # Whether a gradient's memory is taken when backward reaches it: no buffer waits for it.
+        self.come_late = self.ranks == 1 and not self.sharing.optimizer
+        self.elements = sum(unit.elements for unit in self.units)
+        self.parts = self.group if self.sharing.optimizer else 1  # that state is divided into
 
     def step(self) -> SimulatedStep:
         m = self.run.micro_batches
         arriving = self._arriving()
-        if self._come_late:
-            gone = -self._elements * self.run.bytes.gradient
+        if self.come_late:
+            gone = -self.elements * self.run.bytes.gradient
             self._add(SimulatedTask("no gradients yet", takes=float(gone)))
         for index in range(m):
             self._forward(index, arriving if index == 0 else {})
@@ -284,7 +324,7 @@ class _StepBuilder:
                 continue
             before: list[int] = []
             if stored.part:
-                elements = unit.elements * stored.part / self._parts
+                elements = unit.elements * stored.part / self.parts
                 tasks = stored.update(unit, elements, self.run.bytes, len(self.tasks))
                 ended = [self._add(task) for task in tasks]
                 before = [] if stored.delayed else ended[-1:]
@@ -305,9 +345,9 @@ class _StepBuilder:
             task = SimulatedTask("largest magnitudes", (message,), self.near, phase="forward")
             task.micro_batch = index
             self._add(task)
-        for at, count, unit in _runs(self.units, alone=bool(arriving) or self._gathers):
+        for at, count, unit in _runs(self.units, alone=bool(arriving) or self.gathers):
             after = [arriving[at]] if at in arriving else []
-            if self._gathers:
+            if self.gathers:
                 after = self._bring(unit, "forward", index, after)
             task = SimulatedTask(unit.name, unit.forward, after=tuple(after), phase="forward")
             task.micro_batch, task.repeat = index, count
@@ -318,14 +358,14 @@ class _StepBuilder:
         last = index == self.run.micro_batches - 1
         reduces = self.ranks > 1 and (self.sharing.gradients or last)
         bucket = 0
-        for at, count, unit in reversed(list(_runs(self.units, alone=reduces or self._gathers))):
-            after = self._bring(unit, "backward", index) if at in self._gathered_again else []
+        for at, count, unit in reversed(list(_runs(self.units, alone=reduces or self.gathers))):
+            after = self._bring(unit, "backward", index) if self._gathered_again[at] else []
             nbytes = self.run.bytes.gradient if reduces else 0
             task = SimulatedTask(unit.name, _backward(unit, nbytes), after=tuple(after))
             task.phase, task.micro_batch, task.repeat = "backward", index, count
             task.frees = count * unit.kept
             task.during = unit.transient + self._passing(unit, index) + self._whole(at, -1)
-            if self._come_late and index == 0:
+            if self.come_late and index == 0:
                 task.takes = float(count * unit.elements * self.run.bytes.gradient)
             computed = self._add(task)
             bucket += unit.elements if reduces else 0
@@ -360,8 +400,8 @@ class _StepBuilder:
     def _update(self) -> None:
         beside = {COMPUTE, *STORE_LANES}
         reduced = [index for index, task in enumerate(self.tasks) if task.lane not in beside]
-        parts = self._parts
-        elements = self._elements / parts * (1 - self.sharing.stored.part)
+        parts = self.parts
+        elements = self.elements / parts * (1 - self.sharing.stored.part)
         kind = "fused update" if self.sharing.fused else "update"
         tensors = -(-sum(len(unit.sizes) for unit in self.units) // parts)
         update = MemoryPass(elements * self.run.bytes.update, 0, kind=kind, starts=tensors)
@@ -372,45 +412,26 @@ class _StepBuilder:
         # of one parameter after the other.
         longest = max((unit.longest for unit in self.units), default=0)
         if longest and not self.sharing.fused:
-            task.during = 4.0 * (2 * longest if self.run.on_host else self._elements / parts)
+            task.during = 4.0 * (2 * longest if self.run.on_host else self.elements / parts)
         self._add(task)
 
     # --- pieces ---
 
-    @property
-    def _come_late(self) -> bool:
-        """Whether a gradient's memory is taken when backward reaches it: no buffer waits for it."""
-        return self.ranks == 1 and not self.sharing.optimizer
-
-    @property
-    def _gathers(self) -> bool:
-        return self.sharing.parameters and self.group > 1
-
-    @property
-    def _elements(self) -> int:
-        return sum(unit.elements for unit in self.units)
-
-    @property
-    def _parts(self) -> int:
-        """Ranks that share the optimizer's state."""
-        return self.group if self.sharing.optimizer else 1
-
     @cached_property
-    def _gathered_again(self) -> frozenset[int]:
+    def _gathered_again(self) -> Counter[int]:
         """The units that are freed behind forward, and that backward reads.
 
         The last units of forward stay, since backward begins with them. What lies outside of the
         blocks stays from its first use to the end of backward.
         """
-        if not self._gathers or self.sharing.keeps:
-            return frozenset()
+        if not self.gathers or self.sharing.keeps:
+            return Counter()
         freed = [
-            index
+            UnitUse(index, unit.read_in_backward)
             for index, unit in enumerate(self.units)
             if unit.repeated and unit.elements > self._whole_of(unit)
         ]
-        again = freed[: -1 - self.sharing.ahead]
-        return frozenset(index for index in again if self.units[index].read_in_backward)
+        return times_again(freed, 1 + self.sharing.ahead)
 
     def _whole_of(self, unit: SimulatedUnit) -> int:
         """Return the elements of a unit that every rank has whole between steps."""
@@ -422,7 +443,7 @@ class _StepBuilder:
         """Return the elements of each weight that is gathered in 8 bits."""
         others = any(size > 1 for axis, size in self.run.axes.items() if axis.split(".")[0] != AXIS)
         kept = self.secondary or self.sharing.stored.part or self.sharing.stored.parameters
-        if not self._gathers or others or kept or self.run.precision != FP8:
+        if not self.gathers or others or kept or self.run.precision != FP8:
             return ()
         return [each for each in unit.narrow if each >= self.sharing.whole_below]
 
@@ -445,7 +466,7 @@ class _StepBuilder:
 
     def _whole(self, at: int, direction: int) -> float:
         """Return the bytes of whole units: the computing unit, and units on their way."""
-        if not self._gathers:
+        if not self.gathers:
             return 0.0
         last = at + direction * self.sharing.ahead
         first, last = max(0, min(at, last)), max(at, last)
@@ -460,26 +481,21 @@ class _StepBuilder:
         Where a parameter's gradient has its place already, autograd makes another tensor, which is
         added there; at that time one gradient of an activation is left.
         """
-        if self._come_late and index == 0:
+        if self.come_late and index == 0:
             return unit.passing
         return max(unit.passing, unit.passing / 2 + unit.longest * self.run.bytes.gradient)
 
-    def _held(self) -> dict[str, float]:
-        each, elements = self.run.bytes, self._elements
-        sharing, group = self.sharing, self.group
-        whole = sum(map(self._whole_of, self.units))
-        kept = (elements - whole) / self.together if self.secondary else 0
-        return {
-            "parameters": (whole + (elements - whole) / group + kept) * each.parameter,
-            "gradients": elements * each.gradient / (group if sharing.gradients else 1),
-            "optimizer": elements * each.optimizer / self._parts,
-        }
-
     def _tiers(self) -> tuple[dict[str, float], Mapping[str, float]]:
         """Return the bytes on the device by kind, and those in stores."""
-        held, sharing = self._held(), self.sharing
-        stored = sharing.stored
-        gradients = self._elements * self.run.bytes.gradient / self._parts
+        each, elements, sharing, group = self.run.bytes, self.elements, self.sharing, self.group
+        whole = sum(map(self._whole_of, self.units))
+        kept = (elements - whole) / self.together if self.secondary else 0
+        held: dict[str, float] = {
+            "parameters": (whole + (elements - whole) / group + kept) * each.parameter,
+            "gradients": elements * each.gradient / (group if sharing.gradients else 1),
+            "optimizer": elements * each.optimizer / self.parts,
+        }
+        stored, gradients = sharing.stored, elements * each.gradient / self.parts
         there = stored.held(held["optimizer"], gradients, held["parameters"])
         held["optimizer"] *= 1 - stored.part
         if sharing.gradients:
@@ -489,8 +505,8 @@ class _StepBuilder:
         if self.ranks > 1:
             held |= self._buffers()
         if self.far:
-            near = self.together if self.group == self.ranks else self.group
-            held["errors of links"] = 4.0 * self._elements * self.far.held / near
+            near = self.together if group == self.ranks else group
+            held["errors of links"] = 4.0 * elements * self.far.held / near
         return held, there
 
     def _buffers(self) -> dict[str, float]:
@@ -498,7 +514,7 @@ class _StepBuilder:
         sharing, each = self.sharing, self.run.bytes.gradient
         blocks = [unit.elements for unit in self.units if unit.repeated]
         longest = max(blocks or [unit.elements for unit in self.units], default=0) * each
-        total = self._elements * each
+        total = self.elements * each
         if sharing.bucket:
             longest = min(sharing.bucket * each // self.run.bytes.parameter, total)
         pieces = -(-total // longest) if longest else 0

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from drivetrain.cost import ModelSpec, TensorSpec
-from drivetrain.parallel.estimate import gathers_again, usual_uses
+from drivetrain.parallel.estimate import usual_uses
 from drivetrain.parallel.layout import (
     ROOT,
     UnitLayout,
@@ -22,6 +22,7 @@ from drivetrain.parallel.layout import (
     owned_by_all,
 )
 from drivetrain.runtime.precision import Precision
+from drivetrain.simulator.contract import times_again
 from stacks import Residual, Stack
 
 PLAIN = Precision.of("no")
@@ -181,7 +182,8 @@ def units_of(model, *, whole=()):
 
 
 def again(model, spared, *, names_only=False, **options):
-    counts = gathers_again(units_of(model, **options), None if names_only else model, spared)
+    uses = usual_uses(units_of(model, **options), None if names_only else model)
+    counts = times_again(uses, spared)
     return {key: count for key, count in counts.items() if count}
 
 
@@ -240,4 +242,4 @@ def test_what_a_model_has_for_itself_is_used_after_its_first_layer():
         }.items()
     ]
     for known in (model, None):
-        assert gathers_again(units, known, 0) == Counter({"blocks.0": 1, "patch": 0})
+        assert times_again(usual_uses(units, known), 0) == Counter({"blocks.0": 1, "patch": 0})

@@ -9,12 +9,17 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Rprop
 
+from drivetrain.collectives import Route
+from drivetrain.compression.methods import LinkMethods
+from drivetrain.config.schema import FarConfig, LinksConfig
 from drivetrain.cost import ModelSpec
 from drivetrain.errors import PreflightError
 from drivetrain.memory import group_rooms
+from drivetrain.parallel.estimate import Estimate, Lines
 from drivetrain.parallel.layout import UnitLayout, arrange
 from drivetrain.parallel.options import OffloadOptions
-from drivetrain.runtime.mesh import Mesh
+from drivetrain.registry import strategies
+from drivetrain.runtime.mesh import Axis, Mesh
 from drivetrain.runtime.precision import Precision
 from drivetrain.runtime.world import World
 from drivetrain.strategy import Run
@@ -42,12 +47,15 @@ def plan(*, precision=FULL, sharded=False, ranks=2, lent=80, frozen=False, state
     flat = arrange(spec.parameters, precision, ranks, "flat")
     return TierPlan(
         model=spec,
-        units=[UnitLayout("", (flat,), sharded)],
-        precision=precision,
-        rank=1,
+        estimate=estimate([UnitLayout("", (flat,), sharded)], precision, rank=1),
         states={} if frozen else {"weight": states},
         lent=lent,
     )
+
+
+def estimate(units, precision=FULL, rank=0):
+    axis = Axis(name="dp", size=2, rank=rank, ranks=(0, 1), hosts=("host", "host"))
+    return Estimate(units, precision, Lines(Route(axis), Route(axis)))
 
 
 def rounded(found):
@@ -98,7 +106,7 @@ def test_bytes_by_hand():
     assert held(plan(), homes)["device"]["parameters"] == 4000
     assert not held(plan(), homes)["disk"]
     model = nn.Sequential(nn.Linear(50, 20, bias=False), nn.BatchNorm1d(20))
-    loose = replace(plan(lent=0), model=ModelSpec.of(model), units=[])
+    loose = replace(plan(lent=0), model=ModelSpec.of(model), estimate=estimate([]))
     assert rounded(held(loose, beside)) == {"device": {"parameters": 4160, "buffers": 168}}
     # Whole gradients are on the device too.
     found = held(plan(lent=0), beside)
@@ -114,13 +122,33 @@ def test_a_part_of_the_state_in_whole_units():
     specs = ModelSpec.of(model).parameters
     units = [UnitLayout("", (arrange([spec], FULL, 1, "flat"),), False) for spec in specs]
     states = {spec.name: 2 for spec in specs}
-    given = replace(plan(lent=0), model=ModelSpec.of(model), units=units, rank=0, states=states)
-    moved_of = {0.0: 0, 0.001: 250, 0.25: 250, 0.26: 750, 0.75: 750, 1.0: 1000}
-    for ratio, moved in moved_of.items():
+    given = replace(
+        plan(lent=0), model=ModelSpec.of(model), estimate=estimate(units), states=states
+    )
+    moved_of = {0.0: (0, 0), 0.001: (250, 1), 0.25: (250, 1), 0.26: (750, 2), 1.0: (1000, 3)}
+    for ratio, (moved, parameters) in moved_of.items():
         found = held(given, TierChoice(device="device", optimizer="host", ratio=ratio))
         assert found["host"]["optimizer"] == 8 * moved, ratio
-        assert found["device"]["optimizer"] == 8 * (1000 - moved)
+        # There Adam counts the steps of each parameter, in four bytes.
+        assert found["device"]["optimizer"] == 8 * (1000 - moved) + 4 * (3 - parameters)
         assert found["device"]["parameters"] == 4000
+
+
+def test_errors_of_links_count_beside_stores_too():
+    """What int8 keeps of gradients between two hosts lies on the device, with any optimizer."""
+    kind = strategies().load("zero2")
+    world = World(size=4, local_size=2, hosts=("a", "a", "b", "b"))
+    mesh = Mesh.plan({"dp": 4}, world)
+    model = ModelSpec.of(nn.Linear(64, 64))
+
+    def gradients(method, **offload):
+        links = LinkMethods.configured(LinksConfig(far=FarConfig(gradients=method)))
+        config = kind.Config(offload=OffloadOptions(**offload))
+        run = replace(run_of(world, mesh), links=links)
+        return kind.cost(config, model, run).held["gradients"]
+
+    kept = gradients("int8") - gradients("exact")
+    assert gradients("int8", optimizer="cpu") - gradients("exact", optimizer="cpu") == kept > 0
 
 
 # --- what optimizers keep ---
@@ -144,7 +172,7 @@ def test_states_of_optimizers():
     ):
         model = nn.Linear(3, 2)
         optimizer = make([model.weight])
-        found = plan_of(model, [optimizer], [], ALONE, rank=0, lent=0)
+        found = plan_of(model, [optimizer], estimate([]), lent=0)
         assert found.states == {"weight": states}  # the bias is in no optimizer
         model(torch.ones(3)).sum().backward()
         optimizer.step()
@@ -213,7 +241,7 @@ def announced(monkeypatch, tmp_path, *, host, disk):
     model = nn.Linear(1000, 1000, bias=False)
     flat = arrange(ModelSpec.of(model).parameters, FULL, 1, "flat")
     units = [UnitLayout("", (flat,), False)]
-    given = plan_of(model, [AdamW(model.parameters())], units, ALONE, rank=0, lent=4_000_000)
+    given = plan_of(model, [AdamW(model.parameters())], estimate(units), lent=4_000_000)
     options = OffloadOptions(optimizer="file", path=str(tmp_path))
     announce_tiers(given, options, STORES, ALONE)
 

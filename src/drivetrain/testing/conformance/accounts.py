@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain import Accelerator
-from drivetrain.cost import Cost, ModelSpec
+from drivetrain.cost import DISK, Cost, ModelSpec
 from drivetrain.model.modules import held_parameters
 from drivetrain.testing.conformance.suite import Suite
 from drivetrain.testing.conformance.twins import Twins, adamw, everyone, plain_sgd
@@ -177,7 +177,7 @@ class AccountChecks(Suite):
                 assert abs(count - expected) <= 0.01 * expected + 256, (
                     f"cost() promised {expected} bytes of {kind}, found {count}"
                 )
-            total = sum(n for kind, n in promised.items() if not kind.endswith("on disk"))
+            total = sum(n for kind, n in promised.items() if not kind.endswith(DISK))
             axes = {axis for axis, _ in accelerator.traffic.sent()}
             assert live <= 1.01 * total + SCRATCH * max(1, len(axes)), (
                 f"cost() promised {total} bytes in all, found {live} alive"
