@@ -360,8 +360,9 @@ class Recomputations:
     """
 
     state: RunState
-    _known: dict[nn.Module, Communicator | None] = field(default_factory=dict)
-    """By model, as the script passed it: the axis over which inputs are split; None keeps them."""
+    _known: dict[int, tuple[nn.Module, Communicator | None]] = field(default_factory=dict)
+    """By identity, the models as the script passed them, and the axis over which inputs are split;
+    None keeps them whole."""
 
     def recompute(self, model: nn.Module, options: RecomputeConfig) -> None:
         """Attach recompute to a model as the script says; see ``Accelerator.recompute``."""
@@ -374,7 +375,7 @@ class Recomputations:
     def before_prepare(self, model: nn.Module, choice: StrategyChoice | None) -> None:
         """Attach the configured recompute, unless the script has told its own for this model."""
         options = self.state.config.run.recompute
-        told = is_attached(model) or model in self._known
+        told = is_attached(model) or id(model) in self._known
         if (options.mode != "none" or self._compiles) and not told:
             _, run = self.state.run_of(choice)
             self._attach(options, model, run)
@@ -385,7 +386,7 @@ class Recomputations:
 
     def stop(self) -> None:
         """Give every model back its own forwards."""
-        for model in list(self._known):
+        for model, _ in list(self._known.values()):
             self._stop(model)
 
     def _attach(self, options: RecomputeConfig, model: nn.Module, run: Run) -> None:
@@ -403,22 +404,27 @@ class Recomputations:
         if options.mode != "none":
             chosen = choose_blocks(model, patterns, every=options.every)
         self._stop(model)
-        self._known[model] = communicator = None
-        if self._compiles:  # first, so that recompute is around it
-            compile_blocks(model, run.world.device)
-        if options.mode != "none":
-            if axis is not None:
-                communicator = connect(axis, run.traffic, run.world.device, run.world.timeout)
-                self._known[model] = communicator
-            attach(chosen, options.mode, KeptInputs(options.keep, communicator))
-            logger.info("recompute %s: %d blocks", options.mode, len(chosen))
+        communicator = None
+        if options.mode != "none" and axis is not None:
+            communicator = connect(axis, run.traffic, run.world.device, run.world.timeout)
+        self._known[id(model)] = model, communicator
+        try:
+            if self._compiles:  # first, so that recompute is around it
+                compile_blocks(model, run.world.device)
+            if options.mode != "none":
+                attach(chosen, options.mode, KeptInputs(options.keep, communicator))
+                logger.info("recompute %s: %d blocks", options.mode, len(chosen))
+        except BaseException:
+            self._stop(model)  # a script may mend what was refused, and prepare again
+            raise
 
     def _stop(self, model: nn.Module) -> None:
         """Give the blocks of a model back their own forward."""
-        if model in self._known:
+        if id(model) in self._known:
+            _, communicator = self._known.pop(id(model))
             restore(model)
             restore_blocks(model)
-            if (communicator := self._known.pop(model)) is not None:
+            if communicator is not None:
                 communicator.close()
 
 

@@ -498,7 +498,7 @@ def joined_world(config: Resolved, backend: str | None) -> World:
         backend=backend,
         timeout=timedelta(seconds=launch.timeout_s),
         start_timeout=timedelta(seconds=launch.start_s),
-        note=hashlib.sha256("\n".join(shown).encode()).hexdigest(),
+        note=hashlib.sha256("\n".join(shown).encode(errors="surrogateescape")).hexdigest(),
     )
     if len(set(world.notes)) > 1:
         agree(world, "the configuration", shown)

@@ -238,18 +238,19 @@ class PreparedScheduler:
     Attributes:
         scheduler: the user's scheduler, whose other names are found here, too.
         optimizers: the prepared optimizers it drives.
+        step_with_optimizer: whether it steps only where they did.
         steps_per_call: 1, or the number of data-parallel ranks for a schedule counted in samples.
     """
 
     scheduler: Any
     optimizers: list[PreparedOptimizer]
     _window: GradientState
-    _step_with_optimizer: bool = True
+    step_with_optimizer: bool = True
     steps_per_call: int = 1
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Step the schedule if the optimizers stepped since; inside a window do nothing."""
-        if not self._step_with_optimizer:
+        if not self.step_with_optimizer:
             self.scheduler.step(*args, **kwargs)
             return
         if not self._window.sync_gradients:
@@ -265,6 +266,10 @@ class PreparedScheduler:
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the wrapped scheduler."""
         return dict(self.scheduler.state_dict())
+
+    def get_last_lr(self) -> list[Any]:
+        """Return a list of the learning rates that were computed last, one for each group."""
+        return list(self.scheduler.get_last_lr())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state into the wrapped scheduler."""

@@ -9,7 +9,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -158,8 +158,8 @@ class World:
     hosts: tuple[str, ...] = ("localhost",)
     timeout: timedelta = timedelta(minutes=10)
     declared: tuple[str, ...] = ()
-    start: str = ""
-    notes: tuple[str, ...] = ("",)
+    start: str = field(default="", compare=False, repr=False)
+    notes: tuple[str, ...] = field(default=("",), compare=False, repr=False)
 
     @property
     def device_name(self) -> str:

@@ -56,6 +56,20 @@ def test_in_code_before_or_after_prepare_and_never_twice():
 
 
 @pytest.mark.ranks(1)
+def test_what_was_refused_is_attached_once_it_is_mended():
+    accelerator = Accelerator(cpu=True, config={"recompute": {"mode": "full"}})
+    model = build()
+    model.blocks[1].compile(backend="eager")
+    with pytest.raises(UsageError, match="compile"):
+        accelerator.prepare(model)
+    model.blocks[1] = Block(WIDTH)
+    model = accelerator.prepare(model)
+    accelerator.backward(model(torch.zeros(1, 3, dtype=torch.long)).sum())
+    assert [block.calls for block in model.blocks] == [2, 2, 2]
+    accelerator.end_training()
+
+
+@pytest.mark.ranks(1)
 def test_a_copy_has_its_own_parameters():
     full = {"recompute": {"mode": "full"}}
     accelerator = Accelerator(cpu=True, mixed_precision="bf16", config=full)
