@@ -53,7 +53,7 @@ def step(number, rank=0, **values):
     )
 
 
-def write_run(project, steps, *, ranks=2, facts=None, events=(), end="ended", **values):
+def write_run(project, steps, /, *, ranks=2, facts=None, events=(), end="ended", **values):
     """Write a start with these steps on each rank; ``events`` come first, ``end`` last."""
     start = StartFolder(project / RUN / new_start())
     start.write_facts(FACTS | (facts or {}))

@@ -33,6 +33,12 @@ def test_parts_are_those_of_accelerate():
     with pytest.raises(UsageError, match="slice_fn_for_dispatch"):
         batches(slice_fn_for_dispatch=torch.chunk)
 
+    theirs = DataLoader(torch.arange(4), batch_size=4)
+    for put in (False, True):
+        options = {"device": torch.device("meta"), "put_on_device": put}
+        (batch,) = ours.data_loader.prepare_data_loader(theirs, **options)
+        assert batch.is_meta is put
+
     for name in ("DataLoaderDispatcher", "DataLoaderShard"):
         with pytest.raises(UsageError, match=f"found a call of {name}; pass the DataLoader to"):
             getattr(ours.data_loader, name)(ROWS, batch_size=4)
@@ -42,6 +48,9 @@ def test_parts_are_those_of_accelerate():
     accelerator = ours.Accelerator(cpu=True)
     accelerator.state._reset_state()
     assert accelerator.num_processes == 1
+    assert accelerator.config.run.step_scheduler_with == "samples"
+    own = ours.Accelerator(cpu=True, config={"step_scheduler_with": "optimizer"})
+    assert own.config.run.step_scheduler_with == "optimizer"
 
 
 @pytest.mark.ranks(2)

@@ -78,6 +78,7 @@ def test_dispatched_batches_keep_their_shape_and_objects():
             "row": Row(torch.full((3,), i, dtype=torch.bfloat16), f"tag {i}"),
             "mask": torch.tensor(i % 2 == 0),
             "nested": [(torch.empty(0), i), None],
+            "strided": torch.arange(6)[::2],
         }
         for i in range(4)
     ]
@@ -95,6 +96,7 @@ def test_dispatched_batches_keep_their_shape_and_objects():
     assert batch["mask"].item() is True
     assert batch["nested"][0][0].shape == (0,)
     assert batch["nested"][0][1] == first
+    assert batch["strided"].tolist() == [0, 2, 4]
     assert (batch["nested"][1], batch["ragged"]) == (None, 2)
 
 

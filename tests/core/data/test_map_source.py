@@ -109,14 +109,17 @@ def test_ranks_that_seed_differently_share_an_order():
 
 
 def test_user_generator_decides_without_seedable_sampler(prepare, counting):
-    def orders(seed):
+    def orders(seed, *, of_sampler=False):
         generator = torch.Generator()
         generator.manual_seed(seed)
         data = DataLoader(counting(20), batch_size=5, shuffle=True, generator=generator)
+        if of_sampler:
+            data = DataLoader(counting(20), batch_sampler=data.batch_sampler)
         loader = prepare(data, use_seedable_sampler=False)
         return [torch.cat(list(loader)).tolist() for _ in range(2)]
 
     assert orders(1) == orders(1)
+    assert orders(1, of_sampler=True) == orders(1, of_sampler=True)
     assert orders(1) != orders(2)
     assert orders(1)[0] != orders(1)[1]
 

@@ -77,6 +77,12 @@ def test_resume_starts_anew_where_there_is_nothing(tmp_path):
     accelerator.save_state()
     (tmp_path / "checkpoints" / "checkpoint_0").rename(tmp_path / ".last.old-0123456789abcdef")
     assert accelerator.resume(tmp_path / "last"), "a kill between two renames"
+    assert accelerator.project_configuration.iteration == 1, "the number of the next save"
+    accelerator, model, _ = build(tmp_path / "other")
+    accelerator.save_state()
+    accelerator.backward(model(torch.ones(2, 3)).sum())
+    accelerator.load_state()
+    assert all(parameter.grad is None for parameter in model.parameters())
     with pytest.raises(UsageError, match="project_dir"):
         Accelerator(cpu=True).resume()
 
@@ -225,7 +231,7 @@ def test_a_save_hook_that_fails_leaves_nothing(tmp_path):
     accelerator.free_memory()
 
 
-@pytest.mark.parametrize("steps", [1, 6, 11])  # in the first window, in a later one, at its last
+@pytest.mark.parametrize("steps", [1, 3, 9, 11])  # in and after the first window, and a later one
 def test_a_window_under_way_begins_again_in_a_resumed_run(steps, tmp_path):
     """Shuffled rows of two loaders, dropout, evaluations between windows."""
     rows = torch.arange(52.0).reshape(26, 2)
@@ -250,7 +256,7 @@ def test_a_window_under_way_begins_again_in_a_resumed_run(steps, tmp_path):
                 if number == stop:
                     accelerator.save_state(tmp_path / "checkpoint")
                     stop = None
-                if accelerator.sync_gradients and optimizer.steps % 4 in (1, 2):
+                if accelerator.sync_gradients and optimizer.steps % 2 == 0:
                     for x in seen:
                         model(x)  # draws for dropout, too
         return weights_of(model)

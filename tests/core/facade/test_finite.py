@@ -2,6 +2,7 @@
 
 import math
 import os
+import time
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 
 from drivetrain import Accelerator, CheckpointError, NonFiniteError
 from drivetrain import ProjectConfiguration as Project
+from drivetrain.checkpoint import commit
 from drivetrain.checkpoint.commit import is_finite
 from drivetrain.facade import exchange as finite
 
@@ -160,20 +162,37 @@ def test_the_last_finite_checkpoint_is_never_pruned(tmp_path, wait, caplog):
     assert "holds weights that are infinite or NaN" in caplog.text
 
 
-def test_of_the_checkpoints_that_a_script_named_the_newest_is_taken(tmp_path):
+def test_of_the_checkpoints_that_a_script_named_the_newest_is_taken(tmp_path, monkeypatch):
     accelerator, model, optimizer = start(policy="rollback")
     with pytest.raises(CheckpointError, match="cannot go back"):
         step(accelerator, model, optimizer, ROW * math.nan)
     accelerator, model, optimizer = start(policy="rollback")
-    for time, name in enumerate("ab", 1):
+    for moment, name in enumerate("ab", 1):
         step(accelerator, model, optimizer, ROW)
         accelerator.save_state(tmp_path / name)
-        os.utime(tmp_path / name, (time, time))
+        os.utime(tmp_path / name, (moment, moment))
     saved = weights(accelerator, model)
     step(accelerator, model, optimizer, ROW)
     step(accelerator, model, optimizer, ROW * math.nan)
     assert optimizer.steps == 2
     assert all(map(torch.equal, saved, weights(accelerator, model)))
+
+    accelerator, model, optimizer = start(policy="rollback")
+    accelerator.load_state(tmp_path / "a")
+    saved = weights(accelerator, model)
+    step(accelerator, model, optimizer, ROW)
+    step(accelerator, model, optimizer, ROW * math.nan)
+    assert all(map(torch.equal, saved, weights(accelerator, model))), "one that was loaded counts"
+
+    finish = commit.commit
+    monkeypatch.setattr(commit, "commit", lambda *a, **k: (time.sleep(0.3), finish(*a, **k)))
+    step(accelerator, model, optimizer, ROW)
+    saved = weights(accelerator, model)
+    accelerator.save_state(tmp_path / "c", wait=False)
+    step(accelerator, model, optimizer, ROW)
+    for _ in range(finite.MOST_RETURNS):  # since the save
+        step(accelerator, model, optimizer, ROW * math.nan)
+        assert all(map(torch.equal, saved, weights(accelerator, model))), "the save ends before"
 
 
 def test_skipped_steps_in_a_row_are_counted_from_the_last_good_one(monkeypatch):

@@ -16,7 +16,7 @@ from drivetrain.hardware import clock as clock_module
 from drivetrain.hardware import measure as links
 from drivetrain.hardware import measuring
 from drivetrain.hardware.clock import Clock, median_of
-from drivetrain.hardware.description import load_hardware
+from drivetrain.hardware.description import Hardware, load_hardware
 from drivetrain.hardware.measure import levels_of
 from drivetrain.hardware.measuring import described, file_text
 from drivetrain.hardware.prices import HardwarePrices
@@ -118,6 +118,14 @@ def test_links_that_nobody_measured_say_so():
     links_of = yaml.safe_load(text([None, RING]))["links"]
     assert links_of["inside"]["source"].startswith("NOT MEASURED")
     assert links_of["between"]["source"] == "the test"
+    hardware = Hardware.model_validate(yaml.safe_load(text([None, RING])))
+    hardware.check_measured(2, 1)
+    with pytest.raises(ConfigError, match="links inside of a host were not measured"):
+        hardware.check_measured(1, 2)
+    hardware = Hardware.model_validate(yaml.safe_load(text([RING, None])))
+    hardware.check_measured(1, 2)
+    with pytest.raises(ConfigError, match="links between hosts were not measured"):
+        hardware.check_measured(2, 1)
 
 
 def test_levels_follow_from_the_matrix():

@@ -54,13 +54,15 @@ def test_lines_hold_whole_records_without_nan():
 
 
 def test_records_add_up():
-    first = step(2, steps=2, samples=4, sent={"dp/all_gather": 3}, memory={"resident": 9}, lr=0.1)
-    second = step(3, samples=2, sent={"tp/all_reduce": 5}, memory={"resident": 7}, lr=0.2)
+    one = {"samples": 4, "sent": {"dp/all_gather": 3}, "memory": {"resident": 9}, "grad_norm": 1.0}
+    other = {"samples": 2, "sent": {"tp/all_reduce": 5}, "memory": {"resident": 7}, "lr": 0.2}
+    first = step(2, steps=2, skipped=1, lr=0.1, **one)
+    second = step(3, skipped=2, grad_norm=4.0, **other)
     whole = merged(first, second)
     assert (whole.step, whole.steps, whole.samples, whole.seconds) == (3, 3, 6, 1.0)
     assert whole.sent == {"dp/all_gather": 3, "tp/all_reduce": 5}
     assert whole.memory == {"resident": 9}
-    assert whole.lr == 0.2
+    assert (whole.lr, whole.skipped, whole.grad_norm) == (0.2, 3, 2.0)
     assert whole.loss == pytest.approx((2 + 2 + 3) / 3)
 
 

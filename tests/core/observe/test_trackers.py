@@ -101,6 +101,14 @@ def test_trackers_are_given_found_and_begun_again():
     assert memory.said == [{"lr": 0.1}, ({"loss": 1.0}, 3, {"commit": True})]
     assert failing.said == [{"lr": 0.1}, ({"loss": 1.0}, 3, {})]
 
+    failing = Failing("mine")
+    trackers = started(failing)
+    for _ in range(2):
+        trackers.start("project")
+        trackers.log({"loss": 1.0})
+        trackers.log({"loss": 2.0})
+    assert failing.said == 2 * [({"loss": 1.0}, None, {})], "left out until the next start"
+
     trackers = started([Memory])
     (first,) = trackers.active
     trackers.start("second")

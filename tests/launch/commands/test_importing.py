@@ -125,6 +125,12 @@ def test_elements_of_a_bucket_are_bytes_of_its_dtype(command, folder):
         (folder / "bucket.json").write_text(json.dumps(facts))
         values, _, _ = imported(command, "bucket.json")
         assert values["strategy"] == {"name": "zero2", "bucket_mib": mib}, enabled
+    fsdp = {"fsdp_auto_wrap_policy": "SIZE_BASED_WRAP", "fsdp_min_num_params": 0}
+    facts = {"distributed_type": "FSDP", "mixed_precision": "fp8", "fsdp_config": fsdp}
+    (folder / "fp8.json").write_text(json.dumps(facts))
+    values, _, _ = imported(command, "fp8.json")
+    assert (values["precision"], values["dtypes"]) == ("fp8", {"param": "bf16"})
+    assert values["strategy"]["unit_from"] == 1, "the least"
     (folder / "whole.json").write_text('{"bf16": {"enabled": true}}')
     values, _, _ = imported(command, "whole.json")
     assert values == {"strategy": {"name": "ddp"}, "precision": "bf16"}

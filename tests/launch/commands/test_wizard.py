@@ -180,7 +180,7 @@ def test_the_command_at_the_end_is_one_that_is_accepted(command, tmp_path):
     path = Path("run.yaml")
     for place, hosts, launch in (
         ("hand", "1 x 2 x cpu", {"nproc_per_node": 2, "device": "cpu"}),
-        ("hand", "n1,n2 x 2 x cpu", {"nproc_per_node": 2, "device": "cpu", "nnodes": 2,
+        ("hand", "n1,n2 x 4 x cpu", {"nproc_per_node": 4, "device": "cpu", "nnodes": 2,
                                      "rdzv_endpoint": "n1:29400"}),
         ("ssh", "n1,me@n2 x 2 x cpu", {"device": "cpu"}),
         ("slurm", "2 x 2 x cpu", {"device": "cpu"}),
@@ -196,7 +196,7 @@ def test_the_command_at_the_end_is_one_that_is_accepted(command, tmp_path):
         dry = ["--dry-run"] if words[1] == "launch" else []
         out = command.output(words[1], *dry, *words[2:])
         if dry:
-            ranks = 2 if hosts[0] == "1" else 4
+            ranks = {"1 x 2": 2, "n1,n2": 8}.get(hosts[:5], 4)
             assert f"dp {ranks // 2}" in out or f"dp={ranks // 2}" in out, out
         else:
             job = Path(shlex.split(then[0])[-1]).read_text()

@@ -12,7 +12,7 @@ from drivetrain.runtime.parts import Part
 from drivetrain.saved_state import HeldTensors
 from drivetrain.shards import HeldPart, Shard
 from drivetrain_local.options import LocalOptions
-from drivetrain_local.outer import Messages, OuterSteps, fragment_of_each
+from drivetrain_local.outer import UNDER_WAY, Messages, OuterSteps, fragment_of_each
 from drivetrain_local.state import write
 from local_workers import Blocks, fragment_of
 
@@ -70,6 +70,17 @@ def test_a_longer_warm_up_comes_too_late_for_workers_that_have_parted():
         outer.taken_over(apart=apart)
         outer.resume(5)
         assert outer.warms_up is not apart
+
+
+def test_an_exchange_is_saved_while_it_is_under_way_and_not_later():
+    model, outer = outer_steps(every=2, delay=1)
+    for under_way in (False, True, False):
+        outer.before_step()
+        model.weight.data += 1.0
+        outer.after_step()
+        outer.shown()
+        assert (UNDER_WAY in outer.optimizer.state[model.weight]) is under_way
+        outer.hidden()
 
 
 def test_a_message_of_other_tensors_has_another_channel_though_it_is_as_large():

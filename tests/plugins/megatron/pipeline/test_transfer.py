@@ -1,11 +1,13 @@
-"""Messages of a pipeline where tags do not tell streams apart, as over NCCL."""
+"""Messages of a pipeline: streams without tags, as over NCCL; dtypes and errors of a link."""
 
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from drivetrain.runtime.mesh import Mesh
+from drivetrain.errors import CollectiveError
+from drivetrain.runtime.mesh import Axis, Mesh
 from drivetrain.runtime.world import World
 from drivetrain.traffic import Traffic
 from drivetrain_megatron.pipeline.transfer import (
@@ -50,3 +52,20 @@ def test_streams_do_not_wait_for_each_other():
         assert late.wait()[0].tolist() == [3.0, 3.0]
         assert early.wait()[0].tolist() == [1.0, 1.0]
     link.flush()
+
+
+def test_wide_numbers_are_rounded_between_hosts_and_errors_name_the_other_host():
+    axis = Axis(name="pp", size=3, rank=0, ranks=(0, 1, 2), hosts=("a", "a", "b"))
+    links = StageLinks(axis, rounds=True)
+    for dtype in (torch.float16, torch.bfloat16, torch.int64):
+        assert links.wire_dtype(1, 2, dtype) is dtype
+    assert links.wire_dtype(1, 2, torch.float32) is torch.bfloat16
+    assert links.wire_dtype(0, 1, torch.float32) is torch.float32
+
+    def wait(timeout):
+        raise RuntimeError("closed")
+
+    link = Link(links, Traffic(), torch.device("cpu"), timedelta(seconds=1), 3)
+    for there, back in ((0, 2), (2, 0)):
+        with pytest.raises(CollectiveError, match="look at what rank 2 on host b printed last"):
+            link.finish(SimpleNamespace(wait=wait), Message(Direction.TIED, there, back, 0))
