@@ -70,14 +70,10 @@ class Original:
             name: tuple(tensor.shape)
             for name, tensor in {**parameters, **persistent_buffers(model)}.items()
         }
-        self._held: set[tuple[int, str]] = set()
-        self._optimizers = 0
-        for optimizer in optimizers:
-            self.add(optimizer)
+        self._optimizers = len(list(optimizers))
 
-    def add(self, optimizer: Optimizer) -> None:
-        """Note which parameters one more optimizer holds."""
-        self._held |= {(self._optimizers, name) for name in self._held_by(optimizer)}
+    def add(self) -> None:
+        """Count one more optimizer."""
         self._optimizers += 1
 
     def check_steps_parts(
@@ -140,7 +136,9 @@ class Original:
         Raises:
             CheckpointError: lists the first differences.
         """
-        check_fits(reader, {(name, ""): s for name, s in self.shapes.items()}, self._held)
+        # Which of them an optimizer holds, the strategy inside knows: groups are added later.
+        held = {(i, name) for i in range(self._optimizers) for name in self.names.values()}
+        check_fits(reader, {(name, ""): s for name, s in self.shapes.items()}, held)
         for name, state in sorted(reader.keys()):
             known = facts.get(name)
             if not state or known is None or known.partition is None:

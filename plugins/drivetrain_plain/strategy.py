@@ -5,6 +5,7 @@ from torch import Tensor, nn
 
 from drivetrain.collectives import sent_elements
 from drivetrain.cost import Cost, ModelSpec
+from drivetrain.errors import UsageError
 from drivetrain.parallel.replicated import ReplicatedStrategy
 from drivetrain.strategy import Run
 from drivetrain_plain import PlainConfig, PlainOutline
@@ -20,7 +21,16 @@ class Plain(PlainOutline, ReplicatedStrategy[PlainConfig]):
                 parameter.grad = self._mean(parameter)
 
     def _mean(self, parameter: nn.Parameter) -> Tensor | None:
-        """Return the mean of a parameter's gradients over the ranks; None where no rank has one."""
+        """Return the mean of a parameter's gradients over the ranks; None where no rank has one.
+
+        Raises:
+            UsageError: the gradient is sparse.
+        """
+        if parameter.grad is not None and parameter.grad.layout is not torch.strided:
+            raise UsageError(
+                f"expected dense gradients, found {parameter.grad.layout} of a parameter of shape "
+                f"{tuple(parameter.shape)}; use sparse=False for embeddings"
+            )
         rows = parameter.new_zeros(self.ranks.size, parameter.numel() + 1)
         if parameter.grad is not None:
             rows[self.ranks.rank, :-1] = parameter.grad.reshape(-1)

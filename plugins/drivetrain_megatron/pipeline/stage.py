@@ -181,6 +181,9 @@ def take_hooks(block: nn.Module) -> None:
     block.__dict__["_compiled_call_impl"] = None
 
 
+_CHECKPOINTS = "torch.utils.checkpoint"
+"""The module of the hooks by which torch's checkpoints save nothing."""
+
 _GLIMPSE = 256
 """Elements of a parameter that are compared to see whether a script has changed it."""
 
@@ -396,6 +399,7 @@ class StagePass:
         self._grad = torch.is_grad_enabled()
         self._objects = {id(leaf) for leaf in inputs if not isinstance(leaf, (Tensor, *PLAIN))}
         self._next = 0
+        self._region: object = None  # the checkpoint around the block before a bound
         self._code = AroundBlocks(self.called)
         self._given: dict[Origin, Tensor] = {}
         self._unchanged: set[CallPlace] = set()
@@ -466,6 +470,7 @@ class StagePass:
         number = self._next
         block = self._parts.recording.called(number, index)
         self._next += 1
+        self._check_region(number)
         options = self._options
         is_own = options.computes and number in options.own
         if is_own and self._unseen:
@@ -511,6 +516,21 @@ class StagePass:
         elif is_own:
             return result
         return block.output.build(block.name, taken, leaves)
+
+    def _check_region(self, number: int) -> None:
+        """Refuse a checkpoint that goes on over a bound: a part of it computes on another stage."""
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(False) if self._grad else None
+        region = hooks[0] if hooks else None
+        own, inside = self._options.own, getattr(region, "__module__", "") == _CHECKPOINTS
+        if inside and region is self._region and number in (own.start, own.stop):
+            name, before = self._name(number), self._name(number - 1)
+            raise UsageError(
+                "expected what is recomputed to lie on one pipeline stage, found blocks "
+                f"{before!r} and {name!r} inside of one checkpoint, with the bound of two stages "
+                f"between them: recompute smaller parts (such as recompute.blocks: {name}), or "
+                "choose stages, by strategy.pp or strategy.cut, that keep them together"
+            )
+        self._region = region
 
     def finish(self) -> None:
         """Collect the tensors that are handed out.

@@ -496,10 +496,10 @@ def replay(
 
 
 class UnchangedBuffers:
-    """Remembers which buffers a forward changed, and undoes their change by a recomputation.
+    """Lets a recomputation read the buffers of its forward, and undoes what it changes.
 
-    Buffers that stay as they are are neither copied nor written to: they may be large, as masks, or
-    wait in a graph that checks whether they were written to.
+    Buffers that stay as they are are not written to: they may wait in a graph that checks whether
+    they were. Their copies are let go of after the forward: they may be large, as masks.
 
     Args:
         block: the recomputed module.
@@ -507,34 +507,40 @@ class UnchangedBuffers:
 
     def __init__(self, block: nn.Module) -> None:
         self._block = block
-        self._changed: list[nn.Module] = []
+        self._read: list[tuple[Tensor, Tensor]] = []
 
     @contextmanager
     def noting(self) -> Iterator[None]:
         """Context of the forward."""
         modules = [module for module in self._block.modules() if module._buffers]
         before = [_versions(_buffers(module)) for module in modules]
+        values = [[buffer.detach().clone() for buffer in _buffers(module)] for module in modules]
         try:
             yield
         finally:
             # The norms' kernels write their statistics without counting it as a write.
-            self._changed = [
-                module
-                for module, versions in zip(modules, before, strict=True)
+            self._read = [
+                pair
+                for module, versions, kept in zip(modules, before, values, strict=True)
                 if isinstance(module, _NormBase) or _versions(_buffers(module)) != versions
+                for pair in zip(_buffers(module), kept, strict=True)
             ]
 
     @contextmanager
     def undoing(self) -> Iterator[None]:
         """Context of the recomputation."""
-        buffers = [buffer for module in self._changed for buffer in _buffers(module)]
-        before = [buffer.detach().clone() for buffer in buffers]
+        before = [(buffer, buffer.detach().clone()) for buffer, _ in self._read]
+        _write(self._read)
         try:
             yield
         finally:
-            with torch.no_grad():
-                for buffer, values in zip(buffers, before, strict=True):
-                    buffer.copy_(values)
+            _write(before)
+
+
+def _write(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+    with torch.no_grad():
+        for buffer, values in pairs:
+            buffer.copy_(values)
 
 
 def _buffers(module: nn.Module) -> list[Tensor]:

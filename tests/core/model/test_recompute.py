@@ -186,6 +186,18 @@ class InPlace(Residual):
         return self.down(torch.sigmoid_(self.up(x)).mul(2).tanh_())
 
 
+class Counting(Residual):
+    """Reads a buffer that it writes, as norms of averages and spectral norms do."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x * self.calls)
+
+
 def normalized():
     norms = nn.BatchNorm1d(LENGTH), nn.InstanceNorm1d(LENGTH, track_running_stats=True)
     return nn.Sequential(*norms, nn.Tanh(), nn.Linear(WIDTH, WIDTH))
@@ -198,6 +210,14 @@ def test_statistics_move_once():
             assert same(train(model, inputs()), train(expected, inputs()))
             assert same(model.buffers(), expected.buffers())
         assert model.blocks[0][0].num_batches_tracked.item() == 2
+
+
+def test_a_recomputation_reads_the_buffers_of_its_forward():
+    for mode in MODES:
+        model, expected = (build(lambda: Counting(WIDTH), mode=each) for each in (mode, None))
+        for _ in range(2):
+            assert same(train(model, inputs()), train(expected, inputs()))
+            assert same(model.buffers(), expected.buffers())
 
 
 def test_an_operation_that_draws_is_not_kept():

@@ -191,6 +191,8 @@ def a_group_is_added_and_saved(loop: Loop) -> None:
     for number, state in optimizer.state_dict()["state"].items():
         for key, value in state.items():
             loop.note(f"{key} of {number}", value)
+    optimizer.load_state_dict(optimizer.state_dict())
+    _step(loop, model, optimizer, 3)
     loop.weights(model)
 
 

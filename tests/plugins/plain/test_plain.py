@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from drivetrain import Accelerator
-from drivetrain.errors import ConfigError
+from drivetrain.errors import ConfigError, UsageError
 from drivetrain.registry import strategies
 
 
@@ -48,3 +48,12 @@ def test_it_alone_is_the_reference_and_refuses_other_dtypes():
     config = {"precision": "bf16", "dtypes": {"param": "bf16"}}
     with pytest.raises(ConfigError, match=r"plain: expected dtypes\.param"):
         Accelerator(strategy="plain", config=config, cpu=True).prepare(nn.Linear(2, 2))
+
+
+@pytest.mark.ranks(2)
+def test_sparse_gradients_are_refused():
+    accelerator = Accelerator(strategy="plain", cpu=True)
+    model = accelerator.prepare(nn.Embedding(5, 2, sparse=True))
+    with pytest.raises(UsageError, match="sparse=False"):
+        accelerator.backward(model(torch.tensor([1])).sum())
+    accelerator.free_memory()

@@ -312,6 +312,16 @@ def test_recomputed_blocks_send_once():
         parts[0][1].stages[0].run(MicroBatch((NUMBERS,), {}))
 
 
+def test_a_checkpoint_over_the_bound_of_two_stages_is_refused():
+    class Spanning(Skip):
+        def body(self, x):
+            return checkpoint(super().body, x, use_reentrant=False)
+
+    stages = [part.stages[0] for _, part in divided(build(Spanning), 2)]
+    with pytest.raises(UsageError, match="with the bound of two stages between them"):
+        stages[0].run(MicroBatch((NUMBERS,), {}))
+
+
 def test_a_cache_from_outside_is_refused_and_after_close_values_are_missed_clearly():
     stage = first_stage(build(llama), **LABELED).stages[0]
     cache = {"past_key_values": transformers.DynamicCache(), "use_cache": True}
