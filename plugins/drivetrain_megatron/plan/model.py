@@ -5,11 +5,10 @@ that makes logits and the embeddings with as many rows are divided by words, als
 weight.
 """
 
-import copy
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import product
+from itertools import chain, product
 from math import prod
 from textwrap import shorten
 from typing import Any
@@ -56,6 +55,7 @@ from drivetrain_megatron.plan.trial import (
     Trial,
     TrialForm,
     backward,
+    copy_of,
     first_trial,
     floating_in,
     is_close,
@@ -251,7 +251,7 @@ class TensorParallel:
             return ModelPlan({"": Derivation(untried=NO_INPUTS)})
         calls = calls_in(inputs.trace, model)
         if calls.blocks:
-            plan = self._of_blocks(model, inputs.trace, calls, other_calls(model, inputs))
+            plan = self._of_blocks(model, inputs, calls)
         else:
             plan = self._of_whole(model, inputs)
         allowed = self._words(plan)
@@ -363,17 +363,15 @@ class TensorParallel:
         self._ranks.all_reduce(total, label="gradients of replicated parameters").wait()
         return total
 
-    def _of_blocks(
-        self,
-        model: nn.Module,
-        trace: ModelTrace,
-        calls: Calls,
-        evaluated: Mapping[str, Sequence[Call]],
-    ) -> ModelPlan:
-        """Return how repeated blocks are divided: those of one kind alike.
+    def _of_blocks(self, model: nn.Module, inputs: ExampleInputs, calls: Calls) -> ModelPlan:
+        """Return how repeated blocks are divided: those of one kind alike, as the first of them.
 
         Blocks that are called in another way in evaluation have such a call, too.
         """
+        trace = inputs.trace
+        keys = {name: self._key(model, name, each) for name, each in calls.blocks}
+        first = {key: name for name, key in reversed(keys.items())}
+        evaluated = other_calls(model, inputs, [*first.values()])
         known: dict[Any, tuple[Derivation, Mapping[Site, DropoutLayout]]] = {}
         plan = ModelPlan(sharded=self._tokens is not None)
         shown, ranks = trace.first_calls(), self._ranks.size
@@ -384,7 +382,7 @@ class TensorParallel:
                 plan.layouts.add(name, found)
 
         for name, each in calls.blocks:
-            layers, key = self._layers_of(name), self._key(model, name, each)
+            layers, key = self._layers_of(name), keys[name]
             if key not in known:
                 block = uncompiled(each)
                 found_in = structure_of(trace, model, block, shown[name].operations)
@@ -610,16 +608,12 @@ def confirmed(
     if inputs is None or plan.is_whole:
         return plan
     try:
-        outlines = [*_outlines(uncompiled(model), inputs.trace, plan.blocks, config.tp)]
-        if not outlines:
+        attempts = _attempts(uncompiled(model), inputs.trace, plan.blocks, config.tp)
+        first = next(attempts, None)
+        if first is None:
             logger.debug("the model is too large to be tried whole: its blocks have been tried")
             return plan
-        attempts = (
-            TrialForm(outline, rows, dtype, trains, missing)
-            for trains, dtype in product((True, False), DTYPES)
-            for outline, rows, missing in outlines
-        )
-        trial = first_trial(attempts, Call(inputs.args, inputs.kwargs), _finite_run)
+        trial = first_trial(chain([first], attempts), Call(inputs.args, inputs.kwargs), _finite_run)
     except Exception as error:  # whatever the user's code raises
         return _as_blocks_say(plan, f"{type(error).__name__}: {error}", config)
     if not trial.trains:
@@ -665,7 +659,7 @@ def difference(trial: Trial, plan: ModelPlan, ranks: int) -> str:
     expected = trial.results
 
     def one_rank(communicator: Communicator) -> tuple[Results, Mapping[str, ShardingSpec]]:
-        mine = copy.deepcopy(trial.module)
+        mine = copy_of(trial.module)
         side = TensorParallel(
             communicator, sequence_parallel=plan.sharded, named=None, strict=False
         )
@@ -679,7 +673,7 @@ def difference(trial: Trial, plan: ModelPlan, ranks: int) -> str:
             found = run_emulated(ranks, one_rank)
             seen = found[0][0].outputs
             if any(_ranks_own(seen, expected.outputs)):
-                expected = _run(copy.deepcopy(trial.module), trial.call, seen)
+                expected = _run(copy_of(trial.module), trial.call, seen)
     except Exception as error:  # whatever the user's code says to sizes that it does not expect
         return f"{type(error).__name__}: {error}"
     outputs = (_other_output(results, expected) for results, _ in found)
@@ -752,21 +746,25 @@ def _other_gradient(
     return ""
 
 
-def _outlines(
+def _attempts(
     model: nn.Module, trace: ModelTrace, blocks: Mapping[str, Derivation], ranks: int
-) -> Iterator[tuple[nn.Module, Collection[str] | None, Collection[str]]]:
-    """Yield copies of a model without values, rows for thin matrices, and blocks left out."""
+) -> Iterator[TrialForm]:
+    """Yield trials of copies of a model without values: all blocks, or those that are enough."""
     rows = {
         f"{name}.{group.row}".lstrip(".")
         for name, derivation in blocks.items()
         for group in derivation.plan.groups
     }
-    for missing in dict.fromkeys((frozenset[str](), _later(blocks))):
-        outline = _outline(model, missing)
+    outlines: dict[Collection[str], nn.Module] = {}
+    choices = dict.fromkeys((frozenset[str](), _later(blocks)))
+    for trains, dtype, missing in product((True, False), DTYPES, choices):
+        if missing not in outlines:
+            outlines[missing] = _outline(model, missing)
+        outline = outlines[missing]
         for thin in (rows, None):
             weights = sum(prod(shape) for shape in thin_shapes(outline, thin).values())
             if _bytes(weights, trace, missing, ranks) <= MOST_BYTES:
-                yield outline, thin, missing
+                yield TrialForm(outline, thin, dtype, trains, missing)
 
 
 def _bytes(weights: int, trace: ModelTrace, missing: Collection[str], ranks: int) -> int:
@@ -801,7 +799,7 @@ def _list_of(block: str) -> str:
 
 def _outline(model: nn.Module, missing: Collection[str]) -> nn.Module:
     """Return a copy without values, uncompiled, that lacks these blocks."""
-    outline = copy.deepcopy(model, on_meta(model))
+    outline = copy_of(model, on_meta(model))
     for module in outline.modules():
         children = [(name, child) for name, child in module._modules.items() if child is not None]
         module._modules.update((name, uncompiled(child)) for name, child in children)

@@ -20,11 +20,12 @@ alike, as when they are processes.
 import copy
 import functools
 import threading
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -56,7 +57,7 @@ PATIENCE = timedelta(seconds=60)
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """The data that one rank brings to a collective: 1-D, only read by the others."""
+    """A copy of the data that one rank brings to a collective: 1-D, only read."""
 
     call: Request
     where: str
@@ -79,50 +80,52 @@ class Meeting:
 
     def __init__(self, size: int, timeout: timedelta) -> None:
         self._lock = threading.Lock()
-        self._states: dict[int, Mapping[str, Tensor]] = {}
-        self._first = rng.capture()
-        self._offers: list[Offer | None] = [None] * size
-        self._barrier = threading.Barrier(size, timeout=timeout.total_seconds())
+        self._first = rng.Snapshot()
+        self._states = [self._first] * size
+        self._offers: dict[int, Offer] = {}
+        self._met: list[Offer] = []
+        self._barrier = threading.Barrier(size, self._gather, timeout.total_seconds())
         self._timeout = timeout
 
     def exchange(
         self, rank: int, offer: Offer, combine: Callable[[list[Tensor]], Tensor]
     ) -> Tensor:
-        """Return this rank's function of the data of all ranks, before any of these data change.
+        """Return this rank's function of the data of all ranks, as they were offered.
 
         Raises:
             CollectiveError: a rank does something else, does not come, or has failed.
         """
         self._offers[rank] = offer
         self._meet(rank, offer)
-        offers = [each for each in self._offers if each is not None]
-        if any(offer.facts != each.facts for each in offers):
-            found = "; ".join(f"rank {r}: {each}" for r, each in enumerate(offers))
+        if any(offer.facts != each.facts for each in self._met):
+            found = "; ".join(f"rank {r}: {each}" for r, each in enumerate(self._met))
             raise CollectiveError(
                 f"ranks must run the same operations in the same order, found {found}; they took "
                 "different paths through the model"
             )
-        result = combine([each.flat for each in offers])
-        self._meet(rank, offer)
-        return result
+        return combine([each.flat for each in self._met])
 
     def take(self, rank: int) -> None:
         """Wait until no other thread runs."""
         self._lock.acquire()
-        rng.restore(self._states.get(rank, self._first))
+        self._states[rank].put_back()
 
     def leave(self, rank: int) -> None:
         """Let another thread run."""
-        self._states[rank] = rng.capture()
+        self._states[rank] = rng.Snapshot()
         self._lock.release()
 
     def end(self) -> None:
         """Give the generators the state that they had before."""
-        rng.restore(self._first)
+        self._first.put_back()
 
     def abort(self) -> None:
         """Let nobody wait any longer."""
         self._barrier.abort()
+
+    def _gather(self) -> None:
+        """Keep the offers of a meeting for all, while the next one may begin."""
+        self._met = [offer for _, offer in sorted(self._offers.items())]
 
     def _meet(self, rank: int, offer: Offer) -> None:
         self.leave(rank)
@@ -199,7 +202,8 @@ class EmulatedCommunicator(Communicator):
     ) -> Handle:
         if header := self._header(call, flat):
             start, stop = part or (0, flat.numel())
-            offer = Offer(call, header.label, flat)
+            # A rank that goes on may write into its tensor before another has read it.
+            offer = Offer(call, header.label, flat.clone())
             with torch.no_grad():
                 flat[start:stop] = self._meeting.exchange(self.rank, offer, combine)
         return Finished()
@@ -315,7 +319,7 @@ def random_copy(
     for buffer in model.buffers():
         if buffer.is_meta:
             known[id(buffer)] = _values(buffer, buffer.shape, generator)
-    copied: nn.Module = copy.deepcopy(model, known).to("cpu", dtype).eval()
+    copied = copy_of(model, known).to("cpu", dtype).eval()
     before: dict[int, _Narrow] = {}
     for layer in layers:
         module = copied.get_submodule(layer.module)
@@ -331,6 +335,16 @@ def random_copy(
             if is_transposed(module):
                 vars(module)["nf"] = FEATURES
     return copied
+
+
+def copy_of(module: nn.Module, known: Mapping[int, Any] = MappingProxyType({})) -> nn.Module:
+    """Return a deep copy of a module; some of what it holds has copies, by identity.
+
+    Empty dicts, which would take most of the time, have new ones before.
+    """
+    held = (value for each in module.modules() for value in vars(each).values())
+    empty = {id(x): type(x)() for x in held if type(x) in (dict, OrderedDict) and not x}
+    return copy.deepcopy(module, {**empty, **known})
 
 
 def thin_shapes(model: nn.Module, rows: Collection[str] | None) -> dict[int, Sequence[int]]:
@@ -549,7 +563,7 @@ def first_trial(
             wide = _wide(call, generator, dtype)
             with rng.fork(SEED), torch.set_grad_enabled(trains):
                 # A copy runs: what a block keeps of a forward could not be copied for the ranks.
-                results = run(copy.deepcopy(copied), wide)
+                results = run(copy_of(copied), wide)
             failed = "" if failure is None else f"{type(failure).__name__}: {failure}"
             return Trial(copied, wide, results, trains, missing, failed)
         except Exception as error:  # whatever the user's code raises
@@ -570,7 +584,7 @@ def verify(
     def one_rank(communicator: Communicator) -> tuple[Results, dict[str, ShardingSpec]]:
         tokens = TokenShards() if sequence_parallel else None
         edges = Edges(communicator, tokens)
-        block = copy.deepcopy(trial.module)
+        block = copy_of(trial.module)
         facts = divide(block, plan, edges)
         with torch.set_grad_enabled(trial.trains):  # a thread has a mode of its own
             return run_block(block, trial.call, edges), facts
@@ -723,7 +737,7 @@ def find_layouts(
 
     def recorded(communicator: Communicator, divided: bool) -> dict[Site, list[Tensor]]:
         edges = Edges(communicator, TokenShards() if tokens is not None else None)
-        block = copy.deepcopy(trial.module).train()
+        block = copy_of(trial.module).train()
         if divided:
             divide(block, plan, edges)
         open_attentions(block, communicator)
@@ -818,7 +832,7 @@ def find_misfit(
 
     Blocks that read values cannot run without any: they fit, and a line says so.
     """
-    whole = _outlined(copy.deepcopy(block, on_meta(block)))
+    whole = _outlined(copy_of(block, on_meta(block)))
     try:
         expected = _shapes_of(whole, call)
     except Exception as error:  # whatever the user's code raises without values
@@ -830,7 +844,7 @@ def find_misfit(
 
     def one_rank(communicator: Communicator) -> list[torch.Size]:
         edges = Edges(communicator, TokenShards() if sequence_parallel else None)
-        mine = copy.deepcopy(block, on_meta(block))
+        mine = copy_of(block, on_meta(block))
         divide(mine, plan, edges)
         return _shapes_of(_outlined(mine), call, edges)
 

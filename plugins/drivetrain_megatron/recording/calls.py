@@ -2,7 +2,7 @@
 
 import copy
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -239,14 +239,17 @@ def calls_in(trace: ModelTrace, model: nn.Module) -> Calls:
     return Calls([(name, modules[name]) for name in first], arguments, uses)
 
 
-def other_calls(model: nn.Module, inputs: ExampleInputs) -> dict[str, list[Call]]:
+def other_calls(
+    model: nn.Module, inputs: ExampleInputs, blocks: Collection[str]
+) -> dict[str, list[Call]]:
     """Return the first calls in an evaluation, by name, of blocks that get other arguments there.
 
-    A block may get a state to fill, for one. Without a result from a trace of the evaluation
-    nothing is known of its calls, and a line says so.
+    Of these blocks alone: the evaluation ends behind them. A block may get a state to fill, for
+    one. Without a result from a trace of the evaluation nothing is known of its calls, and a line
+    says so.
     """
     try:
-        trace = trace_model(model, inputs.args, inputs.kwargs, training=False)
+        trace = trace_model(model, inputs.args, inputs.kwargs, training=False, until=blocks)
     except Exception as error:  # whatever the user's forward raises
         logger.warning_once(
             f"tensor parallelism: the calls of blocks were not seen in evaluation, where "
@@ -257,7 +260,7 @@ def other_calls(model: nn.Module, inputs: ExampleInputs) -> dict[str, list[Call]
     return {
         name: [Call(*trace.example(call, _placeholder))]
         for name, call in trace.first_calls().items()
-        if name in training and _form(call, trace) != _form(training[name], inputs.trace)
+        if name in blocks and _form(call, trace) != _form(training[name], inputs.trace)
     }
 
 

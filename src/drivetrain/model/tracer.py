@@ -1,8 +1,8 @@
 """Runs a model's forward once without values, and writes every operation down."""
 
 import copy
-from collections.abc import Hashable, Iterator, MutableMapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Collection, Hashable, Iterator, MutableMapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -103,7 +103,7 @@ def _facts(tensor: Tensor) -> Facts:
 # --- the recorder ---
 
 
-def trace_model(
+def trace_model(  # noqa: PLR0913 - keyword-only, each for one caller
     model: nn.Module,
     args: Arguments,
     kwargs: Keywords,
@@ -112,6 +112,7 @@ def trace_model(
     kind: type[ValuelessTensor] = ValuelessTensor,
     isolated: bool = False,
     training: bool | None = None,
+    until: Collection[str] = (),
 ) -> ModelTrace:
     """Run a model's forward once without values; it is not changed, and nothing is computed.
 
@@ -128,6 +129,7 @@ def trace_model(
         isolated: whether code outside of a block, too, gets tensors without values for all that the
             block made, as when the block runs elsewhere.
         training: mode of the forward; None for the model's own.
+        until: names of blocks; after a call of each the forward ends, without any output.
 
     Raises:
         ValuesNeededError: the forward depends on values of hidden states.
@@ -140,7 +142,7 @@ def trace_model(
                 model.train(training)
             try:
                 found = repeated_blocks(model) if blocks is None else blocks
-                tracer = _Tracer(found, substitutes, kind, isolated, valued)
+                tracer = _Tracer(found, substitutes, kind, isolated, valued, until)
                 return _looked(model, args, kwargs, substitutes.device, tracer)
             except _NeedsValues:
                 continue  # from the start: hooks have collected tensors of the failed call
@@ -159,8 +161,9 @@ def _looked(
     tracer: "_Tracer",
 ) -> ModelTrace:
     given, named = to_device((tuple(args), dict(kwargs)), device)
-    forward = model.forward
+    forward, output = model.forward, None
     with (
+        suppress(_Enough),
         tracer.watching(model),
         BlockHooks(tracer.candidates).conducted(tracer),
         tracer,
@@ -181,11 +184,15 @@ class _NeedsValues(BaseException):
     """A block has failed without values: nothing for the model's own code to catch."""
 
 
+class _Enough(BaseException):
+    """All blocks have been called whose calls were asked for."""
+
+
 class _Tracer(TorchFunctionMode):
     """Sees every function of torch and every call of a module in one forward.
 
-    ``kind`` and ``isolated`` are those of ``trace_model``. Kinds of blocks that fail without values
-    are added, with the first error, to those that get random ones.
+    ``kind``, ``isolated`` and ``until`` are those of ``trace_model``. Kinds of blocks that fail
+    without values are added, with the first error, to those that get random ones.
     """
 
     def __init__(
@@ -195,12 +202,14 @@ class _Tracer(TorchFunctionMode):
         kind: type[ValuelessTensor],
         isolated: bool,
         needing_values: dict[Hashable, Exception],
+        until: Collection[str],
     ) -> None:
         super().__init__()
         self.candidates = blocks
         self._substitutes = substitutes
         self._kind, self._isolated = kind, isolated
         self._needing_values = needing_values
+        self._awaited = {*until}
         self._seen = TracedTensors()
         self._operations: list[ModelOperation] = []
         self._modules: list[ModuleCall] = []
@@ -363,6 +372,10 @@ class _Tracer(TorchFunctionMode):
                     self._seen.returned(*leaf) for leaf in zip(flat, handed, arguments, strict=True)
                 ),
             )
+            if name in self._awaited:
+                self._awaited.remove(name)
+                if not self._awaited:
+                    raise _Enough
             return tree.unflatten(handed)
 
     @contextmanager

@@ -39,7 +39,7 @@ def untouched(model: nn.Module, seed: int | None = None) -> Iterator[None]:
     """
     modules = list(model.modules())
     saved = [pair for module in modules for pair in _contents(module)]
-    state = rng.capture()
+    state = rng.Snapshot()
     try:
         _put_copies(modules)
         if seed is not None:
@@ -49,7 +49,7 @@ def untouched(model: nn.Module, seed: int | None = None) -> Iterator[None]:
         with torch.compiler.set_stance("force_eager") if compiled else nullcontext():
             yield
     finally:
-        rng.restore(state)
+        state.put_back()
         for owner, before in saved:
             _restore(owner, before)
 

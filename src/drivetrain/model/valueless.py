@@ -195,6 +195,7 @@ def computed(function: Function, args: Any, kwargs: Any, surroundings: Any) -> C
     """Return the same, and remember nothing."""
     # As a last resort, torch would run a kernel that has no fake one on memory full of zeros.
     mode: Any = FakeTensorMode(allow_fallback_kernels=False, allow_non_fake_inputs=True)
+    mode.cache_enabled = False  # what is found here is remembered here
     fakes: dict[int, Tensor] = {}
 
     def meta(given: GivenTensor) -> Tensor:

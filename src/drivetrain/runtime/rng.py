@@ -44,7 +44,10 @@ def _seed_without_torch(seed: int) -> None:
 
 
 class Snapshot:
-    """The state of every generator now; ``packed`` may come later, or never, and costs far more."""
+    """The state of every generator now, to be put back.
+
+    ``packed`` may come later, or never: tensors and ``restore`` cost far more.
+    """
 
     def __init__(self) -> None:
         numpy, accelerator = sys.modules.get("numpy"), _accelerator()
@@ -63,6 +66,15 @@ class Snapshot:
         if self._accelerator is not None:
             state["accelerator"] = self._accelerator
         return state
+
+    def put_back(self) -> None:
+        """Set the generators to this state."""
+        random.setstate(self._python)
+        torch.set_rng_state(self._torch)
+        if self._numpy is not None:
+            sys.modules["numpy"].random.set_state(self._numpy)
+        if self._accelerator is not None:
+            _accelerator().set_rng_state(self._accelerator)
 
 
 def capture() -> dict[str, Tensor]:
@@ -129,7 +141,7 @@ def _check(state: Mapping[str, Tensor]) -> None:
 @contextmanager
 def fork(seed: int) -> Iterator[None]:
     """Seed every generator inside the block, and put the former states back after it."""
-    before, accelerator = capture(), _accelerator()
+    before, accelerator = Snapshot(), _accelerator()
     # Those that are put back, and no generator of another device.
     torch.default_generator.manual_seed(seed)
     if accelerator is not None:
@@ -138,7 +150,7 @@ def fork(seed: int) -> Iterator[None]:
     try:
         yield
     finally:
-        restore(before)
+        before.put_back()
 
 
 def _accelerator() -> Any:
