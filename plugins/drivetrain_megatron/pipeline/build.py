@@ -71,6 +71,7 @@ from drivetrain_megatron.recording.proxy import StageProxy, resolve
 from drivetrain_megatron.shares import Shares, on_shares
 from drivetrain_megatron.tensor.behavior import Uncompiled
 from drivetrain_megatron.tensor.linear import WeightGradients, defer_no_more, defer_weights
+from drivetrain_megatron.tensor.operators import TokenShards
 
 # --- calls and backwards of a model that is a pipeline ---
 
@@ -187,7 +188,8 @@ class PipelinedModel:
         self._config, self._windowed = config, windowed
         self._trace = trace
         self._window = AccumulationWindow(stages)
-        self._batches = BatchTrial(model, stages)
+        shards = config.sequence_parallel and config.tp > 1
+        self._batches = BatchTrial(model, stages, TokenShards() if shards else None)
         self._losses = LossTrial(model, stages)
         self._evaluation = Evaluation(stages)
         self._pending: dict[LossOrigin, WholeBatch | PromisedLoss] = {}

@@ -37,6 +37,7 @@ from drivetrain_megatron.pipeline.transfer import (
 from drivetrain_megatron.recording.phases import PLAIN, TensorMeta
 from drivetrain_megatron.recording.proxy import StageProxy
 from drivetrain_megatron.recording.shapes import Metas
+from drivetrain_megatron.tensor.operators import TokenShards
 
 # --- how calls of the model can be cut, and along which dims ---
 
@@ -173,10 +174,18 @@ def _check_seen(output: Any) -> None:
 
 
 class BatchTrial:
-    """Decides how calls of a model are cut, once for each kind of call."""
+    """Decides how calls of a model are cut, once for each kind of call.
 
-    def __init__(self, model: nn.Module, stages: LocalStages) -> None:
-        self._model, self._stages = model, stages
+    Args:
+        model: the user's.
+        stages: those of this rank.
+        tokens: how activations between blocks are shards of the sequence; None: they are whole.
+    """
+
+    def __init__(
+        self, model: nn.Module, stages: LocalStages, tokens: TokenShards | None = None
+    ) -> None:
+        self._model, self._stages, self._tokens = model, stages, tokens
         self._modules = list(model.modules())
         self._known: dict[Hashable, Division] = {}
 
@@ -253,13 +262,31 @@ class BatchTrial:
         stages = [worker.stage for worker in self._stages.workers.values()]
         try:
             whole, parts = trial_parts(batch, dims)
-            joins = _joins_of(stages[0].left(whole), [stages[0].left(p) for p in parts])
-            fits = all(self._fits(stage, whole, parts, joins, kept) for stage in stages)
+            metas = stages[0].left(whole)
+            joins = _joins_of(metas, [stages[0].left(p) for p in parts])
+            fits = not self._cuts_shards(metas, joins) and all(self._fits(stage, whole, parts, joins, kept) for stage in stages)
         except CollectiveError:
             raise  # another rank has failed: no answer of this one would reach it
         except Exception as error:  # whatever a model raises for parts along a wrong dim
             return None, f"{type(error).__name__}: {error}"
         return (joins if fits else None), ""
+
+    def _cuts_shards(self, whole: Metas, joins: Sequence[Dims]) -> bool:
+        """Whether a cut goes along the dim of which ranks have shards: those of parts are others.
+
+        Of three tokens they may be the same ones by chance, as where tokens are equal.
+        """
+        if self._tokens is None:
+            return False
+        for metas, dims in zip(whole, joins, strict=True):
+            activations = (
+                dim == len(meta.shape) + self._tokens.dim
+                for meta, dim in zip(metas, dims, strict=True)
+                if meta.dtype.is_floating_point
+            )
+            if next(activations, False):
+                return True
+        return False
 
     def _fits(
         self,

@@ -25,6 +25,7 @@ from huggingface_models import (
     token_batch,
     word_loss,
 )
+from stacks import Residual, Stack
 from staged_twins import EXACT, Twins
 
 ROOT = Path(__file__).parents[4]
@@ -157,6 +158,17 @@ def test_over_data_parallel_ranks(inner, schedule):
 def test_tensor_and_pipeline(name, sequence_parallel, loss_of, more):
     cell = {"tp": 2, "pp": 2, "sequence_parallel": sequence_parallel, "micro_batches": 3}
     check(name, loss_of, **cell, **more)
+
+
+@pytest.mark.ranks(4)
+def test_shards_of_the_sequence_are_not_cut_into_micro_batches():
+    """Blocks see each token by itself, and where tokens are equal, shards of parts are, too."""
+    blocks = [Residual(8, dtype=torch.float64) for _ in range(2)]
+    ends = {"first": nn.Embedding(9, 8).double(), "last": nn.Linear(8, 9).double()}
+    both = Twins(Stack(blocks, **ends), torch.arange(8).view(2, 4), tp=2, sequence_parallel=True)
+    for ids in (torch.arange(8).view(2, 4), torch.tensor([[2, 2, 4, 3]])):
+        both.backward(*(F.cross_entropy(out.flatten(0, 1), ids.flatten()) for out in both(ids)))
+    both.close()
 
 
 @pytest.mark.parametrize("cell", [{"tp": 2}, {"schedule": "zb-h1"}], ids=["tp", "zb-h1"])
