@@ -24,6 +24,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
@@ -219,6 +220,10 @@ def _row_of(group: dist.ProcessGroup, ranks: Sequence[int]) -> BoardRow:
     return row
 
 
+by_itself: ContextVar[bool] = ContextVar("by_itself", default=False)
+"""Whether this rank computes something that the others may not: it must meet none of them."""
+
+
 @contextmanager
 def named(doing: str, group: dist.ProcessGroup | None = None) -> Iterator[Wait]:
     """Context of a collective of the backend: its failure says which ranks are missing.
@@ -229,7 +234,13 @@ def named(doing: str, group: dist.ProcessGroup | None = None) -> Iterator[Wait]:
 
     Raises:
         CollectiveError: the backend reports a failure.
+        UsageError: within a function that this rank may call more often than others.
     """
+    if by_itself.get():
+        raise UsageError(
+            f"expected no collective but backward() in a function of each_piece(), found {doing}: "
+            "a rank may call the function more often than others; move it behind each_piece()"
+        )
     group = group or dist.group.WORLD
     if group is None:
         raise CollectiveError(f"{doing}: this rank has left the process group of the others")

@@ -29,6 +29,12 @@ from drivetrain.memory import is_out_of_memory, tries_again
 from drivetrain.parallel.backward import clip_
 from drivetrain.runtime.gradient_state import BatchPiece
 
+ONE_WEIGHTED = (
+    "expected one weighted backward() per micro-batch inside accumulate(), found one after the "
+    "window's gradients were already divided by the sum of weights; add the losses before "
+    "backward(), and use 'with accelerator.accumulate(model):'"
+)
+
 
 @dataclass(eq=False)
 class WindowMean:
@@ -75,11 +81,7 @@ class WindowMean:
             )
             return loss / length if length > 1 else loss
         if self._finished or (self.state.window.num_steps > 1 and not self.counted):
-            raise UsageError(
-                "expected one weighted backward() per micro-batch inside accumulate(), found one "
-                "after the window's gradients were already divided by the sum of weights; add the "
-                "losses before backward(), and use 'with accelerator.accumulate(model):'"
-            )
+            raise UsageError(ONE_WEIGHTED)
         return loss * weight
 
     def keep_earlier(self) -> None:
@@ -273,8 +275,7 @@ class WindowGradients:
         _check_loss(loss)
         weight = self._weight(weight)
         if self.held_back is not None:
-            counts = float(weight or 0.0)
-            self.held_back.add(loss, self._scaled(loss * counts), counts, options)
+            self._hold_back(self.held_back, loss, float(weight or 0.0), options)
             return
         window.use(trains=True)
         if window.micro_batch == 0:
@@ -306,6 +307,13 @@ class WindowGradients:
         state.observer.after_backward(loss, weight)
         if factor is not None:
             self._mean.scale_fresh(factor)
+
+    def _hold_back(
+        self, piece: PieceGradients, loss: Tensor, weight: float, options: Mapping[str, Any]
+    ) -> None:
+        if self.state.window.sync_gradients and not piece.is_empty:
+            raise UsageError(ONE_WEIGHTED)
+        piece.add(loss, self.state.scaler.scale(loss * weight), weight, options)
 
     def _weight(self, given: float | Tensor | None) -> float | Tensor | None:
         """Return the weight of a loss; pieces of a batch need not be equally large."""
@@ -435,8 +443,16 @@ class WindowGradients:
         for entry in self.state.models:
             entry.hooks.forget()
 
+    def _check_sent(self) -> None:
+        if self.held_back is not None:
+            raise UsageError(
+                "expected gradients to be clipped and optimizers to step after each_piece(), found "
+                "it in the function, before gradients are sent; move it behind"
+            )
+
     def _see_gradients(self, entry: PreparedModel) -> None:
         """Show a model's gradients, averaged and unscaled, before they are clipped or used."""
+        self._check_sent()
         self._unscale(entry)
         self.state.observer.gradients(entry)
 

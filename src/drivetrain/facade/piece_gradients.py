@@ -20,7 +20,7 @@ from drivetrain.runtime import rng
 
 
 class Before:
-    """The generators, and the buffers of models, as they are before a try.
+    """The generators, the buffers and the gradients of models, as they are before a try.
 
     Args:
         models: those that may run.
@@ -28,20 +28,46 @@ class Before:
 
     def __init__(self, models: Sequence[PreparedModel]) -> None:
         self._random = rng.Snapshot()
-        self._buffers = [
-            (module._buffers, name, buffer, buffer.clone())
-            for entry in models
-            for module in entry.module.modules()
-            for name, buffer in module._buffers.items()
+        modules = [module for entry in models for module in entry.module.modules()]
+        self._buffers = [(module._buffers, dict(module._buffers)) for module in modules]
+        self._values = {
+            buffer: buffer.clone()
+            for _, kept in self._buffers
+            for buffer in kept.values()
             if buffer is not None
-        ]
+        }
+        self._parameters = [parameter for entry in models for parameter in entry.parameters]
+        self._gradients = self._present()
+
+    def _present(self) -> list[tuple[Tensor | None, int]]:
+        with torch._C.DisableTorchFunctionSubclass():  # a guarded parameter would be gathered
+            gradients = [parameter.grad for parameter in self._parameters]
+            return [(each, 0 if each is None else each._version) for each in gradients]
+
+    def check_gradients(self) -> None:
+        """Refuse what the function did to gradients: it would count, or be lost, with the try.
+
+        Raises:
+            UsageError: they are no longer what they were.
+        """
+        for (now, version), (before, earlier) in zip(self._present(), self._gradients, strict=True):
+            if now is not before or version != earlier:
+                raise UsageError(
+                    "expected a function of each_piece() that leaves .grad to "
+                    "accelerator.backward(), found one that changed it: loss.backward(), a "
+                    "backward within backward, or gradients cleared or clipped; clear and clip "
+                    "after each_piece(), or take micro_batches(), where memory may not run out"
+                )
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Put all of it back."""
+        """Put generators and buffers back."""
         rng.restore(self._random.packed())
-        for holder, name, buffer, values in self._buffers:
-            holder[name] = buffer.copy_(values)
+        for holder, kept in self._buffers:
+            holder.clear()
+            holder.update(kept)
+        for buffer, values in self._values.items():
+            buffer.copy_(values)
 
 
 class PieceGradients:
@@ -74,11 +100,17 @@ class PieceGradients:
         if leaves:
             with _without_hooks(leaves):
                 found = torch.autograd.grad(scaled, leaves, allow_unused=True, **options)
-        counted = loss.detach() * weight if weight else torch.zeros_like(loss.detach())
+        value = loss.detach().to(torch.promote_types(loss.dtype, torch.float32))
+        counted = value * weight if weight else torch.zeros_like(value)
         came = {leaf: each for leaf, each in zip(leaves, found, strict=False) if each is not None}
         if not weight:
             came = {leaf: torch.zeros_like(each) for leaf, each in came.items()}
         self._join(counted, weight, came)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no backward came yet."""
+        return self._loss is None
 
     def join(self, other: "PieceGradients") -> None:
         """Add what another part of the piece brings."""

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from drivetrain.collectives.facts import counts_of_everyone
+from drivetrain.collectives.facts import by_itself, counts_of_everyone
 from drivetrain.errors import UsageError
 from drivetrain.facade.gradients import WindowGradients
 from drivetrain.facade.piece_gradients import Before, PieceGradients
@@ -193,9 +193,10 @@ class Pieces:
             rows = slice_tensors(part, slice(now.start - piece.start, now.stop - piece.start))
             room, before = _room(world.device, world.local_size), Before(self.state.models)
             self.gradients.held_back = held_back = PieceGradients()
-            token = tries_again.set(now.rows > 1)
+            token, own = tries_again.set(now.rows > 1), by_itself.set(True)
             try:
                 results.append(function(rows))
+                before.check_gradients()
             except Exception as error:
                 if now.rows == 1 or not is_out_of_memory(error):
                     raise
@@ -205,10 +206,12 @@ class Pieces:
                 continue
             finally:
                 tries_again.reset(token)
+                by_itself.reset(own)
                 self.gradients.held_back = None
             # Out of the except clause: there the traceback keeps the failed try's tensors alive.
             del held_back
             release_memory()
+            before.check_gradients()
             before.restore()
             known.add(now.rows, self._per_row, int(room))
             middle = now.start + now.rows // 2

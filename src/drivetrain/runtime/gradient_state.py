@@ -274,7 +274,8 @@ class GradientState:
             clear: clears them.
             used: whether a step has used them.
         """
-        alone = self.sync_gradients and (not self._inside or self.micro_batch == 1)
+        whole = self.micro_batch == 1 and (self.piece is None or self.piece.start == 0)
+        alone = self.sync_gradients and (not self._inside or whole)
         if alone or (self._inside and (used or not self.backwards)):
             clear()
         elif self.sync_gradients:

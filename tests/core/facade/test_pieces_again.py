@@ -217,6 +217,103 @@ def test_the_loss_scale_of_fp16_is_in_the_gradients_of_pieces_that_are_computed_
     accelerator.free_memory()
 
 
+def steps(accelerator, model, optimizer, rows):
+    accelerator.backward(model(rows).mean())
+    optimizer.step()
+
+
+def clips(accelerator, model, optimizer, rows):
+    accelerator.backward(model(rows).mean())
+    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+
+
+def goes_backward_alone(accelerator, model, optimizer, rows):
+    model(rows).mean().backward()
+
+
+def clears(accelerator, model, optimizer, rows):
+    model.second.weight.grad.zero_()
+
+
+def goes_backward_twice(accelerator, model, optimizer, rows):
+    accelerator.backward(model(rows).mean())
+    accelerator.backward(model(rows).mean())
+
+
+@pytest.mark.parametrize(
+    ("function", "found"),
+    [
+        (steps, "optimizers to step after each_piece"),
+        (clips, "optimizers to step after each_piece"),
+        (goes_backward_alone, "leaves .grad to accelerator.backward"),
+        (clears, "leaves .grad to accelerator.backward"),
+        (goes_backward_twice, "one weighted backward"),
+    ],
+)
+def test_what_a_try_would_lose_or_count_twice_is_refused(function, found):
+    accelerator = Accelerator(cpu=True, config={"micro_batch": "auto"})
+    model = Short(Room(99, "loss"))
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def train(rows):
+        if len(rows) == 1:
+            accelerator.backward(model(rows).mean())
+        else:
+            function(accelerator, model, optimizer, rows)
+
+    with pytest.raises(UsageError, match=found):
+        accelerator.each_piece(train, batch(0, 0)[0])
+    accelerator.free_memory()
+
+
+@pytest.mark.ranks(2)
+def test_a_collective_in_a_try_is_refused():
+    """The other rank may call the function less often, and meet another operation."""
+    accelerator = Accelerator(cpu=True, config={"micro_batch": "auto"})
+    model = accelerator.prepare(Short(Room(99, "loss")))
+
+    def train(rows):
+        accelerator.backward(model(rows).mean())
+        return accelerator.gather_for_metrics(torch.ones(()))
+
+    with pytest.raises(UsageError, match="no collective but backward"):
+        accelerator.each_piece(train, batch(0, 0)[0])
+    accelerator.free_memory()
+
+
+def test_clearing_at_the_head_of_pieces_leaves_those_before():
+    accelerator = Accelerator(cpu=True, config={"micro_batch": "auto"})
+    model = Short(Room(99, "loss"))
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    alone = copy.deepcopy(model)
+    rows = batch(0, 0)[0]
+    for part in accelerator.micro_batches(rows):
+        optimizer.zero_grad()
+        accelerator.backward(model(part).mean())
+    alone(rows).mean().backward()
+    for found, right in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, right.grad, rtol=1e-12, atol=1e-12)
+    accelerator.free_memory()
+
+
+def test_a_buffer_that_a_failed_try_makes_is_gone_and_narrow_losses_do_not_overflow():
+    accelerator = Accelerator(cpu=True, config={"micro_batch": "auto"})
+    room = Room(4, "loss")
+    model = Short(room)
+    model.register_buffer("most", None)
+    model = accelerator.prepare(model)
+
+    def train(rows):
+        model.most = torch.tensor(len(rows)) if model.most is None and len(rows) > 1 else model.most
+        loss = room.take("loss", model(rows)).square().mean()
+        accelerator.backward((0 * loss + 5).half(), weight=1e5)
+
+    accelerator.each_piece(train, batch(0, 0)[0])
+    assert model.most == 4
+    assert [float(each) for each in accelerator._gradients.finite.losses] == [5.0, 5.0]
+    accelerator.free_memory()
+
+
 @pytest.mark.ranks(2)
 def test_where_ranks_gather_within_a_piece_the_error_stays_one_and_says_why():
     accelerator = Accelerator(strategy=GATHERS, cpu=True, config={"micro_batch": "auto"})
