@@ -39,8 +39,9 @@ def test_all_messages_of_a_file_are_collected():
         site for site in raise_sites.collect() if site.file == "src/drivetrain/facade/gradients.py"
     ]
     assert [site.message.partition(", ")[0] for site in found] == [
-        "expected a weight for every loss of an accumulation window or for none",
         "expected one weighted backward() per micro-batch inside accumulate()",
+        "expected a weight for every loss of an accumulation window or for none",
+        "expected gradients to be clipped and optimizers to step after each_piece()",
         "expected the loss as a 0-d tensor",
         "expected a scalar loss",
         "expected a loss that requires grad",

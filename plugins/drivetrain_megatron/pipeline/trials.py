@@ -264,7 +264,9 @@ class BatchTrial:
             whole, parts = trial_parts(batch, dims)
             metas = stages[0].left(whole)
             joins = _joins_of(metas, [stages[0].left(p) for p in parts])
-            fits = not self._cuts_shards(metas, joins) and all(self._fits(stage, whole, parts, joins, kept) for stage in stages)
+            fits = not self._cuts_shards(metas, joins) and all(
+                self._fits(stage, whole, parts, joins, kept) for stage in stages
+            )
         except CollectiveError:
             raise  # another rank has failed: no answer of this one would reach it
         except Exception as error:  # whatever a model raises for parts along a wrong dim

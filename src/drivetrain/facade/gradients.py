@@ -29,11 +29,13 @@ from drivetrain.memory import is_out_of_memory, tries_again
 from drivetrain.parallel.backward import clip_
 from drivetrain.runtime.gradient_state import BatchPiece
 
-ONE_WEIGHTED = (
-    "expected one weighted backward() per micro-batch inside accumulate(), found one after the "
-    "window's gradients were already divided by the sum of weights; add the losses before "
-    "backward(), and use 'with accelerator.accumulate(model):'"
-)
+
+def _one_weighted() -> UsageError:
+    return UsageError(
+        "expected one weighted backward() per micro-batch inside accumulate(), found one after the "
+        "window's gradients were already divided by the sum of weights; add the losses before "
+        "backward(), and use 'with accelerator.accumulate(model):'"
+    )
 
 
 @dataclass(eq=False)
@@ -81,7 +83,7 @@ class WindowMean:
             )
             return loss / length if length > 1 else loss
         if self._finished or (self.state.window.num_steps > 1 and not self.counted):
-            raise UsageError(ONE_WEIGHTED)
+            raise _one_weighted()
         return loss * weight
 
     def keep_earlier(self) -> None:
@@ -273,7 +275,8 @@ class WindowGradients:
         """Run backward; at the end of a window the gradients are synchronised and exact means."""
         state, window = self.state, self.state.window
         _check_loss(loss)
-        weight = self._weight(weight)
+        rows = None if window.piece is None else window.piece.rows
+        weight = rows if weight is None else weight  # pieces of a batch need not be equally large
         if self.held_back is not None:
             self._hold_back(self.held_back, loss, float(weight or 0.0), options)
             return
@@ -312,13 +315,8 @@ class WindowGradients:
         self, piece: PieceGradients, loss: Tensor, weight: float, options: Mapping[str, Any]
     ) -> None:
         if self.state.window.sync_gradients and not piece.is_empty:
-            raise UsageError(ONE_WEIGHTED)
+            raise _one_weighted()
         piece.add(loss, self.state.scaler.scale(loss * weight), weight, options)
-
-    def _weight(self, given: float | Tensor | None) -> float | Tensor | None:
-        """Return the weight of a loss; pieces of a batch need not be equally large."""
-        piece = self.state.window.piece
-        return piece.rows if given is None and piece is not None else given
 
     def clip_norm(
         self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float
