@@ -179,12 +179,27 @@ class UnevenInputs:
             self._exchange(2 * (self._joined.index(entry) + 1) + int(synchronizes))
 
     def _exchange(self, status: int) -> int:
-        """Return the largest status of any rank: all ranks with a batch have the same one."""
+        """Return the status of the ranks with a batch, or that all are done.
+
+        Raises:
+            UsageError: on every rank: they have different ones, or one cannot do without the other.
+        """
         mine = torch.tensor([status], device=self.state.world.device)
         statuses = communication.gather(mine).tolist()
-        doing = max(statuses)
-        if doing != _DONE:
-            self._last_round = [rank for rank, each in enumerate(statuses) if each != _DONE]
+        busy = {each for each in statuses if each != _DONE}
+        if len(busy) > 1:
+            raise UsageError(
+                "expected ranks in join_uneven_inputs that call the same model, and end their "
+                "accumulation windows at the same batches, found that some end theirs earlier, as "
+                "where a loader's last batch ends a window; take gradient_accumulation_steps=1, "
+                "GradientAccumulationPlugin(sync_with_dataloader=False), or even_batches=True"
+            )
+        if not busy:
+            return _DONE
+        (doing,) = busy
+        self._last_round = [rank for rank, each in enumerate(statuses) if each != _DONE]
+        if _DONE in statuses:
+            _joinable(self._joined[doing // 2 - 1])
         return int(doing)
 
     def _stand_in(self) -> None:

@@ -8,6 +8,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from drivetrain import Accelerator, DataLoaderConfiguration, communication
+from drivetrain.errors import UsageError
 from drivetrain.facade.uneven import UnevenInputs
 from drivetrain.runtime.gradient_state import GradientState
 from drivetrain.runtime.world import World
@@ -25,10 +26,11 @@ def run(accelerator, rows):
     with accelerator.join_uneven_inputs([model], even_batches=False):
         for (x,) in loader:
             batches += 1
-            accelerator.backward(model(x).square().mean())
-            optimizer.step()
-            scheduler.step()
-            optimizer.zero_grad()
+            with accelerator.accumulate(model):
+                accelerator.backward(model(x).square().mean())
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
     return model, optimizer, scheduler, batches
 
 
@@ -44,6 +46,21 @@ def test_ranks_end_equal():
             assert torch.equal(other, tensor)
     assert scheduler.get_last_lr() == pytest.approx([0.1 * 0.9**3])
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * 0.9**3)
+    accelerator.end_training()
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({"strategy": "zero2"}, "cannot stand in"),
+        ({"gradient_accumulation_steps": 2}, "end theirs earlier"),
+    ],
+)
+@pytest.mark.ranks(2)
+def test_what_ranks_cannot_do_for_each_other_is_refused_on_each(given, why):
+    accelerator = Accelerator(cpu=True, **given)
+    with pytest.raises(UsageError, match=why):
+        run(accelerator, rows=14)  # 7 batches
     accelerator.end_training()
 
 
