@@ -106,7 +106,7 @@ def test_a_hundred_thousand_ranks_take_no_time():
     for cut in ("flat", "rows"):
         layout = arrange(specs, PLAIN, 10**5, cut)
         assert owned_by_all([layout], lambda _: 1)[0] == layout.owned(0)
-    assert time.process_time() - begun < 2
+    assert time.process_time() - begun < 5
 
 
 def test_whole_parameters_and_the_kinds_of_a_unit():

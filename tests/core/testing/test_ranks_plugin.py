@@ -84,6 +84,7 @@ def test_in_between():  # new ranks, which take a while to be ready
 def test_hang():
     if dist.get_rank() == 1:
         time.sleep(60)
+    time.sleep(0.5)  # the barrier, too, waits for 2 s
     dist.barrier()
 
 @pytest.mark.ranks(2)
