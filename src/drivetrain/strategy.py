@@ -134,6 +134,34 @@ class StrategyPick(NamedTuple):
     hint: str = ""
 
 
+_GONE: Mapping[str, str] = {
+    **dict.fromkeys(("publish", "share_outputs", "uncounted"), "pipeline"),
+    **dict.fromkeys(("divides_states", "load_states", "held_parts"), "held_tensors"),
+    **dict.fromkeys(("states_among", "forward_is_collective"), "pace"),
+    "draws_masks": "planning()",
+    "whereabouts": "state_facts",
+}
+"""Methods of earlier versions that nobody calls any more, by what says the same now."""
+
+_GONE_FROM_PLANNING: Mapping[str, str] = {
+    "step": "simulate",
+    "bound": "lower_bound",
+    "part": "local_model",
+    "forms": "candidates",
+    "draws_steps": "simulates",
+}
+"""The same of what ``planning()`` returns."""
+
+
+def _refuse(cls: type, gone: Mapping[str, str]) -> None:
+    """Refuse a class of a plugin that was written for an earlier version."""
+    for name in cls.__dict__.keys() & gone.keys():
+        raise UsageError(
+            f"expected a strategy for this version of drivetrain, found {cls.__name__}.{name}, "
+            f"which nobody calls: see {gone[name]} in docs/writing-a-plugin.md"
+        )
+
+
 class Planning:
     """What a strategy says before a run: its forms, its simulated steps, its use of slow links.
 
@@ -150,6 +178,10 @@ class Planning:
 
     layout_keys: ClassVar[Mapping[str, str]] = {}
     inner_option: ClassVar[str] = ""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        _refuse(cls, _GONE_FROM_PLANNING)
 
     def __init__(self, kind: Any) -> None:
         self.kind = kind
@@ -408,26 +440,12 @@ class Pace(NamedTuple):
     backwards: bool = False
 
 
-_GONE: Mapping[str, str] = {
-    **dict.fromkeys(("publish", "share_outputs", "uncounted"), "pipeline"),
-    **dict.fromkeys(("divides_states", "load_states", "held_parts"), "held_tensors"),
-    **dict.fromkeys(("states_among", "forward_is_collective"), "pace"),
-    "draws_masks": "planning()",
-    "whereabouts": "state_facts",
-}
-"""Methods of earlier versions that nobody calls any more, by what says the same now."""
-
-
 class Strategy(Readable, KeepsState, Outline[ConfigT]):
     """One way of spreading a training step over the ranks of a mesh."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        for name in cls.__dict__.keys() & _GONE.keys():
-            raise UsageError(
-                f"expected a strategy for this version of drivetrain, found {cls.__name__}.{name}, "
-                f"which nobody calls: see {_GONE[name]} in docs/writing-a-plugin.md"
-            )
+        _refuse(cls, _GONE)
 
     def __init__(self, config: ConfigT, run: Run) -> None:
         self.config = config

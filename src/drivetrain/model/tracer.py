@@ -100,7 +100,7 @@ def _facts(tensor: Tensor) -> Facts:
     return facts_of(tensor)
 
 
-# --- the recorder ---
+# --- the tracer ---
 
 
 def trace_model(  # noqa: PLR0913 - keyword-only, each for one caller
@@ -143,7 +143,7 @@ def trace_model(  # noqa: PLR0913 - keyword-only, each for one caller
             try:
                 found = repeated_blocks(model) if blocks is None else blocks
                 tracer = _Tracer(found, substitutes, kind, isolated, valued, until)
-                return _looked(model, args, kwargs, substitutes.device, tracer)
+                return _traced(model, args, kwargs, substitutes.device, tracer)
             except _NeedsValues:
                 continue  # from the start: hooks have collected tensors of the failed call
             except WriteRefusedError as error:
@@ -153,7 +153,7 @@ def trace_model(  # noqa: PLR0913 - keyword-only, each for one caller
                 overwritten |= written  # as of spectral normalisation: they follow from parameters
 
 
-def _looked(
+def _traced(
     model: nn.Module,
     args: Arguments,
     kwargs: Keywords,
