@@ -441,7 +441,7 @@ class Ddp(DdpOutline, ReplicatedStrategy[DdpConfig]):
     def will_scale(self, factor: float) -> None:
         """Let momenta have the factor before they cross."""
         if self._adam:
-            self._adam.factor = factor
+            self._adam.factor = factor or 1.0  # times 0 nothing is left to take care of
 
     def step_decided(self, *, taken: bool) -> None:
         """Let sums that keep errors go on, or back to those of before a skipped step."""

@@ -17,11 +17,17 @@ SC 2021, section 5.
 With ``delayed``, the results of an update are taken over at the following step instead
 (ZeRO-Offload's one-step delayed update). Clipping costs no pass over the gradients: its factor goes
 with the update.
+
+With ``in_backward``, the update of a unit begins when its gradients are reduced, as long as the
+store has little to do; ``step`` submits the rest, and lets forward see all of them. Parameters
+change at ``step`` as always, but states have changed before: between the two nothing may change
+that a step depends on.
 """
 
+import itertools
 import sys
 from abc import ABC
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -275,6 +281,7 @@ class OffloadedParameters:
         flat = self._places[slot][1]
         return (
             self._options.delayed
+            or self._options.in_backward
             or flat.shard.place(slot) is None
             or flat.values.device.type != "cpu"
             or (flat.has_master and not self._store.in_memory)
@@ -383,6 +390,126 @@ class PendingValues:
         return self._buffers[flat][one.slot.local]
 
 
+# --- steps that begin in backward ---
+
+Member: TypeAlias = tuple[OffloadedParameter, nn.Parameter, Mapping[str, Any]]
+"""A parameter, what the optimizer holds in its place, and the param group."""
+
+MOST_BEGUN = 2
+"""Updates under way in backward: one is computed, one waits. Units that are complete meanwhile may
+have to wait until the optimizer steps; then those come first that forward needs first."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BegunUpdate:
+    """The update of one unit by one optimizer, begun in backward.
+
+    Attributes:
+        updates: by block.
+        values: what forward sees once the optimizer steps.
+        gradients: those of fragments that the update has read, with their versions.
+    """
+
+    updates: Mapping[str, Pending]
+    values: PendingValues
+    gradients: Mapping[nn.Parameter, tuple[Tensor, int]]
+
+    def done(self) -> bool:
+        """Whether it is over, or failed."""
+        return all(update.done() for update in self.updates.values())
+
+
+class BegunSteps:
+    """The steps of a model's optimizers, from the backward in which they begin until they are due.
+
+    Attributes:
+        updates: by optimizer and unit.
+    """
+
+    def __init__(self) -> None:
+        self.updates: dict[BoundOptimizer, dict[Unit, BegunUpdate]] = defaultdict(dict)
+        self._ready: deque[Unit] = deque()
+        self._groups: dict[BoundOptimizer, dict[nn.Parameter, Mapping[str, Any]]] = {}
+        self._frozen: dict[BoundOptimizer, list[dict[str, Any]]] = {}
+
+    def next_after(self, unit: Unit) -> Iterator[Unit]:
+        """Yield the units whose update is to begin, now that this one is complete, too."""
+        self._ready.append(unit)
+        while self._ready and self._under_way() < MOST_BEGUN:
+            yield self._ready.popleft()
+
+    def _under_way(self) -> int:
+        begun = itertools.chain.from_iterable(units.values() for units in self.updates.values())
+        return sum(not one.done() for one in begun)
+
+    def groups_of(self, bound: BoundOptimizer) -> Mapping[nn.Parameter, Mapping[str, Any]]:
+        """Return the group of each fragment of an optimizer, in this backward."""
+        if bound not in self._groups:
+            self._groups[bound] = {held: group for _, held, group in bound.members()}
+        return self._groups[bound]
+
+    def freeze(self, optimizers: Iterable[BoundOptimizer]) -> None:
+        """Let nothing change that steps depend on until these optimizers step."""
+        self._ready.clear()
+        self._groups.clear()
+        for bound in optimizers:
+            self._frozen[bound] = _options_of(bound)
+
+    def check_free(self, found: str) -> None:
+        """Refuse a change of what steps depend on, on every rank, whether or not it has begun any.
+
+        Raises:
+            UsageError: an optimizer is to step before.
+        """
+        if self._frozen:
+            raise UsageError(
+                "expected optimizer.step() right after the backward in which its updates began, "
+                f"found {found}; change that before backward or after the step, or take "
+                "offload.in_backward: false"
+            )
+
+    def take(self, bound: BoundOptimizer) -> Mapping[Unit, BegunUpdate]:
+        """Return what an optimizer has begun: it steps.
+
+        Raises:
+            UsageError: gradients, or options of param groups, have changed since.
+        """
+        if self._frozen.get(bound, _options_of(bound)) != _options_of(bound):
+            self.check_free("other options of its param groups")
+        for one in self.updates[bound].values():
+            for fragment, (grad, version) in one.gradients.items():
+                if fragment.grad is not grad or grad._version != version:
+                    self.check_free("gradients that are changed")
+        self._frozen.pop(bound, None)
+        return self.updates.pop(bound)
+
+    def drop(self) -> None:
+        """Wait for all, and let forward never see them: other values come."""
+        for units in self.updates.values():
+            for one in units.values():
+                wait_for_all(one.updates.values())
+        self.updates.clear()
+        self._frozen.clear()
+
+
+def _options_of(bound: BoundOptimizer) -> list[dict[str, Any]]:
+    """Return the options of an optimizer's groups; a tensor may change where it is."""
+    return [
+        {
+            key: value.tolist() if isinstance(value, Tensor) else value
+            for key, value in group.items()
+            if key != "params"
+        }
+        for group in bound.optimizer.param_groups
+    ]
+
+
+def wait_for_all(updates: Iterable[Pending]) -> None:
+    """Return when all are over; raises the error of the first that failed."""
+    for update in updates:
+        update.wait()
+
+
 # --- the engine ---
 
 
@@ -410,6 +537,7 @@ class OffloadEngine(OptimizerBackend):
         self._factors: dict[ParameterSlot, float] = {}
         self._hidden: dict[nn.Parameter, Tensor] = {}
         self._late: list[tuple[BoundOptimizer, Pending, PendingValues]] = []
+        self._begun = BegunSteps()
 
     @classmethod
     def held(
@@ -469,29 +597,90 @@ class OffloadEngine(OptimizerBackend):
         if stepper is None:
             return
         self._take_over(bound)
-        blocks: dict[Unit, dict[str, list[ShardStep]]] = defaultdict(lambda: defaultdict(list))
-        pending: dict[Unit, PendingValues] = defaultdict(partial(PendingValues, self._memory))
-        for slot, fragment, group in bound.members():
-            one = self._offloaded.get(slot)
-            if one is None or fragment.grad is None:
-                continue
-            step = self._step_of(one, fragment.grad, group, pending[one.unit])
-            blocks[one.unit][one.block].append(step)
-            self._hidden[fragment] = fragment.grad
-            fragment.grad = None
+        members = self._with_gradients(bound)
+        for unit, begun in self._begun.take(bound).items():
+            blocks = list(begun.updates)
+            arrival = stepper.submit(blocks[-1], (), begun.values.arrive)
+            unit.updates += [*begun.updates.values(), arrival]
+            self._hide(members.pop(unit))
         # Forward needs the last unit first: its step is the first to be over.
-        for unit in reversed([unit for unit in self._kept.units if unit in blocks]):
+        for unit in reversed([unit for unit in self._kept.units if unit in members]):
             if any(flat.shard.in_store for flat in unit.flats):
                 unit.wait_for_step()  # another optimizer may be writing its part of the same shard
-            values = pending[unit]
-            values.awaited = len(blocks[unit])
-            then = None if self.options.delayed else values.arrive
-            for block, steps in blocks[unit].items():
-                update = stepper.submit(block, steps, then)
-                if self.options.delayed:
-                    self._late.append((bound, update, values))
-                else:
-                    unit.updates.append(update)
+            updates, values = self._update(stepper, members[unit])
+            self._hide(members[unit])
+            if self.options.delayed:
+                self._late += [(bound, update, values) for update in updates.values()]
+            else:
+                unit.updates += updates.values()
+
+    def _with_gradients(self, bound: BoundOptimizer) -> dict[Unit, list[Member]]:
+        """Return the offloaded parameters of an optimizer that have a gradient, by unit."""
+        found: dict[Unit, list[Member]] = defaultdict(list)
+        for slot, fragment, group in bound.members():
+            one = self._offloaded.get(slot)
+            if one is not None and fragment.grad is not None:
+                found[one.unit].append((one, fragment, group))
+        return found
+
+    def _update(
+        self, stepper: ShardStepper, members: Iterable[Member], *, held: bool = False
+    ) -> tuple[dict[str, Pending], PendingValues]:
+        """Submit the update of one unit.
+
+        Args:
+            stepper: of the optimizer.
+            members: its parameters in the unit.
+            held: whether forward sees the values only after one more arrival.
+
+        Returns:
+            What is submitted, by block, and the new values.
+        """
+        values, blocks = PendingValues(self._memory), defaultdict[str, list[ShardStep]](list)
+        for one, fragment, group in members:
+            assert fragment.grad is not None
+            blocks[one.block].append(self._step_of(one, fragment.grad, group, values))
+        values.awaited = len(blocks) + held
+        then = None if self.options.delayed else values.arrive
+        return {block: stepper.submit(block, blocks[block], then) for block in blocks}, values
+
+    def _hide(self, members: Iterable[Member]) -> None:
+        for _, fragment, _ in members:
+            assert fragment.grad is not None
+            self._hidden[fragment], fragment.grad = fragment.grad, None
+
+    def begin(self, unit: Unit) -> None:
+        """Begin updates of units whose gradients are complete, as long as few are under way."""
+        for ready in self._begun.next_after(unit):
+            mine = [self._offloaded[slot] for slot in ready.slots if slot in self._offloaded]
+            for bound, stepper in self._kept.steppers.items():
+                groups = self._begun.groups_of(bound)
+                members = [
+                    (one, one.fragment, groups[one.fragment])
+                    for one in mine
+                    if one.stepper is stepper and one.fragment.grad is not None
+                ]
+                if members:
+                    updates, values = self._update(stepper, members, held=True)
+                    read = {
+                        held: (held.grad, held.grad._version)
+                        for _, held, _ in members
+                        if held.grad is not None
+                    }
+                    self._begun.updates[bound][ready] = BegunUpdate(updates, values, read)
+
+    def freeze(self) -> None:
+        """Hold back what was begun, when a backward is over, until the optimizers step."""
+        if self.in_backward:
+            self._begun.freeze(self._kept.steppers)
+
+    def check_free(self, found: str) -> None:
+        """Refuse a change between a backward and the steps that began in it.
+
+        Raises:
+            UsageError: steps began.
+        """
+        self._begun.check_free(found)
 
     def _step_of(
         self,
@@ -503,7 +692,7 @@ class OffloadEngine(OptimizerBackend):
         slot, flat, master = one.slot, one.flat, None
         out: Tensor | Callable[[], Tensor] | None
         if one.master:
-            out = pending.of(one, in_place=not self.options.delayed)
+            out = pending.of(one, in_place=not (self.options.delayed or self.in_backward))
         else:
             master = flat.shard.read(slot).detach()
             beside = one.unit.resident and flat.shard.separate and not flat.apart
@@ -529,24 +718,28 @@ class OffloadEngine(OptimizerBackend):
         return ()
 
     def take_over_late(self) -> bool:
-        """Wait for late updates, and let forward see them; return whether there were any."""
+        """Wait for late updates, and let forward see them; return whether there were any.
+
+        Raises:
+            UsageError: steps have begun in backward.
+        """
+        self.check_free("gathered()")
         found = bool(self._late)
         self._take_over(None)
         return found
 
     def _take_over(self, bound: BoundOptimizer | None) -> None:
         due = [late for late in self._late if bound is None or late[0] is bound]
-        for _, update, _ in due:
-            update.wait()
+        wait_for_all(update for _, update, _ in due)
         for late in due:
             late[2].install()
             self._late.remove(late)
 
     def drop_late(self) -> None:
-        """Wait for late updates, and let forward never see them: other values come."""
-        for _, update, _ in self._late:
-            update.wait()
+        """Wait for what is held back, and let forward never see it: other values come."""
+        wait_for_all(update for _, update, _ in self._late)
         self._late = []
+        self._begun.drop()
 
     # --- gradients ---
 
@@ -574,7 +767,12 @@ class OffloadEngine(OptimizerBackend):
     # --- state ---
 
     def master(self, flat: FlatParameter, slot: ParameterSlot) -> Held:
-        """Return the master that a store keeps; otherwise the part of the shard."""
+        """Return the master that a store keeps; otherwise the part of the shard.
+
+        Raises:
+            UsageError: a step that began in backward was not taken.
+        """
+        self.check_free("a use of the optimizer's state")
         one = self._offloaded.get(slot)
         if one is None or not one.master:
             return super().master(flat, slot)
@@ -593,6 +791,7 @@ class OffloadEngine(OptimizerBackend):
         Raises:
             UsageError: updates are held back, which the values lack.
         """
+        self.check_free(f"parameters that are changed, of {unit.label}")
         if self._late:
             raise UsageError(
                 "expected no writes into parameters outside of gathered() with offload.delayed: "
@@ -606,7 +805,12 @@ class OffloadEngine(OptimizerBackend):
                 one.follow_values()
 
     def states(self, bound: BoundOptimizer, slot: ParameterSlot) -> Iterator[tuple[str, Held]]:
-        """Yield the states that the store keeps, or else the states of the optimizer itself."""
+        """Yield the states that the store keeps, or else the states of the optimizer itself.
+
+        Raises:
+            UsageError: a step that began in backward was not taken.
+        """
+        self.check_free("a use of the optimizer's state")
         one = self._offloaded.get(slot)
         if one is None:
             yield from super().states(bound, slot)

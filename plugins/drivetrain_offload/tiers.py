@@ -66,6 +66,7 @@ class TierChoice:
         parameters: of this rank's share of divided parameters, if a store keeps them.
         ratio: the share of parameters whose state stores keep, in whole units.
         delayed: whether updates are taken over a step late.
+        in_backward: whether they begin in backward.
     """
 
     device: Tier
@@ -73,6 +74,7 @@ class TierChoice:
     parameters: Tier | None = None
     ratio: float = 1.0
     delayed: bool = False
+    in_backward: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,17 +102,19 @@ def held(plan: TierPlan, tiers: TierChoice) -> TierBytes:
     device.update(plan.estimate.beside(plan.model))
     device["buffers of gradients"] += plan.lent
     device["largest unit in use"] += max((unit.nbytes for unit in units if unit.sharded), default=0)
-    chosen, values = offloaded(units, tiers.ratio), set()
+    chosen, values = offloaded(units, tiers.ratio), list[int]()
     for index, unit in enumerate(units):
         for flat in unit.flats:
             account = _Account(plan, tiers, flat, sharded=unit.sharded)
             if flat.trainable and index < chosen:
-                values.add(account.owned * flat.dtype.itemsize)
+                values.append(account.owned * flat.dtype.itemsize)
             for tier, kind, nbytes in account.lines(offloaded=index < chosen):
                 total[tier][kind] += nbytes
     if tiers.device == "device":
-        # A buffer for each size: updates come one after the other, and late ones are counted.
-        total["host"]["values on their way"] += 0 if tiers.delayed else sum(values)
+        # A buffer for each size: updates come one after the other. Those that begin in backward may
+        # all wait for the step, and late ones are counted.
+        waiting = values if tiers.in_backward else set(values)
+        total["host"]["values on their way"] += 0 if tiers.delayed else sum(waiting)
     return {tier: Counter({k: n for k, n in kinds.items() if n}) for tier, kinds in total.items()}
 
 
@@ -187,7 +191,8 @@ class _Account(FlatBytes):
     def _is_master(self) -> bool:
         """Whether the parameters themselves are stepped, at their place between uses."""
         tiers = self._tiers
-        if self._stored is not None or tiers.device != "host" or tiers.delayed:
+        apart = tiers.delayed or tiers.in_backward
+        if self._stored is not None or tiers.device != "host" or apart:
             return False
         # The shard of what is freed may as well have the dtype of the master.
         freely = self.sharded and tiers.optimizer == "host"
@@ -345,6 +350,7 @@ def tiers_of(options: OffloadOptions, opened: Mapping[str, Store], world: World)
         parameters=None if parameters == device else parameters,  # they are there already
         ratio=options.ratio,
         delayed=options.delayed,
+        in_backward=options.in_backward,
     )
 
 

@@ -430,6 +430,7 @@ class Pace(NamedTuple):
         states: the ranks that have all of an optimizer's state together, None for all.
         forwards: whether ranks of ``dp`` need each other in a forward: they must run the same ones.
         backwards: whether they need each other in the backward of each micro-batch of a window.
+        begun: whether a step begins in backward, after which it cannot be left out.
     """
 
     apart: bool = False
@@ -438,6 +439,7 @@ class Pace(NamedTuple):
     states: Axis | None = None
     forwards: bool = False
     backwards: bool = False
+    begun: bool = False
 
 
 class Strategy(Readable, KeepsState, Outline[ConfigT]):

@@ -223,10 +223,13 @@ class FiniteCheck:
             entries: the models of the step.
 
         Raises:
-            ConfigError: the policy lets ranks leave out steps that others take, now or later.
+            ConfigError: the policy lets ranks leave out steps that others take, now or later; or
+                steps that began in backward.
         """
         for entry in entries:
             self._check_policy(entry.strategy.pace.later)
+            if entry.strategy.pace.begun:
+                self._check_never_skips()
         losses, self.losses = self.losses, []
         if not self._looks:
             return
@@ -256,6 +259,20 @@ class FiniteCheck:
                 f"on_nonfinite: expected stop or ignore where ranks do not wait for each other at "
                 f"a step, found {self._policy}: they could not leave out the same steps; change "
                 "it, or let the strategy wait for all ranks"
+            )
+
+    def _check_never_skips(self) -> None:
+        """Refuse policies that leave out steps where steps begin in backward.
+
+        Raises:
+            ConfigError: names the policy.
+        """
+        skips = "precision: fp16" if self.state.scaler.enabled else ""
+        skips = "on_nonfinite: skip" if self._policy == "skip" else skips
+        if skips:
+            raise ConfigError(
+                f"expected no {skips} with offload.in_backward: true, found it: it leaves out "
+                "steps, which have begun by then; change one of them"
             )
 
     def must_tell(self, entries: Sequence[PreparedModel]) -> bool:

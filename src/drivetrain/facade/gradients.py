@@ -293,7 +293,7 @@ class WindowGradients:
         synced = window.sync_gradients
         factor = self._mean.finish() if synced else None
         for entry in state.models:
-            entry.strategy.will_scale(factor or 1.0)  # times 0 nothing is left to take care of
+            entry.strategy.will_scale(1.0 if factor is None else factor)
         state.observer.before_backward()  # times the backward, not the wait for weights above
         if synced and not window.uneven:
             self.weights.compare_first()

@@ -56,6 +56,7 @@ class FlatGradients:
     Attributes:
         kind: its layout and the dtype of the wire.
         buffer: 1-D, where gradients arrive; None while there is none.
+        read_by_step: whether a step may have begun, which reads the kept gradients.
         filled: the parameters whose places in the buffer hold a gradient.
     """
 
@@ -74,6 +75,7 @@ class FlatGradients:
         self.nbytes = flat.layout.numel * self.wire.itemsize
         self.buffer: Tensor | None = None
         self.filled: set[ParameterSlot] = set()
+        self.read_by_step = False
         self._total = precision.accumulate_dtype(flat.layout.dtype)
         self._owned = [slot for slot in flat.slots if slot.owned_numel]
         self._pieces = [slice(start, stop) for start, stop in flat.pieces[rank]]
@@ -216,7 +218,7 @@ class FlatGradients:
 
     def to_sum_dtype(self) -> None:
         """Keep gradients in the dtype of sums: they are about to be changed in place."""
-        if self._kept is not None and self._kept.dtype is not self._total:
+        if self._kept is not None and self._kept.dtype is not self._total and not self.read_by_step:
             self._kept = self._kept.to(self._total)
             for slot in self.flat.with_gradients():
                 self.hand_out(slot)
@@ -343,6 +345,8 @@ class UnitGradients:
         self.awaited = self.trained
         self.pending = len(self.awaited)
         self.came.clear()
+        for flat in self.flats:
+            flat.read_by_step = False
 
     @property
     def done(self) -> bool:
@@ -482,6 +486,20 @@ class UnitGradients:
 
     # --- handing out ---
 
+    def hand_out_complete(self) -> bool:
+        """Give fragments their gradients before the round ends, if this rank lacks none.
+
+        Returns:
+            Whether it did: no other rank and no replica has a say.
+        """
+        if self._replicas is not None or not self.present.issuperset(self.awaited):
+            return False
+        for slot in self.awaited:
+            self.of[slot].hand_out(slot)
+        for flat in self._active:
+            flat.read_by_step = True
+        return True
+
     def deliver(self, present: Iterator[int]) -> list[ParameterSlot]:
         """Give fragments their gradients, where some rank had one for the awaited parameter.
 
@@ -495,7 +513,8 @@ class UnitGradients:
         for slot, some in zip(self.awaited, present, strict=False):
             if some:
                 unused.discard(slot.name)
-                self.of[slot].hand_out(slot)
+                if not self.of[slot].read_by_step:
+                    self.of[slot].hand_out(slot)
                 if slot not in self.came:
                     elsewhere.append(slot)
         self.present.clear()

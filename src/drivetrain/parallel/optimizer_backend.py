@@ -79,12 +79,14 @@ class OptimizerBackend:
 
     Attributes:
         active: whether stores step anything; a factor for gradients may then go with their step.
+        in_backward: whether steps begin in backward.
     """
 
     active: ClassVar[bool] = False
 
     def __init__(self, options: OffloadOptions, device: torch.device) -> None:
         self.options = options
+        self.in_backward = options.in_backward
         self.device = device
 
     @classmethod
@@ -145,6 +147,22 @@ class OptimizerBackend:
 
     def submit(self, bound: BoundOptimizer) -> None:
         """Submit a step of the shards in stores, and hide their gradients from the optimizer."""
+
+    def begin(self, unit: Unit) -> None:
+        """Let a step begin in backward: the gradients of a unit are what it will be taken with."""
+
+    def freeze(self) -> None:
+        """Hold back what was begun, when a backward is over, until the optimizers step."""
+
+    def check_free(self, found: str) -> None:
+        """Refuse a change between a backward and the steps that began in it.
+
+        Args:
+            found: the change.
+
+        Raises:
+            UsageError: steps began.
+        """
 
     def give_back(self, bound: BoundOptimizer) -> Collection[ParameterSlot]:
         """Show hidden gradients again; return the parameters whose gradients the store reads on."""

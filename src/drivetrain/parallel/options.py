@@ -45,6 +45,11 @@ class OffloadOptions:
         help="whether parameters change one step late, so that an update may take as long as a "
         "whole step; another trajectory than without",
     )
+    in_backward: bool = option(
+        False,
+        help="whether updates begin in backward, unit by unit; gradients are then not clipped or "
+        "changed after it, and no step is left out",
+    )
     store_options: dict[str, int | float | bool | str] = mapping(
         help="options of the stores, such as request_mib of nvme; the same for all of them"
     )
@@ -67,13 +72,18 @@ class OffloadOptions:
             )
         idle = [
             f"{knob}: {getattr(self, knob)}"
-            for knob in ("path", "ratio", "delayed", "store_options")
+            for knob in ("path", "ratio", "delayed", "in_backward", "store_options")
             if getattr(self, knob) != _DEFAULTS[knob]
         ]
         if idle and not self.optimizer:
             raise ConfigError(
                 f"expected a store in offload.optimizer with {', '.join(idle)}, found none; name "
                 "one, such as cpu, or leave these out"
+            )
+        if self.delayed and self.in_backward:
+            raise ConfigError(
+                "expected offload.delayed or offload.in_backward, found both: an update that may "
+                "take a whole step has no need to begin early; leave one of them out"
             )
         if self.optimizer:
             self._check_stores()

@@ -19,6 +19,7 @@ steps is not multiplied in: it goes with the step, which reads each gradient onc
 asks for the gradients themselves gets them with their factors.
 """
 
+import math
 import sys
 import time
 from collections import deque
@@ -123,6 +124,9 @@ class Reduce:
     Attributes:
         rounds: its synchronised backwards.
         replicating: whether replicas then add theirs up, and gradients are handed out.
+        steps_follow: whether optimizers step after them; not in an accumulation window.
+        factor: what the gradients of a backward will be multiplied by after it.
+        backend: as given.
         units: the gradients of each unit, in the order in which units are sent.
         shown: what stands at the parameters' ``grad``.
         buffers: those that gradients pass through, if they do not stay.
@@ -139,10 +143,13 @@ class Reduce:
         adam: FrozenAdam | None = None,
     ) -> None:
         self.replicating = True
+        self.steps_follow = True
+        self.factor = 1.0
+        self._scaled: set[ParameterSlot] = set()  # before the backward was over
         self.units: list[UnitGradients] = []
         self._ranks = ranks
         self._placement = placement
-        self._backend = backend
+        self.backend = backend
         self.rounds = Rounds(self.begin, end)
         self.buffers = buffers
         stays = not buffers.in_flight
@@ -182,7 +189,12 @@ class Reduce:
     # --- during backward ---
 
     def begin(self) -> None:
-        """Begin a round: count down from all parameters of every unit."""
+        """Begin a round: count down from all parameters of every unit.
+
+        Raises:
+            UsageError: steps that began in the round before were not taken.
+        """
+        self.backend.check_free("another backward")
         self._active, self._sent = [], 0
         for unit in self.units:
             unit.begin()
@@ -241,6 +253,8 @@ class Reduce:
             for unit in self._active:
                 for slot in unit.deliver(present):
                     self.shown.show(slot)
+        if self.steps_follow:
+            self.backend.freeze()
 
     def _came_again(self, unit: UnitGradients, slot: ParameterSlot) -> None:
         """A gradient grew after it was complete: fine unless it was sent already."""
@@ -276,9 +290,15 @@ class Reduce:
             self._keep_oldest()
 
     def _keep_oldest(self) -> None:
-        lent = self._flying.popleft().wait_for_reduce_scatter(replicate=self._replicates)
+        unit = self._flying.popleft()
+        lent = unit.wait_for_reduce_scatter(replicate=self._replicates)
         if lent is not None:
             self.buffers.take_back(lent)
+        if self.backend.in_backward and self.steps_follow and unit.hand_out_complete():
+            if self.factor != 1.0:
+                self._multiply(unit.awaited, self.factor)
+                self._scaled.update(unit.awaited)
+            self.backend.begin(unit.unit)
 
     def _agree_on_present(self) -> Callable[[], Sequence[int]]:
         """Begin to agree on one byte per active parameter, 1 where some rank has a gradient.
@@ -327,8 +347,16 @@ class Reduce:
         yield from self._placement.gradients(only).values()
 
     def scale(self, factor: float) -> None:
-        """Multiply this rank's gradients, also in buffers."""
-        self._multiply(self._backend.scale(self._complete(None), factor), factor)
+        """Multiply this rank's gradients, also in buffers.
+
+        Raises:
+            UsageError: steps began with other gradients.
+        """
+        if factor != self.factor:
+            self.backend.check_free("gradients that are multiplied")
+        rest = [slot for slot in self._complete(None) if slot not in self._scaled]
+        self.factor, self._scaled = 1.0, set()
+        self._multiply(self.backend.scale(rest, factor), factor)
         self.shown.changed()
         for unit in self.units:
             for flat in () if unit.reduction else unit.flats:
@@ -343,17 +371,22 @@ class Reduce:
 
         Returns:
             The norm before, 0-d.
+
+        Raises:
+            UsageError: steps began with the gradients as they are.
         """
+        if math.isfinite(max_norm):
+            self.backend.check_free("gradients that are clipped")
         found = self._complete(only)
         over = [self._ranks.sharing] if self._ranks.sharing.size > 1 else []  # replicas have equals
         gradients = list(found.values())
         norm = global_norm(gradients, norm_type, over=over, device=self._device)
         self.shown.changed()
-        if not self._backend.active:
+        if not self.backend.active:
             clip_(gradients, norm, max_norm)
         elif found:
             factor = float(clip_factor(norm, max_norm))
-            self._multiply(self._backend.scale(found, factor), factor)
+            self._multiply(self.backend.scale(found, factor), factor)
         return norm
 
     def forget(self, only: Iterable[ParameterSlot] | None, *, set_to_none: bool) -> None:
@@ -362,14 +395,18 @@ class Reduce:
         Args:
             only: whose gradients; None: all.
             set_to_none: whether they are dropped; otherwise zeros are written.
+
+        Raises:
+            UsageError: steps began with them.
         """
+        self.backend.check_free("gradients that are cleared")
         slots = None if only is None else set(only)
         self.shown.changed()
         for unit in self.units:
             lent = unit.forget(set(unit.unit.slots) if slots is None else slots)
             if lent is not None:
                 self.buffers.take_back(lent)
-        self._backend.forget(slots)
+        self.backend.forget(slots)
         if not set_to_none:  # a step under way reads where zeros are about to be written
             self._placement.wait_for_steps()
 
@@ -390,7 +427,7 @@ class Reduce:
     def settle(self, unit: UnitGradients) -> None:
         """Make a unit's gradients ready for a change."""
         unit.unit.wait_for_step()  # a step under way reads them
-        if self._backend.active and (late := self._backend.due(unit.unit.slots)):
+        if self.backend.active and (late := self.backend.due(unit.unit.slots)):
             self._to_sum_dtype(late)
             for slot, factor in late.items():
                 self._multiply([slot], factor)
@@ -448,6 +485,10 @@ class ShownGradients:
     def changed(self) -> None:
         """Forget what was measured: gradients are about to change."""
         self._norms.clear()
+
+    def check_free(self) -> None:
+        """Refuse that a script changes gradients with which steps began."""
+        self._reduce.backend.check_free("gradients that are changed")
 
     # --- what the script did ---
 
@@ -507,6 +548,7 @@ class ShownGradients:
 
     def _put(self, slot: ParameterSlot, values: Tensor) -> None:
         unit = self._units[slot]
+        self.check_free()
         self._reduce.settle(unit)
         unit.of[slot].assign(slot, values)
         self.changed()
@@ -631,6 +673,7 @@ class SlotPlace:
 
     def changed(self) -> None:
         """Forget what was measured."""
+        self._shown.check_free()
         self._shown.changed()
 
     def cut(self, whole: Tensor) -> Tensor:

@@ -394,7 +394,11 @@ class ShardedStrategy(UnitsOutline[ConfigT], Strategy[ConfigT], Generic[ConfigT]
         """All ranks step together; they run the same forwards where these gather units."""
         divided = any(not unit.resident for unit in self.placement.units)
         forwards = divided and self.ranks.sharing.size > 1
-        return Pace(forwards=forwards, backwards=self.config.reduces_each)
+        return Pace(
+            forwards=forwards,
+            backwards=self.config.reduces_each,
+            begun=self.config.offload.in_backward,
+        )
 
     # --- taking over ---
 
@@ -564,7 +568,8 @@ class ShardedStrategy(UnitsOutline[ConfigT], Strategy[ConfigT], Generic[ConfigT]
     def accumulating(self, enabled: bool = True) -> Iterator[None]:
         """Keep gradients local inside, or where they are reduced each time, from replicas only."""
         reduce, rounds = self.reduce, self.rounds
-        before = rounds.synchronizing, reduce.replicating
+        before = rounds.synchronizing, reduce.replicating, reduce.steps_follow
+        reduce.steps_follow = not enabled
         if not self.config.reduces_each:
             rounds.synchronizing = not enabled
         elif self.ranks.replicas is not None:
@@ -572,7 +577,7 @@ class ShardedStrategy(UnitsOutline[ConfigT], Strategy[ConfigT], Generic[ConfigT]
         try:
             yield
         finally:
-            rounds.synchronizing, reduce.replicating = before
+            rounds.synchronizing, reduce.replicating, reduce.steps_follow = before
 
     def gradients(self, only: Collection[nn.Parameter] | None = None) -> Iterator[Tensor]:
         """Yield the gradients of this rank's fragments."""
@@ -580,9 +585,10 @@ class ShardedStrategy(UnitsOutline[ConfigT], Strategy[ConfigT], Generic[ConfigT]
         yield from self.reduce.read(only)
 
     def will_scale(self, factor: float) -> None:
-        """Let momenta have the factor before they cross."""
+        """Let momenta have the factor before they cross, and steps before they begin."""
+        self.reduce.factor = factor
         if self.adam:
-            self.adam.factor = factor
+            self.adam.factor = factor or 1.0  # times 0 nothing is left to take care of
 
     def step_decided(self, *, taken: bool) -> None:
         """Let sums that keep errors go on, or back to those of before a skipped step."""

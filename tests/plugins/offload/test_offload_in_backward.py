@@ -1,0 +1,191 @@
+"""Updates that begin in backward: the same bits, and nothing changes until the step."""
+
+import math
+import threading
+
+import pytest
+import torch
+from torch.optim import SGD
+
+from drivetrain.errors import ConfigError, UsageError
+from drivetrain_offload.tiles import Tiler
+from offloaded_trainings import STRATEGIES, Free, Net, Training, assert_same, loss_of, offloads
+from waits import PATIENCE_S
+from zero_stages import MASTERS
+
+EARLY = {"optimizer": "cpu", "in_backward": True}
+
+
+def check_bits(name, path, run):
+    """Compare stores that begin in backward with one that does not."""
+    late = {"optimizer": "cpu"}
+    expected = run({**STRATEGIES[name], "offload": late})
+    for offload in list(offloads(name, path))[:: 1 if name == "zero3" else 2]:
+        assert_same(
+            run({**STRATEGIES[name], "offload": {**offload, "in_backward": True}}), expected
+        )
+
+
+@pytest.mark.parametrize("name", ["zero2", "zero3", "fsdp"])
+@pytest.mark.ranks(2)
+def test_bits_are_those_of_steps_that_begin_later(name, tmp_path):
+    """In windows, with masters, and with weighted losses, whose factor is known before backward."""
+    model = Free if name == "zero2" else Net
+
+    def run(strategy):
+        training = Training(strategy, model=model, window=2, **MASTERS).steps(2)
+        for micro in range(4):
+            with training.accelerator.accumulate(training.model):
+                rank = training.accelerator.process_index
+                loss = loss_of(training.model, 10 * micro + rank)
+                training.accelerator.backward(loss, weight=1.0 + micro + rank)
+                training.optimizer.step()
+                training.optimizer.zero_grad()
+        return training.close()
+
+    check_bits(name, str(tmp_path), run)
+
+
+@pytest.mark.ranks(2)
+def test_updates_begin_in_backward_and_show_at_the_step(monkeypatch):
+    """The first block's backward waits for the update of the last; weights change at the step."""
+    training = Training({**STRATEGIES["fsdp"], "offload": EARLY}, model=Free)
+    training.steps(1)
+    blocks = training.model.blocks
+    updated = threading.Event()
+    real = Tiler.update_all
+
+    def update_all(tiler, pieces):
+        real(tiler, pieces)
+        if pieces:
+            updated.set()
+
+    monkeypatch.setattr(Tiler, "update_all", update_all)
+    seen = []
+    hook = blocks[0].register_full_backward_hook(lambda *_: seen.append(updated.wait(PATIENCE_S)))
+    before = training.accelerator.get_state_dict(training.model)
+    training.accelerator.backward(loss_of(training.model, 7))
+    hook.remove()
+    assert seen == [True]
+    shown = training.accelerator.get_state_dict(training.model)
+    assert all(torch.equal(before[name], value) for name, value in shown.items())
+    training.optimizer.step()
+    after = training.accelerator.get_state_dict(training.model)
+    assert not torch.equal(after["last.weight"], before["last.weight"])
+    training.accelerator.free_memory()
+
+
+def change_rate(training):
+    training.optimizer.param_groups[0]["lr"] = 0.5
+    training.optimizer.step()
+
+
+def double(training):
+    first = training.model.first.weight.grad
+    first.mul_(2)
+
+
+def write(training):
+    with torch.no_grad():
+        training.model.first.weight.mul_(2)
+    training.optimizer.step()
+
+
+CHANGES = {
+    "another backward": lambda training: training.accelerator.backward(loss_of(training.model, 8)),
+    "gradients that are cleared": lambda training: training.optimizer.zero_grad(),
+    "gradients that are clipped": lambda training: training.accelerator.clip_grad_norm_(
+        training.model.parameters(), 1.0
+    ),
+    "gradients that are changed": double,
+    "other options of its param groups": change_rate,
+    "a use of the optimizer's state": lambda training: training.optimizer.state_dict(),
+    r"gathered\(\)": lambda training: training.accelerator.gathered(training.model).__enter__(),
+    "parameters that are changed": write,
+}
+
+
+@pytest.mark.ranks(2)
+def test_nothing_may_change_before_the_step():
+    for found, change in CHANGES.items():
+        training = Training({**STRATEGIES["zero2"], "offload": EARLY}, model=Free)
+        training.accelerator.backward(loss_of(training.model, 7))
+        with pytest.raises(UsageError, match=rf"expected optimizer.step\(\).*found {found}"):
+            change(training)
+        training.accelerator.free_memory()
+
+
+@pytest.mark.ranks(2)
+def test_gradients_are_read_and_a_checkpoint_takes_everything_back(tmp_path):
+    """Norms are those without; what was begun is forgotten where another state comes."""
+    found = []
+    for offload in ({"optimizer": "cpu"}, EARLY):
+        training = Training({**STRATEGIES["zero3"], "offload": offload}, model=Free, **MASTERS)
+        training.steps(1)
+        directory = str(tmp_path / f"{len(offload)}")
+        training.accelerator.save_state(directory)
+        training.accelerator.backward(loss_of(training.model, 7))
+        norms = [float(p.grad.norm()) for p in training.model.parameters() if p.grad is not None]
+        norms.append(
+            float(training.accelerator.clip_grad_norm_(training.model.parameters(), math.inf))
+        )
+        training.accelerator.load_state(directory)
+        training.optimizer.zero_grad()
+        found.append((norms, training.steps(2, first=1).close()))
+    assert found[0][0] == found[1][0]
+    assert_same(found[0][1], found[1][1])
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"mixed_precision": "fp16"}, "expected no precision: fp16"),
+        ({"config": {"on_nonfinite": "skip"}}, "expected no on_nonfinite: skip"),
+    ],
+)
+@pytest.mark.ranks(1)
+def test_steps_that_may_be_left_out_are_refused(options, text):
+    training = Training({**STRATEGIES["zero2"], "offload": EARLY}, model=Free, **options)
+    training.accelerator.backward(loss_of(training.model, 7))
+    with pytest.raises(ConfigError, match=text):
+        training.optimizer.step()
+    training.accelerator.free_memory()
+
+
+@pytest.mark.ranks(1)
+def test_what_does_not_go_together():
+    both = {**EARLY, "delayed": True}
+    with pytest.raises(ConfigError, match="expected offload.delayed or offload.in_backward"):
+        Training({**STRATEGIES["zero2"], "offload": both})
+    with pytest.raises(ConfigError, match="expected a store in offload.optimizer"):
+        Training({**STRATEGIES["zero2"], "offload": {"in_backward": True}})
+
+
+@pytest.mark.ranks(2)
+def test_two_optimizers_step_what_is_theirs():
+    """A unit of both waits for each; one that is not stepped is an error at the next backward."""
+    found = []
+    for offload in ({"optimizer": "cpu"}, EARLY):
+        training = Training({**STRATEGIES["zero2"], "offload": offload}, model=Free, make=halves(0))
+        other = training.accelerator.prepare(halves(1)(training.model))
+        for seed in range(3):
+            training.accelerator.backward(loss_of(training.model, seed))
+            for optimizer in (training.optimizer, other):
+                optimizer.step()
+            for optimizer in (training.optimizer, other):
+                optimizer.zero_grad()
+        found.append(training.accelerator.get_state_dict(training.model))
+        training.accelerator.backward(loss_of(training.model, 4))
+        training.optimizer.step()
+        if offload is EARLY:
+            with pytest.raises(UsageError, match="found gradients that are cleared"):
+                training.optimizer.zero_grad()
+        training.accelerator.free_memory()
+    assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
+
+
+def halves(number):
+    def make(model):
+        return SGD(list(model.parameters())[number::2], lr=0.1, momentum=0.9)
+
+    return make
