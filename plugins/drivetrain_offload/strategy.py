@@ -187,12 +187,14 @@ class OffloadedParameters:
         units: the chosen units, in the order in which backward usually reaches them.
         parameters: by slot.
         steppers: of the parameters, by optimizer.
+        optimizers: those whose steps some rank's store takes, the same on every rank.
     """
 
     def __init__(self, options: OffloadOptions, store: SteppingStore, memory: Memory) -> None:
         self.units: list[Unit] = []
         self.parameters: dict[ParameterSlot, OffloadedParameter] = {}
         self.steppers: dict[BoundOptimizer, ShardStepper] = {}
+        self.optimizers: set[BoundOptimizer] = set()
         self._options = options
         self._store = store
         self._memory = memory
@@ -213,6 +215,8 @@ class OffloadedParameters:
             UsageError: only the optimizer itself can step them, and its state is not in memory; or
                 a store steps some of them for another optimizer.
         """
+        if not self._places.keys().isdisjoint(bound.slots.values()):
+            self.optimizers.add(bound)
         self._check_stepped_once(bound)
         new = [s for s in bound.held if s in self._places and s not in self.parameters]
         if not new:
@@ -455,13 +459,14 @@ class BegunSteps:
         for bound in optimizers:
             self._frozen[bound] = _options_of(bound)
 
-    def check_free(self, found: str) -> None:
+    def check_free(self, found: str, slots: Iterable[ParameterSlot] | None = None) -> None:
         """Refuse a change of what steps depend on, on every rank, whether or not it has begun any.
 
         Raises:
             UsageError: an optimizer is to step before.
         """
-        if self._frozen:
+        named = (b.slots.get(slot.name) is slot for b in self._frozen for slot in slots or ())
+        if self._frozen and (slots is None or any(named)):
             raise UsageError(
                 "expected optimizer.step() right after the backward in which its updates began, "
                 f"found {found}; change that before backward or after the step, or take "
@@ -474,8 +479,8 @@ class BegunSteps:
         Raises:
             UsageError: gradients, or options of param groups, have changed since.
         """
-        if self._frozen.get(bound, _options_of(bound)) != _options_of(bound):
-            self.check_free("other options of its param groups")
+        if bound in self._frozen and self._frozen[bound] != _options_of(bound):
+            self.check_free("other options of param groups")
         for one in self.updates[bound].values():
             for fragment, (grad, version) in one.gradients.items():
                 if fragment.grad is not grad or grad._version != version:
@@ -594,14 +599,15 @@ class OffloadEngine(OptimizerBackend):
     def submit(self, bound: BoundOptimizer) -> None:
         """Submit a step of the offloaded shards, and hide their gradients from the optimizer."""
         stepper = self._kept.steppers.get(bound)
+        begun = self._begun.take(bound)
         if stepper is None:
             return
         self._take_over(bound)
         members = self._with_gradients(bound)
-        for unit, begun in self._begun.take(bound).items():
-            blocks = list(begun.updates)
-            arrival = stepper.submit(blocks[-1], (), begun.values.arrive)
-            unit.updates += [*begun.updates.values(), arrival]
+        for unit, one in begun.items():
+            blocks = list(one.updates)
+            arrival = stepper.submit(blocks[-1], (), one.values.arrive)
+            unit.updates += [*one.updates.values(), arrival]
             self._hide(members.pop(unit))
         # Forward needs the last unit first: its step is the first to be over.
         for unit in reversed([unit for unit in self._kept.units if unit in members]):
@@ -672,15 +678,15 @@ class OffloadEngine(OptimizerBackend):
     def freeze(self) -> None:
         """Hold back what was begun, when a backward is over, until the optimizers step."""
         if self.in_backward:
-            self._begun.freeze(self._kept.steppers)
+            self._begun.freeze(self._kept.optimizers)
 
-    def check_free(self, found: str) -> None:
+    def check_free(self, found: str, slots: Iterable[ParameterSlot] | None = None) -> None:
         """Refuse a change between a backward and the steps that began in it.
 
         Raises:
             UsageError: steps began.
         """
-        self._begun.check_free(found)
+        self._begun.check_free(found, slots)
 
     def _step_of(
         self,
@@ -772,7 +778,7 @@ class OffloadEngine(OptimizerBackend):
         Raises:
             UsageError: a step that began in backward was not taken.
         """
-        self.check_free("a use of the optimizer's state")
+        self.check_free("a use of the optimizer's state", [slot])
         one = self._offloaded.get(slot)
         if one is None or not one.master:
             return super().master(flat, slot)
@@ -791,7 +797,7 @@ class OffloadEngine(OptimizerBackend):
         Raises:
             UsageError: updates are held back, which the values lack.
         """
-        self.check_free(f"parameters that are changed, of {unit.label}")
+        self.check_free("parameters that are changed", unit.slots)
         if self._late:
             raise UsageError(
                 "expected no writes into parameters outside of gathered() with offload.delayed: "
@@ -810,7 +816,7 @@ class OffloadEngine(OptimizerBackend):
         Raises:
             UsageError: a step that began in backward was not taken.
         """
-        self.check_free("a use of the optimizer's state")
+        self.check_free("a use of the optimizer's state", [slot])
         one = self._offloaded.get(slot)
         if one is None:
             yield from super().states(bound, slot)

@@ -154,14 +154,15 @@ class OptimizerBackend:
     def freeze(self) -> None:
         """Hold back what was begun, when a backward is over, until the optimizers step."""
 
-    def check_free(self, found: str) -> None:
+    def check_free(self, found: str, slots: Iterable[ParameterSlot] | None = None) -> None:
         """Refuse a change between a backward and the steps that began in it.
 
         Args:
             found: the change.
+            slots: the parameters that it is about; None: all.
 
         Raises:
-            UsageError: steps began.
+            UsageError: steps of theirs began.
         """
 
     def give_back(self, bound: BoundOptimizer) -> Collection[ParameterSlot]:

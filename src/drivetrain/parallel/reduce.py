@@ -399,8 +399,8 @@ class Reduce:
         Raises:
             UsageError: steps began with them.
         """
-        self.backend.check_free("gradients that are cleared")
         slots = None if only is None else set(only)
+        self.backend.check_free("gradients that are cleared", slots)
         self.shown.changed()
         for unit in self.units:
             lent = unit.forget(set(unit.unit.slots) if slots is None else slots)
@@ -486,9 +486,9 @@ class ShownGradients:
         """Forget what was measured: gradients are about to change."""
         self._norms.clear()
 
-    def check_free(self) -> None:
+    def check_free(self, *slots: ParameterSlot) -> None:
         """Refuse that a script changes gradients with which steps began."""
-        self._reduce.backend.check_free("gradients that are changed")
+        self._reduce.backend.check_free("gradients that are changed", slots)
 
     # --- what the script did ---
 
@@ -528,6 +528,8 @@ class ShownGradients:
 
     def _drop(self, slots: Sequence[ParameterSlot]) -> None:
         """Let parameters have no gradient: neither what was averaged nor what waits."""
+        # Also where nothing is owned.
+        self.check_free(*(slot for slot in slots if slot in self._units[slot].came))
         self.leave_kept(slots)
         having = [slot for slot in slots if self._units[slot].of[slot].has(slot)]
         if not having:
@@ -548,7 +550,7 @@ class ShownGradients:
 
     def _put(self, slot: ParameterSlot, values: Tensor) -> None:
         unit = self._units[slot]
-        self.check_free()
+        self.check_free(slot)
         self._reduce.settle(unit)
         unit.of[slot].assign(slot, values)
         self.changed()
@@ -673,7 +675,7 @@ class SlotPlace:
 
     def changed(self) -> None:
         """Forget what was measured."""
-        self._shown.check_free()
+        self._shown.check_free(self._slot)
         self._shown.changed()
 
     def cut(self, whole: Tensor) -> Tensor:

@@ -72,6 +72,7 @@ def test_bytes_by_hand():
     on_disk = TierChoice(device="host", optimizer="disk")
     late = TierChoice(device="host", optimizer="disk", delayed=True)
     in_memory = TierChoice(device="host", optimizer="host")
+    early = replace(in_memory, in_backward=True)
     beside = TierChoice(device="device", optimizer="host")
     stores = TierChoice(device="device", optimizer="disk", parameters="disk")
     parts = {"parameters": 1000, **masters, **states}
@@ -82,6 +83,7 @@ def test_bytes_by_hand():
         (plan(), late, {"host": {**whole, "late updates": 4000}, "disk": states | masters}),
         # A share that is stepped in memory is kept once, in fp32; a unit in use is in bf16.
         (shares, in_memory, {"host": {**whole, "parameters": 2000, **states, **unit}}),
+        (plan(), early, {"host": {**whole, **states, **masters}}),
         # Beside an accelerator the host has masters of all.
         (
             plan(),
