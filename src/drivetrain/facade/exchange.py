@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from drivetrain.collectives.facts import gather_facts, meet, named, refuse_other_operation
 from drivetrain.errors import ConfigError, NonFiniteError
@@ -160,7 +160,7 @@ def _waited(word: int) -> float:
 logger = get_logger(__name__)
 
 TURNS = 16
-"""Without a norm, so many steps look at all gradients, each at a part of the parameters."""
+"""Without a norm, a step looks at every so manieth piece of the gradients."""
 
 MOST_IN_A_ROW = 10
 """So many steps are skipped one after the other; then the run stops."""
@@ -371,16 +371,11 @@ class FiniteCheck:
         return self.state.world.device.type == "cpu"
 
     def _look_at_gradients(self, entry: PreparedModel, step: int) -> None:
-        only: Sequence[nn.Parameter] | None = None
-        if self._policy != "skip":  # neighbors: to show gradients can mean to widen whole buffers
-            with torch._C.DisableTorchFunctionSubclass():  # a guarded parameter answers slowly
-                trained = [each for each in entry.parameters if each.requires_grad]
-            share = math.ceil(len(trained) / TURNS) or 1
-            first = share * (self._turn % (math.ceil(len(trained) / share) or 1))
-            only = trained[first : first + share]
+        pieces = list(entry.strategy.gradients())
+        first = self._turn % max(1, min(TURNS, len(pieces)))
+        chosen = pieces if self._policy == "skip" else pieces[first::TURNS]
         self._turn += 1
-        pieces = entry.strategy.gradients(only)
-        self._watched.extend(Watched(step, _GRADIENTS, _sum(each)) for each in pieces)
+        self._watched.extend(Watched(step, _GRADIENTS, _sum(each)) for each in chosen)
 
     def _evaluate(self, entries: Sequence[PreparedModel]) -> None:
         """Read the watched numbers, and put the first that is not finite into words."""
