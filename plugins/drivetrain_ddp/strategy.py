@@ -52,7 +52,7 @@ from drivetrain.parallel.replicated import (
 )
 from drivetrain.runtime.world import World
 from drivetrain.shards import Reader, Shard
-from drivetrain.strategy import DataParallelPlanning, Form, Planning, Prepared, Run
+from drivetrain.strategy import DataParallelPlanning, Form, Joinable, Planning, Prepared, Run
 from drivetrain_ddp.compression import CommunicationHook, Finish, hook_of
 from drivetrain_ddp.options import DdpConfig, DdpOutline
 
@@ -442,6 +442,11 @@ class Ddp(DdpOutline, ReplicatedStrategy[DdpConfig]):
         """Let momenta have the factor before they cross."""
         if self._adam:
             self._adam.factor = factor or 1.0  # times 0 nothing is left to take care of
+
+    @property
+    def joinable(self) -> Joinable | None:
+        """Zeros stand for gradients; momenta go on with steps, which a rank must take itself."""
+        return None if self._adam else self
 
     def step_decided(self, *, taken: bool) -> None:
         """Let sums that keep errors go on, or back to those of before a skipped step."""

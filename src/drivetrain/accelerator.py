@@ -185,14 +185,14 @@ class Accelerator(AnswersArguments, StaysInProcess, Processes):
         )
         self._preemption.listen()
         garbage = SharedCollections(self.config.run.collect_garbage_every)
-        self._gradients = WindowGradients(
-            state, self._weights, finite, self._checkpoints, self._preemption, garbage
-        )
         self._uneven = UnevenInputs(state)
+        self._gradients = WindowGradients(
+            state, self._weights, finite, self._checkpoints, self._preemption, garbage, self._uneven
+        )
         self._constructions = Constructions(self.world.device)
         self._recomputations = Recomputations(state)
         self._preparation = Preparation(
-            state, self._constructions, self._recomputations, self._gradients, self._uneven
+            state, self._constructions, self._recomputations, self._gradients
         )
         self._pieces = Pieces(state, self._gradients)
         self._trigger = False
@@ -564,8 +564,8 @@ class Accelerator(AnswersArguments, StaysInProcess, Processes):
     ) -> AbstractContextManager[None]:
         """Context of a training loop in which ranks may have different numbers of batches.
 
-        Each forward of a joined model must be followed by one backward. The gradients of ranks
-        without a batch count as zeros.
+        Gradients are means over all ranks: those of ranks without a batch count as zeros. While
+        there are such ranks, each call of ``backward`` is for one joined model, without a weight.
 
         Args:
             joinables: the prepared models of the loop; other objects are ignored.

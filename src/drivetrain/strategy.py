@@ -404,12 +404,16 @@ class Pipeline(Protocol):
 class Joinable(Protocol):
     """What ranks do for each other where some run out of batches earlier than others."""
 
-    def stand_in(self, *, synchronize: bool) -> None:
-        """Take part in a forward and backward of the other ranks, without a batch.
+    def lead(self, source: int, *, gradients: bool) -> None:
+        """Let one rank with a batch lead those without: its buffers count. Collective.
 
         Args:
-            synchronize: whether the others' backward synchronises gradients.
+            source: the global rank.
+            gradients: take over those that it has, before a window begins, or after one.
         """
+
+    def stand_in(self) -> None:
+        """Take part, without a batch, in a backward that synchronises the others' gradients."""
 
     def catch_up(self, source: int) -> None:
         """Take over the training state of one rank, which went on when others stood in.

@@ -24,6 +24,7 @@ from drivetrain.facade.checkpoints import RunCheckpoints, WindowStart
 from drivetrain.facade.exchange import Exchange, FiniteCheck, Preemption
 from drivetrain.facade.piece_gradients import PieceGradients
 from drivetrain.facade.prepared import PreparedModel, RunState
+from drivetrain.facade.uneven import UnevenInputs
 from drivetrain.facade.weights import WholeWeights
 from drivetrain.memory import is_out_of_memory, tries_again
 from drivetrain.parallel.backward import clip_
@@ -178,6 +179,7 @@ class WindowGradients:
         checkpoints: are told where a window begins, and let the run go back.
         preemption: is told of each step.
         garbage: Python's collections, after the same steps on all ranks.
+        uneven: is told of each backward.
         held_back: of a piece that may be computed again; None: gradients count at once.
     """
 
@@ -187,6 +189,7 @@ class WindowGradients:
     checkpoints: RunCheckpoints
     preemption: Preemption
     garbage: "SharedCollections"
+    uneven: UnevenInputs
     held_back: PieceGradients | None = None
     _exchanges: dict[tuple[int, ...], Exchange] = field(default_factory=dict)
     """By the ranks; of all under ()."""
@@ -288,6 +291,7 @@ class WindowGradients:
         if self._is_plain(weight):
             scaled.backward(**options)  # type: ignore[no-untyped-call]
             return
+        self.uneven.announce(loss, weighted=weight is not None)
         if not window.uneven:  # there, ranks have different numbers of backwards and steps
             state.run.traffic.begin_backward()
         synced = window.sync_gradients

@@ -33,7 +33,6 @@ from drivetrain.facade.gradients import WindowGradients
 from drivetrain.facade.prepared import PreparedModel, RunState
 from drivetrain.facade.settings import StrategyChoice, agree
 from drivetrain.facade.stepping import PreparedOptimizer, PreparedScheduler
-from drivetrain.facade.uneven import UnevenInputs
 from drivetrain.log import get_logger
 from drivetrain.losses import compute_in_pieces, restore_loss
 from drivetrain.model.compiled import compile_blocks, restore_blocks
@@ -461,14 +460,12 @@ class Preparation:
         constructions: where missing values of models come from.
         recomputations: attaches the configured recompute.
         gradients: of the models; decides whether an optimizer may step.
-        uneven: is told of each forward.
     """
 
     state: RunState
     constructions: Constructions
     recomputations: Recomputations
     gradients: WindowGradients
-    uneven: UnevenInputs
     _handled: BaseException | None = None
 
     def model(
@@ -724,7 +721,6 @@ class Preparation:
         if torch.is_grad_enabled():
             self.state.last_run = entry
             self.state.observer.before_forward(entry)
-            self.uneven.announce(entry, module.training)
         else:
             self.state.window.evaluate()
 

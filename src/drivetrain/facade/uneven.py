@@ -2,19 +2,20 @@
 
 Uneven inputs: a rank without further batches stands in until the last rank has finished.
 
-Before each training forward the ranks exchange one number: which model runs, and whether its
-backward will synchronise. A rank that left its loop keeps exchanging, takes part in the others'
-collectives, and in the end takes over the state of a rank that went on to the last batch.
+Before each backward the ranks exchange one number: of which model it is, and whether it will
+synchronise. A rank that left its loop keeps exchanging, and takes part in the others' collectives.
+The first rank with a batch leads: the others have its gradients when a window begins, and its
+buffers. In the end they take over the state of a rank that went on to the last batch.
 """
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from drivetrain import communication
 from drivetrain.data.sources import Rows, count_rows
@@ -132,7 +133,8 @@ def _all_tensors(data: Any) -> bool:
 
 # --- uneven inputs ---
 
-_DONE = 0
+_DONE, _ALONE = 0, 1
+"""What a rank tells that has no batch, or a backward in which no such rank can take part."""
 
 
 @dataclass(eq=False)
@@ -146,6 +148,8 @@ class UnevenInputs:
     state: RunState
     _joined: Sequence[PreparedModel] = ()
     _last_round: Sequence[int] = ()
+    _open: set[int] = field(default_factory=set)
+    """Joined models by number, whose windows have begun, and have not been synchronised."""
 
     @contextmanager
     def joined(self, joinables: Sequence[Any], even_batches: bool | None) -> Iterator[None]:
@@ -161,6 +165,7 @@ class UnevenInputs:
             for loader in self.state.loaders:
                 loader.even_batches = even_batches
         self._joined, self._last_round = self.state.chosen(models), ()
+        self._open.clear()
         self.state.window.uneven = True
         try:
             yield
@@ -172,11 +177,29 @@ class UnevenInputs:
             for loader, even in zip(self.state.loaders, before, strict=True):
                 loader.even_batches = even
 
-    def announce(self, entry: PreparedModel, training: bool) -> None:
-        """Tell the other ranks that a joined model runs forward; nothing outside of such a loop."""
-        if self._joined and training and self.state.world.size > 1 and entry in self._joined:
+    def announce(self, loss: Tensor, *, weighted: bool) -> None:
+        """Tell the other ranks that a backward is about to run; nothing outside of such a loop."""
+        if not self.state.window.uneven or self.state.world.size == 1:
+            return
+        entry = self.state.running()
+        if weighted or entry not in self._joined or self._reached(loss) - {entry}:
+            self._exchange(_ALONE)
+        else:
             synchronizes = self.state.window.sync_gradients or self.state.window.sync_each_batch
             self._exchange(2 * (self._joined.index(entry) + 1) + int(synchronizes))
+
+    def _reached(self, loss: Tensor) -> set[PreparedModel]:
+        """Return the models to whose parameters a backward brings gradients."""
+        owners = {id(each): entry for entry in self.state.models for each in entry.parameters}
+        nodes: list[Any] = [loss.grad_fn]
+        seen, found = set(), set()
+        while nodes:
+            if (node := nodes.pop()) is None or node in seen:
+                continue
+            seen.add(node)
+            found.add(owners.get(id(getattr(node, "variable", None))))
+            nodes += [each for each, _ in node.next_functions]
+        return {entry for entry in found if entry is not None}
 
     def _exchange(self, status: int) -> int:
         """Return the status of the ranks with a batch, or that all are done.
@@ -184,44 +207,66 @@ class UnevenInputs:
         Raises:
             UsageError: on every rank: they have different ones, or one cannot do without the other.
         """
-        mine = torch.tensor([status], device=self.state.world.device)
-        statuses = communication.gather(mine).tolist()
+        statuses = self._statuses(status)
         busy = {each for each in statuses if each != _DONE}
         if len(busy) > 1:
             raise UsageError(
-                "expected ranks in join_uneven_inputs that call the same model, and end their "
-                "accumulation windows at the same batches, found that some end theirs earlier, as "
-                "where a loader's last batch ends a window; take gradient_accumulation_steps=1, "
-                "GradientAccumulationPlugin(sync_with_dataloader=False), or even_batches=True"
+                "expected ranks in join_uneven_inputs with backwards of the same model, that end "
+                "their accumulation windows at the same batches, found that some end theirs "
+                "earlier, as where a loader's last batch ends a window; take "
+                "gradient_accumulation_steps=1, even_batches=True, or "
+                "GradientAccumulationPlugin(sync_with_dataloader=False)"
             )
         if not busy:
             return _DONE
         (doing,) = busy
         self._last_round = [rank for rank, each in enumerate(statuses) if each != _DONE]
         if _DONE in statuses:
-            _joinable(self._joined[doing // 2 - 1])
+            if doing == _ALONE:
+                raise UsageError(
+                    "expected backwards in join_uneven_inputs in which ranks without batches can "
+                    "take part, found one with a weight, or of several models, or of one that is "
+                    "not among the joined ones; take even_batches=True"
+                )
+            self._lead(doing // 2 - 1)
+        if doing != _ALONE:
+            (self._open.discard if doing % 2 else self._open.add)(doing // 2 - 1)
         return int(doing)
+
+    def _statuses(self, status: int) -> list[int]:
+        mine = torch.tensor([status], device=self.state.world.device)
+        found: list[int] = communication.gather(mine).tolist()
+        return found
+
+    def _lead(self, number: int) -> None:
+        """Let the first rank with a batch lead the others in the next backward of a model."""
+        leader, begins = self._last_round[0], number not in self._open
+        _joinable(self._joined[number]).lead(leader, gradients=begins)
 
     def _stand_in(self) -> None:
         while (doing := self._exchange(_DONE)) != _DONE:
-            entry = self._joined[doing // 2 - 1]
-            _joinable(entry).stand_in(synchronize=bool(doing % 2))
+            if doing % 2:
+                _joinable(self._joined[doing // 2 - 1]).stand_in()
         if len(self._last_round) in (0, self.state.world.size):
             return
         source = self._last_round[0]
-        for entry in self._joined:
+        for number, entry in enumerate(self._joined):
+            self._lead(number)
             _joinable(entry).catch_up(source)
         self._catch_up(source)
 
     def _catch_up(self, source: int) -> None:
-        """Take over learning rates and schedules, which moved with the steps of the others."""
+        """Take over learning rates, schedules and the place in a window, which the others moved."""
         optimizers = [optimizer for entry in self._joined for optimizer in entry.optimizers]
         groups = [groups for entry in self._joined for groups in entry.param_groups()]
         schedules = [scheduler.state_dict() for scheduler in self.state.schedulers]
         steps = [optimizer.steps for optimizer in self.state.optimizers]
-        groups, schedules, steps = communication.broadcast_object_list(
-            [groups, schedules, steps], source
+        window = self.state.window
+        place = window.micro_batch, window.sync_gradients
+        groups, schedules, steps, place = communication.broadcast_object_list(
+            [groups, schedules, steps, place], source
         )
+        window.micro_batch, window.sync_gradients = place
         for optimizer, theirs in zip(optimizers, groups, strict=True):
             for group, values in zip(optimizer.param_groups, theirs, strict=True):
                 group.update(values)

@@ -246,6 +246,8 @@ class ReplicatedStrategy(ReplicasOutline[ConfigT], Strategy[ConfigT], Generic[Co
         self.closing = ExitStack()
         self.closing.callback(self.ranks.close)
         self._hooked: dict[nn.Parameter, RemovableHandle] = {}
+        self._leader = 0
+        """Whose buffers the others get: rank 0's, or those of a rank that has a batch."""
 
     def prepare(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> Prepared:
         """Make the ranks' parameters and buffers equal to rank 0's and hook into backward."""
@@ -324,7 +326,8 @@ class ReplicatedStrategy(ReplicasOutline[ConfigT], Strategy[ConfigT], Generic[Co
     def after_backward(self) -> None:
         """Average, and let buffers follow rank 0's."""
         self.average()
-        replicate(self.model.buffers(), self.ranks, "buffers after backward")
+        label = "buffers after backward"
+        replicate(self.model.buffers(), self.ranks, label, source=self._leader)
 
     @contextmanager
     def accumulating(self, enabled: bool = True) -> Iterator[None]:
@@ -378,12 +381,27 @@ class ReplicatedStrategy(ReplicasOutline[ConfigT], Strategy[ConfigT], Generic[Co
         """Whole models reduce zeros, and take over all of a rank's state."""
         return self
 
-    def stand_in(self, *, synchronize: bool) -> None:
+    def lead(self, source: int, *, gradients: bool) -> None:
+        """Take over gradients of one rank, whose buffers the others get from now on."""
+        self._leader = self.run.mesh["dp"].ranks.index(source)
+        if not gradients:
+            return
+        here = [parameter.grad is not None for parameter in self.parameters]
+        there = torch.tensor(here, device=self.run.world.device).int()
+        self.ranks.broadcast(there, self._leader, label="gradients at hand").wait()
+        for parameter, found in zip(self.parameters, there.tolist(), strict=True):
+            if not found:
+                parameter.grad = None
+            elif parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        found = [each.grad for each in self.parameters if each.grad is not None]
+        replicate(found, self.ranks, "gradients at hand", source=self._leader)
+
+    def stand_in(self) -> None:
         """Reduce gradients and broadcast buffers as the others do, with zeros."""
         self.before_forward()
-        if synchronize:
-            zero = torch.zeros((), device=self.run.world.device, requires_grad=True)
-            self.backward(zero)
+        zero = torch.zeros((), device=self.run.world.device, requires_grad=True)
+        self.backward(zero)
 
     def catch_up(self, source: int) -> None:
         """Take over parameters, buffers and optimizer state of one rank.
@@ -399,9 +417,10 @@ class ReplicatedStrategy(ReplicasOutline[ConfigT], Strategy[ConfigT], Generic[Co
         if most != least:
             raise UsageError(
                 f"expected optimizer state on every rank, found {least} to {most} tensors; give "
-                "every rank at least one batch"
+                "every rank at least one step"
             )
         replicate(tensors, self.ranks, "take over state", source=index)
+        self._leader = 0
 
     def close(self) -> None:
         """Take the hooks off and end the communication thread; gradients stay readable."""

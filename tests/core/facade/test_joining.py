@@ -1,5 +1,6 @@
 """Ranks with different numbers of batches finish together, with equal weights."""
 
+import copy
 from types import SimpleNamespace
 
 import pytest
@@ -46,6 +47,76 @@ def test_ranks_end_equal():
             assert torch.equal(other, tensor)
     assert scheduler.get_last_lr() == pytest.approx([0.1 * 0.9**3])
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * 0.9**3)
+    accelerator.end_training()
+
+
+def batches_of(rank, counts):
+    generator = torch.Generator().manual_seed(rank)
+    batches = torch.randn(counts[rank], 4, 3, generator=generator, dtype=torch.float64)
+    return list(batches)
+
+
+def made():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).double()
+    return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def in_one_process(counts, clears):
+    """Return the model after two passes; a rank without batches counts as zeros."""
+    model, optimizer = made()
+    for step in 2 * list(range(max(counts))):
+        if clears == "first":
+            optimizer.zero_grad()
+        busy = [rank for rank in (0, 1) if step < counts[rank]]
+        for rank in busy:
+            one = model if rank == busy[0] else copy.deepcopy(model)  # whose averages count
+            loss = one(batches_of(rank, counts)[step]).square().mean() / 2
+            gradients = torch.autograd.grad(loss, list(one.parameters()))
+            for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+                parameter.grad = gradient + (0 if parameter.grad is None else parameter.grad)
+        optimizer.step()
+        if clears == "last":
+            optimizer.zero_grad()
+    return model
+
+
+@pytest.mark.parametrize(
+    ("counts", "clears"),
+    [((2, 5), "first"), ((5, 2), "last"), ((3, 4), "never"), ((4, 3), "first")],
+)
+@pytest.mark.complete
+@pytest.mark.ranks(2)
+def test_steps_are_those_of_one_process(counts, clears):
+    accelerator = Accelerator(cpu=True)
+    model, optimizer = accelerator.prepare(*made())
+    for _ in range(2):
+        with accelerator.join_uneven_inputs([model]):
+            for batch in batches_of(accelerator.process_index, counts):
+                if clears == "first":
+                    optimizer.zero_grad()
+                accelerator.backward(model(batch).square().mean())
+                optimizer.step()
+                if clears == "last":
+                    optimizer.zero_grad()
+    expected = in_one_process(counts, clears).state_dict()
+    torch.testing.assert_close(model.state_dict(), expected, rtol=1e-12, atol=1e-12)
+    accelerator.end_training()
+
+
+@pytest.mark.parametrize("step", ["of two models", "with a weight"])
+@pytest.mark.ranks(2)
+def test_backwards_in_which_a_rank_without_batches_has_no_part_are_refused(step):
+    accelerator = Accelerator(cpu=True)
+    first, second = accelerator.prepare(nn.Linear(3, 3), nn.Linear(3, 1))
+    refused = pytest.raises(UsageError, match="in which ranks without batches can take part")
+    with refused, accelerator.join_uneven_inputs([first, second]):
+        for _ in range(1 + accelerator.process_index):
+            inputs = torch.ones(2, 3)
+            if step == "of two models":
+                accelerator.backward(second(first(inputs)).sum())
+            else:
+                accelerator.backward(second(inputs).sum(), weight=2.0)
     accelerator.end_training()
 
 

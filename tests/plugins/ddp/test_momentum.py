@@ -380,6 +380,17 @@ def test_early_ends_of_windows_and_one_host_under_fsdp(monkeypatch):
         assert all(torch.equal(one[key], other[key]) for key in one)
 
 
+@pytest.mark.ranks(2)
+def test_ranks_without_batches_have_no_momenta_for_the_others(monkeypatch):
+    spread(monkeypatch)
+    accelerator = accelerator_of()
+    model, optimizer = prepared(accelerator)
+    refused = pytest.raises(UsageError, match="Ddp cannot stand in")
+    with refused, accelerator.join_uneven_inputs([model]):
+        train(accelerator, model, optimizer, range(1 + accelerator.process_index))
+    accelerator.free_memory()
+
+
 def check_links(name, gradients="onebit", precision="no", *, warmup=9, **options):
     """Check options as a strategy does before it starts."""
     if not isinstance(precision, Precision):
