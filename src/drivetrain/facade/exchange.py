@@ -21,10 +21,11 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.optim import Optimizer
 
 from drivetrain.collectives.facts import gather_facts, meet, named, refuse_other_operation
 from drivetrain.errors import ConfigError, NonFiniteError
-from drivetrain.facade.prepared import PreparedModel, RunState
+from drivetrain.facade.prepared import PreparedModel, RunState, parameters_of
 from drivetrain.log import get_logger
 from drivetrain.runtime.gradient_state import ActivePass
 from drivetrain.runtime.late import LateNumbers
@@ -216,16 +217,17 @@ class FiniteCheck:
     def _looks(self) -> bool:
         return self._policy != "ignore" and not self.state.scaler.enabled  # which has its own rule
 
-    def look(self, entries: Sequence[PreparedModel]) -> None:
+    def look(self, optimizer: Optimizer) -> None:
         """Look once at the losses of the window, and at gradients that are about to be used.
 
         Args:
-            entries: the models of the step.
+            optimizer: of the step, which uses the gradients of its own parameters alone.
 
         Raises:
             ConfigError: the policy lets ranks leave out steps that others take, now or later; or
                 steps that began in backward.
         """
+        entries = self.state.trained_by(optimizer)
         for entry in entries:
             self._check_policy(entry.strategy.pace.later)
             if entry.strategy.pace.begun:
@@ -241,9 +243,9 @@ class FiniteCheck:
             if norm is not None:
                 self._watched.append(Watched(step, _NORM, norm))
             else:
-                self._look_at_gradients(entry, step)
+                self._look_at_gradients(entry, optimizer, step)
         if self._on_cpu:
-            self._evaluate(entries)
+            self._evaluate(optimizer)
 
     def _check_policy(self, ranks: Axis | None) -> None:
         """Refuse a policy for which all ranks must leave out the same steps.
@@ -275,48 +277,47 @@ class FiniteCheck:
                 "steps, which have begun by then; change one of them"
             )
 
-    def must_tell(self, entries: Sequence[PreparedModel]) -> bool:
+    def must_tell(self, optimizer: Optimizer) -> bool:
         """Whether ranks must tell each other in this step, whatever that costs."""
         alone = self._on_cpu and self.state.world.size == 1
-        known = all(id(entry) in self.norms for entry in entries)
+        known = all(id(entry) in self.norms for entry in self.state.trained_by(optimizer))
         return alone or (self._looks and self._policy == "skip" and not known)
 
-    def is_norm_bad(self, entries: Sequence[PreparedModel]) -> bool:
+    def is_norm_bad(self, optimizer: Optimizer) -> bool:
         """Whether a norm, which all ranks know, is not finite; False where that means waiting."""
         if not self._looks:
             return False
         if not self._on_cpu and self._policy != "skip":
             return False
+        entries = self.state.trained_by(optimizer)
         known = [self.norms[id(entry)] for entry in entries if id(entry) in self.norms]
         return not all(math.isfinite(float(norm)) for norm in known)
 
-    def found(self, entries: Sequence[PreparedModel]) -> bool:
+    def found(self, optimizer: Optimizer) -> bool:
         """Whether this rank has found a number that is not finite.
 
         To skip a step it waits for an accelerator; otherwise it reads what the exchange before has
         copied.
         """
         if self._on_cpu or self._policy == "skip":
-            self._evaluate(entries)
+            self._evaluate(optimizer)
         else:
             self._read_copied()
             self._copied, self._watched = self._copies(), []
         return bool(self._found)
 
-    def act(
-        self, entries: Sequence[PreparedModel], ranks: Axis | None, go_back: Callable[[], str]
-    ) -> None:
+    def act(self, optimizer: Optimizer, ranks: Axis | None, go_back: Callable[[], str]) -> None:
         """Do as the policy says, on every rank: the step is not taken. Collective.
 
         Args:
-            entries: the models of the step.
+            optimizer: of the step.
             ranks: those that come to the step together; None means all.
             go_back: loads the newest finite checkpoint, and returns its directory.
 
         Raises:
             NonFiniteError: on every one of the ranks: names step, ranks, micro-batch or parameter.
         """
-        self._evaluate(entries)
+        self._evaluate(optimizer)
         where = self._said(ranks)
         self.forget()
         if self._policy == "stop":
@@ -352,7 +353,7 @@ class FiniteCheck:
         Raises:
             NonFiniteError: on every rank.
         """
-        self._evaluate(())
+        self._evaluate()
         self._returns = 0
         if self._policy == "stop" and (where := self._said()):
             raise _error(where, "nothing was saved")
@@ -370,25 +371,25 @@ class FiniteCheck:
         """Whether reading a number waits for nothing."""
         return self.state.world.device.type == "cpu"
 
-    def _look_at_gradients(self, entry: PreparedModel, step: int) -> None:
-        pieces = list(entry.strategy.gradients())
+    def _look_at_gradients(self, entry: PreparedModel, optimizer: Optimizer, step: int) -> None:
+        pieces = list(entry.strategy.gradients(entry.subset(parameters_of(optimizer))))
         first = self._turn % max(1, min(TURNS, len(pieces)))
         chosen = pieces if self._policy == "skip" else pieces[first::TURNS]
         self._turn += 1
         self._watched.extend(Watched(step, _GRADIENTS, _sum(each)) for each in chosen)
 
-    def _evaluate(self, entries: Sequence[PreparedModel]) -> None:
+    def _evaluate(self, optimizer: Optimizer | None = None) -> None:
         """Read the watched numbers, and put the first that is not finite into words."""
-        self._read_copied(entries)
+        self._read_copied(optimizer)
         self._copied, self._watched = self._copies(), []
-        self._read_copied(entries)
+        self._read_copied(optimizer)
 
     def _copies(self) -> tuple[list[Watched], LateNumbers]:
         """Begin to copy the watched numbers to the host."""
         values = {str(number): each.value for number, each in enumerate(self._watched)}
         return self._watched, LateNumbers(values)
 
-    def _read_copied(self, entries: Sequence[PreparedModel] = ()) -> None:
+    def _read_copied(self, optimizer: Optimizer | None = None) -> None:
         """Put the first copied number that is not finite into words."""
         if self._copied is None:
             return
@@ -401,8 +402,8 @@ class FiniteCheck:
             if math.isfinite(value):
                 continue
             what = f"{each.what} is {value}"
-            if each.what in (_NORM, _GRADIENTS) and entries and each.step == self._step():
-                what = _bad_gradients(entries)
+            if each.what in (_NORM, _GRADIENTS) and optimizer and each.step == self._step():
+                what = _bad_gradients(self.state.trained_by(optimizer), optimizer)
             if what:  # a norm may be bad for another rank's gradients, and a sum be too large
                 self._found = f"in step {each.step} {what}"
                 return
@@ -425,13 +426,15 @@ def _sum(piece: Tensor) -> Tensor:
     return real.sum(dtype=torch.float64 if real.dtype == torch.float64 else torch.float32)
 
 
-def _bad_gradients(entries: Sequence[PreparedModel]) -> str:
-    """Return which gradients of this rank are not finite, "" without any."""
+def _bad_gradients(entries: Sequence[PreparedModel], optimizer: Optimizer) -> str:
+    """Return which gradients of an optimizer are not finite on this rank, "" without any."""
     names: list[str] = []
     all_names: list[str] = []
     for entry in entries:
+        only = entry.subset(parameters_of(optimizer))
+        chosen = None if only is None else {id(parameter) for parameter in only}
         for name, parameter in entry.module.named_parameters():
-            if not parameter.requires_grad:
+            if not parameter.requires_grad or (chosen is not None and id(parameter) not in chosen):
                 continue
             all_names.append(name)
             pieces = entry.strategy.gradients([parameter])

@@ -23,7 +23,7 @@ from drivetrain.errors import UsageError
 from drivetrain.facade.checkpoints import RunCheckpoints, WindowStart
 from drivetrain.facade.exchange import Exchange, FiniteCheck, Preemption
 from drivetrain.facade.piece_gradients import PieceGradients
-from drivetrain.facade.prepared import PreparedModel, RunState
+from drivetrain.facade.prepared import PreparedModel, RunState, parameters_of
 from drivetrain.facade.uneven import UnevenInputs
 from drivetrain.facade.weights import WholeWeights
 from drivetrain.memory import is_out_of_memory, tries_again
@@ -344,7 +344,7 @@ class WindowGradients:
         """Clip the gradients of models to one norm."""
         for entry in entries:
             self._see_gradients(entry)
-        chosen = [(entry, _subset(entry, given)) for entry in entries]
+        chosen = [(entry, entry.subset(given)) for entry in entries]
         norm = _clip_together(chosen, max_norm, norm_type, self.state.world.device)
         # It speaks for all gradients of all ranks, unless ranks step by themselves.
         whole = [entry for entry, only in chosen if only is None]
@@ -359,7 +359,7 @@ class WindowGradients:
             return
         for entry in self.state.owners_of(given):
             self._see_gradients(entry)
-            for piece in entry.strategy.gradients(_subset(entry, given)):
+            for piece in entry.strategy.gradients(entry.subset(given)):
                 piece.clamp_(-clip_value, clip_value)
 
     def unscale(self, optimizer: Optimizer | Iterable[Optimizer] | None) -> None:
@@ -385,14 +385,14 @@ class WindowGradients:
             entry.check_parameters()
             entry.used = True
             self._see_gradients(entry)
-        taken = self._agree_to_step(entries)
+        taken = self._agree_to_step(optimizer, entries)
         for entry in entries:
             entry.strategy.step_decided(taken=taken)
         if not taken:
             return False
         if not scaler.enabled:
             return True
-        bad = [entry.made_with for entry in entries if entry.overflow]
+        bad = [entry.made_with for entry in entries if optimizer in entry.overflow]
         optimizers = enumerate(self.state.optimizers)
         number = next(i for i, each in optimizers if each.optimizer is optimizer)
         scaler.record(number, overflow=bool(bad), made_with=min(bad, default=1.0))
@@ -400,24 +400,24 @@ class WindowGradients:
             scaler.update()
         return not bad
 
-    def _agree_to_step(self, entries: Sequence[PreparedModel]) -> bool:
+    def _agree_to_step(self, optimizer: Optimizer, entries: Sequence[PreparedModel]) -> bool:
         """Exchange facts with the other ranks; return whether all numbers are finite."""
         if not entries or self.state.window.uneven:
             return True
-        self.finite.look(entries)
-        bad = self.finite.is_norm_bad(entries)
+        self.finite.look(optimizer)
+        bad = self.finite.is_norm_bad(optimizer)
         ranks = next((e.strategy.pace.ranks for e in entries if e.strategy.pace.ranks), None)
         key = () if ranks is None else ranks.ranks
         if key not in self._exchanges:
             self._exchanges[key] = Exchange(self.state.world, ranks)
         due = (exchange := self._exchanges[key]).is_due()
-        if not bad and (due or self.finite.must_tell(entries)):
+        if not bad and (due or self.finite.must_tell(optimizer)):
             told = self.preemption.heard and ranks is None
             apart = ranks is None and any(entry.strategy.pace.apart for entry in entries)
-            told, bad = exchange.tell(told=told, bad=self.finite.found(entries), apart=apart)
+            told, bad = exchange.tell(told=told, bad=self.finite.found(optimizer), apart=apart)
             self.preemption.told = self.preemption.told or told
         if bad:
-            self.finite.act(entries, ranks, self.checkpoints.go_back)
+            self.finite.act(optimizer, ranks, self.checkpoints.go_back)
         else:
             self.finite.step_is_good()
         return not bad
@@ -477,10 +477,24 @@ class WindowGradients:
         if entry.scale is None or entry.unscaled or not self.state.scaler.enabled:
             return
         world = self.state.world
-        entry.overflow = self.state.scaler.unscale(
+        overflow = self.state.scaler.unscale(
             list(entry.strategy.gradients()), entry.scale, ranks=world.size, device=world.device
         )
+        entry.overflow = self._overflowed(entry) if overflow and entry.optimizers else set()
         entry.made_with, entry.scale, entry.unscaled = entry.scale, 1.0, True
+
+    def _overflowed(self, entry: PreparedModel) -> set[Optimizer]:
+        """Return the optimizers of which a rank has gradients that are not finite. Collective."""
+        finite = [
+            all(
+                bool(piece.isfinite().all())
+                for piece in entry.strategy.gradients(entry.subset(parameters_of(optimizer)))
+            )
+            for optimizer in entry.optimizers
+        ]
+        found = torch.tensor(finite, device=self.state.world.device)
+        told = communication.gather(~found).view(-1, len(finite)).any(0).tolist()
+        return {each for each, bad in zip(entry.optimizers, told, strict=True) if bad}
 
 
 def _clip_together(
@@ -519,20 +533,6 @@ def _check_loss(loss: Any) -> None:
             "expected a loss that requires grad, found one that does not; it was computed under "
             "no_grad, detached, or from a model without trainable parameters"
         )
-
-
-def _subset(entry: PreparedModel, given: list[Tensor]) -> list[nn.Parameter] | None:
-    """Return the model's parameters among those given; None when nothing trainable is missing."""
-    wanted = {id(parameter) for parameter in given}
-    with torch._C.DisableTorchFunctionSubclass():  # a guarded parameter answers slowly
-        trainable = [each for each in entry.parameters if each.requires_grad]
-    chosen = [parameter for parameter in trainable if id(parameter) in wanted]
-    if len(chosen) == len(trainable):
-        return None
-    if wanted - entry.names.keys():  # an optimizer's groups may hold something else
-        names = {name for key, name in entry.strategy.held_tensors.names().items() if key in wanted}
-        chosen += [each for each in trainable if entry.names.get(id(each)) in names]
-    return chosen
 
 
 # --- python's garbage collections, after the same steps on all ranks ---

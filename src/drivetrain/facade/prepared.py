@@ -91,7 +91,7 @@ class PreparedModel:
         scale: loss scale of the gradients at hand; None before the first backward.
         unscaled: whether the gradients at hand were divided by their scale, and carry 1.0.
         made_with: the loss scale that divided them.
-        overflow: whether the gradients at hand are infinite somewhere.
+        overflow: optimizers of which the gradients at hand are infinite somewhere.
         notes: handles of the hooks that note which model runs, and how its forward ends.
         used: whether a step has used the gradients at hand.
         norm_dtype: of the norm of its gradients, as torch has it, whatever a strategy sums in.
@@ -111,7 +111,7 @@ class PreparedModel:
     scale: float | None = None
     unscaled: bool = False
     made_with: float = 1.0
-    overflow: bool = False
+    overflow: set[Optimizer] = field(default_factory=set)
     notes: tuple[RemovableHandle, ...] = ()
     used: bool = False
     norm_dtype: torch.dtype = torch.float32
@@ -213,13 +213,27 @@ class PreparedModel:
         """Return parameter names by identity, those of the optimizers' fragments included."""
         return {**self.names, **self.strategy.held_tensors.names()}
 
+    def subset(self, given: Iterable[Tensor]) -> list[nn.Parameter] | None:
+        """Return the parameters among those given; None when nothing trainable is missing."""
+        wanted = {id(parameter) for parameter in given}
+        with torch._C.DisableTorchFunctionSubclass():  # a guarded parameter answers slowly
+            trainable = [each for each in self.parameters if each.requires_grad]
+        chosen = [parameter for parameter in trainable if id(parameter) in wanted]
+        if len(chosen) == len(trainable):
+            return None
+        if wanted - self.names.keys():  # an optimizer's groups may hold something else
+            held = self.strategy.held_tensors.names()
+            names = {name for key, name in held.items() if key in wanted}
+            chosen += [each for each in trainable if self.names.get(id(each)) in names]
+        return chosen
+
     def forget_gradients(self) -> None:
         """Drop the gradients at hand, with their loss scale."""
         self.used = True  # or a window that no step has used would be spared
         self.module.zero_grad()
         for optimizer in self.optimizers:
             optimizer.zero_grad()
-        self.scale, self.unscaled, self.overflow = None, False, False
+        self.scale, self.unscaled, self.overflow = None, False, set()
 
     def scalars(self) -> dict[int, dict[str, dict[str, Any]]]:
         """Return the optimizers' state that is no tensor, by optimizer and parameter name."""
@@ -310,6 +324,11 @@ class PreparedModel:
         self.strategy.close()
         restore_loss(self.module)
         restore_products(self.module)
+
+
+def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
+    """Yield what the groups of an optimizer hold."""
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
 # --- who watches a run: told of each event of a step, and asked before anything is made ---

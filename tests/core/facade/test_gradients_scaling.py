@@ -71,6 +71,22 @@ def test_step_after_growth_divides_by_the_scale_of_its_gradients():
 
 
 @pytest.mark.ranks(2)
+def test_infinite_gradients_of_what_no_optimizer_has_skip_no_step():
+    accelerator = accelerator_in_fp16()
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model[1].parameters(), lr=0.1))
+    skipped = []
+    for factor in (1.0, float("inf") if accelerator.process_index else 1.0, 1.0, 1.0):
+        accelerator.backward(model(torch.ones(2, 4)).mean() * factor)
+        optimizer.step()
+        skipped.append(accelerator.optimizer_step_was_skipped)
+        optimizer.zero_grad()
+    assert skipped == [False, True, False, False]
+    assert accelerator.scaler.get_scale() == 1024.0  # halved once, grown after two good steps
+    accelerator.end_training()
+
+
+@pytest.mark.ranks(2)
 def test_hysteresis_of_two_optimizers_with_infinity_on_one_rank():
     accelerator = accelerator_in_fp16(hysteresis=2, growth_interval=1000)
     one, two = build(accelerator), build(accelerator)

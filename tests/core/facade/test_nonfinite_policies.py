@@ -94,3 +94,41 @@ def test_the_policies_hold(tmp_path, monkeypatch, strategy, clip):
     assert same(before, run.weights())
     everyone(None)
     run.accelerator.free_memory()
+
+
+def of_its_head(steps, bad, accelerator=None):
+    """Train the last layer, with a NaN in a batch; return its weights, and which steps it took."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 1)).double()
+    optimizer = torch.optim.SGD(model[2].parameters(), lr=0.1)  # nobody clears the first layer
+    if accelerator:
+        model, optimizer = accelerator.prepare(model, optimizer)
+    taken = []
+    for step in range(steps):
+        batch = torch.full((2, 3), 1.0 + step, dtype=torch.float64)
+        if step == bad and (not accelerator or accelerator.process_index == 1):
+            batch[0, 0] = math.nan
+        loss = model(batch).mean()
+        if accelerator:
+            accelerator.backward(loss)
+            optimizer.step()
+            taken.append(not optimizer.step_was_skipped)
+        else:
+            loss.backward()
+            taken.append(all(bool(each.grad.isfinite().all()) for each in model[2].parameters()))
+            if taken[-1]:
+                optimizer.step()
+        optimizer.zero_grad()
+    weights = accelerator.get_state_dict(model) if accelerator else model.state_dict()
+    return [weights[f"2.{name}"] for name in ("weight", "bias")], taken
+
+
+@pytest.mark.parametrize("strategy", ["ddp", {"name": "zero3", "keep_below": 0}])
+@pytest.mark.ranks(2)
+def test_a_step_is_skipped_for_gradients_of_its_own_optimizer_alone(strategy):
+    accelerator = Accelerator(cpu=True, config={"on_nonfinite": "skip", "strategy": strategy})
+    found, taken = of_its_head(4, 1, accelerator)
+    expected, taken_by_one = of_its_head(4, 1)
+    assert taken == taken_by_one == [True, False, True, True]
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    accelerator.end_training()
