@@ -46,7 +46,7 @@ from drivetrain.facade.settings import (
     resolve_run,
 )
 from drivetrain.facade.stepping import PreparedOptimizer, PreparedScheduler
-from drivetrain.facade.uneven import UnevenInputs, gather_for_metrics, refuse_after_end
+from drivetrain.facade.uneven import UnevenInputs, gather_for_metrics
 from drivetrain.facade.weights import WholeWeights
 from drivetrain.log import Bar, get_logger
 from drivetrain.observe.profile import StepProfiler
@@ -787,7 +787,6 @@ class Accelerator(AnswersArguments, StaysInProcess, Processes):
         Raises:
             RankMismatchError: shapes, dtypes or structure differ; on every rank.
         """
-        refuse_after_end(self.world, "gather")
         return communication.gather(tensor, group=self.mesh["dp"])
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
@@ -808,7 +807,6 @@ class Accelerator(AnswersArguments, StaysInProcess, Processes):
             reduction: ``sum``, ``mean``, ``max`` or ``none``.
             scale: factor of the result.
         """
-        refuse_after_end(self.world, "reduce")
         return communication.reduce(tensor, reduction, scale, group=self.mesh["dp"])
 
     def pad_across_processes(

@@ -6,9 +6,11 @@ from forked_programs import Started, run_python
 from reserved_ports import reserved_port
 
 SCRIPT = """
+from functools import partial
 import torch
 from torch import nn
-from drivetrain import Accelerator
+from drivetrain import Accelerator, gather_object
+from drivetrain.errors import UsageError
 
 def weights(strategy):
     accelerator = Accelerator(cpu=True, strategy=strategy)
@@ -25,6 +27,15 @@ def weights(strategy):
     assert accelerator.gather(torch.ones(1)).sum() == accelerator.mesh["dp"].size
     found, ranks = accelerator.get_state_dict(model), accelerator.num_processes
     accelerator.end_training()
+    if ranks > 1:
+        mean, gather = partial(accelerator.metric_mean, 1.0, 1), partial(gather_object, [1])
+        for shared in (accelerator.wait_for_everyone, accelerator.check_trigger, mean, gather):
+            try:
+                shared()
+            except UsageError as error:
+                assert "before end_training()" in str(error)
+            else:
+                raise AssertionError(f"{shared} in a rank that has left the others")
     return found, ranks
 
 first, ranks = weights("ddp")

@@ -47,7 +47,7 @@ from drivetrain.runtime.rank_status import (
     set_status,
     status_of,
 )
-from drivetrain.runtime.world import gather_texts, share_text
+from drivetrain.runtime.world import gather_texts, has_left, share_text
 
 # --- ranks meet before they exchange something ---
 
@@ -447,7 +447,16 @@ def group_of(ranks: Ranks) -> dist.ProcessGroup | None:
 
 
 def size_of(group: Ranks) -> int:
-    """Return how many ranks take part; 1 without a process group."""
+    """Return how many ranks take part; 1 without a process group.
+
+    Raises:
+        UsageError: the ranks have parted: the local value would pass for that of all.
+    """
+    if has_left():
+        raise UsageError(
+            "expected all that ranks do together before end_training(), found an exchange of "
+            "values after it: this rank has left the others"
+        )
     if isinstance(group, Axis):
         return group.size
     return (

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
 from drivetrain import communication
+from drivetrain.collectives.facts import size_of
 from drivetrain.config import DataConfig
 from drivetrain.data.division import (
     BatchDivision,
@@ -225,7 +225,7 @@ def synchronize_rng_states(
         raise UsageError(
             f"expected rng_types among {sorted(known | set(aliases))}, found {list(rng_types)}"
         )
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    if size_of(None) == 1:
         return
     state = rng.capture()
     rng.restore({key: communication.broadcast(state[key]) for key in keys if key in state})

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from drivetrain import communication
@@ -24,7 +23,6 @@ from drivetrain.facade.prepared import PreparedModel, RunState
 from drivetrain.log import get_logger
 from drivetrain.nested import is_tensor, recursively_apply
 from drivetrain.runtime.gradient_state import ActivePass, GradientState
-from drivetrain.runtime.world import World
 from drivetrain.strategy import Joinable
 
 # --- values that ranks exchange in a script ---
@@ -32,18 +30,8 @@ from drivetrain.strategy import Joinable
 logger = get_logger(__name__)
 
 
-def refuse_after_end(world: World, operation: str) -> None:
-    """Raise when the ranks have parted: the local value would pass for that of all."""
-    if world.size > 1 and not dist.is_initialized():
-        raise UsageError(
-            f"expected {operation}() before end_training(), found it after: this rank has left "
-            "the process group"
-        )
-
-
 def gather_for_metrics(state: RunState, data: Any, *, as_objects: bool) -> Any:
     """Gather tensors or objects, without what was made of samples that only repeat others."""
-    refuse_after_end(state.world, "gather_for_metrics")
     # Ranks along other axes share a batch: they would count it several times.
     window, axis = state.window, state.run.mesh["dp"]
     objects = as_objects or not _all_tensors(data)

@@ -12,10 +12,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from drivetrain.errors import UsageError
+from drivetrain.runtime.world import own_rank
 
 _NUMPY_SEED_LIMIT = 1 << 32
 
@@ -28,8 +28,8 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
         device_specific: add the rank, so that ranks draw different numbers.
         deterministic: let torch use deterministic algorithms only.
     """
-    if device_specific and dist.is_initialized():
-        seed += dist.get_rank()
+    if device_specific:
+        seed += own_rank()
     torch.manual_seed(seed)  # the CPU and every accelerator
     _seed_without_torch(seed)
     if deterministic:

@@ -195,9 +195,8 @@ class World:
                 for its ranks, or the others cannot be reached.
         """
         timeout = timeout or timedelta(minutes=10)
-        rank, size = _integer("RANK", 0), _integer("WORLD_SIZE", 1)
-        if dist.is_initialized():
-            rank, size = dist.get_rank(), dist.get_world_size()
+        rank = own_rank()
+        size = dist.get_world_size() if dist.is_initialized() else _integer("WORLD_SIZE", 1)
         local_rank = _integer("LOCAL_RANK", 0 if size == 1 else rank)
         local_size = _integer("LOCAL_WORLD_SIZE", 1 if size == 1 else size)
         if not 0 <= rank < size:
@@ -430,6 +429,16 @@ def _meeting(timeout: timedelta) -> tuple[Store, int, int]:
     store.set_timeout(timeout)
     _lives.append((store, rank, size))
     return PrefixStore(f"drivetrain/life/{len(_lives)}", store), rank, size
+
+
+def own_rank() -> int:
+    """Return this process's rank, also before it has joined the others; 0 without others."""
+    return dist.get_rank() if dist.is_initialized() else _integer("RANK", 0)
+
+
+def has_left() -> bool:
+    """Whether this process was among the ranks of its run, and has left them."""
+    return bool(_lives) and not dist.is_initialized()
 
 
 def new_start() -> str:

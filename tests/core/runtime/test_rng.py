@@ -87,6 +87,14 @@ def test_numpy_is_never_imported(monkeypatch):
     assert "numpy" not in sys.modules
 
 
+def test_ranks_that_have_not_met_are_seeded_apart(monkeypatch):
+    monkeypatch.setenv("RANK", "3")
+    rng.set_seed(4, device_specific=True)
+    mine = draw()
+    rng.set_seed(7)
+    assert draw() == mine
+
+
 @pytest.mark.ranks(2)
 def test_states_of_rank_0_reach_every_rank():
     rng.set_seed(4, device_specific=True)
