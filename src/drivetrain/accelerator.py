@@ -237,10 +237,6 @@ class Accelerator(AnswersArguments, StaysInProcess, Processes):
         """All facts that a strategy may know, for models without a strategy of their own."""
         return self._state.run
 
-    @run.setter
-    def run(self, run: Run) -> None:
-        self._state.run = run
-
     @property
     def mesh(self) -> Mesh:
         """The named axes of the run's strategy."""

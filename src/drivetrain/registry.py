@@ -84,7 +84,7 @@ class Registry:
             ConfigError: as ``load``.
         """
         entry = self._entry(name)
-        lines = _installed(_search_path())[OUTLINES].select(name=entry.value)
+        lines = self._groups[OUTLINES].select(name=entry.value)
         return self._imported(name, next(iter(lines), entry))
 
     def _entry(self, name: str) -> EntryPoint:
@@ -123,7 +123,7 @@ class Registry:
         Entry points of ``drivetrain.summaries`` have such lines for names, and the plugin's own
         target. A plugin without one is described by the packages that provide the plugin.
         """
-        lines = _installed(_search_path())[SUMMARIES]
+        lines = self._groups[SUMMARIES]
         found = [line.name for line in lines if line.value in self._entries[name]]
         return found[0] if found else f"from {self.origin(name)}"
 
@@ -159,15 +159,19 @@ class Registry:
         return claimants[0]
 
     def _with_role(self, role: str) -> list[str]:
-        lines = _installed(_search_path())[ROLES]
+        lines = self._groups[ROLES]
         targets = {line.value for line in lines if line.name == role}
         return [name for name in self.names if targets.intersection(self._entries[name])]
+
+    @cached_property
+    def _groups(self) -> Mapping[str, EntryPoints]:
+        return _installed(_search_path())
 
     @cached_property
     def _entries(self) -> dict[str, dict[str, EntryPoint]]:
         """By name, then by target: a clash of names concerns only a caller of this name."""
         found: dict[str, dict[str, EntryPoint]] = {}
-        for entry in _installed(_search_path())[self.group]:
+        for entry in self._groups[self.group]:
             found.setdefault(entry.name, {})[entry.value] = entry
         return found
 

@@ -189,10 +189,11 @@ class StageProxy(ValuelessTensor):
             f"expected values for {use}, found a tensor whose values exist on another pipeline "
             "stage: its shape and dtype are known here, its numbers are not. Return the loss from "
             "the model, or call .item() after accelerator.backward(loss), in an accumulation "
-            "window after the last one, and after backward(loss / n) of loss / n alone; for choices that depend on "
-            "values, compute them inside of the model's blocks. What a model returns beside its loss has values under "
-            "torch.no_grad(); parameters of other stages have them inside of 'with "
-            "accelerator.gathered(model):' and in accelerator.get_state_dict(model)",
+            "window after the last one, and after backward(loss / n) of loss / n alone; for "
+            "choices that depend on values, compute them inside of the model's blocks. What a "
+            "model returns beside its loss has values under torch.no_grad(); parameters of other "
+            "stages have them inside of 'with accelerator.gathered(model):' and in "
+            "accelerator.get_state_dict(model)",
             use,
         )
 

@@ -441,7 +441,7 @@ def resolve_run(
     Raises:
         ConfigError: a wrong key or value, or a conflict between code and command line.
     """
-    layers = [Layer()]
+    layers: list[Layer] = []
     if isinstance(config, Mapping):
         origin = ValueOrigin("file", "Accelerator(config={...})")
         layers = [Layer(config, {str(key): origin for key in config})]
@@ -502,8 +502,7 @@ def joined_world(config: Resolved, backend: str | None) -> World:
     )
     if len(set(world.notes)) > 1:
         agree(world, "the configuration", shown)
-    hardware = config.run.links.hardware
-    return agreed_islands(world, hardware) if hardware else world
+    return agreed_islands(world, config.run.links.hardware)
 
 
 def agree(world: World, subject: str, lines: Sequence[str]) -> None:

@@ -87,7 +87,7 @@ def test_a_copy_has_its_own_parameters():
 def test_inputs_are_split_over_an_axis_of_replicas():
     accelerator = Accelerator(cpu=True)
     mesh = Mesh.build({"tp": 2, "dp": 1}, accelerator.world)
-    accelerator.run = dataclasses.replace(accelerator.run, mesh=mesh)
+    accelerator._state.run = dataclasses.replace(accelerator.run, mesh=mesh)
     model = accelerator.recompute(build(), partition="tp")
     torch.manual_seed(0)
     tokens = torch.randint(7, (20, ROWS))
