@@ -9,15 +9,18 @@ which strategies of other kinds leave alone::
     weight, 0.exp_avg@1           of the second worker's
     weight, 0.local@1             the second worker's own weights
     weight, 0.outer_momentum@     of the outer weights
+    running_mean                  of the first worker, as any buffer
+    running_mean, local@1         the second worker's
     weight, links.error.int4.1.0@ of a method for slow links, see ``KeptReader``
 
 Parameters without outer weights, as in a warm-up, are alike on all workers: the first one saves
 them as any strategy does.
 
 Another number of workers goes on from the mean of all saved workers: none of their steps is lost.
+Buffers are then the first worker's, as after an exchange.
 """
 
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -28,18 +31,18 @@ from drivetrain.collectives import Communicator
 from drivetrain.compression.error_feedback import take_kept
 from drivetrain.log import get_logger
 from drivetrain.runtime.parts import Part, boxes
-from drivetrain.saved_state import LINKS, OWN_MARK
+from drivetrain.saved_state import AROUND, LINKS, OWN_MARK
 from drivetrain.shards import Reader, Shard, TensorFacts
 from drivetrain_local.outer import MOMENTUM, OUTER, UNDER_WAY
 
 LOCAL = "local"
-"""The key of a worker's own weights."""
+"""The key of a worker's own weights, and, without an optimizer's index, of its own buffers."""
 
 _SHARED = (MOMENTUM, UNDER_WAY)
 
 
 def shards_of_worker(
-    shards: Iterable[Shard], outer: Mapping[str, int], worker: int
+    shards: Iterable[Shard], outer: Mapping[str, int], worker: int, parameters: Container[str]
 ) -> Iterator[Shard]:
     """Yield the shards that a worker saves.
 
@@ -47,24 +50,21 @@ def shards_of_worker(
         shards: of the strategy inside, with the outer state among the optimizers'.
         outer: the index of the optimizer of each parameter that has outer weights, by name.
         worker: number of the worker.
+        parameters: names of all parameters; other tensors are buffers.
     """
+    own = f"{OWN_MARK}{worker}" if worker else ""
     for shard in shards:
-        index, _, key = shard.state.partition(".")
-        if shard.name not in outer:
-            if worker == 0:
-                yield shard
-        elif not shard.state:
+        key = shard.state.partition(".")[2]
+        if shard.name in outer and not shard.state:
             yield _renamed(shard, f"{outer[shard.name]}.{LOCAL}{OWN_MARK}{worker}")
-        elif key == OUTER:
+        elif shard.name not in outer and worker:
+            if shard.name not in parameters:
+                yield _renamed(shard, f"{LOCAL}{own}")
+        elif key in AROUND:
             if worker == 0:
-                yield _renamed(shard, "")
-        elif key in _SHARED:
-            if worker == 0:
-                yield _renamed(shard, f"{shard.state}{OWN_MARK}")
-        elif worker == 0:
-            yield shard
+                yield _renamed(shard, "" if key == OUTER else f"{shard.state}{OWN_MARK}")
         else:
-            yield _renamed(shard, f"{index}.{key}{OWN_MARK}{worker}")
+            yield _renamed(shard, f"{shard.state}{own}")
 
 
 def noting_weights(shards: Iterable[Shard], names: set[str]) -> Iterator[Shard]:
@@ -117,22 +117,31 @@ class WorkerReader:
         self._sources: dict[tuple[str, str], list[str]] = {}
         chosen = range(saved) if worker is None else [worker]
         for name, state in reader.keys():  # noqa: SIM118 - no dict
-            self._sort(name, state, chosen)
+            plain, marked, _ = state.partition(OWN_MARK)
+            if marked and plain.rpartition(".")[2] == LOCAL:
+                self._sort_own(name, state, chosen)
+            elif not state.startswith(LINKS):  # about sums that the strategy inside does not take
+                self._sort(name, state, chosen)
 
-    def _sort(self, name: str, state: str, workers: Iterable[int]) -> None:
-        """Note which of this worker's tensors a saved tensor is a source of."""
-        if state.startswith(LINKS):  # about sums that the strategy inside does not take
+    def _sort_own(self, name: str, state: str, workers: Collection[int]) -> None:
+        """Note a worker's own weights, which come in place of the outer ones, or own buffers."""
+        plain, _, number = state.partition(OWN_MARK)
+        index = plain.partition(".")[0]
+        if plain == LOCAL:
+            if [*workers] == [int(number)]:
+                self._sources[name, ""] = [state]
             return
+        if int(number) in workers:
+            sources = self._sources.setdefault((name, ""), [])
+            self._sources[name, ""] = [*(each for each in sources if each), state]
+        if self._outer:
+            self._sources[name, f"{index}.{OUTER}"] = [""]
+
+    def _sort(self, name: str, state: str, workers: Collection[int]) -> None:
+        """Note which of this worker's tensors any other saved tensor is a source of."""
         plain, marked, number = state.partition(OWN_MARK)
-        index, _, key = plain.partition(".")
-        if key == LOCAL:
-            if int(number) in workers:
-                # In place of the outer weights, which came as the weights of the checkpoint.
-                sources = self._sources.setdefault((name, ""), [])
-                self._sources[name, ""] = [*(each for each in sources if each), state]
-            if self._outer:
-                self._sources[name, f"{index}.{OUTER}"] = [""]
-        elif not state:
+        key = plain.partition(".")[2]
+        if not state:
             self._sources.setdefault((name, ""), [""])
         elif key in _SHARED:
             if self._outer:

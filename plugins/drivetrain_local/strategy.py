@@ -576,7 +576,8 @@ class Local(Stepping):
         saved: set[str] = set()
         with self._outer_shown():
             inside = noting_weights(self._inner.shards(), saved)
-            yield from shards_of_worker(inside, self._optimizer_of_each(), self._far.rank)
+            outer = self._optimizer_of_each()
+            yield from shards_of_worker(inside, outer, self._far.rank, self._parts)
         # Other ranks that step the same part keep the same errors: who saves the part saves both.
         mine = {name: word for name, word in self._held_parts().items() if name in saved}
         yield from marked(self._workers.kept(), mine)

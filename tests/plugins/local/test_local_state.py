@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from local_trainings import Training, check_alike_on_all_ranks, check_equal, hosts, local
-from local_workers import Rounds, batch
+from local_workers import Blocks, Rounds, batch
 from resumed_workers import check_same_bits, goes_on_bit_for_bit
 
 STREAMING = Rounds(every=4, fragments=2, delay=3, keep=0.5)
@@ -22,6 +22,34 @@ def folder(tmp_path):
 )
 def test_a_round_goes_on_bit_for_bit(folder, rounds, inner, at):
     goes_on_bit_for_bit(folder, lambda: Training(local(rounds, inner)), at)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("inner", ["ddp", "zero1", "zero2", "zero3"])
+def test_buffers_of_each_worker_go_on_in_mid_round(folder, inner):
+    def make():
+        model = nn.Sequential(Blocks(), nn.BatchNorm1d(3).double())
+        return Training(local(Rounds(every=4), inner), model)
+
+    straight, resumed = make(), make()
+    straight.run(0, 2).accelerator.save_state(folder)
+    resumed.accelerator.load_state(folder)
+    states = [dict(each.run(2, 3).model.named_buffers()) for each in (straight, resumed)]
+    check_same_bits(*states)
+    straight.close()
+    resumed.close()
+
+
+@pytest.mark.ranks(2)
+def test_buffers_of_the_first_worker_are_those_of_all_others(folder):
+    two = Training(local(Rounds(every=4)), nn.Sequential(Blocks(), nn.BatchNorm1d(3).double()))
+    two.run(0, 2).accelerator.save_state(folder)
+    one = Training("zero1", nn.Sequential(Blocks(), nn.BatchNorm1d(3).double()))
+    one.accelerator.load_state(folder)
+    first = two.accelerator.gather(two.model[1].running_mean[None])[0]
+    assert torch.equal(one.model[1].running_mean, first)
+    two.close()
+    one.close()
 
 
 @pytest.mark.ranks(4)
