@@ -352,7 +352,6 @@ class BucketReducer:
         for state in self._buckets:
             self._await_sum(state)
             state.finish = None
-            state.bucket.show()
         if self._observing:
             self._observe()
 

@@ -560,21 +560,14 @@ class Bucket:
         self.flat = torch.zeros(layout.numel, dtype=layout.dtype, device=parameters[0].device)
         sizes = [parameter.numel() for parameter in parameters]
         self._starts = list(itertools.accumulate(sizes, initial=0))
-        self._shown = False
-        self._fewest = 0
+        self._backward = -1
         self._look()
-
-    def show(self) -> None:
-        """Let the script have the gradients, whose sum is there."""
-        tensors = _tensors_in(self.flat)
-        self._shown, self._fewest = True, min(tensors, self._fewest or tensors)
 
     def leave_kept(self, place: int, references: int = 0) -> bool:
         """Take other memory where the script keeps gradients, or views of them, that it cleared.
 
-        For the moment before a gradient of a window arrives at its place. Gradients that were not
-        cleared move along as the same objects, and channels of ``flat`` go on with the new memory.
-        Views of a gradient that are kept and cleared within a window are not noticed.
+        For the moment before a gradient arrives at its place. Gradients that were not cleared move
+        along as the same objects, and channels of ``flat`` go on with the new memory.
 
         Args:
             place: of the gradient.
@@ -585,9 +578,10 @@ class Bucket:
         """
         places: Sequence[int] = (place,)
         alone = references + self._alone
-        if self._shown:
-            places, self._shown = range(len(self.views)), False
-            if _tensors_in(self.flat) > self._fewest:
+        backward = torch._C._current_graph_task_id()
+        if backward != self._backward:  # the script has had a say since the last arrival
+            places, self._backward = range(len(self.views)), backward
+            if _tensors_in(self.flat) > self._tensors:
                 return self._leave()
         for each in places:
             gone = self.parameters[each].grad is not self.views[each]
@@ -598,7 +592,6 @@ class Bucket:
     def _leave(self) -> bool:
         pairs = list(zip(self.parameters, self.views, strict=True))
         self.flat.set_(torch.empty_like(self.flat))  # type: ignore[call-overload]
-        self._fewest = 0
         self._look()
         for place, (parameter, old) in enumerate(pairs):
             if parameter.grad is old:
@@ -611,6 +604,7 @@ class Bucket:
         self.views = [self.view(place) for place in range(len(self.parameters))]
         self._alone = max(sys.getrefcount(self.views[i]) for i in range(len(self.views)))
         self.flags = self.flat[self._starts[-1] :]
+        self._tensors = _tensors_in(self.flat)
 
     def view(self, place: int) -> Tensor:
         """Return the place of a parameter's gradient.

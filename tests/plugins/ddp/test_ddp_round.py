@@ -2,6 +2,7 @@
 
 from copy import deepcopy
 from dataclasses import replace
+from itertools import chain
 
 import pytest
 import torch
@@ -267,6 +268,30 @@ def test_copies_and_closed_models_send_nothing():
     loss_of(model, batch(2, rank)).backward()
     assert not traffic.entries()
     assert not torch.equal(kept[0], next(model.parameters()).grad)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("detached", [False, True])
+def test_views_of_gradients_that_are_cleared_within_a_window_stay_what_they_were(detached):
+    model = mlp()
+    strategy = start(model)
+    rank, cleared = strategy.run.world.rank, list(model.parameters())[::2]
+    for _ in range(2):
+        with strategy.accumulating():
+            strategy.backward(loss_of(model, batch(1, rank)))
+            gradients = [parameter.grad for parameter in cleared]
+            kept = [each.detach().view(-1) if detached else each[0] for each in gradients]
+            del gradients
+            expected = [each.clone() for each in kept]
+            for parameter in cleared:
+                parameter.grad = None
+            strategy.backward(loss_of(model, batch(2, rank)))
+        strategy.backward(loss_of(model, batch(3, rank)))
+        assert all(map(torch.equal, kept, expected))
+        cleared_ones, others = mean_grads(model, [2, 3], 2), mean_grads(model, [1, 2, 3], 2)
+        assert_grads(model, [*chain(*zip(cleared_ones[::2], others[1::2], strict=True))])
+        model.zero_grad()
+    strategy.close()
 
 
 @pytest.mark.filterwarnings("ignore:Using backward")
