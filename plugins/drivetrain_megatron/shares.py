@@ -13,7 +13,7 @@ import functools
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeAlias, TypeVar, cast
+from typing import Any, NoReturn, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -307,6 +307,19 @@ class Share:
         whole = gathered(share, self.model.ranks, self.partition, label=label)
         return whole.bool() if narrow else whole
 
+    def refuse_weight_norm(self, *_: Any) -> NoReturn:
+        """Refuse to part a parameter into lengths and directions.
+
+        Raises:
+            UsageError: always.
+        """
+        raise UsageError(
+            f"expected no weight_norm of a layer that ranks have divided, found one of "
+            f"{self.name!r}; apply it before prepare(), where such a layer stays whole on each "
+            "rank, or take a strategy over the axis dp alone; for lengths alone take "
+            "torch.linalg.vector_norm(weight, dim=...)"
+        )
+
     def _check_whole(self, given: Tensor) -> None:
         if tuple(given.shape) != self._shape:
             raise UsageError(
@@ -565,6 +578,7 @@ _SPECIAL: Mapping[Function, Callable[..., Any]] = {
     _GRADIENT.__get__: lambda share, *_: share.gradient(),
     _GRADIENT.__set__: Share.assign_gradient,
     _GRADIENT.__delete__: lambda share: share.assign_gradient(None),
+    torch.norm_except_dim: Share.refuse_weight_norm,  # which keeps the parameter in another one
 }
 
 _OF_SHAPE: frozenset[Function] = frozenset(

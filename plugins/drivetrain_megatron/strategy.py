@@ -68,6 +68,7 @@ from drivetrain_megatron.state import (
     refusing_forwards,
     shows_whole,
 )
+from drivetrain_megatron.tensor.behavior import Own, attach, behavior_of, detach
 from drivetrain_megatron.tensor.partition import ShardingSpec, alike
 
 # --- the plan of each rank, by itself; they go on only if all ranks have made the same plan ---
@@ -224,6 +225,7 @@ class Megatron(MegatronOutline, StrategyAround[MegatronConfig]):
         self._draws = AlikeDraws(self._tp, world.device)
         self._source: tuple[WeightSource, Mapping[str, Tensor]] | None = None
         self._handles: list[RemovableHandle] = []
+        self._kept: Sequence[nn.Module] = ()
         self._builder = PipelineBuilder(config, run, self._pp, self._tp) if config.pp > 1 else None
         self._pipeline: PipelinedModel | None = None
         self._synchronizing = True
@@ -287,7 +289,16 @@ class Megatron(MegatronOutline, StrategyAround[MegatronConfig]):
             first = model.register_forward_pre_hook(same, prepend=True, with_kwargs=True)
             self._handles.append(first)
         self._shares.cover(model, prepared.optimizers)
+        self._keep_parameters(model)
         return prepared
+
+    def _keep_parameters(self, model: nn.Module) -> None:
+        """Let the layers of a pipeline refuse others in the places of their parameters."""
+        if self._builder is None:
+            return
+        self._kept = [m for m in model.modules() if m._parameters and behavior_of(m) is None]
+        for module in self._kept:
+            attach(module, Own())
 
     def _plan(self, model: nn.Module) -> LayerPlan:
         """Plan dropout masks, stages and layers, alike on all ranks. Collective.
@@ -557,6 +568,8 @@ class Megatron(MegatronOutline, StrategyAround[MegatronConfig]):
         self._shares.close()
         for handle in self._handles:
             handle.remove()
+        for module in self._kept:
+            detach(module)
         for each in (self._tensor, self._draws, self._dropout):
             if each is not None:
                 each.close()

@@ -166,6 +166,29 @@ class Parallel:
                     "into the parameters, or set tp: 1"
                 )
 
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Refuse a parameter of the module under a further name, as pruning gives it one.
+
+        Raises:
+            UsageError: it is that.
+        """
+        module: Any = self
+        for known, held in module._parameters.items():
+            shown = module.__dict__.get(known, held)  # in a pipeline, of another stage
+            if param is not None and shown is param and known != name:
+                raise _computed(module, known)
+        super().register_parameter(name, param)  # type: ignore[misc]
+
+    def __delattr__(self, name: str) -> None:
+        """Refuse to delete a parameter, as parametrizations do to put a computed one in its place.
+
+        Raises:
+            UsageError: it is one.
+        """
+        if name in self.__dict__["_parameters"]:
+            raise _computed(self, name)
+        super().__delattr__(name)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         new = memo[id(self)] = self.__copy__()
         state = {key: copy.deepcopy(value, memo) for key, value in self.__dict__.items()}
@@ -183,6 +206,15 @@ class Parallel:
             ", which ranks share: save state_dict() on every rank, or "
             "accelerator.get_state_dict(model), and build the module anew"
         )
+
+
+def _computed(module: Any, name: str) -> UsageError:
+    return UsageError(
+        f"expected the parameters of a layer as they were in prepare(), found that {name!r} of "
+        f"{original_class(module).__name__} is about to be deleted, or computed from another one "
+        "as by torch.nn.utils.prune and parametrizations: ranks hold parts of it, or other layers; "
+        "change the layer before prepare(), or take a strategy over the axis dp alone"
+    )
 
 
 SHARE = "_share"
