@@ -108,10 +108,11 @@ class Estimate:
         lines, again = self.lines, Counter[str]()
         reductions = run.accumulation if config.reduces_each else 1
         gathers = 1 if config.until == "step" else run.accumulation
-        if config.until == "forward":  # a unit that is freed after forward comes back
-            over = config.near(run.mesh) or lines.sharing.axis
+        over = config.near(run.mesh) or lines.sharing.axis
+        if config.until != "step":  # a unit that is freed comes back for its next use
             # Backward begins with as many as it holds then: the last one and those gathered ahead.
-            again = times_again(usual_uses(self.units, model.module), 1 + config.ahead)
+            spared = 1 + config.ahead if config.until == "forward" else None
+            again = times_again(usual_uses(self.units, model.module), spared)
         for unit in self.units:
             if unit.sharded and lines.secondary is not None:
                 yield self._gather_inside(unit, lines.secondary), gathers * (1 + again[unit.key])

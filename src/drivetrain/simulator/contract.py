@@ -162,15 +162,16 @@ class UnitUse(NamedTuple, Generic[KeyT]):
     read_back: bool
 
 
-def times_again(uses: Sequence[UnitUse[KeyT]], spared: int) -> Counter[KeyT]:
+def times_again(uses: Sequence[UnitUse[KeyT]], spared: int | None) -> Counter[KeyT]:
     """Return how often each unit is gathered after its first time in a forward with its backward.
 
     Args:
-        uses: of units that are freed behind each use, in the order of forward.
-        spared: how many units are not freed because forward ends and backward begins with them.
+        uses: of units, in the order of forward.
+        spared: how many units are not freed because forward ends and backward begins with them;
+            None: all, which are freed behind a use in backward alone.
     """
     live = set(list(dict.fromkeys(use.key for use in reversed(uses)))[:spared])
-    gathers = Counter(use.key for use in uses)
+    gathers = Counter(use.key for use in (uses if spared is not None else ()))
     gathers.subtract(set(gathers))
     for use in reversed(uses):
         if not use.read_back:

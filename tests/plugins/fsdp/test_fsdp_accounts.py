@@ -46,9 +46,17 @@ def low_rank():
     return model
 
 
+def tied_blocks():
+    """Tie a layer of the last block to the first block's, which reads its values in backward."""
+    model = gpt()
+    model.blocks[-1].qkv.weight = model.blocks[0].qkv.weight
+    return model
+
+
 MODELS = {
     "untied": gpt,
     "tied": lambda: gpt(tied=True),
+    "tied blocks": tied_blocks,
     "gpt2": lambda: gpt2().float(),
     "frozen embedding": lambda: gpt(frozen=1),
     "frozen start": lambda: gpt(frozen=3),
@@ -58,6 +66,7 @@ STRATEGIES = {
     "full": {},
     "one live": {"live_units": 1},
     "three live": {"live_units": 3},
+    "all live": {"live_units": 9},
     "kept": {"reshard_after_forward": False},
     "neighbors": {"reshard_after_forward": 2},
     "grad": {"sharding": "grad"},
@@ -94,7 +103,11 @@ def check_ledger(pairs, **options):
 @pytest.mark.ranks(2)
 def test_ledger_of_models_and_options():
     """What is read in backward, when units are freed, how many are live, dtypes, and windows."""
-    check_ledger({"full": MODELS, "kept": ["tied"], "grad": ["untied", "low rank"]})
+    check_ledger({"full": [name for name in MODELS if name != "tied blocks"]})
+    check_ledger(
+        {"kept": ["tied", "tied blocks", "low rank", "frozen start"], "all live": ["tied blocks"]}
+    )
+    check_ledger({"grad": ["untied", "low rank"]})
     check_ledger({"one live": ["tied", "low rank"], "three live": ["tied"]})
     check_ledger({"full": ["tied", "frozen start"]}, **RECOMPUTED)
     check_ledger({"full": ["low rank"], "grad": ["tied"]}, **MASTERS)
