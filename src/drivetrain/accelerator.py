@@ -577,7 +577,8 @@ class Accelerator(AnswersArguments, StaysInProcess, Processes):
 
         Inside, optimizer and scheduler do nothing and gradients stay local until the window is
         complete: after ``gradient_accumulation_steps`` micro-batches or at the end of the loader.
-        ``zero_grad()``, wherever it stands, clears only gradients that a step has used.
+        ``zero_grad()``, wherever it stands, clears only gradients that a step has used. Inside of
+        another one it adds models to the same micro-batch.
 
         Args:
             models: the models that accumulate; none means all that were prepared.

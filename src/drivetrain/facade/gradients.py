@@ -210,16 +210,18 @@ class WindowGradients:
     ) -> Iterator[None]:
         """Context of one micro-batch of these models; of all models when there are none.
 
-        It may be a piece of a batch: the first, the last, with some of its rows.
+        It may be a piece of a batch: the first, the last, with some of its rows. Inside of another
+        micro-batch it is a piece of that one, or the same one with further models.
         """
         window = self.state.window
-        if piece is not None and window.is_inside:  # pieces of the micro-batch that is under way
-            first = False
-        elif window.sync_gradients:
+        inside = window.is_inside
+        first = first and not inside
+        if not inside and window.sync_gradients:
             self._start_window(counted=True)
         with ExitStack() as stack:
             stack.enter_context(self.explained())
-            stack.enter_context(window.next_micro_batch(first=first, last=last, piece=piece))
+            if piece is not None or not inside:
+                stack.enter_context(window.next_micro_batch(first=first, last=last, piece=piece))
             if (window.num_steps > 1 or not last) and first and window.micro_batch == 1:
                 self.checkpoints.saved.begun = WindowStart(self.state, window.windows)
             self.state.step = window.micro_batch

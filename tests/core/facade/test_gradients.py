@@ -42,6 +42,21 @@ def test_weights_are_exact_over_micro_batches_and_ranks():
     accelerator.end_training()
 
 
+@pytest.mark.ranks(2)
+def test_one_window_inside_of_another_is_the_same_one():
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    models = accelerator.prepare(linear(), linear())
+    parts = rows(8).split(2)
+    for x in parts[2 * accelerator.process_index :][:2]:
+        with accelerator.accumulate(models[0]), accelerator.accumulate(models[1]):
+            for model in models:
+                accelerator.backward(loss_of(model, x))
+    for model in models:
+        expected = reference_grad(parts)
+        torch.testing.assert_close(model.weight.grad, expected, rtol=1e-12, atol=1e-14)
+    accelerator.end_training()
+
+
 def test_two_losses_in_the_last_micro_batch_of_a_short_window():
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
     data = rows(4)
