@@ -11,6 +11,7 @@ Both serve code of the user: with its own weights, and with sizes of the whole t
 """
 
 import copy
+import copyreg
 import functools
 import threading
 from abc import ABC, abstractmethod
@@ -191,16 +192,27 @@ class Parallel:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         new = memo[id(self)] = self.__copy__()
-        state = {key: copy.deepcopy(value, memo) for key, value in self.__dict__.items()}
+        state = {key: copy.deepcopy(value, memo) for key, value in new.__dict__.items()}
         new.__dict__.update(state)
         return new
 
     def __copy__(self) -> Any:
-        new = object.__new__(type(self))
-        new.__dict__.update(self.__dict__)
+        """Return a module with the same members; an ordinary one if it computes by itself."""
+        state = dict(self.__dict__)
+        kind: type[Any] = type(self)
+        if type(state[_KEY]) is Own and _SHARED not in state:
+            kind = self._drivetrain_original
+            del state[_KEY]
+        new = object.__new__(kind)
+        new.__dict__.update(state)
         return new
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        ordinary = self.__copy__()
+        if not isinstance(ordinary, Parallel):
+            _, _, *state = ordinary.__reduce_ex__(protocol)
+            # Unlike copyreg.__newobj__, it makes an object of another class than this one's.
+            return copyreg._reconstructor, (type(ordinary), object, None), *state  # type: ignore[attr-defined]
         raise UsageError(
             f"expected a module to pickle that is whole, found {self._drivetrain_original.__name__}"
             ", which ranks share: save state_dict() on every rank, or "
