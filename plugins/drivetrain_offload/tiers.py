@@ -177,10 +177,19 @@ class _Account(FlatBytes):
         return [
             (self._stored or tiers.device, "parameters", values * dtype.itemsize),
             (tiers.optimizer, "masters", masters),
+            (tiers.device, "masters", self._beside()),
             (tiers.optimizer, "optimizer", self.state_bytes(self._states)),
             ("host", "gradients", 0 if there else gradients),
             ("host", "late updates", gradients + late if tiers.delayed else 0),
         ]
+
+    def _beside(self) -> int:
+        """Return the bytes of this rank's share beside values that stay whole, out of stores."""
+        flat, tiers = self.flat, self._tiers
+        if self._is_master:
+            return self.owned * flat.master.itemsize if self.has_masters else 0
+        in_memory = tiers.device == tiers.optimizer == "host" and not tiers.delayed
+        return self.owned * flat.dtype.itemsize if self.apart and not in_memory else 0
 
     @property
     def _stored(self) -> Tier | None:

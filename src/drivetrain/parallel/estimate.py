@@ -281,7 +281,8 @@ class FlatBytes:
         in_order = self.wire is self.total and len(flat.pieces(self.rank)) <= 1
         self.in_whole_buffer = in_order and not lent
         separate = apart or flat.master is not flat.dtype or len(flat.pieces(self.rank)) > 1
-        self._has_masters = not sharded and separate  # as OptimizerBackend.shard decides
+        self.has_masters = not sharded and separate  # as OptimizerBackend.shard decides
+        self.apart = not sharded and apart
 
     def on_device(self, states: Mapping[str, int]) -> Mapping[str, int]:
         """Return bytes by kind, where no store has any; ``lent``: whole gradients beside a share.
@@ -292,7 +293,7 @@ class FlatBytes:
         flat, shard = self.flat, self.owned * self.flat.master.itemsize
         held = {
             "parameters": shard if self.sharded else flat.nbytes,
-            "masters": shard if self._has_masters else 0,
+            "masters": shard if self.has_masters else 0,
         }
         if flat.trainable:
             adam = [p for p in flat.places if states.get(p.name, 0) >= _ADAM_STATES]

@@ -4,7 +4,9 @@ from dataclasses import replace
 
 import pytest
 
+from drivetrain import Accelerator
 from drivetrain.config import Layer, NestedStrategy, resolve
+from drivetrain.cost import ModelSpec
 from drivetrain.errors import ConfigError, UnknownPluginError
 from drivetrain.parallel.options import OffloadOptions
 from drivetrain.registry import strategies
@@ -15,6 +17,7 @@ from drivetrain_megatron.state import data_parallel
 from drivetrain_offload import Offload, OffloadConfig
 from drivetrain_zero.options import Zero2Config, Zero3Config
 from drivetrain_zero.zero import Zero2, Zero3
+from linked_trainings import model_of, sgd, spread
 
 ON_CPU = OffloadOptions(optimizer="cpu")
 
@@ -75,3 +78,28 @@ def test_wrong_options():
 def test_it_is_composed_in_other_strategies():
     config = MegatronConfig(data_parallel=NestedStrategy("offload"))
     assert data_parallel(config) == (Zero2, Zero2Config(offload=ON_CPU))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("delayed", [False, True])
+def test_shards_beside_whole_values_are_counted(monkeypatch, delayed):
+    """Owners keep their share where gathered values are approximate."""
+    spread(monkeypatch)
+    stores = {"offload": {"optimizer": "cpu", "delayed": delayed}}
+    for strategy, links in (
+        ({"name": "zero2"}, {"far": {"parameters": "int8"}}),
+        ({"name": "zero2"}, {}),
+        ({"name": "fsdp", "sharding": "grad"}, {}),
+    ):
+        config = {"strategy": {**strategy, **stores}, "links": links}
+        accelerator, model = Accelerator(config=config, cpu=True), model_of()
+        spec = ModelSpec.of(model, states=1)
+        model, _ = accelerator.prepare(model, sgd(model))
+        taken = accelerator.strategy_of(model)
+        flats = [flat for unit in taken.placement.units for flat in unit.flats]
+        whole = [flat for flat in flats if not flat.sharded]
+        beside = [flat.shard.tensor.nbytes for flat in whole if flat.shard.separate]
+        kept = sum(flat.owned * flat.layout.master.itemsize for flat in flats) if delayed else 0
+        promised = type(taken).cost(taken.config, spec, taken.run).held
+        assert promised.get("masters", 0) == sum(beside) + kept, strategy
+        accelerator.free_memory()
