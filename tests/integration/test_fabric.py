@@ -164,9 +164,13 @@ def test_weights_alone_are_a_file_as_fabric_writes_it(strategy, tmp_path, monkey
 
 
 def test_words_among_the_ranks(tmp_path, monkeypatch):
+    from lightning_fabric.utilities.rank_zero import rank_zero_only
+
+    monkeypatch.setattr(rank_zero_only, "rank", None)  # as where no variable says it at import
     launched(monkeypatch, tmp_path, "ddp")
     fabric = fabric_of("drivetrain")
     rank = fabric.global_rank
+    assert rank_zero_only.rank == rank
     assert (fabric.world_size, fabric.local_rank, fabric.is_global_zero) == (2, rank, rank == 0)
     assert fabric.all_gather(torch.tensor([rank, 5])).tolist() == [[0, 5], [1, 5]]
     assert fabric.all_reduce(torch.tensor(2.0 * rank), reduce_op="mean").item() == 1.0

@@ -146,3 +146,16 @@ def test_classes_have_the_names_of_accelerate_and_others_are_refused():
     assert kept == ["project", {"rate": 1}, (3, {"loss": 2})]
     with pytest.warns(UserWarning, match="'notes' was registered before"):
         ours.tracking.register_tracker_class(Notes)
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_copies_to_the_device_wait_or_not(monkeypatch, given):
+    seen = []
+
+    def sent(batch, device, *, non_blocking=False, **options):
+        seen.append(non_blocking)
+        return batch
+
+    monkeypatch.setattr("drivetrain.data.loader.send_to_device", sent)
+    batches(put_on_device=True, non_blocking=given)
+    assert set(seen) == {given}

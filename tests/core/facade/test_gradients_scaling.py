@@ -1,11 +1,14 @@
 """fp16: the scale is agreed by all ranks, and an infinite gradient skips the step everywhere."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
 
 from drivetrain import Accelerator, GradScalerKwargs
 from drivetrain.errors import UsageError
+from drivetrain.facade.gradients import KeptGradient
 
 
 def accelerator_in_fp16(**options):
@@ -129,3 +132,13 @@ def test_one_of_two_optimizers_that_skips_is_told():
     second.step()
     assert (first.step_was_skipped, second.step_was_skipped) == (True, False)
     assert accelerator.optimizer_step_was_skipped
+
+
+def test_a_kept_gradient_of_another_scale_is_restored_in_the_scale_of_now():
+    gradient = torch.full((2,), 1.0 * 64)
+    entry = SimpleNamespace(scale=64.0, strategy=SimpleNamespace(gradients=lambda _: [gradient]))
+    kept = KeptGradient(entry, nn.Parameter(torch.zeros(2)))
+    entry.scale = 128.0
+    gradient.copy_((1.0 + 2.0) * 128 * 0.5 * torch.ones(2))  # two more have come; halved together
+    kept.restore(0.5)
+    assert torch.equal(gradient, torch.full((2,), (1.0 + 2.0 * 0.5) * 128))

@@ -154,3 +154,14 @@ def test_loaders_fill_up_batches_again_after_the_loop():
     with UnevenInputs(state).joined([], even_batches=False):
         assert not loader.even_batches
     assert loader.even_batches
+
+
+def test_a_loop_that_is_over_is_known_until_another_batch_comes():
+    window, one, other = GradientState(1), SimpleNamespace(rows=None), SimpleNamespace(rows=None)
+    window.deliver(one, [])
+    window.end(one, finished=True)
+    assert window.finished is one
+    window.deliver(other, [])
+    assert window.finished is None
+    window.end(other, finished=False)
+    assert window.finished is None

@@ -1,13 +1,17 @@
 """Figures of a run reach its trackers by themselves, and leave the script's own values alone."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from drivetrain import Accelerator
 from drivetrain.observe import trackers
 from drivetrain.observe.figures import StepFigures
-from drivetrain.observe.recorder import STEPS, RunFigures, values_of
+from drivetrain.observe.recorder import STEPS, RunFigures, StepRecorder, values_of
 from drivetrain.observe.trackers import Tracker, Trackers
+from drivetrain.runtime.world import World
+from drivetrain.traffic import Traffic
 
 
 class Noting(Tracker):
@@ -136,3 +140,37 @@ def test_the_newest_figures_join_the_values_of_a_script_and_none_come_before_a_s
         made.log_run({"run/step": number}, number)
     made.log({"mine": 3}, step=0)
     assert one.said == [({"run/step": 2, "mine": 3}, 0)]
+
+
+def recorded(traffic):
+    """Return a recorder of a run with this ledger, and the list of its records."""
+    scaler, records = SimpleNamespace(enabled=False), []
+    run = SimpleNamespace(traffic=traffic)
+    state = SimpleNamespace(run=run, optimizers=[], scaler=scaler, world=World())
+    return StepRecorder(state, records.append, pytest.fail), records
+
+
+def test_a_ledger_that_is_cleared_in_a_step_has_grown_from_nothing():
+    traffic = Traffic()
+    subject, records = recorded(traffic)
+    for _ in range(2):
+        subject.before_backward()
+        traffic.clear()
+        traffic.add("dp", "all_reduce", 100 if not records else 30)
+        subject.after_backward(torch.zeros(()), None)
+        subject.after_step()
+    subject.finish()
+    assert [each.sent for each in records] == [{"dp/all_reduce": 100}, {"dp/all_reduce": 30}]
+
+
+def test_what_follows_a_batch_that_begins_no_step_is_of_the_last_one():
+    traffic = Traffic()
+    subject, records = recorded(traffic)
+    subject.before_backward()
+    traffic.add("dp", "all_reduce", 100)
+    subject.after_backward(torch.zeros(()), None)
+    subject.after_step()
+    subject.fetching(SimpleNamespace())
+    traffic.add("dp", "all_gather", 7)
+    subject.finish()
+    assert [each.sent for each in records] == [{"dp/all_reduce": 100, "dp/all_gather": 7}]

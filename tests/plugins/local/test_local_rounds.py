@@ -1,9 +1,17 @@
 """Local steps against workers by hand in one process: windows, fragments, and bad options."""
 
+from types import SimpleNamespace
+
 import pytest
+import torch
+from torch import Tensor, nn
 from torch.optim import SGD
 
 from drivetrain import Accelerator, ConfigError
+from drivetrain.collectives.communicator import Finished
+from drivetrain.config import NestedStrategy
+from drivetrain_local.options import LocalOptions
+from drivetrain_local.outer import OuterSteps
 from local_trainings import Training, adamw, check_equal, hosts, local
 from local_workers import Blocks, ByHand, Rounds, fragment_of
 
@@ -60,3 +68,53 @@ def test_refused_options():
         with pytest.raises(ConfigError, match=message):
             accelerator = Accelerator(strategy={"name": "local", **options}, cpu=True)
             accelerator.prepare(Blocks())
+
+
+class Fakes:
+    """One optimizer's parameter, and a single worker that exchanges it."""
+
+    def __init__(self, value, late=()):
+        self.parameter = parameter = nn.Parameter(torch.tensor([value], dtype=torch.bfloat16))
+        held = SimpleNamespace(
+            values=Tensor.detach, set_values=lambda p, values: p.detach().copy_(values)
+        )
+        messages = SimpleNamespace(
+            device=torch.device("cpu"),
+            dtype=lambda p: p.dtype,
+            parameters=lambda: [parameter],
+            of=lambda fragment=None, also=(): [[parameter]],
+            channel=lambda fragment, members: lambda flat: Finished(),
+        )
+        self.outer = OuterSteps(
+            SGD([parameter], lr=1.0),
+            LocalOptions(every=1, outer_lr=1.0, outer_momentum=0.0, inner=NestedStrategy("ddp")),
+            SimpleNamespace(held_tensors=held),
+            SimpleNamespace(size=1, rank=0),
+            messages,
+            late,
+        )
+
+    def step(self, value):
+        """Step to a value, and exchange."""
+        self.outer.before_step()
+        self.parameter.detach().fill_(value)
+        self.outer.after_step()
+
+
+def test_outer_gradients_of_bf16_weights_are_differences_in_fp32():
+    fakes = Fakes(256.0)
+    fakes.step(1.0078125)  # 254.9921875 from there, which bf16 rounds to 255
+    assert fakes.parameter.item() == 1.0078125
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_outer_weights_of_a_frozen_layer_stay_for_workers_that_come_late(waits):
+    def exchange(step, state):
+        step(fakes.outer._workers)
+        return False
+
+    fakes = Fakes(1.0, [] if waits else [SimpleNamespace(exchange=exchange, idle=False)])
+    fakes.outer.before_step()
+    fakes.parameter.requires_grad_(False)
+    fakes.outer.after_step()
+    assert (fakes.parameter in fakes.outer.state) is not waits

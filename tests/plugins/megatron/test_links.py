@@ -2,6 +2,7 @@
 
 import copy
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from drivetrain.cost import ModelSpec
 from drivetrain.errors import ConfigError, RankMismatchError
 from drivetrain.facade import prepared
 from drivetrain.runtime.precision import Precision
+from drivetrain.runtime.world import World
 from drivetrain_megatron import Megatron
 from drivetrain_megatron.config import MegatronConfig
 from drivetrain_megatron.pipeline import transfer
@@ -261,3 +263,16 @@ def check(inner, folder):
     again = weights(accelerator, model)
     assert all(torch.equal(again[name], value) for name, value in found["int4"].items())
     accelerator.free_memory()
+
+
+@pytest.mark.parametrize(("hosts", "lines"), [("aabb", 1), ("aabc", 0), ("abcd", 0)])
+def test_rounding_that_has_no_effect_is_told_where_no_pipeline_crosses_hosts(
+    monkeypatch, hosts, lines
+):
+    said = []
+    monkeypatch.setattr(transfer.logger, "announce", said.append)
+    sizes = {name: SimpleNamespace(size=2) for name in ("pp", "dp")}
+    world = World(size=4, hosts=tuple(hosts))
+    links = SimpleNamespace(rounds_activations=True, activations="bf16")
+    transfer.announce_idle_rounding(SimpleNamespace(links=links, world=world, mesh=sizes))
+    assert len(said) == lines

@@ -16,7 +16,7 @@ from drivetrain.errors import UsageError
 from drivetrain.losses import DIVIDED, Classes, linear_cross_entropy
 from drivetrain.model.modules import named_parameters
 from drivetrain.testing.conformance.twins import everyone
-from drivetrain_megatron.pipeline.losses import Weights
+from drivetrain_megatron.pipeline.losses import TargetCounter, Weights
 from drivetrain_megatron.plan.trial import run_emulated
 from drivetrain_megatron.tensor.linear import attach_column, attach_row
 from drivetrain_megatron.tensor.operators import Edges
@@ -239,3 +239,12 @@ def test_heads_that_cannot_be_computed_in_pieces():
         run_emulated(3, lambda ranks: loss(ranks, attach_column, 2, logits=True))
     with pytest.raises(UsageError, match="divided by features"):
         run_emulated(3, lambda ranks: loss(ranks, attach_row, 6))
+
+
+@pytest.mark.parametrize(("ignored", "varies"), [(-100, False), (0, True)])
+def test_targets_from_zero_on_that_are_ignored_vary(ignored, varies):
+    counter, targets = TargetCounter(), torch.tensor([0, 1, 2])
+    with counter:
+        F.cross_entropy(torch.eye(3), targets, ignore_index=ignored)
+    assert counter.varies is varies
+    assert counter.counts == [float((targets != ignored).sum())]

@@ -1,5 +1,7 @@
 """The whole model of ranks that have parts: built without memory, exported, evaluated, changed."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import transformers
@@ -11,8 +13,9 @@ from cell_twins import EXACT
 from drivetrain import Accelerator
 from drivetrain.checkpoint.export import ExportedWeights, read_export
 from drivetrain.checkpoint.loading import open_checkpoint
-from drivetrain.errors import CheckpointError, UsageError
+from drivetrain.errors import CheckpointError, RankMismatchError, UsageError
 from drivetrain.model.modules import held_parameters
+from drivetrain_megatron import state
 from huggingface_models import ARCHITECTURES, VOCABULARY, logits_of, token_batch
 from stacks import Residual, Stack
 
@@ -337,3 +340,22 @@ def test_state_of_whole_matrices_is_not_loaded(tmp_path):
     with pytest.raises(CheckpointError, match=r"to have the parameter's shape .*set tp: 1"):
         accelerator.load_state(tmp_path / "state")
     accelerator.free_memory()
+
+
+def test_which_tensors_are_trained_is_told_by_their_stage(monkeypatch):
+    model = nn.Linear(2, 3)
+    monkeypatch.setattr(state, "gather_facts", lambda mine, *_, **options: [mine])
+    whole = state.WholeState(model, SimpleNamespace(axis=None), torch.device("cpu"))
+    model.bias.requires_grad_(False)
+    places = whole.places(model)
+    assert {name: each.facts.trainable for name, each in places.items()} == {
+        "weight": True,
+        "bias": False,
+    }
+
+
+def test_a_rank_that_has_fewer_arguments_is_told():
+    lines = ["argument 0: a", "argument 1: b"]
+    for texts in ({0: lines[:1], 1: lines}, {0: lines, 1: lines[:1]}):
+        with pytest.raises(RankMismatchError, match=r"nothing.*argument 1: b|1: b.*nothing"):
+            raise RankMismatchError(state._message(texts))

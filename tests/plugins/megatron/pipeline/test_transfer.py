@@ -69,3 +69,11 @@ def test_wide_numbers_are_rounded_between_hosts_and_errors_name_the_other_host()
     for there, back in ((0, 2), (2, 0)):
         with pytest.raises(CollectiveError, match="look at what rank 2 on host b printed last"):
             link.finish(SimpleNamespace(wait=wait), Message(Direction.TIED, there, back, 0))
+
+
+def test_messages_that_an_exception_left_here_are_forgotten():
+    link, message = object.__new__(Link), Message.input_of(1, 0)
+    link._here = {message: ()}
+    assert link.is_here(message)
+    link.reset()
+    assert not link.is_here(message)
