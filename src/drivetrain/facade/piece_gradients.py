@@ -88,7 +88,7 @@ class PieceGradients:
             options: those of ``Tensor.backward``.
 
         Raises:
-            UsageError: options that ask for more than gradients.
+            UsageError: options that ask for more than gradients, or a reentrant checkpoint.
         """
         if options.keys() - {"retain_graph"}:
             raise UsageError(
@@ -98,7 +98,7 @@ class PieceGradients:
         leaves = _leaves(scaled)
         found: Sequence[Tensor | None] = ()
         if leaves:
-            with _without_hooks(leaves):
+            with _without_hooks(leaves), _explained_checkpoints():
                 found = torch.autograd.grad(scaled, leaves, allow_unused=True, **options)
         value = loss.detach().to(torch.promote_types(loss.dtype, torch.float32))
         counted = value * weight if weight else torch.zeros_like(value)
@@ -181,3 +181,18 @@ def _without_hooks(leaves: Sequence[Tensor]) -> Iterator[None]:
     finally:
         for hooks, kept in taken:
             hooks.update(kept)
+
+
+@contextmanager
+def _explained_checkpoints() -> Iterator[None]:
+    """Context in which a checkpoint that only ``Tensor.backward`` can run says what to change."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "use_reentrant=True" not in str(error):
+            raise
+        raise UsageError(
+            "expected checkpoints with use_reentrant=False in each_piece(), found use_reentrant="
+            "True, whose backward writes .grad itself; change it, or take micro_batches(), where "
+            "memory may not run out"
+        ) from error

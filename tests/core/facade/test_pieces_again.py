@@ -9,6 +9,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from drivetrain import Accelerator, GradScalerKwargs
 from drivetrain.errors import UsageError
@@ -240,6 +241,11 @@ def goes_backward_twice(accelerator, model, optimizer, rows):
     accelerator.backward(model(rows).mean())
 
 
+def recomputes_in_backward(accelerator, model, optimizer, rows):
+    rows = rows.requires_grad_()
+    accelerator.backward(checkpoint(model, rows, use_reentrant=True).mean())
+
+
 @pytest.mark.parametrize(
     ("function", "found"),
     [
@@ -248,6 +254,7 @@ def goes_backward_twice(accelerator, model, optimizer, rows):
         (goes_backward_alone, "leaves .grad to accelerator.backward"),
         (clears, "leaves .grad to accelerator.backward"),
         (goes_backward_twice, "one weighted backward"),
+        (recomputes_in_backward, "checkpoints with use_reentrant=False"),
     ],
 )
 def test_what_a_try_would_lose_or_count_twice_is_refused(function, found):
