@@ -9,6 +9,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from drivetrain import Accelerator, GradScalerKwargs
@@ -16,7 +17,7 @@ from drivetrain.errors import UsageError
 from drivetrain.facade.pieces import NOT_AGAIN, Measured
 from drivetrain.planner.shortage import HEAD
 from drivetrain.testing.models import OUT, WIDTH
-from stacks import Tower
+from stacks import LowRank, Tower
 
 ERROR = "CUDA out of memory. Tried to allocate 2.00 GiB."
 GATHERS = {"name": "zero3", "keep_below": 0}
@@ -271,6 +272,70 @@ def test_what_a_try_would_lose_or_count_twice_is_refused(function, found):
     with pytest.raises(UsageError, match=found):
         accelerator.each_piece(train, batch(0, 0)[0])
     accelerator.free_memory()
+
+
+class Fails(TorchDispatchMode):
+    """Lets the operator of a number fail, from 1."""
+
+    def __init__(self, number):
+        super().__init__()
+        self.left = number
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.left -= 1
+        if not self.left:
+            raise torch.OutOfMemoryError(ERROR)
+        return func(*args, **(kwargs or {}))
+
+
+def adapted_and_hooked():
+    """Return a frozen tower with adapters, and hooks on modules and parameters."""
+    torch.manual_seed(0)
+    model = Tower()
+    model.requires_grad_(False)
+    for block in model.blocks:
+        block.up = LowRank(block.up)
+    model.blocks[0].register_forward_hook(lambda module, inputs, output: 1.5 * output)
+    model.blocks[1].register_full_backward_hook(lambda module, below, above: (0.5 * below[0],))
+    first, last = (model.blocks[each].up.up.weight for each in (0, 2))
+    first.register_hook(lambda grad: grad.clamp(-1e-3, 1e-3))
+    last.register_post_accumulate_grad_hook(lambda parameter: parameter.grad.mul_(2))
+    return model
+
+
+def trained(strategy, number):
+    """Return the weights after two steps of which one rank's tries fail at an operator."""
+    accelerator = Accelerator(strategy=strategy, cpu=True, config={"micro_batch": "auto"})
+    model = adapted_and_hooked()
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    rank, failed = accelerator.process_index, []
+
+    def train(rows):
+        fails = rank and len(rows) > 4 and accelerator._gradients.held_back is not None
+        with Fails(number if fails else 0) as operators:
+            accelerator.backward(model(rows).square().mean())
+        failed.append(fails and operators.left > 0)
+
+    for step in range(2):
+        accelerator.each_piece(train, batch(rank, step)[0])
+        optimizer.step()
+        optimizer.zero_grad()
+    weights = accelerator.get_state_dict(model)
+    accelerator.free_memory()
+    return weights, any(failed)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero2"])
+@pytest.mark.ranks(2)
+def test_an_error_at_any_operator_leaves_nothing_of_a_frozen_model_with_hooks(strategy):
+    """The hooks of parameters see the mean over all ranks, once."""
+    expected, _ = trained(strategy, 0)
+    for number in (1, 40, 90):
+        found, beyond = trained(strategy, number)
+        assert not beyond
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.ranks(2)
