@@ -432,13 +432,15 @@ class BegunSteps:
 
     def __init__(self) -> None:
         self.updates: dict[BoundOptimizer, dict[Unit, BegunUpdate]] = defaultdict(dict)
-        self._ready: deque[Unit] = deque()
+        self._ready: deque[tuple[Unit, Collection[ParameterSlot]]] = deque()
         self._groups: dict[BoundOptimizer, dict[nn.Parameter, Mapping[str, Any]]] = {}
         self._frozen: dict[BoundOptimizer, list[dict[str, Any]]] = {}
 
-    def next_after(self, unit: Unit) -> Iterator[Unit]:
+    def next_after(
+        self, unit: Unit, fresh: Collection[ParameterSlot]
+    ) -> Iterator[tuple[Unit, Collection[ParameterSlot]]]:
         """Yield the units whose update is to begin, now that this one is complete, too."""
-        self._ready.append(unit)
+        self._ready.append((unit, fresh))
         while self._ready and self._under_way() < MOST_BEGUN:
             yield self._ready.popleft()
 
@@ -459,14 +461,18 @@ class BegunSteps:
         for bound in optimizers:
             self._frozen[bound] = _options_of(bound)
 
+    def holds(self, slots: Iterable[ParameterSlot]) -> bool:
+        """Return whether an optimizer of some of these parameters is to step."""
+        bound = self._frozen
+        return bool(bound) and any(b.slots.get(s.name) is s for s in slots for b in bound)
+
     def check_free(self, found: str, slots: Iterable[ParameterSlot] | None = None) -> None:
         """Refuse a change of what steps depend on, on every rank, whether or not it has begun any.
 
         Raises:
             UsageError: an optimizer is to step before.
         """
-        named = (b.slots.get(slot.name) is slot for b in self._frozen for slot in slots or ())
-        if self._frozen and (slots is None or any(named)):
+        if self._frozen and (slots is None or self.holds(slots)):
             raise UsageError(
                 "expected optimizer.step() right after the backward in which its updates began, "
                 f"found {found}; change that before backward or after the step, or take "
@@ -605,20 +611,25 @@ class OffloadEngine(OptimizerBackend):
         self._take_over(bound)
         members = self._with_gradients(bound)
         for unit, one in begun.items():
+            self._let_others_write(unit)
             blocks = list(one.updates)
             arrival = stepper.submit(blocks[-1], (), one.values.arrive)
             unit.updates += [*one.updates.values(), arrival]
             self._hide(members.pop(unit))
         # Forward needs the last unit first: its step is the first to be over.
         for unit in reversed([unit for unit in self._kept.units if unit in members]):
-            if any(flat.shard.in_store for flat in unit.flats):
-                unit.wait_for_step()  # another optimizer may be writing its part of the same shard
+            self._let_others_write(unit)
             updates, values = self._update(stepper, members[unit])
             self._hide(members[unit])
             if self.options.delayed:
                 self._late += [(bound, update, values) for update in updates.values()]
             else:
                 unit.updates += updates.values()
+
+    def _let_others_write(self, unit: Unit) -> None:
+        """Wait for another optimizer that may be writing its part of the same shard in a store."""
+        if any(flat.shard.in_store for flat in unit.flats):
+            unit.wait_for_step()
 
     def _with_gradients(self, bound: BoundOptimizer) -> dict[Unit, list[Member]]:
         """Return the offloaded parameters of an optimizer that have a gradient, by unit."""
@@ -655,9 +666,9 @@ class OffloadEngine(OptimizerBackend):
             assert fragment.grad is not None
             self._hidden[fragment], fragment.grad = fragment.grad, None
 
-    def begin(self, unit: Unit) -> None:
+    def begin(self, unit: Unit, fresh: Collection[ParameterSlot]) -> None:
         """Begin updates of units whose gradients are complete, as long as few are under way."""
-        for ready in self._begun.next_after(unit):
+        for ready, arrived in self._begun.next_after(unit, fresh):
             mine = [self._offloaded[slot] for slot in ready.slots if slot in self._offloaded]
             for bound, stepper in self._kept.steppers.items():
                 groups = self._begun.groups_of(bound)
@@ -666,7 +677,7 @@ class OffloadEngine(OptimizerBackend):
                     for one in mine
                     if one.stepper is stepper and one.fragment.grad is not None
                 ]
-                if members:
+                if not bound.slots.keys().isdisjoint(slot.name for slot in arrived) and members:
                     updates, values = self._update(stepper, members, held=True)
                     read = {
                         held: (held.grad, held.grad._version)
@@ -675,10 +686,17 @@ class OffloadEngine(OptimizerBackend):
                     }
                     self._begun.updates[bound][ready] = BegunUpdate(updates, values, read)
 
-    def freeze(self) -> None:
+    def freeze(self, fresh: Collection[ParameterSlot]) -> None:
         """Hold back what was begun, when a backward is over, until the optimizers step."""
         if self.in_backward:
-            self._begun.freeze(self._kept.optimizers)
+            names = {slot.name for slot in fresh}
+            self._begun.freeze(
+                bound for bound in self._kept.optimizers if not names.isdisjoint(bound.slots)
+            )
+
+    def holds(self, slots: Iterable[ParameterSlot]) -> bool:
+        """Return whether steps of some of these parameters are held back since a backward."""
+        return self._begun.holds(slots)
 
     def check_free(self, found: str, slots: Iterable[ParameterSlot] | None = None) -> None:
         """Refuse a change between a backward and the steps that began in it.

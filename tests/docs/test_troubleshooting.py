@@ -42,6 +42,7 @@ def test_all_messages_of_a_file_are_collected():
         "expected one weighted backward() per micro-batch inside accumulate()",
         "expected a weight for every loss of an accumulation window or for none",
         "expected gradients to be clipped and optimizers to step after each_piece()",
+        "expected no clipping with offload.in_backward: true",
         "expected the loss as a 0-d tensor",
         "expected a scalar loss",
         "expected a loss that requires grad",

@@ -15,6 +15,7 @@ The notice of one rank is enough: ranks exchange what they heard when they step.
 import math
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -205,7 +206,9 @@ class FiniteCheck:
     _watched: list[Watched] = field(default_factory=list)
     _copied: tuple[list[Watched], LateNumbers] | None = None
     _found: str = ""
-    _turn: int = 0
+    _turns: Counter[tuple[int, int]] = field(default_factory=Counter)
+    """Steps that were looked at, by the identities of model and optimizer."""
+    """Looks at gradients of models, by the identity of their entries."""
     _in_a_row: int = 0
     _returns: int = 0
 
@@ -373,9 +376,10 @@ class FiniteCheck:
 
     def _look_at_gradients(self, entry: PreparedModel, optimizer: Optimizer, step: int) -> None:
         pieces = list(entry.strategy.gradients(entry.subset(parameters_of(optimizer))))
-        first = self._turn % max(1, min(TURNS, len(pieces)))
+        taken = self._turns[id(entry), id(optimizer)]
+        self._turns[id(entry), id(optimizer)] += 1
+        first = taken % max(1, min(TURNS, len(pieces)))
         chosen = pieces if self._policy == "skip" else pieces[first::TURNS]
-        self._turn += 1
         self._watched.extend(Watched(step, _GRADIENTS, _sum(each)) for each in chosen)
 
     def _evaluate(self, optimizer: Optimizer | None = None) -> None:

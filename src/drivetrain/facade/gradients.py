@@ -9,6 +9,7 @@ values.
 """
 
 import gc
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -359,7 +360,9 @@ class WindowGradients:
         given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         if not self.state.window.sync_gradients:
             return
-        for entry in self.state.owners_of(given):
+        entries = self.state.owners_of(given)
+        _check_unbegun(entries)
+        for entry in entries:
             self._see_gradients(entry)
             for piece in entry.strategy.gradients(entry.subset(given)):
                 piece.clamp_(-clip_value, clip_value)
@@ -517,9 +520,21 @@ def _clip_together(
     if not norms:
         return torch.zeros((), device=device)
     total: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    if max_norm == math.inf and bool(total.isfinite()):
+        return total
+    _check_unbegun([entry for entry, _ in chosen])
     for entry, only in chosen:
         clip_(list(entry.strategy.gradients(only)), total, max_norm)
     return total
+
+
+def _check_unbegun(entries: Iterable[PreparedModel]) -> None:
+    """Refuse to clip gradients with which a step may have begun, on every rank."""
+    if any(entry.strategy.pace.begun for entry in entries):
+        raise UsageError(
+            "expected no clipping with offload.in_backward: true, found a call that clips: updates "
+            "have begun by then; leave it out, or take offload.in_backward: false"
+        )
 
 
 def _check_loss(loss: Any) -> None:

@@ -56,7 +56,7 @@ class FlatGradients:
     Attributes:
         kind: its layout and the dtype of the wire.
         buffer: 1-D, where gradients arrive; None while there is none.
-        read_by_step: whether a step may have begun, which reads the kept gradients.
+        handed_out: whether fragments have the gradients of this round before its end.
         filled: the parameters whose places in the buffer hold a gradient.
     """
 
@@ -75,7 +75,7 @@ class FlatGradients:
         self.nbytes = flat.layout.numel * self.wire.itemsize
         self.buffer: Tensor | None = None
         self.filled: set[ParameterSlot] = set()
-        self.read_by_step = False
+        self.handed_out = False
         self._total = precision.accumulate_dtype(flat.layout.dtype)
         self._owned = [slot for slot in flat.slots if slot.owned_numel]
         self._pieces = [slice(start, stop) for start, stop in flat.pieces[rank]]
@@ -218,7 +218,7 @@ class FlatGradients:
 
     def to_sum_dtype(self) -> None:
         """Keep gradients in the dtype of sums: they are about to be changed in place."""
-        if self._kept is not None and self._kept.dtype is not self._total and not self.read_by_step:
+        if self._kept is not None and self._kept.dtype is not self._total:
             self._kept = self._kept.to(self._total)
             for slot in self.flat.with_gradients():
                 self.hand_out(slot)
@@ -346,7 +346,7 @@ class UnitGradients:
         self.pending = len(self.awaited)
         self.came.clear()
         for flat in self.flats:
-            flat.read_by_step = False
+            flat.handed_out = False
 
     @property
     def done(self) -> bool:
@@ -497,7 +497,7 @@ class UnitGradients:
         for slot in self.awaited:
             self.of[slot].hand_out(slot)
         for flat in self._active:
-            flat.read_by_step = True
+            flat.handed_out = True
         return True
 
     def deliver(self, present: Iterator[int]) -> list[ParameterSlot]:
@@ -513,7 +513,7 @@ class UnitGradients:
         for slot, some in zip(self.awaited, present, strict=False):
             if some:
                 unused.discard(slot.name)
-                if not self.of[slot].read_by_step:
+                if not self.of[slot].handed_out:
                     self.of[slot].hand_out(slot)
                 if slot not in self.came:
                     elsewhere.append(slot)

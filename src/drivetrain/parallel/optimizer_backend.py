@@ -148,11 +148,24 @@ class OptimizerBackend:
     def submit(self, bound: BoundOptimizer) -> None:
         """Submit a step of the shards in stores, and hide their gradients from the optimizer."""
 
-    def begin(self, unit: Unit) -> None:
-        """Let a step begin in backward: the gradients of a unit are what it will be taken with."""
+    def begin(self, unit: Unit, fresh: Collection[ParameterSlot]) -> None:
+        """Let steps begin in backward: the gradients of a unit are what they will be taken with.
 
-    def freeze(self) -> None:
-        """Hold back what was begun, when a backward is over, until the optimizers step."""
+        Args:
+            unit: the unit.
+            fresh: its parameters with gradients of this backward.
+        """
+
+    def freeze(self, fresh: Collection[ParameterSlot]) -> None:
+        """Hold back what was begun, when a backward is over, until the optimizers step.
+
+        Args:
+            fresh: the parameters with gradients of this backward; the same on every rank.
+        """
+
+    def holds(self, slots: Iterable[ParameterSlot]) -> bool:
+        """Return whether steps of some of these parameters are held back since a backward."""
+        return False
 
     def check_free(self, found: str, slots: Iterable[ParameterSlot] | None = None) -> None:
         """Refuse a change between a backward and the steps that began in it.

@@ -196,6 +196,7 @@ class Reduce:
         """
         self.backend.check_free("another backward")
         self._active, self._sent = [], 0
+        self._scaled.clear()
         for unit in self.units:
             unit.begin()
             if unit.pending:
@@ -254,7 +255,7 @@ class Reduce:
                 for slot in unit.deliver(present):
                     self.shown.show(slot)
         if self.steps_follow:
-            self.backend.freeze()
+            self.backend.freeze([slot for unit in self._active for slot in unit.awaited])
 
     def _came_again(self, unit: UnitGradients, slot: ParameterSlot) -> None:
         """A gradient grew after it was complete: fine unless it was sent already."""
@@ -296,9 +297,10 @@ class Reduce:
             self.buffers.take_back(lent)
         if self.backend.in_backward and self.steps_follow and unit.hand_out_complete():
             if self.factor != 1.0:
+                self._to_sum_dtype(unit.awaited)  # as a step would multiply them
                 self._multiply(unit.awaited, self.factor)
                 self._scaled.update(unit.awaited)
-            self.backend.begin(unit.unit)
+            self.backend.begin(unit.unit, unit.awaited)
 
     def _agree_on_present(self) -> Callable[[], Sequence[int]]:
         """Begin to agree on one byte per active parameter, 1 where some rank has a gradient.
@@ -346,6 +348,16 @@ class Reduce:
         self._to_sum_dtype([s for s in found if self._placement.flat_of(s).masters_left])
         yield from self._placement.gradients(only).values()
 
+    def will_scale(self, factor: float) -> None:
+        """Let the next backward's gradients have this factor before steps begin.
+
+        Raises:
+            UsageError: steps began, whose gradients would be multiplied, too.
+        """
+        if factor != 1.0:
+            self.backend.check_free("another backward, whose factor is for all gradients")
+        self.factor = factor
+
     def scale(self, factor: float) -> None:
         """Multiply this rank's gradients, also in buffers.
 
@@ -375,7 +387,7 @@ class Reduce:
         Raises:
             UsageError: steps began with the gradients as they are.
         """
-        if math.isfinite(max_norm):
+        if max_norm != math.inf:
             self.backend.check_free("gradients that are clipped")
         found = self._complete(only)
         over = [self._ranks.sharing] if self._ranks.sharing.size > 1 else []  # replicas have equals
@@ -434,6 +446,11 @@ class Reduce:
 
     def _to_sum_dtype(self, slots: Collection[ParameterSlot]) -> None:
         for flat in self._flats(slots):
+            self.widen(flat)
+
+    def widen(self, flat: FlatGradients) -> None:
+        """Keep gradients in the dtype of sums, unless steps that began in backward read them."""
+        if not (flat.handed_out and self.backend.holds(flat.flat.slots)):
             flat.to_sum_dtype()
 
     def _flats(self, slots: Collection[ParameterSlot]) -> Iterator[FlatGradients]:
@@ -441,7 +458,7 @@ class Reduce:
             yield from {unit.of[slot] for slot in slots if slot in unit.of}
 
     def _multiply(self, slots: Iterable[ParameterSlot], factor: float) -> None:
-        for slot in slots:
+        for slot in slots if factor != 1.0 else ():  # a step may read what lies beside
             fragment = self._placement.fragment_of(slot)
             if fragment is not None and fragment.grad is not None:
                 fragment.grad.mul_(factor)
@@ -611,7 +628,7 @@ class ShownGradients:
         if not slot.owned_numel:
             return torch.empty(0, dtype=slot.master, device=self._device)
         self._reduce.settle(unit)
-        flat.to_sum_dtype()
+        self._reduce.widen(flat)
         fragment = flat.flat.fragment(slot)
         if fragment is None or fragment.grad is None:
             raise UsageError(

@@ -586,7 +586,7 @@ class ShardedStrategy(UnitsOutline[ConfigT], Strategy[ConfigT], Generic[ConfigT]
 
     def will_scale(self, factor: float) -> None:
         """Let momenta have the factor before they cross, and steps before they begin."""
-        self.reduce.factor = factor
+        self.reduce.will_scale(factor)
         if self.adam:
             self.adam.factor = factor or 1.0  # times 0 nothing is left to take care of
 

@@ -125,6 +125,16 @@ def test_without_a_norm_gradients_are_looked_at_in_turn():
                 step(accelerator, model, optimizer, ROW, clip=False)
 
 
+def test_each_of_several_models_has_its_own_turns():
+    accelerator, model, optimizer = start()
+    other = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    other, second = accelerator.prepare(other, torch.optim.SGD(other.parameters(), lr=0.1))
+    other[0].weight.register_hook(lambda grad: grad * math.inf)  # looked at in the first turn
+    step(accelerator, model, optimizer, ROW, clip=False)
+    with pytest.raises(NonFiniteError, match=r"the gradient of 0\.weight"):
+        step(accelerator, other, second, ROW, clip=False)
+
+
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])
 def test_a_run_goes_back_to_its_newest_finite_checkpoint(tmp_path, strategy):

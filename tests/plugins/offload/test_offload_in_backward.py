@@ -5,8 +5,10 @@ import threading
 
 import pytest
 import torch
-from torch.optim import SGD
+from torch import nn
+from torch.optim import SGD, AdamW
 
+from drivetrain import Accelerator
 from drivetrain.errors import ConfigError, UsageError
 from drivetrain_offload.tiles import Tiler
 from offloaded_trainings import STRATEGIES, Free, Net, Training, assert_same, loss_of, offloads
@@ -44,6 +46,30 @@ def test_bits_are_those_of_steps_that_begin_later(name, tmp_path):
         return training.close()
 
     check_bits(name, str(tmp_path), run)
+
+
+@pytest.mark.parametrize("name", ["zero2", "zero3"])
+@pytest.mark.ranks(2)
+def test_gradients_of_low_dtypes_are_multiplied_in_that_of_sums(name):
+    """By the factor of weights, before an update begins, and by a script, after a step."""
+    low = {"mixed_precision": "bf16", "config": {"dtypes": {"param": "bf16", "reduce": "bf16"}}}
+    found = []
+    for offload in ({"optimizer": "cpu"}, EARLY):
+        training = Training({**STRATEGIES[name], "offload": offload}, model=Free, **low)
+        rank = training.accelerator.process_index
+        for seed in range(4):
+            weight = {"weight": 1.37 + rank} if seed < 2 else {}
+            training.accelerator.backward(loss_of(training.model, seed), **weight)
+            given = [p.grad for p in training.model.parameters() if p.grad is not None]
+            training.losses += [float(grad.norm()) for grad in given]
+            training.optimizer.step()
+            if seed < 2:
+                training.optimizer.zero_grad()
+            else:
+                for grad in given:
+                    grad.mul_(0.3)
+        found.append(training.close())
+    assert_same(*found)
 
 
 @pytest.mark.ranks(2)
@@ -189,3 +215,81 @@ def halves(number):
         return SGD(list(model.parameters())[number::2], lr=0.1, momentum=0.9)
 
     return make
+
+
+@pytest.mark.ranks(2)
+def test_optimizers_of_other_parameters_go_on():
+    """Those whose parameters rest, with gradients of before, and those that come later."""
+    found = []
+    for offload in ({"optimizer": "cpu"}, EARLY):
+        training = Training({**STRATEGIES["zero2"], "offload": offload}, model=Free, make=halves(0))
+        accelerator, parameters = training.accelerator, list(training.model.parameters())
+        optimizers = [training.optimizer]
+        for seed in range(5):
+            if seed == 1:
+                optimizers.append(accelerator.prepare(halves(1)(training.model)))
+            turn = seed % len(optimizers)
+            for number, each in enumerate(parameters):
+                each.requires_grad_(seed < 2 or number % 2 == turn)
+            accelerator.backward(loss_of(training.model, seed))
+            training.losses.append(float(accelerator.clip_grad_norm_(parameters, math.inf)))
+            for number, optimizer in enumerate(optimizers):
+                if seed < 2 or number == turn:
+                    optimizer.step()
+                    optimizer.zero_grad()
+        found.append((training.losses, accelerator.get_state_dict(training.model), {}))
+        accelerator.free_memory()
+    assert_same(*found)
+
+
+class Pair:
+    """Two models, the second of which judges the first."""
+
+    def __init__(self, offload):
+        strategy = {**STRATEGIES["zero2"], "offload": offload}
+        self.accelerator = Accelerator(strategy=strategy, cpu=True)
+        torch.manual_seed(5)
+        models = [nn.Sequential(*(nn.Linear(12, 12) for _ in range(3))) for _ in range(2)]
+        optimizers = [AdamW(model.parameters(), lr=1e-2) for model in models]
+        self.maker, self.judge, *self.optimizers = self.accelerator.prepare(*models, *optimizers)
+        self.parameters = [*self.maker.parameters(), *self.judge.parameters()]
+
+    def backward(self, *, trains_judge, **options):
+        self.judge.requires_grad_(trains_judge)
+        rows = torch.randn(4, 12, generator=torch.Generator().manual_seed(3))
+        made = self.maker(rows)
+        loss = self.judge(made.detach() if trains_judge else made).square().mean()
+        self.accelerator.backward(loss, **options)
+
+
+@pytest.mark.ranks(2)
+def test_two_models_take_turns():
+    """A backward through a model that does not train begins nothing of it."""
+    found = []
+    for offload in ({"optimizer": "cpu"}, EARLY):
+        pair, norms = Pair(offload), []
+        for _ in range(2):
+            for trains_judge, optimizer in zip((False, True), pair.optimizers, strict=True):
+                optimizer.zero_grad()
+                pair.backward(trains_judge=trains_judge, weight=1.5)
+                norms.append(float(pair.accelerator.clip_grad_norm_(pair.parameters, math.inf)))
+                optimizer.step()
+        weights = [pair.accelerator.get_state_dict(model) for model in (pair.maker, pair.judge)]
+        found.append((norms, {**weights[0], **{f"judge.{k}": v for k, v in weights[1].items()}}))
+        pair.accelerator.free_memory()
+    assert_same(*((norms, weights, {}) for norms, weights in found))
+
+
+@pytest.mark.ranks(2)
+def test_gradients_of_two_models_stay_as_they_are():
+    clips = "expected no clipping with offload.in_backward"
+    for text, change in (
+        (clips, lambda pair: pair.accelerator.clip_grad_norm_(pair.parameters, 1.0)),
+        (clips, lambda pair: pair.accelerator.clip_grad_value_(pair.parameters, 1.0)),
+        ("found another backward", lambda pair: pair.backward(trains_judge=True, weight=1.5)),
+    ):
+        pair = Pair(EARLY)
+        pair.backward(trains_judge=False)
+        with pytest.raises(UsageError, match=text):
+            change(pair)
+        pair.accelerator.free_memory()
