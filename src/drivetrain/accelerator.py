@@ -416,6 +416,7 @@ class Accelerator(AnswersArguments, StaysInProcess, Processes):
                 f"expected device_placement for each of the {len(args)} arguments, found "
                 f"{len(places)} values"
             )
+        args = tuple(map(self._preparation.as_given, args))
         results = list(args)
         optimizers = [item for item in args if isinstance(item, Optimizer)]
         new = [item for item in optimizers if not isinstance(item, PreparedOptimizer)]
@@ -485,12 +486,12 @@ class Accelerator(AnswersArguments, StaysInProcess, Processes):
     ) -> PreparedOptimizer:
         """Wrap one optimizer, which then steps at the end of an accumulation window."""
         del device_placement  # state follows its parameters
-        return self._preparation.optimizer(optimizer)
+        return self._preparation.optimizer(self._preparation.as_given(optimizer))
 
     def prepare_scheduler(self, scheduler: Any) -> PreparedScheduler:
         """Wrap one learning-rate scheduler, which then steps when its optimizer has stepped."""
         return self._preparation.scheduler(
-            scheduler, with_optimizer=self.step_scheduler_with_optimizer
+            self._preparation.as_given(scheduler), with_optimizer=self.step_scheduler_with_optimizer
         )
 
     def _is_placed(self, device_placement: bool | None) -> bool:

@@ -1,9 +1,9 @@
 """The traffic ledger: every collective writes down the bytes it sent, by axis and operation."""
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 @dataclass(slots=True)
@@ -27,10 +27,12 @@ class Page(NamedTuple):
     Attributes:
         steps: optimizer steps that this rank has taken.
         backwards: backwards that this rank has begun.
+        rates: learning rates of the groups of its last step.
     """
 
     steps: int = 0
     backwards: int = 0
+    rates: tuple[float, ...] = ()
 
 
 @dataclass(eq=False, repr=False)
@@ -51,6 +53,13 @@ class Traffic:
     def begin_backward(self) -> None:
         """Turn the page: a backward begins."""
         self.page = self.page._replace(backwards=self.page.backwards + 1)
+
+    def begin_step(self, groups: Iterable[Mapping[str, Any]]) -> None:
+        """Write down the learning rates of the groups that an optimizer is about to step."""
+        rates = (group.get("lr") for group in groups)
+        # Those in tensors may be on a device, and reading them would wait for it.
+        known = tuple(float(rate) for rate in rates if isinstance(rate, float | int))
+        self.page = self.page._replace(rates=known)
 
     def end_step(self) -> None:
         """Turn the page: an optimizer has stepped, or left out a step."""

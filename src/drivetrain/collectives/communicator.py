@@ -412,6 +412,7 @@ class Header(NamedTuple):
         dtype: the tensor's, as in "float32"; of parts, "bytes".
         steps: optimizer steps that the rank had taken.
         backwards: backwards that the rank had begun.
+        rates: learning rates of the rank's last step.
         label: of the caller, or the line of the call; not compared.
         axis: name of the mesh axis; not compared.
     """
@@ -424,13 +425,14 @@ class Header(NamedTuple):
     dtype: str
     steps: int
     backwards: int
+    rates: tuple[float, ...]
     label: str
     axis: str
 
     @classmethod
     def from_json(cls, facts: Mapping[str, Any]) -> "Header":
         """Return the header that ``to_json`` described."""
-        return cls(**facts)
+        return cls(**{**facts, "rates": tuple(facts["rates"])})
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values by name."""
@@ -453,7 +455,7 @@ class Header(NamedTuple):
     def checksum(self) -> int:
         """Return 32 bits that differ for different headers, but for the rarest chance."""
         # Hashes of numbers, unlike those of texts, are the same in every process.
-        return hash((self[:4], self.steps, self.backwards)) & _MASK
+        return hash((self[:4], self.steps, self.backwards, self.rates)) & _MASK
 
     def differences(self, other: "Header") -> list[str]:
         """Return the difference between two headers that should be equal, in words."""
@@ -467,6 +469,10 @@ class Header(NamedTuple):
             f"backwards before ({self.backwards} and {other.backwards})": (
                 self.backwards,
                 other.backwards,
+            ),
+            f"learning rates of the step before ({_rates_in_words(self.rates, other.rates)})": (
+                self.rates,
+                other.rates,
             ),
         }
         found = [words for words, (mine, theirs) in pairs.items() if mine != theirs]
@@ -523,6 +529,12 @@ def _facts_of(
     return RequestFacts(plan, name, word, numel, sent * dtype.itemsize)
 
 
+def _rates_in_words(mine: tuple[float, ...], theirs: tuple[float, ...]) -> str:
+    """Return the first that differs, of each side."""
+    pairs = itertools.zip_longest(mine, theirs, fillvalue="none")
+    return next((f"{one} and {other}" for one, other in pairs if one != other), "equal")
+
+
 def disagreement(
     mine: Header, theirs: Header, sites: tuple[str, str], ranks: tuple[int, int]
 ) -> CollectiveError:
@@ -539,6 +551,11 @@ def disagreement(
     left_out = ""
     if mine.steps != theirs.steps or mine.backwards != theirs.backwards:
         left_out = "one of them has left out a backward or a step, or has one too many; "
+    elif mine.rates != theirs.rates:
+        left_out = (
+            "set them alike on all ranks, a ReduceLROnPlateau by "
+            "scheduler.step(accelerator.metric_mean(loss, count)); otherwise "
+        )
     return CollectiveError(
         f"ranks must run the same operations in the same order on axis {mine.axis!r}; found "
         f"{mine} on rank {ranks[0]}, this one{here}, but {theirs} on rank {ranks[1]}{there}: they "

@@ -385,6 +385,8 @@ class WindowGradients:
         """
         scaler = self.state.scaler
         self.state.observer.before_update()
+        if not self.state.window.uneven:
+            self.state.run.traffic.begin_step(optimizer.param_groups)
         entries = self.state.trained_by(optimizer)
         for entry in entries:
             entry.check_parameters()

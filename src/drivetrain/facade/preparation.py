@@ -30,7 +30,7 @@ from drivetrain.cost import ModelSpec, TensorSpec
 from drivetrain.data import Delivery, PreparedLoader, prepare_data_loader
 from drivetrain.errors import DrivetrainError, UsageError
 from drivetrain.facade.gradients import WindowGradients
-from drivetrain.facade.prepared import PreparedModel, RunState
+from drivetrain.facade.prepared import PreparedModel, RunState, refuse_taken
 from drivetrain.facade.settings import StrategyChoice, agree
 from drivetrain.facade.stepping import PreparedOptimizer, PreparedScheduler
 from drivetrain.log import get_logger
@@ -508,11 +508,11 @@ class Preparation:
         values.check()
         given = dataclasses.replace(ModelSpec.of(model), module=None)
         strategy = self.state.strategy(choice, given.parameters)
-        self.constructions.give_values(model, mine, strategy, values)
-        if placed:
-            place(model, world.device)
-        self.state.note_groups(mine)
         try:
+            self.constructions.give_values(model, mine, strategy, values)
+            if placed:
+                place(model, world.device)
+            self.state.note_groups(mine)
             module, bound = strategy.prepare(self._with_forward(model, strategy.run), mine)
             entry = PreparedModel(module, strategy, tuple(bound), names, given)
             entry.check_dtypes(given.parameters, precision)
@@ -548,6 +548,17 @@ class Preparation:
         self._compute_in_precision(model)
         self._announce_policies(model, ModelSpec.of(model).parameters)
         return model
+
+    def as_given(self, item: Any) -> Any:
+        """Return an object; of a wrapper that was let go of since, what is inside.
+
+        That of another Accelerator, or from before ``free_memory``, waits for another window.
+        """
+        if isinstance(item, PreparedOptimizer) and item not in self.state.optimizers:
+            return item.given
+        if isinstance(item, PreparedScheduler) and item not in self.state.schedulers:
+            return item.scheduler
+        return item
 
     def optimizer(self, optimizer: Optimizer) -> PreparedOptimizer:
         """Wrap an optimizer, after the strategies of its models have taken it over."""
@@ -767,10 +778,11 @@ def is_scheduler(item: Any) -> bool:
 
 
 def _check_layers(model: nn.Module, ranks: int) -> None:
-    """Refuse layers that ranks would step apart, and weights that lie on several devices already.
+    """Refuse what others have prepared, layers that ranks would step apart, and several devices.
 
     Transformers or Accelerate may have put them there.
     """
+    refuse_taken(model)
     check_forward_writes(model, ranks)
     for module in model.modules():
         spread = getattr(module, "hf_device_map", None) or {}

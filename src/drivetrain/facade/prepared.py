@@ -297,6 +297,7 @@ class PreparedModel:
 
     def offer_methods(self, window: GradientState) -> None:
         """Give the model methods: ``no_sync`` of torch's wrapper, and some of its own anew."""
+        self.model.__dict__[_READ_BY_DDP] = _Taken()
         if not hasattr(self.model, "no_sync"):
             self.model.__dict__["no_sync"] = UninheritedContext(self.strategy.accumulating)
         given = self.model.zero_grad
@@ -316,7 +317,8 @@ class PreparedModel:
     def close(self) -> None:
         """Make the model an ordinary one again."""
         restore_forward(self.model)
-        self.model.__dict__.pop("no_sync", None)
+        for name in ("no_sync", _READ_BY_DDP):
+            self.model.__dict__.pop(name, None)
         for method in self.methods:
             method.take_off()
         for note in self.notes:
@@ -329,6 +331,45 @@ class PreparedModel:
 def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
     """Yield what the groups of an optimizer hold."""
     return (parameter for group in optimizer.param_groups for parameter in group["params"])
+
+
+_READ_BY_DDP = "_ddp_params_and_buffers_to_ignore"
+"""What torch's DistributedDataParallel reads of a module before it touches any value."""
+
+
+class _Taken:
+    """Marks a prepared model, and refuses torch's wrapper; copies have an empty list."""
+
+    def __iter__(self) -> Iterator[str]:
+        raise UsageError(
+            "expected no DistributedDataParallel around a prepared model: backward averages its "
+            "gradients already; leave the wrapper out"
+        )
+
+    def __reduce__(self) -> tuple[type[list[str]], tuple[()]]:
+        return list, ()
+
+
+def refuse_taken(model: nn.Module) -> None:
+    """Refuse a model whose gradients somebody else averages, in it or around it.
+
+    Raises:
+        UsageError: torch's wrapper, or a model that is prepared.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, nn.parallel.DistributedDataParallel):
+            raise UsageError(
+                f"expected a model without torch's wrapper, found DistributedDataParallel around "
+                f"{type(module.module).__name__}: gradients would be averaged twice; leave the "
+                "wrapper out, and choose strategy: ddp"
+            )
+        if isinstance(module.__dict__.get(_READ_BY_DDP), _Taken):
+            raise UsageError(
+                f"expected a model that is not prepared yet, found {type(module).__name__}"
+                f"{name and f' at {name!r}'}, which is, by another Accelerator or as a model of "
+                "its own: gradients would be averaged twice; go on with what prepared it, call "
+                "free_memory() of that Accelerator first, or build the model anew"
+            )
 
 
 # --- who watches a run: told of each event of a step, and asked before anything is made ---

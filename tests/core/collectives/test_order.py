@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -97,6 +98,19 @@ def test_a_rank_that_is_a_step_ahead_is_told_so():
     ring.close()
 
 
+@pytest.mark.ranks(2)
+def test_ranks_that_step_with_other_learning_rates_are_told_both():
+    traffic = Traffic()
+    ring = open_ring(traffic)
+    traffic.begin_step([{"lr": 0.5}, {"lr": 0.1 * (1 + ring.rank)}, {"lr": torch.ones(())}])
+    with pytest.raises(CollectiveError) as caught:
+        ring.all_reduce(torch.zeros(10), label="gradients").wait()
+    rates = "0.1 and 0.2" if ring.rank == 0 else "0.2 and 0.1"
+    said = f"learning rates of the step before ({rates}); set them alike on all ranks, a Reduce"
+    assert said in str(caught.value)
+    ring.close()
+
+
 @pytest.mark.ranks(3)
 def test_a_broadcast_with_another_tensor():
     ring = open_ring()
@@ -106,7 +120,7 @@ def test_a_broadcast_with_another_tensor():
     ring.close()
 
 
-def header_of(request: Request, flat: torch.Tensor, *page: int) -> Header:
+def header_of(request: Request, flat: torch.Tensor, *page: Any) -> Header:
     alone = Axis(name="dp", size=1, rank=0, ranks=(0,), hosts=("here",))
     communicator = SoloCommunicator(alone, Traffic(), timedelta(seconds=1))
     communicator.traffic.page = Page(*page)
@@ -115,15 +129,16 @@ def header_of(request: Request, flat: torch.Tensor, *page: int) -> Header:
 
 def test_a_header_survives_the_journey():
     flat = torch.zeros(5, dtype=torch.bfloat16)
-    header = header_of(Request("reduce_scatter", "unit 3", ((0, 5),)), flat)
+    header = header_of(Request("reduce_scatter", "unit 3", ((0, 5),)), flat, 1, 2, (0.1,))
     assert Header.from_json(json.loads(json.dumps(header.to_json()))) == header
     assert str(header) == "reduce_scatter #1 of 5 bfloat16 (unit 3)"
 
 
 def test_every_fact_of_a_header_is_in_its_checksum():
     header = header_of(Request("all_gather", "u"), torch.zeros(5), 3, 4)
-    for name in ("number", "elements", "plan", "name", "steps", "backwards"):
-        other = header._replace(**{name: getattr(header, name) + 1})
+    for name in ("number", "elements", "plan", "name", "steps", "backwards", "rates"):
+        change = (0.1,) if name == "rates" else 1
+        other = header._replace(**{name: getattr(header, name) + change})
         assert other.checksum() != header.checksum(), name
         assert header.differences(other), name
     plans = {  # hold the operation and the dtype

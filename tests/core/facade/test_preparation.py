@@ -129,6 +129,45 @@ def test_wrong_arguments():
             verb(*arguments, **options)
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+@pytest.mark.ranks(2)
+def test_what_averages_gradients_already_is_refused(strategy):
+    """Torch's wrapper before or after, or another Accelerator: averaged twice, they are halved."""
+    first, second = (Accelerator(strategy=strategy, cpu=True) for _ in range(2))
+    model = nn.Linear(2, 2)
+    with pytest.raises(UsageError, match="found DistributedDataParallel around Linear"):
+        first.prepare(nn.parallel.DistributedDataParallel(model))
+    first.prepare(model)
+    with pytest.raises(UsageError, match="around a prepared model"):
+        nn.parallel.DistributedDataParallel(model)
+    for again in (model, nn.Sequential(model)):
+        with pytest.raises(UsageError, match="not prepared yet, found Linear"):
+            second.prepare(again)
+    first.free_memory()
+    if strategy == "ddp":
+        second.prepare(model)
+    second.free_memory()
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+@pytest.mark.ranks(2)
+def test_wrappers_from_before_free_memory_are_prepared_as_what_is_inside(strategy):
+    accelerator = Accelerator(strategy=strategy, cpu=True)
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    model, before, schedule = accelerator.prepare(model, optimizer, schedule)
+    accelerator.free_memory()
+    other = Accelerator(strategy=strategy, cpu=True, gradient_accumulation_steps=2)
+    divided = pytest.raises(UsageError, match="found a foreign one of shape")
+    with nullcontext() if strategy == "ddp" else divided:
+        model, after, schedule = other.prepare(model, before, schedule)
+        assert schedule.optimizers == [after]
+        assert after is not before
+        assert after.optimizer is optimizer
+    other.free_memory()
+
+
 @pytest.mark.ranks(2)
 def test_ranks_that_differ_are_refused():
     rank = dist.get_rank()
@@ -144,6 +183,7 @@ def test_ranks_that_differ_are_refused():
 
 
 def test_clipping_two_models_to_one_norm():
+    torch.manual_seed(0)
     for kind in (2.0, math.inf):
         accelerator = Accelerator(cpu=True)
         models = accelerator.prepare(*[nn.Linear(4, 4).double() for _ in range(2)])

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from drivetrain import Accelerator, RankMismatchError
+from drivetrain import Accelerator, CollectiveError, RankMismatchError
 
 
 def start(strategy, **config):
@@ -60,6 +60,21 @@ def test_ranks_that_train_otherwise_are_refused(strategy):
     model = accelerator.prepare(model)
     with pytest.raises(RankMismatchError, match="disagree on an optimizer: .*lr = 0.1"):
         accelerator.prepare(optimizer_of("lr", model, odd))  # comes later
+    accelerator.free_memory()
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+@pytest.mark.ranks(2)
+def test_a_schedule_by_a_loss_of_each_rank_is_refused_at_the_next_collective(strategy):
+    """Divided weights would go on with two learning rates, and no comparison finds that."""
+    accelerator, model = start(strategy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+    model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
+    with pytest.raises(CollectiveError, match=r"learning rates of the step before .*metric_mean"):
+        for loss in range(4):
+            step(accelerator, model, optimizer)
+            schedule.step(-loss * accelerator.process_index)  # rank 1 improves
     accelerator.free_memory()
 
 
