@@ -13,6 +13,8 @@ from drivetrain.facade import checkpoints
 from drivetrain.observe import recorder as link
 from linked_trainings import WIDTH, Training, model_of, same, spread
 
+pytestmark = pytest.mark.ranks(2)
+
 EXACT_STEPS = WARM_UP + COUNTED
 SLOWEST, SLOW, FAST = 0.01, 4.0, 1e9
 """Mbit/s of links: exact gradients take 27 s, which no backward here hides; 0.07 s; no time."""
@@ -107,7 +109,6 @@ def listen(monkeypatch):
     return lines
 
 
-@pytest.mark.ranks(2)
 def test_on_a_link_that_nothing_hides_every_strategy_takes_the_least_time(monkeypatch):
     spread(monkeypatch)
     said = listen(monkeypatch)
@@ -125,7 +126,6 @@ def test_hosts_of_two_ranks_choose_after_the_first_steps_too(monkeypatch):
         check_slow_link(form, said)
 
 
-@pytest.mark.ranks(2)
 def test_ranks_with_other_times_agree_and_traffic_that_hides_stays_exact(monkeypatch):
     rank = spread(monkeypatch)
     said = listen(monkeypatch)
@@ -144,7 +144,6 @@ def test_ranks_with_other_times_agree_and_traffic_that_hides_stays_exact(monkeyp
         training.end()
 
 
-@pytest.mark.ranks(2)
 def test_declared_seconds_choose_at_prepare(monkeypatch):
     spread(monkeypatch)
     for seconds, name in ((HIDES_S, "exact"), (1e-9, "bf16")):
@@ -157,7 +156,6 @@ def test_declared_seconds_choose_at_prepare(monkeypatch):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.ranks(2)
 def test_a_resumed_run_goes_on_with_the_choice_bit_for_bit(monkeypatch, tmp_path):
     spread(monkeypatch)
     said = listen(monkeypatch)
@@ -193,7 +191,6 @@ def test_a_resumed_run_goes_on_with_the_choice_bit_for_bit(monkeypatch, tmp_path
         resumed.end()
 
 
-@pytest.mark.ranks(2)
 def test_a_method_of_a_checkpoint_that_is_permitted_no_more_is_not_taken(monkeypatch, tmp_path):
     spread(monkeypatch)
     said = listen(monkeypatch)
@@ -209,7 +206,6 @@ def test_a_method_of_a_checkpoint_that_is_permitted_no_more_is_not_taken(monkeyp
     resumed.end()
 
 
-@pytest.mark.ranks(2)
 def test_gradients_may_be_chosen_after_parameters(monkeypatch):
     spread(monkeypatch)
     found = []
@@ -227,7 +223,6 @@ def test_gradients_may_be_chosen_after_parameters(monkeypatch):
     assert found[0] == found[1] != []
 
 
-@pytest.mark.ranks(2)
 def test_the_report_has_the_promise_of_the_chosen_methods(monkeypatch, tmp_path):
     rank = spread(monkeypatch)
     training = Choosing("ddp", project_dir=tmp_path).train(EXACT_STEPS + 2)
@@ -241,7 +236,6 @@ def test_the_report_has_the_promise_of_the_chosen_methods(monkeypatch, tmp_path)
         assert "dp.far/all_to_all" in model["sent"]
 
 
-@pytest.mark.ranks(2)
 def test_steps_that_ranks_take_alone_do_not_count(monkeypatch):
     rank = spread(monkeypatch)
     training = Choosing("ddp").train(EXACT_STEPS - 1)

@@ -16,6 +16,8 @@ from drivetrain.registry import compressors, strategies
 from drivetrain.strategy import find_strategy
 from linked_trainings import FORMS, WIDTH, Training, batch, model_of, same, sgd, spread
 
+pytestmark = pytest.mark.ranks(2)
+
 STEPS = 3
 
 LIMITS = {"bf16": 0.01, "int8": 0.02, "int4": 0.3, "onebit": 1.5, "powersgd": 1.5, "topk": 1.5}
@@ -60,7 +62,6 @@ def check(
     return found
 
 
-@pytest.mark.ranks(2)
 def test_gradients_over_two_hosts(monkeypatch):
     spread(monkeypatch)
     assert set(compressors().names) >= LIMITS.keys()
@@ -74,7 +75,6 @@ def test_gradients_over_two_hosts(monkeypatch):
     check("zero3", gradients="powersgd")
 
 
-@pytest.mark.ranks(2)
 def test_gradients_rounded_by_chance_over_two_hosts(monkeypatch):
     spread(monkeypatch)
     for form, method, options in (
@@ -87,7 +87,6 @@ def test_gradients_rounded_by_chance_over_two_hosts(monkeypatch):
         assert same(found, again), form
 
 
-@pytest.mark.ranks(2)
 def test_the_cost_without_feedback_holds_no_errors(monkeypatch):
     spread(monkeypatch)
     held = []
@@ -114,7 +113,6 @@ def test_gradients_over_two_hosts_with_two_ranks_each(monkeypatch):
     assert same(found, again)
 
 
-@pytest.mark.ranks(2)
 def test_parameters_over_two_hosts(monkeypatch):
     spread(monkeypatch)
     pairs = [("zero1", "int8"), ("zero2", "topk"), ("zero2", "int4"), ("zero3", "int8")]
@@ -156,7 +154,6 @@ def test_every_method_under_every_strategy(monkeypatch, method, world):
             check(form, parameters=method)
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("form", ["zero2", "zero3"])
 def test_what_a_script_reads_and_saves_of_approximate_parameters_is_exact(monkeypatch, form):
     spread(monkeypatch)
@@ -174,7 +171,6 @@ def test_what_a_script_reads_and_saves_of_approximate_parameters_is_exact(monkey
     training.end()
 
 
-@pytest.mark.ranks(2)
 def test_a_checkpoint_goes_on_bit_for_bit_and_under_another_method(monkeypatch, tmp_path):
     spread(monkeypatch)
     others = (("int8", {}), ("onebit", {}), ("powersgd", {}))
@@ -267,7 +263,6 @@ def test_errors_of_parameters_that_no_rank_uses_stay_as_they_were(monkeypatch):
         training.end()
 
 
-@pytest.mark.ranks(2)
 def test_a_step_with_nan_is_skipped_everywhere_and_leaves_all_errors_as_they_were(monkeypatch):
     """One rank has NaN in its loss, or in one bias alone, which other buckets do not see."""
     rank = spread(monkeypatch)
@@ -306,7 +301,6 @@ def test_a_step_with_nan_is_skipped_everywhere_and_leaves_all_errors_as_they_wer
         assert same(*found), form
 
 
-@pytest.mark.ranks(2)
 def test_ranks_with_different_methods_or_options_get_one_error(monkeypatch):
     rank = spread(monkeypatch)
     for far, key, values in (
@@ -326,7 +320,6 @@ def automatic(form: str, allow: str, mbit_per_s: float, **options: object) -> Tr
     return Training(form, **links, **options)
 
 
-@pytest.mark.ranks(2)
 def test_auto_chooses_within_what_is_allowed_and_costs_count_its_bytes(monkeypatch):
     spread(monkeypatch)
     said: list[str] = []
@@ -364,7 +357,6 @@ def lopsided() -> nn.Sequential:
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 4 * WIDTH))
 
 
-@pytest.mark.ranks(2)
 def test_auto_leaves_tensors_exact_for_which_a_method_does_not_pay(monkeypatch):
     rank = spread(monkeypatch)
     said: list[str] = []

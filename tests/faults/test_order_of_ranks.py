@@ -8,6 +8,8 @@ import torch.distributed as dist
 
 from drivetrain import Accelerator, CollectiveError
 
+pytestmark = pytest.mark.ranks(2)
+
 ODD, STEP = 1, 2
 """The rank that does something else, and the step in which it does."""
 
@@ -62,7 +64,6 @@ def wait_too(training: Training, loss) -> None:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.ranks(2)
 def test_a_backward_left_out(strategy):
     message = Training(strategy).fails(leave_out)
     other = 1 - dist.get_rank()
@@ -79,14 +80,12 @@ def test_an_extra_gather(strategy):
     assert re.search(r"test_order_of_ranks\.py:\d+", message), message
 
 
-@pytest.mark.ranks(2)
 def test_an_extra_barrier():
     message = Training("zero1").fails(wait_too)
     assert "wait_for_everyone" in message
     assert re.search(r"test_order_of_ranks\.py:\d+", message), message
 
 
-@pytest.mark.ranks(2)
 def test_a_barrier_where_others_step():
     """The exchange of optimizer.step() and a barrier both send eight bytes over one group."""
     training = Training("ddp")
@@ -104,7 +103,6 @@ def test_a_barrier_where_others_step():
     training.accelerator.free_memory()
 
 
-@pytest.mark.ranks(2)
 def test_loops_with_different_numbers_of_batches_are_no_error():
     training = Training("ddp")
     with training.accelerator.join_uneven_inputs([training.model]):

@@ -12,6 +12,8 @@ from drivetrain.errors import UsageError
 from drivetrain.runtime.mesh import Mesh
 from stacks import Residual, Stack
 
+pytestmark = pytest.mark.ranks(1)
+
 WIDTH, ROWS = 24, 40
 
 
@@ -31,7 +33,6 @@ def build():
     return Stack([Block(WIDTH) for _ in range(3)], **ends, tied=True)
 
 
-@pytest.mark.ranks(1)
 def test_in_code_before_or_after_prepare_and_never_twice():
     accelerator = Accelerator(cpu=True, config={"recompute": {"mode": "full"}})
     model = accelerator.recompute(build(), mode="selective", blocks=["blocks.[02]"])
@@ -55,7 +56,6 @@ def test_in_code_before_or_after_prepare_and_never_twice():
     accelerator.end_training()
 
 
-@pytest.mark.ranks(1)
 def test_what_was_refused_is_attached_once_it_is_mended():
     accelerator = Accelerator(cpu=True, config={"recompute": {"mode": "full"}})
     model = build()
@@ -69,7 +69,6 @@ def test_what_was_refused_is_attached_once_it_is_mended():
     accelerator.end_training()
 
 
-@pytest.mark.ranks(1)
 def test_a_copy_has_its_own_parameters():
     full = {"recompute": {"mode": "full"}}
     accelerator = Accelerator(cpu=True, mixed_precision="bf16", config=full)
@@ -105,7 +104,6 @@ def test_inputs_are_split_over_an_axis_of_replicas():
     accelerator.end_training()
 
 
-@pytest.mark.ranks(1)
 def test_wrong_use():
     accelerator = Accelerator(cpu=True)
     model = build()

@@ -17,6 +17,8 @@ from drivetrain.testing.models import HIDDEN, WIDTH, Case, linear, numbers
 from stacks import Block, Tower
 from zero_stages import FSDP, assert_freed, each, start
 
+pytestmark = pytest.mark.ranks(2)
+
 
 class Reader(nn.Module):
     """Reads the weight of a layer that stands elsewhere, and that it does not hold."""
@@ -74,7 +76,6 @@ READS = {
 }
 
 
-@pytest.mark.ranks(2)
 def test_reads_between_steps_and_after_the_end():
     """Values that are away are read right; after ``free_memory`` every use of them says so."""
     accelerator = start(FSDP)
@@ -143,7 +144,6 @@ WRITES = {
 
 
 @each("fsdp", "grad")
-@pytest.mark.ranks(2)
 def test_writes_and_views_are_refused(strategy):
     """By name, on every rank, and nothing has changed; also changes between the two passes."""
     accelerator = start(strategy)
@@ -209,7 +209,6 @@ def encoded(model, batch):
 
 
 @each("fsdp", "grad")
-@pytest.mark.ranks(2)
 def test_writes_in_a_forward_and_views_outside_of_it(strategy):
     """The former reach the shards; the latter are copies with gradients, and memory is freed."""
     for case, use in (

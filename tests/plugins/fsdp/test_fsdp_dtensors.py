@@ -18,6 +18,8 @@ from drivetrain import Accelerator, UsageError
 from drivetrain.testing.conformance.twins import everyone, weights
 from stacks import Oddities
 
+pytestmark = pytest.mark.ranks(2)
+
 SMALL = {"name": "fsdp", "unit_from": 8}
 HYBRID = {**SMALL, "sharding": "hybrid", "shard_size": 2}
 
@@ -99,7 +101,6 @@ def test_facts_are_those_of_distribute_tensor(strategy, world):
 
 
 @pytest.mark.parametrize("sharding", ["full", "grad"])
-@pytest.mark.ranks(2)
 def test_what_is_written_is_not_hidden_by_whole_values(sharding):
     """Those of a step that is under way, or of a forward whose backward never came."""
     accelerator, model, optimizer = start({**SMALL, "sharding": sharding}, build())
@@ -112,7 +113,6 @@ def test_what_is_written_is_not_hidden_by_whole_values(sharding):
     accelerator.free_memory()
 
 
-@pytest.mark.ranks(2)
 def test_exchange_with_fully_shard(tmp_path):
     """torch's own sharded model loads what is saved here, and the other way round."""
     # torch shards no 0-d parameters.
@@ -136,7 +136,6 @@ def test_exchange_with_fully_shard(tmp_path):
     accelerator.free_memory()
 
 
-@pytest.mark.ranks(2)
 def test_strategies_without_rows_and_ranks_with_whole_tensors_are_refused():
     rows, several = "keeps rows of each parameter", "several ranks"
     for strategy, found in (

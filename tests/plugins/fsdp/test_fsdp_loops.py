@@ -14,6 +14,8 @@ from drivetrain import Accelerator
 from drivetrain.parallel import reduce
 from stacks import Stack
 
+pytestmark = pytest.mark.ranks(2)
+
 WIDTH = 8
 FSDP = {"name": "fsdp", "unit_from": 1}
 GRAD = {**FSDP, "sharding": "grad"}
@@ -112,7 +114,6 @@ def penalty(model, x, backward, rank):
 
 
 @TWO
-@pytest.mark.ranks(2)
 def test_graphs_that_overlap(strategy):
     for body in (alternating, through_time, gradient_as_input, penalty):
         train(strategy, body)
@@ -180,7 +181,6 @@ class Recomputed(Net):
 
 
 @TWO
-@pytest.mark.ranks(2)
 def test_views_stay_valid_until_the_forward_ends(strategy):
     for factory in (Row, TiedRows, Placed, Recomputed):
         train(strategy, squares, factory=factory, steps=3)
@@ -210,7 +210,6 @@ def another_head(model, x, backward, rank):
     backward(model(x, other=rank == 1).square().mean())
 
 
-@pytest.mark.ranks(2)
 def test_no_rank_waits_for_gradients_that_do_not_come(monkeypatch):
     """There are more units than buffers, and the first one is complete on one rank only."""
     monkeypatch.setattr(reduce, "PATIENCE_S", 0.05)

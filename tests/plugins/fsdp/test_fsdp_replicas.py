@@ -15,6 +15,8 @@ from drivetrain.testing.models import OUT, Case, numbers, squared_error
 from stacks import Tower
 from zero_stages import assert_freed, start
 
+pytestmark = pytest.mark.ranks(4)
+
 WINDOW = 3
 
 
@@ -98,7 +100,6 @@ def finish_window(twins, micros):
     twins.step()
 
 
-@pytest.mark.ranks(4)
 def test_replicas_hear_of_whole_windows_only():
     """Groups of two, of one, which hold everything and gather nothing, and of all ranks."""
     for options in ({}, {"accumulate": "local"}, {"shard_size": 1}, {"shard_size": 4}):
@@ -130,7 +131,6 @@ def test_replicas_hear_of_whole_windows_only():
         check(twins)
 
 
-@pytest.mark.ranks(4)
 def test_gradients_on_one_replica_only():
     """On one group of ranks, in one micro-batch of a window; and on none: it does not move.
 
@@ -152,7 +152,6 @@ def test_gradients_on_one_replica_only():
         check(twins)
 
 
-@pytest.mark.ranks(4)
 def test_what_waits_is_forgotten_or_scaled():
     """``zero_grad`` inside of a window, of all or some parameters; two backwards before a step."""
     for accumulate in ("reduce", "local"):
@@ -181,7 +180,6 @@ def test_what_waits_is_forgotten_or_scaled():
         check(twins)
 
 
-@pytest.mark.ranks(4)
 def test_gradients_cross_in_low_precision():
     """Half the bytes between groups, sums of windows in fp32, and replicas with the same bits."""
     for low in ("bf16", "fp16"):

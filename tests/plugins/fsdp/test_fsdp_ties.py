@@ -14,6 +14,8 @@ from drivetrain.testing.models import Case, cross_entropy, tokens
 from stacks import Gpt
 from zero_stages import assert_freed, evaluate, start, train_window, units_of
 
+pytestmark = pytest.mark.ranks(2)
+
 
 def gpt(**options):
     factory = functools.partial(Gpt, 4, **options)
@@ -58,7 +60,6 @@ def table_between_blocks(model):
 
 
 @pytest.mark.parametrize("recompute", ["none", "checkpoint", "full"])
-@pytest.mark.ranks(2)
 def test_live_units(recompute):
     """Never more than asked for; the tied unit is away while the blocks compute."""
     config = {"recompute": {"mode": "full"}} if recompute == "full" else {}
@@ -117,7 +118,6 @@ def forward_in(model, blocks, inputs):
 # --- kept during a step ---
 
 
-@pytest.mark.ranks(2)
 def test_kept_for_a_window():
     """``sharding: grad`` gathers once per optimizer step, and evaluation may come at any time."""
     for live in (1, 3):
@@ -137,7 +137,6 @@ def test_kept_for_a_window():
         accelerator.free_memory()
 
 
-@pytest.mark.ranks(2)
 def test_kept_until_somebody_steps():
     """A window that is thrown away, changed values, and a step by another optimizer's hand."""
     accelerator = fsdp(sharding="grad")

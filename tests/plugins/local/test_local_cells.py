@@ -20,6 +20,8 @@ from drivetrain.cost import ModelSpec
 from drivetrain.model.modules import held_parameters
 from local_workers import Rounds
 
+pytestmark = pytest.mark.ranks(4)
+
 EXACT = 1e-11
 WARMED = Rounds(every=3, warmup_steps=2)
 CELLS = {
@@ -71,7 +73,6 @@ def test_two_hosts(monkeypatch, ranks, inner, rounds):
     training.close()
 
 
-@pytest.mark.ranks(4)
 def test_workers_have_masks_of_their_own(monkeypatch):
     emulate_hosts(monkeypatch, 2)
     training = CellTraining(TP, ONCE, model=TiedWords(dropout=0.5))
@@ -85,7 +86,6 @@ def test_workers_have_masks_of_their_own(monkeypatch):
     training.close()
 
 
-@pytest.mark.ranks(4)
 @pytest.mark.parametrize("inner", [TP, PP], ids=["tp", "pp"])
 @pytest.mark.parametrize("method", ["exact", "int8"])
 def test_bytes_of_a_round(monkeypatch, inner, method):
@@ -116,7 +116,6 @@ REFUSED = [
 ]
 
 
-@pytest.mark.ranks(4)
 def test_refused(monkeypatch):
     emulate_hosts(monkeypatch, 2)
     for options, message in REFUSED:

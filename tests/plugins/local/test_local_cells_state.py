@@ -16,6 +16,8 @@ from cell_workers import (
 from local_workers import Rounds
 from resumed_workers import check_same_bits, goes_on_bit_for_bit
 
+pytestmark = pytest.mark.ranks(4)
+
 DDP, ZERO3 = {"name": "ddp"}, {"name": "zero3"}
 
 
@@ -42,7 +44,6 @@ def test_a_round_goes_on_bit_for_bit(monkeypatch, folder, inner, rounds, at):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.ranks(4)
 @pytest.mark.parametrize("inner", [TP, PP], ids=["tp", "pp"])
 @pytest.mark.parametrize("method", ["int4", "powersgd"])
 def test_kept_errors_go_on_bit_for_bit(monkeypatch, folder, inner, method):
@@ -55,7 +56,6 @@ def test_kept_errors_go_on_bit_for_bit(monkeypatch, folder, inner, method):
     assert said == []  # nothing is left out, whichever rank goes on with it
 
 
-@pytest.mark.ranks(4)
 def test_outer_weights_follow_what_a_script_writes(monkeypatch):
     emulate_hosts(monkeypatch, 2)
     training = CellTraining(TP, Rounds(every=2))
@@ -80,7 +80,6 @@ def errors_of(training):
     return dict(zip(names, sums.tolist(), strict=True))
 
 
-@pytest.mark.ranks(4)
 def test_errors_of_parts_are_not_those_of_whole_parameters(monkeypatch, folder):
     """Another division goes on without them, and says so; whole parameters keep theirs."""
     emulate_hosts(monkeypatch, 2)
@@ -104,7 +103,6 @@ def test_errors_of_parts_are_not_those_of_whole_parameters(monkeypatch, folder):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.ranks(4)
 @pytest.mark.parametrize(
     ("saved", "resumed"),
     [(TP, PP), (PP, TP), (TP, DDP), (ZERO3, TP), (ZERO3, PP)],

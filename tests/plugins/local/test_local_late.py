@@ -14,6 +14,8 @@ from local_trainings import Training, check_alike_on_all_ranks, check_equal, hos
 from local_workers import Blocks, ByHand, Rounds, fragment_of
 from resumed_workers import check_same_bits
 
+pytestmark = pytest.mark.ranks(2)
+
 LATE_S = 60.0
 """More than a test takes: a clock of the test's own says when a wait is over."""
 
@@ -98,7 +100,6 @@ def test_a_late_worker_is_left_out_of_one_round(monkeypatch):
     training.close()
 
 
-@pytest.mark.ranks(2)
 def test_a_worker_that_is_rounds_behind_joins_again(monkeypatch):
     clock = Clock(monkeypatch)
     training = late(Rounds(every=2))
@@ -175,7 +176,6 @@ def test_a_late_host_of_two_ranks_and_fragments(monkeypatch, inner):
     training.close()
 
 
-@pytest.mark.ranks(2)
 def test_the_others_do_not_wait_longer():
     training = late(Rounds(every=2), late_s=0.1)
     meet("start")
@@ -191,7 +191,6 @@ def test_the_others_do_not_wait_longer():
     training.close()
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("inner", ["ddp", "zero1", {"name": "offload"}])
 def test_a_checkpoint_in_the_middle_of_the_next_round(monkeypatch, tmp_path, inner):
     clock = Clock(monkeypatch)
@@ -236,7 +235,6 @@ def test_workers_that_come_as_they_like(seed, links):
     training.close()
 
 
-@pytest.mark.ranks(2)
 def test_refused():
     for options, message in (
         ({"late_s": 1.0, "delay": 2}, "strategy.late_s: expected no strategy.delay"),

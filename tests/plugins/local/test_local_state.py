@@ -8,6 +8,8 @@ from local_trainings import Training, check_alike_on_all_ranks, check_equal, hos
 from local_workers import Blocks, Rounds, batch
 from resumed_workers import check_same_bits, goes_on_bit_for_bit
 
+pytestmark = pytest.mark.ranks(2)
+
 STREAMING = Rounds(every=4, fragments=2, delay=3, keep=0.5)
 
 
@@ -16,7 +18,6 @@ def folder(tmp_path):
     return str(tmp_path / "checkpoint")
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     ("rounds", "inner", "at"), [(STREAMING, "zero1", 5), (Rounds(every=4), "ddp", 6)]
 )
@@ -68,7 +69,6 @@ def test_an_exchange_under_way_ends_with_another_number_of_workers(monkeypatch, 
     two.close()
 
 
-@pytest.mark.ranks(2)
 def test_one_worker_goes_on_from_the_mean_of_all(folder):
     rounds = STREAMING
     two = Training(local(rounds))
@@ -125,7 +125,6 @@ def errors_of(training):
     return training.accelerator.reduce(found, "sum")
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("method", ["int4", "topk", "powersgd"])
 def test_kept_errors_go_on_bit_for_bit(folder, method):
     rounds = Rounds(every=2, fragments=2, delay=1)
@@ -159,7 +158,6 @@ def test_kept_errors_with_other_workers(monkeypatch, folder, inner, transposed):
     two.close()
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("inner", ["zero1", "ddp", "fsdp"])
 def test_errors_go_on_when_another_layer_is_thawed(folder, inner):
     """A message then has other tensors, and another channel, which takes the errors of the old one.
@@ -191,7 +189,6 @@ def test_errors_go_on_when_another_layer_is_thawed(folder, inner):
     training.close()
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("rounds", [STREAMING, Rounds(every=4)], ids=["streaming", "all at once"])
 @pytest.mark.parametrize("inner", ["ddp", "zero1", "zero3", "fsdp"])
 def test_a_layer_that_is_frozen_in_mid_round_is_exchanged_once_more(folder, inner, rounds):
@@ -218,7 +215,6 @@ def test_a_layer_that_is_frozen_in_mid_round_is_exchanged_once_more(folder, inne
     resumed.close()
 
 
-@pytest.mark.ranks(2)
 def test_other_strategies_read_the_outer_weights(folder):
     saved = Training(local(STREAMING))
     saved.run(0, 6)

@@ -9,6 +9,8 @@ from drivetrain.testing.conformance.twins import everyone
 from huggingface_models import VOCABULARY, gpt2, llama, token_batch
 from stacks import words
 
+pytestmark = pytest.mark.ranks(2)
+
 CELLS = [
     ({"tp": 2, "data_parallel": {"name": "zero1"}, "sequence_parallel": True}, 2.0),
     ({"tp": 2, "pp": 2}, float("inf")),
@@ -35,7 +37,6 @@ def test_norm_of_cells():
         both.close()
 
 
-@pytest.mark.ranks(2)
 def test_subset():
     """Only what is given is counted and scaled."""
     for inner in ("ddp", "zero1"):
@@ -53,7 +54,6 @@ def test_subset():
         both.close()
 
 
-@pytest.mark.ranks(2)
 def test_gradients_that_are_none():
     torch.manual_seed(0)
     both = Twins(words(VOCABULARY, 8, 6, blocks=3, act=torch.nn.GELU).double(), tp=2)
@@ -77,7 +77,6 @@ FROZEN = {
 }
 
 
-@pytest.mark.ranks(2)
 def test_frozen_and_thawed_after_prepare():
     """Gradients of copies and of partial sums are summed also where a layer was frozen before."""
     for frozen, shards, thawed in (

@@ -13,6 +13,8 @@ from mixture_models import BATCH, FAMILIES, LABELED, Expert, huggingface, looped
 from mixture_models import WIDTH as WIDE
 from stacks import Residual
 
+pytestmark = pytest.mark.ranks(2)
+
 WIDTH, INNER = 8, 12
 TP = {"tp": 2}
 
@@ -54,7 +56,6 @@ def with_penalty(model, x):
     return out.mean() + (gradient.norm(dim=1) - 1).square().mean()
 
 
-@pytest.mark.ranks(2)
 def test_steps_equal_one_process():
     for build, loss in ((shared_model, mean_square), (critic, with_penalty)):
         torch.manual_seed(0)
@@ -68,7 +69,6 @@ def test_steps_equal_one_process():
         both.close()
 
 
-@pytest.mark.ranks(2)
 def test_a_penalty_through_layers_with_one_input_is_refused():
     torch.manual_seed(0)
     both = Twins(nn.Sequential(Expert(), Expert()).double(), tp=2)
@@ -80,7 +80,6 @@ def test_a_penalty_through_layers_with_one_input_is_refused():
 # --- mixtures of experts under tensor and pipeline parallelism: equal to one process ---
 
 
-@pytest.mark.ranks(2)
 def test_experts_in_a_loop():
     for cell in ({"tp": 2}, {"pp": 2}):
         torch.manual_seed(0)
@@ -99,7 +98,6 @@ def check_experts(*families, implementation="eager", tolerance=1e-7, cell=TP):
             assert check_two_steps(model, LABELED, cell, tolerance) < (0.62 if cell == TP else 1)
 
 
-@pytest.mark.ranks(2)
 def test_experts_of_hugging_face():
     check_experts("mixtral", "granite")
     check_experts("gpt_oss", implementation=None, tolerance=1e-4)
@@ -107,7 +105,6 @@ def test_experts_of_hugging_face():
 
 
 @pytest.mark.exhaustive
-@pytest.mark.ranks(2)
 def test_other_experts_of_hugging_face():
     check_experts(*FAMILIES)
     check_experts("gpt_oss", cell={"pp": 2, "micro_batches": 1})

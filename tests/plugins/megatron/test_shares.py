@@ -11,6 +11,8 @@ from drivetrain import Accelerator
 from drivetrain.errors import CollectiveError, UsageError
 from huggingface_models import ARCHITECTURES, token_batch
 
+pytestmark = pytest.mark.ranks(2)
+
 
 def build(name):
     torch.manual_seed(0)
@@ -31,7 +33,6 @@ def same(found, expected):
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing")
-@pytest.mark.ranks(2)
 def test_adapters_are_whole_and_merged():
     config = LoraConfig(r=4, target_modules=["q_proj", "o_proj"], init_lora_weights=False)
     model = get_peft_model(build("llama-gqa"), config)
@@ -51,7 +52,6 @@ def test_adapters_are_whole_and_merged():
     accelerator.free_memory()
 
 
-@pytest.mark.ranks(2)
 def test_copies_pickles_and_values_after_the_end():
     one = build("gpt2").eval()
     accelerator, model, _ = prepared(build("gpt2").eval())
@@ -68,7 +68,6 @@ def test_copies_pickles_and_values_after_the_end():
         weight.norm()
 
 
-@pytest.mark.ranks(2)
 def test_a_penalty_counts_parameters_once_under_sequence_parallelism():
     one, model = build("llama-gqa"), build("llama-gqa")
     accelerator, model, optimizer = prepared(model, sequence_parallel=True)
@@ -84,7 +83,6 @@ def test_a_penalty_counts_parameters_once_under_sequence_parallelism():
     accelerator.free_memory()
 
 
-@pytest.mark.ranks(2)
 def test_one_rank_alone_is_told():
     accelerator, model, _ = prepared(build("gpt2"))
     with pytest.raises(CollectiveError):

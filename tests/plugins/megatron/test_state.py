@@ -19,6 +19,8 @@ from drivetrain_megatron import state
 from huggingface_models import ARCHITECTURES, VOCABULARY, logits_of, token_batch
 from stacks import Residual, Stack
 
+pytestmark = pytest.mark.ranks(2)
+
 
 def build(name, layers=4, seed=7):
     torch.manual_seed(seed)
@@ -114,7 +116,6 @@ def check_built(folder, name, options):
 
 
 @pytest.mark.parametrize("options", [TP, PP])
-@pytest.mark.ranks(2)
 def test_ranks_with_seeds_of_their_own_begin_with_the_values_of_rank_0(options):
     accelerator = accelerator_of(**options)
     model, _ = prepared(accelerator, build("gpt2", 2, seed=accelerator.process_index))
@@ -122,7 +123,6 @@ def test_ranks_with_seeds_of_their_own_begin_with_the_values_of_rank_0(options):
     accelerator.free_memory()
 
 
-@pytest.mark.ranks(2)
 def test_state_of_an_optimizer_is_cut_too():
     """Adagrad makes its state in its constructor, where parameters have no values yet."""
 
@@ -147,7 +147,6 @@ def test_state_of_an_optimizer_is_cut_too():
     accelerator.free_memory()
 
 
-@pytest.mark.ranks(2)
 def test_state_of_a_compiled_model(tmp_path):
     """Read and saved under the names of the model inside."""
     for options in (TP, PP):
@@ -195,7 +194,6 @@ def test_each_rank_reads_its_share_alone_and_changes_reach_copies(tmp_path, monk
     accelerator.free_memory()
 
 
-@pytest.mark.ranks(2)
 def test_generation_and_gathered_parameters():
     """Ranks keep keys and values of their own heads; changes of the first rank reach all."""
     for sharded in (False, True):
@@ -234,7 +232,6 @@ class Buffered(Stack):
         return self.last(x)
 
 
-@pytest.mark.ranks(2)
 def test_buffers(tmp_path):
     """Statistics come from the stages that compute them; what several have is saved once."""
     torch.manual_seed(1)
@@ -259,7 +256,6 @@ def test_buffers(tmp_path):
     other.free_memory()
 
 
-@pytest.mark.ranks(2)
 def test_tied_weights_are_saved_once(tmp_path):
     accelerator = accelerator_of(**TP)
     model, _ = prepared(accelerator, build("gpt2", 2))
@@ -309,7 +305,6 @@ class Factored(torch.optim.Optimizer):
 REFUSED = ((Factored, False), (torch.optim.Adafactor, True), (torch.optim.LBFGS, False))
 
 
-@pytest.mark.ranks(2)
 def test_optimizer_of_whole_matrices_is_refused():
     for kind, late in REFUSED:
         model = built()
@@ -324,7 +319,6 @@ def test_optimizer_of_whole_matrices_is_refused():
         accelerator.free_memory()
 
 
-@pytest.mark.ranks(2)
 def test_state_of_whole_matrices_is_not_loaded(tmp_path):
     """A checkpoint of one rank may hold it; a rank that has a part of the matrix cannot use it."""
     model = built()

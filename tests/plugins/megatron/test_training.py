@@ -15,6 +15,8 @@ from drivetrain.errors import RankMismatchError
 from drivetrain_megatron import state
 from huggingface_models import ARCHITECTURES, llama, logits_of, token_batch
 
+pytestmark = pytest.mark.ranks(2)
+
 ROOT = Path(__file__).parents[3]
 
 
@@ -45,7 +47,6 @@ def check_training(name, **options):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.ranks(2)
 def test_two_ranks():
     for number, name in enumerate(NAMES):
         with case(name):
@@ -87,7 +88,6 @@ MORE_CELLS = [
 
 
 @pytest.mark.parametrize("cells", [CELLS, pytest.param(MORE_CELLS, marks=pytest.mark.exhaustive)])
-@pytest.mark.ranks(2)
 def test_evaluation_in_between(cells):
     for name, options, mode in cells:
         with case(name, options, mode):
@@ -150,7 +150,6 @@ def refused(match, model, *args, **options):
         model(*args, **options)
 
 
-@pytest.mark.ranks(2)
 def test_what_differs_is_named():
     """The same rows in another order differ, too, also in an evaluation."""
     accelerator, model = prepared()
@@ -192,7 +191,6 @@ def test_replicas_may_differ():
     accelerator.free_memory()
 
 
-@pytest.mark.ranks(2)
 def test_only_the_first_training_forwards_are_compared():
     accelerator, model = prepared()
     counts = []

@@ -14,6 +14,8 @@ from drivetrain.model.modules import named_parameters
 from drivetrain.testing.conformance.twins import everyone
 from huggingface_models import VOCABULARY, gpt2, llama, logits_of, token_batch
 
+pytestmark = pytest.mark.ranks(2)
+
 
 def built(kind=gpt2, *args):
     torch.manual_seed(0)
@@ -41,7 +43,6 @@ def test_mean_over_tokens(options):
     both.close()
 
 
-@pytest.mark.ranks(2)
 def test_every_step_has_another_shape():
     shapes = [(5, 7), (1, 2), (4, 11), (2, 7), (5, 7)]
     for options in ({"pp": 2, "micro_batches": 3}, {"tp": 2, "sequence_parallel": True}):
@@ -71,7 +72,6 @@ def test_copies_of_a_tied_weight_stay_alike():
     both.close()
 
 
-@pytest.mark.ranks(2)
 def test_an_exception_leaves_no_trace():
     """Functions of torch are its own, and training goes on as if nothing had been."""
     functions = {name: getattr(F, name) for name in ("cross_entropy", "dropout", "linear")}
@@ -98,7 +98,6 @@ def test_an_exception_leaves_no_trace():
 @pytest.mark.parametrize(
     ("precision", "schedule", "accumulation"), [("fp16", "1f1b", 2), ("bf16", "zb-h1", 1)]
 )
-@pytest.mark.ranks(2)
 def test_messages_under_autocast(precision, schedule, accumulation):
     """Gradients travel in the dtype of the outputs, though backward runs outside of autocast."""
     accelerator = Accelerator(

@@ -18,6 +18,8 @@ from drivetrain.errors import CollectiveError, RankMismatchError, UsageError
 from drivetrain.testing.conformance.twins import everyone
 from huggingface_models import gpt2, llama, logits_of, token_batch, word_loss
 
+pytestmark = pytest.mark.ranks(2)
+
 IN_VAIN_S = 4
 """The timeout of a test that waits for it."""
 PENALTY = r"something else in it that wants a gradient, such as a penalty.*weight_decay"
@@ -42,7 +44,6 @@ def refused(match, action, kind=UsageError):
     assert len(set(everyone(str(found.value)))) == 1
 
 
-@pytest.mark.ranks(2)
 def test_more_stages_than_blocks():
     """The modules inside of blocks are divided among the stages then."""
     for layers, options in (
@@ -56,7 +57,6 @@ def test_more_stages_than_blocks():
         both.close()
 
 
-@pytest.mark.ranks(2)
 def test_a_script_that_branches_on_a_loss():
     """The last stage has the value, and waits in vain for those that do not: not for ever."""
     accelerator = Accelerator(
@@ -79,7 +79,6 @@ def penalty(model):
     return 0.1 * sum(parameter.pow(2).sum() for parameter in model.parameters())
 
 
-@pytest.mark.ranks(2)
 def test_a_penalty_on_parameters():
     """Each rank has other parameters: the loss of the last one knows nothing of the others."""
     for loss, accumulation in ((loss_of, 1), (inside, 2)):
@@ -100,7 +99,6 @@ def test_a_penalty_on_parameters():
     both.close()
 
 
-@pytest.mark.ranks(2)
 def test_losses_that_are_refused_leave_the_pipeline_as_it_was():
     """Its value is asked for too early, is scaled by a weight, its graph kept, or it is of two."""
     both = Twins(built(), pp=2)
@@ -132,7 +130,6 @@ def test_losses_that_are_refused_leave_the_pipeline_as_it_was():
     both.close()
 
 
-@pytest.mark.ranks(2)
 def test_a_second_backward():
     late = r"backward has not run, found.*each forward has one|the first of 1 forwards"
     for loss, accumulation in ((loss_of, 3), (inside, 1)):
@@ -149,7 +146,6 @@ def test_a_second_backward():
         both.close()
 
 
-@pytest.mark.ranks(2)
 def test_second_derivatives_under_tensor_parallelism():
     both = Twins(built(llama, 2), tp=2)
     loss = loss_of(both.model, token_batch(0))
@@ -159,7 +155,6 @@ def test_second_derivatives_under_tensor_parallelism():
     both.close()
 
 
-@pytest.mark.ranks(2)
 def test_backwards_in_another_order_and_forwards_without_one():
     # Hugging Face makes its loss in fp32.
     for loss, tolerance in ((loss_of, {}), (inside, {"rtol": 1e-4, "atol": 1e-8})):
@@ -184,7 +179,6 @@ def test_backwards_in_another_order_and_forwards_without_one():
         both.close()
 
 
-@pytest.mark.ranks(2)
 def test_an_accumulation_window_out_of_order():
     both = Twins(built(), accumulation=2, pp=2)
     accelerator, model = both.accelerator, both.model
@@ -204,7 +198,6 @@ def test_an_accumulation_window_out_of_order():
     both.close()
 
 
-@pytest.mark.ranks(2)
 def test_ranks_that_do_not_agree():
     """On the model, or on whether it trains: some would wait for messages that nobody sends."""
     layers = 2 + 2 * int(os.environ["RANK"])

@@ -19,6 +19,8 @@ from offloaded_trainings import (
 )  # fmt: skip
 from zero_stages import MASTERS
 
+pytestmark = pytest.mark.ranks(2)
+
 
 def under(name, offload):
     strategy = STRATEGIES[name]
@@ -33,7 +35,6 @@ def check_each(name, path, run, *, of=1):
 
 
 @pytest.mark.parametrize("name", ["zero2 parameter", "fsdp grad"])
-@pytest.mark.ranks(2)
 def test_bits_are_those_without(name, tmp_path):
     """In fp32 and windows; with masters see the checkpoints."""
     check_each(name, tmp_path, lambda how: Training(how, window=2).steps(3, clip=0.3).close())
@@ -48,7 +49,6 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.ranks(2)
 def test_optimizers(tmp_path):
     for kind, make in OPTIMIZERS.items():
         expected = Training("zero2", make=make).steps(3).close()
@@ -62,7 +62,6 @@ def test_optimizers(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["zero1", "zero3"])
-@pytest.mark.ranks(2)
 def test_loops(name, tmp_path):
     """No clearing at all, clearing to zero, and gradients added after they were clipped."""
 
@@ -89,7 +88,6 @@ def test_loops(name, tmp_path):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["zero2", "fsdp"])
-@pytest.mark.ranks(2)
 def test_checkpoints_go_between_all(name, tmp_path):
     """What one of them saves, any of them loads, and goes on bit by bit."""
     options = {**MASTERS, "model": Free if name == "zero2" else Net}
@@ -107,7 +105,6 @@ def test_checkpoints_go_between_all(name, tmp_path):
         assert_same(second.close(), whole)
 
 
-@pytest.mark.ranks(2)
 def test_late_updates(tmp_path):
     """Forward reads what the step before the last one made; checkpoints have the last one, too."""
     for offload in list(offloads("zero3", str(tmp_path)))[::2]:
@@ -149,7 +146,6 @@ def subtract(model, updates):
         model.get_parameter(name).sub_(update)
 
 
-@pytest.mark.ranks(2)
 def test_fp16_scaling_and_skipped_steps(tmp_path):
     half = {"mixed_precision": "fp16", "config": {"dtypes": {"param": "fp16"}}}
     check_each(
@@ -157,7 +153,6 @@ def test_fp16_scaling_and_skipped_steps(tmp_path):
     )
 
 
-@pytest.mark.ranks(2)
 def test_what_is_refused(tmp_path):
     disk = {"optimizer": "nvme", "path": str(tmp_path)}
     training = Training(under("zero3", {**disk, "params": "nvme"}))

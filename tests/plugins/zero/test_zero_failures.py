@@ -19,6 +19,8 @@ from drivetrain.testing.models import Case, numbers
 from stacks import Tower
 from zero_stages import FSDP, SHARDED, STAGES, assert_freed, each, evaluate, start, train_window
 
+pytestmark = pytest.mark.ranks(2)
+
 WAITING = {"launch": {"timeout_s": 3600.0}}
 """Far beyond a test's own limit: a rank that waits for it fails its test."""
 
@@ -67,7 +69,6 @@ def interrupted_run(strategy):
 
 
 @each("sharded", "zero1", "fsdp", "fsdp kept", "grad")
-@pytest.mark.ranks(2)
 def test_an_exception_on_every_rank(strategy):
     """What half a step left is cleared and freed, and the next steps are right."""
     interrupted_run(strategy)
@@ -91,7 +92,6 @@ def test_an_exception_on_every_replica(accumulate, monkeypatch):
 
 
 @each("zero2", "sharded")
-@pytest.mark.ranks(2)
 def test_no_memory_for_what_crosses(strategy, monkeypatch):
     """A script that goes on loses no gradient of the unit that was about to be sent."""
     accelerator = start(strategy)
@@ -114,7 +114,6 @@ def test_no_memory_for_what_crosses(strategy, monkeypatch):
     accelerator.free_memory()
 
 
-@pytest.mark.ranks(2)
 def test_what_is_freed_at_once():
     """After an exception in forward nothing is whole; after one in backward, or after an interrupt,
     which skips hooks, the next use or the clearing of gradients frees the rest."""
@@ -144,7 +143,6 @@ def test_what_is_freed_at_once():
     ],
     ids=["another block", "one more block", "another order"],
 )
-@pytest.mark.ranks(2)
 def test_divided_blocks_on_different_paths(mine, theirs, one, other):
     """Both ranks fail soon, with an error that says which blocks each of them wanted."""
     accelerator = start(SHARDED, config=WAITING)

@@ -21,6 +21,8 @@ from drivetrain.testing.models import HIDDEN, OUT, ROWS, WIDTH, Case, linear, nu
 from stacks import Block, Tower
 from zero_stages import SHARDED, assert_freed, calls, each, start, train, train_reducing_once
 
+pytestmark = pytest.mark.ranks(2)
+
 
 class Interleaved(Tower):
     def body(self, x):
@@ -128,7 +130,6 @@ GRAPHS = (
 
 
 @each("sharded", "zero1")
-@pytest.mark.ranks(2)
 def test_graphs(strategy):
     """Each as in one process; every trainable unit is reduced once per backward and freed."""
     for graph in GRAPHS:
@@ -150,7 +151,6 @@ def slope(model, batch):
 
 
 @each("sharded", "zero2")
-@pytest.mark.ranks(2)
 def test_backwards_in_any_order_and_gradients_by_autograd(strategy):
     """The first loss last, and a graph twice.
 
@@ -215,7 +215,6 @@ class Sparse(nn.Module):
         return self.last(torch.sparse.mm(self.edges, hidden))
 
 
-@pytest.mark.ranks(2)
 def test_what_modules_return_and_save():
     """Rows of a parameter stay until the forward ends; a model may not return them."""
     strategy = {**SHARDED, "own_unit_from": 1, "buffers": "none"}
@@ -235,7 +234,6 @@ def test_what_modules_return_and_save():
 
 
 @each("sharded", "zero2", "fsdp")
-@pytest.mark.ranks(2)
 def test_a_forward_whose_graph_is_dropped_is_freed(strategy):
     """An evaluation that forgets ``no_grad``: what it saved ends with its output."""
     accelerator = start(strategy)

@@ -20,6 +20,8 @@ from drivetrain.testing.conformance.twins import Twins, adamw, momentum, weights
 from drivetrain.testing.models import CASES
 from zero_stages import each, start, train
 
+pytestmark = pytest.mark.ranks(2)
+
 ELEMENTWISE = {
     "adam_tensor_rate": lambda p: Adam(p, lr=torch.tensor(0.02, dtype=torch.float64)),
     "fused": lambda p: AdamW(p, lr=0.02, amsgrad=True, fused=True),
@@ -30,7 +32,6 @@ ELEMENTWISE = {
 
 
 @each("sharded", "zero1")
-@pytest.mark.ranks(2)
 def test_elementwise_optimizers_step_flat_ranges(strategy):
     """State of odd cuts, also of transposed parameters and of those that no rank has whole."""
     for name, make in ELEMENTWISE.items():
@@ -62,7 +63,6 @@ def test_matrix_optimizers_need_whole_parameters(strategy):
 
 
 @each("sharded", "zero1")
-@pytest.mark.ranks(2)
 def test_groups_and_schedules_after_prepare(strategy):
     """A group added, a schedule made, and rates set by hand after ``prepare`` do what they say."""
 
@@ -88,7 +88,6 @@ def test_groups_and_schedules_after_prepare(strategy):
 
 
 @each("sharded", "zero1", "fsdp")
-@pytest.mark.ranks(2)
 def test_optimizers_made_at_any_time(strategy):
     """After ``prepare``, with state from before it, and two over disjoint parts of one model."""
     case = CASES["mlp"]
@@ -127,7 +126,6 @@ def test_optimizers_made_at_any_time(strategy):
 
 
 @each("sharded", "zero1")
-@pytest.mark.ranks(2)
 def test_copies_and_references(strategy):
     """A copy made right after a step is whole and plain; a prepared reference is never trained."""
     accelerator = start(strategy)

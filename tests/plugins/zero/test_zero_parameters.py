@@ -19,6 +19,8 @@ from drivetrain.testing.models import CASES, HIDDEN, OUT, WIDTH, Case, linear
 from said import said
 from zero_stages import each, start, train
 
+pytestmark = pytest.mark.ranks(2)
+
 
 class Quantized(nn.Module):
     """An int8 matrix with a trainable scale, a bool mask, and a complex filter."""
@@ -56,7 +58,6 @@ def test_dtypes_that_do_not_train(strategy):
     accelerator.free_memory()
 
 
-@pytest.mark.ranks(2)
 def test_a_model_of_small_parameters_is_said_to_stay_whole():
     with said("drivetrain_zero.zero", level=logging.WARNING) as lines:
         for least in (100_000, HIDDEN * OUT):
@@ -70,7 +71,6 @@ def test_a_model_of_small_parameters_is_said_to_stay_whole():
 
 @pytest.mark.complete
 @each("sharded", "zero1", "fsdp", "grad")
-@pytest.mark.ranks(2)
 def test_freezing_and_thawing(strategy):
     """Layers that begin to train later, and that stop: as in one process, whoever backwards."""
 
@@ -94,7 +94,6 @@ def test_freezing_and_thawing(strategy):
 
 
 @each("sharded", "zero1")
-@pytest.mark.ranks(2)
 def test_a_layer_that_is_frozen_again_before_its_step(strategy):
     """The optimizer steps it by its gradient, and decays it for as long as it has one, if zeros."""
 
@@ -117,7 +116,6 @@ def test_a_layer_that_is_frozen_again_before_its_step(strategy):
 
 
 @each("sharded", "zero1")
-@pytest.mark.ranks(2)
 def test_parameters_that_come_after_prepare(strategy):
     """Nobody would average their gradients: the next step says so, on every rank."""
     for change, name in (
@@ -139,7 +137,6 @@ def test_parameters_that_come_after_prepare(strategy):
 
 
 @each("sharded", "zero1")
-@pytest.mark.ranks(2)
 def test_facts_are_those_of_the_users_model(strategy):
     """Shape, dtype, names, counts and flags, between steps, without bringing any values.
 

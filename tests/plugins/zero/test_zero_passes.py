@@ -19,6 +19,8 @@ from drivetrain.testing.models import Case, numbers, squared_error
 from stacks import Block, Tower
 from zero_stages import SHARDED, STAGES, assert_freed, each, start, train_reducing_once
 
+pytestmark = pytest.mark.ranks(2)
+
 
 class CountingBlock(Block):
     """It counts its calls."""
@@ -65,7 +67,6 @@ AROUND = (
 
 
 @pytest.mark.parametrize(("name", "turn"), [("sharded", 0), ("kept", 1), ("zero1", 2), ("fsdp", 3)])
-@pytest.mark.ranks(2)
 def test_recompute(name, turn):
     """One reduction per unit and equal gradients, whatever is tied, frozen, or called twice."""
     kinds = deque(("plain", "tied", "frozen", "twice"))
@@ -81,7 +82,6 @@ def test_recompute(name, turn):
 
 
 @each("sharded", "zero1")
-@pytest.mark.ranks(2)
 def test_the_whole_model_or_loss_in_a_checkpoint(strategy):
     """Checkpoints and offloading around the model see what it saves, as without a strategy."""
     packed = []
@@ -108,7 +108,6 @@ def test_the_whole_model_or_loss_in_a_checkpoint(strategy):
 
 
 @each("sharded", "zero1", "kept")
-@pytest.mark.ranks(2)
 def test_evaluation_at_any_time(strategy):
     """First of all, in another order, without gradients of three kinds, between two passes."""
     accelerator = start(strategy)
@@ -142,7 +141,6 @@ def test_evaluation_at_any_time(strategy):
     accelerator.free_memory()
 
 
-@pytest.mark.ranks(2)
 def test_another_default_device():
     """What the library makes lies where the model is, whatever new tensors do by default."""
 

@@ -8,6 +8,8 @@ from drivetrain.testing.conformance.twins import Twins, adamw, weights
 from drivetrain.testing.models import CASES
 from zero_stages import FSDP, STAGES, start
 
+pytestmark = pytest.mark.ranks(2)
+
 EACH = pytest.mark.parametrize(
     "strategy",
     [
@@ -30,7 +32,6 @@ def train(twins, step):
 
 
 @EACH
-@pytest.mark.ranks(2)
 def test_data_that_a_script_sets_is_trained(strategy):
     """Clipping of weights by assignment, after steps, with tied, odd, empty and 0-d parameters."""
     for case in ("tied", "odd_shapes"):
@@ -46,7 +47,6 @@ def test_data_that_a_script_sets_is_trained(strategy):
 
 
 @EACH
-@pytest.mark.ranks(2)
 def test_averages_swapped_in_and_out(strategy, tmp_path):
     """Neither an evaluation nor a save writes into the memory that the script holds meanwhile."""
     accelerator = start(strategy)
@@ -80,7 +80,6 @@ def test_averages_swapped_in_and_out(strategy, tmp_path):
 
 
 @EACH
-@pytest.mark.ranks(2)
 def test_data_set_in_gathered_and_before_a_load(strategy, tmp_path):
     """Rank 0's tensors become everybody's; what a checkpoint brings comes after what was set."""
     accelerator = start(strategy)
@@ -107,7 +106,6 @@ def test_data_set_in_gathered_and_before_a_load(strategy, tmp_path):
     accelerator.free_memory()
 
 
-@pytest.mark.ranks(2)
 def test_wrong_data_are_refused():
     """Another shape or dtype is refused in the step, on every rank; the right one makes it go on.
 

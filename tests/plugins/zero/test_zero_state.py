@@ -20,9 +20,10 @@ from drivetrain.testing.models import CASES
 from stacks import Residual, Stack
 from zero_stages import MASTERS, SHARDED, assert_freed, calls, each, start, train, units_of
 
+pytestmark = pytest.mark.ranks(2)
+
 
 @each("sharded", "zero1")
-@pytest.mark.ranks(2)
 def test_state_dict_by_the_user(strategy):
     """Keys and shapes are the user's, on rank 0 alone too; values are right or refused at once."""
     for name in ("tied", "batchnorm", "transposed"):
@@ -56,7 +57,6 @@ def test_state_dict_by_the_user(strategy):
 
 
 @each("sharded", "zero1")
-@pytest.mark.ranks(2)
 def test_load_state_dict_by_the_user(strategy):
     """Into whole parameters it works on every rank; into sharded ones inside gathered() only.
 
@@ -121,7 +121,6 @@ def operate(model):
 
 
 @each("sharded", "zero1")
-@pytest.mark.ranks(2)
 def test_inference_gathers_once(strategy):
     """Ranks generate texts of different length without a word to each other, then train on."""
     accelerator = start(strategy)
@@ -151,7 +150,6 @@ def test_inference_gathers_once(strategy):
 
 
 @each("sharded", "zero1")
-@pytest.mark.ranks(2)
 def test_statistics_of_each_rank(strategy):
     """With ``buffers: none`` they are the rank's own; integers and what is not saved stay so."""
     accelerator = start({**strategy, "buffers": "none"})
@@ -201,7 +199,6 @@ def test_same_bits_every_time(strategy):
 
 
 @each("sharded", "zero1")
-@pytest.mark.ranks(2)
 def test_surgery_changes_what_was_changed_alone(strategy):
     """Masters of other parameters keep their digits; twice an fp64 value is a change."""
     accelerator = start(strategy, **MASTERS)

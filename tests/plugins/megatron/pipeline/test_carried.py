@@ -13,6 +13,8 @@ from drivetrain.cost import ModelSpec
 from stacks import Residual, Stack
 from staged_twins import EXACT, Twins
 
+pytestmark = pytest.mark.ranks(2)
+
 WIDTH, ROWS = 6, 4
 
 
@@ -102,7 +104,6 @@ def build(kind):
         (EncoderDecoder, {"cut": "2,4", "micro_batches": 2}),
     ],
 )
-@pytest.mark.ranks(2)
 def test_two_stages_equal_one_process(kind, options):
     model = build(kind)
     spec = ModelSpec.of(copy.deepcopy(model), states=0, inputs=((numbers(0),), {}))
@@ -125,7 +126,6 @@ def test_two_stages_equal_one_process(kind, options):
 
 
 @pytest.mark.parametrize("counted", [0, 1])
-@pytest.mark.ranks(2)
 def test_parameters_that_the_loss_does_not_reach_do_not_decay(counted):
     adamw = partial(AdamW, lr=0.1, weight_decay=0.5)
     both = Twins(build(Uncounted), numbers(9), make=adamw, cut="2,2", micro_batches=2)
@@ -136,7 +136,6 @@ def test_parameters_that_the_loss_does_not_reach_do_not_decay(counted):
     both.close()
 
 
-@pytest.mark.ranks(2)
 def test_evaluations_return_what_no_later_stage_reads():
     both = Twins(build(TwoTowers), numbers(9), cut="2,2", micro_batches=2)
     both.eval()

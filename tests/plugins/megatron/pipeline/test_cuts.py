@@ -13,6 +13,8 @@ from drivetrain_megatron.pipeline.losses import Weights
 from stacks import Residual, Stack
 from staged_twins import EXACT, Twins
 
+pytestmark = pytest.mark.ranks(2)
+
 WORDS = 11
 
 
@@ -84,7 +86,6 @@ def batches(name):
 
 
 @pytest.mark.parametrize("turn", [2, 1, 0])
-@pytest.mark.ranks(2)
 def test_losses_that_are_handed_over(turn):
     """First a batch in which every target counts alike, so that it tells nothing of the weights."""
     for name in list(LOSSES)[turn::3]:
@@ -116,7 +117,6 @@ class SequenceFirst(nn.Module):
         return self.head(hidden)
 
 
-@pytest.mark.ranks(2)
 def test_the_dim_of_the_batch_is_found():
     """Ids are (sequence, batch), the mask (batch, sequence); in evaluation, dropout is off."""
     torch.manual_seed(0)
@@ -147,7 +147,6 @@ class RowNorm(nn.BatchNorm1d):
         return super().forward(x.transpose(1, 2)).transpose(1, 2)
 
 
-@pytest.mark.ranks(2)
 def test_blocks_that_couple_rows_are_not_cut():
     """Nor does the trial move their running statistics; in evaluation they may be cut."""
     both = Twins(words(norm=RowNorm))
@@ -182,7 +181,6 @@ class Deep(Stack):
         return {"logits": logits, "states": hidden} if states else {"logits": logits}
 
 
-@pytest.mark.ranks(2)
 def test_deep_supervision_is_refused_by_its_name():
     """On every rank; the pipeline then trains on."""
     both = Twins(words(4, kind=Deep), cut="2,2")
@@ -207,7 +205,6 @@ class ReturningDataclass(Stack):
         return Plain(super().forward(ids))
 
 
-@pytest.mark.ranks(2)
 def test_a_dataclass_is_refused_by_its_name():
     """In training and in evaluation, before anything is sent."""
     both = Twins(words(kind=ReturningDataclass))
@@ -241,7 +238,6 @@ def illustrated():
     return Twins(Illustrated().double(), tuple(pairs[0]), accumulation=2), pairs
 
 
-@pytest.mark.ranks(2)
 def test_an_output_of_an_early_stage_may_lie_on_the_way_of_its_gradient():
     both, pairs = illustrated()
     for pair in pairs:
@@ -256,7 +252,6 @@ def test_an_output_of_an_early_stage_may_lie_on_the_way_of_its_gradient():
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.ranks(2)
 def test_gradients_of_gradients_are_refused_alike_on_all_stages(accumulation):
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
     both = Twins(model, torch.ones(4, 4), accumulation=accumulation)
@@ -291,7 +286,6 @@ def own_loss(output):
     return factor * output["scores"].square().mean()
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("steps", [1, 2])
 def test_where_outputs_are_shared_every_stage_reads_them_and_makes_the_loss(steps):
     torch.manual_seed(0)

@@ -28,6 +28,8 @@ from huggingface_models import (
 from stacks import Residual, Stack
 from staged_twins import EXACT, Twins
 
+pytestmark = pytest.mark.ranks(4)
+
 ROOT = Path(__file__).parents[4]
 
 
@@ -129,7 +131,6 @@ def test_a_matrix_of_all_stages():
 
 @pytest.mark.exhaustive
 @EACH
-@pytest.mark.ranks(4)
 def test_four_stages(name):
     check(name, loss_inside, pp=4, micro_batches=4)
     check(name, loss_outside, steps=1, pp=4, micro_batches=3, accumulation=5)
@@ -144,7 +145,6 @@ def test_schedules(schedule):
 
 @pytest.mark.parametrize("schedule", ["zb-h1", "1f1b"])
 @pytest.mark.parametrize("inner", ["zero2", "ddp", "zero1", "zero3", "fsdp"])
-@pytest.mark.ranks(4)
 def test_over_data_parallel_ranks(inner, schedule):
     check(
         "gpt2", loss_inside, pp=2, micro_batches=3, data_parallel={"name": inner}, schedule=schedule
@@ -154,13 +154,11 @@ def test_over_data_parallel_ranks(inner, schedule):
 @EACH
 @pytest.mark.parametrize("sequence_parallel", [True, False], ids=["shards", "whole"])
 @pytest.mark.parametrize(("loss_of", "more"), [(loss_outside, {}), TWO_BACKWARDS])
-@pytest.mark.ranks(4)
 def test_tensor_and_pipeline(name, sequence_parallel, loss_of, more):
     cell = {"tp": 2, "pp": 2, "sequence_parallel": sequence_parallel, "micro_batches": 3}
     check(name, loss_of, **cell, **more)
 
 
-@pytest.mark.ranks(4)
 def test_shards_of_the_sequence_are_not_cut_into_micro_batches():
     """Blocks see each token by itself, and where tokens are equal, shards of parts are, too."""
     blocks = [Residual(8, dtype=torch.float64) for _ in range(2)]
@@ -173,7 +171,6 @@ def test_shards_of_the_sequence_are_not_cut_into_micro_batches():
 
 @pytest.mark.parametrize("cell", [{"tp": 2}, {"schedule": "zb-h1"}], ids=["tp", "zb-h1"])
 @pytest.mark.filterwarnings("ignore")  # torch.compile's own
-@pytest.mark.ranks(4)
 def test_compiled_blocks(cell):
     with backend("aot_eager"):
         check("gpt2", loss_inside, pp=2, micro_batches=4, compiles="blocks", **cell)
@@ -193,7 +190,6 @@ def step_loss(output, targets):
     return F.cross_entropy(logits_of(output).view(-1, VOCABULARY), targets.view(-1))
 
 
-@pytest.mark.ranks(4)
 def test_ignored_labels():
     """The mean is over all tokens that count, however they fall into micro-batches."""
     both = Twins(build("gpt2"), tp=2, micro_batches=4)
@@ -291,7 +287,6 @@ def uninterrupted():
 
 
 @pytest.mark.exhaustive
-@pytest.mark.ranks(4)
 def test_each_division_goes_on_with_the_checkpoint_of_another(tmp_path):
     saved, last = uninterrupted()
     for name in DIVISIONS:

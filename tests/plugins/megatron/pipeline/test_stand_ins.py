@@ -11,6 +11,8 @@ from drivetrain.errors import UsageError
 from stacks import Residual, Stack
 from staged_twins import Twins
 
+pytestmark = pytest.mark.ranks(2)
+
 WIDTH = 4
 X = torch.linspace(-1, 1, 6 * WIDTH).view(6, WIDTH)
 
@@ -45,7 +47,6 @@ def refused(match, use, *args):
         use(*args)
 
 
-@pytest.mark.ranks(2)
 def test_what_names_of_other_stages_say():
     both = trained()
     model, twin, rank = both.model, both.twin, both.accelerator.mesh["pp"].rank
@@ -76,7 +77,6 @@ def test_what_names_of_other_stages_say():
     both.close()
 
 
-@pytest.mark.ranks(2)
 def test_inside_of_gathered_all_are_whole_and_copies_compute_by_themselves():
     both = trained()
     both.step()
@@ -95,7 +95,6 @@ def test_inside_of_gathered_all_are_whole_and_copies_compute_by_themselves():
     both.close()
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("options", [{}, {"schedule": "interleaved", "chunks": 2}])
 def test_a_forward_counts_once(options):
     torch.manual_seed(0)

@@ -12,7 +12,7 @@ from drivetrain.errors import CollectiveError, UsageError
 from stacks import Stack
 from staged_twins import Twins
 
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute")  # which compilation reads
+pytestmark = [pytest.mark.ranks(2), pytest.mark.filterwarnings("ignore:The .grad attribute")]
 
 WORDS, WIDTH = 11, 8
 IDS = torch.arange(20).view(4, 5) % WORDS
@@ -92,7 +92,6 @@ class Crossing(Words):
         return {"loss": mean(self.last(x), ids)}
 
 
-@pytest.mark.ranks(2)
 def test_shapes_of_blocks_that_depend_on_values():
     torch.manual_seed(0)
     model = Crossing()
@@ -102,7 +101,6 @@ def test_shapes_of_blocks_that_depend_on_values():
 
 
 @pytest.mark.parametrize("make", [Tabled, compiled_in_place, compiled_around])
-@pytest.mark.ranks(2)
 def test_equal_to_one_process(make):
     torch.manual_seed(0)
     model = make()
@@ -110,7 +108,6 @@ def test_equal_to_one_process(make):
     check_two_steps(model, {"ids": IDS}, {"pp": 2}, tolerance=1e-10)
 
 
-@pytest.mark.ranks(2)
 def test_compiled_blocks_stay_compiled():
     """Their code is compiled code, also behind the pipeline, and a closed one gives it back."""
     graphs = []
@@ -144,7 +141,6 @@ class ClampedWords(Words):
     block = Clamped
 
 
-@pytest.mark.ranks(2)
 def test_a_forward_that_writes_into_a_parameter_is_refused_by_name():
     model = ClampedWords()
     before = copy.deepcopy(model.state_dict())
@@ -165,7 +161,6 @@ def total(output, ids):
     return F.cross_entropy(output.flatten(0, 1), ids.flatten(), reduction="sum")
 
 
-@pytest.mark.ranks(2)
 def test_ranks_with_other_loss_functions_are_told_so():
     """Also in a later call, when each rank has decided about the function that it knows."""
     torch.manual_seed(0)
@@ -190,7 +185,6 @@ class Tied(Words):
 
 
 @pytest.mark.parametrize("write", ["data", "value"])
-@pytest.mark.ranks(2)
 def test_values_that_a_script_changes_reach_the_copies(write):
     """Swapped for an evaluation and back, as averages of weights are; else it is an error."""
     torch.manual_seed(0)
