@@ -3,12 +3,12 @@
 Ranks divide the batches of one process, so that a step is the same on both.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from drivetrain import DataLoaderConfiguration
 from way_kit import LENGTH, WORDS, Loop
@@ -84,45 +84,6 @@ def each_step_draws_by_next_iter(loop: Loop) -> None:
     training.ends()
 
 
-def metrics_of_batches_that_are_items(loop: Loop) -> None:
-    _sum_of_metrics(loop, DataLoader(_Rows(5, 3), batch_size=None))
-
-
-def metrics_of_two_rows_for_each_sample(loop: Loop) -> None:
-    def twice(samples: Sequence[Tensor]) -> Tensor:
-        return torch.cat([each.repeat(2) for each in samples])
-
-    _sum_of_metrics(loop, DataLoader(_Rows(7, 1), batch_size=2, collate_fn=twice))
-
-
-def metrics_of_samples_that_are_filtered(loop: Loop) -> None:
-    def odd(samples: Sequence[Tensor]) -> Tensor:
-        return torch.cat([each[each % 3 != 1] for each in samples])
-
-    _sum_of_metrics(loop, DataLoader(_Rows(7, 1), batch_size=2, collate_fn=odd))
-
-
-def metrics_of_batches_of_varying_size(loop: Loop) -> None:
-    batches = [[0], [1, 2, 3], [4, 5]]
-    _sum_of_metrics(loop, DataLoader(torch.arange(6.0), batch_sampler=batches))  # type: ignore[arg-type]
-
-
-def metrics_after_a_list_of_all_batches(loop: Loop) -> None:
-    _sum_of_metrics(loop, DataLoader(torch.arange(7.0), batch_size=2), list, lambda x: x)
-
-
-def metrics_of_words_in_a_dict(loop: Loop) -> None:
-    rows = [{"x": number, "word": str(number)} for number in range(7)]
-    loader = loop.prepare(DataLoader(rows, batch_size=2))  # type: ignore[arg-type]
-    total = 0.0
-    for batch in loader:
-        made = {"x": batch["x"] * 1.0, "word": batch["word"]}
-        for each in [made] if loop.alone else loop.accelerator.gather_for_metrics(made):
-            assert [str(int(x)) for x in each["x"]] == list(each["word"])
-            total += float(each["x"].sum())
-    loop.note("sum", total)
-
-
 def a_stream_divides_itself_by_rank(loop: Loop) -> None:
     def numbers() -> Iterable[float]:
         first, step = (0, 1) if loop.alone else _place(loop)
@@ -144,33 +105,15 @@ def _place(loop: Loop) -> tuple[int, int]:
     return loop.accelerator.process_index, loop.accelerator.num_processes
 
 
-def _sum_of_metrics(
-    loop: Loop,
-    loader: DataLoader[Any],
-    batches: Callable[[Any], Iterable[Any]] = iter,
-    value: Callable[[Tensor], Tensor] = lambda x: x * 1.0,
-) -> None:
+def _sum_of_metrics(loop: Loop, loader: DataLoader[Any]) -> None:
     """Note count and sum of squares of what an evaluation gathers: each row is there once."""
     gathered = []
-    for batch in batches(loop.prepare(loader)):
-        made = value(torch.as_tensor(batch))
+    for batch in loop.prepare(loader):
+        made = torch.as_tensor(batch) * 1.0
         gathered.append(made if loop.alone else loop.accelerator.gather_for_metrics(made))
     found = torch.cat(gathered).double()
     loop.note("count", float(len(found)))
     loop.note("squares", found.square().sum())
-
-
-class _Rows(Dataset[Tensor]):
-    """Items of several rows."""
-
-    def __init__(self, items: int, rows: int) -> None:
-        self.items, self.rows = items, rows
-
-    def __len__(self) -> int:
-        return self.items
-
-    def __getitem__(self, item: int) -> Tensor:
-        return torch.arange(item * self.rows, (item + 1) * self.rows, dtype=torch.float64)
 
 
 class _Stream(IterableDataset[float]):

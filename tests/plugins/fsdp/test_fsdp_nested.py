@@ -4,14 +4,11 @@ The tests of megatron have fsdp among its inner strategies for steps, norms, cos
 here are windows, small units, ways of sharding, and pipelines of which a stage runs blocks only.
 """
 
-from pathlib import Path
-
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from drivetrain import communication
 from drivetrain.testing.conformance.twins import Twins
 from drivetrain.testing.models import Case
 from huggingface_models import VOCABULARY, gpt2, llama, logits_of, token_batch
@@ -91,28 +88,3 @@ def test_hybrid_inside():
     twins = twins_of("blocks", {**FSDP, "sharding": "hybrid", "shard_size": 2}, tp=2)
     train(twins, range(1))
     twins.accelerator.free_memory()
-
-
-@pytest.mark.exhaustive
-@pytest.mark.ranks(4)
-def test_checkpoint_to_fsdp_alone_and_back(tmp_path):
-    """Moments and weights come back bit for bit."""
-    folder = Path(communication.broadcast_object_list([str(tmp_path)])[0])
-    twins = twins_of("gpt2", tp=2)
-    train(twins, range(1))
-    twins.accelerator.save_state(folder / "nested")
-    expected = twins.accelerator.get_state_dict(twins.model)
-    twins.accelerator.free_memory()
-    alone = start(FSDP)
-    built = gpt2()
-    model, _ = alone.prepare(built, adamw(built))
-    alone.load_state(folder / "nested")
-    for name, tensor in alone.get_state_dict(model).items():
-        assert torch.equal(tensor, expected[name]), name
-    alone.save_state(folder / "alone")
-    alone.free_memory()
-    again = twins_of("gpt2", tp=2)
-    again.twin, again.twin_optimizer = twins.twin, twins.twin_optimizer
-    again.accelerator.load_state(folder / "alone")
-    train(again, range(1, 2))
-    again.accelerator.free_memory()

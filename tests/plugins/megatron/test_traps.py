@@ -1,7 +1,5 @@
 """Mistakes that libraries of this kind have made; others lie with the tests of their modules."""
 
-import itertools
-
 import pytest
 import torch
 from torch.nn import functional as F
@@ -20,35 +18,6 @@ pytestmark = pytest.mark.ranks(2)
 def built(kind=gpt2, *args):
     torch.manual_seed(0)
     return kind(*args)
-
-
-@pytest.mark.parametrize("options", [{"pp": 2}, {"tp": 2}], ids=["pp", "tp"])
-@pytest.mark.ranks(4)
-def test_mean_over_tokens(options):
-    """Windows of batches with 3 to 27 tokens, two replicas: every token counts the same."""
-    both = Twins(built(gpt2, 2), accumulation=2, **options)
-    replica = both.accelerator.mesh["dp"].rank
-    sizes = [[(1, 3), (3, 9)], [(2, 7), (1, 4)]]
-    batches = [
-        [token_batch(10 * i + j, rows, length) for j, (rows, length) in enumerate(window)]
-        for i, window in enumerate(sizes)
-    ]
-    for ids in batches[replica]:
-        with both.accelerator.accumulate(both.model):
-            both.accelerator.backward(loss_of(both.model, ids), weight=ids.numel())
-    every = list(itertools.chain(*batches))
-    total = sum(ids.numel() for ids in every)
-    sum(loss_of(both.twin, ids) * ids.numel() for ids in every).div(total).backward()
-    both.check_gradients()
-    both.close()
-
-
-def test_every_step_has_another_shape():
-    shapes = [(5, 7), (1, 2), (4, 11), (2, 7), (5, 7)]
-    for options in ({"pp": 2, "micro_batches": 3}, {"tp": 2, "sequence_parallel": True}):
-        both = Twins(built(gpt2, 3), **options)
-        both.train(*(token_batch(seed, *shape) for seed, shape in enumerate(shapes)))
-        both.close()
 
 
 @pytest.mark.ranks(4)

@@ -1,9 +1,7 @@
 """A small ext4 file system: a full disk is known before the first step, and is left as it was."""
 
 import shutil
-import signal
 import subprocess
-import sys
 
 import pytest
 import torch
@@ -53,32 +51,3 @@ def test_a_disk_that_another_process_fills_and_a_read_only_one(small_disk, monke
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
     with pytest.raises(files.PreflightError, match="that this user can write to"):
         NvmeStore(NvmeConfig(path=str(small_disk)))
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL, None], ids=str)
-def test_nothing_is_left_whatever_ends_the_process(small_disk, end):
-    code = (
-        "import sys, torch\n"
-        "from drivetrain_offload import NvmeConfig, NvmeStore\n"
-        f"store = NvmeStore(NvmeConfig(path={str(small_disk)!r}))\n"
-        "store.put('k', torch.ones(2**20))\n"
-        "store.flush()\n"
-        "store.put('k', torch.ones(2**20))\n"
-        "print('ready', flush=True)\n"
-        "sys.stdin.readline()\n"
-    )
-    before = free(small_disk)
-    with subprocess.Popen(
-        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout.readline() == "ready\n"
-        assert free(small_disk) <= before - 4 * MIB
-        if end is None:
-            process.stdin.write("\n")
-            process.stdin.flush()
-        else:
-            process.send_signal(end)
-        assert process.wait(60) == (0 if end is None else -end)
-    assert [path.name for path in small_disk.iterdir()] == ["lost+found"]
-    assert free(small_disk) >= before

@@ -6,14 +6,12 @@ divides and sends.
 """
 
 import math
-from collections import Counter
 
 import pytest
 import torch
 from torch import nn
-from torch.optim import SGD
 
-from drivetrain.testing.conformance.twins import Twins, adamw, everyone
+from drivetrain.testing.conformance.twins import Twins, everyone
 from drivetrain.testing.models import CASES
 from zero_stages import calls, each, start
 
@@ -69,29 +67,6 @@ def test_windows_with_unequal_weights(strategy):
     accelerator.free_memory()
 
 
-@each("sharded local", "zero1", "local")
-@pytest.mark.ranks(2)
-def test_micro_batches_that_end_without_a_step(strategy):
-    """What was added up by hand, and cleared by hand, is gone: by the model or by its optimizer."""
-    accelerator = start(strategy)
-    twins = Twins(accelerator, CASES["mlp"], adamw)
-    first = SGD(twins.twin.parameters(), lr=0.1)
-    for step, clear in enumerate(("model", "optimizer", "zeros", "keep")):
-        with accelerator.no_sync(twins.model):
-            accelerator.backward(twins.loss(10 + step))
-        twins.backward_twin(10 + step)
-        if clear == "model":
-            twins.model.zero_grad()
-            twins.twin.zero_grad()
-        elif clear != "keep":
-            twins.optimizer.zero_grad(set_to_none=clear == "optimizer")
-            first.zero_grad(set_to_none=clear == "optimizer")
-        twins.backward(step)
-        twins.step()
-        twins.check()
-    accelerator.free_memory()
-
-
 @each("sharded", "zero1")
 @pytest.mark.ranks(3)
 def test_norms_over_shards(strategy):
@@ -120,45 +95,4 @@ def test_norms_over_shards(strategy):
         found = everyone((norm.isnan().item(), norm.isfinite().item()))
         assert found == [(True, False)] * 3, f"NaN on one rank gave {found} for norm {kind}"
         one.model.zero_grad()
-    accelerator.free_memory()
-
-
-@each("sharded", "zero1")
-@pytest.mark.ranks(2)
-def test_hooks_on_parameters(strategy):
-    """Hooks of before and after ``prepare`` see the averaged gradient, once, and change it.
-
-    A tensor that is assigned to ``grad`` is stepped with.
-    """
-    accelerator = start(strategy)
-    seen = Counter()
-
-    def halve(name):
-        def hook(gradient):
-            seen[name, tuple(gradient.shape)] += 1
-            return gradient * 0.5
-
-        return hook
-
-    def hooked(model):
-        early.append(model.body.weight.register_hook(halve("early")))
-        return model
-
-    early = []
-    twins = Twins(accelerator, CASES["tied"], wrap=hooked)
-    late = twins.model.embedding.weight.register_hook(halve("late"))
-    for step in range(2):
-        twins.backward(step)
-        for parameter in (twins.twin.body.weight, twins.twin.embedding.weight):
-            parameter.grad.mul_(0.5)
-        twins.step()
-    twins.check()
-    assert seen == {("early", (13, 13)): 2, ("late", (11, 13)): 2}
-    early[0].remove()
-    late.remove()
-    twins.backward(2)
-    for model in (twins.model, twins.twin):
-        model.body.weight.grad = torch.ones_like(twins.twin.body.weight)
-    twins.step()
-    twins.check()
     accelerator.free_memory()

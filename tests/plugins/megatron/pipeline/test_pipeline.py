@@ -114,14 +114,6 @@ def test_window(name):
     check(name, loss_outside, pp=2, accumulation=3)
 
 
-@pytest.mark.exhaustive
-@pytest.mark.ranks(3)
-def test_three_stages_of_four_blocks():
-    name = "gpt2"
-    check(name, loss_inside, pp=3, micro_batches=2)  # fewer micro-batches than stages
-    check(name, loss_outside, pp=3, micro_batches=3, rows=7)
-
-
 @pytest.mark.ranks(3)
 def test_a_matrix_of_all_stages():
     """The owner adds up the gradients of copies on several ranks; and of two stages on a rank."""
@@ -236,6 +228,7 @@ DIVISIONS = {
     "zero3": {"name": "zero3", "keep_below": 0},
     "interleaved": {"name": "megatron", **TURNS},
     "tp2-pp2": {"name": "megatron", "tp": 2, "pp": 2, "micro_batches": 2},
+    "tp2-fsdp": {"name": "megatron", "tp": 2, "data_parallel": {"name": "fsdp", "unit_from": 1}},
     "pp2-zero1": {"name": "megatron", "pp": 2, "micro_batches": 2, "data_parallel": "zero1"},
 }
 """Of four ranks; each loads what the one before it has saved."""

@@ -107,19 +107,6 @@ def test_time_is_what_is_promised():
     assert {name for name, _ in CASES} == set(SCHEDULES)
 
 
-def test_idle_share_of_four_ranks_and_eight_micro_batches():
-    for name, v, idle in (
-        ("gpipe", 1, 0.273),
-        ("1f1b", 1, 0.273),
-        ("interleaved", 2, 0.158),
-        ("zb-h1", 1, 0.111),
-    ):
-        timeline = simulate(make_schedule(name, 4, 8, v))
-        assert round(timeline.idle, 3) == idle
-        # All ranks compute for equally long, so each waits for equally long.
-        assert [round(timeline.idle_of(rank), 3) for rank in range(4)] == [idle] * 4
-
-
 def test_kept_micro_batches():
     for p, m in sizes():
         gpipe, one, zero = (
