@@ -15,6 +15,7 @@ from drivetrain.facade import prepared
 from drivetrain.registry import compressors, strategies
 from drivetrain.strategy import find_strategy
 from linked_trainings import FORMS, WIDTH, Training, batch, model_of, same, sgd, spread
+from stacks import Parts
 
 pytestmark = pytest.mark.ranks(2)
 
@@ -225,15 +226,10 @@ def link_state(training: Training) -> dict[tuple[str, str], Tensor]:
     return {(s.name, s.state): s.tensor.clone() for s in shards if s.state.startswith("links.")}
 
 
-class Branches(nn.Module):
-    """Two branches, of which a step may use one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.other, self.both = model_of(), model_of(), True
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.one(x) + self.other(x) if self.both else self.one(x)
+def branches() -> nn.Module:
+    """Return two branches, of which a step may use one."""
+    parts = {"one": model_of(), "other": model_of(), "both": True}
+    return Parts(lambda m, x: m.one(x) + m.other(x) if m.both else m.one(x), **parts)
 
 
 @pytest.mark.ranks(4)
@@ -246,7 +242,7 @@ def test_errors_of_parameters_that_no_rank_uses_stay_as_they_were(monkeypatch):
         ("zero3", "topk"),
         ("fsdp hybrid", "int4"),
     ):
-        training = Training(form, Branches, far={"gradients": method}).train(2)
+        training = Training(form, branches, far={"gradients": method}).train(2)
         some = rank == 3 or form == "fsdp hybrid"  # where a rank alone cannot run a unit
         for uses, moved in ((False, ["one."]), (some, ["one.", "other."])):
             before = link_state(training)

@@ -13,21 +13,12 @@ from torch.optim import AdamW, Optimizer
 
 from drivetrain import Accelerator
 from local_workers import ByHand, Rounds
-from stacks import Residual, Stack
+from stacks import Parts, Residual, Stack
 
 WORDS, LENGTH, ROWS = 13, 6, 2
 ONCE, STREAMING = Rounds(every=3), Rounds(every=4, fragments=2, delay=3, keep=0.5)
 TP: Mapping[str, Any] = {"name": "megatron", "tp": 2}
 PP: Mapping[str, Any] = {"name": "megatron", "pp": 2}
-
-
-class Positions(nn.Module):
-    def __init__(self, width: int, *, frozen: bool) -> None:
-        super().__init__()
-        self.table = nn.Parameter(torch.randn(64, width), requires_grad=not frozen)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return hidden + self.table[: hidden.shape[1]]
 
 
 class TiedWords(Stack):
@@ -56,7 +47,8 @@ class TiedWords(Stack):
         super().__init__((Residual(width, inner, **kinds) for _ in range(4)), **ends, tied=True)
         self.norm = nn.LayerNorm(width)
         self.scale = nn.Parameter(torch.tensor(1.5))
-        self.positions = Positions(width, frozen=frozen)
+        table = nn.Parameter(torch.randn(64, width), requires_grad=not frozen)
+        self.positions = Parts(lambda m, x: x + m.table[: x.shape[1]], table=table)
         self.to(dtype)
 
     @property

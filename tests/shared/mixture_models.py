@@ -7,6 +7,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from stacks import Parts
+
 WORDS, WIDTH, INNER = 61, 32, 48
 
 
@@ -42,28 +44,21 @@ class LoopedExperts(nn.Module):
         return x + out
 
 
-class LoopedModel(nn.Module):
-    """Blocks of looped experts between an embedding and a head.
+def looped(experts=18):
+    """Return blocks of looped experts between an embedding and a head, in fp64.
 
     The default is more experts than tokens: some get no token, and no gradient.
     """
 
-    def __init__(self, experts=18):
-        super().__init__()
-        self.words = nn.Embedding(WORDS, WIDTH)
-        self.blocks = nn.ModuleList(LoopedExperts(experts) for _ in range(2))
-        self.head = nn.Linear(WIDTH, WORDS)
-
-    def forward(self, input_ids):
-        x = self.words(input_ids)
-        for block in self.blocks:
+    def compute(m, input_ids):
+        x = m.words(input_ids)
+        for block in m.blocks:
             x = block(x)
-        return {"loss": F.cross_entropy(self.head(x).flatten(0, 1), input_ids.flatten())}
+        return {"loss": F.cross_entropy(m.head(x).flatten(0, 1), input_ids.flatten())}
 
-
-def looped():
-    """Return the model that loops over modules, in fp64."""
-    return LoopedModel().double()
+    blocks = nn.ModuleList(LoopedExperts(experts) for _ in range(2))
+    words = nn.Embedding(WORDS, WIDTH)
+    return Parts(compute, words=words, blocks=blocks, head=nn.Linear(WIDTH, WORDS)).double()
 
 
 COMMON = {

@@ -11,31 +11,27 @@ from drivetrain import Accelerator
 from drivetrain.compression.compressor import Codec, Compressor
 from drivetrain.errors import ConfigError
 from drivetrain_compression import OneBit
+from stacks import Parts
 
 WARMUP, STEPS, TOKENS = 3, 8, 64
 LIMIT = 1e-5
 """The largest difference of a weight after updates of up to 0.01: messages are of fp32."""
 
 
-class Awkward(nn.Module):
-    """Rows that no batch uses, tied weights, a frozen layer, and a branch for some ranks alone."""
+def awkward(width: int = 48) -> nn.Module:
+    """Return rows that no batch uses, tied weights, a frozen layer, a branch for some ranks."""
+    torch.manual_seed(3)
 
-    def __init__(self, width: int = 48) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.table = nn.Embedding(TOKENS, width)
-        self.inner = nn.Linear(width, width)
-        self.frozen = nn.Linear(width, width).requires_grad_(False)
-        self.branch = nn.Linear(width, width)
-        self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, TOKENS, bias=False)
-        self.head.weight = self.table.weight
-        self.double()
+    def compute(m: Parts, tokens: Tensor, *, branch: bool) -> Tensor:
+        hidden = m.norm(m.frozen(m.inner(m.table(tokens))).tanh())
+        hidden = hidden + m.branch(hidden) if branch else hidden
+        return m.head(hidden).square().mean()
 
-    def forward(self, tokens: Tensor, *, branch: bool) -> Tensor:
-        hidden = self.norm(self.frozen(self.inner(self.table(tokens))).tanh())
-        hidden = hidden + self.branch(hidden) if branch else hidden
-        return self.head(hidden).square().mean()
+    layers = {name: nn.Linear(width, width) for name in ("inner", "frozen", "branch")}
+    layers["frozen"].requires_grad_(False)
+    table, head = nn.Embedding(TOKENS, width), nn.Linear(width, TOKENS, bias=False)
+    head.weight = table.weight
+    return Parts(compute, table=table, **layers, norm=nn.LayerNorm(width), head=head).double()
 
 
 class ExactSigns(OneBit):
@@ -80,7 +76,7 @@ def reference(
     ranks: int, kind: type, *, width: int = 48, window: int = 1, together: int = 1
 ) -> nn.Module:
     """Train in one process: exact steps of Adam, then algorithm 1 with an exact exchange."""
-    model = Awkward(width)
+    model = awkward(width)
     optimizer = optimizer_of(model, kind)
     for step in range(STEPS):
         each = [window_gradients(model, step, rank, window, together) for rank in range(ranks)]

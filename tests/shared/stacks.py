@@ -1,4 +1,4 @@
-"""The outline of most models: blocks one after the other, with a layer before and one behind."""
+"""The outlines of most models: blocks one after the other between two layers, and named parts."""
 
 import torch
 from torch import nn
@@ -37,6 +37,19 @@ class Block(Residual):
 
     def __init__(self, width=WIDTH, hidden=HIDDEN):
         super().__init__(width, hidden, drop=0.0, dtype=torch.float64)
+
+
+class Parts(nn.Module):
+    """Modules, parameters and other attributes by name, and what is computed of them and inputs."""
+
+    def __init__(self, compute=None, **parts):
+        super().__init__()
+        self.compute = compute
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, *args, **kwargs):
+        return self.compute(self, *args, **kwargs)
 
 
 class LowRank(nn.Module):

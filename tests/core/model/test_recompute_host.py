@@ -9,7 +9,7 @@ from torch import nn
 
 from drivetrain.errors import UsageError
 from drivetrain.model.recompute import SMALL_NBYTES, KeptInputs, attach
-from stacks import Stack
+from stacks import Parts, Stack
 
 LAYERS = 6
 ROWS = SMALL_NBYTES // 8  # of 4 numbers: x is moved; a scale of 4 numbers is not
@@ -66,17 +66,10 @@ class OffDevice(KeptInputs):
         return self.sky
 
 
-class Block(nn.Module):
-    """Notes when it runs."""
-
-    def __init__(self, log, number):
-        super().__init__()
-        self.log, self.number = log, number
-        self.weight = nn.Parameter(torch.ones(4))
-
-    def forward(self, x):
-        self.log.append(("run", self.number))
-        return torch.sin(x * self.weight)
+def noted(block, x):
+    """Compute, and note which block runs."""
+    block.log.append(("run", block.number))
+    return torch.sin(x * block.weight)
 
 
 class Numbered(Stack):
@@ -92,7 +85,10 @@ class Numbered(Stack):
 
 def build(sky, *, kept=True):
     torch.manual_seed(0)
-    model = Numbered([Block(sky.events, number) for number in range(LAYERS)])
+    model = Numbered(
+        Parts(noted, log=sky.events, number=number, weight=nn.Parameter(torch.ones(4)))
+        for number in range(LAYERS)
+    )
     if kept:
         blocks = [(str(i), block) for i, block in enumerate(model.blocks)]
         attach(blocks, "full", OffDevice(sky))

@@ -12,24 +12,22 @@ from drivetrain.model.recompute import SMALL_NBYTES, KeptInputs, attach
 from drivetrain.runtime.mesh import Mesh
 from drivetrain.runtime.world import World
 from drivetrain.traffic import Traffic
-from stacks import Stack
+from stacks import Parts, Stack
 
 ROWS, WIDTH = 53, 37  # a product that divides by neither 2 nor 3
 
 
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x, mask, *, count=None):
-        y = torch.tanh(self.layer(x * 1.5)).masked_fill(mask, 0.0)
+def block():
+    def compute(m, x, mask, *, count=None):
+        y = torch.tanh(m.layer(x * 1.5)).masked_fill(mask, 0.0)
         return nn.functional.dropout(y, 0.3) + 0 * count
+
+    return Parts(compute, layer=nn.Linear(WIDTH, WIDTH))
 
 
 def build(mode=None, inputs=None, *, layers=4):
     torch.manual_seed(0)
-    model = Stack([Block() for _ in range(layers)]).double()
+    model = Stack([block() for _ in range(layers)]).double()
     if mode is not None:
         attach([(str(i), b) for i, b in enumerate(model.blocks)], mode, inputs)
     return model

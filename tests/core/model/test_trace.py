@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 from drivetrain.model.tracer import trace_model
 from drivetrain.model.valueless import ValuelessTensor, ValuesNeededError, facts_of, freeze
+from stacks import Parts
 
 B, T, D, HEADS, VOCABULARY = 2, 8, 16, 4, 32
 
@@ -24,15 +25,10 @@ def test_the_work_and_bytes_of_operations():
     assert found.written == 4 * (4 * 3)
     assert not found.known
 
-    class Attention(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.q = nn.Parameter(torch.ones(B, HEADS, T, D, dtype=torch.bfloat16))
+    query = nn.Parameter(torch.ones(B, HEADS, T, D, dtype=torch.bfloat16))
+    attention = Parts(lambda m: F.scaled_dot_product_attention(m.q, m.q, m.q), q=query)
 
-        def forward(self):
-            return F.scaled_dot_product_attention(self.q, self.q, self.q)
-
-    found = only(trace_model(Attention(), (), {}), "scaled_dot_product_attention")
+    found = only(trace_model(attention, (), {}), "scaled_dot_product_attention")
     assert found.work == 2 * (2 * B * HEADS * T * T * D)
     assert found.written == 2 * (B * HEADS * T * D)
     assert found.read == 2 * (B * HEADS * T * D)  # one tensor, however often it is handed over
@@ -62,31 +58,26 @@ IDS = torch.arange(B * T).view(B, T)
 
 
 def test_views_move_nothing_and_say_what_they_show():
-    class Packed(nn.Linear):
-        def forward(self, x):
-            q, k, v = super().forward(x).split(D, dim=-1)
-            return q + k * v.view(B, T, HEADS, -1).flatten(2)
+    def packed(m, x):
+        q, k, v = m.qkv(x).split(D, dim=-1)
+        return q + k * v.view(B, T, HEADS, -1).flatten(2)
 
-    trace = trace_model(Packed(D, 3 * D), (torch.ones(B, T, D),), {})
-    (packed,) = only(trace, "linear").outputs
+    trace = trace_model(Parts(packed, qkv=nn.Linear(D, 3 * D)), (torch.ones(B, T, D),), {})
+    (made,) = only(trace, "linear").outputs
     split = only(trace, "split")
     assert (split.read, split.written) == (0, 0)
     shown = [(view.base, view.offset) for view in split.views]
-    assert shown == [(packed, 0), (packed, D), (packed, 2 * D)]
+    assert shown == [(made, 0), (made, D), (made, 2 * D)]
     assert only(trace, "add").read == 2 * 4 * B * T * D
 
 
 def test_what_follows_from_what():
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.second = nn.Linear(D, D), nn.Linear(D, D)
-            self.register_buffer("scale", torch.ones(D))
+    net = Parts(
+        lambda m, x: m.second(m.first(x) * m.scale), first=nn.Linear(D, D), second=nn.Linear(D, D)
+    )
+    net.register_buffer("scale", torch.ones(D))
 
-        def forward(self, x):
-            return self.second(self.first(x) * self.scale)
-
-    trace = trace_model(Net(), (torch.ones(B, D),), {})
+    trace = trace_model(net, (torch.ones(B, D),), {})
     first, second = [o for o in trace.operations if o.name == "linear"]
     times = only(trace, "mul")
     assert first.inputs[1:] == (trace.parameters["first.weight"], trace.parameters["first.bias"])
@@ -100,23 +91,21 @@ def test_what_follows_from_what():
 
 
 def test_inputs_and_buffers_are_computed_with_and_other_values_refused():
-    class Masked(nn.Linear):
-        def forward(self, x, mask):
-            if mask.all():
-                return x
-            return super().forward(x) * mask.cumsum(0)
+    def masked(m, x, mask):
+        return x if mask.all() else m.layer(x) * mask.cumsum(0)
 
-    trace = trace_model(Masked(D, D), (torch.ones(B, D), torch.eye(B)[:, :1]), {})
+    trace = trace_model(
+        Parts(masked, layer=nn.Linear(D, D)), (torch.ones(B, D), torch.eye(B)[:, :1]), {}
+    )
     assert only(trace, "cumsum").known
     assert not only(trace, "mul").known
 
-    class Chooses(nn.Linear):
-        def forward(self, x):
-            y = super().forward(x)
-            return y if y.sum() > 0 else -y
+    def chooses(m, x):
+        y = m.layer(x)
+        return y if y.sum() > 0 else -y
 
     with pytest.raises(ValuesNeededError, match="bool"):
-        trace_model(Chooses(D, D), (torch.ones(B, D),), {})
+        trace_model(Parts(chooses, layer=nn.Linear(D, D)), (torch.ones(B, D),), {})
 
 
 class Notes:

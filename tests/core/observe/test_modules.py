@@ -21,7 +21,7 @@ from drivetrain.observe.modules import (
     StepWork,
 )
 from said import said
-from stacks import Stack
+from stacks import Parts, Stack
 
 STRATEGIES = {
     "zero3": {"name": "zero3", "keep_below": 0},
@@ -113,16 +113,11 @@ def test_layers_count_as_on_paper():
         }
         assert sum(forward.values()) == 24 * rows * WIDTH**2
 
-    class Branches(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6, bias=False)
+    def branches(m, x):
+        h = m.a(x)
+        return m.a(h) * m.b(h) + h @ m.b.weight
 
-        def forward(self, x):
-            h = self.a(x)
-            return self.a(h) * self.b(h) + h @ self.b.weight
-
-    model = Branches()
+    model = Parts(branches, a=nn.Linear(6, 6), b=nn.Linear(6, 6, bias=False))
     with counting(model) as found:
         model(torch.randn(5, 6, requires_grad=True)).sum().backward()
     one = 2 * 5 * 6 * 6

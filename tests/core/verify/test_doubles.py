@@ -6,20 +6,18 @@ from torch import nn
 from drivetrain.verify.recorder import Doubles, compute_in_doubles, in_doubles, without_dropout
 
 
-class Norm(nn.Module):
-    """Computes in fp32 by name, as norms of language models do."""
-
-    def forward(self, x):
-        wide = x.to(torch.float32)
-        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True).float())).to(x.dtype)
+def norm(x):
+    """Compute in fp32 by name, as norms of language models do."""
+    wide = x.to(torch.float32)
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True).float())).to(x.dtype)
 
 
 def test_code_that_asks_for_fp32_gets_fp64_and_no_dropout():
     x = torch.rand(3, 5, dtype=torch.float64)
     right = x * torch.rsqrt(x.square().mean(-1, keepdim=True))
-    assert not torch.allclose(Norm()(x), right, rtol=1e-12, atol=0)
+    assert not torch.allclose(norm(x), right, rtol=1e-12, atol=0)
     with Doubles():
-        assert torch.allclose(Norm()(x), right, rtol=1e-15, atol=0)
+        assert torch.allclose(norm(x), right, rtol=1e-15, atol=0)
         assert torch.zeros(2, dtype=torch.bfloat16).dtype is torch.float64
         assert torch.zeros(2, dtype=torch.int32).dtype is torch.int32
 

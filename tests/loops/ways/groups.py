@@ -6,18 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
+from stacks import Parts
 from way_kit import WORDS, Loop, Words
-
-
-class Temperature(nn.Module):
-    """A criterion with a parameter, as CLIP's."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(()))
-
-    def forward(self, one: Tensor, two: Tensor) -> Tensor:
-        return self.scale * (one * two).mean()
 
 
 def _clip(loop: Loop, parameters: object, most: float, kind: float = 2.0) -> Tensor:
@@ -30,7 +20,11 @@ def _held(optimizer: Optimizer) -> list[Tensor]:
 
 
 def one_optimizer_trains_two_models_and_a_criterion(loop: Loop) -> None:
-    one, two, criterion = loop.model(), loop.model(3), Temperature()
+    one, two = loop.model(), loop.model(3)
+    # A criterion with a parameter, as CLIP's.
+    criterion = Parts(
+        lambda m, left, right: m.scale * (left * right).mean(), scale=nn.Parameter(torch.ones(()))
+    )
     models: Sequence[nn.Module] = (one, two, criterion)
     groups = [
         {"params": list(one.parameters()), "lr": 0.02},

@@ -23,7 +23,7 @@ from one_bit_steps import (
     LIMIT,
     STEPS,
     WARMUP,
-    Awkward,
+    awkward,
     batch,
     check_other_optimizers,
     lose_nothing,
@@ -60,7 +60,7 @@ def accelerator_of(name="ddp", exchange="momentum", *, window=1, form=(), far=()
 
 
 def prepared(accelerator, kind=AdamW, width=WIDTHS["ddp"]):
-    model = Awkward(width)
+    model = awkward(width)
     return accelerator.prepare(model, optimizer_of(model, kind))
 
 
@@ -166,7 +166,7 @@ def test_with_signs_ranks_stay_equal_bytes_are_as_promised_and_a_checkpoint_goes
     go_on(accelerator, range(WARMUP + 1))
     accelerator.save_state(tmp_path)
     strategy = accelerator.strategy_of(model)
-    spec = ModelSpec.of(model if name == "fsdp" else Awkward(width), states=2)
+    spec = ModelSpec.of(model if name == "fsdp" else awkward(width), states=2)
     promised = type(strategy).cost(strategy.config, spec, strategy.run).sent
     go_on(accelerator, range(WARMUP + 1, WARMUP + 2))
     spoil_branch(accelerator, model)
@@ -188,7 +188,7 @@ def test_with_signs_ranks_stay_equal_bytes_are_as_promised_and_a_checkpoint_goes
     apart = max(float((expected[key] - exact[key]).abs().max()) for key in exact)
     assert apart > LIMIT, "nothing was approximate"
     # No batch uses these rows.
-    assert not torch.equal(expected["table.weight"][-9:], Awkward(width).table.weight[-9:])
+    assert not torch.equal(expected["table.weight"][-9:], awkward(width).table.weight[-9:])
     accelerator.free_memory()
     for way in ((name, "momentum", {}), *OTHERS[name]):
         accelerator, model, optimizer = loaded(*way)
@@ -321,7 +321,7 @@ def test_no_element_moves_further_than_adam_would_move_it(monkeypatch):
 def test_other_optimizers_closures_and_clipping_are_refused_on_every_rank(monkeypatch, name):
     spread(monkeypatch)
     accelerator = accelerator_of(name)
-    check_other_optimizers(accelerator, Awkward(WIDTHS[name]))
+    check_other_optimizers(accelerator, awkward(WIDTHS[name]))
     model, optimizer = prepared(accelerator, width=WIDTHS[name])
     train(accelerator, model, optimizer, range(WARMUP + 1))
     tokens, branch = batch(0, 0)
@@ -337,7 +337,7 @@ def test_other_optimizers_closures_and_clipping_are_refused_on_every_rank(monkey
 def test_models_in_bfloat16_and_one_group_over_several_hosts_are_refused_under_fsdp(monkeypatch):
     spread(monkeypatch)
     accelerator = accelerator_of("fsdp", dtypes={"master": "none"})
-    model = Awkward(WIDTHS["fsdp"]).bfloat16()
+    model = awkward(WIDTHS["fsdp"]).bfloat16()
     with pytest.raises(ConfigError, match="momenta and variances of fp32"):
         model, _ = accelerator.prepare(model, optimizer_of(model, AdamW))
         accelerator.backward(model(batch(0, 0)[0], branch=True))

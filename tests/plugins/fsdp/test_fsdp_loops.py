@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from drivetrain import Accelerator
 from drivetrain.parallel import reduce
-from stacks import Stack
+from stacks import Parts, Stack
 
 pytestmark = pytest.mark.ranks(2)
 
@@ -26,21 +26,19 @@ def layer():
     return nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
 
 
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = layer(), layer()
+def block():
+    def compute(m, x, both=True):
+        x = x + torch.tanh(m.a(x))
+        return x + torch.tanh(m.b(x)) if both else x
 
-    def forward(self, x, both=True):
-        x = x + torch.tanh(self.a(x))
-        return x + torch.tanh(self.b(x)) if both else x
+    return Parts(compute, a=layer(), b=layer())
 
 
 class Net(Stack):
     """A layer, blocks, one of several heads, and maybe another one beside it."""
 
     def __init__(self):
-        super().__init__((Block() for _ in range(5)), first=layer())
+        super().__init__((block() for _ in range(5)), first=layer())
         self.heads = nn.ModuleList(layer() for _ in range(3))
         self.other = layer()
 
@@ -150,19 +148,11 @@ class Output:
         self.hidden = hidden
 
 
-class Positions(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.table = nn.Parameter(torch.randn(16, WIDTH, dtype=torch.float64))
-
-    def forward(self, length):
-        return Output(self.table[:length])
-
-
 class Placed(Net):
     def __init__(self):
         super().__init__()
-        self.positions = Positions()
+        table = nn.Parameter(torch.randn(16, WIDTH, dtype=torch.float64))
+        self.positions = Parts(lambda m, length: Output(m.table[:length]), table=table)
 
     def forward(self, x):
         positions = self.positions(3)

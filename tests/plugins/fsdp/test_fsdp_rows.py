@@ -12,6 +12,7 @@ from torch.optim import AdamW
 
 from drivetrain.testing.conformance.twins import Twins, adamw, everyone, weights
 from drivetrain.testing.models import OUT, WIDTH, Case, linear
+from stacks import Parts
 from zero_stages import calls, start
 
 OUTER = {"row": 1, "turned": 1, "kernel": 2}
@@ -50,26 +51,26 @@ def shapes():
     return nn.Sequential(Shapes(), Shapes(), linear(WIDTH, OUT))
 
 
-class Blend(nn.Module):
-    """A block of four dtypes; some of it is frozen."""
+def blend():
+    """Return a block of four dtypes; some of it is frozen."""
 
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH, dtype=torch.float32)
-        self.coarse = linear(WIDTH, WIDTH, dtype=torch.bfloat16)
-        self.fine = linear(WIDTH, WIDTH)
-        self.fixed = linear(WIDTH, WIDTH).requires_grad_(False)
-        self.codes = nn.Parameter(
-            torch.randint(-9, 9, (3, WIDTH), dtype=torch.int8), requires_grad=False
-        )
+    def compute(m, x):
+        x = x + m.coarse(m.norm(x.float()).bfloat16()).double()
+        return torch.tanh(m.fixed(m.fine(x)) + 0.01 * (x @ m.codes.double().T).mean())
 
-    def forward(self, x):
-        x = x + self.coarse(self.norm(x.float()).bfloat16()).double()
-        return torch.tanh(self.fixed(self.fine(x)) + 0.01 * (x @ self.codes.double().T).mean())
+    codes = torch.randint(-9, 9, (3, WIDTH), dtype=torch.int8)
+    return Parts(
+        compute,
+        norm=nn.LayerNorm(WIDTH, dtype=torch.float32),
+        coarse=linear(WIDTH, WIDTH, dtype=torch.bfloat16),
+        fine=linear(WIDTH, WIDTH),
+        fixed=linear(WIDTH, WIDTH).requires_grad_(False),
+        codes=nn.Parameter(codes, requires_grad=False),
+    )
 
 
 def blends():
-    return nn.Sequential(Blend(), Blend(), Blend(), linear(WIDTH, OUT).requires_grad_(False))
+    return nn.Sequential(blend(), blend(), blend(), linear(WIDTH, OUT).requires_grad_(False))
 
 
 def rows_of(value, dim, size, rank):

@@ -15,7 +15,7 @@ from drivetrain.parallel.gather import users
 from drivetrain_fsdp.fsdp import describe, unit_keys
 from drivetrain_fsdp.options import FsdpConfig
 from huggingface_models import ARCHITECTURES, gpt2
-from stacks import Residual, Stack
+from stacks import Parts, Residual, Stack
 from zero_stages import start
 
 
@@ -57,18 +57,20 @@ def tied(blocks=2):
     return model
 
 
-class Experts(nn.Module):
-    """Lists in lists, and experts of which one is a bare parameter."""
+def experts():
+    """Return lists in lists, and experts of which one is a bare parameter."""
 
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(
-            nn.ModuleDict({"gate": nn.Linear(8, 2), "experts": nn.ModuleList([block(), block()])})
-            for _ in range(2)
+    def layer():
+        return nn.ModuleDict(
+            {"gate": nn.Linear(8, 2), "experts": nn.ModuleList([block(), block()])}
         )
-        self.pairs = nn.ModuleList([nn.ModuleList([block(), block()]) for _ in range(2)])
-        self.bank = nn.ParameterList([torch.zeros(8, 8), torch.zeros(8)])
-        self.banks = nn.ModuleList([nn.ParameterList([torch.zeros(8, 8)])])
+
+    return Parts(
+        layers=nn.ModuleList([layer(), layer()]),
+        pairs=nn.ModuleList([nn.ModuleList([block(), block()]) for _ in range(2)]),
+        bank=nn.ParameterList([torch.zeros(8, 8), torch.zeros(8)]),
+        banks=nn.ModuleList([nn.ParameterList([torch.zeros(8, 8)])]),
+    )
 
 
 def made(monkeypatch, function):
@@ -110,28 +112,24 @@ def test_ties_and_sequentials():
     assert both(model) == {"0.weight": "0", "0.bias": "0", "2.0.weight": "2", "2.0.bias": "2"}
 
 
-class Reader(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.table = nn.ParameterList([torch.zeros(8, 8), torch.zeros(2)])
-        self.scale = nn.Parameter(torch.zeros(34))
-
-    def forward(self):
-        return self.table[0] * self.scale
+def reader():
+    table = nn.ParameterList([torch.zeros(8, 8), torch.zeros(2)])
+    scale = nn.Parameter(torch.zeros(34))
+    return Parts(lambda m: m.table[0] * m.scale, table=table, scale=scale)
 
 
 def test_what_nothing_calls_is_no_unit():
     """Lists' members are taken; parameters in lists, and layers that are read, go to the reader."""
-    keys = keys_of(Experts(), size=1)
+    keys = keys_of(experts(), size=1)
     assert keys["pairs.1.0.up.weight"] == "pairs.1.0", "pairs.1 is a list, without a forward"
     assert keys["layers.0.gate.weight"] == "layers.0.gate", "layers.0 is a dict"
     assert keys["layers.0.experts.1.up.weight"] == "layers.0.experts.1"
     assert {keys["bank.0"], keys["bank.1"], keys["banks.0.0"]} == {""}
-    by_names = keys_of(Experts(), size=1, names_only=True)
+    by_names = keys_of(experts(), size=1, names_only=True)
     assert by_names["pairs.1.0.up.weight"] == "pairs.1", "could be a Sequential"
     assert {by_names["bank.0"], by_names["bank.1"], by_names["banks.0.0"]} == {""}
     for size, key in ((100, "reader"), (101, "")):
-        assert set(both(nn.ModuleDict({"reader": Reader()}), size=size).values()) == {key}
+        assert set(both(nn.ModuleDict({"reader": reader()}), size=size).values()) == {key}
     model = nn.Module()  # attention reads its projection, a parametrized layer calls its parts
     model.attention = nn.MultiheadAttention(8, 2, kdim=4)
     model.normed = parametrizations.weight_norm(nn.Linear(8, 8))

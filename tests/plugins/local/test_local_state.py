@@ -7,6 +7,7 @@ from torch import nn
 from local_trainings import Training, check_alike_on_all_ranks, check_equal, hosts, local
 from local_workers import Blocks, Rounds, batch
 from resumed_workers import check_same_bits, goes_on_bit_for_bit
+from stacks import Parts
 
 pytestmark = pytest.mark.ranks(2)
 
@@ -99,18 +100,14 @@ def test_one_worker_goes_on_from_the_mean_of_all(folder):
     one.close()
 
 
-class Wide(nn.Module):
-    """A layer with a matrix that methods for slow links approximate, in fp32."""
-
-    def __init__(self, *, transposed=False):
-        super().__init__()
-        torch.manual_seed(5)
-        self.first, self.wide, self.last = nn.Linear(5, 64), nn.Linear(64, 64), nn.Linear(64, 3)
-        if transposed:
-            self.wide.weight = nn.Parameter(self.wide.weight.detach().T.contiguous().T)
-
-    def forward(self, inputs):
-        return self.last(torch.tanh(self.wide(self.first(inputs.float()))))
+def wide(*, transposed=False):
+    """Return a layer with a matrix that methods for slow links approximate, in fp32."""
+    torch.manual_seed(5)
+    parts = {"first": nn.Linear(5, 64), "wide": nn.Linear(64, 64), "last": nn.Linear(64, 3)}
+    if transposed:
+        matrix = parts["wide"].weight.detach().T.contiguous().T
+        parts["wide"].weight = nn.Parameter(matrix)
+    return Parts(lambda m, x: m.last(torch.tanh(m.wide(m.first(x.float())))), **parts)
 
 
 def errors_of(training):
@@ -130,7 +127,7 @@ def test_kept_errors_go_on_bit_for_bit(folder, method):
     rounds = Rounds(every=2, fragments=2, delay=1)
 
     def make():
-        return Training(local(rounds), Wide(), links={"gradients": method})
+        return Training(local(rounds), wide(), links={"gradients": method})
 
     goes_on_bit_for_bit(folder, make, 5, 9, other=4)  # which have errors of their own
 
@@ -140,14 +137,14 @@ def test_kept_errors_go_on_bit_for_bit(folder, method):
 @pytest.mark.parametrize("inner", ["ddp", "zero1", "fsdp"])
 def test_kept_errors_with_other_workers(monkeypatch, folder, inner, transposed):
     links = {"gradients": "int4"}
-    four = Training(local(Rounds(every=2)), Wide(transposed=transposed), links=links)
+    four = Training(local(Rounds(every=2)), wide(transposed=transposed), links=links)
     four.run(0, 5)
     four.accelerator.save_state(folder)
     hosts(monkeypatch)
     said = []
     monkeypatch.setattr("drivetrain_local.state.logger.announce", said.append)
     strategy = local(Rounds(every=2), inner, workers="hosts")
-    two = Training(strategy, Wide(transposed=transposed), links=links)
+    two = Training(strategy, wide(transposed=transposed), links=links)
     two.accelerator.load_state(folder)
     before, after = errors_of(four), errors_of(two)
     torch.testing.assert_close(after, before)
@@ -164,7 +161,7 @@ def test_errors_go_on_when_another_layer_is_thawed(folder, inner):
 
     All workers exchange the layer.
     """
-    model = Wide()
+    model = wide()
     model.first.requires_grad_(False)
     training = Training(local(Rounds(every=2), inner), model, links={"gradients": "int4"})
     training.run(0, 5)
@@ -184,7 +181,7 @@ def test_errors_go_on_when_another_layer_is_thawed(folder, inner):
     training.run(6, 8)
     outer = training.outer()
     check_alike_on_all_ranks(outer)
-    assert not torch.equal(outer["first.weight"], Wide().first.weight)
+    assert not torch.equal(outer["first.weight"], wide().first.weight)
     training.accelerator.save_state(folder)
     training.close()
 
@@ -192,7 +189,7 @@ def test_errors_go_on_when_another_layer_is_thawed(folder, inner):
 @pytest.mark.parametrize("rounds", [STREAMING, Rounds(every=4)], ids=["streaming", "all at once"])
 @pytest.mark.parametrize("inner", ["ddp", "zero1", "zero3", "fsdp"])
 def test_a_layer_that_is_frozen_in_mid_round_is_exchanged_once_more(folder, inner, rounds):
-    training = Training(local(rounds, inner), Wide(), links={"gradients": "int4"})
+    training = Training(local(rounds, inner), wide(), links={"gradients": "int4"})
     training.run(0, 7)
     training.model.first.requires_grad_(False)
     training.run(7, 9)
@@ -204,7 +201,7 @@ def test_a_layer_that_is_frozen_in_mid_round_is_exchanged_once_more(folder, inne
     check_alike_on_all_ranks(first)
     assert torch.equal(first["weight"], training.outer()["first.weight"])
     training.close()
-    resumed = Training(local(rounds, inner), Wide(), links={"gradients": "int4"})
+    resumed = Training(local(rounds, inner), wide(), links={"gradients": "int4"})
     resumed.model.first.requires_grad_(False)
     resumed.accelerator.load_state(folder)
     check_alike_on_all_ranks(resumed.outer())

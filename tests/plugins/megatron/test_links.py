@@ -21,7 +21,7 @@ from drivetrain_megatron import Megatron
 from drivetrain_megatron.config import MegatronConfig
 from drivetrain_megatron.pipeline import transfer
 from huggingface_models import VOCABULARY, gpt2, llama, token_batch
-from stacks import Residual, Stack
+from stacks import Parts, Residual, Stack
 
 ROWS, LENGTH, STEPS = 4, 7, 3
 METHODS = ("exact", "bf16")
@@ -141,16 +141,14 @@ def test_only_the_link_between_hosts_is_rounded(monkeypatch, chunks):
     assert exact[0] == pytest.approx(rounded[0], rel=2**-7)
 
 
-class Reader(nn.Module):
-    """A block with a second output, of which a later stage uses the sign alone."""
+def reader():
+    """Return a block with a second output, of which a later stage uses the sign alone."""
 
-    def __init__(self):
-        super().__init__()
-        self.main, self.side = nn.Linear(6, 6), nn.Linear(6, 6)
+    def compute(m, x, side, places):
+        x = x + torch.tanh(m.main(x)) * side.detach().sign() + places
+        return x, m.side(x), (x.detach() > 0).long()
 
-    def forward(self, x, side, places):
-        x = x + torch.tanh(self.main(x)) * side.detach().sign() + places
-        return x, self.side(x), (x.detach() > 0).long()
+    return Parts(compute, main=nn.Linear(6, 6), side=nn.Linear(6, 6))
 
 
 class Readers(Stack):
@@ -168,7 +166,7 @@ def test_no_gradient_stays_no_gradient_and_integers_stay_whole(monkeypatch):
     found = {}
     for name in METHODS:
         torch.manual_seed(5)
-        module = Readers(Reader() for _ in range(4))
+        module = Readers(reader() for _ in range(4))
         before = {key: value.clone() for key, value in module.state_dict().items()}
         training = Training(module, name)
         torch.manual_seed(6)

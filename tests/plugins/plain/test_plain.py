@@ -7,30 +7,29 @@ from torch import nn
 from drivetrain import Accelerator
 from drivetrain.errors import ConfigError, UsageError
 from drivetrain.registry import strategies
+from stacks import Parts
 
 
-class OneOfTwo(nn.Module):
-    """Uses a layer only where it is told to."""
+def one_of_two():
+    """Return a model that uses a layer only where it is told to."""
 
-    def __init__(self):
-        super().__init__()
-        self.always, self.sometimes, self.never = (nn.Linear(2, 2) for _ in range(3))
-        self.register_buffer("seen", torch.zeros(()))
+    def compute(m, x, both):
+        m.seen += x.sum()
+        return (m.sometimes(m.always(x)) if both else m.always(x)).square().mean()
 
-    def forward(self, x, both):
-        self.seen += x.sum()
-        return (self.sometimes(self.always(x)) if both else self.always(x)).square().mean()
+    layers = {name: nn.Linear(2, 2) for name in ("always", "sometimes", "never")}
+    return Parts(compute, **layers, seen=nn.Buffer(torch.zeros(())))
 
 
 @pytest.mark.ranks(3)
 def test_gradients_are_means_and_buffers_those_of_rank_0():
     accelerator = Accelerator(strategy="plain", cpu=True)
     rank = accelerator.process_index
-    model = OneOfTwo().double()
+    model = one_of_two().double()
     model = accelerator.prepare(model)
     inputs = [torch.full((4, 2), each + 1.0, dtype=torch.float64) for each in range(3)]
     accelerator.backward(model(inputs[rank], both=rank == 1))
-    alone = OneOfTwo().double()
+    alone = one_of_two().double()
     alone.load_state_dict(accelerator.get_state_dict(model))
     losses = [alone(x, both=each == 1) for each, x in enumerate(inputs)]
     (sum(losses) / 3).backward()

@@ -18,7 +18,7 @@ from torch.optim import SGD
 from drivetrain.errors import UsageError
 from drivetrain.testing.conformance.twins import Twins
 from drivetrain.testing.models import HIDDEN, OUT, ROWS, WIDTH, Case, linear, numbers, squared_error
-from stacks import Block, Tower
+from stacks import Block, Parts, Tower
 from zero_stages import SHARDED, assert_freed, calls, each, start, train, train_reducing_once
 
 pytestmark = pytest.mark.ranks(2)
@@ -190,43 +190,36 @@ def test_backwards_in_any_order_and_gradients_by_autograd(strategy):
     accelerator.free_memory()
 
 
-class Table(nn.Module):
-    """Returns rows of its parameter: a view."""
-
-    def __init__(self):
-        super().__init__()
-        self.rows = nn.Parameter(torch.randn(2 * ROWS, WIDTH, dtype=torch.float64))
-
-    def forward(self, count):
-        return self.rows[:count]
+def table():
+    """Return what returns rows of its parameter: a view."""
+    rows = nn.Parameter(torch.randn(2 * ROWS, WIDTH, dtype=torch.float64))
+    return Parts(lambda m, count: m.rows[:count], rows=rows)
 
 
-class Sparse(nn.Module):
-    """Multiplies by a sparse matrix, which autograd saves, and by rows of a table."""
+def sparse():
+    """Return a product with a sparse matrix, which autograd saves, and with rows of a table."""
 
-    def __init__(self):
-        super().__init__()
-        self.first, self.last = linear(WIDTH, HIDDEN), linear(HIDDEN, OUT)
-        self.table = Table()
-        self.edges = torch.eye(ROWS, dtype=torch.float64).to_sparse()
+    def compute(m, inputs):
+        hidden = torch.tanh(m.first(inputs * m.table(len(inputs))))
+        return m.last(torch.sparse.mm(m.edges, hidden))
 
-    def forward(self, inputs):
-        hidden = torch.tanh(self.first(inputs * self.table(len(inputs))))
-        return self.last(torch.sparse.mm(self.edges, hidden))
+    edges = torch.eye(ROWS, dtype=torch.float64).to_sparse()
+    ends = {"first": linear(WIDTH, HIDDEN), "last": linear(HIDDEN, OUT)}
+    return Parts(compute, **ends, table=table(), edges=edges)
 
 
 def test_what_modules_return_and_save():
     """Rows of a parameter stay until the forward ends; a model may not return them."""
     strategy = {**SHARDED, "own_unit_from": 1, "buffers": "none"}
     accelerator = start(strategy)
-    twins = Twins(accelerator, Case("sparse", Sparse))
+    twins = Twins(accelerator, Case("sparse", sparse))
     for step in range(3):
         with torch.no_grad():
             twins.loss(50 + step)
         train(twins, [step])
     accelerator.free_memory()
     accelerator = start(strategy)
-    model, _ = accelerator.prepare(table := Table(), SGD(table.parameters(), lr=0.1))
+    model, _ = accelerator.prepare(own := table(), SGD(own.parameters(), lr=0.1))
     for enabled in (True, False):
         with torch.set_grad_enabled(enabled), pytest.raises(UsageError, match=r"clone\(\)"):
             model(3)

@@ -17,28 +17,28 @@ from drivetrain.errors import UsageError
 from drivetrain.testing.conformance.twins import Twins, adamw, weights
 from drivetrain.testing.models import CASES, HIDDEN, OUT, WIDTH, Case, linear
 from said import said
+from stacks import Parts
 from zero_stages import each, start, train
 
 pytestmark = pytest.mark.ranks(2)
 
 
-class Quantized(nn.Module):
-    """An int8 matrix with a trainable scale, a bool mask, and a complex filter."""
+def quantized():
+    """Return an int8 matrix with a trainable scale, a bool mask, and a complex filter."""
 
-    def __init__(self):
-        super().__init__()
-        self.codes = nn.Parameter(
-            torch.randint(-9, 9, (HIDDEN, WIDTH), dtype=torch.int8), requires_grad=False
-        )
-        self.mask = nn.Parameter(torch.rand(HIDDEN, WIDTH) > 0.2, requires_grad=False)
-        self.scale = nn.Parameter(torch.rand(HIDDEN, 1, dtype=torch.float64))
-        self.filter = nn.Parameter(torch.randn(HIDDEN, dtype=torch.complex128))
-        self.last = linear(HIDDEN, OUT)
+    def compute(m, inputs):
+        weight = m.codes * m.mask * m.scale
+        return m.last(torch.fft.ifft(torch.fft.fft(inputs @ weight.T) * m.filter).real)
 
-    def forward(self, inputs):
-        weight = self.codes * self.mask * self.scale
-        hidden = torch.fft.ifft(torch.fft.fft(inputs @ weight.T) * self.filter).real
-        return self.last(hidden)
+    codes, mask = torch.randint(-9, 9, (HIDDEN, WIDTH), dtype=torch.int8), torch.rand(HIDDEN, WIDTH)
+    return Parts(
+        compute,
+        codes=nn.Parameter(codes, requires_grad=False),
+        mask=nn.Parameter(mask > 0.2, requires_grad=False),
+        scale=nn.Parameter(torch.rand(HIDDEN, 1, dtype=torch.float64)),
+        filter=nn.Parameter(torch.randn(HIDDEN, dtype=torch.complex128)),
+        last=linear(HIDDEN, OUT),
+    )
 
 
 @each("sharded", "zero1", "matrices")
@@ -50,7 +50,7 @@ def test_dtypes_that_do_not_train(strategy):
     def make(model):
         return SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
 
-    twins = Twins(accelerator, Case("quantized", Quantized), make)
+    twins = Twins(accelerator, Case("quantized", quantized), make)
     train(twins, range(3))
     found = weights(accelerator, twins.model)
     dtypes = [found[name].dtype for name in ("codes", "mask", "filter")]

@@ -8,26 +8,21 @@ from torch.optim import SGD
 
 from drivetrain import Accelerator
 from drivetrain.errors import RankMismatchError
+from stacks import Parts
 from zero_stages import MASTERS, each, start
 
 
-class Shortening(nn.Module):
-    """A table whose forward shortens the rows of its batch, from the third call on."""
-
-    def __init__(self):
-        super().__init__()
-        self.table, self.calls = nn.Embedding(8, 4), 0
-
-    def forward(self, rows):
-        self.calls += 1
-        return F.embedding(rows, self.table.weight, max_norm=0.5 if self.calls > 2 else None)
+def shortening(m, rows):
+    """Shorten the rows of a batch, from the third call on."""
+    m.calls += 1
+    return F.embedding(rows, m.table.weight, max_norm=0.5 if m.calls > 2 else None)
 
 
 @pytest.mark.parametrize("name", ["zero2", "zero3", "fsdp"])
 @pytest.mark.ranks(2)
 def test_rows_that_each_rank_writes_by_itself_are_refused(name):
     accelerator = Accelerator(strategy=name, cpu=True)
-    model = Shortening()
+    model = Parts(shortening, table=nn.Embedding(8, 4), calls=0)
     model, optimizer = accelerator.prepare(model, SGD(model.parameters(), lr=0.5))
     rows = torch.arange(8).chunk(2)[accelerator.process_index]
     for step in range(3):

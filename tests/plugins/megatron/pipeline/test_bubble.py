@@ -12,7 +12,7 @@ from torch import nn
 from drivetrain import Accelerator
 from drivetrain.communication import gather_object
 from drivetrain_megatron.tensor.linear import WeightHalf
-from stacks import Lossy
+from stacks import Lossy, Parts
 
 UNIT_S = 0.1
 """What a forward takes; a backward takes two, or one for each half."""
@@ -36,16 +36,11 @@ class Sleep(torch.autograd.Function):
         return gradient.clone(), None, None
 
 
-class Layer(nn.Module):
-    """Sleeps in forward and backward; shares are of one unit."""
-
-    def __init__(self, forward, backward):
-        super().__init__()
-        self.seconds = forward * UNIT_S, backward * UNIT_S
-        self.linear = nn.Linear(4, 4, bias=False)
-
-    def forward(self, x):
-        return Sleep.apply(self.linear(x), *self.seconds)
+def layer(forward, backward):
+    """Return what sleeps in forward and backward; shares are of one unit."""
+    seconds = forward * UNIT_S, backward * UNIT_S
+    linear = nn.Linear(4, 4, bias=False)
+    return Parts(lambda m, x: Sleep.apply(m.linear(x), *seconds), linear=linear)
 
 
 WHOLE = (MICRO_BATCHES + RANKS - 1) * 3
@@ -74,7 +69,7 @@ def test_a_step_takes_the_promised_time(monkeypatch, schedule, chunks, units):
 
         monkeypatch.setattr(WeightHalf, "compute", slow)
     shares = 1 / chunks, (1 if halves else 2) / chunks
-    model = Lossy(Layer(*shares) for _ in range(RANKS * chunks))
+    model = Lossy(layer(*shares) for _ in range(RANKS * chunks))
     model.example_inputs = torch.zeros(MICRO_BATCHES, 4)
     options = {"pp": RANKS, "micro_batches": MICRO_BATCHES, "schedule": schedule, "chunks": chunks}
     accelerator = Accelerator(strategy={"name": "megatron", "cut": "uniform", **options}, cpu=True)

@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import SGD, AdamW
 
 from drivetrain.cost import ModelSpec
-from stacks import Residual, Stack
+from stacks import Parts, Residual, Stack
 from staged_twins import EXACT, Twins
 
 pytestmark = pytest.mark.ranks(2)
@@ -26,23 +26,19 @@ class Block(Residual):
         return super().forward(x if told is None else x + told)
 
 
-class EncoderDecoder(nn.Module):
-    """Every block of the decoder reads the normed output of the encoder."""
+def encoder_decoder():
+    """Return a model each of whose decoder's blocks reads the normed output of the encoder."""
 
-    def __init__(self):
-        super().__init__()
-        self.encoder = nn.ModuleList(Block() for _ in range(3))
-        self.norm = nn.LayerNorm(WIDTH)
-        self.decoder = nn.ModuleList(Block() for _ in range(3))
-        self.start = nn.Parameter(torch.ones(WIDTH))
-
-    def forward(self, x):
-        for block in self.encoder:
+    def compute(m, x):
+        for block in m.encoder:
             x = block(x)
-        read, x = self.norm(x), x * 0 + self.start
-        for block in self.decoder:
+        read, x = m.norm(x), x * 0 + m.start
+        for block in m.decoder:
             x = block(x, read)
         return x
+
+    sides = {side: nn.ModuleList(Block() for _ in range(3)) for side in ("encoder", "decoder")}
+    return Parts(compute, **sides, norm=nn.LayerNorm(WIDTH), start=nn.Parameter(torch.ones(WIDTH)))
 
 
 class TiedAround(Stack):
@@ -70,21 +66,19 @@ class Uncounted(Stack):
         return self.body(x), sketch.tanh()
 
 
-class TwoTowers(nn.Module):
-    """Returns the whole output of the first tower; the second reads its mean alone."""
+def two_towers():
+    """Return what returns the first tower's whole output; the second reads its mean alone."""
 
-    def __init__(self):
-        super().__init__()
-        self.first = nn.ModuleList(Block() for _ in range(2))
-        self.second = nn.ModuleList(Block() for _ in range(2))
-
-    def forward(self, x):
-        for block in self.first:
+    def compute(m, x):
+        for block in m.first:
             x = block(x)
         read, told = x, x.mean(-1, keepdim=True)
-        for block in self.second:
+        for block in m.second:
             told = block(told.expand(x.shape))
         return told, read
+
+    first, second = (nn.ModuleList(Block() for _ in range(2)) for _ in range(2))
+    return Parts(compute, first=first, second=second)
 
 
 def numbers(seed):
@@ -101,7 +95,7 @@ def build(kind):
     ("kind", "options"),
     [
         (TiedAround, {"cut": "2,2", "micro_batches": 1}),
-        (EncoderDecoder, {"cut": "2,4", "micro_batches": 2}),
+        (encoder_decoder, {"cut": "2,4", "micro_batches": 2}),
     ],
 )
 def test_two_stages_equal_one_process(kind, options):
@@ -137,7 +131,7 @@ def test_parameters_that_the_loss_does_not_reach_do_not_decay(counted):
 
 
 def test_evaluations_return_what_no_later_stage_reads():
-    both = Twins(build(TwoTowers), numbers(9), cut="2,2", micro_batches=2)
+    both = Twins(build(two_towers), numbers(9), cut="2,2", micro_batches=2)
     both.eval()
     with torch.no_grad():
         for _ in range(3):

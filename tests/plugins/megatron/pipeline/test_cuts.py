@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from drivetrain.errors import UsageError
 from drivetrain.testing.conformance.twins import everyone
 from drivetrain_megatron.pipeline.losses import Weights
-from stacks import Residual, Stack
+from stacks import Parts, Residual, Stack
 from staged_twins import EXACT, Twins
 
 pytestmark = pytest.mark.ranks(2)
@@ -101,26 +101,24 @@ def test_losses_that_are_handed_over(turn):
         both.close()
 
 
-class SequenceFirst(nn.Module):
-    """Of torch's own default layout: (sequence, batch)."""
+def sequence_first():
+    """Return an encoder of torch's own default layout: (sequence, batch)."""
 
-    def __init__(self):
-        super().__init__()
-        self.words, self.head = nn.Embedding(WORDS, 8), nn.Linear(8, WORDS)
-        layer = nn.TransformerEncoderLayer(8, 2, 12, dropout=0.1)
-        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-        self.double()
-
-    def forward(self, ids, padding):
+    def compute(m, ids, padding):
         mask = nn.Transformer.generate_square_subsequent_mask(len(ids), dtype=torch.float64)
-        hidden = self.encoder(self.words(ids), mask=mask, src_key_padding_mask=padding)
-        return self.head(hidden)
+        return m.head(m.encoder(m.words(ids), mask=mask, src_key_padding_mask=padding))
+
+    encoder = nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(8, 2, 12, dropout=0.1), 2, enable_nested_tensor=False
+    )
+    ends = {"words": nn.Embedding(WORDS, 8), "head": nn.Linear(8, WORDS)}
+    return Parts(compute, **ends, encoder=encoder).double()
 
 
 def test_the_dim_of_the_batch_is_found():
     """Ids are (sequence, batch), the mask (batch, sequence); in evaluation, dropout is off."""
     torch.manual_seed(0)
-    model = SequenceFirst()
+    model = sequence_first()
     padding = torch.zeros(4, 6, dtype=torch.float64)
     padding[1, 4:] = float("-inf")
     ids = batch(0).T

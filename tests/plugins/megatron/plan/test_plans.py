@@ -21,7 +21,7 @@ from drivetrain.testing.conformance.twins import everyone
 from drivetrain_megatron.plan import named, trial
 from huggingface_models import ARCHITECTURES, llama, token_batch
 from said import said
-from stacks import LowRank, Residual, Stack
+from stacks import LowRank, Parts, Residual, Stack
 
 ATTENTION = {
     **{f"*.self_attn.{name}_proj": "colwise" for name in "qkv"},
@@ -129,22 +129,20 @@ def test_a_plan_of_a_model_with_unknown_styles_is_not_used(monkeypatch):
     assert found.vocabulary == expected.vocabulary
 
 
-class Mixing(nn.Module):
-    """A norm over the features between a column and a row: no rank can compute it alone."""
+def mixing():
+    """Return a block with a norm between a column and a row: no rank can compute it alone."""
 
-    def __init__(self):
-        super().__init__()
-        self.up, self.norm, self.down = nn.Linear(8, 6), nn.LayerNorm(6), nn.Linear(6, 8)
-        self.one, self.two = nn.Linear(8, 40), nn.Linear(40, 8)
+    def compute(m, x):
+        x = x + m.down(torch.relu(m.norm(m.up(x))))
+        return x + m.two(torch.relu(m.one(x)))
 
-    def forward(self, x):
-        x = x + self.down(torch.relu(self.norm(self.up(x))))
-        return x + self.two(torch.relu(self.one(x)))
+    norm, layers = nn.LayerNorm(6), {"up": nn.Linear(8, 6), "down": nn.Linear(6, 8)}
+    return Parts(compute, **layers, norm=norm, one=nn.Linear(8, 40), two=nn.Linear(40, 8))
 
 
 def test_report_says_what_was_refused_and_why():
     torch.manual_seed(0)
-    _, text = planned_and_described(Stack(Mixing() for _ in range(3)).double())
+    _, text = planned_and_described(Stack(mixing() for _ in range(3)).double())
     assert "tensor parallel over 2 ranks: 9 of 30 parameters divided" in text
     assert "3 blocks blocks.0 to blocks.2: one -> two" in text
     assert "3 blocks blocks.0 to blocks.2: down stays whole: " in text
@@ -160,7 +158,7 @@ def test_every_rank_refuses_with_the_same_words():
         (cannot, {"plan": {"*.up": "colwise", "*.down": "rowwise"}}),
         (alone, {"data_parallel": {"name": "megatron"}}),
     ):
-        model = Stack(Mixing() for _ in range(3)).double()
+        model = Stack(mixing() for _ in range(3)).double()
         with pytest.raises(ConfigError, match=match) as found:
             Accelerator(strategy={"name": "megatron", "tp": 2, **options}, cpu=True).prepare(model)
         assert len(set(everyone(str(found.value)))) == 1

@@ -21,25 +21,24 @@ from drivetrain_megatron.tensor.linear import (
 )
 from drivetrain_megatron.tensor.operators import Edges, TokenShards
 from drivetrain_megatron.tensor.partition import even, packed
+from stacks import Parts
 
 EXACT, ROUNDED = {"rtol": 1e-10, "atol": 1e-12}, {"rtol": 0.1, "atol": 2.0}
 WIDTH, INNER, TOKENS = 6, 8, 5
 
 
-class Block(nn.Module):
-    """Layers by columns in a group, in one packed matrix, by rows, and one that stays whole."""
+def block():
+    """Return layers by columns in a group, in a packed matrix, by rows, and one that is whole."""
 
-    def __init__(self):
-        super().__init__()
-        self.gate, self.up = nn.Linear(WIDTH, INNER), nn.Linear(WIDTH, INNER, bias=False)
-        self.down = nn.Linear(INNER, WIDTH)
-        self.packed, self.out = Conv1D(2 * INNER, WIDTH), Conv1D(WIDTH, INNER)
-        self.whole = nn.Linear(WIDTH, WIDTH)
+    def compute(m, x):
+        x = x + m.down(m.gate(x).tanh() * m.up(x))
+        first, second = m.packed(x).chunk(2, -1)
+        return m.whole(x + m.out(first.tanh() * second))
 
-    def forward(self, x):
-        x = x + self.down(self.gate(x).tanh() * self.up(x))
-        first, second = self.packed(x).chunk(2, -1)
-        return self.whole(x + self.out(first.tanh() * second))
+    gate, up = nn.Linear(WIDTH, INNER), nn.Linear(WIDTH, INNER, bias=False)
+    packed, out = Conv1D(2 * INNER, WIDTH), Conv1D(WIDTH, INNER)
+    whole, down = nn.Linear(WIDTH, WIDTH), nn.Linear(INNER, WIDTH)
+    return Parts(compute, gate=gate, up=up, down=down, packed=packed, out=out, whole=whole)
 
 
 def plan():
@@ -52,7 +51,7 @@ def plan():
 
 def check(sharded=False, frozen=(), autocast=False):
     torch.manual_seed(2)
-    whole = Block() if autocast else Block().double()
+    whole = block() if autocast else block().double()
     for name in frozen:
         whole.get_parameter(name).requires_grad_(False)
     dtype = torch.float32 if autocast else torch.float64
