@@ -121,10 +121,9 @@ class Trained:
 
 def check_close(found, expected, where):
     assert list(found) == list(expected), where
-    for name, tensor in found.items():
-        torch.testing.assert_close(
-            tensor, expected[name], rtol=1e-9, atol=1e-11, msg=lambda text: f"{where}\n{text}"
-        )
+    torch.testing.assert_close(
+        found, expected, rtol=1e-9, atol=1e-11, msg=lambda text: f"{where}\n{text}"
+    )
 
 
 @pytest.fixture(scope="module")

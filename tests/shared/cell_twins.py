@@ -8,10 +8,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from drivetrain import Accelerator
-from drivetrain.model.modules import named_parameters
 from huggingface_models import logits_of
-
-EXACT = {"rtol": 1e-10, "atol": 1e-12}
+from staged_twins import EXACT, compare_gradients
 
 
 def loss_of(model: nn.Module, ids: Tensor) -> Tensor:
@@ -85,24 +83,11 @@ class Twins:
             optimizer.zero_grad()
 
     def check_gradients(self, **tolerance: float) -> None:
-        whole = dict(self.twin.named_parameters())
-        for name, parameter in named_parameters(self.model).items():
-            torch.testing.assert_close(
-                parameter.grad,
-                whole[name].grad,
-                **{**EXACT, **tolerance},
-                msg=lambda m, name=name: f"{name} {m}",
-            )
+        compare_gradients(self.model, self.twin, **{**EXACT, **tolerance})
 
     def check_weights(self, **tolerance: float) -> None:
         found = self.accelerator.get_state_dict(self.model)
-        for name, tensor in self.twin.state_dict().items():
-            torch.testing.assert_close(
-                found[name],
-                tensor,
-                **{**EXACT, **tolerance},
-                msg=lambda m, name=name: f"{name} {m}",
-            )
+        torch.testing.assert_close(found, self.twin.state_dict(), **{**EXACT, **tolerance})
 
     def close(self) -> None:
         self.accelerator.free_memory()

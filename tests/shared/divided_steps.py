@@ -26,8 +26,7 @@ def check_two_steps(model, batch, cell, tolerance=1e-7):
             each.step()
             each.zero_grad()
     state = accelerator.get_state_dict(model)
-    for key, tensor in twin.state_dict().items():
-        torch.testing.assert_close(state[key], tensor, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(state, twin.state_dict(), rtol=tolerance, atol=tolerance)
     held = sum(parameter.untyped_storage().nbytes() for parameter in model.parameters())
     accelerator.free_memory()
     return held / whole

@@ -68,8 +68,7 @@ class Training:
 
 def check_equal(found, expected):
     assert list(found) == list(expected)
-    for name, value in found.items():
-        torch.testing.assert_close(value, expected[name], rtol=EXACT, atol=EXACT)
+    torch.testing.assert_close(found, expected, rtol=EXACT, atol=EXACT)
 
 
 def check_alike_on_all_ranks(state):

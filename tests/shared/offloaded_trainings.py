@@ -96,8 +96,7 @@ class Training:
 def assert_same(one, other):
     assert str(one[0]) == str(other[0])  # nan is nan
     assert list(one[1]) == list(other[1])
-    for name, value in one[1].items():
-        assert torch.equal(value, other[1][name]), name
+    torch.testing.assert_close(one[1], other[1], rtol=0, atol=0)
     assert one[2].keys() == other[2].keys()
     for number, state in one[2].items():
         assert state.keys() == other[2][number].keys()

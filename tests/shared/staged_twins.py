@@ -12,6 +12,13 @@ from drivetrain.testing.conformance.twins import everyone
 EXACT = {"rtol": 1e-10, "atol": 1e-12}
 
 
+def compare_gradients(model, twin, **tolerance):
+    """Compare the gradients that this rank holds of a model with those of one process."""
+    found = {name: each.grad for name, each in named_parameters(model).items()}
+    whole = {name: each.grad for name, each in twin.named_parameters() if name in found}
+    torch.testing.assert_close(found, whole, **tolerance)
+
+
 class Twins:
     """Two models, which are called together.
 
@@ -65,14 +72,7 @@ class Twins:
 
     def check_gradients(self, **tolerance):
         """Compare the gradients of this rank's stages, and delete them."""
-        whole = dict(self.twin.named_parameters())
-        for name, parameter in named_parameters(self.model).items():
-            torch.testing.assert_close(
-                parameter.grad,
-                whole[name].grad,
-                **(tolerance or EXACT),
-                msg=lambda text, name=name: f"{name}: {text}",
-            )
+        compare_gradients(self.model, self.twin, **(tolerance or EXACT))
         self.model.zero_grad()
         self.twin.zero_grad()
 
@@ -83,8 +83,7 @@ class Twins:
 
     def check_state(self, **tolerance):
         state = self.accelerator.get_state_dict(self.model)
-        for key, value in self.twin.state_dict().items():
-            torch.testing.assert_close(state[key], value, **(tolerance or EXACT))
+        torch.testing.assert_close(state, self.twin.state_dict(), **tolerance or EXACT)
 
     def close(self):
         everyone(None)

@@ -16,6 +16,7 @@ from drivetrain.runtime.parts import Part
 from drivetrain.runtime.world import World
 from drivetrain.saved_state import describe_difference
 from drivetrain.shards import Shard
+from drivetrain.testing.conformance.accounts import cut_connections, is_supported
 
 WHOLE = torch.arange(35, dtype=torch.float32).reshape(5, 7)
 
@@ -179,6 +180,21 @@ def test_a_rank_that_does_not_come_is_an_error_within_the_timeout():
         with pytest.raises(CollectiveError, match=message):
             together(world, "save x", list, group)
     dist.barrier()  # rank 1 is alive, but silent, until rank 0 has given up
+
+
+@pytest.mark.skipif(not is_supported(), reason="a rank cuts its own connections (Linux)")
+@pytest.mark.ranks(2)
+def test_a_rank_that_is_lost_in_a_save_is_no_error_of_the_disk(tmp_path):
+    """Another start may go on: the exit code is that of a lost rank."""
+    world = World.discover(cpu=True)
+    save(tmp_path / "ck", world)
+    if world.rank == 1:
+        cut_connections()
+        return
+    with pytest.raises(CollectiveError, match="rank 1") as caught:
+        save(tmp_path / "ck", world, overwrite=True)
+    assert caught.value.exit_code == 5
+    assert [path.name for path in tmp_path.iterdir()] == ["ck"]
 
 
 def test_differences_are_described():

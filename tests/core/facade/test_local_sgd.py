@@ -58,8 +58,9 @@ def test_ranks_step_alone_and_average(strategy):
                 optimizer.step()
                 optimizer.zero_grad()
                 local_sgd.step()
-    for found, expected in zip(model.parameters(), averaged_by_hand().parameters(), strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(
+        [*model.parameters()], [*averaged_by_hand().parameters()], rtol=1e-12, atol=1e-14
+    )
     accelerator.end_training()
 
 

@@ -50,8 +50,7 @@ class Alone:
 
     def check(self):
         found = self.accelerator.get_state_dict(self.prepared[0])
-        for name, value in self.model.state_dict().items():
-            torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(found, self.model.state_dict(), rtol=1e-12, atol=1e-12)
         self.accelerator.free_memory()
 
 

@@ -17,7 +17,7 @@ from drivetrain.errors import UsageError
 from drivetrain.facade.pieces import NOT_AGAIN, Measured
 from drivetrain.planner.shortage import HEAD
 from drivetrain.testing.models import OUT, WIDTH
-from stacks import LowRank, Tower
+from stacks import LowRank, Parts, Tower
 
 ERROR = "CUDA out of memory. Tried to allocate 2.00 GiB."
 GATHERS = {"name": "zero3", "keep_below": 0}
@@ -47,18 +47,15 @@ class InBackward(torch.autograd.Function):
         return ctx.room.take("backward", above), None
 
 
-class Short(nn.Module):
-    """Counts its calls in a buffer, and needs memory between two towers."""
+def short(room):
+    """Return what counts its calls in a buffer, and needs memory between two towers."""
 
-    def __init__(self, room):
-        super().__init__()
-        self.first, self.second, self.room = Tower(), nn.Linear(OUT, 3).double(), room
-        self.register_buffer("calls", torch.zeros(()))
+    def compute(m, x):
+        m.calls += 1
+        return m.second(InBackward.apply(m.room.take("forward", m.first(x)), m.room))
 
-    def forward(self, x):
-        self.calls += 1
-        x = InBackward.apply(self.room.take("forward", self.first(x)), self.room)
-        return self.second(x)
+    ends = {"first": Tower(), "second": nn.Linear(OUT, 3).double()}
+    return Parts(compute, **ends, room=room, calls=nn.Buffer(torch.zeros(())))
 
 
 def batch(rank, step, rows=9):
@@ -71,7 +68,7 @@ def check_steps(accelerator, place, *, tokens=False, steps=3, window=1, fails_on
     """Train on pieces that fail on some ranks, and compare with one process that has all rows."""
     axis = accelerator.mesh["dp"]
     room = Room(2 if axis.rank in (fails_on or (axis.rank,)) else 99, place)
-    model = Short(room)
+    model = short(room)
     alone = copy.deepcopy(model)
     alone.room.rows = 999
     room = model.room
@@ -148,7 +145,7 @@ def test_a_try_that_fails_leaves_generators_buffers_and_the_window_as_they_were(
     """Dropout draws what it would have drawn, and calls are counted once for what was computed."""
     accelerator = Accelerator(cpu=True, config={"micro_batch": "auto"})
     room = Room(2, "loss")
-    model = Short(room)
+    model = short(room)
     alone = copy.deepcopy(model)
     model = accelerator.prepare(model)
     drawn = []
@@ -176,7 +173,7 @@ def test_a_try_that_fails_leaves_generators_buffers_and_the_window_as_they_were(
 
 def test_a_row_alone_ends_the_run_as_ever_and_what_a_try_cannot_do_is_refused():
     accelerator = Accelerator(cpu=True, config={"micro_batch": "auto"})
-    model = accelerator.prepare(Short(Room(99, "loss")))
+    model = accelerator.prepare(short(Room(99, "loss")))
     failed = []
 
     def fails(rows):
@@ -194,7 +191,7 @@ def test_a_row_alone_ends_the_run_as_ever_and_what_a_try_cannot_do_is_refused():
         accelerator.backward(model(rows).mean(), create_graph=len(rows) > 1)
 
     accelerator = Accelerator(cpu=True, config={"micro_batch": "auto"})
-    model = accelerator.prepare(Short(Room(99, "loss")))
+    model = accelerator.prepare(short(Room(99, "loss")))
     with pytest.raises(UsageError, match="retain_graph alone in each_piece"):
         accelerator.each_piece(differentiable, batch(0, 0)[0])
     accelerator.free_memory()
@@ -260,7 +257,7 @@ def recomputes_in_backward(accelerator, model, optimizer, rows):
 )
 def test_what_a_try_would_lose_or_count_twice_is_refused(function, found):
     accelerator = Accelerator(cpu=True, config={"micro_batch": "auto"})
-    model = Short(Room(99, "loss"))
+    model = short(Room(99, "loss"))
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
     def train(rows):
@@ -342,7 +339,7 @@ def test_an_error_at_any_operator_leaves_nothing_of_a_frozen_model_with_hooks(st
 def test_a_collective_in_a_try_is_refused():
     """The other rank may call the function less often, and meet another operation."""
     accelerator = Accelerator(cpu=True, config={"micro_batch": "auto"})
-    model = accelerator.prepare(Short(Room(99, "loss")))
+    model = accelerator.prepare(short(Room(99, "loss")))
 
     def train(rows):
         accelerator.backward(model(rows).mean())
@@ -355,7 +352,7 @@ def test_a_collective_in_a_try_is_refused():
 
 def test_clearing_at_the_head_of_pieces_leaves_those_before():
     accelerator = Accelerator(cpu=True, config={"micro_batch": "auto"})
-    model = Short(Room(99, "loss"))
+    model = short(Room(99, "loss"))
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     alone = copy.deepcopy(model)
     rows = batch(0, 0)[0]
@@ -371,7 +368,7 @@ def test_clearing_at_the_head_of_pieces_leaves_those_before():
 def test_a_buffer_that_a_failed_try_makes_is_gone_and_narrow_losses_do_not_overflow():
     accelerator = Accelerator(cpu=True, config={"micro_batch": "auto"})
     room = Room(4, "loss")
-    model = Short(room)
+    model = short(room)
     model.register_buffer("most", None)
     model = accelerator.prepare(model)
 
@@ -389,7 +386,7 @@ def test_a_buffer_that_a_failed_try_makes_is_gone_and_narrow_losses_do_not_overf
 @pytest.mark.ranks(2)
 def test_where_ranks_gather_within_a_piece_the_error_stays_one_and_says_why():
     accelerator = Accelerator(strategy=GATHERS, cpu=True, config={"micro_batch": "auto"})
-    model = accelerator.prepare(Short(Room(2, "forward")))
+    model = accelerator.prepare(short(Room(2, "forward")))
     with pytest.raises(torch.OutOfMemoryError) as raised:
         accelerator.each_piece(
             lambda part: accelerator.backward(model(part).mean()), batch(0, 0)[0]

@@ -1,8 +1,6 @@
 """A recorded construction yields, bit for bit, what an ordinary one does, and holds no memory."""
 
 import copy
-import subprocess
-import sys
 import weakref
 
 import pytest
@@ -284,36 +282,3 @@ def test_facts_tell_seeds_and_outside_values_apart():
     assert one == facts(0, torch.ones(3))
     assert one[0] != other[0]
     assert one[1] != other[1]
-
-
-PEAK = """
-import resource
-import torch
-from torch import nn
-from drivetrain.model.deferred import RecordedWeights, ConstructionRecording
-
-def peak():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-recording = ConstructionRecording()
-with recording.active():
-    nn.init.trunc_normal_(nn.Linear(8, 8).weight)  # loads what torch loads late
-before = peak()
-with recording.active():
-    model = nn.Sequential(*(nn.Linear(2000, 2000) for _ in range(16)))
-    for layer in model[::6]:
-        nn.init.trunc_normal_(layer.weight)
-source = RecordedWeights([recording])
-total = sum(source.value(name, p).nbytes for name, p in model.named_parameters())
-print(total, peak() - before)
-"""
-
-
-@pytest.mark.exhaustive
-def test_no_more_than_a_few_tensors_are_real_at_a_time():
-    command = [sys.executable, "-c", PEAK]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    total, grown = map(int, done.stdout.split())
-    assert total > 250e6
-    # A tensor has 16e6; truncated normals need six at a time, and 64 MiB may wait in the heap.
-    assert grown < 180e6

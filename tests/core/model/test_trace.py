@@ -118,42 +118,36 @@ class Notes:
         self.list.append(item)
 
 
-class ChoosingBlock(nn.Module):
-    """Reads values, writes into a tensor that has some, and draws."""
+def choosing_block():
+    """Return one that reads values, writes into a tensor that has some, and draws."""
 
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(D, D)
-        self.drawn = Notes()
-
-    def forward(self, x, mask):
+    def compute(m, x, mask):
         out = torch.zeros(x.shape)
         chosen = x.sum(-1) > x.sum(-1).min()
         if chosen.any():
-            self.drawn.append(torch.rand(()).item())
-            out[chosen] += self.linear(x[chosen])
+            m.drawn.append(torch.rand(()).item())
+            out[chosen] += m.linear(x[chosen])
         return out, mask
 
+    return Parts(compute, linear=nn.Linear(D, D), drawn=Notes())
 
-class ChoosingModel(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Linear(D, D)
-        self.blocks = nn.ModuleList(ChoosingBlock() for _ in range(2))
-        self.kinds, self.seen = Notes(), []
 
-    def forward(self, x, mask):
-        x = self.first(x)
-        for block in self.blocks:
+def choosing_model():
+    def compute(m, x, mask):
+        x = m.first(x)
+        for block in m.blocks:
             x, mask = block(x, mask)
-            self.kinds.append((type(x), type(mask)))
-            self.seen.append(x)
+            m.kinds.append((type(x), type(mask)))
+            m.seen.append(x)
         return 2 * x
+
+    blocks = nn.ModuleList(choosing_block() for _ in range(2))
+    return Parts(compute, first=nn.Linear(D, D), blocks=blocks, kinds=Notes(), seen=[])
 
 
 def test_a_block_that_depends_on_values_gets_some():
     for isolated in (False, True):
-        model, x, mask = ChoosingModel(), torch.ones(B, D), torch.ones(B, 1)
+        model, x, mask = choosing_model(), torch.ones(B, D), torch.ones(B, 1)
         before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         for seed in (0, 1):  # as ranks may have
             torch.manual_seed(seed)

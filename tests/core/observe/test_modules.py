@@ -32,37 +32,33 @@ STRATEGIES = {
 BATCH, SEQ, WIDTH, HEADS, WORDS = 4, 8, 16, 2, 32
 
 
-class Attention(nn.Module):
-    def __init__(self, fused):
-        super().__init__()
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.fused = fused
-
-    def forward(self, x):
-        parts = self.qkv(x).view(*x.shape[:2], -1, 3, WIDTH // HEADS).transpose(1, 2).unbind(3)
-        if self.fused:
+def attention(fused):
+    def compute(m, x):
+        parts = m.qkv(x).view(*x.shape[:2], -1, 3, WIDTH // HEADS).transpose(1, 2).unbind(3)
+        if fused:
             mixed = nn.functional.scaled_dot_product_attention(*parts)
         else:
             q, k, v = parts
             mixed = (q @ k.transpose(-1, -2) / 4).softmax(-1) @ v
-        return self.out(mixed.transpose(1, 2).flatten(2))
+        return m.out(mixed.transpose(1, 2).flatten(2))
+
+    return Parts(compute, qkv=nn.Linear(WIDTH, 3 * WIDTH), out=nn.Linear(WIDTH, WIDTH))
 
 
-class Block(nn.Module):
-    def __init__(self, fused=False):
-        super().__init__()
-        self.norm, self.attention = nn.LayerNorm(WIDTH), Attention(fused)
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+def attend(m, x):
+    x = x + m.attention(m.norm(x))
+    return x + m.down(torch.relu(m.up(x)))
 
-    def forward(self, x):
-        x = x + self.attention(self.norm(x))
-        return x + self.down(torch.relu(self.up(x)))
+
+def block(fused=False):
+    ends = {"up": nn.Linear(WIDTH, 4 * WIDTH), "down": nn.Linear(4 * WIDTH, WIDTH)}
+    return Parts(attend, norm=nn.LayerNorm(WIDTH), attention=attention(fused), **ends)
 
 
 class Net(Stack):
     def __init__(self):
         first, last = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
-        super().__init__((Block() for _ in range(4)), first=first, last=last)
+        super().__init__((block() for _ in range(4)), first=first, last=last)
         self.example_inputs = (torch.zeros(2, SEQ, dtype=torch.long),) * 2
 
     def forward(self, x, y):
@@ -97,7 +93,7 @@ def test_layers_count_as_on_paper():
     }
 
     for fused in (False, True):
-        model = Block(fused)
+        model = block(fused)
         with counting(model) as found:
             model(torch.randn(BATCH, SEQ, WIDTH, requires_grad=True)).sum().backward()
         rows = BATCH * SEQ
@@ -138,7 +134,7 @@ def test_a_compiled_module_counts_as_one_and_is_not_compiled_again():
         compiled.append(graph)
         return graph.forward
 
-    model = nn.Sequential(Block(), nn.Linear(WIDTH, WIDTH))
+    model = nn.Sequential(block(), nn.Linear(WIDTH, WIDTH))
     x = torch.randn(BATCH, SEQ, WIDTH)
     with counting(model[0]) as inside:
         model[0](x)

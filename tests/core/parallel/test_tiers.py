@@ -37,7 +37,6 @@ from drivetrain_offload.tiers import (
 
 FULL = Precision.of("no")
 LOW = Precision.of("bf16", param=torch.bfloat16)
-PARAMETERS = 1000  # of one matrix
 
 
 def plan(*, precision=FULL, sharded=False, ranks=2, lent=80, frozen=False, states=2):

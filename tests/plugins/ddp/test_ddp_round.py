@@ -2,6 +2,7 @@
 
 from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 
 import pytest
@@ -17,6 +18,7 @@ from drivetrain.errors import ConfigError, UsageError
 from drivetrain.registry import strategies
 from drivetrain_ddp.options import DdpConfig
 from drivetrain_ddp.strategy import Ddp
+from stacks import Parts
 from started_ddp import SMALL, start
 
 
@@ -183,25 +185,23 @@ def test_an_exception_in_backward_good_steps_and_a_loss_that_misses_the_model_on
     strategy.close()
 
 
-class Recomputing(nn.Module):
-    """One layer inside two reentrant checkpoints and outside of them: three gradients."""
+def recomputing():
+    """Return one layer inside two reentrant checkpoints and outside of them: three gradients."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.last = nn.Linear(6, 6).double(), nn.Linear(6, 2).double()
-        self.recompute = True
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        hidden = self.layer(inputs)
+    def compute(m, inputs):
+        hidden = m.layer(inputs)
         for _ in range(2):
-            if self.recompute:
-                hidden = checkpoint(self._part, hidden, use_reentrant=True)
-            else:
-                hidden = self._part(hidden)
-        return self.last(hidden)
+            part = m.part if not m.recompute else partial(checkpoint, m.part, use_reentrant=True)
+            hidden = part(m, hidden)
+        return m.last(hidden)
 
-    def _part(self, hidden: Tensor) -> Tensor:
-        return torch.tanh(self.layer(hidden))
+    return Parts(
+        compute,
+        layer=nn.Linear(6, 6).double(),
+        last=nn.Linear(6, 2).double(),
+        part=lambda m, hidden: torch.tanh(m.layer(hidden)),
+        recompute=True,
+    )
 
 
 @pytest.mark.ranks(2)
@@ -209,7 +209,7 @@ class Recomputing(nn.Module):
 def test_reentrant_checkpoints_of_a_shared_layer(late):
     """On all ranks from the first step on, or late: on one rank, from the second."""
     torch.manual_seed(1)
-    model = Recomputing()
+    model = recomputing()
     strategy = start(model)
     rank = strategy.run.world.rank
     for step in range(3):

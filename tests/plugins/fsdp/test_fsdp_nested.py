@@ -57,10 +57,7 @@ def train(twins, windows):
             twins.optimizer.step()
             twins.optimizer.zero_grad()
     found = accelerator.get_state_dict(twins.model)
-    for name, tensor in twins.twin.state_dict().items():
-        torch.testing.assert_close(
-            found[name], tensor, **EXACT, msg=lambda text, name=name: f"{name} {text}"
-        )
+    torch.testing.assert_close(found, twins.twin.state_dict(), **EXACT)
 
 
 @pytest.mark.ranks(4)

@@ -23,32 +23,32 @@ def parameter(*shape, dtype=torch.float64):
     return nn.Parameter(torch.randn(*shape, dtype=dtype))
 
 
-class Shapes(nn.Module):
-    """Parameters of 7 rows, of fewer than there are ranks, of none, and of other memory orders."""
+def shapes_of_a_block():
+    """Return parameters of 7 rows, of fewer than there are ranks, of none, of other orders."""
 
-    def __init__(self):
-        super().__init__()
-        self.seven = parameter(7, WIDTH)
-        self.two = parameter(2, WIDTH)
-        self.row = parameter(1, WIDTH)
-        self.scale = nn.Parameter(torch.tensor(0.7, dtype=torch.float64))
-        self.empty = parameter(0, WIDTH)
-        self.thin = parameter(3, 0)
-        self.turned = nn.Parameter(torch.randn(5, WIDTH, dtype=torch.float64).t())
-        kernel = torch.randn(7, 2, 3, 1, dtype=torch.float64)
-        self.image = nn.Parameter(kernel.to(memory_format=torch.channels_last))
-        self.kernel = nn.Parameter(torch.randn(5, WIDTH, 2, dtype=torch.float64).permute(1, 2, 0))
+    def compute(m, x):
+        x = x @ m.seven.T * m.scale + m.row
+        x = x + (x @ m.two.T).sum(1, keepdim=True) + (x @ m.empty.T).sum() + m.thin.sum()
+        x = x + torch.tanh(x @ m.turned).sum(1, keepdim=True) + m.image.square().sum((1, 2, 3))
+        return torch.tanh(x * m.kernel.cos().sum((1, 2)))
 
-    def forward(self, x):
-        x = x @ self.seven.T * self.scale + self.row
-        x = x + (x @ self.two.T).sum(1, keepdim=True) + (x @ self.empty.T).sum() + self.thin.sum()
-        x = x + torch.tanh(x @ self.turned).sum(1, keepdim=True)
-        x = x + self.image.square().sum((1, 2, 3))
-        return torch.tanh(x * self.kernel.cos().sum((1, 2)))
+    image = torch.randn(7, 2, 3, 1, dtype=torch.float64)
+    return Parts(
+        compute,
+        seven=parameter(7, WIDTH),
+        two=parameter(2, WIDTH),
+        row=parameter(1, WIDTH),
+        scale=nn.Parameter(torch.tensor(0.7, dtype=torch.float64)),
+        empty=parameter(0, WIDTH),
+        thin=parameter(3, 0),
+        turned=nn.Parameter(torch.randn(5, WIDTH, dtype=torch.float64).t()),
+        image=nn.Parameter(image.to(memory_format=torch.channels_last)),
+        kernel=nn.Parameter(torch.randn(5, WIDTH, 2, dtype=torch.float64).permute(1, 2, 0)),
+    )
 
 
 def shapes():
-    return nn.Sequential(Shapes(), Shapes(), linear(WIDTH, OUT))
+    return nn.Sequential(shapes_of_a_block(), shapes_of_a_block(), linear(WIDTH, OUT))
 
 
 def blend():

@@ -36,8 +36,7 @@ CELLS = {
 
 
 def check_close(found, expected):
-    for name, value in found.items():
-        torch.testing.assert_close(value, expected[name], rtol=EXACT, atol=EXACT)
+    torch.testing.assert_close(found, expected, rtol=EXACT, atol=EXACT)
 
 
 def check_against(training, by_hand, steps):

@@ -11,6 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from drivetrain import Accelerator
 from drivetrain.errors import UsageError
 from drivetrain_megatron.pipeline.build import AdaptedModel
+from stacks import Parts
 
 # peft asks transformers for an attribute by its old name.
 pytestmark = pytest.mark.filterwarnings(
@@ -52,22 +53,19 @@ def test_generate_of_an_adapted_model_goes_through_the_pipeline():
     accelerator.free_memory()
 
 
-class Whole(nn.Module):
-    def __init__(self, prompts):
-        super().__init__()
-        self.inside = nn.Linear(2, 2)
-        self.active_peft_config = SimpleNamespace(is_prompt_learning=prompts)
-
-    def get_base_model(self):
-        return self.inside
-
-    def forward(self, x):
-        return self.inside(x) + 1
+def whole_with(prompts):
+    inside = nn.Linear(2, 2)
+    return Parts(
+        lambda m, x: m.inside(x) + 1,
+        inside=inside,
+        active_peft_config=SimpleNamespace(is_prompt_learning=prompts),
+        get_base_model=lambda: inside,
+    )
 
 
 def test_a_call_of_the_model_inside_is_one_of_the_whole_unless_it_has_learned_prompts():
     for prompts in (False, True):
-        model, x = Whole(prompts), torch.ones(1, 2)
+        model, x = whole_with(prompts), torch.ones(1, 2)
         own, whole = model.inside(x), model(x)
         adapted = AdaptedModel(model)
         adapted.redirect()

@@ -79,8 +79,7 @@ def train(cell, option, level, *, window=1, steps=4):
             other.zero_grad()
             used.clear()
     found = accelerator.get_state_dict(model)
-    for name, value in twin.state_dict().items():
-        torch.testing.assert_close(found[name], value, **EXACT)
+    torch.testing.assert_close(found, twin.state_dict(), **EXACT)
     everyone(None)
     accelerator.free_memory()
     return sizes

@@ -31,7 +31,7 @@ from drivetrain_megatron.dropout import (
 from drivetrain_megatron.tensor.partition import Partition, even, packed, units
 from emulated_tensors import close
 from huggingface_models import bert, encoder, gpt2, token_batch
-from stacks import Stack
+from stacks import Parts, Stack
 
 SHAPES = [(50,), (3, 7), (2, 6, 7, 5), (3, 40, 48), (2, 5, 3000), (4, 1, 1), (7, 2000)]
 
@@ -122,31 +122,32 @@ def test_alike_shards_edges_and_keys():
 # --- dropout over ranks ---
 
 
-class Block(nn.Module):
-    """As people write it: functional dropout of whole, head and feature shards."""
+def block(dropout):
+    """Return one as people write it: functional dropout of whole, head and feature shards."""
 
-    def __init__(self, dropout):
-        super().__init__()
-        self.dropout, self.norm = dropout, nn.LayerNorm(24)
-        self.qkv, self.out = nn.Linear(24, 72), nn.Linear(24, 24)
-        self.up, self.down = nn.Linear(24, 36), nn.Linear(36, 24)
-
-    def forward(self, x):
-        p, qkv = self.dropout, self.qkv(x)
+    def compute(m, x):
+        p, qkv = dropout * m.training, m.qkv(x)
         shape = (*qkv.shape[:2], -1, 4)
         q, k, v = (each.reshape(shape).transpose(1, 2) for each in qkv.chunk(3, -1))
-        a = F.scaled_dot_product_attention(
-            q, k, v, is_causal=True, dropout_p=p if self.training else 0.0
-        )
-        a = self.out(a.transpose(1, 2).flatten(2))
-        x = self.norm(x + F.dropout(a, p, self.training))
-        hidden = torch.dropout(self.up(x).relu(), p, self.training)
-        return x + F.dropout(self.down(hidden), p, self.training, inplace=True)
+        a = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=p)
+        a = m.out(a.transpose(1, 2).flatten(2))
+        x = m.norm(x + F.dropout(a, dropout, m.training))
+        hidden = torch.dropout(m.up(x).relu(), dropout, m.training)
+        return x + F.dropout(m.down(hidden), dropout, m.training, inplace=True)
+
+    return Parts(
+        compute,
+        norm=nn.LayerNorm(24),
+        qkv=nn.Linear(24, 72),
+        out=nn.Linear(24, 24),
+        up=nn.Linear(24, 36),
+        down=nn.Linear(36, 24),
+    )
 
 
 class Handmade(Stack):
     def __init__(self, dropout):
-        blocks = [Block(dropout) for _ in range(2)]
+        blocks = [block(dropout) for _ in range(2)]
         super().__init__(blocks, first=nn.Embedding(97, 24), last=nn.Linear(24, 97))
         self.dropout = dropout
 

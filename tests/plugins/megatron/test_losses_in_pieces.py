@@ -14,7 +14,6 @@ from drivetrain import Accelerator
 from drivetrain.cost import ModelSpec
 from drivetrain.errors import UsageError
 from drivetrain.losses import DIVIDED, Classes, linear_cross_entropy
-from drivetrain.model.modules import named_parameters
 from drivetrain.testing.conformance.twins import everyone
 from drivetrain_megatron.pipeline.losses import TargetCounter, Weights
 from drivetrain_megatron.plan.trial import run_emulated
@@ -22,6 +21,7 @@ from drivetrain_megatron.tensor.linear import attach_column, attach_row
 from drivetrain_megatron.tensor.operators import Edges
 from drivetrain_megatron.tensor.partition import even
 from huggingface_models import VOCABULARY, WIDTH, gpt2, llama, token_batch
+from staged_twins import compare_gradients
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 ROWS, TOKENS = 4, 10
@@ -92,11 +92,7 @@ class Cell:
             losses.append((output.loss, expected))
         for found, expected in losses:
             assert found.item() == pytest.approx(expected.item(), rel=1e-12)
-        wanted = dict(self.twin.named_parameters())
-        for name, parameter in named_parameters(self.model).items():
-            torch.testing.assert_close(
-                parameter.grad, wanted[name].grad, **EXACT, msg=lambda text, n=name: f"{n}: {text}"
-            )
+        compare_gradients(self.model, self.twin, **EXACT)
 
     def step(self):
         for each in (self.optimizer, self.other):
@@ -109,8 +105,7 @@ class Cell:
             self.backward(seed)
             self.step()
         state = self.accelerator.get_state_dict(self.model)
-        for name, value in self.twin.state_dict().items():
-            torch.testing.assert_close(state[name], value, **EXACT)
+        torch.testing.assert_close(state, self.twin.state_dict(), **EXACT)
         ids, labels = batch(6)
         with torch.no_grad():
             logits = self.model(input_ids=ids, labels=labels, use_cache=False).logits

@@ -137,8 +137,9 @@ def test_copies_and_references(strategy):
     average = copy.deepcopy(twins.model)  # while updated parameters are on their way
     assert all(type(p) is nn.Parameter for p in average.parameters())
     assert average.head.weight is average.embedding.weight
-    for mine, theirs in zip(average.parameters(), twins.twin.parameters(), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(
+        [*average.parameters()], [*twins.twin.parameters()], rtol=1e-10, atol=1e-10
+    )
     batch = twins.case.batch(1, twins.axis.rank)
     with torch.no_grad():
         wanted = reference(batch.inputs)

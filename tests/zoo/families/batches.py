@@ -106,11 +106,6 @@ def captioned_images(seed: int) -> Batch:
     return {"input_ids": found, "pixel_values": numbers(seed, 3, IMAGE, IMAGE), "return_loss": True}
 
 
-def described_images(seed: int) -> Batch:
-    """Return images and the words to be said for them."""
-    return {"pixel_values": numbers(seed, 3, IMAGE, IMAGE), "labels": words(seed)}
-
-
 def spectrograms(seed: int) -> Batch:
     """Return sounds of 8 frequencies and 32 times, with the words that are spoken."""
     return {"input_features": numbers(seed, 8, 32), "labels": words(seed)}

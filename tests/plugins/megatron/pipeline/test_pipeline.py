@@ -12,7 +12,6 @@ from torch.nn import functional as F
 
 from drivetrain import Accelerator
 from drivetrain.errors import CollectiveError, ConfigError, UsageError
-from drivetrain.model.modules import named_parameters
 from drivetrain.testing.conformance.accounts import cut_connections
 from drivetrain.testing.conformance.twins import everyone
 from graphs import backend, graphs
@@ -81,12 +80,9 @@ def check(name, loss_of, *, accumulation=1, rows=4, steps=2, **options):
                 theirs = nn.utils.clip_grad_norm_(both.twin.parameters(), 0.5)
                 torch.testing.assert_close(norm, theirs, **EXACT)
                 both.step()
-    whole = dict(both.twin.named_parameters())
     with both.accelerator.gathered(both.model):
-        for key, parameter in both.model.named_parameters():
-            torch.testing.assert_close(
-                parameter, whole[key], **EXACT, msg=lambda m, key=key: f"{key} {m}"
-            )
+        found, expected = (dict(each.named_parameters()) for each in (both.model, both.twin))
+        torch.testing.assert_close(found, expected, **EXACT)
     both.eval()
     with torch.no_grad():
         ids = token_batch(99, rows=rows)
@@ -191,9 +187,7 @@ def test_ignored_labels():
     labels[1, :5] = -100
     labels[3] = -100  # a micro-batch without any target
     both.backward(*(each.loss for each in both(input_ids=ids, labels=labels)), rtol=1e-5)
-    whole = dict(both.twin.named_parameters())
-    for key, parameter in named_parameters(both.model).items():
-        torch.testing.assert_close(parameter.grad, whole[key].grad, rtol=1e-4, atol=1e-8)
+    both.check_gradients(rtol=1e-4, atol=1e-8)
     both.close()
 
 

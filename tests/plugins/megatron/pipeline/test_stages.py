@@ -37,22 +37,23 @@ class Pair(stacks.Residual):
         return {"x": x, "total": total + x.mean(-1), "mask": mask, "none": None}
 
 
-class Pairs(nn.Module):
-    def __init__(self, layers=4):
-        super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.layers = nn.ModuleList(Pair(WIDTH, 16) for _ in range(layers))
-        self.scale = nn.Parameter(torch.ones(WIDTH))
-        self.register_buffer("shift", torch.full((WIDTH,), 0.5))
-
-    def forward(self, x):
+def pairs():
+    def compute(m, x):
         mask = (x.sum(-1, keepdim=True) > 0).to(x.dtype)
-        x = self.first(x)
+        x = m.first(x)
         state = {"x": x, "total": x.mean(-1)}
-        for layer in self.layers:
+        for layer in m.layers:
             state = layer(state, mask)
             mask = state["mask"]
-        return {"y": state["x"] * self.scale + self.shift, "total": state["total"]}
+        return {"y": state["x"] * m.scale + m.shift, "total": state["total"]}
+
+    return stacks.Parts(
+        compute,
+        first=nn.Linear(WIDTH, WIDTH),
+        layers=nn.ModuleList(Pair(WIDTH, 16) for _ in range(4)),
+        scale=nn.Parameter(torch.ones(WIDTH)),
+        shift=nn.Buffer(torch.full((WIDTH,), 0.5)),
+    )
 
 
 class Between(stacks.Stack):
@@ -156,8 +157,7 @@ def assert_equal_to_whole(model, parts):
     loss_of(expected).backward()
     ran = forward_all(parts)
     found = ran[-1][2].output
-    for a, b in zip(floats(found), floats(expected), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close([*floats(found)], [*floats(expected)], rtol=1e-10, atol=1e-12)
     backward_all(ran, loss_of(found))
     got = {}
     for own, _ in parts:
@@ -166,13 +166,12 @@ def assert_equal_to_whole(model, parts):
                 got[name] = got.get(name, 0) + parameter.grad
     wanted = {n: p.grad for n, p in whole.named_parameters() if p.grad is not None}
     assert set(got) == set(wanted)
-    for name, gradient in wanted.items():
-        torch.testing.assert_close(got[name], gradient, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-12)
     return ran
 
 
 def test_stages_equal_the_whole_model():
-    for factory, stages in itertools.product((sequential, Pairs, Between), (2, 4)):
+    for factory, stages in itertools.product((sequential, pairs, Between), (2, 4)):
         model = build(factory)
         parts = divided(model, stages)
         for stage, _, result in assert_equal_to_whole(model, parts):

@@ -71,8 +71,7 @@ def test_what_names_of_other_stages_say():
         torch.testing.assert_close(model.last.weight, twin.last.weight)
     found = model.state_dict()
     assert list(found) == list(twin.state_dict())
-    for name, value in twin.state_dict().items():
-        torch.testing.assert_close(found[name], value)
+    torch.testing.assert_close(found, twin.state_dict())
     assert found["first.weight"] is found["last.weight"]
     both.close()
 

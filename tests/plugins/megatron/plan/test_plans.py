@@ -4,7 +4,6 @@ import copy
 import math
 from functools import partial
 from types import SimpleNamespace
-from typing import ClassVar
 
 import pytest
 import torch
@@ -176,28 +175,24 @@ def test_adapters_of_rows():
     both.close()
 
 
-class Towers(nn.Module):
-    """Blocks of two kinds; the model brings a plan for one of them."""
+def towers():
+    """Return blocks of two kinds, with a plan for one of them."""
 
-    _tp_plan: ClassVar = {"text.*.0": "colwise", "text.*.2": "rowwise"}
+    def blocks(inner):
+        layers = ((nn.Linear(8, inner), nn.GELU(), nn.Linear(inner, 8)) for _ in range(2))
+        return nn.ModuleList(nn.Sequential(*each) for each in layers)
 
-    def __init__(self):
-        super().__init__()
-        self.text, self.vision = (
-            nn.ModuleList(
-                nn.Sequential(nn.Linear(8, inner), nn.GELU(), nn.Linear(inner, 8)) for _ in range(2)
-            )
-            for inner in (12, 16)
-        )
-
-    def forward(self, x):
-        for block in (*self.vision, *self.text):
+    def compute(m, x):
+        for block in (*m.vision, *m.text):
             x = x + block(x)
         return x
 
+    plan = {"text.*.0": "colwise", "text.*.2": "rowwise"}
+    return Parts(compute, text=blocks(12), vision=blocks(16), _tp_plan=plan)
+
 
 def test_a_plan_of_a_model_forbids_nothing_where_it_is_silent():
-    model = Towers()
+    model = towers()
     assert not any(derivation.is_whole for derivation in planned(model).blocks.values())
     # The rows may not be divided: neither may the columns.
     model._tp_plan = {"text.*.0": "colwise"}
@@ -352,39 +347,46 @@ class Separate(Packed):
         return [p.view(B, T, self.n_head, -1).transpose(1, 2) for p in made]
 
 
-class Block(nn.Module):
-    def __init__(self, attention, hidden):
-        super().__init__()
-        self.ln_1, self.ln_2, self.attn = nn.LayerNorm(hidden), nn.LayerNorm(hidden), attention
-        self.up, self.down = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
+def decoder(form, hidden, heads):
+    """Return a small GPT with tied words."""
 
-    def forward(self, x):
-        x = x + self.attn(self.ln_1(x))
-        return x + self.down(F.gelu(self.up(self.ln_2(x))))
+    def block_of(m, x):
+        x = x + m.attn(m.ln_1(x))
+        return x + m.down(F.gelu(m.up(m.ln_2(x))))
 
+    def block():
+        return Parts(
+            block_of,
+            ln_1=nn.LayerNorm(hidden),
+            ln_2=nn.LayerNorm(hidden),
+            attn=form(hidden, heads),
+            up=nn.Linear(hidden, 4 * hidden),
+            down=nn.Linear(4 * hidden, hidden),
+        )
 
-class Decoder(nn.Module):
-    """A small GPT with tied words."""
+    def compute(m, ids):
+        x = m.wte(ids) + m.wpe(torch.arange(ids.shape[1], device=ids.device))
+        for each in m.h:
+            x = each(x)
+        return m.lm_head(m.ln_f(x))
 
-    def __init__(self, form, hidden, heads):
-        super().__init__()
-        self.wte, self.wpe = nn.Embedding(OWN_WORDS, hidden), nn.Embedding(16, hidden)
-        self.h = nn.ModuleList(Block(form(hidden, heads), hidden) for _ in range(2))
-        self.ln_f, self.lm_head = nn.LayerNorm(hidden), nn.Linear(hidden, OWN_WORDS, bias=False)
-        self.wte.weight = self.lm_head.weight
-
-    def forward(self, ids):
-        x = self.wte(ids) + self.wpe(torch.arange(ids.shape[1], device=ids.device))
-        for block in self.h:
-            x = block(x)
-        return self.lm_head(self.ln_f(x))
+    model = Parts(
+        compute,
+        wte=nn.Embedding(OWN_WORDS, hidden),
+        wpe=nn.Embedding(16, hidden),
+        h=nn.ModuleList(block() for _ in range(2)),
+        ln_f=nn.LayerNorm(hidden),
+        lm_head=nn.Linear(hidden, OWN_WORDS, bias=False),
+    )
+    model.wte.weight = model.lm_head.weight
+    return model
 
 
 def check(form, sizes, **options):
     """Train two steps beside one process; all layers of attention must be divided."""
     torch.manual_seed(0)
     with said("drivetrain_megatron") as lines:
-        both = Twins(Decoder(form, *sizes).double(), **options)
+        both = Twins(decoder(form, *sizes).double(), **options)
     facts = both.accelerator.strategy_of(both.model)._facts
     for layer in (*form.columns, "c_proj"):
         partition = facts[f"h.1.attn.{layer}.weight"].partition
@@ -424,7 +426,7 @@ def test_each_form_is_divided():
 def test_four_ranks_have_a_head_each():
     for form in (Split, Configured, Chunks, Reshaped, Separate):
         torch.manual_seed(0)
-        blocks = planned(Decoder(form, *SIZES["square heads"]).double(), ranks=4).blocks
+        blocks = planned(decoder(form, *SIZES["square heads"]).double(), ranks=4).blocks
         rows = [group.row for group in blocks["h.0"].plan.groups]
         assert rows == ["attn.c_proj", "down"], form
 
