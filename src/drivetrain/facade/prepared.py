@@ -449,15 +449,8 @@ class Observers(Observer):
             setattr(self, event, partial(_passed if event in _PASSING else _told, act))
 
 
-_BEGINNING = ("configured", "attach")
-"""What an observer alone is called for, before it is among others."""
-
-_EVENTS = {
-    event: function
-    for event, function in vars(Observer).items()
-    if event[0] != "_" and event not in _BEGINNING
-}
-_PASSING = ("choice", "delivered")
+_EVENTS = {event: function for event, function in vars(Observer).items() if event[0] != "_"}
+_PASSING = ("configured", "choice", "delivered")
 """Events whose observers may change what they are about."""
 
 

@@ -195,7 +195,8 @@ class UnevenInputs:
         Raises:
             UsageError: on every rank: they have different ones, or one cannot do without the other.
         """
-        statuses = self._statuses(status)
+        mine = torch.tensor([status], device=self.state.world.device)
+        statuses = communication.gather(mine).tolist()
         busy = {each for each in statuses if each != _DONE}
         if len(busy) > 1:
             raise UsageError(
@@ -220,11 +221,6 @@ class UnevenInputs:
         if doing != _ALONE:
             (self._open.discard if doing % 2 else self._open.add)(doing // 2 - 1)
         return int(doing)
-
-    def _statuses(self, status: int) -> list[int]:
-        mine = torch.tensor([status], device=self.state.world.device)
-        found: list[int] = communication.gather(mine).tolist()
-        return found
 
     def _lead(self, number: int) -> None:
         """Let the first rank with a batch lead the others in the next backward of a model."""
