@@ -235,11 +235,18 @@ class WindowGradients:
 
     @contextmanager
     def explained(self) -> Iterator[None]:
-        """Context in which an allocator's error says who holds memory, and what would fit."""
+        """Context in which an allocator's error says who holds memory, and what would fit.
+
+        Raises:
+            UsageError: torch's error follows from parameters that were converted since ``prepare``.
+        """
         try:
             yield
         except Exception as error:
             self.explain(error)
+            if type(error) is RuntimeError:
+                for entry in self.state.models:
+                    entry.check_converted(error)
             raise
 
     def explain(self, error: Exception) -> None:
@@ -300,6 +307,7 @@ class WindowGradients:
         synced = window.sync_gradients
         factor = self._mean.finish() if synced else None
         for entry in state.models:
+            entry.check_converted()
             entry.strategy.will_scale(1.0 if factor is None else factor)
         state.observer.before_backward()  # times the backward, not the wait for weights above
         if synced and not window.uneven:

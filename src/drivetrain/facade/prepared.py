@@ -96,6 +96,7 @@ class PreparedModel:
         used: whether a step has used the gradients at hand.
         norm_dtype: of the norm of its gradients, as torch has it, whatever a strategy sums in.
         methods: those that the model has in place of its class's, while it is prepared.
+        applied: whether something was done to all its tensors since, such as a conversion.
         compared: whether the ranks' values were compared before their first gradients.
         parameters: those of the module, tied ones once.
         known: their identities.
@@ -116,6 +117,7 @@ class PreparedModel:
     used: bool = False
     norm_dtype: torch.dtype = torch.float32
     methods: list[UninheritedMethod] = field(default_factory=list)
+    applied: bool = False
     compared: bool = False
     parameters: tuple[nn.Parameter, ...] = field(init=False)
     known: frozenset[int] = field(init=False)
@@ -208,6 +210,30 @@ class PreparedModel:
                 f"dtypes.{key} says, found {dtype_word(found)}; the strategy does not honour it: "
                 f"take another strategy, or leave dtypes.{key} out"
             )
+
+    def check_converted(self, error: RuntimeError | None = None) -> None:
+        """Refuse parameters of another dtype than ``prepare`` left, which an error follows from."""
+        if error is None and not self.applied:
+            return
+        self.applied = False
+        precision = self.strategy.run.precision
+        specs = {clean_name(spec.name): spec for spec in self.given.parameters}
+        for name, parameter in named_parameters(self.module).items():
+            if name in specs:
+                expected = precision.forward_dtype(specs[name].dtype, specs[name].shape)
+                if parameter.dtype is not expected:
+                    raise UsageError(
+                        f"expected {name!r} in {dtype_word(expected)}, as prepare() left it, found "
+                        f"{dtype_word(parameter.dtype)}, as after model.half() or model.to(dtype); "
+                        "convert the model before prepare(), or choose precision: bf16"
+                    ) from error
+
+    def _lies_on(self, device: torch.device) -> bool:
+        """Return whether all tensors lie on a device, or, of other ranks, nowhere."""
+        home = self.strategy.run.world.device
+        held = {each.device for each in (*self.module.parameters(), *self.module.buffers())}
+        same = device.type == home.type and device.index in (None, home.index)
+        return same and held <= {home, torch.device("meta")}
 
     def held_names(self) -> dict[int, str]:
         """Return parameter names by identity, those of the optimizers' fragments included."""
@@ -309,7 +335,22 @@ class PreparedModel:
         def zero_grad(set_to_none: bool = True) -> None:
             window.clear(partial(clear, set_to_none), used=self.used)
 
-        self.methods.append(UninheritedMethod(self.model, "zero_grad", zero_grad))
+        move, apply = self.model.to, self.model._apply
+
+        def _apply(*args: Any, **kwargs: Any) -> nn.Module:
+            self.applied = True
+            applied: nn.Module = apply(*args, **kwargs)
+            return applied
+
+        def to(*args: Any, **kwargs: Any) -> nn.Module:
+            device, *others = torch._C._nn._parse_to(*args, **kwargs)
+            if device is not None and others[0] is others[2] is None and self._lies_on(device):
+                return self.model  # strategies that divide have no values to move
+            moved: nn.Module = move(*args, **kwargs)
+            return moved
+
+        for method in (_apply, to, zero_grad):
+            self.methods.append(UninheritedMethod(self.model, method.__name__, method))
         self.methods += saving_methods(uncompiled(self.module), self.strategy)
         for method in self.methods:
             method.put()

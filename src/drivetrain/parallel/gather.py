@@ -63,8 +63,9 @@ def refusal(unit: Unit, *used: Any) -> UsageError:
     return UsageError(
         f"expected a parameter with values, found {_name(unit, used)} divided over the ranks "
         "between steps: it can be read, but not changed; do that inside "
-        "'with accelerator.gathered(model):' on every rank, or take "
-        "accelerator.get_state_dict(model) or save_model()"
+        "'with accelerator.gathered(model):' on every rank, take "
+        "accelerator.get_state_dict(model) or save_model(), or, where an optimizer changes it, "
+        "give that to accelerator.prepare()"
     )
 
 

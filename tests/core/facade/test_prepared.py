@@ -54,6 +54,25 @@ def test_strategy_that_must_know_an_optimizer_from_the_start_says_so(monkeypatch
         accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
 
 
+@pytest.mark.parametrize(
+    "strategy", ["ddp", "zero1", {"name": "zero3", "keep_below": 0}, {"name": "megatron", "pp": 2}]
+)
+@pytest.mark.ranks(2)
+def test_moved_to_its_device_it_stays_and_converted_it_is_refused(strategy):
+    accelerator = Accelerator(strategy=strategy, cpu=True)
+    model = nn.Sequential(*[nn.Linear(2, 2) for _ in range(3)])
+    model.example_inputs = torch.ones(2, 2)
+    model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for place in ("cpu", accelerator.device):
+        assert model.to(place) is model.to(device=place) is model
+    accelerator.backward(model(torch.ones(2, 2)).sum())
+    whole = strategy in ("ddp", "zero1")
+    with pytest.raises(UsageError, match=r"found bf16, as after model.half\(\)" if whole else None):
+        accelerator.backward(model.bfloat16()(torch.ones(2, 2).bfloat16()).sum())
+    accelerator.free_memory()
+    assert "to" not in model.__dict__
+
+
 @pytest.mark.ranks(2)
 def test_model_prepared_again_after_free_memory():
     accelerator = Accelerator(cpu=True)
