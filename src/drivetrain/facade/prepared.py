@@ -335,12 +335,12 @@ class PreparedModel:
         def zero_grad(set_to_none: bool = True) -> None:
             window.clear(partial(clear, set_to_none), used=self.used)
 
-        move, apply = self.model.to, self.model._apply
+        move = self.model.to
+        apply: Callable[..., nn.Module] = self.model._apply
 
         def _apply(*args: Any, **kwargs: Any) -> nn.Module:
             self.applied = True
-            applied: nn.Module = apply(*args, **kwargs)
-            return applied
+            return apply(*args, **kwargs)
 
         def to(*args: Any, **kwargs: Any) -> nn.Module:
             device, *others = torch._C._nn._parse_to(*args, **kwargs)
