@@ -27,9 +27,9 @@ from programs import run_program
 
 from drivetrain import Accelerator
 from drivetrain.collectives import connect
+from drivetrain.cost import Traffic
 from drivetrain.observe.figures import SECTIONS, StepFigures, WorkFile
 from drivetrain.runtime.mesh import Axis
-from drivetrain.traffic import Traffic
 
 # --- ring ---
 
@@ -146,7 +146,7 @@ COLD_NUMEL = 1 << 23
 @contextmanager
 def bare() -> Iterator[None]:
     """Context in which operations have no headers, and the board shows nothing."""
-    from drivetrain.collectives.neighbors import Header
+    from drivetrain.collectives.communicator import Header
     from drivetrain.runtime.board import Board, BoardRow
 
     class NoHeader(Header):
@@ -155,7 +155,7 @@ def bare() -> Iterator[None]:
         def checksum(self) -> int:
             return 0
 
-    nothing = NoHeader(0, 0, 0, 0, "", "", 0, 0, "", "")
+    nothing = NoHeader(0, 0, 0, 0, "", "", 0, 0, (), "", "")
     with ExitStack() as stack:
         stack.enter_context(patch.object(Header, "of", lambda *given: nothing))
         for name in ("submit", "begin", "end"):
@@ -209,9 +209,9 @@ def ring() -> Any:
     import torch
 
     from drivetrain.collectives import connect
+    from drivetrain.cost import Traffic
     from drivetrain.runtime.mesh import Mesh
     from drivetrain.runtime.world import World
-    from drivetrain.traffic import Traffic
 
     world = World.discover(cpu=True)
     axis = Mesh.build({"dp": world.size}, world)["dp"]
@@ -444,7 +444,7 @@ def cost(steps: int, view: Run, base: Run) -> float:
 
 def measure(steps: int) -> None:
     """Write the costs of views in this process in microseconds, as JSON."""
-    from drivetrain.runtime.ranges import collective_range
+    from drivetrain.runtime.ranges import COLLECTIVE, named_range
 
     count = WARMUP + steps
     found: dict[str, float] = {}
@@ -458,7 +458,7 @@ def measure(steps: int) -> None:
         else:
             found["lines"] = 1e6 * cost(steps, Run(count, shown=True, every=10), Run(count))
     calls = 100_000
-    seconds = timeit.timeit(lambda: collective_range("all_reduce", 1, "x", "dp"), number=calls)
+    seconds = timeit.timeit(lambda: named_range(COLLECTIVE, "x"), number=calls)
     found["range"] = 1e6 * seconds / calls
     sys.stdout.write(json.dumps(found))
 

@@ -25,10 +25,10 @@ from torch.optim import AdamW, Optimizer
 
 from drivetrain import Accelerator
 from drivetrain.store import ShardSpec, ShardStep
-from drivetrain_offload import NvmeConfig, NvmeStore
 from drivetrain_offload import stepping as disk_steps
 from drivetrain_offload.buffers import aligned_empty
-from drivetrain_offload.nvme import DiskFile
+from drivetrain_offload.nvme import DiskFile, NvmeStore
+from drivetrain_offload.options import NvmeConfig
 from drivetrain_offload.stepping import (
     SETS,
     NvmeStepper,

@@ -25,9 +25,9 @@ from torch import Tensor, nn
 
 from drivetrain import Accelerator
 from drivetrain.communication import gather_object
+from drivetrain.data.examples import Candidate
 from drivetrain.errors import DrivetrainError
 from drivetrain.hardware.description import Hardware, load_hardware
-from drivetrain.model.first_batch import Candidate
 from drivetrain.planner.layout import layout_of, plain, read_layout
 from drivetrain.planner.search import Prediction, Predictor, Task
 from drivetrain.simulator.traced import TracedModel, traced_model

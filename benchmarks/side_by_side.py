@@ -358,11 +358,11 @@ def with_accelerate(options: argparse.Namespace) -> Step:
 
 
 def with_drivetrain(options: argparse.Namespace) -> Step:
+    from drivetrain.cost import Traffic
     from drivetrain.runtime.mesh import Mesh
     from drivetrain.runtime.precision import Precision
     from drivetrain.runtime.world import World
     from drivetrain.strategy import Run
-    from drivetrain.traffic import Traffic
     from drivetrain_ddp.options import DdpConfig
     from drivetrain_ddp.strategy import Ddp
 

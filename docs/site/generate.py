@@ -17,7 +17,7 @@ from pathlib import Path
 import page_numbers
 import pictures
 from drivetrain import errors, registry
-from drivetrain.runtime.notices import PREEMPTED
+from drivetrain.runtime.board import PREEMPTED
 from drivetrain_launch.cli import INTERRUPTED
 from drivetrain_launch.commands.verify import INCOMPARABLE
 from drivetrain_launch.ranks.failure import KILLED, NO_PROGRESS

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import yaml
 
-from drivetrain.cost import Cost, ModelSpec, TensorSpec
+from drivetrain.cost import Cost, ModelSpec, TensorSpec, Traffic
 from drivetrain.errors import ConfigError
 from drivetrain.parallel.options import OffloadOptions
 from drivetrain.registry import stores, strategies
@@ -20,9 +20,8 @@ from drivetrain.runtime.mesh import Mesh
 from drivetrain.runtime.precision import Precision
 from drivetrain.runtime.world import World
 from drivetrain.strategy import Run
-from drivetrain.traffic import Traffic
+from drivetrain_megatron.pipeline.command import UNIT_DURATIONS, simulate
 from drivetrain_megatron.pipeline.schedules import make_schedule
-from drivetrain_megatron.simulator.command import UNIT_DURATIONS, simulate
 from drivetrain_offload.tiers import TierPlan, Tiers, held, tiers_of
 
 Rows = Sequence[Sequence[str]]

@@ -10,9 +10,9 @@ from pathlib import Path
 from drivetrain.config.resolve import resolve
 from drivetrain.registry import strategies
 from drivetrain_launch.commands.preview import example_model
-from drivetrain_launch.forecast.planning import promises_for
+from drivetrain_launch.forecast import promises_for
+from drivetrain_megatron.pipeline.command import COLORS, MEANINGS, simulate
 from drivetrain_megatron.pipeline.schedules import SCHEDULES, ActionKind, make_schedule
-from drivetrain_megatron.simulator.command import COLORS, MEANINGS, simulate
 
 FOLDER = Path(__file__).parents[1] / "pictures"
 GIB = 2**30

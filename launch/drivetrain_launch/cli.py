@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 import click
-from click.shell_completion import CompletionItem
+from click.shell_completion import CompletionItem, get_completion_class
 
 from drivetrain._version import __version__
 from drivetrain.errors import ConfigError, DrivetrainError
@@ -45,6 +45,13 @@ HEADINGS = {
 }
 """The commands under the headings of the help."""
 
+SHELLS = {
+    "bash": 'eval "$(drivetrain completion bash)"       # in ~/.bashrc',
+    "zsh": 'eval "$(drivetrain completion zsh)"        # in ~/.zshrc',
+    "fish": "drivetrain completion fish | source          # in ~/.config/fish/config.fish",
+}
+"""The line of each shell's start file that completes the command."""
+
 
 class Commands(click.Group):
     """A group whose commands are our modules in ``commands``, and those of plugins.
@@ -63,6 +70,8 @@ class Commands(click.Group):
             click.UsageError: there is no such command.
             ConfigError: the plugin that provides the command is broken.
         """
+        if cmd_name == completion.name:
+            return completion
         if cmd_name in COMMANDS:
             module = importlib.import_module(f"drivetrain_launch.commands.{cmd_name}")
             ours: click.Command = module.command
@@ -99,6 +108,19 @@ class Commands(click.Group):
 @click.version_option(__version__, prog_name="drivetrain")
 def group() -> None:
     """One loop, any parallelism: train PyTorch models on more than one device."""
+
+
+@click.command(
+    epilog="Add one line to your shell's start file:\n\n\b\n" + "\n".join(SHELLS.values()),
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+@click.argument("shell", type=click.Choice(list(SHELLS)))
+def completion(shell: str) -> None:
+    """Print the completion script of a shell."""
+    kind = get_completion_class(shell)
+    if kind is None:
+        raise ConfigError(f"the installed click cannot complete for {shell}; update click")
+    click.echo(kind(group, {}, "drivetrain", "_DRIVETRAIN_COMPLETE").source())
 
 
 def run(arguments: Sequence[str]) -> int:

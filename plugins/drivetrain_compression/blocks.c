@@ -1,6 +1,6 @@
 /* Encodings of drivetrain_compression in one pass over memory each, for processors.
 
-   The bytes and numbers are those of blocks.py and onebit.py, which say what they mean; only the
+   The bytes and numbers are those of codes.py, which says what they mean; only the
    mean of onebit adds up in another order. Floating point is exact IEEE (no fast math, nothing is
    contracted), so each integer and each number that comes back is that of torch, bit by bit. */
 

@@ -1,4 +1,4 @@
-/* The encoding of topk.py in one pass over memory: which numbers, their codebook, and the bytes. */
+/* The code topk of codes.py in one pass over memory: which numbers, their codebook, and the bytes. */
 
 #include <math.h>
 #include <stdint.h>

@@ -15,7 +15,7 @@ trailing element of each parameter tells all ranks whether any rank had a gradie
 
 ==================== ================================================================
 options.py           the options, and what may be set together
-strategy.py          ``Ddp``: the contract, bytes held and sent; buckets (steps 2-5)
-compression.py       a bucket on the wire: whole, in half precision, or of low rank
+strategy.py          ``Ddp``: the contract, bytes held and sent; buckets (steps 2-5), which cross
+                     whole, in half precision, or of low rank
 ==================== ================================================================
 """

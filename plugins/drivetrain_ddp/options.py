@@ -5,7 +5,7 @@ from typing import ClassVar, Literal
 
 from drivetrain.config.option import option
 from drivetrain.config.outline import FarLinks, ReplicasOutline
-from drivetrain.config.policy import Policy
+from drivetrain.config.schema import Policy
 from drivetrain.errors import ConfigError
 
 

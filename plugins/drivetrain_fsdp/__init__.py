@@ -15,8 +15,8 @@ inside of a group and 2 f_R P/S between groups.
 
 ===========  ===================================================================================
 options.py   the options, and the units and groups that follow from them
-fsdp.py      the strategy: its step as a table, units, rows, and the groups of ranks
-dtensors.py  the shards as torch's DTensors
+fsdp.py      the strategy: its step as a table, units, rows, and the groups of ranks; the shards as
+             torch's DTensors
 ===========  ===================================================================================
 
 The step in its order, and the mechanisms that it calls, are ``drivetrain.parallel``.

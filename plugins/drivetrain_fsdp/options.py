@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from drivetrain.config.option import option
 from drivetrain.config.outline import FarLinks
-from drivetrain.config.policy import Policy
+from drivetrain.config.schema import Policy
 from drivetrain.errors import ConfigError
 from drivetrain.parallel.options import ParameterOptions, UnitsOutline, Until
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from drivetrain.config.option import NestedStrategy, nested_strategy, option
 from drivetrain.config.outline import Outline, find_inside, find_outline
-from drivetrain.config.policy import Policy
+from drivetrain.config.schema import Policy
 from drivetrain.errors import ConfigError
 from drivetrain.parallel.options import OffloadOptions
 

@@ -269,15 +269,21 @@ def _exchange(nbytes: float, workers: int, run: SimulatedRun) -> tuple[Operation
 
 # --- the strategy ``local`` ---
 
+# Douillard et al. 2023, algorithm 1. What happens in a step is told by ``drivetrain_local.outer``;
+# here the outer steps are put around the optimizers, and the outer weights are what others read.
 
-# --- which steps all workers take together, and how many were taken ---
 
+logger = get_logger(__name__)
 
 _COUNT = "local_steps_"
 
 
-class Stepping(LocalOutline, StrategyAround[LocalOptions]):
-    """The methods of a worker that are about steps: its connections, its warm-up, its counts."""
+class Local(LocalOutline, StrategyAround[LocalOptions]):
+    """Local steps over hosts; one object per prepared model.
+
+    ``prepare`` returns what the strategy inside returns: outer steps happen in hooks of optimizers.
+    With one worker there is nobody to exchange with, and the strategy inside does everything.
+    """
 
     def __init__(self, config: LocalOptions, run: Run) -> None:
         self._near, self._far = config.started(run.mesh, run.world)
@@ -298,6 +304,18 @@ class Stepping(LocalOutline, StrategyAround[LocalOptions]):
         self._counts: list[StepCount] = []
         self._warm_up = WarmUp(self._inner, self._workers, self._outer)
         self._closing.callback(self._warm_up.close)
+
+    @classmethod
+    def cost(cls, config: LocalOptions, model: ModelSpec, run: Run) -> Cost:
+        """Return the bytes of the strategy inside, and those of a round over its steps."""
+        return estimate(config, model, run)
+
+    @classmethod
+    def planning(cls) -> Planning:
+        """Return the plan of the mean step of a round."""
+        return LocalPlanning(cls)
+
+    # --- which steps all workers take together, and how many were taken ---
 
     @property
     def missed(self) -> int:
@@ -351,33 +369,6 @@ class Stepping(LocalOutline, StrategyAround[LocalOptions]):
         super().resume(progress)
         for index, count in enumerate(self._counts):
             count.resume(progress.get(f"{_COUNT}{index}", 0))
-
-
-# --- the contract ---
-
-# Douillard et al. 2023, algorithm 1. What happens in a step is told by ``drivetrain_local.outer``;
-# here the outer steps are put around the optimizers, and the outer weights are what others read.
-
-
-logger = get_logger(__name__)
-
-
-class Local(Stepping):
-    """Local steps over hosts; one object per prepared model.
-
-    ``prepare`` returns what the strategy inside returns: outer steps happen in hooks of optimizers.
-    With one worker there is nobody to exchange with, and the strategy inside does everything.
-    """
-
-    @classmethod
-    def cost(cls, config: LocalOptions, model: ModelSpec, run: Run) -> Cost:
-        """Return the bytes of the strategy inside, and those of a round over its steps."""
-        return estimate(config, model, run)
-
-    @classmethod
-    def planning(cls) -> Planning:
-        """Return the plan of the mean step of a round."""
-        return LocalPlanning(cls)
 
     # --- taking over ---
 

@@ -28,12 +28,12 @@ from typing_extensions import override
 from drivetrain.collectives import Communicator, connect
 from drivetrain.compression.communicator import LinkedCommunicator
 from drivetrain.compression.methods import LinkMethods
+from drivetrain.cost import Traffic
 from drivetrain.errors import CollectiveError, ConfigError
 from drivetrain.log import get_logger
 from drivetrain.runtime.mesh import Axis, HostLevels, subset
 from drivetrain.runtime.world import World
 from drivetrain.strategy import Run
-from drivetrain.traffic import Traffic
 from drivetrain_local.options import AXIS, LocalOptions
 
 _POLL_SHARE, _SHORTEST_POLL_S, _LONGEST_POLL_S = 0.1, 1e-3, 0.05

@@ -11,29 +11,13 @@ A folder of this table imports only the folders above it:
 ``recording`` the model looked at without values: example inputs, blocks, stand-ins of tensors
 ``tensor``    layers, operators and losses that compute with a rank's share
 ``plan``      which layers are divided: guessed from the structure, and tried
-``pipeline``  stages, schedules, and the script's loop over them
-``simulator`` schedules on paper: simulation, formulas, charts, the command ``schedule``
+``pipeline``  stages, schedules, and the script's loop over them; schedules on paper: simulation,
+              formulas, charts, the command ``schedule``
 ============= =====================================================================================
 
 ``strategy`` is the contract, ``config`` its options, ``state`` the data-parallel strategy inside
 and the way between a rank's tensors and the whole model's, ``shares`` what a script finds
 under the names of divided parameters, ``dropout`` masks that are equal wherever activations are
 equal, ``cost`` the promised bytes: a rank holds 1/tp of every divided tensor, and the tensors of
-its stages only.
+its stages only; ``step`` the simulated step.
 """
-
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from drivetrain_megatron.strategy import Megatron
-
-__all__ = ["Megatron"]
-
-
-def __getattr__(name: str) -> Any:
-    """Import the strategy when it is asked for: the command ``schedule`` needs no torch."""
-    if name == "Megatron":
-        from drivetrain_megatron.strategy import Megatron
-
-        return Megatron
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

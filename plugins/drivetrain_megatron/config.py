@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal
 
 from drivetrain.config.option import NestedStrategy, mapping, nested_strategy, option
 from drivetrain.config.outline import FarLinks, Outline, find_inside
-from drivetrain.config.policy import Policy
+from drivetrain.config.schema import Policy
 from drivetrain.errors import ConfigError
 
 AXES = ("tp", "dp", "pp")

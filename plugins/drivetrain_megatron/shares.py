@@ -35,8 +35,8 @@ from drivetrain.model.guard import (
 )
 from drivetrain.model.modules import UninheritedHook
 from drivetrain.parallel.backward import after_backward, in_backward, is_of_strategy, norms_of_each
+from drivetrain.parallel.gradients import DividedGradient
 from drivetrain.parallel.optimizers import outermost
-from drivetrain.parallel.shown_gradients import DividedGradient
 from drivetrain_megatron.tensor.behavior import (
     SHARE,
     Own,

@@ -45,7 +45,7 @@ from drivetrain.shards import (
     parameters_among,
     state_tensors,
 )
-from drivetrain.strategy import Joinable, Planning, Prepared, Run, StrategyAround
+from drivetrain.strategy import Joinable, Only, Planning, Prepared, Run, StrategyAround
 from drivetrain_megatron.config import MegatronConfig, MegatronOutline
 from drivetrain_megatron.cost import estimate
 from drivetrain_megatron.dropout import AlikeDraws, Dropout
@@ -53,7 +53,6 @@ from drivetrain_megatron.pipeline.build import PipelineBuilder, PipelinedModel
 from drivetrain_megatron.plan.model import ModelPlan, TensorParallel, confirmed, describe, tell
 from drivetrain_megatron.recording.calls import batches_for, inputs_for
 from drivetrain_megatron.shares import Shares, bare, on_shares
-from drivetrain_megatron.simulator.step import CellPlanning
 from drivetrain_megatron.state import (
     LocalReader,
     Original,
@@ -68,6 +67,7 @@ from drivetrain_megatron.state import (
     refusing_forwards,
     shows_whole,
 )
+from drivetrain_megatron.step import CellPlanning
 from drivetrain_megatron.tensor.behavior import Own, attach, behavior_of, detach
 from drivetrain_megatron.tensor.partition import ShardingSpec, alike
 
@@ -376,11 +376,7 @@ class Megatron(MegatronOutline, StrategyAround[MegatronConfig]):
 
     @on_shares
     def clip_grad_norm(
-        self,
-        max_norm: float,
-        norm_type: float = 2.0,
-        *,
-        only: Collection[nn.Parameter] | None = None,
+        self, max_norm: float, norm_type: float = 2.0, *, only: Only = None
     ) -> Tensor:
         """Scale gradients to a global norm of at most max_norm; replicated gradients count once."""
         names = self._original.names
@@ -503,7 +499,7 @@ class Megatron(MegatronOutline, StrategyAround[MegatronConfig]):
         """Whether a cell has one rank, so that the strategy inside does everything."""
         return self.config.tp * self.config.pp == 1
 
-    def gradients(self, only: Collection[nn.Parameter] | None = None) -> Iterator[Tensor]:
+    def gradients(self, only: Only = None) -> Iterator[Tensor]:
         """Yield the pieces of gradient that this rank's optimizers read."""
         here = None if only is None else [p for p in only if not isinstance(p, Elsewhere)]
         with self._shares.open():

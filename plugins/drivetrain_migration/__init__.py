@@ -2,12 +2,8 @@
 
 Each program has a table in a TOML file: of its settings, its options, and how it is known. A row
 says what a setting does there, what stands for it here, and which converter carries the value over;
-a setting that nothing stands for becomes a comment.
-
-=============  =====================================================================================
-converters.py  a translation in the making: rows of the tables applied to the settings of a file
-launchers.py   the importers: Accelerate's files, DeepSpeed's JSON, the command lines of launchers
-=============  =====================================================================================
+a setting that nothing stands for becomes a comment. ``launchers.py`` applies the tables: to
+Accelerate's files, DeepSpeed's JSON, and the command lines of launchers.
 
 Nothing here imports torch.
 """

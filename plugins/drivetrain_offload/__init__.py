@@ -18,7 +18,7 @@ tiers.py                 the bytes of each tier, compared with the room of the m
 options.py               the options, and the strategy that ``offload`` stands for
 strategy.py              the strategy ``offload``: another strategy by name, with stores chosen;
                          its engine submits an update per unit, forward waits per unit
-disk_bench.py            the command ``drivetrain disk-bench``; disk_speed.py measures for it
+disk_bench.py            the command ``drivetrain disk-bench``
 tiles.py                 the states of torch's optimizers, and updates in tiles that fit the cache
 stepping.py              the steps of both stores; on a disk: read i + 1, update i, write tile i - 1
 host.py                  the store ``cpu``, and the stepper in host memory
@@ -26,43 +26,3 @@ nvme.py                  the store ``nvme``: a file without a name, and the sums
 buffers.py               aligned and page-locked memory; threads that serve as long as the process
 =======================  =========================================================================
 """
-
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from drivetrain_offload.buffers import aligned_empty
-    from drivetrain_offload.host import HostStore
-    from drivetrain_offload.nvme import NvmeStore, Transfer
-    from drivetrain_offload.options import HostConfig, NvmeConfig, OffloadConfig
-    from drivetrain_offload.strategy import Offload
-
-__all__ = [
-    "HostConfig",
-    "HostStore",
-    "NvmeConfig",
-    "NvmeStore",
-    "Offload",
-    "OffloadConfig",
-    "Transfer",
-    "aligned_empty",
-]
-
-_HOMES = {
-    "HostConfig": "options",
-    "HostStore": "host",
-    "NvmeConfig": "options",
-    "NvmeStore": "nvme",
-    "Offload": "strategy",
-    "OffloadConfig": "options",
-    "Transfer": "nvme",
-    "aligned_empty": "buffers",
-}
-
-
-def __getattr__(name: str) -> Any:
-    """Import a name when it is asked for: the command's help needs no torch."""
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from importlib import import_module
-
-    return getattr(import_module(f"drivetrain_offload.{_HOMES[name]}"), name)

@@ -14,7 +14,7 @@ from rich.table import Table
 from drivetrain.errors import ConfigError, PreflightError
 
 if TYPE_CHECKING:
-    from drivetrain_offload.disk_speed import Speed
+    from drivetrain_offload.nvme import Speed
 
 GB = 1e9
 BILLION = 1e9
@@ -61,8 +61,14 @@ def disk_bench(
     """
     from drivetrain.hardware.sizes import MIB
     from drivetrain.log import progress
-    from drivetrain_offload.disk_speed import measure, suggest, usable_bytes
-    from drivetrain_offload.nvme import DiskFile, check_directory, file_system
+    from drivetrain_offload.nvme import (
+        DiskFile,
+        check_directory,
+        file_system,
+        measure,
+        suggest,
+        usable_bytes,
+    )
     from drivetrain_offload.options import NvmeConfig
 
     ways = [

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from drivetrain.config.outline import ReplicasOutline
-from drivetrain.config.policy import Policy
+from drivetrain.config.schema import Policy
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -17,98 +17,56 @@ if TYPE_CHECKING:
     from drivetrain.strategy import Strategy as Strategy
 
 _HOMES = {
-    "drivetrain.accelerator": ("Accelerator",),
+    "drivetrain.accelerator": "Accelerator",
     "drivetrain.aliases": (
-        "AcceleratedOptimizer",
-        "AcceleratedScheduler",
-        "AcceleratorState",
-        "DataLoaderShard",
-        "DistributedOperationException",
-        "GeneralTracker",
-        "extract_model_from_parallel",
+        "AcceleratedOptimizer AcceleratedScheduler AcceleratorState DataLoaderShard "
+        "DistributedOperationException GeneralTracker extract_model_from_parallel"
     ),
     "drivetrain.availability": (
-        "is_bf16_available",
-        "is_cuda_available",
-        "is_datasets_available",
-        "is_deepspeed_available",
-        "is_mlflow_available",
-        "is_mps_available",
-        "is_peft_available",
-        "is_rich_available",
-        "is_schedulefree_available",
-        "is_tensorboard_available",
-        "is_tqdm_available",
-        "is_trackio_available",
-        "is_transformers_available",
-        "is_wandb_available",
-        "is_xpu_available",
-        "patch_environment",
+        "is_bf16_available is_cuda_available is_datasets_available is_deepspeed_available "
+        "is_mlflow_available is_mps_available is_peft_available is_rich_available "
+        "is_schedulefree_available is_tensorboard_available is_tqdm_available "
+        "is_trackio_available is_transformers_available is_wandb_available is_xpu_available "
+        "patch_environment"
     ),
-    "drivetrain.checkpoint.encoding": ("load", "save"),
-    "drivetrain.checkpoint.export": ("read_export",),
+    "drivetrain.checkpoint.encoding": "load save",
+    "drivetrain.checkpoint.export": "read_export",
     "drivetrain.communication": (
-        "CannotPadNestedTensorWarning",
-        "broadcast",
-        "broadcast_object_list",
-        "gather",
-        "gather_object",
-        "pad_across_processes",
-        "reduce",
-        "wait_for_everyone",
+        "CannotPadNestedTensorWarning broadcast broadcast_object_list gather gather_object "
+        "pad_across_processes reduce wait_for_everyone"
     ),
-    "drivetrain.config": ("option", "section"),
-    "drivetrain.cost": ("Cost", "ModelSpec"),
+    "drivetrain.config": "option section",
+    "drivetrain.cost": "Cost ModelSpec",
     "drivetrain.errors": (
-        "CheckpointError",
-        "CollectiveError",
-        "ConfigError",
-        "DrivetrainError",
-        "NonFiniteError",
-        "PreflightError",
-        "RankMismatchError",
-        "StorageError",
-        "UnknownPluginError",
-        "UsageError",
+        "CheckpointError CollectiveError ConfigError DrivetrainError NonFiniteError "
+        "PreflightError RankMismatchError StorageError UnknownPluginError UsageError"
     ),
     "drivetrain.facade.settings": (
-        "AORecipeKwargs",
-        "AutocastKwargs",
-        "DDPCommunicationHookType",
-        "DataLoaderConfiguration",
-        "DistributedDataParallelKwargs",
-        "GradScalerKwargs",
-        "GradientAccumulationPlugin",
-        "InitProcessGroupKwargs",
-        "ProfileKwargs",
-        "ProjectConfiguration",
+        "AORecipeKwargs AutocastKwargs DDPCommunicationHookType DataLoaderConfiguration "
+        "DistributedDataParallelKwargs GradScalerKwargs GradientAccumulationPlugin "
+        "InitProcessGroupKwargs ProfileKwargs ProjectConfiguration"
     ),
-    "drivetrain.local_sgd": ("LocalSGD",),
-    "drivetrain.log": ("get_logger", "progress", "tqdm"),
-    "drivetrain.memory": ("find_executable_batch_size", "release_memory"),
+    "drivetrain.local_sgd": "LocalSGD",
+    "drivetrain.log": "get_logger progress tqdm",
+    "drivetrain.memory": "find_executable_batch_size release_memory",
     "drivetrain.nested": (
-        "concatenate",
-        "convert_to_fp32",
-        "find_batch_size",
-        "honor_type",
-        "recursively_apply",
-        "send_to_device",
-        "slice_tensors",
+        "concatenate convert_to_fp32 find_batch_size honor_type recursively_apply "
+        "send_to_device slice_tensors"
     ),
-    "drivetrain.notebook": ("debug_launcher", "notebook_launcher"),
-    "drivetrain.processes": ("DistributedType", "PartialState"),
-    "drivetrain.data": ("prepare_data_loader", "skip_first_batches"),
-    "drivetrain.data.division": ("SeedableRandomSampler",),
-    "drivetrain.runtime.gradient_state": ("GradientState",),
-    "drivetrain.data.loader": ("synchronize_rng_states",),
-    "drivetrain.runtime.rng": ("set_seed",),
-    "drivetrain.runtime.parts": ("Part",),
-    "drivetrain.shards": ("Reader", "Shard"),
-    "drivetrain.store": ("TensorStore",),
-    "drivetrain.strategy": ("Form", "Prepared", "Run", "Strategy"),
-    "drivetrain.observe.trackers": ("Tracker",),
+    "drivetrain.processes": "DistributedType PartialState debug_launcher notebook_launcher",
+    "drivetrain.data": "prepare_data_loader skip_first_batches",
+    "drivetrain.data.division": "SeedableRandomSampler",
+    "drivetrain.runtime.gradient_state": "GradientState",
+    "drivetrain.data.loader": "synchronize_rng_states",
+    "drivetrain.runtime.rng": "set_seed",
+    "drivetrain.runtime.parts": "Part",
+    "drivetrain.shards": "Reader Shard",
+    "drivetrain.store": "TensorStore",
+    "drivetrain.strategy": "Form Prepared Run Strategy",
+    "drivetrain.observe.trackers": "Tracker",
 }
-_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+"""By module, the names that it holds."""
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 
 __all__ = sorted(["__version__", *_HOME_OF])  # noqa: PLE0605 - computed from the table above
 

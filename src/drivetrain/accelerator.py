@@ -54,9 +54,8 @@ from drivetrain.observe.recorder import ExplainsShortage, LinkChoice, LiveFigure
 from drivetrain.observe.report import RunReport
 from drivetrain.observe.trackers import Trackers
 from drivetrain.processes import Processes, StaysInProcess
-from drivetrain.runtime import rank_status
 from drivetrain.runtime.mesh import Mesh
-from drivetrain.runtime.world import record_request
+from drivetrain.runtime.world import leave_others, record_request
 from drivetrain.strategy import Run, Strategy
 
 T = TypeVar("T")
@@ -69,7 +68,7 @@ def _launched_observer() -> Observer:
     path = record_request()
     if not path:
         return Observer()
-    from drivetrain.verify.recorder import launched_recorder  # no other run needs it
+    from drivetrain.verify import launched_recorder  # no other run needs it
 
     return launched_recorder(path)
 
@@ -1171,7 +1170,7 @@ class Accelerator(AnswersArguments, StaysInProcess, Processes):
         finally:
             self._preemption.close()
             if self._owns_group and dist.is_initialized():
-                rank_status.leave()
+                leave_others()
             self.report.close()
 
     def _forget(self) -> None:

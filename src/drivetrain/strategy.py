@@ -8,7 +8,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from drivetrain.compression.compressor import Compressor
 from drivetrain.compression.methods import LinkMethods
 from drivetrain.config.outline import ConfigT, Outline, working
-from drivetrain.cost import Cost, ModelSpec
+from drivetrain.cost import Cost, ModelSpec, Traffic
 from drivetrain.data.examples import ExampleBatches
 from drivetrain.errors import ConfigError, UsageError
 from drivetrain.model.deferred import fill, meta_tensors
@@ -28,11 +28,13 @@ from drivetrain.runtime.precision import Precision
 from drivetrain.runtime.world import World
 from drivetrain.saved_state import HeldTensors, KeepsState
 from drivetrain.shards import Readable, TensorFacts, WeightSource
-from drivetrain.traffic import Traffic
 
 if TYPE_CHECKING:
     from drivetrain.simulator.contract import Sharing, StepBound, UnitCosts
     from drivetrain.simulator.step import SimulatedRun, SimulatedStep, SimulatedUnit
+
+Only: TypeAlias = Collection[nn.Parameter] | None
+"""The parameters that are meant; None: all of them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -511,7 +513,7 @@ class Strategy(Readable, KeepsState, Outline[ConfigT]):
         return None
 
     @abstractmethod
-    def gradients(self, only: Collection[nn.Parameter] | None = None) -> Iterator[Tensor]:
+    def gradients(self, only: Only = None) -> Iterator[Tensor]:
         """Yield the pieces of gradient that the optimizers will read on this rank.
 
         The facade scales, clamps and checks them in place. Together the ranks yield every element
@@ -540,11 +542,7 @@ class Strategy(Readable, KeepsState, Outline[ConfigT]):
 
     @abstractmethod
     def clip_grad_norm(
-        self,
-        max_norm: float,
-        norm_type: float = 2.0,
-        *,
-        only: Collection[nn.Parameter] | None = None,
+        self, max_norm: float, norm_type: float = 2.0, *, only: Only = None
     ) -> Tensor:
         """Scale gradients to a global norm of at most max_norm.
 
@@ -656,7 +654,7 @@ class StrategyAround(Strategy[ConfigT]):
         """The stages of the strategy inside."""
         return self._inner.pipeline
 
-    def gradients(self, only: Collection[nn.Parameter] | None = None) -> Iterator[Tensor]:
+    def gradients(self, only: Only = None) -> Iterator[Tensor]:
         """Yield the pieces of gradient that this rank's optimizers read."""
         return self._inner.gradients(only)
 
@@ -673,11 +671,7 @@ class StrategyAround(Strategy[ConfigT]):
         self._inner.step_decided(taken=taken)
 
     def clip_grad_norm(
-        self,
-        max_norm: float,
-        norm_type: float = 2.0,
-        *,
-        only: Collection[nn.Parameter] | None = None,
+        self, max_norm: float, norm_type: float = 2.0, *, only: Only = None
     ) -> Tensor:
         """Scale gradients to a norm of at most max_norm."""
         return self._inner.clip_grad_norm(max_norm, norm_type, only=only)

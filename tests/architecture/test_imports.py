@@ -76,7 +76,7 @@ def test_core_and_launch_name_no_strategy():
 
 
 def test_only_world_and_launch_read_the_environment():
-    allowed = {"runtime/world.py", "availability.py", "notebook.py"}
+    allowed = {"runtime/world.py", "availability.py", "processes.py"}
     for path in sorted((ROOT / "src" / "drivetrain").rglob("*.py")):
         relative = path.relative_to(ROOT / "src" / "drivetrain").as_posix()
         if relative in allowed or relative.startswith("testing/"):
@@ -100,14 +100,14 @@ IDLE = {
     "pydantic",
     "drivetrain.checkpoint.export",
     "drivetrain.checkpoint.local",
-    "drivetrain.hardware.clock",
+    "drivetrain.hardware.measure",
     "drivetrain.hardware.description",
     "drivetrain.model.valueless",
     "drivetrain.observe.history",
     "drivetrain.observe.modules",
     "drivetrain.observe.trace",
     "drivetrain.simulator.step",
-    "drivetrain.verify.recorder",
+    "drivetrain.verify",
 }
 """What an ordinary run has no use for, and what takes long to load."""
 

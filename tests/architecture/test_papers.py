@@ -27,9 +27,7 @@ PAPERS = {
     "Li et al. 2020, PyTorch Distributed": Paper(
         "ddp", "drivetrain_ddp/strategy.py", ("Li et al.", "2020")
     ),
-    "Vogels et al. 2019, PowerSGD": Paper(
-        "ddp", "drivetrain_ddp/compression.py", ("Vogels", "2019")
-    ),
+    "Vogels et al. 2019, PowerSGD": Paper("ddp", "drivetrain_ddp/strategy.py", ("Vogels", "2019")),
     "Rajbhandari et al. 2020, ZeRO": Paper(
         "zero3", "drivetrain_zero/zero.py", ("Rajbhandari et al.", "2020"), torch=False
     ),

@@ -16,7 +16,7 @@ from drivetrain.errors import CollectiveError, UsageError
 from drivetrain.registry import STRATEGIES
 from drivetrain.testing.conformance import StrategyConformance
 from drivetrain.testing.conformance.accounts import cut_connections
-from drivetrain.testing.conformance.twins import Twins, everyone, plain_sgd
+from drivetrain.testing.conformance.suite import Twins, everyone, plain_sgd
 from drivetrain.testing.models import CASES, Case, cross_entropy, tokens
 from stacks import Gpt, Tower
 

@@ -5,8 +5,8 @@ import torch
 from plan import SUBJECTS, plain_section, predicted
 
 from drivetrain import Accelerator
+from drivetrain.data.examples import Candidate
 from drivetrain.hardware.description import load_hardware
-from drivetrain.model.first_batch import Candidate
 from drivetrain.simulator.traced import traced_model
 
 STEPS = 3

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from drivetrain import Accelerator
 from drivetrain.errors import UsageError
 from drivetrain.losses import compute_in_pieces, linear_cross_entropy, restore_loss
-from drivetrain.testing.conformance.twins import everyone
+from drivetrain.testing.conformance.suite import everyone
 from huggingface_models import VOCABULARY, bert, gpt2, llama, token_batch
 
 TENTHS = (torch.float64, 1e-12), (torch.float32, 1e-6)

@@ -10,7 +10,7 @@ from torch.multiprocessing import ProcessExitedException
 
 from drivetrain.config import read_file
 from drivetrain.errors import UsageError
-from drivetrain.notebook import debug_launcher, notebook_launcher
+from drivetrain.processes import debug_launcher, notebook_launcher
 from drivetrain.runtime.world import World, launched_config
 
 

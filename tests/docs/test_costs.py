@@ -10,8 +10,8 @@ import page_numbers
 from doc_pages import rows
 from drivetrain import Accelerator
 from drivetrain.runtime.precision import Precision
+from drivetrain_megatron.pipeline.command import UNIT_DURATIONS
 from drivetrain_megatron.pipeline.schedules import SCHEDULES, ActionKind
-from drivetrain_megatron.simulator.command import UNIT_DURATIONS
 from page_numbers import BF16, BF16_REDUCED_IN_FP32, BLOCKS, ELEMENTS, FP32, SIDE, bytes_of_tier
 from stacks import words
 

@@ -27,8 +27,8 @@ from drivetrain_fsdp.options import FsdpConfig
 from drivetrain_launch.cli import COMMANDS, group, run
 from drivetrain_launch.ranks.failure import CANNOT_HEAL
 from drivetrain_megatron.plan.named import STYLES
-from drivetrain_migration.converters import table_of
-from drivetrain_offload.disk_speed import ADAM_BYTES
+from drivetrain_migration.launchers import table_of
+from drivetrain_offload.nvme import ADAM_BYTES
 from drivetrain_offload.stepping import SETS, TILE_BYTES
 from foreign_files import FILES, LINES
 

@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import StepLR
 
 from drivetrain import Accelerator
 from drivetrain.checkpoint.export import read_export
-from drivetrain.testing.conformance.twins import everyone, weights
+from drivetrain.testing.conformance.suite import everyone, weights
 from stacks import Oddities
 
 STRATEGIES = {

@@ -126,7 +126,7 @@ class Sandbox:
 
 HEARS = """
 import os, sys, time
-from drivetrain.runtime.notices import Notice
+from drivetrain.runtime.board import Notice
 notice = Notice()
 notice.listen()
 end = time.monotonic() + (300 if os.environ["RANK"] == "0" else 0)

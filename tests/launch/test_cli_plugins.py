@@ -48,12 +48,12 @@ print("THE END")
 for words in ("launch --help", "estimate --help", "checkpoint export --help"):
     assert run(words.split()) == 0
 import drivetrain, drivetrain.config
-import drivetrain.observe.page, drivetrain_launch.hosts.remote, drivetrain_launch.watching.watch
+import drivetrain.observe.page, drivetrain_launch.ranks.remote, drivetrain_launch.ranks.watch
 from drivetrain.config.document import importers
 from drivetrain.registry import strategies
 from drivetrain_launch.commands import config
-from drivetrain_launch.wizard.questions import ask_all
-from drivetrain_launch.wizard.questions import Seen, Wizard
+from drivetrain_launch.commands.wizard import ask_all
+from drivetrain_launch.commands.wizard import Seen, Wizard
 assert len(list(importers())) >= 3
 wizard = Wizard(strategies(), Seen(cores=2, memory=64 << 30))
 for answer in ("here", "7B", "bf16"):

@@ -7,9 +7,9 @@ from torch import Tensor
 
 from drivetrain.collectives import Communicator, connect
 from drivetrain.collectives.native import NativeCommunicator
+from drivetrain.cost import Traffic
 from drivetrain.runtime.mesh import Axis, Mesh
 from drivetrain.runtime.world import World
-from drivetrain.traffic import Traffic
 
 TIMEOUT_S = 3600.0
 """Far beyond a test's own limit: a rank that waits for it fails its test."""

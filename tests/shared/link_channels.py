@@ -11,9 +11,9 @@ from drivetrain.collectives.volume import FlatSlice, ParameterRow
 from drivetrain.compression.communicator import LinkedCommunicator, connect_linked
 from drivetrain.compression.methods import LinkMethods
 from drivetrain.config.schema import FarConfig, LinksConfig
+from drivetrain.cost import Traffic
 from drivetrain.runtime.mesh import Mesh
 from drivetrain.runtime.world import World
-from drivetrain.traffic import Traffic
 
 WEIGHT, BIAS, TABLE = (70, 50), (33,), (64, 41)
 ROWS = [

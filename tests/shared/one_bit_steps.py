@@ -10,7 +10,7 @@ from torch.optim import SGD, Adam, AdamW
 from drivetrain import Accelerator
 from drivetrain.compression.compressor import Codec, Compressor
 from drivetrain.errors import ConfigError
-from drivetrain_compression import OneBit
+from drivetrain_compression.codes import OneBit
 from stacks import Parts
 
 WARMUP, STEPS, TOKENS = 3, 8, 64

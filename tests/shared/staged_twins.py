@@ -7,7 +7,7 @@ import torch
 
 from drivetrain import Accelerator
 from drivetrain.model.modules import named_parameters
-from drivetrain.testing.conformance.twins import everyone
+from drivetrain.testing.conformance.suite import everyone
 
 EXACT = {"rtol": 1e-10, "atol": 1e-12}
 

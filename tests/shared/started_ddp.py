@@ -2,11 +2,11 @@
 
 from torch import nn
 
+from drivetrain.cost import Traffic
 from drivetrain.runtime.mesh import Mesh
 from drivetrain.runtime.precision import Precision
 from drivetrain.runtime.world import World
 from drivetrain.strategy import Run
-from drivetrain.traffic import Traffic
 from drivetrain_ddp.options import DdpConfig
 from drivetrain_ddp.strategy import Ddp
 

@@ -1,6 +1,6 @@
 """States of ranks that are made up: what they wait in, and for how long."""
 
-from drivetrain_launch.watching.answers import OperationView, RankView
+from drivetrain_launch.ranks.answers import OperationView, RankView
 
 
 def operation(

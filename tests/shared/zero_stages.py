@@ -8,7 +8,7 @@ import torch
 
 from drivetrain import Accelerator
 from drivetrain.parallel.unit import Unit
-from drivetrain.testing.conformance.twins import Twins
+from drivetrain.testing.conformance.suite import Twins
 
 SMALL = {"bucket_mib": 0.001}
 """Several units even in small models."""

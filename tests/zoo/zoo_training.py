@@ -14,8 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from drivetrain import Accelerator
 from drivetrain.model.modules import repeated_blocks
-from drivetrain.verify import RunRecord, StepRecord
-from drivetrain.verify.recorder import Doubles
+from drivetrain.verify import Doubles, RunRecord, StepRecord
 from families import Batch, Family, Models, Phase
 from families.family import ROWS
 

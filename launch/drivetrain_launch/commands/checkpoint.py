@@ -7,8 +7,7 @@ from typing import Any
 
 import click
 
-from drivetrain.checkpoint.description import Description, describe, tensor_bytes
-from drivetrain.checkpoint.manifest import SavedTensor, absent
+from drivetrain.checkpoint.manifest import Description, SavedTensor, absent, describe, tensor_bytes
 from drivetrain.errors import CheckpointError, ConfigError
 from drivetrain.hardware.sizes import size_text
 from drivetrain_launch.commands.options import FOLDER, SETTINGS, json_option

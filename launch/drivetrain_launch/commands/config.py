@@ -41,7 +41,7 @@ from drivetrain_launch.commands.options import (
 from drivetrain_launch.console import show_table, yaml_text
 
 if TYPE_CHECKING:
-    from drivetrain_launch.wizard.questions import Wizard
+    from drivetrain_launch.commands.wizard import Wizard
 
 DEFAULT_PATH = Path("drivetrain.yaml")
 
@@ -95,7 +95,7 @@ def check(file: str) -> None:
 
     Example: drivetrain config check drivetrain.yaml
     """
-    from drivetrain_launch.forecast.checking import check_run
+    from drivetrain_launch.commands.options import check_run
 
     check_run(resolve_command_line(file, ()))
     click.echo("ok")
@@ -184,7 +184,7 @@ def ask(output: Path) -> int:
     """
     import questionary
 
-    from drivetrain_launch.wizard.questions import Wizard, ask_all, look
+    from drivetrain_launch.commands.wizard import Wizard, ask_all, look
 
     draft = output.with_suffix(".draft.json")
     answers = _draft(draft)
@@ -198,7 +198,7 @@ def ask(output: Path) -> int:
             write(draft, json.dumps(wizard.answers, indent=2) + "\n", replace=True)
         raise
     # Read the file as a run will: a mistake of ours must show here, and not in the run.
-    from drivetrain_launch.forecast.checking import check_run
+    from drivetrain_launch.commands.options import check_run
 
     check_run(resolve(read_file(path)))
     draft.unlink(missing_ok=True)
@@ -228,7 +228,7 @@ def _draft(path: Path) -> dict[str, Any]:
 
 def start_line(path: Path, wizard: "Wizard") -> str:
     """Return the commands that start the run of the wizard's answers, for the user to copy."""
-    from drivetrain_launch.wizard.questions import (
+    from drivetrain_launch.commands.wizard import (
         KUBERNETES,
         MEETING_PORT,
         MODEL,
@@ -508,7 +508,7 @@ def _is_ours(layer: Layer) -> bool:
 
 def _check(translation: Translation) -> None:
     """Read the translation as a run will: a mistake of ours must show here, and not in the run."""
-    from drivetrain_launch.forecast.checking import check_run
+    from drivetrain_launch.commands.options import check_run
 
     text = dump_yaml(translation.values)
     try:

@@ -26,7 +26,7 @@ from drivetrain_launch.console import show_table
 
 if TYPE_CHECKING:
     from drivetrain.cost import ModelSpec
-    from drivetrain_launch.forecast.planning import Promise
+    from drivetrain_launch.forecast import Promise
 
 KINDS = ("parameters", "masters", "gradients", "optimizer")
 """Columns of their own; other kinds on the device are added up."""
@@ -74,8 +74,7 @@ def command(
     room = _room(hardware)
     resolved = resolve_command_line(config, assignments, flags)
     ranks = _all_ranks(resolved.run.launch, ranks)
-    from drivetrain_launch.forecast.models import model_of
-    from drivetrain_launch.forecast.planning import promises_for
+    from drivetrain_launch.forecast import model_of, promises_for
 
     model = model_of(source, arguments)
     promises = list(promises_for(model, resolved, ranks))

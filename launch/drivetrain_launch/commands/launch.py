@@ -16,25 +16,27 @@ import click
 
 from drivetrain.config.resolve import Resolved
 from drivetrain.errors import ConfigError
-from drivetrain_launch.commands.hosts import TOPOLOGY, chosen_hosts, host_options, remote_job
 from drivetrain_launch.commands.options import (
     BEFORE_SCRIPT,
     FLAGS,
     HOSTS_GROUP,
+    TOPOLOGY,
     UNDERSCORES,
     GroupedCommand,
+    chosen_hosts,
     command_line_layer,
     complete_file,
     grouped_option,
+    host_options,
     knob_flags,
     misplaced,
     module_option,
+    remote_job,
     resolve_command_line,
     script_argument,
     source_options,
 )
-from drivetrain_launch.hosts.remote import RemoteHost, run_hosts
-from drivetrain_launch.hosts.surroundings import KEYS, Surroundings, recognise
+from drivetrain_launch.ranks.answers import VARIABLES
 from drivetrain_launch.ranks.failure import RunOver
 from drivetrain_launch.ranks.placement import (
     Endpoint,
@@ -46,9 +48,10 @@ from drivetrain_launch.ranks.placement import (
     listening_address,
     local_ranks,
 )
+from drivetrain_launch.ranks.remote import RemoteHost, run_hosts
 from drivetrain_launch.ranks.signals import Signals, Stopped
+from drivetrain_launch.ranks.surroundings import KEYS, Surroundings, recognise
 from drivetrain_launch.ranks.worker import AS_ACCELERATE, as_accelerate_words
-from drivetrain_launch.watching.answers import VARIABLES
 
 LAUNCHERS_OWN = tuple(
     name
@@ -115,7 +118,7 @@ def command(
     surroundings = None if explicit else recognise(os.environ)
     resolved = resolve_command_line(config, assignments, flags, surroundings)
     check_slot(resolved, surroundings)
-    from drivetrain_launch.forecast.checking import check_run
+    from drivetrain_launch.commands.options import check_run
 
     if standalone and resolved.run.launch.nnodes > 1:
         raise ConfigError(

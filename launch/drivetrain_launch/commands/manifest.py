@@ -19,7 +19,7 @@ import yaml
 
 from drivetrain.config import LaunchConfig, Resolved
 from drivetrain.errors import ConfigError
-from drivetrain.runtime.notices import PREEMPTED
+from drivetrain.runtime.board import PREEMPTED
 from drivetrain_launch.commands.launch import check_script
 from drivetrain_launch.commands.options import (
     BEFORE_SCRIPT,
@@ -33,9 +33,9 @@ from drivetrain_launch.commands.options import (
     source_options,
     worded_flags,
 )
-from drivetrain_launch.hosts.surroundings import KEYS
 from drivetrain_launch.ranks.channel import SECRET_VARIABLE
 from drivetrain_launch.ranks.failure import CANNOT_HEAL
+from drivetrain_launch.ranks.surroundings import KEYS
 
 DEVICE = "nvidia.com/gpu"
 """Name of an accelerator among a pod's resources, where the user names no other."""

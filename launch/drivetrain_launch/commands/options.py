@@ -1,18 +1,23 @@
-"""The options that commands share: knobs of the schema with a flag for their name, and hosts.
+"""The options that commands share, and the configuration that they make: refused if no run can be.
 
 Help text and default come from the ``option()`` declarations. The command line becomes one layer of
 configuration, whose origins quote the user's words.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import os
+import re
+import sys
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import click
 from click.shell_completion import CompletionItem
 
 from drivetrain.config import (
+    LaunchConfig,
     Layer,
     Option,
     RunConfig,
@@ -21,10 +26,14 @@ from drivetrain.config import (
     read_sets,
 )
 from drivetrain.config.document import importers, put, read_own_file
+from drivetrain.config.outline import FarLinks, check_axes, check_forward, find_outline
 from drivetrain.config.resolve import Resolved, resolve
-from drivetrain.errors import ConfigError
+from drivetrain.config.schema import FarConfig, Policy
+from drivetrain.errors import ConfigError, in_words
 from drivetrain.registry import strategies
-from drivetrain_launch.hosts.surroundings import FEWEST_KEY, Surroundings, check_agreement
+from drivetrain_launch.ranks.placement import check_hosts, check_size
+from drivetrain_launch.ranks.remote import RemoteHost, RemoteJob, read_hostfile, read_hosts, select
+from drivetrain_launch.ranks.surroundings import FEWEST_KEY, Surroundings, check_agreement
 
 
 @dataclass(frozen=True, slots=True)
@@ -502,3 +511,215 @@ module_option = grouped_option(
 )
 json_option = grouped_option("Output", "--json", "as_json", is_flag=True, help="Print JSON.")
 """Decorate a command with ``--module`` and ``--json``."""
+
+
+SELECTION = "HOST:0,1@HOST"
+OPTIONS = (
+    ("--hosts", "HOST:N,...", "Start N ranks on each of these hosts over ssh. [default: none]"),
+    (
+        "--hostfile",
+        "FILE",
+        "Start on the hosts of a file with lines such as 'n1 slots=8'. [default: none]",
+    ),
+    (
+        "--include",
+        SELECTION,
+        "Of the hosts, take these alone, with these devices. [default: all]",
+    ),
+    ("--exclude", SELECTION, "Of the hosts, leave out these, or these devices. [default: none]"),
+    ("--export", "NAME[=TEXT]", "Give hosts this variable, too; repeatable. [default: none]"),
+    ("--env-file", "FILE", "Give hosts the variables of lines NAME=TEXT. [default: none]"),
+)
+"""Names, arguments and help of the options."""
+
+REPEATABLE = "--export"
+
+TOPOLOGY = "--topology"
+OF_HOST_0 = (*(name for name, _, _ in OPTIONS), TOPOLOGY, "--rdzv-endpoint")
+"""Options that the started hosts do not get: the machine that starts them decides."""
+
+_ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)(?:=(.*))?", re.DOTALL)
+
+
+host_options = all_of(
+    [
+        grouped_option(
+            HOSTS_GROUP,
+            name,
+            metavar=metavar,
+            help=text,
+            multiple=name == REPEATABLE,
+            shell_complete=complete_file if metavar == "FILE" else None,
+        )
+        for name, metavar, text in OPTIONS
+    ]
+)
+"""Decorates a command with the options; their values are keyword arguments."""
+
+
+def chosen_hosts(
+    flags: Mapping[str, Any], chosen: Container[str], *, standalone: bool
+) -> list[RemoteHost]:
+    """Return the hosts to start over ssh; none without ``--hosts`` and ``--hostfile``.
+
+    Args:
+        flags: values of the options.
+        chosen: keys of the configuration that the command line sets.
+        standalone: whether one host was asked for.
+
+    Raises:
+        ConfigError: the options contradict each other, or a host is malformed.
+    """
+    hosts, hostfile = flags["hosts"], flags["hostfile"]
+    include, exclude = flags["include"], flags["exclude"]
+    if hosts is not None and hostfile is not None:
+        raise ConfigError("--hosts and --hostfile: expected one of them, found both")
+    if hosts is None and hostfile is None:
+        if (include, exclude, flags["env_file"]) != (None, None, None) or flags["export"]:
+            raise ConfigError(
+                "--include, --exclude, --export and --env-file are for hosts that are started over "
+                "ssh; give --hostfile or --hosts, too"
+            )
+        return []
+    if standalone or "launch.nnodes" in chosen or "launch.node_rank" in chosen:
+        raise ConfigError(
+            "--hosts and --hostfile start the run on every host: leave out --nnodes, --node-rank "
+            "and --standalone"
+        )
+    found = read_hostfile(Path(hostfile)) if hostfile is not None else read_hosts(hosts)
+    return select(found, include, exclude)
+
+
+def without_hosts(words: Sequence[str]) -> list[str]:
+    """Leave the options about hosts out of a command line."""
+    kept, rest = [], iter(words)
+    for word in rest:
+        name, equals, _ = word.partition("=")
+        if name.replace("_", "-") not in OF_HOST_0:
+            kept.append(word)
+        elif not equals:
+            next(rest, None)
+    return kept
+
+
+def remote_job(
+    command: str,
+    hosts: Sequence[RemoteHost],
+    flags: Mapping[str, Any],
+    *,
+    launch: LaunchConfig,
+    script: Sequence[str] = (),
+) -> RemoteJob:
+    """Return the job that runs this command, with its words, on hosts.
+
+    Raises:
+        ConfigError: a variable for the hosts is malformed, or not set.
+    """
+    given: Sequence[str] = click.get_current_context().meta[GIVEN_WORDS]
+    head = without_hosts(given[: len(given) - len(script)])
+    variables = dict(_exported(flags["export"], flags["env_file"]))
+    return RemoteJob(
+        hosts=hosts,
+        words=(*head, *script),
+        grace_s=launch.grace_s,
+        endpoint=launch.rdzv_endpoint,
+        command=command,
+        variables=variables,
+    )
+
+
+def _exported(words: Sequence[str], file: str | None) -> Iterator[tuple[str, str]]:
+    """Yield the variables of a file, and then those of the command line."""
+    if file is not None:
+        try:
+            lines = Path(file).read_text(encoding="utf-8").splitlines()
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"--env-file: cannot read {file!r}: {in_words(error)}; check the path"
+            ) from error
+        for number, line in enumerate(lines, start=1):
+            if (text := line.strip()) and not text.startswith("#"):
+                yield _variable(text, f"{file}:{number}")
+    for word in words:
+        yield _variable(word, f"--export {word}")
+
+
+def _variable(text: str, where: str) -> tuple[str, str]:
+    match = _ASSIGNMENT.fullmatch(text)
+    if match is None:
+        raise ConfigError(f"{where}: expected NAME or NAME=TEXT, found {text!r}")
+    if match[2] is None and match[1] not in os.environ:
+        raise ConfigError(
+            f"{where}: the variable {match[1]} is not set here; set it, or give {match[1]}=TEXT"
+        )
+    return match[1], os.environ[match[1]] if match[2] is None else match[2]
+
+
+def check_run(resolved: Resolved) -> None:
+    """Check a resolved configuration against the strategy, its dtypes, the ranks and the hosts.
+
+    The machine is not looked at: the file may be for another one. So ``nproc_per_node: auto``
+    leaves the number of ranks open.
+
+    Raises:
+        ConfigError: settings that ``prepare()``, or the launcher, would refuse.
+    """
+    check_hosts(resolved.run.launch)
+    if resolved.run.profile.steps != "":
+        from drivetrain.observe.profile import StepWindow
+
+        StepWindow.parse(resolved.run.profile.steps)
+    kind, options = find_outline(resolved.strategy, resolved.strategy_config)
+    precision = _policy(resolved.run)
+    kind.check_options(options, precision)
+    kind.check_links(options, _links(resolved.run), precision)
+    settings = resolved.run.launch
+    if settings.nproc_per_node == "auto":
+        return
+    for hosts in range(settings.nnodes, settings.least_nnodes - 1, -1):
+        size = check_size(settings.nproc_per_node, hosts)
+        try:
+            _check_islands(resolved.run.links.hardware, settings.nproc_per_node, hosts)
+            sizes = kind.axes(options, size)
+            check_axes(sizes, size)
+            check_forward(resolved.run, sizes)
+        except ConfigError as error:
+            if hosts == settings.nnodes:
+                raise
+            raise ConfigError(
+                f"launch.min_nnodes: the run could not go on with {hosts} hosts of "
+                f"{settings.nproc_per_node} ranks: {error}"
+            ) from error
+
+
+def _policy(run: RunConfig) -> Policy:
+    """Return the dtypes; as ``prepare()`` has them where a plugin without outline brought torch."""
+    if "torch" not in sys.modules:
+        return Policy.configured(run)
+    from drivetrain.runtime.precision import Precision
+
+    return Precision.configured(run)
+
+
+def _links(run: RunConfig) -> FarLinks:
+    """Return the methods for slow links: they compute with torch, so it is imported for them."""
+    if run.links.far == FarConfig() and "torch" not in sys.modules:
+        return FarLinks()
+    from drivetrain.compression.methods import LinkMethods
+
+    return LinkMethods.configured(run.links, undoable=run.skips_steps)
+
+
+def _check_islands(hardware: str, ranks: int, nodes: int) -> None:
+    """Refuse islands that do not fit the hosts; a file of them may lie on the hosts alone.
+
+    Islands are declared in a world, which has devices of torch.
+    """
+    if not hardware:
+        return
+    from drivetrain.compression.communicator import declared_islands
+    from drivetrain.hardware.description import names_a_device
+    from drivetrain_launch.forecast import planned_world
+
+    if names_a_device(hardware) or Path(hardware).exists():
+        declared_islands(planned_world(ranks, nodes), hardware)

@@ -28,10 +28,10 @@ from drivetrain_launch.console import show_table
 
 if TYPE_CHECKING:
     from drivetrain.planner.search import Found, Prediction, Predictor, Task
-    from drivetrain_launch.forecast.models import Subject
+    from drivetrain_launch.forecast import Subject
 
 LONGEST = 4096
-"""Tokens of a sample that the help promises; see ``forecast.models``."""
+"""Tokens of a sample that the help promises; see ``forecast``."""
 
 BEST = "best"
 """Stands for the layout that a search finds."""
@@ -173,7 +173,7 @@ def _subject(
     script: str | None,
     arguments: tuple[str, ...],
 ) -> "Subject":
-    from drivetrain_launch.forecast import models as paper
+    from drivetrain_launch import forecast
 
     given = {"--gpt": gpt, "--hf": hf, "--model": factory, "a script": script}
     named = [name for name, value in given.items() if value is not None]
@@ -186,12 +186,12 @@ def _subject(
             f"--seq: expected with --hf or --model, found {named[0]}, which says it itself"
         )
     if gpt is not None:
-        return paper.Subject(read_shape(gpt))
+        return forecast.Subject(read_shape(gpt))
     if hf is not None:
-        return paper.subject_of_config(hf, seq)
+        return forecast.subject_of_config(hf, seq)
     if factory is not None:
-        return paper.subject_of_function(factory, seq)
-    return paper.subject_of_script(str(script), arguments)
+        return forecast.subject_of_function(factory, seq)
+    return forecast.subject_of_script(str(script), arguments)
 
 
 def read_shape(text: str) -> GptShape:

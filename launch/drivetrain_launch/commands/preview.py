@@ -14,9 +14,9 @@ from drivetrain.planner.search import HostOrder, HostPlacement
 from drivetrain.strategy import Run, find_strategy
 from drivetrain_launch.commands.config import show_configuration
 from drivetrain_launch.console import show_table
-from drivetrain_launch.forecast.planning import EXAMPLE, example_model, plan, plan_on
-from drivetrain_launch.hosts.remote import RemoteHost
+from drivetrain_launch.forecast import EXAMPLE, example_model, plan, plan_on
 from drivetrain_launch.ranks.placement import accelerators, cores, local_ranks
+from drivetrain_launch.ranks.remote import RemoteHost
 
 
 def preview(resolved: Resolved, listed: Sequence[RemoteHost] = ()) -> None:

@@ -5,21 +5,23 @@ from typing import Any
 
 import click
 
-from drivetrain_launch.commands.hosts import chosen_hosts, host_options, remote_job
 from drivetrain_launch.commands.launch import check_slot, launch
 from drivetrain_launch.commands.options import (
     HOSTS_GROUP,
     SETTINGS,
     UNDERSCORES,
     GroupedCommand,
+    chosen_hosts,
     command_line_layer,
+    host_options,
     knob_flags,
+    remote_job,
     resolve_command_line,
     source_options,
     worded_flags,
 )
-from drivetrain_launch.hosts.remote import run_hosts
-from drivetrain_launch.hosts.surroundings import KEYS, recognise
+from drivetrain_launch.ranks.remote import run_hosts
+from drivetrain_launch.ranks.surroundings import KEYS, recognise
 
 MODULE = "drivetrain_launch.commands.selfcheck"
 RANKS_KEY = "launch.nproc_per_node"
@@ -61,7 +63,7 @@ def command(config: str | None, assignments: tuple[str, ...], **flags: Any) -> i
         flags["nproc_per_node"] = USUAL_RANKS
         resolved = resolve_command_line(config, assignments, flags)
     check_slot(resolved, surroundings)
-    from drivetrain_launch.forecast.checking import check_run
+    from drivetrain_launch.commands.options import check_run
 
     check_run(resolved)
     if listed:

@@ -1,1 +1,1 @@
-"""The ranks of this host: where they go, how they meet, run, fail and end."""
+"""Hosts and ranks of a run: found, placed, started, watched, ended; who failed, and who waits."""

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from drivetrain.errors import ConfigError, PreflightError
-from drivetrain.runtime.notices import PREEMPTED
+from drivetrain.runtime.board import PREEMPTED
 from drivetrain_launch.console import say, show_table
 from drivetrain_launch.ranks.channel import (
     Channel,
@@ -28,7 +28,7 @@ from drivetrain_launch.ranks.channel import (
 from drivetrain_launch.ranks.failure import Ending, IdleAttempts, Verdict, judge
 from drivetrain_launch.ranks.placement import HostJob
 from drivetrain_launch.ranks.preflight import CheckedHost, Extent, HostCheck, differences
-from drivetrain_launch.watching.watch import StragglerWatch
+from drivetrain_launch.ranks.watch import StragglerWatch
 
 
 @dataclass(eq=False, kw_only=True, slots=True)

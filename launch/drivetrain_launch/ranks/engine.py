@@ -23,10 +23,10 @@ from typing import IO, NamedTuple, TextIO
 import psutil
 from torch.distributed.elastic.multiprocessing.tail_log import TailLog
 
-from drivetrain.runtime.board import ask_to_stop
-from drivetrain.runtime.notices import NOTICES, PREEMPTED
+from drivetrain.runtime.board import NOTICES, PREEMPTED, ask_to_stop
 from drivetrain.runtime.world import LINK_VARIABLE, WORK_VARIABLE, reader_mark, saved_mark
 from drivetrain_launch.console import say
+from drivetrain_launch.ranks.answers import BOARD_VARIABLE, status_of
 from drivetrain_launch.ranks.channel import SECRET_VARIABLE, shared_secret
 from drivetrain_launch.ranks.failure import (
     EarlyEnd,
@@ -46,9 +46,8 @@ from drivetrain_launch.ranks.placement import (
     threads,
 )
 from drivetrain_launch.ranks.signals import Signals, Stopped
+from drivetrain_launch.ranks.watch import HangWatch, WorkFiles, work_file
 from drivetrain_launch.ranks.worker import LOGS_VARIABLE
-from drivetrain_launch.watching.answers import BOARD_VARIABLE, status_of
-from drivetrain_launch.watching.watch import HangWatch, WorkFiles, work_file
 
 # --- where the ranks' output goes: the console, and files where the user wants them ---
 

@@ -17,8 +17,8 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from drivetrain.errors import CheckpointError, CollectiveError, ConfigError, NonFiniteError
-from drivetrain.runtime.notices import PREEMPTED
-from drivetrain_launch.watching.watch import Hang
+from drivetrain.runtime.board import PREEMPTED
+from drivetrain_launch.ranks.watch import Hang
 
 KILLED = 6
 """Exit code of the launcher when a signal killed the first failing rank."""

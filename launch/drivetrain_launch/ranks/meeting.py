@@ -48,7 +48,7 @@ from drivetrain_launch.ranks.placement import (
     listening_address,
 )
 from drivetrain_launch.ranks.preflight import HostProbe, chosen_address, machine_id, transport_of
-from drivetrain_launch.watching.watch import Hosts, StragglerWatch
+from drivetrain_launch.ranks.watch import Hosts, StragglerWatch
 
 
 class SingleHost:

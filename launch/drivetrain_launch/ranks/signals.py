@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from types import FrameType, TracebackType
 
-from drivetrain.runtime.notices import NOTICES, SAME_NOTICE_S, EarlyNotice
+from drivetrain.runtime.board import NOTICES, SAME_NOTICE_S, EarlyNotice
 
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 """Signals after which the launcher ends."""

@@ -24,9 +24,8 @@ from typing import NoReturn
 import drivetrain
 from drivetrain.compat import importing
 from drivetrain.errors import CollectiveError, DrivetrainError
-from drivetrain.runtime.board import board
-from drivetrain.runtime.notices import EarlyNotice
-from drivetrain_launch.watching.answers import (
+from drivetrain.runtime.board import EarlyNotice, board
+from drivetrain_launch.ranks.answers import (
     BOARD_VARIABLE,
     RECORDER_VARIABLE,
     STACK_SIGNAL,

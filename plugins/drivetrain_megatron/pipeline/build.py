@@ -54,7 +54,6 @@ from drivetrain_megatron.pipeline.runner import (
 )
 from drivetrain_megatron.pipeline.schedules import Action, ActionKind
 from drivetrain_megatron.pipeline.stage import SharedParameters, Split, split, with_copies
-from drivetrain_megatron.pipeline.stand_ins import StandIns
 from drivetrain_megatron.pipeline.transfer import (
     Dims,
     DividedCall,
@@ -67,7 +66,7 @@ from drivetrain_megatron.pipeline.transfer import (
 from drivetrain_megatron.pipeline.trials import BatchTrial, LossTrial
 from drivetrain_megatron.recording.calls import ExampleInputs
 from drivetrain_megatron.recording.phases import Recording, named_blocks, recording_of
-from drivetrain_megatron.recording.proxy import StageProxy, resolve
+from drivetrain_megatron.recording.proxy import StageProxy, StandIns, resolve
 from drivetrain_megatron.shares import Shares, on_shares
 from drivetrain_megatron.tensor.behavior import Uncompiled
 from drivetrain_megatron.tensor.linear import WeightGradients, defer_no_more, defer_weights

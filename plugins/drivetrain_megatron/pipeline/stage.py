@@ -27,7 +27,6 @@ from drivetrain.model.untouched import keep_padding
 from drivetrain.shards import WeightSource
 from drivetrain.strategy import Strategy
 from drivetrain_megatron.pipeline.cut import StageCut
-from drivetrain_megatron.pipeline.stand_ins import OtherStage, ParameterProxy, StageParameter
 from drivetrain_megatron.pipeline.transfer import (
     Direction,
     Link,
@@ -46,7 +45,12 @@ from drivetrain_megatron.recording.phases import (
     changed,
     named_blocks,
 )
-from drivetrain_megatron.recording.proxy import StageProxy
+from drivetrain_megatron.recording.proxy import (
+    OtherStage,
+    ParameterProxy,
+    StageParameter,
+    StageProxy,
+)
 from drivetrain_megatron.recording.shapes import (
     AroundBlocks,
     CallShapes,

@@ -25,13 +25,13 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from drivetrain.collectives.communicator import reason
 from drivetrain.collectives.neighbors import Tag
+from drivetrain.cost import Traffic
 from drivetrain.errors import CollectiveError, ConfigError, UsageError
 from drivetrain.log import get_logger
 from drivetrain.model.guard import Keywords
 from drivetrain.runtime.mesh import Axis, lines_along
 from drivetrain.runtime.ranges import WAIT, named_range
 from drivetrain.strategy import Run
-from drivetrain.traffic import Traffic
 from drivetrain_megatron.recording.phases import TensorMeta
 
 # --- the mark of a gradient that backward does not make, in the tensor of a message ---

@@ -2,10 +2,10 @@
 
 ================ ==================================================================================
 ``divide``       divides one block as a plan says
-``groups``       layers and weights that can be divided together, and the ways to try them
 ``trial``        compares the divided block with the whole one, in numbers, on thin copies, by ranks
                  that are threads of one process
-``derive``       proposes plans for a block, and keeps a plan that gives equal numbers
+``derive``       finds layers and weights that can be divided together, proposes plans for a block,
+                 and keeps a plan that gives equal numbers
 ``named``        plans in words: the user's and Hugging Face's, and whether each was fulfilled
 ``model``        divides a whole model, also by words, compares it with one process, says how
 ================ ==================================================================================

@@ -35,11 +35,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 from drivetrain.collectives import Communicator, Handle, Reduction
 from drivetrain.collectives.communicator import Finished, Request, flatten
 from drivetrain.collectives.volume import Chunks, checked_chunks
+from drivetrain.cost import Traffic
 from drivetrain.errors import CollectiveError, ConfigError
 from drivetrain.log import get_logger
 from drivetrain.runtime import rng
 from drivetrain.runtime.mesh import Axis
-from drivetrain.traffic import Traffic
 from drivetrain_megatron.dropout import DropoutLayout, DropoutRecorder, Site, open_attentions
 from drivetrain_megatron.plan.divide import BlockPlan, divide
 from drivetrain_megatron.recording.calls import Call

@@ -12,10 +12,14 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from drivetrain.collectives.facts import differing
-from drivetrain.data.examples import ExampleBatch
+from drivetrain.data.examples import (
+    Candidate,
+    ExampleBatch,
+    batches_as_arguments,
+    guessed_inputs,
+)
 from drivetrain.errors import RankMismatchError, UsageError
 from drivetrain.log import get_logger
-from drivetrain.model.first_batch import Candidate, batches_as_arguments, guessed_inputs
 from drivetrain.model.guard import Keywords
 from drivetrain.model.modules import NamedModule, repeated_blocks, uncompiled
 from drivetrain.model.trace import BlockCall, ModelTrace, TensorRef, TracedTensor

@@ -36,8 +36,14 @@ from typing import Any, TypeAlias, TypeVar
 
 import torch.distributed as dist
 
-from drivetrain.checkpoint.description import STATE_FILE, UNREADABLE, read_state
-from drivetrain.checkpoint.manifest import FILE_NAME, Manifest, sync_directory
+from drivetrain.checkpoint.manifest import (
+    FILE_NAME,
+    STATE_FILE,
+    UNREADABLE,
+    Manifest,
+    read_state,
+    sync_directory,
+)
 from drivetrain.collectives.facts import Ranks, collect_facts, gather_facts, share_facts
 from drivetrain.errors import CheckpointError
 from drivetrain.log import get_logger

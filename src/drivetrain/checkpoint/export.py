@@ -22,9 +22,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from drivetrain.checkpoint.commit import share, together
+from drivetrain.checkpoint.encoding import TensorFile
 from drivetrain.checkpoint.loading import ModelReader, open_checkpoint
 from drivetrain.checkpoint.manifest import basename, sync_directory, write_bytes
-from drivetrain.checkpoint.tensor_file import TensorFile
 from drivetrain.errors import CheckpointError, ConfigError, in_words
 from drivetrain.log import get_logger
 from drivetrain.model.modules import all_names, named_parameters, persistent_buffers

@@ -18,19 +18,19 @@ from torch import Tensor
 
 from drivetrain.checkpoint import commit
 from drivetrain.checkpoint.commit import together
-from drivetrain.checkpoint.description import STATE_FILE, decode
-from drivetrain.checkpoint.encoding import STATE_TENSORS, Scalars
+from drivetrain.checkpoint.encoding import DTYPES, STATE_TENSORS, Scalars, copy_overlap
 from drivetrain.checkpoint.manifest import (
+    STATE_FILE,
     FileRecord,
     Manifest,
     SavedPart,
     SavedTensor,
+    decode,
     file_record,
     first_overlap,
     fits,
     numel,
 )
-from drivetrain.checkpoint.tensor_file import DTYPES, copy_overlap
 from drivetrain.errors import CheckpointError, in_words
 from drivetrain.runtime.parts import Part, label
 from drivetrain.runtime.world import World

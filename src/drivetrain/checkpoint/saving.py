@@ -40,14 +40,16 @@ from drivetrain.checkpoint.commit import (
     together,
 )
 from drivetrain.checkpoint.encoding import (
+    DTYPES,
     Contents,
     Report,
     check_plain,
     check_shard,
+    is_finite,
     write_common,
+    write_tensors,
 )
 from drivetrain.checkpoint.manifest import SavedPart, SavedTensor, sync_directory
-from drivetrain.checkpoint.tensor_file import DTYPES, is_finite, write_tensors
 from drivetrain.errors import CheckpointError
 from drivetrain.log import get_logger
 from drivetrain.runtime.world import World

@@ -23,46 +23,24 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from drivetrain.collectives.communicator import (
-    Communicator,
-    Finished,
-    Handle,
-    Parts,
-    Reduction,
-    SoloCommunicator,
-    communicator_of,
-)
+from drivetrain.collectives.communicator import Communicator as Communicator
+from drivetrain.collectives.communicator import Finished as Finished
+from drivetrain.collectives.communicator import Handle as Handle
+from drivetrain.collectives.communicator import Parts as Parts
+from drivetrain.collectives.communicator import Reduction as Reduction
+from drivetrain.collectives.communicator import SoloCommunicator
+from drivetrain.collectives.communicator import communicator_of as communicator_of
 from drivetrain.collectives.hierarchy import HierarchicalCommunicator
 from drivetrain.collectives.native import NativeCommunicator
 from drivetrain.collectives.ring import RingCommunicator
-from drivetrain.collectives.volume import (
-    Operation,
-    Route,
-    chunk_bounds,
-    sent_bytes,
-    sent_elements,
-)
+from drivetrain.collectives.volume import Route as Route
+from drivetrain.collectives.volume import chunk_bounds as chunk_bounds
+from drivetrain.collectives.volume import sent_bytes as sent_bytes
+from drivetrain.collectives.volume import sent_elements as sent_elements
+from drivetrain.cost import Traffic
 from drivetrain.errors import UsageError
 from drivetrain.runtime.mesh import Axis, Mesh
 from drivetrain.runtime.world import World
-from drivetrain.traffic import Traffic
-
-__all__ = [
-    "Communicator",
-    "Finished",
-    "Handle",
-    "Operation",
-    "Parts",
-    "Reduction",
-    "Route",
-    "chunk_bounds",
-    "communicator_of",
-    "connect",
-    "connect_over_hosts",
-    "route_over_hosts",
-    "sent_bytes",
-    "sent_elements",
-]
 
 
 def connect(

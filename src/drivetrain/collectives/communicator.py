@@ -33,13 +33,16 @@ from drivetrain.collectives.volume import (
     sent_bytes,
     sent_elements,
 )
+from drivetrain.cost import Traffic
 from drivetrain.errors import CollectiveError, UsageError
 from drivetrain.runtime.mesh import Axis
 from drivetrain.runtime.ranges import COLLECTIVE, WAIT
 from drivetrain.shards import Reader, Shard
-from drivetrain.traffic import Traffic
 
 Tensors = list[Tensor] | tuple[Tensor, ...]
+
+First: TypeAlias = Callable[[], None] | None
+"""Called once, before this rank's tensors are read: maybe in another thread, at last in a wait."""
 
 Parts: TypeAlias = Sequence[Sequence[Tensor]]
 """For each rank of the axis, in order: the rank's 1-D contiguous tensors, mostly slices of larger
@@ -206,150 +209,14 @@ def copy_all(targets: Tensors, sources: Tensors) -> None:
 
 # --- channels: the same tensors time and again, which a slow link may approximate ---
 
-# Here all of them are exact; ``drivetrain.compression.communicator`` has those that are not.
-
-
 SumChannel: TypeAlias = Callable[[Tensor], Handle]
 """Sums the same flat tensor over ranks, time and again, on every rank."""
 
 ReduceChannel: TypeAlias = Callable[[Parts], Handle]
 """Sums the same parts over ranks, time and again, each on the rank that keeps it."""
 
-GatherChannel: TypeAlias = Callable[[Parts, Callable[[], None] | None], Handle]
+GatherChannel: TypeAlias = Callable[[Parts, First], Handle]
 """Gathers the same parts, time and again; the second argument is ``first`` of ``gather_parts``."""
-
-
-class Channels(ABC):
-    """The channels of a communicator.
-
-    Attributes:
-        approximates_parameters: whether gathered values of parameters may differ from the values of
-            their owners.
-        owns_apart: whether owners keep values apart from gathered ones, which are approximate or
-            may be.
-    """
-
-    approximates_parameters = False
-    owns_apart = False
-
-    @abstractmethod
-    def all_reduce(self, tensor: Tensor, *, label: str = "") -> Handle:
-        """Replace a tensor by its sum over ranks."""
-
-    @abstractmethod
-    def gather_parts(
-        self, parts: Parts, *, label: str = "", first: Callable[[], None] | None = None
-    ) -> Handle:
-        """Fill the tensors of the other ranks with the values of these ranks."""
-
-    @abstractmethod
-    def reduce_parts(self, parts: Parts, *, label: str = "") -> Handle:
-        """Put the sums over ranks into this rank's tensors."""
-
-    def gradients_summed(
-        self, flat_slice: FlatSlice, label: str, replaces: SumChannel | None = None
-    ) -> SumChannel:
-        """Return a channel that replaces gradients by their sums over ranks.
-
-        Args:
-            flat_slice: describes the flat tensor of the gradients.
-            label: names the operations in errors.
-            replaces: a channel that is given up for this one, and under way no more. The state
-                that an approximation has kept for the elements of this rank goes on.
-        """
-        return partial(self.all_reduce, label=label)
-
-    def renew_channels(self) -> None:
-        """Give up the channels of gradients: others are about to take their places.
-
-        Collective over the ranks of a host. What an approximation has kept back goes on to the
-        channels that come, by the names of parameters; without one there is nothing to do.
-        """
-        return
-
-    def gradients_scattered(
-        self,
-        describe: Callable[[], SlicesByRank],
-        label: str,
-        replaces: ReduceChannel | None = None,
-    ) -> ReduceChannel:
-        """Return a channel that puts the sums of gradients over ranks into this rank's tensors.
-
-        Args:
-            describe: describes the tensors of each rank; only asked where that is needed.
-            label: names the operations in errors.
-            replaces: a channel of this communicator that is given up, of some of the same tensors;
-                the new one goes on with what that has kept back.
-        """
-        return partial(self.reduce_parts, label=label)
-
-    def parameters_gathered(
-        self, describe: Callable[[], SlicesByRank], label: str
-    ) -> GatherChannel:
-        """Return a channel that fills the tensors of all ranks with parameters.
-
-        Args:
-            describe: describes the tensors of each rank; only asked where that is needed.
-            label: names the operations in errors.
-        """
-
-        def start(parts: Parts, first: Callable[[], None] | None) -> Handle:
-            return self.gather_parts(parts, label=label, first=first)
-
-        return start
-
-    def parameters_updated(self, describe: Callable[[], SlicesByRank], label: str) -> GatherChannel:
-        """Return a channel that brings updates of parameters to all ranks.
-
-        Between two gathers the tensors stay as they are, and alike on all ranks; ``first`` writes
-        the new values of this rank's tensors, and an approximation sends the difference.
-
-        Args:
-            describe: describes the tensors of each rank; only asked where that is needed.
-            label: names the operations in errors.
-        """
-        return self.parameters_gathered(describe, label)
-
-    def step_decided(self, *, taken: bool) -> None:
-        """Note whether optimizers step with the sums since the last step, or the step is skipped.
-
-        An approximation then goes on with what it had kept back before these sums.
-        """
-        return
-
-    def before_sums_without(self, names: Collection[str]) -> None:
-        """Note parameters of which this rank has no gradient in sums that are about to start.
-
-        Whether all ranks lack them shows later: then an approximation gets ``give_back``.
-        """
-        return
-
-    def give_back(self, names: Collection[str]) -> None:
-        """Go on, for parameters of which no rank had a gradient, with what was kept of them before.
-
-        Nothing is updated by their sums.
-        """
-        return
-
-    def kept(self) -> Iterator[Shard]:
-        """Yield the state of channels of gradients, such as errors, for a checkpoint."""
-        return iter(())
-
-    def take_kept(self, reader: Reader) -> bool:
-        """Let the channels so far go on with the state in a checkpoint.
-
-        Returns:
-            Whether channels keep anything.
-        """
-        return False
-
-    def take_links(self, links: Any) -> None:
-        """Let channels go on with methods for slow links that were chosen between two steps.
-
-        Args:
-            links: ``drivetrain.compression.methods.LinkMethods``; exact channels ask for none.
-        """
-        return
 
 
 # --- the contract ---
@@ -588,7 +455,7 @@ def communicator_of(number: int) -> "Communicator":
     return found
 
 
-class Communicator(Channels):
+class Communicator(ABC):
     """Collectives over one axis, in place, asynchronous, in the order of submission.
 
     Every rank of the axis must submit the same operations in the same order, with tensors of equal
@@ -604,7 +471,14 @@ class Communicator(Channels):
         disagreement: what ranks were about to do differently, once that was found.
         companions: communicators over other axes that cannot go on when this one has failed.
         number: of this one in this process, for ``communicator_of``.
+        approximates_parameters: whether gathered values of parameters may differ from the values of
+            their owners.
+        owns_apart: whether owners keep values apart from gathered ones, which are approximate or
+            may be.
     """
+
+    approximates_parameters = False
+    owns_apart = False
 
     def __init__(self, axis: Axis, traffic: Traffic, timeout: timedelta) -> None:
         self.axis = axis
@@ -661,9 +535,7 @@ class Communicator(Channels):
             UsageError: the chunks do not cover the tensor, one per rank, in ascending order.
         """
 
-    def gather_parts(
-        self, parts: Parts, *, label: str = "", first: Callable[[], None] | None = None
-    ) -> Handle:
+    def gather_parts(self, parts: Parts, *, label: str = "", first: First = None) -> Handle:
         """Fill the tensors of the other ranks with the values of these ranks.
 
         Bytes move, so tensors of any dtypes go together. It is an ``all_gather`` in the ledger.
@@ -672,8 +544,7 @@ class Communicator(Channels):
             parts: for each rank of the axis, the 1-D contiguous tensors that it holds, perhaps
                 none; lengths and dtypes are the same on every rank. They must not overlap.
             label: names the operation in errors; the default is the line of the call.
-            first: called once, before this rank's tensors are read; maybe in another thread, and
-                as late as in ``wait``.
+            first: see ``First``.
 
         Raises:
             UsageError: there is not one list per rank, or a tensor is not 1-D and contiguous.
@@ -691,12 +562,7 @@ class Communicator(Channels):
         return StagedHandle([gather], [(held[rank], staging.slices[rank]) for rank in others])
 
     def reduce_parts(
-        self,
-        parts: Parts,
-        *,
-        scale: float = 1.0,
-        label: str = "",
-        first: Callable[[], None] | None = None,
+        self, parts: Parts, *, scale: float = 1.0, label: str = "", first: First = None
     ) -> Handle:
         """Put the sums over ranks, times scale, into this rank's tensors.
 
@@ -735,7 +601,7 @@ class Communicator(Channels):
         incoming: Sequence[Tensor],
         *,
         label: str = "",
-        first: Callable[[], None] | None = None,
+        first: First = None,
     ) -> Handle:
         """Send another tensor of bytes to each rank, and receive one from each.
 
@@ -779,6 +645,113 @@ class Communicator(Channels):
     @abstractmethod
     def close(self) -> None:
         """Finish submitted operations and release threads and memory; the group stays usable."""
+
+    # --- channels: here all of them are exact; ``compression.communicator`` has others ---
+
+    def gradients_summed(
+        self, flat_slice: FlatSlice, label: str, replaces: SumChannel | None = None
+    ) -> SumChannel:
+        """Return a channel that replaces gradients by their sums over ranks.
+
+        Args:
+            flat_slice: describes the flat tensor of the gradients.
+            label: names the operations in errors.
+            replaces: a channel that is given up for this one, and under way no more. The state
+                that an approximation has kept for the elements of this rank goes on.
+        """
+        return partial(self.all_reduce, label=label)
+
+    def renew_channels(self) -> None:
+        """Give up the channels of gradients: others are about to take their places.
+
+        Collective over the ranks of a host. What an approximation has kept back goes on to the
+        channels that come, by the names of parameters; without one there is nothing to do.
+        """
+        return
+
+    def gradients_scattered(
+        self,
+        describe: Callable[[], SlicesByRank],
+        label: str,
+        replaces: ReduceChannel | None = None,
+    ) -> ReduceChannel:
+        """Return a channel that puts the sums of gradients over ranks into this rank's tensors.
+
+        Args:
+            describe: describes the tensors of each rank; only asked where that is needed.
+            label: names the operations in errors.
+            replaces: a channel of this communicator that is given up, of some of the same tensors;
+                the new one goes on with what that has kept back.
+        """
+        return partial(self.reduce_parts, label=label)
+
+    def parameters_gathered(
+        self, describe: Callable[[], SlicesByRank], label: str
+    ) -> GatherChannel:
+        """Return a channel that fills the tensors of all ranks with parameters.
+
+        Args:
+            describe: describes the tensors of each rank; only asked where that is needed.
+            label: names the operations in errors.
+        """
+
+        def start(parts: Parts, first: First) -> Handle:
+            return self.gather_parts(parts, label=label, first=first)
+
+        return start
+
+    def parameters_updated(self, describe: Callable[[], SlicesByRank], label: str) -> GatherChannel:
+        """Return a channel that brings updates of parameters to all ranks.
+
+        Between two gathers the tensors stay as they are, and alike on all ranks; ``first`` writes
+        the new values of this rank's tensors, and an approximation sends the difference.
+
+        Args:
+            describe: describes the tensors of each rank; only asked where that is needed.
+            label: names the operations in errors.
+        """
+        return self.parameters_gathered(describe, label)
+
+    def step_decided(self, *, taken: bool) -> None:
+        """Note whether optimizers step with the sums since the last step, or the step is skipped.
+
+        An approximation then goes on with what it had kept back before these sums.
+        """
+        return
+
+    def before_sums_without(self, names: Collection[str]) -> None:
+        """Note parameters of which this rank has no gradient in sums that are about to start.
+
+        Whether all ranks lack them shows later: then an approximation gets ``give_back``.
+        """
+        return
+
+    def give_back(self, names: Collection[str]) -> None:
+        """Go on, for parameters of which no rank had a gradient, with what was kept of them before.
+
+        Nothing is updated by their sums.
+        """
+        return
+
+    def kept(self) -> Iterator[Shard]:
+        """Yield the state of channels of gradients, such as errors, for a checkpoint."""
+        return iter(())
+
+    def take_kept(self, reader: Reader) -> bool:
+        """Let the channels so far go on with the state in a checkpoint.
+
+        Returns:
+            Whether channels keep anything.
+        """
+        return False
+
+    def take_links(self, links: Any) -> None:
+        """Let channels go on with methods for slow links that were chosen between two steps.
+
+        Args:
+            links: ``drivetrain.compression.methods.LinkMethods``; exact channels ask for none.
+        """
+        return
 
     def _header(self, request: Request, flat: Tensor | None) -> Header | None:
         """Count an operation that is being submitted, and its bytes; None: there is nothing to do.
@@ -882,20 +855,13 @@ class SoloCommunicator(Communicator):
         checked_chunks(chunks, flat.numel(), self.size)
         return Finished()
 
-    def gather_parts(
-        self, parts: Parts, *, label: str = "", first: Callable[[], None] | None = None
-    ) -> Handle:
+    def gather_parts(self, parts: Parts, *, label: str = "", first: First = None) -> Handle:
         """Return a handle that only calls ``first``: all parts are this rank's."""
         checked_parts(parts, self.size)
         return Finished() if first is None else Deferred(first)
 
     def reduce_parts(
-        self,
-        parts: Parts,
-        *,
-        scale: float = 1.0,
-        label: str = "",
-        first: Callable[[], None] | None = None,
+        self, parts: Parts, *, scale: float = 1.0, label: str = "", first: First = None
     ) -> Handle:
         """Multiply by the scale, after ``first``."""
         if first is not None:
@@ -910,7 +876,7 @@ class SoloCommunicator(Communicator):
         incoming: Sequence[Tensor],
         *,
         label: str = "",
-        first: Callable[[], None] | None = None,
+        first: First = None,
     ) -> Handle:
         """Return a handle that only calls ``first``: there is nobody to send to."""
         return Finished() if first is None else Deferred(first)

@@ -39,15 +39,17 @@ from drivetrain.collectives.neighbors import Tag
 from drivetrain.errors import CollectiveError, RankMismatchError, UsageError
 from drivetrain.runtime.board import BoardRow, board
 from drivetrain.runtime.mesh import Axis
-from drivetrain.runtime.rank_status import (
+from drivetrain.runtime.world import (
     RankStatus,
     begin_meeting,
+    gather_texts,
+    has_left,
     reached,
     running,
     set_status,
+    share_text,
     status_of,
 )
-from drivetrain.runtime.world import gather_texts, has_left, share_text
 
 # --- ranks meet before they exchange something ---
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from drivetrain.collectives.communicator import (
     Communicator,
+    First,
     Handle,
     Parts,
     Reduction,
@@ -28,8 +29,8 @@ from drivetrain.collectives.communicator import (
     flatten,
 )
 from drivetrain.collectives.volume import Chunks, checked_chunks
+from drivetrain.cost import Traffic
 from drivetrain.runtime.mesh import Axis, HostLevels
-from drivetrain.traffic import Traffic
 
 ConnectAxis = Callable[[Axis], Communicator]
 
@@ -97,12 +98,7 @@ class HierarchicalCommunicator(Communicator):
         return self.gather_parts(self._held(flat, chunks), label=label or caller(2))
 
     def reduce_parts(
-        self,
-        parts: Parts,
-        *,
-        scale: float = 1.0,
-        label: str = "",
-        first: Callable[[], None] | None = None,
+        self, parts: Parts, *, scale: float = 1.0, label: str = "", first: First = None
     ) -> Handle:
         """Put the sums over ranks, times scale, into this rank's tensors."""
         near_parts, far_parts = self._in_levels(parts)
@@ -111,9 +107,7 @@ class HierarchicalCommunicator(Communicator):
         far = self._far.reduce_parts(far_parts, scale=scale, label=label, first=near.wait)
         return StagedHandle([near, far], ())
 
-    def gather_parts(
-        self, parts: Parts, *, label: str = "", first: Callable[[], None] | None = None
-    ) -> Handle:
+    def gather_parts(self, parts: Parts, *, label: str = "", first: First = None) -> Handle:
         """Fill the tensors of the other ranks with the values of these ranks."""
         near_parts, far_parts = self._in_levels(parts)
         label = label or caller(2)
@@ -127,7 +121,7 @@ class HierarchicalCommunicator(Communicator):
         incoming: Sequence[Tensor],
         *,
         label: str = "",
-        first: Callable[[], None] | None = None,
+        first: First = None,
     ) -> Handle:
         """Send another tensor of bytes to each rank, and receive one from each: no levels."""
         return self._chain.all_to_all(outgoing, incoming, label=label or caller(2), first=first)

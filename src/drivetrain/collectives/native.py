@@ -15,6 +15,7 @@ from torch import Tensor
 from drivetrain.collectives.communicator import (
     Communicator,
     Finished,
+    First,
     Handle,
     Reduction,
     Request,
@@ -25,10 +26,10 @@ from drivetrain.collectives.communicator import (
     reason,
 )
 from drivetrain.collectives.volume import Chunks, checked_chunks
+from drivetrain.cost import Traffic
 from drivetrain.errors import CollectiveError
 from drivetrain.runtime.board import NATIVE, board
 from drivetrain.runtime.mesh import Axis
-from drivetrain.traffic import Traffic
 
 # torch 2.13 renamed the two operations on one flat tensor and deprecated the old names.
 _gather_flat: Callable[..., Any] = (
@@ -184,7 +185,7 @@ class NativeCommunicator(Communicator):
         incoming: Sequence[Tensor],
         *,
         label: str = "",
-        first: Callable[[], None] | None = None,
+        first: First = None,
     ) -> Handle:
         """Send another tensor of bytes to each rank, and receive one from each."""
         if first is not None:

@@ -36,6 +36,7 @@ from torch import Tensor
 from drivetrain.collectives.communicator import (
     Communicator,
     Finished,
+    First,
     Handle,
     Header,
     Parts,
@@ -50,11 +51,11 @@ from drivetrain.collectives.communicator import (
 from drivetrain.collectives.facts import Wait
 from drivetrain.collectives.neighbors import Arrivals, Neighbors, Tag
 from drivetrain.collectives.volume import Chunks, checked_chunks
+from drivetrain.cost import Traffic
 from drivetrain.errors import CollectiveError
 from drivetrain.runtime.board import board
 from drivetrain.runtime.mesh import Axis
-from drivetrain.runtime.rank_status import CountingThread
-from drivetrain.traffic import Traffic
+from drivetrain.runtime.world import CountingThread
 
 PACKED_SHARE = 16
 """A piece is small if a message has room for so many pieces of its size."""
@@ -344,9 +345,7 @@ class RingCommunicator(Communicator):
             Request("all_gather", label, bounds), lambda: self._gather(_held(flat, bounds)), flat
         )
 
-    def gather_parts(
-        self, parts: Parts, *, label: str = "", first: Callable[[], None] | None = None
-    ) -> Handle:
+    def gather_parts(self, parts: Parts, *, label: str = "", first: First = None) -> Handle:
         """Fill the tensors of the other ranks; large ones in place, small ones packed together."""
         held = checked_parts(parts, self.size)
         request = Request("all_gather", label, layout=layout_of(held))
@@ -359,12 +358,7 @@ class RingCommunicator(Communicator):
         return self._submit(request, gather, None)
 
     def reduce_parts(
-        self,
-        parts: Parts,
-        *,
-        scale: float = 1.0,
-        label: str = "",
-        first: Callable[[], None] | None = None,
+        self, parts: Parts, *, scale: float = 1.0, label: str = "", first: First = None
     ) -> Handle:
         """Put the sums over ranks, times scale, into this rank's tensors; small ones packed."""
         held = checked_parts(parts, self.size)
@@ -383,7 +377,7 @@ class RingCommunicator(Communicator):
         incoming: Sequence[Tensor],
         *,
         label: str = "",
-        first: Callable[[], None] | None = None,
+        first: First = None,
     ) -> Handle:
         """Send another tensor of bytes to each rank, and receive one from each."""
         held = checked_parts([[tensor] for tensor in outgoing], self.size)

@@ -26,7 +26,7 @@ from torch.torch_version import TorchVersion
 from torch.utils.data import DataLoader
 
 import drivetrain
-from drivetrain import aliases, data, notebook, processes
+from drivetrain import aliases, data, processes
 from drivetrain.aliases import WAYS_OUT
 from drivetrain.config import DataConfig
 from drivetrain.data import PreparedLoader
@@ -380,7 +380,7 @@ def notebook_launcher(  # noqa: PLR0913, PLR0917 - the arguments of Accelerate
     precision = None if mixed_precision == "no" else str(mixed_precision)
     for restarts in range(max_restarts + 1):
         try:
-            notebook.notebook_launcher(function, args, num_processes, mixed_precision=precision)
+            processes.notebook_launcher(function, args, num_processes, mixed_precision=precision)
         except (ProcessRaisedException, ProcessExitedException):
             if restarts == max_restarts:
                 raise

@@ -39,15 +39,14 @@ from drivetrain.compression.methods import (
     permitted,
 )
 from drivetrain.config.outline import EXACT
-from drivetrain.cost import TensorSpec
+from drivetrain.cost import TensorSpec, Traffic
 from drivetrain.errors import ConfigError
 from drivetrain.runtime.mesh import Mesh
 from drivetrain.runtime.precision import Precision
 from drivetrain.runtime.world import World, host_link
-from drivetrain.traffic import Traffic
 
 if TYPE_CHECKING:
-    from drivetrain.hardware.clock import Clock
+    from drivetrain.hardware.measure import Clock
 
 FIRST, LARGEST, GROWTH = 2**14, 2**24, 4
 """Numbers of the smallest and of the largest sum that measures a link: 64 KiB and 64 MiB."""
@@ -83,7 +82,7 @@ def slowest_times(
     methods: Mapping[str, Compressor[Any]], device: torch.device
 ) -> dict[str, EncodingTime]:
     """Return the time that each method takes on the slowest rank. Collective where ranks run."""
-    from drivetrain.hardware.clock import Clock  # loaded by who measures
+    from drivetrain.hardware.measure import Clock  # loaded by who measures
 
     mine = _times(methods, Clock(device))
     every = gather_facts(

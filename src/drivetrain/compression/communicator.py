@@ -31,6 +31,7 @@ from drivetrain.collectives import (
     route_over_hosts,
 )
 from drivetrain.collectives.communicator import (
+    First,
     GatherChannel,
     ReduceChannel,
     StagedHandle,
@@ -46,11 +47,11 @@ from drivetrain.compression.error_feedback import (
     SavedLinks,
 )
 from drivetrain.compression.methods import LinkMethods
+from drivetrain.cost import Traffic
 from drivetrain.errors import ConfigError, DrivetrainError, RankMismatchError
 from drivetrain.runtime.mesh import Axis, HostLevels, Mesh
 from drivetrain.runtime.world import World
 from drivetrain.shards import Reader, Shard
-from drivetrain.traffic import Traffic
 
 # --- the communicator of an axis over hosts whose channels between hosts are approximate ---
 
@@ -237,7 +238,7 @@ class LinkedCommunicator(HierarchicalCommunicator):
             return exact
         gathering = method.gathering(self._far, held, updates=updates)
 
-        def start(parts: Parts, first: Callable[[], None] | None) -> Handle:
+        def start(parts: Parts, first: First) -> Handle:
             near_parts, far_parts = self._in_levels(parts)
             ready = first or (lambda: None)
             gathered = gathering.start(far_parts, first=ready, label=label)

@@ -33,7 +33,7 @@ from torch.utils.hooks import RemovableHandle
 from drivetrain.compression.compressor import Fidelity
 from drivetrain.compression.methods import LinkMethods
 from drivetrain.config.outline import FarLinks
-from drivetrain.config.policy import LOW_WORDS, Policy
+from drivetrain.config.schema import LOW_WORDS, Policy
 from drivetrain.errors import ConfigError, UsageError
 from drivetrain.log import get_logger
 from drivetrain.runtime.precision import LOW

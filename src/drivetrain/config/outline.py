@@ -11,8 +11,7 @@ from math import prod
 from typing import Any, ClassVar, Final, Generic, Self, TypeVar
 
 from drivetrain.config.option import NestedStrategy
-from drivetrain.config.policy import Policy
-from drivetrain.config.schema import RunConfig
+from drivetrain.config.schema import Policy, RunConfig
 from drivetrain.errors import ConfigError
 from drivetrain.registry import strategies
 

@@ -48,7 +48,7 @@ class Resolved:
     def rows(self) -> Iterator[tuple[str, Any, ValueOrigin]]:
         """Yield (dotted key, value, origin) of every knob, the strategy's first."""
         default = ValueOrigin("default", "default")
-        for key, value in _flatten(self.to_dict()):
+        for key, value in flattened(self.to_dict()):
             yield key, value, self.origins.get(key, default)
 
     def to_dict(self) -> dict[str, Any]:
@@ -135,7 +135,7 @@ def _merge(values: dict[str, Any], origins: dict[str, ValueOrigin], layer: Layer
                 del origins[key]
     _overlay(values, incoming, "", origins, layer)
     origins.update(layer.origins)
-    for key, _ in _flatten(incoming):
+    for key, _ in flattened(incoming):
         # A section may be given as one value: each knob in it then came from there, and no other.
         origin = _find(layer.origins, key)
         if origin is not None:
@@ -406,9 +406,10 @@ def _find(origins: Mapping[str, ValueOrigin], key: str) -> ValueOrigin | None:
     return None
 
 
-def _flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flattened(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the values of nested mappings, by names with a dot between the keys."""
     for key, value in values.items():
         if isinstance(value, Mapping):
-            yield from _flatten(value, f"{prefix}{key}.")
+            yield from flattened(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value

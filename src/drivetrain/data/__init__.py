@@ -7,18 +7,8 @@
 - ``prepare``: puts all of these together
 """
 
-from drivetrain.data.division import SeedableRandomSampler
-from drivetrain.data.loader import (
-    Delivery,
-    PreparedLoader,
-    prepare_data_loader,
-    skip_first_batches,
-)
-
-__all__ = [
-    "Delivery",
-    "PreparedLoader",
-    "SeedableRandomSampler",
-    "prepare_data_loader",
-    "skip_first_batches",
-]
+from drivetrain.data.division import SeedableRandomSampler as SeedableRandomSampler
+from drivetrain.data.loader import Delivery as Delivery
+from drivetrain.data.loader import PreparedLoader as PreparedLoader
+from drivetrain.data.loader import prepare_data_loader as prepare_data_loader
+from drivetrain.data.loader import skip_first_batches as skip_first_batches

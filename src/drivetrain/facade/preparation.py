@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader
 from drivetrain.collectives import Communicator, connect
 from drivetrain.config import RecomputeConfig, options_of
 from drivetrain.config.outline import check_forward
-from drivetrain.config.policy import dtype_word
+from drivetrain.config.schema import dtype_word
 from drivetrain.cost import ModelSpec, TensorSpec
 from drivetrain.data import Delivery, PreparedLoader, prepare_data_loader
 from drivetrain.errors import DrivetrainError, UsageError

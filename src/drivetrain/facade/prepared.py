@@ -22,9 +22,8 @@ from drivetrain.compression.automatic import Sender, choose_links
 from drivetrain.compression.methods import LinkMethods
 from drivetrain.config import Layer, Resolved, ValueOrigin, dump_yaml, resolve
 from drivetrain.config.document import STRATEGY
-from drivetrain.config.policy import dtype_word
-from drivetrain.config.schema import FarConfig
-from drivetrain.cost import Cost, ModelSpec, TensorSpec
+from drivetrain.config.schema import FarConfig, dtype_word
+from drivetrain.cost import Cost, ModelSpec, TensorSpec, Traffic
 from drivetrain.data import PreparedLoader
 from drivetrain.data.examples import ExampleBatches
 from drivetrain.errors import CheckpointError, ConfigError, UsageError
@@ -61,7 +60,6 @@ from drivetrain.runtime.mesh import Mesh
 from drivetrain.runtime.precision import LossScaler, Precision
 from drivetrain.runtime.world import World, memory_folder
 from drivetrain.strategy import Run, Strategy, StrategyPick, find_strategy
-from drivetrain.traffic import Traffic
 
 logger = get_logger(__name__)
 

@@ -16,7 +16,8 @@ from drivetrain.errors import RankMismatchError, UsageError
 from drivetrain.facade.prepared import PreparedModel, RunState
 from drivetrain.model.guard import is_guarded
 from drivetrain.model.modules import named_parameters, uncompiled
-from drivetrain.parallel.whole_state import batched, copied_state
+from drivetrain.parallel.replicated import batched
+from drivetrain.parallel.whole_state import copied_state
 from drivetrain.shards import Readable
 
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -17,7 +17,6 @@ from drivetrain import Accelerator
 from drivetrain.collectives import connect
 from drivetrain.collectives.communicator import Communicator
 from drivetrain.collectives.facts import gather_facts
-from drivetrain.hardware.clock import Clock
 from drivetrain.hardware.description import UNMEASURED, Hardware
 from drivetrain.hardware.measure import (
     BUS,
@@ -27,6 +26,7 @@ from drivetrain.hardware.measure import (
     QUICK_BYTES_PER_S,
     RINGS,
     SIDES,
+    Clock,
     Section,
     host_pairs,
     kernel_timings,

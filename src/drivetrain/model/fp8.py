@@ -2,7 +2,7 @@
 
 Inputs, weights and gradients of a product are scaled to the range of fp8 just before it; they lie
 in memory as they did, so that optimizers and checkpoints never meet them in 8 bits, and strategies
-only on the wire, by the recipe tensorwise_gathered: ``drivetrain.parallel.eight_bits``.
+only on the wire, by the recipe tensorwise_gathered: ``drivetrain.parallel.gather``.
 (Micikevicius et al., "FP8 Formats for Deep Learning", 2022, section 3.)
 """
 

@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from drivetrain.collectives.facts import gather_facts
-from drivetrain.config.policy import dtype_word
+from drivetrain.config.schema import dtype_word
 from drivetrain.hardware.description import Peak, published_peak
 from drivetrain.hardware.prices import TERA
 from drivetrain.log import get_logger

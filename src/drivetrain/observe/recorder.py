@@ -24,15 +24,15 @@ from torch.utils.data import DataLoader
 
 from drivetrain.collectives.facts import gather_facts
 from drivetrain.compression.automatic import COUNTED, WARM_UP, Sender, settle_links
+from drivetrain.cost import Traffic
+from drivetrain.facade.exchange import LateNumbers
 from drivetrain.facade.prepared import Observer, PreparedModel, RunState
 from drivetrain.log import Bar, get_logger
 from drivetrain.model.trace import tensors_in
 from drivetrain.observe.figures import StepFigures, StepSums
 from drivetrain.observe.trackers import Trackers
 from drivetrain.runtime.board import board
-from drivetrain.runtime.late import LateNumbers
 from drivetrain.strategy import Run
-from drivetrain.traffic import Traffic
 
 # --- the record of each optimizer step on one rank ---
 
@@ -536,7 +536,7 @@ class ExplainsShortage(Observer):
 
     def out_of_memory(self, error: Exception) -> None:
         """Add a note to the error."""
-        from drivetrain.planner.shortage import explain  # a run without one needs no planner
+        from drivetrain.planner.auto import explain  # a run without one needs no planner
 
         explain(error, self.state, self._resident)
 

@@ -20,6 +20,7 @@ from typing import Any, ClassVar, Self, TextIO, TypeAlias
 from typing_extensions import override
 
 from drivetrain.availability import is_installed, is_tensorboard_available
+from drivetrain.config.resolve import flattened
 from drivetrain.errors import ConfigError, UsageError
 from drivetrain.log import get_logger
 from drivetrain.nested import honor_type
@@ -629,7 +630,7 @@ class MlflowTracker(ServiceTracker):
 
     @override
     def store_init_configuration(self, values: Mapping[str, Any]) -> None:
-        parameters = [(name, str(v)[:_LONGEST_PARAMETER]) for name, v in _flat(values)]
+        parameters = [(name, str(v)[:_LONGEST_PARAMETER]) for name, v in flattened(values)]
         for start in range(0, len(parameters), _PARAMETERS_PER_CALL):
             part = dict(parameters[start : start + _PARAMETERS_PER_CALL])
             self._library("log_params")(part)
@@ -792,20 +793,11 @@ def _writer_class() -> Any:
     )
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the values of nested mappings, by names with a dot between the keys."""
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
-
-
 def _divided(values: Mapping[str, Any]) -> tuple[dict[str, float | int], dict[str, str]]:
     """Return the numbers among nested values, and all others as texts, by names with dots."""
     numbers: dict[str, float | int] = {}
     others: dict[str, str] = {}
-    for key, value in _flat(values):
+    for key, value in flattened(values):
         number = as_number(value)
         if number is None:
             others[key] = str(value)

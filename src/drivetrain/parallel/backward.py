@@ -322,7 +322,7 @@ def clip_(pieces: Sequence[Tensor], norm: Tensor, max_norm: float) -> None:
     The factor is ``max_norm / (norm + 1e-6)``, at most 1, as in ``torch.nn.utils``.
     """
     factor = clip_factor(norm, max_norm)
-    for (device, dtype), group in _grouped(pieces).items():
+    for (device, dtype), group in grouped(pieces).items():
         # A factor of fp64 would scale 0-d gradients, and these alone, in fp64; and on a GPU one
         # kernel scales a whole group only if the factor is no wider than that.
         wide = torch.float64 if dtype in (torch.float64, torch.complex128) else torch.float32
@@ -339,7 +339,7 @@ def _norms(pieces: Iterable[Tensor], norm_type: float) -> list[Tensor]:
     if not filled:
         return []
     found: dict[int, Tensor] = {}
-    for group in _grouped(filled).values():
+    for group in grouped(filled).values():
         found.update(zip(map(id, group), _norms_of(group, norm_type), strict=True))
     norms = [found[id(piece)] for piece in filled]  # whatever their dtypes, summed in this order
     device = norms[0].device
@@ -383,7 +383,8 @@ def combine_norms(total: Tensor, norm_type: float, over: Sequence[Communicator])
     return total
 
 
-def _grouped(pieces: Iterable[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:
+def grouped(pieces: Iterable[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:
+    """Return tensors by device and dtype; those without elements are left out."""
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
     for piece in pieces:
         if piece.numel():

@@ -34,11 +34,10 @@ from drivetrain.compression.one_bit_adam import FrozenAdam
 from drivetrain.errors import UsageError
 from drivetrain.log import get_logger
 from drivetrain.parallel.backward import Rounds, clip_, clip_factor, global_norm, norms_of_each
-from drivetrain.parallel.gradients import FlatGradients, UnitGradients
+from drivetrain.parallel.gradients import DividedGradient, FlatGradients, UnitGradients
 from drivetrain.parallel.layout import ParameterSlot
 from drivetrain.parallel.optimizer_backend import OptimizerBackend
 from drivetrain.parallel.placement import Placement, Ranks
-from drivetrain.parallel.shown_gradients import DividedGradient
 from drivetrain.parallel.unit import Unit
 from drivetrain.strategy import Run
 

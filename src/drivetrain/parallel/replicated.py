@@ -29,6 +29,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from math import prod
+from operator import attrgetter
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -44,10 +45,10 @@ from drivetrain.config.outline import ReplicasOutline
 from drivetrain.cost import Cost, ModelSpec
 from drivetrain.errors import UsageError
 from drivetrain.model.modules import UninheritedHook, held_parameters
-from drivetrain.parallel.backward import Rounds, clip_, global_norm, on_gradient
+from drivetrain.parallel.backward import Rounds, clip_, global_norm, grouped, on_gradient
 from drivetrain.saved_state import HeldTensors, ReplicatedState
 from drivetrain.shards import Reader, Shard, is_dense
-from drivetrain.strategy import Joinable, Prepared, Run, Strategy
+from drivetrain.strategy import Joinable, Only, Prepared, Run, Strategy
 
 # --- tensors that share memory: who moves parameters would untie them without a word ---
 
@@ -130,8 +131,10 @@ def _place(taken: Tensor, tensor: Tensor, first: int) -> Tensor:
 # --- equal values ---
 
 
-_MOST_BYTES = 32 << 20
-"""Most bytes in one message: replicating a model must not need a second one in memory."""
+MOST_BYTES = 32 << 20
+"""Most bytes in one message: no exchange of a model's state needs a second model in memory."""
+
+SizedT = TypeVar("SizedT")
 
 
 def replicate(
@@ -166,18 +169,32 @@ def _scatter(flat: Tensor, tensors: list[Tensor]) -> None:
 
 
 def _groups(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = defaultdict(list)
-    for tensor in tensors:
-        kinds[tensor.dtype, tensor.device].append(distinct(tensor.detach()))
-    for group in kinds.values():
-        batch: list[Tensor] = []
-        nbytes = 0
-        for tensor in group:
-            if batch and nbytes + tensor.nbytes > _MOST_BYTES:
-                yield batch
-                batch, nbytes = [], 0
-            batch.append(tensor)
-            nbytes += tensor.nbytes
+    for group in grouped(distinct(tensor.detach()) for tensor in tensors).values():
+        yield from batched(group)
+
+
+def batched(
+    items: Iterable[SizedT],
+    most: int | None = None,
+    nbytes_of: Callable[[SizedT], int] = attrgetter("nbytes"),
+) -> Iterator[list[SizedT]]:
+    """Yield items in order, as many at a time as have at most so many bytes together, or one.
+
+    Args:
+        items: small ones share a message.
+        most: bytes; by default ``MOST_BYTES``.
+        nbytes_of: tells the bytes of an item.
+    """
+    most = MOST_BYTES if most is None else most
+    batch: list[SizedT] = []
+    filled = 0
+    for item in items:
+        if batch and filled + nbytes_of(item) > most:
+            yield batch
+            batch, filled = [], 0
+        batch.append(item)
+        filled += nbytes_of(item)
+    if batch:
         yield batch
 
 
@@ -338,18 +355,14 @@ class ReplicatedStrategy(ReplicasOutline[ConfigT], Strategy[ConfigT], Generic[Co
         finally:
             self.rounds.synchronizing = before
 
-    def gradients(self, only: Collection[nn.Parameter] | None = None) -> Iterator[Tensor]:
+    def gradients(self, only: Only = None) -> Iterator[Tensor]:
         """Yield the gradients of all parameters, without None."""
         self.rounds.finish()
         chosen = self.parameters if only is None else only
         return (parameter.grad for parameter in chosen if parameter.grad is not None)
 
     def clip_grad_norm(
-        self,
-        max_norm: float,
-        norm_type: float = 2.0,
-        *,
-        only: Collection[nn.Parameter] | None = None,
+        self, max_norm: float, norm_type: float = 2.0, *, only: Only = None
     ) -> Tensor:
         """Scale the gradients to a norm of at most max_norm; all ranks have the same ones."""
         gradients = list(self.gradients(only))

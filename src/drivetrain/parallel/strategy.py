@@ -82,7 +82,7 @@ from drivetrain.saved_state import HeldTensors, ReplicatedState, check_fits, sta
 from drivetrain.shards import Reader, Shard, TensorFacts, WeightSource
 from drivetrain.simulator.contract import Sharing
 from drivetrain.simulator.step import SimulatedRun
-from drivetrain.strategy import DataParallelPlanning, Pace, Planning, Prepared, Run, Strategy
+from drivetrain.strategy import DataParallelPlanning, Only, Pace, Planning, Prepared, Run, Strategy
 
 # --- the training state in global coordinates ---
 
@@ -579,7 +579,7 @@ class ShardedStrategy(UnitsOutline[ConfigT], Strategy[ConfigT], Generic[ConfigT]
         finally:
             rounds.synchronizing, reduce.replicating, reduce.steps_follow = before
 
-    def gradients(self, only: Collection[nn.Parameter] | None = None) -> Iterator[Tensor]:
+    def gradients(self, only: Only = None) -> Iterator[Tensor]:
         """Yield the gradients of this rank's fragments."""
         self.rounds.finish()
         yield from self.reduce.read(only)
@@ -607,11 +607,7 @@ class ShardedStrategy(UnitsOutline[ConfigT], Strategy[ConfigT], Generic[ConfigT]
         self.reduce.scale(factor)
 
     def clip_grad_norm(
-        self,
-        max_norm: float,
-        norm_type: float = 2.0,
-        *,
-        only: Collection[nn.Parameter] | None = None,
+        self, max_norm: float, norm_type: float = 2.0, *, only: Only = None
     ) -> Tensor:
         """Scale the gradients to a norm of at most max_norm: one number crosses the wire.
 

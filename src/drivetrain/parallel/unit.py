@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain.collectives import Communicator, Handle, Route, connect
-from drivetrain.collectives.communicator import Finished, GatherChannel
+from drivetrain.collectives.communicator import Finished, First, GatherChannel
 from drivetrain.collectives.volume import SlicesByRank
 from drivetrain.compression.communicator import connect_replicas, route_of_replicas
 from drivetrain.errors import CollectiveError, StorageError, UsageError
@@ -701,7 +701,7 @@ class Unit:
             self.arrival = self._unshard_approximate(label)
         else:
             away = [flat.shard for flat in self.flats if not flat.shard.at_hand]
-            first: Callable[[], None] | None = None
+            first: First = None
             if self.approximate or away or self.updates:
                 first = partial(self._fill_own, tuple(self.updates))
                 for shard in () if self.updates else away:

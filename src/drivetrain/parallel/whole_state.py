@@ -27,6 +27,7 @@ from collections.abc import (
 from dataclasses import dataclass
 from functools import cached_property, partial
 from math import prod
+from operator import attrgetter
 from typing import Any, NamedTuple, NoReturn
 from weakref import ref
 
@@ -36,8 +37,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from drivetrain.checkpoint.commit import check_same, together
+from drivetrain.checkpoint.encoding import copy_overlap
 from drivetrain.checkpoint.manifest import numel
-from drivetrain.checkpoint.tensor_file import copy_overlap
 from drivetrain.collectives.facts import (
     device_of,
     differing,
@@ -51,8 +52,9 @@ from drivetrain.errors import RankMismatchError, UsageError
 from drivetrain.model.guard import Elsewhere, read_only
 from drivetrain.model.modules import UninheritedMethod, clean_name
 from drivetrain.nested import describe
+from drivetrain.parallel.replicated import MOST_BYTES, batched
 from drivetrain.runtime.parts import Part
-from drivetrain.shards import Readable, TensorFacts
+from drivetrain.shards import Readable
 from drivetrain.strategy import Strategy
 
 # --- the groups as the script made them, before a strategy divides the parameters ---
@@ -291,9 +293,6 @@ def shown(state: Mapping[str, Any]) -> StateOfParameter:
 
 
 # --- whole state from the shares of all ranks, and shares from whole state ---
-
-GATHERED_BYTES = 32 * 2**20
-"""State is gathered of as many parameters at a time as fit into this: small ones share a sum."""
 
 _ALIGNED = 16
 """Tensors begin at multiples of so many bytes in the memory where they are put together."""
@@ -647,7 +646,7 @@ class WholeOptimizer:
                 key: value.to("cpu", copy=True) if isinstance(value, Tensor) else value
                 for key, value in each.items()
             }
-            for member, each in self._walk(operation, nbytes=GATHERED_BYTES)
+            for member, each in self._walk(operation, nbytes=MOST_BYTES)
         }
         groups = [
             {**group, **given.kernels, "params": [numbers[each.key] for each in given.parameters]}
@@ -687,7 +686,7 @@ class WholeOptimizer:
         """Yield members that have state, gathered as many at a time as fit into some bytes."""
         for holder, members in self._by_holder():
             exchange = StateExchange(self._optimizer, holder)
-            for batch in _batches(members, nbytes):
+            for batch in batched(members, nbytes, attrgetter("given.nbytes")):
                 whole = exchange.whole([member.name for member in batch], operation)
                 yield from ((member, whole[member.name]) for member in batch if whole[member.name])
 
@@ -755,17 +754,6 @@ def refuse_parts(optimizer: Optimizer, whole: Callable[[Optimizer], WholeOptimiz
     optimizer.register_load_state_dict_pre_hook(refuse)
 
 
-def _batches(members: Sequence[StatedParameter], nbytes: int) -> Iterator[list[StatedParameter]]:
-    batch: list[StatedParameter] = []
-    for member in members:
-        if batch and sum(each.given.nbytes for each in (*batch, member)) > nbytes:
-            yield batch
-            batch = []
-        batch.append(member)
-    if batch:
-        yield batch
-
-
 # --- copies of a model's whole state ---
 
 SAVE, STATE = "save_pretrained", "state_dict"
@@ -780,20 +768,6 @@ def copied_state(module: nn.Module, owner: Readable) -> dict[str, Tensor]:
             for one in batch:
                 copies[one.identity] = state[one.name].to("cpu", copy=True)
     return {one.name: copies[one.identity] for one in facts}
-
-
-def batched(facts: Iterable[TensorFacts]) -> Iterator[list[TensorFacts]]:
-    """Yield tensors in order, as many at a time as fit into ``GATHERED_BYTES``."""
-    batch: list[TensorFacts] = []
-    filled = 0
-    for one in facts:
-        if batch and filled + one.nbytes > GATHERED_BYTES:
-            yield batch
-            batch, filled = [], 0
-        batch.append(one)
-        filled += one.nbytes
-    if batch:
-        yield batch
 
 
 def saving_methods(module: nn.Module, owner: Readable) -> list[UninheritedMethod]:

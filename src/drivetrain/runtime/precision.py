@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from drivetrain.config.policy import WORDS, Policy
+from drivetrain.config.schema import WORDS, Policy
 from drivetrain.errors import UsageError
 
 # --- the precision policy ---

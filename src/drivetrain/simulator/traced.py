@@ -14,8 +14,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from drivetrain.data.examples import Candidate
 from drivetrain.errors import ConfigError
-from drivetrain.model.first_batch import Candidate
 from drivetrain.model.modules import model_units
 from drivetrain.model.trace import ModelOperation, ModelTrace
 from drivetrain.model.tracer import trace_model

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from drivetrain.checkpoint.encoding import copy_overlap
 from drivetrain.checkpoint.manifest import fits, numel
-from drivetrain.checkpoint.tensor_file import copy_overlap
 from drivetrain.runtime.parts import Part, boxes
 
 shapes = st.lists(st.integers(1, 5), max_size=4).map(tuple)

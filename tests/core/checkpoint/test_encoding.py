@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drivetrain.checkpoint.description import decode
 from drivetrain.checkpoint.encoding import check_plain, encode, load, save
+from drivetrain.checkpoint.manifest import decode
 from drivetrain.errors import CheckpointError
 
 leaves = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()

@@ -9,12 +9,11 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from drivetrain.checkpoint import tensor_file as tensorfile
-from drivetrain.checkpoint.encoding import Contents
+from drivetrain.checkpoint import encoding as tensorfile
+from drivetrain.checkpoint.encoding import DTYPES, Contents, TensorFile, write_tensors
 from drivetrain.checkpoint.loading import open_checkpoint
 from drivetrain.checkpoint.manifest import write_bytes
 from drivetrain.checkpoint.saving import save_checkpoint
-from drivetrain.checkpoint.tensor_file import DTYPES, TensorFile, write_tensors
 from drivetrain.errors import CheckpointError
 from drivetrain.runtime.parts import Part
 from drivetrain.runtime.world import World

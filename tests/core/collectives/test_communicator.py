@@ -11,9 +11,9 @@ from drivetrain.collectives import Communicator, communicator_of, ring, sent_byt
 from drivetrain.collectives.communicator import SoloCommunicator
 from drivetrain.collectives.neighbors import Neighbors, Tag
 from drivetrain.collectives.ring import ChunkMessages
+from drivetrain.cost import Traffic
 from drivetrain.errors import CollectiveError, UsageError
 from drivetrain.runtime.mesh import Axis
-from drivetrain.traffic import Traffic
 from flat_collectives import open_native, open_ring, values
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float64]

@@ -17,7 +17,7 @@ OBJECTS = {
     "data/examples.py": "a batch of the script's dataset may hold any object",
     "facade/uneven.py": "metrics take a script's objects, uneven inputs its groups and schedules",
     "integrations/fabric.py": "a function of Fabric's API that takes a script's objects",
-    "testing/conformance/twins.py": "states of the reference, which tests compare",
+    "testing/conformance/suite.py": "states of the reference, which tests compare",
 }
 """Files that may send pickles between the ranks of a run, and why."""
 

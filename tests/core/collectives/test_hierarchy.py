@@ -9,10 +9,10 @@ import torch.distributed as dist
 
 from drivetrain.collectives import Communicator, connect_over_hosts, ring, route_over_hosts
 from drivetrain.collectives.hierarchy import HierarchicalCommunicator
+from drivetrain.cost import Traffic
 from drivetrain.errors import CollectiveError
 from drivetrain.runtime.mesh import Mesh
 from drivetrain.runtime.world import World
-from drivetrain.traffic import Traffic
 from flat_collectives import check_flat
 
 pytestmark = pytest.mark.ranks(4)

@@ -11,8 +11,7 @@ from drivetrain import CollectiveError
 from drivetrain.collectives import facts as meeting
 from drivetrain.collectives import ring
 from drivetrain.communication import gather, reduce, wait_for_everyone
-from drivetrain.runtime.rank_status import RankStatus, leave_status, status_of
-from drivetrain.runtime.rank_status import begin as begin_statuses
+from drivetrain.runtime.world import RankStatus, begin_statuses, leave_status, status_of
 
 
 def be_hasty(monkeypatch):

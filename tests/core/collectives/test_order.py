@@ -12,9 +12,9 @@ import torch.distributed as dist
 
 from drivetrain.collectives import Communicator, Handle
 from drivetrain.collectives.communicator import Header, Request, SoloCommunicator
+from drivetrain.cost import Page, Traffic
 from drivetrain.errors import CollectiveError
 from drivetrain.runtime.mesh import Axis
-from drivetrain.traffic import Page, Traffic
 from flat_collectives import open_ring
 
 

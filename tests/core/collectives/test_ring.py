@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from drivetrain.collectives import ring, sent_elements
 from drivetrain.collectives.volume import chunk_bounds
+from drivetrain.cost import Traffic
 from drivetrain.errors import CollectiveError, UsageError
-from drivetrain.traffic import Traffic
 from flat_collectives import check_flat, open_native, open_ring
 
 PIECE = 64  # bytes: small, so that small tensors have many pieces

@@ -94,7 +94,7 @@ def test_processes_start_again_after_a_failure_so_many_times(tmp_path):
 
 def test_no_precision_leaves_it_to_the_launch_configuration(monkeypatch):
     given = []
-    start = "drivetrain.notebook.notebook_launcher"
+    start = "drivetrain.processes.notebook_launcher"
     monkeypatch.setattr(start, lambda *args, **options: given.append((args, options)))
     ours.notebook_launcher(print, (1,), 2)
     assert given == [((print, (1,), 2), {"mixed_precision": None})]

@@ -11,8 +11,8 @@ from torch import Tensor
 from drivetrain.collectives.communicator import ReduceChannel
 from drivetrain.collectives.volume import FlatSlice, ParameterRow
 from drivetrain.compression.communicator import LinkedCommunicator, route_linked
+from drivetrain.cost import Traffic
 from drivetrain.runtime.mesh import Mesh
-from drivetrain.traffic import Traffic
 from link_channels import (
     NUMEL,
     ROWS,

@@ -10,7 +10,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 from drivetrain import Accelerator
 from drivetrain.data.examples import first_rows
 from drivetrain.runtime import rng
-from drivetrain.testing.conformance.twins import everyone
+from drivetrain.testing.conformance.suite import everyone
 
 ROWS = torch.arange(12.0).view(6, 2)
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from drivetrain import Accelerator, CheckpointError, UsageError
-from drivetrain.checkpoint.description import describe
+from drivetrain.checkpoint.manifest import describe
 
 
 def build(dtype=torch.float32, accumulation=1):

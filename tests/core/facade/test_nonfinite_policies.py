@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from drivetrain import Accelerator, NonFiniteError, ProjectConfiguration
-from drivetrain.testing.conformance.twins import everyone
+from drivetrain.testing.conformance.suite import everyone
 from stacks import Residual, Stack
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from drivetrain import Accelerator, GradScalerKwargs
 from drivetrain.errors import UsageError
 from drivetrain.facade.pieces import NOT_AGAIN, Measured
-from drivetrain.planner.shortage import HEAD
+from drivetrain.planner.auto import HEAD
 from drivetrain.testing.models import OUT, WIDTH
 from stacks import LowRank, Parts, Tower
 

@@ -16,7 +16,7 @@ from drivetrain.facade import exchange as finite
 from drivetrain.facade import exchange as preemption
 from drivetrain.observe import report as run_report
 from drivetrain.observe.history import load_history
-from drivetrain.runtime.notices import PREEMPTED, Notice
+from drivetrain.runtime.board import PREEMPTED, Notice
 from drivetrain.runtime.world import World
 
 STEPS = 8

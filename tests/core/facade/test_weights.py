@@ -8,7 +8,7 @@ from torch import nn
 
 from drivetrain import Accelerator, UsageError
 from drivetrain.checkpoint.export import read_export
-from drivetrain.parallel import whole_state as copies
+from drivetrain.parallel import replicated as copies
 from stacks import Stack
 
 
@@ -68,7 +68,7 @@ def test_save_model_gathers_a_few_at_a_time(made, tmp_path, monkeypatch):
     accelerator.save_model(model, tmp_path)
     assert len(emptied.entered) == 1, "small parameters share a gather"
     emptied.entered.clear()
-    monkeypatch.setattr(copies, "GATHERED_BYTES", 300)
+    monkeypatch.setattr(copies, "MOST_BYTES", 300)
     accelerator.save_model(model, tmp_path)
     del expected["last.weight"]  # tied: empty tensors must not be taken for one another either
     assert same(dict(read_export(tmp_path)), expected)
@@ -80,7 +80,7 @@ def test_save_model_gathers_a_few_at_a_time(made, tmp_path, monkeypatch):
 
 def test_state_dict_is_whole_and_keeps_ties(made, monkeypatch):
     accelerator, model, expected, emptied = made
-    monkeypatch.setattr(copies, "GATHERED_BYTES", 300)
+    monkeypatch.setattr(copies, "MOST_BYTES", 300)
     found = accelerator.get_state_dict(model)
     assert same(found, expected)
     assert found["last.weight"] is found["first.weight"]

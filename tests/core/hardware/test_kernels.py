@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch import nn
 
+from drivetrain.data.examples import Candidate
 from drivetrain.hardware import measure as measured
-from drivetrain.hardware.clock import Clock
 from drivetrain.hardware.description import KernelFacts, load_hardware
+from drivetrain.hardware.measure import Clock
 from drivetrain.hardware.prices import HardwarePrices
-from drivetrain.model.first_batch import Candidate
 from drivetrain.simulator.step import (
     AxisPlace,
     Collective,

@@ -12,12 +12,10 @@ from torch import nn
 from drivetrain import Accelerator
 from drivetrain.collectives import connect
 from drivetrain.errors import ConfigError
-from drivetrain.hardware import clock as clock_module
 from drivetrain.hardware import measure as links
 from drivetrain.hardware import measuring
-from drivetrain.hardware.clock import Clock, median_of
 from drivetrain.hardware.description import Hardware, load_hardware
-from drivetrain.hardware.measure import levels_of
+from drivetrain.hardware.measure import LOUD, Clock, levels_of, median_of
 from drivetrain.hardware.measuring import described, file_text
 from drivetrain.hardware.prices import HardwarePrices
 from drivetrain.planner.layout import read_layout
@@ -151,7 +149,7 @@ def test_rounds_are_pooled_and_scatter_noted_by_name():
     clock.time("steady", lambda: time.sleep(0.005))
     clock.time("jumpy", lambda: time.sleep(next(times)))
     assert "jumpy" in clock.loud
-    assert clock.loud["jumpy"] > clock_module.LOUD
+    assert clock.loud["jumpy"] > LOUD
     assert median_of([1.0, 1.0, 1.0]) == (1.0, 0)
     assert median_of([1.0, 9.0, 1.0, 0.1, 1.0])[1] == 0  # without the two extremes
 

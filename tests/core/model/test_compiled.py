@@ -10,7 +10,7 @@ from torch import nn
 from drivetrain import Accelerator
 from drivetrain.errors import UsageError
 from drivetrain.model import compiled
-from drivetrain.testing.conformance.twins import Twins
+from drivetrain.testing.conformance.suite import Twins
 from drivetrain.testing.models import Case
 from graphs import backend, graphs
 from stacks import Block, Tower

@@ -17,11 +17,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from drivetrain import Accelerator, AORecipeKwargs
 from drivetrain.config.outline import check_forward
 from drivetrain.config.schema import RecomputeConfig, RunConfig
-from drivetrain.cost import ModelSpec
+from drivetrain.cost import ModelSpec, Traffic
+from drivetrain.data.examples import Candidate
 from drivetrain.errors import ConfigError, UsageError
 from drivetrain.hardware.description import load_hardware
 from drivetrain.model import fp8
-from drivetrain.model.first_batch import Candidate
 from drivetrain.model.fp8 import choose_layers, compute_in_fp8, restore_products
 from drivetrain.planner.layout import read_layout
 from drivetrain.planner.search import Predictor, Task
@@ -30,7 +30,6 @@ from drivetrain.runtime.precision import Precision
 from drivetrain.runtime.world import World
 from drivetrain.simulator.traced import traced_model
 from drivetrain.strategy import Run
-from drivetrain.traffic import Traffic
 from stacks import Residual, Stack
 
 HAS_TORCHAO = importlib.util.find_spec("torchao") is not None

@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from drivetrain.collectives import connect
+from drivetrain.cost import Traffic
 from drivetrain.model.recompute import SMALL_NBYTES, KeptInputs, attach
 from drivetrain.runtime.mesh import Mesh
 from drivetrain.runtime.world import World
-from drivetrain.traffic import Traffic
 from stacks import Parts, Stack
 
 ROWS, WIDTH = 53, 37  # a product that divides by neither 2 nor 3

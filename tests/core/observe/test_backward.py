@@ -10,7 +10,7 @@ import torch
 from drivetrain.compression.automatic import COUNTED, WARM_UP, Sender, choose_links
 from drivetrain.compression.methods import LinkMethods
 from drivetrain.config.schema import FarConfig, LinksConfig
-from drivetrain.cost import ModelSpec
+from drivetrain.cost import ModelSpec, Traffic
 from drivetrain.facade.prepared import RunState
 from drivetrain.observe import recorder as link
 from drivetrain.observe.recorder import LinkChoice
@@ -19,7 +19,6 @@ from drivetrain.runtime.mesh import Mesh
 from drivetrain.runtime.precision import Precision
 from drivetrain.runtime.world import World
 from drivetrain.strategy import Run, find_strategy
-from drivetrain.traffic import Traffic
 
 MATRIX = 1024
 EXACT_S = 33.6

@@ -2,6 +2,7 @@
 
 import pytest
 
+from drivetrain.cost import Traffic
 from drivetrain.errors import PreflightError
 from drivetrain.observe.figures import StepFigures
 from drivetrain.observe.recorder import LinkLoad
@@ -9,7 +10,6 @@ from drivetrain.runtime.mesh import Mesh
 from drivetrain.runtime.precision import Precision
 from drivetrain.runtime.world import LINK_VARIABLE, World, host_link
 from drivetrain.strategy import Run
-from drivetrain.traffic import Traffic
 
 LINK = 1e8
 """Bytes per second."""

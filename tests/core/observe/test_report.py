@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from drivetrain import Accelerator, GradScalerKwargs
+from drivetrain.cost import Traffic
 from drivetrain.errors import UsageError
 from drivetrain.observe import page, recorder
 from drivetrain.observe import report as run_report
@@ -20,7 +21,6 @@ from drivetrain.observe.figures import starts_of
 from drivetrain.observe.history import load_history
 from drivetrain.observe.recorder import StepClock
 from drivetrain.runtime.precision import Precision
-from drivetrain.traffic import Traffic
 
 
 def start(folder=None, **options):

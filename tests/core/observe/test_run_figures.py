@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from drivetrain import Accelerator
+from drivetrain.cost import Traffic
 from drivetrain.observe import trackers
 from drivetrain.observe.figures import StepFigures
 from drivetrain.observe.recorder import STEPS, RunFigures, StepRecorder, values_of
 from drivetrain.observe.trackers import Tracker, Trackers
 from drivetrain.runtime.world import World
-from drivetrain.traffic import Traffic
 
 
 class Noting(Tracker):

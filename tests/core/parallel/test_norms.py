@@ -8,11 +8,11 @@ import torch
 from torch import nn
 
 from drivetrain.collectives import connect
+from drivetrain.cost import Traffic
 from drivetrain.errors import UsageError
 from drivetrain.parallel.backward import clip_, global_norm
 from drivetrain.runtime.mesh import Mesh
 from drivetrain.runtime.world import World
-from drivetrain.traffic import Traffic
 
 
 def tensors():

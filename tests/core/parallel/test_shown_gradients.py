@@ -9,7 +9,7 @@ from torch import nn
 
 from drivetrain import Accelerator
 from drivetrain.errors import CollectiveError, UsageError
-from drivetrain.parallel.shown_gradients import DividedGradient
+from drivetrain.parallel.gradients import DividedGradient
 
 pytestmark = pytest.mark.ranks(2)
 

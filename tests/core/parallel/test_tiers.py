@@ -12,7 +12,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Rprop
 from drivetrain.collectives import Route
 from drivetrain.compression.methods import LinkMethods
 from drivetrain.config.schema import FarConfig, LinksConfig
-from drivetrain.cost import ModelSpec
+from drivetrain.cost import ModelSpec, Traffic
 from drivetrain.errors import PreflightError
 from drivetrain.memory import group_rooms
 from drivetrain.parallel.estimate import Estimate, Lines
@@ -23,7 +23,6 @@ from drivetrain.runtime.mesh import Axis, Mesh
 from drivetrain.runtime.precision import Precision
 from drivetrain.runtime.world import World
 from drivetrain.strategy import Run
-from drivetrain.traffic import Traffic
 from drivetrain_offload import tiers as tiers_module
 from drivetrain_offload.tiers import (
     TierChoice,

@@ -83,7 +83,7 @@ def test_ranks_become_hosts():
     assert host_pairs({(0, 1): 9e9}, ("n1", "n1")) is None
 
     from drivetrain_launch.commands.preview import ranks_of
-    from drivetrain_launch.hosts.remote import RemoteHost
+    from drivetrain_launch.ranks.remote import RemoteHost
 
     resolved = SimpleNamespace(run=SimpleNamespace(launch=SimpleNamespace(nproc_per_node=4)))
     assert ranks_of([RemoteHost("a", slots=2), RemoteHost("b")], resolved) == [2, 4]

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from drivetrain import Accelerator, find_executable_batch_size
-from drivetrain.planner import shortage
+from drivetrain.planner import auto
 from forked_programs import run_python
 from stacks import Residual
 
@@ -123,7 +123,7 @@ def test_where_more_is_lacking_the_change_is_larger():
     accelerator, *_ = prepared(width=256)
     (entry,) = accelerator._state.models
     call = (torch.ones(16, 256, 256),), {}
-    ladder = shortage.Ladder(entry, accelerator._state, call, now=0, asked=0, beside=0)
+    ladder = auto.Ladder(entry, accelerator._state, call, now=0, asked=0, beside=0)
     (whole, *_) = ladder.lines(0)
     needed = float(re.search(r"needs ([\d.]+) MiB", whole)[1]) * 2**20
     (fits,) = ladder.lines(round(needed) + 2**20)
@@ -149,7 +149,7 @@ def test_a_language_model_may_need_its_loss_in_pieces():
     (entry,) = accelerator._state.models
     words = torch.zeros(1, 64, dtype=torch.long)
     call = (), {"input_ids": words, "labels": words, "use_cache": False}
-    ladder = shortage.Ladder(entry, accelerator._state, call, now=0, asked=0, beside=0)
+    ladder = auto.Ladder(entry, accelerator._state, call, now=0, asked=0, beside=0)
     (whole, *_) = ladder.lines(0)
     needed = float(re.search(r"needs ([\d.]+) MiB", whole)[1]) * 2**20
     assert named(ladder.lines(round(needed) - (800 << 10))) == "loss: chunked"
@@ -179,7 +179,7 @@ def test_a_snapshot_of_the_allocator_is_left_in_the_folder(monkeypatch, tmp_path
     state = SimpleNamespace(world=world, config=SimpleNamespace(run=run))
     written = []
     monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", written.append)
-    assert shortage._snapshot(state) == tmp_path / "new" / "rank-3.pickle"
+    assert auto._snapshot(state) == tmp_path / "new" / "rank-3.pickle"
     assert written == [str(tmp_path / "new" / "rank-3.pickle")]
     assert (tmp_path / "new").is_dir()
 

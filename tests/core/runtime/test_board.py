@@ -4,7 +4,7 @@ import os
 import signal
 import time
 
-from drivetrain.runtime import notices
+from drivetrain.runtime import board as boards
 from drivetrain.runtime.board import ROWS, SIZE, Board, ask_to_stop, read_board
 
 
@@ -53,12 +53,12 @@ def test_a_full_board_shows_the_first_orders_and_takes_new_ones_later(tmp_path):
 def test_a_launcher_that_ends_a_rank_gives_no_notice(tmp_path, monkeypatch):
     board, path = attached(tmp_path)
     killed = []
-    monkeypatch.setattr(notices, "board", board)
+    monkeypatch.setattr(boards, "board", board)
     monkeypatch.setattr(os, "kill", lambda pid, number: killed.append((pid, number)))
     before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
     try:
         for heard, dies in (("SIGTERM", []), ("", [(os.getpid(), signal.SIGTERM)])):
-            notice = notices.Notice()
+            notice = boards.Notice()
             notice.listen()
             signal.raise_signal(signal.SIGTERM)
             assert (notice.heard, killed) == (heard, dies)

@@ -4,8 +4,8 @@ import pytest
 from plan import SUBJECTS, measured, plain_section, predicted
 
 from drivetrain import Accelerator
+from drivetrain.data.examples import Candidate
 from drivetrain.hardware.description import load_hardware
-from drivetrain.model.first_batch import Candidate
 from drivetrain.simulator.traced import traced_model
 
 

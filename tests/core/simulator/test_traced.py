@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
+from drivetrain.data.examples import Candidate
 from drivetrain.errors import ConfigError
-from drivetrain.model.first_batch import Candidate
 from drivetrain.simulator.step import Boundary, MatrixProduct, flops_of
 from drivetrain.simulator.traced import traced_model
 from drivetrain.simulator.transformer import GptShape

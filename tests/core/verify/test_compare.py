@@ -5,8 +5,7 @@ import math
 import pytest
 import torch
 
-from drivetrain.verify import RunRecord, StepRecord, compare, judge
-from drivetrain.verify.recorder import SavedTensors, state_file
+from drivetrain.verify import RunRecord, SavedTensors, StepRecord, compare, judge, state_file
 
 
 def record(*, weight=2.0, loss=1.0, norm=3.0, steps=1, start=1.0, batches=(("a",),)):

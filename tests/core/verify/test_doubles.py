@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from drivetrain.verify.recorder import Doubles, compute_in_doubles, in_doubles, without_dropout
+from drivetrain.verify import Doubles, compute_in_doubles, in_doubles, without_dropout
 
 
 def norm(x):

@@ -11,8 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from drivetrain import Accelerator
 from drivetrain.registry import strategies
 from drivetrain.runtime.world import RECORD_VARIABLE
-from drivetrain.verify import Recorder, RecordRequest, RunRecord, compare, judge
-from drivetrain.verify.recorder import digest
+from drivetrain.verify import Recorder, RecordRequest, RunRecord, compare, digest, judge
 from stacks import Residual, Stack
 
 STEPS = 3

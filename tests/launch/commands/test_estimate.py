@@ -10,8 +10,7 @@ from torch import nn
 from drivetrain import Accelerator
 from drivetrain.cost import ModelSpec
 from drivetrain_launch.commands.options import resolve_command_line
-from drivetrain_launch.forecast.models import of_size
-from drivetrain_launch.forecast.planning import promises_for
+from drivetrain_launch.forecast import of_size, promises_for
 from foreign_files import LLAMA
 
 SCRIPT = """

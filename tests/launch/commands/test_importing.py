@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from drivetrain.config.document import importer_of, importers
-from drivetrain_migration.converters import table_of
+from drivetrain_migration.launchers import table_of
 from foreign_files import FILES, LINES
 
 

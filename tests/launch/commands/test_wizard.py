@@ -17,10 +17,10 @@ from drivetrain.errors import ConfigError
 from drivetrain.hardware.sizes import GIB
 from drivetrain.registry import strategies
 from drivetrain_launch.commands import preview
+from drivetrain_launch.commands import wizard as questions
 from drivetrain_launch.commands.config import start_line
-from drivetrain_launch.forecast.checking import check_run
-from drivetrain_launch.wizard import questions
-from drivetrain_launch.wizard.questions import HOSTS, LINK, MODEL, PLACE, STRATEGY_KEY, Seen, Wizard
+from drivetrain_launch.commands.options import check_run
+from drivetrain_launch.commands.wizard import HOSTS, LINK, MODEL, PLACE, STRATEGY_KEY, Seen, Wizard
 
 DOWN = "\x1b[B"
 UP = "\x1b[A"

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from drivetrain.runtime.notices import PREEMPTED
+from drivetrain.runtime.board import PREEMPTED
 from drivetrain_launch.ranks.failure import (
     MOST_IDLE,
     NO_PROGRESS,
@@ -20,8 +20,8 @@ from drivetrain_launch.ranks.failure import (
     judge,
     report,
 )
+from drivetrain_launch.ranks.watch import Hang
 from drivetrain_launch.ranks.worker import LOGS_VARIABLE, code_of, fail, lost_peer, run
-from drivetrain_launch.watching.watch import Hang
 from waiting_ranks import operation, view
 
 

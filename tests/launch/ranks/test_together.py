@@ -21,7 +21,7 @@ from torch.distributed import TCPStore
 from drivetrain.config import LaunchConfig
 from drivetrain.errors import CollectiveError, ConfigError, PreflightError
 from drivetrain.observe.figures import RankTimes
-from drivetrain.runtime.notices import PREEMPTED
+from drivetrain.runtime.board import PREEMPTED
 from drivetrain_launch.ranks import coordinator, meeting
 from drivetrain_launch.ranks.channel import Channel, NotAuthenticError, greet_client, greet_server
 from drivetrain_launch.ranks.failure import EarlyEnd, Ending, Failure, RunOver

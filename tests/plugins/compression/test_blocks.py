@@ -5,7 +5,7 @@ import torch
 
 from drivetrain.compression.compressor import Fidelity
 from drivetrain.errors import ConfigError
-from drivetrain_compression.blocks import BlockOptions, Blocks, Int4, Int8
+from drivetrain_compression.codes import BlockOptions, Blocks, Int4, Int8
 
 BLOCK = 64
 TIMES = 1000

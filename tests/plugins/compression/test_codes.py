@@ -4,9 +4,8 @@ import torch
 
 from drivetrain.collectives.volume import FlatSlice, ParameterRow
 from drivetrain.compression.compressor import Codec
-from drivetrain_compression.onebit import OneBit
+from drivetrain_compression.codes import CHUNK, OneBit, TopK, TopKOptions
 from drivetrain_compression.powersgd import FactorPlan
-from drivetrain_compression.topk import CHUNK, TopK, TopKOptions
 
 BLOCK = 64
 ONEBIT = OneBit(OneBit.Config(block=BLOCK, compiled=False))

@@ -118,7 +118,7 @@ def test_no_memory_for_what_crosses(monkeypatch):
                 raise torch.OutOfMemoryError
             super().__init__(*given)
 
-    monkeypatch.setattr("drivetrain_ddp.compression.Rounded", Tight)
+    monkeypatch.setattr("drivetrain_ddp.strategy.Rounded", Tight)
     model = mlp()
     strategy = start(model, replace(SMALL, hook="bf16"))
     rank = strategy.run.world.rank

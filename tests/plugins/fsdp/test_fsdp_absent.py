@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from drivetrain.errors import DrivetrainError, UsageError
-from drivetrain.testing.conformance.twins import Twins, weights
+from drivetrain.testing.conformance.suite import Twins, weights
 from drivetrain.testing.models import HIDDEN, WIDTH, Case, linear, numbers
 from stacks import Block, Parts, Tower
 from zero_stages import FSDP, assert_freed, each, start

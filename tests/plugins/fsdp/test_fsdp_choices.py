@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from drivetrain.errors import ConfigError, RankMismatchError, UsageError
-from drivetrain.testing.conformance.twins import Twins, adamw
+from drivetrain.testing.conformance.suite import Twins, adamw
 from drivetrain.testing.models import WIDTH, Case, cross_entropy, tokens
 from stacks import Block, Gpt, Residual
 from zero_stages import start, train, units_of

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from drivetrain import Accelerator, UsageError
-from drivetrain.testing.conformance.twins import everyone, weights
+from drivetrain.testing.conformance.suite import everyone, weights
 from stacks import Oddities
 
 pytestmark = pytest.mark.ranks(2)

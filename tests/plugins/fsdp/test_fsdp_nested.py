@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from drivetrain.testing.conformance.twins import Twins
+from drivetrain.testing.conformance.suite import Twins
 from drivetrain.testing.models import Case
 from huggingface_models import VOCABULARY, gpt2, llama, logits_of, token_batch
 from stacks import words

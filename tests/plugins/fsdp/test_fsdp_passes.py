@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from drivetrain.model.modules import clean_name
-from drivetrain.testing.conformance.twins import Twins, weights
+from drivetrain.testing.conformance.suite import Twins, weights
 from drivetrain.testing.models import Case
 from stacks import Tower
 from zero_stages import start

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from drivetrain.testing.conformance.precision import LowTwins, copies_loss, in_fp32
-from drivetrain.testing.conformance.twins import everyone
+from drivetrain.testing.conformance.loops import LowTwins, copies_loss, in_fp32
+from drivetrain.testing.conformance.suite import everyone
 from drivetrain.testing.models import HIDDEN, OUT, WIDTH, Case
 from stacks import Residual, Stack
 from zero_stages import start

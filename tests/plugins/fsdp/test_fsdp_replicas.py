@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from drivetrain.testing.conformance.precision import in_fp32
-from drivetrain.testing.conformance.twins import Twins, adamw, everyone, momentum
+from drivetrain.testing.conformance.loops import in_fp32
+from drivetrain.testing.conformance.suite import Twins, adamw, everyone, momentum
 from drivetrain.testing.models import OUT, Case, numbers, squared_error
 from stacks import Tower
 from zero_stages import assert_freed, start

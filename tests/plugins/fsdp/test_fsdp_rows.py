@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import Shard
 from torch.optim import AdamW
 
-from drivetrain.testing.conformance.twins import Twins, adamw, everyone, weights
+from drivetrain.testing.conformance.suite import Twins, adamw, everyone, weights
 from drivetrain.testing.models import OUT, WIDTH, Case, linear
 from stacks import Parts
 from zero_stages import calls, start

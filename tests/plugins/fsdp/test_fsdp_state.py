@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from drivetrain.checkpoint.export import read_export
-from drivetrain.testing.conformance.twins import adamw, everyone
+from drivetrain.testing.conformance.suite import adamw, everyone
 from drivetrain.testing.models import CASES
 from zero_stages import start
 

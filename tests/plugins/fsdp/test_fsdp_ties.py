@@ -9,7 +9,7 @@ import functools
 import pytest
 import torch
 
-from drivetrain.testing.conformance.twins import Twins, adamw
+from drivetrain.testing.conformance.suite import Twins, adamw
 from drivetrain.testing.models import Case, cross_entropy, tokens
 from stacks import Gpt
 from zero_stages import assert_freed, evaluate, start, train_window, units_of

@@ -13,7 +13,7 @@ from cell_twins import loss_of
 from divided_words import planned, planned_and_described
 from drivetrain import Accelerator
 from drivetrain.errors import ConfigError, UsageError
-from drivetrain.testing.conformance.twins import Twins, adamw, everyone
+from drivetrain.testing.conformance.suite import Twins, adamw, everyone
 from drivetrain.testing.models import CASES
 from drivetrain_megatron.config import MegatronConfig
 from drivetrain_megatron.plan import model as plan_model

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from drivetrain import Accelerator
 from drivetrain.facade import pieces
-from drivetrain.testing.conformance.twins import everyone
+from drivetrain.testing.conformance.suite import everyone
 from drivetrain.testing.models import OUT, WIDTH
 from stacks import Lossy, Tower
 

@@ -8,19 +8,18 @@ import torch
 from cases import case
 from drivetrain import Accelerator
 from drivetrain.collectives import Route
-from drivetrain.cost import ModelSpec
+from drivetrain.cost import ModelSpec, Traffic
 from drivetrain.model.modules import held_parameters
 from drivetrain.runtime.mesh import Axis, Mesh
 from drivetrain.runtime.precision import Precision
 from drivetrain.runtime.world import World
 from drivetrain.strategy import Run as PlannedRun
 from drivetrain.testing.conformance.accounts import is_supported, sent_bytes, sent_since
-from drivetrain.testing.conformance.twins import everyone
-from drivetrain.traffic import Traffic
-from drivetrain_megatron import Megatron
+from drivetrain.testing.conformance.suite import everyone
 from drivetrain_megatron import cost as volumes
 from drivetrain_megatron.config import MegatronConfig
 from drivetrain_megatron.cost import Activation
+from drivetrain_megatron.strategy import Megatron
 from huggingface_models import ARCHITECTURES, WIDTH, WithLoss, token_batch, word_loss
 
 ROWS, TOKENS = 4, 7

@@ -16,10 +16,10 @@ from torch.utils.checkpoint import checkpoint
 from cases import case
 from cell_twins import Twins, loss_of
 from drivetrain.collectives.communicator import SoloCommunicator
+from drivetrain.cost import Traffic
 from drivetrain.errors import UsageError
 from drivetrain.model.modules import repeated_blocks
 from drivetrain.runtime.mesh import Axis
-from drivetrain.traffic import Traffic
 from drivetrain_megatron.dropout import (
     AlikeDraws,
     Dropout,

@@ -17,9 +17,9 @@ from drivetrain.errors import ConfigError, RankMismatchError
 from drivetrain.facade import prepared
 from drivetrain.runtime.precision import Precision
 from drivetrain.runtime.world import World
-from drivetrain_megatron import Megatron
 from drivetrain_megatron.config import MegatronConfig
 from drivetrain_megatron.pipeline import transfer
+from drivetrain_megatron.strategy import Megatron
 from huggingface_models import VOCABULARY, gpt2, llama, token_batch
 from stacks import Parts, Residual, Stack
 

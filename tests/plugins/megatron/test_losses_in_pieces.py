@@ -14,7 +14,7 @@ from drivetrain import Accelerator
 from drivetrain.cost import ModelSpec
 from drivetrain.errors import UsageError
 from drivetrain.losses import DIVIDED, Classes, linear_cross_entropy
-from drivetrain.testing.conformance.twins import everyone
+from drivetrain.testing.conformance.suite import everyone
 from drivetrain_megatron.pipeline.losses import TargetCounter, Weights
 from drivetrain_megatron.plan.trial import run_emulated
 from drivetrain_megatron.tensor.linear import attach_column, attach_row

@@ -14,7 +14,7 @@ from drivetrain import Accelerator, set_seed
 from drivetrain.errors import UsageError
 from drivetrain.model.untouched import untouched
 from drivetrain.runtime import rng
-from drivetrain.testing.conformance.twins import everyone
+from drivetrain.testing.conformance.suite import everyone
 from emulated_tensors import close
 from stacks import Residual, Stack
 

@@ -5,7 +5,7 @@ import torch
 
 from cases import case
 from cell_twins import Twins
-from drivetrain.testing.conformance.twins import everyone
+from drivetrain.testing.conformance.suite import everyone
 from huggingface_models import VOCABULARY, gpt2, llama, token_batch
 from stacks import words
 

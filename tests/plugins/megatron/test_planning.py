@@ -11,7 +11,7 @@ from cases import case
 from drivetrain import Accelerator
 from drivetrain.errors import ConfigError, RankMismatchError
 from drivetrain.model.modules import named_parameters
-from drivetrain.testing.conformance.twins import everyone
+from drivetrain.testing.conformance.suite import everyone
 from drivetrain_launch.cli import run
 from drivetrain_megatron.config import MegatronConfig
 from drivetrain_megatron.pipeline import cut

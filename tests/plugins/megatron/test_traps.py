@@ -9,7 +9,7 @@ from drivetrain import Accelerator
 from drivetrain.errors import UsageError
 from drivetrain.facade.settings import GradScalerKwargs
 from drivetrain.model.modules import named_parameters
-from drivetrain.testing.conformance.twins import everyone
+from drivetrain.testing.conformance.suite import everyone
 from huggingface_models import VOCABULARY, gpt2, llama, logits_of, token_batch
 
 pytestmark = pytest.mark.ranks(2)

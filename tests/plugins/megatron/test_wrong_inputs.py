@@ -15,7 +15,7 @@ from cases import case
 from cell_twins import Twins, loss_of
 from drivetrain import Accelerator
 from drivetrain.errors import CollectiveError, RankMismatchError, UsageError
-from drivetrain.testing.conformance.twins import everyone
+from drivetrain.testing.conformance.suite import everyone
 from huggingface_models import gpt2, llama, logits_of, token_batch, word_loss
 
 pytestmark = pytest.mark.ranks(2)

@@ -5,9 +5,9 @@ import json
 import pytest
 
 from drivetrain_launch.cli import run
-from drivetrain_offload import disk_speed
+from drivetrain_offload import nvme
 from drivetrain_offload import nvme as files
-from drivetrain_offload.disk_speed import Speed, suggest, usable_bytes
+from drivetrain_offload.nvme import Speed, suggest, usable_bytes
 
 QUICK = ("--mib", "2", "--request-mib", "0.25", "--threads", "1", "--threads", "4")
 
@@ -45,13 +45,11 @@ def test_every_byte_is_moved_as_often_as_it_is_counted(tmp_path, monkeypatch):
         real(self, call, view, at, verb)
 
     monkeypatch.setattr(files.DiskFile, "_move", counted)
-    disk_speed.measure(tmp_path, 3 * 2**20, 0.5, 2)
+    nvme.measure(tmp_path, 3 * 2**20, 0.5, 2)
     # write: to fill, alone, half of it beside reads; read: alone, half of it beside writes
     assert moved == {"read": 4.5 * 2**20, "write": 7.5 * 2**20}
-    monkeypatch.setattr(
-        disk_speed, "_seconds", lambda file, start: [t.wait() for t in start()] and 1
-    )
-    found = disk_speed.measure(tmp_path, 2**20, 0.5, 2)
+    monkeypatch.setattr(nvme, "_seconds", lambda file, start: [t.wait() for t in start()] and 1)
+    found = nvme.measure(tmp_path, 2**20, 0.5, 2)
     assert (found.read, found.write, found.both) == (2**20, 2**20, 2**19)
 
 

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from drivetrain.errors import StorageError
-from drivetrain_offload import NvmeConfig, NvmeStore
 from drivetrain_offload import nvme as files
+from drivetrain_offload.nvme import NvmeStore
+from drivetrain_offload.options import NvmeConfig
 
 MIB = 2**20
 

@@ -8,7 +8,10 @@ import pytest
 import torch
 
 from drivetrain.parallel.gradients import FlatGradients
-from drivetrain_offload import HostConfig, HostStore, aligned_empty, buffers, host, strategy
+from drivetrain_offload import buffers, host, strategy
+from drivetrain_offload.buffers import aligned_empty
+from drivetrain_offload.host import HostStore
+from drivetrain_offload.options import HostConfig
 from offloaded_trainings import Free, Training, assert_same
 
 

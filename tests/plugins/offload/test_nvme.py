@@ -11,8 +11,10 @@ import pytest
 import torch
 
 from drivetrain.errors import ConfigError, PreflightError, StorageError, UsageError
-from drivetrain_offload import NvmeConfig, NvmeStore, aligned_empty
 from drivetrain_offload import nvme as files
+from drivetrain_offload.buffers import aligned_empty
+from drivetrain_offload.nvme import NvmeStore
+from drivetrain_offload.options import NvmeConfig
 
 
 @pytest.fixture

@@ -16,9 +16,11 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, RMSprop
 
 from drivetrain.errors import StorageError, UsageError
 from drivetrain.store import ShardSpec, ShardStep
-from drivetrain_offload import HostStore, NvmeConfig, NvmeStore
 from drivetrain_offload import nvme as files
 from drivetrain_offload import stepping as pipeline
+from drivetrain_offload.host import HostStore
+from drivetrain_offload.nvme import NvmeStore
+from drivetrain_offload.options import NvmeConfig
 
 FACTOR = 0.37109843
 TILE = 4 * 4096
@@ -418,7 +420,9 @@ def test_the_interpreter_ends_while_steps_are_under_way(tmp_path):
     code = """
 import sys, torch
 from drivetrain.store import ShardSpec, ShardStep
-from drivetrain_offload import HostStore, NvmeConfig, NvmeStore
+from drivetrain_offload.host import HostStore
+from drivetrain_offload.options import NvmeConfig
+from drivetrain_offload.nvme import NvmeStore
 n = 1 << 20
 optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
 group = optimizer.param_groups[0]

@@ -9,7 +9,7 @@ from drivetrain.errors import ConfigError
 from drivetrain.parallel.options import OffloadOptions
 from drivetrain.registry import stores
 from drivetrain.store import TensorStore
-from drivetrain_offload import NvmeConfig
+from drivetrain_offload.options import NvmeConfig
 from drivetrain_offload.strategy import open_stores
 
 DTYPES = (

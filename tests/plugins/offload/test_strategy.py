@@ -14,7 +14,8 @@ from drivetrain.strategy import find_strategy
 from drivetrain_fsdp.fsdp import Fsdp
 from drivetrain_megatron.config import MegatronConfig
 from drivetrain_megatron.state import data_parallel
-from drivetrain_offload import Offload, OffloadConfig
+from drivetrain_offload.options import OffloadConfig
+from drivetrain_offload.strategy import Offload
 from drivetrain_zero.options import Zero2Config, Zero3Config
 from drivetrain_zero.zero import Zero2, Zero3
 from linked_trainings import model_of, sgd, spread

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from drivetrain.cost import ModelSpec
-from drivetrain.testing.conformance.twins import everyone
+from drivetrain.testing.conformance.suite import everyone
 from stacks import Block
 from zero_stages import SHARDED, start
 

@@ -14,7 +14,7 @@ import torch
 from drivetrain.errors import CollectiveError
 from drivetrain.parallel import reduce
 from drivetrain.parallel.gradients import UnitGradients
-from drivetrain.testing.conformance.twins import Twins
+from drivetrain.testing.conformance.suite import Twins
 from drivetrain.testing.models import Case, numbers
 from stacks import Tower
 from zero_stages import FSDP, SHARDED, STAGES, assert_freed, each, evaluate, start, train_window

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from drivetrain.testing.conformance.twins import Twins, everyone
+from drivetrain.testing.conformance.suite import Twins, everyone
 from drivetrain.testing.models import CASES
 from zero_stages import calls, each, start
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from drivetrain.errors import UsageError
-from drivetrain.testing.conformance.twins import Twins
+from drivetrain.testing.conformance.suite import Twins
 from drivetrain.testing.models import HIDDEN, OUT, ROWS, WIDTH, Case, linear, numbers, squared_error
 from stacks import Block, Parts, Tower
 from zero_stages import SHARDED, assert_freed, calls, each, start, train, train_reducing_once

@@ -10,7 +10,7 @@ import torch
 from drivetrain.cost import TensorSpec
 from drivetrain.hardware.sizes import MIB
 from drivetrain.runtime.precision import Precision
-from drivetrain.testing.conformance.twins import Twins
+from drivetrain.testing.conformance.suite import Twins
 from drivetrain.testing.models import Case
 from drivetrain_zero.options import Zero1Config, Zero3Config
 from drivetrain_zero.zero import cut_model

@@ -7,7 +7,7 @@ from torch.optim import SGD
 
 from drivetrain import Accelerator
 from drivetrain.cost import ModelSpec
-from drivetrain.testing.conformance.twins import Twins, adamw
+from drivetrain.testing.conformance.suite import Twins, adamw
 from drivetrain.testing.models import CASES
 
 

@@ -16,7 +16,7 @@ from torch.optim import LBFGS, Adafactor, Adagrad, Adam, AdamW, NAdam, Rprop
 from torch.optim.lr_scheduler import LambdaLR, StepLR
 
 from drivetrain.errors import UsageError
-from drivetrain.testing.conformance.twins import Twins, adamw, momentum, weights
+from drivetrain.testing.conformance.suite import Twins, adamw, momentum, weights
 from drivetrain.testing.models import CASES
 from zero_stages import each, start, train
 

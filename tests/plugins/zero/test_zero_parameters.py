@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import SGD, AdamW
 
 from drivetrain.errors import UsageError
-from drivetrain.testing.conformance.twins import Twins, adamw, weights
+from drivetrain.testing.conformance.suite import Twins, adamw, weights
 from drivetrain.testing.models import CASES, HIDDEN, OUT, WIDTH, Case, linear
 from said import said
 from stacks import Parts

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from drivetrain.testing.conformance.twins import Twins, momentum
+from drivetrain.testing.conformance.suite import Twins, momentum
 from drivetrain.testing.models import Case, numbers, squared_error
 from stacks import Block, Tower
 from zero_stages import SHARDED, STAGES, assert_freed, each, start, train_reducing_once

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from drivetrain.errors import UsageError
-from drivetrain.testing.conformance.twins import Twins, adamw, weights
+from drivetrain.testing.conformance.suite import Twins, adamw, weights
 from drivetrain.testing.models import CASES
 from zero_stages import FSDP, STAGES, start
 

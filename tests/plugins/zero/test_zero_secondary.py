@@ -12,7 +12,7 @@ from drivetrain import Accelerator
 from drivetrain.cost import ModelSpec
 from drivetrain.errors import ConfigError, UsageError
 from drivetrain.parallel import unit as near
-from drivetrain.testing.conformance.twins import everyone, weights
+from drivetrain.testing.conformance.suite import everyone, weights
 
 HOSTS, WIDTH, LAYERS = 2, 64, 4
 MATRIX = 4 * WIDTH * WIDTH

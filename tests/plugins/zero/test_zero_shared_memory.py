@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import AdamW
 
 from drivetrain.errors import UsageError
-from drivetrain.testing.conformance.twins import Twins, adamw
+from drivetrain.testing.conformance.suite import Twins, adamw
 from drivetrain.testing.models import OUT, WIDTH, Case, linear
 from stacks import Parts
 from zero_stages import each, start, train

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 
 from drivetrain.errors import UsageError
-from drivetrain.testing.conformance.twins import Twins, adamw, everyone, momentum, weights
+from drivetrain.testing.conformance.suite import Twins, adamw, everyone, momentum, weights
 from drivetrain.testing.models import CASES
 from stacks import Residual, Stack
 from zero_stages import MASTERS, SHARDED, assert_freed, calls, each, start, train, units_of

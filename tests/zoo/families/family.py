@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from drivetrain.verify.recorder import without_dropout
+from drivetrain.verify import without_dropout
 
 ROWS = 4
 """Of every batch."""

@@ -8,7 +8,7 @@ from torch import nn
 
 from drivetrain import Cost, ModelSpec, Run, UsageError, option
 from drivetrain.collectives import Handle, sent_elements
-from drivetrain.config.policy import Policy
+from drivetrain.config.schema import Policy
 from drivetrain.cost import TensorSpec
 from drivetrain.hardware.sizes import MIB
 from drivetrain.parallel.replicated import Bucket, BucketLayout, ReplicatedStrategy, plan_buckets

@@ -1,19 +1,24 @@
-"""Loops: k steps on many ranks are k steps of one process, for awkward models and users' loops."""
+"""Loops: k steps on many ranks are k steps of one process, for awkward models, in any precision."""
 
 import copy
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeAlias
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
+from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
-from drivetrain import Accelerator
-from drivetrain.errors import UsageError
+from drivetrain import Accelerator, GradScalerKwargs
+from drivetrain.errors import ConfigError, UsageError
 from drivetrain.testing.conformance.accounts import reduces_each
-from drivetrain.testing.conformance.suite import Suite
-from drivetrain.testing.conformance.twins import (
+from drivetrain.testing.conformance.suite import (
+    Suite,
     Twins,
     adamw,
     everyone,
@@ -21,7 +26,7 @@ from drivetrain.testing.conformance.twins import (
     plain_sgd,
     weights,
 )
-from drivetrain.testing.models import CASES, OUT, WIDTH, Case
+from drivetrain.testing.models import CASES, OUT, WIDTH, Batch, Case, numbers
 
 MLP = CASES["mlp"]
 STEPS = 2
@@ -329,3 +334,360 @@ class SeveralChecks(Suite):
                 gradients.append([p.grad for p in model.parameters()])
             torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-10, atol=1e-12)
             assert accelerator.traffic.total() == before, "a closed strategy still communicates"
+
+
+Loss: TypeAlias = Callable[[nn.Module, Batch], Tensor]
+
+LIMIT = 0.3
+"""Norm that gradients are clipped to; every case starts with a larger norm."""
+
+
+class _Computed(nn.Module):
+    """Calls a function in place of a model's forward; its output becomes fp32."""
+
+    def __init__(self, function: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self._function = function
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        """Compute as the function does."""
+        return self._function(*inputs).float()
+
+
+def in_fp32(case: Case) -> Case:
+    """Return a case whose model and numbers are fp32."""
+
+    def batch(step: int, rank: int) -> Batch:
+        given = case.batch(step, rank)
+        inputs = given.inputs.float() if given.inputs.is_floating_point() else given.inputs
+        return given._replace(inputs=inputs)
+
+    return Case(name=case.name, factory=lambda: case.factory().float(), batch=batch, loss=case.loss)
+
+
+def autocast_loss(case: Case, dtype: torch.dtype | None) -> Loss:
+    """Return a case's loss with a forward that computes in a dtype; None computes as given."""
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        def forward(*inputs: Tensor) -> Tensor:
+            with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
+                outputs: Tensor = model(*inputs)
+            return outputs
+
+        return case.loss(_Computed(forward), batch)
+
+    return loss
+
+
+def copies_loss(case: Case, dtype: torch.dtype) -> Loss:
+    """Return a case's loss with a forward that reads low copies of matrices, by autocast too."""
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        copies = {name: p.to(dtype) if p.dim() > 1 else p for name, p in model.named_parameters()}
+
+        def forward(*inputs: Tensor) -> Tensor:
+            with torch.autocast("cpu", dtype=dtype):
+                outputs: Tensor = torch.func.functional_call(model, copies, inputs)
+            return outputs
+
+        return case.loss(_Computed(forward), batch)
+
+    return loss
+
+
+def quick_sgd(model: nn.Module) -> Optimizer:
+    """Return SGD whose steps are large beside the rounding of weights."""
+    return SGD(model.parameters(), lr=0.5, momentum=0.5)
+
+
+class LowTwins:
+    """A model under the strategy, and one process that does the same to all ranks' batches.
+
+    Args:
+        accelerator: trains the one.
+        case: the model, its batches and its loss.
+        loss: the loss of the other.
+        rounding: largest relative error of the first loss.
+    """
+
+    def __init__(
+        self, accelerator: Accelerator, case: Case, loss: Loss, *, rounding: float = 1e-6
+    ) -> None:
+        self._accelerator = accelerator
+        self._case = case
+        self._loss = loss
+        self._rounding = rounding
+        self._axis = accelerator.mesh["dp"]
+        self._twin = case.build()
+        self._start = [p.detach().clone() for p in self._twin.parameters()]
+        self._twin_optimizer = quick_sgd(self._twin)
+        built = case.build()
+        self.model, self.optimizer = accelerator.prepare(built, quick_sgd(built))
+
+    def train(self, step: int, factors: Sequence[float], *, clip: bool = False) -> None:
+        """Run one window and one step on both; the first losses of all must be equal.
+
+        Args:
+            step: number of the step.
+            factors: of the loss of each micro-batch of the window.
+            clip: whether gradients are clipped to ``LIMIT``.
+        """
+        window = len(factors)
+        for i, factor in enumerate(factors):
+            with self._accelerator.accumulate(self.model):
+                self._accelerator.backward(self._first(step * window + i) * factor)
+                if clip:
+                    self._accelerator.clip_grad_norm_(self.model.parameters(), LIMIT)
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+            self._backward_twin(step * window + i, factor / window)
+        if clip:
+            norm = nn.utils.clip_grad_norm_(self._twin.parameters(), LIMIT)
+            assert step > 0 or norm > LIMIT, f"a norm of {norm} is not clipped"
+        self._twin_optimizer.step()
+        self._twin_optimizer.zero_grad()
+        assert not self._accelerator.optimizer_step_was_skipped, "a finite step was skipped"
+
+    def check(self, tolerance: float, *, rounded: float = 0.0) -> None:
+        """Raise when the weights are too far from the twin's.
+
+        Args:
+            tolerance: allowed error, relative to how far the weights have moved.
+            rounded: allowed error on top, relative to the weights.
+        """
+        ours = weights(self._accelerator, self.model)
+        theirs = {name: p.detach() for name, p in self._twin.named_parameters()}
+        assert list(ours) == list(theirs), f"names differ: {list(ours)} != {list(theirs)}"
+        error = _norm([ours[key].float() - theirs[key] for key in ours])
+        moved = _norm([p - s for p, s in zip(theirs.values(), self._start, strict=True)])
+        allowed = tolerance * moved + rounded * _norm(list(theirs.values()))
+        assert error <= allowed, (
+            f"weights that moved by {moved:.3g} differ from one process by {error:.3g}, "
+            f"allowed: {allowed:.3g}"
+        )
+
+    def _first(self, number: int) -> Tensor:
+        batch = self._case.batch(number, self._axis.rank)
+        loss = self._case.loss(self.model, batch)
+        if number == 0:
+            # Same weights, data and roundings: only the order inside a matrix product may differ.
+            theirs = self._loss(self._twin, batch)
+            allowed = self._rounding
+            torch.testing.assert_close(loss, theirs, rtol=allowed, atol=allowed)
+        return loss
+
+    def _backward_twin(self, number: int, factor: float) -> None:
+        scale = self._accelerator.scaler.get_scale()
+        parameters = list(self._twin.parameters())
+        for rank in range(self._axis.size):
+            loss = self._loss(self._twin, self._case.batch(number, rank))
+            gradients = torch.autograd.grad(loss * (scale * factor), parameters)
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                share = gradient / (scale * self._axis.size)
+                parameter.grad = share if parameter.grad is None else parameter.grad + share
+
+
+def _norm(tensors: Sequence[Tensor]) -> float:
+    return float(torch.linalg.vector_norm(torch.cat([t.flatten() for t in tensors])))
+
+
+# --- the checks ---
+
+
+ROUNDED_STEPS = 3
+SCALE = 1024.0
+LOW = torch.bfloat16
+
+_COMPUTE = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+_TOLERANCE = {"no": 1e-5, "bf16": 2e-2, "fp16": 4e-3}
+"""Error of the weights, relative to how far they moved.
+
+Ranks add their gradients in another order than one process: that shows in the last bit of fp32,
+6e-8 of a number, over a hundred additions. From the second step on such a bit can tip an activation
+to its neighbor in the low dtype, by 2**-8 of it in bf16 and by 2**-11 in fp16, in a few layers.
+"""
+_ROUNDED = 2.0**-8
+"""Largest error of a weight that is read in bf16, relative to the weight."""
+
+
+class PrecisionChecks(Suite):
+    """Low precision against one process that rounds at the same places."""
+
+    @pytest.mark.parametrize("precision", list(_COMPUTE))
+    def test_precision_equals_one_process(self, world: int, precision: str) -> None:
+        """Three steps, with and without accumulation and clipping."""
+        for window in (1, 2):
+            with self.accelerator(**_options(precision, window)) as accelerator:
+                for name, clip in (("mlp", window == 2), ("tied", window == 1)):
+                    case = in_fp32(CASES[name])
+                    loss = autocast_loss(case, _COMPUTE[precision])
+                    twins = LowTwins(accelerator, case, loss, rounding=self.rounding)
+                    for step in range(ROUNDED_STEPS):
+                        twins.train(step, [1.0] * window, clip=clip)
+                    twins.check(_TOLERANCE[precision])
+                    accelerator.free_memory()
+
+    @pytest.mark.parametrize("precision", list(_COMPUTE))
+    def test_dtypes_under_a_precision(self, world: int, precision: str) -> None:
+        """Layers compute low, outputs are fp32, norms and integer buffers keep their dtype."""
+        case = in_fp32(CASES["batchnorm"])
+        with self.accelerator(**_options(precision, 1)) as accelerator:
+            built = case.build()
+            given = _dtypes(built)
+            model, optimizer = accelerator.prepare(built, quick_sgd(built))
+            inner = accelerator.unwrap_model(model)
+            seen: list[torch.dtype] = []
+            layer = next(m for m in inner.modules() if isinstance(m, nn.Linear))
+            layer.register_forward_hook(lambda _, __, output: seen.append(output.dtype))
+            batch = case.batch(0, accelerator.mesh["dp"].rank)
+            assert model(batch.inputs).dtype is torch.float32, "outputs are not fp32"
+            assert seen == [_COMPUTE[precision] or torch.float32], f"a layer computed in {seen}"
+            accelerator.backward(case.loss(model, batch))
+            optimizer.step()
+            assert _dtypes(inner) == given, "parameters or buffers changed their dtype"
+
+    def test_infinite_gradient_on_one_rank(self, world: int) -> None:
+        """All ranks skip the step: weights, moments and schedule stay, and the scale is agreed."""
+        for window in (1, 2):
+            with self.accelerator(**_options("fp16", window)) as accelerator:
+                loop = _Fp16Loop(accelerator, window)
+                loop.train(0)
+                before, rate = loop.state(), loop.scheduler.get_last_lr()
+                last = accelerator.process_index == accelerator.num_processes - 1
+                loop.train(1, float("inf") if last else 1.0)
+                after = loop.state()
+                assert set(everyone(accelerator.optimizer_step_was_skipped)) == {True}
+                for key, tensor in before.items():
+                    assert torch.equal(after[key], tensor), f"the skipped step changed {key}"
+                assert loop.scheduler.get_last_lr() == rate, "the skipped step moved the schedule"
+                assert set(everyone(accelerator.scaler.get_scale())) == {SCALE / 2}
+                loop.train(2)
+                assert set(everyone(accelerator.optimizer_step_was_skipped)) == {False}
+                for key, tensor in weights(accelerator, loop.model).items():
+                    assert tensor.isfinite().all(), f"{key} is not finite after a skipped step"
+                    assert not torch.equal(tensor, before[key]), f"{key} no longer moves"
+
+    def test_low_parameters_have_masters(self, world: int) -> None:
+        """``dtypes.param: bf16`` reads bf16 copies and updates fp32 masters, or is refused."""
+        for name, window in (("mlp", 1), ("tied", 2)):
+            case = in_fp32(CASES[name])
+            with self.accelerator(**_options("bf16", window, param="bf16")) as accelerator:
+                twins = self._prepared(accelerator, case, copies_loss(case, LOW), "param")
+                if twins is None:
+                    return
+                for step in range(ROUNDED_STEPS):
+                    twins.train(step, [1.0] * window)
+                twins.check(_TOLERANCE["bf16"], rounded=_ROUNDED)
+
+    def test_masters_keep_small_updates(self, world: int) -> None:
+        """Updates too small for a bf16 weight to see add up in its master."""
+        case = in_fp32(CASES["mlp"])
+        with self.accelerator(**_options("bf16", 1, param="bf16")) as accelerator:
+            twins = self._prepared(accelerator, case, copies_loss(case, LOW), "param")
+            if twins is not None:
+                for step in range(48):
+                    twins.train(step, [2.0**-8])
+                twins.check(_TOLERANCE["bf16"], rounded=_ROUNDED)
+
+    def test_low_gradients_are_added_up_in_fp32(self, world: int) -> None:
+        """A large gradient and then 63 small ones, each of which alone bf16 would lose."""
+        case = in_fp32(CASES["mlp"])
+        case = replace(case, batch=functools.partial(_same_batch, case))
+        with self.accelerator(**_options("bf16", 64, param="bf16")) as accelerator:
+            twins = self._prepared(accelerator, case, copies_loss(case, LOW), "param")
+            if twins is not None:
+                twins.train(0, [64.0] + [64 * 2.0**-9] * 63)
+                twins.check(_TOLERANCE["bf16"], rounded=_ROUNDED)
+
+    def test_dtype_on_the_wire(self, world: int) -> None:
+        """``dtypes.reduce: bf16`` halves the bytes of gradients, or is refused."""
+        case, sent = in_fp32(CASES["mlp"]), []
+        for dtypes in ({"reduce": "bf16"}, {}):
+            with self.accelerator(**_options("bf16", 1, **dtypes)) as accelerator:
+                twins = self._prepared(accelerator, case, autocast_loss(case, LOW), "reduce")
+                if twins is None:
+                    return
+                before = self.reduced_bytes(accelerator)
+                twins.train(0, [1.0])
+                sent.append(self.reduced_bytes(accelerator) - before)
+                twins.check(_TOLERANCE["bf16"])
+        assert sent[0] <= 0.6 * sent[1], f"{sent[0]} bytes of gradients in bf16, {sent[1]} in fp32"
+
+    def _prepared(
+        self, accelerator: Accelerator, case: Case, loss: Loss, key: str
+    ) -> LowTwins | None:
+        """Prepare both, or return None when the strategy refuses a dtype."""
+        try:
+            return LowTwins(accelerator, case, loss, rounding=self.rounding)
+        except ConfigError as error:
+            if f"dtypes.{key}" not in str(error):
+                raise
+            return None
+
+
+class _Apart(nn.Module):
+    """Two layers side by side: an infinite gradient of one output is that of a few elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Linear(WIDTH, OUT)
+        self.other = nn.Linear(WIDTH, OUT)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Map (rows, width) to (rows, 2 out)."""
+        return torch.cat([self.one(inputs), self.other(inputs)], dim=1)
+
+
+class _Fp16Loop:
+    """AdamW with a schedule over one model, and the state that a skipped step must not touch."""
+
+    def __init__(self, accelerator: Accelerator, window: int) -> None:
+        self._accelerator = accelerator
+        self._window = window
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(17)
+            built = _Apart()
+        optimizer = AdamW(built.parameters(), lr=0.01)
+        schedule = StepLR(optimizer, step_size=1, gamma=0.5)
+        self.model, self.optimizer, self.scheduler = accelerator.prepare(built, optimizer, schedule)
+
+    def train(self, step: int, factor: float = 1.0) -> None:
+        """Run one window; in its first micro-batch one output counts by the factor."""
+        for i in range(self._window):
+            batch = numbers(step * self._window + i, self._accelerator.mesh["dp"].rank)
+            with self._accelerator.accumulate(self.model):
+                outputs = self.model(batch.inputs.float())
+                one = outputs[:, 0].mean() * (factor if i == 0 else 1.0)
+                self._accelerator.backward(one + outputs[:, 1:].square().mean())
+                self._accelerator.clip_grad_norm_(self.model.parameters(), 1.0)
+                self.optimizer.step()
+                self.scheduler.step()
+                self.optimizer.zero_grad()
+
+    def state(self) -> Mapping[str, Tensor]:
+        """Return copies of the weights and of the optimizer's state on this rank."""
+        kept = {
+            f"{i}.{key}": value.detach().clone()
+            for i, state in enumerate(self.optimizer.state.values())
+            for key, value in state.items()
+            if isinstance(value, Tensor)
+        }
+        return {**weights(self._accelerator, self.model), **kept}
+
+
+def _options(precision: str, window: int, **dtypes: str) -> dict[str, Any]:
+    return {
+        "mixed_precision": precision,
+        "gradient_accumulation_steps": window,
+        "kwargs_handlers": [GradScalerKwargs(init_scale=SCALE)],
+        "config": {"dtypes": dtypes},
+    }
+
+
+def _same_batch(case: Case, step: int, rank: int) -> Batch:
+    return case.batch(0, rank)
+
+
+def _dtypes(model: nn.Module) -> dict[str, torch.dtype]:
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    return {name: tensor.dtype for name, tensor in tensors}

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from drivetrain.errors import UsageError
-from drivetrain.testing.conformance.twins import everyone
+from drivetrain.testing.conformance.suite import everyone
 from drivetrain_megatron.pipeline.losses import Weights
 from stacks import Parts, Residual, Stack
 from staged_twins import EXACT, Twins

@@ -5,6 +5,7 @@ import itertools
 import pytest
 
 from drivetrain.errors import ConfigError, UsageError
+from drivetrain_megatron.pipeline.command import UNIT_DURATIONS, promised, simulate
 from drivetrain_megatron.pipeline.schedules import (
     SCHEDULES,
     Action,
@@ -14,7 +15,6 @@ from drivetrain_megatron.pipeline.schedules import (
     Timeline,
     make_schedule,
 )
-from drivetrain_megatron.simulator.command import UNIT_DURATIONS, promised, simulate
 
 F, B, I, W = ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.INPUT, ActionKind.WEIGHT  # noqa: E741
 RANKS, MICRO_BATCHES = range(1, 6), range(1, 11)

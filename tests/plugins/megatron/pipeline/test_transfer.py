@@ -6,10 +6,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from drivetrain.cost import Traffic
 from drivetrain.errors import CollectiveError
 from drivetrain.runtime.mesh import Axis, Mesh
 from drivetrain.runtime.world import World
-from drivetrain.traffic import Traffic
 from drivetrain_megatron.pipeline.transfer import (
     Direction,
     Link,

@@ -16,7 +16,7 @@ from divided_words import WIDE, WORDS, PostNorm, batch, planned, planned_and_des
 from drivetrain import Accelerator
 from drivetrain.cost import ModelSpec
 from drivetrain.errors import ConfigError
-from drivetrain.testing.conformance.twins import everyone
+from drivetrain.testing.conformance.suite import everyone
 from drivetrain_megatron.plan import named, trial
 from huggingface_models import ARCHITECTURES, llama, token_batch
 from said import said

@@ -8,10 +8,9 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from drivetrain import Accelerator
-from drivetrain.data.examples import ExampleBatch
+from drivetrain.data.examples import LENGTH, ExampleBatch
 from drivetrain.errors import RankMismatchError, UsageError
-from drivetrain.model.first_batch import LENGTH
-from drivetrain.testing.conformance.twins import everyone
+from drivetrain.testing.conformance.suite import everyone
 from drivetrain_megatron.recording.calls import example_inputs
 from huggingface_models import llama
 from stacks import Residual, Stack

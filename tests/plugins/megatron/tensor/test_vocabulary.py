@@ -13,10 +13,10 @@ from cases import case
 from cell_twins import Twins
 from drivetrain import communication
 from drivetrain.collectives import connect
+from drivetrain.cost import Traffic
 from drivetrain.errors import ConfigError, UsageError
 from drivetrain.runtime.mesh import Mesh
 from drivetrain.runtime.world import World
-from drivetrain.traffic import Traffic
 from drivetrain_megatron.plan.trial import run_emulated
 from drivetrain_megatron.tensor.linear import attach_column
 from drivetrain_megatron.tensor.operators import Edges, TokenShards, gather

@@ -1,1 +1,0 @@
-"""How a run comes to its hosts: recognised from a scheduler's variables."""

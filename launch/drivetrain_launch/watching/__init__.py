@@ -1,1 +1,0 @@
-"""The launcher's watch over its ranks: who stands still, where, and who waits for whom."""

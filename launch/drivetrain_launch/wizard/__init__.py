@@ -1,1 +1,0 @@
-"""The wizard: questions, the proposed strategy, and the dialog on a terminal."""
