@@ -373,9 +373,16 @@ class BucketReducer:
 
     # --- the buckets ---
 
-    def follow(self) -> None:
-        """Follow changes of ``requires_grad``, which must be the same on every rank."""
+    def follow(self, *, within: bool = False) -> None:
+        """Follow changes of ``requires_grad``, which must be the same on every rank.
+
+        Args:
+            within: in the middle of a window: what was frozen since may have gradients to average.
+        """
+        before = self._trainable if within else None
         trainable = [parameter.requires_grad for parameter in self._parameters]
+        if before is not None:
+            trainable = [each or was for each, was in zip(trainable, before, strict=True)]
         if trainable == self._trainable:
             return
         self.rounds.finish()
@@ -386,7 +393,11 @@ class BucketReducer:
             BucketSlot(place, self._names[index], self._parameters[index])
             for place, index in enumerate(chosen)
         ]
-        self._handles = [on_gradient(slot.parameter, self._make_hook(slot)) for slot in self._slots]
+        self._handles = [
+            on_gradient(slot.parameter, self._make_hook(slot))
+            for slot in self._slots
+            if slot.parameter.requires_grad
+        ]
         self._observed: list[int] | None = None
         self._observing = True
         self._order: Sequence[int]
@@ -624,7 +635,7 @@ class Ddp(DdpOutline, ReplicatedStrategy[DdpConfig]):
 
     def follow(self) -> None:
         """Follow changes of ``requires_grad``: the reducer's hooks are on the parameters."""
-        self._reducer.follow()
+        self._reducer.follow(within=self.rounds.kept)
 
     def begin(self) -> None:
         """Count down from all parameters of every bucket."""

@@ -17,7 +17,7 @@ class Plain(PlainOutline, ReplicatedStrategy[PlainConfig]):
     def average(self) -> None:
         """Average the gradient of one parameter after the other."""
         for parameter in self.parameters:
-            if parameter.requires_grad:
+            if parameter in self.hooked:
                 parameter.grad = self._mean(parameter)
 
     def _mean(self, parameter: nn.Parameter) -> Tensor | None:

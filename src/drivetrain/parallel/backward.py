@@ -44,11 +44,13 @@ class Rounds:
         count: rounds begun so far.
         reentrant: whether a gradient may come more than once in a round.
         synchronizing: whether a backward is a round; if not, gradients stay where they are.
+        kept: whether gradients of backwards that were no rounds wait for the next round.
     """
 
     def __init__(self, begin: Callable[[], None], end: Callable[[], None]) -> None:
         self.count = 0
         self.synchronizing = True
+        self.kept = False
         self.reentrant = False
         self._begin = begin
         self._end = end
@@ -95,7 +97,7 @@ class Rounds:
                 raise
             self._task = None
             raise
-        self._task = None
+        self._task, self.kept = None, False
 
     def give_up(self) -> None:
         """Forget a round under way: nothing more is sent for it."""

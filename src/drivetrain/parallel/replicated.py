@@ -248,6 +248,7 @@ class ReplicatedStrategy(ReplicasOutline[ConfigT], Strategy[ConfigT], Generic[Co
         parameters: its parameters, each once.
         ranks: the axis, whose collectives are counted.
         rounds: the synchronised backwards.
+        hooked: the hooks of parameters whose gradients the next round averages.
         state: what ranks save.
         closing: takes off what was made, the latest first.
     """
@@ -262,7 +263,7 @@ class ReplicatedStrategy(ReplicasOutline[ConfigT], Strategy[ConfigT], Generic[Co
         self.rounds = Rounds(self.begin, self.after_backward)
         self.closing = ExitStack()
         self.closing.callback(self.ranks.close)
-        self._hooked: dict[nn.Parameter, RemovableHandle] = {}
+        self.hooked: dict[nn.Parameter, RemovableHandle] = {}
         self._leader = 0
         """Whose buffers the others get: rank 0's, or those of a rank that has a batch."""
 
@@ -297,17 +298,18 @@ class ReplicatedStrategy(ReplicasOutline[ConfigT], Strategy[ConfigT], Generic[Co
     def follow(self) -> None:
         """Follow changes of ``requires_grad``, which must be the same on every rank."""
         for parameter in self.parameters:
-            if parameter.requires_grad is (parameter in self._hooked):
+            if parameter.requires_grad is (parameter in self.hooked):
                 continue
-            if parameter in self._hooked:
-                self._hooked.pop(parameter).remove()
-            else:
-                self._hooked[parameter] = on_gradient(parameter, self._hook_of(parameter))
+            if parameter not in self.hooked:
+                self.hooked[parameter] = on_gradient(parameter, self._hook_of(parameter))
+            elif not self.rounds.kept:  # else it was frozen with gradients that wait
+                self.hooked.pop(parameter).remove()
 
     def backward(self, loss: Tensor, **options: Any) -> None:
         """Run backward; unless accumulating, return with averaged gradients."""
         run = partial(loss.backward, **options)
         if self.ranks.size == 1 or not self.rounds.synchronizing:
+            self.rounds.kept = True
             run()
             return
         self.follow()
@@ -323,7 +325,7 @@ class ReplicatedStrategy(ReplicasOutline[ConfigT], Strategy[ConfigT], Generic[Co
 
     def _let_go(self) -> None:
         self.rounds.give_up()
-        for handle in self._hooked.values():
+        for handle in self.hooked.values():
             handle.remove()
 
     def begin(self) -> None:

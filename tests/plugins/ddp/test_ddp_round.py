@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam
 from torch.utils.checkpoint import checkpoint
 
+from drivetrain import Accelerator
 from drivetrain.compression.compressor import Rounded
 from drivetrain.config import Layer, resolve
 from drivetrain.cost import ModelSpec
@@ -250,6 +251,23 @@ def test_freezing_and_unfreezing_and_replaced_gradients():
     expected = [grad + 0.5 for grad in mean_grads(copy, [3], 2)[:4]]
     assert_grads(model[:3], expected)
     strategy.close()
+
+
+@pytest.mark.parametrize("name", ["ddp", "plain"])
+@pytest.mark.ranks(2)
+def test_gradients_that_wait_are_averaged_though_a_layer_is_frozen_within_a_window(name):
+    accelerator = Accelerator(cpu=True, strategy=name, gradient_accumulation_steps=2)
+    expected, rank = mlp(), accelerator.process_index
+    model = accelerator.prepare(mlp())
+    for step in (0, 1):
+        for each in (model, expected):
+            each[0].requires_grad_(step == 0)
+        with accelerator.accumulate(model):
+            accelerator.backward(loss_of(model, batch(step, rank)))
+        for each in (0, 1):
+            (loss_of(expected, batch(step, each)) / 4).backward()
+    assert_grads(model, [parameter.grad for parameter in expected.parameters()])
+    accelerator.end_training()
 
 
 @pytest.mark.ranks(2)

@@ -48,7 +48,7 @@ class Flat(ReplicatedStrategy[FlatConfig]):
     def follow(self) -> None:
         """Lay out the buckets again when other parameters are trained than before."""
         super().follow()
-        trained = [p for p in self.parameters if p.requires_grad]
+        trained = [p for p in self.parameters if p in self.hooked]
         names = [str(index) for index in range(len(trained))]
         specs = [TensorSpec.of(*pair) for pair in zip(names, trained, strict=True)]
         layouts = self.config.layouts(specs)
