@@ -1,5 +1,6 @@
 """Positions: saved, restored on any number of ranks, skipped, left by break."""
 
+import gc
 import itertools
 import json
 
@@ -140,6 +141,17 @@ def test_set_epoch_keeps_a_restored_position_of_that_epoch(prepare, counting):
         loader.set_epoch(7)  # inside the loop it has the last word
     assert loader.epoch == 7
     assert len(list(loader)) == 4
+
+
+def test_a_second_iteration_leaves_the_workers_of_the_first_alone(prepare, counting):
+    kept = {"num_workers": 1, "persistent_workers": True}
+    loader = prepare(DataLoader(counting(8), batch_size=2, **kept))
+    first = iter(loader)
+    seen = [next(first)]
+    assert torch.cat(list(loader)).tolist() == list(range(8))
+    assert torch.cat([*seen, *first]).tolist() == list(range(8))
+    del first, loader
+    gc.collect()  # with the loader its worker ends
 
 
 def test_a_second_iteration_is_a_pass_of_its_own(prepare, counting, recorder):

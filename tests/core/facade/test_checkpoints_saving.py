@@ -2,6 +2,7 @@
 
 import logging
 import pickle
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +10,8 @@ from torch import nn
 
 from drivetrain import Accelerator, CheckpointError, UsageError
 from drivetrain.checkpoint.manifest import describe
+from drivetrain.facade.checkpoints import RunCheckpoints
+from drivetrain.runtime.world import World
 
 
 def build(dtype=torch.float32, accumulation=1):
@@ -141,3 +144,24 @@ def test_ranks_that_save_differently(tmp_path):
     accelerator.load_state(tmp_path / "ck")
     accelerator.save_state(tmp_path / "ck", overwrite=True)
     accelerator.end_training()
+
+
+def test_a_checkpoint_in_memory_looks_at_the_run_and_knows_the_newest_in_storage():
+    done = []
+    world, project = World(), SimpleNamespace(iteration=4)
+    resumption = SimpleNamespace(before_save=lambda: done.append("resumption"), saved=bool)
+    run = SimpleNamespace(
+        state=SimpleNamespace(
+            steps=3, world=world, project=project, resumption=resumption, models=[]
+        ),
+        finite=SimpleNamespace(before_save=lambda: done.append("finite")),
+        saved=SimpleNamespace(contents=lambda entries, iteration: done.append(iteration)),
+        background=SimpleNamespace(is_busy=lambda: False, wait=lambda: None),
+        save_hooks={},
+        _memory=SimpleNamespace(
+            is_due=lambda steps: True, save=lambda steps, collect, saved: collect()
+        ),
+        _check_same_step=lambda: None,
+    )
+    RunCheckpoints.save_in_memory(run)
+    assert done == ["finite", "resumption", 3]

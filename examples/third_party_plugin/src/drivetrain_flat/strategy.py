@@ -94,7 +94,6 @@ class Flat(ReplicatedStrategy[FlatConfig]):
             for place, flag in enumerate(bucket.flags.tolist()):
                 if flag:
                     bucket.parameters[place].grad = bucket.views[place]
-            bucket.show()
 
     @classmethod
     def cost(cls, config: FlatConfig, model: ModelSpec, run: Run) -> Cost:
