@@ -156,7 +156,7 @@ def test_a_checkpoint_in_memory_looks_at_the_run_and_knows_the_newest_in_storage
         ),
         finite=SimpleNamespace(before_save=lambda: done.append("finite")),
         saved=SimpleNamespace(contents=lambda entries, iteration: done.append(iteration)),
-        background=SimpleNamespace(is_busy=lambda: False, wait=lambda: None),
+        background=SimpleNamespace(is_busy=False, wait=lambda: None),
         save_hooks={},
         _memory=SimpleNamespace(
             is_due=lambda steps: True, save=lambda steps, collect, saved: collect()
