@@ -284,7 +284,6 @@ class SharedParameters:
                 (values,) = arrival.wait()
                 if not torch.equal(copy, values):  # a forward may wait that needs it as it was
                     copy.copy_(values)
-        self._link.flush()
 
     def check_unchanged(self) -> None:
         """Check that parameters that are lent have the values that their copies have.
