@@ -436,11 +436,11 @@ class PipelinedModel:
         losses, self._unpublished = self._unpublished, []
         values = torch.zeros(len(losses), dtype=losses[0].dtype, device=self.stages.device)
         if self.stages.last is not None:
-            values.copy_(torch.stack(losses))
+            values.copy_(torch.stack([one.reshape(()) for one in losses]))
         self.stages.broadcast(values, "values of losses")
         for one, value in zip(losses, values, strict=True):
             if isinstance(one, StageProxy):
-                resolve(one, value)
+                resolve(one, value.reshape(one.shape))  # torch takes one element in any shape
 
 
 # --- calls of the model inside of a model of ``peft`` go through the pipeline of the whole ---

@@ -57,6 +57,21 @@ def test_more_stages_than_blocks():
         both.close()
 
 
+def test_a_loss_of_one_element_in_another_shape():
+    """Torch's backward takes it; the last stage alone failed where all stages get its value."""
+    strategy = {"name": "megatron", "pp": 2}
+    for steps in (1, 2):
+        accelerator = Accelerator(strategy=strategy, cpu=True, gradient_accumulation_steps=steps)
+        model = accelerator.prepare(built(layers=2))
+        for _ in range(steps):
+            with accelerator.accumulate(model):
+                loss = word_loss(model(input_ids=IDS), IDS).reshape(1)
+                accelerator.backward(loss)
+        assert loss.shape == (1,)
+        assert len(set(everyone(loss.item()))) == 1
+        accelerator.free_memory()
+
+
 def test_a_script_that_branches_on_a_loss():
     """The last stage has the value, and waits in vain for those that do not: not for ever."""
     accelerator = Accelerator(
