@@ -688,11 +688,10 @@ class OffloadEngine(OptimizerBackend):
 
     def freeze(self, fresh: Collection[ParameterSlot]) -> None:
         """Hold back what was begun, when a backward is over, until the optimizers step."""
-        if self.in_backward:
-            names = {slot.name for slot in fresh}
-            self._begun.freeze(
-                bound for bound in self._kept.optimizers if not names.isdisjoint(bound.slots)
-            )
+        names = {slot.name for slot in fresh}
+        self._begun.freeze(
+            bound for bound in self._kept.optimizers if not names.isdisjoint(bound.slots)
+        )
 
     def holds(self, slots: Iterable[ParameterSlot]) -> bool:
         """Return whether steps of some of these parameters are held back since a backward."""

@@ -301,13 +301,15 @@ class WindowGradients:
         if self._is_plain(weight):
             scaled.backward(**options)  # type: ignore[no-untyped-call]
             return
-        self.uneven.announce(loss, weighted=weight is not None)
-        if not window.uneven:  # there, ranks have different numbers of backwards and steps
+        if window.uneven:  # ranks have different numbers of backwards and steps
+            self.uneven.announce(loss, weighted=weight is not None)
+        else:
             state.run.traffic.begin_backward()
         synced = window.sync_gradients
         factor = self._mean.finish() if synced else None
         for entry in state.models:
-            entry.check_converted()
+            if entry.applied:
+                entry.check_converted()
             entry.strategy.will_scale(1.0 if factor is None else factor)
         state.observer.before_backward()  # times the backward, not the wait for weights above
         if synced and not window.uneven:

@@ -166,8 +166,8 @@ class UnevenInputs:
                 loader.even_batches = even
 
     def announce(self, loss: Tensor, *, weighted: bool) -> None:
-        """Tell the other ranks that a backward is about to run; nothing outside of such a loop."""
-        if not self.state.window.uneven or self.state.world.size == 1:
+        """Tell the other ranks of the loop that a backward is about to run."""
+        if self.state.world.size == 1:
             return
         entry = self.state.running()
         if weighted or entry not in self._joined or self._reached(loss) - {entry}:

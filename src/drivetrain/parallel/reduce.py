@@ -193,7 +193,8 @@ class Reduce:
         Raises:
             UsageError: steps that began in the round before were not taken.
         """
-        self.backend.check_free("another backward")
+        if self.backend.in_backward:
+            self.backend.check_free("another backward")
         self._active, self._sent = [], 0
         self._scaled.clear()
         for unit in self.units:
@@ -253,7 +254,7 @@ class Reduce:
             for unit in self._active:
                 for slot in unit.deliver(present):
                     self.shown.show(slot)
-        if self.steps_follow:
+        if self.backend.in_backward and self.steps_follow:
             self.backend.freeze([slot for unit in self._active for slot in unit.awaited])
 
     def _came_again(self, unit: UnitGradients, slot: ParameterSlot) -> None:
@@ -544,8 +545,8 @@ class ShownGradients:
 
     def _drop(self, slots: Sequence[ParameterSlot]) -> None:
         """Let parameters have no gradient: neither what was averaged nor what waits."""
-        # Also where nothing is owned.
-        self.check_free(*(slot for slot in slots if slot in self._units[slot].came))
+        if self._reduce.backend.in_backward:  # refused also where nothing is owned
+            self.check_free(*(slot for slot in slots if slot in self._units[slot].came))
         self.leave_kept(slots)
         having = [slot for slot in slots if self._units[slot].of[slot].has(slot)]
         if not having:
