@@ -346,6 +346,8 @@ class _RowProduct(torch.autograd.Function):
         ctx.product = product
         ctx.save_for_backward(x, weight)
         own = product.of(x, weight, None)
+        if torch._C._len_torch_dispatch_stack():
+            own = own.clone()  # selective recompute keeps the product, and gives it back
         if product.sequence is None:
             return start_sum(own, product.ranks).result()
         return start_scattered_sum(own, product.ranks, product.sequence, own=True).result()

@@ -308,8 +308,7 @@ class WindowGradients:
         synced = window.sync_gradients
         factor = self._mean.finish() if synced else None
         for entry in state.models:
-            if entry.applied:
-                entry.check_converted()
+            entry.check_converted()
             entry.strategy.will_scale(1.0 if factor is None else factor)
         state.observer.before_backward()  # times the backward, not the wait for weights above
         if synced and not window.uneven:

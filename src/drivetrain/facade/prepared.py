@@ -211,6 +211,8 @@ class PreparedModel:
 
     def check_converted(self, error: RuntimeError | None = None) -> None:
         """Refuse parameters of another dtype than ``prepare`` left, which an error follows from."""
+        if error is None and not self.applied:
+            return
         self.applied = False
         precision = self.strategy.run.precision
         specs = {clean_name(spec.name): spec for spec in self.given.parameters}

@@ -30,6 +30,18 @@ def check_training(name, **options):
     both.close()
 
 
+def test_selective_recompute_sums_products_anew():
+    """What recompute keeps of a layer is its product, not the sum over ranks that it became."""
+    for name, options in (("llama-gqa", {"tp": 2}), ("gpt2", {"tp": 2, "sequence_parallel": True})):
+        with case(name, options):
+            torch.manual_seed(0)
+            both = Twins(ARCHITECTURES[name](), **options)
+            both.accelerator.recompute(both.model, mode="selective")
+            both.backward(token_batch(0))
+            both.check_gradients()
+            both.close()
+
+
 @pytest.mark.exhaustive
 @pytest.mark.ranks(4)
 def test_four_ranks():
