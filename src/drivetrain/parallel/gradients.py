@@ -123,7 +123,12 @@ class FlatGradients:
             self.buffer = self.buffer.to(self._total)  # a sum is about to be made
             slot.view(self.buffer).add_(grad, alpha=self._scale)
         else:
-            torch.mul(grad, self._factor, out=slot.view(self.buffer))  # one pass over memory
+            view = slot.view(self.buffer)
+            if grad.dtype.itemsize < view.dtype.itemsize:
+                # One product would be rounded to the gradient's dtype first, and take longer.
+                view.copy_(grad).mul_(self._scale)
+            else:
+                torch.mul(grad, self._factor, out=view)  # one pass over memory
             self.filled.add(slot)
 
     def scale(self, factor: float) -> None:

@@ -104,3 +104,14 @@ def test_without_masters():
         assert found[name].dtype is tensor.dtype
         torch.testing.assert_close(found[name], tensor, rtol=2e-2, atol=2e-3)
     accelerator.free_memory()
+
+
+@pytest.mark.ranks(3)
+def test_a_third_of_a_gradient_has_the_digits_of_the_wire():
+    """In bf16 a third of one is 0.33398."""
+    accelerator = low({"unit_from": 1}, reduce="fp32")
+    model = accelerator.prepare(nn.Linear(WIDTH, OUT, bias=False))
+    accelerator.backward(model(torch.ones(1, WIDTH)).sum())
+    for piece in accelerator.strategy_of(model).gradients():
+        torch.testing.assert_close(piece, torch.ones_like(piece), rtol=0, atol=1e-6)
+    accelerator.free_memory()
