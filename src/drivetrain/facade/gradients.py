@@ -27,9 +27,12 @@ from drivetrain.facade.piece_gradients import PieceGradients
 from drivetrain.facade.prepared import PreparedModel, RunState, parameters_of
 from drivetrain.facade.uneven import UnevenInputs
 from drivetrain.facade.weights import WholeWeights
+from drivetrain.log import get_logger
 from drivetrain.memory import is_out_of_memory, tries_again
 from drivetrain.parallel.backward import clip_
 from drivetrain.runtime.gradient_state import BatchPiece
+
+logger = get_logger(__name__)
 
 
 def _one_weighted() -> UsageError:
@@ -194,6 +197,8 @@ class WindowGradients:
     held_back: PieceGradients | None = None
     _exchanges: dict[tuple[int, ...], Exchange] = field(default_factory=dict)
     """By the ranks; of all under ()."""
+    _stepped_at: int = 0
+    """Backwards when an optimizer stepped last."""
     _mean: WindowMean = field(init=False)
 
     def __post_init__(self) -> None:
@@ -393,6 +398,7 @@ class WindowGradients:
             UsageError: the model has parameters that came after ``prepare``.
         """
         scaler = self.state.scaler
+        self._check_counted()
         self.state.observer.before_update()
         if not self.state.window.uneven:
             self.state.run.traffic.begin_step(optimizer.param_groups)
@@ -415,6 +421,17 @@ class WindowGradients:
         if not self.state.window.is_inside:  # else accumulate() around the step updates it
             scaler.update()
         return not bad
+
+    def _check_counted(self) -> None:
+        """Warn of a loop without ``accumulate()`` that steps before a window is full."""
+        window = self.state.window
+        since, self._stepped_at = window.backwards - self._stepped_at, window.backwards
+        if window.num_steps > 1 and not self._mean.counted and since % window.num_steps:
+            logger.warning_once(
+                f"an optimizer steps after {since} of the {window.num_steps} backwards that "
+                f"accumulation: {window.num_steps} divides losses by; use 'with "
+                "accelerator.accumulate(model):' around each micro-batch, or accumulation: 1"
+            )
 
     def _agree_to_step(self, optimizer: Optimizer, entries: Sequence[PreparedModel]) -> bool:
         """Exchange facts with the other ranks; return whether all numbers are finite."""

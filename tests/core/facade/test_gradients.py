@@ -42,6 +42,21 @@ def test_weights_are_exact_over_micro_batches_and_ranks():
     accelerator.end_training()
 
 
+@pytest.mark.parametrize(("backwards", "warns"), [(1, True), (2, False), (4, False)])
+def test_a_step_before_a_window_without_accumulate_is_full(backwards, warns, caplog):
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = linear()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for _ in range(3):
+        for _ in range(backwards):
+            accelerator.backward(loss_of(model, rows(2)))
+        optimizer.step()
+        optimizer.zero_grad()
+    said = [r for r in caplog.messages if "after 1 of the 2 backwards that accumulation: 2" in r]
+    assert len(said) == warns
+    accelerator.end_training()
+
+
 @pytest.mark.ranks(2)
 def test_one_window_inside_of_another_is_the_same_one():
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
