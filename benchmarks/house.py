@@ -64,7 +64,7 @@ def count_circles(tree: SourceTree) -> Rows:
 
 
 def run(root: Path, ranks: int, *arguments: str) -> dict[str, dict[str, float]]:
-    """Run ``house_runs.py`` on ranks of a checkout; return what its rank 0 printed.
+    """Run this program on ranks of a checkout; return what its rank 0 printed.
 
     Raises:
         RuntimeError: it failed, or the checkout's interpreter runs another checkout's code.
@@ -180,8 +180,8 @@ def table_main() -> None:
         python benchmarks/house.py table --only modules circles --json
 
     A checkout is run by the interpreter of its ``.venv``, if it has one, else by this one. Two to
-    four processes on this machine, gloo, a thread each; ``source_tree.py`` and ``house_runs.py``
-    say how everything is counted.
+    four processes on this machine, gloo, a thread each; ``source_tree.py`` and this file say how
+    everything is counted.
     """
     parser = argparse.ArgumentParser(description=str(table_main.__doc__).partition("\n")[0])
     kinds = (*READ, *RUN, "host")
@@ -282,7 +282,7 @@ AROUND = (
     "processes.py",
     "runtime/",
     "collectives/",
-    "traffic.py",
+    "cost.py",  # of it, a step meets the ledger alone
 )
 """What lies around a strategy in the core."""
 

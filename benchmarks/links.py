@@ -276,7 +276,7 @@ def rates_main() -> None:
     - a peer of ``side_by_side.py``, such as ``torch_fsdp2`` or ``deepspeed_z3``.
 
     Needs root: a host is a network namespace, and ``tc tbf`` limits the rate at which a host sends.
-    What a row may be, ``slow_links_rank.py`` says. Each run of a row goes through pairs of blocks
+    What a row may be, the code of its ranks says. Each run of a row goes through pairs of blocks
     of steps, one without a limit, one with it; the ranks stop while the limit changes. ``--rate
     none`` leaves the second block of each pair out.
 

@@ -13,9 +13,8 @@ options.py           the options that strategies share
 optimizer_backend.py where shards lie and who steps them: beside the model, or elsewhere
 placement.py         the ranks of a model, and its parameters in units
 gather.py            when units are gathered and freed, by the hooks of a step
-gradients.py         one unit's gradients, from autograd to fragments
-reduce.py            when units are reduced during backward
-shown_gradients.py   what a script finds at ``p.grad``, and what it has done to it
+gradients.py         one unit's gradients, from autograd to fragments; what stands at ``p.grad``
+reduce.py            when units are reduced during backward, and what a script did to gradients
 optimizers.py        fragments in the place of parameters in optimizers
 strategy.py          the contract of strategies over units: the step in its order, checkpoints
 replicated.py        the contract where every rank holds all state whole, but for the average;
