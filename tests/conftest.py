@@ -55,6 +55,8 @@ def pytest_configure(config):
         config.option.exhaustive = True
     if config.option.exhaustive:
         os.environ["EXHAUSTIVE_TESTS"] = "1"  # for ranks, which know no options of pytest
+    # Two processes of tests and their ranks share the cores: threads of one would wait for others'.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     config.stash[STARTED] = time.monotonic()
     # Programs and ranks are copies of one server: whichever comes first starts it.
     multiprocessing.set_forkserver_preload([*PRELOADED, *config.getini("ranks_preload")])
