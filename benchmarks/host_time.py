@@ -24,7 +24,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from drivetrain import Accelerator
 from drivetrain.model import valueless as results
-from drivetrain.model.tracer import trace_model
+from drivetrain.model.trace import trace_model
 from drivetrain.model.valueless import ValuelessTensor
 from drivetrain_megatron.config import MegatronConfig
 from drivetrain_megatron.cost import CellLayout

@@ -66,8 +66,7 @@ from drivetrain.collectives.volume import Operation, chunk_bounds, chunk_of
 from drivetrain.cost import Cost, ModelSpec, TensorSpec
 from drivetrain.model.guard import Arguments, Keywords
 from drivetrain.model.modules import named_parameters, uncompiled
-from drivetrain.model.trace import BlockCall, ModelTrace
-from drivetrain.model.tracer import trace_model
+from drivetrain.model.trace import BlockCall, ModelTrace, trace_model
 from drivetrain.model.untouched import PLANNING, untouched
 from drivetrain.parallel.estimate import add
 from drivetrain.strategy import Run

@@ -22,8 +22,7 @@ from drivetrain.errors import RankMismatchError, UsageError
 from drivetrain.log import get_logger
 from drivetrain.model.guard import Keywords
 from drivetrain.model.modules import NamedModule, repeated_blocks, uncompiled
-from drivetrain.model.trace import BlockCall, ModelTrace, TensorRef, TracedTensor
-from drivetrain.model.tracer import trace_model
+from drivetrain.model.trace import BlockCall, ModelTrace, TensorRef, TracedTensor, trace_model
 from drivetrain.model.valueless import ValuesNeededError
 from drivetrain.nested import describe
 from drivetrain.strategy import Run

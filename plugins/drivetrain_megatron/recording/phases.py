@@ -23,8 +23,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten
 from drivetrain.errors import UsageError
 from drivetrain.model.guard import Arguments, Function, Keywords
 from drivetrain.model.modules import NamedModule, clean_name, repeated_blocks, uncompiled
-from drivetrain.model.trace import BlockCall, ModelOperation, ModelTrace
-from drivetrain.model.tracer import trace_model
+from drivetrain.model.trace import BlockCall, ModelOperation, ModelTrace, trace_model
 from drivetrain_megatron.recording.proxy import StageProxy
 
 # --- the result of a block: which tensors travel to the next, which values stay everywhere ---

@@ -1,11 +1,9 @@
 """A user's model: traced without values, constructed without memory, and its modules at work.
 
 ============== ====================================================================================
-``trace``       the record of one forward: operations, calls of modules and blocks; read this first
-``tracer``      the one pass over a model that writes it
+``trace``       one forward without values, and its record: operations, calls of modules and blocks
 ``valueless``   the tensors of that pass, which have a shape and no values
 ``untouched``   lets code run on a model that must leave no trace, or that has no values
-``first_batch`` the arguments of a model, from a batch of a loader or guessed
 ``deferred``    construction without memory: values come when they are needed
 ``modules``     names outside of a run, another forward for a module, the repeated blocks
 ``guard``       parameters whose values are elsewhere, or on their way

@@ -17,8 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from drivetrain.data.examples import Candidate
 from drivetrain.errors import ConfigError
 from drivetrain.model.modules import model_units
-from drivetrain.model.trace import ModelOperation, ModelTrace
-from drivetrain.model.tracer import trace_model
+from drivetrain.model.trace import ModelOperation, ModelTrace, trace_model
 from drivetrain.simulator.step import (
     LINEAR,
     Boundary,

@@ -6,7 +6,7 @@ import transformers
 from torch import nn
 from torch.nn import functional as F
 
-from drivetrain.model.tracer import trace_model
+from drivetrain.model.trace import trace_model
 from drivetrain.model.valueless import ValuelessTensor, ValuesNeededError, facts_of, freeze
 from stacks import Parts
 

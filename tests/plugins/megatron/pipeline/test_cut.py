@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from drivetrain.errors import ConfigError, UsageError
-from drivetrain.model.tracer import trace_model
+from drivetrain.model.trace import trace_model
 from drivetrain_megatron.pipeline import cut
 from drivetrain_megatron.pipeline.cut import balanced, listed, profile, scaled_edges
 from drivetrain_megatron.recording.phases import Dependency, Recording, record
