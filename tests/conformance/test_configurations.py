@@ -15,8 +15,7 @@ from drivetrain.cost import ModelSpec
 from drivetrain.errors import CollectiveError, UsageError
 from drivetrain.registry import STRATEGIES
 from drivetrain.testing.conformance import StrategyConformance
-from drivetrain.testing.conformance.accounts import cut_connections
-from drivetrain.testing.conformance.suite import Twins, everyone, plain_sgd
+from drivetrain.testing.conformance.suite import Twins, cut_connections, everyone, plain_sgd
 from drivetrain.testing.models import CASES, Case, cross_entropy, tokens
 from stacks import Gpt, Tower
 

@@ -16,7 +16,7 @@ from drivetrain.runtime.parts import Part
 from drivetrain.runtime.world import World
 from drivetrain.saved_state import describe_difference
 from drivetrain.shards import Shard
-from drivetrain.testing.conformance.accounts import cut_connections, is_supported
+from drivetrain.testing.conformance.suite import cut_connections, is_supported
 
 WHOLE = torch.arange(35, dtype=torch.float32).reshape(5, 7)
 

@@ -14,8 +14,7 @@ from drivetrain.runtime.mesh import Axis, Mesh
 from drivetrain.runtime.precision import Precision
 from drivetrain.runtime.world import World
 from drivetrain.strategy import Run as PlannedRun
-from drivetrain.testing.conformance.accounts import is_supported, sent_bytes, sent_since
-from drivetrain.testing.conformance.suite import everyone
+from drivetrain.testing.conformance.suite import everyone, is_supported, sent_bytes, sent_since
 from drivetrain_megatron import cost as volumes
 from drivetrain_megatron.config import MegatronConfig
 from drivetrain_megatron.cost import Activation

@@ -12,8 +12,8 @@ Accelerator alone. If a check cannot hold for a strategy, override it by a metho
 which says why in a ``pytest.skip`` or tests another promise instead.
 """
 
-from drivetrain.testing.conformance.accounts import AccountChecks, FailureChecks, StateChecks
 from drivetrain.testing.conformance.loops import LoopChecks, PrecisionChecks, SeveralChecks
+from drivetrain.testing.conformance.suite import AccountChecks, FailureChecks, StateChecks
 
 __all__ = ["StrategyConformance"]
 

@@ -16,7 +16,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from drivetrain import Accelerator, GradScalerKwargs
 from drivetrain.errors import ConfigError, UsageError
-from drivetrain.testing.conformance.accounts import reduces_each
 from drivetrain.testing.conformance.suite import (
     Suite,
     Twins,
@@ -24,6 +23,7 @@ from drivetrain.testing.conformance.suite import (
     everyone,
     momentum,
     plain_sgd,
+    reduces_each,
     weights,
 )
 from drivetrain.testing.models import CASES, OUT, WIDTH, Batch, Case, numbers

@@ -12,8 +12,7 @@ from torch.nn import functional as F
 
 from drivetrain import Accelerator
 from drivetrain.errors import CollectiveError, ConfigError, UsageError
-from drivetrain.testing.conformance.accounts import cut_connections
-from drivetrain.testing.conformance.suite import everyone
+from drivetrain.testing.conformance.suite import cut_connections, everyone
 from graphs import backend, graphs
 from huggingface_models import (
     ARCHITECTURES,
