@@ -1,8 +1,8 @@
 """Methods for slow links between hosts.
 
 ===============  ===================================================================
-``compiled.py``  codes in C, compiled on the user's machine: ``blocks.c`` and ``topk.c``
-``codes.py``     blocks of integers or signs with a scale each, bfloat16, the largest numbers
+``codes.py``     blocks of integers or signs with a scale each, bfloat16, the largest numbers;
+                 in C, too, compiled on the user's machine: ``blocks.c`` and ``topk.c``
 ``powersgd.py``  matrices as two factors of low rank
 ===============  ===================================================================
 

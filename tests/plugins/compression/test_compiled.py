@@ -12,14 +12,14 @@ from torch import Tensor
 from drivetrain.compression.compressor import Codec
 from drivetrain.registry import compressors
 from drivetrain.runtime.world import cache_folder
-from drivetrain_compression import compiled
-from drivetrain_compression.compiled import Format, KernelError, Kernels, built, kernels, loaded
+from drivetrain_compression import codes
+from drivetrain_compression.codes import Format, KernelError, Kernels, built, kernels, loaded
 
 TINY = torch.finfo(torch.float32).tiny
 NUMEL = 3 * 4096 + 77
 
 needs_compiler = pytest.mark.skipif(
-    not any(map(shutil.which, compiled.COMPILERS)), reason="no C compiler on this machine"
+    not any(map(shutil.which, codes.COMPILERS)), reason="no C compiler on this machine"
 )
 
 
@@ -199,7 +199,7 @@ def small_source(tmp_path, monkeypatch) -> None:
     """Compile a source that takes no time."""
     source = tmp_path / "small.c"
     source.write_text("void encode(void) {}\nvoid decode(void) {}\n", encoding="utf-8")
-    monkeypatch.setattr(compiled, "SOURCES", (source,))
+    monkeypatch.setattr(codes, "SOURCES", (source,))
 
 
 @needs_compiler
@@ -215,7 +215,7 @@ def test_a_broken_library_is_compiled_anew(tmp_path):
 @needs_compiler
 def test_the_log_says_once_which_way_encodes(monkeypatch):
     said, (method, _) = [], both("int8")
-    monkeypatch.setattr(compiled.logger, "announce", said.append)
+    monkeypatch.setattr(codes.logger, "announce", said.append)
     kernels.cache_clear()
     method.get_ready(torch.device("meta"))
     assert not said, "other devices say nothing"
@@ -227,7 +227,7 @@ def test_the_log_says_once_which_way_encodes(monkeypatch):
 
 def test_a_user_without_a_home_has_no_kernels_but_trains(monkeypatch):
     said = []
-    monkeypatch.setattr(compiled.logger, "announce", said.append)
+    monkeypatch.setattr(codes.logger, "announce", said.append)
     monkeypatch.setenv("XDG_CACHE_HOME", "not/absolute")  # to be ignored
     monkeypatch.delenv("HOME", raising=False)
     monkeypatch.setattr("pwd.getpwuid", lambda uid: {}[uid])
@@ -236,7 +236,7 @@ def test_a_user_without_a_home_has_no_kernels_but_trains(monkeypatch):
 
 
 def without(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *compilers: str) -> Path:
-    monkeypatch.setattr(compiled, "COMPILERS", compilers)
+    monkeypatch.setattr(codes, "COMPILERS", compilers)
     return tmp_path / "kernels"
 
 
@@ -265,7 +265,7 @@ def test_why_there_are_no_kernels_is_said(tmp_path, monkeypatch):
         built(folder)
     slow = script(tmp_path / "slow", "exec sleep 60")
     folder = without(monkeypatch, tmp_path, slow)
-    monkeypatch.setattr(compiled, "COMPILES_S", 0.2)
+    monkeypatch.setattr(codes, "COMPILES_S", 0.2)
     with pytest.raises(KernelError, match="cannot compile with .* timed out"):
         built(folder)
     fine = script(tmp_path / "fine", "echo facts")

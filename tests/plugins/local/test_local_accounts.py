@@ -15,7 +15,7 @@ from drivetrain.planner.layout import far_method
 from drivetrain.runtime.mesh import Axis
 from drivetrain.runtime.world import World
 from drivetrain.simulator.step import SimulatedRun, SimulatedUnit, axis_places
-from drivetrain.testing.conformance.accounts import AccountChecks
+from drivetrain.testing.conformance.suite import AccountChecks
 from drivetrain_local.options import LocalOptions
 from drivetrain_local.strategy import Local, _agreement
 from drivetrain_megatron.config import MegatronConfig
