@@ -28,8 +28,7 @@ from torch.utils._pytree import tree_leaves
 
 from drivetrain.collectives.facts import by_itself, counts_of_everyone
 from drivetrain.errors import UsageError
-from drivetrain.facade.gradients import WindowGradients
-from drivetrain.facade.piece_gradients import Before, PieceGradients
+from drivetrain.facade.gradients import Before, PieceGradients, WindowGradients
 from drivetrain.facade.prepared import PreparedModel, RunState
 from drivetrain.log import get_logger
 from drivetrain.memory import (
