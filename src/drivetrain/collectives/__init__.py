@@ -30,9 +30,8 @@ from drivetrain.collectives.communicator import Parts as Parts
 from drivetrain.collectives.communicator import Reduction as Reduction
 from drivetrain.collectives.communicator import SoloCommunicator
 from drivetrain.collectives.communicator import communicator_of as communicator_of
-from drivetrain.collectives.hierarchy import HierarchicalCommunicator
 from drivetrain.collectives.native import NativeCommunicator
-from drivetrain.collectives.ring import RingCommunicator
+from drivetrain.collectives.ring import HierarchicalCommunicator, RingCommunicator
 from drivetrain.collectives.volume import Route as Route
 from drivetrain.collectives.volume import chunk_bounds as chunk_bounds
 from drivetrain.collectives.volume import sent_bytes as sent_bytes

@@ -276,7 +276,7 @@ class ApproximateBytes(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """The way of data over an axis: one ring, or the levels of ``hierarchy``.
+    """The way of data over an axis: one ring, or the levels of ``ring``.
 
     Attributes:
         axis: the axis.

@@ -1,7 +1,7 @@
 """Compression: approximate sums and gathers over slow links between hosts.
 
 Between hosts, gradients are summed and parameters are gathered by one rank of each host at a time
-(``drivetrain.collectives.hierarchy``). The option ``links.far`` names a method for each of the two;
+(``drivetrain.collectives.ring``). The option ``links.far`` names a method for each of the two;
 strategies ask their communicator for a *channel*, a sum or gather of the same tensors time and
 again, and the channel sends what the method makes of them. Activations between the stages of a
 pipeline are no channel: the strategy that has the stages rounds them itself.

@@ -38,7 +38,7 @@ from drivetrain.collectives.communicator import (
     SumChannel,
 )
 from drivetrain.collectives.facts import gather_facts
-from drivetrain.collectives.hierarchy import ConnectAxis, HierarchicalCommunicator
+from drivetrain.collectives.ring import ConnectAxis, HierarchicalCommunicator
 from drivetrain.collectives.volume import FlatSlice, SlicesByRank, far_pieces
 from drivetrain.compression.compressor import FarReduction
 from drivetrain.compression.error_feedback import (

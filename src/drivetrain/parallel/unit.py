@@ -486,7 +486,7 @@ class SecondaryShard:
     """One rank's part of a unit's values that the ranks of its host hold together for good.
 
     The part has the values of all ranks at this rank's place of each host: the same ranges that
-    a gather in levels (``drivetrain.collectives.hierarchy``) brings to this rank between hosts.
+    a gather in levels (``drivetrain.collectives.ring``) brings to this rank between hosts.
     On all of these ranks the values are equal, also where a link approximates their updates.
 
     Args:

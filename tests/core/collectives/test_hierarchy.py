@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from drivetrain.collectives import Communicator, connect_over_hosts, ring, route_over_hosts
-from drivetrain.collectives.hierarchy import HierarchicalCommunicator
+from drivetrain.collectives.ring import HierarchicalCommunicator
 from drivetrain.cost import Traffic
 from drivetrain.errors import CollectiveError
 from drivetrain.runtime.mesh import Mesh
