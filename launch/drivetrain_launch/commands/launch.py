@@ -37,7 +37,7 @@ from drivetrain_launch.commands.options import (
     source_options,
 )
 from drivetrain_launch.ranks.answers import VARIABLES
-from drivetrain_launch.ranks.failure import RunOver
+from drivetrain_launch.ranks.failure import RunOver, Signals, Stopped
 from drivetrain_launch.ranks.placement import (
     Endpoint,
     HostJob,
@@ -49,7 +49,6 @@ from drivetrain_launch.ranks.placement import (
     local_ranks,
 )
 from drivetrain_launch.ranks.remote import RemoteHost, run_hosts
-from drivetrain_launch.ranks.signals import Signals, Stopped
 from drivetrain_launch.ranks.surroundings import KEYS, Surroundings, recognise
 from drivetrain_launch.ranks.worker import AS_ACCELERATE, as_accelerate_words
 

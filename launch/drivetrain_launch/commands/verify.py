@@ -29,8 +29,8 @@ from drivetrain_launch.commands.options import (
     worded_flags,
 )
 from drivetrain_launch.console import show_table
+from drivetrain_launch.ranks.failure import Signals, Stopped
 from drivetrain_launch.ranks.placement import accelerators, cores, local_ranks, threads
-from drivetrain_launch.ranks.signals import Signals, Stopped
 from drivetrain_launch.ranks.worker import as_accelerate_words
 
 if TYPE_CHECKING:

@@ -32,6 +32,8 @@ from drivetrain_launch.ranks.failure import (
     EarlyEnd,
     Ending,
     Failure,
+    Signals,
+    Stopped,
     blamed,
     board_of,
     read_failure,
@@ -45,7 +47,6 @@ from drivetrain_launch.ranks.placement import (
     interface_of,
     threads,
 )
-from drivetrain_launch.ranks.signals import Signals, Stopped
 from drivetrain_launch.ranks.watch import HangWatch, WorkFiles, work_file
 from drivetrain_launch.ranks.worker import LOGS_VARIABLE
 

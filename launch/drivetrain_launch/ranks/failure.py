@@ -1,24 +1,29 @@
-"""How ranks end, which of them failed first, and how the user is told.
+"""How a run ends: which rank failed first and how the user is told, or the launcher's signals.
 
 When one rank fails, its neighbors lose their connections and fail too, and the launcher stops the
 rest: only the first failure is worth reading. One host's launcher judges alone; of several hosts,
 host 0 judges from what all of them report.
+
+Signals to the launcher end a wait at once, or reach the loop that watches ranks.
 """
 
 import dataclasses
 import json
 import signal
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import FrameType, TracebackType
 from typing import Any
 
 from pydantic import TypeAdapter
 
 from drivetrain.errors import CheckpointError, CollectiveError, ConfigError, NonFiniteError
-from drivetrain.runtime.board import PREEMPTED
+from drivetrain.runtime.board import NOTICES, PREEMPTED, SAME_NOTICE_S, EarlyNotice
 from drivetrain_launch.ranks.watch import Hang
+
+# --- ranks that fail ---
 
 KILLED = 6
 """Exit code of the launcher when a signal killed the first failing rank."""
@@ -350,3 +355,87 @@ def blamed(ending: Ending, hang: Hang | None) -> Ending:
     )
     stopped = tuple(each for each in ending.stopped if each != rank)
     return replace(ending, failures=(failure, *ending.failures), stopped=stopped)
+
+
+# --- signals to the launcher ---
+
+ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+"""Signals after which the launcher ends."""
+
+
+class Stopped(BaseException):
+    """A signal asked the launcher to end while no ranks ran."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+        self.code = 128 + number
+
+
+class Signals:
+    """The launcher's handlers, from its start to its end.
+
+    While the launcher does not record signals, one that ends the launcher raises ``Stopped``.
+    SIGUSR1 is kept until ranks are there to hear it.
+    """
+
+    def __init__(self) -> None:
+        self._recording = False
+        self._deaf = False
+        self._pending: list[int] = []
+        self._last: dict[int, float] = {}
+        self._before: dict[int, Callable[[int, FrameType | None], object] | int | None] = {}
+
+    def __enter__(self) -> "Signals":
+        for number in {*NOTICES, *ENDING}:
+            before = self._before[number] = signal.signal(number, self._come)
+            if isinstance(before, EarlyNotice) and before.came:
+                self.keep(number)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        frames: TracebackType | None,
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def record(self, recording: bool) -> None:
+        """Keep all signals for ``take``, or raise ``Stopped`` again at the signals of ``ENDING``.
+
+        Raises:
+            Stopped: such a signal was kept, and nobody took it.
+        """
+        self._recording = recording
+        self.check()
+
+    def check(self) -> None:
+        """Raise Stopped if a signal is kept that ends the launcher."""
+        for number in self._pending:
+            if number in ENDING:
+                raise Stopped(number)
+
+    def keep(self, number: int) -> None:
+        """Let the next ``take`` return a signal, although none came."""
+        self._pending.append(number)
+
+    def ignore(self) -> None:
+        """Let nothing interrupt the last clean-up, which takes a moment and starts nothing."""
+        self._deaf = True
+
+    def take(self) -> list[int]:
+        """Return the signals that came since the last call."""
+        taken, self._pending = self._pending, []
+        return taken
+
+    def _come(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        repeated = now - self._last.get(number, -SAME_NOTICE_S) < SAME_NOTICE_S
+        self._last[number] = now
+        if self._deaf or (repeated and number in NOTICES):
+            return
+        if number in ENDING and not self._recording:
+            raise Stopped(number)
+        self.keep(number)

@@ -38,8 +38,8 @@ from drivetrain.errors import CollectiveError, ConfigError, in_words
 from drivetrain.runtime.board import NOTICES, EarlyNotice
 from drivetrain_launch.console import show
 from drivetrain_launch.ranks.channel import SECRET_VARIABLE
+from drivetrain_launch.ranks.failure import Signals, Stopped
 from drivetrain_launch.ranks.placement import Endpoint, ip_version
-from drivetrain_launch.ranks.signals import Signals, Stopped
 from drivetrain_launch.ranks.surroundings import FIRST_PORT, PORTS
 
 # --- runs a command of ``drivetrain`` on a host that another machine reached by ssh ---

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from drivetrain_launch.ranks.signals import Signals, Stopped
+from drivetrain_launch.ranks.failure import Signals, Stopped
 
 
 def test_a_notice_that_comes_twice_counts_once_and_ctrl_c_each_time(monkeypatch):
