@@ -14,7 +14,7 @@ from typing import Any
 import drivetrain
 from drivetrain import registry
 from drivetrain.config import RunConfig
-from drivetrain.config.option import Option, options_of
+from drivetrain.config.schema import Option, options_of
 
 ROOT = Path(__file__).parents[2]
 TOPIC = re.compile(r"^ {4}# --- (.+) ---$", re.MULTILINE)

@@ -80,7 +80,7 @@ from typing_extensions import override
 
 from drivetrain.collectives.volume import ParameterSpan
 from drivetrain.compression.compressor import Codec, Fidelity, NoMethodOptions
-from drivetrain.config.option import option
+from drivetrain.config.schema import option
 from drivetrain.errors import ConfigError, in_words
 from drivetrain.log import get_logger
 from drivetrain.runtime.world import cache_folder

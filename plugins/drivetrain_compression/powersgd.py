@@ -47,7 +47,7 @@ from drivetrain.compression.compressor import (
     as_it_is,
     is_finite,
 )
-from drivetrain.config.option import option
+from drivetrain.config.schema import option
 from drivetrain.runtime.mesh import Axis
 
 

@@ -3,9 +3,8 @@
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from drivetrain.config.option import option
 from drivetrain.config.outline import FarLinks, ReplicasOutline
-from drivetrain.config.schema import Policy
+from drivetrain.config.schema import Policy, option
 from drivetrain.errors import ConfigError
 
 

@@ -4,9 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from drivetrain.config.option import option
 from drivetrain.config.outline import FarLinks
-from drivetrain.config.schema import Policy
+from drivetrain.config.schema import Policy, option
 from drivetrain.errors import ConfigError
 from drivetrain.parallel.options import ParameterOptions, UnitsOutline, Until
 

@@ -5,9 +5,8 @@ from dataclasses import dataclass, fields
 from math import prod
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from drivetrain.config.option import NestedStrategy, nested_strategy, option
 from drivetrain.config.outline import Outline, find_inside, find_outline
-from drivetrain.config.schema import Policy
+from drivetrain.config.schema import NestedStrategy, Policy, nested_strategy, option
 from drivetrain.errors import ConfigError
 from drivetrain.parallel.options import OffloadOptions
 

@@ -4,9 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from drivetrain.config.option import NestedStrategy, mapping, nested_strategy, option
 from drivetrain.config.outline import FarLinks, Outline, find_inside
-from drivetrain.config.schema import Policy
+from drivetrain.config.schema import NestedStrategy, Policy, mapping, nested_strategy, option
 from drivetrain.errors import ConfigError
 
 AXES = ("tp", "dp", "pp")

@@ -3,8 +3,8 @@
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
-from drivetrain.config.option import NestedStrategy, nested_strategy, option, options_of
 from drivetrain.config.outline import ReplicasOutline
+from drivetrain.config.schema import NestedStrategy, nested_strategy, option, options_of
 from drivetrain.errors import ConfigError
 from drivetrain.hardware.sizes import MIB
 from drivetrain.parallel.options import OffloadOptions

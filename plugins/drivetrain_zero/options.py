@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from drivetrain.config.option import option
+from drivetrain.config.schema import option
 from drivetrain.hardware.sizes import MIB
 from drivetrain.parallel.options import (
     GradientOptions,

@@ -23,8 +23,8 @@ from drivetrain.config.document import (
     importer_of,
     importers,
 )
-from drivetrain.config.option import is_union
 from drivetrain.config.resolve import Resolved, resolve
+from drivetrain.config.schema import is_union
 from drivetrain.errors import ConfigError, in_words
 from drivetrain.registry import strategies
 from drivetrain_launch.commands.options import (

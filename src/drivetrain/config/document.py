@@ -20,8 +20,7 @@ from typing import Any, ClassVar, Literal, TypeAlias
 
 import yaml
 
-from drivetrain.config.option import options_of
-from drivetrain.config.schema import RunConfig
+from drivetrain.config.schema import RunConfig, options_of
 from drivetrain.errors import ConfigError, in_words
 from drivetrain.registry import formats
 

@@ -10,8 +10,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, ClassVar, Final, Generic, Self, TypeVar
 
-from drivetrain.config.option import NestedStrategy
-from drivetrain.config.schema import Policy, RunConfig
+from drivetrain.config.schema import NestedStrategy, Policy, RunConfig
 from drivetrain.errors import ConfigError
 from drivetrain.registry import strategies
 

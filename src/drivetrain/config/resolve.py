@@ -20,8 +20,7 @@ from drivetrain.config.document import (
     dump_yaml,
     with_words_as_sections,
 )
-from drivetrain.config.option import NestedStrategy, Option, is_union, options_of
-from drivetrain.config.schema import RunConfig
+from drivetrain.config.schema import NestedStrategy, Option, RunConfig, is_union, options_of
 from drivetrain.errors import ConfigError, UnknownPluginError
 from drivetrain.registry import strategies
 

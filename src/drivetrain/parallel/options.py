@@ -3,8 +3,8 @@
 from dataclasses import dataclass, fields, is_dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, TypeVar
 
-from drivetrain.config.option import mapping, option, section
 from drivetrain.config.outline import ReplicasOutline
+from drivetrain.config.schema import mapping, option, section
 from drivetrain.errors import ConfigError
 from drivetrain.registry import stores
 

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from drivetrain.config.option import option
 from drivetrain.config.outline import ChoosingOutline
-from drivetrain.config.schema import Policy
+from drivetrain.config.schema import Policy, option
 from drivetrain.hardware.description import load_hardware, names_a_device
 
 
