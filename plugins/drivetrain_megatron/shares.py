@@ -469,7 +469,7 @@ class ShareGradient:
 class ShareParameter(nn.Parameter):
     """A parameter that stands for the whole, while its memory has a rank's share."""
 
-    _stands_for_whole = True  # drivetrain.model.compiled.WHOLE
+    _stands_for_whole = True  # drivetrain.model.modules.WHOLE
     _share: Share
 
     @classmethod

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from drivetrain.model import compiled
+from drivetrain.model import modules
 
 
 @contextmanager
@@ -16,7 +16,7 @@ def backend(name):
     torch._dynamo.utils.counters.clear()
     one_thread = torch._inductor.config.patch(compile_threads=1)  # nobody would join others
     with pytest.MonkeyPatch.context() as patch, one_thread:
-        patch.setattr(compiled, "BACKEND", name)
+        patch.setattr(modules, "BACKEND", name)
         yield
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()

@@ -113,7 +113,7 @@ class Parallel:
     _drivetrain_original: type[nn.Module]
 
     @property
-    def _ranks_share_forward(self) -> bool:  # drivetrain.model.compiled.SHARED
+    def _ranks_share_forward(self) -> bool:  # drivetrain.model.modules.SHARED
         behavior: Behavior = self.__dict__[_KEY]
         return not behavior.is_traced
 

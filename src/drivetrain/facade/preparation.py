@@ -35,7 +35,6 @@ from drivetrain.facade.settings import StrategyChoice, agree
 from drivetrain.facade.stepping import PreparedOptimizer, PreparedScheduler
 from drivetrain.log import get_logger
 from drivetrain.losses import compute_in_pieces, restore_loss
-from drivetrain.model.compiled import compile_blocks, restore_blocks
 from drivetrain.model.deferred import (
     ConstructionRecording,
     RecordedWeights,
@@ -46,7 +45,13 @@ from drivetrain.model.deferred import (
     unknown_values,
 )
 from drivetrain.model.fp8 import compute_in_fp8, restore_products
-from drivetrain.model.modules import UninheritedHook, clean_name, compute_in
+from drivetrain.model.modules import (
+    UninheritedHook,
+    clean_name,
+    compile_blocks,
+    compute_in,
+    restore_blocks,
+)
 from drivetrain.model.recompute import KeptInputs, attach, choose_blocks, is_attached, restore
 from drivetrain.parallel.suitability import check_forward_writes
 from drivetrain.parallel.whole_state import KERNELS

@@ -9,7 +9,7 @@ from torch import nn
 
 from drivetrain import Accelerator
 from drivetrain.errors import UsageError
-from drivetrain.model import compiled
+from drivetrain.model import modules
 from drivetrain.testing.conformance.suite import Twins
 from drivetrain.testing.models import Case
 from graphs import backend, graphs
@@ -143,11 +143,11 @@ class Reading(Block):
 @pytest.mark.filterwarnings("ignore")
 def test_a_block_that_is_no_graph_runs_as_written_with_one_warning(monkeypatch):
     said = []
-    monkeypatch.setattr(compiled.logger, "warning", said.append)
+    monkeypatch.setattr(modules.logger, "warning", said.append)
     model = Tower(1)
     model.blocks = nn.ModuleList(Reading() for _ in range(2))
     expected = model(x := torch.ones(2, 7, dtype=torch.float64))
-    compiled.compile_blocks(model, torch.device("cpu"))
+    modules.compile_blocks(model, torch.device("cpu"))
     torch.testing.assert_close(model(x), expected)
     model(x)
     (line,) = said
@@ -160,7 +160,7 @@ def test_a_block_that_is_no_graph_runs_as_written_with_one_warning(monkeypatch):
 def test_a_model_without_blocks_is_compiled_whole():
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
     expected = model(x := torch.ones(2, 3))
-    compiled.compile_blocks(model, torch.device("cpu"))
+    modules.compile_blocks(model, torch.device("cpu"))
     torch.testing.assert_close(model(x), expected)
     assert graphs() == 1
 

@@ -335,7 +335,7 @@ def test_forwards_that_write_into_weights_are_refused_where_they_are_gathered_in
 def test_compiled_blocks_have_no_other_graphs_with_gathers_in_fp8(tmp_path):
     torch._dynamo.reset()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("drivetrain.model.compiled.BACKEND", "aot_eager")
+        patch.setattr("drivetrain.model.modules.BACKEND", "aot_eager")
         both = []
         for recipe in ("tensorwise", "tensorwise_gathered"):
             torch._dynamo.utils.counters.clear()
@@ -372,7 +372,7 @@ def test_compiled_blocks_multiply_in_fp8_in_one_graph():
         block.up.weight.requires_grad_(False)
     gradients = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("drivetrain.model.compiled.BACKEND", "aot_eager")
+        patch.setattr("drivetrain.model.modules.BACKEND", "aot_eager")
         for each in ({}, config):
             accelerator = Accelerator(mixed_precision="fp8", config=each, cpu=True)
             model = accelerator.prepare(copy.deepcopy(plain))
