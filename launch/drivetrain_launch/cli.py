@@ -45,6 +45,9 @@ HEADINGS = {
 }
 """The commands under the headings of the help."""
 
+BESIDE = {"hardware": "plan"}
+"""Commands that are in the module of another one."""
+
 SHELLS = {
     "bash": 'eval "$(drivetrain completion bash)"       # in ~/.bashrc',
     "zsh": 'eval "$(drivetrain completion zsh)"        # in ~/.zshrc',
@@ -73,8 +76,9 @@ class Commands(click.Group):
         if cmd_name == completion.name:
             return completion
         if cmd_name in COMMANDS:
-            module = importlib.import_module(f"drivetrain_launch.commands.{cmd_name}")
-            ours: click.Command = module.command
+            module = f"drivetrain_launch.commands.{BESIDE.get(cmd_name, cmd_name)}"
+            name = cmd_name if cmd_name in BESIDE else "command"
+            ours: click.Command = getattr(importlib.import_module(module), name)
             return ours
         registry = commands()
         if cmd_name in registry.names:

@@ -53,7 +53,7 @@ USUAL_RANKS = 8
 @json_option
 @click.argument("source", metavar="MODEL", shell_complete=complete_file)
 @rest_argument()
-def command(
+def estimate(
     config: str | None,
     assignments: tuple[str, ...],
     ranks: int | None,
@@ -81,7 +81,7 @@ def command(
     if as_json:
         click.echo(json.dumps([_plain(promise, room) for promise in promises]))
     else:
-        show(model, promises, resolved, ranks, room)
+        _show_promises(model, promises, resolved, ranks, room)
 
 
 def _room(hardware: str | None) -> int | None:
@@ -130,7 +130,7 @@ def _plain(promise: "Promise", room: int | None) -> dict[str, Any]:
     }
 
 
-def show(
+def _show_promises(
     model: "ModelSpec",
     promises: "list[Promise]",
     resolved: Resolved,
