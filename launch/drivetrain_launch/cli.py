@@ -45,7 +45,7 @@ HEADINGS = {
 }
 """The commands under the headings of the help."""
 
-BESIDE = {"hardware": "plan"}
+BESIDE = {"estimate": "plan", "hardware": "plan"}
 """Commands that are in the module of another one."""
 
 SHELLS = {
