@@ -39,17 +39,19 @@ from drivetrain_launch.commands.options import (
 from drivetrain_launch.ranks.answers import VARIABLES
 from drivetrain_launch.ranks.failure import RunOver, Signals, Stopped
 from drivetrain_launch.ranks.placement import (
+    KEYS,
     Endpoint,
     HostJob,
+    Surroundings,
     accelerators,
     backend_of,
     cores,
     heap_variables,
     listening_address,
     local_ranks,
+    recognise,
 )
 from drivetrain_launch.ranks.remote import RemoteHost, run_hosts
-from drivetrain_launch.ranks.surroundings import KEYS, Surroundings, recognise
 from drivetrain_launch.ranks.worker import AS_ACCELERATE, as_accelerate_words
 
 LAUNCHERS_OWN = tuple(

@@ -35,7 +35,7 @@ from drivetrain_launch.commands.options import (
 )
 from drivetrain_launch.ranks.channel import SECRET_VARIABLE
 from drivetrain_launch.ranks.failure import CANNOT_HEAL
-from drivetrain_launch.ranks.surroundings import KEYS
+from drivetrain_launch.ranks.placement import KEYS
 
 DEVICE = "nvidia.com/gpu"
 """Name of an accelerator among a pod's resources, where the user names no other."""

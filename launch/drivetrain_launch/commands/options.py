@@ -31,9 +31,14 @@ from drivetrain.config.resolve import Resolved, resolve
 from drivetrain.config.schema import FarConfig, Policy
 from drivetrain.errors import ConfigError, in_words
 from drivetrain.registry import strategies
-from drivetrain_launch.ranks.placement import check_hosts, check_size
+from drivetrain_launch.ranks.placement import (
+    FEWEST_KEY,
+    Surroundings,
+    check_agreement,
+    check_hosts,
+    check_size,
+)
 from drivetrain_launch.ranks.remote import RemoteHost, RemoteJob, read_hostfile, read_hosts, select
-from drivetrain_launch.ranks.surroundings import FEWEST_KEY, Surroundings, check_agreement
 
 
 @dataclass(frozen=True, slots=True)

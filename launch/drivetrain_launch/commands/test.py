@@ -20,8 +20,8 @@ from drivetrain_launch.commands.options import (
     source_options,
     worded_flags,
 )
+from drivetrain_launch.ranks.placement import KEYS, recognise
 from drivetrain_launch.ranks.remote import run_hosts
-from drivetrain_launch.ranks.surroundings import KEYS, recognise
 
 MODULE = "drivetrain_launch.commands.selfcheck"
 RANKS_KEY = "launch.nproc_per_node"

@@ -38,9 +38,8 @@ from drivetrain.errors import ConfigError, DrivetrainError
 from drivetrain.hardware.sizes import DEVICES, GIB, device_bytes, parameter_count, size_text
 from drivetrain.registry import Registry
 from drivetrain_launch.console import listed
-from drivetrain_launch.ranks.placement import Endpoint, accelerators, cores
+from drivetrain_launch.ranks.placement import Endpoint, Variables, accelerators, cores
 from drivetrain_launch.ranks.remote import RemoteHost, read_hostfile, read_hosts
-from drivetrain_launch.ranks.surroundings import Variables
 
 if TYPE_CHECKING:
     from drivetrain.cost import ModelSpec

@@ -1,18 +1,28 @@
-"""The ranks of this host: how many, their slots among all, their address, threads and heap."""
+"""The ranks of this host: how many, their slots among all, their address, threads and heap.
+
+The environment says which scheduler started this process, and its place in the run. Variables are
+read with errors that name them.
+"""
 
 import errno
 import ipaddress
 import os
 import re
 import socket
-from collections.abc import Mapping, Sequence
+import zlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
+from typing import Any, TypeAlias
 
 import psutil
 
 from drivetrain.config import LaunchConfig
+from drivetrain.config.document import Layer, ValueOrigin
 from drivetrain.errors import ConfigError, in_words
+
+# --- the ranks of this host ---
 
 LOOPBACK = "127.0.0.1"
 
@@ -323,3 +333,437 @@ def _holder(port: int) -> str:
         if connection.status == psutil.CONN_LISTEN and connection.laddr[1:] == (port,):
             return f" (process {connection.pid} has it)" if connection.pid else ""
     return ""
+
+
+# --- the place of this host in the run, from the environment ---
+
+OVERRIDE = (
+    "correct it, or give --nnodes, --node-rank and --rdzv-endpoint, with which no variables are "
+    "read; --standalone stands for one host"
+)
+
+
+class Variables:
+    """Environment variables by name.
+
+    Args:
+        environment: names and texts.
+    """
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        self._environment = environment
+
+    def text(self, name: str) -> str:
+        """Return a variable's text; "" when it is not set."""
+        return self._environment.get(name, "")
+
+    def first(self, *names: str) -> str:
+        """Return the first name that is set, or the first of all."""
+        return next((name for name in names if self.text(name)), names[0])
+
+    def require(self, launcher: str, *names: str) -> None:
+        """Check that variables are set.
+
+        Raises:
+            ConfigError: some are not.
+        """
+        missing = [name for name in names if not self.text(name)]
+        if missing:
+            there = [name for name in names if name not in missing]
+            found = f"{', '.join(there)} alone" if there else "none of them"
+            raise ConfigError(
+                f"{launcher}: expected the variables {', '.join(names)}, found {found}; set "
+                f"{', '.join(missing)}, or give --nnodes, --node-rank and --rdzv-endpoint"
+            )
+
+    def number(self, name: str, *, minimum: int = 0) -> int:
+        """Return a variable's whole number.
+
+        Raises:
+            ConfigError: the text is something else.
+        """
+        text = self.text(name)
+        if not text.isdecimal() or int(text) < minimum:
+            raise ConfigError(
+                f"the variable {name}: expected a whole number of at least {minimum}, found "
+                f"{text!r}; {OVERRIDE}"
+            )
+        return int(text)
+
+    def index(self, name: str, count_name: str, count: int = 0) -> int:
+        """Return an index below a count, which may be known already.
+
+        Raises:
+            ConfigError: the two variables contradict each other.
+        """
+        index, count = self.number(name), count or self.number(count_name, minimum=1)
+        if index >= count:
+            raise ConfigError(
+                f"the variables {name}={index} and {count_name}={count} contradict each other: "
+                f"expected an index from 0 to {count - 1}; {OVERRIDE}"
+            )
+        return index
+
+    def shown(self, *names: str) -> str:
+        """Return ``NAME=TEXT`` of variables that are set, for the user."""
+        return ", ".join(f"{name}={self.text(name)}" for name in names if self.text(name))
+
+
+# --- SLURM's words: lists of nodes and of tasks per node, read without its programs ---
+
+# Containers seldom have ``scontrol``.
+
+
+_PART = re.compile(r"([^,\[\]]+|\[[^\]]*\])+")
+_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
+_COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?")
+
+
+def node_names(text: str) -> list[str]:
+    """Return the nodes of a list such as ``n[1-3,7],gpu-[01-02]``, in order.
+
+    Raises:
+        ConfigError: the text is no list of nodes.
+    """
+    parts = [match[0] for match in _PART.finditer(text)]
+    if not parts or ",".join(parts) != text:
+        raise ConfigError(
+            f"expected a list of nodes such as n[1-3,7] from SLURM, found {text!r}; give --nnodes, "
+            "--node-rank and --rdzv-endpoint instead"
+        )
+    return [name for part in parts for name in _expanded(part)]
+
+
+def tasks_on(text: str, node: int) -> int:
+    """Return the number of tasks on a node from a text such as ``4(x2),3``.
+
+    Raises:
+        ConfigError: the text is something else, or has no such node.
+    """
+    counts: list[int] = []
+    for part in text.split(","):
+        match = _COUNT.fullmatch(part)
+        counts += [int(match[1])] * int(match[2] or 1) if match else []
+    if node >= len(counts):
+        raise ConfigError(
+            f"expected the tasks of node {node} in a list such as 4(x2),3 from SLURM, found "
+            f"{text!r}; give --nnodes, --node-rank and --rdzv-endpoint instead"
+        )
+    return counts[node]
+
+
+def _expanded(part: str) -> list[str]:
+    """Return the names of a part, with every bracket replaced by its numbers."""
+    before, bracket, rest = part.partition("[")
+    if not bracket:
+        return [part]
+    inside, _, after = rest.partition("]")
+    numbers: list[str] = []
+    for word in inside.split(","):
+        match = _RANGE.fullmatch(word)
+        if match is None:
+            raise ConfigError(
+                f"expected numbers such as 1-3,7 in a list of nodes from SLURM, found {inside!r}; "
+                "give --nnodes, --node-rank and --rdzv-endpoint instead"
+            )
+        first, last = match[1], match[2] or match[1]
+        numbers += [str(n).zfill(len(first)) for n in range(int(first), int(last) + 1)]
+    return [before + number + tail for number in numbers for tail in _expanded(after)]
+
+
+# --- recognises from the environment which scheduler started this process ---
+
+# Each recogniser turns the variables of one scheduler into keys of the configuration, with the
+# variables as their origin. A scheduler starts one launcher per host, or one process per device; in
+# the second case each process has a launcher of one rank; its slot tells its place among the ranks
+# of the machine, and the launchers find out which of them share a machine.
+
+
+FIRST_PORT = 20_000
+PORTS = 12_000
+"""Ports that follow from a job's number; the system gives out ports from 32768 on."""
+
+USUAL_PORT = "29500"
+"""torch's own, where a launcher gives an address without a port."""
+
+SKYPILOT_PORT = 8008
+FEWEST_KEY = "launch.min_nnodes"
+KEYS = ("launch.nnodes", "launch.node_rank", "launch.rdzv_endpoint")
+"""Keys that tell of several hosts; a recogniser gives all of them."""
+
+
+Entries: TypeAlias = tuple[tuple[str, Any, str], ...]
+"""(key of the configuration, value, variables) of each value."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Surroundings:
+    """The facts in a scheduler's variables.
+
+    Attributes:
+        name: of the scheduler.
+        entries: the values.
+        run: the scheduler's name of the job, equal on every host, or "".
+        slot: of the one rank of this process among the ranks of its host; None where this
+            process starts all ranks of its host.
+    """
+
+    name: str
+    entries: Entries
+    run: str = ""
+    slot: Slot | None = None
+
+    @property
+    def layer(self) -> Layer:
+        """The values as a layer of configuration."""
+        return Layer.of(
+            (key, value, ValueOrigin("environment", f"{self.name}: {variables}"))
+            for key, value, variables in self.entries
+        )
+
+
+def recognise(environment: Mapping[str, str]) -> Surroundings | None:
+    """Return the facts about several hosts in the variables; None without any.
+
+    Raises:
+        ConfigError: variables are missing, malformed, or contradict each other.
+    """
+    variables = Variables(environment)
+    for recogniser in RECOGNISERS:
+        if (found := recogniser(variables)) is not None:
+            return found
+    return None
+
+
+def check_agreement(surroundings: Surroundings, file: Layer) -> None:
+    """Check that a configuration file does not contradict the scheduler.
+
+    Raises:
+        ConfigError: the file has another number of hosts, index or endpoint.
+    """
+    section = file.values.get("launch", {})
+    for key, value, variables in surroundings.entries:
+        name = key.rpartition(".")[2]
+        found = section.get(name, value) if isinstance(section, Mapping) else value
+        if key in KEYS and found != value:
+            origin = file.origins.get(key)
+            raise ConfigError(
+                f"{origin.text if origin else 'the file'}: {key}: {found!r} contradicts {value!r} "
+                f"from {surroundings.name} ({variables}); take the line out of the file, or give "
+                "the flag, which switches the recognition off"
+            )
+
+
+def _pet(variables: Variables) -> Surroundings | None:
+    """Torchrun's variables for its options, which Kubeflow's Trainer sets."""
+    if not variables.text("PET_NNODES"):
+        return None
+    elastic = variables.text("PET_NNODES").partition(":")
+    most = elastic[2] or elastic[0]
+    count = int(most) if most.isdecimal() else variables.number("PET_NNODES")
+    entries: list[tuple[str, Any, str]] = []
+    if elastic[1] and elastic[0] != most:
+        least = int(elastic[0]) if elastic[0].isdecimal() else variables.number("PET_NNODES")
+        entries.append((FEWEST_KEY, least, variables.shown("PET_NNODES")))
+    ranks = variables.text("PET_NPROC_PER_NODE")
+    if ranks and ranks not in ("auto", "gpu", "cpu"):
+        number = variables.number("PET_NPROC_PER_NODE", minimum=1)
+        entries.append(("launch.nproc_per_node", number, variables.shown("PET_NPROC_PER_NODE")))
+    if count > 1:
+        rank = variables.first("PET_NODE_RANK", "JOB_COMPLETION_INDEX")
+        place, said = variables.text("PET_RDZV_ENDPOINT"), variables.shown("PET_RDZV_ENDPOINT")
+        needed = ("PET_NNODES", rank) if place else ("PET_NNODES", rank, "PET_MASTER_ADDR")
+        variables.require("torchrun's PET variables", *needed)
+        if not place:
+            place = _master(variables, "PET_")
+            said = variables.shown("PET_MASTER_ADDR", "PET_MASTER_PORT")
+        index = variables.index(rank, "PET_NNODES", count)
+        entries += _hosts(variables, count, "PET_NNODES", index, rank, place, said)
+    run = variables.text("PET_RDZV_ID")
+    return Surroundings(name="torchrun's variables", entries=tuple(entries), run=run)
+
+
+def _mpi(name: str, rank: str, size: str, local: str, local_size: str) -> Callable[..., Any]:
+    """Return the recogniser of an MPI: one process per device."""
+
+    def recogniser(variables: Variables) -> Surroundings | None:
+        if not variables.text(rank) or variables.number(size, minimum=1) == 1:
+            return None
+        variables.require(name, rank, size, local, local_size)
+        index, count = variables.index(rank, size), variables.number(size)
+        slot = Slot(
+            local_rank=variables.index(local, local_size),
+            local_size=variables.number(local_size),
+        )
+        if variables.text("MASTER_ADDR"):
+            entries = _one_rank(variables, count, size, index, rank)
+            return Surroundings(name=name, entries=entries, slot=slot)
+        host, job, said = _first_of_open_mpi(name, variables, index, slot.local_size == count)
+        port = variables.text("MASTER_PORT") or str(FIRST_PORT + zlib.crc32(job.encode()) % PORTS)
+        hosts = _hosts(variables, count, size, index, rank, _endpoint(host, port), said)
+        entries = (_alone(variables, size), *hosts)
+        return Surroundings(name=name, entries=entries, slot=slot, run=job)
+
+    return recogniser
+
+
+def _first_of_open_mpi(
+    name: str, variables: Variables, index: int, on_one_host: bool
+) -> tuple[str, str, str]:
+    """Return the first process's address, the job, and the variables that told them.
+
+    ``mpirun`` of Open MPI 4 tells all processes the addresses of its own host, where it starts the
+    first process, unless a list of hosts says otherwise. Of several nobody knows which one all
+    hosts reach.
+    """
+    uri, job = "OMPI_MCA_orte_hnp_uri", variables.first("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")
+    found = re.search(r"tcp6?://\[?([^];]+?)\]?:\d+", variables.text(uri))
+    hosts = [LOOPBACK] if on_one_host else found[1].split(",") if found else []
+    own = {each.address.partition("%")[0] for each in chain(*psutil.net_if_addrs().values())}
+    if len(hosts) != 1 or not variables.text(job) or (index == 0 and hosts[0] not in own):
+        raise ConfigError(
+            f"{name} tells no process the address of the first: expected the variable "
+            "MASTER_ADDR, found none; give it to all of them, for example 'mpirun -x "
+            "MASTER_ADDR=$(hostname) ...'"
+        )
+    return hosts[0], variables.text(job), variables.shown(job if on_one_host else uri)
+
+
+def _slurm(variables: Variables) -> Surroundings | None:
+    """A step of SLURM: one task per node, or one per device."""
+    if not variables.text("SLURM_JOB_ID"):
+        return None
+    nodes_name = variables.first("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES")
+    nodes = variables.number(nodes_name, minimum=1) if variables.text(nodes_name) else 1
+    if not variables.text("SLURM_STEP_ID") or not variables.text("SLURM_PROCID"):
+        if nodes == 1:
+            return None
+        raise ConfigError(
+            f"SLURM gave this job {nodes} nodes ({variables.shown(nodes_name)}), and this process "
+            "runs on one of them alone; write 'srun --ntasks-per-node=1' before 'drivetrain "
+            "launch', or give --standalone for one host"
+        )
+    tasks_name = variables.first("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+    list_name = variables.first("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+    variables.require("SLURM", "SLURM_NODEID", list_name, tasks_name)
+    tasks = variables.number(tasks_name, minimum=1)
+    if tasks == 1:
+        return None
+    names = node_names(variables.text(list_name))
+    if len(names) != nodes:
+        raise ConfigError(
+            f"the variables {variables.shown(nodes_name)} and {variables.shown(list_name)} "
+            f"contradict each other; {OVERRIDE}"
+        )
+    job, step = variables.number("SLURM_JOB_ID"), variables.number("SLURM_STEP_ID")
+    place = _endpoint(names[0], str(FIRST_PORT + (job * 10 + step) % PORTS))
+    run = f"{job}.{step}"
+    if tasks == nodes:
+        node = variables.index("SLURM_NODEID", nodes_name)
+        said = variables.shown(list_name, "SLURM_JOB_ID")
+        entries = _hosts(variables, nodes, nodes_name, node, "SLURM_NODEID", place, said)
+        return Surroundings(name="SLURM", entries=entries, run=run)
+    per_node = variables.first("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
+    variables.require("SLURM", "SLURM_LOCALID", per_node)
+    index, node = variables.index("SLURM_PROCID", tasks_name), variables.number("SLURM_NODEID")
+    slot = Slot(
+        local_rank=variables.number("SLURM_LOCALID"),
+        local_size=tasks_on(variables.text(per_node), node),
+    )
+    said = variables.shown(list_name)
+    entries = (
+        _alone(variables, tasks_name),
+        *_hosts(variables, tasks, tasks_name, index, "SLURM_PROCID", place, said),
+    )
+    return Surroundings(name="SLURM", entries=entries, run=run, slot=slot)
+
+
+def _skypilot(variables: Variables) -> Surroundings | None:
+    """SkyPilot: one process per host, addresses of all of them."""
+    addresses = variables.text("SKYPILOT_NODE_IPS").split()
+    if len(addresses) < 2:
+        return None
+    count_name = "SKYPILOT_NUM_NODES"
+    variables.require("SkyPilot", "SKYPILOT_NODE_IPS", "SKYPILOT_NODE_RANK", count_name)
+    if variables.number(count_name) != len(addresses):
+        raise ConfigError(
+            f"the variables {count_name}={variables.text(count_name)} and SKYPILOT_NODE_IPS with "
+            f"{len(addresses)} addresses contradict each other; {OVERRIDE}"
+        )
+    index = variables.index("SKYPILOT_NODE_RANK", count_name)
+    place, rank = _endpoint(addresses[0], str(SKYPILOT_PORT)), "SKYPILOT_NODE_RANK"
+    entries = _hosts(variables, len(addresses), count_name, index, rank, place, "SKYPILOT_NODE_IPS")
+    return Surroundings(name="SkyPilot", entries=entries, run=variables.text("SKYPILOT_TASK_ID"))
+
+
+def _plain(variables: Variables) -> Surroundings | None:
+    """``RANK`` and ``WORLD_SIZE`` that somebody has set for each process: one rank in each."""
+    names = ("RANK", "WORLD_SIZE")
+    if not any(map(variables.text, names)) or variables.text("DRIVETRAIN_CONFIG"):
+        return None  # none, or a process that one of our ranks has started
+    if variables.text("TORCHELASTIC_RUN_ID"):
+        raise ConfigError(
+            f"torchrun has started this process as rank {variables.text('RANK')} of "
+            f"{variables.text('WORLD_SIZE')}; give torchrun the script itself, 'torchrun ... "
+            "train.py', or leave torchrun out; --standalone starts a run of its own here"
+        )
+    variables.require("one process per rank", *names)
+    if variables.number("WORLD_SIZE", minimum=1) == 1:
+        return None
+    variables.require("one process per rank", *names, "MASTER_ADDR")
+    index, count = variables.index(*names), variables.number("WORLD_SIZE")
+    slot = Slot()
+    if variables.text("LOCAL_WORLD_SIZE"):
+        local_rank = variables.index("LOCAL_RANK", "LOCAL_WORLD_SIZE")
+        slot = Slot(local_rank=local_rank, local_size=variables.number("LOCAL_WORLD_SIZE"))
+    entries = _one_rank(variables, count, "WORLD_SIZE", index, "RANK")
+    return Surroundings(name="RANK and WORLD_SIZE", entries=entries, slot=slot)
+
+
+def _hosts(
+    variables: Variables, count: int, size: str, index: int, rank: str, place: str, said: str
+) -> Entries:
+    """Return the entries about several hosts, from the variables of their number and index."""
+    return (
+        ("launch.nnodes", count, variables.shown(size)),
+        ("launch.node_rank", index, variables.shown(rank)),
+        ("launch.rdzv_endpoint", place, said),
+    )
+
+
+def _one_rank(variables: Variables, count: int, size: str, index: int, rank: str) -> Entries:
+    """Return the entries of a process that is one rank, and was told the address of the first."""
+    place, said = _master(variables), variables.shown("MASTER_ADDR")
+    return _alone(variables, size), *_hosts(variables, count, size, index, rank, place, said)
+
+
+def _alone(variables: Variables, size: str) -> tuple[str, Any, str]:
+    return "launch.nproc_per_node", 1, f"one process per rank, {variables.shown(size)}"
+
+
+def _master(variables: Variables, prefix: str = "") -> str:
+    port = variables.text(f"{prefix}MASTER_PORT") or USUAL_PORT
+    return _endpoint(variables.text(f"{prefix}MASTER_ADDR"), port)
+
+
+def _endpoint(host: str, port: str) -> str:
+    return str(Endpoint.parse(f"[{host}]:{port}" if ":" in host else f"{host}:{port}"))
+
+
+RECOGNISERS = (
+    _pet,
+    _mpi(
+        "Open MPI",
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    _slurm,
+    _mpi("PALS", "PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE"),
+    _mpi("MPICH", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    _skypilot,
+    _plain,
+)
+"""In order: an explicit setting first, a launcher inside of a scheduler's job before it, and last
+plain variables, which scripts for any scheduler set."""

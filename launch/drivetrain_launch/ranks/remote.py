@@ -39,8 +39,7 @@ from drivetrain.runtime.board import NOTICES, EarlyNotice
 from drivetrain_launch.console import show
 from drivetrain_launch.ranks.channel import SECRET_VARIABLE
 from drivetrain_launch.ranks.failure import Signals, Stopped
-from drivetrain_launch.ranks.placement import Endpoint, ip_version
-from drivetrain_launch.ranks.surroundings import FIRST_PORT, PORTS
+from drivetrain_launch.ranks.placement import FIRST_PORT, PORTS, Endpoint, ip_version
 
 # --- runs a command of ``drivetrain`` on a host that another machine reached by ssh ---
 

@@ -5,8 +5,7 @@ import pytest
 from drivetrain.config.document import Layer, ValueOrigin
 from drivetrain.errors import ConfigError
 from drivetrain_launch.ranks.channel import FILE_VARIABLE, SECRET_VARIABLE, shared_secret
-from drivetrain_launch.ranks.placement import Slot
-from drivetrain_launch.ranks.surroundings import check_agreement, node_names, recognise, tasks_on
+from drivetrain_launch.ranks.placement import Slot, check_agreement, node_names, recognise, tasks_on
 
 
 def variables(text):
