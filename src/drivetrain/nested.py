@@ -3,7 +3,15 @@
 import copy
 import dataclasses
 import inspect
-from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Mapping,
+    MutableMapping,
+    Sequence,
+)
 from typing import Any
 
 import torch
@@ -228,3 +236,15 @@ def _same_mapping(obj: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
             result[key] = value
         return result
     return type(obj)(items)  # type: ignore[call-arg]
+
+
+def tensors_in(tree: Any) -> Iterator[Tensor]:
+    """Yield the tensors in nested lists, tuples and dicts, in order."""
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, list | tuple):
+        for item in tree:
+            yield from tensors_in(item)
+    elif isinstance(tree, dict):
+        for item in tree.values():
+            yield from tensors_in(item)

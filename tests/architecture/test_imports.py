@@ -131,6 +131,7 @@ for line in sys.argv[1:]:
 def test_commands_about_files_import_no_torch(tmp_path):
     save_checkpoint(tmp_path / "saved", Contents(models=[], state={"steps": []}), world=World())
     lines = [f"checkpoint,inspect,{tmp_path / 'saved'}", "config,explain,strategy.buffers"]
+    lines += ["hardware,show,h100"]
     for name in strategies().names:
         file = tmp_path / f"{name}.yaml"
         file.write_text(f"strategy: {name}\nlaunch: {{nproc_per_node: 2}}\n")

@@ -5,14 +5,14 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 import click
 
-from drivetrain.compression.compressor import Fidelity
 from drivetrain.config import LaunchConfig
+from drivetrain.config.outline import EXACT
 from drivetrain.config.resolve import Resolved
-from drivetrain.config.schema import MOST_HOSTS, MOST_RANKS_OF_A_HOST
+from drivetrain.config.schema import MOST_HOSTS, MOST_RANKS_OF_A_HOST, LinksConfig
 from drivetrain.errors import ConfigError, write_text
 from drivetrain.hardware.description import (
     SUFFIX,
@@ -87,8 +87,8 @@ _RATES = {"gb/s": 1.0, "gbit/s": 1 / 8, "mb/s": 1e-3, "mbit/s": 1e-3 / 8}
 @grouped_option("Layouts", "--precision", type=click.Choice(["fp16", "bf16", "fp8", "no"]),
                 default="bf16", show_default=True,
                 help="Of the layouts that are searched.")  # fmt: skip
-@grouped_option("Layouts", "--allow", type=click.Choice([each.value for each in Fidelity]),
-                default=Fidelity.EXACT.value, show_default=True,
+@grouped_option("Layouts", "--allow", default=EXACT, show_default=True,
+                type=click.Choice(get_args(get_type_hints(LinksConfig)["allow"])),
                 help="How far training may be from exact training, at most: a search then weighs "
                 "methods for slow links, too.")  # fmt: skip
 @json_option
@@ -118,6 +118,7 @@ def command(
 
     Example: drivetrain plan --hf config.json --batch 512 --hardware h100 --nnodes 8
     """
+    from drivetrain.compression.compressor import Fidelity
     from drivetrain.planner.layout import read_layout
     from drivetrain.planner.search import Predictor, search
 
@@ -142,7 +143,7 @@ def command(
     if as_json:
         click.echo(json.dumps([each.to_json() for each in found.best]))
     else:
-        show_found(task, found, methods=allow != Fidelity.EXACT)
+        show_found(task, found, methods=allow != EXACT)
 
 
 def _remark(task: "Task", precision: str) -> None:
@@ -349,7 +350,7 @@ def explained(predictor: "Predictor", prediction: "Prediction") -> Iterator[str]
     for (axis, operation), nbytes in prediction.sent.items():
         yield f"  sent   {operation} over {axis}: {size_text(nbytes)}"
     yield f"  a host sends to others: {size_text(prediction.leaving)}"
-    if prediction.planned.fidelity is not Fidelity.EXACT:
+    if prediction.planned.fidelity != EXACT:
         yield f"  approximate between hosts: {prediction.planned.methods()}"
     if needed > room:
         yield f"would fit with any of: {'; '.join(remedies(predictor, prediction.planned))}"

@@ -22,8 +22,9 @@ from drivetrain.errors import UsageError
 from drivetrain.model.deferred import become
 from drivetrain.model.guard import Arguments, Function, Keywords, guard, is_guarded, unguard
 from drivetrain.model.modules import BlockHooks
-from drivetrain.model.trace import named_leaves, tensors_in
+from drivetrain.model.trace import named_leaves
 from drivetrain.model.untouched import keep_padding
+from drivetrain.nested import tensors_in
 from drivetrain.shards import WeightSource
 from drivetrain.strategy import Strategy
 from drivetrain_megatron.pipeline.cut import StageCut

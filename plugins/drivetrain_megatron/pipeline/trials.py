@@ -16,8 +16,8 @@ from drivetrain.errors import CollectiveError, UsageError
 from drivetrain.log import get_logger
 from drivetrain.model.guard import Arguments, Keywords
 from drivetrain.model.modules import UninheritedHook
-from drivetrain.model.trace import tensors_in
 from drivetrain.model.untouched import is_left_equal, untouched
+from drivetrain.nested import tensors_in
 from drivetrain_megatron.pipeline.losses import TargetCounter, Weights, has_negative
 from drivetrain_megatron.pipeline.runner import LocalStages, LossOf
 from drivetrain_megatron.pipeline.stage import ProxyPlace, Stage, StagePass, Watch, hidden

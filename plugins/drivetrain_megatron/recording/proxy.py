@@ -34,8 +34,8 @@ from drivetrain.model.guard import (
     guard,
 )
 from drivetrain.model.modules import clean_name
-from drivetrain.model.trace import tensors_in
 from drivetrain.model.valueless import Facts, ValuelessTensor, ValuesNeededError, WriteRefusedError
+from drivetrain.nested import tensors_in
 
 _DEPTH = 100
 """Operations in a row that an expression keeps; a running sum that is never read stops there."""

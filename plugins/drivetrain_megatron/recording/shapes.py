@@ -15,9 +15,9 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_on
 from drivetrain.log import get_logger
 from drivetrain.model.guard import Arguments, Function, Keywords, targets
 from drivetrain.model.modules import BlockHooks, hooks_of_script
-from drivetrain.model.trace import tensors_in
 from drivetrain.model.untouched import without_values
 from drivetrain.model.valueless import SEED, ValuelessTensor, filled, random_like
+from drivetrain.nested import tensors_in
 from drivetrain.runtime import rng
 from drivetrain_megatron.recording.phases import (
     PLAIN,

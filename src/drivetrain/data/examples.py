@@ -20,8 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from drivetrain import communication
 from drivetrain.data.sources import collated, without_trace
-from drivetrain.model.trace import tensors_in
-from drivetrain.nested import send_to_device
+from drivetrain.nested import send_to_device, tensors_in
 from drivetrain.runtime import rng
 from drivetrain.runtime.world import World
 

@@ -39,8 +39,7 @@ from drivetrain.errors import UsageError
 from drivetrain.memory import Heap
 from drivetrain.model.guard import Arguments, Function, Keywords
 from drivetrain.model.modules import clean_name
-from drivetrain.model.trace import tensors_in
-from drivetrain.nested import is_tensor
+from drivetrain.nested import is_tensor, tensors_in
 from drivetrain.shards import Ranges, WeightSource, is_dense
 
 # --- the schema of an operator: what it writes and makes, and whether values are needed ---

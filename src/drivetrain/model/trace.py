@@ -46,6 +46,7 @@ from drivetrain.model.valueless import (
     filled,
     random_like,
 )
+from drivetrain.nested import tensors_in
 from drivetrain.runtime import rng
 
 # --- the record ---
@@ -255,18 +256,6 @@ def named_leaves(args: Arguments, kwargs: Keywords) -> list[tuple[str, Any]]:
 def _readable(path: str) -> str:
     first, _, rest = path.partition("]")
     return first.strip("['") + rest
-
-
-def tensors_in(tree: Any) -> Iterator[Tensor]:
-    """Yield the tensors in nested lists, tuples and dicts, in order."""
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, list | tuple):
-        for item in tree:
-            yield from tensors_in(item)
-    elif isinstance(tree, dict):
-        for item in tree.values():
-            yield from tensors_in(item)
 
 
 def to_device(tree: Any, device: torch.device) -> Any:

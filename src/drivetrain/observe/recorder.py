@@ -28,7 +28,7 @@ from drivetrain.cost import Traffic
 from drivetrain.facade.exchange import LateNumbers
 from drivetrain.facade.prepared import Observer, PreparedModel, RunState
 from drivetrain.log import Bar, get_logger
-from drivetrain.model.trace import tensors_in
+from drivetrain.nested import tensors_in
 from drivetrain.observe.figures import StepFigures, StepSums
 from drivetrain.observe.trackers import Trackers
 from drivetrain.runtime.board import board

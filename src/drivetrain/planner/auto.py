@@ -53,7 +53,7 @@ from drivetrain.memory import device_room, host_room
 from drivetrain.model.fp8 import GATHERED, restore_products
 from drivetrain.model.modules import restore_forward, uncompiled
 from drivetrain.model.recompute import restore
-from drivetrain.model.trace import tensors_in
+from drivetrain.nested import tensors_in
 from drivetrain.planner import AutoConfig, AutoOutline
 from drivetrain.planner.layout import RECOMPUTE, PlannedLayout, layout_of, plain
 from drivetrain.planner.search import (
