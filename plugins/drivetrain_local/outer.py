@@ -36,7 +36,8 @@ from drivetrain.collectives.volume import FlatSlice, ParameterRow
 from drivetrain.model.modules import named_parameters, repeated_blocks
 from drivetrain.parallel.backward import Rounds, on_gradient
 from drivetrain.parallel.replicated import replicate, view_like
-from drivetrain.shards import AROUND, HeldPart, HeldTensors
+from drivetrain.saved_state import AROUND, HeldTensors
+from drivetrain.shards import HeldPart
 from drivetrain.strategy import Strategy
 from drivetrain_local.options import LocalOptions
 from drivetrain_local.sync import LateWorkers

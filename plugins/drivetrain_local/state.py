@@ -31,7 +31,8 @@ from drivetrain.collectives import Communicator
 from drivetrain.compression.error_feedback import take_kept
 from drivetrain.log import get_logger
 from drivetrain.runtime.parts import Part, boxes
-from drivetrain.shards import AROUND, LINKS, OWN_MARK, Reader, Shard, TensorFacts
+from drivetrain.saved_state import AROUND, LINKS, OWN_MARK
+from drivetrain.shards import Reader, Shard, TensorFacts
 from drivetrain_local.outer import MOMENTUM, OUTER, UNDER_WAY
 
 LOCAL = "local"

@@ -37,16 +37,14 @@ from drivetrain.parallel.whole_state import copied_state
 from drivetrain.runtime.mesh import Mesh
 from drivetrain.runtime.parts import Part, boxes
 from drivetrain.runtime.world import World
+from drivetrain.saved_state import LINKS, OWN_MARK, check_fits
 from drivetrain.shards import (
-    LINKS,
-    OWN_MARK,
     Ranges,
     Readable,
     Reader,
     Shard,
     TensorFacts,
     WeightSource,
-    check_fits,
     state_tensors,
 )
 from drivetrain.strategy import Strategy, find_strategy

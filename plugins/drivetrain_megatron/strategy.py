@@ -34,9 +34,9 @@ from drivetrain.model.modules import (
 from drivetrain.model.untouched import PLANNING, untouched
 from drivetrain.parallel.backward import clip_, combine_norms
 from drivetrain.parallel.replicated import replicate
+from drivetrain.saved_state import HeldTensors
 from drivetrain.shards import (
     HeldPart,
-    HeldTensors,
     ParameterPiece,
     Reader,
     Shard,

@@ -47,7 +47,7 @@ from drivetrain.parallel.optimizer_backend import BoundOptimizer, Held, Optimize
 from drivetrain.parallel.options import OffloadOptions, UnitsOptions, store_knobs
 from drivetrain.parallel.unit import FlatParameter, ShardStorage, Unit, followed, make_placeholder
 from drivetrain.registry import stores
-from drivetrain.shards import AROUND
+from drivetrain.saved_state import AROUND
 from drivetrain.store import Pending, ShardSpec, ShardStep, ShardStepper, SteppingStore, TensorStore
 from drivetrain.strategy import Planning, Run, Strategy
 from drivetrain_offload.buffers import AlignedPool, can_page_lock

@@ -26,7 +26,8 @@ from drivetrain.registry import strategies
 from drivetrain.runtime.mesh import Axis, Mesh
 from drivetrain.runtime.precision import Precision
 from drivetrain.runtime.world import World
-from drivetrain.shards import HeldTensors, KeepsState, Readable, TensorFacts, WeightSource
+from drivetrain.saved_state import HeldTensors, KeepsState
+from drivetrain.shards import Readable, TensorFacts, WeightSource
 
 if TYPE_CHECKING:
     from drivetrain.simulator.contract import Sharing, StepBound, UnitCosts

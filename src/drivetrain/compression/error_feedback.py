@@ -25,7 +25,8 @@ from drivetrain.collectives.volume import ParameterSpan
 from drivetrain.compression.compressor import FarReduction, Kept
 from drivetrain.log import get_logger
 from drivetrain.runtime.parts import Part
-from drivetrain.shards import LINKS, OWN_MARK, Reader, Shard
+from drivetrain.saved_state import LINKS, OWN_MARK
+from drivetrain.shards import Reader, Shard
 
 logger = get_logger(__name__)
 

@@ -20,7 +20,7 @@ from drivetrain.parallel.layout import ParameterSlot
 from drivetrain.parallel.options import OffloadOptions, UnitsOptions
 from drivetrain.parallel.unit import FlatParameter, InMemoryShard, InPlaceShard, ShardStorage, Unit
 from drivetrain.registry import optimizer_backends
-from drivetrain.shards import allocate_state, group_of
+from drivetrain.saved_state import allocate_state, group_of
 from drivetrain.strategy import Run
 
 _IN_STORES = "stores"

@@ -19,7 +19,8 @@ from drivetrain.parallel.layout import CutStyle, ParameterSlot
 from drivetrain.parallel.optimizer_backend import BoundOptimizer, OptimizerBackend
 from drivetrain.parallel.placement import Placement
 from drivetrain.parallel.suitability import misfit
-from drivetrain.shards import HeldTensors, ParameterPiece, Reader, Shard
+from drivetrain.saved_state import HeldTensors
+from drivetrain.shards import ParameterPiece, Reader, Shard
 
 _FUSED = (SGD, Adam, AdamW, Adagrad)
 """Optimizers whose fused kernel does the same arithmetic in one pass over memory."""

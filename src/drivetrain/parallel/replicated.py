@@ -46,7 +46,8 @@ from drivetrain.cost import Cost, ModelSpec
 from drivetrain.errors import UsageError
 from drivetrain.model.modules import UninheritedHook, held_parameters
 from drivetrain.parallel.backward import Rounds, clip_, global_norm, grouped, on_gradient
-from drivetrain.shards import HeldTensors, Reader, ReplicatedState, Shard, is_dense
+from drivetrain.saved_state import HeldTensors, ReplicatedState
+from drivetrain.shards import Reader, Shard, is_dense
 from drivetrain.strategy import Joinable, Only, Prepared, Run, Strategy
 
 # --- tensors that share memory: who moves parameters would untie them without a word ---

@@ -78,17 +78,8 @@ from drivetrain.parallel.unit import (
     why_only_read,
 )
 from drivetrain.runtime.parts import Part, boxes
-from drivetrain.shards import (
-    HeldTensors,
-    Reader,
-    ReplicatedState,
-    Shard,
-    TensorFacts,
-    WeightSource,
-    check_fits,
-    state_keys,
-    weights_in,
-)
+from drivetrain.saved_state import HeldTensors, ReplicatedState, check_fits, state_keys, weights_in
+from drivetrain.shards import Reader, Shard, TensorFacts, WeightSource
 from drivetrain.simulator.contract import Sharing
 from drivetrain.simulator.step import SimulatedRun
 from drivetrain.strategy import DataParallelPlanning, Only, Pace, Planning, Prepared, Run, Strategy

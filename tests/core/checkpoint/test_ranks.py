@@ -14,7 +14,8 @@ from drivetrain.checkpoint.saving import save_checkpoint
 from drivetrain.errors import CheckpointError, CollectiveError
 from drivetrain.runtime.parts import Part
 from drivetrain.runtime.world import World
-from drivetrain.shards import Shard, describe_difference
+from drivetrain.saved_state import describe_difference
+from drivetrain.shards import Shard
 from drivetrain.testing.conformance.suite import cut_connections, is_supported
 
 WHOLE = torch.arange(35, dtype=torch.float32).reshape(5, 7)

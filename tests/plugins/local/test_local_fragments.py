@@ -9,7 +9,8 @@ from torch.optim import SGD
 from drivetrain.collectives.communicator import Finished
 from drivetrain.model.modules import named_parameters
 from drivetrain.runtime.parts import Part
-from drivetrain.shards import HeldPart, HeldTensors, Shard
+from drivetrain.saved_state import HeldTensors
+from drivetrain.shards import HeldPart, Shard
 from drivetrain_local.options import LocalOptions
 from drivetrain_local.outer import UNDER_WAY, Messages, OuterSteps, fragment_of_each
 from drivetrain_local.state import write
