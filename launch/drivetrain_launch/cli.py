@@ -45,7 +45,7 @@ HEADINGS = {
 }
 """The commands under the headings of the help."""
 
-BESIDE = {"estimate": "plan", "hardware": "plan"}
+BESIDE = {"estimate": "plan", "hardware": "plan", "test": "verify"}
 """Commands that are in the module of another one."""
 
 SHELLS = {

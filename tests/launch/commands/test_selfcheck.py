@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from drivetrain_launch.commands import selfcheck
-from drivetrain_launch.commands import test as check
+from drivetrain_launch.commands import verify as check
 from drivetrain_launch.commands.selfcheck import compare
 from forked_programs import run_python
 
