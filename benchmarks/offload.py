@@ -26,7 +26,6 @@ from torch.optim import AdamW, Optimizer
 from drivetrain import Accelerator
 from drivetrain.store import ShardSpec, ShardStep
 from drivetrain_offload import stepping as disk_steps
-from drivetrain_offload.buffers import aligned_empty
 from drivetrain_offload.nvme import DiskFile, NvmeStore
 from drivetrain_offload.options import NvmeConfig
 from drivetrain_offload.stepping import (
@@ -38,7 +37,7 @@ from drivetrain_offload.stepping import (
     TileBuffers,
     cut,
 )
-from drivetrain_offload.tiles import Piece, Rule, Tiler, update_rule
+from drivetrain_offload.tiles import Piece, Rule, Tiler, aligned_empty, update_rule
 
 # --- step ---
 

@@ -19,10 +19,10 @@ options.py               the options, and the strategy that ``offload`` stands f
 strategy.py              the strategy ``offload``: another strategy by name, with stores chosen;
                          its engine submits an update per unit, forward waits per unit
 disk_bench.py            the command ``drivetrain disk-bench``
-tiles.py                 the states of torch's optimizers, and updates in tiles that fit the cache
+tiles.py                 the states of torch's optimizers, and updates in tiles that fit the cache:
+                         aligned and page-locked memory, threads that serve as long as the process
 stepping.py              the steps of both stores; on a disk: read i + 1, update i, write tile i - 1
 host.py                  the store ``cpu``, and the stepper in host memory
 nvme.py                  the store ``nvme``: a file without a name, and the sums of its blocks
-buffers.py               aligned and page-locked memory; threads that serve as long as the process
 =======================  =========================================================================
 """

@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from drivetrain_offload.buffers import aligned_empty, can_page_lock, computing_pool
 from drivetrain_offload.options import HostConfig
 from drivetrain_offload.stepping import (
     MASTER,
@@ -24,7 +23,15 @@ from drivetrain_offload.stepping import (
     Stepper,
     Then,
 )
-from drivetrain_offload.tiles import TILE_BYTES, Rule, Tiler, update_rule
+from drivetrain_offload.tiles import (
+    TILE_BYTES,
+    Rule,
+    Tiler,
+    aligned_empty,
+    can_page_lock,
+    computing_pool,
+    update_rule,
+)
 
 CACHE_LINE = 64
 """Bytes; shards in memory begin at multiples, so that no two of them share a line of the cache."""

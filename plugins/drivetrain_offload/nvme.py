@@ -39,17 +39,17 @@ from torch.optim import Optimizer
 from drivetrain.errors import ConfigError, PreflightError, StorageError, UsageError
 from drivetrain.hardware.sizes import MIB
 from drivetrain.log import get_logger
-from drivetrain_offload.buffers import (
+from drivetrain_offload.options import ALIGNMENT, NvmeConfig
+from drivetrain_offload.stepping import WORKING_BYTES, NvmeStepper
+from drivetrain_offload.tiles import (
     AlignedPool,
     ThreadPool,
     aligned_empty,
     can_page_lock,
     give_back_memory,
     padded,
+    update_rule,
 )
-from drivetrain_offload.options import ALIGNMENT, NvmeConfig
-from drivetrain_offload.stepping import WORKING_BYTES, NvmeStepper
-from drivetrain_offload.tiles import update_rule
 
 # --- sums of blocks, in memory: a block that the disk gives back changed is noticed ---
 

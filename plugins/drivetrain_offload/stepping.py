@@ -34,9 +34,18 @@ from typing_extensions import override
 
 from drivetrain.errors import StorageError, UsageError
 from drivetrain.store import Pending, ShardSpec, ShardStep
-from drivetrain_offload.buffers import ThreadPool, aligned_empty, computing_pool, padded
 from drivetrain_offload.options import ALIGNMENT
-from drivetrain_offload.tiles import GroupStep, ParamGroup, Piece, Rule, Tiler
+from drivetrain_offload.tiles import (
+    GroupStep,
+    ParamGroup,
+    Piece,
+    Rule,
+    ThreadPool,
+    Tiler,
+    aligned_empty,
+    computing_pool,
+    padded,
+)
 
 # --- optimizer steps of shards in a store, for steppers that say where the tensors lie ---
 

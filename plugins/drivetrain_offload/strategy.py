@@ -50,7 +50,6 @@ from drivetrain.registry import stores
 from drivetrain.saved_state import AROUND
 from drivetrain.store import Pending, ShardSpec, ShardStep, ShardStepper, SteppingStore, TensorStore
 from drivetrain.strategy import Planning, Run, Strategy
-from drivetrain_offload.buffers import AlignedPool, can_page_lock
 from drivetrain_offload.options import OffloadConfig, OffloadOutline
 from drivetrain_offload.tiers import (
     TierPlan,
@@ -59,6 +58,7 @@ from drivetrain_offload.tiers import (
     offloaded,
     plan_of,
 )
+from drivetrain_offload.tiles import AlignedPool, can_page_lock
 
 # --- the strategy ``offload`` ---
 

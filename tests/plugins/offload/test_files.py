@@ -13,9 +13,9 @@ import torch
 
 from drivetrain.errors import StorageError, UsageError
 from drivetrain_offload import nvme as files
-from drivetrain_offload.buffers import AlignedPool, aligned_empty
 from drivetrain_offload.nvme import DiskFile, Transfer
 from drivetrain_offload.options import ALIGNMENT
+from drivetrain_offload.tiles import AlignedPool, aligned_empty
 
 
 def refuse_direct(monkeypatch):

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from drivetrain.parallel.gradients import FlatGradients
-from drivetrain_offload import buffers, host, strategy
-from drivetrain_offload.buffers import aligned_empty
+from drivetrain_offload import host, strategy, tiles
 from drivetrain_offload.host import HostStore
 from drivetrain_offload.options import HostConfig
+from drivetrain_offload.tiles import aligned_empty
 from offloaded_trainings import Free, Training, assert_same
 
 
@@ -33,15 +33,15 @@ class Runtime:
 
 
 def install(monkeypatch, runtime):
-    monkeypatch.setattr(buffers, "_runtime", lambda: runtime)
-    monkeypatch.setattr(buffers, "_forget_failure", lambda: None)
+    monkeypatch.setattr(tiles, "_runtime", lambda: runtime)
+    monkeypatch.setattr(tiles, "_forget_failure", lambda: None)
     monkeypatch.setattr(host, "can_page_lock", lambda: True)
 
     def check(code):
         if code:
             raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(buffers.torch.cuda, "check_error", check)
+    monkeypatch.setattr(tiles.torch.cuda, "check_error", check)
 
 
 def test_pages_are_locked_once_per_tensor_and_unlocked_with_it(monkeypatch):

@@ -12,9 +12,9 @@ import torch
 
 from drivetrain.errors import ConfigError, PreflightError, StorageError, UsageError
 from drivetrain_offload import nvme as files
-from drivetrain_offload.buffers import aligned_empty
 from drivetrain_offload.nvme import NvmeStore
 from drivetrain_offload.options import NvmeConfig
+from drivetrain_offload.tiles import aligned_empty
 
 
 @pytest.fixture

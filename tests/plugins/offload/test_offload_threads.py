@@ -9,8 +9,8 @@ pytestmark = pytest.mark.exhaustive
 
 LET_GO = """
 import threading, time
-from drivetrain_offload.buffers import _AlignedMapping, _tensor
-from drivetrain_offload.buffers import ThreadPool
+from drivetrain_offload.tiles import _AlignedMapping, _tensor
+from drivetrain_offload.tiles import ThreadPool
 
 begun = threading.Event()
 
@@ -29,7 +29,7 @@ begun.wait()
 
 ORDER = """
 import time
-from drivetrain_offload.buffers import ThreadPool
+from drivetrain_offload.tiles import ThreadPool
 
 inner, outer = ThreadPool(1, "inner"), ThreadPool(1, "outer")
 
