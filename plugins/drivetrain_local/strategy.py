@@ -377,7 +377,9 @@ class Local(LocalOutline, StrategyAround[LocalOptions]):
         self._announce()
         self._model = model
         if self._alone:
-            return self._counted(self._inner.prepare(model, optimizers))
+            prepared = self._counted(self._inner.prepare(model, optimizers))
+            self.pipeline = self._inner.pipeline
+            return prepared
         tensors = [*held_parameters(model), *model.buffers()]
         replicate([t for t in tensors if not t.is_meta], self._workers, "replicate model")
         # The model is whole for the last time: the strategy inside may leave a rank parts of it.
@@ -385,6 +387,7 @@ class Local(LocalOutline, StrategyAround[LocalOptions]):
         self._parts.update((name, HeldPart(tuple(p.shape))) for name, p in parameters.items())
         self._fragments = fragment_of_each(model, parameters, self.config.fragments)
         prepared = self._around(optimizers, lambda: self._inner.prepare(model, optimizers))
+        self.pipeline = self._inner.pipeline
         # A pipeline runs several backwards in one: only the end of all of them averages.
         pipelined = any(
             self.run.mesh[name].size > 1 for name in self.planning().stages(self.config)

@@ -210,6 +210,8 @@ class Megatron(MegatronOutline, StrategyAround[MegatronConfig]):
     ``prepare`` returns the very model it was given: its layers compute in parts.
     """
 
+    pipeline: PipelinedModel | None = None
+
     def __init__(self, config: MegatronConfig, run: Run) -> None:
         kind, options = data_parallel(config)
         super().__init__(config, run, kind(options, run))
@@ -227,7 +229,6 @@ class Megatron(MegatronOutline, StrategyAround[MegatronConfig]):
         self._handles: list[RemovableHandle] = []
         self._kept: Sequence[nn.Module] = ()
         self._builder = PipelineBuilder(config, run, self._pp, self._tp) if config.pp > 1 else None
-        self._pipeline: PipelinedModel | None = None
         self._synchronizing = True
         if unwise := advice(run.mesh):
             logger.announce(unwise)
@@ -236,10 +237,6 @@ class Megatron(MegatronOutline, StrategyAround[MegatronConfig]):
     def planning(cls) -> Planning:
         """Return plans of cells."""
         return CellPlanning(cls)
-
-    def units(self, module: nn.Module) -> Mapping[str, nn.Module]:
-        """Return the blocks of this rank's stages; without a pipeline, the parts of the model."""
-        return self._pipeline.units if self._pipeline is not None else super().units(module)
 
     def materialize(self, model: nn.Module, source: WeightSource) -> None:
         """Keep the source: parameters get this rank's share of their values once they are cut."""
@@ -281,7 +278,7 @@ class Megatron(MegatronOutline, StrategyAround[MegatronConfig]):
         if self._tensor is not None:
             self._tensor.sum_partial(model, self._facts)
         if self._builder is not None:
-            self._pipeline = self._builder.start(model, self._inner, self._dropout, self._shares)
+            self.pipeline = self._builder.start(model, self._inner, self._dropout, self._shares)
             self._builder.stand_ins.in_window = lambda: not self._synchronizing
             shows_whole(uncompiled(model), self)
         if not self._is_one_rank:
@@ -362,17 +359,12 @@ class Megatron(MegatronOutline, StrategyAround[MegatronConfig]):
     @on_shares
     def backward(self, loss: Tensor, **options: Any) -> None:
         """Run backward; unless accumulating, return with gradients averaged over dp."""
-        if self._pipeline is None:
+        if self.pipeline is None:
             self._inner.backward(loss, **options)
         else:
-            self._pipeline.backward(loss, synchronize=self._synchronizing, **options)
+            self.pipeline.backward(loss, synchronize=self._synchronizing, **options)
             if self._synchronizing and self._builder is not None:
                 self._builder.stand_ins.learn()
-
-    @property
-    def pipeline(self) -> PipelinedModel | None:
-        """The stages of this rank, once there are any."""
-        return self._pipeline
 
     @on_shares
     def clip_grad_norm(
@@ -406,7 +398,7 @@ class Megatron(MegatronOutline, StrategyAround[MegatronConfig]):
         """Context in which backward keeps gradients local to the data-parallel rank."""
         before, self._synchronizing = self._synchronizing, not enabled
         # A pipeline says itself which of its backwards synchronises.
-        inner = nullcontext() if self._pipeline else self._inner.accumulating(enabled)
+        inner = nullcontext() if self.pipeline else self._inner.accumulating(enabled)
         try:
             with inner:
                 yield
@@ -486,8 +478,8 @@ class Megatron(MegatronOutline, StrategyAround[MegatronConfig]):
         ):
             yield
         self._shares.steps += modify
-        if modify and self._pipeline is not None:
-            self._pipeline.stages.outdate()
+        if modify and self.pipeline is not None:
+            self.pipeline.stages.outdate()
 
     def take_links(self, links: LinkMethods) -> None:
         """Let the data-parallel strategy go on with methods that were chosen between two steps."""
@@ -541,8 +533,8 @@ class Megatron(MegatronOutline, StrategyAround[MegatronConfig]):
     def load(self, reader: Reader) -> None:
         """Load this cell's parts of a checkpoint of the whole model."""
         self._original.check_loads(reader, self._facts)
-        if self._pipeline is not None:
-            self._pipeline.stages.outdate()
+        if self.pipeline is not None:
+            self.pipeline.stages.outdate()
         self._inner.load(self.local(reader))
         self._shares.steps += 1
 
@@ -569,7 +561,7 @@ class Megatron(MegatronOutline, StrategyAround[MegatronConfig]):
         for each in (self._tensor, self._draws, self._dropout):
             if each is not None:
                 each.close()
-        if self._builder is not None and self._pipeline is not None:
+        if self._builder is not None and self.pipeline is not None:
             self._builder.close(self._model)
         for part in (self._inner, self._tp, self._pp):
             part.close()

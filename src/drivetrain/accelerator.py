@@ -49,6 +49,7 @@ from drivetrain.facade.stepping import PreparedOptimizer, PreparedScheduler
 from drivetrain.facade.uneven import UnevenInputs, gather_for_metrics
 from drivetrain.facade.weights import WholeWeights
 from drivetrain.log import Bar, get_logger
+from drivetrain.model.modules import restore_forward
 from drivetrain.observe.profile import StepProfiler
 from drivetrain.observe.recorder import ExplainsShortage, LinkChoice, LiveFigures, RunFigures
 from drivetrain.observe.report import RunReport
@@ -514,7 +515,8 @@ class Accelerator(AnswersArguments, StaysInProcess, Processes):
             keep_fp32_wrapper: False gives forward back as it was before prepare().
             keep_torch_compile: False returns the module inside a compiled one.
         """
-        model = self._state.unwrapped(model, keep_fp32_wrapper)
+        if not keep_fp32_wrapper:
+            restore_forward(model)
         return extract_model_from_parallel(model, keep_torch_compile=keep_torch_compile)
 
     # --- the loop ---

@@ -218,7 +218,7 @@ class Readable:
         """Describe the tensors of the whole model's state dict, alike on every rank. Collective.
 
         Args:
-            module: as ``unwrap`` returns it.
+            module: as ``prepare`` returned it.
         """
         return [TensorFacts.of(name, tensor) for name, tensor in state_tensors(module).items()]
 
@@ -229,7 +229,7 @@ class Readable:
         """Context with some whole tensors of the model's state on every rank, to be read.
 
         Args:
-            module: as ``unwrap`` returns it.
+            module: as ``prepare`` returned it.
             names: of ``state_facts``.
         """
         state = state_tensors(module)

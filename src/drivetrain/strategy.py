@@ -21,7 +21,6 @@ from drivetrain.cost import Cost, ModelSpec, Traffic
 from drivetrain.data.examples import ExampleBatches
 from drivetrain.errors import ConfigError, UsageError
 from drivetrain.model.deferred import fill, meta_tensors
-from drivetrain.model.modules import model_units
 from drivetrain.registry import strategies
 from drivetrain.runtime.mesh import Axis, Mesh
 from drivetrain.runtime.precision import Precision
@@ -83,7 +82,12 @@ class Run:
 
 
 class Prepared(NamedTuple):
-    """The result of ``Strategy.prepare``: use these objects instead of the arguments."""
+    """The result of ``Strategy.prepare``: use these objects instead of the arguments.
+
+    Attributes:
+        model: the module that was given, or another with the same names of parameters and buffers.
+        optimizers: those that step in place of the given ones, in their order.
+    """
 
     model: nn.Module
     optimizers: tuple[Optimizer, ...]
@@ -137,11 +141,12 @@ class StrategyPick(NamedTuple):
 
 
 _GONE: Mapping[str, str] = {
-    **dict.fromkeys(("publish", "share_outputs", "uncounted"), "pipeline"),
+    **dict.fromkeys(("publish", "share_outputs", "uncounted", "units"), "pipeline"),
     **dict.fromkeys(("divides_states", "load_states", "held_parts"), "held_tensors"),
     **dict.fromkeys(("states_among", "forward_is_collective"), "pace"),
     "draws_masks": "planning()",
     "whereabouts": "state_facts",
+    "unwrap": "prepare",
 }
 """Methods of earlier versions that nobody calls any more, by what says the same now."""
 
@@ -375,10 +380,12 @@ class Pipeline(Protocol):
             that read outputs before backward.
         counts: whether the backward of a micro-batch counts; one that does not adds nothing, and
             its loss may be no number. All ranks take part in it as in any other.
+        units: the modules of this rank's computation in their order, by name.
     """
 
     shares_outputs: bool
     counts: bool
+    units: Mapping[str, nn.Module]
 
     def loss(
         self,
@@ -449,7 +456,14 @@ class Pace(NamedTuple):
 
 
 class Strategy(Readable, KeepsState, Outline[ConfigT]):
-    """One way of spreading a training step over the ranks of a mesh."""
+    """One way of spreading a training step over the ranks of a mesh.
+
+    Attributes:
+        pipeline: the stages that a batch goes through, once the model is prepared; None where a
+            rank's forward computes all of it.
+    """
+
+    pipeline: Pipeline | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -506,11 +520,6 @@ class Strategy(Readable, KeepsState, Outline[ConfigT]):
         Inside ``accumulating()`` they stay local. Must work with a loss that does not reach this
         model on some rank. The options are those of ``Tensor.backward``, such as ``retain_graph``.
         """
-
-    @property
-    def pipeline(self) -> Pipeline | None:
-        """The stages that a batch goes through; None where a rank's forward computes all of it."""
-        return None
 
     @abstractmethod
     def gradients(self, only: Only = None) -> Iterator[Tensor]:
@@ -607,18 +616,6 @@ class Strategy(Readable, KeepsState, Outline[ConfigT]):
     def resume(self, progress: Mapping[str, int]) -> None:
         """Go on counting from the ``progress`` of a saved run, perhaps of another strategy."""
 
-    def unwrap(self, model: nn.Module) -> nn.Module:
-        """Return the user's own module inside a prepared one."""
-        return model
-
-    def units(self, module: nn.Module) -> Mapping[str, nn.Module]:
-        """Return the modules of this rank's computation in their order, by name.
-
-        Args:
-            module: as ``unwrap`` returns it.
-        """
-        return model_units(module)
-
     def close(self) -> None:
         """Take hooks off and end threads, also after a failed prepare: the model is ordinary."""
 
@@ -648,11 +645,6 @@ class StrategyAround(Strategy[ConfigT]):
     def materialize(self, model: nn.Module, source: WeightSource) -> None:
         """Let the strategy inside give the model its values."""
         self._inner.materialize(model, source)
-
-    @property
-    def pipeline(self) -> Pipeline | None:
-        """The stages of the strategy inside."""
-        return self._inner.pipeline
 
     def gradients(self, only: Only = None) -> Iterator[Tensor]:
         """Yield the pieces of gradient that this rank's optimizers read."""
@@ -684,14 +676,6 @@ class StrategyAround(Strategy[ConfigT]):
     def held_tensors(self) -> HeldTensors:
         """The tensors that optimizers hold."""
         return self._inner.held_tensors
-
-    def unwrap(self, model: nn.Module) -> nn.Module:
-        """Return the user's own module."""
-        return self._inner.unwrap(model)
-
-    def units(self, module: nn.Module) -> Mapping[str, nn.Module]:
-        """Return the modules of this rank's computation in their order."""
-        return self._inner.units(module)
 
     def state_facts(self, module: nn.Module) -> Sequence[TensorFacts]:
         """Describe the tensors of the whole model's state dict."""

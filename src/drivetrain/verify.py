@@ -428,11 +428,11 @@ class Recorder(Observer):
         if not self.record.states:
             self._keep_state()
             for each in self._state.models:
-                for fact in each.strategy.state_facts(uncompiled(each.module)):
+                for fact in each.strategy.state_facts(uncompiled(each.model)):
                     if fact.where:
                         self.record.whereabouts[self._qualified(each, fact.name)] = fact.where
         scale = 1.0 if entry.scale is None or entry.unscaled else entry.scale
-        mine = named_parameters(entry.module)
+        mine = named_parameters(entry.model)
         for name in _trained(entry):
             held = mine.get(clean_name(name))
             norm = entry.strategy.clip_grad_norm(math.inf, only=() if held is None else (held,))
@@ -561,7 +561,7 @@ def _parts(leaf: Any) -> Iterator[bytes]:
 def _trained(entry: PreparedModel) -> list[str]:
     """Return the names of the trained parameters in order, tied ones once, alike on every rank."""
     first: dict[Hashable, str] = {}
-    for fact in entry.strategy.state_facts(uncompiled(entry.module)):
+    for fact in entry.strategy.state_facts(uncompiled(entry.model)):
         if fact.trainable:
             first.setdefault(fact.identity, fact.name)
     return list(first.values())

@@ -412,7 +412,7 @@ def _owners(
     if unpopped:
         raise CheckpointError(
             f"expected a hook of load_state to load the weights of "
-            f"{type(unpopped[0].module).__name__} and to take it out of models, as a hook of "
+            f"{type(unpopped[0].model).__name__} and to take it out of models, as a hook of "
             "save_state took its weights out, found none; register_load_state_pre_hook()"
         )
     check_count("prepared models", len(left) + len(owners), reader.models)
@@ -642,7 +642,7 @@ class RunCheckpoints:
 
     def _tell_of_window(self, within: int) -> None:
         """Say what a run will do that goes on from inside an accumulation window."""
-        tensors = (persistent_buffers(entry.module).items() for entry in self.state.models)
+        tensors = (persistent_buffers(entry.model).items() for entry in self.state.models)
         written = (name for each in tensors for name, one in each if one.is_floating_point())
         text = (
             "save_state() inside an accumulation window: a run that goes on from there begins the "

@@ -481,7 +481,7 @@ def _bad_gradients(entries: Sequence[PreparedModel], optimizer: Optimizer) -> st
     for entry in entries:
         only = entry.subset(parameters_of(optimizer))
         chosen = None if only is None else {id(parameter) for parameter in only}
-        for name, parameter in entry.module.named_parameters():
+        for name, parameter in entry.model.named_parameters():
             if not parameter.requires_grad or (chosen is not None and id(parameter) not in chosen):
                 continue
             all_names.append(name)

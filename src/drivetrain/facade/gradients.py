@@ -51,7 +51,7 @@ class Before:
 
     def __init__(self, models: Sequence[PreparedModel]) -> None:
         self._random = rng.Snapshot()
-        modules = [module for entry in models for module in entry.module.modules()]
+        modules = [module for entry in models for module in entry.model.modules()]
         self._buffers = [(module._buffers, dict(module._buffers)) for module in modules]
         self._values = {
             buffer: buffer.clone()
@@ -297,7 +297,7 @@ class WindowMean:
                 KeptGradient(entry, parameter)
                 for entry in self.state.models
                 if _is_any(entry.strategy.gradients())
-                for _, parameter in entry.module.named_parameters()
+                for _, parameter in entry.model.named_parameters()
             ]
         self._earlier = [kept for kept in self._earlier if _is_any(kept.pieces())]
 

@@ -371,8 +371,8 @@ class Recomputations:
     def recompute(self, model: nn.Module, options: RecomputeConfig) -> None:
         """Attach recompute to a model as the script says; see ``Accelerator.recompute``."""
         for entry in self.state.models:
-            if entry.model is model or entry.module is model:
-                self._attach(options, entry.module, entry.strategy.run)
+            if entry.model is model:
+                self._attach(options, entry.model, entry.strategy.run)
                 return
         self._attach(options, model, self.state.run)
 

@@ -125,16 +125,11 @@ class PreparedModel:
     def __post_init__(self) -> None:
         """Remember which parameters the model has now."""
         # Also those that other ranks hold, whose gradients are none of this rank's.
-        self.parameters = tuple(each for _, each in self.module.named_parameters())
+        self.parameters = tuple(each for _, each in self.model.named_parameters())
         self.known = frozenset(map(id, self.parameters))
         self.hooks = UserHooks(self.parameters)
-        modules = self.module.named_modules()
+        modules = self.model.named_modules()
         self.mixing = {name: each for name, each in modules if isinstance(each, _BatchNorm)}
-
-    @property
-    def module(self) -> nn.Module:
-        """The user's own module."""
-        return self.strategy.unwrap(self.model)
 
     @property
     def states(self) -> int:
@@ -159,7 +154,7 @@ class PreparedModel:
     def check_parameters(self) -> None:
         """Refuse parameters that came after ``prepare``: nobody would average their gradients."""
         # Every step comes here: by identity, since the known ones may be slow to ask anything.
-        modules, known, seen = [self.module], self.known, set()
+        modules, known, seen = [self.model], self.known, set()
         while modules:
             module = modules.pop()
             if module in seen:
@@ -171,7 +166,7 @@ class PreparedModel:
             modules += [each for each in module._modules.values() if each is not None]
 
     def _refuse_parameter(self, found: nn.Parameter) -> NoReturn:
-        name = next(name for name, each in self.module.named_parameters() if each is found)
+        name = next(name for name, each in self.model.named_parameters() if each is found)
         raise UsageError(
             f"expected the parameters that the model had in prepare(), found another one, "
             f"{name!r}; change the model before prepare(), write new values into the old parameter "
@@ -189,7 +184,7 @@ class PreparedModel:
                 another dtype.
         """
         specs = {clean_name(spec.name): spec for spec in given}
-        for name, parameter in named_parameters(self.module).items():
+        for name, parameter in named_parameters(self.model).items():
             if name in specs:
                 expected = precision.forward_dtype(specs[name].dtype, specs[name].shape)
                 self._check_dtype("param", name, expected, parameter.dtype)
@@ -216,7 +211,7 @@ class PreparedModel:
         self.applied = False
         precision = self.strategy.run.precision
         specs = {clean_name(spec.name): spec for spec in self.given.parameters}
-        for name, parameter in named_parameters(self.module).items():
+        for name, parameter in named_parameters(self.model).items():
             if name in specs:
                 expected = precision.forward_dtype(specs[name].dtype, specs[name].shape)
                 if parameter.dtype is not expected:
@@ -229,7 +224,7 @@ class PreparedModel:
     def _lies_on(self, device: torch.device) -> bool:
         """Return whether all tensors lie on a device, or, of other ranks, nowhere."""
         home = self.strategy.run.world.device
-        held = {each.device for each in (*self.module.parameters(), *self.module.buffers())}
+        held = {each.device for each in (*self.model.parameters(), *self.model.buffers())}
         same = device.type == home.type and device.index in (None, home.index)
         return same and held <= {home, torch.device("meta")}
 
@@ -254,7 +249,7 @@ class PreparedModel:
     def forget_gradients(self) -> None:
         """Drop the gradients at hand, with their loss scale."""
         self.used = True  # or a window that no step has used would be spared
-        self.module.zero_grad()
+        self.model.zero_grad()
         for optimizer in self.optimizers:
             optimizer.zero_grad()
         self.scale, self.unscaled, self.overflow = None, False, set()
@@ -300,7 +295,7 @@ class PreparedModel:
 
     def aliases(self) -> dict[str, str]:
         """Return the further names of tied parameters and buffers -> the first name of each."""
-        names = all_names(self.module)
+        names = all_names(self.model)
         return {name: first for first, each in names.items() for name in each if name != first}
 
     def converted(self, reader: ModelReader, world: World) -> str:
@@ -349,7 +344,7 @@ class PreparedModel:
 
         for method in (_apply, to, zero_grad):
             self.methods.append(UninheritedMethod(self.model, method.__name__, method))
-        self.methods += saving_methods(uncompiled(self.module), self.strategy)
+        self.methods += saving_methods(uncompiled(self.model), self.strategy)
         for method in self.methods:
             method.put()
 
@@ -363,8 +358,8 @@ class PreparedModel:
         for note in self.notes:
             note.remove()
         self.strategy.close()
-        restore_loss(self.module)
-        restore_products(self.module)
+        restore_loss(self.model)
+        restore_products(self.model)
 
 
 def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
@@ -707,16 +702,7 @@ class RunState:
 
     def has(self, model: nn.Module) -> bool:
         """Whether a model was prepared here."""
-        return any(entry.model is model or entry.module is model for entry in self.models)
-
-    def unwrapped(self, model: nn.Module, keep_forward: bool) -> nn.Module:
-        """Return the user's module of a prepared model; with the forward as it was, if asked."""
-        for entry in self.models:
-            if entry.model is model:
-                model = entry.module
-        if not keep_forward:
-            restore_forward(model)
-        return model
+        return any(entry.model is model for entry in self.models)
 
     def model(self, model: nn.Module) -> PreparedModel:
         """Return the entry of a model, as ``prepare`` returned it or as the script made it.
@@ -725,7 +711,7 @@ class RunState:
             UsageError: the model was not prepared here.
         """
         for entry in self.models:
-            if entry.model is model or entry.module is model:
+            if entry.model is model:
                 return entry
         raise UsageError(
             f"expected a model that this Accelerator prepared, found {type(model).__name__}; "
@@ -738,9 +724,7 @@ class RunState:
 
     def _around(self, module: nn.Module) -> PreparedModel:
         """Return the entry of a model, or of the model that a module is part of."""
-        inside = [
-            entry for entry in self.models if any(m is module for m in entry.module.modules())
-        ]
+        inside = [entry for entry in self.models if any(m is module for m in entry.model.modules())]
         return inside[0] if inside else self.model(module)
 
     def trained_by(self, optimizer: Optimizer) -> list[PreparedModel]:
@@ -838,7 +822,7 @@ def _uncounted(entry: PreparedModel) -> Iterator[None]:
     Its loss, and whatever its graph computes, may be no numbers.
     """
     pipeline = entry.strategy.pipeline
-    trained = [p for p in named_parameters(entry.module).values() if p.requires_grad]
+    trained = [p for p in named_parameters(entry.model).values() if p.requires_grad]
     with ExitStack() as stack:
         if pipeline is None:
             for each in trained:

@@ -66,7 +66,7 @@ class WholeWeights:
     def inference(self, model: nn.Module) -> Iterator[nn.Module]:
         """Context in which the user's own module evaluates without gradients. Collective."""
         entry = self.state.model(model)
-        inner = entry.module
+        inner = entry.model
         training = [module for module in inner.modules() if module.training]
         axes = entry.strategy.run.mesh.items()
         whole: AbstractContextManager[None] = nullcontext()  # ranks that compute parts go on so
@@ -135,7 +135,7 @@ class WholeWeights:
             RankMismatchError: on every rank: names step, ranks and the first parameter.
         """
         for entry in self.state.models:
-            module = uncompiled(entry.module)
+            module = uncompiled(entry.model)
             facts = {one.identity: one for one in entry.strategy.state_facts(module)}
             names, sums = [], []
             for batch in batched(one for one in facts.values() if one.trainable):
@@ -166,7 +166,7 @@ class WholeWeights:
         line = entry.strategy.run.mesh["dp"].ranks
         mine = {
             name: int(_sum_of_words(parameter))
-            for name, parameter in named_parameters(entry.module).items()
+            for name, parameter in named_parameters(entry.model).items()
             if not is_guarded(parameter) and parameter.layout is torch.strided  # here, and whole
         }
         doing = "the comparison of parameters before the first gradients"
@@ -198,7 +198,7 @@ class WholeWeights:
         known = {key for entry in self.state.models for key in entry.names}
         if self.state.has(model) or any(id(one) in known for one in model.parameters()):
             entry = self.state.model(model)
-            return uncompiled(entry.module), entry.strategy
+            return uncompiled(entry.model), entry.strategy
         return uncompiled(model), Readable()
 
 

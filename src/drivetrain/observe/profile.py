@@ -148,7 +148,7 @@ class StepProfiler(Observer):
         """See that a model is about to compute."""
         self._turn()
         if self._measurement is not None:
-            self._measurement.enter(entry.module)
+            self._measurement.enter(entry.model)
 
     def after_step(self) -> None:
         """Note that an optimizer has stepped; another one may belong to the same step."""
@@ -218,7 +218,7 @@ class StepProfiler(Observer):
 
         if self._measured_in is not None:
             folder, self._measured_in = self._measured_in, None
-            models = [entry.module for entry in self._state.models]
+            models = [entry.model for entry in self._state.models]
             self._measurement = ModuleMeasurement(
                 folder, models, self._sizes, self._state.run, self._teraflops
             )

@@ -350,7 +350,7 @@ def _described(entry: PreparedModel) -> dict[str, Any]:
     """Return a model's size, and the bytes that its strategy promises to hold and send."""
     tensors = entry.given.parameters
     facts: dict[str, Any] = {
-        "name": type(entry.module).__name__,
+        "name": type(entry.model).__name__,
         "parameters": sum(each.numel for each in tensors),
         "trained": sum(each.numel for each in tensors if each.trainable),
         "strategy": type(entry.strategy).__name__,

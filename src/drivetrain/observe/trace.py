@@ -45,6 +45,7 @@ from drivetrain.facade.prepared import RunState
 from drivetrain.facade.settings import ProfileKwargs, profiler_of
 from drivetrain.hardware.sizes import size_text
 from drivetrain.log import get_logger
+from drivetrain.model.modules import model_units
 from drivetrain.observe import modules
 from drivetrain.runtime.ranges import BACKWARD, COLLECTIVE, FORWARD, RECOMPUTE, WAIT, is_profiled
 from drivetrain.runtime.world import World
@@ -659,7 +660,9 @@ class ProfileSession:
             self._make_folder(self.folder)
             self._clock = compare_clocks(self._state.world)
         for entry in self._state.models:
-            self._units.callback(UnitRanges(entry.strategy.units(entry.module)).close)
+            stages = entry.strategy.pipeline
+            units = model_units(entry.model) if stages is None else stages.units
+            self._units.callback(UnitRanges(units).close)
         self.profiler.start()
 
     def stop(self, *, together: bool) -> None:

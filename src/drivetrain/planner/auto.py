@@ -360,13 +360,13 @@ def _tensors(entry: PreparedModel) -> Iterator[tuple[str, Sequence[object]]]:
     stepped = [each for group in groups for each in group["params"]]
     states = [each for optimizer in entry.optimizers for each in optimizer.state.values()]
     with torch._C.DisableTorchFunctionSubclass():  # a guarded parameter would be gathered
-        own = list(entry.module.parameters())
+        own = list(entry.model.parameters())
         # Where ranks hold pieces, what stands at p.grad is no plain tensor, and has no memory.
         gradients = [each.grad for each in (*stepped, *own) if type(each.grad) is Tensor]
         yield "gradients", gradients
         yield "parameters", stepped
         yield _GATHERED if entry.strategy.pace.forwards else "parameters", own
-        yield "buffers", list(entry.module.buffers())
+        yield "buffers", list(entry.model.buffers())
         mappings = (state for state in states if isinstance(state, Mapping))
         yield "optimizer states", [value for state in mappings for value in state.values()]
 
@@ -434,7 +434,7 @@ class Ladder:
         self._run = run = entry.strategy.run
         if any(size.size > 1 for name, size in run.mesh.items() if name != "dp"):
             raise ConfigError("ranks divide the model itself: `drivetrain plan` compares layouts")
-        model = _bare(entry.module)
+        model = _bare(entry.model)
         world, settings = run.world, state.config.run
         examples = [first_rows(loader) for loader in run.examples.loaders]
         candidates = candidates_of(model, examples)
@@ -527,7 +527,7 @@ class Ladder:
         """
         if self._state.config.run.loss != "whole":
             raise UsageError("it is already")
-        _, head = language_model_in(self._entry.module)
+        _, head = language_model_in(self._entry.model)
         elements = self._paper.logits(self._now.micro_batch)
         logits = (4 + self._paper.width) * elements * (1 - 1 / LEAST_PIECES)
         return Change("loss: chunked", self._now, logits - 4 * head.weight.numel())

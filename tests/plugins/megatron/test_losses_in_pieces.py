@@ -169,7 +169,7 @@ def test_stages(build, options):
     cell = Cell(build, pp=2, **options)
     cell.check()
     known = {} if options.keys() & {"micro_batches", "window"} else {Weights.TARGETS}
-    assert {*cell.strategy._pipeline._losses._known.values()} == {*known}
+    assert {*cell.strategy.pipeline._losses._known.values()} == {*known}
     cell.close()
 
 
@@ -188,7 +188,7 @@ def test_stages_in_bf16():
 def test_stages_and_replicas_of_divided_words():
     cell = Cell(gpt2, pp=2, tp=2, sequence_parallel=True)
     cell.check()
-    assert {*cell.strategy._pipeline._losses._known.values()} == {Weights.TARGETS}
+    assert {*cell.strategy.pipeline._losses._known.values()} == {Weights.TARGETS}
     cell.close()
     cell = Cell(llama, tp=2, data_parallel={"name": "zero3"})
     cell.check(1)

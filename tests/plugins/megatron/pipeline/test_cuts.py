@@ -97,7 +97,7 @@ def test_losses_that_are_handed_over(turn):
             expected.backward()
             assert loss.item() == pytest.approx(expected.item(), rel=1e-10), name
             both.check_gradients()
-        assert set(both.strategy._pipeline._losses._known.values()) == {weights}, name
+        assert set(both.strategy.pipeline._losses._known.values()) == {weights}, name
         both.close()
 
 
@@ -126,7 +126,7 @@ def test_the_dim_of_the_batch_is_found():
     both.eval()
     both.backward(*(cross_entropy(output, ids) for output in both(ids, padding)))
     both.check_gradients()
-    known = both.strategy._pipeline._batches._known
+    known = both.strategy.pipeline._batches._known
     (division,) = known.values()
     assert division.dims == (1, 0, None)
     before = torch.get_rng_state()
@@ -157,7 +157,7 @@ def test_blocks_that_couple_rows_are_not_cut():
     for name, buffer in both.model.named_buffers():
         if name.startswith(f"blocks.{rank}"):
             torch.testing.assert_close(buffer, buffers[name], **EXACT)
-    known = both.strategy._pipeline._batches._known
+    known = both.strategy.pipeline._batches._known
     assert [d.dims for d in known.values()] == [None]
     both.eval()
     with torch.no_grad():

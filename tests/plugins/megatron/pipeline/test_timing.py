@@ -70,7 +70,7 @@ def test_a_trace_of_each_step(monkeypatch, tmp_path, schedule, chunks, kinds, ke
     accelerator, model = prepared(tmp_path / "traces", **options)
     train(accelerator, model)
     assert max(found) <= kept[accelerator.process_index]
-    workers = accelerator.strategy_of(model)._pipeline.stages.workers.values()
+    workers = accelerator.strategy_of(model).pipeline.stages.workers.values()
     assert not any(worker._kept for worker in workers)
     files = sorted((tmp_path / "traces").iterdir())
     assert [f.name for f in files] == [f"pipeline-dp0-tp0-step0000{i}.json" for i in (1, 2)]
