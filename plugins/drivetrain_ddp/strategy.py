@@ -447,6 +447,7 @@ class BucketReducer:
 
         def ready(parameter: Tensor) -> None:
             if not self.rounds.synchronizing:
+                self.rounds.kept = True
                 if parameter.grad is not slot.view:
                     slot.adopt(parameter.grad)
                 return

@@ -587,7 +587,13 @@ class WarmUp:
         if self._averages:
             self._rounds.run(run)
         else:
+            self._rounds.kept = True
             run()
+
+    @property
+    def waits(self) -> bool:
+        """Whether gradients wait for the worker, or in the warm-up for the others."""
+        return self._inner.waits or (self._rounds.kept and self._warms_up)
 
     @contextmanager
     def accumulating(self, enabled: bool = True) -> Iterator[None]:
@@ -607,11 +613,17 @@ class WarmUp:
 
     @property
     def _averages(self) -> bool:
-        return self._synchronizing and any(outer.warms_up for outer in self._outer)
+        return self._synchronizing and self._warms_up
+
+    @property
+    def _warms_up(self) -> bool:
+        return any(outer.warms_up for outer in self._outer)
 
     def _came(self, parameter: Tensor) -> None:
         if self._averages:
             self._rounds.enter()
+        else:
+            self._rounds.kept = True
 
     def _average(self) -> None:
         """End the backward of the strategy inside, and average over the workers. Collective."""

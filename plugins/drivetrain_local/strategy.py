@@ -355,6 +355,11 @@ class Local(LocalOutline, StrategyAround[LocalOptions]):
         """Context in which backward keeps gradients local to the rank."""
         return self._warm_up.accumulating(enabled)
 
+    @property
+    def waits(self) -> bool:
+        """Whether gradients wait to be averaged over the worker, or over all workers."""
+        return self._warm_up.waits
+
     def close(self) -> None:
         """Take the hooks off; the model keeps the worker's own weights."""
         self._closing.close()

@@ -413,6 +413,10 @@ class Pipeline(Protocol):
 class Joinable(Protocol):
     """What ranks do for each other where some run out of batches earlier than others."""
 
+    @property
+    def synchronizes(self) -> bool:
+        """Whether a backward now synchronises gradients, and others must take part."""
+
     def lead(self, source: int, *, gradients: bool) -> None:
         """Let one rank with a batch lead those without: its buffers count. Collective.
 
@@ -597,6 +601,14 @@ class Strategy(Readable, KeepsState, Outline[ConfigT]):
         """
         return nullcontext()
 
+    @property
+    def waits(self) -> bool:
+        """Whether gradients of backwards inside ``accumulating()`` wait for one that synchronises.
+
+        The same on every rank.
+        """
+        return False
+
     def running(self) -> AbstractContextManager[None]:
         """Context in which a strategy around this one runs the model's forward without calling it.
 
@@ -667,6 +679,11 @@ class StrategyAround(Strategy[ConfigT]):
     ) -> Tensor:
         """Scale gradients to a norm of at most max_norm."""
         return self._inner.clip_grad_norm(max_norm, norm_type, only=only)
+
+    @property
+    def waits(self) -> bool:
+        """Whether gradients of the strategy inside wait to be synchronised."""
+        return self._inner.waits
 
     def running(self) -> AbstractContextManager[None]:
         """Context in which a strategy around this one runs the model's forward."""

@@ -27,6 +27,7 @@ from torch.autograd.function import once_differentiable
 from torch.optim import Optimizer
 
 from drivetrain import communication
+from drivetrain.collectives.facts import gather_facts
 from drivetrain.errors import UsageError
 from drivetrain.facade.checkpoints import RunCheckpoints, WindowStart
 from drivetrain.facade.exchange import Exchange, FiniteCheck, Preemption
@@ -348,7 +349,9 @@ class KeptGradient:
         return list(self._entry.strategy.gradients([self._parameter]))
 
     def restore(self, factor: float) -> None:
-        """Undo a factor for the part of the gradient that the copy is of."""
+        """Undo a factor for the part of the gradient that the copy is of, if it is there."""
+        if self._entry.hooks.holds_earlier(self._parameter):
+            return
         # The copy carries the loss scale of its time.
         scale = self._entry.scale / self._scale if self._entry.scale and self._scale else 1.0
         for piece, copy in zip(self.pieces(), self._copies, strict=True):
@@ -424,6 +427,7 @@ class WindowGradients:
             self.state.step = window.micro_batch
             if not (window.sync_gradients or window.sync_each_batch):
                 for entry in self.state.chosen(models):
+                    entry.accumulated = True
                     stack.enter_context(entry.strategy.accumulating())
             yield
         if window.sync_gradients:
@@ -498,7 +502,7 @@ class WindowGradients:
             scaled.backward(**options)  # type: ignore[no-untyped-call]
             return
         if window.uneven:  # ranks have different numbers of backwards and steps
-            self.uneven.announce(loss, weighted=weight is not None)
+            self.uneven.announce(state.running(), loss, weighted=weight is not None)
         else:
             state.run.traffic.begin_backward()
         synced = window.sync_gradients
@@ -510,9 +514,11 @@ class WindowGradients:
         if synced and not window.uneven:
             self.weights.compare_first()
         strategy = state.running().strategy
-        counts, ranks = not self._mean.counts_nothing, state.world.size
-        with self.explained(), state.in_backward(ranks=ranks, counts=counts, averages=synced):
+        counts = not self._mean.counts_nothing
+        with self.explained(), state.in_backward(scaled, counts=counts, averages=synced):
             strategy.backward(scaled, **options)
+            if factor is not None:
+                self._mean.scale_fresh(factor)  # before hooks of the script see them
         state.let_go_of_batch()
         if strategy.pipeline is not None:
             strategy.pipeline.publish(loss)
@@ -520,8 +526,6 @@ class WindowGradients:
         if counts:
             self.finite.losses.append(loss.detach())  # a pipeline publishes its value later
         state.observer.after_backward(loss, weight)
-        if factor is not None:
-            self._mean.scale_fresh(factor)
 
     def _hold_back(
         self, piece: PieceGradients, loss: Tensor, weight: float, options: Mapping[str, Any]
@@ -663,11 +667,53 @@ class WindowGradients:
         alone = state.world.size == 1 and not state.scaler.enabled
         return not state.models and alone and weight is None and state.window.num_steps == 1
 
+    def _synchronize(self, entry: PreparedModel) -> None:
+        """Average what a window has kept local, where no backward of its last micro-batch did.
+
+        Collective then. So a model that had no part in that micro-batch is stepped as in one
+        process, and its gradients may be told from those of the next window.
+        """
+        if not entry.accumulated or not self.state.window.sync_gradients:
+            return
+        entry.accumulated = False
+        if entry.strategy.waits and self._is_any_at_hand(entry):
+            self._average(entry)
+        entry.hooks.run()
+
+    def _average(self, entry: PreparedModel) -> None:
+        """Average gradients by a backward that brings none. Collective.
+
+        Raises:
+            UsageError: a pipeline, which has no backward without a forward.
+        """
+        if entry.strategy.pipeline is not None:
+            raise UsageError(
+                "expected a backward of each model in the last micro-batch of an accumulation "
+                f"window, found none of {type(entry.module).__name__}, a pipeline: put one 'with "
+                "accelerator.accumulate(one, other):' around the backwards of a batch"
+            )
+        nothing = torch.zeros((), device=self.state.world.device, requires_grad=True)
+        entry.strategy.will_scale(1.0)  # they have the window's factor
+        with entry.strategy.accumulating(False):
+            if self.state.window.uneven:
+                self.uneven.announce(entry, nothing, weighted=False)
+            entry.strategy.backward(nothing)
+
+    def _is_any_at_hand(self, entry: PreparedModel) -> bool:
+        """Whether the script has left gradients of a model on some rank. Collective."""
+        if self.state.window.uneven:
+            return True
+        with torch._C.DisableTorchFunctionSubclass():  # a guarded parameter answers slowly
+            here = any(parameter.grad is not None for parameter in entry.parameters)
+        return any(gather_facts(here, bool, doing="the end of an accumulation window"))
+
     def _start_window(self, *, counted: bool) -> None:
+        for entry in self.state.models:
+            self._synchronize(entry)
+            if counted or not entry.strategy.waits:  # else the script has windows, by no_sync()
+                entry.hooks.forget()
         self._mean = WindowMean(self.state, counted)
         self.finite.losses, self.finite.norms = [], {}
-        for entry in self.state.models:
-            entry.hooks.forget()
 
     def _check_sent(self) -> None:
         if self.held_back is not None:
@@ -698,6 +744,7 @@ class WindowGradients:
         return self.state.scaler.scale(loss)
 
     def _unscale(self, entry: PreparedModel) -> None:
+        self._synchronize(entry)
         if entry.scale is None or entry.unscaled or not self.state.scaler.enabled:
             return
         world = self.state.world

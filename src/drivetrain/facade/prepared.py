@@ -96,6 +96,7 @@ class PreparedModel:
         methods: those that the model has in place of its class's, while it is prepared.
         applied: whether something was done to all its tensors since, such as a conversion.
         compared: whether the ranks' values were compared before their first gradients.
+        accumulated: whether a window kept gradients local, and no step or window has come since.
         parameters: those of the module, tied ones once.
         known: their identities.
         hooks: those that the script has put on parameters.
@@ -117,6 +118,7 @@ class PreparedModel:
     methods: list[UninheritedMethod] = field(default_factory=list)
     applied: bool = False
     compared: bool = False
+    accumulated: bool = False
     parameters: tuple[nn.Parameter, ...] = field(init=False)
     known: frozenset[int] = field(init=False)
     hooks: UserHooks = field(init=False)
@@ -150,6 +152,10 @@ class PreparedModel:
         """
         given = replace(self.given, states=states)
         return type(self.strategy).cost(self.strategy.config, given, self.strategy.run)
+
+    def averages(self, ends: bool) -> bool:
+        """Whether gradients are averaged now, after a backward that may end a window."""
+        return ends and not self.strategy.waits
 
     def check_parameters(self) -> None:
         """Refuse parameters that came after ``prepare``: nobody would average their gradients."""
@@ -787,19 +793,35 @@ class RunState:
             )
         return self.last_run or self.models[-1]
 
+    def reached(self, loss: Tensor) -> set[PreparedModel]:
+        """Return the models to whose parameters a backward brings gradients."""
+        owners = {id(each): entry for entry in self.models for each in entry.parameters}
+        nodes: list[Any] = [loss.grad_fn]
+        seen, found = set(), set()
+        while nodes:
+            if (node := nodes.pop()) is None or node in seen:
+                continue
+            seen.add(node)
+            found.add(owners.get(id(getattr(node, "variable", None))))
+            nodes += [each for each, _ in node.next_functions]
+        return {entry for entry in found if entry is not None}
+
     @contextmanager
-    def in_backward(self, *, ranks: int, counts: bool, averages: bool) -> Iterator[None]:
+    def in_backward(self, loss: Tensor, *, counts: bool, averages: bool) -> Iterator[None]:
         """Context of a backward, in which hooks of the script wait for averaged gradients.
 
         Args:
-            ranks: how many there are: in one process hooks run as ever.
+            loss: where it begins.
             counts: False leaves all gradients what they are: the loss has the weight 0.
             averages: whether the backward ends with averaged gradients.
         """
         with ExitStack() as stack:
             for entry in self.models:
-                if ranks > 1 and (hooked := entry.hooks.found()):
-                    stack.enter_context(entry.hooks.aside(hooked, averages=averages))
+                # In one process hooks run as ever.
+                hooked = entry.hooks.found() if self.world.size > 1 else []
+                if hooked and (entry is self.running() or entry in self.reached(loss)):
+                    averaged = partial(entry.averages, averages)
+                    stack.enter_context(entry.hooks.aside(hooked, averaged))
                 if not counts:
                     stack.enter_context(_uncounted(entry))
             yield

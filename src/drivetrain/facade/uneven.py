@@ -165,29 +165,18 @@ class UnevenInputs:
             for loader, even in zip(self.state.loaders, before, strict=True):
                 loader.even_batches = even
 
-    def announce(self, loss: Tensor, *, weighted: bool) -> None:
-        """Tell the other ranks of the loop that a backward is about to run."""
+    def announce(self, entry: PreparedModel, loss: Tensor, *, weighted: bool) -> None:
+        """Tell the other ranks of the loop that a backward of a model is about to run."""
         if self.state.world.size == 1:
             return
-        entry = self.state.running()
-        if weighted or entry not in self._joined or self._reached(loss) - {entry}:
+        if weighted or entry not in self._joined or self.state.reached(loss) - {entry}:
             self._exchange(_ALONE)
         else:
-            synchronizes = self.state.window.sync_gradients or self.state.window.sync_each_batch
+            joinable, window = entry.strategy.joinable, self.state.window
+            synchronizes = window.sync_gradients or window.sync_each_batch
+            if joinable is not None:  # the script may have its own windows, by no_sync()
+                synchronizes = joinable.synchronizes
             self._exchange(2 * (self._joined.index(entry) + 1) + int(synchronizes))
-
-    def _reached(self, loss: Tensor) -> set[PreparedModel]:
-        """Return the models to whose parameters a backward brings gradients."""
-        owners = {id(each): entry for entry in self.state.models for each in entry.parameters}
-        nodes: list[Any] = [loss.grad_fn]
-        seen, found = set(), set()
-        while nodes:
-            if (node := nodes.pop()) is None or node in seen:
-                continue
-            seen.add(node)
-            found.add(owners.get(id(getattr(node, "variable", None))))
-            nodes += [each for each, _ in node.next_functions]
-        return {entry for entry in found if entry is not None}
 
     def _exchange(self, status: int) -> int:
         """Return the status of the ranks with a batch, or that all are done.

@@ -176,12 +176,12 @@ class UserHooks:
             return found
 
     @contextmanager
-    def aside(self, hooked: Sequence[nn.Parameter], *, averages: bool) -> Iterator[None]:
+    def aside(self, hooked: Sequence[nn.Parameter], averaged: Callable[[], bool]) -> Iterator[None]:
         """Run a backward without hooks, and then the hooks if gradients are averaged now.
 
         Args:
             hooked: the parameters with hooks.
-            averages: whether the backward ends with averaged gradients.
+            averaged: tells after the backward whether it has averaged gradients.
         """
         for parameter in hooked:
             if parameter not in self._earlier:  # hooks are for what this window's backwards bring
@@ -200,9 +200,22 @@ class UserHooks:
         finally:
             for parameter, (before, after) in zip(hooked, taken, strict=True):
                 _put_back(parameter, before, after)
-        if averages:
-            for parameter, (before, after) in zip(hooked, taken, strict=True):
-                self._run(parameter, before, after)
+        if averaged():
+            self.run(hooked)
+
+    def run(self, hooked: Iterable[nn.Parameter] | None = None) -> None:
+        """Run hooks with averaged gradients.
+
+        Args:
+            hooked: the parameters; None: those whose hooks wait.
+        """
+        waiting = [parameter for parameter in self._earlier if parameter.grad is not None]
+        for parameter in waiting if hooked is None else hooked:
+            self._run(parameter, *_hooks_of(parameter))
+
+    def holds_earlier(self, parameter: nn.Parameter) -> bool:
+        """Whether the gradient of before a window is here, and no part of the one at hand."""
+        return parameter in self._earlier
 
     def forget(self) -> None:
         """Forget gradients of before a window that was given up: the next one begins."""
@@ -229,11 +242,17 @@ def _of_script(hooks: Hooks | None) -> Hooks:
     return {key: hook for key, hook in (hooks or {}).items() if not is_of_strategy(hook)}
 
 
+def _hooks_of(parameter: nn.Parameter) -> tuple[Hooks, Hooks]:
+    """Return the script's hooks of before and of after a gradient is accumulated."""
+    before, after = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
+    return _of_script(before), _of_script(after)
+
+
 def _take(parameter: nn.Parameter) -> tuple[Hooks, Hooks]:
     """Take the script's hooks off, and return them."""
     # The very dicts, which the handles of the hooks know.
     lists: Any = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
-    before, after = (_of_script(hooks) for hooks in lists)
+    before, after = _hooks_of(parameter)
     for hooks, taken in zip(lists, (before, after), strict=True):
         for key in taken:
             del hooks[key]

@@ -185,6 +185,11 @@ class Reduce:
         self.shown.clear(self.shown.of)
         self.buffers.close()
 
+    @property
+    def waits(self) -> bool:
+        """Whether gradients wait for a round, or for the replicas of one."""
+        return self.rounds.kept or not self._replicates
+
     # --- during backward ---
 
     def begin(self) -> None:
@@ -215,7 +220,9 @@ class Reduce:
             UsageError: the gradient came before, and was sent.
         """
         counts = self.rounds.synchronizing
-        if counts:
+        if not counts:
+            self.rounds.kept = True
+        else:
             self.rounds.enter()
             if slot in unit.came:
                 self._came_again(unit, slot)

@@ -320,6 +320,8 @@ class ReplicatedStrategy(ReplicasOutline[ConfigT], Strategy[ConfigT], Generic[Co
             if self.rounds.synchronizing:
                 self.rounds.enter()
                 self.gradient_came(parameter)
+            else:
+                self.rounds.kept = True
 
         return came
 
@@ -356,6 +358,11 @@ class ReplicatedStrategy(ReplicasOutline[ConfigT], Strategy[ConfigT], Generic[Co
             yield
         finally:
             self.rounds.synchronizing = before
+
+    @property
+    def waits(self) -> bool:
+        """Whether gradients wait for a round."""
+        return self.rounds.kept and self.ranks.size > 1
 
     def gradients(self, only: Only = None) -> Iterator[Tensor]:
         """Yield the gradients of all parameters, without None."""
@@ -395,6 +402,11 @@ class ReplicatedStrategy(ReplicasOutline[ConfigT], Strategy[ConfigT], Generic[Co
     def joinable(self) -> Joinable | None:
         """Whole models reduce zeros, and take over all of a rank's state."""
         return self
+
+    @property
+    def synchronizes(self) -> bool:
+        """Whether a backward now is a round."""
+        return self.rounds.synchronizing
 
     def lead(self, source: int, *, gradients: bool) -> None:
         """Take over gradients of one rank, whose buffers the others get from now on."""

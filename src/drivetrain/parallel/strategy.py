@@ -526,6 +526,7 @@ class ShardedStrategy(UnitsOutline[ConfigT], Strategy[ConfigT], Generic[ConfigT]
         self.gather.leave()  # no forward is under way here, only ones that an interrupt cut short
         run = partial(loss.backward, **options)
         if not self.rounds.synchronizing:
+            self.rounds.kept = True
             run()
             return
         self.follow()
@@ -578,6 +579,11 @@ class ShardedStrategy(UnitsOutline[ConfigT], Strategy[ConfigT], Generic[ConfigT]
             yield
         finally:
             rounds.synchronizing, reduce.replicating, reduce.steps_follow = before
+
+    @property
+    def waits(self) -> bool:
+        """Whether gradients wait for a round, or for replicas."""
+        return self.reduce.waits
 
     def gradients(self, only: Only = None) -> Iterator[Tensor]:
         """Yield the gradients of this rank's fragments."""

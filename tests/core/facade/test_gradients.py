@@ -72,6 +72,55 @@ def test_one_window_inside_of_another_is_the_same_one():
     accelerator.end_training()
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+def test_a_model_that_has_no_part_in_the_last_micro_batch_of_a_window(strategy):
+    data = rows(12)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, strategy=strategy)
+    models = [linear(), linear()]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    loader = DataLoader(TensorDataset(data), batch_size=2)
+    *prepared, loader = accelerator.prepare(*models, *optimizers, loader)
+    models, optimizers, clamped = prepared[:2], prepared[2:], []
+    models[0].weight.register_hook(lambda grad: clamped.append(grad) or grad.clamp(-0.1, 0.1))
+    for (x,) in loader:  # a window of both models for each batch, but for the last one's two
+        for model in models:
+            with accelerator.accumulate(model):
+                accelerator.backward(loss_of(model, x))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    counted = linear()
+    counted.weight.register_hook(lambda grad: grad.clamp(-0.1, 0.1))
+    alone = torch.optim.SGD(counted.parameters(), lr=0.1)
+    for part, share in zip(data.split(4), (0.5, 0.5, 1.0), strict=True):
+        (loss_of(counted, part) * share).backward()
+        alone.step()
+        alone.zero_grad()
+    for name, found in accelerator.get_state_dict(models[0]).items():
+        torch.testing.assert_close(found, counted.state_dict()[name], rtol=1e-12, atol=1e-14)
+    assert len(clamped) == 3
+    accelerator.end_training()
+
+
+@pytest.mark.ranks(2)
+def test_models_with_windows_one_after_the_other_keep_what_others_left():
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    models = accelerator.prepare(linear(), linear())
+    data = rows(12)
+    loader = accelerator.prepare(DataLoader(TensorDataset(data), batch_size=2))
+    for (x,) in loader:
+        for model in models:
+            with accelerator.accumulate(model):
+                accelerator.backward(loss_of(model, x))
+    expected = sum(
+        reference_grad([part]) * w for part, w in zip(data.split(4), (0.5, 0.5, 1), strict=True)
+    )
+    for model in models:
+        torch.testing.assert_close(model.weight.grad, expected, rtol=1e-12, atol=1e-14)
+    accelerator.end_training()
+
+
 def test_two_losses_in_the_last_micro_batch_of_a_short_window():
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
     data = rows(4)

@@ -1,6 +1,7 @@
 """Ranks with different numbers of batches finish together, with equal weights."""
 
 import copy
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -101,6 +102,30 @@ def test_steps_are_those_of_one_process(counts, clears):
                     optimizer.zero_grad()
     expected = in_one_process(counts, clears).state_dict()
     torch.testing.assert_close(model.state_dict(), expected, rtol=1e-12, atol=1e-12)
+    accelerator.end_training()
+
+
+@pytest.mark.ranks(2, timeout=60)
+def test_a_rank_without_batches_stands_in_where_a_script_has_its_own_windows():
+    accelerator = Accelerator(cpu=True)
+    model, optimizer = made()
+    model, optimizer = accelerator.prepare(model, optimizer)
+    with accelerator.join_uneven_inputs([model]):
+        for number, x in enumerate(batches_of(accelerator.process_index, (4, 2))):
+            with nullcontext() if number % 2 else accelerator.no_sync(model):
+                accelerator.backward(model(x).square().mean())
+            if number % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+    alone, by_hand = made()
+    for number in range(4):
+        for rank in range(2 if number < 2 else 1):
+            (alone(batches_of(rank, (4, 2))[number]).square().mean() / 2).backward()
+        if number % 2:
+            by_hand.step()
+            by_hand.zero_grad()
+    for one, other in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
     accelerator.end_training()
 
 

@@ -3,6 +3,8 @@
 What they do to gradients is a matter of ``tests/loops/ways/hooks.py``.
 """
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import nn
@@ -48,6 +50,42 @@ def test_gradients_of_before_a_window_that_is_given_up_do_not_come_back():
         assert window() == pytest.approx(alone)
         handle.remove()
         accelerator.free_memory()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("way", ["two models in a window", "windows by no_sync"])
+def test_hooks_wait_for_averaged_gradients(way):
+    data = torch.randn(4, 8, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    found = []
+    for alone in (True, False):
+        models = []
+        for _ in range(2):
+            torch.manual_seed(0)
+            models.append(nn.Linear(4, 2).double())
+        if not alone:
+            steps = 2 if way == "two models in a window" else 1
+            accelerator = Accelerator(cpu=True, gradient_accumulation_steps=steps)
+            models = accelerator.prepare(*models)
+        for model in models:
+            model.weight.register_hook(lambda grad: grad.clamp(-0.1, 0.1))
+        if alone:
+            for model in models:
+                model(data.flatten(0, 1)).square().mean().backward()
+        for micro, batch in enumerate([] if alone else data.chunk(2)):
+            mine = batch[accelerator.process_index]
+            ends = nullcontext()
+            if way == "two models in a window":
+                ends = accelerator.accumulate(*models)
+            with ends:
+                for model in models:
+                    local = (
+                        accelerator.no_sync(model) if steps == 1 and not micro else nullcontext()
+                    )
+                    with local:
+                        accelerator.backward(model(mine).square().mean() * steps / 2)
+        found.append([model.weight.grad.clone() for model in models])
+    torch.testing.assert_close(*found, rtol=1e-12, atol=1e-14)
+    accelerator.end_training()
 
 
 class Careful(torch.optim.AdamW):
