@@ -405,6 +405,22 @@ class PreparedLoader(DataLoader[Any]):
             self._user, self._source, self._progress, self._delivery, skip_batches=num_batches
         )
 
+    def known_to(self, window: GradientState) -> DataLoader[Any]:
+        """Return this loader, or the user's inside of it where another window is told of batches.
+
+        Raises:
+            UsageError: batches were to be skipped.
+        """
+        if self._delivery.observer is window:
+            return self
+        if self._skip_batches is not None:
+            raise UsageError(
+                "expected a loader that prepare() divides before batches of it are skipped, found "
+                "skip_first_batches() around one that this Accelerator did not prepare, which each "
+                "rank would read whole; prepare the loader first"
+            )
+        return self._user
+
     def state_dict(self) -> dict[str, Any]:
         """Return epoch, order and position as JSON-able values.
 

@@ -563,7 +563,7 @@ class Preparation:
             return item.given
         if isinstance(item, PreparedScheduler) and item not in self.state.schedulers:
             return item.scheduler
-        return item
+        return item.known_to(self.state.window) if isinstance(item, PreparedLoader) else item
 
     def optimizer(self, optimizer: Optimizer) -> PreparedOptimizer:
         """Wrap an optimizer, after the strategies of its models have taken it over."""
@@ -628,6 +628,7 @@ class Preparation:
         rng_types: Sequence[str],
     ) -> PreparedLoader:
         """Divide a loader over the axis ``dp``; ``placed`` moves batches to the rank's device."""
+        loader = self.as_given(loader)
         if isinstance(loader, PreparedLoader):
             if loader not in self.state.loaders:
                 self.state.loaders.append(loader)

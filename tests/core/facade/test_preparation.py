@@ -169,6 +169,24 @@ def test_wrappers_from_before_free_memory_are_prepared_as_what_is_inside(strateg
 
 
 @pytest.mark.ranks(2)
+def test_a_loader_that_something_else_prepared_is_divided_and_ends_windows():
+    rows = DataLoader(torch.utils.data.TensorDataset(torch.arange(6.0)), batch_size=1)
+    first, second = (Accelerator(cpu=True, gradient_accumulation_steps=2) for _ in range(2))
+    model = second.prepare(nn.Linear(1, 1))
+    loader = second.prepare(first.prepare(rows))
+    assert second.prepare(loader) is loader
+    ends = []
+    for _ in loader:
+        with second.accumulate(model):
+            ends.append(second.sync_gradients)
+    assert ends == [False, True, True]
+    with pytest.raises(UsageError, match="divides before batches of it are skipped"):
+        second.prepare(second.skip_first_batches(rows, 1))
+    first.end_training()
+    second.end_training()
+
+
+@pytest.mark.ranks(2)
 def test_ranks_that_differ_are_refused():
     rank = dist.get_rank()
     with pytest.raises(RankMismatchError, match="accumulation = 1.*accumulation = 2"):
