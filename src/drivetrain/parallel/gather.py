@@ -380,6 +380,10 @@ class PrefetchOrder:
             following = self._next.get(following)
         return found
 
+    def spares(self, unit: Unit) -> bool:
+        """Return whether backward begins with a unit."""
+        return unit in self._spared
+
     def left_for_good(self, unit: Unit) -> bool:
         """Note the end of a unit's module; return whether backward begins with the unit."""
         self._left[unit] += 1
@@ -461,9 +465,11 @@ class Gather:
         if unit.whole:
             return
         if unit.arrival is None:
-            for other in self.units if self._full() else ():  # gathered ahead in vain
-                if other.arrival is not None and not other.whole and not other.holds:
-                    other.reshard()
+            if self._full():
+                idle = [each for each in self.units if each.arrival is not None and not each.whole]
+                for other in sorted(idle, key=self._order.spares):  # in vain, or not needed soonest
+                    if not other.holds and self._full():
+                        other.reshard()
             unit.unshard()
         backward = in_backward()
         if backward or self._forwards:  # else nobody would free a unit that was started ahead
