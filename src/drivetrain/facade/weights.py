@@ -16,12 +16,10 @@ from drivetrain.errors import RankMismatchError, UsageError
 from drivetrain.facade.prepared import PreparedModel, RunState
 from drivetrain.model.guard import is_guarded
 from drivetrain.model.modules import named_parameters, uncompiled
+from drivetrain.parallel.backward import sum_of_words
 from drivetrain.parallel.replicated import batched
 from drivetrain.parallel.whole_state import copied_state
 from drivetrain.shards import Readable
-
-_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Integers by their size in bytes."""
 
 
 @dataclass(eq=False)
@@ -141,7 +139,7 @@ class WholeWeights:
             for batch in batched(one for one in facts.values() if one.trainable):
                 wanted = [one.name for one in batch]
                 with entry.strategy.whole_state(module, wanted) as state:
-                    sums += [_sum_of_words(state[name]) for name in wanted]
+                    sums += [sum_of_words(state[name]).cpu() for name in wanted]
                 names += wanted
             if sums:
                 everyone = communication.gather(torch.stack(sums).unsqueeze(0)).tolist()
@@ -165,7 +163,7 @@ class WholeWeights:
     def _check_alike(self, entry: PreparedModel) -> None:
         line = entry.strategy.run.mesh["dp"].ranks
         mine = {
-            name: int(_sum_of_words(parameter))
+            name: int(sum_of_words(parameter))
             for name, parameter in named_parameters(entry.model).items()
             if not is_guarded(parameter) and parameter.layout is torch.strided  # here, and whole
         }
@@ -200,14 +198,6 @@ class WholeWeights:
             entry = self.state.model(model)
             return uncompiled(entry.model), entry.strategy
         return uncompiled(model), Readable()
-
-
-def _sum_of_words(tensor: Tensor) -> Tensor:
-    """Return the sum of a tensor's bits as integers of its element's size, on the CPU."""
-    values = tensor.detach()
-    values = torch.view_as_real(values) if values.is_complex() else values
-    words = values.contiguous().view(_WORDS[values.element_size()])
-    return words.sum(dtype=torch.int64).cpu()
 
 
 def _check_equal(names: Sequence[str], everyone: Sequence[Sequence[int]], step: int) -> None:

@@ -11,7 +11,7 @@ The norm of many tensors as one number, on one rank or over the axes that hold t
 import math
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.autograd.function import BackwardCFunction
+from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from drivetrain.collectives import Communicator
@@ -55,6 +56,7 @@ class Rounds:
         self._begin = begin
         self._end = end
         self._task: int | None = None
+        self._stepped: dict[Optimizer, int] = {}
 
     def enter(self) -> None:
         """Join the round of the running backward, or begin a round: called by every hook."""
@@ -98,6 +100,14 @@ class Rounds:
             self._task = None
             raise
         self._task, self.kept = None, False
+
+    def came_since(self, optimizer: Optimizer) -> bool:
+        """Return whether a backward has brought gradients since an optimizer has stepped."""
+        return self.kept or self.count != self._stepped.get(optimizer, 0)
+
+    def stepped(self, optimizer: Optimizer) -> None:
+        """Note that an optimizer has stepped."""
+        self._stepped[optimizer] = self.count
 
     def give_up(self) -> None:
         """Forget a round under way: nothing more is sent for it."""
@@ -266,6 +276,46 @@ def _put_back(parameter: nn.Parameter, before: Hooks, after: Hooks) -> None:
     ):
         if there is not None:
             there.update(hooks)
+
+
+# --- gradients that no backward has brought: the script has made them ---
+
+_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integers by their size in bytes."""
+
+
+def sum_of_words(tensor: Tensor) -> Tensor:
+    """Return the sum of a tensor's bits as integers of its element's size, 0-d."""
+    values = tensor.detach()
+    values = torch.view_as_real(values) if values.is_complex() else values
+    return values.contiguous().view(_WORDS[values.element_size()]).sum(dtype=torch.int64)
+
+
+def check_alike(sums: Mapping[str, Tensor], ranks: Communicator, device: torch.device) -> None:
+    """Refuse gradients of a script that ranks step with, and that differ. Collective.
+
+    Args:
+        sums: by parameter, those of the words of its gradient.
+        ranks: they must have the same.
+        device: of the model.
+
+    Raises:
+        UsageError: on every rank: names the first parameter.
+    """
+    if not sums:
+        return
+    mine = torch.stack([each.to(device) for each in sums.values()])
+    both = torch.cat([mine, -mine])
+    ranks.all_reduce(both, reduction="max", label="gradients that no backward has brought").wait()
+    most, least = both.chunk(2)
+    for name, differs in zip(sums, (most != -least).tolist(), strict=True):
+        if differs:
+            raise UsageError(
+                f"expected gradients that a backward has averaged, or the same ones on every rank, "
+                f"found others of {name!r} on other ranks, and no backward since the last step: "
+                "take accelerator.backward(loss), or average what torch.autograd.grad returns, as "
+                'accelerator.reduce(gradients, "mean") does'
+            )
 
 
 # --- the norm of many tensors as one number ---

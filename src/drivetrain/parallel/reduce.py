@@ -33,7 +33,15 @@ from drivetrain.collectives import Communicator
 from drivetrain.compression.one_bit_adam import FrozenAdam
 from drivetrain.errors import UsageError
 from drivetrain.log import get_logger
-from drivetrain.parallel.backward import Rounds, clip_, clip_factor, global_norm, norms_of_each
+from drivetrain.parallel.backward import (
+    Rounds,
+    check_alike,
+    clip_,
+    clip_factor,
+    global_norm,
+    norms_of_each,
+    sum_of_words,
+)
 from drivetrain.parallel.gradients import DividedGradient, FlatGradients, UnitGradients
 from drivetrain.parallel.layout import ParameterSlot
 from drivetrain.parallel.optimizer_backend import OptimizerBackend
@@ -493,6 +501,8 @@ class ShownGradients:
         self.ranks = ranks
         self.of: dict[ParameterSlot, DividedGradient] = {}
         self._units: dict[ParameterSlot, UnitGradients] = {}
+        self._assigned: dict[ParameterSlot, Tensor] = {}
+        """Sums of the words of whole gradients, by which ranks compare them."""
         self._reduce = reduce
         self._device = device
         self._norms: dict[float, dict[ParameterSlot, Tensor]] = {}
@@ -571,6 +581,14 @@ class ShownGradients:
             values = slot.cut(_whole(given))
         self._drop([slot])
         self._put(slot, values)
+        if not isinstance(given, DividedGradient):
+            self._assigned[slot] = sum_of_words(given)
+
+    def check_assigned(self, slots: Sequence[ParameterSlot]) -> None:
+        """Refuse gradients that ranks have assigned, and that differ. Collective."""
+        nothing = torch.zeros((), dtype=torch.int64)
+        sums = {slot.name: self._assigned.get(slot, nothing) for slot in slots}
+        check_alike(sums, self.ranks.everyone, self._device)
 
     def _put(self, slot: ParameterSlot, values: Tensor) -> None:
         unit = self._units[slot]
@@ -583,6 +601,7 @@ class ShownGradients:
     def leave_kept(self, slots: Iterable[ParameterSlot]) -> None:
         """Let objects that the script keeps of gradients that it has cleared keep their values."""
         for slot in slots:
+            self._assigned.pop(slot, None)
             if sys.getrefcount(self.of[slot]) > self._alone:
                 self.of[slot].leave()
                 self.of[slot] = DividedGradient(slot.parameter, self.of[slot].place)

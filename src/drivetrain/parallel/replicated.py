@@ -44,8 +44,16 @@ from drivetrain.compression.communicator import connect_linked
 from drivetrain.config.outline import ReplicasOutline
 from drivetrain.cost import Cost, ModelSpec
 from drivetrain.errors import UsageError
-from drivetrain.model.modules import UninheritedHook, held_parameters
-from drivetrain.parallel.backward import Rounds, clip_, global_norm, grouped, on_gradient
+from drivetrain.model.modules import UninheritedHook, held_parameters, named_parameters
+from drivetrain.parallel.backward import (
+    Rounds,
+    check_alike,
+    clip_,
+    global_norm,
+    grouped,
+    on_gradient,
+    sum_of_words,
+)
 from drivetrain.saved_state import HeldTensors, ReplicatedState
 from drivetrain.shards import Reader, Shard, is_dense
 from drivetrain.strategy import Joinable, Only, Prepared, Run, Strategy
@@ -283,9 +291,25 @@ class ReplicatedStrategy(ReplicasOutline[ConfigT], Strategy[ConfigT], Generic[Co
     def bind(self, optimizer: Optimizer) -> Optimizer:
         """Save, load and step one more optimizer."""
         self.state.add(optimizer)
-        handle = optimizer.register_step_pre_hook(lambda *_: self.rounds.finish())
-        self.closing.callback(handle.remove)
+        before = optimizer.register_step_pre_hook(lambda *_: self._before_step(optimizer))
+        after = optimizer.register_step_post_hook(lambda *_: self.rounds.stepped(optimizer))
+        for handle in (before, after):
+            self.closing.callback(handle.remove)
         return optimizer
+
+    def _before_step(self, optimizer: Optimizer) -> None:
+        """End a round; where none has come, see that all ranks have the script's gradients."""
+        self.rounds.finish()
+        if self.ranks.size == 1 or self.rounds.came_since(optimizer):
+            return
+        held = {id(each) for group in optimizer.param_groups for each in group["params"]}
+        nothing = torch.zeros((), dtype=torch.int64)
+        sums = {
+            name: nothing if parameter.grad is None else sum_of_words(parameter.grad)
+            for name, parameter in named_parameters(self.model).items()
+            if id(parameter) in held
+        }
+        check_alike(sums, self.ranks, self.run.world.device)
 
     # --- one step, in its order ---
 

@@ -546,6 +546,9 @@ class ShardedStrategy(UnitsOutline[ConfigT], Strategy[ConfigT], Generic[ConfigT]
         """Submit the step of state that a store keeps; the optimizer itself steps the rest."""
         self.rounds.finish()
         self.reduce.shown.follow(bound.slots.values())
+        if self.ranks.everyone.size > 1 and not self.rounds.came_since(bound.optimizer):
+            self.reduce.shown.check_assigned(list(bound.slots.values()))
+        self.rounds.stepped(bound.optimizer)
         self.placement.take_changes()
         self.backend.submit(bound)
 

@@ -121,6 +121,35 @@ def test_models_with_windows_one_after_the_other_keep_what_others_left():
     accelerator.end_training()
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+def test_gradients_that_no_backward_brought_must_be_alike(strategy):
+    accelerator = Accelerator(cpu=True, strategy=strategy)
+    model, alone = linear(), linear()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    mine = rows(8).chunk(2)[accelerator.process_index]
+
+    def assign(reduce):
+        loss, parameters = loss_of(model, mine), list(model.parameters())
+        for parameter, grad in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+            parameter.grad = accelerator.reduce(grad, "mean") if reduce else grad
+
+    for _ in range(2):
+        assign(reduce=True)
+        optimizer.step()
+    found = accelerator.get_state_dict(model)["weight"]
+    assign(reduce=False)
+    with pytest.raises(UsageError, match=r"others of 'weight' on other ranks, and no backward"):
+        optimizer.step()
+    by_hand = torch.optim.SGD(alone.parameters(), lr=0.1)
+    for _ in range(2):
+        by_hand.zero_grad()
+        loss_of(alone, rows(8)).backward()
+        by_hand.step()
+    torch.testing.assert_close(found, alone.weight.detach(), rtol=1e-12, atol=1e-14)
+    accelerator.end_training()
+
+
 def test_two_losses_in_the_last_micro_batch_of_a_short_window():
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
     data = rows(4)
