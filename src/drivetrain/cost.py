@@ -34,11 +34,13 @@ class Page(NamedTuple):
         steps: optimizer steps that this rank has taken.
         backwards: backwards that this rank has begun.
         rates: learning rates of the groups of its last step.
+        loads: state dicts that it has loaded.
     """
 
     steps: int = 0
     backwards: int = 0
     rates: tuple[float, ...] = ()
+    loads: int = 0
 
 
 @dataclass(eq=False, repr=False)
@@ -66,6 +68,10 @@ class Traffic:
         # Those in tensors may be on a device, and reading them would wait for it.
         known = tuple(float(rate) for rate in rates if isinstance(rate, float | int))
         self.page = self.page._replace(rates=known)
+
+    def load(self) -> None:
+        """Turn the page: a model, or an optimizer, loads a state dict."""
+        self.page = self.page._replace(loads=self.page.loads + 1)
 
     def end_step(self) -> None:
         """Turn the page: an optimizer has stepped, or left out a step."""

@@ -280,6 +280,7 @@ class Header(NamedTuple):
         steps: optimizer steps that the rank had taken.
         backwards: backwards that the rank had begun.
         rates: learning rates of the rank's last step.
+        loads: state dicts that the rank had loaded.
         label: of the caller, or the line of the call; not compared.
         axis: name of the mesh axis; not compared.
     """
@@ -293,6 +294,7 @@ class Header(NamedTuple):
     steps: int
     backwards: int
     rates: tuple[float, ...]
+    loads: int
     label: str
     axis: str
 
@@ -322,7 +324,7 @@ class Header(NamedTuple):
     def checksum(self) -> int:
         """Return 32 bits that differ for different headers, but for the rarest chance."""
         # Hashes of numbers, unlike those of texts, are the same in every process.
-        return hash((self[:4], self.steps, self.backwards, self.rates)) & _MASK
+        return hash((self[:4], self.steps, self.backwards, self.rates, self.loads)) & _MASK
 
     def differences(self, other: "Header") -> list[str]:
         """Return the difference between two headers that should be equal, in words."""
@@ -340,6 +342,10 @@ class Header(NamedTuple):
             f"learning rates of the step before ({_rates_in_words(self.rates, other.rates)})": (
                 self.rates,
                 other.rates,
+            ),
+            f"state dicts loaded before ({self.loads} and {other.loads})": (
+                self.loads,
+                other.loads,
             ),
         }
         found = [words for words, (mine, theirs) in pairs.items() if mine != theirs]
@@ -418,6 +424,8 @@ def disagreement(
     left_out = ""
     if mine.steps != theirs.steps or mine.backwards != theirs.backwards:
         left_out = "one of them has left out a backward or a step, or has one too many; "
+    elif mine.loads != theirs.loads:
+        left_out = "load_state_dict() belongs on every rank; otherwise "
     elif mine.rates != theirs.rates:
         left_out = (
             "set them alike on all ranks, a ReduceLROnPlateau by "

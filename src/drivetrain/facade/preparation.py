@@ -539,10 +539,12 @@ class Preparation:
     def _follow_forwards(self, entry: PreparedModel, module: nn.Module) -> None:
         before = UninheritedHook(functools.partial(self._note_forward, entry))
         after = UninheritedHook(self._note_end)
+        load = UninheritedHook(self._note_load)
         entry.notes = (
             # Before the strategy's own hook, which may communicate.
             module.register_forward_pre_hook(before, prepend=True),
             module.register_forward_hook(after, with_kwargs=True, always_call=True),
+            *(m.register_load_state_dict_pre_hook(load) for m in module.modules()),  # type: ignore[no-untyped-call]
         )
 
     def evaluated(self, model: nn.Module, *, placed: bool) -> nn.Module:
@@ -750,6 +752,10 @@ class Preparation:
         if isinstance(error, Exception) and error is not self._handled:
             self.gradients.explain(error)
         self._handled = None
+
+    def _note_load(self, module: nn.Module, state: Any, prefix: str, *_: Any) -> None:
+        if not prefix:  # else inside of another module's
+            self.state.run.traffic.load()
 
     def _compute_in_precision(self, model: nn.Module) -> None:
         run = self.state.run

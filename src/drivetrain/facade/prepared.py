@@ -90,7 +90,7 @@ class PreparedModel:
         unscaled: whether the gradients at hand were divided by their scale, and carry 1.0.
         made_with: the loss scale that divided them.
         overflow: optimizers of which the gradients at hand are infinite somewhere.
-        notes: handles of the hooks that note which model runs, and how its forward ends.
+        notes: handles of the hooks that note which model runs, how its forward ends, and loads.
         used: whether a step has used the gradients at hand.
         norm_dtype: of the norm of its gradients, as torch has it, whatever a strategy sums in.
         methods: those that the model has in place of its class's, while it is prepared.
@@ -754,6 +754,7 @@ class RunState:
             if optimizer not in self.groups:
                 self.groups[optimizer] = GivenGroups(optimizer)
                 refuse_parts(optimizer, self.whole)
+                optimizer.register_load_state_dict_pre_hook(lambda *_: self.run.traffic.load())
 
     def owners_of(self, parameters: Sequence[Tensor]) -> list[PreparedModel]:
         """Return the models of these parameters, or of what optimizers hold in their place.

@@ -136,7 +136,7 @@ def test_a_header_survives_the_journey():
 
 def test_every_fact_of_a_header_is_in_its_checksum():
     header = header_of(Request("all_gather", "u"), torch.zeros(5), 3, 4)
-    for name in ("number", "elements", "plan", "name", "steps", "backwards", "rates"):
+    for name in ("number", "elements", "plan", "name", "steps", "backwards", "rates", "loads"):
         change = (0.1,) if name == "rates" else 1
         other = header._replace(**{name: getattr(header, name) + change})
         assert other.checksum() != header.checksum(), name

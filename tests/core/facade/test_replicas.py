@@ -78,6 +78,22 @@ def test_a_schedule_by_a_loss_of_each_rank_is_refused_at_the_next_collective(str
     accelerator.free_memory()
 
 
+@pytest.mark.parametrize("what", ["model", "part", "optimizer"])
+@pytest.mark.parametrize("strategy", ["ddp", {"name": "megatron", "pp": 2}])
+@pytest.mark.ranks(2)
+def test_a_state_dict_that_one_rank_alone_loads_is_refused_at_the_next_collective(strategy, what):
+    accelerator, model = start(strategy)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    loads = {"model": model, "part": model[0], "optimizer": optimizer}[what]
+    step(accelerator, model, optimizer)
+    state = loads.state_dict()
+    with pytest.raises(CollectiveError, match=r"state dict|failed on rank"):
+        if accelerator.process_index == 0:
+            loads.load_state_dict(state)
+        step(accelerator, model, optimizer)
+    accelerator.free_memory()
+
+
 @pytest.mark.parametrize("world", [pytest.param(n, marks=pytest.mark.ranks(n)) for n in (2, 3)])
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3"])
 def test_a_flipped_bit_of_a_replica_is_found(strategy, world):
