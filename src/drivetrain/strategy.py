@@ -378,7 +378,7 @@ class Pipeline(Protocol):
     Attributes:
         shares_outputs: whether training calls return outputs with values on every rank, for loops
             that read outputs before backward.
-        counts: whether the backward of a micro-batch counts; one that does not adds nothing, and
+        counts: whether the backward of a micro-batch counts; one that does not adds zeros, and
             its loss may be no number. All ranks take part in it as in any other.
         units: the modules of this rank's computation in their order, by name.
     """

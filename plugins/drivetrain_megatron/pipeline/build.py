@@ -120,8 +120,10 @@ class AccumulationWindow:
         self._origins.append(origin)
         return output
 
-    def backward(self, loss: Tensor, origins: frozenset[LossOrigin], synchronize: bool) -> None:
-        """Run the next backwards of 1F1B, for a loss made of some calls.
+    def backward(
+        self, loss: Tensor, origins: frozenset[LossOrigin], synchronize: bool, *, counts: bool
+    ) -> None:
+        """Run the next backwards of 1F1B, for a loss made of some calls, which counts or not.
 
         To synchronize ends the window, and averages gradients over data-parallel ranks.
 
@@ -135,9 +137,10 @@ class AccumulationWindow:
                 "or of another: micro-batches go through the pipeline in order, each forward with "
                 "one backward; call the model under torch.no_grad() for anything else"
             )
-        worker = self._stages.only
+        worker, number = self._stages.only, self._waiting[self._asked]
+        self._stages.note([number], counts=counts)
         if worker.stage.is_last:
-            worker.losses_to_run[self._waiting[self._asked]] = loss
+            worker.losses_to_run[number] = loss
         del self._origins[0]
         self._asked += 1
         self._run(self._asked if synchronize else self._asked - self._ahead, synchronize)
@@ -171,7 +174,7 @@ class PipelinedModel:
         shares_outputs: whether outputs of training get their values on every stage at once, which
             takes all forwards before the first backward.
         units: the blocks of this rank's stages, by name.
-        counts: whether the loss of a backward counts; one that does not may be no number.
+        counts: whether the loss of a backward counts; one that does not adds zeros.
     """
 
     def __init__(
@@ -373,13 +376,11 @@ class PipelinedModel:
                 "forward has one backward under pipeline parallelism"
             )
         origins = origins_of(loss)
-        if not self.counts and not isinstance(loss, StageProxy):
-            loss = torch.zeros_like(loss, requires_grad=True)  # reaches nothing
         with running(origins):
             if origins <= self._pending.keys():
                 self._run(origins, loss, synchronize)
             elif self._windowed:
-                self._window.backward(loss, origins, synchronize)
+                self._window.backward(loss, origins, synchronize, counts=self.counts)
             else:
                 raise UsageError(
                     "expected a loss whose backward has not run, found one of a forward whose "
@@ -394,8 +395,10 @@ class PipelinedModel:
         calls = [call for origin, call in self._pending.items() if origin in origins]
         whole = [call for call in calls if isinstance(call, WholeBatch)]
         promised = [call for call in calls if isinstance(call, PromisedLoss)]
+        for call in calls:
+            self.stages.note(call.numbers, counts=self.counts)
         if len(promised) == len(calls) == 1:
-            promised[0].backward(loss, synchronize, self._config.schedule, counts=self.counts)
+            promised[0].backward(loss, synchronize, self._config.schedule)
         elif len(whole) == len(calls):
             whole[0].begin(loss)
             for call in whole:

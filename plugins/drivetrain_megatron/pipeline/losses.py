@@ -381,6 +381,7 @@ class PromisedLoss:
     Attributes:
         loss: stands for the mean over the batch.
         origin: the call, as the loss knows it.
+        numbers: of the micro-batches.
     """
 
     def __init__(
@@ -392,7 +393,7 @@ class PromisedLoss:
         loss_of: LossOf | None = None,
     ) -> None:
         self._stages = stages
-        self._batches = batches
+        self._batches, self.numbers = batches, range(len(batches))
         self._weights = weights
         self._loss_of = functools.partial(self._made, loss_of) if loss_of else loss_in
         self._made_outside = loss_of is not None
@@ -405,13 +406,8 @@ class PromisedLoss:
         self.origin = LossOrigin()
         self.origin.mark(self.loss)
 
-    def backward(
-        self, loss: Tensor, synchronize: bool, schedule: str, *, counts: bool = True
-    ) -> None:
-        """Run the whole schedule; the loss, or a multiple, then has its value.
-
-        Where the loss does not count, backward begins nowhere.
-        """
+    def backward(self, loss: Tensor, synchronize: bool, schedule: str) -> None:
+        """Run the whole schedule; the loss, or a multiple, then has its value."""
         stages = self._stages
         if not isinstance(loss, StageProxy):
             raise UsageError(
@@ -429,8 +425,7 @@ class PromisedLoss:
         for worker in stages.workers.values():
             worker.batches = dict(enumerate(self._batches))
             worker.loss_of = self._loss_of
-            counted = shares if counts else ()
-            worker.seeds = {i: factor * share for i, share in enumerate(counted) if share}
+            worker.seeds = {i: factor * share for i, share in enumerate(shares) if share}
         stages.mark_final(actions if synchronize else ())
         try:
             with self._autocast, torch.enable_grad():
@@ -535,6 +530,7 @@ class WholeBatch:
     Attributes:
         output: the result of the call: real on the last stage, proxies before it.
         origin: the call, as its output knows it.
+        numbers: of the micro-batches in the step.
     """
 
     def __init__(
@@ -545,11 +541,11 @@ class WholeBatch:
         Args:
             stages: of this rank.
             call: what is asked for.
-            numbers: of the micro-batches in the step.
+            numbers: see there.
             outputs: the dims along which the model's outputs for micro-batches are joined; None
                 where all that follows the blocks must see the whole batch.
         """
-        self._stages, self._numbers = stages, numbers
+        self._stages, self.numbers = stages, numbers
         for worker in stages.workers.values():
             worker.batches |= dict(zip(numbers, call.parts, strict=True))
         self._seams: list[_Seam] = []
@@ -609,15 +605,15 @@ class WholeBatch:
 
     def begin(self, loss: Tensor) -> None:
         """Run backward of a loss down to the blocks' tensors of this call and of others."""
-        if self._stages.last is not None:
-            with self._stages.inner.accumulating():
+        if (last := self._stages.last) is not None:
+            with self._stages.inner.accumulating(), last.counting(self.numbers[0]):
                 self._stages.inner.backward(loss)
 
     def backward(self, synchronize: bool) -> None:
         """Run the backward of every micro-batch; to synchronize averages gradients over dp."""
         if self._stages.last is not None:
             self._seed(self._stages.last)
-        actions = self._stages.actions(ActionKind.BACKWARD, self._numbers)
+        actions = self._stages.actions(ActionKind.BACKWARD, self.numbers)
         self._stages.mark_final(actions if synchronize else ())
         self._stages.act(actions)
 
@@ -625,13 +621,13 @@ class WholeBatch:
         """Run the forwards; begin a graph of the whole batch at leaves."""
         last.kept = call.division.kept if outputs is None else None
         try:
-            self._stages.act(self._stages.actions(ActionKind.FORWARD, self._numbers))
+            self._stages.act(self._stages.actions(ActionKind.FORWARD, self.numbers))
         finally:
             last.kept = None
         if outputs is not None:
-            found = {number: last.outputs.pop(number) for number in self._numbers}
+            found = {number: last.outputs.pop(number) for number in self.numbers}
             return joined_outputs(found, outputs, self._leaf)
-        made = {number: last.made.pop(number) for number in self._numbers}
+        made = {number: last.made.pop(number) for number in self.numbers}
         given = joined_blocks(made, call.division, self._leaf)
         # Views, so that what the rest changes in place is no leaf.
         views = {block: [x.view_as(x) for x in tensors] for block, tensors in given.items()}
@@ -644,7 +640,7 @@ class WholeBatch:
 
     def _seed(self, last: StageWorker) -> None:
         """Let each micro-batch's backward begin at the gradients that the loss gave its tensors."""
-        seams: dict[int, list[_Seam]] = {number: [] for number in self._numbers}
+        seams: dict[int, list[_Seam]] = {number: [] for number in self.numbers}
         for seam in self._seams:
             if seam.leaf.grad is not None:
                 seams[seam.number].append(seam)

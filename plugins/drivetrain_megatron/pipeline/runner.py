@@ -2,8 +2,9 @@
 
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import compress
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -85,6 +86,7 @@ class StageWorker:
         final: the micro-batch whose backward is the rank's last and synchronises gradients; None
             while gradients stay local.
         final_weight: the same, where the half for the weights is the last.
+        uncounted: micro-batches whose losses do not count, and may be no numbers.
     """
 
     def __init__(
@@ -101,6 +103,7 @@ class StageWorker:
         self.losses: dict[int, Tensor] = {}
         self.final: int | None = None
         self.final_weight: int | None = None
+        self.uncounted: set[int] = set()
         self.loss_of: LossOf | None = None
         self.seeds: dict[int, Tensor] = {}
         self.losses_to_run: dict[int, Tensor] = {}
@@ -165,7 +168,7 @@ class StageWorker:
             reached = [not is_absent(gradient) for gradient in given]
             roots, given = list(compress(roots, reached)), list(compress(given, reached))
         sender = _Sender(kept.received, send)
-        self._run_backward(roots, given, synchronize=self.final == micro_batch)
+        self._run_backward(micro_batch, roots, given, synchronize=self.final == micro_batch)
         sender.finish()
 
     def _last_roots(
@@ -190,7 +193,10 @@ class StageWorker:
         kept = self._taken(micro_batch)
         sender = _Sender(kept.received, send)
         final = self.final == micro_batch
-        with nullcontext() if final else self._parts.inner.accumulating():
+        with (
+            nullcontext() if final else self._parts.inner.accumulating(),
+            self.counting(micro_batch),
+        ):
             self._parts.inner.backward(loss)
         if final:
             self._parts.shared.send_gradients()
@@ -205,14 +211,29 @@ class StageWorker:
         """Run the other half."""
         final = self.final_weight == micro_batch
         roots = self._parts.weights.roots(micro_batch)
-        self._run_backward(roots, [torch.ones_like(root) for root in roots], synchronize=final)
+        ones = [torch.ones_like(root) for root in roots]
+        self._run_backward(micro_batch, roots, ones, synchronize=final)
+
+    @contextmanager
+    def counting(
+        self, micro_batch: int, sums: Mapping[Tensor, Tensor] | None = None
+    ) -> Iterator[None]:
+        """Context of a backward, which adds zeros for a loss that does not count.
+
+        Parameters that are lent get the sum of their copies' gradients, if there is one.
+        """
+        with ExitStack() as stack:
+            for leaf in self._parts.shared.leaves() if micro_batch in self.uncounted else ():
+                hook = partial(_instead, (sums or {}).get(leaf))
+                stack.callback(leaf.register_hook(hook).remove)  # type: ignore[no-untyped-call]
+            yield
 
     # --- inside ---
 
     def clear(self) -> None:
         """Forget micro-batches whose backward nobody asked for."""
         kept = (self._kept, self.batches, self.outputs, self.made, self.losses, self.seeds)
-        for each in (*kept, self._begin, self._returned):
+        for each in (*kept, self._begin, self._returned, self.uncounted):
             each.clear()
         self.final = self.final_weight = None
         self._parts.weights.clear()
@@ -222,24 +243,40 @@ class StageWorker:
         return self._kept.pop(micro_batch)
 
     def _run_backward(
-        self, roots: Sequence[Tensor], gradients: list[Tensor], *, synchronize: bool
+        self,
+        micro_batch: int,
+        roots: Sequence[Tensor],
+        gradients: list[Tensor],
+        *,
+        synchronize: bool,
     ) -> None:
         """Run backward from tensors with given gradients; the list of these is emptied.
 
-        One that begins nowhere, for a loss that does not count, runs too: other replicas may send
-        the gradients of this micro-batch.
+        One that begins nowhere, where no target counts, runs too: other replicas may send the
+        gradients of this micro-batch.
         """
-        tensors = list(roots)
+        tensors, sums = list(roots), {}
         if synchronize:
             # Copies' gradients enter this very backward: the data-parallel strategy then meets each
             # gradient once, and whole.
             parameters, summed = self._parts.shared.receive_gradients()
             tensors += parameters
             gradients += summed
-        with nullcontext() if synchronize else self._parts.inner.accumulating():
+            if micro_batch in self.uncounted:
+                sums = dict(zip(parameters, summed, strict=True))
+        with (
+            nullcontext() if synchronize else self._parts.inner.accumulating(),
+            self.counting(micro_batch, sums),
+        ):
             self._parts.inner.backward(seeded(tensors, gradients, self._parts.device))
         if synchronize:
             self._parts.shared.send_gradients()
+
+
+def _instead(other: Tensor | None, gradient: Tensor | None) -> Tensor | None:
+    if gradient is None:  # another half of backward makes it
+        return None
+    return torch.zeros_like(gradient) if other is None else other
 
 
 class _Sender:
@@ -514,6 +551,11 @@ class LocalStages:
             worker.final_weight = final.micro_batch
         else:
             worker.final = final.micro_batch
+
+    def note(self, numbers: Iterable[int], *, counts: bool) -> None:
+        """Remember whether the losses of micro-batches count, before their backwards."""
+        for worker in self.workers.values():
+            (worker.uncounted.difference_update if counts else worker.uncounted.update)(numbers)
 
     def share(self, values: Tensor, source: int, label: str) -> None:
         """Give every rank, in place, the values of one stage."""

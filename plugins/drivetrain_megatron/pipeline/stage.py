@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_map_only
 from drivetrain.errors import UsageError
 from drivetrain.model.deferred import become
 from drivetrain.model.guard import Arguments, Function, Keywords, guard, is_guarded, unguard
-from drivetrain.model.modules import BlockHooks
+from drivetrain.model.modules import BlockHooks, named_parameters
 from drivetrain.model.trace import named_leaves
 from drivetrain.model.untouched import keep_padding
 from drivetrain.nested import tensors_in
@@ -199,7 +199,7 @@ class SharedParameters:
     def __init__(
         self, model: nn.Module, tied: Iterable[Tie], owned: Sequence[int], ranks: int, link: Link
     ) -> None:
-        self._link = link
+        self._model, self._link = model, link
         self._lent: list[tuple[int, Tie, nn.Parameter, list[int]]] = []
         self._copies: list[tuple[int, Tie, nn.Parameter, int]] = []
         self._hidden: dict[nn.Parameter, OtherStage] = {}
@@ -241,6 +241,12 @@ class SharedParameters:
         for _, tie, copy, _ in self._copies:
             if copy.is_meta:
                 become(copy, source.value(tie.name, copy).to(device), tie.name)
+
+    def leaves(self) -> list[nn.Parameter]:
+        """Return what gets gradients here: the parameters of this rank's stages, and copies."""
+        copies = (copy for _, _, copy, _ in self._copies)
+        mine = (*named_parameters(self._model).values(), *copies)
+        return [leaf for leaf in mine if leaf.requires_grad]
 
     def send_gradients(self) -> None:
         """Send the gradients of copies to their owners, also that a copy has none."""

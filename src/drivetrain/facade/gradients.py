@@ -689,7 +689,7 @@ class WindowGradients:
         if entry.strategy.pipeline is not None:
             raise UsageError(
                 "expected a backward of each model in the last micro-batch of an accumulation "
-                f"window, found none of {type(entry.module).__name__}, a pipeline: put one 'with "
+                f"window, found none of {type(entry.model).__name__}, a pipeline: put one 'with "
                 "accelerator.accumulate(one, other):' around the backwards of a batch"
             )
         nothing = torch.zeros((), device=self.state.world.device, requires_grad=True)

@@ -197,6 +197,22 @@ def test_ignored_labels():
     both.close()
 
 
+@pytest.mark.parametrize("options", [{}, {"micro_batches": 2}])
+@pytest.mark.ranks(2)
+def test_losses_that_count_nothing_add_zeros(options):
+    """As under other strategies, where optimizers decay such weights; they may be no numbers."""
+    both = Twins(build("gpt2"), accumulation=2, **options)
+    for weights in ([0.0, 0.0], [1.0, 0.0]):  # the second: copies send the first's gradient last
+        for micro, weight in enumerate(weights):
+            found, expected = (loss_outside(m, token_batch(micro)) for m in (both.model, both.twin))
+            (expected * weight).backward()
+            with both.accelerator.accumulate(both.model):
+                factor = 1.0 if weight else torch.nan
+                both.accelerator.backward(found * factor, weight=weight)
+        both.check_gradients()
+    both.close()
+
+
 @pytest.mark.ranks(2)
 def test_levels_may_change():
     """A loss that is handed over, one of the model's own, one made outside, and back."""
