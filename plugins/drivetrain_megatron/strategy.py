@@ -68,7 +68,7 @@ from drivetrain_megatron.state import (
     shows_whole,
 )
 from drivetrain_megatron.step import CellPlanning
-from drivetrain_megatron.tensor.behavior import Own, attach, behavior_of, detach
+from drivetrain_megatron.tensor.behavior import KEPT, Own, attach, behavior_of, detach
 from drivetrain_megatron.tensor.partition import ShardingSpec, alike
 
 # --- the plan of each rank, by itself; they go on only if all ranks have made the same plan ---
@@ -293,9 +293,11 @@ class Megatron(MegatronOutline, StrategyAround[MegatronConfig]):
         """Let the layers of a pipeline refuse others in the places of their parameters."""
         if self._builder is None:
             return
-        self._kept = [m for m in model.modules() if m._parameters and behavior_of(m) is None]
+        self._kept = [module for module in model.modules() if module._parameters]
         for module in self._kept:
-            attach(module, Own())
+            if is_bare := behavior_of(module) is None:
+                attach(module, Own())
+            module.__dict__[KEPT] = is_bare
 
     def _plan(self, model: nn.Module) -> LayerPlan:
         """Plan dropout masks, stages and layers, alike on all ranks. Collective.
@@ -557,7 +559,8 @@ class Megatron(MegatronOutline, StrategyAround[MegatronConfig]):
         for handle in self._handles:
             handle.remove()
         for module in self._kept:
-            detach(module)
+            if module.__dict__.pop(KEPT):
+                detach(module)
         for each in (self._tensor, self._draws, self._dropout):
             if each is not None:
                 each.close()

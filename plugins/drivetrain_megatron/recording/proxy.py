@@ -25,6 +25,7 @@ from drivetrain.collectives.facts import gather_facts
 from drivetrain.errors import UsageError
 from drivetrain.model.deferred import become
 from drivetrain.model.guard import (
+    STANDS_FOR,
     Arguments,
     Elsewhere,
     Function,
@@ -506,8 +507,10 @@ class StandIns:
                 now.update(found)
                 for name, parameter in found.items():
                     shown = module.__dict__.get(name)
-                    if parameter in self._guards and type(shown) is ParameterProxy:
-                        self._connect(shown, parameter)
+                    if parameter in self._guards and shown is not None:
+                        setattr(shown, STANDS_FOR, parameter)
+                        if type(shown) is ParameterProxy:
+                            self._connect(shown, parameter)
 
     @contextmanager
     def whole(self, parameters: Sequence[nn.Parameter], *, modify: bool) -> Iterator[None]:

@@ -32,7 +32,7 @@ from drivetrain.collectives import Communicator
 from drivetrain.errors import UsageError
 from drivetrain.log import get_logger
 from drivetrain.losses import head_loss
-from drivetrain.model.guard import Arguments, Function, Keywords
+from drivetrain.model.guard import STANDS_FOR, Arguments, Function, Keywords
 from drivetrain.model.modules import uncompiled
 from drivetrain_megatron.tensor import operators
 from drivetrain_megatron.tensor.operators import Edges, Uncopied, reduce
@@ -42,6 +42,9 @@ from drivetrain_megatron.tensor.partition import Partition, even
 
 _KEY = "_drivetrain_tensor_parallel"
 _SHARED = "_drivetrain_shared_parameters"
+
+KEPT = "_drivetrain_keeps_parameters"
+"""The attribute of modules that refuse others in the places of their parameters."""
 
 
 class Computing(threading.local):
@@ -180,6 +183,18 @@ class Parallel:
                 raise _computed(module, known)
         super().register_parameter(name, param)  # type: ignore[misc]
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Refuse another parameter in the place of one; on other stages a proxy stands for it.
+
+        Raises:
+            UsageError: the module keeps its parameters.
+        """
+        own = self.__dict__
+        if KEPT not in own or name not in own["_parameters"]:
+            super().__setattr__(name, value)
+        elif getattr(value, STANDS_FOR, value) is not own["_parameters"][name]:
+            raise _computed(self, name)
+
     def __delattr__(self, name: str) -> None:
         """Refuse to delete a parameter, as parametrizations do to put a computed one in its place.
 
@@ -198,7 +213,7 @@ class Parallel:
 
     def __copy__(self) -> Any:
         """Return a module with the same members; an ordinary one if it computes by itself."""
-        state = dict(self.__dict__)
+        state = {key: value for key, value in self.__dict__.items() if key != KEPT}
         kind: type[Any] = type(self)
         if type(state[_KEY]) is Own and _SHARED not in state:
             kind = self._drivetrain_original
@@ -223,9 +238,10 @@ class Parallel:
 def _computed(module: Any, name: str) -> UsageError:
     return UsageError(
         f"expected the parameters of a layer as they were in prepare(), found that {name!r} of "
-        f"{original_class(module).__name__} is about to be deleted, or computed from another one "
-        "as by torch.nn.utils.prune and parametrizations: ranks hold parts of it, or other layers; "
-        "change the layer before prepare(), or take a strategy over the axis dp alone"
+        f"{original_class(module).__name__} is about to be deleted, replaced by another one (also "
+        "where the two shall be tied), or computed from it as by torch.nn.utils.prune and "
+        "parametrizations: ranks hold parts of it, or other layers; change the layer before "
+        "prepare(), or take a strategy over the axis dp alone"
     )
 
 

@@ -216,6 +216,10 @@ class Unlisted:
     """Stands for such a parameter in the attributes of a module that does not list it for now."""
 
 
+STANDS_FOR = "_stands_for"
+"""The attribute of what stands in a parameter's place: which parameter that is."""
+
+
 class StandIn(GuardedParameter, Elsewhere):
     """The same without values: its guard decides about every use."""
 

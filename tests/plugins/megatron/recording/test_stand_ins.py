@@ -76,6 +76,20 @@ def test_what_names_of_other_stages_say():
     both.close()
 
 
+def test_parameters_keep_their_places():
+    """A place that gets another parameter is refused, whichever stages the two are on."""
+    both = trained()
+    model, blocks = both.model, both.model.blocks
+    model.last.weight = model.first.weight  # which they are
+    model.first.weight = model.last.weight
+    for layer, other in ((blocks[0], blocks[1]), (blocks[3], blocks[0])):
+        refused("'weight' of Linear is .* replaced", setattr, layer.up, "weight", other.up.weight)
+    refused("'bias' of Linear is .* replaced", setattr, blocks[0].up, "bias", None)
+    both.backward(*(y.square().mean() for y in both(X)), rtol=1e-5)
+    both.check_gradients()
+    both.close()
+
+
 def test_inside_of_gathered_all_are_whole_and_copies_compute_by_themselves():
     both = trained()
     both.step()
