@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from drivetrain.collectives import Communicator
@@ -216,7 +216,7 @@ class StageWorker:
 
     @contextmanager
     def counting(
-        self, micro_batch: int, sums: Mapping[Tensor, Tensor] | None = None
+        self, micro_batch: int, sums: Mapping[nn.Parameter, Tensor] | None = None
     ) -> Iterator[None]:
         """Context of a backward, which adds zeros for a loss that does not count.
 

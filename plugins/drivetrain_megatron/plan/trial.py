@@ -75,11 +75,13 @@ class Offer:
 class Meeting:
     """A barrier at which the threads of all ranks see each other's data.
 
-    One thread at a time has the right to run, with its own random generators.
+    One thread at a time has the right to run, with its own random generators: between two meetings
+    each has one turn, in the order of ranks, so that of several failures the same one comes first.
     """
 
     def __init__(self, size: int, timeout: timedelta) -> None:
-        self._lock = threading.Lock()
+        self._turns = threading.Condition()
+        self._order = list(range(size))
         self._first = rng.Snapshot()
         self._states = [self._first] * size
         self._offers: dict[int, Offer] = {}
@@ -106,14 +108,17 @@ class Meeting:
         return combine([each.flat for each in self._met])
 
     def take(self, rank: int) -> None:
-        """Wait until no other thread runs."""
-        self._lock.acquire()
+        """Wait for this rank's turn."""
+        with self._turns:
+            self._turns.wait_for(lambda: self._order[0] == rank)
         self._states[rank].put_back()
 
-    def leave(self, rank: int) -> None:
-        """Let another thread run."""
+    def leave(self, rank: int, *, returns: bool = False) -> None:
+        """Let the next rank run."""
         self._states[rank] = rng.Snapshot()
-        self._lock.release()
+        with self._turns:
+            self._order = [*self._order[1:], *[rank] * returns]
+            self._turns.notify_all()
 
     def end(self) -> None:
         """Give the generators the state that they had before."""
@@ -128,7 +133,7 @@ class Meeting:
         self._met = [offer for _, offer in sorted(self._offers.items())]
 
     def _meet(self, rank: int, offer: Offer) -> None:
-        self.leave(rank)
+        self.leave(rank, returns=True)
         try:
             self._barrier.wait()
         except threading.BrokenBarrierError:

@@ -167,6 +167,8 @@ class ModuleTracker:
         module.__dict__[COMPILED_CALL] = followed
 
     def _enter(self, name: str, args: Arguments, kwargs: Keywords) -> None:
+        if self._ends_soon and not in_backward():
+            self._end_backward()  # an exception has cut it short
         self._before.append((self._phase, self._call))
         call = _ModuleCall(name, self._call)
         self._go(AGAIN if in_backward() else FORWARD, call)

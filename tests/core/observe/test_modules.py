@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -91,6 +91,15 @@ def test_layers_count_as_on_paper():
         ("backward", "M.0"): first,  # nobody wants the gradient of its input
         ("backward", "M.2"): 2 * last,
     }
+
+    trail = ModuleTracker({"M": model}, lambda place: None)
+    for hook in (lambda gradient: 1 / 0, lambda gradient: None):  # a backward fails, and the next
+        hidden = model[0](torch.randn(11, 3))
+        hidden.register_hook(hook)
+        with suppress(ZeroDivisionError):
+            model[2](hidden).sum().backward()
+    assert trail.place == ("forward", "")
+    trail.close()
 
     for fused in (False, True):
         model = block(fused)

@@ -26,6 +26,13 @@ def test_errors_end_all_ranks():
         run_emulated(4, fails, LONG)
     assert reached == []
 
+    def fails_alike(ranks):
+        ranks.barrier()
+        raise ZeroDivisionError(f"of rank {ranks.rank}")
+
+    with pytest.raises(ZeroDivisionError, match="of rank 0"):
+        run_emulated(4, fails_alike, LONG)
+
     def stays_away(ranks):
         if ranks.rank:
             ranks.all_reduce(torch.zeros(3)).wait()
