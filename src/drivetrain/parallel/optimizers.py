@@ -248,6 +248,11 @@ class Fragments(HeldTensors):
 
         bound.optimizer.__dict__[name] = switch
 
+    def adopt_strays(self) -> None:
+        """Bind whole parameters that came into the groups of any optimizer."""
+        for bound in self:
+            self._adopt_strays(bound)
+
     def _adopt_strays(self, bound: BoundOptimizer) -> None:
         """Bind whole parameters that came into the groups, as by ``add_param_group``."""
         slots = self._placement.slots

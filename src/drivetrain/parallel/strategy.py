@@ -674,6 +674,7 @@ class ShardedStrategy(UnitsOutline[ConfigT], Strategy[ConfigT], Generic[ConfigT]
     def state(self) -> ShardedState:
         """Return what this rank holds, behind steps under way."""
         self.placement.wait_for_steps()
+        self.optimizers.adopt_strays()
         return ShardedState(self.model, self.placement, self.optimizers, self.backend, self.ranks)
 
     @contextmanager

@@ -88,6 +88,31 @@ def test_groups_and_schedules_after_prepare(strategy):
 
 
 @each("sharded", "zero1", "fsdp")
+def test_a_group_added_just_before_a_load_gets_its_state(strategy, tmp_path):
+    """From a checkpoint, and from a state dict."""
+    found = []
+    for way in ("trained", "checkpoint", "state dict"):
+        accelerator = start(strategy)
+        model = CASES["mlp"].build()
+        model, optimizer = accelerator.prepare(model, AdamW(model[4].parameters(), lr=0.05))
+        optimizer.add_param_group({"params": list(model[0].parameters())})
+        if way == "trained":
+            batch = CASES["mlp"].batch(0, accelerator.process_index)
+            accelerator.backward(CASES["mlp"].loss(model, batch))
+            optimizer.step()
+            accelerator.save_state(tmp_path / "state")
+        elif way == "checkpoint":
+            accelerator.load_state(tmp_path / "state")
+        else:
+            optimizer.load_state_dict(found[0])
+        found.append(optimizer.state_dict())
+        accelerator.free_memory()
+    assert len(found[0]["state"]) == 4
+    for state in found[1:]:
+        torch.testing.assert_close(state, found[0], rtol=0, atol=0)
+
+
+@each("sharded", "zero1", "fsdp")
 def test_optimizers_made_at_any_time(strategy):
     """After ``prepare``, with state from before it, and two over disjoint parts of one model."""
     case = CASES["mlp"]
