@@ -598,7 +598,7 @@ class PipelineBuilder:
             for name, use in recording.parameters.items()
         }
         device = self._run.world.device
-        self.stand_ins = StandIns(model, shapes, homes, self._axis, device)
+        self.stand_ins = StandIns(model, shapes, homes, self._axis, self._run)
         self._adapted = AdaptedModel(model)
         whole = named_parameters(model).values()
         self._split = split(model, recording, cut, owned, device)

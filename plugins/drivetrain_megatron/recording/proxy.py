@@ -37,6 +37,7 @@ from drivetrain.model.guard import (
 from drivetrain.model.modules import clean_name
 from drivetrain.model.valueless import Facts, ValuelessTensor, ValuesNeededError, WriteRefusedError
 from drivetrain.nested import tensors_in
+from drivetrain.strategy import Run
 
 _DEPTH = 100
 """Operations in a row that an expression keeps; a running sum that is never read stops there."""
@@ -453,7 +454,7 @@ class StandIns:
         shapes: of the whole parameters, by name: ranks may share what is in the model.
         homes: rank of the pipeline that owns a parameter, by its first name.
         axis: of the pipeline.
-        device: where the model computes.
+        run: in whose dtypes the owners hold them.
 
     Attributes:
         in_window: whether an accumulation window is under way, whose gradients come at its end.
@@ -465,7 +466,7 @@ class StandIns:
         shapes: Mapping[str, Sequence[int]],
         homes: Mapping[str, int],
         axis: Communicator,
-        device: torch.device,
+        run: Run,
     ) -> None:
         self._homes = {
             p: homes[clean_name(name)]
@@ -473,7 +474,8 @@ class StandIns:
             if clean_name(name) in homes
         }
         self._names = {p: clean_name(name) for name, p in model.named_parameters()}
-        self._axis, self._device, self._shapes = axis, device, shapes
+        self._axis, self._shapes = axis, shapes
+        self._device, self._precision = run.world.device, run.precision
         self._model = model
         self._before = [(module, dict(module._parameters)) for module in model.modules()]
         self._guards: dict[nn.Parameter, OtherStage] = {}
@@ -529,9 +531,10 @@ class StandIns:
             if p in visiting and name in module.__dict__
         ]
         try:
+            for parameter in visiting:
+                parameter.__class__ = Elsewhere
             for parameter in chosen:
                 if parameter in visiting:
-                    parameter.__class__ = Elsewhere
                     parameter.data = torch.empty(
                         parameter.shape, dtype=parameter.dtype, device=self._device
                     )
@@ -568,10 +571,12 @@ class StandIns:
     def _empty(self, parameter: nn.Parameter) -> None:
         """Leave a parameter the shape of the whole, and memory for one element."""
         name = self._names[parameter]
-        nothing = torch.zeros((), dtype=parameter.dtype, device=self._device)
+        shape = tuple(self._shapes[name])
         if parameter.is_meta:
+            nothing = torch.zeros((), dtype=parameter.dtype, device=self._device)
             become(parameter, nothing.expand(parameter.shape), name)
-        parameter.data = nothing.expand(tuple(self._shapes[name]))
+        dtype = self._precision.forward_dtype(parameter.dtype, shape)
+        parameter.data = torch.zeros((), dtype=dtype, device=self._device).expand(shape)
 
     def _connect(self, proxy: ParameterProxy, parameter: nn.Parameter) -> None:
         name = self._names[parameter]

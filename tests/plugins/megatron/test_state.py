@@ -18,6 +18,7 @@ from drivetrain.model.modules import held_parameters
 from drivetrain_megatron import state
 from huggingface_models import ARCHITECTURES, VOCABULARY, logits_of, token_batch
 from stacks import Residual, Stack
+from zero_stages import MASTERS
 
 pytestmark = pytest.mark.ranks(2)
 
@@ -189,6 +190,22 @@ def test_each_rank_reads_its_share_alone_and_changes_reach_copies(tmp_path, monk
         twin.transformer.wte.weight.mul_(2)
         ids = token_batch(0)
         torch.testing.assert_close(model(ids).logits, twin(ids).logits, **EXACT)
+    accelerator.free_memory()
+
+
+def test_low_parameters_of_all_stages_are_gathered():
+    """Stages read parameters in bf16, those of other stages, too."""
+    model = Stack([Residual(6) for _ in range(2)])
+    expected = {name: p.detach().bfloat16() for name, p in model.named_parameters() if p.dim() > 1}
+    model.example_inputs = torch.zeros(2, 6)
+    strategy = {"name": "megatron", **PP, **over("zero2")}
+    accelerator = Accelerator(strategy=strategy, cpu=True, **MASTERS)
+    model, _ = prepared(accelerator, model)
+    with accelerator.gathered(model):
+        same(
+            {name: p.detach().clone() for name, p in model.named_parameters() if p.dim() > 1},
+            expected,
+        )
     accelerator.free_memory()
 
 
