@@ -58,6 +58,7 @@ def open_checkpoint(directory: Path, world: World, verify: str = "full") -> "Che
     together(world, doing, lambda: _check_sizes(target, manifest.files))
     if verify == "full":
         together(world, doing, lambda: _check_digests(target, manifest.files, world))
+    together(world, doing, lambda: _check_headers(target, manifest, world))
     return together(world, doing, lambda: CheckpointReader(target, manifest))
 
 
@@ -194,8 +195,7 @@ class ModelReader:
                 f"expected a part of {label(name, state)} inside its shape {saved.shape}, "
                 f"found {wanted}"
             )
-        # The files first: a manifest that promises more than they hold must not cost memory.
-        held = [self._files.tensor(one, saved.dtype) for one in saved.parts]
+        held = [self._files.tensor(one) for one in saved.parts]
         memory = torch.empty(numel(wanted), dtype=dtype or _TORCH_DTYPES[saved.dtype], device="cpu")
         copied = sum(
             copy_overlap(memory, wanted, tensor, one.part)
@@ -231,15 +231,9 @@ class _Files:
         self.directory = directory
         self._open: dict[str, Any] = {}
 
-    def tensor(self, saved: SavedPart, dtype: str) -> Tensor:
+    def tensor(self, saved: SavedPart) -> Tensor:
         """Return a saved part's memory, 1-D: a view of the mapped file, not to be written."""
-        tensor = self._get(saved.file, saved.key)
-        if DTYPES.get(tensor.dtype) != dtype or tensor.numel() != numel(saved.part):
-            raise CheckpointError(
-                f"expected {numel(saved.part)} elements of {dtype} as {saved.key!r} in "
-                f"{self.directory / saved.file}, found {tensor.numel()} of {tensor.dtype}"
-            )
-        return tensor.view(-1)
+        return self._get(saved.file, saved.key).view(-1)
 
     def facts(self, saved: SavedPart) -> tuple[str, int] | None:
         """Return dtype and number of elements of a saved part; None if its file lacks it."""
@@ -300,6 +294,20 @@ def _check_digests(directory: Path, files: Mapping[str, FileRecord], world: Worl
                 f"expected sha256 {files[name].sha256} of {path}, found {found}; the file was "
                 "changed after it was written: take another checkpoint"
             )
+
+
+def _check_headers(directory: Path, manifest: Manifest, world: World) -> None:
+    """Find the tensors of this rank's part of the files: a load that has begun changes values."""
+    files = _Files(directory)
+    tensors = [tensor for tensors in manifest.models for tensor in tensors]
+    parts = [(saved, tensor) for tensor in tensors for saved in tensor.parts]
+    of_ranks = set(manifest.rank_files.values())
+    mine = {*sorted(of_ranks.union(saved.file for saved, _ in parts))[world.rank :: world.size]}
+    for name in of_ranks & mine:
+        files.all_of(name)
+    for saved, tensor in parts:
+        if saved.file in mine and (problem := _part_problem(files, saved, tensor)):
+            raise CheckpointError(f"{problem}; take another checkpoint")
 
 
 # --- looks at a checkpoint from outside of a run ---

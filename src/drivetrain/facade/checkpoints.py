@@ -314,7 +314,7 @@ class SavedState:
         rest = partial(self._load_rest, reader.state, loaded, states, rewinds=rewinds)
         together(self.state.world, doing, rest)
         if rewinds:
-            self._load_rng(reader)
+            together(self.state.world, doing, partial(self._load_rng, reader))
         samples = self.state.samples_per_step(self.state.window.num_steps)
         before = reader.state.get("samples", 0)
         if samples and before and samples != before:
