@@ -12,7 +12,7 @@ import copy
 import functools
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, NoReturn, TypeAlias, TypeVar, cast
 
 import torch
@@ -211,11 +211,19 @@ class Share:
         self._gradient: Callable[[], DividedGradient | None] = lambda: None
         setattr(parameter, SHARE, self)
 
-    def cover(self) -> None:
-        """Let the parameter stand for the whole."""
-        if type(self.parameter) is not ShareParameter:
-            self.beneath = type(self.parameter)
-            self.parameter.__class__ = ShareParameter
+    def cover(self, kind: type) -> None:
+        """Let the parameter stand for the whole, or show its gradient whole."""
+        if type(self.parameter) is not kind:
+            self.beneath, self.parameter.__class__ = type(self.parameter), kind
+
+    @contextmanager
+    def with_values(self) -> Iterator[None]:
+        """Context in which the parameter has the whole's values, and shows its gradient whole."""
+        self.cover(GatheredParameter)
+        try:
+            yield
+        finally:
+            self.parameter.__class__ = self.beneath
 
     def outline(self) -> Tensor:
         """Return a tensor with the facts of the whole, without values."""
@@ -382,7 +390,9 @@ class Share:
         """Return a copy that stands for the whole, too."""
         with self._bare():
             new: nn.Parameter = copy.deepcopy(self.parameter, memo)
-        Share(self.name, new, self.partition, self._shape, self.model, copied=True).cover()
+        Share(self.name, new, self.partition, self._shape, self.model, copied=True).cover(
+            ShareParameter
+        )
         return new
 
     def ranks(self) -> Communicator:
@@ -513,17 +523,43 @@ class ShareParameter(nn.Parameter):
         return object.__format__(self, spec)  # as repr: one rank may print by itself
 
 
+class GatheredParameter(nn.Parameter):
+    """A parameter inside of ``gathered()``: the whole, of whose gradient ranks have shares."""
+
+    _share: Share
+
+    @classmethod
+    @_disable_dynamo
+    def __torch_function__(
+        cls, func: Function, types: Any, args: Arguments = (), kwargs: Keywords | None = None
+    ) -> Any:
+        """Show the whole gradient; run all other functions on the whole."""
+        if func in _OF_GRADIENT and type(args[0]) is cls:
+            return _SPECIAL[func](args[0]._share, *args[1:])
+        with bare(leaf for leaf in tree_leaves((args, kwargs)) if type(leaf) is cls):
+            return func(*args, **(kwargs or {}))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        with bare([self]):
+            return copy.deepcopy(self, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        with bare([self]):
+            return self.__reduce_ex__(protocol)
+
+
 @contextmanager
 def bare(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Context in which some parameters that stand for the whole are shares."""
-    covered: list[Any] = [p for p in dict.fromkeys(parameters) if type(p) is ShareParameter]
+    """Context in which some parameters are what is beneath: shares, or the gathered whole."""
+    kinds = (ShareParameter, GatheredParameter)
+    covered: dict[Any, type] = {p: type(p) for p in parameters if type(p) in kinds}
     for parameter in covered:
         parameter.__class__ = parameter._share.beneath
     try:
         yield
     finally:
-        for parameter in covered:
-            parameter._share.cover()
+        for parameter, kind in covered.items():
+            parameter._share.cover(kind)
 
 
 def _on_whole(
@@ -580,6 +616,8 @@ _SPECIAL: Mapping[Function, Callable[..., Any]] = {
     _GRADIENT.__delete__: lambda share: share.assign_gradient(None),
     torch.norm_except_dim: Share.refuse_weight_norm,  # which keeps the parameter in another one
 }
+
+_OF_GRADIENT = (_GRADIENT.__get__, _GRADIENT.__set__, _GRADIENT.__delete__)
 
 _OF_SHAPE: frozenset[Function] = frozenset(
     {
@@ -650,7 +688,7 @@ class Shares:
         for optimizer in optimizers:
             self.follow(optimizer)
         for share in self._all:
-            share.cover()
+            share.cover(ShareParameter)
 
     def follow(self, optimizer: Optimizer) -> None:
         """Let one more optimizer step shares."""
@@ -679,11 +717,15 @@ class Shares:
         known, chosen = self._all, set(parameters)
         self._all = [share for share in known if share.parameter not in chosen]
         self._leave()
-        try:
-            yield
-        finally:
-            self._enter()
-            self._all = known
+        with ExitStack() as stack:
+            for share in known:
+                if share.parameter in chosen:
+                    stack.enter_context(share.with_values())
+            try:
+                yield
+            finally:
+                self._enter()
+                self._all = known
 
     def close(self) -> None:
         """Take hooks off; parameters go on to show facts of the whole, and refuse their values."""

@@ -401,8 +401,8 @@ class LocalStages:
 
     @property
     def last_blocks(self) -> range:
-        """The blocks whose tensors the last stage has."""
-        return self._stage.last_blocks
+        """The blocks whose tensors the last stage has, where they are proxies here."""
+        return range(0) if self.last is not None else self._stage.last_blocks
 
     @property
     def last(self) -> StageWorker | None:

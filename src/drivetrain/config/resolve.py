@@ -7,7 +7,7 @@ run: if they contradict each other, an error quotes both.
 import dataclasses
 import difflib
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias, get_args, get_origin
@@ -256,7 +256,7 @@ class _Validation:
         for key, value in values.items():
             dotted = prefix + str(key)
             if key not in knobs:
-                self._unknown(str(key), prefix, [*also_valid, *knobs])
+                self._unknown(str(key), prefix, also_valid, knobs)
             elif knobs[key].is_strategy:
                 continue
             elif not knobs[key].is_section:
@@ -274,12 +274,21 @@ class _Validation:
                 self._problem(dotted, f"expected a mapping, found {value!r}")
         return cls(**known) if fits else None
 
-    def _unknown(self, key: str, prefix: str, valid: list[str]) -> None:
+    def _unknown(
+        self, key: str, prefix: str, also_valid: Sequence[str], knobs: Mapping[str, Option]
+    ) -> None:
+        valid = [*also_valid, *knobs]
         near = difflib.get_close_matches(key, valid, n=1)
+        for knob in knobs.values():  # a key that belongs elsewhere, or is a value
+            if knob.is_section and any(inner.name == key for inner in options_of(knob.type)):
+                near = [f"{knob.name}: {{{key}: VALUE}}"]
+            elif key in knob.choices:
+                near = [f"{knob.name}: {key}"]
         hint = f"did you mean {near[0]!r}?" if near else f"valid keys: {', '.join(valid)}"
         section, dot, inner = key.partition(".")
-        if owners := self._owners(key) if prefix == f"{STRATEGY}." else []:
+        if owners := self._owners(key) if prefix in ("", f"{STRATEGY}.") else []:
             hint = f"strategies with this option: {', '.join(owners)}"
+            hint += "" if prefix else f"; write it as {STRATEGY}: {{name: NAME, {key}: VALUE}}"
         elif dot:
             hint = f"write it nested, as {section}: {{{inner}: VALUE}}"
         where = _where(self.origins, prefix + key)

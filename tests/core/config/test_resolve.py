@@ -1,5 +1,6 @@
 """Layers merge by precedence, remember their origin, and refuse what is wrong, all at once."""
 
+import re
 from dataclasses import dataclass
 from typing import Literal
 
@@ -94,6 +95,19 @@ def test_a_dotted_key_in_a_file_is_to_be_nested(tmp_path):
     path = write(tmp_path, "strategy.bucket_mib: 3\n")
     with pytest.raises(ConfigError, match=r"write it nested, as strategy: {bucket_mib: VALUE}"):
         resolve(read_file(path), find_config=find)
+
+
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [
+        ("nproc_per_node: 2", "did you mean 'launch: {nproc_per_node: VALUE}'?"),
+        ("launch: {cpu: true}", "did you mean 'device: cpu'?"),
+        ("tp: 2", "this option: megatron; write it as strategy: {name: NAME, tp: VALUE}"),
+    ],
+)
+def test_a_key_that_belongs_elsewhere_is_sent_there(tmp_path, text, hint):
+    with pytest.raises(ConfigError, match=re.escape(hint)):
+        resolve(read_file(write(tmp_path, text)))
 
 
 def test_knobs_that_take_another_ones_value():

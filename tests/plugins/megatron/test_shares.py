@@ -88,3 +88,20 @@ def test_one_rank_alone_is_told():
         else:
             accelerator.wait_for_everyone()
     accelerator.free_memory()
+
+
+def test_a_gathered_parameter_shows_its_whole_gradient():
+    """A sharpness-aware move, as it must be written for strategies that divide parameters."""
+    one, ids = build("gpt2"), token_batch(0)
+    accelerator, model, _ = prepared(build("gpt2"))
+    one(ids, labels=ids).loss.backward()
+    accelerator.backward(model(ids, labels=ids).loss)
+    weight, expected = (each.transformer.h[0].mlp.c_fc.weight for each in (model, one))
+    with accelerator.gathered(model), torch.no_grad():
+        torch.testing.assert_close(weight.grad.norm(), expected.grad.norm())
+        weight.add_(weight.grad * 0.1)
+        assert type(copy.deepcopy(weight)) is torch.nn.Parameter
+        model.lm_head.weight.grad = None
+    torch.testing.assert_close(weight.detach(), expected.detach() + expected.grad * 0.1)
+    assert model.transformer.wte.weight.grad is None
+    accelerator.free_memory()

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from drivetrain.errors import UsageError
 from drivetrain.testing.conformance.suite import everyone
-from drivetrain_megatron.pipeline.losses import Weights
+from drivetrain_megatron.pipeline.losses import Weights, origins_of
 from stacks import Parts, Residual, Stack
 from staged_twins import EXACT, Twins
 
@@ -190,6 +190,28 @@ def test_deep_supervision_is_refused_by_its_name():
             continue
         with pytest.raises(UsageError, match="deep supervision"):
             both.accelerator.backward(loss)
+    both.close()
+
+
+class Variational(nn.Module):
+    """Returns a mean of which its code between blocks makes a smaller tensor, which is sent."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.decoder = nn.Linear(8, 8), nn.Linear(4, 8)
+        self.example_inputs = torch.randn(2, 8)
+
+    def forward(self, x):
+        mean, spread = self.encoder(x).chunk(2, dim=-1)
+        return self.decoder(mean + spread.exp()), mean
+
+
+def test_a_loss_of_what_lies_between_blocks_is_refused_where_it_is_made():
+    both = Twins(Variational())
+    output, mean = both.model(torch.randn(8, 8))
+    if both.accelerator.mesh["pp"].rank == 1:  # the other learns of it as this rank ends
+        with pytest.raises(UsageError, match="deep supervision"):
+            origins_of(output.mean() + mean.mean())
     both.close()
 
 
