@@ -51,6 +51,7 @@ from drivetrain.model.modules import (
     compile_blocks,
     compute_in,
     restore_blocks,
+    widen_norms,
 )
 from drivetrain.model.recompute import KeptInputs, attach, choose_blocks, is_attached, restore
 from drivetrain.parallel.suitability import check_forward_writes
@@ -759,6 +760,8 @@ class Preparation:
 
     def _compute_in_precision(self, model: nn.Module) -> None:
         run = self.state.run
+        if run.precision.param is not None:  # vectors keep fp32, what they meet is narrower
+            widen_norms(model, run.world.device)
         if run.precision.compute is not None and self.state.handlers.autocast.enabled:
             # Nothing of this Accelerator inside: copies and pickles of the model hold it too.
             cached = self.state.handlers.autocast.cache_enabled

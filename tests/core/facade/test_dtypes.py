@@ -85,3 +85,27 @@ def test_strategy_that_ignores_the_policy_is_caught(monkeypatch):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         with pytest.raises(ConfigError, match=message):
             accelerator.prepare(model, optimizer)
+
+
+@pytest.mark.filterwarnings("ignore:Mismatch dtype")
+def test_a_norm_meets_its_wider_weight_in_one_dtype_as_the_fused_kernel_wants(monkeypatch):
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(8, 8, bias=False), nn.RMSNorm(8), nn.Linear(8, 4, bias=False))
+    accelerator = Accelerator(
+        cpu=True, mixed_precision="bf16", strategy="zero1", config={"dtypes": {"param": "bf16"}}
+    )
+    model, x = accelerator.prepare(copy.deepcopy(plain)), torch.randn(4, 8)
+    for matrix in (plain[0], plain[2]):
+        matrix.bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = plain(x).float()
+    met, norm = [], nn.functional.rms_norm
+
+    def noted(x, shape, weight, eps):
+        met.append((x.dtype, weight.dtype))
+        return norm(x, shape, weight, eps)
+
+    monkeypatch.setattr(nn.functional, "rms_norm", noted)
+    assert torch.equal(model(x), expected)
+    accelerator.unwrap_model(model, keep_fp32_wrapper=False)(x.bfloat16())
+    assert met == [(torch.float32, torch.float32), (torch.bfloat16, torch.float32)]
