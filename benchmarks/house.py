@@ -23,7 +23,9 @@ from programs import run_program
 from source_tree import ROOTS, Function, SourceTree, counts_of, function_of
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import drivetrain
 from drivetrain import Accelerator
@@ -210,7 +212,7 @@ RUNS_STRATEGIES = {
     "zero3": {"name": "zero3", "keep_below": 0},  # by default, it divides no parameter so small
     "fsdp": {"name": "fsdp"},
 }
-PEER = "torch FSDP2"
+PEER, BARE = "torch FSDP2", "bare"
 WARMUP = 6
 """Steps before anything is counted: units record their order, rings and buffers are made."""
 
@@ -247,19 +249,28 @@ class Net(nn.Module):
 
 
 def training(side: str, options: argparse.Namespace) -> Step:
-    """Return a training step of the net under a strategy of ours, or under torch's FSDP2."""
+    """Return a training step of the net: bare, under a strategy of ours, or torch's FSDP2."""
     torch.manual_seed(0)
-    net = Net(options.blocks, options.width)
-    if side == PEER:
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        for module in (net.token, *net.blocks, net.head):
-            fully_shard(module, mesh=mesh)
-        model: nn.Module = fully_shard(net, mesh=mesh)
-        optimizer: Any = torch.optim.AdamW(model.parameters())
-        backward = Tensor.backward
+    net, side, low = Net(options.blocks, options.width), side.removesuffix(LOW), side.endswith(LOW)
+    adamw = functools.partial(torch.optim.AdamW, fused=options.fused or None)
+    backward: Any = Tensor.backward
+    model: Any = net
+    if side in (BARE, PEER):
+        if side == PEER:
+            bf16 = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32} if low else {}
+            shared = {
+                "mesh": init_device_mesh("cpu", (dist.get_world_size(),)),
+                "mp_policy": MixedPrecisionPolicy(**bf16),
+            }
+            for module in (net.token, *net.blocks, net.head):
+                fully_shard(module, **shared)
+            model = fully_shard(net, **shared)
+        optimizer: Any = adamw(model.parameters())
     else:
-        accelerator = Accelerator(strategy=RUNS_STRATEGIES[side], cpu=True)
-        model, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters()))
+        dtypes = {"config": {"dtypes": {"param": "bf16", "reduce": "fp32"}}} if low else {}
+        given: Any = {"strategy": RUNS_STRATEGIES[side], "cpu": True, **dtypes}
+        accelerator = Accelerator(mixed_precision="bf16" if low else "no", **given)
+        model, optimizer = accelerator.prepare(net, adamw(net.parameters()))
         backward = accelerator.backward
     tokens = torch.randint(WORDS, (2, 4))
 
@@ -344,6 +355,75 @@ def noted(met: set[Function]) -> Iterator[None]:
         yield
     finally:
         sys.setprofile(None)
+
+
+# --- what a step of one rank launches ---
+
+LOW = " bf16"
+"""Behind a side whose parameters are in bf16 over fp32 masters."""
+
+OPERATORS = (BARE, *RUNS_STRATEGIES, f"zero3{LOW}", f"fsdp{LOW}", PEER, f"{PEER}{LOW}")
+COPIES = ("copy", "clone", "cat")
+"""Parts of the names of operators that only move values."""
+
+STEADY = 70
+"""Steps before: the first 64 forwards look for writes that leave no trace."""
+
+
+class Launched(TorchDispatchMode):
+    """Counts the operators that read or write values, the copies among them, and their bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        idle = func.is_view or name == "_unsafe_view" or "empty" in name
+        if idle or func.namespace == "profiler":
+            return result
+        self.counts["operators"] += 1
+        if any(part in name for part in COPIES):
+            self.counts["copies"] += 1
+            met = {id(each): each for each in tree_leaves((args, kwargs, result))}
+            moved = [each.nbytes for each in met.values() if isinstance(each, Tensor)]
+            self.counts["bytes of copies"] += sum(moved)
+        return result
+
+
+def launched(step: Step) -> dict[str, int]:
+    """Count what a step launches, and its calls of functions of ours, or of FSDP2."""
+    homes = (
+        str(Path(drivetrain.__file__).parents[2]),
+        f"{Path(torch.__file__).parent}/distributed",
+    )
+    calls = 0
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        nonlocal calls
+        path = frame.f_code.co_filename
+        calls += event == "call" and path.startswith(homes) and path != __file__
+
+    sys.setprofile(note)
+    step()
+    sys.setprofile(None)
+    with Launched() as mode:
+        step()
+    return {**mode.counts, "calls of functions": calls}
+
+
+def operators(options: argparse.Namespace) -> dict[str, dict[str, int]]:
+    """Count what a steady step of one rank launches on each side."""
+    found = {}
+    for side in OPERATORS:
+        step = training(side, options)
+        for _ in range(STEADY):
+            step()
+        found[side] = launched(step)
+    return found
 
 
 # --- what a reader follows ---
@@ -489,16 +569,19 @@ def runs_main() -> None:
         torchrun --nproc-per-node 2 benchmarks/house.py runs host --steps 60
         torchrun --nproc-per-node 2 benchmarks/house.py runs passes
         torchrun --nproc-per-node 2 benchmarks/house.py runs walks
+        torchrun --nproc-per-node 1 benchmarks/house.py runs operators --fused
 
     Rank 0 prints one line of JSON. Only the public interface of drivetrain is used, so that an
     older checkout can be measured by the same file.
     """
     parser = argparse.ArgumentParser(description=str(runs_main.__doc__).partition("\n")[0])
     kinds = {"trace": trace, "host": host, "passes": passes, "walks": walks}
+    kinds |= {"operators": operators}
     parser.add_argument("what", choices=kinds)
     parser.add_argument("--blocks", type=int, default=24)
     parser.add_argument("--width", type=int, default=32)
     parser.add_argument("--steps", type=int, default=60, help="of each side, of host")
+    parser.add_argument("--fused", action="store_true", help="torch's fused AdamW on every side")
     parser.add_argument("--verbose", action="store_true", help="list the functions, of trace")
     options = parser.parse_args()
     torch.set_num_threads(1)

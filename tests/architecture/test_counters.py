@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import source_tree
-from house import walks
+from house import BARE, LOW, STEADY, launched, training, walks
 from source_tree import CHECKOUT, SourceTree, code_lines
 
 from drivetrain.strategy import Strategy
@@ -41,6 +41,23 @@ def test_nothing_in_the_files_rises():
 @pytest.mark.ranks(2)
 def test_walks_meet_no_more():
     only_falls(flat(walks(Namespace(blocks=4, width=32))), FALLEN_WALK)
+
+
+def test_a_step_of_one_rank_copies_nothing_and_launches_little_more_than_a_bare_one():
+    def counted(side):
+        step = training(side, Namespace(blocks=2, width=16, fused=True))
+        for _ in range(STEADY):
+            step()
+        return launched(step)
+
+    bare = counted(BARE)["operators"]
+    for side in ("ddp", "zero2", "zero3", "fsdp"):
+        found = counted(side)
+        assert "copies" not in found, side
+        assert found["operators"] <= bare + 6, side
+    # Casts: 6 gradients of matrices; 5 biases for autocast, and their gradients; and each unit's
+    # masters for forward, and for backward where it does not begin there.
+    assert counted(f"zero3{LOW}")["copies"] == 6 + 2 * 5 + 5
 
 
 def test_launch_runs_no_more_until_the_first_rank():

@@ -414,7 +414,7 @@ def _norms(pieces: Iterable[Tensor], norm_type: float) -> list[Tensor]:
         found.update(zip(map(id, group), _norms_of(group, norm_type), strict=True))
     norms = [found[id(piece)] for piece in filled]  # whatever their dtypes, summed in this order
     device = norms[0].device
-    widest = max((norm.dtype for norm in norms), key=lambda dtype: dtype.itemsize)
+    widest = max({norm.dtype for norm in norms}, key=lambda dtype: dtype.itemsize)
     return [norm.to(device, widest) for norm in norms]
 
 

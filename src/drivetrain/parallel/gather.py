@@ -274,7 +274,7 @@ class AbsentGuard:
             stack.enter_context(self._gather.saving())
             stack.enter_context(self._gather.holding([self._unit]))
             result = function(*args, **kwargs)
-            if self._unit.changed():  # from now on forgotten: no shard follows
+            if self._unit.changed() and self._unit.frees:  # forgotten: no shard follows
                 raise refusal(self._unit, args, kwargs)
             return self._copied(result, args)
 

@@ -8,7 +8,8 @@ A rank that keeps whole gradients keeps the buffer: where its own pieces are one
 fragments' gradients are views of it, and micro-batches may add to it without sending anything.
 Otherwise the buffer is lent between the first gradient and the end of the reduction. Gradients of
 low precision are added up in fp32. With replicas, the reduce-scatter adds up within the ranks that
-share the unit, and an all-reduce of the owned pieces adds up over the replicas.
+share the unit, and an all-reduce of the owned pieces adds up over the replicas. A rank alone has
+nothing to reduce: fragments get the tensors that autograd has made, and no buffer is there.
 
 What stands at ``p.grad`` where each rank holds a piece of the gradient has the parameter's shape,
 dtype and device, and no memory. What a script does with it means what it means with a whole
@@ -69,10 +70,12 @@ class FlatGradients:
         flat: the flat tensor.
         rank: this rank among those that share the unit.
         precision: the dtypes in which gradients cross ranks, and in which they are added up.
-        scale: of every gradient: sums over ranks become means.
+        scale: of every gradient: sums over ranks become means; None: there is no other rank, and no
+            store.
         stays: whether a buffer is kept for good; otherwise it is lent.
 
     Attributes:
+        alone: whether gradients become those of fragments as they came, without a buffer.
         kind: its layout and the dtype of the wire.
         buffer: 1-D, where gradients arrive; None while there is none.
         handed_out: whether fragments have the gradients of this round before its end.
@@ -80,15 +83,21 @@ class FlatGradients:
     """
 
     def __init__(
-        self, flat: FlatParameter, rank: int, precision: Precision, *, scale: float, stays: bool
+        self,
+        flat: FlatParameter,
+        rank: int,
+        precision: Precision,
+        *,
+        scale: float | None,
+        stays: bool,
     ) -> None:
         self.flat = flat
-        self._scale = scale
+        self._scale = 1.0 if scale is None else scale
         # A product with a number makes a tensor of it each time, which takes longer than to
         # multiply a small gradient. Of fp32 at least: 1/3 has more digits than bf16.
         wide = flat.layout.dtype.itemsize > torch.float32.itemsize
         digits = torch.float64 if wide else torch.float32
-        self._factor = torch.tensor(scale, dtype=digits, device="cpu")  # no wait for a device
+        self._factor = torch.tensor(self._scale, dtype=digits, device="cpu")  # no device is awaited
         self.wire = precision.reduce_dtype(flat.layout.dtype)
         self.kind = GradientKind(flat.layout, self.wire)
         self.nbytes = flat.layout.numel * self.wire.itemsize
@@ -96,6 +105,8 @@ class FlatGradients:
         self.filled: set[ParameterSlot] = set()
         self.handed_out = False
         self._total = precision.accumulate_dtype(flat.layout.dtype)
+        self.alone = scale is None and flat.layout.master is self._total
+        self._came: dict[ParameterSlot, Tensor] = {}
         self._owned = [slot for slot in flat.slots if slot.owned_numel]
         self._pieces = [slice(start, stop) for start, stop in flat.pieces[rank]]
         self._lengths = [stop - start for start, stop in flat.pieces[rank]]
@@ -105,8 +116,13 @@ class FlatGradients:
 
     # --- filling ---
 
-    def receive(self, slot: ParameterSlot, grad: Tensor) -> None:
-        """Move a parameter's fresh gradient into the buffer, times the scale.
+    def receive(self, slot: ParameterSlot, grad: Tensor, *, own: bool = False) -> None:
+        """Move a parameter's fresh gradient into the buffer, times the scale; keep it if alone.
+
+        Args:
+            slot: the parameter's.
+            grad: the gradient.
+            own: whether nobody else holds the tensor.
 
         Raises:
             UsageError: the gradient is sparse or part of a graph.
@@ -118,8 +134,10 @@ class FlatGradients:
                 "autograd; use torch.autograd.grad for gradients of gradients, and sparse=False "
                 "for embeddings"
             )
-        assert self.buffer is not None
-        if slot in self.filled:
+        if self.buffer is None:
+            self._came[slot] = self._taken(slot, grad, own=own)
+            self.filled.add(slot)
+        elif slot in self.filled:
             self.buffer = self.buffer.to(self._total)  # a sum is about to be made
             slot.view(self.buffer).add_(grad, alpha=self._scale)
         else:
@@ -131,11 +149,19 @@ class FlatGradients:
                 torch.mul(grad, self._factor, out=view)  # one pass over memory
             self.filled.add(slot)
 
+    def _taken(self, slot: ParameterSlot, grad: Tensor, *, own: bool) -> Tensor:
+        """Return what is kept of a gradient that came as it is: the first one without a copy."""
+        if slot in self.filled:
+            return self._came[slot].to(self._total).add_(grad)
+        if not own or grad.stride() != slot.strides:
+            grad = grad.new_empty(slot.numel).as_strided(slot.shape, slot.strides).copy_(grad)
+        return grad.to(self.wire)
+
     def scale(self, factor: float) -> None:
         """Multiply gradients that were received."""
         for slot in self.filled:
-            assert self.buffer is not None
-            slot.view(self.buffer).mul_(factor)
+            came = self._came[slot] if self.buffer is None else slot.view(self.buffer)
+            came.mul_(factor)
         if self._replica_sum is not None:
             self._replica_sum.mul_(factor)
 
@@ -147,6 +173,7 @@ class FlatGradients:
     def drop(self, slots: Collection[ParameterSlot]) -> None:
         """Forget gradients that were received, or wait for replicas, of some parameters."""
         self.filled.difference_update(slots)
+        self._came = {slot: came for slot, came in self._came.items() if slot not in slots}
         if self._replica_sum is not None:
             for slot in self.flat.slots:
                 if slot in slots:
@@ -199,6 +226,16 @@ class FlatGradients:
         else:
             for place, piece in zip(total.split_with_sizes(self._lengths), pieces, strict=True):
                 place.add_(piece)
+
+    def add_up(self) -> None:
+        """Add the gradients that came to those that fragments have already."""
+        having = self.flat.with_gradients() if self._came else {}
+        if found := [slot for slot in having if slot in self._came]:
+            torch._foreach_add_([having[s] for s in found], [self._piece_of(s) for s in found])
+
+    def _piece_of(self, slot: ParameterSlot) -> Tensor:
+        came = self._came.pop(slot).to(self.wire).to(self._total)  # rounded as if it had crossed
+        return came.as_strided(slot.fragment_shape, slot.fragment_strides, came.storage_offset())
 
     def crossing(self) -> tuple[Tensor, dict[nn.Parameter, Tensor]]:
         """Return the gradients to add up over replicas, 1-D, and each fragment's place in them."""
@@ -263,6 +300,8 @@ class FlatGradients:
     def hand_out(self, slot: ParameterSlot) -> None:
         """Give a parameter's fragment its gradient."""
         fragment = self.flat.fragment(slot) if slot.owned_numel else None
+        if fragment is not None and slot in self._came:
+            fragment.grad = self._piece_of(slot)
         if fragment is None or self._kept is None:
             return
         piece = slot.piece(self._kept)
@@ -277,10 +316,14 @@ class FlatGradients:
             slot: the parameter's.
             values: this rank's piece, in fragment shape.
         """
-        if not slot.owned_numel:
+        flat = self.flat
+        fragment = flat.fragment(slot) if slot.owned_numel else None
+        if fragment is None:
+            return
+        if self.alone:
+            fragment.grad = values.to(self._total, copy=True)
             return
         if self._kept is None:
-            flat = self.flat
             self._kept = flat.gradient_memory(flat.owned, dtype=self._total).zero_()
         slot.piece(self._kept).copy_(values)
         self.hand_out(slot)
@@ -311,7 +354,7 @@ class UnitGradients:
         precision: the dtypes of gradients.
         ranks: those that train the model.
         adam: turns gradients for replicas into momenta; None: gradients cross.
-        scale: of every gradient: sums over ranks become means.
+        scale: of every gradient: sums over ranks become means; None: see ``FlatGradients``.
         stays: whether buffers are kept for good; otherwise they are lent.
 
     Attributes:
@@ -333,7 +376,7 @@ class UnitGradients:
         ranks: Ranks,
         adam: FrozenAdam | None,
         *,
-        scale: float,
+        scale: float | None,
         stays: bool,
     ) -> None:
         self.unit = unit
@@ -386,12 +429,15 @@ class UnitGradients:
             active = {self.of[slot] for slot in self.trained}
             self._active = [flat for flat in self.flats if flat in active]
             self._kinds = [flat.kind for flat in self._active]
-            self._starts = offsets_in_bytes(flat.nbytes for flat in self._active)
+            sizes = [0 if flat.alone else flat.nbytes for flat in self._active]
+            self._starts = offsets_in_bytes(sizes)
         return self._starts[-1]
 
     def open(self, lent: Tensor | None) -> None:
         """Let gradients arrive in a lent buffer, or else in the buffers that stay."""
         for flat, start in zip(self._active, self._starts, strict=False):
+            if flat.alone:
+                continue
             if lent is not None:
                 flat.buffer = lent[start : start + flat.nbytes].view(flat.wire)
             elif flat.buffer is None:
@@ -441,11 +487,12 @@ class UnitGradients:
         """Send the buffers on their way; parameters without a gradient count as zeros."""
         channel = self._channel()
         # Where memory runs out until here, the gradients wait as they were.
-        self._sent = [(flat, flat.outgoing()) for flat in self._active]
+        self._sent = [(flat, flat.outgoing()) for flat in self._active if not flat.alone]
         parts: list[list[Tensor]] = [[] for _ in range(self._reducing.size)]
-        for flat, sent in self._sent:
+        for flat in self._active:
             self.present |= flat.filled
             flat.filled.clear()
+        for flat, sent in self._sent:
             for part, pieces in zip(parts, flat.flat.pieces, strict=True):
                 for start, stop in pieces:
                     part.append(sent[start:stop])
@@ -472,6 +519,8 @@ class UnitGradients:
         replicas = self._replicas
         for flat, reduced in sent:
             flat.take_owned(reduced, replicas=replicas is not None)
+        for flat in self._active:
+            flat.add_up()
         if replicas is not None and replicate:
             replicas.before_sums_without(self._lacking())
             for flat in self._active:

@@ -235,6 +235,9 @@ class Placement:
     def _make(self, layout: UnitLayout) -> Unit:
         device = self._device_of(self.outside[next(iter(layout.places)).name])
         rank, label = self._ranks.sharing.rank, layout.key or "the rest of the model"
+        # The shard of the only rank is all values: where nobody updates others, they stay.
+        apart = self._backend.active or any(kind.master is not kind.dtype for kind in layout.flats)
+        freed = layout.sharded and (apart or self._ranks.sharing.size > 1)
         flats = []
         for kind in layout.flats:
             flat = FlatParameter(
@@ -242,7 +245,7 @@ class Placement:
                 self.outside,
                 rank,
                 device,
-                sharded=layout.sharded,
+                sharded=freed,
                 apart=self._ranks.sharing.owns_apart,
             )
             flat.shard = self._backend.shard(flat, label)
@@ -328,7 +331,7 @@ class Placement:
         """Return the gradients of this rank's fragments, of some parameters or of all."""
         found = {}
         for slot in self.slots.values() if only is None else self.slots_of(only):
-            fragment = self.fragment_of(slot)
+            fragment = self._flats[slot].fragments.get(slot)
             if fragment is not None and fragment.grad is not None:
                 found[slot] = fragment.grad
         return found

@@ -165,7 +165,9 @@ class Reduce:
             precision=run.precision,
             ranks=ranks,
             adam=adam,
-            scale=1.0 / ranks.everyone.size,
+            scale=None
+            if ranks.everyone.size == 1 and not backend.active
+            else 1.0 / ranks.everyone.size,
             stays=stays,
         )
         self._device = run.world.device
@@ -238,14 +240,15 @@ class Reduce:
         flat, shown = unit.of[slot], self.shown.of
         with torch._C.DisableTorchFunctionSubclass():  # a guarded parameter answers slowly
             grad = slot.parameter.grad
-            if grad is shown[slot]:
+            own = grad is not shown[slot]
+            if not own:
                 grad, shown[slot].arrived = shown[slot].arrived, None
             else:
                 self.shown.come(slot)
         if grad is not None:
             if not unit.opened:
                 self._open(unit)
-            flat.receive(slot, grad)
+            flat.receive(slot, grad, own=own)
         if not counts:
             return
         unit.came.add(slot)
@@ -289,7 +292,7 @@ class Reduce:
         """
         self.settle(unit)
         nbytes, lent = unit.buffer_nbytes(), None
-        if self.buffers.in_flight:
+        if self.buffers.in_flight and nbytes:
             while self._flying and self.buffers.exhausted and self._oldest_is_over():
                 self._keep_oldest()
             lent = self.buffers.take(nbytes)
@@ -445,10 +448,11 @@ class Reduce:
     def _complete(self, only: Collection[nn.Parameter] | None) -> dict[ParameterSlot, Tensor]:
         """Return gradients that nobody changes any more, and that wait for no factor."""
         self.shown.follow(only if only is None else self._placement.slots_of(only))
-        wanted = {self._placement.unit_of(slot) for slot in self._placement.gradients(only)}
-        for unit in self.units:
-            if unit.unit in wanted:
-                self.settle(unit)
+        if self.backend.active:
+            wanted = {self._placement.unit_of(slot) for slot in self._placement.gradients(only)}
+            for unit in self.units:
+                if unit.unit in wanted:
+                    self.settle(unit)
         return self._placement.gradients(only)
 
     def settle(self, unit: UnitGradients) -> None:

@@ -2,7 +2,8 @@
 
 A resident unit keeps its parameters whole: an all-gather in place brings the other ranks' updates.
 A sharded unit keeps only this rank's shards; its flat tensors get memory before use and lose it
-after. The parameter objects and their views stay, so autograd's saved views are valid again then.
+after, unless they are the shard of the only rank. The parameter objects and their views stay, so
+autograd's saved views are valid again then.
 
 The values of a unit that few neighbors hold together: until backward, or for good.
 
@@ -605,6 +606,7 @@ class Unit:
         communicator: the ranks that share it.
         label: names it in errors.
         resident: whether the parameters stay whole between uses.
+        frees: whether their memory is given back between uses.
         whole: whether the parameters' values are there.
         absent: decides what happens when a parameter is used that is not whole.
         arrival: the all-gather under way.
@@ -647,7 +649,9 @@ class Unit:
         self.digests: list[Tensor] | None = None
         self.storages = {flat.untyped_storage()._cdata for flat in self.values}
         self._channel: GatherChannel | None = None
-        self._memory = [(flat.values.untyped_storage(), flat.layout.nbytes) for flat in flats]
+        freed = [flat for flat in flats if flat.sharded]
+        self.frees = bool(freed)
+        self._memory = [(flat.values.untyped_storage(), flat.layout.nbytes) for flat in freed]
         by_rank = zip(*(flat.parts for flat in flats), strict=True)
         self._parts = [list(chain.from_iterable(parts)) for parts in by_rank]
         with torch.no_grad():
@@ -781,9 +785,9 @@ class Unit:
     def unguard(self) -> None:
         """Let everybody use the parameters: their values are there."""
         self.whole = True
-        self._guarded_by = None
-        for parameter in self.parameters:
+        for parameter in self.parameters if self._guarded_by is not None else ():
             unguard(parameter)
+        self._guarded_by = None
         if self.versions is None:
             self.versions = [parameter._version for parameter in self.parameters]
         if self.digests is not None:
@@ -809,7 +813,7 @@ class Unit:
             self.digests = [digest(flat) for flat in self.values]
             differ = any(not torch.equal(*pair) for pair in zip(known, self.digests, strict=True))
             untraced = differ and before == self.versions
-        if untraced and not self.resident:
+        if untraced and self.frees:
             raise UsageError(
                 f"expected a forward that writes into parameters themselves, found one that wrote "
                 f"into some of {self.label} through .data, which leaves no trace: write as in "
