@@ -435,7 +435,8 @@ class Gather:
         self._forward = 0
         self._looked: Unit | None = None
         self._keep_changes = keep_changes
-        self._by_storage = {storage: unit for unit in units for storage in unit.storages}
+        self._freed = [unit for unit in units if unit.frees]
+        self._by_storage = {storage: unit for unit in self._freed for storage in unit.storages}
         self._counted = [unit for unit in units if unit.layout.key != ROOT]
         self._ahead = ahead
         self._until = until
@@ -629,8 +630,9 @@ class Gather:
             refuse_transforms()
             self._largest.forget()
             self._look_at_next()
-            self._saving = self.saving()
-            self._saving.__enter__()
+            if self._freed:
+                self._saving = self.saving()
+                self._saving.__enter__()
         self._forwards.append(owner)
 
     def _look_at_next(self) -> None:
@@ -644,8 +646,8 @@ class Gather:
         number, rest = (
             (self._forward, 0) if self._forward <= LOOKS else divmod(self._forward, LOOKS)
         )
-        if self.units and not rest:
-            self._looked = self.units[number % len(self.units)]
+        if self._freed and not rest:
+            self._looked = self._freed[number % len(self._freed)]
             self._looked.notice_all_writes()
 
     def leave(self, owner: object = None) -> None:
