@@ -78,7 +78,7 @@ def test_every_entry_has_a_docstring():
     assert reference.docstring("drivetrain.accelerator.Accelerator.prepare").startswith(
         "Prepare models"
     )
-    assert reference.docstring("drivetrain.config.schema").startswith("Declare a knob")
+    assert reference.docstring("drivetrain.config.option").startswith("Declare a knob")
     assert reference.docstring("drivetrain.accelerator.Accelerator._assembled") == ""
 
 
