@@ -593,7 +593,7 @@ class WarmUp:
     @property
     def waits(self) -> bool:
         """Whether gradients wait for the worker, or in the warm-up for the others."""
-        return self._inner.waits or (self._rounds.kept and self._warms_up)
+        return self._inner.pace.waits or (self._rounds.kept and self._warms_up)
 
     @contextmanager
     def accumulating(self, enabled: bool = True) -> Iterator[None]:

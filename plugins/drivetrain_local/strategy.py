@@ -330,10 +330,8 @@ class Local(LocalOutline, StrategyAround[LocalOptions]):
     def pace(self) -> Pace:
         """Workers step by themselves once the warm-up is over, and may leave late ones out then."""
         later = self._near if self.config.late_s and not self._alone else None
-        if self._all_warm_up:
-            return self._inner.pace._replace(later=later, states=self._near)
-        apart = not self._alone
-        return self._inner.pace._replace(apart=apart, ranks=later, later=later, states=self._near)
+        pace = self._inner.pace._replace(waits=self._warm_up.waits, later=later, states=self._near)
+        return pace if self._all_warm_up else pace._replace(apart=not self._alone, ranks=later)
 
     @property
     def joinable(self) -> Joinable | None:
@@ -354,11 +352,6 @@ class Local(LocalOutline, StrategyAround[LocalOptions]):
     def accumulating(self, enabled: bool = True) -> AbstractContextManager[None]:
         """Context in which backward keeps gradients local to the rank."""
         return self._warm_up.accumulating(enabled)
-
-    @property
-    def waits(self) -> bool:
-        """Whether gradients wait to be averaged over the worker, or over all workers."""
-        return self._warm_up.waits
 
     def close(self) -> None:
         """Take the hooks off; the model keeps the worker's own weights."""

@@ -448,6 +448,8 @@ class Pace(NamedTuple):
         forwards: whether ranks of ``dp`` need each other in a forward: they must run the same ones.
         backwards: whether they need each other in the backward of each micro-batch of a window.
         begun: whether a step begins in backward, after which it cannot be left out.
+        waits: whether gradients of backwards inside ``accumulating()`` wait for one that
+            synchronises; the same on every rank.
     """
 
     apart: bool = False
@@ -457,6 +459,7 @@ class Pace(NamedTuple):
     forwards: bool = False
     backwards: bool = False
     begun: bool = False
+    waits: bool = False
 
 
 class Strategy(Readable, KeepsState, Outline[ConfigT]):
@@ -601,14 +604,6 @@ class Strategy(Readable, KeepsState, Outline[ConfigT]):
         """
         return nullcontext()
 
-    @property
-    def waits(self) -> bool:
-        """Whether gradients of backwards inside ``accumulating()`` wait for one that synchronises.
-
-        The same on every rank.
-        """
-        return False
-
     def running(self) -> AbstractContextManager[None]:
         """Context in which a strategy around this one runs the model's forward without calling it.
 
@@ -679,11 +674,6 @@ class StrategyAround(Strategy[ConfigT]):
     ) -> Tensor:
         """Scale gradients to a norm of at most max_norm."""
         return self._inner.clip_grad_norm(max_norm, norm_type, only=only)
-
-    @property
-    def waits(self) -> bool:
-        """Whether gradients of the strategy inside wait to be synchronised."""
-        return self._inner.waits
 
     def running(self) -> AbstractContextManager[None]:
         """Context in which a strategy around this one runs the model's forward."""

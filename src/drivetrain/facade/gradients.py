@@ -676,7 +676,7 @@ class WindowGradients:
         if not entry.accumulated or not self.state.window.sync_gradients:
             return
         entry.accumulated = False
-        if entry.strategy.waits and self._is_any_at_hand(entry):
+        if entry.strategy.pace.waits and self._is_any_at_hand(entry):
             self._average(entry)
         entry.hooks.run()
 
@@ -710,7 +710,9 @@ class WindowGradients:
     def _start_window(self, *, counted: bool) -> None:
         for entry in self.state.models:
             self._synchronize(entry)
-            if counted or not entry.strategy.waits:  # else the script has windows, by no_sync()
+            if (
+                counted or not entry.strategy.pace.waits
+            ):  # else the script has windows, by no_sync()
                 entry.hooks.forget()
         self._mean = WindowMean(self.state, counted)
         self.finite.losses, self.finite.norms = [], {}

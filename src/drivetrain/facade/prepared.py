@@ -155,7 +155,7 @@ class PreparedModel:
 
     def averages(self, ends: bool) -> bool:
         """Whether gradients are averaged now, after a backward that may end a window."""
-        return ends and not self.strategy.waits
+        return ends and not self.strategy.pace.waits
 
     def check_parameters(self) -> None:
         """Refuse parameters that came after ``prepare``: nobody would average their gradients."""

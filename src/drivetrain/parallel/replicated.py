@@ -56,7 +56,7 @@ from drivetrain.parallel.backward import (
 )
 from drivetrain.saved_state import HeldTensors, ReplicatedState
 from drivetrain.shards import Reader, Shard, is_dense
-from drivetrain.strategy import Joinable, Only, Prepared, Run, Strategy
+from drivetrain.strategy import Joinable, Only, Pace, Prepared, Run, Strategy
 
 # --- tensors that share memory: who moves parameters would untie them without a word ---
 
@@ -384,9 +384,9 @@ class ReplicatedStrategy(ReplicasOutline[ConfigT], Strategy[ConfigT], Generic[Co
             self.rounds.synchronizing = before
 
     @property
-    def waits(self) -> bool:
-        """Whether gradients wait for a round."""
-        return self.rounds.kept and self.ranks.size > 1
+    def pace(self) -> Pace:
+        """All ranks step together; gradients may wait for a round."""
+        return Pace(waits=self.rounds.kept and self.ranks.size > 1)
 
     def gradients(self, only: Only = None) -> Iterator[Tensor]:
         """Yield the gradients of all parameters, without None."""

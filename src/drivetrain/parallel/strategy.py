@@ -398,6 +398,7 @@ class ShardedStrategy(UnitsOutline[ConfigT], Strategy[ConfigT], Generic[ConfigT]
             forwards=forwards,
             backwards=self.config.reduces_each,
             begun=self.config.offload.in_backward,
+            waits=self.reduce.waits,
         )
 
     # --- taking over ---
@@ -582,11 +583,6 @@ class ShardedStrategy(UnitsOutline[ConfigT], Strategy[ConfigT], Generic[ConfigT]
             yield
         finally:
             rounds.synchronizing, reduce.replicating, reduce.steps_follow = before
-
-    @property
-    def waits(self) -> bool:
-        """Whether gradients wait for a round, or for replicas."""
-        return self.reduce.waits
 
     def gradients(self, only: Only = None) -> Iterator[Tensor]:
         """Yield the gradients of this rank's fragments."""
