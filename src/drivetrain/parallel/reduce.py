@@ -159,15 +159,14 @@ class Reduce:
         self.backend = backend
         self.rounds = Rounds(self.begin, end)
         self.buffers = buffers
-        stays = not buffers.in_flight
+        stays, size = not buffers.in_flight, ranks.everyone.size
+        alone = size == 1 and ranks.replicas is None and not backend.active
         self._watch = partial(
             UnitGradients,
             precision=run.precision,
             ranks=ranks,
             adam=adam,
-            scale=None
-            if ranks.everyone.size == 1 and not backend.active
-            else 1.0 / ranks.everyone.size,
+            scale=None if alone else 1.0 / size,
             stays=stays,
         )
         self._device = run.world.device
