@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from stacks import Parts
+
 VOCABULARY = 97
 """Words: no power of two, so that no number of ranks divides them."""
 
@@ -90,27 +92,17 @@ def neox(layers: int = 2) -> nn.Module:
     return _prepared(GPTNeoXForCausalLM(config))
 
 
-class Encoder(nn.Module):
-    """``nn.TransformerEncoder`` with an embedding before it and logits after it."""
-
-    def __init__(self, layers: int = 2, *, dropout: float = 0.0) -> None:
-        super().__init__()
-        layer = nn.TransformerEncoderLayer(
-            WIDTH, HEADS, FEEDFORWARD, dropout=dropout, batch_first=True, norm_first=True
-        )
-        self.tokens = nn.Embedding(VOCABULARY, WIDTH)
-        self.encoder = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
-        self.head = nn.Linear(WIDTH, VOCABULARY)
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        """Return logits, shape (batch, length, words)."""
-        logits: Tensor = self.head(self.encoder(self.tokens(input_ids)))
-        return logits
-
-
 def encoder(layers: int = 2, *, dropout: float = 0.0) -> nn.Module:
-    """Return ``Encoder`` in fp64, its layers with values of their own."""
-    return _prepared(Encoder(layers, dropout=dropout))
+    """Return ``nn.TransformerEncoder`` between an embedding and a head, in fp64."""
+    layer = nn.TransformerEncoderLayer(
+        WIDTH, HEADS, FEEDFORWARD, dropout=dropout, batch_first=True, norm_first=True
+    )
+    parts = {
+        "tokens": nn.Embedding(VOCABULARY, WIDTH),
+        "encoder": nn.TransformerEncoder(layer, layers, enable_nested_tensor=False),
+        "head": nn.Linear(WIDTH, VOCABULARY),
+    }
+    return _prepared(Parts(lambda m, input_ids: m.head(m.encoder(m.tokens(input_ids))), **parts))
 
 
 ARCHITECTURES: dict[str, Callable[..., nn.Module]] = {

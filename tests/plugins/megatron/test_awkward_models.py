@@ -19,7 +19,7 @@ from drivetrain_megatron.config import MegatronConfig
 from drivetrain_megatron.plan import model as plan_model
 from drivetrain_megatron.recording.calls import inputs_for
 from emulated_tensors import close
-from stacks import words
+from stacks import Parts, words
 
 WHOLE = {
     "adapted": "the model: whole",
@@ -73,19 +73,14 @@ def test_training_with_sequence_parallelism(name):
 
 def test_plans_pipelines_and_repeated_blocks_need_inputs():
     """A model that has to be divided, and cannot be called, is an error that says what to set."""
-
-    class Blocks(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers = nn.ModuleList(CASES["mlp"].build() for _ in range(2))
-
-        def forward(self, left, right):
-            return self.layers[0](left) + self.layers[1](right)
-
+    blocks = Parts(
+        lambda model, left, right: model.layers[0](left) + model.layers[1](right),
+        layers=nn.ModuleList(CASES["mlp"].build() for _ in range(2)),
+    )
     tp, pp = MegatronConfig(tp=2), MegatronConfig(tp=1, pp=2)
     models = [CASES[name].build() for name in ("branching", "transposed")]
     needed = itertools.product((MegatronConfig(tp=2, plan={"*": "colwise"}), pp), models)
-    for config, model in (*needed, (tp, Blocks())):
+    for config, model in (*needed, (tp, blocks)):
         with pytest.raises(UsageError, match=r"set model\.example_inputs = "):
             inputs_for(config, model)
     assert all(inputs_for(tp, model) is None for model in models)
@@ -133,17 +128,12 @@ def test_one_block_that_takes_tokens(sequence_parallel):
 def test_random_numbers_of_a_model_without_inputs_are_those_of_the_cell():
     """Nothing is known of it, so whatever it draws must be equal on all ranks of a cell."""
 
-    class Noisy(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(6, 6))
-
-        def forward(self, x, scale):
-            noise = torch.rand(6)
-            return F.dropout(x @ self.weight, 0.5, self.training) * scale + noise
+    def noisy(model, x, scale):
+        noise = torch.rand(6)
+        return F.dropout(x @ model.weight, 0.5, model.training) * scale + noise
 
     accelerator = Accelerator(strategy={"name": "megatron", "tp": 2}, cpu=True)
-    model = accelerator.prepare(Noisy())
+    model = accelerator.prepare(Parts(noisy, weight=nn.Parameter(torch.ones(6, 6))))
     torch.manual_seed(accelerator.process_index)
     outputs = [model(torch.ones(4, 6), 2.0) for _ in range(2)]
     assert not torch.equal(*outputs)
