@@ -1,7 +1,8 @@
 """Bytes: a strategy's promise of the bytes it holds and sends, and the ledger of bytes sent."""
 
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -72,6 +73,13 @@ class Traffic:
     def load(self) -> None:
         """Turn the page: a model, or an optimizer, loads a state dict."""
         self.page = self.page._replace(loads=self.page.loads + 1)
+
+    @contextmanager
+    def loads_for_all(self) -> Iterator[None]:
+        """Context in which loads do not count: what one rank loads comes to all."""
+        before = self.page.loads
+        yield
+        self.page = self.page._replace(loads=before)
 
     def end_step(self) -> None:
         """Turn the page: an optimizer has stepped, or left out a step."""

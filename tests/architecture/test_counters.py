@@ -55,8 +55,8 @@ def test_a_step_of_one_rank_copies_nothing_and_launches_little_more_than_a_bare_
         found = counted(side)
         assert "copies" not in found, side
         assert found["operators"] <= bare + 6, side
-    # Casts: 6 gradients of matrices; 5 biases for autocast, and their gradients; the output, and its
-    # gradient; and the masters of 4 units for forward, of 2 for backward again.
+    # Casts: 6 gradients of matrices; 5 biases for autocast, and their gradients; the output, and
+    # its gradient; and the masters of 4 units for forward, of 2 for backward again.
     assert counted(f"zero3{LOW}")["copies"] == 6 + 2 * 5 + 2 + 4 + 2
 
 

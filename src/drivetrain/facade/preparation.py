@@ -545,7 +545,7 @@ class Preparation:
             # Before the strategy's own hook, which may communicate.
             module.register_forward_pre_hook(before, prepend=True),
             module.register_forward_hook(after, with_kwargs=True, always_call=True),
-            *(m.register_load_state_dict_pre_hook(load) for m in module.modules()),  # type: ignore[no-untyped-call]
+            *(m.register_load_state_dict_post_hook(load) for m in module.modules()),  # type: ignore[no-untyped-call]
         )
 
     def evaluated(self, model: nn.Module, *, placed: bool) -> nn.Module:
@@ -754,9 +754,8 @@ class Preparation:
             self.gradients.explain(error)
         self._handled = None
 
-    def _note_load(self, module: nn.Module, state: Any, prefix: str, *_: Any) -> None:
-        if not prefix:  # else inside of another module's
-            self.state.run.traffic.load()
+    def _note_load(self, *_: Any) -> None:
+        self.state.run.traffic.load()  # not where it was refused
 
     def _compute_in_precision(self, model: nn.Module) -> None:
         run = self.state.run

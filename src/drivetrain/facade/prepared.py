@@ -754,7 +754,7 @@ class RunState:
             if optimizer not in self.groups:
                 self.groups[optimizer] = GivenGroups(optimizer)
                 refuse_parts(optimizer, self.whole)
-                optimizer.register_load_state_dict_pre_hook(lambda *_: self.run.traffic.load())
+                optimizer.register_load_state_dict_post_hook(lambda *_: self.run.traffic.load())
 
     def owners_of(self, parameters: Sequence[Tensor]) -> list[PreparedModel]:
         """Return the models of these parameters, or of what optimizers hold in their place.

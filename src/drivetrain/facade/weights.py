@@ -43,7 +43,7 @@ class WholeWeights:
         if isinstance(owner, nn.Module):
             entry = self.state.model(owner)
             chosen = list(owner.parameters()) if parameters is None else list(parameters)
-            with entry.strategy.gathered(chosen):
+            with entry.strategy.gathered(chosen), self.state.run.traffic.loads_for_all():
                 yield
             return
         given = [owner] if isinstance(owner, Tensor) else list(owner)
@@ -58,6 +58,7 @@ class WholeWeights:
                 own = [p for p in given if id(p) in entry.names and isinstance(p, nn.Parameter)]
                 if own:
                     stack.enter_context(entry.strategy.gathered(own))
+            stack.enter_context(self.state.run.traffic.loads_for_all())
             yield
 
     @contextmanager

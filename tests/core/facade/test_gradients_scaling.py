@@ -136,7 +136,11 @@ def test_one_of_two_optimizers_that_skips_is_told():
 
 def test_a_kept_gradient_of_another_scale_is_restored_in_the_scale_of_now():
     gradient = torch.full((2,), 1.0 * 64)
-    entry = SimpleNamespace(scale=64.0, strategy=SimpleNamespace(gradients=lambda _: [gradient]))
+    entry = SimpleNamespace(
+        scale=64.0,
+        strategy=SimpleNamespace(gradients=lambda _: [gradient]),
+        hooks=SimpleNamespace(holds_earlier=lambda _: False),
+    )
     kept = KeptGradient(entry, nn.Parameter(torch.zeros(2)))
     entry.scale = 128.0
     gradient.copy_((1.0 + 2.0) * 128 * 0.5 * torch.ones(2))  # two more have come; halved together
