@@ -439,7 +439,8 @@ def _is_attention(module: nn.Module) -> bool:
 # does not depend on the dropouts inside: pipeline stages, which skip the blocks of others, agree.
 #
 # Everything else that a forward draws comes from generators that are seeded alike on all ranks of a
-# cell; afterwards they are as before.
+# cell; afterwards they are as before. In a pipeline that is so without any dropout, and in
+# evaluation: stages run unlike parts of a forward, and would go on with unlike generators.
 
 
 logger = get_logger(__name__)
@@ -473,7 +474,9 @@ class Dropout(Uncopied):
         self._numbered = False
         self._dropped = False
         self._left_out = False
+        self._evaluated = 0
         self._modules: list[nn.Module] = []
+        self._staged: tuple[nn.Module, ...] = ()
         self._handles: list[RemovableHandle] = []
         self._entered: dict[nn.Module, int] = {}
 
@@ -518,12 +521,12 @@ class Dropout(Uncopied):
 
         Args:
             model: divided; its forward is one forward of the chain.
-            counting: whether forwards are counted here; if not, whoever runs them numbers them.
+            counting: whether forwards are counted here; if not, stages run them, by numbers.
         """
-        self._counting = counting
+        self._counting, model = counting, uncompiled(model)
+        self._staged = () if counting else (model,)
         if not self._names:
             return
-        model = uncompiled(model)
         open_attentions(model, self._ranks)
         for name, module in model.named_modules():
             if name in self._names or isinstance(module, nn.Dropout):
@@ -534,7 +537,7 @@ class Dropout(Uncopied):
 
     def follow(self, blocks: Iterable[NamedModule]) -> None:
         """Make the chain independent of the dropouts inside of these blocks."""
-        for _, block in blocks if self._names else ():
+        for _, block in blocks if self._names or self._staged else ():
             self._handles.append(block.register_forward_pre_hook(self._enter_block))
             self._handles.append(block.register_forward_hook(self._leave_block))
 
@@ -545,7 +548,7 @@ class Dropout(Uncopied):
         Without a number from ``take`` the number is that of the forward around, else the next. The
         next number is used up by a forward that drops something, so not in evaluation.
         """
-        if self._numbered or not self._trains():
+        if self._numbered or (number is None and not self._trains()):
             yield
             return
         self._numbered, self._dropped = number is not None, False
@@ -568,13 +571,15 @@ class Dropout(Uncopied):
             self._left_out = before
 
     def take(self, count: int) -> int:
-        """Return the number of the first of some forwards; in evaluation they do not count."""
-        first = self.forwards
-        self.forwards += count * self._trains()
-        return first
+        """Return the number of the first of some forwards; below 0 in evaluation."""
+        if not self._trains():
+            self._evaluated += count
+            return -self._evaluated
+        self.forwards += count
+        return self.forwards - count
 
     def _trains(self) -> bool:
-        return any(module.training for module in self._modules)
+        return any(module.training for module in (*self._modules, *self._staged))
 
     def key(self) -> int:
         """Return the key of the next dropout.
@@ -627,15 +632,15 @@ class Dropout(Uncopied):
             handle.remove()
         for module in self._modules:
             release(module)
-        self._handles, self._modules = [], []
+        self._handles, self._modules, self._staged = [], [], ()
 
     def _enter_block(self, module: nn.Module, args: Any) -> None:
         self._entered[module] = torch.initial_seed()
 
     def _leave_block(self, module: nn.Module, args: Any, output: Any) -> None:
         state = self._entered.pop(module, 0)
-        if _is_ours(state):
-            _set(combine(state, _AFTER_BLOCK))
+        if _is_ours(state):  # of devices, too
+            torch.manual_seed(_packed(combine(state, _AFTER_BLOCK)))
 
 
 def _packed(state: int) -> int:

@@ -545,7 +545,7 @@ class WholeBatch:
             outputs: the dims along which the model's outputs for micro-batches are joined; None
                 where all that follows the blocks must see the whole batch.
         """
-        self._stages, self.numbers = stages, numbers
+        self._stages, self.numbers, self._number = stages, numbers, call.whole.number
         for worker in stages.workers.values():
             worker.batches |= dict(zip(numbers, call.parts, strict=True))
         self._seams: list[_Seam] = []
@@ -597,7 +597,7 @@ class WholeBatch:
             loss: Tensor = StageProxy.like((), dtype, self._stages.device, requires_grad=True)
             self.origin.mark(loss)
         else:
-            with self._stages.telling():
+            with self._stages.telling(), self._stages.dropout.forward(self._number):
                 loss = loss_of(self.output, targets).to(dtype)
             wrong = wrong_in(loss) if loss.requires_grad else 0
         refuse(self._stages.agree([wrong])[0])

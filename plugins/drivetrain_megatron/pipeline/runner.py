@@ -144,7 +144,8 @@ class StageWorker:
             made = {self.stage.blocks.start - 1: received, **found.made}
             self.made[micro_batch] = {i: made[i] for i in self.kept if i in made}
         if self.stage.is_last and self.loss_of is not None:
-            loss = self.loss_of(found.output, batch.targets)
+            with self._parts.dropout.forward(batch.number):
+                loss = self.loss_of(found.output, batch.targets)
             self.losses[micro_batch] = loss.detach()
             self.outputs[micro_batch] = None
             roots = (loss,)

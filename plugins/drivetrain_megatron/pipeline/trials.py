@@ -71,10 +71,14 @@ def _leaf_kind(leaf: Any) -> Hashable:
 
 
 def trial_parts(batch: MicroBatch, dims: Dims) -> tuple[MicroBatch, list[MicroBatch]]:
-    """Return a small batch of a call's first rows, and its parts, of uneven rows."""
+    """Return a small batch of a call's first rows, and its parts, of uneven rows.
+
+    Each draws other random numbers: blocks that draw do not give for parts what they do for all.
+    """
     count = min(rows_of(batch.flat()[0], dims) or 0, _ROWS)
     (whole,) = cut_at(batch, dims, (0, count))
-    return whole, cut_at(batch, dims, (0, 1, count))
+    parts = cut_at(batch, dims, (0, 1, count))
+    return whole, [dataclasses.replace(part, number=i) for i, part in enumerate(parts, 1)]
 
 
 def random_tensors(
@@ -322,8 +326,7 @@ class BatchTrial:
         self, stage: Stage, batch: MicroBatch, received: Sequence[Tensor], kept: frozenset[int]
     ) -> Mapping[int, Sequence[Tensor]]:
         views = [tensor.clone() for tensor in received]  # blocks may change them in place
-        dropout = self._stages.dropout
-        with dropout.forward(dropout.forwards), self._stages.inner.running():
+        with self._stages.dropout.forward(batch.number), self._stages.inner.running():
             return stage.run(batch, views, kept).made
 
 
@@ -582,8 +585,7 @@ class _LastStage:
         return (whole, given), *zip(parts, cut, strict=True)
 
     def _stage_output(self, batch: MicroBatch, given: _Given, watch: Watch) -> Any:
-        dropout = self._stages.dropout
-        with dropout.forward(dropout.forwards), self._stages.inner.running():
+        with self._stages.dropout.forward(batch.number), self._stages.inner.running():
             return self._stage.finish(batch, given, watch)
 
     def _made(self, batch: MicroBatch, given: _Given, loss_of: LossOf) -> _Made:

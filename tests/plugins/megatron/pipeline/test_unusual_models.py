@@ -9,7 +9,8 @@ from torch.nn import functional as F
 
 from divided_steps import check_two_steps
 from drivetrain.errors import CollectiveError, UsageError
-from stacks import Stack
+from drivetrain.testing.conformance.suite import everyone
+from stacks import Parts, Stack
 from staged_twins import Twins
 
 pytestmark = [pytest.mark.ranks(2), pytest.mark.filterwarnings("ignore:The .grad attribute")]
@@ -221,3 +222,30 @@ def test_values_that_a_script_changes_reach_the_copies(write):
     copies = "'first.weight', of which other pipeline stages have copies"
     assert not is_owner or copies in str(caught.value)
     accelerator.free_memory()
+
+
+class Masked(Stack):
+    """Its rows are masked before and behind blocks that add noise; the difference is zero."""
+
+    def __init__(self):
+        super().__init__(
+            Parts(lambda m, x: x + 0.0 * m.layer(x) * torch.rand(()), layer=nn.Linear(2, 2))
+            for _ in range(3)
+        )
+        self.example_inputs = torch.ones(4, 2)
+
+    def forward(self, x):
+        mask = torch.rand(len(x), 1)
+        return super().forward(x * mask) - x * mask
+
+
+def test_stages_draw_the_same_numbers():
+    both = Twins(Masked(), cut="1,2")
+    for _ in range(3):
+        loss = both.model(torch.ones(4, 2)).square().sum()
+        both.accelerator.backward(loss)
+        with torch.no_grad():
+            assert not loss.item()
+            assert not both.model(torch.ones(4, 2)).any()
+        assert len(set(everyone(torch.rand(()).item()))) == 1  # of the script, as for its batches
+    both.close()
