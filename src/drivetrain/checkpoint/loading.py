@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from drivetrain.checkpoint import commit
-from drivetrain.checkpoint.commit import together
+from drivetrain.checkpoint.commit import check_same, together
 from drivetrain.checkpoint.encoding import DTYPES, STATE_TENSORS, Scalars, copy_overlap
 from drivetrain.checkpoint.manifest import (
     STATE_FILE,
@@ -51,10 +51,13 @@ def open_checkpoint(directory: Path, world: World, verify: str = "full") -> "Che
     """
     target = Path(directory).resolve()
     doing = f"load {target}"
-    if verify not in ("full", "size"):
-        raise CheckpointError(f"expected verify to be 'full' or 'size', found {verify!r}")
     together(world, doing, lambda: commit.recover(target) if world.is_main else None)
     manifest = together(world, doing, lambda: Manifest.read(target))
+    # Hosts may have copies in folders of their own, but of the same checkpoint.
+    same = {"verify": verify, "the digest of its files": manifest.digest}
+    check_same(world, "load a checkpoint", same)
+    if verify not in ("full", "size"):
+        raise CheckpointError(f"expected verify to be 'full' or 'size', found {verify!r}")
     together(world, doing, lambda: _check_sizes(target, manifest.files))
     if verify == "full":
         together(world, doing, lambda: _check_digests(target, manifest.files, world))

@@ -262,6 +262,11 @@ class Manifest:
     finite: bool = True
     version: int = VERSION
 
+    @property
+    def digest(self) -> str:
+        """The digest of all files but the manifest."""
+        return _digest({name: record.sha256 for name, record in self.files.items()})
+
     def to_text(self) -> str:
         """Return the JSON text, with a digest of its own content."""
         body: dict[str, Any] = {

@@ -146,6 +146,17 @@ def test_ranks_that_contradict_each_other(tmp_path):
 
 
 @pytest.mark.ranks(2)
+def test_ranks_that_load_different_checkpoints(tmp_path):
+    world = World.discover(cpu=True)
+    for turn in range(2):
+        save_checkpoint(tmp_path / f"{turn}", Contents(models=[], state={"at": turn}), world=world)
+    message = "cannot load a checkpoint: ranks disagree on the digest of its files: rank 0 has"
+    raises_the_same(world, message, lambda: open_checkpoint(tmp_path / f"{world.rank}", world))
+    verify = ("full", "none")[world.rank]
+    raises_the_same(world, "verify", lambda: open_checkpoint(tmp_path / "0", world, verify=verify))
+
+
+@pytest.mark.ranks(2)
 def test_scalars_of_every_plain_kind_cross_ranks_exactly(tmp_path):
     world = World.discover(cpu=True)
     kinds = {
