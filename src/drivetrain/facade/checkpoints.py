@@ -596,8 +596,12 @@ class RunCheckpoints:
     def _call_load_hooks(self, directory: str) -> list[PreparedModel]:
         """Let hooks load weights themselves; return the models that are left."""
         models = [entry.model for entry in self.state.models]
-        for hook in self.load_hooks.values():
-            hook(models, directory)
+
+        def call() -> None:
+            for hook in self.load_hooks.values():
+                hook(models, directory)
+
+        together(self.state.world, f"load {directory}", call)
         return [e for e in self.state.models if any(e.model is model for model in models)]
 
     def is_there(self, input_dir: str | Path | None) -> bool:

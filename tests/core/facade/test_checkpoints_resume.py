@@ -208,7 +208,7 @@ def test_hooks_write_into_the_checkpoint_and_take_weights_alone(tmp_path, strate
 
 
 @pytest.mark.ranks(2)
-def test_a_save_hook_that_fails_leaves_nothing(tmp_path):
+def test_hooks_that_fail_on_one_rank_fail_on_all_and_leave_nothing(tmp_path):
     accelerator = Accelerator(cpu=True)
     accelerator.prepare(nn.Linear(2, 2))
 
@@ -228,6 +228,14 @@ def test_a_save_hook_that_fails_leaves_nothing(tmp_path):
     accelerator.wait_for_everyone()
     accelerator.save_state(tmp_path / "one")  # an empty directory is no obstacle
     accelerator.load_state(tmp_path / "one")
+
+    def refuse_on_rank_1(models, directory):
+        if not accelerator.is_main_process:
+            raise OSError("the hook finds no file")
+
+    accelerator.register_load_state_pre_hook(refuse_on_rank_1)
+    with pytest.raises(CheckpointError, match="rank 1: .*the hook finds no file"):
+        accelerator.load_state(tmp_path / "one")
     accelerator.free_memory()
 
 
