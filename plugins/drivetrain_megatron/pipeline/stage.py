@@ -616,8 +616,10 @@ class StagePass:
         for tensor, meta in zip(tensors, metas, strict=True):
             lost = tensor.requires_grad and not meta.requires_grad
             if isinstance(tensor, StageProxy) or (self._grad and lost):
-                what = "without values" if isinstance(tensor, StageProxy) else "with a gradient"
-                raise changed(name, f"a tensor {what} that goes to the next stage", "the other")
+                what, expected = "without values", "its values for the next stage"
+                if not isinstance(tensor, StageProxy):
+                    what, expected = "that wants a gradient, since a layer was thawed", _FROZEN
+                raise changed(name, f"a tensor {what}", expected)
         return tuple(tensors)
 
     def _check_unwritten(self, name: str, origin: Origin) -> None:
@@ -629,6 +631,12 @@ class StagePass:
                 "is, found that code after the block writes into it: let it make a new tensor "
                 "(x = x + y for x += y)"
             )
+
+
+_FROZEN = (
+    "all that comes before the next stage frozen (layers that a script thaws later may be frozen "
+    "after prepare(), not before it)"
+)
 
 
 def _check_arguments(

@@ -270,7 +270,12 @@ def describe_step(
     steps = 0
     with suppress(TypeError):  # an iterable dataset has no length
         steps = -(-len(loader) // accumulation)
-        line += f", {steps} steps per epoch"
+        line += f", {steps} step{'s' * (steps != 1)} per epoch"
+        if not steps:
+            line += (
+                ": expected a batch for each rank, found too few samples, and nothing is trained; "
+                "take a smaller batch_size, fewer ranks, or drop_last=False"
+            )
     lengths = {length for each in schedulers if (length := schedule_length(each)) is not None}
     if len(lengths) == 1:
         length = lengths.pop()

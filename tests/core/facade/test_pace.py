@@ -69,9 +69,13 @@ def test_a_schedule_of_so_many_times_the_steps_as_ranks_is_said(monkeypatch):
 def test_the_short_last_step_of_an_epoch_counts():
     class Loader:
         total_batch_size = 6
+        length = 7
 
         def __len__(self):
-            return 7
+            return self.length
 
     expected = "2 ranks x batch 3 x accumulation 2 = 12 samples per step, 4 steps per epoch"
     assert describe_step(Loader(), 2, 2, []) == expected
+    assert describe_step(Loader(), 2, 7, []).endswith("42 samples per step, 1 step per epoch")
+    Loader.length = 0
+    assert "0 steps per epoch: expected a batch for each rank" in describe_step(Loader(), 2, 2, [])

@@ -193,6 +193,19 @@ def test_deep_supervision_is_refused_by_its_name():
     both.close()
 
 
+def test_a_stage_that_was_frozen_after_prepare_is_thawed_in_mid_training():
+    both = Twins(words(), make=lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+    for seed, thawed in ((0, False), (1, True)):
+        for each in (both.model, both.twin):
+            each.first.requires_grad_(thawed)
+            each.blocks[0].requires_grad_(thawed)
+        ids = batch(seed)
+        both.backward(*(cross_entropy(output, ids) for output in both(ids)))
+        both.step()
+    both.check_state()
+    both.close()
+
+
 class Variational(nn.Module):
     """Returns a mean of which its code between blocks makes a smaller tensor, which is sent."""
 
