@@ -616,10 +616,10 @@ class StagePass:
         for tensor, meta in zip(tensors, metas, strict=True):
             lost = tensor.requires_grad and not meta.requires_grad
             if isinstance(tensor, StageProxy) or (self._grad and lost):
-                what, expected = "without values", "its values for the next stage"
+                what, wanted = "without values", "its values for the next stage"
                 if not isinstance(tensor, StageProxy):
-                    what, expected = "that wants a gradient, since a layer was thawed", _FROZEN
-                raise changed(name, f"a tensor {what}", expected)
+                    what, wanted = "that wants a gradient, since a layer was thawed", _FROZEN
+                raise changed(name, f"a tensor {what}", wanted)
         return tuple(tensors)
 
     def _check_unwritten(self, name: str, origin: Origin) -> None:
