@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
@@ -634,9 +635,11 @@ class Dropout(Uncopied):
             release(module)
         self._handles, self._modules, self._staged = [], [], ()
 
+    @_disable_dynamo  # the hooks of a block that a script has compiled are compiled, too
     def _enter_block(self, module: nn.Module, args: Any) -> None:
         self._entered[module] = torch.initial_seed()
 
+    @_disable_dynamo
     def _leave_block(self, module: nn.Module, args: Any, output: Any) -> None:
         state = self._entered.pop(module, 0)
         if _is_ours(state):  # of devices, too
