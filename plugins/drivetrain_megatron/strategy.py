@@ -45,7 +45,7 @@ from drivetrain.shards import (
     parameters_among,
     state_tensors,
 )
-from drivetrain.strategy import Joinable, Only, Planning, Prepared, Run, StrategyAround
+from drivetrain.strategy import Joinable, Only, Pace, Planning, Prepared, Run, StrategyAround
 from drivetrain_megatron.config import MegatronConfig, MegatronOutline
 from drivetrain_megatron.cost import estimate
 from drivetrain_megatron.dropout import AlikeDraws, Dropout
@@ -230,6 +230,7 @@ class Megatron(MegatronOutline, StrategyAround[MegatronConfig]):
         self._kept: Sequence[nn.Module] = ()
         self._builder = PipelineBuilder(config, run, self._pp, self._tp) if config.pp > 1 else None
         self._synchronizing = True
+        self._waits = False
         if unwise := advice(run.mesh):
             logger.announce(unwise)
 
@@ -365,8 +366,15 @@ class Megatron(MegatronOutline, StrategyAround[MegatronConfig]):
             self._inner.backward(loss, **options)
         else:
             self.pipeline.backward(loss, synchronize=self._synchronizing, **options)
+            self._waits = not self._synchronizing
             if self._synchronizing and self._builder is not None:
                 self._builder.stand_ins.learn()
+
+    @property
+    def pace(self) -> Pace:
+        """That of the strategy inside; a pipeline may not even have begun what waits."""
+        pace = self._inner.pace
+        return pace if self.pipeline is None else pace._replace(waits=self._waits)
 
     @on_shares
     def clip_grad_norm(

@@ -672,26 +672,26 @@ class WindowGradients:
 
         Collective then. So a model that had no part in that micro-batch is stepped as in one
         process, and its gradients may be told from those of the next window.
-        """
-        if not entry.accumulated or not self.state.window.sync_gradients:
-            return
-        entry.accumulated = False
-        if entry.strategy.pace.waits and self._is_any_at_hand(entry):
-            self._average(entry)
-        entry.hooks.run()
-
-    def _average(self, entry: PreparedModel) -> None:
-        """Average gradients by a backward that brings none. Collective.
 
         Raises:
             UsageError: a pipeline, which has no backward without a forward.
         """
-        if entry.strategy.pipeline is not None:
+        if not entry.accumulated or not self.state.window.sync_gradients:
+            return
+        entry.accumulated = False
+        waits, pipeline = entry.strategy.pace.waits, entry.strategy.pipeline
+        if waits and pipeline is not None:
             raise UsageError(
                 "expected a backward of each model in the last micro-batch of an accumulation "
                 f"window, found none of {type(entry.model).__name__}, a pipeline: put one 'with "
                 "accelerator.accumulate(one, other):' around the backwards of a batch"
             )
+        if waits and self._is_any_at_hand(entry):
+            self._average(entry)
+        entry.hooks.run()
+
+    def _average(self, entry: PreparedModel) -> None:
+        """Average gradients by a backward that brings none. Collective."""
         nothing = torch.zeros((), device=self.state.world.device, requires_grad=True)
         entry.strategy.will_scale(1.0)  # they have the window's factor
         with entry.strategy.accumulating(False):
@@ -709,10 +709,9 @@ class WindowGradients:
 
     def _start_window(self, *, counted: bool) -> None:
         for entry in self.state.models:
-            self._synchronize(entry)
-            if (
-                counted or not entry.strategy.pace.waits
-            ):  # else the script has windows, by no_sync()
+            if entry.strategy.pipeline is None:  # one refuses at a step; a window may be given up
+                self._synchronize(entry)
+            if counted or not entry.strategy.pace.waits:  # else the script has its own windows
                 entry.hooks.forget()
         self._mean = WindowMean(self.state, counted)
         self.finite.losses, self.finite.norms = [], {}
