@@ -524,7 +524,8 @@ class WindowGradients:
             strategy.pipeline.publish(loss)
         window.backwards += 1
         if counts:
-            self.finite.losses.append(loss.detach())  # a pipeline publishes its value later
+            # A pipeline publishes its value later.
+            self.finite.losses.append((state.running(), loss.detach()))
         state.observer.after_backward(loss, weight)
 
     def _hold_back(

@@ -379,7 +379,7 @@ def test_a_buffer_that_a_failed_try_makes_is_gone_and_narrow_losses_do_not_overf
 
     accelerator.each_piece(train, batch(0, 0)[0])
     assert model.most == 4
-    assert [float(each) for each in accelerator._gradients.finite.losses] == [5.0, 5.0]
+    assert [float(loss) for _, loss in accelerator._gradients.finite.losses] == [5.0, 5.0]
     accelerator.free_memory()
 
 

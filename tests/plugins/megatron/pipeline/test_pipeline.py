@@ -1,5 +1,6 @@
 """Pipeline parallelism of whole models: losses, gradients and steps equal those of one process."""
 
+import copy
 import importlib.util
 import itertools
 from functools import partial
@@ -378,3 +379,32 @@ def test_calls_and_models_that_do_not_fit():
     with pytest.raises(UsageError, match="times numbers"):
         accelerator.backward(output.loss.square())
     accelerator.free_memory()
+
+
+@pytest.mark.ranks(2)
+def test_two_models_in_one_window_step_one_after_the_other():
+    """A step finds the losses of its own model: the other's have no values yet."""
+    strategy = {"name": "megatron", "pp": 2}
+    accelerator = Accelerator(strategy=strategy, cpu=True, gradient_accumulation_steps=2)
+    torch.manual_seed(0)
+    x = torch.randn(4, 8, dtype=torch.float64)
+    models = [nn.Sequential(*(Residual(8) for _ in range(2))).double() for _ in range(2)]
+    alone, pairs = copy.deepcopy(models), []
+    for model in models:
+        model.example_inputs = x
+        pairs.append(accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1)))
+    for _ in range(2 * 2):
+        with accelerator.accumulate(*models):
+            for model, optimizer in pairs:
+                accelerator.backward(model(x).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+    for model, twin in zip(models, alone, strict=True):
+        optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
+        for _ in range(2):
+            optimizer.zero_grad()
+            twin(x).square().mean().backward()
+            optimizer.step()
+        found = accelerator.get_state_dict(model)
+        torch.testing.assert_close(found, dict(twin.state_dict()), rtol=1e-12, atol=1e-14)
+    accelerator.end_training()
