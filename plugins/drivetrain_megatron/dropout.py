@@ -30,7 +30,7 @@ from drivetrain.data.examples import ExampleBatch
 from drivetrain.errors import UsageError
 from drivetrain.log import get_logger
 from drivetrain.model.guard import Arguments, Function, Keywords
-from drivetrain.model.modules import NamedModule, clean_name, uncompiled
+from drivetrain.model.modules import NamedModule, UninheritedHook, clean_name, uncompiled
 from drivetrain.model.trace import ModelOperation, ModelTrace
 from drivetrain.runtime import rng
 from drivetrain_megatron.recording.calls import (
@@ -539,8 +539,10 @@ class Dropout(Uncopied):
     def follow(self, blocks: Iterable[NamedModule]) -> None:
         """Make the chain independent of the dropouts inside of these blocks."""
         for _, block in blocks if self._names or self._staged else ():
-            self._handles.append(block.register_forward_pre_hook(self._enter_block))
-            self._handles.append(block.register_forward_hook(self._leave_block))
+            self._handles.append(
+                block.register_forward_pre_hook(UninheritedHook(self._enter_block))
+            )
+            self._handles.append(block.register_forward_hook(UninheritedHook(self._leave_block)))
 
     @contextmanager
     def forward(self, number: int | None = None) -> Iterator[None]:

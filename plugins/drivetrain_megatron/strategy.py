@@ -266,8 +266,9 @@ class Megatron(MegatronOutline, StrategyAround[MegatronConfig]):
             self._original.cut_states(optimizers, self._facts, self._tp.rank)
         self._original.check_steps_parts(optimizers, self._facts, self.config.pp)
         self._dropout.attach(model, counting=self._builder is None)
-        self._draws.attach(model)
-        if self._builder is not None:
+        if self._builder is None:  # a pipeline seeds each of its forwards
+            self._draws.attach(model)
+        else:
             self._builder.split(model, optimizers, self._original.shapes)
             self._whole.copies = self._builder.copied_buffers
         if self._tensor is not None:
