@@ -645,7 +645,7 @@ class Dropout(Uncopied):
     def _leave_block(self, module: nn.Module, args: Any, output: Any) -> None:
         state = self._entered.pop(module, 0)
         if _is_ours(state):  # of devices, too
-            torch.manual_seed(_packed(combine(state, _AFTER_BLOCK)))
+            rng.seed_torch(_packed(combine(state, _AFTER_BLOCK)))
 
 
 def _packed(state: int) -> int:

@@ -240,13 +240,13 @@ class FiniteCheck:
 
     Attributes:
         state: of the run; its optimizers count the steps.
-        losses: those of the window's micro-batches that count, each with the model that ran;
-            nothing waits for their values.
+        losses: those of the window's micro-batches that count, each with the identity of the entry
+            if a pipeline ran; nothing waits for their values.
         norms: of all gradients of models, by the identity of their entries, where they are known.
     """
 
     state: RunState
-    losses: list[tuple[PreparedModel, Tensor]] = field(default_factory=list)
+    losses: list[tuple[int | None, Tensor]] = field(default_factory=list)
     norms: dict[int, Tensor] = field(default_factory=dict)
     _watched: list[Watched] = field(default_factory=list)
     _copied: tuple[list[Watched], LateNumbers] | None = None
@@ -283,13 +283,10 @@ class FiniteCheck:
         losses, self.losses = self.losses, []
         if not self._looks:
             return
-
-        def is_known(entry: PreparedModel) -> bool:
-            # A pipeline has the values of a window's losses at its own last backward.
-            return entry in entries or entry.strategy.pipeline is None
-
-        self.losses = [each for each in losses if not is_known(each[0])]
-        step, known = self._step(), [loss for entry, loss in losses if is_known(entry)]
+        # A pipeline has the values of a window's losses at its own last backward.
+        here = {None, *map(id, entries)}
+        self.losses = [each for each in losses if each[0] not in here]
+        step, known = self._step(), [loss for which, loss in losses if which in here]
         for number, loss in enumerate(known, 1):
             self._watched.append(Watched(step, f"the loss of micro-batch {number}", loss))
         for entry in entries:

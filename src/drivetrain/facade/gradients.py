@@ -525,7 +525,8 @@ class WindowGradients:
         window.backwards += 1
         if counts:
             # A pipeline publishes its value later.
-            self.finite.losses.append((state.running(), loss.detach()))
+            which = id(state.running()) if strategy.pipeline is not None else None
+            self.finite.losses.append((which, loss.detach()))
         state.observer.after_backward(loss, weight)
 
     def _hold_back(

@@ -141,16 +141,21 @@ def _check(state: Mapping[str, Tensor]) -> None:
 @contextmanager
 def fork(seed: int) -> Iterator[None]:
     """Seed every generator inside the block, and put the former states back after it."""
-    before, accelerator = Snapshot(), _accelerator()
-    # Those that are put back, and no generator of another device.
-    torch.default_generator.manual_seed(seed)
-    if accelerator is not None:
-        accelerator.manual_seed(seed)
+    before = Snapshot()
+    seed_torch(seed)
     _seed_without_torch(seed)
     try:
         yield
     finally:
         before.put_back()
+
+
+def seed_torch(seed: int) -> None:
+    """Seed the generators of torch that a snapshot has, and none of another device."""
+    torch.default_generator.manual_seed(seed)
+    accelerator = _accelerator()
+    if accelerator is not None:
+        accelerator.manual_seed(seed)
 
 
 def _accelerator() -> Any:
