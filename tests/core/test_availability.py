@@ -15,6 +15,7 @@ def test_every_question_has_an_answer():
     assert len(questions) >= 14
     before = set(sys.modules)
     assert {type(question()) for question in questions} == {bool}
+    assert availability.is_bf16_available(), "on a CPU, too"
     heavy = {"deepspeed", "transformers", "wandb", "mlflow", "datasets", "peft"}
     assert not heavy & (set(sys.modules) - before)
 

@@ -67,8 +67,8 @@ def test_what_is_gathered_broadcast_and_padded():
     assert padded["x"].tolist() == ([[1, 1], [-1, -1]] if rank() == 0 else [[1, 1], [1, 1]])
     assert padded["n"].item() == 5
     assert mine["x"].shape == (1 + rank(), 2)
-    first = pad_across_processes(torch.ones(1, 1 + rank()), dim=-1, pad_first=True)
-    assert first.tolist() == ([[0, 1]] if rank() == 0 else [[1, 1]])
+    first = pad_across_processes(torch.ones(1 + rank(), 1), dim=-2, pad_first=True)
+    assert first.tolist() == ([[0], [1]] if rank() == 0 else [[1], [1]])
     assert gather(padded)["x"].shape == (4, 2)
 
 

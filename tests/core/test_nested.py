@@ -58,6 +58,14 @@ class Stubborn:
         return self
 
 
+class Lenient(Stubborn):
+    """Takes whatever else it is given."""
+
+    def to(self, device, **given):
+        self.given = given
+        return super().to(device)
+
+
 def tensor():
     return torch.arange(6.0).view(3, 2)
 
@@ -115,6 +123,9 @@ def test_send_to_device_moves_everything_but_skipped_keys():
     kept = nested.send_to_device(encoding, "meta", skip_keys=["x"])
     assert (kept["ids"].device.type, kept["x"].device.type) == ("meta", "cpu")
     assert nested.send_to_device(Stubborn(), "meta", non_blocking=True).device == "meta"
+    lenient = nested.send_to_device(Lenient(), "meta", non_blocking=True)
+    assert lenient.given == {"non_blocking": True}
+    assert nested.send_to_device([Stubborn], "meta") == [Stubborn], "a class is not moved"
 
 
 def test_sizes_slices_and_dtypes():
@@ -141,7 +152,9 @@ def test_concatenate_joins_what_matches():
     joined = nested.concatenate([{"p": item["p"]}] * 2)
     assert type(joined["p"]) is Pair
     assert joined["p"].right[0].shape == (6, 2)
-    assert nested.concatenate([tensor(), tensor()], dim=1).shape == (3, 4)
+    wide = nested.concatenate([{"p": item["p"]}] * 2, dim=1)
+    assert wide["p"].right[0].shape == (3, 4)
+    assert nested.concatenate([[tensor(), "text"]])[1] == "text", "one item may hold anything"
 
     for items in ([], [[tensor()], [tensor(), tensor()]], [{"a": tensor()}, {"b": tensor()}]):
         with pytest.raises(UsageError, match="expected"):

@@ -253,7 +253,6 @@ class FiniteCheck:
     _found: str = ""
     _turns: Counter[tuple[int, int]] = field(default_factory=Counter)
     """Steps that were looked at, by the identities of model and optimizer."""
-    """Looks at gradients of models, by the identity of their entries."""
     _in_a_row: int = 0
     _returns: int = 0
 

@@ -114,11 +114,6 @@ class PreparedOptimizer(Optimizer):
         """Whether the last step was skipped because of an infinite gradient."""
         return self._skipped
 
-    @property
-    def is_overflow(self) -> bool:
-        """The same under DeepSpeed's name."""
-        return self._skipped
-
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group to the wrapped optimizer."""
         (self._whole or self.optimizer).add_param_group(param_group)

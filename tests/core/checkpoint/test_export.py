@@ -61,13 +61,23 @@ def test_a_tensor_above_the_limit_gets_its_own_file(tmp_path):
     assert [[t.name for t in file] for file in plan.files.values()] == [["a"], ["b"], ["c"]]
     plan = export.plan_export([TensorFacts.of(name, tensors[name]) for name in "bca"], 8)
     assert [[t.name for t in file] for file in plan.files.values()] == [["b"], ["c", "a"]]
+    mixed = {"narrow": torch.ones(1, dtype=torch.bfloat16), "wide": torch.ones(2)}
+    plan = write(tmp_path / "mixed", mixed)
+    (file,) = plan.files.values()
+    assert [each.name for each in file] == ["wide", "narrow"], "so that each is aligned"
+    assert same(export.read_export(tmp_path / "mixed"), mixed)
 
 
 def test_negative_values_have_to_fit_a_dtype_too(tmp_path):
-    shard = Shard("w", "", torch.tensor([-1e6, 1.0]), (2,), Part.whole((2,)))
-    save_checkpoint(tmp_path / "ck", Contents(models=[[shard]]), world=WORLD)
-    with pytest.raises(CheckpointError, match=r"to fit torch.float16.*from -1e\+06 to 1"):
+    def exported(values):
+        shard = Shard("w", "", torch.tensor(values), (2,), Part.whole((2,)))
+        save_checkpoint(tmp_path / "ck", Contents(models=[[shard]]), world=WORLD, overwrite=True)
         export.export_checkpoint(tmp_path / "ck", tmp_path / "out", dtype=torch.float16)
+        return dict(export.read_export(tmp_path / "out"))["w"].tolist()
+
+    with pytest.raises(CheckpointError, match=r"to fit torch.float16.*from -1e\+06 to 1"):
+        exported([-1e6, 1.0])
+    assert exported([-torch.inf, 1.0]) == [-torch.inf, 1.0], "it was infinite before"
 
 
 def test_parts_of_an_exported_tensor(tmp_path):

@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, TensorDataset
 
 from drivetrain import Accelerator
-from drivetrain.data.examples import first_rows
+from drivetrain.data.examples import ExampleBatches, first_rows
 from drivetrain.runtime import rng
 from drivetrain.testing.conformance.suite import everyone
 
@@ -58,6 +58,15 @@ def test_one_row_where_two_do_not_go_together_or_items_are_batches():
     sampler = BatchSampler(range(6), 3, False)
     found = first_rows(DataLoader(ROWS, sampler=sampler, batch_size=None)).batch
     assert torch.equal(found, ROWS[:2])
+
+
+def test_rows_of_a_rank_are_those_of_the_latest_loader_that_says():
+    by_batches = DataLoader(ROWS, batch_sampler=BatchSampler(range(6), 4, False))
+    for split, rows in ((False, 4), (True, 2)):
+        examples = ExampleBatches(split=split, loaders=[DataLoader(ROWS, 3)])
+        examples.add([DataLoader(ROWS, batch_size=None), by_batches])
+        assert examples.rows(2) == rows
+    assert ExampleBatches().rows(2) == 0
 
 
 def test_reading_leaves_no_trace():

@@ -25,6 +25,9 @@ def test_is_a_dataloader_with_the_users_attributes(prepare, counting):
     assert (loader.collate_fn, loader.sampler) == (list, user.sampler)
     assert (loader.total_dataset_length, loader.total_batch_size) == (10, 6)
     assert loader.multiprocessing_context is None
+    alone = prepare(DataLoader(data, batch_size=4))
+    alone.even_batches = True  # one rank has nobody to be even with
+    assert torch.cat(list(alone)).tolist() == list(range(10))
     with pytest.raises(AttributeError, match="no_such"):
         loader.no_such  # noqa: B018
     with pytest.raises(UsageError, match="collate_fn"):

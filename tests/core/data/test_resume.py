@@ -139,7 +139,8 @@ def test_set_epoch_keeps_a_restored_position_of_that_epoch(prepare, counting):
         assert len(list(loader)) == batches
     for _ in loader:
         loader.set_epoch(7)  # inside the loop it has the last word
-    assert loader.epoch == 7
+        state = loader.state_dict()
+    assert state["epoch"] == loader.epoch == 7
     assert len(list(loader)) == 4
 
 
@@ -169,8 +170,10 @@ def test_a_second_iteration_is_a_pass_of_its_own(prepare, counting, recorder):
     assert torch.cat(seen).tolist() == whole
     assert (recorder.stack, loader.epoch) == ([], 1)
     loader.load_state_dict(state)
-    pairs = list(zip(loader, loader, strict=False))  # the second one begins at the beginning
-    assert torch.cat([batch for batch, _ in pairs]).tolist() == whole[2:]
+    passes = list(zip(loader, loader, loader, strict=False))  # others begin at the beginning
+    orders = [torch.cat(each).tolist() for each in zip(*passes, strict=True)]
+    assert orders[0] == whole[2:]
+    assert orders[1] != orders[2]
 
 
 def test_loading_a_state_inside_the_loop_ends_the_loop(prepare, counting):

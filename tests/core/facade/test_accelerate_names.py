@@ -25,11 +25,13 @@ def test_even_batches_can_be_set_before_prepare():
 
 def test_prepared_objects_have_the_names_of_accelerate(tmp_path):
     project = ProjectConfiguration(save_on_each_node=True)
-    project.set_directories(tmp_path)
+    for folder in (tmp_path, tmp_path / "next"):
+        project.set_directories(folder)
     stateful = DataLoaderConfiguration(use_stateful_dataloader=True)
     accelerator = Accelerator(cpu=True, project_config=project, dataloader_config=stateful)
     assert accelerator.use_stateful_dataloader
     assert accelerator.logging_dir == str(tmp_path)
+    assert accelerator.project_dir == str(tmp_path / "next")
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)

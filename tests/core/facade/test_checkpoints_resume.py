@@ -77,7 +77,7 @@ def test_resume_starts_anew_where_there_is_nothing(tmp_path):
     accelerator.save_state()
     (tmp_path / "checkpoints" / "checkpoint_0").rename(tmp_path / ".last.old-0123456789abcdef")
     assert accelerator.resume(tmp_path / "last"), "a kill between two renames"
-    assert accelerator.project_configuration.iteration == 1, "the number of the next save"
+    assert accelerator.save_iteration == 1, "the number of the next save"
     accelerator, model, _ = build(tmp_path / "other")
     accelerator.save_state()
     accelerator.backward(model(torch.ones(2, 3)).sum())

@@ -229,4 +229,8 @@ def test_draws_by_next_iter_are_of_one_order_after_the_other():
     draws += [tuple(accelerator.gather_for_metrics(next(iter(loader))).tolist()) for _ in "1234"]
     assert len(set(draws)) == 8
     assert loader.epoch == 8
+    batch = next(iter(loader))
+    loader.set_epoch(8)
+    accelerator.backward(model(batch[:, None]).sum())
+    assert loader.epoch == 8, "it was chosen after the batch"
     accelerator.free_memory()

@@ -46,6 +46,7 @@ def test_ranks_end_equal():
     for tensor in state:
         for other in communication.gather(tensor.detach()[None]):
             assert torch.equal(other, tensor)
+    assert optimizer.steps == 3
     assert scheduler.get_last_lr() == pytest.approx([0.1 * 0.9**3])
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * 0.9**3)
     accelerator.end_training()

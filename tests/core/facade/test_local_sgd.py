@@ -84,7 +84,11 @@ def test_no_sync_of_a_prepared_model_keeps_gradients_local():
     loss_of(own, rows(0, accelerator.process_index)).backward()
     with model.no_sync():
         accelerator.backward(loss_of(model, rows(0, accelerator.process_index)))
-    torch.testing.assert_close(model.weight.grad, own.weight.grad, rtol=1e-12, atol=1e-14)
+        torch.testing.assert_close(model.weight.grad, own.weight.grad, rtol=1e-12, atol=1e-14)
+        with accelerator.trigger_sync_in_backward(model):
+            accelerator.backward(loss_of(model, rows(1, accelerator.process_index)))
+    first, second = accelerator.gather(model.weight.grad[None])
+    torch.testing.assert_close(first, second, rtol=0, atol=0)
     assert isinstance(deepcopy(model).no_sync(), nullcontext)
     accelerator.free_memory()
     assert not hasattr(model, "no_sync")

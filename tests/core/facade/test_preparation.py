@@ -17,6 +17,8 @@ from drivetrain import (
     DistributedDataParallelKwargs,
     GradientAccumulationPlugin,
     InitProcessGroupKwargs,
+    ProfileKwargs,
+    ProjectConfiguration,
     RankMismatchError,
     UnknownPluginError,
     UsageError,
@@ -82,6 +84,7 @@ def test_a_submodule_stands_for_its_model_in_accumulate():
 def test_options_reach_the_run_and_a_trigger_is_lowered_when_it_was_seen():
     accelerator = Accelerator(
         cpu=True,
+        gradient_accumulation_steps=1,
         gradient_accumulation_plugin=GradientAccumulationPlugin(2, sync_each_batch=True),
         kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(days=1, seconds=5))],
     )
@@ -103,7 +106,11 @@ def test_0_is_a_seed_for_data_too():
 
 
 def test_wrong_arguments():
+    two = {"gradient_accumulation_plugin": GradientAccumulationPlugin(2)}
+    folders = {"project_dir": "a", "project_config": ProjectConfiguration("b")}
     for options, error, message in (
+        (two | {"gradient_accumulation_steps": 3}, UsageError, "found both: 3 and 2"),
+        (folders, UsageError, "found a and b in project_config"),
         ({"mixed_precision": "fp4"}, ConfigError, "precision"),
         ({"config": {5: 1}}, ConfigError, "unknown key 5; valid keys"),
         ({"strategy": "zeero"}, UnknownPluginError, "installed: .*ddp"),
@@ -118,6 +125,7 @@ def test_wrong_arguments():
     for verb, arguments, message in (
         (accelerator.prepare, [nn.Linear(2, 2)], "device_placement"),
         (accelerator.register_for_checkpointing, [3], "state_dict"),
+        (accelerator.profile(ProfileKwargs(["gpu"])).__enter__, [], r"'cuda'.*found \['gpu'\]"),
         (accelerator.clip_grad_norm_, [foreign, 1.0], "foreign|none"),
         (accelerator.prepare, [torch.optim.SGD(foreign)], r"one of shape \(7, 3\) in group 0"),
         (accelerator.backward, [output], "scalar loss, found shape"),

@@ -120,11 +120,16 @@ def test_copies_are_ordinary_ones(copier):
 def test_load_state_inside_a_window_forgets_its_gradients(tmp_path):
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     model = linear()
-    model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    rate = torch.tensor(1.0)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=rate))
     accelerator.save_state(tmp_path / "saved")
     with accelerator.accumulate(model):
         accelerator.backward(model(rows()).sum())
+    (group,) = optimizer.param_groups
+    group["foreach"] = False
+    rate.zero_()
     accelerator.load_state(tmp_path / "saved")
+    assert (group["lr"] is rate, rate.item(), group["foreach"]) == (True, 1.0, False)
     for last in (False, True):
         with accelerator.accumulate(model):
             accelerator.backward(model(rows()).sum())

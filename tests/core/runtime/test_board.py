@@ -34,6 +34,9 @@ def test_a_launcher_reads_what_a_rank_shows(tmp_path):
     assert 0 <= shown.running_s <= time.monotonic() - before
     line.end()
     assert read_board(path.read_bytes(), 0.0).rows[0].running == 0
+    line.begin(9, 0, "", 0, "", "/home/me/train.py:12")
+    (shown,) = read_board(path.read_bytes(), 0.0).rows
+    assert (shown.name, shown.size) == ("train.py:12", ""), "a line of the script"
     line.close()
     assert read_board(path.read_bytes(), 0.0).rows == []
 

@@ -4,11 +4,13 @@ import json
 import signal
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 
 from drivetrain.runtime.board import PREEMPTED
 from drivetrain_launch.ranks.failure import (
+    LONGEST_TEXT,
     MOST_IDLE,
     NO_PROGRESS,
     EarlyEnd,
@@ -56,6 +58,15 @@ def test_rank_that_somebody_terminated_is_no_victim_of_another():
     text, code = report([failure(1, 6.5, code=-signal.SIGTERM)], [end(0)])
     assert code == 6
     assert text == "rank 1 failed first (host n1, pid 1, killed by SIGTERM)"
+    assert failure(1, 6.5, code=-40).ending == "killed by signal 40", "a signal without a name"
+
+
+def test_errors_of_other_ranks_are_told_once_and_those_of_victims_never():
+    texts = ("ValueError: x", "ValueError: x", "OSError: y", "a peer is gone")
+    failures = [failure(i, i, summary=each, collateral=i == 3) for i, each in enumerate(texts)]
+    lines = report(failures)[0].splitlines()
+    assert lines[1:3] == ["  ValueError: x", "rank 2 failed, too: OSError: y"]
+    assert lines[3] == "stopped with it: ranks 1, 2, 3"
 
 
 def test_rank_that_ended_early_is_named_before_the_rank_that_waited():
@@ -66,9 +77,11 @@ def test_rank_that_ended_early_is_named_before_the_rank_that_waited():
 
 def test_ages_cross_hosts_instead_of_moments(monkeypatch):
     now = time.time()
-    values = Ending(failures=(failure(0, now - 3),), ended=(end(1, time=now - 2),)).to_json()
+    failed = replace(failure(0, now - 3), traceback="a" * LONGEST_TEXT + "z")
+    values = Ending(failures=(failed,), ended=(end(1, time=now - 2),)).to_json()
     monkeypatch.setattr(time, "time", lambda: now - 120)  # a clock that is two minutes behind
     read = Ending.from_json(values)
+    assert read.failures[0].traceback == "a" * (LONGEST_TEXT - 1) + "z", "its end counts"
     assert read.failures[0].time == pytest.approx(now - 123, abs=0.5)
     assert read.ended[0].time == pytest.approx(now - 122, abs=0.5)
 
@@ -149,6 +162,8 @@ def test_a_hang_is_the_failure_of_its_culprit_and_began_with_the_wait(monkeypatc
     assert text.endswith("stopped with it: rank 0")
     assert code == 5
     assert blamed(found, None) is found
+    nobody = blamed(Ending(), replace(hang, kind="none", culprits=[]))
+    assert nobody.failures[0].rank == 0, "the first that waits, where all came"
 
 
 def test_errors_that_only_say_that_a_peer_is_gone():

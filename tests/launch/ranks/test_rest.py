@@ -22,6 +22,8 @@ def test_those_who_stand_still_are_named():
         "for 65 s; no rank waits there, and before it took 4 s at most"
     )
     assert rest.to_json()["kind"] == "rest"
+    saving = still(0, 70.0, stack='  File "/x/drivetrain/checkpoint/saving.py", line 7 in write')
+    assert "rank 0 on n1 has been in a checkpoint for 70 s" in found(saving).sentence()
     stopped = found(still(0, 70.0, state="stopped"))
     assert "'kill -CONT 7' lets it go on" in stopped.sentence()
 

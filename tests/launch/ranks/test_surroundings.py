@@ -78,8 +78,12 @@ def test_recognised():
 def test_nothing_to_recognise():
     job = "SLURM_JOB_ID=1 SLURM_NNODES=1"
     step = "SLURM_STEP_ID=0 SLURM_PROCID=0 SLURM_NTASKS=1 SLURM_NODEID=0 SLURM_NODELIST=n1"
-    for text in ("", job, "PMI_SIZE=1 PMI_RANK=0", f"{job} {step}", "RANK=0 WORLD_SIZE=1"):
+    sky = "SKYPILOT_NUM_NODES=1 SKYPILOT_NODE_RANK=0 SKYPILOT_NODE_IPS=10.0.0.4"
+    for text in ("", job, "PMI_SIZE=1 PMI_RANK=0", f"{job} {step}", "RANK=0 WORLD_SIZE=1", sky):
         assert recognise(variables(text)) is None, text
+    for word in ("auto", "gpu", "cpu"):
+        found = recognise(PET | {"PET_NPROC_PER_NODE": word}).entries
+        assert "launch.nproc_per_node" not in [key for key, *_ in found], word
     assert recognise(PLAIN | {"DRIVETRAIN_CONFIG": "config.yaml"}) is None
 
 
@@ -106,6 +110,8 @@ def test_half_set_and_contradictory_variables():
         (STEP | {"SLURM_STEP_NODELIST": "n[7"}, "expected a list of nodes"),
         (STEP | {"SLURM_NODEID": "2"}, "contradict each other"),
         (DEVICES | {"SLURM_STEP_TASKS_PER_NODE": "x"}, "expected the tasks of node 1"),
+        (DEVICES | {"SLURM_STEP_TASKS_PER_NODE": "4"}, "expected the tasks of node 1"),
+        (PLAIN | {"WORLD_SIZE": "0"}, "WORLD_SIZE: expected a whole number of at least 1, found"),
         (SKY | {"SKYPILOT_NUM_NODES": "3"}, "SKYPILOT_NODE_IPS with 2 addresses contradict"),
     ):
         with pytest.raises(ConfigError, match=text) as raised:

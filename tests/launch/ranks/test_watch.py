@@ -9,9 +9,9 @@ from drivetrain_launch.ranks.watch import HangWatch, Hosts
 from waiting_ranks import operation, view
 
 
-def seen(rank, submitted, seconds):
+def seen(rank, submitted, seconds, **facts):
     waits = operation(submitted, 9 if seconds else 0, seconds, name="all_reduce 9")
-    return view(rank, waits).to_json()
+    return view(rank, waits, **facts).to_json()
 
 
 def test_a_hang_is_told_once_and_its_end_once():
@@ -30,12 +30,17 @@ def test_a_hang_is_told_once_and_its_end_once():
 
 
 def test_a_hang_ends_the_run_where_it_shall(tmp_path):
-    views = {0: seen(0, 9, 50.0), 1: seen(1, 8, 0.0)}
+    said, views = [], {0: seen(0, 9, 0.0, still_s=70.0), 1: seen(1, 8, 0.0, stack="line\n" * 32)}
     hosts = Hosts(show=lambda shown: None, others=lambda: views)
-    watch = HangWatch({}, {}, hosts=hosts, stops=True, folder=tmp_path, say=lambda line: None)
+    watch = HangWatch({}, {}, hosts=hosts, stops=True, folder=tmp_path, say=said.append)
+    watch.look()
+    assert "no rank waits there" in said[0]
+    assert watch.hang is None, "nothing proves that the rank is stuck"
+    views[0] = seen(0, 9, 50.0)
     watch.look()
     assert watch.hang.culprits == [1]
-    assert [path.name for path in tmp_path.iterdir()] == ["hang-1.json"]
+    assert said[-1].splitlines()[-1].strip() == "... 2 more lines"
+    assert {path.name for path in tmp_path.iterdir()} == {"hang-1.json", "hang-2.json"}
 
 
 def test_a_rank_is_asked_once_in_each_rest(tmp_path, monkeypatch):
