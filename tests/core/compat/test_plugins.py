@@ -119,6 +119,19 @@ def test_an_accelerator_takes_them_and_says_what_has_no_effect(monkeypatch, capl
         ours.Accelerator(strategy="ddp", deepspeed_plugin=plugin)
 
 
+def test_models_are_compiled_as_a_plugin_says(monkeypatch):
+    made = []
+    monkeypatch.setattr(torch, "compile", lambda model, **how: made.append(how) or model)
+    plugin = ours.TorchDynamoPlugin("EAGER", fullgraph=True, dynamic=False)
+    accelerator = ours.Accelerator(cpu=True, dynamo_plugin=plugin)
+    accelerator.prepare(torch.nn.Linear(2, 2))
+    accelerator.prepare_model(torch.nn.Linear(2, 2))
+    how = {"backend": "eager", "mode": None, "fullgraph": True, "dynamic": False, "options": None}
+    assert made == [how, how]
+    ours.Accelerator(cpu=True, dynamo_backend="no").prepare(torch.nn.Linear(2, 2))
+    assert len(made) == 2
+
+
 def test_regional_compilation_compiles_the_blocks():
     plugin = ours.TorchDynamoPlugin("inductor", use_regional_compilation=True)
     accelerator = ours.Accelerator(cpu=True, dynamo_plugin=plugin)

@@ -44,6 +44,23 @@ def test_order_and_identity():
     assert accelerator.unwrap_model(model) is model
 
 
+@pytest.mark.parametrize(("with_optimizer", "rate"), [(True, 0.5), (False, 0.25)])
+def test_a_schedule_may_step_inside_of_a_window(with_optimizer, rate):
+    options = {"step_scheduler_with_optimizer": with_optimizer}
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, **options)
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
+    for number in range(3):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(torch.ones(1, 1)).sum())
+            optimizer.step()
+            if number:  # torch wants a step before
+                schedule.step()
+    assert schedule.get_last_lr() == [rate]
+
+
 def test_a_model_on_several_devices_is_refused():
     for places, quantized, refused in (
         ({"": "cpu"}, False, False),
@@ -111,6 +128,8 @@ def test_wrong_arguments():
     for options, error, message in (
         (two | {"gradient_accumulation_steps": 3}, UsageError, "found both: 3 and 2"),
         (folders, UsageError, "found a and b in project_config"),
+        ({"kwargs_handlers": [3]}, UsageError, "AutocastKwargs, .*, found 3"),
+        ({"kwargs_handlers": 2 * [ProfileKwargs()]}, UsageError, "one ProfileKwargs, found two"),
         ({"mixed_precision": "fp4"}, ConfigError, "precision"),
         ({"config": {5: 1}}, ConfigError, "unknown key 5; valid keys"),
         ({"strategy": "zeero"}, UnknownPluginError, "installed: .*ddp"),
@@ -125,6 +144,10 @@ def test_wrong_arguments():
     for verb, arguments, message in (
         (accelerator.prepare, [nn.Linear(2, 2)], "device_placement"),
         (accelerator.register_for_checkpointing, [3], "state_dict"),
+        (accelerator.save_state, ["x", False], "found False; checkpoints hold no pickles"),
+        (accelerator.save_model, [model, "x", "1GB", False], "found False; no pickles"),
+        (accelerator.gathered(foreign).__enter__, [], "prepared models, found another tensor"),
+        (setattr, [accelerator, "native_amp", True], "native_amp to stay False, found True"),
         (accelerator.profile(ProfileKwargs(["gpu"])).__enter__, [], r"'cuda'.*found \['gpu'\]"),
         (accelerator.clip_grad_norm_, [foreign, 1.0], "foreign|none"),
         (accelerator.prepare, [torch.optim.SGD(foreign)], r"one of shape \(7, 3\) in group 0"),

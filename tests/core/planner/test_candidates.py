@@ -74,6 +74,17 @@ def test_a_run_permits_methods_with_auto_alone():
         assert set(permitted_methods(links)) == expected
 
 
+def test_texts_that_are_no_layout_are_refused():
+    for text, said in (
+        ("tp", "expected KEY=VALUE between commas, found 'tp'"),
+        ("tp=2,pp=1, tp=4", "found tp twice; keep one"),
+        ("depth=2", "unknown key 'depth'; known: .*micro_batch"),
+        ("micro_batch=0", "expected micro_batch of 1 or more, found '0'"),
+    ):
+        with pytest.raises(ConfigError, match=f"--layout: {said}"):
+            read_layout(text)
+
+
 def test_fp8_is_quicker_where_a_description_has_its_peak_and_says_so_where_not():
     """Products of blocks take it, and passes that scale their factors."""
     hardware = load_hardware("a100-80gb")

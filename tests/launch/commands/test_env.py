@@ -25,8 +25,10 @@ def test_env_shows_known_variables_and_no_secret(command, monkeypatch):
     _, out, _ = command("env")
     assert "- NCCL_DEBUG: INFO" in out
     assert "canary" not in out
-    secrets = dict.fromkeys(("TORCH_API_KEY", "NCCL_PASS", "TORCH_AUTH", "DRIVETRAIN_PW"), "x")
-    assert shown_variables({**secrets, "PATH": "y", "GLOO_A": "z"}) == {"GLOO_A": "z"}
+    words = "API_KEY AUTH BEARER CREDENTIALS DSN PASS PW SECRET TOKEN".split()
+    secrets = {f"DRIVETRAIN_{word}": "x" for word in words}
+    shown = {f"{family}_A": "z" for family in ("DRIVETRAIN", "GLOO", "NCCL", "OMP", "TORCH")}
+    assert shown_variables({**secrets, "PATH": "y", **shown}) == shown
 
 
 def test_cgroup_limit_is_read_and_no_limit_is_said(tmp_path):

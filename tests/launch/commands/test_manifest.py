@@ -43,9 +43,12 @@ def cluster(tmp_path):
 
 
 def test_a_batch_script_requeues_a_run_that_saved(command, script, cluster):
-    asked = ("--devices", "8", "--time", "1:00:00", "--sbatch=--exclusive", script, "--tag", "a b")
+    given = ("devices=8", "time=1:00:00", "partition=p", "account=a", "sbatch=--exclusive")
+    asked = (*(f"--{each}" for each in given), script, "--tag", "a b")
     batch = command.output("manifest", "slurm", *HOSTS, *asked)
-    for directive in ("nodes=2", "gpus-per-node=8", "signal=USR1@120", "time=1:00:00", "exclusive"):
+    directives = "job-name=train nodes=2 ntasks-per-node=1 gpus-per-node=8 signal=USR1@120 requeue"
+    directives += " open-mode=append time=1:00:00 partition=p account=a exclusive"
+    for directive in directives.split():
         assert f"#SBATCH --{directive}\n" in batch
     ended, seen = cluster(batch, 75)
     launch = ["drivetrain", "launch", "--set", "strategy.name=zero2", "--set", "precision='no'"]
@@ -73,9 +76,12 @@ def test_a_batch_script_of_an_elastic_run_keeps_the_nodes_that_are_left(command,
 
 @pytest.mark.parametrize("kind", ["trainjob", "jobset"])
 def test_kubernetes_takes_the_objects_and_knows_the_exit_codes(command, kind):
-    asked = ("--image", "registry/image:1", "--kind", kind, "--devices", "8", "train.py", "--lr=1")
-    objects = list(yaml.safe_load_all(command.output("manifest", "kubernetes", *HOSTS, *asked)))
+    asked = ("--image", "registry/image:1", "--kind", kind, "--namespace", "ml", "--devices", "8")
+    text = command.output("manifest", "kubernetes", *HOSTS, *asked, "train.py", "--lr=1")
+    assert "create secret generic train --namespace ml --from-literal=secret=" in text
+    objects = list(yaml.safe_load_all(text))
     for each in objects:
+        assert each["metadata"] == {"name": "train", "namespace": "ml"}
         prefix = "JobsetV1alpha2" if each["kind"] == "JobSet" else "TrainerV1alpha1"
         # A field that the schema does not know would be lost on the way.
         read = getattr(models, prefix + each["kind"]).from_dict(each)
@@ -90,16 +96,22 @@ def test_kubernetes_takes_the_objects_and_knows_the_exit_codes(command, kind):
     container = indexed["template"]["spec"]["containers"][0]
     assert container["command"][-2:] == ["train.py", "--lr=1"]
     assert container["resources"]["limits"] == {"nvidia.com/gpu": 8}
-    names = {variable["name"] for variable in container["env"]}
-    assert "DRIVETRAIN_SECRET" in names
-    assert ("PET_MASTER_ADDR" in names) == (kind == "jobset")
+    assert (indexed["completions"], indexed["parallelism"]) == (2, 2)
+    values = {variable["name"]: variable.get("value") for variable in container["env"]}
+    assert "DRIVETRAIN_SECRET" in values
+    if kind == "jobset":
+        pet = {"NNODES": "2", "NPROC_PER_NODE": "8", "MASTER_ADDR": "train-node-0-0.train"}
+        assert {f"PET_{name}": value for name, value in pet.items()}.items() <= values.items()
+    else:
+        assert objects[1]["spec"]["trainer"] == {"numNodes": 2, "numProcPerNode": 8}
+        assert "PET_MASTER_ADDR" not in values
 
 
 def test_skypilot_gets_a_task_for_spot_hosts(command, script):
     asked = ("--accelerators", "H100:8", "--spot", "--restarts", "5", script, "a b")
     text = command.output("manifest", "skypilot", *HOSTS, *asked)
     task = yaml.safe_load(text)
-    assert task["num_nodes"] == 2
+    assert (task["num_nodes"], task["secrets"]) == (2, {"DRIVETRAIN_SECRET": None})
     assert task["resources"] == {
         "accelerators": "H100:8",
         "use_spot": True,
@@ -110,6 +122,7 @@ def test_skypilot_gets_a_task_for_spot_hosts(command, script):
     assert "--install WHEEL|URL" in text
     text = command.output("manifest", "skypilot", "--install", "a b.whl", script)
     assert yaml.safe_load(text)["setup"] == "pip install 'a b.whl'"
+    assert "secret" not in text, "of one host alone"
 
 
 def test_the_arguments_are_the_configuration(tmp_path):
@@ -118,6 +131,7 @@ def test_the_arguments_are_the_configuration(tmp_path):
         "strategy: {name: ddp, bucket_mib: 3}\nprecision: 'no'\naccumulation: 4\n"
         "recompute: {blocks: 'a.*,b: c'}\nlaunch: {nnodes: 2, node_rank: 1, rdzv_endpoint: 'h:1'}\n"
     )
+    assert "launch.grace_s=1" in arguments_of(resolve_command_line(None, ()), 5)
     before = resolve_command_line(str(file), ())
     sets = arguments_of(before, 120)[1::2]
     assert not any("nnodes" in each or "h:1" in each for each in sets)

@@ -1,0 +1,30 @@
+"""This process's place among all, from variables that may be wrong."""
+
+import pytest
+
+from drivetrain.errors import PreflightError
+from drivetrain.runtime.world import LINK_VARIABLE, World, host_link
+
+
+@pytest.mark.parametrize(
+    ("rank", "size", "said"),
+    [
+        ("2", "2", r"0 <= RANK < WORLD_SIZE, found RANK=2, WORLD_SIZE=2; start"),
+        ("-1", "2", "found RANK=-1, WORLD_SIZE=2"),
+        ("x", "2", "an integer in the variable RANK, found 'x'; start"),
+    ],
+)
+def test_a_place_that_is_none_is_refused(monkeypatch, rank, size, said):
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("WORLD_SIZE", size)
+    with pytest.raises(PreflightError, match=said):
+        World.discover(cpu=True)
+
+
+def test_a_measured_link_is_a_number_and_none_is_0(monkeypatch):
+    for text, rate in (("", 0.0), ("2.5e9", 2.5e9)):
+        monkeypatch.setenv(LINK_VARIABLE, text)
+        assert host_link() == rate
+    monkeypatch.setenv(LINK_VARIABLE, "quick")
+    with pytest.raises(PreflightError, match=f"in the variable {LINK_VARIABLE}, found 'quick'"):
+        host_link()
