@@ -27,6 +27,19 @@ def test_launch_help_states_default_and_yaml_key_of_every_flag(command):
         assert line in listed
 
 
+def test_flags_are_called_as_their_keys_but_for_words_of_other_launchers():
+    names = {name: flag.key.rpartition(".")[2] for flag in FLAGS for name in flag.names}
+    other = {name: key for name, key in names.items() if name[2:].replace("-", "_") != key}
+    assert other == {
+        "--strategy": "name",
+        "--mixed-precision": "precision",
+        "--cpu": "device",
+        "--num-machines": "nnodes",
+        "--machine-rank": "node_rank",
+        "--profile": "steps",
+    }
+
+
 def test_help_of_each_command_has_an_example_and_one_name_per_thing(command):
     for words in (
         *("launch", "estimate", "plan", "verify", "test", "report", "schedule", "disk-bench"),

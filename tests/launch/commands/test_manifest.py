@@ -77,6 +77,9 @@ def test_a_batch_script_of_an_elastic_run_keeps_the_nodes_that_are_left(command,
 @pytest.mark.parametrize("kind", ["trainjob", "jobset"])
 def test_kubernetes_takes_the_objects_and_knows_the_exit_codes(command, kind):
     asked = ("--image", "registry/image:1", "--kind", kind, "--namespace", "ml", "--devices", "8")
+    device = "nvidia.com/gpu"
+    if kind == "jobset":
+        asked, device = (*asked, "--device-name", "amd.com/gpu"), "amd.com/gpu"
     text = command.output("manifest", "kubernetes", *HOSTS, *asked, "train.py", "--lr=1")
     assert "create secret generic train --namespace ml --from-literal=secret=" in text
     objects = list(yaml.safe_load_all(text))
@@ -95,7 +98,7 @@ def test_kubernetes_takes_the_objects_and_knows_the_exit_codes(command, kind):
     assert indexed["template"]["spec"]["terminationGracePeriodSeconds"] == 120
     container = indexed["template"]["spec"]["containers"][0]
     assert container["command"][-2:] == ["train.py", "--lr=1"]
-    assert container["resources"]["limits"] == {"nvidia.com/gpu": 8}
+    assert container["resources"]["limits"] == {device: 8}
     assert (indexed["completions"], indexed["parallelism"]) == (2, 2)
     values = {variable["name"]: variable.get("value") for variable in container["env"]}
     assert "DRIVETRAIN_SECRET" in values

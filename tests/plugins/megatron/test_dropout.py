@@ -279,11 +279,11 @@ def test_replicas_are_equal_and_shards_differ(sequence_parallel):
 @pytest.mark.ranks(4)
 def test_data_parallel_ranks_drop_differently():
     twins = [build("gpt2", 0.2) for _ in range(2)]
-    both = prepared(build("gpt2", 0.2), tp=2)
+    both = prepared(build("gpt2", 0.2), tp=2, dropout_seed=3)
     replica = both.accelerator.mesh["dp"].rank
     losses = []
     for index, twin in enumerate(twins):
-        counting(twin, replica=index)
+        counting(twin, replica=index, seed=3)
         losses.append(loss_of(twin, token_batch(0)).detach())
     close(loss_of(both.model, token_batch(0)).detach(), losses[replica])
     assert abs(losses[0] - losses[1]) > 1e-4
