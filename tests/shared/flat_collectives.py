@@ -25,9 +25,9 @@ def open_ring(traffic: Traffic | None = None, timeout_s: float = TIMEOUT_S) -> C
     return connect(open_axis(), traffic or Traffic(), torch.device("cpu"), timeout)
 
 
-def open_native(traffic: Traffic | None = None) -> NativeCommunicator:
+def open_native(traffic: Traffic | None = None, axis: Axis | None = None) -> NativeCommunicator:
     """Return the communicator of the library's operations, which here run on gloo."""
-    axis = open_axis()
+    axis = axis or open_axis()
     timeout = timedelta(seconds=TIMEOUT_S)
     return NativeCommunicator(axis, traffic or Traffic(), timeout, axis.group)
 
@@ -62,6 +62,7 @@ def check_flat(
     for handle in reversed(handles):
         handle.wait()
         assert handle.done()
+        handle.wait()  # does nothing more
     case = (numel, dtype, chunks)
     assert torch.equal(summed, total), case
     assert torch.equal(most, torch.stack(inputs).amax(0)), case

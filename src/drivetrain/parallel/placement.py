@@ -380,19 +380,13 @@ class Placement:
 
 # --- edits: a script changes whole parameters, and what rank 0 changed becomes everybody's ---
 
-_PIECE = 1 << 20
-_PRIME = 1_000_003
-_RANGE = 1 << 62
-_WORDS = {1: torch.int8, 2: torch.int16}
-
-
 @contextmanager
 def edits_accepted(
     units: Sequence[Unit], communicator: Communicator, backend: OptimizerBackend
 ) -> Iterator[None]:
     """Context in which whole parameters may be changed, on all ranks alike or on rank 0 alone.
 
-    Changes are found by comparing fingerprints, so it does not matter how they were made.
+    Changes are found by comparing digests, so it does not matter how they were made.
 
     Args:
         units: whole inside of the context.
@@ -400,13 +394,13 @@ def edits_accepted(
         backend: where masters lie that follow.
     """
     set_before = [_replaced(unit) for unit in units]
-    before = [_fingerprints(unit) for unit in units]
+    before = [_digests(unit) for unit in units]
     yield
     for unit, old in zip(units, set_before, strict=True):
         new = _replaced(unit)
         if fresh := [slot for slot in new if new[slot] != old.get(slot)]:
             unit.take_data(fresh)
-    after = [_fingerprints(unit) for unit in units]
+    after = [_digests(unit) for unit in units]
     changed = [old != new for old, new in zip(before, after, strict=True)]
     if not units:
         return
@@ -418,25 +412,11 @@ def edits_accepted(
             backend.values_changed(unit)
 
 
-def _fingerprints(unit: Unit) -> list[int]:
-    return [fingerprint(flat) for flat in unit.values]
+def _digests(unit: Unit) -> list[int]:
+    return [int(digest(flat)) for flat in unit.values]
 
 
 def _replaced(unit: Unit) -> dict[ParameterSlot, int]:
-    """Return the fingerprints of data that the script has set on the unit's parameters."""
-    return {slot: fingerprint(slot.parameter.data.reshape(-1)) for slot in unit.replaced()}
-
-
-@torch.no_grad()
-def fingerprint(flat: Tensor) -> int:
-    """Return a number that changes when an element changes or elements swap places.
-
-    Args:
-        flat: 1-D, of any dtype; read in pieces, so memory stays constant.
-    """
-    total = 0
-    words = flat.view(_WORDS.get(flat.element_size(), torch.int32))
-    for piece in torch.split(words, _PIECE):
-        ramp = torch.arange(1, piece.numel() + 1, device=piece.device)
-        total = (total * _PRIME + int((piece.to(torch.int64) * ramp).sum())) % _RANGE
-    return total
+    """Return the digests of data that the script has set on the unit's parameters."""
+    found = {slot: slot.parameter.data.flatten().clone() for slot in unit.replaced()}
+    return {slot: int(digest(values)) for slot, values in found.items()}

@@ -153,7 +153,9 @@ def test_what_is_sent_may_be_written_just_before():
             for other, each in enumerate(tensors):
                 each.fill_(10 * rank + other)
 
-        swapped, arrived, gathered, summed = (list(torch.zeros(3, 4)) for _ in range(4))
+        swapped = [torch.zeros(4 + each) for each in range(3)]
+        arrived = list(torch.zeros(3, 4 + rank))
+        gathered, summed = (list(torch.zeros(3, 4)) for _ in range(2))
         handles = [
             communicator.all_to_all(swapped, arrived, first=partial(write, swapped)),
             communicator.gather_parts([[t] for t in gathered], first=partial(write, gathered)),
@@ -161,7 +163,7 @@ def test_what_is_sent_may_be_written_just_before():
         ]
         for handle in handles:
             handle.wait()
-        assert [int(arrived[r][0]) for r in others] == [10 * r + rank for r in others]
+        assert [int(arrived[r][-1]) for r in others] == [10 * r + rank for r in others]
         assert [int(each[0]) for each in gathered] == [0, 11, 22]
         assert int(summed[rank][0]) == 30 + 3 * rank
         communicator.close()

@@ -12,6 +12,8 @@ from drivetrain.collectives import ring, sent_elements
 from drivetrain.collectives.volume import chunk_bounds
 from drivetrain.cost import Traffic
 from drivetrain.errors import CollectiveError, UsageError
+from drivetrain.runtime.mesh import Mesh
+from drivetrain.runtime.world import World
 from flat_collectives import check_flat, open_native, open_ring
 
 PIECE = 64  # bytes: small, so that small tensors have many pieces
@@ -58,6 +60,16 @@ def test_every_size_dtype_and_division(monkeypatch, world):
             assert traffic.sent() == sent, (opened, numel, dtype, chunks)
         communicator.barrier()
         communicator.close()
+
+
+@pytest.mark.ranks(4)
+def test_a_part_of_the_ranks_by_the_library():
+    world = World.discover(cpu=True)
+    axis = Mesh.build({"dp": 2, "tp": 2}, world)["tp"]
+    communicator = open_native(axis=axis)
+    for numel in (6, 7):
+        check_flat(communicator, numel)
+    communicator.close()
 
 
 def test_elements_that_ranks_send():
