@@ -9,7 +9,12 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from drivetrain import Accelerator, DataLoaderConfiguration, communication
+from drivetrain import (
+    Accelerator,
+    DataLoaderConfiguration,
+    GradientAccumulationPlugin,
+    communication,
+)
 from drivetrain.errors import UsageError
 from drivetrain.facade.uneven import UnevenInputs
 from drivetrain.runtime.gradient_state import GradientState
@@ -36,19 +41,26 @@ def run(accelerator, rows):
     return model, optimizer, scheduler, batches
 
 
+@pytest.mark.parametrize("window", [1, 2])
 @pytest.mark.ranks(3)
-def test_ranks_end_equal():
-    accelerator = Accelerator(cpu=True)
+def test_ranks_end_equal(window):
+    """Also at one place in a window that goes on in the next loop."""
+    plugin = GradientAccumulationPlugin(num_steps=window, sync_with_dataloader=False)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_plugin=plugin)
     model, optimizer, scheduler, batches = run(accelerator, rows=14)  # 7 batches on 3 ranks
     assert sorted(communication.gather_object([batches])) == [2, 2, 3]
+    steps = 3 // window
+    assert optimizer.steps == steps
     state = [*model.parameters(), *model.buffers()]
     state += [v for s in optimizer.state.values() for v in s.values()]
     for tensor in state:
         for other in communication.gather(tensor.detach()[None]):
             assert torch.equal(other, tensor)
-    assert optimizer.steps == 3
-    assert scheduler.get_last_lr() == pytest.approx([0.1 * 0.9**3])
-    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * 0.9**3)
+    assert optimizer.steps == steps
+    assert scheduler.get_last_lr() == pytest.approx([0.1 * 0.9**steps])
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * 0.9**steps)
+    with accelerator.accumulate(model):
+        assert accelerator.sync_gradients
     accelerator.end_training()
 
 

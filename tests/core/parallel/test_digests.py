@@ -1,8 +1,12 @@
-"""Digests tell values apart: a change anywhere, also in tensors of many rows and odd ends."""
+"""Writes without a trace: digests tell values apart, and when a forward looks for such writes."""
+
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from drivetrain.parallel import gather
 from drivetrain.parallel.unit import digest
 
 
@@ -18,3 +22,17 @@ def test_each_element_counts_with_its_place(numel, dtype):
         assert digest(changed) != before, place
     if numel > 1:
         assert digest(values.roll(1)) != before
+
+
+def test_units_are_looked_at_in_turn_and_later_now_and_then(monkeypatch):
+    monkeypatch.setattr(gather, "LOOKS", 3)
+    units = [SimpleNamespace(digests=None) for _ in range(2)]
+    for unit in units:
+        unit.notice_all_writes = partial(setattr, unit, "digests", [])
+    subject = object.__new__(gather.Gather)
+    subject._forward, subject._looked, subject._freed = 0, None, units
+    turns = []
+    for _ in range(9):
+        subject._look_at_next()
+        turns.append([place for place, unit in enumerate(units) if unit.digests is not None])
+    assert turns == [[1], [0], [1], [], [], [0], [], [], [1]]

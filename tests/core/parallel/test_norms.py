@@ -47,6 +47,9 @@ def test_dtypes_of_sums_nothing_and_nan():
     mixed = [torch.ones(3, dtype=torch.float64), torch.ones(1)]
     assert global_norm(mixed).dtype is torch.float64
     assert global_norm(mixed).item() == pytest.approx(2.0, abs=1e-15)
+    double = torch.ones(3, dtype=torch.float64)
+    clip_([double], torch.tensor(3.0, dtype=torch.float64), 1.0)
+    assert double[0].item() == pytest.approx(1 / (3 + 1e-6), rel=1e-15)
     assert global_norm([]).item() == 0
     assert global_norm([torch.tensor([math.nan, 1.0])]).isnan()
     with pytest.raises(UsageError, match="positive norm_type"):

@@ -290,6 +290,15 @@ def test_data_parallel_ranks_drop_differently():
     both.close()
 
 
+def test_each_forward_of_a_pipeline_has_a_number_of_its_own():
+    model = small(0.5)
+    masks = counting(model)
+    assert [masks.take(count) for count in (2, 1)] == [0, 2]
+    model.eval()
+    assert [masks.take(count) for count in (2, 1)] == [-2, -3]
+    assert masks.forwards == 3
+
+
 def losses_of(model, batches=3):
     return [loss_of(model, token_batch(0)).item() for _ in range(batches)]
 

@@ -71,6 +71,14 @@ def test_wide_numbers_are_rounded_between_hosts_and_errors_name_the_other_host()
             link.finish(SimpleNamespace(wait=wait), Message(Direction.TIED, there, back, 0))
 
 
+def test_two_pipelines_on_one_axis_have_tags_of_their_own():
+    axis = Axis(name="pp", size=3, rank=0, ranks=(0, 1, 2), hosts=("a", "a", "a"))
+    here = (StageLinks(axis), Traffic(), torch.device("cpu"), timedelta(seconds=1))
+    messages = [Message(each, 0, stage, 0) for each in Direction for stage in range(3)]
+    tags = [link._tag(each) for link in (Link(*here, 3), Link(*here, 3)) for each in messages]
+    assert len(set(tags)) == 2 * streams(3)
+
+
 def test_messages_that_an_exception_left_here_are_forgotten():
     link, message = object.__new__(Link), Message.input_of(1, 0)
     link._here = {message: ()}
