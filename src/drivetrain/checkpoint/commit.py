@@ -306,24 +306,12 @@ def next_name(root: Path) -> str:
 
 def complete(root: Path) -> list[Path]:
     """Return the complete checkpoints of automatic names in a folder, the highest number first."""
-    numbered = _numbered(root)
-    return [numbered[n] for n in sorted(numbered, reverse=True) if is_checkpoint(numbered[n])]
+    return [path for path in newest_first(root) if is_checkpoint(path)]
 
 
-def latest(root: Path) -> Path:
-    """Return the complete checkpoint with the highest number.
-
-    Raises:
-        CheckpointError: the folder has no complete checkpoint of an automatic name.
-    """
-    found = complete(root)
-    if found:
-        return found[0]
-    names = ", ".join(path.name for path in _numbered(root).values()) or "no folder of such a name"
-    raise CheckpointError(
-        f"expected a complete checkpoint named checkpoint_NUMBER in {root}, found {names}; "
-        "save one first or name the directory to load"
-    )
+def newest_first(root: Path) -> list[Path]:
+    """Return the folders of automatic names in a folder, complete or not."""
+    return [path for _, path in sorted(_numbered(root).items(), reverse=True)]
 
 
 def prune(root: Path, limit: int) -> list[Path]:

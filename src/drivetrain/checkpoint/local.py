@@ -34,6 +34,7 @@ from drivetrain.checkpoint.commit import (
     SHOWN,
     Group,
     collect,
+    explain,
     gather,
     next_name,
     saved_steps,
@@ -719,7 +720,10 @@ class MemoryCheckpoints:
         if not self._world.is_main:
             return
         if kept:
-            saved(contents.state)
+            try:
+                saved(contents.state)
+            except OSError as error:
+                logger.warning(f"cannot tell the launcher of a checkpoint: {explain(error)}")
         else:
             logger.warning("no checkpoint in memory: the weights are infinite or NaN")
 
@@ -794,6 +798,8 @@ class MemoryCheckpoints:
     def clear(self) -> None:
         """Remove all checkpoints in memory: the run goes on from storage, or begins."""
         self._keep("")
+        if self._saved_at is not None:
+            self._saved_at = 0  # steps are taken again, and count again
 
     def _keep(self, name: str) -> None:
         """Remove all but one checkpoint at this rank's home."""

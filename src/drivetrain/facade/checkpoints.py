@@ -75,14 +75,16 @@ class RunFolder:
 
     Attributes:
         state: of the run, with the folder of automatic names.
+        goes_on: whether the run is the one that saved under automatic names before.
     """
 
     state: RunState
-    _named: list[Path] = field(default_factory=list)
+    goes_on: bool = False
+    _own: list[Path] = field(default_factory=list)
 
     def add(self, directory: Path) -> None:
-        """Remember a checkpoint that the script has named."""
-        self._named = [directory, *(each for each in self._named if each != directory)]
+        """Remember a checkpoint that the run has saved, or that the script has named to load."""
+        self._own = [directory, *(each for each in self._own if each != directory)]
 
     def next(self) -> Path:
         """Return the next automatic name, in a folder without remains of killed saves."""
@@ -97,10 +99,10 @@ class RunFolder:
         return directory
 
     def holds(self, directory: str | Path | None) -> bool:
-        """Whether there is a checkpoint, damaged or not; None: one of any automatic name."""
+        """Whether there is a checkpoint, whole or not; None: one of any automatic name."""
         if directory is None:
             root = self._root
-            return self._asked(f"look into {root}", lambda: bool(commit.complete(root)), bool)
+            return self._asked(f"look into {root}", lambda: bool(commit.newest_first(root)), bool)
         target = Path(directory).resolve()
         return self._asked(f"look for {target}", lambda: commit.find(target) is not None, bool)
 
@@ -122,26 +124,34 @@ class RunFolder:
         return self._asked("look for the newest checkpoint", read, int)
 
     def open_newest(self, verify: str) -> CheckpointReader:
-        """Open the newest checkpoint of an automatic name that is not damaged."""
+        """Open the newest checkpoint of an automatic name that is whole and not damaged."""
         root = self._root
 
         def names() -> list[str]:
-            found = [commit.latest(root), *commit.complete(root)[1:]]
-            return [path.name for path in found]
+            found = [path.name for path in commit.newest_first(root)]
+            if found:
+                return found
+            raise CheckpointError(
+                f"expected a checkpoint named checkpoint_NUMBER in {root}, found no folder of such "
+                "a name; save one first or name the directory to load"
+            )
 
         known = self._asked(f"load from {root}", names, list[str])
-        return self._open_first([root / name for name in known], verify)
+        reader = self._open_first([root / name for name in known], verify)
+        self.goes_on = True
+        return reader
 
     def open_finite(self) -> CheckpointReader:
-        """Open the newest checkpoint whose weights are finite.
+        """Open the newest checkpoint of this run whose weights are finite.
 
         Raises:
             CheckpointError: there is none.
         """
 
         def paths() -> list[str]:
-            automatic = commit.complete(self._root) if self.state.project.project_dir else []
-            found = [path for path in (*self._named, *automatic) if commit.is_finite(path)]
+            root = self.state.project.checkpoints if self.goes_on else None
+            automatic = commit.complete(root) if root else []
+            found = [path for path in (*self._own, *automatic) if commit.is_finite(path)]
             return [str(path) for path in sorted(found, key=lambda path: -path.stat().st_mtime)]
 
         found = list(map(Path, self._asked("go back", paths, list[str])))
@@ -499,6 +509,7 @@ class RunCheckpoints:
         """Save the whole state, at once or in the background; see ``save_state``. Collective."""
         self._check_same_step()
         self.finite.before_save()
+        self.finite.returns = 0
         self.state.resumption.before_save()
         automatic = self.state.project.automatic_checkpoint_naming
         directory = self._folder.next() if automatic else _given(output_dir)
@@ -523,8 +534,7 @@ class RunCheckpoints:
             self.background.start(partial(self._finish, save, staged, *old))
         if automatic:
             self.state.project.iteration += 1
-        else:
-            self._folder.add(directory)
+        self._folder.add(directory)
         return str(directory)
 
     def save_in_memory(self) -> None:
@@ -569,13 +579,12 @@ class RunCheckpoints:
             reader = self._memory.open_newest(steps, hashed=verify != "size")
         if reader is None:
             loaded = self.load(input_dir, verify=verify) if stored else ""
-            if self._memory is not None:
-                self._memory.clear()
+            self._forget_memory()
             return loaded
         with reader:
             self.saved.load(reader, self.state.models)
             self.state.project.iteration = reader.state["iteration"] + 1
-        self.state.resumption.loaded = True
+        self.state.resumption.loaded = self._folder.goes_on = True
         return str(reader.directory)
 
     def load(self, input_dir: str | Path | None, *, verify: str) -> str:
@@ -585,13 +594,21 @@ class RunCheckpoints:
         else:
             reader = open_checkpoint(Path(input_dir), self.state.world, verify=verify)
         given = str(reader.directory if input_dir is None else Path(input_dir))
+        goes_back = self.state.steps > 0  # before them a script may load what it begins with
         with reader:
             self.saved.load(reader, self._call_load_hooks(given))
             self.state.project.iteration = reader.state["iteration"] + 1
         self.state.resumption.loaded = True
         if input_dir is not None:
             self._folder.add(Path(input_dir))
+        if goes_back:
+            self._forget_memory()
         return given
+
+    def _forget_memory(self) -> None:
+        """Remove the checkpoints in memory: the run goes on from another one, or begins."""
+        if self._memory is not None:
+            self._memory.clear()
 
     def _call_load_hooks(self, directory: str) -> list[PreparedModel]:
         """Let hooks load weights themselves; return the models that are left."""
@@ -605,7 +622,7 @@ class RunCheckpoints:
         return [e for e in self.state.models if any(e.model is model for model in models)]
 
     def is_there(self, input_dir: str | Path | None) -> bool:
-        """Whether there is a checkpoint to go on from, damaged or not.
+        """Whether there is a checkpoint to go on from, whole or not.
 
         Args:
             input_dir: its directory; None means one of any automatic name.
@@ -629,6 +646,7 @@ class RunCheckpoints:
         with reader:
             left = self._call_load_hooks(str(reader.directory))
             self.saved.load(reader, left, rewinds=False)
+        self._forget_memory()
         return str(reader.directory)
 
     def _check_same_step(self) -> None:
@@ -693,16 +711,19 @@ class RunCheckpoints:
     ) -> None:
         """Complete a save, and then remove the oldest checkpoints beyond the limit."""
         save.finish(contents, group)
-        if self.state.world.is_main:
+
+        def conclude() -> None:
             self.state.resumption.saved(contents.state)
-        if self.state.world.is_main and not commit.is_finite(save.target):
-            logger.warning(
-                f"{save.target} holds weights that are infinite or NaN; the newest checkpoint "
-                "without any is kept, whatever total_limit says"
-            )
-        if limit is not None:
-            remove = partial(commit.prune, root, limit) if self.state.world.is_main else list
-            together(self.state.world, f"remove old checkpoints in {root}", remove, group)
+            if not commit.is_finite(save.target):
+                logger.warning(
+                    f"{save.target} holds weights that are infinite or NaN; the newest checkpoint "
+                    "without any is kept, whatever total_limit says"
+                )
+            if limit is not None:
+                commit.prune(root, limit)
+
+        work = conclude if self.state.world.is_main else lambda: None
+        together(self.state.world, f"conclude {save.target}, which is saved", work, group)
 
 
 def add_hook(

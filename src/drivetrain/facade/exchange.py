@@ -243,18 +243,19 @@ class FiniteCheck:
         losses: those of the window's micro-batches that count, each with the identity of the entry
             if a pipeline ran; nothing waits for their values.
         norms: of all gradients of models, by the identity of their entries, where they are known.
+        returns: how often the run went back since its last save in storage.
     """
 
     state: RunState
     losses: list[tuple[int | None, Tensor]] = field(default_factory=list)
     norms: dict[int, Tensor] = field(default_factory=dict)
+    returns: int = 0
     _watched: list[Watched] = field(default_factory=list)
     _copied: tuple[list[Watched], LateNumbers] | None = None
     _found: str = ""
     _turns: Counter[tuple[int, int]] = field(default_factory=Counter)
     """Steps that were looked at, by the identities of model and optimizer."""
     _in_a_row: int = 0
-    _returns: int = 0
 
     @property
     def _policy(self) -> str:
@@ -373,8 +374,8 @@ class FiniteCheck:
         if self._policy == "stop":
             raise _error(where, "on_nonfinite: stop ends the run")
         if self._policy == "rollback":
-            self._returns += 1
-            if self._returns > MOST_RETURNS:
+            self.returns += 1
+            if self.returns > MOST_RETURNS:
                 again = f"the run went back {MOST_RETURNS} times without a save in between"
                 raise _error(where, again)
             directory = go_back()
@@ -404,7 +405,6 @@ class FiniteCheck:
             NonFiniteError: on every rank.
         """
         self._evaluate()
-        self._returns = 0
         if self._policy == "stop" and (where := self._said()):
             raise _error(where, "nothing was saved")
 

@@ -3,11 +3,12 @@
 import json
 import logging
 
+import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from drivetrain import Accelerator, ProjectConfiguration
+from drivetrain import Accelerator, CheckpointError, ProjectConfiguration
 from drivetrain.checkpoint.commit import Resumption, saved_steps
 from drivetrain.runtime.world import CONFIG_VARIABLE, World, saved_mark
 
@@ -79,6 +80,15 @@ def test_the_launcher_is_told_the_steps_of_the_newest_checkpoint(tmp_path, monke
         accelerator.save_state(wait=wait)
         accelerator.end_training()
         assert saved_mark(config).read_text() == str(steps)
+
+
+def test_a_launcher_that_cannot_be_told_is_an_error_of_all_ranks(tmp_path, monkeypatch):
+    accelerator, *_ = train(tmp_path / "run")
+    monkeypatch.setenv(CONFIG_VARIABLE, str(tmp_path / "gone" / "config.yaml"))
+    with pytest.raises(CheckpointError, match=r"checkpoint_0, which is saved: No such file.*gone"):
+        accelerator.save_state()  # by rank 0 alone it would leave the others waiting
+    monkeypatch.undo()
+    assert accelerator.load_state().endswith("checkpoint_0")
 
 
 def test_never_begins_anew_until_the_run_has_saved_by_itself(tmp_path, monkeypatch):

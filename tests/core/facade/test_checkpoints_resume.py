@@ -70,6 +70,23 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_warning(tmp_path):
     again.free_memory()
 
 
+def test_a_folder_without_a_manifest_is_passed_over_with_a_warning(tmp_path):
+    accelerator, *_ = build(tmp_path)
+    folders = [tmp_path / "checkpoints" / f"checkpoint_{number}" for number in range(3)]
+    with pytest.raises(CheckpointError, match="found no folder of such a name"):
+        accelerator.load_state()
+    folders[0].mkdir(parents=True)
+    with pytest.raises(CheckpointError, match=r"expected manifest.json in .*checkpoint_0"):
+        accelerator.resume()  # never from the start, beside what may be one
+    assert accelerator.save_state() == str(folders[1])
+    folders[2].mkdir()
+    with said("drivetrain", "manifest.json") as lines:
+        assert accelerator.resume()
+    (line,) = lines
+    assert f"in {folders[2]}" in line
+    assert line.endswith(f"going on from the one before, {folders[1]}")
+
+
 def test_resume_starts_anew_where_there_is_nothing(tmp_path):
     accelerator, *_ = build(tmp_path)
     assert not accelerator.resume()

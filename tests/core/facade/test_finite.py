@@ -7,18 +7,20 @@ import time
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 from drivetrain import Accelerator, CheckpointError, NonFiniteError
 from drivetrain import ProjectConfiguration as Project
 from drivetrain.checkpoint import commit
-from drivetrain.checkpoint.commit import is_finite
+from drivetrain.checkpoint.commit import complete, is_finite, saved_steps
 from drivetrain.facade import exchange as finite
+from drivetrain.runtime.world import MEMORY_VARIABLE
 
 ROW = torch.ones(1, 2)
 
 
-def start(strategy="ddp", policy="stop", **options):
-    config = {"on_nonfinite": policy, "report": False}
+def start(strategy="ddp", policy="stop", checkpoint=None, **options):
+    config = {"on_nonfinite": policy, "report": False, "checkpoint": checkpoint or {}}
     accelerator = Accelerator(cpu=True, strategy=strategy, config=config, **options)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
@@ -203,6 +205,47 @@ def test_of_the_checkpoints_that_a_script_named_the_newest_is_taken(tmp_path, mo
     for _ in range(finite.MOST_RETURNS):  # since the save
         step(accelerator, model, optimizer, ROW * math.nan)
         assert all(map(torch.equal, saved, weights(accelerator, model))), "the save ends before"
+
+
+def test_a_run_never_goes_back_to_a_checkpoint_of_another_one(tmp_path):
+    project = Project(project_dir=tmp_path, automatic_checkpoint_naming=True)
+    accelerator, *parts = start(policy="rollback", project_config=project)
+    step(accelerator, *parts, ROW)
+    accelerator.save_state()
+    accelerator, *parts = start(policy="rollback", project_config=project)
+    with pytest.raises(CheckpointError, match="expected a checkpoint of this run"):
+        step(accelerator, *parts, ROW * math.nan)
+    accelerator.save_state()
+    step(accelerator, *parts, ROW * math.nan)
+    accelerator, *parts = start(policy="rollback", project_config=project)
+    assert accelerator.resume()
+    step(accelerator, *parts, ROW * math.nan)
+
+
+def test_a_run_that_went_back_forgets_what_it_has_in_memory(tmp_path, monkeypatch):
+    memory = tmp_path / "memory"
+    memory.mkdir()
+    monkeypatch.setenv(MEMORY_VARIABLE, str(memory))
+    config = {"local": "memory", "local_every": 1}
+    accelerator, model, optimizer = start(policy="rollback", checkpoint=config)
+    good, bad = torch.ones(2), torch.full((2,), math.nan)
+    loader = accelerator.prepare(DataLoader([*5 * [good], *4 * [bad, good, good, good]], 1))
+    steps = []
+
+    def train():
+        for row in loader:
+            accelerator.wait_for_checkpoint()
+            steps.append([saved_steps(path) for path in complete(memory)])
+            step(accelerator, model, optimizer, row)
+            if optimizer.steps == 2 and not (tmp_path / "ck").exists():
+                accelerator.save_state(tmp_path / "ck")
+
+    with pytest.raises(NonFiniteError, match="went back 3 times"):
+        train()
+    later = [[2], [3, 2], [4, 3], [5, 4]]
+    assert steps == [[], [], *4 * later]
+    accelerator.load_state(tmp_path / "ck")
+    assert complete(memory) == []
 
 
 def test_skipped_steps_in_a_row_are_counted_from_the_last_good_one(monkeypatch):
