@@ -132,10 +132,12 @@ def run(arguments: Sequence[str]) -> int:
     try:
         code = group.main(list(arguments), prog_name="drivetrain", standalone_mode=False)
     except click.ClickException as error:
-        text = error.format_message().rstrip(".")
-        context = getattr(error, "ctx", None)
-        where = f" (see '{context.command_path} --help')" if context is not None else ""
-        click.echo(f"error: {text[:1].lower()}{text[1:]}{where}", err=True)
+        text = error.format_message()
+        if not text.startswith("Usage: "):  # of a group without a command: its help
+            context = getattr(error, "ctx", None)
+            where = f" (see '{context.command_path} --help')" if context is not None else ""
+            text = f"error: {text[:1].lower()}{text[1:].rstrip('.')}{where}"
+        click.echo(text, err=True)
         return error.exit_code
     except (click.Abort, KeyboardInterrupt):
         click.echo("interrupted", err=True)

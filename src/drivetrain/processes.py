@@ -471,7 +471,7 @@ def _accelerator_in_use() -> bool:
 def _places() -> int:
     if torch.accelerator.is_available():
         return torch.accelerator.device_count()
-    return os.cpu_count() or 1
+    return len(os.sched_getaffinity(0))
 
 
 def _stop(processes: Sequence[Any]) -> None:

@@ -56,6 +56,8 @@ def test_help_of_each_command_has_an_example_and_one_name_per_thing(command):
 def test_version_and_unknown_commands(command):
     assert command("--version")[1].startswith("drivetrain, version ")
     assert "unknown command 'lunch'; did you mean 'launch'?" in command.error("lunch")
+    for words in ((), ("manifest",)):  # the help alone, not as the text of an error
+        assert command(*words)[2].rstrip() == command.output(*words, "--help").rstrip()
 
 
 def test_ctrl_c_ends_a_command_with_the_code_of_shells(command, monkeypatch):
