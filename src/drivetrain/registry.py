@@ -91,7 +91,7 @@ class Registry:
         """Return the entry point of a name, which imports nothing."""
         entries = self._entries.get(name)
         if entries is None:
-            near = difflib.get_close_matches(name, self.names, n=1)
+            near = difflib.get_close_matches(name.lower(), self.names, n=1)
             hint = f"did you mean {near[0]!r}? " if near else ""
             raise UnknownPluginError(
                 f"unknown {self.kind} {name!r}; {hint}installed: {', '.join(self.names) or 'none'}"

@@ -30,6 +30,12 @@ def test_every_process_is_a_rank_of_one_world(tmp_path):
     assert dict(os.environ) == before
 
 
+def test_a_process_for_each_core_that_this_one_may_use(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {3})
+    notebook_launcher(lambda: (tmp_path / os.environ["WORLD_SIZE"]).touch())
+    assert (tmp_path / "1").exists()
+
+
 def test_debug_launcher_computes_on_the_cpu(tmp_path, monkeypatch):
     def train(folder):
         values = read_file(launched_config()).values

@@ -216,6 +216,11 @@ def check_script(script: tuple[str, ...], *, module: bool) -> tuple[str, ...]:
         )
     name = script[0]
     if module:
+        if name.endswith(".py"):
+            raise ConfigError(
+                f"-m: expected the name of a module, such as package.train, found the file "
+                f"{name!r}; leave out -m"
+            )
         top = name.partition(".")[0]
         if PathFinder.find_spec(top, [str(Path.cwd()), *sys.path]) is None:
             raise ConfigError(
@@ -228,6 +233,11 @@ def check_script(script: tuple[str, ...], *, module: bool) -> tuple[str, ...]:
         raise ConfigError(
             f"cannot run the script {name!r}: {what}; check the path, or use -m "
             "for a module; options of 'drivetrain launch' stand before the script"
+        )
+    if Path(name).suffix in (".yaml", ".yml"):
+        raise ConfigError(
+            f"expected a script, found {name!r}; give a configuration as --config {name}, and the "
+            "script after it"
         )
     return script
 

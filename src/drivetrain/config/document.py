@@ -41,6 +41,9 @@ ORIGINS_KEY = "resolved_from"
 STRATEGY = "strategy"
 """The key of the strategy: its name alone, or a section of its name and options."""
 
+OWN_KEYS = frozenset({STRATEGY, "launch"})
+"""Keys that no file of another program has."""
+
 _WORDS: Mapping[str, tuple[str, ...]] = {
     STRATEGY: ("name",),
     "links.far": ("gradients", "parameters"),
@@ -422,7 +425,7 @@ def importers() -> Iterator[Importer]:
 def importer_of(values: Mapping[str, Any]) -> Importer | None:
     """Return the importer of a file's values; None where they may be ours."""
     ours = {STRATEGY, *(knob.name for knob in options_of(RunConfig))}
-    if set(values) <= ours:
+    if set(values) <= ours or not OWN_KEYS.isdisjoint(values):
         return None
     return next((each for each in importers() if each.recognizes(values)), None)
 

@@ -166,6 +166,8 @@ def test_output_may_follow_the_file(command, folder):
 def test_a_file_is_foreign_by_the_keys_that_are_not_ours():
     assert importer_of({"checkpoint": {}, "seed": 3}) is None
     assert "DeepSpeed" in importer_of({"checkpoint": {}, "train_batch_size": 8}).title
+    for ours in ("strategy", "launch"):  # in which words of other programs are mistakes
+        assert importer_of({ours: {}, "gradient_accumulation_steps": 4, "bf16": True}) is None
 
 
 def test_foreign_file_in_place_of_ours_is_one_line_that_says_so(command, folder):
