@@ -56,7 +56,6 @@ def test_ranks_end_equal(window):
     for tensor in state:
         for other in communication.gather(tensor.detach()[None]):
             assert torch.equal(other, tensor)
-    assert optimizer.steps == steps
     assert scheduler.get_last_lr() == pytest.approx([0.1 * 0.9**steps])
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * 0.9**steps)
     with accelerator.accumulate(model):
