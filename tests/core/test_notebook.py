@@ -32,7 +32,11 @@ def test_every_process_is_a_rank_of_one_world(tmp_path):
 
 def test_a_process_for_each_core_that_this_one_may_use(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {3})
-    notebook_launcher(lambda: (tmp_path / os.environ["WORLD_SIZE"]).touch())
+
+    def note():
+        (tmp_path / os.environ["WORLD_SIZE"]).touch()
+
+    notebook_launcher(note)
     assert (tmp_path / "1").exists()
 
 

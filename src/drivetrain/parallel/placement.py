@@ -380,6 +380,7 @@ class Placement:
 
 # --- edits: a script changes whole parameters, and what rank 0 changed becomes everybody's ---
 
+
 @contextmanager
 def edits_accepted(
     units: Sequence[Unit], communicator: Communicator, backend: OptimizerBackend
