@@ -71,6 +71,7 @@ from drivetrain.parallel.replicated import (
 from drivetrain.registry import compressors
 from drivetrain.runtime.precision import Precision
 from drivetrain.runtime.world import World
+from drivetrain.saved_state import ReplicatedState
 from drivetrain.shards import Reader, Shard
 from drivetrain.strategy import (
     DataParallelPlanning,
@@ -603,6 +604,30 @@ class BucketReducer:
 # --- the strategy ``ddp`` ---
 
 
+class DdpState(ReplicatedState):
+    """What every rank holds whole, and what sums over links keep.
+
+    Args:
+        ddp: the prepared strategy.
+        optimizers: of the model.
+    """
+
+    def __init__(self, ddp: "Ddp", optimizers: Sequence[Optimizer]) -> None:
+        super().__init__(ddp.model, optimizers, ddp.ranks.rank, ddp.ranks.size)
+        self._ddp = ddp
+
+    def shards(self) -> Iterator[Shard]:
+        """Yield the tensors that this rank saves, and what its sums keep."""
+        yield from super().shards()
+        yield from self._ddp.ranks.kept()
+
+    def load(self, reader: Reader) -> None:
+        """Load everything on every rank, in place."""
+        super().load(reader)
+        self._ddp._reducer.open_channels()
+        take_kept([self._ddp.ranks], reader, self._ddp.run.links.name_for("gradients"))
+
+
 class Ddp(DdpOutline, ReplicatedStrategy[DdpConfig]):
     """Data parallelism over the mesh axis ``dp``; one object per prepared model."""
 
@@ -619,7 +644,9 @@ class Ddp(DdpOutline, ReplicatedStrategy[DdpConfig]):
         parameters = [] if self.ranks.size == 1 else list(named_parameters(model).items())
         self._reducer = BucketReducer(parameters, self.ranks, self._hook, self.config, self.rounds)
         self.closing.callback(self._reducer.close)
-        return super().prepare(model, optimizers)
+        prepared = super().prepare(model, optimizers)
+        self.state = DdpState(self, prepared.optimizers)
+        return prepared
 
     def bind(self, optimizer: Optimizer) -> Optimizer:
         """Save, load and step one more optimizer.
@@ -682,17 +709,6 @@ class Ddp(DdpOutline, ReplicatedStrategy[DdpConfig]):
         """
         refuse_clipping(self._adam)
         return super().clip_grad_norm(max_norm, norm_type, only=only)
-
-    def shards(self) -> Iterator[Shard]:
-        """Yield the tensors that this rank saves, and what sums over links keep."""
-        yield from super().shards()
-        yield from self.ranks.kept()
-
-    def load(self, reader: Reader) -> None:
-        """Load everything on every rank, in place."""
-        super().load(reader)
-        self._reducer.open_channels()
-        take_kept([self.ranks], reader, self.run.links.name_for("gradients"))
 
     @classmethod
     def cost(cls, config: DdpConfig, model: ModelSpec, run: Run) -> Cost:

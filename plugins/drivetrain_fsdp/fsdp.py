@@ -66,7 +66,7 @@ from drivetrain.parallel.layout import (
     units_of_keys,
 )
 from drivetrain.parallel.placement import Placement, Ranks
-from drivetrain.parallel.strategy import ShardedPlanning, ShardedStrategy
+from drivetrain.parallel.strategy import ShardedPlanning, ShardedState, ShardedStrategy
 from drivetrain.parallel.unit import FlatParameter
 from drivetrain.runtime.mesh import Axis
 from drivetrain.runtime.precision import Precision
@@ -500,6 +500,25 @@ class FsdpPlanning(ShardedPlanning):
         return {"sharding": "hybrid", **options} if "shard_size" in options else options
 
 
+class RowsState(ShardedState):
+    """The state of a model that is divided by rows."""
+
+    def dtensors(self) -> Mapping[str, Tensor]:
+        """Return the shards of all parameters as torch's DTensors. Collective.
+
+        In the order of the model's state dict, whose names of tied parameters share one.
+
+        Raises:
+            UsageError: values written into them would not reach secondary shards.
+        """
+        strategy, place = self._strategy, self._placement
+        strategy.gather.values_changed()  # what is written must not hide behind whole values
+        place.wait_for_steps()  # a step may still be on its way into them
+        shards = as_dtensors(place, self._ranks, strategy.run.world.device)
+        slots, named = place.slots, strategy.model.named_parameters(remove_duplicate=False)
+        return {clean_name(name): shards[slots[p].name] for name, p in named if p in slots}
+
+
 class Fsdp(FsdpOutline, ShardedStrategy[FsdpConfig]):
     """Parameters, gradients and optimizer state divided by rows, unit by unit."""
 
@@ -507,6 +526,7 @@ class Fsdp(FsdpOutline, ShardedStrategy[FsdpConfig]):
         config.check()
         self._keys: dict[str, str] = {}  # of the unit of each parameter, by name
         super().__init__(config, run)
+        self.state = RowsState(self)
         replicas = self.lines(config, run).replicas
         far = replicas is not None and replicas.levels is not None
         self.adam = frozen_adam("fsdp", config.exchange, run.links, far=far)
@@ -614,26 +634,6 @@ class Fsdp(FsdpOutline, ShardedStrategy[FsdpConfig]):
             undivided = 1 == self.ranks.sharing.axis.size < self.ranks.everyone.size
             (logger.warning if undivided else logger.info)(self.describe_groups())
         return prepared
-
-    # --- at the border ---
-
-    def dtensors(self) -> Mapping[str, Tensor]:
-        """Return the shards of all parameters as torch's DTensors. Collective.
-
-        In the order of the model's state dict, whose names of tied parameters share one.
-
-        Raises:
-            UsageError: values written into them would not reach secondary shards.
-        """
-        self.gather.values_changed()  # what is written into them must not hide behind whole values
-        self.placement.wait_for_steps()  # a step may still be on its way into them
-        shards = as_dtensors(self.placement, self.ranks, self.run.world.device)
-        slots = self.placement.slots
-        return {
-            clean_name(name): shards[slots[parameter].name]
-            for name, parameter in self.model.named_parameters(remove_duplicate=False)
-            if parameter in slots
-        }
 
 
 # --- the shards as torch's DTensors ---

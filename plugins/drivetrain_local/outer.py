@@ -36,7 +36,7 @@ from drivetrain.collectives.volume import FlatSlice, ParameterRow
 from drivetrain.model.modules import named_parameters, repeated_blocks
 from drivetrain.parallel.backward import Rounds, on_gradient
 from drivetrain.parallel.replicated import replicate, view_like
-from drivetrain.saved_state import AROUND, HeldTensors
+from drivetrain.saved_state import AROUND, TrainingState
 from drivetrain.shards import HeldPart
 from drivetrain.strategy import Strategy
 from drivetrain_local.options import LocalOptions
@@ -148,11 +148,11 @@ class Messages:
     def names(self) -> Mapping[int, str]:
         """Return the name of every tensor that optimizers hold, by identity."""
         own = {id(p): name for name, p in named_parameters(self._model).items()}
-        return {**own, **self._inner.held_tensors.names()}
+        return {**own, **self._inner.state.names()}
 
     def dtype(self, parameter: nn.Parameter) -> torch.dtype:
         """Return the dtype of a tensor's values, on all workers the same."""
-        return self._inner.held_tensors.dtype(parameter)
+        return self._inner.state.dtype(parameter)
 
     def held(self) -> Iterator[nn.Parameter]:
         """Yield the tensors in the optimizer's groups, frozen ones, too."""
@@ -217,7 +217,7 @@ class Messages:
 
     def _flat_slice(self, name: str, parameter: nn.Parameter, dtype: torch.dtype) -> FlatSlice:
         """Describe a tensor in a message: a piece of a matrix is encoded as part of the matrix."""
-        shape, outer_dim, first, numel = self._inner.held_tensors.piece(parameter)
+        shape, outer_dim, first, numel = self._inner.state.piece(parameter)
         whole = FlatSlice.of(prod(shape), dtype, [ParameterRow(name, shape, outer_dim, 0)])
         return whole.cut(first, first + numel)
 
@@ -324,8 +324,8 @@ class OuterSteps(StepCount):
         return self.steps < self._warm_up
 
     @property
-    def _held(self) -> HeldTensors:
-        return self._inner.held_tensors
+    def _held(self) -> TrainingState:
+        return self._inner.state
 
     @property
     def _local(self) -> int:

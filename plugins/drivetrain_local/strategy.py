@@ -28,6 +28,7 @@ from drivetrain.parallel.options import OffloadOptions
 from drivetrain.parallel.replicated import replicate
 from drivetrain.runtime.mesh import Axis, HostLevels
 from drivetrain.runtime.world import World
+from drivetrain.saved_state import StateAround, TrainingState, left_inside
 from drivetrain.shards import HeldPart, Reader, Shard
 from drivetrain.simulator.step import (
     COMPUTE,
@@ -267,6 +268,156 @@ def _exchange(nbytes: float, workers: int, run: SimulatedRun) -> tuple[Operation
     return operations
 
 
+# --- the state of a worker ---
+
+_COUNT = "local_steps_"
+
+
+class LocalState(StateAround):
+    """The state of a worker, and the outer weights, which are those that others read.
+
+    Args:
+        local: the strategy, once the strategy inside is prepared.
+    """
+
+    def __init__(self, local: "Local") -> None:
+        super().__init__(local._inner.state)
+        self._local = local
+        self._model, self._parts, self._alone = local._model, local._parts, local._alone
+        self._ranks, self._workers, self._far = local._ranks, local._workers, local._far
+        self._outer, self._counts = local._outer, local._counts
+
+    dtensors = left_inside(TrainingState.dtensors)
+
+    def progress(self) -> Mapping[str, int]:
+        """Return the steps of each optimizer, beside the counts of the strategy inside."""
+        counts = {f"{_COUNT}{index}": count.steps for index, count in enumerate(self._counts)}
+        return {**super().progress(), **counts}
+
+    def resume(self, progress: Mapping[str, int]) -> None:
+        """Go on counting where a saved run was."""
+        super().resume(progress)
+        for index, count in enumerate(self._counts):
+            count.resume(progress.get(f"{_COUNT}{index}", 0))
+
+    # --- whole weights: the outer ones ---
+
+    @contextmanager
+    def whole(self, module: nn.Module, names: Sequence[str]) -> Iterator[Mapping[str, Tensor]]:
+        """Context with whole tensors on every rank: outer weights, alike for all workers."""
+        outer = self._outer_weights(module, names)
+        with self.inner.whole(module, [n for n in names if n not in outer]) as state:
+            found = {**state, **outer}
+            yield {name: found[name] for name in names}
+
+    def _outer_weights(self, module: nn.Module, names: Sequence[str]) -> Mapping[str, Tensor]:
+        """Return whole outer weights by name; parameters without any are left out."""
+        if self._alone:
+            return {}
+        facts = self.inner.facts(module)
+        whole = JoinedWeights(self._ranks, self._local.run.world.device, facts, names)
+        with self._outer_shown():
+            return whole.joined(self.inner.shards(), self._optimizer_of_each())
+
+    def _optimizer_of_each(self) -> dict[str, int]:
+        """Return the optimizer of each parameter that has outer weights on this rank, by name."""
+        found = {}
+        for index, outer in enumerate(self._outer):
+            names = outer.messages.names()
+            found.update({names[id(p)]: index for p in outer.state if id(p) in names})
+        return found
+
+    @contextmanager
+    def _outer_shown(self) -> Iterator[None]:
+        """Context in which the strategy inside saves the outer state with the optimizers'."""
+        for outer in self._outer:
+            outer.shown()
+        try:
+            yield
+        finally:
+            for outer in self._outer:
+                outer.hidden()
+
+    @contextmanager
+    def gathered(
+        self, parameters: Iterable[nn.Parameter], *, modify: bool = True
+    ) -> Iterator[None]:
+        """Keep the worker's own parameters whole; rank 0's changes become every worker's."""
+        chosen = list(parameters)
+        known = {id(p) for _, p in self._model.named_parameters()}
+        if any(id(p) not in known for p in chosen):
+            raise UsageError(
+                "expected parameters of the prepared model, found some that it does not have on "
+                "this rank; take them from the model after prepare()"
+            )
+        changed: frozenset[str] = frozenset()
+        with self.inner.gathered(chosen, modify=modify):
+            watched = modify and not self._alone
+            before = [p.detach().clone() for p in chosen] if watched else []
+            yield
+            if watched:
+                changed = self._adopt_changes(chosen, before)
+        for outer in self._outer if changed else ():
+            outer.restart(changed)
+
+    def _adopt_changes(
+        self, parameters: Sequence[nn.Parameter], before: Sequence[Tensor]
+    ) -> frozenset[str]:
+        """Send the first worker's changes around; return the names of changed parameters."""
+        names = {id(p): clean_name(name) for name, p in self._model.named_parameters()}
+        pairs = zip(parameters, before, strict=True)
+        mine = {names[id(p)] for p, old in pairs if not torch.equal(p, old)}
+        # About the whole model: ranks may hold other parameters.
+        flags = torch.tensor([name in mine for name in self._parts], dtype=torch.uint8)
+        flags = flags.to(self._local.run.world.device)
+        for line in (self._workers, self._ranks):
+            line.all_reduce(flags, reduction="max", label="changes of weights").wait()
+        pairs_of_all = zip(self._parts, flags.tolist(), strict=True)
+        changed = frozenset(name for name, flag in pairs_of_all if flag)
+        here = [p for p in parameters if names[id(p)] in changed]
+        replicate(here, self._workers, "changes of weights")
+        return changed
+
+    # --- checkpoints ---
+
+    def shards(self) -> Iterator[Shard]:
+        """Yield this worker's state; ``drivetrain_local.state`` gives the keys."""
+        if self._alone:
+            yield from self.inner.shards()
+            return
+        saved: set[str] = set()
+        with self._outer_shown():
+            inside = noting_weights(self.inner.shards(), saved)
+            outer = self._optimizer_of_each()
+            yield from shards_of_worker(inside, outer, self._far.rank, self._parts)
+        # Other ranks that step the same part keep the same errors: who saves the part saves both.
+        mine = {name: word for name, word in self._held_parts().items() if name in saved}
+        yield from marked(self._workers.kept(), mine)
+
+    def _held_parts(self) -> dict[str, str]:
+        """Return, by parameter, the word of the part of which optimizers hold elements."""
+        return {name: word for outer in self._outer for name, word in outer.messages.held_parts()}
+
+    def check(self, reader: Reader) -> None:
+        """Compare names and shapes."""
+        self.inner.check(self._view(reader))
+
+    def load(self, reader: Reader) -> None:
+        """Load this worker's state; with another number of workers, the mean of all saved ones."""
+        self.inner.load(self._view(reader))
+        apart = optimizers_apart(reader)
+        for index, outer in enumerate(self._outer):
+            outer.taken_over(apart=index in apart)
+        method = self._local.run.links.name_for("gradients")
+        parts, device = self._held_parts(), self._local.run.world.device
+        go_on_with_kept(self._workers, self._ranks, device, reader, parts, method)
+
+    def _view(self, reader: Reader) -> Reader:
+        saved = saved_workers(reader)
+        worker = self._far.rank if saved == self._far.size else None
+        return WorkerReader(reader, saved, worker, outer=not self._alone) if saved else reader
+
+
 # --- the strategy ``local`` ---
 
 # Douillard et al. 2023, algorithm 1. What happens in a step is told by ``drivetrain_local.outer``;
@@ -274,8 +425,6 @@ def _exchange(nbytes: float, workers: int, run: SimulatedRun) -> tuple[Operation
 
 
 logger = get_logger(__name__)
-
-_COUNT = "local_steps_"
 
 
 class Local(LocalOutline, StrategyAround[LocalOptions]):
@@ -338,10 +487,6 @@ class Local(LocalOutline, StrategyAround[LocalOptions]):
         """Ranks of the only worker may stand in; several workers count steps, and cannot."""
         return self._inner.joinable if self._alone else None
 
-    def dtensors(self) -> Mapping[str, Tensor]:
-        """Return the shards of the worker's own parameters."""
-        return self._inner.dtensors()
-
     def backward(self, loss: Tensor, **options: Any) -> None:
         """Run backward; unless accumulating, return with gradients averaged over the worker.
 
@@ -357,17 +502,6 @@ class Local(LocalOutline, StrategyAround[LocalOptions]):
         """Take the hooks off; the model keeps the worker's own weights."""
         self._closing.close()
 
-    def progress(self) -> Mapping[str, int]:
-        """Return the steps of each optimizer, beside the counts of the strategy inside."""
-        counts = {f"{_COUNT}{index}": count.steps for index, count in enumerate(self._counts)}
-        return {**super().progress(), **counts}
-
-    def resume(self, progress: Mapping[str, int]) -> None:
-        """Go on counting where a saved run was."""
-        super().resume(progress)
-        for index, count in enumerate(self._counts):
-            count.resume(progress.get(f"{_COUNT}{index}", 0))
-
     # --- taking over ---
 
     def prepare(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> Prepared:
@@ -376,7 +510,7 @@ class Local(LocalOutline, StrategyAround[LocalOptions]):
         self._model = model
         if self._alone:
             prepared = self._counted(self._inner.prepare(model, optimizers))
-            self.pipeline = self._inner.pipeline
+            self.pipeline, self.state = self._inner.pipeline, LocalState(self)
             return prepared
         tensors = [*held_parameters(model), *model.buffers()]
         replicate([t for t in tensors if not t.is_meta], self._workers, "replicate model")
@@ -385,7 +519,7 @@ class Local(LocalOutline, StrategyAround[LocalOptions]):
         self._parts.update((name, HeldPart(tuple(p.shape))) for name, p in parameters.items())
         self._fragments = fragment_of_each(model, parameters, self.config.fragments)
         prepared = self._around(optimizers, lambda: self._inner.prepare(model, optimizers))
-        self.pipeline = self._inner.pipeline
+        self.pipeline, self.state = self._inner.pipeline, LocalState(self)
         # A pipeline runs several backwards in one: only the end of all of them averages.
         pipelined = any(
             self.run.mesh[name].size > 1 for name in self.planning().stages(self.config)
@@ -436,7 +570,7 @@ class Local(LocalOutline, StrategyAround[LocalOptions]):
             for handle in (before, after):
                 self._closing.callback(handle.remove)
         prepared = take()
-        self._parts.update(self._inner.held_tensors.parts())
+        self._parts.update(self._inner.state.parts())
         for outer in made:
             last = outer.optimizer.register_step_pre_hook(outermost(outer.before_step))
             self._closing.callback(last.remove)
@@ -477,125 +611,6 @@ class Local(LocalOutline, StrategyAround[LocalOptions]):
         method = self.run.links.gradients
         if method is not None and self.planning().advises_against(self.config, method):
             _warn_of_divergence(self.run.links.name_for("gradients"), self.config.outer_momentum)
-
-    # --- whole weights: the outer ones ---
-
-    @contextmanager
-    def whole_state(
-        self, module: nn.Module, names: Sequence[str]
-    ) -> Iterator[Mapping[str, Tensor]]:
-        """Context with whole tensors on every rank: outer weights, alike for all workers."""
-        outer = self._outer_weights(module, names)
-        with self._inner.whole_state(module, [n for n in names if n not in outer]) as state:
-            found = {**state, **outer}
-            yield {name: found[name] for name in names}
-
-    def _outer_weights(self, module: nn.Module, names: Sequence[str]) -> Mapping[str, Tensor]:
-        """Return whole outer weights by name; parameters without any are left out."""
-        if self._alone:
-            return {}
-        facts = self._inner.state_facts(module)
-        whole = JoinedWeights(self._ranks, self.run.world.device, facts, names)
-        with self._outer_shown():
-            return whole.joined(self._inner.shards(), self._optimizer_of_each())
-
-    def _optimizer_of_each(self) -> dict[str, int]:
-        """Return the optimizer of each parameter that has outer weights on this rank, by name."""
-        found = {}
-        for index, outer in enumerate(self._outer):
-            names = outer.messages.names()
-            found.update({names[id(p)]: index for p in outer.state if id(p) in names})
-        return found
-
-    @contextmanager
-    def _outer_shown(self) -> Iterator[None]:
-        """Context in which the strategy inside saves the outer state with the optimizers'."""
-        for outer in self._outer:
-            outer.shown()
-        try:
-            yield
-        finally:
-            for outer in self._outer:
-                outer.hidden()
-
-    @contextmanager
-    def gathered(
-        self, parameters: Iterable[nn.Parameter], *, modify: bool = True
-    ) -> Iterator[None]:
-        """Keep the worker's own parameters whole; rank 0's changes become every worker's."""
-        chosen = list(parameters)
-        known = {id(p) for _, p in self._model.named_parameters()}
-        if any(id(p) not in known for p in chosen):
-            raise UsageError(
-                "expected parameters of the prepared model, found some that it does not have on "
-                "this rank; take them from the model after prepare()"
-            )
-        changed: frozenset[str] = frozenset()
-        with self._inner.gathered(chosen, modify=modify):
-            watched = modify and not self._alone
-            before = [p.detach().clone() for p in chosen] if watched else []
-            yield
-            if watched:
-                changed = self._adopt_changes(chosen, before)
-        for outer in self._outer if changed else ():
-            outer.restart(changed)
-
-    def _adopt_changes(
-        self, parameters: Sequence[nn.Parameter], before: Sequence[Tensor]
-    ) -> frozenset[str]:
-        """Send the first worker's changes around; return the names of changed parameters."""
-        names = {id(p): clean_name(name) for name, p in self._model.named_parameters()}
-        pairs = zip(parameters, before, strict=True)
-        mine = {names[id(p)] for p, old in pairs if not torch.equal(p, old)}
-        # About the whole model: ranks may hold other parameters.
-        flags = torch.tensor([name in mine for name in self._parts], dtype=torch.uint8)
-        flags = flags.to(self.run.world.device)
-        for line in (self._workers, self._ranks):
-            line.all_reduce(flags, reduction="max", label="changes of weights").wait()
-        pairs_of_all = zip(self._parts, flags.tolist(), strict=True)
-        changed = frozenset(name for name, flag in pairs_of_all if flag)
-        here = [p for p in parameters if names[id(p)] in changed]
-        replicate(here, self._workers, "changes of weights")
-        return changed
-
-    # --- state ---
-
-    def shards(self) -> Iterator[Shard]:
-        """Yield this worker's state; ``drivetrain_local.state`` gives the keys."""
-        if self._alone:
-            yield from self._inner.shards()
-            return
-        saved: set[str] = set()
-        with self._outer_shown():
-            inside = noting_weights(self._inner.shards(), saved)
-            outer = self._optimizer_of_each()
-            yield from shards_of_worker(inside, outer, self._far.rank, self._parts)
-        # Other ranks that step the same part keep the same errors: who saves the part saves both.
-        mine = {name: word for name, word in self._held_parts().items() if name in saved}
-        yield from marked(self._workers.kept(), mine)
-
-    def _held_parts(self) -> dict[str, str]:
-        """Return, by parameter, the word of the part of which optimizers hold elements."""
-        return {name: word for outer in self._outer for name, word in outer.messages.held_parts()}
-
-    def check_load(self, reader: Reader) -> None:
-        """Compare names and shapes."""
-        self._inner.check_load(self._view(reader))
-
-    def load(self, reader: Reader) -> None:
-        """Load this worker's state; with another number of workers, the mean of all saved ones."""
-        self._inner.load(self._view(reader))
-        apart = optimizers_apart(reader)
-        for index, outer in enumerate(self._outer):
-            outer.taken_over(apart=index in apart)
-        method = self.run.links.name_for("gradients")
-        parts, device = self._held_parts(), self.run.world.device
-        go_on_with_kept(self._workers, self._ranks, device, reader, parts, method)
-
-    def _view(self, reader: Reader) -> Reader:
-        saved = saved_workers(reader)
-        worker = self._far.rank if saved == self._far.size else None
-        return WorkerReader(reader, saved, worker, outer=not self._alone) if saved else reader
 
 
 def _warn_of_divergence(method: str, momentum: float) -> None:

@@ -37,10 +37,9 @@ from drivetrain.parallel.whole_state import copied_state
 from drivetrain.runtime.mesh import Mesh
 from drivetrain.runtime.parts import Part, boxes
 from drivetrain.runtime.world import World
-from drivetrain.saved_state import LINKS, OWN_MARK, check_fits
+from drivetrain.saved_state import LINKS, OWN_MARK, TrainingState, check_fits
 from drivetrain.shards import (
     Ranges,
-    Readable,
     Reader,
     Shard,
     TensorFacts,
@@ -263,7 +262,7 @@ def computing_in_copies(model: nn.Module) -> Iterator[None]:
         )
 
 
-def shows_whole(module: nn.Module, owner: Readable) -> None:
+def shows_whole(module: nn.Module, owner: TrainingState) -> None:
     """Let ``state_dict()`` of a module be whole, on the CPU: a collective of the cell's ranks.
 
     With ``keep_vars=True`` it has the parameters themselves.

@@ -9,7 +9,6 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -34,7 +33,7 @@ from drivetrain.model.modules import (
 from drivetrain.model.untouched import PLANNING, untouched
 from drivetrain.parallel.backward import clip_, combine_norms
 from drivetrain.parallel.replicated import replicate
-from drivetrain.saved_state import HeldTensors
+from drivetrain.saved_state import StateAround
 from drivetrain.shards import (
     HeldPart,
     ParameterPiece,
@@ -150,58 +149,158 @@ def _unlike(one: ComparedPlan, other: ComparedPlan) -> str:
 logger = get_logger(__name__)
 
 
-class HeldShares(HeldTensors):
-    """The tensors of optimizers as a strategy around finds them at all times: shares.
+class CellState(StateAround):
+    """The state of a cell in coordinates of the whole model; tensors of optimizers are shares.
 
     Args:
-        cell: knows the shares.
-        inner: those of the strategy inside.
+        cell: its strategy, once the strategy inside is prepared.
     """
 
-    def __init__(self, cell: "Megatron", inner: HeldTensors) -> None:
-        super().__init__(cell)
-        self._cell, self._inner = cell, inner
-        self.divided = cell.divides or inner.divided
+    def __init__(self, cell: "Megatron") -> None:
+        super().__init__(cell._inner.state)
+        self.divided = self.divided or not cell.is_one_rank
+        self._cell, self._model, self._original = cell, cell._model, cell._original
+        self._shares, self._facts, self._whole = cell._shares, cell._facts, cell._whole
+        self._builder, self._tp, self._pp = cell._builder, cell._tp, cell._pp
 
-    @override
-    def names(self) -> Mapping[int, str]:
-        return self._inner.names()
+    def shards(self) -> Iterator[Shard]:
+        """Yield the shards that this rank saves, in coordinates of the whole model."""
+        copies = self._builder.copied_buffers if self._builder is not None else ()
+        with self._shares.open():
+            for shard in self._in_model(self.inner.shards()):
+                if shard.name not in copies:
+                    yield shard
 
-    @override
+    def progress(self) -> Mapping[str, int]:
+        """Return how many forwards have drawn dropout masks."""
+        return {**super().progress(), "dropout_forwards": self._cell._dropout.forwards}
+
+    def resume(self, progress: Mapping[str, int]) -> None:
+        """Let the next forward draw the masks of the saved run's next forward."""
+        self._cell._dropout.forwards = progress.get(
+            "dropout_forwards", self._cell._dropout.forwards
+        )
+        super().resume(progress)
+
+    def facts(self, module: nn.Module) -> Sequence[TensorFacts]:
+        """Return the facts of the whole model's state dict, the same on every rank."""
+        if self._builder is None:  # every rank has all, whatever the script calls it by now
+            found = super().facts(module)
+        else:
+            places = self._whole.places(module).values()
+            found = [replace(place.facts, where=f"stage {place.rank}") for place in places]
+        return [self._with_division(fact) for fact in found]
+
+    def _with_division(self, fact: TensorFacts) -> TensorFacts:
+        """Return the facts of a tensor, and whether the ranks of tp divide it."""
+        known = self._facts.get(fact.name)
+        if known is None or known.partition is None:
+            return fact
+        return replace(fact, where=", ".join(filter(None, (fact.where, "divided over tp"))))
+
+    @contextmanager
+    def whole(self, module: nn.Module, names: Sequence[str]) -> Iterator[Mapping[str, Tensor]]:
+        """Context with whole tensors on every rank, from the stages that have them."""
+        if self._builder is None:
+            with super().whole(module, names) as found:
+                yield found
+            return
+        places = self._whole.places(module)
+        state = state_tensors(module)
+        mine = {name: state[name] for name in names if places[name].rank == self._pp.rank}
+        parameters = parameters_among(mine.values())
+        with self._shares.open(), self._whole_here(parameters, modify=False):
+            yield {name: self._whole.broadcast(places[name], mine.get(name)) for name in names}
+
+    @contextmanager
+    def gathered(
+        self, parameters: Iterable[nn.Parameter], *, modify: bool = True
+    ) -> Iterator[None]:
+        """Context in which these parameters are whole, as in the user's model, on every rank."""
+        chosen = list(parameters)
+        here = [p for p in chosen if not isinstance(p, Elsewhere) and not p.is_meta]
+        others = None if self._builder is None else self._builder.stand_ins
+        stages = nullcontext() if others is None else others.whole(chosen, modify=modify)
+        with self._whole_here(here, modify=modify), stages:
+            yield
+
+    @contextmanager
+    def _whole_here(self, chosen: Sequence[nn.Parameter], *, modify: bool) -> Iterator[None]:
+        """Context in which parameters of this rank's stages are whole."""
+        names = self._original.names  # not of parameters that the script has added since
+        partitions = {p: self._facts[names[p]].partition if p in names else None for p in chosen}
+        divided = self._builder is not None or any(partitions.values())
+        with (
+            self._shares.open(),
+            self.inner.gathered(chosen, modify=modify),
+            joined(self._tp, partitions, modify=modify),
+            refusing_forwards(self._model) if divided else nullcontext(),
+            self._shares.without(chosen),
+        ):
+            yield
+        self._shares.steps += modify
+        if modify and self._cell.pipeline is not None:
+            self._cell.pipeline.stages.outdate()
+
+    def _in_model(self, shards: Iterator[Shard]) -> Iterator[Shard]:
+        """Yield shards of the strategy inside in coordinates of the whole model."""
+        return global_shards(shards, self._facts, self._tp.rank)
+
+    @on_shares
+    def check(self, reader: Reader) -> None:
+        """Compare names and shapes of the whole model, and those of this cell's parts."""
+        self._original.check_loads(reader, self._facts)
+        self.inner.check(self._of_cell(reader))
+
+    @on_shares
+    def load(self, reader: Reader) -> None:
+        """Load this cell's parts of a checkpoint of the whole model."""
+        self._original.check_loads(reader, self._facts)
+        if self._cell.pipeline is not None:
+            self._cell.pipeline.stages.outdate()
+        self.inner.load(self._of_cell(reader))
+        self._shares.steps += 1
+
+    def _of_cell(self, reader: Reader) -> LocalReader:
+        """Return a reader of this cell's parts of a checkpoint."""
+        names = {**named_parameters(self._model), **persistent_buffers(self._model)}
+        return LocalReader(reader, self._facts, names, self._tp.rank)
+
+    # --- the tensors of optimizers, as a strategy around finds them at all times: shares ---
+
     def parts(self) -> Mapping[str, HeldPart]:
-        return self._cell.parts()
+        """Return this tensor-parallel rank's part of each divided parameter."""
+        rank, found = self._tp.rank, {}
+        for name, facts in self._facts.items():
+            if (cut := facts.partition) is not None:
+                holders = (str(r) for r in range(cut.ranks) if cut.ranges[r] == cut.ranges[rank])
+                word = f"{'+'.join(holders)}of{cut.ranks}"
+                found[name] = HeldPart(facts.local_shape(rank), word)
+        return found
 
     @override
     def states(self, index: int, names: Collection[str]) -> Iterator[Shard]:
-        return self._cell.in_model(self._inner.states(index, names))
+        return self._in_model(self.inner.states(index, names))
 
     @override
     def load_states(self, index: int, reader: Reader, names: Collection[str]) -> None:
-        self._cell.check_load(reader)
-        self._inner.load_states(index, self._cell.local(reader), names)
-
-    @override
-    def take_changes(self, optimizer: Optimizer) -> bool:
-        return self._inner.take_changes(optimizer)
-
-    @override
-    def dtype(self, tensor: nn.Parameter) -> torch.dtype:
-        return self._inner.dtype(tensor)
+        self.check(reader)
+        self.inner.load_states(index, self._of_cell(reader), names)
 
     @override
     def piece(self, tensor: nn.Parameter) -> ParameterPiece:
         with bare([tensor]):
-            return self._inner.piece(tensor)
+            return self.inner.piece(tensor)
 
     @override
     def values(self, tensor: nn.Parameter) -> Tensor:
         with bare([tensor]):
-            return self._inner.values(tensor)
+            return self.inner.values(tensor)
 
     @override
     def set_values(self, tensor: nn.Parameter, values: Tensor) -> None:
         with bare([tensor]):
-            self._inner.set_values(tensor, values)
+            self.inner.set_values(tensor, values)
 
 
 class Megatron(MegatronOutline, StrategyAround[MegatronConfig]):
@@ -246,8 +345,7 @@ class Megatron(MegatronOutline, StrategyAround[MegatronConfig]):
 
     def prepare(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> Prepared:
         """Divide the model over the cell, and prepare this rank's part for data parallelism."""
-        self._model = model
-        self._original = Original(model, optimizers)
+        self._model, self._original = model, Original(model, optimizers)
         self._whole = WholeState(uncompiled(model), self._pp, self.run.world.device)
         self._facts = {
             name: ShardingSpec(tuple(parameter.shape))
@@ -277,13 +375,14 @@ class Megatron(MegatronOutline, StrategyAround[MegatronConfig]):
         self._give_values(model)
         prepared = self._inner.prepare(model, optimizers)
         self._know_shares(model)
+        self.state = CellState(self)
         if self._tensor is not None:
             self._tensor.sum_partial(model, self._facts)
         if self._builder is not None:
             self.pipeline = self._builder.start(model, self._inner, self._dropout, self._shares)
             self._builder.stand_ins.in_window = lambda: not self._synchronizing
-            shows_whole(uncompiled(model), self)
-        if not self._is_one_rank:
+            shows_whole(uncompiled(model), self.state)
+        if not self.is_one_rank:
             same = SameBatch((self._tp, self._pp), self.run.world)
             first = model.register_forward_pre_hook(same, prepend=True, with_kwargs=True)
             self._handles.append(first)
@@ -391,14 +490,6 @@ class Megatron(MegatronOutline, StrategyAround[MegatronConfig]):
         clip_(list(self.gradients(only)), norm, max_norm)
         return norm
 
-    def shards(self) -> Iterator[Shard]:
-        """Yield the shards that this rank saves, in coordinates of the whole model."""
-        copies = self._builder.copied_buffers if self._builder is not None else ()
-        with self._shares.open():
-            for shard in self.in_model(self._inner.shards()):
-                if shard.name not in copies:
-                    yield shard
-
     @classmethod
     def cost(cls, config: MegatronConfig, model: ModelSpec, run: Run) -> Cost:
         """Return bytes held and sent by this rank; ``cost`` says which of these are exact."""
@@ -416,89 +507,13 @@ class Megatron(MegatronOutline, StrategyAround[MegatronConfig]):
         finally:
             self._synchronizing = before
 
-    def progress(self) -> Mapping[str, int]:
-        """Return how many forwards have drawn dropout masks."""
-        return {**super().progress(), "dropout_forwards": self._dropout.forwards}
-
-    def resume(self, progress: Mapping[str, int]) -> None:
-        """Let the next forward draw the masks of the saved run's next forward."""
-        self._dropout.forwards = progress.get("dropout_forwards", self._dropout.forwards)
-        super().resume(progress)
-
-    def state_facts(self, module: nn.Module) -> Sequence[TensorFacts]:
-        """Return the facts of the whole model's state dict, the same on every rank."""
-        if self._builder is None:  # every rank has all, whatever the script calls it by now
-            found = super().state_facts(module)
-        else:
-            places = self._whole.places(module).values()
-            found = [replace(place.facts, where=f"stage {place.rank}") for place in places]
-        return [self._with_division(fact) for fact in found]
-
-    def _with_division(self, fact: TensorFacts) -> TensorFacts:
-        """Return the facts of a tensor, and whether the ranks of tp divide it."""
-        known = self._facts.get(fact.name)
-        if known is None or known.partition is None:
-            return fact
-        return replace(fact, where=", ".join(filter(None, (fact.where, "divided over tp"))))
-
-    @contextmanager
-    def whole_state(
-        self, module: nn.Module, names: Sequence[str]
-    ) -> Iterator[Mapping[str, Tensor]]:
-        """Context with whole tensors on every rank, from the stages that have them."""
-        if self._builder is None:
-            with super().whole_state(module, names) as found:
-                yield found
-            return
-        places = self._whole.places(module)
-        state = state_tensors(module)
-        mine = {name: state[name] for name in names if places[name].rank == self._pp.rank}
-        parameters = parameters_among(mine.values())
-        with self._shares.open(), self._whole_here(parameters, modify=False):
-            yield {name: self._whole.broadcast(places[name], mine.get(name)) for name in names}
-
-    @property
-    def held_tensors(self) -> HeldTensors:
-        """The tensors that optimizers hold: this rank's shares, also outside of a step."""
-        return HeldShares(self, super().held_tensors)
-
-    @contextmanager
-    def gathered(
-        self, parameters: Iterable[nn.Parameter], *, modify: bool = True
-    ) -> Iterator[None]:
-        """Context in which these parameters are whole, as in the user's model, on every rank."""
-        chosen = list(parameters)
-        here = [p for p in chosen if not isinstance(p, Elsewhere) and not p.is_meta]
-        others = None if self._builder is None else self._builder.stand_ins
-        stages = nullcontext() if others is None else others.whole(chosen, modify=modify)
-        with self._whole_here(here, modify=modify), stages:
-            yield
-
-    @contextmanager
-    def _whole_here(self, chosen: Sequence[nn.Parameter], *, modify: bool) -> Iterator[None]:
-        """Context in which parameters of this rank's stages are whole."""
-        names = self._original.names  # not of parameters that the script has added since
-        partitions = {p: self._facts[names[p]].partition if p in names else None for p in chosen}
-        divided = self._builder is not None or any(partitions.values())
-        with (
-            self._shares.open(),
-            self._inner.gathered(chosen, modify=modify),
-            joined(self._tp, partitions, modify=modify),
-            refusing_forwards(self._model) if divided else nullcontext(),
-            self._shares.without(chosen),
-        ):
-            yield
-        self._shares.steps += modify
-        if modify and self.pipeline is not None:
-            self.pipeline.stages.outdate()
-
     def take_links(self, links: LinkMethods) -> None:
         """Let the data-parallel strategy go on with methods that were chosen between two steps."""
         super().take_links(links)
         self._inner.take_links(links)
 
     @property
-    def _is_one_rank(self) -> bool:
+    def is_one_rank(self) -> bool:
         """Whether a cell has one rank, so that the strategy inside does everything."""
         return self.config.tp * self.config.pp == 1
 
@@ -513,46 +528,7 @@ class Megatron(MegatronOutline, StrategyAround[MegatronConfig]):
     @property
     def joinable(self) -> Joinable | None:
         """A cell of one rank may stand in for other ones; a cell of several cannot."""
-        return self._inner.joinable if self._is_one_rank else None
-
-    @property
-    def divides(self) -> bool:
-        """Whether ranks hold parts of parameters, or some of the parameters."""
-        return not self._is_one_rank
-
-    def in_model(self, shards: Iterator[Shard]) -> Iterator[Shard]:
-        """Yield shards of the strategy inside in coordinates of the whole model."""
-        return global_shards(shards, self._facts, self._tp.rank)
-
-    def parts(self) -> Mapping[str, HeldPart]:
-        """Return this tensor-parallel rank's part of each divided parameter."""
-        rank, found = self._tp.rank, {}
-        for name, facts in self._facts.items():
-            if (cut := facts.partition) is not None:
-                holders = (str(r) for r in range(cut.ranks) if cut.ranges[r] == cut.ranges[rank])
-                word = f"{'+'.join(holders)}of{cut.ranks}"
-                found[name] = HeldPart(facts.local_shape(rank), word)
-        return found
-
-    @on_shares
-    def check_load(self, reader: Reader) -> None:
-        """Compare names and shapes of the whole model, and those of this cell's parts."""
-        self._original.check_loads(reader, self._facts)
-        self._inner.check_load(self.local(reader))
-
-    @on_shares
-    def load(self, reader: Reader) -> None:
-        """Load this cell's parts of a checkpoint of the whole model."""
-        self._original.check_loads(reader, self._facts)
-        if self.pipeline is not None:
-            self.pipeline.stages.outdate()
-        self._inner.load(self.local(reader))
-        self._shares.steps += 1
-
-    def local(self, reader: Reader) -> LocalReader:
-        """Return a reader of this cell's parts of a checkpoint."""
-        names = {**named_parameters(self._model), **persistent_buffers(self._model)}
-        return LocalReader(reader, self._facts, names, self._tp.rank)
+        return self._inner.joinable if self.is_one_rank else None
 
     def _know_shares(self, model: nn.Module) -> None:
         for name, parameter in named_parameters(model).items():

@@ -1052,7 +1052,7 @@ class Accelerator(AnswersArguments, StaysInProcess, Processes):
         Raises:
             UsageError: the model's strategy does not keep rows of each parameter.
         """
-        return self._state.model(model).strategy.dtensors()
+        return self._state.model(model).strategy.state.dtensors()
 
     def save_model(
         self,

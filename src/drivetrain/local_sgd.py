@@ -79,7 +79,7 @@ def _check(accelerator: Accelerator, model: nn.Module, steps: int) -> None:
         raise UsageError(f"expected local_sgd_steps of at least 1, found {steps}")
     strategy = accelerator.strategy_of(model)
     # Names of tensors in place of parameters: the optimizer of a rank holds a part alone.
-    if strategy.pace.forwards or strategy.held_tensors.names():
+    if strategy.pace.forwards or strategy.state.names():
         raise UsageError(
             "expected a strategy whose ranks can step by themselves for LocalSGD, found "
             f"{type(strategy).__name__}, which divides the model or its optimizer; take ddp, or "

@@ -1,8 +1,10 @@
-"""Saved training state: of replicated models, and optimizer state of sharded models too."""
+"""Training state: the contract for what ranks hold, save and load; that of replicated models."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import wraps
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -10,10 +12,20 @@ from torch.optim import Optimizer
 
 from drivetrain.errors import CheckpointError, UsageError
 from drivetrain.model.modules import named_parameters, persistent_buffers
-from drivetrain.runtime.parts import Part, label
-from drivetrain.shards import HeldPart, ParameterPiece, Reader, Shard, outer_dim
+from drivetrain.runtime.parts import label
+from drivetrain.shards import (
+    HeldPart,
+    ParameterPiece,
+    Reader,
+    Shard,
+    TensorFacts,
+    outer_dim,
+    parameters_among,
+    state_tensors,
+)
 
 T = TypeVar("T")
+MethodT = TypeVar("MethodT", bound=Callable[..., Any])
 
 OWN_MARK = "@"
 """In the key of a state that only the strategy which saved it can read; others leave it alone."""
@@ -138,8 +150,19 @@ def allocate_state(
     return torch.empty_like(values, device=parameter.device)
 
 
-class KeepsState(ABC):
-    """The part of a strategy's contract for state: what ranks save and load, and whose it is."""
+class TrainingState(ABC):
+    """The training state of a prepared model: what ranks hold, show, save and load of it.
+
+    By default every rank has all values, and optimizers hold the user's parameters and all state
+    here; a strategy that changes their groups does so at a step.
+
+    Attributes:
+        divided: whether optimizers hold less than all state here, or not by the user's parameters.
+    """
+
+    divided: bool = False
+
+    # --- checkpoints ---
 
     @abstractmethod
     def shards(self) -> Iterator[Shard]:
@@ -147,6 +170,14 @@ class KeepsState(ABC):
 
         Together the ranks yield each element exactly once.
         """
+
+    def check(self, reader: Reader) -> None:
+        """Refuse a checkpoint that ``load`` would refuse; nothing changes. By default none.
+
+        Raises:
+            CheckpointError: as of ``load``; a run's other models have not been loaded yet.
+        """
+        return
 
     @abstractmethod
     def load(self, reader: Reader) -> None:
@@ -156,29 +187,62 @@ class KeepsState(ABC):
             CheckpointError: names or shapes differ; the message lists the first differences.
         """
 
-    @property
-    def held_tensors(self) -> "HeldTensors":
-        """The tensors in the groups of optimizers, and their state. After ``prepare``."""
-        return HeldTensors(self)
+    def progress(self) -> Mapping[str, int]:
+        """Return the strategy's counts, alike on all ranks, to be saved with a checkpoint."""
+        return {}
 
+    def resume(self, progress: Mapping[str, int]) -> None:
+        """Go on counting from the ``progress`` of a saved run, perhaps of another strategy."""
+        return
 
-class HeldTensors:
-    """The tensors in the groups of a model's optimizers, and the state that these keep of them.
+    # --- whole values of the model ---
 
-    By default they are the user's parameters with their values, optimizers hold all state here,
-    and a strategy that changes groups does so at a step.
+    def gathered(
+        self, parameters: Iterable[nn.Parameter], *, modify: bool = True
+    ) -> AbstractContextManager[None]:
+        """Context in which these parameters are whole on every rank; all ranks must enter it.
 
-    Args:
-        strategy: its shards have the state.
+        Args:
+            parameters: of the prepared model.
+            modify: whether they may be changed inside; where ranks differ rank 0's values count.
+        """
+        return nullcontext()
 
-    Attributes:
-        divided: whether optimizers hold less than all state here, or not by the user's parameters.
-    """
+    def facts(self, module: nn.Module) -> Sequence[TensorFacts]:
+        """Describe the tensors of the whole model's state dict, alike on every rank. Collective.
 
-    divided: bool = False
+        Args:
+            module: as ``prepare`` returned it.
+        """
+        return [TensorFacts.of(name, tensor) for name, tensor in state_tensors(module).items()]
 
-    def __init__(self, strategy: "KeepsState") -> None:
-        self._strategy = strategy
+    @contextmanager
+    def whole(self, module: nn.Module, names: Sequence[str]) -> Iterator[Mapping[str, Tensor]]:
+        """Context with some whole tensors of the model's state on every rank, to be read.
+
+        Args:
+            module: as ``prepare`` returned it.
+            names: of ``facts``.
+        """
+        state = state_tensors(module)
+        with self.gathered(parameters_among(state[name] for name in names), modify=False):
+            yield {name: state[name].detach() for name in names}
+
+    def dtensors(self) -> Mapping[str, Tensor]:
+        """Return the shards of all parameters, by name, as ``torch.distributed.tensor.DTensor``s.
+
+        They share the shards' memory. Every rank must call it.
+
+        Raises:
+            UsageError: the strategy does not keep rows of parameters.
+        """
+        raise UsageError(
+            "expected a strategy that keeps rows of each parameter, found another, with "
+            f"{type(self).__name__}; take accelerator.get_state_dict(model) for whole tensors, or "
+            "save_state(), whose shards every strategy reads"
+        )
+
+    # --- the tensors in the groups of optimizers, and the state that these keep of them ---
 
     def names(self) -> Mapping[int, str]:
         """Return the names of those that stand in place of parameters, by identity."""
@@ -198,7 +262,7 @@ class HeldTensors:
             index: of the optimizer, in the order of ``prepare``.
             names: of the parameters whose state is wanted.
         """
-        for shard in self._strategy.shards():
+        for shard in self.shards():
             of_optimizer = shard.name in names and _is_of_optimizer(shard.state)
             if of_optimizer and _index(shard.state) == index:
                 yield shard
@@ -215,8 +279,8 @@ class HeldTensors:
             CheckpointError: the state does not fit; nothing was changed.
         """
         raise UsageError(
-            f"{type(self._strategy).__name__} cannot take the state of an optimizer alone; "
-            "save_state() and load_state() take all of a run"
+            f"{type(self).__name__} cannot take the state of an optimizer alone; save_state() and "
+            "load_state() take all of a run"
         )
 
     def take_changes(self, optimizer: Optimizer) -> bool:
@@ -250,23 +314,66 @@ class HeldTensors:
         tensor.detach().copy_(values)
 
 
-class ReplicatedState:
+def left_inside(method: MethodT) -> MethodT:
+    """Return a method of ``StateAround`` that is the same method of the state inside."""
+
+    @wraps(method)
+    def call(self: "StateAround", *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.inner, method.__name__)(*args, **kwargs)
+
+    return cast(MethodT, call)
+
+
+class StateAround(TrainingState):
+    """The state of a strategy around another one, whose optimizers hold what they hold inside.
+
+    What is saved, loaded and gathered stands in the coordinates of the model that the strategy was
+    given: that is each subclass's own.
+
+    Args:
+        inner: the state of the strategy inside.
+    """
+
+    def __init__(self, inner: TrainingState) -> None:
+        self.inner = inner
+        self.divided = inner.divided
+
+    progress = left_inside(TrainingState.progress)
+    resume = left_inside(TrainingState.resume)
+    facts = left_inside(TrainingState.facts)
+    names = left_inside(TrainingState.names)
+    parts = left_inside(TrainingState.parts)
+    states = left_inside(TrainingState.states)
+    load_states = left_inside(TrainingState.load_states)
+    take_changes = left_inside(TrainingState.take_changes)
+    dtype = left_inside(TrainingState.dtype)
+    piece = left_inside(TrainingState.piece)
+    values = left_inside(TrainingState.values)
+    set_values = left_inside(TrainingState.set_values)
+
+
+class ReplicatedState(TrainingState):
     """Parameters, persistent buffers and optimizer state that every rank holds whole.
 
     Args:
         model: the user's model.
         optimizers: of its parameters.
+        rank: this one among those that share out what is saved.
+        size: how many these are.
     """
 
-    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    def __init__(
+        self, model: nn.Module, optimizers: Iterable[Optimizer] = (), rank: int = 0, size: int = 1
+    ) -> None:
         self._model = model
         self._optimizers = tuple(optimizers)
+        self._rank, self._size = rank, size
 
     def add(self, optimizer: Optimizer) -> None:
         """Count the state of one more optimizer, behind the others."""
         self._optimizers = (*self._optimizers, optimizer)
 
-    def shards(self, rank: int, size: int) -> Iterator[Shard]:
+    def shards(self) -> Iterator[Shard]:
         """Yield this rank's share: whole tensors, the largest first to the rank with least.
 
         Buffers are rank 0's: between two steps ranks may differ, and the next step starts with the
@@ -274,16 +381,15 @@ class ReplicatedState:
         """
         entries = list(self._tensors())
         buffers = persistent_buffers(self._model)
-        load = [0] * size
+        load = [0] * self._size
         owners = {i: 0 for i, (name, _, _) in enumerate(entries) if name in buffers}
         shared = [index for index in range(len(entries)) if index not in owners]
         for index in sorted(shared, key=lambda index: (-entries[index][2].nbytes, index)):
             owners[index] = load.index(min(load))
             load[owners[index]] += entries[index][2].nbytes
         for index, (name, state, tensor) in enumerate(entries):
-            if owners[index] == rank:
-                shape = tuple(tensor.shape)
-                yield Shard(name, state, tensor.detach(), shape, Part.whole(shape))
+            if owners[index] == self._rank:
+                yield Shard.whole(name, state, tensor)
 
     def load(self, reader: Reader) -> None:
         """Copy a checkpoint into the tensors that are there; create missing optimizer state.
@@ -301,20 +407,19 @@ class ReplicatedState:
 
     @torch.no_grad()
     def load_states(self, index: int, reader: Reader, names: Collection[str]) -> None:
-        """Replace an optimizer's state for some parameters."""
+        """Replace an optimizer's state for some parameters, on every rank."""
         keys = state_keys(reader)
         for number, name, parameter in self._optimized():
             if number == index and name in names:
                 self._load_state(reader, keys.get((name, index), []), index, name, parameter)
 
-    def states(self, index: int, names: Collection[str]) -> Iterator[Shard]:
-        """Yield an optimizer's state tensors for some parameters, whole."""
+    def whole_states(self, index: int, names: Collection[str]) -> Iterator[Shard]:
+        """Yield all of an optimizer's state tensors for some parameters, on any rank."""
         for number, name, parameter in self._optimized():
             if number == index and name in names:
                 for key, value in self._optimizers[index].state.get(parameter, {}).items():
                     if isinstance(value, Tensor):
-                        shape = tuple(value.shape)
-                        yield Shard(name, f"{index}.{key}", value, shape, Part.whole(shape))
+                        yield Shard.whole(name, f"{index}.{key}", value)
 
     def held(self) -> set[tuple[int, str]]:
         """Return the index of the optimizer and the name of each optimized parameter."""

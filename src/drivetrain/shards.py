@@ -1,7 +1,6 @@
 """Pieces of training state in coordinates of whole tensors: strategies save and load them."""
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple, Protocol
@@ -9,7 +8,6 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from drivetrain.errors import UsageError
 from drivetrain.runtime.parts import Part
 
 
@@ -35,6 +33,12 @@ class Shard:
     shape: tuple[int, ...]
     part: Part
     fresh: bool = False
+
+    @classmethod
+    def whole(cls, name: str, state: str, tensor: Tensor, *, fresh: bool = False) -> "Shard":
+        """Return all of a tensor as one piece."""
+        shape = tuple(tensor.shape)
+        return cls(name, state, tensor.detach(), shape, Part.whole(shape), fresh)
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,65 +191,3 @@ class ParameterPiece(NamedTuple):
     outer_dim: int
     first: int
     numel: int
-
-
-class Readable:
-    """The part of the contract for reading and changing a prepared model's values.
-
-    By default every rank has all of them.
-    """
-
-    def gathered(
-        self, parameters: Iterable[nn.Parameter], *, modify: bool = True
-    ) -> AbstractContextManager[None]:
-        """Context in which these parameters are whole on every rank; all ranks must enter it.
-
-        Args:
-            parameters: of the prepared model.
-            modify: whether they may be changed inside; where ranks differ rank 0's values count.
-        """
-        return nullcontext()
-
-    def check_load(self, reader: Reader) -> None:
-        """Refuse a checkpoint that ``load`` would refuse; nothing changes. By default none.
-
-        Raises:
-            CheckpointError: as of ``load``; a run's other models have not been loaded yet.
-        """
-        return
-
-    def state_facts(self, module: nn.Module) -> Sequence[TensorFacts]:
-        """Describe the tensors of the whole model's state dict, alike on every rank. Collective.
-
-        Args:
-            module: as ``prepare`` returned it.
-        """
-        return [TensorFacts.of(name, tensor) for name, tensor in state_tensors(module).items()]
-
-    @contextmanager
-    def whole_state(
-        self, module: nn.Module, names: Sequence[str]
-    ) -> Iterator[Mapping[str, Tensor]]:
-        """Context with some whole tensors of the model's state on every rank, to be read.
-
-        Args:
-            module: as ``prepare`` returned it.
-            names: of ``state_facts``.
-        """
-        state = state_tensors(module)
-        with self.gathered(parameters_among(state[name] for name in names), modify=False):
-            yield {name: state[name].detach() for name in names}
-
-    def dtensors(self) -> Mapping[str, Tensor]:
-        """Return the shards of all parameters, by name, as ``torch.distributed.tensor.DTensor``s.
-
-        They share the shards' memory. Every rank must call it.
-
-        Raises:
-            UsageError: the strategy does not keep rows of parameters.
-        """
-        raise UsageError(
-            f"expected a strategy that keeps rows of each parameter, found {type(self).__name__}; "
-            "take accelerator.get_state_dict(model) for whole tensors, or save_state(), whose "
-            "shards every strategy reads"
-        )

@@ -25,8 +25,8 @@ from drivetrain.registry import strategies
 from drivetrain.runtime.mesh import Axis, Mesh
 from drivetrain.runtime.precision import Precision
 from drivetrain.runtime.world import World
-from drivetrain.saved_state import HeldTensors, KeepsState
-from drivetrain.shards import Readable, TensorFacts, WeightSource
+from drivetrain.saved_state import TrainingState
+from drivetrain.shards import WeightSource
 
 if TYPE_CHECKING:
     from drivetrain.simulator.contract import Sharing, StepBound, UnitCosts
@@ -142,10 +142,11 @@ class StrategyPick(NamedTuple):
 
 _GONE: Mapping[str, str] = {
     **dict.fromkeys(("publish", "share_outputs", "uncounted", "units"), "pipeline"),
-    **dict.fromkeys(("divides_states", "load_states", "held_parts"), "held_tensors"),
+    **dict.fromkeys(("divides_states", "load_states", "held_parts", "held_tensors"), "state"),
+    **dict.fromkeys(("shards", "load", "check_load", "progress", "resume"), "state"),
+    **dict.fromkeys(("gathered", "state_facts", "whole_state", "dtensors", "whereabouts"), "state"),
     **dict.fromkeys(("states_among", "forward_is_collective"), "pace"),
     "draws_masks": "planning()",
-    "whereabouts": "state_facts",
     "unwrap": "prepare",
 }
 """Methods of earlier versions that nobody calls any more, by what says the same now."""
@@ -462,15 +463,17 @@ class Pace(NamedTuple):
     waits: bool = False
 
 
-class Strategy(Readable, KeepsState, Outline[ConfigT]):
+class Strategy(Outline[ConfigT]):
     """One way of spreading a training step over the ranks of a mesh.
 
     Attributes:
         pipeline: the stages that a batch goes through, once the model is prepared; None where a
             rank's forward computes all of it.
+        state: what ranks hold, show, save and load of the model, once it is prepared.
     """
 
     pipeline: Pipeline | None = None
+    state: TrainingState
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -616,13 +619,6 @@ class Strategy(Readable, KeepsState, Outline[ConfigT]):
         """How a rank stands in for others that have batches left; None: it cannot."""
         return None
 
-    def progress(self) -> Mapping[str, int]:
-        """Return the strategy's counts, alike on all ranks, to be saved with a checkpoint."""
-        return {}
-
-    def resume(self, progress: Mapping[str, int]) -> None:
-        """Go on counting from the ``progress`` of a saved run, perhaps of another strategy."""
-
     def close(self) -> None:
         """Take hooks off and end threads, also after a failed prepare: the model is ordinary."""
 
@@ -630,8 +626,7 @@ class Strategy(Readable, KeepsState, Outline[ConfigT]):
 class StrategyAround(Strategy[ConfigT]):
     """A strategy around another one, to which it leaves all that it does not do in its own way.
 
-    What the strategy inside holds stands in the coordinates of the model that it was given:
-    ``shards``, ``load``, ``gathered`` and ``whole_state`` are each subclass's own, and so is
+    ``state`` is each subclass's own (``drivetrain.saved_state.StateAround``), and so is
     ``take_links``: what crosses a slow link may be sent by one of both alone.
 
     Args:
@@ -678,20 +673,3 @@ class StrategyAround(Strategy[ConfigT]):
     def running(self) -> AbstractContextManager[None]:
         """Context in which a strategy around this one runs the model's forward."""
         return self._inner.running()
-
-    @property
-    def held_tensors(self) -> HeldTensors:
-        """The tensors that optimizers hold."""
-        return self._inner.held_tensors
-
-    def state_facts(self, module: nn.Module) -> Sequence[TensorFacts]:
-        """Describe the tensors of the whole model's state dict."""
-        return self._inner.state_facts(module)
-
-    def progress(self) -> Mapping[str, int]:
-        """Return the counts of the strategy inside."""
-        return self._inner.progress()
-
-    def resume(self, progress: Mapping[str, int]) -> None:
-        """Go on counting where a saved run was."""
-        self._inner.resume(progress)

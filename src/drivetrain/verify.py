@@ -428,7 +428,7 @@ class Recorder(Observer):
         if not self.record.states:
             self._keep_state()
             for each in self._state.models:
-                for fact in each.strategy.state_facts(uncompiled(each.model)):
+                for fact in each.strategy.state.facts(uncompiled(each.model)):
                     if fact.where:
                         self.record.whereabouts[self._qualified(each, fact.name)] = fact.where
         scale = 1.0 if entry.scale is None or entry.unscaled else entry.scale
@@ -492,7 +492,7 @@ class Recorder(Observer):
         """Return the norms of the optimizers' state, of whatever parts ranks hold it in."""
         squares: dict[str, float] = {}
         for entry in self._state.models:
-            for shard in entry.strategy.shards():
+            for shard in entry.strategy.state.shards():
                 if _STATE.match(shard.state):
                     name = f"{shard.state} of {self._qualified(entry, shard.name)}"
                     square = float(shard.tensor.double().square().sum())
@@ -561,7 +561,7 @@ def _parts(leaf: Any) -> Iterator[bytes]:
 def _trained(entry: PreparedModel) -> list[str]:
     """Return the names of the trained parameters in order, tied ones once, alike on every rank."""
     first: dict[Hashable, str] = {}
-    for fact in entry.strategy.state_facts(uncompiled(entry.model)):
+    for fact in entry.strategy.state.facts(uncompiled(entry.model)):
         if fact.trainable:
             first.setdefault(fact.identity, fact.name)
     return list(first.values())

@@ -160,7 +160,7 @@ def test_what_a_script_reads_and_saves_of_approximate_parameters_is_exact(monkey
     spread(monkeypatch)
     training = Training(form, far={"parameters": "int8"}).train(2)
     found = training.state()
-    shards = [shard for shard in training.strategy.shards() if not shard.state]
+    shards = [shard for shard in training.strategy.state.shards() if not shard.state]
     assert shards
     for shard in shards:
         start, stop = shard.part.range
@@ -221,7 +221,7 @@ def summed_errors(training: Training) -> dict[str, Tensor]:
 
 def link_state(training: Training) -> dict[tuple[str, str], Tensor]:
     """Return copies of what sums between hosts keep on this rank."""
-    shards = training.strategy.shards()
+    shards = training.strategy.state.shards()
     return {(s.name, s.state): s.tensor.clone() for s in shards if s.state.startswith("links.")}
 
 

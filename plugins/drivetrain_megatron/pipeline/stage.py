@@ -278,7 +278,7 @@ class SharedParameters:
 
     def refresh(self, inner: Strategy[Any]) -> None:
         """Give copies their owners' values, gathered by the data-parallel strategy."""
-        with inner.gathered([parameter for _, _, parameter, _ in self._lent], modify=False):
+        with inner.state.gathered([parameter for _, _, parameter, _ in self._lent], modify=False):
             for number, tie, parameter, stages in self._lent:
                 self._glimpses[number] = _glimpse(parameter)
                 for stage in stages:

@@ -157,11 +157,6 @@ def _taker(saved: int, kept: Kept, hosts: int) -> int:
     return saved if saved in takers else takers[saved % len(takers)]
 
 
-def _shard(name: str, state: str, values: Tensor) -> Shard:
-    shape = tuple(values.shape)
-    return Shard(name, state, values.detach(), shape, Part.whole(shape))
-
-
 # --- a channel that is exact at first, and that can take a step back ---
 
 
@@ -304,12 +299,12 @@ class ParkedState:
         errors = [(span.name, ParkedErrors(span.first, values)) for span, values, _ in kept]
         errors += [(name, piece) for name, pieces in self._errors.items() for piece in pieces]
         for name, (first, values) in errors:
-            yield _shard(name, f"{_ERROR}{method}.{host}.{first}", values)
+            yield Shard.whole(name, f"{_ERROR}{method}.{host}.{first}", values)
         for channel in channels if host == 0 else ():
             for span, factor in channel.reduction.factors():
-                yield _shard(span.name, f"{_FACTOR}{span.first}", factor)
+                yield Shard.whole(span.name, f"{_FACTOR}{span.first}", factor)
             for span in channel.spans if counted else ():
-                yield _shard(span.name, f"{_SUMS}{span.first}", torch.tensor(channel.sums))
+                yield Shard.whole(span.name, f"{_SUMS}{span.first}", torch.tensor(channel.sums))
 
     def park(self, channel: LinkChannel) -> None:
         """Keep the state of a channel that is given up."""

@@ -208,7 +208,7 @@ class WindowStart:
         marks = (loader.mark_of(window) for loader in state.loaders)
         first = min(filter(None, marks), key=lambda mark: mark.at, default=None)
         self.random = rng.Snapshot() if first is None else first.random
-        self.progress = [dict(entry.strategy.progress()) for entry in state.models]
+        self.progress = [dict(entry.strategy.state.progress()) for entry in state.models]
 
     def loaders(self) -> list[dict[str, Any]]:
         """Return the states of loaders before the window's first batches."""
@@ -314,7 +314,7 @@ class SavedState:
         for i, entry in enumerate(loaded):
             saved = reader.model(i)
             together(self.state.world, doing, partial(_take_links, entry, reader.state, i))
-            together(self.state.world, doing, partial(entry.strategy.load, saved))
+            together(self.state.world, doing, partial(entry.strategy.state.load, saved))
             entry.load_param_groups(reader.state["groups"][i])
             changed = entry.converted(saved, self.state.world)
             if changed:
@@ -334,7 +334,7 @@ class SavedState:
         """Compare everything with the checkpoint; return the states of the registered objects."""
         state = reader.state
         for i, entry in enumerate(loaded):
-            entry.strategy.check_load(reader.model(i))
+            entry.strategy.state.check(reader.model(i))
             entry.check_param_groups(state["groups"][i])
         check_count("prepared schedulers", len(self.state.schedulers), len(state["schedulers"]))
         check_count("prepared loaders", len(self.state.loaders), len(state["loaders"]))
@@ -374,7 +374,7 @@ class SavedState:
         for entry in self.state.models:
             entry.forget_gradients()
         for entry, progress in zip(loaded, state.get("progress", ()), strict=False):
-            entry.strategy.resume(progress)
+            entry.strategy.state.resume(progress)
 
     def _load_rng(self, reader: CheckpointReader) -> None:
         """Restore this rank's generators; a rank that was not there gets a seed of its own."""
@@ -450,7 +450,7 @@ def _state_of(registered: Registered, index: int, reader: CheckpointReader, plai
 
 def shards_of(entry: PreparedModel, *, weights: bool) -> Iterator[Shard]:
     """Yield a model's shards of this rank: all, or those of its optimizers' state alone."""
-    for shard in entry.strategy.shards():
+    for shard in entry.strategy.state.shards():
         if weights or shard.state:
             yield shard
 

@@ -236,7 +236,7 @@ class PreparedModel:
 
     def held_names(self) -> dict[int, str]:
         """Return parameter names by identity, those of the optimizers' fragments included."""
-        return {**self.names, **self.strategy.held_tensors.names()}
+        return {**self.names, **self.strategy.state.names()}
 
     def subset(self, given: Iterable[Tensor]) -> list[nn.Parameter] | None:
         """Return the parameters among those given; None when nothing trainable is missing."""
@@ -247,7 +247,7 @@ class PreparedModel:
         if len(chosen) == len(trainable):
             return None
         if wanted - self.names.keys():  # an optimizer's groups may hold something else
-            held = self.strategy.held_tensors.names()
+            held = self.strategy.state.names()
             names = {name for key, name in held.items() if key in wanted}
             chosen += [each for each in trainable if self.names.get(id(each)) in names]
         return chosen
@@ -312,7 +312,7 @@ class PreparedModel:
         if reader.partial:
             return ""
         mine: dict[str, str] = {}
-        for shard in self.strategy.shards():
+        for shard in self.strategy.state.shards():
             if not shard.state and shard.tensor.dtype != reader.dtype(shard.name):
                 saved = reader.dtype(shard.name)
                 mine[shard.name] = f"from {saved} to {shard.tensor.dtype}"
@@ -740,7 +740,7 @@ class RunState:
     def whole(self, optimizer: Optimizer) -> WholeOptimizer | None:
         """Return the whole of an optimizer that a strategy divides; None: each rank has all."""
         entries = self.trained_by(optimizer)
-        if not any(entry.strategy.held_tensors.divided for entry in entries):
+        if not any(entry.strategy.state.divided for entry in entries):
             return None
         holders = [
             Holder(each.strategy, each.optimizers.index(optimizer), each.names, each.known)
@@ -769,7 +769,7 @@ class RunState:
         owners = [entry for entry in self.models if wanted & entry.names.keys()]
         others = wanted.difference(*(entry.names.keys() for entry in owners))
         foreign = others and others.difference(
-            *(entry.strategy.held_tensors.names() for entry in self.models)
+            *(entry.strategy.state.names() for entry in self.models)
         )
         if foreign:
             raise UsageError(

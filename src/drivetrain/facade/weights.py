@@ -19,7 +19,7 @@ from drivetrain.model.modules import named_parameters, uncompiled
 from drivetrain.parallel.backward import sum_of_words
 from drivetrain.parallel.replicated import batched
 from drivetrain.parallel.whole_state import copied_state
-from drivetrain.shards import Readable
+from drivetrain.saved_state import ReplicatedState, TrainingState
 
 
 @dataclass(eq=False)
@@ -43,7 +43,7 @@ class WholeWeights:
         if isinstance(owner, nn.Module):
             entry = self.state.model(owner)
             chosen = list(owner.parameters()) if parameters is None else list(parameters)
-            with entry.strategy.gathered(chosen), self.state.run.traffic.loads_for_all():
+            with entry.strategy.state.gathered(chosen), self.state.run.traffic.loads_for_all():
                 yield
             return
         given = [owner] if isinstance(owner, Tensor) else list(owner)
@@ -57,7 +57,7 @@ class WholeWeights:
             for entry in self.state.models:
                 own = [p for p in given if id(p) in entry.names and isinstance(p, nn.Parameter)]
                 if own:
-                    stack.enter_context(entry.strategy.gathered(own))
+                    stack.enter_context(entry.strategy.state.gathered(own))
             stack.enter_context(self.state.run.traffic.loads_for_all())
             yield
 
@@ -70,7 +70,7 @@ class WholeWeights:
         axes = entry.strategy.run.mesh.items()
         whole: AbstractContextManager[None] = nullcontext()  # ranks that compute parts go on so
         if all(axis.size == 1 for name, axis in axes if name != "dp"):
-            whole = entry.strategy.gathered(list(inner.parameters()), modify=False)
+            whole = entry.strategy.state.gathered(list(inner.parameters()), modify=False)
         with whole, torch.no_grad():
             inner.eval()
             try:
@@ -97,7 +97,7 @@ class WholeWeights:
                 "expected safe_serialization=True, found False; no pickles are written"
             )
         module, owner = self._readable(model)
-        facts = {one.name: one for one in owner.state_facts(module)}
+        facts = {one.name: one for one in owner.facts(module)}
         if only_trainable:
             facts = {name: one for name, one in facts.items() if one.trainable}
             if not facts:
@@ -112,7 +112,7 @@ class WholeWeights:
         def fetch(names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
             for batch in batched(facts[name] for name in names):
                 wanted = [one.name for one in batch]
-                with owner.whole_state(module, wanted) as state:
+                with owner.whole(module, wanted) as state:
                     for name in wanted:
                         yield name, state[name]
 
@@ -135,11 +135,11 @@ class WholeWeights:
         """
         for entry in self.state.models:
             module = uncompiled(entry.model)
-            facts = {one.identity: one for one in entry.strategy.state_facts(module)}
+            facts = {one.identity: one for one in entry.strategy.state.facts(module)}
             names, sums = [], []
             for batch in batched(one for one in facts.values() if one.trainable):
                 wanted = [one.name for one in batch]
-                with entry.strategy.whole_state(module, wanted) as state:
+                with entry.strategy.state.whole(module, wanted) as state:
                     sums += [sum_of_words(state[name]).cpu() for name in wanted]
                 names += wanted
             if sums:
@@ -186,7 +186,7 @@ class WholeWeights:
                     "let a buffer hold it, which follows that of rank 0"
                 )
 
-    def _readable(self, model: nn.Module) -> tuple[nn.Module, Readable]:
+    def _readable(self, model: nn.Module) -> tuple[nn.Module, TrainingState]:
         """Return the user's uncompiled module, and who reads whole tensors of it.
 
         Every rank has all of a model that was not prepared, an average of weights for example.
@@ -197,8 +197,8 @@ class WholeWeights:
         known = {key for entry in self.state.models for key in entry.names}
         if self.state.has(model) or any(id(one) in known for one in model.parameters()):
             entry = self.state.model(model)
-            return uncompiled(entry.model), entry.strategy
-        return uncompiled(model), Readable()
+            return uncompiled(entry.model), entry.strategy.state
+        return uncompiled(model), ReplicatedState(model)
 
 
 def _check_equal(names: Sequence[str], everyone: Sequence[Sequence[int]], step: int) -> None:

@@ -468,7 +468,7 @@ class FabricTraining:
         if not self.engine._state.has(module):
             module.load_state_dict(state_dict, strict=strict)
             return
-        facts = self.engine.strategy_of(module).state_facts(self.engine.unwrap_model(module))
+        facts = self.engine.strategy_of(module).state.facts(self.engine.unwrap_model(module))
         if strict and (wrong := {each.name for each in facts} ^ state_dict.keys()):
             raise CheckpointError(
                 f"expected the {len(facts)} names of the whole {type(module).__name__}, found "

@@ -6,8 +6,8 @@ an optimizer already has is cut like the parameter it belongs to.
 
 import sys
 import traceback
-from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +19,6 @@ from drivetrain.parallel.layout import CutStyle, ParameterSlot
 from drivetrain.parallel.optimizer_backend import BoundOptimizer, OptimizerBackend
 from drivetrain.parallel.placement import Placement
 from drivetrain.parallel.suitability import misfit
-from drivetrain.saved_state import HeldTensors
-from drivetrain.shards import ParameterPiece, Reader, Shard
 
 _FUSED = (SGD, Adam, AdamW, Adagrad)
 """Optimizers whose fused kernel does the same arithmetic in one pass over memory."""
@@ -87,17 +85,7 @@ _SWITCHES = ("train", "eval")
 """Methods of schedule-free optimizers."""
 
 
-class SavedStates(Protocol):
-    """The state that optimizers keep of this rank's fragments; see ``HeldTensors``."""
-
-    def states(self, index: int, names: Collection[str]) -> Iterator[Shard]:
-        """Yield it, for some parameters."""
-
-    def load_states(self, index: int, reader: Reader, names: Collection[str]) -> None:
-        """Replace it."""
-
-
-class Fragments(HeldTensors):
+class Fragments:
     """The fragments that the optimizers of one model hold.
 
     Args:
@@ -105,21 +93,16 @@ class Fragments(HeldTensors):
         backend: who steps them.
         fused: whether to take the fused kernel where the user left the choice open.
         step: is told about optimizers' steps.
-        saved: returns their state, behind steps under way.
     """
-
-    divided = True
 
     def __init__(
         self,
         placement: Placement,
         backend: OptimizerBackend,
         step: StepEvents,
-        saved: Callable[[], SavedStates],
         *,
         fused: bool,
     ) -> None:
-        self._saved = saved
         self._placement = placement
         self._backend = backend
         self._step = step
@@ -139,64 +122,6 @@ class Fragments(HeldTensors):
         self._take_zero_grad(bound)
         for name in _SWITCHES:
             self._take_switch(bound, name)
-
-    def names(self) -> Mapping[int, str]:
-        """Return the parameter's name of every fragment, by identity."""
-        held = ((self._placement.fragment_of(slot), slot.name) for slot in self._placement)
-        return {id(fragment): name for fragment, name in held if fragment is not None}
-
-    def states(self, index: int, names: Collection[str]) -> Iterator[Shard]:
-        """Yield the state of this rank's fragments."""
-        return self._saved().states(index, names)
-
-    def load_states(self, index: int, reader: Reader, names: Collection[str]) -> None:
-        """Replace the state of this rank's fragments."""
-        self._saved().load_states(index, reader, names)
-
-    def take_changes(self, optimizer: Optimizer) -> bool:
-        """Bind added parameters, and take over replaced memory: a store's step may begin."""
-        self._adopt_strays(self._bound[optimizer])
-        self._placement.take_changes()
-        return True
-
-    def dtype(self, tensor: nn.Parameter) -> torch.dtype:
-        """Return the dtype of a fragment's master: a placeholder has a gradient's at times."""
-        slot = self._slot_of(tensor)
-        return super().dtype(tensor) if slot is None else slot.master
-
-    def piece(self, tensor: nn.Parameter) -> ParameterPiece:
-        """Return which elements of its parameter a fragment has."""
-        slot = self._slot_of(tensor)
-        if slot is None:
-            return super().piece(tensor)
-        return ParameterPiece(slot.shape, slot.outer_dim, slot.owned[0], tensor.numel())
-
-    def values(self, tensor: nn.Parameter) -> Tensor:
-        """Return the values of a fragment, also where a store keeps them."""
-        slot = self._slot_at_rest(tensor)
-        if slot is None:
-            return super().values(tensor)
-        values = self._backend.master(self._placement.flat_of(slot), slot).values
-        return values.as_strided(slot.fragment_shape, slot.fragment_strides)
-
-    def set_values(self, tensor: nn.Parameter, values: Tensor) -> None:
-        """Replace the values of a fragment, also where a store keeps them."""
-        slot = self._slot_at_rest(tensor)
-        if slot is None:
-            super().set_values(tensor, values)
-        else:
-            flat = self._placement.flat_of(slot)
-            self._backend.set_master(flat, slot, slot.fragment_in_order(values))
-
-    def _slot_at_rest(self, tensor: nn.Parameter) -> ParameterSlot | None:
-        """Return the place of a fragment, when no store steps it; None for other tensors."""
-        slot = self._slot_of(tensor)
-        if slot is not None:
-            self._placement.unit_of(slot).wait_for_step()
-        return slot
-
-    def _slot_of(self, tensor: nn.Parameter) -> ParameterSlot | None:
-        return next((b.fragments[tensor] for b in self if tensor in b.fragments), None)
 
     def close(self) -> None:
         """Take the hooks off."""

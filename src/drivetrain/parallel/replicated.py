@@ -24,7 +24,7 @@ import itertools
 import sys
 from abc import abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -54,8 +54,8 @@ from drivetrain.parallel.backward import (
     on_gradient,
     sum_of_words,
 )
-from drivetrain.saved_state import HeldTensors, ReplicatedState
-from drivetrain.shards import Reader, Shard, is_dense
+from drivetrain.saved_state import ReplicatedState
+from drivetrain.shards import is_dense
 from drivetrain.strategy import Joinable, Only, Pace, Prepared, Run, Strategy
 
 # --- tensors that share memory: who moves parameters would untie them without a word ---
@@ -224,22 +224,6 @@ class ForwardHook(UninheritedHook):
 # --- data parallelism with whole state on every rank ---
 
 
-class WholeTensors(HeldTensors):
-    """The parameters of a model, which optimizers hold themselves.
-
-    Args:
-        strategy: has their state.
-    """
-
-    def __init__(self, strategy: "ReplicatedStrategy[Any]") -> None:
-        super().__init__(strategy)
-        self._state = strategy.state
-
-    def load_states(self, index: int, reader: Reader, names: Collection[str]) -> None:
-        """Replace the state of an optimizer on every rank."""
-        self._state.load_states(index, reader, names)
-
-
 ConfigT = TypeVar("ConfigT")
 
 _ADAM_STATES = 2
@@ -257,7 +241,6 @@ class ReplicatedStrategy(ReplicasOutline[ConfigT], Strategy[ConfigT], Generic[Co
         ranks: the axis, whose collectives are counted.
         rounds: the synchronised backwards.
         hooked: the hooks of parameters whose gradients the next round averages.
-        state: what ranks save.
         closing: takes off what was made, the latest first.
     """
 
@@ -279,7 +262,7 @@ class ReplicatedStrategy(ReplicasOutline[ConfigT], Strategy[ConfigT], Generic[Co
         """Make the ranks' parameters and buffers equal to rank 0's and hook into backward."""
         self.model = model
         self.parameters = tuple(held_parameters(model))
-        self.state = ReplicatedState(model, ())
+        self.state = ReplicatedState(model, (), self.ranks.rank, self.ranks.size)
         replicate([*self.parameters, *model.buffers()], self.ranks, "replicate model")
         if self.ranks.size > 1:
             self.closing.callback(self._let_go)
@@ -403,24 +386,7 @@ class ReplicatedStrategy(ReplicasOutline[ConfigT], Strategy[ConfigT], Generic[Co
         clip_(gradients, norm, max_norm)
         return norm
 
-    # --- state ---
-
-    def shards(self) -> Iterator[Shard]:
-        """Yield the tensors that this rank saves; ranks share them out evenly by bytes."""
-        return self.state.shards(self.ranks.rank, self.ranks.size)
-
-    def check_load(self, reader: Reader) -> None:
-        """Compare names and shapes."""
-        self.state.check(reader)
-
-    def load(self, reader: Reader) -> None:
-        """Load everything on every rank, in place."""
-        self.state.load(reader)
-
-    @property
-    def held_tensors(self) -> HeldTensors:
-        """The parameters, whose state every rank has whole."""
-        return WholeTensors(self)
+    # --- ranks that run out of batches ---
 
     @property
     def joinable(self) -> Joinable | None:

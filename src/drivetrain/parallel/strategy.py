@@ -60,7 +60,6 @@ from drivetrain.parallel.layout import ParameterSlot, UnitLayout
 from drivetrain.parallel.optimizer_backend import (
     BoundOptimizer,
     Held,
-    OptimizerBackend,
     backend_kind,
     open_backend,
 )
@@ -78,8 +77,14 @@ from drivetrain.parallel.unit import (
     why_only_read,
 )
 from drivetrain.runtime.parts import Part, boxes
-from drivetrain.saved_state import HeldTensors, ReplicatedState, check_fits, state_keys, weights_in
-from drivetrain.shards import Reader, Shard, TensorFacts, WeightSource
+from drivetrain.saved_state import (
+    ReplicatedState,
+    TrainingState,
+    check_fits,
+    state_keys,
+    weights_in,
+)
+from drivetrain.shards import ParameterPiece, Reader, Shard, TensorFacts, WeightSource
 from drivetrain.simulator.contract import Sharing
 from drivetrain.simulator.step import SimulatedRun
 from drivetrain.strategy import DataParallelPlanning, Only, Pace, Planning, Prepared, Run, Strategy
@@ -90,60 +95,147 @@ _SCALARS = frozenset({"step", "mu_product", "mu", "eta"})
 """State of torch's optimizers that is one number, whatever the parameter's shape."""
 
 
-class ShardedState:
-    """Parameters, buffers and optimizer state of one model.
+class ShardedState(TrainingState):
+    """Parameters, buffers and optimizer state of one model, behind steps under way.
 
     Args:
-        model: the user's model.
-        placement: the parameters that lie in units.
-        optimizers: those that train them, in the order of ``prepare``.
-        backend: where masters and states lie.
-        ranks: those that train the model; the first one saves what all of them hold.
+        strategy: its ranks train the model; the first one saves what all of them hold.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        placement: Placement,
-        optimizers: Iterable[BoundOptimizer],
-        backend: OptimizerBackend,
-        ranks: Ranks,
-    ) -> None:
-        self._model = model
-        self._placement = placement
-        self._slots = {slot.name: slot for slot in placement}
-        self._optimizers = list(optimizers)
-        self._beside = ReplicatedState(model, [bound.optimizer for bound in self._optimizers])
-        self._backend = backend
-        self._ranks = ranks
+    divided = True
+
+    def __init__(self, strategy: "ShardedStrategy[Any]") -> None:
+        self._strategy = strategy
+        self._placement = strategy.placement
+        self._backend = strategy.backend
+        self._ranks = strategy.ranks
+
+    @property
+    def _optimizers(self) -> list[BoundOptimizer]:
+        return list(self._strategy.optimizers)
+
+    @property
+    def _slots(self) -> dict[str, ParameterSlot]:
+        return {slot.name: slot for slot in self._placement}
+
+    @property
+    def _beside(self) -> ReplicatedState:
+        """What lies in no unit, as every rank has it."""
+        return ReplicatedState(
+            self._strategy.model, [bound.optimizer for bound in self._strategy.optimizers]
+        )
+
+    def _settle(self) -> None:
+        self._placement.wait_for_steps()
+        self._strategy.optimizers.adopt_strays()
 
     def shards(self) -> Iterator[Shard]:
-        """Yield the shards that this rank saves; together the ranks yield each element once."""
+        """Yield this rank's range of every parameter and of its optimizer state."""
+        self._settle()
         if self._ranks.first:
-            for name, tensor in self._whole().items():
-                shape = tuple(tensor.shape)
-                yield Shard(name, "", tensor.detach(), shape, Part.whole(shape))
+            beside, outside = self._beside, self._outside()
+            for name, tensor in outside.items():
+                yield Shard.whole(name, "", tensor)
             for index in range(len(self._optimizers)):
-                yield from self._beside.states(index, self._whole().keys())
-        if not self._ranks.original:
-            return
+                yield from beside.whole_states(index, outside.keys())
+        if self._ranks.original:
+            yield from self._weights()
+            for index, bound in enumerate(self._optimizers):
+                yield from self._fragments_states(index, [slot.name for slot in bound.held])
+        yield from kept_by(self._ranks.summing)
+
+    def _weights(self) -> Iterator[Shard]:
         units = self._placement.units
         replaced = {slot for unit in units for slot in unit.replaced()}
         ahead = {flat for unit in units for flat in unit.flats if is_ahead(unit, flat)}
-        for name, slot in self._slots.items():
+        for slot in self._placement:
             if slot.owned_numel:
                 held = self._weight(slot, replaced, ahead)
-                yield from _shards(name, "", slot, held)
+                yield from _shards(slot.name, "", slot, held)
             elif not slot.numel and self._ranks.first:
                 empty = torch.empty(slot.shape, dtype=slot.master, device="cpu")
-                yield Shard(name, "", empty, slot.shape, Part.whole(slot.shape))
+                yield Shard.whole(slot.name, "", empty)
+
+    def facts(self, module: nn.Module) -> Sequence[TensorFacts]:
+        """Describe the tensors of the whole model's state dict, and the unit of each parameter."""
+        found = {
+            slot.name: f"unit {self._placement.unit_of(slot).label}" for slot in self._placement
+        }
+        return [replace(fact, where=found.get(fact.name, "")) for fact in super().facts(module)]
+
+    def check(self, reader: Reader) -> None:
+        """Raise a CheckpointError if names or shapes of a checkpoint differ."""
+        self._settle()
+        expected = {(name, ""): tuple(t.shape) for name, t in self._outside().items()}
+        expected |= {(slot.name, ""): slot.shape for slot in self._placement}
+        optimizers = self._optimizers
+        held = {(i, name) for i, bound in enumerate(optimizers) for name in bound.slots}
+        check_fits(reader, expected, held | self._beside.held())
+        keys = state_keys(reader)
+        for index, bound in enumerate(optimizers):
+            for name, slot in bound.slots.items():
+                for key in keys.get((name, index), []):
+                    _check_state(reader, slot, index, key)
+
+    def load(self, reader: Reader) -> None:
+        """Load this rank's share, and read nothing else; others' arrive when they are needed.
+
+        Raises:
+            CheckpointError: names or shapes differ; nothing was changed.
+        """
+        strategy, place = self._strategy, self._placement
+        place.take_changes()
+        strategy.gather.values_changed()
+        place.wait_for_values()
+        self._backend.drop_late()
+        self.check(reader)
+        outside = self._outside()
+        with torch.no_grad():
+            for name, tensor in weights_in(reader, outside).items():
+                tensor.copy_(reader.read(name))
+            for slot in weights_in(reader, self._slots).values():
+                self._load_master(reader, slot)
         for index, bound in enumerate(self._optimizers):
-            yield from self._fragments_states(index, [slot.name for slot in bound.held])
+            self._load_states(index, reader, {*bound.slots, *outside})
+        place.send_around(place.units, exact=True)
+        place.wait_for_values()
+        strategy.reduce.open_channels()
+        take_kept(self._ranks.summing, reader, strategy.run.links.name_for("gradients"))
+
+    @contextmanager
+    def gathered(
+        self, parameters: Iterable[nn.Parameter], *, modify: bool = True
+    ) -> Iterator[None]:
+        """Keep parameters whole; with ``modify``, rank 0's changes become everybody's."""
+        place, gather = self._placement, self._strategy.gather
+        place.wait_for_steps()
+        if modify and self._backend.take_over_late():  # changes come on top of what is newest
+            gather.values_changed()
+            place.send_around(place.units)
+        units = place.units_of(parameters)
+        for unit in units:
+            if unit.resident:
+                unit.wait_for_unshard()
+                if unit.approximate:
+                    unit.unshard(exact=True)
+                    unit.wait_for_unshard()
+        held = gather.holding([unit for unit in units if not unit.resident])
+        accepted = edits_accepted(units, self._ranks.everyone, self._backend)
+        with held, accepted if modify else nullcontext():
+            yield
+
+    # --- the fragments that optimizers hold, whose values and state a store may keep ---
+
+    def names(self) -> Mapping[int, str]:
+        """Return the parameter's name of every fragment, by identity."""
+        held = ((self._placement.fragment_of(slot), slot.name) for slot in self._placement)
+        return {id(fragment): name for fragment, name in held if fragment is not None}
 
     def states(self, index: int, names: Collection[str]) -> Iterator[Shard]:
         """Yield this rank's share of an optimizer's state for some parameters."""
+        self._settle()
         if self._ranks.first:
-            yield from self._beside.states(index, names)
+            yield from self._beside.whole_states(index, names)
         if self._ranks.original:
             yield from self._fragments_states(index, names)
 
@@ -152,33 +244,6 @@ class ShardedState:
         for slot in (bound.slots[name] for name in names if name in bound.slots):
             if slot in bound.held:
                 yield from self._optimizer_shards(index, bound, slot)
-
-    def check(self, reader: Reader) -> None:
-        """Raise a CheckpointError if names or shapes of a checkpoint differ."""
-        expected = {(name, ""): tuple(t.shape) for name, t in self._whole().items()}
-        expected |= {(name, ""): slot.shape for name, slot in self._slots.items()}
-        held = {(i, name) for i, bound in enumerate(self._optimizers) for name in bound.slots}
-        check_fits(reader, expected, held | self._beside.held())
-        keys = state_keys(reader)
-        for index, bound in enumerate(self._optimizers):
-            for name, slot in bound.slots.items():
-                for key in keys.get((name, index), []):
-                    _check_state(reader, slot, index, key)
-
-    def load(self, reader: Reader) -> None:
-        """Load this rank's share, and read nothing else.
-
-        Raises:
-            CheckpointError: names or shapes differ; nothing was changed.
-        """
-        self.check(reader)
-        with torch.no_grad():
-            for name, tensor in weights_in(reader, self._whole()).items():
-                tensor.copy_(reader.read(name))
-            for slot in weights_in(reader, self._slots).values():
-                self._load_master(reader, slot)
-        for index, bound in enumerate(self._optimizers):
-            self._load_states(index, reader, {*bound.slots, *self._whole()})
 
     def load_states(self, index: int, reader: Reader, names: Collection[str]) -> None:
         """Load this rank's share of an optimizer's state for some parameters.
@@ -203,14 +268,57 @@ class ShardedState:
                     states[key] = _read_state(reader, f"{index}.{key}", key, slot)
                 self._backend.set_states(bound, slot, states)
 
-    def _whole(self) -> dict[str, Tensor]:
+    def take_changes(self, optimizer: Optimizer) -> bool:
+        """Bind added parameters, and take over replaced memory: a store's step may begin."""
+        self._strategy.optimizers.adopt_strays()
+        self._placement.take_changes()
+        return True
+
+    def dtype(self, tensor: nn.Parameter) -> torch.dtype:
+        """Return the dtype of a fragment's master: a placeholder has a gradient's at times."""
+        slot = self._slot_of(tensor)
+        return super().dtype(tensor) if slot is None else slot.master
+
+    def piece(self, tensor: nn.Parameter) -> ParameterPiece:
+        """Return which elements of its parameter a fragment has."""
+        slot = self._slot_of(tensor)
+        if slot is None:
+            return super().piece(tensor)
+        return ParameterPiece(slot.shape, slot.outer_dim, slot.owned[0], tensor.numel())
+
+    def values(self, tensor: nn.Parameter) -> Tensor:
+        """Return the values of a fragment, also where a store keeps them."""
+        slot = self._slot_at_rest(tensor)
+        if slot is None:
+            return super().values(tensor)
+        values = self._backend.master(self._placement.flat_of(slot), slot).values
+        return values.as_strided(slot.fragment_shape, slot.fragment_strides)
+
+    def set_values(self, tensor: nn.Parameter, values: Tensor) -> None:
+        """Replace the values of a fragment, also where a store keeps them."""
+        slot = self._slot_at_rest(tensor)
+        if slot is None:
+            super().set_values(tensor, values)
+        else:
+            flat = self._placement.flat_of(slot)
+            self._backend.set_master(flat, slot, slot.fragment_in_order(values))
+
+    def _slot_at_rest(self, tensor: nn.Parameter) -> ParameterSlot | None:
+        """Return the place of a fragment, when no store steps it; None for other tensors."""
+        slot = self._slot_of(tensor)
+        if slot is not None:
+            self._placement.unit_of(slot).wait_for_step()
+        return slot
+
+    def _slot_of(self, tensor: nn.Parameter) -> ParameterSlot | None:
+        optimizers = self._strategy.optimizers
+        return next((b.fragments[tensor] for b in optimizers if tensor in b.fragments), None)
+
+    def _outside(self) -> dict[str, Tensor]:
         """Return the tensors of every rank: buffers, and parameters outside of units."""
-        rest = {
-            name: parameter
-            for name, parameter in named_parameters(self._model).items()
-            if name not in self._slots
-        }
-        return {**rest, **persistent_buffers(self._model)}
+        slots, model = self._slots, self._strategy.model
+        rest = {name: p for name, p in named_parameters(model).items() if name not in slots}
+        return {**rest, **persistent_buffers(model)}
 
     def _weight(
         self,
@@ -234,8 +342,7 @@ class ShardedState:
                 in_order = held._replace(values=slot.fragment_in_order(values))
                 yield from _shards(slot.name, name, slot, in_order)
             elif slot.owned[0] == 0:  # the owner of the first element speaks for all
-                shape = tuple(values.shape)
-                yield Shard(slot.name, name, values, shape, Part.whole(shape), held.fresh)
+                yield Shard.whole(slot.name, name, values, fresh=held.fresh)
 
     def _load_master(self, reader: Reader, slot: ParameterSlot) -> None:
         if slot.owned_numel:
@@ -367,6 +474,7 @@ class ShardedStrategy(UnitsOutline[ConfigT], Strategy[ConfigT], Generic[ConfigT]
         self.placement = Placement(
             self.ranks, self.backend, self._cut, config.places, run.world.device
         )
+        self.state = ShardedState(self)
         self.neighbors = None
         self._made = ExitStack()  # what close() takes off, the latest first
         self._made.callback(self.backend.close)
@@ -420,7 +528,7 @@ class ShardedStrategy(UnitsOutline[ConfigT], Strategy[ConfigT], Generic[ConfigT]
         self.reduce, self.rounds = self._made.enter_context(closing(reduce)), reduce.rounds
         self.take(place.lay_out(model))
         fused = config.fused and self.adam is None  # whose steps take the state of torch's loops
-        held = Fragments(place, backend, self, self.state, fused=fused)
+        held = Fragments(place, backend, self, fused=fused)
         self.optimizers = self._made.enter_context(closing(held))
         for optimizer in optimizers:
             self.give_fragments(optimizer)
@@ -632,67 +740,6 @@ class ShardedStrategy(UnitsOutline[ConfigT], Strategy[ConfigT], Generic[ConfigT]
         self.reduce.forget(slots, set_to_none=set_to_none)
         if bound is None:
             self.placement.clear_gradients(set_to_none=set_to_none)
-
-    # --- state ---
-
-    def shards(self) -> Iterator[Shard]:
-        """Yield this rank's range of every parameter and of its optimizer state."""
-        yield from self.state().shards()
-        yield from kept_by(self.ranks.summing)
-
-    def state_facts(self, module: nn.Module) -> Sequence[TensorFacts]:
-        """Describe the tensors of the whole model's state dict, and the unit of each parameter."""
-        found = {slot.name: f"unit {self.placement.unit_of(slot).label}" for slot in self.placement}
-        facts = super().state_facts(module)
-        return [replace(fact, where=found.get(fact.name, "")) for fact in facts]
-
-    def check_load(self, reader: Reader) -> None:
-        """Compare names and shapes."""
-        self.state().check(reader)
-
-    def load(self, reader: Reader) -> None:
-        """Load this rank's ranges; those of the others arrive when they are needed."""
-        self.placement.take_changes()
-        self.gather.values_changed()
-        self.placement.wait_for_values()
-        self.backend.drop_late()
-        self.state().load(reader)
-        self.placement.send_around(self.placement.units, exact=True)
-        self.placement.wait_for_values()
-        self.reduce.open_channels()
-        take_kept(self.ranks.summing, reader, self.run.links.name_for("gradients"))
-
-    @property
-    def held_tensors(self) -> HeldTensors:
-        """The fragments, whose values and state a store may keep."""
-        return self.optimizers
-
-    def state(self) -> ShardedState:
-        """Return what this rank holds, behind steps under way."""
-        self.placement.wait_for_steps()
-        self.optimizers.adopt_strays()
-        return ShardedState(self.model, self.placement, self.optimizers, self.backend, self.ranks)
-
-    @contextmanager
-    def gathered(
-        self, parameters: Iterable[nn.Parameter], *, modify: bool = True
-    ) -> Iterator[None]:
-        """Keep parameters whole; with ``modify``, rank 0's changes become everybody's."""
-        self.placement.wait_for_steps()
-        if modify and self.backend.take_over_late():  # changes come on top of what is newest
-            self.gather.values_changed()
-            self.placement.send_around(self.placement.units)
-        units = self.placement.units_of(parameters)
-        for unit in units:
-            if unit.resident:
-                unit.wait_for_unshard()
-                if unit.approximate:
-                    unit.unshard(exact=True)
-                    unit.wait_for_unshard()
-        held = self.gather.holding([unit for unit in units if not unit.resident])
-        accepted = edits_accepted(units, self.ranks.everyone, self.backend)
-        with held, accepted if modify else nullcontext():
-            yield
 
     def close(self) -> None:
         """Take everything off; parameters that are whole become ordinary ones.

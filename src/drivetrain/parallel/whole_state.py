@@ -54,7 +54,7 @@ from drivetrain.model.modules import UninheritedMethod, clean_name
 from drivetrain.nested import describe
 from drivetrain.parallel.replicated import MOST_BYTES, batched
 from drivetrain.runtime.parts import Part
-from drivetrain.shards import Readable
+from drivetrain.saved_state import TrainingState
 from drivetrain.strategy import Strategy
 
 # --- the groups as the script made them, before a strategy divides the parameters ---
@@ -354,7 +354,7 @@ class StateExchange:
     def __init__(self, optimizer: Optimizer, holder: Holder) -> None:
         self._holder = holder
         self._group = holder.strategy.pace.states
-        self._tensors = holder.strategy.held_tensors
+        self._tensors = holder.strategy.state
         self._world = holder.strategy.run.world
         held = {**holder.names, **self._tensors.names()}
         self._plain: Told = {}
@@ -759,18 +759,18 @@ def refuse_parts(optimizer: Optimizer, whole: Callable[[Optimizer], WholeOptimiz
 SAVE, STATE = "save_pretrained", "state_dict"
 
 
-def copied_state(module: nn.Module, owner: Readable) -> dict[str, Tensor]:
+def copied_state(module: nn.Module, owner: TrainingState) -> dict[str, Tensor]:
     """Return a module's whole state on every rank's CPU; tied names share a tensor. Collective."""
-    facts = owner.state_facts(module)
+    facts = owner.facts(module)
     copies: dict[Hashable, Tensor] = {}
     for batch in batched({one.identity: one for one in facts}.values()):
-        with owner.whole_state(module, [one.name for one in batch]) as state:
+        with owner.whole(module, [one.name for one in batch]) as state:
             for one in batch:
                 copies[one.identity] = state[one.name].to("cpu", copy=True)
     return {one.name: copies[one.identity] for one in facts}
 
 
-def saving_methods(module: nn.Module, owner: Readable) -> list[UninheritedMethod]:
+def saving_methods(module: nn.Module, owner: TrainingState) -> list[UninheritedMethod]:
     """Return a ``save_pretrained`` that writes whole weights, for each module that has one.
 
     Args:
@@ -787,7 +787,7 @@ def saving_methods(module: nn.Module, owner: Readable) -> list[UninheritedMethod
     return found
 
 
-def _state_below(prefix: str, module: nn.Module, owner: Readable) -> dict[str, Tensor]:
+def _state_below(prefix: str, module: nn.Module, owner: TrainingState) -> dict[str, Tensor]:
     whole = copied_state(module, owner)
     return {name.removeprefix(prefix): t for name, t in whole.items() if name.startswith(prefix)}
 

@@ -26,12 +26,12 @@ def net():
 class Emptied:
     """Lets a model's parameters have memory inside ``gathered`` only, as ZeRO-3 does."""
 
-    def __init__(self, strategy, model, monkeypatch):
+    def __init__(self, state, model, monkeypatch):
         self.values = {p: p.detach().clone() for p in model.parameters()}
         self.entered = []
         for parameter in self.values:
             parameter.untyped_storage().resize_(0)
-        monkeypatch.setattr(strategy, "gathered", self.gathered)
+        monkeypatch.setattr(state, "gathered", self.gathered)
 
     @contextmanager
     def gathered(self, parameters, **_):
@@ -51,7 +51,7 @@ def made(monkeypatch):
     accelerator = Accelerator(cpu=True)
     model = accelerator.prepare(net())
     expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    emptied = Emptied(accelerator.strategy_of(model), model, monkeypatch)
+    emptied = Emptied(accelerator.strategy_of(model).state, model, monkeypatch)
     yield accelerator, model, expected, emptied
     for parameter, value in emptied.values.items():
         parameter.untyped_storage().resize_(value.nbytes)

@@ -4,15 +4,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from drivetrain.config import option
 from drivetrain.cost import Cost, ModelSpec
-from drivetrain.runtime.parts import Part
-from drivetrain.shards import Reader, Shard
+from drivetrain.saved_state import ReplicatedState
 from drivetrain.strategy import Prepared, Run, Strategy
 
 
@@ -36,7 +34,8 @@ class Toy(Strategy[ToyConfig]):
         return {"dp": world_size}
 
     def prepare(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> Prepared:
-        self._model = model
+        self._model, axis = model, self.run.mesh["dp"]
+        self.state = ReplicatedState(model, optimizers, axis.rank, axis.size)
         return Prepared(model, tuple(optimizers))
 
     def backward(self, loss: Tensor, **options: Any) -> None:
@@ -53,15 +52,6 @@ class Toy(Strategy[ToyConfig]):
 
     def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         return nn.utils.clip_grad_norm_(self._model.parameters(), max_norm, norm_type)
-
-    def shards(self) -> Iterator[Shard]:
-        for name, p in self._model.named_parameters():
-            yield Shard(name, "", p.detach(), tuple(p.shape), Part.whole(p.shape))
-
-    def load(self, reader: Reader) -> None:
-        with torch.no_grad():
-            for name, p in self._model.named_parameters():
-                p.copy_(reader.read(name))
 
     @classmethod
     def cost(cls, config: ToyConfig, model: ModelSpec, run: Run) -> Cost:

@@ -77,7 +77,7 @@ def train(accelerator, model, optimizer, steps, *, together=1, window=1):
 
 
 def whole(accelerator, model):
-    with accelerator.strategy_of(model).gathered(model.parameters(), modify=False):
+    with accelerator.strategy_of(model).state.gathered(model.parameters(), modify=False):
         return weights(model)
 
 
@@ -253,7 +253,7 @@ def test_what_crossed_and_what_is_kept_are_the_momenta_of_all_gradients(monkeypa
         optimizer.step()
         optimizer.zero_grad()
     kept = torch.zeros(parameter.numel())
-    for shard in strategy.shards():
+    for shard in strategy.state.shards():
         if shard.name == "inner.weight" and shard.state.startswith("links.error."):
             first = int(shard.state.rpartition(".")[2])
             kept[first : first + shard.tensor.numel()] += shard.tensor

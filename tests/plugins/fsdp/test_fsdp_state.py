@@ -51,7 +51,7 @@ def test_optimizers_with_a_past_and_exported_weights(strategy, tmp_path):
         accelerator = start(strategy)
         model, optimizer = accelerator.prepare(model, optimizer)
         sizes = Counter()
-        for shard in accelerator.strategy_of(model).shards():
+        for shard in accelerator.strategy_of(model).state.shards():
             key = shard.name, shard.state
             expected = place(whole[key], shard.part)
             assert shard.tensor.dtype == expected.dtype

@@ -71,7 +71,7 @@ def test_outer_weights_follow_what_a_script_writes(monkeypatch):
 def errors_of(training):
     """Return the sums of all ranks' errors, as a checkpoint gets them, by names of parameters."""
     found = {}
-    for shard in training.accelerator.strategy_of(training.model).shards():
+    for shard in training.accelerator.strategy_of(training.model).state.shards():
         if shard.state.startswith("links.error."):
             found[shard.name] = found.get(shard.name, 0) + shard.tensor.double().sum()
     names = sorted(name for name, _ in wide_words().named_parameters())

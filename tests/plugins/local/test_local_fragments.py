@@ -9,7 +9,7 @@ from torch.optim import SGD
 from drivetrain.collectives.communicator import Finished
 from drivetrain.model.modules import named_parameters
 from drivetrain.runtime.parts import Part
-from drivetrain.saved_state import HeldTensors
+from drivetrain.saved_state import ReplicatedState
 from drivetrain.shards import HeldPart, Shard
 from drivetrain_local.options import LocalOptions
 from drivetrain_local.outer import UNDER_WAY, Messages, OuterSteps, fragment_of_each
@@ -42,7 +42,7 @@ def messages_of(model, optimizer, gradients_summed):
     inner = SimpleNamespace(
         run=SimpleNamespace(world=SimpleNamespace(device=torch.device("cpu"))),
         names=dict,
-        held_tensors=HeldTensors(None),
+        state=ReplicatedState(model),
     )
     workers = SimpleNamespace(size=1, gradients_summed=gradients_summed)
     parts = {name: HeldPart(tuple(each.shape)) for name, each in names.items()}

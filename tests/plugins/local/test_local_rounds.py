@@ -88,7 +88,7 @@ class Fakes:
         self.outer = OuterSteps(
             SGD([parameter], lr=1.0),
             LocalOptions(every=1, outer_lr=1.0, outer_momentum=0.0, inner=NestedStrategy("ddp")),
-            SimpleNamespace(held_tensors=held),
+            SimpleNamespace(state=held),
             SimpleNamespace(size=1, rank=0),
             messages,
             late,

@@ -112,7 +112,7 @@ def wide(*, transposed=False):
 def errors_of(training):
     """Return the sums of all workers' errors of the matrix, as a checkpoint gets them."""
     found, keys = torch.zeros(64 * 64), set()
-    for shard in training.accelerator.strategy_of(training.model).shards():
+    for shard in training.accelerator.strategy_of(training.model).state.shards():
         if shard.name == "wide.weight" and shard.state.startswith("links.error."):
             assert shard.state not in keys, "two channels have errors of the same elements"
             keys.add(shard.state)

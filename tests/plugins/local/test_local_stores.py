@@ -50,7 +50,7 @@ class Stored(Training):
         return super().run(first, last, clip=self.clip, loss=loss)
 
     def own(self):
-        with self.strategy.gathered(list(self.model.parameters()), modify=False):
+        with self.strategy.state.gathered(list(self.model.parameters()), modify=False):
             return {name: p.detach().clone() for name, p in self.model.named_parameters()}
 
 

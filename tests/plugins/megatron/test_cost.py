@@ -206,7 +206,7 @@ def check_held(run):
     run.step(0, zero_grad=False)
     states = [v for state in run.optimizer.optimizer.state.values() for v in state.values()]
     parameters = list(held_parameters(run.model))
-    kept = [s.tensor for s in run.strategy.shards() if not s.state]
+    kept = [s.tensor for s in run.strategy.state.shards() if not s.state]
     held = run.cost.held
     assert storage(parameters) == held["parameters"]
     assert storage(states) == pytest.approx(held["optimizer"], abs=8 * len(states))

@@ -92,7 +92,7 @@ def test_late_updates_of_two_optimizers_that_leave_one_parameter_out():
 def test_dtensors_right_after_a_step(monkeypatch):
     def run(**offload):
         training = Training({**STRATEGIES["fsdp"], **offload}).steps(1)
-        shards = training.accelerator.strategy_of(training.model).dtensors()
+        shards = training.accelerator.strategy_of(training.model).state.dtensors()
         found = {key: value.to_local().clone() for key, value in shards.items()}
         training.accelerator.free_memory()
         return found

@@ -206,7 +206,7 @@ def test_surgery_changes_what_was_changed_alone(strategy):
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     model, _ = accelerator.prepare(model, adamw(model))
-    shards = accelerator.strategy_of(model).shards
+    shards = accelerator.strategy_of(model).state.shards
     before = {s.name: s.tensor.clone() for s in shards() if not s.state}
     with accelerator.gathered(model), torch.no_grad():
         model[0].bias.fill_(3.0)

@@ -159,7 +159,7 @@ def weights(accelerator: Accelerator, model: nn.Module) -> Mapping[str, Tensor]:
     A stage of a pipeline has some of them: the others' come from the ranks that have them.
     """
     inner = accelerator.unwrap_model(model, keep_torch_compile=False)
-    with accelerator.strategy_of(model).gathered(list(inner.parameters())):
+    with accelerator.strategy_of(model).state.gathered(list(inner.parameters())):
         mine = {name: p.detach().clone() for name, p in inner.named_parameters()}
     stages = accelerator.mesh.get("pp")
     if stages is None or stages.size == 1:
@@ -370,7 +370,7 @@ class AccountChecks(Suite):
             states = [value for state in optimizer.state.values() for value in state.values()]
             if not states:  # a store has them
                 names = [name for name, _ in inner.named_parameters()]
-                states = [shard.tensor for shard in strategy.held_tensors.states(0, names)]
+                states = [shard.tensor for shard in strategy.state.states(0, names)]
             groups = optimizer.param_groups
             stepped = [parameter for group in groups for parameter in group["params"]]
             found = {
@@ -482,7 +482,9 @@ class StateChecks(Suite):
                 twins = Twins(accelerator, case, adamw)
                 twins.backward(0)
                 twins.step()
-                mine = [_sent(shard) for shard in accelerator.strategy_of(twins.model).shards()]
+                mine = [
+                    _sent(shard) for shard in accelerator.strategy_of(twins.model).state.shards()
+                ]
                 whole = _assembled([shard for shards in everyone(mine) for shard in shards])
                 parameters = weights(accelerator, twins.model)
                 for key, tensor in parameters.items():

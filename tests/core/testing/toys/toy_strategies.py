@@ -4,6 +4,7 @@ import torch
 
 from drivetrain.cost import Cost
 from drivetrain.parallel.backward import clip_, global_norm
+from drivetrain.saved_state import ReplicatedState
 from drivetrain_plain.strategy import Plain
 
 
@@ -65,20 +66,26 @@ class SendsInSecret(Plain):
 class SavesTwice(Plain):
     """Every rank yields every shard."""
 
-    def shards(self):
-        return self.state.shards(0, 1)
+    def prepare(self, model, optimizers):
+        prepared = super().prepare(model, optimizers)
+        self.state = ReplicatedState(model, prepared.optimizers)
+        return prepared
+
+
+class Forgetful(ReplicatedState):
+    def load(self, reader):
+        super().load(reader)
+        for optimizer in self._optimizers:
+            optimizer.state.clear()
 
 
 class LosesMoments(Plain):
     """Loads parameters and forgets the optimizer's state."""
 
-    def bind(self, optimizer):
-        self.optimizer = super().bind(optimizer)
-        return optimizer
-
-    def load(self, reader):
-        super().load(reader)
-        self.optimizer.state.clear()
+    def prepare(self, model, optimizers):
+        prepared = super().prepare(model, optimizers)
+        self.state = Forgetful(model, prepared.optimizers, self.ranks.rank, self.ranks.size)
+        return prepared
 
 
 class NeverLetsGo(Plain):
