@@ -350,7 +350,7 @@ class PreparedModel:
 
         for method in (_apply, to, zero_grad):
             self.methods.append(UninheritedMethod(self.model, method.__name__, method))
-        self.methods += saving_methods(uncompiled(self.model), self.strategy)
+        self.methods += saving_methods(uncompiled(self.model), self.strategy.state)
         for method in self.methods:
             method.put()
 
