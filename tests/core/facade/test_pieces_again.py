@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from drivetrain import Accelerator, GradScalerKwargs
 from drivetrain.errors import UsageError
+from drivetrain.facade.gradients import PieceGradients
 from drivetrain.facade.pieces import NOT_AGAIN, Measured
 from drivetrain.planner.auto import HEAD
 from drivetrain.testing.models import OUT, WIDTH
@@ -393,6 +394,16 @@ def test_where_ranks_gather_within_a_piece_the_error_stays_one_and_says_why():
         )
     assert NOT_AGAIN in raised.value.__notes__
     accelerator.free_memory()
+
+
+def test_narrow_gradients_of_pieces_are_rounded_once():
+    leaf, whole = nn.Parameter(torch.ones((), dtype=torch.bfloat16)), PieceGradients()
+    for factor in (1.0, *[2.0**-9] * 4):
+        part, loss = PieceGradients(), leaf * factor
+        part.add(loss, loss, 1.0, {})
+        whole.join(part)
+    whole.send(lambda loss, weight: loss.backward())
+    assert leaf.grad == 1 + 2.0**-7
 
 
 def test_pieces_that_were_computed_are_no_try_unless_rows_are_longer():

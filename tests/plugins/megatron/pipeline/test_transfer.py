@@ -1,5 +1,6 @@
 """Messages of a pipeline: streams without tags, as over NCCL; dtypes and errors of a link."""
 
+from contextlib import nullcontext
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -10,6 +11,8 @@ from drivetrain.cost import Traffic
 from drivetrain.errors import CollectiveError
 from drivetrain.runtime.mesh import Axis, Mesh
 from drivetrain.runtime.world import World
+from drivetrain_megatron.pipeline.runner import LocalStages, _Sender
+from drivetrain_megatron.pipeline.schedules import Action, ActionKind
 from drivetrain_megatron.pipeline.transfer import (
     Direction,
     Link,
@@ -77,6 +80,25 @@ def test_two_pipelines_on_one_axis_have_tags_of_their_own():
     messages = [Message(each, 0, stage, 0) for each in Direction for stage in range(3)]
     tags = [link._tag(each) for link in (Link(*here, 3), Link(*here, 3)) for each in messages]
     assert len(set(tags)) == 2 * streams(3)
+
+
+def test_gradients_of_inputs_leave_once_within_backward():
+    leaf, sent = torch.ones(2, requires_grad=True), []
+    sender = _Sender([leaf], sent.append)
+    leaf.sum().backward()
+    assert [gradient.tolist() for gradient in sent[0]] == [[1.0, 1.0]]
+    sender.finish()
+    assert len(sent) == 1
+
+
+def test_a_receive_is_posted_while_the_action_before_runs():
+    stages, done = object.__new__(LocalStages), []
+    stages.telling = nullcontext
+    stages._expect = lambda action, workers: done.append(f"expect {action.micro_batch}")
+    stages._do = lambda action, worker: done.append(f"run {action.micro_batch}")
+    stages._run([Action(ActionKind.FORWARD, 1, number) for number in range(3)], {1: None})
+    assert done.index("expect 1") < done.index("run 0")
+    assert done.index("run 0") < done.index("expect 2") < done.index("run 1")
 
 
 def test_messages_that_an_exception_left_here_are_forgotten():
