@@ -77,10 +77,10 @@ def test_reductions_begin_within_backward_and_gathers_ahead_of_their_use(strateg
     units = {unit.layout.key: unit for unit in accelerator.strategy_of(model).placement.units}
     following = units.get("blocks.1")
 
-    def note(gradient):
-        sent.append(calls(accelerator, "reduce_scatter"))
+    def watch(module, args, output):
+        output.register_hook(lambda _: sent.append(calls(accelerator, "reduce_scatter")))
 
-    model.first.register_forward_hook(lambda module, args, output: output.register_hook(note))
+    model.first.register_forward_hook(watch)
     model.blocks[0].register_forward_hook(lambda *_: ahead.append(following and following.live))
     for step in range(2):
         accelerator.backward(model(numbers(step, 0).inputs).square().mean())
