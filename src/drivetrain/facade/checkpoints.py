@@ -582,7 +582,7 @@ class RunCheckpoints:
             self._forget_memory()
             return loaded
         with reader:
-            self.saved.load(reader, self.state.models)
+            self.saved.load(reader, self._call_load_hooks(str(reader.directory)))
             self.state.project.iteration = reader.state["iteration"] + 1
         self.state.resumption.loaded = self._folder.goes_on = True
         return str(reader.directory)

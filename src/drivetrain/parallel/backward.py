@@ -195,16 +195,17 @@ class UserHooks:
         """
         for parameter in hooked:
             if parameter not in self._earlier:  # hooks are for what this window's backwards bring
-                earlier = parameter.grad
-                self._earlier[parameter] = None if earlier is None else earlier.clone()
-                parameter.grad = None
+                if (earlier := parameter.grad) is not None:  # of another stage it is not to be set
+                    earlier, parameter.grad = earlier.clone(), None
+                self._earlier[parameter] = earlier
         taken = [_take(parameter) for parameter in hooked]
         try:
             yield
         except BaseException:
             for parameter in hooked:
-                if parameter.grad is None:
-                    parameter.grad = self._earlier[parameter]
+                earlier = self._earlier[parameter]
+                if earlier is not None and parameter.grad is None:
+                    parameter.grad = earlier
             self.forget()
             raise
         finally:

@@ -244,6 +244,10 @@ def test_a_run_that_went_back_forgets_what_it_has_in_memory(tmp_path, monkeypatc
         train()
     later = [[2], [3, 2], [4, 3], [5, 4]]
     assert steps == [[], [], *4 * later]
+    loaded = []
+    accelerator.register_load_state_pre_hook(lambda models, folder: loaded.append(folder))
+    assert accelerator.resume()
+    assert (loaded, optimizer.steps) == ([str(complete(memory)[0])], 5)
     accelerator.load_state(tmp_path / "ck")
     assert complete(memory) == []
 

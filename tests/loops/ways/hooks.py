@@ -44,7 +44,9 @@ def a_hook_is_removed_after_a_step(loop: Loop) -> None:
 def a_hook_in_windows(loop: Loop) -> None:
     """It gets the gradient of the window, as one batch as large would give it."""
     loop.begin(gradient_accumulation_steps=2)
-    model, optimizer = loop.ready()
+    model = loop.model()
+    model.first.weight.register_hook(lambda g: g.clamp(-0.01, 0.01))
+    model, optimizer = loop.prepare(model, SGD(model.parameters(), lr=0.5))
     model.last.weight.register_hook(lambda g: g.clamp(-0.01, 0.01))
     for step in range(2):
         parts = [loop.batch(2 * step), loop.batch(2 * step + 1)]
