@@ -480,6 +480,8 @@ class Dropout(Uncopied):
         self._staged: tuple[nn.Module, ...] = ()
         self._handles: list[RemovableHandle] = []
         self._entered: dict[nn.Module, int] = {}
+        self._several = False
+        self._before: rng.Snapshot | None = None
 
     def find(
         self,
@@ -557,12 +559,25 @@ class Dropout(Uncopied):
         self._numbered, self._dropped = number is not None, False
         own = self.forwards if number is None else number
         state = combine(*self._source, own)
+        if self._several and self._before is None:
+            self._before = rng.Snapshot()
         try:
-            with rng.fork(_packed(state)):
+            with rng.fork(_packed(state), self._before):
                 yield
         finally:
             self._numbered = False
             self.forwards += self._counting and self._dropped and not self._left_out
+
+    @contextmanager
+    def several(self) -> Iterator[None]:
+        """Context of several forwards, after all of which generators are as before the first."""
+        self._several = True
+        try:
+            yield
+        finally:
+            before, self._before, self._several = self._before, None, False
+            if before is not None:
+                before.put_back()
 
     @contextmanager
     def left_out(self) -> Iterator[None]:

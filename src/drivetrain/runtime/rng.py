@@ -139,15 +139,21 @@ def _check(state: Mapping[str, Tensor]) -> None:
 
 
 @contextmanager
-def fork(seed: int) -> Iterator[None]:
-    """Seed every generator inside the block, and put the former states back after it."""
-    before = Snapshot()
+def fork(seed: int, around: Snapshot | None = None) -> Iterator[None]:
+    """Seed every generator inside the block, and put the former states back after it.
+
+    Args:
+        seed: of all generators.
+        around: the states that a block around this one puts back; then this one puts back none.
+    """
+    before = Snapshot() if around is None else None
     seed_torch(seed)
     _seed_without_torch(seed)
     try:
         yield
     finally:
-        before.put_back()
+        if before is not None:
+            before.put_back()
 
 
 def seed_torch(seed: int) -> None:

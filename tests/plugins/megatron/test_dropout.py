@@ -19,6 +19,7 @@ from drivetrain.collectives.communicator import SoloCommunicator
 from drivetrain.cost import Traffic
 from drivetrain.errors import UsageError
 from drivetrain.model.modules import repeated_blocks
+from drivetrain.runtime import rng
 from drivetrain.runtime.mesh import Axis
 from drivetrain_megatron.dropout import (
     AlikeDraws,
@@ -326,6 +327,20 @@ def test_evaluation_drops_nothing_and_failures_leave_no_trace():
         model(torch.full((2, 3), 1000))
     assert torch.equal(torch.get_rng_state(), before)
     assert found + losses_of(model, 1) == expected
+
+
+def test_several_forwards_put_generators_back_once(monkeypatch):
+    masks, taken, drawn, make = counting(small(0.4)), [], [], rng.Snapshot
+    before = rng.capture()
+    monkeypatch.setattr(rng, "Snapshot", lambda: taken.append(make()) or taken[-1])
+    with masks.several():
+        for number in (0, 1, 0):
+            with masks.forward(number):
+                drawn.append((random.random(), numpy.random.rand(), torch.rand(()).item()))
+    monkeypatch.undo()
+    torch.testing.assert_close(rng.capture(), before, rtol=0, atol=0)
+    assert drawn[0] == drawn[2] != drawn[1]
+    assert len(taken) == 1
 
 
 def small(p, inplace=False, kind=nn.Sequential):
