@@ -29,6 +29,7 @@ from drivetrain.collectives.facts import gather_facts, meet, named, refuse_other
 from drivetrain.errors import ConfigError, NonFiniteError
 from drivetrain.facade.prepared import PreparedModel, RunState, parameters_of
 from drivetrain.log import get_logger
+from drivetrain.model.valueless import ValuelessTensor
 from drivetrain.runtime.board import PREEMPTED, Notice
 from drivetrain.runtime.gradient_state import ActivePass
 from drivetrain.runtime.mesh import Axis
@@ -42,17 +43,21 @@ class LateNumbers:
 
     Args:
         values: by name, or another key; each tensor has one element. Tensors of an accelerator are
-            copied in the order of its stream, to memory where the host finds them later.
+            copied in the order of its stream, to memory where the host finds them later. Losses of
+            a pipeline may get their values later.
     """
 
     def __init__(self, values: Mapping[Any, float | Tensor]) -> None:
         self._numbers: dict[Any, float] = {}
         self._names: Sequence[Any] = ()
         self._event: torch.Event | None = None
+        self._awaited: dict[Any, ValuelessTensor] = {}
         waiting: dict[Any, Tensor] = {}
         for name, value in values.items():
             if not isinstance(value, Tensor):
                 self._numbers[name] = float(value)
+            elif isinstance(value, ValuelessTensor) and value.value() is None:
+                self._awaited[name] = value
             elif value.device.type == "cpu":
                 self._numbers[name] = float(value.detach())
             else:
@@ -67,6 +72,8 @@ class LateNumbers:
 
     def ready(self) -> bool:
         """Whether ``read`` would return at once."""
+        if any(value.value() is None for value in self._awaited.values()):
+            return False
         return self._event is None or bool(self._event.query())
 
     def read(self) -> Mapping[Any, float]:
@@ -75,6 +82,7 @@ class LateNumbers:
             self._event.synchronize()
             self._numbers.update(zip(self._names, self._copy.tolist(), strict=True))
             self._event = None
+        self._numbers.update({name: float(value) for name, value in self._awaited.items()})
         return self._numbers
 
 

@@ -393,6 +393,8 @@ def test_two_models_in_one_window_step_one_after_the_other():
     for model in models:
         model.example_inputs = x
         pairs.append(accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1)))
+    records = []
+    accelerator.report.listen(records.append)
     for _ in range(2 * 2):
         with accelerator.accumulate(*models):
             for model, optimizer in pairs:
@@ -407,4 +409,8 @@ def test_two_models_in_one_window_step_one_after_the_other():
             optimizer.step()
         found = accelerator.get_state_dict(model)
         torch.testing.assert_close(found, dict(twin.state_dict()), rtol=1e-12, atol=1e-14)
+    accelerator.report.finish()
+    first, last = everyone([(each.step, each.loss) for each in records])
+    assert first == last  # some values come to the first stage after the record was begun
+    assert [step for step, _ in first] == [1, 2]
     accelerator.end_training()
