@@ -172,3 +172,15 @@ class Gpt(nn.Module):
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=False) if self.recompute else block(x)
         return self.head(self.norm(x))
+
+
+class Doubled(torch.autograd.Function):
+    """A function of a script's own, with its own backward."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return 2 * gradient

@@ -28,16 +28,21 @@ from torch.utils._pytree import (
 from drivetrain.errors import UsageError
 from drivetrain.losses import linear_cross_entropy
 from drivetrain.model.guard import Arguments, Keywords
+from drivetrain.model.valueless import ValuesNeededError
 from drivetrain_megatron.pipeline.runner import LocalStages, LossOf, StageWorker, find_loss
 from drivetrain_megatron.pipeline.schedules import ActionKind, make_schedule
 from drivetrain_megatron.pipeline.transfer import Dims, DividedCall, Division, MicroBatch, join
 from drivetrain_megatron.recording.proxy import (
+    CALL,
     OTHER,
     OWN_BACKWARD,
     StageProxy,
+    metadata,
+    origins_in,
     resolve,
     same_value,
     slope_of,
+    with_values,
 )
 
 # --- the weight of each micro-batch's loss, known before the loss is computed ---
@@ -153,10 +158,6 @@ class TargetCounter(TorchFunctionMode):
 # weighted sum of the micro-batches' losses (``shares``).
 
 
-_KEY = "drivetrain_megatron.call"
-"""Under which a node of autograd's graph keeps the call that it came out of."""
-
-
 _ELSEWHERE = "a tensor of an earlier stage"
 """Stands among the origins of a proxy for a part of the output that the last stage lacks."""
 
@@ -213,7 +214,7 @@ class LossOrigin:
                 leaf.origins = frozenset({self}) if leaf.requires_grad else frozenset()
             elif isinstance(leaf, Tensor) and leaf.requires_grad:
                 nodes.append(get_gradient_edge(leaf).node)
-                _metadata(nodes[-1])[_KEY] = self
+                metadata(nodes[-1])[CALL] = self
                 leaf.register_hook(self._check_running)  # type: ignore[no-untyped-call]
         return nodes
 
@@ -308,13 +309,13 @@ def origins_of(loss: Tensor) -> frozenset[LossOrigin]:
         UsageError: something else is in it, too, or no call.
     """
     refuse(wrong_in(loss))
-    return frozenset(origin for origin in _found(loss) if isinstance(origin, LossOrigin))
+    return frozenset(origin for origin in origins_in(loss) if isinstance(origin, LossOrigin))
 
 
 def wrong_in(loss: Tensor) -> int:
     """Return the number of what is wrong with a loss, for ``refuse``; 0 where nothing is."""
-    found = _found(loss)
-    lacks = not found - {OTHER} and not (OTHER in found and isinstance(loss, StageProxy))
+    found = origins_in(loss)
+    lacks = not found - {OTHER}
     wrong = (_ELSEWHERE in found, _BESIDE in found, lacks, OTHER in found)
     return wrong.index(True) + 1 if any(wrong) else 0
 
@@ -327,10 +328,6 @@ def refuse(number: int) -> None:
     """
     if number:
         raise UsageError(_WRONG[number - 1])
-
-
-def _found(loss: Tensor) -> frozenset[object]:
-    return loss.origins if isinstance(loss, StageProxy) else _traced(loss)
 
 
 def refuse_options(options: Mapping[str, Any]) -> None:
@@ -347,30 +344,6 @@ def refuse_options(options: Mapping[str, Any]) -> None:
             "backward and no derivative of gradients. Add losses of one forward before backward(), "
             "or run the forward again"
         )
-
-
-def _traced(loss: Tensor) -> frozenset[object]:
-    """Return the calls of which a real loss was made, by its graph down to their outputs."""
-    found: set[object] = set()
-    waiting: list[Node] = [get_gradient_edge(loss).node] if loss.requires_grad else []
-    seen = set(waiting)
-    while waiting:
-        node = waiting.pop()
-        origin = _metadata(node).get(_KEY)
-        nexts = {following for following, _ in node.next_functions if following is not None}
-        if origin is not None:
-            found.add(origin)
-        elif not nexts:
-            found.add(OTHER)  # a leaf, which gets a gradient
-        else:
-            waiting += nexts - seen
-            seen |= nexts
-    return frozenset(found)
-
-
-def _metadata(node: Node) -> dict[str, Any]:
-    content: Any = node.metadata
-    return content() if callable(content) else content  # type: ignore[no-any-return]
 
 
 class PromisedLoss:
@@ -415,7 +388,11 @@ class PromisedLoss:
                 "tensor; under pipeline parallelism a model that makes its loss is asked for "
                 "nothing else"
             )
-        factor = slope_of(loss, self._promised)
+        try:
+            factor = slope_of(loss, self._promised)
+        except ValuesNeededError:  # of a parameter, which is on another stage here alone
+            with stages.telling():
+                raise
         with self._autocast:
             for batch in self._batches:  # looks at new shapes, in which no targets count
                 stages.dtype(batch)
@@ -606,8 +583,9 @@ class WholeBatch:
     def begin(self, loss: Tensor) -> None:
         """Run backward of a loss down to the blocks' tensors of this call and of others."""
         if (last := self._stages.last) is not None:
-            with self._stages.inner.accumulating(), last.counting(self.numbers[0]):
-                self._stages.inner.backward(loss)
+            inner, counting = self._stages.inner, last.counting(self.numbers[0])
+            with self._stages.telling(), inner.accumulating(), counting:
+                inner.backward(with_values(loss))
 
     def backward(self, synchronize: bool) -> None:
         """Run the backward of every micro-batch; to synchronize averages gradients over dp."""

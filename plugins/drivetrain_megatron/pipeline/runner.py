@@ -33,6 +33,7 @@ from drivetrain_megatron.pipeline.transfer import (
     is_absent,
 )
 from drivetrain_megatron.recording.phases import TensorMeta
+from drivetrain_megatron.recording.proxy import with_values
 from drivetrain_megatron.tensor.linear import WeightGradients
 
 # --- one stage at work: forward and backward of micro-batches, and the tensors kept between ---
@@ -198,7 +199,7 @@ class StageWorker:
             nullcontext() if final else self._parts.inner.accumulating(),
             self.counting(micro_batch),
         ):
-            self._parts.inner.backward(loss)
+            self._parts.inner.backward(with_values(loss))
         if final:
             self._parts.shared.send_gradients()
         sender.finish()
@@ -422,7 +423,7 @@ class LocalStages:
 
     def _run(self, actions: Sequence[Action], workers: Workers) -> list[Span]:
         spans = []
-        with self.telling():
+        with self.telling(), self.dropout.several():
             for index, action in enumerate(actions):
                 for following in actions[index : index + 2]:
                     self._expect(following, workers)

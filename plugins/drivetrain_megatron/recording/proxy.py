@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils._pytree import tree_leaves, tree_map
 
 from drivetrain.collectives import Communicator
@@ -148,8 +149,11 @@ OWN_BACKWARD = (
     "without stages (pp: 1)"
 )
 
-OTHER = "a real tensor that wants a gradient"
-"""Stands among the origins of a proxy for what came from outside of any call."""
+CALL = "drivetrain_megatron.call"
+"""Under which a node of autograd's graph keeps the call that it came out of."""
+
+OTHER = "a tensor from outside of any call that wants a gradient"
+"""Stands among the origins of a tensor for what came from outside of any call."""
 
 
 class StageProxy(ValuelessTensor):
@@ -201,6 +205,17 @@ class StageProxy(ValuelessTensor):
             for i, item in enumerate(result):
                 if isinstance(item, StageProxy):
                     item._later = LazyValue(operator.getitem, (later, i))
+
+    @classmethod
+    def drawn(cls, result: Any, function: Function, args: Arguments, kwargs: Any) -> None:
+        """Draw as many random numbers as the stage with the values, whose generators move on."""
+        given = tuple(args), dict(kwargs)
+        if any(isinstance(x, StageProxy) and x.blocks for x in tensors_in(given)):
+            with torch.no_grad():
+                ones, named = tree_map(_ones, given)
+                function(*ones, **named)
+        if isinstance(result, StageProxy) and result._later is not None:
+            result._later = LazyValue()  # nobody else knows what it has become
 
     @classmethod
     def values_needed(cls, use: str) -> ValuesNeededError:
@@ -275,6 +290,7 @@ def slope_of(proxy: StageProxy, by: StageProxy) -> Tensor:
             the expression is linear.
 
     Raises:
+        ValuesNeededError: it follows from other values that are not here, too.
         UsageError: it is no multiple of the other.
     """
     of, inside = proxy._later, by._later
@@ -288,12 +304,25 @@ def slope_of(proxy: StageProxy, by: StageProxy) -> Tensor:
         at = torch.full((), point, dtype=torch.float64, requires_grad=True)
         with torch.enable_grad():
             value = _at(of, inside, at)
-            if value is None or not value.requires_grad:
+            if value is None:
+                raise proxy.values_needed("backward()")
+            if not value.requires_grad:
                 raise _no_slope("one that does not follow from it")
             slopes.append(torch.autograd.grad(value, at)[0])
     if not torch.equal(slopes[0], slopes[1]):
         raise _no_slope("an expression that is not linear")
     return slopes[0]
+
+
+def with_values(loss: Tensor) -> Tensor:
+    """Return a loss of the last stage.
+
+    Raises:
+        ValuesNeededError: it takes values that another stage has, and no gradient goes there.
+    """
+    if isinstance(loss, StageProxy):
+        raise loss.values_needed("backward()")
+    return loss
 
 
 def same_value(proxy: StageProxy) -> StageProxy:
@@ -311,15 +340,60 @@ def resolve(proxy: StageProxy, value: Tensor) -> None:
 
 def _origins(tensors: Sequence[Tensor]) -> frozenset[object]:
     """Return where the gradient of a result of tensors would go."""
-    other = frozenset[object]({OTHER})
-    wanting = [t for t in tensors if t.requires_grad]
-    return frozenset().union(*(t.origins if isinstance(t, StageProxy) else other for t in wanting))
+    return frozenset().union(*(origins_in(tensor) for tensor in tensors if tensor.requires_grad))
+
+
+def origins_in(tensor: Tensor) -> frozenset[object]:
+    """Return where the gradient of a tensor would go, by its graph down to outputs of calls.
+
+    Proxies have a graph where a script calls an autograd function of its own.
+    """
+    if not tensor.requires_grad:
+        return frozenset()
+    with torch._C.DisableTorchFunctionSubclass():  # a guarded parameter would be gathered
+        first = tensor.grad_fn
+        if first is None and isinstance(tensor, StageProxy):
+            return _origins_of_leaf(tensor)
+        waiting = [first or get_gradient_edge(tensor).node]
+    found, seen = set[object](), set(waiting)
+    while waiting:
+        node = waiting.pop()
+        call = metadata(node).get(CALL)
+        nexts = {following for following, _ in node.next_functions if following is not None}
+        if call is not None:
+            found.add(call)
+        elif not nexts:
+            found |= _origins_of_leaf(getattr(node, "variable", None))
+        else:
+            waiting += nexts - seen
+            seen |= nexts
+    return frozenset(found)
+
+
+def _origins_of_leaf(leaf: Any) -> frozenset[object]:
+    """Return the origins of a tensor at which a graph begins, and which gets a gradient."""
+    known = leaf.origins if isinstance(leaf, StageProxy) else None
+    return known or frozenset({OTHER})
+
+
+def metadata(node: Node) -> dict[str, Any]:
+    """Return what a node of autograd's graph keeps for others."""
+    content: Any = node.metadata
+    return content() if callable(content) else content  # type: ignore[no-any-return]
 
 
 def _stand_in(leaf: Any) -> Any:
     """Return a value to come in place of a proxy, and a copy of a real tensor."""
     if isinstance(leaf, StageProxy):
         return leaf._later
+    return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
+
+
+def _ones(leaf: Any) -> Any:
+    """Return other values in place of a proxy's, and a copy of a real tensor."""
+    if isinstance(leaf, StageProxy):
+        shape, _, dtype, device = leaf.facts
+        return torch.ones(shape, dtype=dtype, device=device)
     return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
 
 

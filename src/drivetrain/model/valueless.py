@@ -119,10 +119,12 @@ class CallResult(NamedTuple):
     Attributes:
         value: the frozen result, in which tensors are ``GivenTensor`` or ``MadeTensor``.
         work: floating point operations of the matrix products, convolutions and attentions in it.
+        draws: whether random numbers were drawn, but for those inside of attentions.
     """
 
     value: Any
     work: int
+    draws: bool
 
 
 class ValuesNeededError(UsageError):
@@ -219,7 +221,7 @@ def computed(function: Function, args: Any, kwargs: Any, surroundings: Any) -> C
             # A view that is not possible: kernels refuse it with another error than fake tensors.
             function(*thaw(args, meta), **thaw(kwargs, meta))
             raise
-    return CallResult(freeze(result, _Naming(fakes)), tally.work)
+    return CallResult(freeze(result, _Naming(fakes)), tally.work, tally.draws)
 
 
 @contextmanager
@@ -264,7 +266,7 @@ class WorkTally(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.work = 0
+        self.work, self.draws = 0, False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Arguments = (), kwargs: Any = None
@@ -277,6 +279,8 @@ class WorkTally(TorchDispatchMode):  # type: ignore[no-untyped-call]
         count = WORK.get(func.overloadpacket)
         if count is not None:
             self.work += int(count(*args, **named, out_val=result))
+        elif not isinstance(result, int):  # nor one that chooses a kernel for attention
+            self.draws |= torch.Tag.nondeterministic_seeded in func.tags
         return result
 
 
@@ -413,6 +417,10 @@ class ValuelessTensor(Tensor):
         """Note how results follow from values that may become known."""
 
     @classmethod
+    def drawn(cls, result: Any, function: Function, args: Arguments, kwargs: Keywords) -> None:
+        """Note that a function would have drawn random numbers."""
+
+    @classmethod
     def values_needed(cls, use: str) -> ValuesNeededError:
         """Return the error for a use of values."""
         return ValuesNeededError(
@@ -519,7 +527,7 @@ class ValuelessTensor(Tensor):
         result = thaw(found.value, tensor_of)
         for target in written:
             target.derived_from(tensors)
-        cls.remember(result, func, args, kwargs)
+        (cls.drawn if found.draws else cls.remember)(result, func, args, kwargs)
         return result
 
     @classmethod

@@ -100,8 +100,10 @@ def test_a_penalty_on_parameters():
         both = Twins(built(), accumulation=accumulation, pp=2)
         accelerator, model = both.accelerator, both.model
         with case(loss), accelerator.accumulate(model):
-            found = loss(model, IDS)
-            refused(PENALTY, partial(accelerator.backward, found + penalty(model)))
+            found, one = loss(model, IDS), model.transformer.ln_f.weight.sum()  # of the last stage
+            for wrong in (found + penalty(model), found + one):
+                refused(PENALTY, partial(accelerator.backward, wrong))
+            refused("returned, found none in it", partial(accelerator.backward, one))
             accelerator.backward(found)
         both.close()
     # A loss function runs on the last stage alone; all of them refuse what it made.
@@ -112,6 +114,19 @@ def test_a_penalty_on_parameters():
 
     refused(PENALTY, partial(both.accelerator.pipeline_step, both.model, IDS, IDS, loss_fn=wrong))
     both.close()
+
+
+def test_a_loss_times_a_value_of_another_stage():
+    """Another rank has the value and finds nothing wrong: it does not wait for this one."""
+    for loss in (loss_of, inside):
+        both = Twins(built(), pp=2)
+        wrong = loss(both.model, IDS) * both.model.transformer.wpe.weight.detach().norm()
+        kind, match = CollectiveError, "to go from rank|waited|failed"
+        if both.accelerator.process_index == 1:
+            kind, match = UsageError, r"expected values for backward\(\)"
+        with case(loss), pytest.raises(kind, match=match):
+            both.accelerator.backward(wrong)
+        both.close()
 
 
 def test_losses_that_are_refused_leave_the_pipeline_as_it_was():

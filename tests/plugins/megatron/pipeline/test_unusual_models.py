@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from divided_steps import check_two_steps
 from drivetrain.errors import CollectiveError, UsageError
 from drivetrain.testing.conformance.suite import everyone
-from stacks import Parts, Stack
+from stacks import Doubled, Parts, Stack
 from staged_twins import Twins
 
 pytestmark = [pytest.mark.ranks(2), pytest.mark.filterwarnings("ignore:The .grad attribute")]
@@ -162,6 +162,14 @@ def total(output, ids):
     return F.cross_entropy(output.flatten(0, 1), ids.flatten(), reduction="sum")
 
 
+def test_a_function_of_the_script_in_a_loss():
+    torch.manual_seed(0)
+    both = Twins(Logits(), {"x": IDS})
+    both.backward(*(Doubled.apply(mean(each, IDS)) / 2 for each in both(IDS)))
+    both.check_gradients()
+    both.close()
+
+
 def test_ranks_with_other_loss_functions_are_told_so():
     """Also in a later call, when each rank has decided about the function that it knows."""
     torch.manual_seed(0)
@@ -242,7 +250,7 @@ class Masked(Stack):
 def test_stages_draw_the_same_numbers():
     both = Twins(Masked(), cut="1,2")
     for _ in range(3):
-        loss = both.model(torch.ones(4, 2)).square().sum()
+        loss = F.dropout(both.model(torch.ones(4, 2))).square().sum()
         both.accelerator.backward(loss)
         with torch.no_grad():
             assert not loss.item()

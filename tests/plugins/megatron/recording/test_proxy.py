@@ -7,7 +7,8 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from drivetrain.errors import UsageError
-from drivetrain_megatron.recording.proxy import StageProxy, resolve
+from drivetrain_megatron.recording.proxy import OTHER, StageProxy, origins_in, resolve
+from stacks import Doubled
 
 CPU = torch.device("cpu")
 
@@ -70,6 +71,39 @@ def test_facts_are_those_of_the_real_result():
         assert type(found) is StageProxy
         for fact in ("shape", "dtype", "device", "requires_grad"):
             assert getattr(found, fact) == getattr(expected, fact), name
+
+
+DRAWS = {
+    "dropout": F.dropout,
+    "like": torch.randn_like,
+    "in place": lambda x: torch.empty_like(x).exponential_(),
+    "by values": torch.bernoulli,
+    "choices": lambda x: torch.multinomial(x, 2),
+    "noisy": lambda x: F.gumbel_softmax(x) + x,
+}
+
+
+def test_what_a_script_draws_of_an_output_is_drawn_on_every_stage():
+    values = torch.rand(2, 4)
+    of_blocks = StageProxy.of(values)
+    of_blocks.blocks = frozenset({0})
+    for name, draw in DRAWS.items():
+        states = []
+        for x in (values, of_blocks):
+            torch.manual_seed(0)
+            draw(x)
+            states.append(torch.get_rng_state())
+        assert torch.equal(*states), name
+        assert not torch.equal(states[0], torch.manual_seed(0).get_state())
+
+
+def test_where_a_gradient_would_go_is_known_through_functions_of_the_script():
+    loss, other = proxy(), proxy()
+    loss.origins = frozenset({"call"})
+    assert origins_in(Doubled.apply(loss) / 2) == {"call"}
+    assert origins_in(loss + other) == {"call", OTHER}
+    assert origins_in(loss + real(3).requires_grad_().sum()) == {"call", OTHER}
+    assert not origins_in(other.detach())
 
 
 USES = {
