@@ -12,8 +12,7 @@ import torch
 from torch import nn
 
 from drivetrain.testing.conformance.suite import Twins, everyone
-from drivetrain.testing.models import CASES, numbers
-from stacks import Tower
+from drivetrain.testing.models import CASES
 from zero_stages import calls, each, start
 
 
@@ -65,27 +64,6 @@ def test_windows_with_unequal_weights(strategy):
             inside = units if reduces_each(strategy) else 0
             assert sent == [inside, inside, units], f"reduce-scatters per micro-batch: {sent}"
             twins.check()
-    accelerator.free_memory()
-
-
-@each("zero2", "sharded", "fsdp")
-@pytest.mark.ranks(2)
-def test_reductions_begin_within_backward_and_gathers_ahead_of_their_use(strategy):
-    """Of the blocks of the pass before, the next one is on its way."""
-    accelerator = start(strategy)
-    model, sent, ahead = accelerator.prepare(Tower()), [], []
-    units = {unit.layout.key: unit for unit in accelerator.strategy_of(model).placement.units}
-    following = units.get("blocks.1")
-
-    def watch(module, args, output):
-        output.register_hook(lambda _: sent.append(calls(accelerator, "reduce_scatter")))
-
-    model.first.register_forward_hook(watch)
-    model.blocks[0].register_forward_hook(lambda *_: ahead.append(following and following.live))
-    for step in range(2):
-        accelerator.backward(model(numbers(step, 0).inputs).square().mean())
-    assert 0 < sent[0] < sent[1] < calls(accelerator, "reduce_scatter")
-    assert ahead == ([False, True] if following else [None, None])
     accelerator.free_memory()
 
 
