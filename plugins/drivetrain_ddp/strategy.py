@@ -66,6 +66,7 @@ from drivetrain.parallel.replicated import (
     Bucket,
     BucketLayout,
     ReplicatedStrategy,
+    WholeGradients,
     plan_buckets,
 )
 from drivetrain.registry import compressors
@@ -604,6 +605,36 @@ class BucketReducer:
 # --- the strategy ``ddp`` ---
 
 
+class DdpGradients(WholeGradients):
+    """Gradients whose sums may keep errors, or are those of momenta.
+
+    Args:
+        ddp: the prepared strategy.
+    """
+
+    def __init__(self, ddp: "Ddp") -> None:
+        super().__init__(ddp.parameters, ddp.rounds.finish)
+        self._ranks, self._adam = ddp.ranks, ddp._adam
+
+    def will_scale(self, factor: float) -> None:
+        """Let momenta have the factor before they cross."""
+        if self._adam:
+            self._adam.factor = factor or 1.0  # times 0 nothing is left to take care of
+
+    def clip(self, max_norm: float, norm_type: float = 2.0, *, only: Only = None) -> Tensor:
+        """Scale the gradients to a norm of at most max_norm.
+
+        Raises:
+            UsageError: momenta are exchanged.
+        """
+        refuse_clipping(self._adam)
+        return super().clip(max_norm, norm_type, only=only)
+
+    def step_decided(self, *, taken: bool) -> None:
+        """Let sums that keep errors go on, or back to those of before a skipped step."""
+        self._ranks.step_decided(taken=taken)
+
+
 class DdpState(ReplicatedState):
     """What every rank holds whole, and what sums over links keep.
 
@@ -645,7 +676,7 @@ class Ddp(DdpOutline, ReplicatedStrategy[DdpConfig]):
         self._reducer = BucketReducer(parameters, self.ranks, self._hook, self.config, self.rounds)
         self.closing.callback(self._reducer.close)
         prepared = super().prepare(model, optimizers)
-        self.state = DdpState(self, prepared.optimizers)
+        self.gradients, self.state = DdpGradients(self), DdpState(self, prepared.optimizers)
         return prepared
 
     def bind(self, optimizer: Optimizer) -> Optimizer:
@@ -680,35 +711,15 @@ class Ddp(DdpOutline, ReplicatedStrategy[DdpConfig]):
         else:
             self.average()
 
-    def will_scale(self, factor: float) -> None:
-        """Let momenta have the factor before they cross."""
-        if self._adam:
-            self._adam.factor = factor or 1.0  # times 0 nothing is left to take care of
-
     @property
     def joinable(self) -> Joinable | None:
         """Zeros stand for gradients; momenta go on with steps, which a rank must take itself."""
         return None if self._adam else self
 
-    def step_decided(self, *, taken: bool) -> None:
-        """Let sums that keep errors go on, or back to those of before a skipped step."""
-        self.ranks.step_decided(taken=taken)
-
     def take_links(self, links: LinkMethods) -> None:
         """Let the buckets go on with methods that were chosen between two steps."""
         super().take_links(links)
         self.ranks.take_links(links)
-
-    def clip_grad_norm(
-        self, max_norm: float, norm_type: float = 2.0, *, only: Only = None
-    ) -> Tensor:
-        """Scale the gradients to a norm of at most max_norm; all ranks have the same ones.
-
-        Raises:
-            UsageError: momenta are exchanged.
-        """
-        refuse_clipping(self._adam)
-        return super().clip_grad_norm(max_norm, norm_type, only=only)
 
     @classmethod
     def cost(cls, config: DdpConfig, model: ModelSpec, run: Run) -> Cost:

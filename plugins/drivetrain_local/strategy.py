@@ -510,7 +510,7 @@ class Local(LocalOutline, StrategyAround[LocalOptions]):
         self._model = model
         if self._alone:
             prepared = self._counted(self._inner.prepare(model, optimizers))
-            self.pipeline, self.state = self._inner.pipeline, LocalState(self)
+            self._show()
             return prepared
         tensors = [*held_parameters(model), *model.buffers()]
         replicate([t for t in tensors if not t.is_meta], self._workers, "replicate model")
@@ -519,7 +519,7 @@ class Local(LocalOutline, StrategyAround[LocalOptions]):
         self._parts.update((name, HeldPart(tuple(p.shape))) for name, p in parameters.items())
         self._fragments = fragment_of_each(model, parameters, self.config.fragments)
         prepared = self._around(optimizers, lambda: self._inner.prepare(model, optimizers))
-        self.pipeline, self.state = self._inner.pipeline, LocalState(self)
+        self._show()
         # A pipeline runs several backwards in one: only the end of all of them averages.
         pipelined = any(
             self.run.mesh[name].size > 1 for name in self.planning().stages(self.config)
@@ -527,6 +527,10 @@ class Local(LocalOutline, StrategyAround[LocalOptions]):
         if self.config.warmup_steps and not pipelined:
             self._warm_up.follow(model)
         return prepared
+
+    def _show(self) -> None:
+        self.pipeline, self.gradients = self._inner.pipeline, self._inner.gradients
+        self.state = LocalState(self)
 
     def bind(self, optimizer: Optimizer) -> Optimizer:
         """Step outer weights with one more optimizer."""

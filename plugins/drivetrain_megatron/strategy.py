@@ -33,7 +33,7 @@ from drivetrain.model.modules import (
 from drivetrain.model.untouched import PLANNING, untouched
 from drivetrain.parallel.backward import clip_, combine_norms
 from drivetrain.parallel.replicated import replicate
-from drivetrain.saved_state import StateAround
+from drivetrain.saved_state import StateAround, left_inside
 from drivetrain.shards import (
     HeldPart,
     ParameterPiece,
@@ -44,7 +44,16 @@ from drivetrain.shards import (
     parameters_among,
     state_tensors,
 )
-from drivetrain.strategy import Joinable, Only, Pace, Planning, Prepared, Run, StrategyAround
+from drivetrain.strategy import (
+    Gradients,
+    Joinable,
+    Only,
+    Pace,
+    Planning,
+    Prepared,
+    Run,
+    StrategyAround,
+)
 from drivetrain_megatron.config import MegatronConfig, MegatronOutline
 from drivetrain_megatron.cost import estimate
 from drivetrain_megatron.dropout import AlikeDraws, Dropout
@@ -147,6 +156,39 @@ def _unlike(one: ComparedPlan, other: ComparedPlan) -> str:
 
 
 logger = get_logger(__name__)
+
+
+class CellGradients(Gradients):
+    """The gradients of this rank's shares, and of the parameters that every rank has.
+
+    Args:
+        cell: its strategy, once the strategy inside is prepared.
+    """
+
+    def __init__(self, cell: "Megatron") -> None:
+        self._cell, self.inner, self._shares = cell, cell._inner.gradients, cell._shares
+
+    scale = on_shares(left_inside(Gradients.scale))
+    will_scale = left_inside(Gradients.will_scale)
+    step_decided = left_inside(Gradients.step_decided)
+
+    def __call__(self, only: Only = None) -> Iterator[Tensor]:
+        """Yield the pieces of gradient that this rank's optimizers read."""
+        here = None if only is None else [p for p in only if not isinstance(p, Elsewhere)]
+        with self._shares.open():
+            return iter(list(self.inner(here)))
+
+    @on_shares
+    def clip(self, max_norm: float, norm_type: float = 2.0, *, only: Only = None) -> Tensor:
+        """Scale gradients to a global norm of at most max_norm; replicated gradients count once."""
+        cell, names = self._cell, self._cell._original.names
+        chosen = named_parameters(cell._model).values() if only is None else only
+        here = [p for p in chosen if not isinstance(p, Elsewhere)]
+        counted = [p for p in here if cell._facts[names[p]].saves(cell._tp.rank)]
+        mine = self.inner.clip(float("inf"), norm_type, only=counted)
+        norm = combine_norms(mine, norm_type, (cell._tp, cell._pp))
+        clip_(list(self(only)), norm, max_norm)
+        return norm
 
 
 class CellState(StateAround):
@@ -375,7 +417,7 @@ class Megatron(MegatronOutline, StrategyAround[MegatronConfig]):
         self._give_values(model)
         prepared = self._inner.prepare(model, optimizers)
         self._know_shares(model)
-        self.state = CellState(self)
+        self.gradients, self.state = CellGradients(self), CellState(self)
         if self._tensor is not None:
             self._tensor.sum_partial(model, self._facts)
         if self._builder is not None:
@@ -476,20 +518,6 @@ class Megatron(MegatronOutline, StrategyAround[MegatronConfig]):
         pace = self._inner.pace
         return pace if self.pipeline is None else pace._replace(waits=self._waits)
 
-    @on_shares
-    def clip_grad_norm(
-        self, max_norm: float, norm_type: float = 2.0, *, only: Only = None
-    ) -> Tensor:
-        """Scale gradients to a global norm of at most max_norm; replicated gradients count once."""
-        names = self._original.names
-        chosen = named_parameters(self._model).values() if only is None else only
-        here = [p for p in chosen if not isinstance(p, Elsewhere)]
-        counted = [p for p in here if self._facts[names[p]].saves(self._tp.rank)]
-        mine = self._inner.clip_grad_norm(float("inf"), norm_type, only=counted)
-        norm = combine_norms(mine, norm_type, (self._tp, self._pp))
-        clip_(list(self.gradients(only)), norm, max_norm)
-        return norm
-
     @classmethod
     def cost(cls, config: MegatronConfig, model: ModelSpec, run: Run) -> Cost:
         """Return bytes held and sent by this rank; ``cost`` says which of these are exact."""
@@ -516,14 +544,6 @@ class Megatron(MegatronOutline, StrategyAround[MegatronConfig]):
     def is_one_rank(self) -> bool:
         """Whether a cell has one rank, so that the strategy inside does everything."""
         return self.config.tp * self.config.pp == 1
-
-    def gradients(self, only: Only = None) -> Iterator[Tensor]:
-        """Yield the pieces of gradient that this rank's optimizers read."""
-        here = None if only is None else [p for p in only if not isinstance(p, Elsewhere)]
-        with self._shares.open():
-            return iter(list(self._inner.gradients(here)))
-
-    scale_gradients = on_shares(StrategyAround.scale_gradients)
 
     @property
     def joinable(self) -> Joinable | None:

@@ -315,10 +315,10 @@ class TrainingState(ABC):
 
 
 def left_inside(method: MethodT) -> MethodT:
-    """Return a method of ``StateAround`` that is the same method of the state inside."""
+    """Return a method that is the same method of the object inside, ``inner``."""
 
     @wraps(method)
-    def call(self: "StateAround", *args: Any, **kwargs: Any) -> Any:
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         return getattr(self.inner, method.__name__)(*args, **kwargs)
 
     return cast(MethodT, call)

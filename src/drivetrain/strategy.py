@@ -4,7 +4,7 @@ A strategy spreads one model's training step over the ranks of a mesh. The facad
 object per prepared model, so nothing about a run is global, and it never asks which strategy it is.
 """
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -145,6 +145,8 @@ _GONE: Mapping[str, str] = {
     **dict.fromkeys(("divides_states", "load_states", "held_parts", "held_tensors"), "state"),
     **dict.fromkeys(("shards", "load", "check_load", "progress", "resume"), "state"),
     **dict.fromkeys(("gathered", "state_facts", "whole_state", "dtensors", "whereabouts"), "state"),
+    **dict.fromkeys(("gradients", "scale_gradients", "clip_grad_norm"), "gradients"),
+    **dict.fromkeys(("will_scale", "step_decided"), "gradients"),
     **dict.fromkeys(("states_among", "forward_is_collective"), "pace"),
     "draws_masks": "planning()",
     "unwrap": "prepare",
@@ -463,16 +465,74 @@ class Pace(NamedTuple):
     waits: bool = False
 
 
+class Gradients(ABC):
+    """The gradients of a prepared model, from the backward to the step."""
+
+    @abstractmethod
+    def __call__(self, only: Only = None) -> Iterator[Tensor]:
+        """Yield the pieces of gradient that the optimizers will read on this rank.
+
+        The facade scales, clamps and checks them in place. Together the ranks yield every element
+        at least once.
+
+        Args:
+            only: the parameters whose gradients are wanted; None means all.
+        """
+
+    def scale(self, factor: float) -> None:
+        """Multiply all gradients, also gradients that wait to be sent.
+
+        Args:
+            factor: the same on every rank.
+        """
+        pieces = list(self())
+        if pieces:
+            torch._foreach_mul_(pieces, factor)
+
+    def will_scale(self, factor: float) -> None:
+        """Learn the factor of ``scale`` after the synchronised backward that comes.
+
+        By default the sums of gradients do not depend on it.
+        """
+        return
+
+    @abstractmethod
+    def clip(self, max_norm: float, norm_type: float = 2.0, *, only: Only = None) -> Tensor:
+        """Scale gradients to a global norm of at most max_norm.
+
+        Args:
+            max_norm: the largest norm allowed; infinity measures without scaling.
+            norm_type: 2.0 for Euclid, infinity for the largest element.
+            only: the parameters whose gradients count and are scaled; None means all.
+
+        Returns:
+            The norm before clipping, 0-d, the same on all ranks.
+        """
+
+    def step_decided(self, *, taken: bool) -> None:
+        """Note whether optimizers are about to step with the gradients at hand.
+
+        The facade calls it on every rank, before each step, with the same answer. Sums of gradients
+        that keep errors go back to those of before a step that is skipped; by default none do.
+
+        Args:
+            taken: False if all ranks skip the step, as ``on_nonfinite: skip`` says.
+        """
+        return
+
+
 class Strategy(Outline[ConfigT]):
     """One way of spreading a training step over the ranks of a mesh.
 
     Attributes:
         pipeline: the stages that a batch goes through, once the model is prepared; None where a
             rank's forward computes all of it.
+        gradients: those of the model, once it is prepared.
         state: what ranks hold, show, save and load of the model, once it is prepared.
     """
 
     pipeline: Pipeline | None = None
+    gradients: Gradients
     state: TrainingState
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -531,60 +591,6 @@ class Strategy(Outline[ConfigT]):
         model on some rank. The options are those of ``Tensor.backward``, such as ``retain_graph``.
         """
 
-    @abstractmethod
-    def gradients(self, only: Only = None) -> Iterator[Tensor]:
-        """Yield the pieces of gradient that the optimizers will read on this rank.
-
-        The facade scales, clamps and checks them in place. Together the ranks yield every element
-        at least once.
-
-        Args:
-            only: the parameters whose gradients are wanted; None means all.
-        """
-
-    def scale_gradients(self, factor: float) -> None:
-        """Multiply all gradients, also gradients that wait to be sent.
-
-        Args:
-            factor: the same on every rank.
-        """
-        pieces = list(self.gradients())
-        if pieces:
-            torch._foreach_mul_(pieces, factor)
-
-    def will_scale(self, factor: float) -> None:
-        """Learn the factor of ``scale_gradients`` after the synchronised backward that comes.
-
-        By default the sums of gradients do not depend on it.
-        """
-        return
-
-    @abstractmethod
-    def clip_grad_norm(
-        self, max_norm: float, norm_type: float = 2.0, *, only: Only = None
-    ) -> Tensor:
-        """Scale gradients to a global norm of at most max_norm.
-
-        Args:
-            max_norm: the largest norm allowed; infinity measures without scaling.
-            norm_type: 2.0 for Euclid, infinity for the largest element.
-            only: the parameters whose gradients count and are scaled; None means all.
-
-        Returns:
-            The norm before clipping, 0-d, the same on all ranks.
-        """
-
-    def step_decided(self, *, taken: bool) -> None:
-        """Note whether optimizers are about to step with the gradients at hand.
-
-        The facade calls it on every rank, before each step, with the same answer. Sums of gradients
-        that keep errors go back to those of before a step that is skipped; by default none do.
-
-        Args:
-            taken: False if all ranks skip the step, as ``on_nonfinite: skip`` says.
-        """
-        return
-
     @property
     def pace(self) -> Pace:
         """Which ranks take their steps together."""
@@ -626,8 +632,8 @@ class Strategy(Outline[ConfigT]):
 class StrategyAround(Strategy[ConfigT]):
     """A strategy around another one, to which it leaves all that it does not do in its own way.
 
-    ``state`` is each subclass's own (``drivetrain.saved_state.StateAround``), and so is
-    ``take_links``: what crosses a slow link may be sent by one of both alone.
+    ``state`` (a ``drivetrain.saved_state.StateAround``) and ``gradients`` are each subclass's own,
+    and so is ``take_links``: what crosses a slow link may be sent by one of both alone.
 
     Args:
         config: the options.
@@ -647,28 +653,6 @@ class StrategyAround(Strategy[ConfigT]):
     def materialize(self, model: nn.Module, source: WeightSource) -> None:
         """Let the strategy inside give the model its values."""
         self._inner.materialize(model, source)
-
-    def gradients(self, only: Only = None) -> Iterator[Tensor]:
-        """Yield the pieces of gradient that this rank's optimizers read."""
-        return self._inner.gradients(only)
-
-    def will_scale(self, factor: float) -> None:
-        """Tell the strategy inside."""
-        self._inner.will_scale(factor)
-
-    def scale_gradients(self, factor: float) -> None:
-        """Multiply all gradients at hand."""
-        self._inner.scale_gradients(factor)
-
-    def step_decided(self, *, taken: bool) -> None:
-        """Tell the strategy inside."""
-        self._inner.step_decided(taken=taken)
-
-    def clip_grad_norm(
-        self, max_norm: float, norm_type: float = 2.0, *, only: Only = None
-    ) -> Tensor:
-        """Scale gradients to a norm of at most max_norm."""
-        return self._inner.clip_grad_norm(max_norm, norm_type, only=only)
 
     def running(self) -> AbstractContextManager[None]:
         """Context in which a strategy around this one runs the model's forward."""

@@ -435,7 +435,7 @@ class Recorder(Observer):
         mine = named_parameters(entry.model)
         for name in _trained(entry):
             held = mine.get(clean_name(name))
-            norm = entry.strategy.clip_grad_norm(math.inf, only=() if held is None else (held,))
+            norm = entry.strategy.gradients.clip(math.inf, only=() if held is None else (held,))
             qualified = self._qualified(entry, name)
             self._stepped[qualified] = float(norm) / scale
             self._norms.setdefault(qualified, self._stepped[qualified])

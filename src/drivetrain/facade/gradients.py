@@ -305,7 +305,7 @@ class WindowMean:
     def scale_fresh(self, factor: float) -> None:
         """Multiply the window's gradients; gradients from before the window stay as they were."""
         for entry in self.state.models:
-            entry.strategy.scale_gradients(factor)
+            entry.strategy.gradients.scale(factor)
         for kept in self._earlier or ():
             kept.restore(factor)
 
@@ -509,7 +509,7 @@ class WindowGradients:
         factor = self._mean.finish() if synced else None
         for entry in state.models:
             entry.check_converted()
-            entry.strategy.will_scale(1.0 if factor is None else factor)
+            entry.strategy.gradients.will_scale(1.0 if factor is None else factor)
         state.observer.before_backward()  # times the backward, not the wait for weights above
         if synced and not window.uneven:
             self.weights.compare_first()
@@ -606,7 +606,7 @@ class WindowGradients:
             self._see_gradients(entry)
         taken = self._agree_to_step(optimizer, entries)
         for entry in entries:
-            entry.strategy.step_decided(taken=taken)
+            entry.strategy.gradients.step_decided(taken=taken)
         if not taken:
             return False
         if not scaler.enabled:
@@ -695,7 +695,7 @@ class WindowGradients:
     def _average(self, entry: PreparedModel) -> None:
         """Average gradients by a backward that brings none. Collective."""
         nothing = torch.zeros((), device=self.state.world.device, requires_grad=True)
-        entry.strategy.will_scale(1.0)  # they have the window's factor
+        entry.strategy.gradients.will_scale(1.0)  # they have the window's factor
         with entry.strategy.accumulating(False):
             if self.state.window.uneven:
                 self.uneven.announce(entry, nothing, weighted=False)
@@ -742,7 +742,7 @@ class WindowGradients:
         scale = self.state.scaler.get_scale()
         for entry in self.state.models:
             if entry.scale not in (None, scale):
-                entry.strategy.scale_gradients(scale / entry.scale)
+                entry.strategy.gradients.scale(scale / entry.scale)
             entry.scale, entry.unscaled = scale, False
         return self.state.scaler.scale(loss)
 
@@ -780,10 +780,10 @@ def _clip_together(
     """Clip parameters of models, or all of them, to one norm; return the norm before."""
     if len(chosen) == 1:
         ((entry, only),) = chosen
-        return entry.strategy.clip_grad_norm(max_norm, norm_type, only=only)
+        return entry.strategy.gradients.clip(max_norm, norm_type, only=only)
     # Several models have one norm: it is measured for each, and clips all of them.
     norms = [
-        entry.strategy.clip_grad_norm(float("inf"), norm_type, only=only).to(device)
+        entry.strategy.gradients.clip(float("inf"), norm_type, only=only).to(device)
         for entry, only in chosen
     ]
     if not norms:

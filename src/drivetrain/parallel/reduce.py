@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain.collectives import Communicator
-from drivetrain.compression.one_bit_adam import FrozenAdam
+from drivetrain.compression.one_bit_adam import FrozenAdam, refuse_clipping
 from drivetrain.errors import UsageError
 from drivetrain.log import get_logger
 from drivetrain.parallel.backward import (
@@ -47,7 +47,7 @@ from drivetrain.parallel.layout import ParameterSlot
 from drivetrain.parallel.optimizer_backend import OptimizerBackend
 from drivetrain.parallel.placement import Placement, Ranks
 from drivetrain.parallel.unit import Unit
-from drivetrain.strategy import Run
+from drivetrain.strategy import Gradients, Only, Run
 
 logger = get_logger(__name__)
 
@@ -116,7 +116,7 @@ class LentBuffers:
 # --- the reduction ---
 
 
-class Reduce:
+class Reduce(Gradients):
     """The reduction of one model's gradients, and this rank's share of the result.
 
     Args:
@@ -161,6 +161,7 @@ class Reduce:
         self.buffers = buffers
         stays, size = not buffers.in_flight, ranks.everyone.size
         alone = size == 1 and ranks.replicas is None and not backend.active
+        self._adam = adam
         self._watch = partial(
             UnitGradients,
             precision=run.precision,
@@ -358,15 +359,16 @@ class Reduce:
 
     # --- between backward and step ---
 
-    def read(self, only: Collection[nn.Parameter] | None = None) -> Iterator[Tensor]:
+    def __call__(self, only: Only = None) -> Iterator[Tensor]:
         """Yield this rank's gradients, of some parameters or of all, to be read and changed."""
+        self.rounds.finish()
         found = self._complete(only)
         self.shown.changed()
         self._to_sum_dtype([s for s in found if self._placement.flat_of(s).masters_left])
         yield from self._placement.gradients(only).values()
 
     def will_scale(self, factor: float) -> None:
-        """Let the next backward's gradients have this factor before steps begin.
+        """Let the next backward's momenta have this factor before they cross, or steps begin.
 
         Raises:
             UsageError: steps began, whose gradients would be multiplied, too.
@@ -374,6 +376,13 @@ class Reduce:
         if factor != 1.0:
             self.backend.check_free("another backward, whose factor is for all gradients")
         self.factor = factor
+        if self._adam:
+            self._adam.factor = factor or 1.0  # times 0 nothing is left to take care of
+
+    def step_decided(self, *, taken: bool) -> None:
+        """Let sums that keep errors go on, or back to those of before a skipped step."""
+        for communicator in self._ranks.summing:
+            communicator.step_decided(taken=taken)
 
     def scale(self, factor: float) -> None:
         """Multiply this rank's gradients, also in buffers.
@@ -381,6 +390,7 @@ class Reduce:
         Raises:
             UsageError: steps began with other gradients.
         """
+        self.rounds.finish()
         if factor != self.factor:
             self.backend.check_free("gradients that are multiplied")
         rest = [slot for slot in self._complete(None) if slot not in self._scaled]
@@ -391,9 +401,7 @@ class Reduce:
             for flat in () if unit.reduction else unit.flats:
                 flat.scale(factor)
 
-    def clip(
-        self, max_norm: float, norm_type: float, only: Collection[nn.Parameter] | None
-    ) -> Tensor:
+    def clip(self, max_norm: float, norm_type: float = 2.0, *, only: Only = None) -> Tensor:
         """Scale this rank's gradients to a global norm of at most max_norm.
 
         One number crosses the wire.
@@ -402,8 +410,10 @@ class Reduce:
             The norm before, 0-d.
 
         Raises:
-            UsageError: steps began with the gradients as they are.
+            UsageError: steps began with the gradients as they are, or momenta are exchanged.
         """
+        refuse_clipping(self._adam)
+        self.rounds.finish()
         if max_norm != math.inf:
             self.backend.check_free("gradients that are clipped")
         found = self._complete(only)

@@ -56,7 +56,7 @@ from drivetrain.parallel.backward import (
 )
 from drivetrain.saved_state import ReplicatedState
 from drivetrain.shards import is_dense
-from drivetrain.strategy import Joinable, Only, Pace, Prepared, Run, Strategy
+from drivetrain.strategy import Gradients, Joinable, Only, Pace, Prepared, Run, Strategy
 
 # --- tensors that share memory: who moves parameters would untie them without a word ---
 
@@ -224,6 +224,34 @@ class ForwardHook(UninheritedHook):
 # --- data parallelism with whole state on every rank ---
 
 
+class WholeGradients(Gradients):
+    """The gradients of ordinary parameters, after a backward the same on all ranks.
+
+    Args:
+        parameters: of the model, each once.
+        finish: called before they are read.
+    """
+
+    def __init__(
+        self, parameters: Iterable[nn.Parameter], finish: Callable[[], None] = lambda: None
+    ) -> None:
+        self._parameters = tuple(parameters)
+        self._finish = finish
+
+    def __call__(self, only: Only = None) -> Iterator[Tensor]:
+        """Yield the gradients of all parameters, without None."""
+        self._finish()
+        chosen = self._parameters if only is None else only
+        return (parameter.grad for parameter in chosen if parameter.grad is not None)
+
+    def clip(self, max_norm: float, norm_type: float = 2.0, *, only: Only = None) -> Tensor:
+        """Scale the gradients to a norm of at most max_norm."""
+        gradients, device = list(self(only)), next((p.device for p in self._parameters), None)
+        norm = global_norm(gradients, norm_type, device=device)
+        clip_(gradients, norm, max_norm)
+        return norm
+
+
 ConfigT = TypeVar("ConfigT")
 
 _ADAM_STATES = 2
@@ -262,6 +290,7 @@ class ReplicatedStrategy(ReplicasOutline[ConfigT], Strategy[ConfigT], Generic[Co
         """Make the ranks' parameters and buffers equal to rank 0's and hook into backward."""
         self.model = model
         self.parameters = tuple(held_parameters(model))
+        self.gradients = WholeGradients(self.parameters, self.rounds.finish)
         self.state = ReplicatedState(model, (), self.ranks.rank, self.ranks.size)
         replicate([*self.parameters, *model.buffers()], self.ranks, "replicate model")
         if self.ranks.size > 1:
@@ -370,21 +399,6 @@ class ReplicatedStrategy(ReplicasOutline[ConfigT], Strategy[ConfigT], Generic[Co
     def pace(self) -> Pace:
         """All ranks step together; gradients may wait for a round."""
         return Pace(waits=self.rounds.kept and self.ranks.size > 1)
-
-    def gradients(self, only: Only = None) -> Iterator[Tensor]:
-        """Yield the gradients of all parameters, without None."""
-        self.rounds.finish()
-        chosen = self.parameters if only is None else only
-        return (parameter.grad for parameter in chosen if parameter.grad is not None)
-
-    def clip_grad_norm(
-        self, max_norm: float, norm_type: float = 2.0, *, only: Only = None
-    ) -> Tensor:
-        """Scale the gradients to a norm of at most max_norm; all ranks have the same ones."""
-        gradients = list(self.gradients(only))
-        norm = global_norm(gradients, norm_type, device=self.run.world.device)
-        clip_(gradients, norm, max_norm)
-        return norm
 
     # --- ranks that run out of batches ---
 

@@ -39,7 +39,7 @@ from torch.optim import Optimizer
 from drivetrain.compression.communicator import route_linked
 from drivetrain.compression.error_feedback import kept_by, take_kept
 from drivetrain.compression.methods import LinkMethods
-from drivetrain.compression.one_bit_adam import FrozenAdam, refuse_clipping
+from drivetrain.compression.one_bit_adam import FrozenAdam
 from drivetrain.cost import Cost, ModelSpec, TensorSpec
 from drivetrain.errors import CheckpointError, CollectiveError, StorageError, UsageError
 from drivetrain.log import get_logger
@@ -87,7 +87,7 @@ from drivetrain.saved_state import (
 from drivetrain.shards import ParameterPiece, Reader, Shard, TensorFacts, WeightSource
 from drivetrain.simulator.contract import Sharing
 from drivetrain.simulator.step import SimulatedRun
-from drivetrain.strategy import DataParallelPlanning, Only, Pace, Planning, Prepared, Run, Strategy
+from drivetrain.strategy import DataParallelPlanning, Pace, Planning, Prepared, Run, Strategy
 
 # --- the training state in global coordinates ---
 
@@ -525,7 +525,8 @@ class ShardedStrategy(UnitsOutline[ConfigT], Strategy[ConfigT], Generic[ConfigT]
         reduce = Reduce(
             self.ranks, place, backend, self.after_backward, self.run, buffers, self.adam
         )
-        self.reduce, self.rounds = self._made.enter_context(closing(reduce)), reduce.rounds
+        self.gradients = self.reduce = self._made.enter_context(closing(reduce))
+        self.rounds = reduce.rounds
         self.take(place.lay_out(model))
         fused = config.fused and self.adam is None  # whose steps take the state of torch's loops
         held = Fragments(place, backend, self, fused=fused)
@@ -692,44 +693,11 @@ class ShardedStrategy(UnitsOutline[ConfigT], Strategy[ConfigT], Generic[ConfigT]
         finally:
             rounds.synchronizing, reduce.replicating, reduce.steps_follow = before
 
-    def gradients(self, only: Only = None) -> Iterator[Tensor]:
-        """Yield the gradients of this rank's fragments."""
-        self.rounds.finish()
-        yield from self.reduce.read(only)
-
-    def will_scale(self, factor: float) -> None:
-        """Let momenta have the factor before they cross, and steps before they begin."""
-        self.reduce.will_scale(factor)
-        if self.adam:
-            self.adam.factor = factor or 1.0  # times 0 nothing is left to take care of
-
-    def step_decided(self, *, taken: bool) -> None:
-        """Let sums that keep errors go on, or back to those of before a skipped step."""
-        for communicator in self.ranks.summing:
-            communicator.step_decided(taken=taken)
-
     def take_links(self, links: LinkMethods) -> None:
         """Let every connection go on with methods that were chosen between two steps."""
         super().take_links(links)
         for communicator in self.ranks.communicators:
             communicator.take_links(links)
-
-    def scale_gradients(self, factor: float) -> None:
-        """Multiply the gradients of fragments and in buffers."""
-        self.rounds.finish()
-        self.reduce.scale(factor)
-
-    def clip_grad_norm(
-        self, max_norm: float, norm_type: float = 2.0, *, only: Only = None
-    ) -> Tensor:
-        """Scale the gradients to a norm of at most max_norm: one number crosses the wire.
-
-        Raises:
-            UsageError: momenta are exchanged.
-        """
-        refuse_clipping(self.adam)
-        self.rounds.finish()
-        return self.reduce.clip(max_norm, norm_type, only)
 
     def before_zero_grad(self, bound: BoundOptimizer | None, *, set_to_none: bool) -> None:
         """Drop gradients of micro-batches that were not sent, too; without optimizer, all."""

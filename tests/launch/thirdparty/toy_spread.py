@@ -1,6 +1,6 @@
 """A stranger's strategy: averages each gradient after backward, nothing hidden, nothing fast."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from drivetrain.config import option
 from drivetrain.cost import Cost, ModelSpec
+from drivetrain.parallel.replicated import WholeGradients
 from drivetrain.saved_state import ReplicatedState
 from drivetrain.strategy import Prepared, Run, Strategy
 
@@ -34,7 +35,8 @@ class Toy(Strategy[ToyConfig]):
         return {"dp": world_size}
 
     def prepare(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> Prepared:
-        self._model, axis = model, self.run.mesh["dp"]
+        axis = self.run.mesh["dp"]
+        self.gradients = WholeGradients(model.parameters())
         self.state = ReplicatedState(model, optimizers, axis.rank, axis.size)
         return Prepared(model, tuple(optimizers))
 
@@ -45,13 +47,6 @@ class Toy(Strategy[ToyConfig]):
             if axis.group is not None:
                 dist.all_reduce(gradient, group=axis.group)
                 gradient.div_(axis.size)
-
-    def gradients(self, only: Any = None) -> Iterator[Tensor]:
-        chosen = self._model.parameters() if only is None else only
-        return (p.grad for p in chosen if p.grad is not None)
-
-    def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        return nn.utils.clip_grad_norm_(self._model.parameters(), max_norm, norm_type)
 
     @classmethod
     def cost(cls, config: ToyConfig, model: ModelSpec, run: Run) -> Cost:

@@ -37,7 +37,11 @@ class ForgetsToWait(Plain):
 class ClipsLocally(Plain):
     """Returns the norm of one parameter after another, not of the whole."""
 
-    def clip_grad_norm(self, max_norm, norm_type=2.0, *, only=None):
+    def bind(self, optimizer):
+        self.gradients.clip = self._clip
+        return super().bind(optimizer)
+
+    def _clip(self, max_norm, norm_type=2.0, *, only=None):
         for gradient in self.gradients():
             norm = global_norm([gradient], norm_type)
             clip_([gradient], norm, max_norm)
@@ -66,26 +70,18 @@ class SendsInSecret(Plain):
 class SavesTwice(Plain):
     """Every rank yields every shard."""
 
-    def prepare(self, model, optimizers):
-        prepared = super().prepare(model, optimizers)
-        self.state = ReplicatedState(model, prepared.optimizers)
-        return prepared
-
-
-class Forgetful(ReplicatedState):
-    def load(self, reader):
-        super().load(reader)
-        for optimizer in self._optimizers:
-            optimizer.state.clear()
+    def bind(self, optimizer):
+        self.state = ReplicatedState(self.model)
+        return super().bind(optimizer)
 
 
 class LosesMoments(Plain):
     """Loads parameters and forgets the optimizer's state."""
 
-    def prepare(self, model, optimizers):
-        prepared = super().prepare(model, optimizers)
-        self.state = Forgetful(model, prepared.optimizers, self.ranks.rank, self.ranks.size)
-        return prepared
+    def bind(self, optimizer):
+        load = self.state.load
+        self.state.load = lambda reader: (load(reader), optimizer.state.clear())
+        return super().bind(optimizer)
 
 
 class NeverLetsGo(Plain):
