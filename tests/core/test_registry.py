@@ -36,7 +36,7 @@ def test_roles_need_no_import_and_the_reference_is_not_for_training(monkeypatch)
 
 
 def test_a_strategy_with_a_method_that_nobody_calls_any_more_is_refused():
-    with pytest.raises(UsageError, match=r"Old\.divides_states, which nobody calls: see state"):
-        type("Old", (Strategy,), {"divides_states": True})
+    with pytest.raises(UsageError, match=r"Old\.shards, which nobody calls: see state"):
+        type("Old", (Strategy,), {"shards": None})
     with pytest.raises(UsageError, match=r"OldPlans\.step, which nobody calls: see simulate"):
         type("OldPlans", (Planning,), {"step": None})
