@@ -274,11 +274,12 @@ def test_tables_by_hand_name_all_of_a_kind():
     torch_fsdp = "docs/inside/fsdp.md"
     (units,) = [f.type for f in dataclasses.fields(FsdpConfig) if f.name == "units"]
     steppers = {*public(ShardStepper), *ShardStepper.__annotations__}
+    owed = drivetrain.Strategy.__abstractmethods__ | {"gradients", "state"}
     stores = {*public(SteppingStore), *SteppingStore.__annotations__} - public(TensorStore)
     wrapper = set(inspect.signature(FullyShardedDataParallel).parameters) - {"module"}
     sharding = (set(inspect.signature(fully_shard).parameters) - {"module"}) | public(FSDPModule)
     expected = [
-        (plugin, "method | what it owes", drivetrain.Strategy.__abstractmethods__),
+        (plugin, "method | what it owes", owed),
         (plugin, "member | what it owes", stores),
         (plugin, "method of a stepper | what it owes", steppers),
         (fsdp, "`units` | a unit is", set(units.__args__)),

@@ -18,7 +18,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -29,13 +29,23 @@ from drivetrain.collectives.facts import gather_facts, meet, named, refuse_other
 from drivetrain.errors import ConfigError, NonFiniteError
 from drivetrain.facade.prepared import PreparedModel, RunState, parameters_of
 from drivetrain.log import get_logger
-from drivetrain.model.valueless import ValuelessTensor
 from drivetrain.runtime.board import PREEMPTED, Notice
 from drivetrain.runtime.gradient_state import ActivePass
 from drivetrain.runtime.mesh import Axis
 from drivetrain.runtime.world import World, is_launched
 
 # --- numbers that a device is still computing: copied without a wait, read when they are there ---
+
+
+@runtime_checkable
+class Promised(Protocol):
+    """A tensor of a pipeline, which gets its value later; no import is made for its class."""
+
+    def value(self) -> Tensor | None:
+        """Return the value, None as long as it is not known."""
+
+    def __float__(self) -> float:
+        """Return the number, once it is known."""
 
 
 class LateNumbers:
@@ -51,12 +61,12 @@ class LateNumbers:
         self._numbers: dict[Any, float] = {}
         self._names: Sequence[Any] = ()
         self._event: torch.Event | None = None
-        self._awaited: dict[Any, ValuelessTensor] = {}
+        self._awaited: dict[Any, Promised] = {}
         waiting: dict[Any, Tensor] = {}
         for name, value in values.items():
             if not isinstance(value, Tensor):
                 self._numbers[name] = float(value)
-            elif isinstance(value, ValuelessTensor) and value.value() is None:
+            elif isinstance(value, Promised) and value.value() is None:
                 self._awaited[name] = value
             elif value.device.type == "cpu":
                 self._numbers[name] = float(value.detach())

@@ -7,7 +7,7 @@ import torch
 
 from drivetrain.runtime.parts import Part
 from drivetrain_local.state import KeptReader, WorkerReader, optimizers_apart, saved_workers
-from drivetrain_local.strategy import Local
+from drivetrain_local.strategy import LocalState
 from read_tensors import InMemory
 
 VALUES = {
@@ -34,8 +34,8 @@ def test_a_worker_reads_its_own_state_and_others_the_mean(worker, own, moment):
 
 def test_fewer_workers_than_were_saved_go_on_from_the_mean():
     for workers, own in ((2, 5.0), (3, 2.0), (4, 5.0)):
-        local = SimpleNamespace(_far=SimpleNamespace(rank=0, size=workers), _alone=False)
-        assert Local._view(local, SAVED).read("weight").tolist() == [own] * 3
+        state = SimpleNamespace(_far=SimpleNamespace(rank=0, size=workers), _alone=False)
+        assert LocalState._view(state, SAVED).read("weight").tolist() == [own] * 3
 
 
 def test_errors_of_another_part_are_not_taken():
