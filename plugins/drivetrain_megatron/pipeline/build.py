@@ -376,6 +376,7 @@ class PipelinedModel:
                 "forward has one backward under pipeline parallelism"
             )
         origins = origins_of(loss)
+        self.stages.begin()
         with running(origins):
             if origins <= self._pending.keys():
                 self._run(origins, loss, synchronize)
@@ -678,6 +679,7 @@ class PipelineBuilder:
         self._split.parts.gates.close()
         self._uncompiled.undo()
         self._replicas.close()
+        self._link.close()
 
 
 def check_only_reads(trace: ModelTrace) -> None:

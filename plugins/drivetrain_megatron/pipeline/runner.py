@@ -599,6 +599,7 @@ class LocalStages:
         Between training and evaluation a script may have swapped values by itself (an average of
         weights). Elsewhere such a change is an error, as the copies' ranks cannot know of it.
         """
+        self.begin()
         trains = torch.is_grad_enabled()
         if self._stale or trains != self._trained:
             self.shared.refresh(self.inner)
@@ -606,6 +607,10 @@ class LocalStages:
             with self.telling():
                 self.shared.check_unchanged()
         self._stale, self._trained = False, trains
+
+    def begin(self) -> None:
+        """Note that a call or a backward begins, as on all stages."""
+        self._link.begin()
 
     def outdate(self) -> None:
         """Say that values have changed: copies are made anew before the next forward."""

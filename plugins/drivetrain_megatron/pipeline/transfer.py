@@ -8,10 +8,11 @@ a group of its own. Sends do not wait; a tensor that is sent lives until the sen
 A call's batch cut into micro-batches along dims that are known, and tensors of these joined.
 """
 
+import threading
 import time
 from collections import deque
-from collections.abc import Hashable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import IntEnum
@@ -24,6 +25,7 @@ from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from drivetrain.collectives.communicator import reason
+from drivetrain.collectives.facts import FIRST_LOOK_S, Wait
 from drivetrain.collectives.neighbors import Tag
 from drivetrain.cost import Traffic
 from drivetrain.errors import CollectiveError, ConfigError, UsageError
@@ -31,6 +33,7 @@ from drivetrain.log import get_logger
 from drivetrain.model.guard import Keywords
 from drivetrain.runtime.mesh import Axis, lines_along
 from drivetrain.runtime.ranges import WAIT, named_range
+from drivetrain.runtime.world import CountingThread
 from drivetrain.strategy import Run
 from drivetrain_megatron.recording.phases import TensorMeta
 
@@ -233,6 +236,60 @@ class Arrival:
         )
 
 
+class MessageWait(Wait):
+    """A wait of the main thread in gloo, for a message between two stages."""
+
+    spoken_for = True
+
+
+class LinkWatch(CountingThread):
+    """Looks around while the main thread waits for a message, which gloo lets nobody poll.
+
+    The calls and backwards of a pipeline come in one order on all stages: a stage that has begun
+    less of them than the one that waits, and waits for that one itself, will not send.
+
+    Args:
+        place: name of the order, the same on all ranks.
+        alarm: ends the waits of this rank.
+    """
+
+    def __init__(self, place: str, alarm: Callable[[], None]) -> None:
+        super().__init__(name=f"drivetrain-pipeline-{place}", daemon=True)
+        self.place = place
+        self._alarm = alarm
+        self._lock = threading.Lock()
+        self._wait: MessageWait | None = None
+        self._since = 0.0
+        self._ended = threading.Event()
+        self.found = ""
+
+    def run(self) -> None:
+        """Look around until the end."""
+        while not self._ended.wait(FIRST_LOOK_S):
+            with self._lock:
+                if self._wait is not None and not self.found:
+                    self.found = self._wait.look(time.monotonic() - self._since)
+                    if self.found:
+                        self._alarm()
+
+    @contextmanager
+    def over(self, wait: MessageWait) -> Iterator[None]:
+        """Context of a wait."""
+        self._wait, self._since = wait, time.monotonic()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._wait = None
+                if not self.found:  # else the others are to read why this rank ends
+                    wait.over()
+
+    def end(self) -> None:
+        """End the thread."""
+        self._ended.set()
+        self.join()
+
+
 class Link:
     """This rank's end of the pipeline, whose stage ``s`` is on rank ``s`` modulo the axis' size.
 
@@ -263,6 +320,7 @@ class Link:
         # Each number stands for a block of tags of this group that nobody else uses.
         numbers = [next(axis.streams) for _ in range(-(-streams(stages) // len(Tag)))]
         self._first_tag = numbers[0] * len(Tag)
+        self._watch: LinkWatch | None = None
 
     @classmethod
     def of(cls, run: Run, stages: int) -> "Link":
@@ -340,6 +398,22 @@ class Link:
             ]
         return Arrival(message, tensors, dtypes, works, self)
 
+    def begin(self) -> None:
+        """Count a call of the model, or a backward, which all stages begin in one order."""
+        if self._watch is None:
+            if self._axis.size == 1 or self._groups:  # NCCL's waits are the device's
+                return
+            group: Any = self._axis.group
+            self._watch = LinkWatch(f"{group.group_name}/{self._first_tag}", self.alarm)
+            self._watch.start()
+        self._watch.submitted += 1
+
+    def close(self) -> None:
+        """Look around no more."""
+        if self._watch is not None:
+            self._watch.end()
+            self._watch = None
+
     def is_here(self, message: Message) -> bool:
         """Whether a message from one of this rank's own stages waits."""
         return message in self._here
@@ -366,8 +440,22 @@ class Link:
             if self._groups:
                 work.wait()  # the device waits, and this process goes on; NCCL watches the time
             else:
-                work.wait(self._timeout)
+                with self._watched(message):
+                    work.wait(self._timeout)
         self._traffic.waited(self._link_name(message), time.perf_counter() - start)
+
+    def _watched(self, message: Message) -> AbstractContextManager[None]:
+        """Return the context of a wait in gloo."""
+        if self._watch is None:
+            return nullcontext()
+        ranks, rank = self._axis.ranks, self._axis.ranks[self._axis.rank]
+        other = ranks[self._other_rank(message)]
+        place, number = self._watch.place, self._watch.submitted
+        return self._watch.over(MessageWait(str(message), place, number, ranks, rank, [other]))
+
+    def _other_rank(self, message: Message) -> int:
+        sender, receiver = self._rank_of(message.source), self._rank_of(message.stage)
+        return receiver if sender == self._axis.rank else sender
 
     @contextmanager
     def _telling(self, message: Message) -> Iterator[None]:
@@ -375,8 +463,10 @@ class Link:
         try:
             yield
         except RuntimeError as error:
+            if self._watch is not None and self._watch.found:
+                raise CollectiveError(self._watch.found) from error
             sender, receiver = (self._rank_of(s) for s in (message.source, message.stage))
-            other = receiver if sender == self._axis.rank else sender
+            other = self._other_rank(message)
             raise CollectiveError(
                 f"expected the {message} to go from rank {self._axis.ranks[sender]} to rank "
                 f"{self._axis.ranks[receiver]} on axis {self._axis.name!r} within "

@@ -77,7 +77,12 @@ class Wait:
         ranks: the global ranks whose statuses are read.
         rank: this one.
         needed: those of the ranks that must come; None means all.
+
+    Attributes:
+        spoken_for: whether another thread looks around in place of the main thread, which cannot.
     """
+
+    spoken_for = False
 
     def __init__(
         self,
@@ -108,10 +113,11 @@ class Wait:
             Why the wait is in vain, "" while nothing proves that.
         """
         # The store has one status per rank, about the main thread: other threads leave none.
-        if waited < self._next or threading.current_thread() is not threading.main_thread():
+        main = self.spoken_for or threading.current_thread() is threading.main_thread()
+        if waited < self._next or not main:
             return ""
         self._next = waited + min(waited, LONGEST_PAUSE_S)
-        self.site = script_line()
+        self.site = script_line(main=True)
         set_status(self._status())
         self._spoke = True
         try:

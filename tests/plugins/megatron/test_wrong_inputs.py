@@ -14,14 +14,13 @@ from torch import nn
 from cases import case
 from cell_twins import Twins, loss_of
 from drivetrain import Accelerator
+from drivetrain.communication import gather_object
 from drivetrain.errors import CollectiveError, RankMismatchError, UsageError
 from drivetrain.testing.conformance.suite import everyone
 from huggingface_models import gpt2, llama, logits_of, token_batch, word_loss
 
 pytestmark = pytest.mark.ranks(2)
 
-IN_VAIN_S = 4
-"""The timeout of a test that waits for it."""
 PENALTY = r"something else in it that wants a gradient, such as a penalty.*weight_decay"
 EARLY = r"item\(\).*after accelerator.backward"
 IDS = token_batch(0, rows=4)
@@ -73,20 +72,18 @@ def test_a_loss_of_one_element_in_another_shape():
 
 
 def test_a_script_that_branches_on_a_loss():
-    """The last stage has the value, and waits in vain for those that do not: not for ever."""
-    accelerator = Accelerator(
-        strategy={"name": "megatron", "pp": 2},
-        config={"launch": {"timeout_s": IN_VAIN_S}},
-        cpu=True,
-    )
+    """The last stage has the value, and waits for one that waits elsewhere: both learn of it."""
+    accelerator = Accelerator(strategy={"name": "megatron", "pp": 2}, cpu=True)
     model, last = accelerator.prepare(built()), accelerator.process_index == 1
     accelerator.backward(loss_of(model, IDS))  # all ranks meet before the first gradients
     loss = loss_of(model, IDS)
-    match = "to go from rank 1 to rank 0" if last else EARLY
+    match = "gradient of the output of stage 0.* on rank 1 .*: rank 0 waits in" if last else EARLY
     with pytest.raises(CollectiveError if last else UsageError, match=match):
         if loss.item() > 1:
             accelerator.backward(loss)
-    everyone(None)  # the first stage stays until the last one has taken its message
+    if not last:
+        with pytest.raises(CollectiveError, match="rank 1 waits in gradient of the output"):
+            gather_object([None])
     accelerator.free_memory()
 
 
