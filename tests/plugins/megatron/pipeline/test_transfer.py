@@ -93,7 +93,7 @@ def test_gradients_of_inputs_leave_once_within_backward():
 
 def test_a_receive_is_posted_while_the_action_before_runs():
     stages, done = object.__new__(LocalStages), []
-    stages.telling = nullcontext
+    stages.telling, stages.dropout = nullcontext, SimpleNamespace(several=nullcontext)
     stages._expect = lambda action, workers: done.append(f"expect {action.micro_batch}")
     stages._do = lambda action, worker: done.append(f"run {action.micro_batch}")
     stages._run([Action(ActionKind.FORWARD, 1, number) for number in range(3)], {1: None})
