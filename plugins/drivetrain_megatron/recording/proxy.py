@@ -352,7 +352,7 @@ def origins_in(tensor: Tensor) -> frozenset[object]:
         return frozenset()
     with torch._C.DisableTorchFunctionSubclass():  # a guarded parameter would be gathered
         first = tensor.grad_fn
-        if first is None and isinstance(tensor, StageProxy):
+        if isinstance(tensor, StageProxy) and (first is None or tensor.origins):
             return _origins_of_leaf(tensor)
         waiting = [first or get_gradient_edge(tensor).node]
     found, seen = set[object](), set(waiting)
