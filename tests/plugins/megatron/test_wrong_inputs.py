@@ -21,6 +21,8 @@ from huggingface_models import gpt2, llama, logits_of, token_batch, word_loss
 
 pytestmark = pytest.mark.ranks(2)
 
+IN_VAIN_S = 30
+"""Far more than a wait takes to look around; a test that fails ends by it."""
 PENALTY = r"something else in it that wants a gradient, such as a penalty.*weight_decay"
 EARLY = r"item\(\).*after accelerator.backward"
 IDS = token_batch(0, rows=4)
@@ -73,7 +75,11 @@ def test_a_loss_of_one_element_in_another_shape():
 
 def test_a_script_that_branches_on_a_loss():
     """The last stage has the value, and waits for one that waits elsewhere: both learn of it."""
-    accelerator = Accelerator(strategy={"name": "megatron", "pp": 2}, cpu=True)
+    accelerator = Accelerator(
+        strategy={"name": "megatron", "pp": 2},
+        config={"launch": {"timeout_s": IN_VAIN_S}},
+        cpu=True,
+    )
     model, last = accelerator.prepare(built()), accelerator.process_index == 1
     accelerator.backward(loss_of(model, IDS))  # all ranks meet before the first gradients
     loss = loss_of(model, IDS)
