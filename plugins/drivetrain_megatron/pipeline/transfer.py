@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from enum import IntEnum
 from itertools import pairwise
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
@@ -33,7 +33,7 @@ from drivetrain.log import get_logger
 from drivetrain.model.guard import Keywords
 from drivetrain.runtime.mesh import Axis, lines_along
 from drivetrain.runtime.ranges import WAIT, named_range
-from drivetrain.runtime.world import CountingThread
+from drivetrain.runtime.world import begin_meeting
 from drivetrain.strategy import Run
 from drivetrain_megatron.recording.phases import TensorMeta
 
@@ -242,7 +242,7 @@ class MessageWait(Wait):
     spoken_for = True
 
 
-class LinkWatch(CountingThread):
+class LinkWatch(threading.Thread):
     """Looks around while the main thread waits for a message, which gloo lets nobody poll.
 
     The calls and backwards of a pipeline come in one order on all stages: a stage that has begun
@@ -251,11 +251,15 @@ class LinkWatch(CountingThread):
     Args:
         place: name of the order, the same on all ranks.
         alarm: ends the waits of this rank.
+
+    Attributes:
+        begun: how many calls and backwards.
+        found: why a wait was in vain, "" as long as none was.
     """
 
     def __init__(self, place: str, alarm: Callable[[], None]) -> None:
         super().__init__(name=f"drivetrain-pipeline-{place}", daemon=True)
-        self.place = place
+        self.place, self.begun = place, 0
         self._alarm = alarm
         self._lock = threading.Lock()
         self._wait: MessageWait | None = None
@@ -400,13 +404,14 @@ class Link:
 
     def begin(self) -> None:
         """Count a call of the model, or a backward, which all stages begin in one order."""
+        if self._axis.size == 1 or self._groups:  # NCCL's waits are the device's
+            return
+        group, order = cast(dist.ProcessGroup, self._axis.group), f"/{self._first_tag}"
         if self._watch is None:
-            if self._axis.size == 1 or self._groups:  # NCCL's waits are the device's
-                return
-            group: Any = self._axis.group
-            self._watch = LinkWatch(f"{group.group_name}/{self._first_tag}", self.alarm)
+            self._watch = LinkWatch(f"{group.group_name}{order}", self.alarm)
             self._watch.start()
-        self._watch.submitted += 1
+        # Counted by the group, which outlives this end: the last message may still be on its way.
+        self._watch.begun = begin_meeting(group, order)
 
     def close(self) -> None:
         """Look around no more."""
@@ -450,7 +455,7 @@ class Link:
             return nullcontext()
         ranks, rank = self._axis.ranks, self._axis.ranks[self._axis.rank]
         other = ranks[self._other_rank(message)]
-        place, number = self._watch.place, self._watch.submitted
+        place, number = self._watch.place, self._watch.begun
         return self._watch.over(MessageWait(str(message), place, number, ranks, rank, [other]))
 
     def _other_rank(self, message: Message) -> int:

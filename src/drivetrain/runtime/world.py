@@ -15,6 +15,7 @@ import socket
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -473,7 +474,7 @@ def _told(size: int, device: torch.device, note: str) -> Iterator[tuple[str, ...
 _SHOWN_CHARACTERS = 200
 """Characters of an exception in a status."""
 
-_meetings: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
+_meetings: WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = WeakKeyDictionary()
 """How many meetings this process has begun on each of torch's process groups, while they live."""
 
 
@@ -528,16 +529,22 @@ class RankStatus:
         return f"failed {ago} ago with {self.error}" if self.error else f"ended {ago} ago"
 
 
-def begin_meeting(group: dist.ProcessGroup) -> int:
-    """Count a meeting of a group's ranks, and return its number, from 1."""
-    _meetings[group] = _meetings.get(group, 0) + 1
-    return _meetings[group]
+def begin_meeting(group: dist.ProcessGroup, order: str = "") -> int:
+    """Count a meeting of a group's ranks, and return its number, from 1.
+
+    Args:
+        group: of the ranks.
+        order: ends the name of the place, where the group's ranks meet in several orders.
+    """
+    counts = _meetings.setdefault(group, Counter())
+    counts[order] += 1
+    return counts[order]
 
 
 def reached() -> dict[str, int]:
     """Return how many meetings and operations this process has begun, by place."""
-    groups = [(group, count) for group, count in list(_meetings.items()) if _is_open(group)]
-    counts = {str(group.group_name): count for group, count in groups}
+    groups = [(group, dict(found)) for group, found in list(_meetings.items()) if _is_open(group)]
+    counts = {f"{group.group_name}{o}": n for group, found in groups for o, n in found.items()}
     return counts | {thread.place: thread.submitted for thread in _counting_threads()}
 
 

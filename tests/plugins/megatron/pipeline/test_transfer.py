@@ -10,7 +10,7 @@ import torch
 from drivetrain.cost import Traffic
 from drivetrain.errors import CollectiveError
 from drivetrain.runtime.mesh import Axis, Mesh
-from drivetrain.runtime.world import World
+from drivetrain.runtime.world import World, reached
 from drivetrain_megatron.pipeline.runner import LocalStages, _Sender
 from drivetrain_megatron.pipeline.schedules import Action, ActionKind
 from drivetrain_megatron.pipeline.transfer import (
@@ -55,6 +55,19 @@ def test_streams_do_not_wait_for_each_other():
         assert late.wait()[0].tolist() == [3.0, 3.0]
         assert early.wait()[0].tolist() == [1.0, 1.0]
     link.flush()
+
+
+@pytest.mark.ranks(2)
+def test_what_an_end_has_begun_is_known_when_it_is_closed():
+    """A stage that waits for the last message would else hear that nobody will send it."""
+    mesh = Mesh.build({"pp": 2}, World.discover(cpu=True))
+    link = Link(
+        StageLinks(mesh["pp"]), Traffic(), torch.device("cpu"), timedelta(seconds=20), STAGES
+    )
+    for _ in range(7):
+        link.begin()
+    link.close()
+    assert 7 in reached().values()
 
 
 def test_wide_numbers_are_rounded_between_hosts_and_errors_name_the_other_host():
