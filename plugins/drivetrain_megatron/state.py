@@ -31,6 +31,7 @@ from drivetrain.collectives.facts import differing, gather_facts
 from drivetrain.errors import CheckpointError, RankMismatchError, UsageError
 from drivetrain.model.guard import Elsewhere, refuse_transforms
 from drivetrain.model.modules import UninheritedHook, named_parameters, persistent_buffers
+from drivetrain.model.valueless import ValuelessTensor
 from drivetrain.parallel.replicated import replicate
 from drivetrain.parallel.suitability import misfit
 from drivetrain.parallel.whole_state import copied_state
@@ -577,6 +578,11 @@ def _place(path: Sequence[Any]) -> str:
 
 
 def _content(leaf: Any) -> str:
+    if isinstance(leaf, ValuelessTensor):
+        return (
+            "an output of another pipelined model, whose last stage alone has its values: put both "
+            "into one module, or train them under zero3 or fsdp"
+        )
     if isinstance(leaf, Tensor):
         return f"{tuple(leaf.shape)} {leaf.dtype} with digest {_digest(leaf)}"
     plain = leaf is None or isinstance(leaf, bool | int | float | str)

@@ -231,6 +231,16 @@ def test_an_accumulation_window_out_of_order():
     both.close()
 
 
+def test_the_output_of_one_pipeline_as_the_input_of_another():
+    """As of a GAN's generator: stages without its values failed alone, in words of torch."""
+    accelerator = Accelerator(strategy={"name": "megatron", "pp": 2}, cpu=True)
+    one, other = accelerator.prepare(built(), built())
+    made = one(input_ids=IDS).logits
+    match = "an output of another pipelined model.*put both into one module"
+    refused(match, lambda: other(inputs_embeds=made.detach()), RankMismatchError)
+    accelerator.free_memory()
+
+
 def test_ranks_that_do_not_agree():
     """On the model, or on whether it trains: some would wait for messages that nobody sends."""
     layers = 2 + 2 * int(os.environ["RANK"])
