@@ -169,9 +169,8 @@ class StageWorker:
         else:
             reached = [not is_absent(gradient) for gradient in given]
             roots, given = list(compress(roots, reached)), list(compress(given, reached))
-        sender = _Sender(kept.received, send)
-        self._run_backward(micro_batch, roots, given, synchronize=self.final == micro_batch)
-        sender.finish()
+        with _sending(kept.received, send):
+            self._run_backward(micro_batch, roots, given, synchronize=self.final == micro_batch)
 
     def _last_roots(
         self, micro_batch: int, roots: list[Tensor]
@@ -193,16 +192,15 @@ class StageWorker:
     def _backward_from(self, loss: Tensor, micro_batch: int, send: Send) -> None:
         """Run backward of the last stage from a loss that the script made of its output."""
         kept = self._taken(micro_batch)
-        sender = _Sender(kept.received, send)
         final = self.final == micro_batch
-        with (
-            nullcontext() if final else self._parts.inner.accumulating(),
-            self.counting(micro_batch),
-        ):
-            self._parts.inner.backward(with_values(loss))
-        if final:
-            self._parts.shared.send_gradients()
-        sender.finish()
+        with _sending(kept.received, send):
+            with (
+                nullcontext() if final else self._parts.inner.accumulating(),
+                self.counting(micro_batch),
+            ):
+                self._parts.inner.backward(with_values(loss))
+            if final:
+                self._parts.shared.send_gradients()
 
     def backward_input(self, micro_batch: int, gradients: Sequence[Tensor], send: Send) -> None:
         """Run the half of backward that makes the gradients of the inputs."""
@@ -281,33 +279,38 @@ def _instead(other: Tensor | None, gradient: Tensor | None) -> Tensor | None:
     return torch.zeros_like(gradient) if other is None else other
 
 
-class _Sender:
-    """Sends the gradients of received leaves when the last has come."""
+@contextmanager
+def _sending(leaves: Sequence[Tensor], send: Send) -> Iterator[None]:
+    """Context of a backward: sends the gradients of received leaves when the last has come.
 
-    def __init__(self, leaves: Sequence[Tensor], send: Send) -> None:
-        self._leaves = [leaf for leaf in leaves if leaf.requires_grad]
-        self._send = send
-        self._missing = len(self._leaves)
-        for leaf in self._leaves:
-            leaf.register_post_accumulate_grad_hook(self._arrived)  # type: ignore[no-untyped-call]
+    That is inside of backward: the stage before begins while weights' gradients are computed here.
+    Where some never come, as of inputs without use, it is at the end.
+    """
+    asked = [leaf for leaf in leaves if leaf.requires_grad]
+    missing = len(asked)
 
-    def finish(self) -> None:
-        """Send the gradients that have not been sent."""
-        if self._missing:
-            self._missing = 0
-            self._send_all()
+    def arrived(_: Tensor) -> None:
+        nonlocal missing
+        missing -= 1
+        if not missing:
+            send_all()
 
-    def _arrived(self, leaf: Tensor) -> None:
-        # Inside of backward: the stage before begins while weights' gradients are computed here.
-        self._missing -= 1
-        if not self._missing:
-            self._send_all()
-
-    def _send_all(self) -> None:
-        gradients = [absent_like(leaf) if leaf.grad is None else leaf.grad for leaf in self._leaves]
-        for leaf in self._leaves:
+    def send_all() -> None:
+        gradients = [absent_like(leaf) if leaf.grad is None else leaf.grad for leaf in asked]
+        for leaf in asked:
             leaf.grad = None
-        self._send(gradients)
+        send(gradients)
+
+    hooks = [leaf.register_post_accumulate_grad_hook(arrived) for leaf in asked]  # type: ignore[no-untyped-call]
+    try:
+        yield
+        if missing:
+            missing = 0
+            send_all()
+    finally:
+        # A leaf keeps its hook, and this hook the leaves: Python sees no such circle of tensors.
+        for hook in hooks:
+            hook.remove()
 
 
 def find_loss(output: Any) -> Tensor | None:
