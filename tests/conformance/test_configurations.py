@@ -27,6 +27,7 @@ IN_STAGES = {
     "test_clipping_by_the_global_norm",
     "test_shards_hold_everything_once",
     "test_saved_run_goes_on_bit_by_bit",
+    "test_nothing_outlives_its_step",
 }
 
 

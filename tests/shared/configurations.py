@@ -27,6 +27,7 @@ OF_VARIANTS = frozenset(
         "test_training_equals_one_process",
         "test_clipping_by_the_global_norm",
         "test_cost_equals_ledger",
+        "test_nothing_outlives_its_step",
         "test_saved_run_goes_on_bit_by_bit",
     }
 )

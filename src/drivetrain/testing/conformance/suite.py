@@ -310,6 +310,12 @@ Ledger: TypeAlias = Mapping[tuple[str, str], int]
 
 ON_DISK = "optimizer on disk"
 STEPS = 3
+CYCLE = 8
+"""Steps after which a strategy holds again what it held: local steps meet after some."""
+
+FIGURES = 256
+"""Bytes of the run's figures that wait to be written: less than an activation of each step."""
+
 SCRATCH = 2**23
 """Bytes that may be held beside the promised bytes, for the buffers of collectives over an axis:
 less than a copy of the parameters of the model below."""
@@ -393,6 +399,18 @@ class AccountChecks(Suite):
                 f"cost() promised {total} bytes in all, found {live} alive"
             )
 
+    def test_nothing_outlives_its_step(self, world: int) -> None:
+        """Tensors of earlier steps are freed: activations, outputs, gradients and what is sent."""
+        with self.accelerator() as accelerator:
+            twins = Twins(accelerator, self.models("mlp")[0])
+            held = []
+            for first in range(0, 3 * CYCLE, CYCLE):
+                twins.train_alone(first, first + CYCLE)
+                _wait_for_messages(accelerator, twins.model)
+                gc.collect()
+                held.append(_bytes(tensor for tensor in _live_tensors() if tensor.dim()))
+            assert held[-1] <= held[-2] + FIGURES, f"bytes alive after every {CYCLE} steps: {held}"
+
 
 def reduces_each(twins: Twins) -> bool:
     """Return whether a strategy promises to send gradients of every micro-batch of a window."""
@@ -464,9 +482,15 @@ def _bytes(tensors: Iterable[object]) -> int:
 
 def _live_bytes() -> int:
     """Return the bytes of all storages that Python can reach in this process."""
-    tensors = [item for item in gc.get_objects() if issubclass(type(item), Tensor)]
-    gradients = [tensor.grad for tensor in tensors if tensor.is_leaf]
-    return _bytes([*tensors, *gradients])
+    return _bytes(_live_tensors())
+
+
+def _live_tensors() -> Iterator[Tensor]:
+    """Yield all tensors that Python can reach in this process, and their gradients."""
+    for tensor in [item for item in gc.get_objects() if issubclass(type(item), Tensor)]:
+        yield tensor
+        if tensor.is_leaf and tensor.grad is not None:
+            yield tensor.grad
 
 
 # --- state ---
