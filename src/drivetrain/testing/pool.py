@@ -66,27 +66,15 @@ def _serve(connection: Connection, files: Files) -> None:
     # Imported here: the environment above is set before, and the pytest process does without.
     from drivetrain.testing.body import execute
 
+    gc.freeze()  # what the server of copies has imported: no collection needs to walk through it
     connection.send(Ready())
-    modules = 0
     while True:
         job: RankTest = inbox.get()
-        modules = _freeze_modules(modules)
         for outcome in execute(job):
             sys.stdout.flush()
             sys.stderr.flush()
             connection.send(outcome)
             inbox.get()
-
-
-def _freeze_modules(before: int) -> int:
-    """Take the objects of new modules out of garbage collections: they live as long as the process.
-
-    Otherwise every collection in a test walks through all of torch, a fifth of a second.
-    """
-    if len(sys.modules) != before:
-        gc.collect()
-        gc.freeze()
-    return len(sys.modules)
 
 
 def _redirect(files: Files) -> None:

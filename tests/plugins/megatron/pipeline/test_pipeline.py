@@ -164,7 +164,13 @@ def test_shards_of_the_sequence_are_not_cut_into_micro_batches():
     both.close()
 
 
-@pytest.mark.parametrize("cell", [{"tp": 2}, {"schedule": "zb-h1"}], ids=["tp", "zb-h1"])
+@pytest.mark.parametrize(
+    "cell",
+    [
+        pytest.param({"tp": 2}, id="tp", marks=pytest.mark.exhaustive),  # by default: a small model
+        pytest.param({"schedule": "zb-h1"}, id="zb-h1"),
+    ],
+)
 @pytest.mark.filterwarnings("ignore")  # torch.compile's own
 def test_compiled_blocks(cell):
     with backend("aot_eager"):
