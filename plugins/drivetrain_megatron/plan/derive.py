@@ -600,14 +600,18 @@ def structure_of(
     uses = linear_uses(trace, model, block, operations)
     regions = find_regions(trace, model, block, operations)
     sizes = {name: parameter.numel() for name, parameter in block.named_parameters()}
-    return BlockStructure(uses, regions, shared_with_others(model, block), sizes)
+    return BlockStructure(uses, regions, shared_with_others(names_of(model), block), sizes)
 
 
-def shared_with_others(model: nn.Module, block: nn.Module) -> frozenset[str]:
-    """Return the names of a block's parameters that have a name outside of the block, too."""
-    everywhere = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
-    inside = list(block.named_parameters(remove_duplicate=False))
-    here = Counter(id(p) for _, p in inside)
+def names_of(module: nn.Module) -> Counter[int]:
+    """Return how many names each parameter has in a module, by the parameter's ``id``."""
+    return Counter(id(p) for _, p in module.named_parameters(remove_duplicate=False))
+
+
+def shared_with_others(everywhere: Counter[int], block: nn.Module) -> frozenset[str]:
+    """Return which names of a block's parameters are not all: the model has others outside."""
+    here = names_of(block)
+    inside = block.named_parameters(remove_duplicate=False)
     return frozenset(name for name, p in inside if everywhere[id(p)] > here[id(p)])
 
 

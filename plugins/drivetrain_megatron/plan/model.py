@@ -30,6 +30,7 @@ from drivetrain_megatron.dropout import DropoutLayout, Layouts, Site, open_atten
 from drivetrain_megatron.plan.derive import (
     Derivation,
     divide_block,
+    names_of,
     shared_with_others,
     structure_of,
 )
@@ -369,7 +370,8 @@ class TensorParallel:
         Blocks that are called in another way in evaluation have such a call, too.
         """
         trace = inputs.trace
-        keys = {name: self._key(model, name, each) for name, each in calls.blocks}
+        names = names_of(model)
+        keys = {name: self._key(names, name, each) for name, each in calls.blocks}
         first = {key: name for name, key in reversed(keys.items())}
         evaluated = other_calls(model, inputs, [*first.values()])
         known: dict[Any, tuple[Derivation, Mapping[Site, DropoutLayout]]] = {}
@@ -392,16 +394,16 @@ class TensorParallel:
                 )
             add(name, key)
         for name in () if plan.sharded else uncalled_blocks(trace, model):
-            if (key := self._key(model, name, model.get_submodule(name))) in known:
+            if (key := self._key(names, name, model.get_submodule(name))) in known:
                 add(name, key)
         _check(plan)
         return plan
 
-    def _key(self, model: nn.Module, name: str, block: nn.Module) -> tuple[Any, ...]:
+    def _key(self, names: Counter[int], name: str, block: nn.Module) -> tuple[Any, ...]:
         """Return a key that is equal for blocks that are divided alike."""
         layers = self._layers_of(name)
         named = None if layers is None else frozenset(layers)
-        return kind_of(block), named, shared_with_others(model, uncompiled(block))
+        return kind_of(block), named, shared_with_others(names, uncompiled(block))
 
     def _of_whole(self, model: nn.Module, inputs: ExampleInputs) -> ModelPlan:
         """Return how a model is divided in which nothing repeats: as one block, if that works.

@@ -863,25 +863,20 @@ def users(model: nn.Module, units: Sequence[Unit]) -> dict[nn.Module, list[Unit]
         # Its inside is one graph, which hooks on parts of it would break.
         return {model: list(units)} if units else {}
     modules = {clean_name(name): module for name, module in model.named_modules()}
+    holders: dict[int, list[str]] = {}
+    for name, module in modules.items():
+        for parameter in module._parameters.values():
+            holders.setdefault(id(parameter), []).append(name)
     found: dict[nn.Module, list[Unit]] = {}
     for unit in units:
         key = unit.layout.key
         if key == ROOT:
             continue
-        own = [modules[key]] if key in modules else []
-        for module in (*own, *_tied(modules, unit)):
-            found.setdefault(module, []).append(unit)
+        names = [name for each in unit.parameters for name in holders.get(id(each), ())]
+        tied = (name for name in names if not name.startswith(f"{key}."))
+        for name in dict.fromkeys((key, *tied) if key in modules else tied):
+            found.setdefault(modules[name], []).append(unit)
     return found
-
-
-def _tied(modules: dict[str, nn.Module], unit: Unit) -> Iterator[nn.Module]:
-    """Yield the modules outside of a unit's own module that hold a parameter of the unit."""
-    inside = f"{unit.layout.key}."
-    held = {id(parameter) for parameter in unit.parameters}
-    for name, module in modules.items():
-        outside = name != unit.layout.key and not name.startswith(inside)
-        if outside and any(id(p) in held for p in module._parameters.values()):
-            yield module
 
 
 class ModuleHook:

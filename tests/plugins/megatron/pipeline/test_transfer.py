@@ -11,7 +11,7 @@ from drivetrain.cost import Traffic
 from drivetrain.errors import CollectiveError
 from drivetrain.runtime.mesh import Axis, Mesh
 from drivetrain.runtime.world import World, reached
-from drivetrain_megatron.pipeline.runner import LocalStages, _Sender
+from drivetrain_megatron.pipeline.runner import LocalStages, _sending
 from drivetrain_megatron.pipeline.schedules import Action, ActionKind
 from drivetrain_megatron.pipeline.transfer import (
     Direction,
@@ -97,10 +97,9 @@ def test_two_pipelines_on_one_axis_have_tags_of_their_own():
 
 def test_gradients_of_inputs_leave_once_within_backward():
     leaf, sent = torch.ones(2, requires_grad=True), []
-    sender = _Sender([leaf], sent.append)
-    leaf.sum().backward()
-    assert [gradient.tolist() for gradient in sent[0]] == [[1.0, 1.0]]
-    sender.finish()
+    with _sending([leaf], sent.append):
+        leaf.sum().backward()
+        assert [gradient.tolist() for gradient in sent[0]] == [[1.0, 1.0]]
     assert len(sent) == 1
 
 
