@@ -54,8 +54,8 @@ logger = get_logger(__name__)
 PATIENCE_S = 5.0
 """How long backward waits for a buffer before taking another: far longer than a reduction."""
 
-_NAP_S = 50e-6
-"""Between two looks whether a reduction is over."""
+_NAP_S, _NAP_SHARE = 50e-6, 0.02
+"""Seconds between two looks whether a reduction is over; or a share of the time that has passed."""
 
 
 # --- byte buffers of one constant size, lent and reused: ZeRO-R's constant buffers ---
@@ -349,12 +349,13 @@ class Reduce(Gradients):
         """Return whether the oldest reduction ended within the patience that is left."""
         if self._device.type != "cpu":
             return True  # this thread does not wait there, only the stream does
-        until = time.monotonic() + self._patience_s
+        start = time.monotonic()
         while not self._flying[0].done:
-            if time.monotonic() > until:
+            waited = time.monotonic() - start
+            if waited > self._patience_s:
                 self._patience_s = 0.0  # such a model does it again: it is not asked twice
                 return False
-            time.sleep(_NAP_S)
+            time.sleep(max(_NAP_S, _NAP_SHARE * waited))
         return True
 
     # --- between backward and step ---
