@@ -30,6 +30,7 @@ import re
 import secrets
 import shutil
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
@@ -217,24 +218,23 @@ def commit(draft: Path, target: Path, token: str, *, overwrite: bool) -> None:
     """Give a complete draft its name; an old checkpoint is deleted only after that.
 
     Without overwrite a target that was filled meanwhile makes the rename fail, and stays. When the
-    disk refuses, the old checkpoint is at its place again.
+    disk refuses, also to keep the new names, the old checkpoint is at its place again.
     """
     sync_directory(draft)
     old = _hidden(target, "old", token)
     replaces = overwrite and target.exists()
-    if replaces and exchange(draft, target):
+    with ExitStack() as undo:
+        if replaces and exchange(draft, target):
+            undo.callback(exchange, draft, target)
+            old = draft
+        else:
+            if replaces:
+                target.rename(old)
+                undo.callback(old.rename, target)
+            draft.rename(target)
+            undo.callback(target.rename, draft)
         sync_directory(target.parent)
-        delete(draft)
-        return
-    if replaces:
-        target.rename(old)
-    try:
-        draft.rename(target)
-    except OSError:
-        if replaces:
-            old.rename(target)
-        raise
-    sync_directory(target.parent)
+        undo.pop_all()
     if replaces:
         delete(old)
 

@@ -76,6 +76,24 @@ def test_names_are_on_disk_before_and_after_the_rename(tmp_path, monkeypatch):
     assert (parent, after) == (tmp_path, True)
 
 
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_new_names_that_the_disk_does_not_keep_are_undone(
+    tmp_path, monkeypatch, replacing, overwrite
+):
+    if overwrite:
+        save(tmp_path / "ck", 1)
+
+    def sync(path):
+        if path == tmp_path:
+            raise OSError(5, "Input/output error", str(path))
+
+    monkeypatch.setattr(commit, "sync_directory", sync)
+    with pytest.raises(CheckpointError, match="Input/output error"):
+        save(tmp_path / "ck", 2, overwrite=overwrite)
+    assert names(tmp_path) == ["ck"] * overwrite
+    assert not overwrite or value_in(tmp_path / "ck") == 1
+
+
 def kill(*_, **__):
     os.kill(os.getpid(), signal.SIGKILL)
 
