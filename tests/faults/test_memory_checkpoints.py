@@ -73,6 +73,27 @@ def test_a_newer_checkpoint_in_storage_counts(trainings, clean):
     assert trainings.weights() == clean
 
 
+BROKEN = """
+        if step == 9 and rank == 0 and once("broken"):
+            for path in Path(name, "checkpoints").glob("*/model-*"):
+                if "checkpoint_0" not in str(path) or {every} == 8:
+                    path.write_bytes(path.read_bytes()[:-1] + b"\\x01")
+            os.kill(os.getpid(), signal.SIGKILL)
+"""
+"""The checkpoint in storage after step 8 is damaged."""
+
+
+@pytest.mark.parametrize("every", [4, 8], ids=["an older one", "no other"])
+def test_memory_goes_before_an_older_one_than_the_damaged_one_in_storage(trainings, clean, every):
+    options = [text.replace("every=2", "every=3") for text in RESTARTS]
+    faults = {"step": f"{WAIT}{BROKEN.format(every=every)}"}
+    ended = trainings.run("run", *options, faults=faults, every=every)
+    assert ended.returncode == 0, ended.stderr
+    found = "storage has step 4" if every == 4 else "nothing is in storage that can be read"
+    assert f"going on from step 6, out of the memory of the hosts ({found});" in ended.stderr
+    assert trainings.weights() == clean
+
+
 FULL = """
         def full(*given):
             raise OSError(28, "No space left on device", "a file")
@@ -86,7 +107,7 @@ FULL = """
 
 DAMAGE = """
         if step == 8 and rank == 0 and once("damaged"):
-            for path in Path(os.environ["DRIVETRAIN_MEMORY"]).glob("*/model-*"):
+            for path in Path(os.environ["DRIVETRAIN_MEMORY"]).glob("*/*/model-*"):
                 path.write_bytes(path.read_bytes()[:-1] + b"\\x01")
             os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -109,8 +130,8 @@ def test_a_damaged_checkpoint_in_memory_alone_is_an_error_and_no_new_run(trainin
     try:
         assert ended.returncode == 4, ended.stderr
         assert [step for step, _ in trainings.losses()] == [*range(1, 8)]
-        assert f"{folder}/checkpoint_" in ended.stderr
-        assert len(list(folder.glob("checkpoint_*/manifest.json"))) == 2
+        assert f"{folder}/0/checkpoint_" in ended.stderr
+        assert len(list(folder.glob("0/checkpoint_*/manifest.json"))) == 2
         assert trainings.run("next", *MEMORY, every=NEVER).returncode == 0
         assert not folder.exists()
     finally:
@@ -128,7 +149,7 @@ def test_nothing_is_left_in_memory_after_any_end(trainings, end):
         (folder,) = memory_of(trainings)
         if end != "failure":
             assert folder.stat().st_mode & 0o777 == 0o700
-            assert [path.name for path in folder.glob("checkpoint_*")]
+            assert [path.name for path in folder.glob("0/checkpoint_*")]
             os.kill(training.pid, signal.Signals[end])
         ended = training.wait()
     if end == "SIGKILL":  # nobody could; the next launcher on this host does
@@ -139,6 +160,47 @@ def test_nothing_is_left_in_memory_after_any_end(trainings, end):
     else:
         assert ended.returncode == {"failure": 1, "SIGTERM": 75}[end]
     assert not folder.exists()
+
+
+TWO = """
+import os, signal, sys
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+from drivetrain import Accelerator
+
+for kills in (2, 5):
+    torch.manual_seed(kills)
+    accelerator = Accelerator(cpu=True)
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = DataLoader(torch.randn(12, 4), batch_size=1)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    accelerator.resume()
+    for row in loader if optimizer.steps < 6 else ():
+        accelerator.wait_for_checkpoint()
+        if optimizer.steps == kills and sys.argv[1:] and not os.path.exists(f"{kills}"):
+            os.mkdir(f"{kills}")
+            os.kill(os.getpid(), signal.SIGKILL)
+        accelerator.backward(model(row).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    accelerator.print(optimizer.steps, model.weight.sum().item().hex())
+"""
+
+
+def test_each_accelerator_of_a_script_finds_its_own(trainings):
+    (trainings.folder / "two.py").write_text(TWO)
+    every = ("--set", "checkpoint.local=memory", "--set", "checkpoint.local_every=1")
+    launch = ("-m", "drivetrain_launch", "launch", "--cpu", "--nproc-per-node", "2")
+    options = (*launch, "--max-restarts", "3", *every)
+    said = {
+        tuple(run_python(*options, "two.py", *kill, folder=trainings.folder).stdout.split()[-4:])
+        for kill in ([], ["kill"])
+    }
+    ((one, first, other, second),) = said
+    assert (one, other) == ("6", "6")
+    assert first != second
 
 
 def test_memory_without_a_launcher_is_refused(trainings):

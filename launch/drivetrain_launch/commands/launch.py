@@ -356,7 +356,8 @@ def memory_folder(root: Path = MEMORY) -> Iterator[Path]:
     """
     from drivetrain.runtime.world import memory_kept_mark
 
-    made = _folder(root, IN_MEMORY, keep=lambda folder: memory_kept_mark(folder).exists())
+    kept = str(memory_kept_mark(Path("*")))  # of any Accelerator
+    made = _folder(root, IN_MEMORY, keep=lambda folder: any(folder.glob(kept)))
     with ExitStack() as stack:
         try:
             folder = stack.enter_context(made)

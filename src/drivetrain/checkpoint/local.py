@@ -639,7 +639,7 @@ class MemoryCheckpoints:
     """The checkpoints of one Accelerator in memory.
 
     Args:
-        folder: in the memory of this host, made and removed by its launcher, which outlives ranks.
+        folder: its own in the memory of this host; the launcher, which outlives ranks, removes it.
         every: optimizer steps from one checkpoint to the next.
         world: all ranks.
         background: finishes the saves, over a gloo group of its own.
@@ -651,6 +651,7 @@ class MemoryCheckpoints:
         self._saved_at: int | None = None
         self._reserved = False
         self._number = 0
+        self._failed: list[SpreadCheckpoint] = []
 
     def is_due(self, steps: int) -> bool:
         """Whether ``save`` is to be called after so many steps of the optimizers.
@@ -752,7 +753,8 @@ class MemoryCheckpoints:
         """Open the newest whole checkpoint in memory, if storage has no newer one. Collective.
 
         Args:
-            stored: steps of the newest checkpoint in storage; None where there is none.
+            stored: steps of the newest checkpoint in storage that may be whole, -1 where none
+                tells; None where there is none.
             hashed: whether all files are hashed first.
 
         Returns:
@@ -763,11 +765,14 @@ class MemoryCheckpoints:
                 files stay, also after the end of the launcher.
         """
         homes = self._homes
-        instead = "nothing is in storage" if stored is None else f"storage has step {stored}"
-        failed = []
+        instead = f"storage has step {stored}"
+        if stored is None or stored < 0:
+            instead = "nothing is in storage" + (" that can be read" if stored else "")
         for found in whole_ones(homes, self._world):
             if stored is not None and found.steps < stored:
                 break
+            if found in self._failed:
+                continue
             try:
                 sent = bring_together(
                     found, homes, self._world, self._background.group(), hashed=hashed
@@ -776,7 +781,7 @@ class MemoryCheckpoints:
                 reader = open_checkpoint(directory, self._world, verify="size")
             except CheckpointError as error:  # the same on every rank
                 logger.warning(f"{error}; looking for another checkpoint")
-                failed.append(found)
+                self._failed.append(found)
                 continue
             self._keep(found.name)
             logger.announce(
@@ -784,16 +789,15 @@ class MemoryCheckpoints:
                 f"{sent / 1e6:.1f} MB came from other hosts"
             )
             return reader
-        if failed and homes.is_keeper:
+        if self._failed and homes.is_keeper:
             memory_kept_mark(self._folder).touch()
-        if failed and stored is None:
-            self._refuse_to_begin_anew(failed[0])
-        if stored is not None:
-            logger.announce(
-                f"going on from step {stored}, out of storage: the memory of the hosts has no "
-                "whole checkpoint that is as new"
-            )
+        if self._failed and stored is None:
+            self._refuse_to_begin_anew(self._failed[0])
         return None
+
+    def holds(self, reader: CheckpointReader) -> bool:
+        """Whether an open checkpoint is one of these."""
+        return reader.directory.parent == self._folder.resolve()
 
     def clear(self) -> None:
         """Remove all checkpoints in memory: the run goes on from storage, or begins."""

@@ -41,6 +41,9 @@ T = TypeVar("T")
 Encode = Callable[[Any], bytes]
 Decode = Callable[[bytes], Any]
 
+NewerElsewhere = Callable[[int], CheckpointReader | None]
+"""Opens a checkpoint of so many optimizer steps or more that is not in the run's folder, if any."""
+
 
 @dataclass(frozen=True, slots=True)
 class Registered:
@@ -106,25 +109,19 @@ class RunFolder:
         target = Path(directory).resolve()
         return self._asked(f"look for {target}", lambda: commit.find(target) is not None, bool)
 
-    def steps(self, directory: str | Path | None) -> int:
-        """Return the optimizer steps in a checkpoint; None: in the newest of an automatic name.
+    def open(
+        self, directory: str | Path | None, verify: str, newer: NewerElsewhere | None = None
+    ) -> CheckpointReader:
+        """Open a checkpoint; None: the newest of an automatic name that is whole and not damaged.
 
-        -1 where none can be read: then any other checkpoint is newer.
+        Args:
+            directory: of the checkpoint.
+            verify: as for ``open_checkpoint``.
+            newer: is asked before each one, and after the last, with the steps to be reached: those
+                of the newest that is left and tells, else -1.
         """
-
-        def read() -> int:
-            paths = (
-                commit.complete(self._root) if directory is None else [Path(directory).resolve()]
-            )
-            for path in paths:
-                with suppress(CheckpointError):
-                    return commit.saved_steps(path)
-            return -1
-
-        return self._asked("look for the newest checkpoint", read, int)
-
-    def open_newest(self, verify: str) -> CheckpointReader:
-        """Open the newest checkpoint of an automatic name that is whole and not damaged."""
+        if directory is not None:
+            return self._open_first([Path(directory)], verify, newer)
         root = self._root
 
         def names() -> list[str]:
@@ -137,7 +134,7 @@ class RunFolder:
             )
 
         known = self._asked(f"load from {root}", names, list[str])
-        reader = self._open_first([root / name for name in known], verify)
+        reader = self._open_first([root / name for name in known], verify, newer)
         self.goes_on = True
         return reader
 
@@ -162,19 +159,35 @@ class RunFolder:
             )
         return self._open_first(found, "full")
 
-    def _open_first(self, paths: Sequence[Path], verify: str) -> CheckpointReader:
-        """Open the first checkpoint that is not damaged."""
+    def _open_first(
+        self, paths: Sequence[Path], verify: str, newer: NewerElsewhere | None = None
+    ) -> CheckpointReader:
+        """Open the first checkpoint that is not damaged, or a newer one of elsewhere."""
         failures: list[CheckpointError] = []
-        for path in paths:
-            try:
-                reader = open_checkpoint(path, self.state.world, verify=verify)
-            except CheckpointError as error:  # the same on every rank
-                failures.append(error)
-                continue
-            for failure in failures:
-                logger.warning(f"{failure}; going on from the one before, {path}")
-            return reader
+        for place in range(len(paths) + 1):
+            left = paths[place:]
+            reader = newer(self._steps(left)) if newer is not None else None
+            if reader is None and left:
+                try:
+                    reader = open_checkpoint(left[0], self.state.world, verify=verify)
+                except CheckpointError as error:  # the same on every rank
+                    failures.append(error)
+            if reader is not None:
+                for failure in failures:
+                    logger.warning(f"{failure}; going on from the one before, {reader.directory}")
+                return reader
         raise failures[0]
+
+    def _steps(self, paths: Sequence[Path]) -> int:
+        """Return the optimizer steps in the first checkpoint that tells; -1 if none does."""
+
+        def read() -> int:
+            for path in paths:
+                with suppress(CheckpointError):
+                    return commit.saved_steps(path.resolve())
+            return -1
+
+        return self._asked("look for the newest checkpoint", read, int)
 
     @property
     def _root(self) -> Path:
@@ -572,37 +585,43 @@ class RunCheckpoints:
 
         Of two that are as new, the one in memory is taken.
         """
-        stored = self.is_there(input_dir)
-        reader = None
-        if self._memory is not None:
-            steps = self._folder.steps(input_dir) if stored else None
-            reader = self._memory.open_newest(steps, hashed=verify != "size")
-        if reader is None:
-            loaded = self.load(input_dir, verify=verify) if stored else ""
-            self._forget_memory()
-            return loaded
-        with reader:
-            self.saved.load(reader, self._call_load_hooks(str(reader.directory)))
-            self.state.project.iteration = reader.state["iteration"] + 1
-        self.state.resumption.loaded = self._folder.goes_on = True
-        return str(reader.directory)
+        memory, reader = self._memory, None
+        newer = partial(memory.open_newest, hashed=verify != "size") if memory is not None else None
+        if self.is_there(input_dir):
+            reader = self._folder.open(input_dir, verify, newer)
+        elif newer is not None:
+            reader = newer(None)
+        loaded = self._take(reader, input_dir) if reader is not None else ""
+        if memory is not None and (reader is None or not memory.holds(reader)):
+            memory.clear()
+            if reader is not None:
+                logger.announce(
+                    f"going on from step {self.state.steps}, out of storage: the memory of the "
+                    "hosts has no whole checkpoint that is as new"
+                )
+        return loaded
 
     def load(self, input_dir: str | Path | None, *, verify: str) -> str:
         """Load the whole state of a run; see ``load_state``. Collective."""
-        if input_dir is None:
-            reader = self._folder.open_newest(verify)
-        else:
-            reader = open_checkpoint(Path(input_dir), self.state.world, verify=verify)
-        given = str(reader.directory if input_dir is None else Path(input_dir))
+        reader = self._folder.open(input_dir, verify)
         goes_back = self.state.steps > 0  # before them a script may load what it begins with
+        given = self._take(reader, input_dir)
+        if goes_back:
+            self._forget_memory()
+        return given
+
+    def _take(self, reader: CheckpointReader, input_dir: str | Path | None) -> str:
+        """Load the whole state of a run out of an open checkpoint; return its directory."""
+        in_memory = self._memory is not None and self._memory.holds(reader)
+        named = None if input_dir is None or in_memory else Path(input_dir)
+        given = str(named or reader.directory)
         with reader:
             self.saved.load(reader, self._call_load_hooks(given))
             self.state.project.iteration = reader.state["iteration"] + 1
         self.state.resumption.loaded = True
-        if input_dir is not None:
-            self._folder.add(Path(input_dir))
-        if goes_back:
-            self._forget_memory()
+        if named is not None:
+            self._folder.add(named)
+        self._folder.goes_on |= in_memory
         return given
 
     def _forget_memory(self) -> None:

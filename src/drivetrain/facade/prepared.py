@@ -1,5 +1,6 @@
 """The state of one run: what it was resolved to, the objects it has prepared, who watches it."""
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -871,8 +872,15 @@ def check_count(subject: str, expected: int, found: int) -> None:
         )
 
 
+_places = itertools.count()
+"""Numbers of this process's Accelerators with checkpoints in memory: by their order each finds its
+own again after a restart."""
+
+
 def _memory_of(config: Resolved) -> Path | None:
-    """Return the launcher's folder in memory, if the run has checkpoints there.
+    """Return an Accelerator's own place in the launcher's folder in memory, made for it.
+
+    None where the run has no checkpoints in memory.
 
     Raises:
         ConfigError: no launcher keeps one.
@@ -885,7 +893,9 @@ def _memory_of(config: Resolved) -> Path | None:
             "start again, found none; start the script with 'drivetrain launch --set "
             "checkpoint.local=memory', or leave it out of the script's own configuration"
         )
-    return Path(folder)
+    place = Path(folder) / str(next(_places))
+    place.mkdir(mode=0o700, parents=True, exist_ok=True)  # the ranks of a host share it
+    return place
 
 
 def _with_choice(base: Resolved, pick: StrategyPick) -> Resolved:

@@ -325,7 +325,7 @@ def memory_kept_mark(folder: Path) -> Path:
     """Return the file by which a rank asks the launcher to leave the folder in memory at its end.
 
     Args:
-        folder: the launcher's folder.
+        folder: the place of one Accelerator in the launcher's folder.
     """
     return folder / "kept"
 

@@ -127,8 +127,6 @@ def test_a_lost_host_gets_all_files_from_the_others(tmp_path, lost):
         return
     assert run.opened(stored=1) is None
     assert folders(run) == []  # useless, and in the way of the next save
-    if world.is_main:
-        assert "going on from step 1, out of storage" in run.said
 
 
 @pytest.mark.ranks(2)

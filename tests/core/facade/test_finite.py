@@ -228,6 +228,7 @@ def test_a_run_that_went_back_forgets_what_it_has_in_memory(tmp_path, monkeypatc
     monkeypatch.setenv(MEMORY_VARIABLE, str(memory))
     config = {"local": "memory", "local_every": 1}
     accelerator, model, optimizer = start(policy="rollback", checkpoint=config)
+    (memory,) = memory.iterdir()
     good, bad = torch.ones(2), torch.full((2,), math.nan)
     loader = accelerator.prepare(DataLoader([*5 * [good], *4 * [bad, good, good, good]], 1))
     steps = []

@@ -18,7 +18,8 @@ def test_folders_of_other_launchers_stay_while_these_run(tmp_path, monkeypatch):
 
 def test_a_folder_that_ranks_want_to_keep_stays_until_the_next_launcher(tmp_path):
     with memory_folder(tmp_path) as kept:
-        memory_kept_mark(kept).touch()
+        (kept / "0").mkdir()
+        memory_kept_mark(kept / "0").touch()
     assert kept.is_dir()
     with memory_folder(tmp_path):
         assert not kept.exists()
