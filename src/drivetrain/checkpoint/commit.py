@@ -401,7 +401,7 @@ class Resumption:
             ``split_batches``: then their number does not depend on the number of ranks.
         world: this process among all processes.
         memory: folder of the checkpoints in this host's memory; None without them.
-        loaded: whether the run has loaded a checkpoint.
+        asked: whether the script has asked for a checkpoint to go on from.
     """
 
     mode: str
@@ -409,7 +409,7 @@ class Resumption:
     divides: bool
     world: World
     memory: Path | None = None
-    loaded: bool = False
+    asked: bool = False
     _configured: int = 1
     _replicas: int = 1
     _chosen: int = 0
@@ -469,8 +469,8 @@ class Resumption:
         return self.mode == "never" and not is_saved
 
     def before_save(self) -> None:
-        """Warn of a restarted script that has loaded nothing."""
-        if restarts() and not (self.loaded or self._warned):
+        """Warn of a restarted script that has asked for no checkpoint."""
+        if restarts() and not (self.asked or self._warned):
             self._warned = True
             logger.warning(
                 f"the run was started again (attempt {restarts()}), and the script has loaded no "

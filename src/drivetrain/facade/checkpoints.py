@@ -585,6 +585,7 @@ class RunCheckpoints:
 
         Of two that are as new, the one in memory is taken.
         """
+        self.state.resumption.asked = True
         memory, reader = self._memory, None
         newer = partial(memory.open_newest, hashed=verify != "size") if memory is not None else None
         if self.is_there(input_dir):
@@ -603,6 +604,7 @@ class RunCheckpoints:
 
     def load(self, input_dir: str | Path | None, *, verify: str) -> str:
         """Load the whole state of a run; see ``load_state``. Collective."""
+        self.state.resumption.asked = True
         reader = self._folder.open(input_dir, verify)
         goes_back = self.state.steps > 0  # before them a script may load what it begins with
         given = self._take(reader, input_dir)
@@ -618,7 +620,6 @@ class RunCheckpoints:
         with reader:
             self.saved.load(reader, self._call_load_hooks(given))
             self.state.project.iteration = reader.state["iteration"] + 1
-        self.state.resumption.loaded = True
         if named is not None:
             self._folder.add(named)
         self._folder.goes_on |= in_memory

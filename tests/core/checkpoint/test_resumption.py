@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 from drivetrain import Accelerator, CheckpointError, ProjectConfiguration
 from drivetrain.checkpoint.commit import Resumption, saved_steps
 from drivetrain.runtime.world import CONFIG_VARIABLE, World, saved_mark
+from said import said
 
 
 def resumption(root, mode="auto", *, divides=False):
@@ -89,6 +90,17 @@ def test_a_launcher_that_cannot_be_told_is_an_error_of_all_ranks(tmp_path, monke
         accelerator.save_state()  # by rank 0 alone it would leave the others waiting
     monkeypatch.undo()
     assert accelerator.load_state().endswith("checkpoint_0")
+
+
+@pytest.mark.parametrize("asks", [False, True])
+def test_a_script_that_asked_in_vain_is_not_told_to_ask(tmp_path, monkeypatch, asks):
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    accelerator = Accelerator(cpu=True, project_dir=tmp_path)
+    accelerator.prepare(nn.Linear(2, 1))
+    assert not (asks and accelerator.resume(tmp_path / "ck"))
+    with said("drivetrain", "began anew") as lines:
+        accelerator.save_state(tmp_path / "ck")
+    assert len(lines) == (0 if asks else 1)
 
 
 def test_never_begins_anew_until_the_run_has_saved_by_itself(tmp_path, monkeypatch):
