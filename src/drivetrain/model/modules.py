@@ -13,8 +13,9 @@ graph, so that all blocks of a class have one.
 import functools
 import importlib
 import inspect
+import operator
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -559,6 +560,114 @@ def _bring_values(block: nn.Module) -> bool:
     return True
 
 
+_Way: TypeAlias = tuple[Any, int]
+"""A node of autograd, and the number of its output."""
+
+
+def _exactly(graph: Any, inputs: Sequence[Any]) -> Function:
+    """Return a graph compiled, whose backward is that of the code it was made of.
+
+    A compiled backward gives zeros where eager gives None: to what the loss reaches through none
+    of the outputs it takes. It also computes values again of inputs that the graph wrote to since.
+    """
+    compiler = importlib.import_module("torch._dynamo.backends.registry").lookup_backend(BACKEND)
+    placed, end = graph.graph.find_nodes(op="placeholder"), graph.graph.output_node()
+    values = [node.meta.get("example_value") for node in placed]
+    returned = [getattr(each, "meta", {}).get("example_value") for each in end.args[0]]
+    if not any(map(_has_graph, returned)):
+        return cast(Function, compiler(graph, inputs))
+    known = {
+        _way(value): i
+        for i, value in enumerate(values)
+        if _has_graph(value) and (value.is_leaf or not value._version)
+    }
+    unsure = {i for i, value in enumerate(values) if _has_graph(value)} - set(known.values())
+    reached = [{known[way] for way in _ways_back(each, known)} | unsure for each in returned]
+    whole = [each for each, value in zip(reached, returned, strict=True) if _has_graph(value)]
+    written = [i for i, value in enumerate(values) if _is_written(value, values)]
+    same = [(at, i) for at, each in enumerate(returned) for i in written if each is values[i]]
+    for i in written:  # the graph gets a copy, leaves it as it is, and returns what it would be
+        with graph.graph.inserting_after(placed[-1]):
+            copy = graph.graph.call_method("clone", (placed[i],))
+        placed[i].replace_all_uses_with(copy, partial(operator.is_not, copy))
+        end.args = ((*end.args[0], copy),)
+    graph.recompile()
+    compiled: Function = compiler(graph, inputs)
+
+    def call(*args: Any) -> Sequence[Any]:
+        given = [each.clone() if i in written else each for i, each in enumerate(args)]
+        starts = {_way(each): i for i, each in enumerate(given) if _has_graph(each)}
+        outputs = list(compiled(*given))
+        for i in reversed(written):
+            with torch.no_grad():
+                args[i].copy_(outputs.pop())
+        _leave_out(outputs, reached, starts)
+        for at, i in same:
+            outputs[at] = args[i]
+        return outputs
+
+    return call if written or any(each != whole[0] for each in whole) else compiled
+
+
+def _has_graph(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad
+
+
+def _is_written(value: Any, values: Sequence[Any]) -> bool:
+    """Return whether a graph writes to an input, which has its memory alone."""
+    if not isinstance(value, Tensor) or value.is_inference() or not value.is_leaf:
+        return False
+    memory = value.untyped_storage()._cdata
+    tensors = (each for each in values if isinstance(each, Tensor) and each is not value)
+    return value._version > 0 and all(each.untyped_storage()._cdata != memory for each in tensors)
+
+
+def _way(tensor: Tensor) -> _Way:
+    edge = torch.autograd.graph.get_gradient_edge(tensor)
+    return edge.node, edge.output_nr
+
+
+def _is_compiled(way: _Way) -> bool:
+    return type(way[0]).__name__ == "CompiledFunctionBackward"
+
+
+def _ways_back(value: Any, starts: Container[_Way]) -> set[_Way]:
+    """Return the starts, and the compiled graphs, that a backward from a value gets to first."""
+    ways, seen, found = [_way(value)] if _has_graph(value) else [], set(), set()
+    while ways:
+        way = ways.pop()
+        if way in starts or _is_compiled(way):
+            found.add(way)
+        elif way[0] is not None and way not in seen:
+            seen.add(way)
+            ways += way[0].next_functions
+    return found
+
+
+def _leave_out(
+    outputs: Sequence[Any], reached: Sequence[set[int]], starts: Mapping[_Way, int]
+) -> None:
+    """Let a compiled backward give None to inputs that no output with a gradient depends on."""
+    by_output: defaultdict[int, set[int]] = defaultdict(set)
+    node = None
+    for output, inputs in zip(outputs, reached, strict=True):
+        for way in filter(_is_compiled, _ways_back(output, starts) - starts.keys()):
+            node = way[0]
+            by_output[way[1]] |= inputs
+    if node is None:
+        return
+    everything = set(starts.values())
+    places = [starts.get(way) for way in node.next_functions]
+
+    def mask(gradients: Sequence[Any], given: Sequence[Any]) -> tuple[Any, ...]:
+        numbers = [number for number, gradient in enumerate(given) if gradient is not None]
+        wanted = set().union(*(by_output.get(number, everything) for number in numbers))
+        pairs = zip(places, gradients, strict=True)
+        return tuple(None if at is not None and at not in wanted else each for at, each in pairs)
+
+    node.register_hook(mask)
+
+
 class _Compiled:
     """Stands around the forward of a model's blocks, and compiles that of each class once."""
 
@@ -585,7 +694,9 @@ class _Compiled:
             return compute(*args, **kwargs)
         called = self._called.get(forward)
         if called is None:
-            called = self._called[forward] = torch.compile(forward, backend=BACKEND, fullgraph=True)
+            called = self._called[forward] = torch.compile(
+                forward, backend=_exactly, fullgraph=True
+            )
         exc: Any = torch._dynamo.exc
         try:
             outputs = called(module, *args, **kwargs)
@@ -617,7 +728,7 @@ class _Compiled:
         shared = [each for each in module.modules() if getattr(each, SHARED, False)]
         if shared and module not in shared:
             self._in_pieces.add(forward)
-            self._called[forward] = torch.compile(forward, backend=BACKEND)
+            self._called[forward] = torch.compile(forward, backend=_exactly)
             logger.announce(
                 f"{name} is compiled in pieces, around {len(shared)} modules that stay outside"
             )

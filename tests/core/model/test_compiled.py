@@ -172,3 +172,78 @@ def test_what_cannot_be_compiled_is_refused(monkeypatch):
     monkeypatch.setattr("torch._inductor.config.cpp.cxx", ("no-such-compiler",))
     with pytest.raises(UsageError, match=r"expected a C\+\+ compiler, found none"):
         accelerator.prepare(Tower(2))
+
+
+class Aside(Block):
+    """A second output, which the loss leaves out."""
+
+    def __init__(self):
+        super().__init__()
+        self.aside = copy.deepcopy(self.up)
+
+    def forward(self, x):
+        return super().forward(x), self.aside(x)
+
+
+class AsideTower(Tower):
+    block = Aside
+
+    def __init__(self, blocks):
+        super().__init__(blocks, around=lambda block, x: block(x)[0])
+
+
+def decaying(model):
+    return torch.optim.AdamW(model.parameters(), weight_decay=0.5)
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "ddp"])
+@pytest.mark.ranks(2)
+@pytest.mark.filterwarnings("ignore")  # torch.compile's own
+def test_what_only_unused_outputs_depend_on_has_no_gradient_to_decay_by(strategy):
+    with backend("aot_eager"):
+        accelerator = Accelerator(strategy=strategy, cpu=True, config={"compile": "blocks"})
+        twins = Twins(accelerator, Case("aside", functools.partial(AsideTower, 3)), decaying)
+        for step in range(2):
+            twins.backward(step)
+            twins.step()
+        twins.check()
+        accelerator.free_memory()
+        assert graphs() == 1
+
+
+class Counting(Block):
+    """A number of calls that the block reads before and after it has changed it."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.ones((), dtype=torch.float64))
+
+    def forward(self, x):
+        x = x * self.calls.clone()
+        self.calls += 1
+        return super().forward(x) / self.calls
+
+
+class CountingTower(Tower):
+    block = Counting
+
+
+@pytest.mark.parametrize("mode", ["none", "full"])
+@pytest.mark.usefixtures("quick")
+@pytest.mark.filterwarnings("ignore")  # torch.compile's own
+def test_backward_has_the_buffers_of_its_forward(mode):
+    config = {"compile": "blocks", "recompute": {"mode": mode}}
+    accelerator = Accelerator(cpu=True, config=config)
+    plain = CountingTower(2)
+    model = accelerator.prepare(copy.deepcopy(plain))
+    calls = [block.calls for block in model.blocks]
+    x = torch.randn(8, 7, dtype=torch.float64)
+    for step in range(2):
+        for each in (plain, model):
+            accelerator.backward(each(x).square().mean())
+        for mine, ours in zip(plain.parameters(), model.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad, mine.grad)
+        assert [each.item() for each in calls] == [step + 2] * 2
+    assert graphs() == 1
+    assert all(block.calls is each for block, each in zip(model.blocks, calls, strict=True))
+    accelerator.free_memory()
