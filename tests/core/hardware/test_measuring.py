@@ -3,6 +3,7 @@
 import itertools
 import re
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -152,6 +153,72 @@ def test_rounds_are_pooled_and_scatter_noted_by_name():
     assert clock.loud["jumpy"] > LOUD
     assert median_of([1.0, 1.0, 1.0]) == (1.0, 0)
     assert median_of([1.0, 9.0, 1.0, 0.1, 1.0])[1] == 0  # without the two extremes
+
+
+class Line:
+    """Four ranks of a line, whose messages are over at once."""
+
+    size, axis = 4, SimpleNamespace(name="dp")
+
+    def all_reduce(self, tensor, **_):
+        return self
+
+    all_gather = reduce_scatter = all_reduce
+
+    def wait(self):
+        """Nothing is under way."""
+
+
+def test_figures_follow_from_the_times_of_links_and_disks(monkeypatch):
+    """Rings: 20 us, 20/3 us a hop, 1 GB/s on each of two lines. Times not named are 1 s."""
+    monkeypatch.setattr(links, "RINGS", (2**14, 2**16))
+    monkeypatch.setattr(links, "BUS", (10**6, 10**7))
+    ring = {2**14: 60e-6 + 6 * 2**14 / 0.5e9, 2**16: 60e-6 + 6 * 2**16 / 1e9}
+    times = {
+        "the smallest ring on dp": 60e-6,
+        "the smallest all_gather on dp": 40e-6,
+        **{f"rings of {size} bytes on dp": seconds for size, seconds in ring.items()},
+        **{f"all_gather of {size} bytes on dp": each / 4 for size, each in ring.items()},
+        "a ring alone": 0.4,
+        "a training alone": 0.1,
+        "4 trainings alone": 0.5,
+        "4 trainings beside a ring": 1.1,
+        "a smallest ring alone": 1e-3,
+        "short trainings alone": 8e-3,
+        "short trainings beside smallest rings": 32e-3,
+        "files of 100000 bytes": 1e-3,
+        "files of 1000000 bytes": 4e-3,
+        "files of 32000000 bytes": 0.16,
+        **{f"copies of 8 bytes to the {there}": 1e-3 for there in ("device", "host")},
+        **{f"copies of {10**6} bytes to the {there}": 3e-3 for there in ("device", "host")},
+        **{f"copies of {10**7} bytes to the {there}": 11e-3 for there in ("device", "host")},
+        "starts of kernels": links.STARTS * 2e-6,
+        "starts with autograd": links.STARTS * 8e-6,
+    }
+    monkeypatch.setattr(Clock, "time", lambda self, name, work, **_: times.get(name, 1.0))
+    clock = Clock(torch.device("cpu"))
+    found = links.measure_ring(clock, Line(), 1e9, beside=2)
+    assert (found["latency_us"], found["hop_us"], found["gigabytes_per_second"]) == (20, 6.67, 2)
+    assert found["shares"] == [[2**14, 0.5], [2**16, 1]]
+    assert found["operations"]["all_gather"] == 0.5
+    assert links.measure_beside(clock, Line(), 1e9) == {"in_training": 1.5, "slowdown": 1}
+    times["4 trainings beside a ring"] = 0.7
+    assert links.measure_beside(clock, Line(), 1e9) == {"in_training": 1, "slowdown": 0.5}
+    assert links.measure_waiting(clock, Line()) == pytest.approx(2e-3)
+    disk = links.measure_disk(clock)
+    assert disk["gigabytes_per_second"] == 0.25
+    assert [share for _, share in disk["shares"]] == [0.4, 1, 1]
+    bus = links.measure_bus(clock)
+    assert (bus["latency_us"], bus["gigabytes_per_second"]) == (1000, 1)
+    assert [share for _, share in bus["shares"]] == [0.5, 1]
+    assert links._starts(clock) == pytest.approx((2e-6, 4e-6))
+
+
+def test_notes_of_a_measurement_name_the_loudest_and_sides_of_squares():
+    notes = measuring._notes([{"a": 0.5}, {"a": 0.3}], {}, 1, [(2.0 * 64**3, 0.5)])
+    loud, squares, _ = notes
+    assert loud.startswith("WARNING: a scattered by 50%")
+    assert squares.endswith("by rows: 64: 50%")
 
 
 @pytest.mark.ranks(2)

@@ -53,6 +53,9 @@ def test_values_are_means_and_counts_are_sums_over_ranks(tmp_path):
     write_run((tmp_path / "2"), range(1, 6), sections=sections, waiting={})
     assert measures.step_seconds(load_history(tmp_path / "2")) == pytest.approx(0.05)
 
+    write_run((tmp_path / "4"), range(1, 6), sections={"forward": 1.0})
+    assert notes(load_history(tmp_path / "4"))["waiting"] == "of the time of all ranks"
+
     write_run((tmp_path / "3"), range(2, 11, 2), steps=2, skipped=1)  # records of two steps
     run = load_history(tmp_path / "3")
     assert (run.starts[0].first, run.starts[0].last) == (1, 10)
@@ -115,6 +118,15 @@ def test_empty_runs_missing_ranks_and_infinite_losses_say_so(tmp_path):
     assert np.isnan(smooth.values).tolist() == [False, True, False]
 
 
+def test_a_rank_counts_in_means_as_far_as_its_records_go(tmp_path):
+    start = write_run(tmp_path, range(1, 4), ranks=1)
+    journal = Journal(start.journal(1), {"rank": 1})
+    journal.add(step(1, 1))
+    journal.close()
+    loss = measures.mean_curve(load_history(tmp_path), lambda each: each.loss)
+    assert loss.values.tolist() == pytest.approx([8.5, 4, 8 / 3])
+
+
 def test_a_torn_run_shows_what_is_there(tmp_path):
     start = write_run(tmp_path, range(1, 6), ranks=1, end="")
     path = start.journal(0)
@@ -165,6 +177,7 @@ def test_differences_leave_out_options_of_one_strategy(tmp_path):
 def test_curves_and_numbers_are_as_people_write_them():
     line = measures.Curve(np.arange(75.0), 2 * np.arange(75.0))
     assert line.smooth().values[1:-1].tolist() == pytest.approx(line.values[1:-1].tolist())
+    assert measures.middle(measures.Curve(np.arange(4.0), np.array([9.0, 1.0, 2.0, 3.0]))) == 2
 
     assert [in_short(each) for each in (9_999, 12_345, 4.5e6)] == ["9999", "12.3 k", "4.5 M"]
     assert [size_text(each) for each in (1023, 1536, 3 << 40)] == ["1023 B", "1.5 KiB", "3.0 TiB"]

@@ -81,6 +81,35 @@ def test_the_page_tells_the_run(comparison):
     assert "None: commands, configurations and environments are the same" in both
 
 
+def drawn(folder):
+    return {chart.name: chart.figure.axes[0] for chart in charts_of([load_history(folder)])}
+
+
+def test_charts_show_the_figures_of_the_records(tmp_path):
+    facts = {"models": [FACTS["models"][0] | {"sent": {"dp/all_reduce": 8000}}]}
+    write_run(tmp_path, (1, 601), ranks=26, end="", facts=facts)
+    write_run(tmp_path, (1201,), ranks=26, events=["resumed"], skipped=1, facts=facts)
+    axes = drawn(tmp_path)
+    memory = axes["memory"].get_lines()
+    assert [each.get_label() for each in memory] == ["rank 0", "rank 13", "rank 25"]
+    assert memory[0].get_xdata().tolist() == pytest.approx([0, 1, 2])  # minutes
+    assert memory[0].get_ydata().tolist() == [2, 2, 2]  # GiB
+    bars = axes["time-of-a-step"]
+    assert bars.get_yticklabels()[0].get_text() == "rank 0"  # it alone waits
+    parts = [each[0] for each in bars.containers]
+    assert [each.get_x() for each in parts] == pytest.approx([0, 10, 30, 60])
+    assert [each.get_width() for each in parts] == pytest.approx([10, 20, 30, 40])
+    norm, restart, skipped = axes["gradient-norm"].get_lines()
+    assert len(norm.get_xdata()) == 3
+    assert (restart.get_xdata()[0], skipped.get_xdata().tolist()) == (1201, [1201])
+    assert axes["gradient-norm"].get_yscale() == "linear"
+    sent = {each.get_label(): each[0].get_width() for each in axes["bytes"].containers}
+    assert sent == {"sent": 4000, "promised": 8000}
+
+    write_run(tmp_path / "2", (2, 4), steps=2)
+    assert drawn(tmp_path / "2")["step-time"].get_lines()[0].get_ydata().tolist() == [0.05, 0.05]
+
+
 def test_of_several_runs_the_rank_with_the_most_memory_is_drawn(tmp_path):
     for name in "ab":
         write_run(tmp_path / name, range(1, 4))  # rank 1 has more than rank 0

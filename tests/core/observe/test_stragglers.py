@@ -34,6 +34,7 @@ def test_the_rank_with_more_work_is_named_by_the_margin():
 
     assert ranks([work(0, waiting=90.0), work(1, forward=2.0, waiting=89.0)]) == []
 
+    assert ranks([work(0), work(1, forward=2.0), work(2, forward=2.0)]) == [(1,), (2,)]
     assert ranks([work(0)]) == []
     assert ranks([work(0, steps=0), work(1)]) == []
 
