@@ -679,6 +679,7 @@ class Evaluation:
             else leaf  # every stage has it
             for place, (leaf, source) in enumerate(zip(leaves, sources, strict=True))
         ]
+        stages.flush()  # gloo says of a send that it is through only to whoever waits for it
         return tree_unflatten(found, tree)
 
     def _check_trees(self, outputs: Iterable[Any], expected: TreeSpec) -> None:

@@ -10,6 +10,7 @@ The norm of many tensors as one number, on one rank or over the axes that hold t
 
 import math
 import sys
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -130,9 +131,20 @@ def mark_of_strategy(hook: Callable[..., Any]) -> None:
 
 
 def on_gradient(parameter: Tensor, hook: Callable[[Tensor], None]) -> RemovableHandle:
-    """Call a strategy's hook when a parameter's gradient has been accumulated."""
-    mark_of_strategy(hook)
-    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+    """Call a strategy's hook when a parameter's gradient has been accumulated.
+
+    The handle keeps the hook, and the parameter does not: Python sees no circle through such hooks,
+    and a strategy that a script forgets without ``free_memory`` would never be freed.
+    """
+    kept = weakref.ref(hook)
+
+    def call(gradient_of: Tensor) -> None:
+        if (found := kept()) is not None:
+            found(gradient_of)
+
+    mark_of_strategy(call)
+    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(call)  # type: ignore[no-untyped-call]
+    vars(handle)["hook"] = hook
     return handle
 
 

@@ -1,6 +1,7 @@
 """Garbage is collected after the same steps on all ranks, and not in between."""
 
 import gc
+import weakref
 
 import pytest
 import torch
@@ -63,3 +64,18 @@ def test_a_run_collects_each_so_many_steps_until_its_end(collections, every):
     assert gc.isenabled() == (not every)
     accelerator.end_training()
     assert gc.isenabled()
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "fsdp"])
+def test_a_model_that_a_script_forgets_is_freed(strategy):
+    """Without ``free_memory``: nothing that autograd keeps, and Python does not see, holds it."""
+    accelerator = Accelerator(cpu=True, strategy=strategy)
+    model = nn.Linear(2, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    accelerator.backward(model(torch.ones(1, 2)).sum())
+    optimizer.step()
+    optimizer.zero_grad()
+    known = weakref.ref(model.weight)
+    del accelerator, model, optimizer
+    gc.collect()
+    assert known() is None

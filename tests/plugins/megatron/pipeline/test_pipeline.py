@@ -1,6 +1,7 @@
 """Pipeline parallelism of whole models: losses, gradients and steps equal those of one process."""
 
 import copy
+import gc
 import importlib.util
 import itertools
 from functools import partial
@@ -420,3 +421,25 @@ def test_two_models_in_one_window_step_one_after_the_other():
     assert first == last  # some values come to the first stage after the record was begun
     assert [step for step, _ in first] == [1, 2]
     accelerator.end_training()
+
+
+def tensors_after_each(call):
+    """Return how many tensors there are after the second and the third of three calls."""
+    counts = []
+    for _ in range(3):
+        call()
+        gc.collect()
+        counts.append(sum(isinstance(each, torch.Tensor) for each in gc.get_objects()))
+    return counts[1:]
+
+
+@pytest.mark.ranks(2)
+def test_what_a_stage_has_sent_is_freed_without_a_step():
+    x = torch.randn(4, 8)
+    model = nn.Sequential(*(Residual(8) for _ in range(2)))
+    model.example_inputs = x
+    accelerator = Accelerator(strategy={"name": "megatron", "pp": 2}, cpu=True)
+    model = accelerator.prepare(model)
+    second, third = tensors_after_each(torch.no_grad()(lambda: model(x)))
+    assert second == third
+    accelerator.free_memory()
